@@ -11,15 +11,12 @@ from halograd.documents import shown
 from halograd.errors import UserError
 
 from ..layers import Network
-from .alexnet import alexnet
-from .googlenet import googlenet
-from .inception import inception_v3
-from .lenet import lenet5
+from .inception import googlenet, inception_v3
 from .mesh import mesh, mesh_1k, mesh_2k
 from .own import build_own, is_own
+from .plain import alexnet, lenet5, vgg, vgg16, vgg128, vgg256, vgg512, vgg_a
 from .resnet import resnet, resnet50, resnet152
 from .unet import unet, unet2d, unet3d
-from .vgg import vgg, vgg16, vgg128, vgg256, vgg512, vgg_a
 
 __all__ = [
     "MODELS",
@@ -55,7 +52,7 @@ MODELS: dict[str, Callable[..., Network]] = {
         *(mesh, mesh_1k, mesh_2k, unet2d, unet3d),
     )
 }
-#: What the models that only preset some options of another hand them on to.
+#: The general model of each model that presets some of its options.
 _GENERAL: dict[Callable[..., Network], Callable[..., Network]] = {
     **dict.fromkeys((vgg_a, vgg16, vgg128, vgg256, vgg512), vgg),
     **dict.fromkeys((resnet50, resnet152), resnet),
@@ -65,18 +62,18 @@ _GENERAL: dict[Callable[..., Network], Callable[..., Network]] = {
 
 
 def makers(name: str) -> tuple[Callable[..., Network], ...]:
-    """The functions whose parameters are the options of the model called `name`; of one option the first counts."""
+    """Return the functions whose parameters are the options of the model `name`; for each option the first counts."""
     model = MODELS[name]
     return tuple(dict.fromkeys((model, _GENERAL.get(model, model))))
 
 
 def _table(name: str) -> type[schema.Table]:
-    """The options of a model, with their types and ranges: the annotations of the functions that make it."""
+    """Return the options of a model with their types and ranges: the annotations of the functions that make it."""
     return schema.table_of(*makers(name))
 
 
 def options_of(name: str) -> tuple[str, ...]:
-    """Names of the options that the model called `name` takes.
+    """Return the names of the options that the model `name` takes.
 
     >>> options_of("resnet50")
     ('depths', 'classes', 'channels', 'resolution', 'width', 'statistics', 'name', 'class_weights')
@@ -85,13 +82,13 @@ def options_of(name: str) -> tuple[str, ...]:
 
 
 def build(name: str, /, **given: Any) -> Network:
-    """The network called `name`, or made by the function at ``FILE.py:NAME`` or ``MODULE:NAME``, with its options.
+    """Make the network `name`, or that of the function at ``FILE.py:NAME`` or ``MODULE:NAME``, with its options.
 
     Raises
     ------
     UserError
-        If there is no such model, or it does not take one of the options, or not of this type or size; or no network
-        can be made of them.
+        If there is no such model, if it has no option of a given name, type or size, or if no network can be made of
+        the options.
     """
     if is_own(name):
         return build_own(name, given)

@@ -1,4 +1,8 @@
-"""Inception-v3 (Szegedy et al. 2016, "Rethinking the Inception architecture"), with the details of torchvision."""
+"""GoogLeNet, the first Inception network, and Inception-v3.
+
+GoogLeNet (Szegedy et al. 2015) is as Caffe defines it. Inception-v3 (Szegedy et al. 2016, "Rethinking the Inception
+architecture") has the details of torchvision.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +11,121 @@ from dataclasses import dataclass
 
 from ..layers import (
     AveragePool,
-    BatchNorm,
     Concat,
     Conv,
     Dense,
     Dropout,
+    Flatten,
     GlobalAveragePool,
     Input,
+    LocalResponseNorm,
     MaxPool,
     Network,
     Node,
 )
-from .classifier import classifier, scaled
-from .options import ClassWeights, Extent, Factor, Filters, Rate, Statistics
+from .common import ClassWeights, Extent, Factor, Filters, Rate, Statistics, classifier, hidden, scaled, unit
 
-__all__ = ["inception_v3"]
+__all__ = ["googlenet", "inception_v3"]
+
+
+#: Filters of GoogLeNet's modules: 1x1, 3x3 reduce, 3x3, 5x5 reduce, 5x5, pool projection (Table 1 of the paper).
+MODULES = {
+    "3a": (64, 96, 128, 16, 32, 32),
+    "3b": (128, 128, 192, 32, 96, 64),
+    "4a": (192, 96, 208, 16, 48, 64),
+    "4b": (160, 112, 224, 24, 64, 64),
+    "4c": (128, 128, 256, 24, 64, 64),
+    "4d": (112, 144, 288, 32, 64, 64),
+    "4e": (256, 160, 320, 32, 128, 128),
+    "5a": (256, 160, 320, 32, 128, 128),
+    "5b": (384, 192, 384, 48, 128, 128),
+}
+
+
+def googlenet(
+    classes: Filters = 1000,
+    channels: Filters = 3,
+    resolution: Extent = 224,
+    width: Factor = 1.0,
+    dropout: Rate = 0.4,
+    auxiliary: bool = False,
+    class_weights: ClassWeights = None,
+) -> Network:
+    """Make GoogLeNet: nine modules of four branches. 6,998,552 parameters; 13,378,280 with the auxiliary classifiers.
+
+    Parameters
+    ----------
+    classes, channels, resolution
+        Classes of the head; channels and edge of the samples.
+    width
+        Factor of all filters and hidden units, for small networks.
+    dropout
+        Rate before the last layer (the auxiliary classifiers have 0.7, or 0 where this is 0).
+    auxiliary
+        Whether two more classifiers, behind the modules 4a and 4d, add to the loss of training, with weight 0.3
+        each; needs a resolution of at least 65.
+    class_weights
+        Weights of the classes in the loss: a number per class, or "balanced".
+
+    Returns
+    -------
+    Network
+        Inputs ``x (resolution, resolution, channels)`` and ``target (1,)`` (class index); outputs
+        ``prediction`` (logits) and ``loss``.
+
+    Notes
+    -----
+    Pooling of stride 2 rounds up, with the padding behind, as in Caffe at sizes that are multiples of 32.
+    """
+    y: Node = Input((resolution, resolution, channels), name="x")
+    y = Conv(scaled(64, width), 7, 2, 3, activation="relu", name="conv1")(y)
+    y = LocalResponseNorm(5, 1e-4, 0.75, name="norm1")(_pool(y, "1"))
+    y = Conv(scaled(64, width), 1, activation="relu", name="conv2_reduce")(y)
+    y = Conv(scaled(192, width), 3, padding=1, activation="relu", name="conv2")(y)
+    y = _pool(LocalResponseNorm(5, 1e-4, 0.75, name="norm2")(y), "2")
+    heads = []
+    for label, filters in MODULES.items():
+        y = _module(y, tuple(scaled(f, width) for f in filters), label)
+        if auxiliary and label in ("4a", "4d"):
+            heads.append(_auxiliary(y, classes, width, 0.7 if dropout else 0.0, label))
+        if label in ("3b", "4e"):
+            y = _pool(y, label[0])
+    y = Dropout(dropout, name="dropout")(GlobalAveragePool(name="pool")(y))
+    return classifier(Dense(classes, name="dense")(y), "googlenet", class_weights, heads)
+
+
+def _pool(y: Node, label: str) -> Node:
+    return MaxPool(3, 2, padding="same", name=f"pool{label}")(y)
+
+
+def _module(x: Node, filters: tuple[int, ...], label: str) -> Node:
+    """Add 1x1, 3x3 and 5x5 convolutions and a pooling side by side, the latter three with a 1x1 convolution."""
+    one, reduce3, three, reduce5, five, projection = filters
+
+    def conv(y: Node, count: int, kernel: int, branch: str) -> Node:
+        layer = Conv(count, kernel, padding=kernel // 2, activation="relu", name=f"conv{label}_{branch}")
+        return layer(y)
+
+    return Concat(name=f"join{label}")(
+        conv(x, one, 1, "1x1"),
+        conv(conv(x, reduce3, 1, "3x3_reduce"), three, 3, "3x3"),
+        conv(conv(x, reduce5, 1, "5x5_reduce"), five, 5, "5x5"),
+        conv(MaxPool(3, 1, 1, name=f"pool{label}")(x), projection, 1, "projection"),
+    )
+
+
+def _auxiliary(x: Node, classes: int, width: float, dropout: float, label: str) -> Node:
+    """Return the logits of a classifier behind a module (Section 5 of the paper)."""
+    if min(x.shape[:-1]) < 5:
+        raise ValueError(
+            f"auxiliary: expected at least 5 x 5 positions behind module {label}, got {x.shape[0]} x {x.shape[1]}; "
+            "take a resolution of at least 65, or leave the auxiliary classifiers out"
+        )
+    y = AveragePool(5, 3, name=f"pool{label}_aux")(x)
+    y = Conv(scaled(128, width), 1, activation="relu", name=f"conv{label}_aux")(y)
+    y = hidden(Flatten(name=f"flatten{label}_aux")(y), scaled(1024, width), f"{label}_aux", dropout)
+    return Dense(classes, name=f"predict{label}_aux")(y)
+
 
 _Kernel = int | tuple[int, int]
 
@@ -37,12 +141,14 @@ def inception_v3(
     statistics: Statistics = "global",
     class_weights: ClassWeights = None,
 ) -> Network:
-    """Eleven modules with factorized kernels. 23,834,568 parameters; 27,161,264 with the auxiliary classifier.
+    """Make Inception-v3: eleven modules with factorized kernels.
+
+    23,834,568 parameters; 27,161,264 with the auxiliary classifier.
 
     Parameters
     ----------
     classes, channels, resolution
-        Of the head and of the samples; a resolution of at least 75.
+        Classes of the head; channels and edge of the samples; a resolution of at least 75.
     width
         Factor of all filters, for small networks.
     dropout
@@ -53,9 +159,9 @@ def inception_v3(
     label_smoothing
         Share of the target that is spread over all classes (0.1 in the paper).
     statistics
-        Of batch norm: "global", "sample" or "local".
+        Statistics of batch norm: "global", "sample" or "local".
     class_weights
-        Of the loss: a number per class, or "balanced".
+        Weights of the classes in the loss: a number per class, or "balanced".
 
     Returns
     -------
@@ -81,12 +187,12 @@ def inception_v3(
     for label in ("7b", "7c"):
         y = make.module_e(y, label)
     y = Dropout(dropout, name="dropout")(GlobalAveragePool(name="pool")(y))
-    return classifier(Dense(classes, name="dense")(y), "inception_v3", heads, 0.4, label_smoothing, class_weights)
+    return classifier(Dense(classes, name="dense")(y), "inception_v3", class_weights, heads, 0.4, label_smoothing)
 
 
 @dataclass(frozen=True)
 class _Builder:
-    """Parts of the network, of scaled widths. Names of modules are torchvision's: ``5b`` to ``7c``."""
+    """Parts of Inception-v3 with scaled widths. Modules have torchvision's names: ``5b`` to ``7c``."""
 
     width: float
     statistics: str
@@ -94,22 +200,22 @@ class _Builder:
     def unit(
         self, y: Node, filters: int, kernel: _Kernel, label: str, stride: int = 1, padding: str | int = "same"
     ) -> Node:
-        """Convolution without bias, batch norm, ReLU; "same" padding, which all kernels (odd) have on both sides."""
-        y = Conv(scaled(filters, self.width), kernel, stride, padding, bias=False, name=f"conv{label}")(y)
-        return BatchNorm(self.statistics, eps=1e-3, activation="relu", name=f"bn{label}")(y)
+        """Add a unit of scaled width."""
+        width = scaled(filters, self.width)
+        return unit(y, width, kernel, label, stride, padding, statistics=self.statistics, eps=1e-3)
 
     def chain(self, y: Node, steps: Sequence[tuple[int, _Kernel]], label: str) -> Node:
-        """Units one behind the other: (filters, kernel) each."""
+        """Add units one behind the other; each step is (filters, kernel)."""
         for i, (filters, kernel) in enumerate(steps, start=1):
             y = self.unit(y, filters, kernel, f"{label}_{i}")
         return y
 
     def projection(self, x: Node, filters: int, label: str) -> Node:
-        """Average pooling, then a pointwise unit."""
+        """Add average pooling and a pointwise unit."""
         return self.unit(AveragePool(3, 1, 1, name=f"pool{label}")(x), filters, 1, f"{label}_pool")
 
     def stem(self, x: Node) -> Node:
-        """299 x 299 -> 35 x 35, without padding but in one convolution."""
+        """Add the stem, 299 x 299 -> 35 x 35, with padding in one convolution only."""
         y = self.unit(x, 32, 3, "1a", 2, 0)
         y = self.unit(y, 32, 3, "2a", 1, 0)
         y = self.unit(y, 64, 3, "2b")
@@ -119,7 +225,7 @@ class _Builder:
         return MaxPool(3, 2, name="pool4")(y)
 
     def module_a(self, x: Node, pooled: int, label: str) -> Node:
-        """Figure 5 of the paper: 1x1, 5x5, two 3x3, pooling."""
+        """Add the module of Figure 5 of the paper: 1x1, 5x5, two 3x3, pooling."""
         return Concat(name=f"join{label}")(
             self.unit(x, 64, 1, f"{label}_1x1"),
             self.chain(x, [(48, 1), (64, 5)], f"{label}_5x5"),
@@ -128,7 +234,7 @@ class _Builder:
         )
 
     def reduction_b(self, x: Node, label: str) -> Node:
-        """35 x 35 -> 17 x 17."""
+        """Add the reduction 35 x 35 -> 17 x 17."""
         double = self.chain(x, [(64, 1), (96, 3)], f"{label}_double")
         return Concat(name=f"join{label}")(
             self.unit(x, 384, 3, f"{label}_3x3", 2, 0),
@@ -137,7 +243,7 @@ class _Builder:
         )
 
     def module_c(self, x: Node, inner: int, label: str) -> Node:
-        """Figure 6: 1x1, 7x7 and two 7x7 as 1x7 and 7x1, pooling."""
+        """Add the module of Figure 6: 1x1, 7x7 and two 7x7 as 1x7 and 7x1, pooling."""
         rows, columns = (1, 7), (7, 1)
         double: list[tuple[int, _Kernel]] = [(inner, 1), (inner, columns), (inner, rows), (inner, columns), (192, rows)]
         return Concat(name=f"join{label}")(
@@ -148,7 +254,7 @@ class _Builder:
         )
 
     def reduction_d(self, x: Node, label: str) -> Node:
-        """17 x 17 -> 8 x 8."""
+        """Add the reduction 17 x 17 -> 8 x 8."""
         three = self.unit(x, 192, 1, f"{label}_3x3_1")
         seven = self.chain(x, [(192, 1), (192, (1, 7)), (192, (7, 1))], f"{label}_7x7")
         return Concat(name=f"join{label}")(
@@ -158,7 +264,7 @@ class _Builder:
         )
 
     def module_e(self, x: Node, label: str) -> Node:
-        """Figure 7: 1x1, 3x3 and two 3x3, the last of which are a 1x3 and a 3x1 side by side, pooling."""
+        """Add the module of Figure 7: 1x1, 3x3, two 3x3, pooling. Last kernels of 3x3 are 1x3 and 3x1 side by side."""
         single = self.unit(x, 384, 1, f"{label}_3x3")
         double = self.chain(x, [(448, 1), (384, 3)], f"{label}_double")
         return Concat(name=f"join{label}")(
@@ -171,7 +277,7 @@ class _Builder:
         )
 
     def auxiliary(self, x: Node, classes: int) -> Node:
-        """The logits of the classifier behind the last 17 x 17 module."""
+        """Return the logits of the classifier behind the last 17 x 17 module."""
         if min(x.shape[:-1]) < 17:
             raise ValueError(
                 f"auxiliary: expected at least 17 x 17 positions behind module 6e, got {x.shape[0]} x {x.shape[1]}; "

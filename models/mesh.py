@@ -8,7 +8,6 @@ from typing import Annotated
 from pydantic import Field
 
 from ..layers import (
-    BatchNorm,
     BinaryCrossEntropyWithLogits,
     Concat,
     Conv,
@@ -17,7 +16,7 @@ from ..layers import (
     Node,
     Resize,
 )
-from .options import Balanced, Extent, Filters, Name, Statistics, Times, Weight
+from .common import Balanced, Extent, Filters, Name, Statistics, Times, Weight, unit
 
 __all__ = ["mesh", "mesh_1k", "mesh_2k"]
 
@@ -35,7 +34,7 @@ def mesh(
     pos_weight: Weight | Balanced = 1.0,
     name: Name = "mesh",
 ) -> Network:
-    """The mesh-tangling network: which cells, or which patches of cells, need relaxation.
+    """Make the mesh-tangling network, which predicts the cells, or the patches of cells, that need relaxation.
 
     Every block begins with a convolution of stride 2 (the first of all with a 5 x 5 kernel), so with six
     blocks there is one prediction per 64 x 64 patch, against the mask reduced to that grid
@@ -52,9 +51,9 @@ def mesh(
     convs
         Convolution-norm-ReLU units per block: 3 in the paper's 1K model, 5 in its 2K model.
     decoder
-        Predict every cell instead of every patch.
+        Whether every cell is predicted instead of every patch.
     statistics
-        Of batch norm: "global", "sample" or "local".
+        Statistics of batch norm: "global", "sample" or "local".
     pos_weight
         Weight of the cells that need relaxation in the loss; "balanced": the ratio of the others to them.
 
@@ -74,7 +73,7 @@ def mesh(
         for j in range(1, convs + 1):
             first = j == 1
             kernel = 5 if first and i == 1 else 3
-            y = _unit(y, filters, f"{i}_{j}", kernel, 2 if first else 1, statistics)
+            y = unit(y, filters, kernel, f"{i}_{j}", 2 if first else 1, kernel // 2, statistics=statistics)
         skips.append(y)
     if decoder:
         y = _decoder(y, skips[:-1], widths, statistics)
@@ -84,25 +83,20 @@ def mesh(
     return Network({"prediction": logits, "loss": loss}, name=name)
 
 
-def _unit(y: Node, filters: int, label: str, kernel: int, stride: int, statistics: str) -> Node:
-    y = Conv(filters, kernel, stride, kernel // 2, bias=False, name=f"conv{label}")(y)
-    return BatchNorm(statistics=statistics, activation="relu", name=f"bn{label}")(y)
-
-
 def _decoder(y: Node, skips: Sequence[Node], widths: Sequence[int], statistics: str) -> Node:
-    """Up by two, join the encoder's output of that size, one unit; once more to the cells themselves."""
+    """Add, per level, a resize by 2, the encoder's output of that size and a unit; resize once more to the cells."""
     for level in range(len(widths) - 1, 0, -1):
         y = Resize(scale=2, name=f"up{level}")(y)
         y = Concat(name=f"join{level}")(y, skips[level - 1])
-        y = _unit(y, widths[level - 1], f"d{level}", 3, 1, statistics)
-    return Resize(scale=2, mode="bilinear", name="up0")(_unit(y, widths[0], "d0", 3, 1, statistics))
+        y = unit(y, widths[level - 1], 3, f"d{level}", 1, 1, statistics=statistics)
+    return Resize(scale=2, mode="bilinear", name="up0")(unit(y, widths[0], 3, "d0", 1, 1, statistics=statistics))
 
 
 def mesh_1k(**options) -> Network:
-    """The paper's 1K model: 1024 x 1024 x 18, three convolutions per block."""
+    """Make the paper's 1K model: 1024 x 1024 x 18, three convolutions per block."""
     return mesh(**{"resolution": 1024, "convs": 3, "name": "mesh_1k", **options})
 
 
 def mesh_2k(**options) -> Network:
-    """The paper's 2K model: 2048 x 2048 x 18, five convolutions per block."""
+    """Make the paper's 2K model: 2048 x 2048 x 18, five convolutions per block."""
     return mesh(**{"resolution": 2048, "convs": 5, "name": "mesh_2k", **options})

@@ -1,4 +1,4 @@
-"""Networks of one's own: a function in a file (``net.py:build``) or in a module (``package.module:build``)."""
+"""Networks of the user: a function in a file (``net.py:build``) or in a module (``package.module:build``)."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from ..layers import Network
 
 __all__ = ["build_own", "call_own", "give", "is_own", "load_function", "source_of"]
 
-#: In place of a file: what a script has made itself.
+#: Stands in place of a file for objects that a script has made.
 _SCRIPT = "script"
 _MADE: dict[str, Any] = {}
 
 
 def is_own(name: str) -> bool:
-    """Whether a model's name says where its function is.
+    """Return whether a model's name is the place of a function.
 
     >>> is_own("net.py:build"), is_own("resnet50")
     (True, False)
@@ -39,19 +39,19 @@ def is_own(name: str) -> bool:
 
 
 def give(made: Any, name: str) -> str:
-    """Have what a script has made stand for a text, which is returned. Local; every rank calls it."""
+    """Register an object that a script has made, and return the text that stands for it. Local; every rank calls it."""
     where = f"{_SCRIPT}:{name}"
     _MADE[where] = made
     return where
 
 
 def build_own(where: str, given: Mapping[str, Any]) -> Network:
-    """The network that a function of one's own makes of these options. Local; every rank calls it.
+    """Return the network that a function of the user makes of these options. Local; every rank calls it.
 
     Raises
     ------
     UserError
-        There is no such function, it does not take one of the options, or not of this type; it raises an error, or
+        If there is no such function, if it has no option of a given name or type, if it raises an error, or if it
         returns something else than a network.
     """
     if where in _MADE:
@@ -70,12 +70,14 @@ def build_own(where: str, given: Mapping[str, Any]) -> Network:
 
 
 def call_own(where: str, key: str, *arguments: Any, **options: Any) -> Any:
-    """What a function of one's own returns, `key` of the configuration says where it is. Local.
+    """Call a function of the user and return its result. Local.
+
+    `where` is the place of the function, `key` the entry of the configuration that gave it.
 
     Raises
     ------
     UserError
-        There is no such function, or it raises an error.
+        If there is no such function, or it raises an error.
     """
     if where in _MADE:
         return _MADE[where]
@@ -89,14 +91,14 @@ def call_own(where: str, key: str, *arguments: Any, **options: Any) -> Any:
 
 
 def load_function(where: str, key: str = "model.file") -> Callable[..., Any]:
-    """The function at ``FILE.py:NAME`` or ``MODULE:NAME``. Local.
+    """Return the function at ``FILE.py:NAME`` or ``MODULE:NAME``. Local.
 
-    A file may import others from its folder. It is executed once, however often it is asked for, unless it was changed.
+    A file may import others from its folder. Repeated calls execute it once, unless it has changed.
 
     Raises
     ------
     UserError
-        There is no such file, module or function, or it raises an error while it is imported.
+        If there is no such file, module or function, or it raises an error while it is imported.
     """
     place, _, name = where.rpartition(":")
     if place == _SCRIPT:
@@ -117,7 +119,7 @@ def load_function(where: str, key: str = "model.file") -> Callable[..., Any]:
 
 
 def source_of(where: str) -> tuple[str, str]:
-    """Where a function is, and a checksum of its file: what a run says that it trained. Local."""
+    """Return the place of a function and a checksum of its file: a run records both as its model. Local."""
     script = where.startswith(f"{_SCRIPT}:")
     file = getattr(sys.modules["__main__"], "__file__", None) if script else inspect.getsourcefile(load_function(where))
     text = Path(file).read_bytes() if file is not None else b""
@@ -127,7 +129,7 @@ def source_of(where: str) -> tuple[str, str]:
 def _module(name: str, key: str) -> ModuleType:
     here = os.getcwd()
     if here not in sys.path:
-        sys.path.insert(0, here)  # `python -m` has it there; the installed command has not
+        sys.path.insert(0, here)  # `python -m` adds it; the installed command does not
     try:
         return importlib.import_module(name)
     except Exception as error:
@@ -143,7 +145,7 @@ def _module_of_file(path: Path, key: str) -> ModuleType:
             f"{key}: expected a Python file, got {shown(str(path))} ({(error.strerror or '').lower()}); a path is "
             f"relative to the working folder, {os.getcwd()}"
         ) from error
-    # Its name tells one file, in one state, from all others.
+    # The name is unique for a file in one state.
     mark = zlib.crc32(f"{real} {state.st_mtime_ns} {state.st_size}".encode())
     name = f"halograd_own_{real.stem}_{mark:08x}"
     if name in sys.modules:
@@ -166,7 +168,7 @@ _LIBRARY = [path.resolve() for path in Path(schema.__file__).parent.iterdir()]
 
 
 def _said(error: Exception) -> str:
-    """An error in one line, with the place in the user's code where it was raised."""
+    """Return an error as one line, with the place in the user's code where it was raised."""
     what = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(": ")
     own = [
         frame
@@ -181,7 +183,7 @@ def _is_inside(name: str, folder: Path) -> bool:
 
 
 def _checked(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options as the annotations of a function have them; what has none may be anything."""
+    """Check options by the annotations of a function; an option without annotation may be anything."""
     taken = inspect.signature(function).parameters.values()
     named = {parameter.name for parameter in taken if parameter.kind is not inspect.Parameter.VAR_KEYWORD}
     free = {k: v for k, v in given.items() if k not in named} if len(named) < len(taken) else {}

@@ -16,9 +16,8 @@ from ..layers import (
     MaxPool,
     Network,
     Node,
-    SoftmaxCrossEntropy,
 )
-from .options import ClassWeights, Extent, Filters, Name, Statistics, Times
+from .common import ClassWeights, Extent, Filters, Name, Statistics, Times, classifier, unit
 
 __all__ = ["resnet", "resnet50", "resnet152"]
 
@@ -33,20 +32,20 @@ def resnet(
     name: Name = "resnet",
     class_weights: ClassWeights = None,
 ) -> Network:
-    """A residual network of bottleneck blocks.
+    """Make a residual network of bottleneck blocks.
 
     Parameters
     ----------
     depths
         Blocks per stage, (3, 4, 6, 3) for ResNet-50, (3, 8, 36, 3) for ResNet-152.
     classes, channels, resolution
-        Of the head and of the samples.
+        Classes of the head; channels and edge of the samples.
     width
         Filters of the first stage's 3 x 3 convolutions (64; smaller for tests).
     statistics
-        Of batch norm: "global", "sample" or "local".
+        Statistics of batch norm: "global", "sample" or "local".
     class_weights
-        Of the loss: a number per class, or "balanced".
+        Weights of the classes in the loss: a number per class, or "balanced".
 
     Returns
     -------
@@ -55,25 +54,19 @@ def resnet(
         ``prediction`` (logits) and ``loss``.
     """
     x = Input((resolution, resolution, channels), name="x")
-    y = Conv(width, 7, 2, 3, bias=False, name="conv1")(x)
-    y = BatchNorm(statistics=statistics, activation="relu", name="bn1")(y)
+    y = unit(x, width, 7, "1", 2, 3, statistics=statistics)
     y = MaxPool(3, 2, padding=1, name="pool1")(y)
     for stage, blocks in enumerate(depths, start=2):
         for block in range(1, blocks + 1):
             stride = 2 if block == 1 and stage > 2 else 1
             y = _bottleneck(y, width * 2 ** (stage - 2), stride, f"{stage}_{block}", statistics)
-    y = GlobalAveragePool(name="pool")(y)
-    logits = Dense(classes, name="dense")(y)
-    target = Input((1,), name="target", dtype="int32")
-    loss = SoftmaxCrossEntropy(class_weights, name="ce")(logits, target)
-    return Network({"prediction": logits, "loss": loss}, name=name)
+    logits = Dense(classes, name="dense")(GlobalAveragePool(name="pool")(y))
+    return classifier(logits, name, class_weights)
 
 
 def _bottleneck(x: Node, filters: int, stride: int, label: str, statistics: str) -> Node:
-    y = Conv(filters, 1, bias=False, name=f"conv{label}a")(x)
-    y = BatchNorm(statistics=statistics, activation="relu", name=f"bn{label}a")(y)
-    y = Conv(filters, 3, stride, 1, bias=False, name=f"conv{label}b")(y)
-    y = BatchNorm(statistics=statistics, activation="relu", name=f"bn{label}b")(y)
+    y = unit(x, filters, 1, f"{label}a", 1, 0, statistics=statistics)
+    y = unit(y, filters, 3, f"{label}b", stride, 1, statistics=statistics)
     y = Conv(4 * filters, 1, bias=False, name=f"conv{label}c")(y)
     shortcut = x
     if stride > 1 or x.shape[-1] != 4 * filters:
@@ -83,10 +76,10 @@ def _bottleneck(x: Node, filters: int, stride: int, label: str, statistics: str)
 
 
 def resnet50(**options) -> Network:
-    """ResNet-50: 25,557,032 parameters with 1000 classes."""
+    """Make ResNet-50: 25,557,032 parameters with 1000 classes."""
     return resnet(**{"depths": (3, 4, 6, 3), "name": "resnet50", **options})
 
 
 def resnet152(**options) -> Network:
-    """ResNet-152: 60,192,808 parameters with 1000 classes."""
+    """Make ResNet-152: 60,192,808 parameters with 1000 classes."""
     return resnet(**{"depths": (3, 8, 36, 3), "name": "resnet152", **options})

@@ -8,8 +8,8 @@ from pydantic import Field
 
 from halograd.schema import Count
 
-from ..layers import BatchNorm, Concat, Conv, ConvTranspose, Input, MaxPool, Network, Node, SoftmaxCrossEntropy
-from .options import ClassWeights, Extent, Extents, Filters, Name, Statistics
+from ..layers import BatchNorm, Concat, Conv, ConvTranspose, Input, MaxPool, Network, Node
+from .common import ClassWeights, Extent, Extents, Filters, Name, Statistics, classifier
 
 __all__ = ["unet", "unet2d", "unet3d"]
 
@@ -24,7 +24,7 @@ def unet(
     name: Name = "unet",
     class_weights: ClassWeights = None,
 ) -> Network:
-    """Encoder and decoder with skip connections; "same" padding, so that every element is predicted.
+    """Make a U-Net: encoder and decoder with skip connections; "same" padding, so that every element is predicted.
 
     Parameters
     ----------
@@ -37,9 +37,9 @@ def unet(
     levels
         Number of poolings.
     statistics
-        Of batch norm: "global", "sample" or "local".
+        Statistics of batch norm: "global", "sample" or "local".
     class_weights
-        Of the loss: a number per class, or "balanced".
+        Weights of the classes in the loss: a number per class, or "balanced".
 
     Returns
     -------
@@ -60,10 +60,7 @@ def unet(
     for level in reversed(range(levels)):
         y = ConvTranspose(width * 2**level, 2, 2, name=f"up{level}")(y)
         y = _double(Concat(name=f"join{level}")(skips[level], y), width * 2**level, f"up{level}", statistics)
-    logits = Conv(classes, 1, name="predict")(y)
-    target = Input((*resolution, 1), name="target", dtype="int32")
-    loss = SoftmaxCrossEntropy(class_weights, name="ce")(logits, target)
-    return Network({"prediction": logits, "loss": loss}, name=name)
+    return classifier(Conv(classes, 1, name="predict")(y), name, class_weights)
 
 
 def _double(y: Node, filters: int, label: str, statistics: str) -> Node:
@@ -74,10 +71,10 @@ def _double(y: Node, filters: int, label: str, statistics: str) -> Node:
 
 
 def unet2d(resolution: Extent = 256, **options) -> Network:
-    """U-Net on squares."""
+    """Make a U-Net for squares."""
     return unet(**{"resolution": (resolution,) * 2, "name": "unet2d", **options})
 
 
 def unet3d(resolution: Extent = 64, **options) -> Network:
-    """U-Net on cubes, three levels as in Çiçek et al."""
+    """Make a U-Net for cubes, with three levels as in Çiçek et al."""
     return unet(**{"resolution": (resolution,) * 3, "levels": 3, "width": 32, "name": "unet3d", **options})
