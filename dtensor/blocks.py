@@ -1,7 +1,7 @@
 """Blocks: one box per rank, as a product of intervals, one list per axis. Pure arithmetic.
 
-What ranks own, need or read of an array is cut axis by axis, so nothing here holds a box per rank, and what a rank has
-in common with all others follows from one axis at a time::
+The parts of an array that ranks own, need or read are cut axis by axis. So nothing here holds a box per rank, and the
+elements that a rank has in common with all others follow from one axis at a time::
 
     array of 4 x 6, grid 2 x 3           rank = 3 * row + column
       axis 0: [0, 2) [2, 4)
@@ -27,7 +27,7 @@ Intervals = tuple[Interval, ...]
 
 
 def balanced_boundaries(size: int, parts: int) -> tuple[int, ...]:
-    """The ``parts + 1`` boundaries of a balanced split: the first ``size % parts`` blocks hold one more.
+    """Return the ``parts + 1`` boundaries of a balanced split: the first ``size % parts`` blocks hold one more.
 
     >>> balanced_boundaries(10, 4)
     (0, 3, 6, 8, 10)
@@ -39,10 +39,10 @@ def balanced_boundaries(size: int, parts: int) -> tuple[int, ...]:
 
 
 def shared_boundaries(size: int, shares: Sequence[int]) -> tuple[int, ...]:
-    """Boundaries of a split into parts that are as long as their shares say, each rounded to the nearest.
+    """Return the boundaries of a split into parts in proportion to their shares, each rounded to the nearest.
 
-    An array of half the size is cut at half the boundaries, but for the rounding: blocks of layers that stride
-    stay where they are.
+    An array of half the size has half the boundaries, but for the rounding: behind a strided layer, blocks stay at the
+    same place.
 
     >>> shared_boundaries(10, (3, 1, 1)), shared_boundaries(5, (3, 1, 1))
     ((0, 6, 8, 10), (0, 3, 4, 5))
@@ -55,7 +55,7 @@ def shared_boundaries(size: int, shares: Sequence[int]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=65536)
 def intervals(size: int, parts: int) -> Intervals:
-    """The blocks of a balanced split.
+    """Return the blocks of a balanced split.
 
     >>> intervals(5, 2)
     ((0, 3), (3, 5))
@@ -71,10 +71,10 @@ class Blocks(Sequence[Box]):
     Parameters
     ----------
     axes
-        Per axis of the array, the intervals of its parts. They may be empty, overlap, or come several times (ranks that
-        hold the same). Ranks ``0 .. placed - 1`` are numbered row-major over the parts.
+        Per axis of the array, the intervals of its parts. They may be empty, overlap, or be repeated (replicas).
+        Ranks ``0 .. placed - 1`` are numbered row-major over the parts.
     size
-        Number of ranks, those that hold nothing included; by default those with a place.
+        Number of ranks, including those that hold nothing; by default, the number of ranks with a place.
 
     Examples
     --------
@@ -89,7 +89,7 @@ class Blocks(Sequence[Box]):
         self.size = self.placed if size is None else size
         if self.size < self.placed:
             raise ValueError(f"{self.grid} parts need {self.placed} ranks, there are {self.size}")
-        self._last: tuple[int, Box] | None = None  # what a program asks for is one rank's, again and again
+        self._last: tuple[int, Box] | None = None  # a program looks up one rank again and again
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, Blocks) and self.size == other.size and self.axes == other.axes)
@@ -129,7 +129,7 @@ class Blocks(Sequence[Box]):
 
     @cached_property
     def nothing(self) -> Box:
-        """The box of a rank without a place: no samples, but each of the usual shape, so that channels fit weights."""
+        """Box of a rank without a place: no samples, but the usual sample shape, so that channels fit weights."""
         return Box((0,) * len(self.axes), (0, *(max(b for _, b in axis) for axis in self.axes[1:])))
 
     @property
@@ -138,11 +138,11 @@ class Blocks(Sequence[Box]):
         return tuple(map(len, self.axes))
 
     def box(self, rank: int) -> Box:
-        """The box of a rank, also of one beyond `size`."""
+        """Return the box of a rank, also of one beyond `size`."""
         return self[rank] if rank < self.size else self.nothing
 
     def coordinates(self, rank: int) -> tuple[int, ...] | None:
-        """Place of a rank in the grid; None for a rank without one."""
+        """Return the place of a rank in the grid; None for a rank without one."""
         if rank >= self.placed:
             return None
         found = []
@@ -163,11 +163,11 @@ class Blocks(Sequence[Box]):
 
     @property
     def fullest(self) -> int:
-        """Elements of the largest box."""
+        """Number of elements of the largest box."""
         return math.prod(self.longest)
 
     def sizes(self) -> np.ndarray:
-        """Elements per rank."""
+        """Return the number of elements per rank."""
         return padded(outer(self.extents), self.size)
 
     @cached_property
@@ -176,11 +176,11 @@ class Blocks(Sequence[Box]):
         return any(_overlap(axis) for axis in self.axes) and self.fullest > 0
 
     def covers(self, shape: Sequence[int]) -> bool:
-        """Whether every element of an array of this shape lies in some box, and every box in the array."""
+        """Return whether every element of an array of this shape lies in some box, and every box in the array."""
         return all(_covers(axis, n) for axis, n in zip(self.axes, shape, strict=True))
 
     def contain(self, others: Blocks) -> bool:
-        """Whether the box of every rank holds that of the same rank in `others`."""
+        """Return whether the box of every rank holds that of the same rank in `others`."""
         if self.axes == others.axes:
             return True
         if self.grid == others.grid:
@@ -188,7 +188,7 @@ class Blocks(Sequence[Box]):
         return all(a.contains(b) for a, b in zip(self, others))
 
     def map(self, *changes: Callable[[int, int], Interval] | None) -> Blocks:
-        """Every axis' intervals mapped by a function of ``(start, stop)``; None: as they are. Empty ones stay so."""
+        """Map the intervals of each axis by a function of ``(start, stop)``; None keeps them. Empty ones stay empty."""
         axes = [
             axis if change is None else tuple(change(a, b) if b > a else (0, 0) for a, b in axis)
             for axis, change in zip(self.axes, changes, strict=True)
@@ -196,17 +196,17 @@ class Blocks(Sequence[Box]):
         return Blocks(axes, self.size)
 
     def clipped(self, shape: Sequence[int]) -> Blocks:
-        """Without what lies outside an array of this shape."""
+        """Return the blocks clipped to an array of this shape."""
         return Blocks([_clip(axis, n) for axis, n in zip(self.axes, shape, strict=True)], self.size)
 
     def replace(self, axis: int, parts: Intervals) -> Blocks:
-        """With other intervals along one axis."""
+        """Return the blocks with other intervals along one axis."""
         axes = list(self.axes)
         axes[axis] = parts
         return Blocks(axes, self.size)
 
     def joined(self, others: Sequence[Blocks]) -> Blocks:
-        """Per rank and axis, the smallest interval that holds those of all; grids are equal."""
+        """Return, per rank and axis, the smallest interval that holds those of all; grids are equal."""
         axes = []
         for d, axis in enumerate(self.axes):
             rows = {axis, *(other.axes[d] for other in others)}
@@ -215,7 +215,7 @@ class Blocks(Sequence[Box]):
 
 
 def outer(axes: Sequence[np.ndarray]) -> np.ndarray:
-    """Product over the axes of one number per part: one per rank with a place."""
+    """Return the product over the axes of one number per part: one number per rank with a place."""
     total = np.ones(1, axes[0].dtype)
     for axis in axes:
         total = (total[:, None] * axis).reshape(-1)
@@ -223,7 +223,7 @@ def outer(axes: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def padded(values: np.ndarray, size: int) -> np.ndarray:
-    """Values of the first ranks, zeros for the others."""
+    """Extend the values of the first ranks by zeros for the others."""
     return np.concatenate([values, np.zeros(max(0, size - len(values)), values.dtype)])[:size]
 
 

@@ -1,7 +1,16 @@
-"""Boxes: half-open index ranges, one per axis, in global indices.
+"""Boxes and windows: index ranges, and the ranges that a sliding operation relates. Pure arithmetic.
 
-Every block, halo, strip and message of halograd is a box. This file is pure arithmetic: it knows
-neither MPI nor arrays' contents, and is tested against brute force.
+Every block, halo, strip and message of halograd is a :class:`Box` in global indices. A :class:`Window` gives, on one
+axis, the inputs that an output needs and the outputs that an input reaches. Strides, dilation, padding and even kernels
+of every sliding operation live in this one class; the halo of a block follows from it (DistDL's pair of range
+functions)::
+
+    outputs           o0 o1 o2 o3            kernel 3, stride 2, padding (1, 0)
+    inputs   . 0 1 2 3 4 5 6 7
+             [---]                           o0 needs [-1, 2): -1 is padding
+                 [---]                       o1 needs [1, 4)
+
+Both are tested against brute force.
 """
 
 from __future__ import annotations
@@ -12,16 +21,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-__all__ = ["Box", "hull"]
+__all__ = ["Box", "Window", "hull", "input_box", "output_box"]
 
 
 @dataclass(frozen=True, order=True)
 class Box:
     """A half-open index range ``[start, stop)`` per axis, in global indices.
 
-    A box with ``stop <= start`` on any axis is empty; all empty boxes of a rank compare by their
-    bounds, so test emptiness with :attr:`size`, not with ``==``. Bounds may lie outside an array
-    (a halo that reaches into the padding): clip with ``box & Box.of_shape(shape)``.
+    A box with ``stop <= start`` on any axis is empty. Empty boxes compare by their bounds, so test emptiness with
+    :attr:`size`, not with ``==``. Bounds may lie outside an array (a halo that reaches into the padding): clip with
+    ``box & Box.of_shape(shape)``.
 
     >>> Box((0, 4), (6, 10)) & Box((2, 0), (9, 6))
     Box((2, 4), (6, 6))
@@ -38,12 +47,12 @@ class Box:
 
     @classmethod
     def of_shape(cls, shape: Sequence[int]) -> Box:
-        """The box of a whole array of this global shape."""
+        """Return the box of a whole array of this global shape."""
         return cls((0,) * len(shape), tuple(shape))
 
     @classmethod
     def of_ranges(cls, ranges: Sequence[tuple[int, int]]) -> Box:
-        """The box with these ``(start, stop)`` pairs."""
+        """Return the box with these ``(start, stop)`` pairs."""
         start, stop = zip(*ranges) if ranges else ((), ())
         return cls(start, stop)
 
@@ -69,25 +78,25 @@ class Box:
         return Box(tuple(map(max, self.start, other.start)), tuple(map(min, self.stop, other.stop)))
 
     def contains(self, other: Box) -> bool:
-        """Whether every element of `other` lies in this box (an empty box lies in any)."""
+        """Return whether every element of `other` lies in this box (an empty box lies in any)."""
         if other.size == 0:
             return True
         return all(map(operator.le, self.start, other.start)) and all(map(operator.ge, self.stop, other.stop))
 
     def shift(self, offset: Sequence[int]) -> Box:
-        """This box moved by `offset`."""
+        """Return this box moved by `offset`."""
         return Box(
             tuple(a + o for a, o in zip(self.start, offset)),
             tuple(b + o for b, o in zip(self.stop, offset)),
         )
 
     def slices(self, origin: Sequence[int] | None = None) -> tuple[slice, ...]:
-        """Slices that select this box in an array whose element ``[0, ...]`` is global `origin`."""
+        """Return slices that select this box in an array whose element ``[0, ...]`` is global `origin`."""
         at = origin if origin is not None else (0,) * self.ndim
         return tuple(slice(a - o, a - o + n) for a, o, n in zip(self.start, at, self.shape))
 
     def replace(self, axis: int, start: int, stop: int) -> Box:
-        """This box with another range on one axis."""
+        """Return this box with another range on one axis."""
         ranges = list(self.ranges)
         ranges[axis] = (start, stop)
         return Box.of_ranges(ranges)
@@ -97,7 +106,7 @@ class Box:
 
 
 def hull(boxes: Sequence[Box]) -> Box:
-    """The smallest box that holds all of `boxes`; empty ones do not count.
+    """Return the smallest box that holds all of `boxes`; empty ones do not count.
 
     >>> hull([Box((0,), (2,)), Box((5,), (6,)), Box((9,), (9,))])
     Box((0,), (6,))
@@ -109,3 +118,74 @@ def hull(boxes: Sequence[Box]) -> Box:
         tuple(min(b.start[d] for b in full) for d in range(full[0].ndim)),
         tuple(max(b.stop[d] for b in full) for d in range(full[0].ndim)),
     )
+
+
+@dataclass(frozen=True)
+class Window:
+    """A sliding window on one axis.
+
+    Output ``o`` reads the inputs ``o * stride - pad_lo + dilation * j`` for ``j`` in ``range(kernel)``.
+    """
+
+    kernel: int
+    stride: int = 1
+    pad_lo: int = 0
+    pad_hi: int = 0
+    dilation: int = 1
+
+    def __post_init__(self) -> None:
+        if min(self.kernel, self.stride, self.dilation) < 1:
+            raise ValueError(
+                f"kernel, stride and dilation must be at least 1, got {self.kernel}, {self.stride}, {self.dilation}"
+            )
+        if self.pad_lo < 0:
+            raise ValueError(f"the padding before the first element must be >= 0, got {self.pad_lo}")
+
+    @property
+    def extent(self) -> int:
+        """Inputs from the first to the last tap, both included."""
+        return self.dilation * (self.kernel - 1) + 1
+
+    def output_size(self, size: int) -> int:
+        """Return the number of outputs of `size` inputs (floor rule); 0 if the window does not fit once."""
+        return max(0, (size + self.pad_lo + self.pad_hi - self.extent) // self.stride + 1)
+
+    def input_range(self, start: int, stop: int) -> tuple[int, int]:
+        """Return the inputs that the outputs ``[start, stop)`` read; indices outside the array are padding."""
+        first = start * self.stride - self.pad_lo
+        if stop <= start:
+            return first, first
+        return first, (stop - 1) * self.stride - self.pad_lo + self.extent
+
+    def output_range(self, start: int, stop: int, outputs: int) -> tuple[int, int]:
+        """Return the outputs in ``[0, outputs)`` from which the gradient of the inputs ``[start, stop)`` follows.
+
+        These are all outputs that read one of the inputs. Where a stride leaves gaps, one output more on the left is
+        among them, so that the range of inputs read never begins after `start` (the vendor libraries reject a negative
+        padding on the left).
+        """
+        if stop <= start:
+            return 0, 0
+        reach = -((self.extent - 1 - start - self.pad_lo) // self.stride)
+        anchor = (start + self.pad_lo) // self.stride
+        first = max(0, min(reach, anchor))
+        last = min(outputs, -(-(stop + self.pad_lo) // self.stride))
+        return (first, last) if first < last else (0, 0)
+
+
+def input_box(windows: Sequence[Window], box: Box, channels: int) -> Box:
+    """Return the input box ``(N, *spatial, C)`` with all `channels` that the output `box` needs; not clipped."""
+    if not box.size:
+        return Box((0,) * box.ndim, (0,) * box.ndim)
+    spatial = [w.input_range(a, b) for w, (a, b) in zip(windows, box.ranges[1:-1])]
+    return Box.of_ranges([box.ranges[0], *spatial, (0, channels)])
+
+
+def output_box(windows: Sequence[Window], box: Box, shape: Sequence[int]) -> Box:
+    """Return the output box from which the gradient of the input `box` follows; `shape` is the global output shape."""
+    empty = Box((0,) * box.ndim, (0,) * box.ndim)
+    if not box.size:
+        return empty
+    spatial = [w.output_range(a, b, m) for w, (a, b), m in zip(windows, box.ranges[1:-1], shape[1:-1])]
+    found = Box.of_ranges([box.ranges[0], *spatial, (0, shape[-1])])
+    return found if found.size else empty

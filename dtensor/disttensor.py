@@ -37,7 +37,7 @@ class DistTensor:
     comm
         Communicator of the ranks of `layout`.
     layout
-        Who owns what. A `partial` layout holds summands.
+        Boxes that the ranks own. A `partial` layout holds summands.
     dtype
         NumPy dtype of the elements.
     margin
@@ -78,9 +78,9 @@ class DistTensor:
         return self.local[self.box.slices(self.held[self.comm.rank].start)]
 
     def exchange_to(self, other: DistTensor, kind: str = "redistribute") -> Exchange:
-        """The exchange that fills `other`'s owned boxes with this tensor's. Collective.
+        """Return the exchange that fills `other`'s owned boxes with the values of this tensor. Collective.
 
-        A partial tensor is summed on the way. Build it once, `run` it as often as needed.
+        A partial tensor is summed on the way. Build the exchange once, `run` it as often as needed.
         Adjoint: ``other.exchange_to(self)`` for layouts that own each element once.
         """
         if other.shape != self.shape:
@@ -96,7 +96,7 @@ class DistTensor:
         )
 
     def redistribute(self, layout: Layout) -> DistTensor:
-        """A new tensor with the same values in another layout. Collective."""
+        """Return a new tensor with the same values in another layout. Collective."""
         result = DistTensor(self.comm, layout, self.local.dtype)
         exchange = self.exchange_to(result)
         exchange.run()
@@ -104,7 +104,7 @@ class DistTensor:
         return result
 
     def gather(self, root: int = 0) -> np.ndarray | None:
-        """The whole array on rank `root`, None elsewhere. Collective. Adjoint: scatter."""
+        """Return the whole array on rank `root`, None on others. Collective. Adjoint: scatter."""
         whole = self.redistribute(Layout.on_rank(self.shape, root, self.comm.size))
         return whole.local if self.comm.rank == root else None
 
@@ -118,7 +118,7 @@ class DistTensor:
         dtype: np.dtype | str = "float32",
         margin: Sequence[tuple[int, int]] | None = None,
     ) -> DistTensor:
-        """Distribute `array`, which only rank `root` needs to have. Collective. Adjoint: gather."""
+        """Distribute the array of rank `root`; other ranks may pass None. Collective. Adjoint: gather."""
         fault = None
         if comm.rank == root and (array is None or array.shape != layout.shape):
             got = None if array is None else array.shape
@@ -135,7 +135,7 @@ class DistTensor:
 
 
 class _Grow:
-    """An interval with margins."""
+    """Function that extends an interval by margins."""
 
     def __init__(self, low: int, high: int) -> None:
         self._low, self._high = low, high
@@ -145,11 +145,11 @@ class _Grow:
 
 
 class Halo:
-    """The halo exchange of a tensor with margins: fills them with what the neighbors own.
+    """Halo exchange of a tensor with margins: fills the margins with the values of their owners.
 
-    Corners included; a margin wider than the neighbor's block reaches the ranks behind it; one
-    message per rank. Collective to build. `add_back` is the adjoint: it adds what the margins hold
-    to the owners (in their owned boxes) and leaves the margins as they are.
+    Corners are filled too. A margin wider than the neighbor's block reaches the ranks behind it. There is one message
+    per rank. Building it is collective. `add_back` is the adjoint: it adds the contents of the margins to the owned
+    boxes of their owners, and does not change the margins.
     """
 
     def __init__(self, tensor: DistTensor) -> None:
@@ -163,7 +163,7 @@ class Halo:
         self._comm = tensor.comm
 
     def start(self) -> None:
-        """Send the faces; they are packed at once, so the owned box may change as soon as this returns."""
+        """Pack and send the faces. The owned box may change when this has returned."""
         self._fill.start()
 
     def finish(self) -> None:
@@ -175,7 +175,7 @@ class Halo:
         self.finish()
 
     def add_back(self) -> None:
-        """Adjoint of the fill. Collective (built at the first call)."""
+        """Run the adjoint of the fill. Collective; the first call builds it."""
         if self._back is None:
             owned, held = self._ends
             self._back = Exchange(self._comm, held, owned, combine="sum")

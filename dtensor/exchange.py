@@ -1,7 +1,7 @@
 """Exchanges: move data from owned boxes to needed boxes.
 
-Halo exchange, redistribution, scatter, gather and their adjoints are all this one object; nothing
-else in halograd moves tensor data. It is built once, over arrays that stay, and then only runs::
+Halo exchange, redistribution, scatter, gather and their adjoints are all this one object; nothing else in halograd
+moves tensor data. An exchange is built once, over fixed arrays, and then only runs::
 
     exchange.start()     # pack one message per neighbor and send it; copy what stays local
     ...                  # compute what does not need it
@@ -31,17 +31,17 @@ __all__ = ["End", "Exchange"]
 
 @dataclass(frozen=True)
 class End:
-    """Where the data of an exchange come from, or go to.
+    """Source or target of the data of an exchange.
 
     Attributes
     ----------
     blocks
         Box per rank, in global indices.
     array
-        This rank's array, on the host or on a device; None where its box is empty.
+        Array of this rank, on the host or on a device; None where its box is empty.
     origin
-        Global index of the array's element ``[0, ...]``, by default the start of this rank's box (an array may hold
-        more than its box, such as margins).
+        Global index of the array's element ``[0, ...]``; by default the start of this rank's box. An array may hold
+        more than its box, such as margins.
     """
 
     blocks: Blocks
@@ -49,33 +49,32 @@ class End:
     origin: Sequence[int] | None = None
 
     def origin_on(self, rank: int) -> tuple[int, ...]:
-        """Global index at which the array of this rank begins."""
+        """Return the global index at which the array of this rank begins."""
         return self.blocks[rank].start if self.origin is None else tuple(self.origin)
 
 
 class Exchange:
-    """Fill the target's array with the boxes that other ranks (and this one) own. Collective to build and run.
+    """Transfer that fills the target's array with boxes of all ranks. Building and running it is collective.
 
     Parameters
     ----------
     comm
         Communicator; all its ranks build the exchange, in the same order.
     source, target
-        Where the data are and where they are wanted: arrays both on the host or both on one device, of the dtype that
-        travels. Boxes that reach outside the array are clipped by what is owned: the rest of the target is left
-        untouched.
+        Both arrays are on the host or on one device, and have the dtype that travels. Boxes that reach outside the
+        global array are clipped to what is owned: the rest of the target is not touched.
     combine
         ``"assign"``: each element of the target is set once. ``"sum"``: sources are summands, the
         target box is overwritten with their sum, in the order of the ranks.
     kind, name
-        Under which `comm.counters` books the messages and bytes, and what the recorder is given.
+        Kind in `comm.counters` of the messages and bytes, and name for the recorder.
 
     Notes
     -----
     Adjoint: the exchange with sources and targets swapped and ``combine="sum"``.
     Communication per process: one message per rank with a common box, ``itemsize`` bytes per element.
-    Modifies the target's array only. The source's is packed within `start` and may be overwritten once that has
-    returned (on a device: by what is enqueued then).
+    Modifies the target's array only. `start` packs the source's array, which may be overwritten when it has returned
+    (on a device: by work that is enqueued then).
 
     Attributes
     ----------
@@ -97,9 +96,9 @@ class Exchange:
 
     @classmethod
     def together(cls, comm: Communicator, many: Sequence[Mapping[str, Any]]) -> list[Exchange]:
-        """Several exchanges, of which each has the arguments of one; made for the price of one. Collective.
+        """Build several exchanges with the collectives of one. Collective.
 
-        Their arrays are all on the host, or all on one device.
+        `many` holds the arguments of each. Their arrays are all on the host, or all on one device.
         """
         if not many:
             return []
@@ -118,7 +117,7 @@ class Exchange:
         kind: str = "halo",
         name: str | None = None,
     ) -> Generator[ChannelSpec, Channel, None]:
-        """Say what channel is wanted, and go on when it is there."""
+        """Set the exchange up: yields the specification of its channel, and receives the channel."""
         if combine not in ("assign", "sum"):
             raise ValueError(f"combine: expected 'assign' or 'sum', got {combine!r}")
         self._sum = combine == "sum"
@@ -143,7 +142,7 @@ class Exchange:
         self._copies = bool(here)
 
     def _bind(self, pieces: Sequence[Piece], peer_of: str, buffer, array, origin) -> tuple[list, list]:
-        """Pairs of (message view, array view) for both slots of the channel."""
+        """Return pairs of (message view, array view) for both slots of the channel."""
         slots: tuple[list, list] = ([], [])
         filled: dict[int, int] = {}
         for piece in pieces:
@@ -157,7 +156,7 @@ class Exchange:
         return slots
 
     def _must_clear(self, target, box: Box, origin, local: Sequence[Piece]):
-        """View to zero before summing: nothing if a local piece covers the whole target anyway."""
+        """Return the view to zero before summing; None if a local piece covers the whole target."""
         if not self._sum or target is None or not box.size or any(p.box == box for p in local):
             return None
         return _view(target, box, origin)
@@ -168,7 +167,7 @@ class Exchange:
         return not (self.communicates or self._copies or self._clear is not None)
 
     def start(self) -> None:
-        """Pack and send; then copy what stays on this rank. Does not wait."""
+        """Pack and send; then copy local pieces. Does not wait."""
         channel = self._channel
         self._pack[channel.slot]()
         channel.start()
@@ -184,7 +183,7 @@ class Exchange:
         channel.release()
 
     def run(self) -> None:
-        """`start` and `finish`."""
+        """Run `start` and `finish`."""
         self.start()
         self.finish()
 

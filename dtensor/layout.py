@@ -1,7 +1,7 @@
-"""Layouts: which box of a global array every rank owns. Pure arithmetic.
+"""Layouts: the boxes of a global array that the ranks own. Pure arithmetic.
 
 A layout is a product of intervals (:class:`Blocks`) that covers the array. Two layouts are equal exactly if all their
-boundaries are (comparing only "cut along height" is how others add blocks of different height).
+boundaries are equal: blocks of different height are different layouts, though both are cut along height.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SPATIAL = ("depth", "height", "width")
 
 
 def axis_names(ndim: int) -> tuple[str, ...]:
-    """Names of the axes of an ``(N, *spatial, C)`` array.
+    """Return the names of the axes of an ``(N, *spatial, C)`` array.
 
     >>> axis_names(4)
     ('sample', 'height', 'width', 'channel')
@@ -41,8 +41,8 @@ class Layout:
     boxes
         Owned box per rank; empty for a rank that holds nothing.
     partial
-        The boxes overlap and the array is their sum (a pending sum: `Partial`). Otherwise boxes
-        that overlap hold equal values (`Replicate`), and disjoint boxes are a `Shard`.
+        Whether the boxes hold summands of the array (a pending sum: `Partial`). If not, boxes that overlap hold equal
+        values (`Replicate`), and disjoint boxes are a `Shard`.
     """
 
     shape: tuple[int, ...]
@@ -94,17 +94,17 @@ class Layout:
 
     @classmethod
     def replicated(cls, shape: Sequence[int], size: int) -> Layout:
-        """Every rank holds the whole array."""
+        """Return the layout in which every rank holds the whole array."""
         return cls._along_first(shape, [shape[0]] * size)
 
     @classmethod
     def on_rank(cls, shape: Sequence[int], rank: int, size: int) -> Layout:
-        """One rank holds the whole array, the others nothing."""
+        """Return the layout in which one rank holds the whole array, the others nothing."""
         return cls._along_first(shape, [shape[0] if r == rank else 0 for r in range(size)])
 
     @classmethod
     def _along_first(cls, shape: Sequence[int], held: Sequence[int]) -> Layout:
-        """A rank has so many elements of the first axis, from the beginning, and all of the others."""
+        """Return the layout in which each rank holds the first `held` elements of axis 0, and all of the other axes."""
         return cls(tuple(shape), Blocks([tuple((0, n) for n in held), *(((0, n),) for n in shape[1:])]))
 
     @property
@@ -114,11 +114,11 @@ class Layout:
 
     @property
     def overlapping(self) -> bool:
-        """Whether some element lies in the boxes of two ranks."""
+        """Whether an element lies in the boxes of two ranks."""
         return self.boxes.overlapping
 
     def summed(self) -> Layout:
-        """The same boxes, as summands of the array (a pending sum)."""
+        """Return the layout with the same boxes as summands of the array (a pending sum)."""
         return Layout(self.shape, self.boxes, partial=True)
 
 

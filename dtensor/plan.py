@@ -1,12 +1,12 @@
-"""Exchange plans: which box travels from which rank to which. Pure arithmetic, no communication.
+"""Exchange plans: the boxes that travel between ranks. Pure arithmetic, no communication.
 
-A plan is computed by every rank from the same blocks, so nothing has to be negotiated. Blocks are products of
-intervals, so the ranks that a box meets are a product too, of the parts that it meets along each axis: a rank finds
-its peers without looking at the others. A halo wider than the neighbor's block is nothing special: its box meets more
-than one owner.
+Every rank computes its plan from the same blocks, so nothing is negotiated. Blocks are products of intervals, so the
+ranks that a box meets are a product too, of the parts that it meets along each axis: a rank finds its peers without a
+loop over all ranks. A halo wider than the neighbor's block is no special case: its box meets more than one owner.
 
-Every element of a target comes from one source. A rank that owns its whole target copies it; else, where several ranks
-own an element, the first part of each axis that holds it sends it. Elements that no rank owns (padding) are left alone.
+Every element of a target comes from one source. A rank that owns its whole target copies it. Otherwise, where several
+ranks own an element, the first part of each axis that holds it sends it. Elements that no rank owns (padding) are not
+touched.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["Piece", "owners", "plan_exchange"]
 
 @dataclass(frozen=True, order=True)
 class Piece:
-    """One box that travels from rank `source` to rank `target` (the same rank: a local copy)."""
+    """Box that travels from rank `source` to rank `target` (the same rank: a local copy)."""
 
     source: int
     target: int
@@ -32,22 +32,22 @@ class Piece:
 
 
 def plan_exchange(sources: Blocks, targets: Blocks, rank: int, *, summed: bool = False) -> list[Piece]:
-    """Pieces that `rank` sends, receives or copies, in an order that sender and receiver share.
+    """Return the pieces that `rank` sends, receives or copies, in an order that sender and receiver share.
 
     Parameters
     ----------
     sources, targets
         Box per rank, in the same global indices. Sources may overlap (replicas), targets may too.
     rank
-        The rank whose pieces are wanted; all ranks' pieces together are the whole exchange.
+        Rank of the pieces; the pieces of all ranks are the whole exchange.
     summed
-        The sources are summands: every overlap travels, the target is their sum.
+        Whether sources are summands: then every overlap travels, and the target is the sum.
 
     Raises
     ------
     ValueError
-        If blocks are for different numbers of ranks or axes, or replicas overlap in part along an axis and do not
-        follow one another.
+        If blocks are for different numbers of ranks or axes, or replicas overlap in part along an axis and are not
+        consecutive.
     """
     if sources.size != targets.size or len(sources.axes) != len(targets.axes):
         raise ValueError(
@@ -71,7 +71,7 @@ def plan_exchange(sources: Blocks, targets: Blocks, rank: int, *, summed: bool =
 
 
 def meeting(blocks: Blocks, box: Box) -> Iterable[tuple[int, Box]]:
-    """Ranks whose boxes have elements in common with this one, and which."""
+    """Yield the ranks whose boxes have elements in common with this box, and the common box."""
     if not box.size:
         return
     met = [_meet(axis, interval) for axis, interval in zip(blocks.axes, box.ranges)]
@@ -84,14 +84,14 @@ def meeting(blocks: Blocks, box: Box) -> Iterable[tuple[int, Box]]:
 
 @lru_cache(maxsize=65536)
 def _meet(axis: Intervals, interval: Interval) -> tuple[tuple[int, Interval], ...]:
-    """Parts of an axis that meet an interval, and where."""
+    """Return the parts of an axis that meet an interval, and the common interval of each."""
     start, stop = interval
     found = ((k, (max(a, start), min(b, stop))) for k, (a, b) in enumerate(axis))
     return tuple((k, (a, b)) for k, (a, b) in found if b > a)
 
 
 def owners(blocks: Blocks) -> Blocks:
-    """The same without what an earlier part of an axis holds too: every element at one rank.
+    """Return the blocks without elements that an earlier part of an axis holds: every element has one rank.
 
     >>> owners(Blocks((((0, 4), (0, 4), (3, 6)),)))[2]
     Box((4,), (6,))
