@@ -22,8 +22,7 @@ from .targets import Judgement
 if TYPE_CHECKING:
     from ..program.context import Context
     from ..program.operations import KernelSpec, Timing
-    from ..program.values import Value
-    from ..program.views import View
+    from ..program.views import Value, View
 
 __all__ = [
     "BALANCED",

@@ -1,7 +1,7 @@
-"""One block of memory for all arrays of a step: offsets from the order of the operations. Pure arithmetic.
+"""Arena: one block of memory for all arrays of a step, with offsets from the order of operations. Pure arithmetic.
 
-A buffer lies in the arena from the first operation that uses it to the last; what is kept from step to step lies there
-all the time. ::
+A buffer lies in the arena from the first operation that uses it to the last. Buffers that are kept from step to step
+lie there all the time. ::
 
     offset ^  |   kept                         |
            |  |  a   |  c         |  e  |
@@ -26,16 +26,16 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class Placement:
-    """Where buffers lie.
+    """Offsets of buffers in the arena.
 
     Attributes
     ----------
     offsets
-        Per buffer, from the beginning of the arena [B].
+        Distance of each buffer from the beginning of the arena [B].
     size
-        Of the arena [B].
+        Size of the arena [B].
     kept
-        Of it, what is kept from step to step, by use [B].
+        Size of the buffers that are kept from step to step, by use [B].
     """
 
     offsets: dict[Buffer, int]
@@ -44,19 +44,19 @@ class Placement:
 
     @property
     def uses(self) -> dict[str, int]:
-        """All of it by use: what is kept, and what operations share [B]."""
+        """Sizes by use: kept buffers, and the memory that operations share [B]."""
         return {**self.kept, "transient": self.size - sum(self.kept.values())}
 
 
 def place(operations: Sequence[Operation], kept: Sequence[Buffer]) -> Placement:
-    """Offsets of all buffers that operations use, and of those that are kept.
+    """Return the offsets of all buffers that operations use, and of those that are kept.
 
     Parameters
     ----------
     operations
-        Of a whole step, in order.
+        Operations of a whole step, in order.
     kept
-        Buffers that lie in the arena all the time, used or not; together with all that are marked so.
+        Buffers that lie in the arena all the time, used or not, in addition to those that are marked so.
     """
     first: dict[Buffer, int] = {}
     last: dict[Buffer, int] = {}
@@ -90,12 +90,12 @@ def place(operations: Sequence[Operation], kept: Sequence[Buffer]) -> Placement:
 
 
 def aligned(nbytes: int) -> int:
-    """The next multiple of the alignment; at least one."""
+    """Return the next multiple of the alignment; at least one."""
     return -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
 
 
 class _Free:
-    """Holes of an arena that grows: best fit, holes side by side become one."""
+    """Holes of an arena that grows: best fit, adjacent holes are joined."""
 
     def __init__(self, begin: int) -> None:
         self.end = begin

@@ -19,8 +19,7 @@ from ..layers.strategy import Cut, Strategy, counts_of, layout_of
 from .context import Context
 from .operations import KernelSpec, Operation, Run
 from .program import Program, Segment, Step
-from .values import Value
-from .views import Buffer, View
+from .views import Buffer, Value, View
 
 __all__ = ["Lowered", "Target", "compile_program", "lower_alone"]
 

@@ -1,4 +1,4 @@
-"""Operations of a step: kernels, exchanges and sums, in order. Pure data: no arrays, no MPI, no device."""
+"""Operations of a step in order: kernels, exchanges and sums. Pure data: no arrays, no MPI, no device."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ __all__ = ["ExchangeSpec", "KernelSpec", "Operation", "Run", "Sum", "Timing", "T
 
 @dataclass(frozen=True)
 class Timing:
-    """What to price a kernel by.
+    """Description of a kernel for the performance model.
 
     Attributes
     ----------
     phase
-        Which of the times of a layer it takes: ``"forward"``, ``"backward_data"`` or ``"backward_filter"``.
+        Phase of the layer whose time it takes: ``"forward"``, ``"backward_data"`` or ``"backward_filter"``.
     inputs
         Local shapes ``(N, *spatial, C)`` of the layer's inputs.
     outputs
-        Extent in space of what it makes, where that does not follow.
+        Spatial extent of its output, where that does not follow from the inputs.
     filters
-        Output channels that it makes, where those are cut.
+        Number of its output channels, where those are cut.
     """
 
     phase: str
@@ -36,18 +36,18 @@ class Timing:
 
 @dataclass(eq=False)
 class KernelSpec:
-    """Local computation on arrays that stay. Made once, run as often as operations say.
+    """Local computation on fixed arrays. It is made once and run by each of its operations.
 
     Attributes
     ----------
     make
-        ``make(environment, **arrays)`` gives what is run: a function, or an object whose methods are.
+        ``make(environment, **arrays)`` returns the function to run, or an object whose methods are run.
     views
-        Arrays by the names under which `make` takes them; None is passed on.
+        Arrays by the names of their parameters in `make`; None is passed on.
     sums
-        Sums that it starts and finishes by itself, by the names under which `make` takes them.
+        Sums that the kernel starts and finishes itself, by the names of their parameters in `make`.
     recordable
-        Whether a graph of a device can repeat it: it makes no arrays, and does the same in every step.
+        Whether a graph of a device can repeat it: it allocates no arrays, and does the same in every step.
     """
 
     make: Callable[..., Any]
@@ -56,13 +56,13 @@ class KernelSpec:
     recordable: bool = True
 
     def add(self, **views: View | None) -> None:
-        """More arrays, such as those of the backward pass, of which the forward pass knows nothing yet."""
+        """Add arrays, such as those of the backward pass, which are not known when the forward pass is lowered."""
         self.views.update(views)
 
 
 @dataclass(eq=False)
 class ExchangeSpec:
-    """Boxes that travel between ranks; see :class:`halograd.dtensor.Exchange`, whose arguments these are."""
+    """Arguments of an exchange, with views in place of arrays; see :class:`halograd.dtensor.Exchange`."""
 
     sources: Blocks
     targets: Blocks
@@ -82,20 +82,20 @@ class ExchangeSpec:
 
 @dataclass(eq=False)
 class Sum:
-    """A sum in place over groups of ranks.
+    """Sum in place over groups of ranks.
 
     Attributes
     ----------
     groups
-        Who sums.
+        Groups of ranks that sum.
     view
         This rank's array; packed.
     sizes
-        Bytes per group, by its number [B].
+        Size of the array by the number of the group [B].
     kind, name
-        Under which it is booked, and for the recorder.
+        Kind for the traffic counters, and name for the recorder.
     method
-        See `Communicator.reduction`.
+        Method of the sum, see `Communicator.reduction`.
     """
 
     groups: Groups
@@ -108,40 +108,44 @@ class Sum:
 
 @dataclass(eq=False)
 class Operation:
-    """One entry of a program.
+    """Entry of a program.
 
     Attributes
     ----------
     layer
         Name of the layer, or of the redistribution, that it belongs to.
     when
-        ``"training"`` or ``"evaluation"``: left out of passes of the other kind; None: part of both.
+        ``"training"`` or ``"evaluation"``: only passes of this kind run it; None: both do.
     """
 
     layer: str
     when: str | None = field(default=None, kw_only=True)
 
     def views(self) -> Iterator[View]:
-        """All that it reads or writes."""
+        """Yield all views that it reads or writes."""
         yield from ()
 
     def buffers(self) -> Iterator[Buffer]:
-        """Where these lie."""
+        """Yield the buffers of these views."""
         return (view.buffer for view in self.views())
+
+    def sums(self) -> Iterator[Sum]:
+        """Yield the sums that it takes part in."""
+        yield from ()
 
 
 @dataclass(eq=False)
 class Run(Operation):
-    """Run a kernel, or one method of it.
+    """Execution of a kernel, or of one of its methods.
 
     Attributes
     ----------
     uses
-        Names of the arrays that the method touches; None: all of the kernel.
+        Names of the arrays that the method reads or writes; None: all arrays of the kernel.
     timing
-        What it is priced by; None: it takes next to no time.
+        Description for the performance model; None: its time is negligible.
     guarded
-        Operations that follow if the method returns true, as it then does on all ranks.
+        Operations that follow if the method returns true; it returns the same on all ranks.
     """
 
     kernel: KernelSpec
@@ -157,10 +161,13 @@ class Run(Operation):
         for operation in self.guarded:
             yield from operation.views()
 
+    def sums(self) -> Iterator[Sum]:
+        yield from (one for one in self.kernel.sums.values() if one is not None)
+
 
 @dataclass(eq=False)
 class Transfer(Operation):
-    """One end of an exchange: ``"start"`` packs and sends, ``"finish"`` waits and unpacks."""
+    """Start or finish of an exchange: ``"start"`` packs and sends, ``"finish"`` waits and unpacks."""
 
     exchange: ExchangeSpec
     end: str
@@ -173,10 +180,13 @@ class Transfer(Operation):
 
 @dataclass(eq=False)
 class Total(Operation):
-    """One end of a sum."""
+    """Start or finish of a sum."""
 
     sum: Sum
     end: str
 
     def views(self) -> Iterator[View]:
         yield self.sum.view
+
+    def sums(self) -> Iterator[Sum]:
+        yield self.sum

@@ -1,4 +1,7 @@
-"""The program of a step: steps, values, and operations in order. Pure data; see `docs/program.md`."""
+"""The program of a step: layers, values, and operations in order, as plain data; see `docs/program.md`.
+
+:func:`lines_of` lists a program as text.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,13 @@ import numpy as np
 from ..device import wide
 from ..layers.layer import Layer
 from .arena import Placement, place
-from .operations import KernelSpec, Operation
-from .values import Value
-from .views import View
+from .operations import KernelSpec, Operation, Run, Total, Transfer
+from .views import Value, View
 
 if TYPE_CHECKING:
     from .compiler import Target
 
-__all__ = ["Program", "Segment", "Step"]
+__all__ = ["Program", "Segment", "Step", "lines_of"]
 
 
 @dataclass(eq=False)
@@ -29,9 +31,9 @@ class Step:
     Attributes
     ----------
     owner
-        Whose parameters it has (`Network.owners`); "": its own.
+        Name of the layer whose parameters it uses (`Network.owners`); "": its own.
     frozen
-        Whether its parameters stay as they are: nobody reads their gradients.
+        Whether its parameters are not trained, so that their gradients are not computed.
     """
 
     name: str
@@ -45,13 +47,13 @@ class Step:
 
     @property
     def arrays_of(self) -> str:
-        """Name of the layer under which its parameters are known."""
+        """Name of the layer that its parameters are stored under."""
         return self.owner or self.name
 
 
 @dataclass(eq=False)
 class Segment:
-    """Operations of one layer that follow one another."""
+    """Consecutive operations of one layer."""
 
     name: str
     operations: list[Operation] = field(default_factory=list)
@@ -59,29 +61,29 @@ class Segment:
 
 @dataclass(eq=False)
 class Program:
-    """What one rank does in a step.
+    """Operations of one rank in a step.
 
     Attributes
     ----------
     network
-        Its name.
+        Name of the network.
     target
-        For whom it was compiled.
+        Rank, batch and dtype that it was compiled for.
     steps
         Layers in order of computation, redistributions among them.
     values
-        Of inputs and layers, by name.
+        Values of inputs and layers, by name.
     inputs
-        Of these, what comes from outside.
+        Those of the values that come from outside.
     forward, backward
         Operations of the two passes, layer by layer.
     loss
-        Where the loss of this rank's block is written, float64 ``(1,)``; None if there is none.
+        View of the loss of this rank's block, float64 ``(1,)``; None if there is no loss.
     divided
-        Terms of the loss that are divided by a sum of weights over all ranks: where this rank's part is written, and
-        where the sum is, both float64 ``(1,)``. Terms of training alone are not among them.
+        Terms of the loss that are divided by a sum of weights over all ranks: views of this rank's part and of the
+        sum, both float64 ``(1,)``. Terms of training alone are not among them.
     exposed
-        Kernels that others run too, by layer.
+        Kernels that code outside the program runs too, by layer.
     """
 
     network: str
@@ -96,7 +98,7 @@ class Program:
     exposed: dict[str, KernelSpec] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[Operation]:
-        """All operations in order, the backward pass behind the forward pass."""
+        """Yield all operations in order, the backward pass behind the forward pass."""
         for segment in (*self.forward, *self.backward):
             yield from segment.operations
 
@@ -107,8 +109,52 @@ class Program:
 
     @cached_property
     def placement(self) -> Placement:
-        """Where everything lies."""
-        # Outputs are looked at when a step has ended, inputs are written before it begins.
+        """Offsets of all buffers in the arena."""
+        # Outputs are read when a step has ended, inputs are written before it begins.
         kept = [v.region.view.buffer for v in self.values.values() if v.read or v.kept]
         probed = [self.values[name].gradient for name in sorted(self.target.probed)]
         return place(list(self), [*kept, *(region.view.buffer for region in probed if region is not None)])
+
+
+def lines_of(program: Program, layers: frozenset[str] | None = None) -> Iterator[str]:
+    """Yield operations in order, with the arrays that they use; only those of `layers`, if given.
+
+    ::
+
+        forward  conv1    start halo: [2x8x4x3] @0 -> [2x8x6x3] @4096
+        forward  conv1    conv_forward(x [2x8x6x3] @4096, w [4x3x3x3] conv1/w, y [2x8x4x4] @512)
+    """
+    rank, target = program.target.rank, program.target
+    total = program.placement.size
+    kind = f"batch {target.batch}, {target.dtype.name}, arena of {total} B"
+    yield f"program of {program.network}: rank {rank} of {target.size}, {kind}"
+    for way, segments in (("forward", program.forward), ("backward", program.backward)):
+        for operation in (o for segment in segments for o in segment.operations):
+            if layers is None or operation.layer.partition(" (")[0] in layers:
+                yield f"{way:8} {operation.layer:20} {_text(program, operation)}"
+
+
+def _text(program: Program, operation: Operation) -> str:
+    when = f" [{operation.when}]" if operation.when else ""
+    if isinstance(operation, Transfer):
+        made = operation.exchange
+        return f"{operation.end} {made.kind}: {_view(program, made.source)} -> {_view(program, made.target)}{when}"
+    if isinstance(operation, Total):
+        one = operation.sum
+        return f"{operation.end} sum of {one.kind}: {_view(program, one.view)}, {one.groups.members_each} ranks{when}"
+    assert isinstance(operation, Run)
+    kernel = operation.kernel
+    make = getattr(kernel.make, "func", kernel.make)
+    name = getattr(make, "__name__", str(make)).strip("_") + (f".{operation.method}" if operation.method else "")
+    names = kernel.views if operation.uses is None else operation.uses
+    used = [(k, v) for k, v in kernel.views.items() if v is not None and k in names]
+    more = f", guards {len(operation.guarded)} operations" if operation.guarded else ""
+    return f"{name}({', '.join(f'{k} {_view(program, v)}' for k, v in used)}){more}{when}"
+
+
+def _view(program: Program, view: View) -> str:
+    """Return shape and place of a view: an offset in the arena [B], or the name of a parameter."""
+    shape = "x".join(map(str, view.shape))
+    if view.buffer.place is not None:
+        return f"[{shape}] {view.buffer.place[1]}"
+    return f"[{shape}] @{program.placement.offsets.get(view.buffer, 0)}"

@@ -1,8 +1,8 @@
-"""What a graph of a device holds of a pass: the longest runs of calls between those that it cannot hold. Arithmetic.
+"""Sections of a pass that a graph of a device holds: the longest runs of calls that it can record. Pure arithmetic.
 
-A graph repeats what was enqueued while it was recorded: kernels, and messages of a transport that lets itself be
-recorded. What waits, decides or makes arrays on the host is called between two graphs. Order never changes, so ranks
-whose graphs differ still send and sum alike::
+A graph repeats what was enqueued while it was recorded: kernels, and messages of a transport that can be recorded.
+Calls that wait, decide or allocate on the host run between two graphs. The order never changes, so ranks whose graphs
+differ still send and sum alike::
 
     conv1   bn1    sum   bn1   conv2  ->halo  conv2  halo->  my layer  conv3
     [    graph    ]       [   graph  ]        [graph]                  [graph]
@@ -23,14 +23,14 @@ class Item:
     Attributes
     ----------
     call, layer
-        What is called, and for which layer.
+        Function to call, and the name of its layer.
     held
         Whether a graph may hold it.
     pair
-        Number of the exchange or sum of which this is one end: both ends are in one graph, or none. The same on all
-        ranks.
+        Number of the exchange or sum that it starts or finishes: start and finish are in one graph, or in none. The
+        same on all ranks.
     starts
-        Whether it is the end that starts it.
+        Whether it starts the exchange or sum.
     """
 
     call: Callable[[], object]
@@ -42,31 +42,32 @@ class Item:
 
 @dataclass(frozen=True)
 class Section:
-    """Calls that follow one another, all in one graph or none."""
+    """Consecutive calls, all in one graph or in none."""
 
     items: tuple[Item, ...]
     graph: bool
 
     @property
     def communicates(self) -> bool:
-        """Whether there are ends of exchanges or sums among them."""
+        """Whether it starts or finishes exchanges or sums."""
         return any(item.pair is not None for item in self.items)
 
     def run(self) -> None:
-        """Call them."""
+        """Run all calls."""
         for item in self.items:
             item.call()
 
 
 def apart(items: Sequence[Item], known: Collection[int] = ()) -> set[int]:
-    """Pairs that cannot be in a graph: not a start and then its end, not held, or with something between that is not.
+    """Return the pairs that cannot be in a graph.
 
-    A sum that is begun in one pass and waited for in the next has an end here before its start: no pair of this pass.
+    These are pairs without a start and then a finish in this pass, pairs that a graph cannot hold, and pairs with such
+    a call in between. A sum that begins in one pass and is finished in the next has its finish here before its start.
 
     Parameters
     ----------
     known
-        Pairs that cannot on another rank, and therefore not here.
+        Pairs that cannot be in a graph on another rank, and therefore not here.
     """
     places: dict[int, list[int]] = {}
     for at, item in enumerate(items):
@@ -84,7 +85,7 @@ def apart(items: Sequence[Item], known: Collection[int] = ()) -> set[int]:
 
 
 def sections(items: Sequence[Item], out: Collection[int]) -> list[Section]:
-    """The pass in sections; `out` are the pairs that :func:`apart` found, on any rank. A single call is no graph."""
+    """Return the sections of a pass; `out` are the pairs of :func:`apart` on any rank. A single call is no graph."""
     runs: list[tuple[bool, list[Item]]] = []
     for item in items:
         graph = item.held and item.pair not in out

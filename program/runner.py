@@ -1,11 +1,10 @@
-"""The reader that runs: operations bound to kernels, exchanges and sums of this rank, then a list of calls."""
+"""Reader that runs a program: it binds operations to kernels, exchanges and sums of this rank, as a list of calls."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,32 +14,76 @@ from ..comm.sums import METHODS
 from ..dtensor import End, Exchange, reductions_in_groups
 from ..kernels import KernelError, Substitute
 from . import operations
-from .mode import Mode
-from .operations import KernelSpec, Operation, Run, Sum, Total, Transfer
+from .operations import KernelSpec, Operation, Run, Total, Transfer
 from .program import Program, Segment
 from .recording import Item
+from .traffic import sums_of
 from .views import Buffer, Region, View
 
 if TYPE_CHECKING:
     from ..comm import Communicator
 
-__all__ = ["Environment", "Pass", "Runner"]
+__all__ = ["Environment", "Mode", "Pass", "Runner"]
+
+
+@dataclass
+class Mode:
+    """Values that may change from step to step; shared by all kernels of an executor.
+
+    Attributes
+    ----------
+    training
+        Whether batch statistics and dropout are on; else running statistics are used, and no dropout.
+    step
+        Number of the training step: with `seed` the state of all random numbers.
+    seed
+        Seed of the run.
+    valid
+        Number of samples of the batch that count (the last batch of an epoch may be short).
+    part
+        Number of the part, for a batch that is computed in parts, one after the other.
+    size
+        Samples of a part: the first sample of this part is number ``part * size`` of the batch.
+    state
+        `seed`, `step` and the number of the first sample, in the memory of the kernels: uint64 ``(3,)``, written by
+        :meth:`tell` before every pass.
+    loss_scale
+        With float16, the factor of the gradients of the loss: float64 ``(1,)`` on the device; else None.
+    """
+
+    training: bool = True
+    step: int = 0
+    seed: int = 0
+    valid: int = 0
+    part: int = 0
+    size: int = 0
+    state: Any = None
+    loss_scale: Any = None
+    _told: int = 0
+
+    def tell(self) -> None:
+        """Write the values that change from pass to pass to `state`. Enqueued."""
+        self.state[1:2].fill(self.step)
+        if self._told != self.part:
+            self.state[2:].fill(self.part * self.size)
+            self._told = self.part
+
 
 Call = Callable[[], object]
 
 
 @dataclass(frozen=True)
 class Environment:
-    """What kernels are made with.
+    """Arguments that every kernel is made with.
 
     Attributes
     ----------
     kernels
         Backend.
     mode
-        What changes from step to step.
+        Values that change from step to step.
     name
-        Of the layer.
+        Name of the layer.
     """
 
     kernels: Any
@@ -50,7 +93,7 @@ class Environment:
 
 @dataclass(frozen=True)
 class Pass:
-    """The calls of one layer in one pass, of a training step and of an evaluation."""
+    """Calls of one layer in one pass, for a training step and for an evaluation."""
 
     name: str
     training: Sequence[Call]
@@ -62,27 +105,27 @@ class Pass:
 
 
 class Runner:
-    """A program on this rank's arrays. Collective over `comm` to build, in the order of operations; then it only runs.
+    """A program on this rank's arrays. Building it is collective over `comm`, in the order of operations.
 
     Parameters
     ----------
     program
-        What to run.
+        Program to run.
     comm, kernels
         Communicator and backend.
     arrays
-        Arrays that lie elsewhere, by kind and name: ``arrays["params"]["conv/w"]``.
+        Arrays outside the arena, by kind and name: ``arrays["params"]["conv/w"]``.
     mode
-        What changes from step to step.
+        Values that change from step to step.
 
     Attributes
     ----------
     forward, backward
         Calls, layer by layer.
     arena
-        The memory of everything else, zeroed.
+        Memory of all other arrays, zeroed.
     substitutes
-        Kernels that others stand in for, by layer.
+        Kernels that the backend replaced by others, by layer.
     """
 
     def __init__(
@@ -98,21 +141,21 @@ class Runner:
         for buffer in placement.offsets:
             if buffer.kept and buffer.fill:
                 self._array(buffer).fill(buffer.fill)
-        kernels.take_substitutes()  # those of others are not ours to report
+        kernels.take_substitutes()  # drops those of earlier programs
         self._open(program)
         self.forward = [self._bind(segment) for segment in program.forward]
         self.backward = [self._bind(segment) for segment in program.backward]
 
     def view(self, view: View) -> Any:
-        """The array of a view."""
+        """Return the array of a view."""
         return view.resolve(self._array(view.buffer))
 
     def region(self, region: Region) -> Any:
-        """The array of a region."""
+        """Return the array of a region."""
         return self.view(region.view)
 
     def made(self, kernel: KernelSpec) -> Any:
-        """What the `make` of a kernel has returned."""
+        """Return the result of the kernel's `make`."""
         return self._made[kernel]
 
     def _array(self, buffer: Buffer) -> Any:
@@ -125,8 +168,6 @@ class Runner:
                 flat = self.arena[start : start + buffer.nbytes].view(buffer.dtype)
                 self._arrays[buffer] = flat.reshape(buffer.shape)
         return self._arrays[buffer]
-
-    # -- binding -------------------------------------------------------------------------------
 
     def _bind(self, segment: Segment) -> Pass:
         calls = [(operation.when, self._call(operation)) for operation in segment.operations]
@@ -144,7 +185,7 @@ class Runner:
         return _nothing if total is None else getattr(total, operation.end)
 
     def items(self, segment: Segment) -> list[Item]:
-        """The calls of one layer in a pass of training, for graphs. Local."""
+        """Return the calls of one layer in a training pass, for graphs. Local."""
         pairs = self._pairs
         return [
             Item(
@@ -159,7 +200,7 @@ class Runner:
         ]
 
     def _held(self, operation: Operation) -> bool:
-        """Whether a graph may hold it: nothing in which the host takes part."""
+        """Return whether a graph may hold an operation: the host takes no part in it."""
         if isinstance(operation, Run):
             alone = operation.kernel.recordable and not operation.kernel.sums
             return alone and all(map(self._held, operation.guarded))
@@ -171,7 +212,7 @@ class Runner:
 
     @cached_property
     def _pairs(self) -> dict[object, int]:
-        """Numbers of the exchanges and sums, in the order of operations, which is the same on all ranks."""
+        """Numbers of exchanges and sums in the order of operations; the same on all ranks."""
         found = dict.fromkeys(_travels(operation) for operation in self.program)
         found.pop(None, None)
         return {key: number for number, key in enumerate(found)}
@@ -197,11 +238,11 @@ class Runner:
             raise KernelError(f"{name}: {error}") from error
 
     def _open(self, program: Program) -> None:
-        """Make all exchanges together, and all sums: one by one, each would cost some meetings of all ranks."""
+        """Make all exchanges together, and all sums: made one by one, each needs several collectives of all ranks."""
         found = dict.fromkeys(o.exchange for o in program if isinstance(o, Transfer))
         made = Exchange.together(self.comm, [self._arguments(one) for one in found])
         self._made.update(zip(found, made))
-        sums = list(dict.fromkeys(chain.from_iterable(map(_sums, program))))
+        sums = sums_of(program)
         specs = [(one.groups, ReductionSpec(self.view(one.view), one.kind, one.name, one.method)) for one in sums]
         for total, reduction in zip(sums, reductions_in_groups(self.comm, specs)):
             self._made[total] = None if reduction is None else UnderWay(reduction)
@@ -223,7 +264,7 @@ class Runner:
 
 
 class UnderWay:
-    """A sum that knows whether it is under way: to finish it twice does nothing."""
+    """A sum that may be finished at any time: a finish without a start does nothing."""
 
     def __init__(self, reduction: Any) -> None:
         self._reduction, self.under_way = reduction, False
@@ -239,20 +280,12 @@ class UnderWay:
             self._reduction.finish()
 
     def close(self) -> None:
-        """Free it; one that is under way is finished first."""
+        """Free it."""
         self._reduction.close()
 
 
-def _sums(operation: Operation) -> list[Sum]:
-    """The sums that an operation takes part in."""
-    if isinstance(operation, Total):
-        return [operation.sum]
-    found = operation.kernel.sums.values() if isinstance(operation, Run) else ()
-    return [one for one in found if one is not None]
-
-
 def _travels(operation: Operation) -> object:
-    """The exchange or sum of which an operation is one end."""
+    """Return the exchange or sum that an operation starts or finishes; None for a kernel."""
     if isinstance(operation, Transfer):
         return operation.exchange
     return operation.sum if isinstance(operation, Total) else None

@@ -1,34 +1,38 @@
-"""Messages and bytes of an exchange from owned boxes to needed boxes, without making it.
+"""Messages and bytes that every rank sends: in one exchange or sum, and in one training step, by kind.
 
 An exchange sends one message per pair of ranks whose boxes meet (`halograd.dtensor.plan`). With boxes that are
-products of intervals (:class:`Blocks`), the overlap of two ranks is the product of overlaps by axes: what a rank sends
-is a product of sums over one axis each, less what it keeps.
+products of intervals (:class:`Blocks`), the overlap of two ranks is the product of overlaps by axes. So the elements
+that a rank sends are a product of sums over one axis each, less those that it keeps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Protocol
 
 import numpy as np
 
 from ..dtensor import Groups
 from ..dtensor.blocks import Blocks, outer, padded
+from .operations import Run, Sum, Total, Transfer
+from .program import Program
 
-__all__ = ["ExchangeTraffic", "GroupSum", "Move"]
+__all__ = ["ExchangeTraffic", "GroupSum", "Ledger", "Move", "Sender", "messages_of", "sums_of"]
+
 
 _FIRST, _ONE, _NONE = np.zeros(1, np.int64), np.ones(1, np.int64), np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True)
 class ExchangeTraffic:
-    """What the ranks ``0 .. P-1`` send in one exchange.
+    """Traffic counters of the ranks ``0 .. P-1`` in one exchange.
 
     Attributes
     ----------
     messages, bytes
-        Arrays of `P` integers; bytes in [B].
+        Arrays of `P` integers: messages sent, and their size [B].
     """
 
     messages: np.ndarray
@@ -37,16 +41,16 @@ class ExchangeTraffic:
 
 @dataclass(frozen=True)
 class Move:
-    """An exchange: what every rank owns goes to all who need it.
+    """Exchange from owned boxes to needed boxes.
 
     Attributes
     ----------
     source, target
         Boxes before and after. Sources are disjoint, or summands that all travel.
     itemsize
-        Of one element [B].
+        Size of one element [B].
     kind
-        Under which `comm.counters` books it: ``"halo"``, ``"channel"`` or ``"redistribute"``.
+        Kind in `comm.counters`: ``"halo"``, ``"channel"`` or ``"redistribute"``.
     """
 
     source: Blocks
@@ -59,28 +63,21 @@ class Move:
 
     @cached_property
     def adjoint(self) -> Move:
-        """The same exchange, backward."""
+        """The exchange in the opposite direction."""
         return Move(self.target, self.source, self.itemsize, self.kind)
 
     @cached_property
     def _overlaps(self) -> tuple[np.ndarray, ...]:
-        """Per axis, elements in common of every source and every target part."""
+        """Per axis, the number of common elements of every source part and every target part."""
         return tuple(overlap(a, b) for a, b in zip(self.source.axes, self.target.axes))
 
     @property
     def idle(self) -> bool:
-        """Whether every rank has what it needs."""
+        """Whether no rank sends anything."""
         return self.source == self.target or not self.sent(max(self.source.placed, self.target.placed)).messages.any()
 
     def sent(self, ranks: int) -> ExchangeTraffic:
-        """What every rank of ``0 .. ranks - 1`` sends."""
-        return self._sent(ranks)
-
-    def received(self, ranks: int) -> ExchangeTraffic:
-        """What every rank of ``0 .. ranks - 1`` receives."""
-        return self.adjoint._sent(ranks)
-
-    def _sent(self, ranks: int) -> ExchangeTraffic:
+        """Return what every rank of ``0 .. ranks - 1`` sends."""
         messages = outer([(o > 0).sum(axis=1) for o in self._overlaps])
         elements = outer([o.sum(axis=1) for o in self._overlaps])
         own = self._kept()
@@ -89,7 +86,7 @@ class Move:
         return ExchangeTraffic(padded(messages, ranks), padded(elements * self.itemsize, ranks))
 
     def _kept(self) -> np.ndarray:
-        """Elements per rank that stay where they are."""
+        """Return the number of elements per rank that stay on the rank."""
         ranks = min(self.source.placed, self.target.placed)
         own = np.ones(ranks, np.int64)
         for o, a, b in zip(self._overlaps, places(self.source.grid), places(self.target.grid)):
@@ -97,7 +94,7 @@ class Move:
         return own
 
     def peers(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
-        """Ranks to which `rank` sends, and how much [B]; itself is not among them."""
+        """Return the other ranks to which `rank` sends, and the bytes per rank [B]."""
         at = self.source.coordinates(rank)
         if at is None:
             return np.zeros(0, np.int64), np.zeros(0, np.int64)
@@ -121,9 +118,9 @@ class GroupSum:
     Attributes
     ----------
     kind
-        Under which `comm.counters` books it.
+        Kind in `comm.counters`.
     groups
-        The ranks of every group, and what they sum [B].
+        Ranks of every group, and the size of the array that they sum [B].
     """
 
     kind: str
@@ -131,11 +128,11 @@ class GroupSum:
 
     @classmethod
     def of(cls, kind: str, groups: Groups, sizes: Sequence[int]) -> GroupSum:
-        """The sum over `groups`, of so many bytes by their numbers [B]."""
+        """Make the sum over `groups`; `sizes` are bytes by the number of the group [B]."""
         return cls(kind, tuple((groups.members(color), int(sizes[color])) for color in range(groups.count)))
 
     def sent(self, ranks: int) -> ExchangeTraffic:
-        """What every rank sends: a reduction is booked as one message of its buffer."""
+        """Return what every rank sends: a reduction is booked as one message of its buffer."""
         messages, nbytes = np.zeros(ranks, np.int64), np.zeros(ranks, np.int64)
         for members, size in self.groups:
             if len(members) > 1 and size:
@@ -145,14 +142,14 @@ class GroupSum:
 
     @property
     def largest(self) -> tuple[int, range]:
-        """The group that takes longest: most bytes, of those the farthest apart."""
+        """The slowest group, as (size, ranks): most bytes, then the largest distance of ranks."""
         members, size = max(self.groups, key=lambda g: (g[1] * (len(g[0]) > 1), len(g[0]), g[0][-1] - g[0][0]))
         return size, members
 
 
 @lru_cache(maxsize=16384)
 def overlap(source: tuple[tuple[int, int], ...], target: tuple[tuple[int, int], ...]) -> np.ndarray:
-    """Elements in common of every interval of one axis with every interval of another."""
+    """Return the number of common elements of every interval of `source` and every interval of `target`."""
     a, b = np.array(source, np.int64), np.array(target, np.int64)
     low = np.maximum(a[:, None, 0], b[None, :, 0])
     high = np.minimum(a[:, None, 1], b[None, :, 1])
@@ -161,7 +158,7 @@ def overlap(source: tuple[tuple[int, int], ...], target: tuple[tuple[int, int], 
 
 @lru_cache(maxsize=65536)
 def row(own: tuple[int, int], others: tuple[tuple[int, int], ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Which intervals one interval meets, and in how many elements."""
+    """Return the indices of the intervals that one interval meets, and the number of common elements."""
     common = overlap((own,), others)[0]
     (met,) = np.nonzero(common)
     return met, common[met]
@@ -169,8 +166,67 @@ def row(own: tuple[int, int], others: tuple[tuple[int, int], ...]) -> tuple[np.n
 
 @lru_cache(maxsize=4096)
 def places(grid: tuple[int, ...]) -> tuple[np.ndarray, ...]:
-    """Per axis, the coordinate of every rank of a grid."""
+    """Return, per axis, the coordinate of every rank of a grid."""
     total = 1
     for parts in grid:
         total *= parts
     return np.unravel_index(np.arange(total), grid)
+
+
+class Sender(Protocol):
+    """Source of messages of one kind."""
+
+    @property
+    def kind(self) -> str: ...
+    def sent(self, ranks: int) -> ExchangeTraffic: ...
+
+
+class Ledger:
+    """Traffic of all ranks by kind, added up."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self._kinds: dict[str, ExchangeTraffic] = {}
+
+    def book(self, items: Iterable[Sender]) -> None:
+        """Add what these send."""
+        for item in items:
+            sent = item.sent(self.ranks)
+            if item.kind not in self._kinds:
+                zero = np.zeros(self.ranks, np.int64)
+                self._kinds[item.kind] = ExchangeTraffic(zero, zero.copy())
+            total = self._kinds[item.kind]
+            total.messages[:] += sent.messages
+            total.bytes[:] += sent.bytes
+
+    @property
+    def kinds(self) -> dict[str, ExchangeTraffic]:
+        """Traffic by kind, without kinds that send nothing."""
+        return {kind: total for kind, total in self._kinds.items() if total.messages.any()}
+
+
+def messages_of(program: Program) -> Iterator[Sender]:
+    """Yield what the operations of a training step send, on all ranks.
+
+    The counts are those of `comm.counters`: an exchange is one message per peer, a reduction one message of its buffer,
+    an all-gather one message of the rank's part. Guarded operations are left out, as they are not known beforehand: the
+    second sum of statistics whose variance would cancel. Sums of gradients are no part of a program.
+    """
+    for operation in program:
+        if operation.when == "evaluation":
+            continue
+        if isinstance(operation, Transfer) and operation.end == "start":
+            made = operation.exchange
+            yield Move(made.sources, made.targets, made.itemsize, made.kind)
+        elif isinstance(operation, Total) and operation.end == "start":
+            yield _summed(operation.sum)
+    yield from map(_summed, dict.fromkeys(one for run in program if isinstance(run, Run) for one in run.sums()))
+
+
+def sums_of(program: Program) -> list[Sum]:
+    """Return all sums of a program, each once, in the order of operations."""
+    return list(dict.fromkeys(one for operation in program for one in operation.sums()))
+
+
+def _summed(total: Sum) -> GroupSum:
+    return GroupSum.of(total.kind, total.groups, total.sizes)

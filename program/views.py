@@ -1,16 +1,21 @@
-"""Buffers and views of them: the memory of a step before there is any. Pure data."""
+"""Memory of a step before it is allocated: buffers, views of them, and the values that they hold. Pure data.
+
+A :class:`Buffer` is one packed array. A :class:`View` is a rectangle of it, a :class:`Region` a view with its global
+box. A :class:`Value` is the array of one node and its gradient, cut by a layout, on one rank.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from ..dtensor import Box
+from ..dtensor import Blocks, Box, Layout, hull
 
-__all__ = ["Buffer", "Region", "View"]
+__all__ = ["Buffer", "Region", "Value", "View", "is_packed"]
 
 
 @dataclass(eq=False)
@@ -20,16 +25,16 @@ class Buffer:
     Attributes
     ----------
     shape, dtype
-        Of the array.
+        Shape and dtype of the array.
     use
-        What it is for, as memory is accounted: ``"activation"``, ``"transient"``, ``"statistics"``, ...
+        Use of the memory in its accounts: ``"activation"``, ``"transient"``, ``"statistics"``, ...
     kept
-        It holds its contents from step to step; else only between the first and the last
-        operation of a step that use it, and others may lie there before and after.
+        Whether it holds its contents from step to step; else only between the first and the last operation of a step
+        that use it, and other buffers may lie there before and after.
     fill
-        What a kept buffer begins with.
+        Initial value of a kept buffer.
     place
-        ``(kind, name)`` of an array that lies elsewhere, such as ``("params", "conv/w")``; None: in the arena.
+        ``(kind, name)`` of an array outside the arena, such as ``("params", "conv/w")``; None: in the arena.
     """
 
     shape: tuple[int, ...]
@@ -45,18 +50,18 @@ class Buffer:
 
     @property
     def view(self) -> View:
-        """All of it."""
+        """View of the whole buffer."""
         return View(self, (0,) * len(self.shape), self.shape)
 
 
 @dataclass(frozen=True)
 class View:
-    """A rectangle of a buffer, with a form of its own if that is packed.
+    """Rectangle of a buffer; a packed one may have a shape of its own.
 
     Attributes
     ----------
     buffer
-        Where it lies.
+        Buffer that holds it.
     start, extent
         First index and extent per axis of the buffer.
     form
@@ -98,25 +103,25 @@ class View:
 
     @property
     def packed_but_for_channels(self) -> bool:
-        """Whether it would be packed with all channels of the buffer; these may be more than its own."""
+        """Whether it is packed if extended to all channels of the buffer, which may be more than its own."""
         channels = self.buffer.shape[-1]
         return self.form is None and View(self.buffer, self.start, (*self.extent[:-1], channels)).packed
 
     def reshape(self, *shape: int) -> View:
-        """The same elements in another shape; of a packed view."""
+        """Return the same elements in another shape. The view must be packed."""
         if math.prod(shape) != self.size or not self.packed:
             raise ValueError(f"expected a packed view of {shape}, got {self.extent} in {self.buffer}")
         return View(self.buffer, self.start, self.extent, tuple(shape))
 
     def part(self, start: Sequence[int], extent: Sequence[int]) -> View:
-        """A rectangle within."""
+        """Return a rectangle within the view."""
         if self.form is not None:
             raise ValueError(f"expected a view in the shape of its buffer, got one in shape {self.form}")
         first = tuple(a + b for a, b in zip(self.start, start, strict=True))
         return View(self.buffer, first, tuple(extent))
 
     def resolve(self, array: np.ndarray) -> np.ndarray:
-        """The view of the buffer's array."""
+        """Return this view of the buffer's array."""
         if not self.size:
             return array.reshape(-1)[:0].reshape(self.shape)
         found = array[tuple(slice(a, a + n) for a, n in zip(self.start, self.extent))]
@@ -125,13 +130,139 @@ class View:
 
 @dataclass(frozen=True)
 class Region:
-    """A view and the global box that it holds."""
+    """View, and the global box that it holds."""
 
     view: View
     box: Box
 
     def part(self, box: Box) -> View:
-        """View of a box within; empty boxes lie anywhere."""
+        """Return the view of a box within; an empty box may lie anywhere."""
         if not box.size:
             return View(self.view.buffer, (0,) * box.ndim, box.shape)
         return self.view.part([a - o for a, o in zip(box.start, self.box.start)], box.shape)
+
+
+@dataclass(eq=False)
+class Value:
+    """Array of one node, cut by a layout.
+
+    Attributes
+    ----------
+    layout
+        Global shape ``(N, *spatial, C)`` and the boxes that the ranks own.
+    rank
+        Rank of the buffers.
+    trainable
+        Whether anything before it has a gradient: parameters, or an input that is probed.
+    read
+        Whether it is an input of the network: every rank reads all it needs from disk, halos included.
+    stored
+        Per rank, the box that is valid in memory without any exchange: the owned box, for inputs with halos.
+    region
+        Storage of this rank: the owned box, with margins where that keeps the owned view packed (inputs: all margins).
+    gradient_box
+        Box of the gradient's storage: the owned box, with margins for the halo that the layer before it needs where
+        that keeps the owned view packed.
+    gradient
+        Storage of the gradient, once all contributions are known.
+    contributions
+        Arrays for the gradients of the layers that read this value.
+    gathered
+        Gathered copies of it, by boxes and fill.
+    room
+        Number of channels of the storage, zeros behind those of the value; 0: as many as the value.
+    """
+
+    name: str
+    layout: Layout
+    dtype: np.dtype
+    rank: int
+    trainable: bool = True
+    read: bool = False
+    use: str = "activation"
+    kept: bool = False
+    stored: Blocks = field(init=False)
+    region: Region = field(init=False)
+    gradient_box: Box = field(init=False)
+    gradient: Region | None = None
+    contributions: list[View] = field(default_factory=list)
+    gathered: dict[Any, View] = field(default_factory=dict)
+    room: int = 0
+    _home: Region | None = None
+
+    def __post_init__(self) -> None:
+        self.stored, self.gradient_box = self.layout.boxes, self.box
+
+    @property
+    def box(self) -> Box:
+        """Global box that this rank owns."""
+        return self.layout.boxes[self.rank]
+
+    @property
+    def view(self) -> View:
+        """View of the owned box; packed unless the value is an input (whose channels may be padded, too)."""
+        return self.region.part(self.box)
+
+    @property
+    def dy(self) -> View:
+        """View of the owned box of the gradient; packed."""
+        assert self.gradient is not None, f"{self.name} has no gradient yet"
+        return self.gradient.part(self.box)
+
+    def brought(self, boxes: Blocks) -> View:
+        """Return this rank's view of boxes that a layer has gathered."""
+        return self.gathered[boxes, None, False]
+
+    def place(self, needs: Sequence[Blocks]) -> None:
+        """Choose the storage for readers that need these boxes, clipped to the array."""
+        if self.read:
+            self.stored = self.stored.joined([blocks for blocks in needs if blocks.grid == self.stored.grid])
+            box = self.stored[self.rank]
+        else:
+            own = {blocks[self.rank] for blocks in needs} | {self.box}
+            box = hull(list(own)) if len(own) > 1 else self.box
+            if not all(is_packed(box, part) for part in own):
+                box = self.box
+        shape = (*box.shape[:-1], max(self.room, box.shape[-1]))
+        buffer = Buffer(shape, self.dtype, "input" if self.read else self.use, kept=self.kept or self.read)
+        self.region = Region(buffer.view.part((0,) * box.ndim, box.shape), box)
+
+    def place_gradient(self, needed: Box) -> None:
+        """Extend the gradient's storage by the halo, where the layer before the value needs this box."""
+        grown = hull([self.box, needed])
+        if is_packed(grown, self.box) and is_packed(grown, needed):
+            self.gradient_box = grown
+
+    def new_contribution(self) -> View:
+        """Return a packed array of the owned shape for the gradient of one more reader."""
+        if self._home is None:
+            self._home = Region(Buffer(self.gradient_box.shape, self.dtype, "transient").view, self.gradient_box)
+            view = self._home.part(self.box)
+        else:
+            view = Buffer(self.box.shape, self.dtype, "transient").view
+        self.contributions.append(view)
+        return view
+
+    def close_gradient(self, add: Callable[[list[View], View], None]) -> None:
+        """Fix the storage of the gradient when all readers are known; `add` emits the sum of several contributions."""
+        if not self.contributions:
+            return
+        if len(self.contributions) == 1:
+            self.gradient = self._home or Region(self.contributions[0], self.box)
+            return
+        summands = list(self.contributions)
+        if self._home is None:
+            self.new_contribution()
+        assert self._home is not None
+        self.gradient = self._home
+        add(summands, self._home.part(self.box))
+
+
+def is_packed(storage: Box, box: Box) -> bool:
+    """Return whether `box`, as a view of an array that holds `storage`, is contiguous."""
+    if not box.size:
+        return True
+    if not storage.contains(box):
+        return False
+    cut = [axis for axis, (have, want) in enumerate(zip(storage.shape, box.shape)) if have != want]
+    return not cut or all(n == 1 for n in box.shape[: cut[-1]])

@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from halograd.cli.run import run
+from halograd.device import as_dtype
 from halograd.errors import UserError
 from halograd.layers.parameter import parameter_blocks
 from halograd.layers.strategy import Strategy
@@ -29,7 +30,6 @@ from halograd.models import mesh
 from halograd.perfmodel.cost import buckets_of, memory_of, program_of
 from halograd.perfmodel.machine import FOLDER
 from halograd.program.compiler import Target
-from halograd.program.dtypes import dtype_of
 from halograd.training.build import make_network, make_schedule, make_strategy
 from halograd.training.config import load_config
 from tests.support.mutants import mutant
@@ -106,7 +106,7 @@ def built(network, strategy: Strategy, batch: int, size: int, dtype: str = "floa
         blocks = parameter_blocks(network, strategy, size)
         buckets = buckets_of(network, blocks, 4, strategy)
         for rank in {0, size - 1}:
-            program = program_of(network, strategy, Target(batch, size, rank, dtype_of(dtype)))
+            program = program_of(network, strategy, Target(batch, size, rank, as_dtype(dtype)))
             memory_of(program, blocks, buckets, strategy)
 
 

@@ -13,6 +13,7 @@ from halograd.errors import UserError
 from halograd.schema import nearest
 
 from ..data.targets import LabelMap
+from ..device import as_dtype
 from ..layers import Loss, Network
 from ..layers.parameter import parameter_blocks
 from ..layers.strategy import Strategy, counts_of, cuts_text
@@ -21,7 +22,6 @@ from ..perfmodel.cost import buckets_of, memory_of, program_of
 from ..perfmodel.plans import Plan, is_plan
 from ..perfmodel.profile.device import memory_size
 from ..program.compiler import Target
-from ..program.dtypes import dtype_of
 from .config import AdamConfig, Config, DataConfig, LARSConfig, ScheduleConfig, StrategyConfig
 from .optimizers import LARS, SGD, Adam, AdamW, Optimizer, factors_of
 from .schedules import Constant, Cosine, Schedule, StepDecay, WarmUp
@@ -324,7 +324,7 @@ def check_memory(config: Config, comm: Communicator, network: Network, strategy:
     """
     batch, dtype, size = config.training.at_once, config.training.dtype, comm.size
     blocks = parameter_blocks(network, strategy, size)
-    target = Target(batch, size, comm.rank, dtype_of(dtype), trainable)
+    target = Target(batch, size, comm.rank, as_dtype(dtype), trainable)
     program = program_of(network, strategy, target, blocks)
     buckets = buckets_of(network, blocks, program.wide.itemsize, strategy) if trainable else []
     needs = memory_of(program, blocks, buckets, strategy, accumulates=config.training.accumulate > 1)

@@ -21,9 +21,8 @@ from ..layers.reduction_chunks import dense_layers, replicable_layers
 from ..layers.reduction_scheme import Scheme
 from ..layers.strategy import Strategy
 from ..program.compiler import Target, compile_program
-from ..program.mode import Mode
-from ..program.runner import Runner
-from ..program.values import Value
+from ..program.runner import Mode, Runner
+from ..program.views import Value
 from .gather import Gather
 from .graph import GraphedPass, check_graph, drop, graphed_passes
 from .inputs import block_of, check_name

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..dtensor import End, Exchange, Layout
-from ..program.values import Value
+from ..program.views import Value
 
 if TYPE_CHECKING:
     from .executor import Executor

@@ -14,8 +14,7 @@ import numpy as np
 from ..device import is_low
 from ..layers.needs import operand_blocks
 from ..layers.targets import Judgement
-from ..program.values import Value
-from ..program.views import View
+from ..program.views import Value, View
 from .calibration import Calibration
 from .details import by_class
 from .executor import Executor

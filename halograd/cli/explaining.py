@@ -104,17 +104,17 @@ def _asked(plan: Plan, path: Path, cache: Path | None) -> Asked:
 
 def _program(plan: Plan, asked: Asked, rank: int, layers: Sequence[str]) -> Iterator[str]:
     """Lines of the program of one rank."""
+    from ..device import as_dtype
     from ..perfmodel.cost import Wires, program_of
     from ..program.compiler import Target
-    from ..program.dtypes import dtype_of
-    from ..program.listing import lines_of
+    from ..program.program import lines_of
 
     if rank >= plan.ranks:
         raise UserError(f"--rank: expected one of 0 to {plan.ranks - 1}, got {rank}")
     for name in layers:
         _check_layer(plan, name)
     overlaps = Wires(asked.machine).waits_for_network
-    target = Target(plan.batch, plan.ranks, rank, dtype_of(plan.dtype), overlaps=overlaps)
+    target = Target(plan.batch, plan.ranks, rank, as_dtype(plan.dtype), overlaps=overlaps)
     return lines_of(program_of(asked.network, plan.strategy, target), frozenset(layers) or None)
 
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from ...device import as_dtype
 from ...dtensor import Groups
 from ...layers import Network
 from ...layers.parameter import ParameterBlocks, parameter_blocks
 from ...layers.reduction_chunks import dense_layers
 from ...layers.strategy import Strategy
 from ...program.compiler import Target, compile_program
-from ...program.counts import Ledger, messages_of, sums_of
-from ...program.dtypes import dtype_of
 from ...program.program import Program
-from ...program.traffic import ExchangeTraffic, GroupSum, Move
+from ...program.traffic import ExchangeTraffic, GroupSum, Ledger, Move, messages_of, sums_of
 from .reductions import Keeping, booked, kept
 from .timeline import PricedBucket, aligned, buckets_of
 
@@ -59,12 +58,12 @@ def count_step(
 
     Notes
     -----
-    See :func:`halograd.program.counts.messages_of`. Shards are gathered where there is an optimizer.
+    See :func:`halograd.program.traffic.messages_of`. Shards are gathered where there is an optimizer.
     """
     size = ranks or strategy.ranks
     blocks = parameter_blocks(network, strategy, size)
-    program = program_of(network, strategy, Target(batch, size, dtype=dtype_of(dtype)), blocks)
-    itemsize = dtype_of(dtype).itemsize
+    program = program_of(network, strategy, Target(batch, size, dtype=as_dtype(dtype)), blocks)
+    itemsize = as_dtype(dtype).itemsize
     buckets = buckets_of(network, blocks, itemsize, strategy)
     return count_program(program, buckets, strategy, per_node or size)
 

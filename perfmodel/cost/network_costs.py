@@ -25,13 +25,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ...device import as_dtype
 from ...layers import Input, Network, Node, Strategy
 from ...layers.parameter import blocks_of
 from ...layers.strategy import AXES, layout_of
 from ...program.compiler import Target, compile_program, lower_alone
-from ...program.dtypes import dtype_of
 from ...program.program import Step
-from ...program.values import Value
+from ...program.views import Value
 from ..cuts import Parts, candidates, grids, shared_alike
 from ..kernel_times import LayerWork, Recorded, RooflineTimes
 from ..machine import Machine
@@ -301,10 +301,10 @@ class _Maker:
     ) -> None:
         self.network, self.batch, self.ranks, self.pricing, self.training = network, batch, ranks, pricing, training
         self.full, self.grids = full, grids
-        self.itemsize = dtype_of(training.dtype).itemsize
+        self.itemsize = as_dtype(training.dtype).itemsize
         # A bucket holds no more than all gradients: what its sum costs at least is shared by those there are.
         self.bucket_bytes = max(1, min(bucket_bytes, self.itemsize * _parameters(network)))
-        program = compile_program(network, Strategy(), Target(batch, dtype=dtype_of(training.dtype)))
+        program = compile_program(network, Strategy(), Target(batch, dtype=as_dtype(training.dtype)))
         self.plain = {step.name: step for step in program.steps}
         self._trained = {segment.name for segment in program.backward}
         self._priced: dict[object, _Priced] = {}

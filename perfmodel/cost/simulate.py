@@ -11,12 +11,12 @@ from functools import cached_property
 
 import numpy as np
 
+from ...device import as_dtype
 from ...layers import Add, Network
 from ...layers.parameter import parameter_blocks
 from ...layers.reduction_scheme import Scheme
 from ...layers.strategy import Strategy, layout_of
 from ...program.compiler import Target
-from ...program.dtypes import dtype_of
 from ...program.operations import Operation, Run
 from ...program.program import Program, Step
 from ..plans import LayerRecord, Prediction
@@ -193,7 +193,7 @@ class Simulation:
         """The program of one rank, under the dense layers that the scheme replicates."""
         key = rank, self.strategy.reduction.replicated_dense
         if key not in self._known.programs:
-            overlaps, dtype = self.pricing.wires.waits_for_network, dtype_of(self.training.dtype)
+            overlaps, dtype = self.pricing.wires.waits_for_network, as_dtype(self.training.dtype)
             target = Target(self.batch, self.ranks, rank, dtype, overlaps=overlaps)
             self._known.programs[key] = program_of(self.network, self.strategy, target, self.blocks)
         return self._known.programs[key]

@@ -13,11 +13,10 @@ from ...dtensor import Layout
 from ...layers import Layer
 from ...layers.strategy import AXES
 from ...program.compiler import Target, lower_alone
-from ...program.mode import Mode
 from ...program.operations import Run
 from ...program.program import Program, Segment, Step
-from ...program.runner import Runner
-from ...program.values import Value
+from ...program.runner import Mode, Runner
+from ...program.views import Value
 
 if TYPE_CHECKING:
     from ...comm import Communicator

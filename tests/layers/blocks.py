@@ -15,11 +15,10 @@ from halograd.kernels import Backend
 from halograd.layers import Layer
 from halograd.layers.strategy import AXES, layout_of
 from halograd.program.compiler import Target, lower_alone
-from halograd.program.mode import Mode
 from halograd.program.operations import Transfer
 from halograd.program.program import Program, Segment, Step
-from halograd.program.runner import Runner
-from halograd.program.values import Value
+from halograd.program.runner import Mode, Runner
+from halograd.program.views import Value
 
 __all__ = ["computed_in_blocks"]
 

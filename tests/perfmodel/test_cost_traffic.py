@@ -89,8 +89,8 @@ def test_halos_and_what_every_rank_sends_to_whom(pair):
 @given(grown())
 def test_all_that_is_sent_is_received(pair):
     move = Move(*pair, 4)
-    assert move.sent(RANKS).bytes.sum() == move.received(RANKS).bytes.sum()
-    assert move.sent(RANKS).messages.sum() == move.received(RANKS).messages.sum()
+    assert move.sent(RANKS).bytes.sum() == move.adjoint.sent(RANKS).bytes.sum()
+    assert move.sent(RANKS).messages.sum() == move.adjoint.sent(RANKS).messages.sum()
 
 
 def test_a_thousand_ranks_are_as_exact():

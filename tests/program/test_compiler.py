@@ -34,7 +34,7 @@ from halograd.layers import (
 )
 from halograd.layers.strategy import Strategy
 from halograd.program.compiler import Target, compile_program
-from halograd.program.values import is_packed
+from halograd.program.views import is_packed
 
 
 def compiled(network, strategy, rank, size, batch=1):

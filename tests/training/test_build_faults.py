@@ -30,7 +30,7 @@ from halograd.layers.strategy import Strategy
 from halograd.program import program as program_module
 from halograd.program.context import Context
 from halograd.program.runner import Runner
-from halograd.program.values import Value
+from halograd.program.views import Value
 from halograd.training import executor as executor_module
 from halograd.training import train as train_run
 from halograd.training.executor import Executor
