@@ -1,4 +1,4 @@
-"""Soft Dice and Tversky losses: their sums run over all ranks before there is a gradient."""
+"""Soft Dice and Tversky losses: sums over all ranks, then the gradient."""
 
 from __future__ import annotations
 
@@ -33,20 +33,21 @@ class Dice(Loss):
     Parameters
     ----------
     activation
-        Makes probabilities of the prediction: ``"sigmoid"`` (each channel for itself), ``"softmax"`` (over the
-        channels) or ``"none"``.
+        Function from predictions to probabilities: ``"sigmoid"`` (per channel), ``"softmax"`` (over the channels) or
+        ``"none"``.
     reduction
-        ``"batch"``: the sums run over all samples. ``"sample"``: over each sample; the loss is the mean of theirs.
+        ``"batch"``: the sums run over all samples. ``"sample"``: they run over each sample, and the loss is the mean
+        over samples.
     smooth
-        Keeps the loss of a class that is nowhere at 0.
+        Constant with which the loss of a class that does not occur is 0.
     ignore_index
-        Positions with this target are in none of the sums; for targets of one channel.
+        Target of positions that no sum contains; for targets with one channel.
 
     Notes
     -----
     Prediction ``(N, *spatial, C)``. Target of the same shape with values in [0, 1]; with ``"softmax"`` also
     ``(N, *spatial, 1)``: the class index. Weights as a third input multiply every term of the three sums: ``I = sum w p
-    t``, ``P = sum w p``, ``T = sum w t``; with ``"softmax"`` all channels of a position have the same. Communication
+    t``, ``P = sum w p``, ``T = sum w t``; with ``"softmax"`` all channels of a position have one weight. Communication
     per process: one sum of ``24 C`` B (times the batch size with ``"sample"``) in forward.
     """
 
@@ -105,7 +106,7 @@ class Dice(Loss):
 
     @property
     def ratio(self) -> tuple[float, float, float, float]:
-        """``(n, i, p, t)`` of ``1 - (n * I + smooth) / (i * I + p * P + t * T + smooth)``."""
+        """Factors ``(n, i, p, t)`` of ``1 - (n * I + smooth) / (i * I + p * P + t * T + smooth)``."""
         return 2.0, 0.0, 1.0, 1.0
 
     def block_type(self) -> type[LossBlock]:
@@ -124,13 +125,13 @@ class Dice(Loss):
 class Tversky(Dice):
     """``loss = mean_c (1 - (I[c] + smooth) / (I[c] + alpha * (P[c] - I[c]) + beta * (T[c] - I[c]) + smooth))``.
 
-    ``P - I`` is what was predicted in vain, ``T - I`` what was missed; sums, other parameters and targets as of
-    :class:`Dice`, which it is for ``alpha = beta = 1/2`` and half of its `smooth`.
+    ``P - I`` counts false positives, ``T - I`` false negatives. Sums, other parameters and targets are those of
+    :class:`Dice`. With ``alpha = beta = 1/2`` and half of its `smooth` it is equal to :class:`Dice`.
 
     Parameters
     ----------
     alpha, beta
-        Weights of false positives and of false negatives, of which at least one is above 0.
+        Weights of false positives and of false negatives; at least one is above 0.
 
     References
     ----------
@@ -159,7 +160,7 @@ class Tversky(Dice):
 
 
 class _DiceKernel(LocalLoss):
-    """Probabilities and their sums, one reduction, then the gradient in a second sweep.
+    """Kernel of the Dice loss: probabilities and their sums, one reduction, then the gradient in a second sweep.
 
     `sums`: per group I, P, T per channel; then, in place, loss and the gradient's two coefficients.
     """
@@ -186,7 +187,7 @@ class _DiceKernel(LocalLoss):
             self._sweep(n, self.sums[(self.place.first + n) % self.groups], gradient=True)
 
     def _coefficients(self, samples: int) -> Any:
-        """The loss; `sums` become a, b with ``dloss/dp = a * t + b``. Local, the same on all ranks."""
+        """Return the loss, and turn `sums` into a, b with ``dloss/dp = a * t + b``. Local, the same on all ranks."""
         loss: Any = 0.0
         share = self.place.weight / (samples * self.sums.shape[2])
         n, i, p, t = self.layer.ratio
@@ -209,7 +210,7 @@ class _DiceKernel(LocalLoss):
         return loss
 
     def _sweep(self, n: int, sums: Any, gradient: bool) -> None:
-        """Over one sample: either add to its sums, or write its gradient."""
+        """Sweep over one sample: either add to its sums, or write its gradient."""
         work = self.work
         x, t = rows(self.prediction[n], work, "prediction"), rows(self.target[n], work, "target")
         weights = None if self.weights is None else rows(self.weights[n], work, "weights")
@@ -233,20 +234,20 @@ class _DiceKernel(LocalLoss):
                 self._add(p, targets, sums, w)
 
     def _counted(self, t: Any, weights: Any | None) -> Any:
-        """Weights ``(positions, 1)`` or those given, 0 at the positions that are ignored."""
+        """Return weights ``(positions, 1)``, or the given ones, with 0 at ignored positions."""
         counts = np.not_equal(t, self.layer.ignore_index, out=buffer(self.work, "counts", t.shape, np.bool_))
         found = buffer(self.work, "counted", t.shape if weights is None else weights.shape, self.prediction.dtype)
         np.copyto(found, 1 if weights is None else weights)
         return np.multiply(found, counts, out=found)
 
     def _without(self, weights: Any, p: Any, t: Any) -> Any:
-        """Zeros in `p`, and in the copy of `t` that is returned, where there is no weight."""
+        """Write zeros to `p` where the weight is 0, and return a copy of `t` with the same zeros."""
         none = np.equal(weights, 0, out=buffer(self.work, "none", weights.shape, np.bool_))
         np.copyto(p, 0, where=none.T)
         return masked(t, none, self.work, "masked t")
 
     def _probabilities(self, p: Any) -> None:
-        """The activation, in place."""
+        """Apply the activation in place."""
         if self.layer.activation == "sigmoid":
             # tanh saturates where an exponential would overflow.
             p *= 0.5
@@ -287,7 +288,7 @@ class _DiceKernel(LocalLoss):
             sums[0] += np.sum(p, axis=1, dtype=np.float64, out=column)
 
     def _gradient(self, p: Any, t: Any, sums: Any, weights: Any | None) -> None:
-        """``dloss/dx`` in place of `p`; modifies `t`."""
+        """Write ``dloss/dx`` to `p`; modifies `t`."""
         typed = buffer(self.work, "typed", (2, len(p), 1), p.dtype)
         np.copyto(typed[0, :, 0], sums[0], casting="same_kind")
         np.copyto(typed[1, :, 0], sums[2], casting="same_kind")

@@ -1,4 +1,4 @@
-"""Dropout, of elements and of whole samples, whose mask depends on global indices only: the same on every cut."""
+"""Dropout of elements and of whole samples. The mask depends on global indices only: it is the same on every cut."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class Dropout(Layer):
     Parameters
     ----------
     rate
-        In ``[0, 1)``.
+        Probability in ``[0, 1)``.
 
     Notes
     -----
-    What is dropped follows from the run's seed, the step, the layer's name and the element's position in the global
-    array (:class:`halograd.kernels.DropoutMask`). A mask costs no communication and is not kept: backward
-    draws it again, as a resumed run does.
+    The mask follows from the run's seed, the step, the layer's name and the element's position in the global array
+    (:class:`halograd.kernels.DropoutMask`). It costs no communication and is not kept: backward draws it again, as a
+    resumed run does.
 
     References
     ----------
@@ -76,12 +76,12 @@ class StochasticDepth(Layer):
     Parameters
     ----------
     rate
-        In ``[0, 1)``.
+        Probability in ``[0, 1)``.
 
     Notes
     -----
-    Which samples are dropped follows from the run's seed, the step, the layer's name and the sample's index in the
-    batch, by the mask of :class:`Dropout` of one number per sample. Communication: none.
+    The dropped samples follow from the run's seed, the step, the layer's name and the sample's index in the batch, by
+    the mask of :class:`Dropout` with one number per sample. Communication: none.
     """
 
     cuts_channels = "channelwise"
@@ -133,7 +133,7 @@ class _DropoutKernel:
     ) -> None:
         self.mode, kernels = environment.mode, environment.kernels
         self.pairs = (x, y), (dy, dx)
-        if self.mode.state is None:  # made by a caller that does not count steps
+        if self.mode.state is None:  # the caller does not count steps
             self.mode.state = kernels.device.array([self.mode.seed, self.mode.step, 0], np.uint64)
         mask = DropoutMask(rate, zlib.crc32(environment.name.encode()), shape, box.start, self.mode.state)
         self.kernels = kernels.dropout(x, y, dy, dx, mask)

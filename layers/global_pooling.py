@@ -23,7 +23,7 @@ __all__ = ["GlobalAveragePool", "GlobalMaxPool", "Search", "in_wide", "number_dt
 
 
 class _GlobalPool(Layer):
-    """``(N, *spatial, C)`` -> ``(N, C)``; what a block contributes is computed where the input is."""
+    """Pooling ``(N, *spatial, C)`` -> ``(N, C)``; contributions of blocks are computed where the input is."""
 
     cuts_channels = "channelwise"
 
@@ -60,7 +60,7 @@ class GlobalAveragePool(_GlobalPool):
     def lower(self, context: Context) -> Callable[[], None]:
         value, boxes = context.inputs[0], context.output.layout.boxes
         scale = 1.0 / math.prod(context.shapes[0][:-1])
-        #: Per rank, the samples and channels of which it holds a summand.
+        # Per rank, the samples and channels of its summands.
         summands = without_space(value.layout.boxes)
         shape = summands[context.rank].shape
         partial_, total = context.scratch(shape, "float64"), context.scratch(context.box.shape, "float64")
@@ -93,7 +93,7 @@ class GlobalMaxPool(_GlobalPool):
     element of its block and where that lies), and as many backward (the gradient and where it goes).
     """
 
-    # Where it lies is found by a few passes over an array beside the input.
+    # A few passes over a second array find the position of the largest element.
     passes = Passes((8, 1), (3, 1))
 
     def lower(self, context: Context) -> Callable[[], None]:
@@ -128,7 +128,7 @@ class GlobalMaxPool(_GlobalPool):
 
 
 def _candidates(inputs: Blocks, outputs: Blocks) -> tuple[Blocks, Blocks]:
-    """Boxes in an array (N, places in space that hold something, 2, C): what a rank finds, and what an owner compares.
+    """Return the boxes of a rank's result and of an owner's input in an array (N, nonempty spatial parts, 2, C).
 
     Pure arithmetic.
     """
@@ -141,13 +141,13 @@ def _candidates(inputs: Blocks, outputs: Blocks) -> tuple[Blocks, Blocks]:
 
 
 def _in_pairs(vectors: Blocks) -> Blocks:
-    """Boxes of ``(N, 2, C)`` for those of ``(N, C)``."""
+    """Return boxes of ``(N, 2, C)`` for those of ``(N, C)``."""
     samples, channels = vectors.axes
     return Blocks((samples, ((0, 2),), channels), vectors.size)
 
 
 def _lower_largest(context: Context, own: View) -> None:
-    """The largest elements of the own block and the numbers of their positions, in `own` ``(n, 1, 2, C)``."""
+    """Write the largest elements of the own block and the numbers of their positions to `own` ``(n, 1, 2, C)``."""
     value = context.inputs[0]
     if not value.box.size:
         return
@@ -170,12 +170,12 @@ def _lower_largest(context: Context, own: View) -> None:
 
 
 def number_dtype(context: Context, extent: int) -> np.dtype:
-    """What holds the numbers of so many elements, and one number beyond all of them (`_beyond`)."""
+    """Return a dtype that holds the numbers of `extent` elements, and one number beyond all of them (`_beyond`)."""
     return context.wide if extent < _FLOAT32 else np.dtype("float64")
 
 
 def in_wide(context: Context, view: View) -> View:
-    """The view, or a copy in float32 where it has 16 bits: to compute with."""
+    """Return the view, or a copy in float32 where it has 16 bits."""
     if view.dtype == context.wide:
         return view
     copy = context.scratch(view.shape, context.wide)
@@ -206,11 +206,11 @@ class Search:
         return max((b - a for a, b in self.windows), default=0)
 
     def __call__(self, environment: Any, x: Any, y: Any, number: Any, before: Any, work: Any) -> Callable[[], None]:
-        """y = the largest element of each window; `number` = the lowest number of those that are as large.
+        """Return the kernel: y = the largest element of each window; `number` = the lowest number of equal ones.
 
         `work`: of the dtype of `number`, and of the shape of x, or as long along the axis as the longest window.
         """
-        # Of the dtype of `work`: of another NumPy would cast in buffers, at every step.
+        # With a dtype other than that of `work`, NumPy would allocate buffers for casts at every step.
         numbers = self.first + self.stride * np.arange(x.shape[self.axis], dtype=np.float64)
         ramp = environment.kernels.device.array(numbers.reshape(-1, *(1 for _ in x.shape[self.axis + 1 :])), work.dtype)
         beyond = _beyond(work)
@@ -233,21 +233,21 @@ class Search:
         return run
 
     def part(self, a: int, b: int, array: Any) -> Any:
-        """The elements ``a .. b - 1`` along the axis; None of None."""
+        """Return the elements ``a .. b - 1`` along the axis; None for None."""
         return None if array is None else array[(*(slice(None),) * self.axis, slice(a, b))]
 
 
-#: From here on float32 does not hold all integers.
+#: Above this number float32 does not hold all integers.
 _FLOAT32 = 2**24
 
 
 def _beyond(array: Any) -> float:
-    """What is larger than every number of a position, and exact in the array."""
+    """Return a number above every number of a position that is exact in the array."""
     return float(_FLOAT32) if array.dtype == np.float32 else 2.0**53
 
 
 def _choose(environment: Any, candidates: Any, chosen: Any, worse: Any, y: Any) -> Callable[[], None]:
-    """The largest of the candidates, ``(n, places, 2, C)``, and the lowest number among equal ones."""
+    """Return the kernel for the largest candidate of ``(n, places, 2, C)``, and the lowest number of equal ones."""
     beyond = _beyond(worse)
 
     def run() -> None:
@@ -273,7 +273,7 @@ def _spread_to_first(
     dx: Any,
     mask: Any,
 ) -> Callable[[], None]:
-    """dx = the gradient where the number of a position is the chosen one, else 0."""
+    """Return the kernel: dx = the gradient where the number of a position is the chosen one, else 0."""
     numbers = np.zeros(1)
     for (a, b), extent in zip(ranges, extents):
         numbers = (numbers[:, None] * extent + np.arange(a, b)).reshape(-1)

@@ -1,4 +1,4 @@
-"""What a graph of layers has to be so that it can be trained: what a network refuses when it is made. Local."""
+"""Checks of a graph of layers when a network is made: the graph must be trainable. Local; all raise ValueError."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["check_given", "check_inputs", "check_losses", "check_shared", "input
 
 
 def input_shapes(node: Node) -> list[Shape]:
-    """Sample shapes of what a node is made of."""
+    """Return the sample shapes of the inputs of a node."""
     return [n.shape for n in node.inputs]
 
 
 def sorted_nodes(outputs: list[Node]) -> list[Node]:
-    """Depth-first order of all nodes that `outputs` depend on, without recursion (networks are deep)."""
+    """Return all nodes that `outputs` depend on in depth-first order, without recursion (networks are deep)."""
     order: list[Node] = []
     done: set[Node] = set()
     stack: list[tuple[Node, bool]] = [(n, False) for n in reversed(outputs)]
@@ -38,7 +38,7 @@ def sorted_nodes(outputs: list[Node]) -> list[Node]:
 
 
 def check_inputs(network: Network) -> None:
-    """Refuse an input of which no reader says how it is cut, and integers that layers compute with."""
+    """Check that layers read every input, as they give its cut, and that only losses read integers."""
     read = {node for other in network.nodes for node in other.inputs}
     alone = [network.names[n] for n in network.nodes if isinstance(n, Input) and n not in read]
     if alone:
@@ -55,7 +55,7 @@ def check_inputs(network: Network) -> None:
 
 
 def check_losses(network: Network) -> None:
-    """Refuse losses whose value or gradient nothing would have."""
+    """Check that every loss is trained, counts in evaluation, and has targets without parameters."""
     for node in network.nodes:
         if not isinstance(node.layer, Loss):
             continue
@@ -82,7 +82,7 @@ def check_losses(network: Network) -> None:
 
 
 def _check_weights(network: Network, loss: Node) -> None:
-    """Refuse weights of a loss that are not as they are in the data: inputs are normalized and varied."""
+    """Check that no prediction depends on weights of a loss: inputs of predictions are normalized and augmented."""
     compared = network.targets
     for own in (n for i, n in enumerate(loss.inputs) if loss.layer.weighs(i)):
         shared = [n for n in sorted_nodes([own]) if isinstance(n, Input) and network.names[n] not in compared]
@@ -96,7 +96,7 @@ def _check_weights(network: Network, loss: Node) -> None:
 
 
 def check_shared(network: Network, behind: Collection[str]) -> None:
-    """Refuse calls of one layer that cannot have one array of parameters, or one gradient of it."""
+    """Check that calls of one layer can share one array per parameter, and one gradient."""
     for name, owner in network.owners.items():
         node, first = network.layers[name], network.layers[owner]
         if name == owner or not node.layer.parameters(*input_shapes(node)):
@@ -121,7 +121,7 @@ def check_shared(network: Network, behind: Collection[str]) -> None:
 
 
 def check_given(network: Network) -> None:
-    """Refuse initial values that fit nothing of their layer."""
+    """Check that given initial values fit parameters and states of their layer."""
     for name, node in network.layers.items():
         shapes = input_shapes(node)
         specs = {**node.layer.parameters(*shapes), **node.layer.state(*shapes)} if node.layer.given_values else {}

@@ -61,7 +61,7 @@ class Passes:
 
 
 class Node:
-    """A value of the graph: what one layer makes of its inputs.
+    """Value of the graph: the output of one call of a layer.
 
     Attributes
     ----------
@@ -82,7 +82,7 @@ class Node:
     __array_ufunc__ = None
 
     def __add__(self, other: Any) -> Node:
-        """The sum with another node or a number, a layer of its own; a smaller node as in a product."""
+        """Return the sum with another node or a number, as a layer; a smaller node broadcasts as in a product."""
         from .merge import Add, BroadcastAdd
 
         if _is_number(other):
@@ -95,7 +95,7 @@ class Node:
         return self + other
 
     def __sub__(self, other: Any) -> Node:
-        """The difference to another node or a number."""
+        """Return the difference to another node or a number."""
         return self + -other
 
     def __rsub__(self, other: Any) -> Node:
@@ -105,7 +105,7 @@ class Node:
         return self._affine(-1.0, 0.0)
 
     def __mul__(self, other: Any) -> Node:
-        """The product; the smaller of the two may have 1 for any extent, be a vector per sample, or a number."""
+        """Return the product; the smaller operand may have 1 for any extent, be a vector per sample, or a number."""
         from .merge import Multiply
 
         if _is_number(other):
@@ -118,7 +118,7 @@ class Node:
         return self * other
 
     def __truediv__(self, other: Any) -> Node:
-        """The quotient by a number."""
+        """Return the quotient by a number."""
         if not _is_number(other) or other == 0:
             raise TypeError(f"quotient: expected a number other than 0 as divisor, got {other!r}")
         return self._affine(1.0 / other, 0.0)
@@ -138,10 +138,10 @@ def _is_number(value: object) -> bool:
 
 
 class Layer(TargetReader):
-    """One step of a network, described globally.
+    """Global description of one step of a network.
 
-    A subclass states what it reads and how it computes on plain arrays; how it is cut, which halos
-    travel and how gradients find back is not its business.
+    A subclass declares its inputs and computes on plain arrays. Cuts, halos and the return of gradients to their owners
+    are not its concern.
 
     - `stencil`: the :class:`Stencil` it slides over the spatial axes, or None for pointwise
       (an output element depends on the input elements of the same sample and position, all channels);
@@ -158,17 +158,17 @@ class Layer(TargetReader):
     cuts_channels: str = "no"
     #: Whether parameters are read in float32 where activations have 16 bits (norms); else as they are rounded to those.
     exact_parameters: bool = False
-    #: Whether it takes an input whose channels lie padded with zeros in memory, see `Backend.padded_channels`.
+    #: Whether the channels of its input may lie padded with zeros in memory, see `Backend.padded_channels`.
     takes_padded_channels: bool = False
-    #: What the elements outside the array count as.
+    #: Value of the elements outside the array.
     pad_value: float = 0.0
     #: What its kernels move in memory; by default backward reads x and dy, and writes dx.
     passes: Passes = Passes((1, 1), (2, 1))
     #: Made behind it by a call: an activation that its own kernels do not compute.
     behind: Layer | None = None
-    #: Whether others look at its inputs when a step has ended (metrics at those of a loss).
+    #: Whether its inputs are read when a step has ended (metrics read those of a loss).
     keeps_inputs: bool = False
-    #: Initial values of parameters and states that are given, by their short names; others are drawn.
+    #: Given initial values of parameters and states, by their short names; others are drawn.
     given_values: Mapping[str, GivenValues] = MappingProxyType({})
 
     def __init__(self, name: str | None = None) -> None:
@@ -186,7 +186,7 @@ class Layer(TargetReader):
 
     @property
     def of_batch(self) -> str:
-        """What it computes of all samples of a batch together, so that a batch in parts is not the whole; else ""."""
+        """Name of a result over all samples of a batch, which differs for a batch in parts; "" if there is none."""
         return ""
 
     @property
@@ -195,30 +195,30 @@ class Layer(TargetReader):
         return type(self).__name__
 
     def windows(self, shape: Shape) -> tuple[Window, ...]:
-        """One window per spatial axis for an input sample of this shape."""
+        """Return one window per spatial axis for an input sample of this shape."""
         stencil = self.stencil or Stencil(1)
         return stencil.windows(shape[:-1])
 
     def output_shape(self, *shapes: Shape) -> Shape:
-        """Shape of one output sample, from those of the inputs (here: as many channels as the first input)."""
+        """Return the shape of one output sample from those of the inputs (here: channels of the first input)."""
         if self.stencil is None:
             return shapes[0]
         return (*self.stencil.output_spatial(shapes[0][:-1], self.kind), shapes[0][-1])
 
     def parameters(self, *shapes: Shape) -> Mapping[str, Parameter]:
-        """Parameters by name, for inputs of these sample shapes."""
+        """Return the parameters by name, for inputs of these sample shapes."""
         return {}
 
     def state(self, *shapes: Shape) -> Mapping[str, Parameter]:
-        """Arrays that are kept in checkpoints but not trained (running statistics)."""
+        """Return the arrays that are kept in checkpoints but not trained (running statistics)."""
         return {}
 
     def flops(self, *shapes: Shape) -> int:
-        """Floating-point operations of the forward pass of one sample (a multiply-add counts two)."""
+        """Return the floating-point operations of the forward pass of one sample (a multiply-add counts two)."""
         return 0
 
     def input_boxes(self, box: Box, *shapes: Shape) -> tuple[Box, ...]:
-        """Per input, the global box ``(N, *spatial, C)`` that the output `box` needs.
+        """Return, per input, the global box ``(N, *spatial, C)`` that the output `box` needs.
 
         May reach outside the array: what lies there counts as `pad_value`.
         """
@@ -228,9 +228,9 @@ class Layer(TargetReader):
         return tuple(b.replace(b.ndim - 1, *box.ranges[-1]) for b in boxes)
 
     def needed_blocks(self, i: int, inputs: Sequence[Layout], output: Layout) -> Blocks:
-        """Per rank, the box of input `i` that the rank's output box needs; may reach outside the array.
+        """Return, per rank, the box of input `i` that the rank's output box needs; may reach outside the array.
 
-        A rank without output needs nothing: else it would owe a gradient of what it read and never computed with.
+        A rank without output needs nothing: it would otherwise have to return a gradient that it never computes.
         """
         shapes = [layout.shape[1:] for layout in inputs]
         own = type(self).input_boxes is not Layer.input_boxes
@@ -243,14 +243,14 @@ class Layer(TargetReader):
         return probe(lambda box: self.input_boxes(box, *shapes)[i], output.boxes, len(shapes[i]) + 1, self.kind, users)
 
     def gradient_box(self, box: Box, shape: Shape, out_shape: Shape) -> Box:
-        """The box of the output's gradient from which that of this box of the first input follows.
+        """Return the box of the output's gradient from which the gradient of this box of the first input follows.
 
-        A layer that has none (the default) computes the gradient where the output is and sends it back to the owners.
+        A layer without this method (the default) computes the gradient where the output is and sends it to the owners.
         """
         raise TypeError(f"{self.kind} does not gather the gradient of its output")
 
     def gradient_blocks(self, x: Layout, output: Layout) -> Blocks | None:
-        """Per rank, what :meth:`gradient_box` says for what it owns of the first input; None where there is none."""
+        """Return, per rank, the :meth:`gradient_box` of its box of the first input; None if the layer has none."""
         method = type(self).gradient_box
         if method is Layer.gradient_box:
             return None
@@ -259,13 +259,13 @@ class Layer(TargetReader):
         return probe(lambda box: self.gradient_box(box, shape, out), x.boxes, len(out) + 1, self.kind, users)
 
     def forward(self, inputs: list[Any], params: Mapping[str, Any], box: Box) -> Any:
-        """Local. Compute the output `box` from the input boxes it needs.
+        """Compute the output `box` from the input boxes it needs. Local.
 
         Parameters
         ----------
         inputs
-            One array per input, exactly of the shape that :meth:`input_boxes` asks for: halo and padding
-            are there, so a stencil is applied without any padding.
+            One array per input, exactly of the shape of :meth:`input_boxes`: halo and padding are
+            included, so a stencil is applied without any padding.
         params
             Parameter arrays by name; do not modify them.
         box
@@ -276,19 +276,19 @@ class Layer(TargetReader):
     def backward(
         self, dy: Any, inputs: list[Any], params: Mapping[str, Any], box: Box
     ) -> tuple[Sequence[Any], Mapping[str, Any]]:
-        """Local. Gradients with respect to the inputs (of their shapes, halo included) and the parameters.
+        """Compute gradients of the inputs (of their shapes, halo included) and of the parameters. Local.
 
-        What a gradient holds in the halo is added to the gradient of the rank that owns those
-        elements; parameter gradients are summed over the ranks.
+        The halo of a gradient is added to the gradient of the ranks that own those elements; parameter gradients are
+        summed over the ranks.
         """
         raise TypeError(f"{self.kind} has no backward(): it can be evaluated but not trained")
 
     def of_filters(self, filters: int) -> Layer:
-        """The layer with so many of its output channels, where these can be cut; it is not modified."""
+        """Return the layer with so many of its output channels, where these can be cut; it is not modified."""
         return self
 
     def of_outputs(self, shape: Shape, outputs: tuple[int, ...]) -> tuple[Layer, Shape]:
-        """Layer and sample shape that make these outputs of a block: what to measure for it. Nothing is modified.
+        """Return a layer and a sample shape with these outputs, to measure the time of a block. Nothing is modified.
 
         Along an axis where the block and its padding do not, the input gets the halo that a rank in the middle has,
         and no padding.
@@ -308,11 +308,11 @@ class Layer(TargetReader):
         return self.changed(stencil=stencil), (*spatial, shape[-1])
 
     def of_statistics(self, ranks: int, options: Mapping[str, Any]) -> tuple[Layer, bool]:
-        """The layer as it computes where it is cut into so many ranks, and whether it sums statistics over them."""
+        """Return the layer as it computes when cut over so many ranks, and whether it sums statistics over them."""
         return self, False
 
     def initialized(self, **values: Any) -> Layer:
-        """A copy whose parameters and states begin with these values, by their short names.
+        """Return a copy whose parameters and states begin with these values, by their short names.
 
         Parameters
         ----------
@@ -323,7 +323,7 @@ class Layer(TargetReader):
         return self.changed(given_values={**self.given_values, **{key: given(value) for key, value in values.items()}})
 
     def changed(self: Some, **settings: Any) -> Some:
-        """A copy with other settings."""
+        """Return a copy with other settings."""
         made = copy.copy(self)
         for name, value in settings.items():
             setattr(made, name, value)
@@ -334,7 +334,8 @@ class Layer(TargetReader):
 
         Returns
         -------
-        What adds those of the backward pass, when the gradient of the output has its place; None: there are none.
+        Function that adds the operations of the backward pass, called when the gradient of the output has its place;
+        None: there are none.
         """
         from .lowering import lower_local
 
@@ -342,7 +343,7 @@ class Layer(TargetReader):
 
 
 class _Given(Layer):
-    """A layer that reads nothing; its output has a given shape."""
+    """Layer that reads nothing; its output has a given shape."""
 
     def __init__(self, shape: Sequence[int], name: str) -> None:
         super().__init__(name)
@@ -357,14 +358,14 @@ INTEGERS = ("int8", "uint8", "int16", "uint16", "int32", "int64")
 
 
 class Input(Node):
-    """A value that comes from outside: samples or targets.
+    """Value that comes from outside: samples or targets.
 
     Parameters
     ----------
     shape
         Shape of one sample, ``(*spatial, C)``.
     name
-        By this name batches are delivered.
+        Name of the input in batches.
     dtype
         ``"compute"`` for the dtype of the computation, or an integer dtype for class indices.
     """
@@ -376,5 +377,5 @@ class Input(Node):
         super().__init__(_Given(shape, name), ())
 
     def array_dtype(self, compute: np.dtype) -> np.dtype:
-        """Dtype of the arrays, for computation in `compute`."""
+        """Return the dtype of the arrays, for computation in `compute`."""
         return compute if self.dtype == "compute" else np.dtype(self.dtype)

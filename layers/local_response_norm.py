@@ -88,7 +88,7 @@ class LocalResponseNorm(Layer):
 
 
 class _LocalResponseNorm:
-    """Chunk by chunk, ``(positions, C)``, in buffers that stay in the cache and are made when first used."""
+    """Kernels that work in chunks ``(positions, C)``, in buffers that stay in the cache and are made at first use."""
 
     def __init__(
         self, layer: LocalResponseNorm, environment: Any, x: Any, y: Any, dy: Any = None, dx: Any = None
@@ -106,7 +106,7 @@ class _LocalResponseNorm:
             np.multiply(piece, d, out=self.y[part])
 
     def _denominator(self, x: Any) -> Any:
-        """``d``, in a buffer."""
+        """Return ``d``, in a buffer."""
         d, squares = (buffer(self._work, k, x.shape, x.dtype) for k in ("d", "squares"))
         np.multiply(x, x, out=squares)
         add_windows(squares, self.layer.size // 2, (self.layer.size - 1) // 2, out=d)
@@ -125,7 +125,7 @@ class _LocalResponseNorm:
         power, sums = (buffer(self._work, k, x.shape, x.dtype) for k in ("power", "sums"))
         np.power(d, -layer.beta, out=power)
         np.multiply(dy, power, out=dx)
-        # dy * x * d ** (-beta - 1), summed over the windows that hold a channel: the windows turned around.
+        # dy * x * d ** (-beta - 1), summed over the windows that hold a channel: the reversed windows.
         np.divide(dx, d, out=power)
         power *= x
         add_windows(power, (layer.size - 1) // 2, layer.size // 2, out=sums)
@@ -138,7 +138,7 @@ class _LocalResponseNorm:
 
 
 def add_windows(array: Any, before: int, behind: int, out: Any) -> None:
-    """``out[:, c] = sum(array[:, c - before : c + behind + 1])``, cut off at the first and the last channel.
+    """Compute ``out[:, c] = sum(array[:, c - before : c + behind + 1])``, cut off at the first and the last channel.
 
     >>> out = np.empty((1, 4))
     >>> add_windows(np.array([[1.0, 2.0, 3.0, 4.0]]), 1, 0, out)

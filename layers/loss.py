@@ -1,4 +1,4 @@
-"""The base of all losses: a scalar, and the gradient of its prediction."""
+"""Base class of all losses: a scalar, and the gradient of its prediction."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ __all__ = [
 ]
 
 NORMALIZATIONS = ("count", "weights")
-#: A weight that follows from how often classes occur in the training samples.
+#: Weights that follow from the counts of classes in the training samples.
 BALANCED = "balanced"
 HOW_TO_COUNT = "train by the command line or halograd.fit, which count them, or give them to Network.balance()"
 
 
 class LossNode(Node):
-    """A loss in the graph. Losses are added, and multiplied by numbers: ``ce + 0.5 * dice``."""
+    """Loss in the graph. Losses are added, and multiplied by numbers: ``ce + 0.5 * dice``."""
 
     def __add__(self, other: Any) -> LossNode:
         from .total_loss import total_of
@@ -74,20 +74,20 @@ class LossNode(Node):
 
 @dataclass(frozen=True)
 class LossTerm:
-    """One prediction beside its target, being lowered.
+    """Prediction and target of a loss that is being lowered.
 
     Attributes
     ----------
     prediction, target
         Values that are cut alike.
     value
-        Where the loss of this rank's block goes, float64 ``(1,)``.
+        View of the loss of this rank's block, float64 ``(1,)``.
     weight
-        Of the term in the loss that is trained.
+        Factor of the term in the trained loss.
     timing
-        What its kernel is priced by; None where something else is.
+        Timing of its kernel; None if another kernel has it.
     weights
-        Of the positions of this rank's block ``(n, *spatial, 1)``, or of its elements; packed. None: all count alike.
+        Weights of the positions of this rank's block ``(n, *spatial, 1)``, or of its elements; packed. None: none.
     """
 
     prediction: Value
@@ -99,28 +99,28 @@ class LossTerm:
 
 
 class Loss(Layer):
-    """A scalar computed of a prediction and a target that are cut alike, and perhaps of weights: ``loss(x, t, w)``.
+    """Scalar of a prediction and a target that are cut alike, and perhaps of weights: ``loss(x, t, w)``.
 
     Weights are an input of the shape of the prediction with one channel, ``(*spatial, 1)``, or with 1 for any other
-    extent too (``(1, W, 1)``, ``(1, 1, 1)``), or a number per sample, ``(1,)``; of losses that compare element by
-    element (:attr:`weighs_channels`) also one per channel. They are numbers >= 0, and have no gradient. Where a weight
-    is 0 there is neither loss nor gradient, whatever prediction and target hold there, NaN too.
+    extent too (``(1, W, 1)``, ``(1, 1, 1)``), or a number per sample, ``(1,)``. Losses that compare element by element
+    (:attr:`weighs_channels`) also take one weight per channel. Weights are numbers >= 0, and have no gradient. Where a
+    weight is 0 there is neither loss nor gradient, also where prediction or target are NaN.
 
-    A subclass whose loss is a sum over elements (or samples) overrides :meth:`local`; one that the backend has a kernel
-    of, :meth:`kernel`; one that needs sums over all ranks in between has a :class:`LocalLoss` of its own.
+    A subclass whose loss is a sum over elements (or samples) overrides :meth:`local`. A subclass with a kernel of the
+    backend overrides :meth:`kernel`. One that needs sums over all ranks in between has its own :class:`LocalLoss`.
 
     The mean is over the samples that count (`mode.valid`) and all positions, of the whole batch, so that
     the loss is that of one process: ``sum(w * l) / count``, or ``sum(w * l) / sum(w)`` (:attr:`normalization`).
     """
 
-    #: Whether it has weights; then :meth:`local` takes them as `weights`, ``(n, *spatial, 1)`` or of all channels.
+    #: Whether it has weights; then :meth:`local` takes them as `weights`, ``(n, *spatial, 1)`` or with all channels.
     takes_weights = False
-    #: Whether a weight may be one of every channel.
+    #: Whether channels may have different weights.
     weighs_channels = False
-    #: By what a weighted sum is divided: the "count" of positions, or the sum of the "weights".
+    #: Divisor of a weighted sum: the "count" of positions, or the sum of the "weights".
     normalization = "count"
 
-    # Reads prediction and target, some times, and writes the gradient with it; backward does nothing.
+    # Forward reads prediction and target and writes the gradient; backward does nothing.
     passes = Passes((3, 0), (0, 0))
     keeps_inputs = True
 
@@ -134,7 +134,7 @@ class Loss(Layer):
         return (1,)
 
     def check(self, *shapes: Shape) -> None:
-        """Refuse shapes of prediction and target that do not go together."""
+        """Check the shapes of prediction and target. Raises ValueError."""
 
     def _check_weights(self, shapes: Sequence[Shape]) -> None:
         if len(shapes) == 2:
@@ -151,19 +151,19 @@ class Loss(Layer):
             )
 
     def needed_blocks(self, i: int, inputs: Sequence[Layout], output: Layout) -> Blocks:
-        """A loss is computed where its prediction is."""
+        """Return owned boxes: a loss is computed where its prediction is."""
         return inputs[i].boxes if i < 2 else operand_blocks(inputs[i].shape, inputs[0].boxes)
 
     def local(self, prediction: Any, target: Any, dx: Any | None, scale: float, work: dict, weights: Any = None) -> Any:
-        """Local. `scale` times the sum of the loss over the block; its gradient into `dx` unless that is None.
+        """Return `scale` times the sum of the loss over the block; write its gradient to `dx` if given. Local.
 
-        A number; on a device an array of no axes there, so that the host need not wait.
-        `work` is this layer's own, kept from step to step, for buffers. Weights, if there are some, come as `weights`.
+        The result is a number; on a device it is an array without axes, so that the host does not wait. `work` holds
+        buffers of this layer from step to step. `weights` are the weights, if there are any.
         """
         raise TypeError(f"{self.kind} must override local()")
 
     def kernel(self, kernels: Any, arrays: LossArrays) -> Any:
-        """The backend's kernel of this loss, a :class:`halograd.kernels.LossKernel`."""
+        """Return the backend's kernel of this loss, a :class:`halograd.kernels.LossKernel`."""
         raise TypeError(f"{self.kind} must override kernel()")
 
     def compares(self, i: int) -> bool:
@@ -180,7 +180,7 @@ class Loss(Layer):
         return [replace(one, weights=weights) for one in self.judged(*shapes[:2])]
 
     def judged(self, prediction: Shape, target: Shape) -> Sequence[Judgement]:
-        """How a prediction and a target of these sample shapes are judged."""
+        """Return how a prediction and a target of these sample shapes are judged."""
         return (Judgement(),)
 
     @property
@@ -188,7 +188,7 @@ class Loss(Layer):
         return "its sum of weights" if self.normalization == "weights" else ""
 
     def divides(self, weighted: bool) -> bool:
-        """Whether the sum is divided by the sum of weights, where there are some for the positions or not."""
+        """Return whether the sum is divided by the sum of weights, with or without weights of the positions."""
         return weighted and self.normalization == "weights"
 
     def lower(self, context: Context) -> Callable[[], None]:
@@ -200,7 +200,7 @@ class Loss(Layer):
         return lambda: backward(context.gradient(0))
 
     def lower_term(self, context: Context, term: LossTerm) -> Callable[[View], None]:
-        """The loss of one prediction and its gradient, which are computed together in the forward pass.
+        """Add the loss of one prediction and its gradient, which are computed together in the forward pass.
 
         Returns
         -------
@@ -232,11 +232,11 @@ class Loss(Layer):
         return backward
 
     def block_type(self) -> type[LossBlock]:
-        """What computes the loss of a block: :class:`LossOfKernel` where there is a :meth:`kernel`."""
+        """Return the class that computes the loss of a block: :class:`LossOfKernel` if there is a :meth:`kernel`."""
         return LocalLoss
 
     def lower_passes(self, context: Context, kernel: KernelSpec, term: LossTerm) -> None:
-        """Add what computes the loss; sums over all ranks in between."""
+        """Add the kernels of the loss, with sums over all ranks in between."""
         if self.divides(term.weights is not None):
             weight = context.keep((1,), "float64", "loss")
             kernel.add(divisor=weight)
@@ -247,7 +247,7 @@ class Loss(Layer):
 
 
 def check_counts(option: str, counts: Sequence[int], ignored: int | None = None) -> tuple[int, ...]:
-    """How often classes occur, each at least once but for the ignored one: 0. Raises ValueError for `option`."""
+    """Return the counts of classes, 0 for the ignored one. Raises ValueError, naming `option`, if another is 0."""
     counts = [0 if c == ignored else int(n) for c, n in enumerate(counts)]
     missing = [c for c, n in enumerate(counts) if n == 0 and c != ignored]
     if missing:
@@ -259,24 +259,24 @@ def check_counts(option: str, counts: Sequence[int], ignored: int | None = None)
 
 
 def check_normalization(given: str) -> str:
-    """The name of a way to normalize. Raises ValueError for another."""
+    """Return the name of a normalization. Raises ValueError for an unknown one."""
     if given not in NORMALIZATIONS:
         raise ValueError(f"normalization: expected one of {NORMALIZATIONS}, got {given!r}")
     return given
 
 
 def loss_timing(context: Context) -> Timing:
-    """What a loss is priced by: of its weights, what a rank needs and not what it owns."""
+    """Return the timing of a loss: of its weights, the needed boxes and not the owned ones."""
     return context.timing("forward", inputs=tuple(context.needed(i).longest for i in range(len(context.inputs))))
 
 
 def weights_view(context: Context, prediction: Value, i: int) -> View:
-    """Add what brings the weights, input `i`, to the positions of a prediction.
+    """Gather the weights, input `i`, for the positions of a prediction.
 
     Returns
     -------
-    Packed, of the prediction's block but for the channels, in the wide dtype. What was gathered stays until the next
-    step: metrics look at it.
+    Packed view with the shape of the prediction's block but for the channels, in the wide dtype. Its contents stay
+    until the next step, as metrics read them.
     """
     value = context.inputs[i]
     gathered = context.gather(i, operand_blocks(value.layout.shape, prediction.layout.boxes))
@@ -292,7 +292,7 @@ def weights_view(context: Context, prediction: Value, i: int) -> View:
 
 
 def _spreading(environment: Any, source: Any, target: Any) -> Callable[[], None]:
-    """``target = source``, of fewer extents and perhaps another dtype."""
+    """Return the kernel ``target = source`` for a source that broadcasts and may have another dtype."""
 
     def run() -> None:
         if target.size:
@@ -303,16 +303,16 @@ def _spreading(environment: Any, source: Any, target: Any) -> Callable[[], None]
 
 @dataclass(frozen=True)
 class LossPlace:
-    """A loss on one rank.
+    """Loss on one rank.
 
     Attributes
     ----------
     first
-        Number in the batch of the block's first sample.
+        Index in the batch of the block's first sample.
     batch, positions, channels
-        Of the whole prediction.
+        Extents of the whole prediction.
     weight
-        Multiplies loss and gradient.
+        Factor of loss and gradient.
     """
 
     layer: Loss
@@ -325,13 +325,13 @@ class LossPlace:
 
 
 class LossBlock(ABC):
-    """Loss of one rank's block, written into `value`, float64 ``(1,)``: the executor sums it over the ranks.
+    """Loss of one rank's block, written to `value`, float64 ``(1,)``: the executor sums it over the ranks.
 
-    The gradient is written with the loss. With a loss scale (`mode.loss_scale`) it is multiplied by it before it is
-    rounded.
+    The gradient is written with the loss. It is multiplied by the loss scale (`mode.loss_scale`), if there is one,
+    before it is rounded.
     """
 
-    #: Whether a prediction of 16 bits, and its gradient, are copied to float32 to compute with.
+    #: Whether a prediction of 16 bits, and its gradient, are computed in float32 copies.
     widens = False
 
     def __init__(
@@ -352,12 +352,12 @@ class LossBlock(ABC):
 
     @property
     def count(self) -> int:
-        """Samples of this block that count."""
+        """Number of samples of this block that count."""
         size = self.prediction.shape[0] if self.prediction.size else 0
         return max(0, min(self.place.first + size, self.mode.valid) - self.place.first)
 
     def scale(self) -> float:
-        """What the sum over positions is multiplied by, beside one over the `divisor`."""
+        """Return the factor of the sum over positions, without one over the `divisor`."""
         if self.divisor is not None:
             return self.place.weight
         return self.place.weight / max(1, self.mode.valid * self.place.positions)
@@ -374,7 +374,7 @@ class LossBlock(ABC):
 
 
 class LossOfKernel(LossBlock):
-    """By the backend's kernel."""
+    """Loss computed by the backend's kernel."""
 
     def __init__(
         self, place: LossPlace, environment: Any, prediction: Any, target: Any, value: Any, dx: Any = None, **more: Any
@@ -393,7 +393,7 @@ class LossOfKernel(LossBlock):
 
 
 class LocalLoss(LossBlock):
-    """By `Loss.local`, in NumPy's functions, which an array of a device answers itself."""
+    """Loss computed by `Loss.local` with NumPy's functions, which arrays of a device implement."""
 
     widens = True
 
@@ -434,7 +434,7 @@ class LocalLoss(LossBlock):
             self._divide(dx)
 
     def _divide(self, dx: Any | None) -> None:
-        """Loss and gradient by the divisor, where it is above 0; on a device the host need not look at it."""
+        """Divide loss and gradient by the divisor, where it is above 0; the host does not read it from a device."""
         share = buffer(self.work, "share", (1,), np.float64)
         np.maximum(self.divisor, np.finfo(np.float64).tiny, out=share)
         np.divide(np.greater(self.divisor, 0), share, out=share)

@@ -45,7 +45,7 @@ class MeanSquaredError(_ElementwiseLoss):
     Parameters
     ----------
     normalization
-        With weights as a third input: by what their sum is divided, ``"count"`` or ``"weights"``.
+        Divisor of the sum, with weights as a third input: ``"count"`` or ``"weights"``.
 
     Notes
     -----
@@ -67,9 +67,9 @@ class BinaryCrossEntropyWithLogits(_ElementwiseLoss):
     pos_weight
         Weight p of the positive class: a number, or one per channel. ``"balanced"``: ``n[0] / n[1]`` for the positions
         of the training samples whose target is 0 and 1; a run counts them before it begins (:meth:`Network.balance`).
-        Predictions have one channel then.
+        Predictions must have one channel then.
     normalization
-        With weights as a third input: by what their sum is divided, ``"count"`` or ``"weights"``.
+        Divisor of the sum, with weights as a third input: ``"count"`` or ``"weights"``.
 
     Notes
     -----
@@ -124,7 +124,7 @@ class BinaryCrossEntropyWithLogits(_ElementwiseLoss):
 
 
 def _pos_weight(given: float | Sequence[float] | str) -> Any:
-    """A number, one per channel, or ``"balanced"``."""
+    """Return a number, one per channel, or ``"balanced"``. Raises ValueError."""
     if isinstance(given, str) and given == BALANCED:
         return given
     try:
@@ -137,7 +137,7 @@ def _pos_weight(given: float | Sequence[float] | str) -> Any:
 
 
 class _Pointwise(_ElementwiseLoss):
-    """A function of prediction and target, element by element, in chunks that stay in the cache.
+    """Loss computed element by element from prediction and target, in chunks that stay in the cache.
 
     Communication per process: the sum of the loss; with weights and ``normalization="weights"`` one sum of 8 B more.
     """
@@ -146,7 +146,7 @@ class _Pointwise(_ElementwiseLoss):
         return LocalLoss
 
     def terms(self, x: Any, t: Any, slope: Any, work: dict) -> None:
-        """In place of `x` the loss of every element, in `slope` its derivative; `t` may be used up. Local."""
+        """Write the loss of every element to `x`, and its derivative to `slope`; `t` may be overwritten. Local."""
         raise TypeError(f"{self.kind} must override terms()")
 
     def local(
@@ -187,7 +187,7 @@ class AbsoluteError(_Pointwise):
     Parameters
     ----------
     normalization
-        With weights as a third input: by what their sum is divided, ``"count"`` or ``"weights"``.
+        Divisor of the sum, with weights as a third input: ``"count"`` or ``"weights"``.
     """
 
     def terms(self, x: Any, t: Any, slope: Any, work: dict) -> None:
@@ -202,9 +202,9 @@ class Huber(_Pointwise):
     Parameters
     ----------
     delta
-        Where the parabola ends; in the unit of the prediction.
+        Largest difference in the quadratic part; in the unit of the prediction.
     normalization
-        With weights as a third input: by what their sum is divided, ``"count"`` or ``"weights"``.
+        Divisor of the sum, with weights as a third input: ``"count"`` or ``"weights"``.
     """
 
     def __init__(self, delta: float = 1.0, name: str | None = None, *, normalization: str = "count") -> None:
@@ -224,7 +224,7 @@ class Huber(_Pointwise):
 
 
 class Focal(_Pointwise):
-    """Binary cross-entropy with logits in which what is right already counts little.
+    """Binary cross-entropy with logits that gives elements with a right prediction a small weight.
 
     ``mean(a * (1 - q)^gamma * bce(x, t))``, with the probability of the truth ``q = p * t + (1 - p) * (1 - t)`` for
     ``p = sigmoid(x)``, and ``a = alpha * t + (1 - alpha) * (1 - t)``. The mean is over all elements of the batch.
@@ -232,11 +232,11 @@ class Focal(_Pointwise):
     Parameters
     ----------
     gamma
-        How little; 0: as binary cross-entropy.
+        Exponent of that weight; 0: as binary cross-entropy.
     alpha
         Weight of the positive class, in [0, 1]; None: no weights.
     normalization
-        With weights as a third input: by what their sum is divided, ``"count"`` or ``"weights"``.
+        Divisor of the sum, with weights as a third input: ``"count"`` or ``"weights"``.
 
     References
     ----------
@@ -302,7 +302,7 @@ class Focal(_Pointwise):
 
     @staticmethod
     def _probabilities(x: Any, p: Any, rest: Any, log: Any, work: dict) -> None:
-        """sigmoid(x), sigmoid(-x), and ``log1p(exp(-|x|))``; none of them overflows, or is a difference."""
+        """Write sigmoid(x), sigmoid(-x), and ``log1p(exp(-|x|))`` without overflow or cancellation."""
         np.abs(x, out=p)
         np.negative(p, out=p)
         np.exp(p, out=p)

@@ -22,24 +22,24 @@ _NAMED = 6  # layers named in a message
 
 
 class Network:
-    """The layers between some inputs and some outputs, in an order in which they can be computed.
+    """Graph of layers between some inputs and some outputs, in an order in which they can be computed.
 
     Parameters
     ----------
     outputs
         Nodes by name. A node of a loss layer named ``"loss"`` is what training minimises.
     frozen
-        Layers that keep their parameters, by name or pattern (``"block1/*"``). Statistics of batch norms go on.
+        Layers that keep their parameters, by name or pattern (``"block1/*"``). Statistics of batch norms still change.
 
     Attributes
     ----------
     trained
-        Layers that the loss depends on, all of them if there is none, but for those that are frozen. The others are
-        computed, but have zero gradients, which are not summed, and keep their parameters.
+        Names of the layers that the loss depends on, or of all layers if there is no loss, without frozen ones. Other
+        layers are computed and keep their parameters: their gradients are zero and not summed.
     frozen
-        Names of those layers.
+        Names of the frozen layers.
     owners
-        Layer -> the layer whose parameters it has: itself, or where one layer is called several times, the first call.
+        Layer -> the layer whose parameters it uses: itself, or the first call where one layer is called several times.
         Later calls are named after it: ``head``, ``head#2``, ``head#3``.
 
     Raises
@@ -69,7 +69,7 @@ class Network:
         self.trained = frozenset(name for name in behind if self.owners[name] not in self.frozen)
 
     def matching(self, pattern: str) -> list[str]:
-        """Layers with parameters whose names fit; refuses a pattern that fits none of them. Local."""
+        """Return the layers with parameters whose names match. Local. Raises ValueError if there are none."""
         having = [name for name in self.layers if self.own_parameters(name)]
         found = fnmatch.filter(having, pattern)
         if not found:
@@ -80,14 +80,14 @@ class Network:
         return found
 
     def _frozen(self, patterns: Sequence[str]) -> frozenset[str]:
-        """Layers that are not trained."""
+        """Return the layers that are not trained."""
         found = frozenset(name for pattern in patterns for name in self.matching(pattern))
         if found and found == set(self.matching("*")):
             raise ValueError(f"network {self.name!r}: expected some layers to be trained, got all of them frozen")
         return found
 
     def freeze(self, *patterns: str) -> Network:
-        """The same network, with these layers frozen too, by name or pattern."""
+        """Return the network with these layers frozen too, by name or pattern."""
         return Network(self.outputs, self.name, [*self.frozen, *patterns])
 
     @property
@@ -97,7 +97,7 @@ class Network:
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """Names of the inputs that the loss compares with, and that no prediction depends on."""
+        """Names of the target-only inputs: the loss compares with them, and no prediction depends on them."""
         loss = self.outputs.get("loss")
         read = [node for node in self.outputs.values() if node is not loss]
         read += [] if loss is None else [n for i, n in enumerate(loss.inputs) if not loss.layer.compares(i)]
@@ -106,7 +106,7 @@ class Network:
 
     @property
     def counted(self) -> dict[str, int]:
-        """Inputs whose classes a loss wants counted over the training samples, with their number of classes."""
+        """Inputs whose classes are counted over the training samples for a loss, with their number of classes."""
         found: dict[str, int] = {}
         for i, classes in self._counted():
             name = self._labels(self.outputs["loss"].inputs[i])
@@ -114,7 +114,7 @@ class Network:
         return found
 
     def _counted(self) -> list[tuple[int, int]]:
-        """Inputs of the loss by number, with their number of classes."""
+        """Return the inputs of the loss whose classes are counted, by number, with their number of classes."""
         loss = self.outputs.get("loss")
         if loss is None:
             return []
@@ -122,7 +122,7 @@ class Network:
         return [(i, classes) for i, classes in found if classes]
 
     def _labels(self, target: Node) -> str:
-        """The input that a target is made of."""
+        """Return the name of the input that a target is computed from."""
         made_of = [self.names[n] for n in sorted_nodes([target]) if isinstance(n, Input)]
         if len(made_of) != 1:
             raise ValueError(
@@ -132,19 +132,20 @@ class Network:
         return made_of[0]
 
     def balance(self, counts: Mapping[str, Sequence[int]] | None = None) -> None:
-        """Have the loss know how often classes occur: what `class_weights="balanced"` needs. Local.
+        """Set the counts of classes in the loss, as `class_weights="balanced"` needs. Local.
 
-        Before an executor is made of the network.
+        To be called before an executor is made of the network.
 
         Parameters
         ----------
         counts
-            Of classes 0, 1, ..., by the name of the input (:attr:`counted`); None: all alike, to measure times.
+            Counts of the classes 0, 1, ..., by the name of the input (:attr:`counted`); None: equal counts, to measure
+            times.
 
         Raises
         ------
         ValueError
-            A class that does not occur; counts of other inputs, or of fewer classes.
+            If a class does not occur, or counts are those of other inputs or of fewer classes.
         """
         wanted, found = self.counted, {}
         given = {name: [1] * n for name, n in wanted.items()} if counts is None else dict(counts)
@@ -162,7 +163,7 @@ class Network:
 
     @property
     def class_factors(self) -> dict[str, Sequence[float]]:
-        """Weights of classes that the loss has from counts, by the name of the input."""
+        """Weights of classes that follow from counts, by the name of the input."""
         loss = self.outputs.get("loss")
         if loss is None:
             return {}
@@ -199,16 +200,16 @@ class Network:
         return {name: first.setdefault(node.layer, name) for name, node in self.layers.items()}
 
     def own_parameters(self, name: str) -> Mapping[str, Parameter]:
-        """The parameters of a layer by their short names; none of one that has those of an earlier call. Local."""
+        """Return the parameters of a layer by their short names; empty for a later call of a shared layer. Local."""
         node = self.layers[name]
         return node.layer.parameters(*input_shapes(node)) if self.owners[name] == name else {}
 
     def is_shared(self, name: str) -> bool:
-        """Whether the layer is called several times. Local."""
+        """Return whether the layer is called several times. Local."""
         return sum(owner == self.owners[name] for owner in self.owners.values()) > 1
 
     def parameters(self) -> dict[str, Parameter]:
-        """All parameters as ``layer/parameter``."""
+        """Return all parameters as ``layer/parameter``."""
         return {
             f"{name}/{key}": _with_given(spec, key, node.layer)
             for name, node in self.layers.items()
@@ -216,7 +217,7 @@ class Network:
         }
 
     def state(self) -> dict[str, Parameter]:
-        """All untrained arrays as ``layer/array``."""
+        """Return all untrained arrays as ``layer/array``."""
         return {
             f"{name}/{key}": _with_given(spec, key, node.layer)
             for name, node in self.layers.items()
@@ -224,9 +225,9 @@ class Network:
         }
 
     def begin_with(self, values: Mapping[str, Any]) -> None:
-        """Have parameters and states begin with these whole arrays, by ``layer/name``; the others as before.
+        """Set initial values of parameters and states, whole arrays by ``layer/name``; others stay as before.
 
-        Before an executor is made of the network. Raises ValueError for what fits no parameter.
+        To be called before an executor is made of the network. Raises ValueError for an array that fits no parameter.
         """
         layers = self.layers
         strange = [name for name in values if name.rpartition("/")[0] not in layers]
@@ -244,7 +245,7 @@ class Network:
             raise
 
     def initial_values(self, seed: int = 0) -> dict[str, np.ndarray]:
-        """Whole initial arrays of all parameters and states, by name: drawn by `seed`, or given. Local."""
+        """Return the whole initial arrays of all parameters and states by name: drawn by `seed`, or given. Local."""
         return {name: spec.initial(name, seed) for name, spec in {**self.parameters(), **self.state()}.items()}
 
     @property
@@ -252,7 +253,7 @@ class Network:
         return sum(p.size for p in self.parameters().values())
 
     def rows(self) -> list[tuple[str, str, Shape, int, int, int]]:
-        """Per layer: name, kind, sample shape, parameters, forward flops per sample, elements per sample."""
+        """Return, per layer: name, kind, sample shape, parameters, forward flops per sample, elements per sample."""
         result = []
         for name, node in {**self.inputs, **self.layers}.items():
             kind = "Input" if isinstance(node, Input) else node.layer.kind
@@ -262,7 +263,7 @@ class Network:
         return result
 
     def summary(self, batch: int = 1, itemsize: int = 4) -> str:
-        """The network as a table: shape, parameters, forward flops and activation bytes of `batch` samples."""
+        """Return the network as a table: shape, parameters, forward flops and activation bytes of `batch` samples."""
         head = ("layer", "kind", "shape", "parameters", "MFlop", "activation MiB")
         rows = [
             (

@@ -1,4 +1,4 @@
-"""Rows around a sample: of one value, mirrored, repeated, or from the other side; rows, or channels, taken away."""
+"""Padding of samples with a constant, mirrored, repeated or circular rows; cropping of rows and channels."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Amounts = tuple[tuple[int, int], ...]
 
 
 class Copied(Layer):
-    """Shows elements of its input at other places. However much a block of it reads, it takes a copy of the block."""
+    """Layer that copies elements of its input to other places; its time is that of one copy of the output."""
 
     passes = Passes((1, 1), (1, 1))
     cuts_channels = "channelwise"
@@ -35,21 +35,21 @@ class Copied(Layer):
 
     @staticmethod
     def timing(context: Context, phase: str) -> Timing:
-        """What a copy of the output's block is priced by."""
+        """Return the timing of a copy of the output's block."""
         return context.timing(phase, inputs=(context.output.layout.boxes.longest,))
 
 
 class _Shifted(Copied):
-    """The same distance from each element to where it is shown; `value` where there is none."""
+    """Copy of every element by the same shift; `value` where there is no element."""
 
     value = 0.0
 
     def shifts(self, shape: Shape) -> Sequence[int]:
-        """Per axis of a sample, by how much the index in the output is larger."""
+        """Return, per axis of a sample, output index minus input index."""
         raise TypeError(f"{self.kind} must override shifts()")
 
     def needed_blocks(self, i: int, inputs: Sequence[Layout], output: Layout) -> Blocks:
-        """May reach outside the array."""
+        """Return shifted boxes; they may reach outside the array."""
         shifts = [0, *self.shifts(inputs[i].shape[1:])]
         return output.boxes.map(*(partial(_shifted, shift) for shift in shifts))
 
@@ -58,7 +58,7 @@ class _Shifted(Copied):
         x = context.gather(0, boxes, self.value)
         x.start()
         x.finish()
-        copied = [(x.view, context.y)] if context.box.size else []  # of nothing the boxes are not of one shape
+        copied = [(x.view, context.y)] if context.box.size else []  # empty boxes may have different shapes
         context.copy(*copied, timing=self.timing(context, "forward"))
 
         def backward() -> None:
@@ -72,9 +72,9 @@ class _Shifted(Copied):
 
 
 class Slice(_Shifted):
-    """The channels ``first .. last - 1``; ``(*spatial, C)`` -> ``(*spatial, last - first)``.
+    """Selection of the channels ``first .. last - 1``; ``(*spatial, C)`` -> ``(*spatial, last - first)``.
 
-    Rows are taken away by :class:`Pad`, with negative amounts.
+    :class:`Pad` with negative amounts removes rows.
 
     Notes
     -----
@@ -98,22 +98,22 @@ class Slice(_Shifted):
 
 
 class Pad(_Shifted):
-    """Rows added at the ends of the spatial axes; of the mode ``"constant"`` also taken away, as torch's ``pad`` does.
+    """Padding of the spatial axes, as torch's ``pad``; the mode ``"constant"`` can also remove rows.
 
     Parameters
     ----------
     amounts
-        Rows before and behind, per spatial axis; one number or pair for all of them. Negative: taken away.
+        Rows before and behind, per spatial axis; one number or pair for all of them. Negative numbers remove rows.
     mode
-        ``"constant"``: of one `value`. ``"reflect"``: mirrored at the first and last row, which come once.
-        ``"replicate"``: the first and last row again. ``"circular"``: those from the other end, as of longitudes.
-        All but the first make one layer per axis.
+        ``"constant"``: rows hold `value`. ``"reflect"``: mirrored at the first and last row, which are not repeated.
+        ``"replicate"``: the first and last row are repeated. ``"circular"``: rows of the other end, as for longitudes.
+        All modes but the first make one layer per axis.
     value
-        Of the constant.
+        Value of constant rows.
 
     Notes
     -----
-    Communication per process: rows of other ranks that its output shows, wherever they lie; backward, the adjoint.
+    Communication per process: rows of other ranks that its output holds; backward, the adjoint.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class Pad(_Shifted):
         return node
 
     def pairs(self, shape: Shape) -> Amounts:
-        """Before and behind, per spatial axis."""
+        """Return the rows before and behind, per spatial axis."""
         axes = len(shape) - 1
         given = np.asarray(self.amounts)
         if given.dtype.kind != "i" or given.shape not in ((), (2,), (axes, 2)):
@@ -160,7 +160,7 @@ class Pad(_Shifted):
 
 
 class PadAxis(Copied):
-    """Rows of the array itself at both ends of one spatial axis."""
+    """Padding of one spatial axis with rows of the array itself at both ends."""
 
     def __init__(self, axis: int, low: int, high: int, mode: str, name: str | None = None) -> None:
         super().__init__(name)
@@ -185,11 +185,11 @@ class PadAxis(Copied):
         return (*shape[: self.axis], self.low + n + self.high, *shape[self.axis + 1 :])
 
     def needed_blocks(self, i: int, inputs: Sequence[Layout], output: Layout) -> Blocks:
-        """Pieces are gathered apart."""
+        """Return owned boxes: pieces are gathered separately."""
         return inputs[i].boxes
 
     def pieces(self, extent: int) -> list[tuple[Interval, Callable[[int, int], Interval]]]:
-        """Rows of the output before, within and behind the array; and the rows of the input that some of them show.
+        """Return the rows of the output before, within and behind the array, and the function to rows of the input.
 
         >>> [(rows, source(*rows)) for rows, source in PadAxis(0, 2, 1, "reflect").pieces(4)]
         [((0, 2), (1, 3)), ((2, 6), (0, 4)), ((6, 7), (2, 3))]
@@ -241,7 +241,7 @@ class PadAxis(Copied):
             for number, ((rows, _), blocks) in enumerate(zip(parts, boxes)):
                 returned = context.return_gradient(0, blocks)
                 dy = shown(context.dy, rows)
-                if dy is not None and dy.shape != returned.view.shape:  # rows that show one are added up
+                if dy is not None and dy.shape != returned.view.shape:  # rows that repeat one row are added up
                     sums = context.scratch(returned.view.shape, "float64")
                     context.run(context.kernel(summing, x=dy, y=sums))
                     context.copy((sums, returned.view))
@@ -258,7 +258,7 @@ class PadAxis(Copied):
         return self.mode == "reflect" and number != 1
 
     def _sources(self, output: Blocks, rows: Interval, source: Callable[[int, int], Interval]) -> Blocks:
-        """Per rank, what it needs of the input for one piece."""
+        """Return, per rank, the part of the input that one piece needs."""
 
         def along(a: int, b: int) -> Interval:
             first, last = max(a, rows[0]), min(b, rows[1])
@@ -274,6 +274,6 @@ def _shifted(shift: int, low: int, high: int) -> Interval:
 
 
 def _show(axis: int, flips: bool, environment: Any, x: Any, y: Any) -> Callable[[], None]:
-    """y = x, mirrored along an axis, or repeated along it where x has one row."""
+    """Return the kernel ``y = x``, mirrored along an axis, or repeated along it where x has one row."""
     source = x[(slice(None),) * axis + (slice(None, None, -1),)] if flips else x
     return lambda: np.copyto(y, source)

@@ -1,4 +1,4 @@
-"""Gradient reduction by name: which scheme sums the gradients, and how. Plain data, saved with the strategy."""
+"""Schemes of gradient reduction, by name. Plain data, saved with the strategy."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ..comm.sums import METHODS, Method
 
 __all__ = ["BY_NODES", "KINDS", "NAMES", "Kind", "Name", "Payload", "Scheme"]
 
-#: Schemes: when which gradients are summed over which ranks.
+#: Names of the schemes.
 Name = Literal["blocking", "per_layer", "bucketed", "two_chunks", "host_accumulate", "hierarchical", "sharded", "auto"]
-#: What gradients travel as.
+#: Dtype of gradients in messages.
 Payload = Literal["float32", "bfloat16"]
 
 NAMES: tuple[Name, ...] = get_args(Name)
@@ -23,21 +23,21 @@ NAMES: tuple[Name, ...] = get_args(Name)
 
 @dataclass(frozen=True)
 class Kind:
-    """What schemes of one name have in common: all that anything else needs to know of the name.
+    """Properties of all schemes of one name: other code reads these, not the name.
 
     Attributes
     ----------
     chunks
-        Where a chunk of gradients ends: ``"never"``, with every ``"layer"``, at so many ``"bytes"``, behind the
-        ``"first"`` layers, with every so many ``"weights"``.
+        End of a chunk of gradients: ``"never"``, at every ``"layer"``, at a number of ``"bytes"``, behind the
+        ``"first"`` layers, or at a number of layers with ``"weights"``.
     method
-        How a chunk is summed, a name of `halograd.comm.sums.METHODS`.
+        Method that sums a chunk, a name of `halograd.comm.sums.METHODS`.
     shards
-        Each rank updates its shard of the parameters; then they are gathered.
+        Whether each rank updates its shard of the parameters, and shards are gathered then.
     waits
-        Sums start when backward is over, and are waited for at once.
+        Whether sums start when backward is over, and are waited for at once.
     searches
-        The scheme is found while training.
+        Whether the scheme is chosen during training.
     """
 
     chunks: str
@@ -48,7 +48,7 @@ class Kind:
 
     @property
     def settable(self) -> bool:
-        """Whether payload and order of its sums can be chosen."""
+        """Whether payload and order of its sums can be set."""
         return self.method == "allreduce" and not self.searches
 
 
@@ -62,13 +62,13 @@ KINDS: dict[Name, Kind] = {
     "sharded": Kind("bytes", "reduce_scatter", shards=True),
     "auto": Kind("bytes", searches=True),  # until one is found
 }
-#: Schemes whose sums are made in the memory of a node first.
+#: Schemes that sum in the memory of a node first.
 BY_NODES: tuple[Name, ...] = tuple(name for name, kind in KINDS.items() if METHODS[kind.method].by_nodes)
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """How parameter gradients are summed over the ranks.
+    """Sums of parameter gradients over the ranks.
 
     Attributes
     ----------
@@ -91,25 +91,25 @@ class Scheme:
         ``"auto"``
             Chosen at run time.
     first_layers
-        `k` of two_chunks. Counted are convolutions, dense layers and pooling, as Lee et al. do; 0 for other schemes.
+        `k` of two_chunks. Convolutions, dense layers and pooling count, as in Lee et al.; 0 for other schemes.
     chunk
         Layers with weights per chunk of host_accumulate.
     replicated_dense
-        `f`: the first so many dense layers compute the gradient of the whole batch on every rank instead of summing it
+        `f`: the first `f` dense layers compute the gradient of the whole batch on every rank instead of summing it
         (Lee et al. 2017, Section III-B2).
     payload
         ``"float32"``: gradients travel as they were computed (float64 where the training is). ``"bfloat16"``: rounded,
         with half the bytes, and added up in float32.
     error_feedback
-        With bfloat16: what rounding took away is added to the gradient of the next step.
+        Whether, with bfloat16, the rounding error is added to the gradient of the next step.
     deterministic
-        Gradients are added in the order of the ranks, so that sums have the same bits under every transport and
-        scheme.
+        Whether gradients are added in the order of the ranks, so that sums have the same bits under every transport
+        and scheme.
 
     Raises
     ------
     UserError
-        Unknown names, counts that cannot be meant, settings that the scheme does not have.
+        For unknown names, invalid counts, and settings that the scheme does not have.
     """
 
     __pydantic_config__ = STRICT
@@ -155,12 +155,12 @@ class Scheme:
 
     @property
     def kind(self) -> Kind:
-        """What its name stands for."""
+        """Properties of its name."""
         return KINDS[self.name]
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """Names of the sums of one chunk in a step, the first of gradients, the other of parameters."""
+        """Names of the sums of one chunk in a step: of gradients, then of parameters if there is a second."""
         if self.payload == "bfloat16":
             return ("rounded",)  # which has a fixed order too
         if self.deterministic:
@@ -169,34 +169,34 @@ class Scheme:
 
     @property
     def sum(self) -> Method:
-        """How the gradients of a chunk are summed."""
+        """Method that sums the gradients of a chunk."""
         return METHODS[self.methods[0]]
 
     @property
     def keeps_errors(self) -> bool:
-        """Whether what rounding takes away is kept for the next step."""
+        """Whether rounding errors are kept for the next step."""
         return self.sum.codec == "bfloat16" and self.error_feedback
 
     @property
     def has_buckets(self) -> bool:
-        """Whether `Strategy.bucket_bytes` matters."""
+        """Whether `Strategy.bucket_bytes` is used."""
         return self.kind.chunks == "bytes"
 
     @classmethod
     def of(cls, data: Scheme | Mapping[str, Any]) -> Scheme:
-        """From what JSON or TOML gave.
+        """Make a scheme from JSON or TOML data.
 
         Raises
         ------
         UserError
-            In one line: unknown keys, and what the constructor refuses.
+            One line, for unknown keys and for values that the constructor refuses.
         """
         if isinstance(data, Scheme):
             return data
         return build(cls, data, at="reduction")
 
     def __str__(self) -> str:
-        """In words, for headlines and logs: ``two_chunks(9) + replicated_dense(2), bfloat16``."""
+        """Return a text for headlines and logs: ``two_chunks(9) + replicated_dense(2), bfloat16``."""
         count = {"first": self.first_layers, "weights": self.chunk}.get(self.kind.chunks)
         text = self.name if count is None else f"{self.name}({count})"
         if self.replicated_dense:

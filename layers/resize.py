@@ -27,7 +27,7 @@ _DENOMINATOR = 10_000
 
 
 class Resize(Layer):
-    """Interpolate to another number of positions, axis by axis.
+    """Interpolation to another number of positions, axis by axis.
 
     Output size per axis: `size`, or ``floor(n * scale)``.
 
@@ -73,7 +73,7 @@ class Resize(Layer):
         self.scale, self.size, self.mode, self.align_corners = scale, size, mode, align_corners
 
     def resamplings(self, shape: Shape) -> tuple[Resampling, ...]:
-        """One per spatial axis, for an input sample of this shape."""
+        """Return one resampling per spatial axis, for an input sample of this shape."""
         axes = len(shape) - 1
         given: Any = self.scale if self.size is None else self.size
         values: list[Any] = [given] * axes if isinstance(given, int | float) else list(given)
@@ -118,16 +118,16 @@ class Resize(Layer):
         return total
 
     def input_boxes(self, box: Box, *shapes: Shape) -> tuple[Box, ...]:
-        """The inputs that the output `box` reads; never outside the array."""
+        """Return the inputs that the output `box` reads; never outside the array."""
         if not box.size:
             return (Box((0,) * box.ndim, (0,) * box.ndim),)
         spatial = [r.input_range(a, b) for r, (a, b) in zip(self.resamplings(shapes[0]), box.ranges[1:-1])]
         return (Box.of_ranges([box.ranges[0], *spatial, box.ranges[-1]]),)
 
     def lower(self, context: Context) -> Callable[[], None]:
-        """Gathers the inputs, then resamples; backward the transpose, then the adjoint of the exchange."""
+        """Gather the inputs, then resample; backward the transpose, then the adjoint of the exchange."""
         resamplings = self.resamplings(context.shapes[0])
-        # Inputs that no output reads may stay behind the end: then the owned block needs no copy.
+        # Inputs that no output reads may stay behind the end, so that the owned block needs no copy.
         boxes = context.clipped(0, [0, *(math.ceil(r.ratio) for r in resamplings), 0])
         x = context.gather(0, boxes)
         make = partial(_resize, resamplings, context.box, x.box.start)

@@ -25,7 +25,7 @@ class Scale(Layer):
     Parameters
     ----------
     init
-        What every `gamma` begins with.
+        Initial value of every `gamma`.
     bias
         Whether there is a `beta`; it begins with zeros.
 
@@ -80,7 +80,7 @@ class PReLU(Layer):
     slopes
         ``"one"`` for all channels, or one per ``"channel"``.
     init
-        What every slope begins with.
+        Initial value of every slope.
 
     Notes
     -----
@@ -128,7 +128,7 @@ def _finite(what: str, value: float) -> float:
 
 
 def _sum_into(context: Context, array: View, gradient: View) -> None:
-    """The gradient of a parameter, ``(C,)`` or ``(1,)``, is the sum of an array; added up in float64."""
+    """Add the sum of an array, in float64, that gives the gradient of a parameter ``(C,)`` or ``(1,)``."""
     sums = context.scratch((*(1 for _ in array.shape[:-1]), gradient.size), "float64")
     context.run(context.kernel(summing, x=array, y=sums))
     context.copy((sums.reshape(gradient.size), gradient))
@@ -154,7 +154,7 @@ def _rectify(environment: Any, x: Any, slope: Any, y: Any, work: Any) -> Callabl
 
 
 def _below(environment: Any, x: Any, dy: Any, below: Any, products: Any) -> Callable[[], None]:
-    """The gradient where ``x <= 0``, and its product with x."""
+    """Return the kernel for the gradient where ``x <= 0``, and its product with x."""
 
     def run() -> None:
         if dy.size:
@@ -166,7 +166,7 @@ def _below(environment: Any, x: Any, dy: Any, below: Any, products: Any) -> Call
 
 
 def _bent(environment: Any, dy: Any, below: Any, slope: Any, dx: Any) -> Callable[[], None]:
-    """``dx = dy`` where ``x > 0``, else ``slope * dy``; overwrites `below`."""
+    """Return the kernel ``dx = dy`` where ``x > 0``, else ``slope * dy``; it overwrites `below`."""
 
     def run() -> None:
         if dx.size:

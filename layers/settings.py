@@ -1,4 +1,4 @@
-"""What layers and networks were made with, as plain data: equal for those that compute the same, in every process."""
+"""Settings of layers and networks as plain data: equal for those that compute the same, in every process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .network import Network
 
 __all__ = ["difference", "fingerprint", "settings_of"]
 
-#: What is no setting: an activation behind is a layer of its own, a checkpoint holds what became of initial values.
+#: Attributes that are no settings: an activation behind is its own layer, checkpoints hold parameters.
 _NAMES = ("name", "behind", "given_values")
 _READS, _SETTINGS = ": reads ", ": settings "
 #: Shape of an activation, behind its layer and kind.
@@ -27,7 +27,7 @@ _SHAPE = re.compile(r"(?<=: )(?!parameter |state )(\w+) [\dx]+$")
 
 
 def settings_of(layer: Layer, shape: Shape, private: bool = True) -> dict[str, Any]:
-    """Settings of a layer by name, without its own, beside a first input of this sample shape; of what JSON has.
+    """Return the settings of a layer as JSON data, by name, for a first input of this sample shape.
 
     Unless `private`, without attributes that begin with ``_``.
     """
@@ -44,7 +44,7 @@ def _own(layer: Layer, private: bool) -> dict[str, Any]:
 
 
 def _plain(value: Any, private: bool) -> Any:
-    """A setting as JSON has it: no addresses, no order of sets or dictionaries."""
+    """Return a setting as JSON data: without addresses, and without the order of sets or dictionaries."""
     inside = partial(_plain, private=private)
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -67,7 +67,7 @@ def _plain(value: Any, private: bool) -> Any:
 
 
 def fingerprint(network: Network) -> list[str]:
-    """What makes two networks the same: layers in order with kind and shape, what they read, settings, and arrays.
+    """Return the lines that equal networks share: layers in order with kind, shape, inputs, settings, and arrays.
 
     Attributes of a layer that begin with ``_`` are not settings: a layer of the user's own may keep anything there.
     """
@@ -80,10 +80,10 @@ def fingerprint(network: Network) -> list[str]:
 
 
 def difference(there: Sequence[str], here: Sequence[str], extents: bool = True) -> tuple[str, str] | None:
-    """The first line in which the fingerprint of a network here, and of one there, differ: both; None if none does.
+    """Return the first lines in which the fingerprints of two networks differ; None if they are equal.
 
-    Of settings only those count that both know: later versions of a layer have more. Without `extents` the shapes of
-    activations, and the padding that follows from them, do not count: samples may be larger or smaller.
+    Only settings that both have are compared: later versions of a layer have more. Without `extents` the shapes of
+    activations, and the padding that follows from them, are not compared: samples may be larger or smaller.
     """
     if not extents:
         there, here = ([_SHAPE.sub(r"\1", line) for line in lines] for lines in (there, here))
@@ -102,7 +102,7 @@ def difference(there: Sequence[str], here: Sequence[str], extents: bool = True) 
 
 
 def _differs(own: Any, other: Any, at: str) -> tuple[str, str] | None:
-    """The innermost settings in which two differ, with their place."""
+    """Return the innermost settings that differ, with their place; None if all are equal."""
     if isinstance(own, dict) and isinstance(other, dict):
         pairs = [(f"{at}.{key}".lstrip("."), own[key], other[key]) for key in sorted(set(own) & set(other))]
     elif isinstance(own, list) and isinstance(other, list) and len(own) == len(other):

@@ -29,9 +29,9 @@ class SoftmaxCrossEntropy(Loss):
         (:meth:`Network.balance`).
     normalization
         ``"weights"``: the sum is divided by the sum of ``w[t]``, as torch does; the default where there are class
-        weights or an `ignore_index`. ``"count"``: the mean over all positions of the samples that count, whatever their
-        weight; without weights the same, and the default. With weights of the positions as a third input, ``w[t]``
-        times that of the position takes the place of ``w[t]``.
+        weights or an `ignore_index`. ``"count"``: the mean over all positions of the samples that count, for any
+        weights; the default without weights, where both are equal. With weights of the positions as a third input,
+        ``w[t]`` is multiplied by the weight of the position.
     label_smoothing
         Share of the target that is spread over all classes, in [0, 1).
     ignore_index
@@ -39,16 +39,16 @@ class SoftmaxCrossEntropy(Loss):
 
     Notes
     -----
-    Prediction ``(N, *spatial, K)``, target ``(N, *spatial, 1)`` of integers in ``[0, K)``, or of any where a position
-    has the weight 0. (A run checks files before it knows the weights: a number that marks such positions there is given
-    as `ignore_index`.) Communication per process: the sum of the loss; with ``"weights"`` one sum of 8 B more, in
-    forward.
+    Prediction ``(N, *spatial, K)``, target ``(N, *spatial, 1)`` of integers in ``[0, K)``, or of any integers where a
+    position has the weight 0. (A run checks files before it knows the weights: if a number marks such positions there,
+    give it as `ignore_index`.) Communication per process: the sum of the loss; with ``"weights"`` one sum of 8 B more,
+    in forward.
 
     Raises
     ------
     ValueError
-        In forward, on the rank that has it, for a target that is no class. On a device, where the host does not look,
-        the loss becomes NaN instead.
+        In forward, on the rank that holds it, for a target that is no class. On a device the host does not read
+        targets: the loss becomes NaN instead.
     """
 
     takes_weights = True
@@ -114,7 +114,7 @@ class SoftmaxCrossEntropy(Loss):
         return kernels.softmax_cross_entropy(arrays, self.targets(arrays.x.shape[-1]), self.label_smoothing)
 
     def targets(self, classes: int) -> ClassTargets:
-        """How the target is read."""
+        """Return the description of the target for the backend."""
         weights = self._weights()
         if weights is not None and len(weights) != classes:
             raise ValueError(
@@ -130,7 +130,7 @@ class SoftmaxCrossEntropy(Loss):
 
 
 def _class_weights(given: Sequence[float] | str | None) -> Any:
-    """None, an array, or ``"balanced"``."""
+    """Return None, an array, or ``"balanced"``. Raises ValueError."""
     if given is None or (isinstance(given, str) and given == BALANCED):
         return given
     try:
@@ -143,7 +143,7 @@ def _class_weights(given: Sequence[float] | str | None) -> Any:
 
 
 def balanced(counts: Sequence[int]) -> tuple[float, ...]:
-    """Weights of the `K` classes that occur: ``n / (K * n[c])``, whose mean over all `n` is 1; 0 of one that does not.
+    """Return weights ``n / (K * n[c])`` of the `K` classes that occur, with the mean 1 over all `n`; 0 for others.
 
     >>> balanced((6, 0, 2))
     (0.6666666666666666, 0.0, 2.0)
@@ -153,7 +153,7 @@ def balanced(counts: Sequence[int]) -> tuple[float, ...]:
 
 
 class _WeightedLoss(LossOfKernel):
-    """Divides by the sum of the target's weights over all ranks, `divisor`, which one small sum finds out."""
+    """Loss divided by the sum of the target's weights over all ranks, `divisor`: one sum of 8 B finds it."""
 
     def __init__(self, place: LossPlace, environment: Any, **arrays: Any) -> None:
         super().__init__(place, environment, **arrays)

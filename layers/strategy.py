@@ -1,4 +1,4 @@
-"""Strategies: how every layer is cut. Plain data, saved as JSON, edited by hand."""
+"""Strategies: the cuts of every layer. Plain data, saved as JSON, edited by hand."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CutField = Count | Shares
 
 
 class PartsTable(Table):
-    """Parts per axis: how many, or the share of each."""
+    """Parts per axis: their number, or the share of each."""
 
     sample: CutField = 1
     """Parts of the batch."""
@@ -58,14 +58,14 @@ class OptionsTable(Table):
     """Choices of a layer, or of every layer."""
 
     halo: Literal["auto", "pad", "overlap"] = "auto"
-    """When a convolution waits for its halo: before it computes (``"pad"``), or behind its interior (``"overlap"``);
-    ``"auto"``: `overlap` where halos cross a network, `pad` between ranks that share memory."""
+    """Time at which a convolution waits for its halo: before it computes (``"pad"``), or behind its interior
+    (``"overlap"``); ``"auto"``: `overlap` where halos cross a network, `pad` between ranks that share memory."""
     statistics: Literal["local", "sample", "global"] = "global"
-    """Over what a batch norm takes its statistics: this block, the ranks that share samples, or all ranks."""
+    """Statistics of batch norms: of this block, of the ranks that share samples, or of all ranks."""
 
 
 class LayerTable(OptionsTable, PartsTable):
-    """What differs in a layer."""
+    """Parts and options of one layer that differ from the others'."""
 
 
 @dataclass(frozen=True)
@@ -75,18 +75,17 @@ class Strategy:
     Attributes
     ----------
     parts
-        Parts per axis for every layer: ``{"sample": 2, "height": 2}``; axes not named are not cut. In place of a number
-        the shares of the parts, where they are to differ: ``{"height": [2, 1, 1]}`` (half of the rows to the first).
-        Channels are cut evenly.
+        Parts per axis for every layer: ``{"sample": 2, "height": 2}``; axes not named are not cut. A list gives the
+        shares of unequal parts: ``{"height": [2, 1, 1]}`` (half of the rows in the first). Channels are cut evenly.
     layers
-        Layer name -> what differs there: parts per axis (all of them together replace `parts`), and
-        the options ``halo`` ("pad", "overlap" or "auto").
+        Layer name -> its own parts per axis (all of them together replace `parts`) and options, such as ``halo``
+        ("pad", "overlap" or "auto").
     options
         Options of every layer.
     bucket_bytes
         Size of the buckets in which parameter gradients are summed [B].
     reduction
-        How they are summed: a :class:`Scheme`, or its fields as a mapping.
+        Scheme of their sums: a :class:`Scheme`, or its fields as a mapping.
     """
 
     __pydantic_config__ = STRICT
@@ -107,27 +106,27 @@ class Strategy:
             object.__setattr__(self, "layers", own)
 
     def cuts_of(self, layer: str) -> dict[str, Cut]:
-        """Parts per axis of one layer, with their shares where those are given; every axis is named."""
+        """Return the parts per axis of one layer, with their shares where those are given; every axis is named."""
         own = {k: v for k, v in self.layers.get(layer, {}).items() if k in AXES}
         chosen = own or self.parts
         return {axis: _cut(chosen.get(axis, 1)) for axis in AXES}
 
     def parts_of(self, layer: str) -> dict[str, int]:
-        """Number of parts per axis of one layer; every axis is named."""
+        """Return the number of parts per axis of one layer; every axis is named."""
         return counts_of(self.cuts_of(layer))
 
     def options_of(self, layer: str) -> dict[str, Any]:
-        """Options of one layer."""
+        """Return the options of one layer."""
         own = {k: v for k, v in self.layers.get(layer, {}).items() if k not in AXES}
         return {**self.options, **own}
 
     @property
     def ranks(self) -> int:
-        """Ranks that the parts need, those of the layer that needs the most; a layer may do with fewer."""
+        """Number of ranks that the parts need: that of the layer that needs the most; other layers may use fewer."""
         return max(math.prod(self.parts_of(name).values()) for name in ("", *self.layers))
 
     def validate(self, network: Network, size: int) -> None:
-        """Refuse what cannot be meant, before anything is built. Local, the same on every rank.
+        """Validate the strategy for a network and a number of ranks. Local, the same on every rank.
 
         Raises
         ------
@@ -142,7 +141,7 @@ class Strategy:
                 f"strategy: layer {sorted(unknown)[0]!r} is not in network {network.name!r} (it has {some}, ...); "
                 "is this the strategy of another network?"
             )
-        # A plan for every layer may do without some ranks; a grid for all layers that does is a mistake.
+        # A plan for every layer may leave ranks unused; one grid for all layers that does so is a mistake.
         if self.ranks > size or (self.ranks < size and not self._is_plan):
             raise UserError(
                 f"strategy: {self._largest()} needs {self.ranks} ranks, the run has {size}; start {self.ranks} ranks "
@@ -155,7 +154,7 @@ class Strategy:
         self._check_reduction(network)
 
     def _check_shared(self, network: Network) -> None:
-        """Refuse cuts under which calls of one layer have other blocks of its parameters."""
+        """Check that all calls of one layer have the same blocks of its parameters. Raises UserError."""
         for name, owner in network.owners.items():
             if name == owner or held(self.parts_of(name)) == held(self.parts_of(owner)):
                 continue
@@ -167,7 +166,7 @@ class Strategy:
                 )
 
     def _largest(self) -> str:
-        """The cut into the most parts, in words."""
+        """Return the cut into the most parts, as text."""
         most = max(("", *self.layers), key=lambda name: math.prod(self.parts_of(name).values()))
         return f"{cuts_text(self.cuts_of(most))}{f' of layer {most!r}' if most else ''}"
 
@@ -181,10 +180,10 @@ class Strategy:
         check_replicated(self, network)
 
     def refuse_empty_blocks(self, network: Network) -> None:
-        """Refuse more parts along an axis than a sample is long: some ranks would read nothing. Local.
+        """Check that no axis of a sample has more parts than elements: some ranks would read nothing. Local.
 
-        Blocks without elements are computed right, and deep layers may have some; as a choice for whole
-        samples they are a mistake.
+        Blocks without elements are computed correctly, and deep layers may have some. For whole samples they are a
+        mistake.
         """
         read = {n for node in network.layers.values() if not isinstance(node.layer, Loss) for n in node.inputs}
         for name, node in network.inputs.items():
@@ -210,7 +209,7 @@ class Strategy:
                 )
 
     def warn_of_idle_ranks(self, network: Network, batch: int, size: int) -> None:
-        """Log a warning if ranks own nothing of any layer's output: right, but a waste. Local; once in a process.
+        """Log a warning if ranks own nothing of any layer's output: correct, but a waste. Local; once per process.
 
         A plan for every layer leaves ranks idle on purpose.
         """
@@ -225,7 +224,7 @@ class Strategy:
 
     @property
     def _is_plan(self) -> bool:
-        """Whether every layer has parts of its own."""
+        """Whether every layer has its own parts."""
         return bool(self.layers) and not self.parts
 
     def _idle_ranks(self, network: Network, batch: int, size: int) -> list[int]:
@@ -234,7 +233,7 @@ class Strategy:
             shape = node.inputs[0].shape if isinstance(node.layer, Loss) else node.shape
             boxes = layout_of((batch, *shape), self.cuts_of(name), size).boxes
             idle = [rank for rank in idle if not boxes[rank].size]
-            if not idle:  # mostly the first layer tells
+            if not idle:  # the first layer decides in most cases
                 break
         return idle
 
@@ -246,18 +245,18 @@ class Strategy:
 
     @classmethod
     def load(cls, path: str | Path) -> Strategy:
-        """Read what `save` wrote.
+        """Read a strategy that `save` wrote.
 
         Raises
         ------
         UserError
-            In one line: the file cannot be read, or is no strategy; the key, what was expected, what came.
+            If the file cannot be read or is no strategy; one line with the key, the expected and the given value.
         """
         return build(cls, read_json(path, "strategy"), f"strategy {shown_path(path)}")
 
 
 def held(parts: Mapping[str, int]) -> tuple[int, int, int]:
-    """What decides which rank holds which block of a layer's parameters: parts of channels, and ranks.
+    """Return what the blocks of a layer's parameters depend on: parts of channels, and ranks.
 
     >>> held({"sample": 2, "height": 2, "channel": 3, "input_channel": 1})
     (3, 1, 12)
@@ -266,13 +265,13 @@ def held(parts: Mapping[str, int]) -> tuple[int, int, int]:
 
 
 def _spatial_axes(node: Node) -> tuple[str, ...]:
-    """Axes in space of a node's output and of what it is made of."""
+    """Return the spatial axes of a node's output and of its inputs."""
     longest = max((n.shape for n in (node, *node.inputs)), key=len)
     return axis_names(len(longest) + 1)[1:-1]
 
 
 def _check_axes(name: str, node: Node, parts: Mapping[str, int], of_network: Collection[str]) -> None:
-    """Refuse a cut along axes that the layer does not have, and one that leaves a rank without channels.
+    """Check that a layer has the axes of its cut, and every rank channels. Raises UserError.
 
     Vectors have no axes in space; their samples are spread over the parts along those of other layers.
     """
@@ -301,7 +300,7 @@ def _warn_once(text: str) -> None:
 
 
 def cuts_text(cuts: Mapping[str, Cut]) -> str:
-    """Parts per axis, those that are cut.
+    """Return the parts of the axes that are cut, as text.
 
     >>> cuts_text({"sample": 2, "height": (3, 1, 1), "width": 1}), cuts_text({})
     ('2 sample x 3:1:1 height', 'no cut')
@@ -315,7 +314,7 @@ def _hashable(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _cut(given: int | Sequence[int]) -> Cut:
-    """Equal shares are no shares."""
+    """Return the number of parts for equal shares, else the shares."""
     if not isinstance(given, Sequence):
         return int(given)
     shares = tuple(int(n) for n in given)
@@ -323,7 +322,7 @@ def _cut(given: int | Sequence[int]) -> Cut:
 
 
 def counts_of(cuts: Mapping[str, Cut]) -> dict[str, int]:
-    """Number of parts per axis."""
+    """Return the number of parts per axis."""
     return {axis: len(n) if isinstance(n, tuple) else n for axis, n in cuts.items()}
 
 
@@ -332,7 +331,7 @@ def _extents(boundaries: Sequence[int]) -> list[int]:
 
 
 def layout_of(shape: tuple[int, ...], cuts: Mapping[str, Cut], size: int) -> Layout:
-    """Layout of an array ``(N, *spatial, C)`` under these parts.
+    """Return the layout of an array ``(N, *spatial, C)`` under these parts.
 
     Channels are cut into ``channel * input_channel`` blocks. An array without spatial axes has its samples spread
     over all the other parts, one block each: every element has one owner, so the layers behind a spatial trunk are

@@ -1,4 +1,4 @@
-"""What is trained where there are several losses: a weighted sum, written as ``ce + 0.5 * dice``."""
+"""Weighted sum of several losses, written as ``ce + 0.5 * dice``."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ __all__ = ["Term", "TotalLoss", "total_of", "training_only", "weighted"]
 
 @dataclass(frozen=True)
 class Term:
-    """A loss within a sum of them.
+    """Loss within a sum of losses.
 
     Attributes
     ----------
     layer
         The loss.
     inputs
-        Which inputs of the sum are its own, in its order.
+        Numbers of its inputs among those of the sum, in its order.
     weight
-        What it is multiplied by.
+        Factor of the loss.
     training_only
         Whether it is left out in evaluation.
     """
@@ -47,7 +47,7 @@ class Term:
 
 
 class TotalLoss(Loss):
-    """A weighted sum of losses, ``sum_k weight[k] * loss[k]``; made by ``+`` and ``*``, see :class:`LossNode`.
+    """Weighted sum of losses, ``sum_k weight[k] * loss[k]``; made by ``+`` and ``*``, see :class:`LossNode`.
 
     All terms are computed under one cut, so predictions may have different extents: outputs at several scales (deep
     supervision), several tasks. Metrics judge every pair of prediction and target that counts in evaluation.
@@ -73,7 +73,7 @@ class TotalLoss(Loss):
         return (1,)
 
     def needed_blocks(self, i: int, inputs: Sequence[Layout], output: Layout) -> Blocks:
-        """Weights are needed where the first prediction is that they weigh; other terms gather their own."""
+        """Return, for weights, the positions of the first prediction that they weigh; other terms gather their own."""
         if not self.weighs(i):
             return inputs[i].boxes
         term = next(term for term in self.terms if i in term.inputs)
@@ -88,7 +88,7 @@ class TotalLoss(Loss):
         return [values[i] for i in term.inputs]
 
     def _readers(self, i: int) -> Iterator[tuple[int, Loss]]:
-        """Losses that read input `i`, and which of their own inputs it is."""
+        """Yield the losses that read input `i`, with its number among their own inputs."""
         for term in self.terms:
             yield from ((k, term.layer) for k, own in enumerate(term.inputs) if own == i)
 
@@ -147,7 +147,7 @@ class TotalLoss(Loss):
         backwards = []
         for term, value in zip(self.terms, values.values()):
             prediction, target, *others = self._of(term, context.inputs)
-            # Brought together in evaluation too: another term may read them.
+            # Weights are gathered in evaluation too: another term may read them.
             weights = weights_view(context, prediction, term.inputs[2]) if others else None
             first, divided = len(context.operations), len(context.divided)
             own = LossTerm(prediction, target, value, term.weight, weights=weights)
@@ -170,13 +170,13 @@ class TotalLoss(Loss):
 
 
 def _renumbered(one: Judgement, inputs: Sequence[int]) -> Judgement:
-    """A judgement of a term by the inputs of the sum."""
+    """Return a judgement of a term with the input numbers of the sum."""
     weights = None if one.weights is None else inputs[one.weights]
     return replace(one, prediction=inputs[one.prediction], target=inputs[one.target], weights=weights)
 
 
 class _Total:
-    """The sum of the terms, which have their weights already; in evaluation without those of training."""
+    """Kernel that sums the weighted terms; in evaluation without those for training only."""
 
     def __init__(self, left_out: Sequence[bool], environment: Any, total: Any, **arrays: Any) -> None:
         self.mode, self.total = environment.mode, total
@@ -194,16 +194,13 @@ class _Total:
             gradient.fill(0)
 
 
-# -- expressions -----------------------------------------------------------------------------------
-
-
 def total_of(*losses: Node) -> LossNode:
-    """The sum of some losses, as one loss.
+    """Return the sum of some losses, as one loss.
 
     Raises
     ------
     TypeError
-        If something else is among them.
+        If an argument is no loss.
     """
     inputs: list[Node] = []
     terms: list[Term] = []
@@ -217,7 +214,7 @@ def total_of(*losses: Node) -> LossNode:
 
 
 def weighted(loss: Node, factor: Any) -> LossNode:
-    """`factor` times a loss.
+    """Return `factor` times a loss.
 
     Raises
     ------
@@ -230,13 +227,13 @@ def weighted(loss: Node, factor: Any) -> LossNode:
 
 
 def training_only(loss: Node) -> LossNode:
-    """The loss, left out in evaluation: of auxiliary predictions, which "at inference time are discarded".
+    """Return the loss, left out in evaluation; for auxiliary predictions, which "at inference time are discarded".
 
     References
     ----------
     Szegedy et al., "Going deeper with convolutions", CVPR 2015, Section 5.
 
-    A network refuses a loss of which nothing is left in evaluation.
+    A network refuses a loss without a term in evaluation.
     """
     return _changed(loss, lambda term: replace(term, training_only=True))
 
@@ -255,5 +252,5 @@ def _changed(loss: Node, change: Callable[[Term], Term]) -> LossNode:
 
 
 def _total(terms: Sequence[Term], inputs: Sequence[Node]) -> LossNode:
-    """It has the name of its first term that has one."""
+    """Return the sum, with the name of its first term that has a name."""
     return TotalLoss(terms, next((term.layer.name for term in terms if term.layer.name), None))(*inputs)

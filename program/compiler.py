@@ -1,7 +1,7 @@
 """Compilation: network + strategy + batch -> the program of a step, for one rank. Pure arithmetic, local.
 
-Decides where data have to be redistributed between layers, which values get margins so that halos are received in
-place, and what backward computes; every layer lowers itself (:meth:`Layer.lower <halograd.layers.Layer.lower>`).
+The compiler inserts redistributions between layers, chooses the values that get margins so that halos are received in
+place, and orders the backward pass. Every layer lowers itself (:meth:`Layer.lower <halograd.layers.Layer.lower>`).
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ __all__ = ["Lowered", "Target", "compile_program", "lower_alone"]
 
 @dataclass(frozen=True)
 class Target:
-    """For whom a program is compiled.
+    """Rank, batch and options that a program is compiled for.
 
     Attributes
     ----------
     batch
         Global number of samples.
     size, rank
-        Of the communicator.
+        Size of the communicator, and this rank.
     dtype
-        Of activations.
+        Dtype of activations.
     trainable
         Whether there is a backward pass.
     overlaps
-        What ``halo = "auto"`` means: compute while halos travel.
+        Whether ``halo = "auto"`` computes while halos travel.
     looks
-        Whether the host may look at numbers within a step, and decide by them: arrays are its own.
+        Whether the host may read numbers within a step and decide by them: arrays lie in its memory.
     probed
-        Inputs whose gradient is wanted too.
+        Names of inputs whose gradient is computed too.
     padded_channels
-        ``padded_channels(channels, dtype)``: channels in memory of an input that convolutions alone read, see
-        :meth:`halograd.kernels.Backend.padded_channels`; None: its own.
+        ``padded_channels(channels, dtype)``: channels in memory of an input that only convolutions read, see
+        :meth:`halograd.kernels.Backend.padded_channels`; None: no padding.
     kept
-        Layers whose outputs are still there when a step has ended, beside the outputs of the network.
+        Names of layers whose outputs are kept until a step has ended, beside the outputs of the network.
     """
 
     batch: int
@@ -70,14 +70,14 @@ def compile_program(
     blocks: Mapping[str, ParameterBlocks] | None = None,
     replicable: Collection[str] = (),
 ) -> Program:
-    """The program of a step of `network` under `strategy`. Local.
+    """Compile the program of a step of `network` under `strategy`. Local.
 
     Parameters
     ----------
     blocks
-        Of parameters and states, if they are known already.
+        Blocks of parameters and states, if they are known already.
     replicable
-        Dense layers that may compute the gradient of the whole batch on every rank.
+        Names of dense layers that may compute the gradient of the whole batch on every rank.
     """
     compiler = _Compiler(network, strategy, target, blocks or parameter_blocks(network, strategy, target.size))
     compiler.replicable = frozenset(replicable)
@@ -102,7 +102,7 @@ class _Compiler:
         self._contexts: dict[str, tuple[Context, Callable[[], None] | None]] = {}
         outputs = {network.names[node] for node in network.outputs.values()}
         self._kept = target.kept | outputs
-        #: Inputs that losses compare with, and no other layer reads: they keep their digits.
+        #: Target-only inputs: they stay in the wide dtype.
         read = {i: [n for n in network.nodes if i in n.inputs] for i in network.nodes if isinstance(i, Input)}
         self._targets = {
             i for i, some in read.items() if some and all(n.layer.compares(n.inputs.index(i)) for n in some)
@@ -122,7 +122,7 @@ class _Compiler:
                 "with respect to its target: make it an Input of its own, or leave that input out of probed"
             )
         for value in inputs if node.layer.keeps_inputs else ():
-            value.kept = True  # as the layer reads it, which may be a copy under another cut
+            value.kept = True  # the value that the layer reads: it may be a copy under another cut
         output = self._value(name, node.shape, cuts, self.target.dtype)
         output.kept = name in self._kept
         has_parameters = bool(node.layer.parameters(*(n.shape for n in node.inputs)))
@@ -143,7 +143,7 @@ class _Compiler:
         return Value(name, layout, dtype, self.target.rank)
 
     def _read(self, node: Node, cuts: Mapping[str, Cut]) -> Value:
-        """The value of `node` under `cuts`; redistributed where it is made under others."""
+        """Return the value of `node` under `cuts`; it is redistributed if its layer has other cuts."""
         key = tuple(cuts.values())
         if (node, key) in self._values:
             return self._values[node, key]
@@ -185,7 +185,7 @@ class _Compiler:
                 step.output.place_gradient(blocks[self.target.rank])
 
     def _pad(self, value: Value) -> None:
-        """Channels of an input as the kernels want them, where all layers that read it take them so."""
+        """Pad the channels of an input as the kernels need them, if all layers that read it allow it."""
         readers = [step for step in self.program.steps if value in step.inputs]
         taken = all(step.layer.takes_padded_channels for step in readers)
         if taken and is_low(value.dtype) and self.target.padded_channels is not None:
@@ -233,7 +233,7 @@ class _Compiler:
         return None if node is None else self.network.names[node]
 
     def _launch(self, value: Value) -> None:
-        """Redistributions begin as soon as their value is there."""
+        """Add the redistributions of a value: they start as soon as it is computed."""
         for step in self._moves.get(value, ()):
             self.program.forward.append(Segment(step.name, self._lower(step)))
 
@@ -260,7 +260,7 @@ class _Compiler:
             self._reread.update(*(operation.buffers() for operation in context.operations))
 
     def _add_calls(self, step: Step, context: Context) -> None:
-        """The first of several calls of a layer, whose backward is the last, adds up the gradients of all."""
+        """Add up the gradients of all calls of a layer, behind the backward of the first call, which runs last."""
         calls = [other for other in self.program.steps if other.owner == step.name]
         if not calls or step.frozen:
             return
@@ -270,7 +270,7 @@ class _Compiler:
             context.run(context.kernel(_adding, **views, total=total))
 
     def _close(self, name: str, value: Value) -> None:
-        """All gradients of a value are computed: those that travel arrive, and several are added up."""
+        """Finish the gradient of a value: wait for redistributed gradients, and add up several."""
         for step in self._moves.get(value, ()):
             context, _ = self._contexts[step.name]
             context.operations = []
@@ -291,9 +291,9 @@ def _specs(step: Step) -> Mapping[str, Parameter]:
 
 
 def _arrays(step: Step, blocks: Mapping[str, ParameterBlocks]) -> dict[str, dict[str, View]]:
-    """Views of what the store holds of a layer, by short names.
+    """Return views of the arrays that the store holds for a layer, by short names.
 
-    Gradients of one that is frozen, and of one whose parameters are another's, are scratch.
+    Gradients of a frozen layer, and of a layer that uses the parameters of another, are scratch.
     """
     dtype, rank = step.output.dtype, step.output.rank
     low, full = is_low(dtype) and not step.layer.exact_parameters, wide(dtype)
@@ -315,7 +315,7 @@ def _arrays(step: Step, blocks: Mapping[str, ParameterBlocks]) -> dict[str, dict
 
 @dataclass(frozen=True)
 class Lowered:
-    """Operations of one layer, by itself."""
+    """Operations of one layer alone."""
 
     step: Step
     forward: list[Operation]
@@ -324,7 +324,7 @@ class Lowered:
 
 
 def lower_alone(step: Step, trained: bool, overlaps: bool = False) -> Lowered:
-    """One layer under one cut, as if there were no others. Local; the values need no storage yet."""
+    """Lower one layer under one cut, without other layers. Local; the values need no storage yet."""
     layouts, size = [v.layout for v in step.inputs], step.output.layout.size
     for i, value in enumerate(step.inputs):
         value.place([step.layer.needed_blocks(i, layouts, step.output.layout).clipped(value.layout.shape)])

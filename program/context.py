@@ -1,4 +1,4 @@
-"""What a layer works with when it lowers itself: arrays of this rank as views, and the program to add operations to."""
+"""Context of a layer that lowers itself: arrays of this rank as views, and operations to add to the program."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Context", "Gathered", "Returned"]
 
 
 class Context:
-    """One layer of one rank, being lowered. Local; knows no arrays and no messages.
+    """Lowering of one layer on one rank. Local; it holds no arrays and no messages.
 
     `Layer.lower` adds the operations of the forward pass, and returns a function that adds those of the backward pass,
     when the gradient of the output has its place.
@@ -31,7 +31,7 @@ class Context:
     layer, name
         The layer and its name in the network.
     rank, size
-        Of the communicator.
+        Rank and size of the communicator.
     inputs, output
         Values; `output.view` is this rank's block of the result, packed.
     shapes
@@ -39,24 +39,24 @@ class Context:
     box
         Global box of the output of this rank.
     dtype, wide
-        Of the output; of statistics, of gradients of parameters and of those that the layer reads exactly.
+        Dtype of the output; dtype of statistics, of gradients of parameters, and of parameters that are read exactly.
     params, grads, state
         Views of this layer's arrays by name. `grads` receive this rank's contribution only. Where activations have 16
-        bits, `grads` and `state` are float32 (but not gradients that are rounded, `Parameter.rounded`), and `params`
-        too if the layer says so (`exact_parameters`).
+        bits, `grads` and `state` are float32 (but not gradients that are rounded, `Parameter.rounded`), and so are
+        `params` of a layer with `exact_parameters`.
     options
         This layer's entry in the strategy (`halo`: "pad" or "overlap", ...).
     parts
-        Parts of every axis of the layer's process grid.
+        Number of parts along every axis of the layer's process grid.
     trainable
         Whether there is a backward pass.
     frozen
-        Whether nobody reads the gradients of the parameters: `grads` are scratch, and kernels that only compute them
-        (those timed as ``"backward_filter"``) are left out.
+        Whether the parameters are not trained: `grads` are scratch, and kernels that only compute gradients of
+        parameters (those timed as ``"backward_filter"``) are left out.
     overlaps_halo
-        Whether to compute while halos travel: as `options` say, else as is better on this machine.
+        Whether to compute while halos travel: by `options`, or what is faster on this machine.
     looks
-        Whether the host may look at numbers within a step, and decide by them; a device would keep it waiting.
+        Whether the host may read numbers within a step and decide by them; with a device, it would have to wait.
     """
 
     def __init__(
@@ -80,28 +80,29 @@ class Context:
         self.trainable, self.frozen, self.looks = trainable, step.frozen, looks
         self._needed: dict[int, Blocks] = {}
         self.operations: list[Operation] = []
-        #: Of a layer that only moves data: adds what is left to do when the output, or the input's gradient, is needed.
+        #: A layer that only moves data sets these: they add the operations that finish the output, and the gradient of
+        #: the input, when those are needed.
         self.finishing: Callable[[], None] | None = None
         self.settling: Callable[[], None] | None = None
-        #: Of a loss: where it is written, float64 ``(1,)``.
+        #: A loss sets this: the view of its value, float64 ``(1,)``.
         self.loss: View | None = None
-        #: Of a loss: terms that are divided by a sum of weights, where they and the sum are written.
+        #: A loss adds its terms that are divided by a sum of weights: views of the term and of the sum.
         self.divided: list[tuple[View, View]] = []
-        #: What backward passes of layers behind this one read.
+        #: Buffers that backward passes of layers behind this one read.
         self.reread: Collection[Buffer] = ()
-        #: What others run too: of a dense layer whose gradient may be that of the whole batch.
+        #: A dense layer whose gradient may be that of the whole batch sets this: code outside the program runs it too.
         self.exposed: KernelSpec | None = None
 
     @property
     def y(self) -> View:
-        """The output; packed."""
+        """View of the output; packed."""
         return self.output.view
 
     def y_again(self) -> View:
-        """The output, to be read in the backward pass; may be strided.
+        """Return the output for the backward pass; it may be strided.
 
-        Where a layer behind has gathered it into an array with halos that it reads again itself, this is a part of that
-        array, and the output is not kept beside it.
+        If a layer behind has gathered the output into an array with halos, and reads this again in its backward pass,
+        the result is a part of that array, and the output is not kept beside it.
         """
         if self.output.kept or self.y.buffer in self.reread:
             return self.y
@@ -113,22 +114,22 @@ class Context:
 
     @property
     def dy(self) -> View:
-        """The gradient of the output; packed. Known when the backward pass is added."""
+        """View of the gradient of the output; packed. Known when the backward pass is added."""
         return self.output.dy
 
     # -- boxes ---------------------------------------------------------------------------------
 
     def needed(self, i: int) -> Blocks:
-        """Per rank, the box of input `i` that its output box needs; may reach outside the array."""
+        """Return, per rank, the box of input `i` that its output box needs; may reach outside the array."""
         if i not in self._needed:
             self._needed[i] = self.layer.needed_blocks(i, [v.layout for v in self.inputs], self.output.layout)
         return self._needed[i]
 
     def clipped(self, i: int, slack: Sequence[int] | None = None) -> Blocks:
-        """`needed` without what lies outside the array.
+        """Return `needed`, clipped to the array.
 
-        `slack`: per axis, how many owned elements more may stay behind the end (a stride skips them):
-        where the owned box ends that little later, the whole owned box can be used without a copy.
+        `slack`: per axis, the number of further owned elements that may stay behind the end (a stride skips them).
+        Where the owned box ends at most so much later, the whole owned box is used without a copy.
         """
         layout = self.inputs[i].layout
         blocks = self.needed(i).clipped(layout.shape)
@@ -144,29 +145,29 @@ class Context:
     # -- memory --------------------------------------------------------------------------------
 
     def scratch(self, shape: Sequence[int], dtype: np.dtype | str | None = None) -> View:
-        """An array for as long as operations use it; undefined before the first."""
+        """Return an array that exists while operations use it; undefined before the first."""
         return Buffer(tuple(shape), np.dtype(self.dtype if dtype is None else dtype), "transient").view
 
     def keep(self, shape: Sequence[int], dtype: np.dtype | str, use: str, fill: float = 0.0) -> View:
-        """An array that holds its contents from step to step."""
+        """Return an array that holds its contents from step to step."""
         return Buffer(tuple(shape), np.dtype(dtype), use, kept=True, fill=fill).view
 
     def needs_gradient(self, i: int) -> bool:
-        """Whether the gradient of input `i` is wanted."""
+        """Return whether the gradient of input `i` is needed."""
         return self.inputs[i].trainable
 
     def gradient(self, i: int) -> View:
-        """A packed array into which this layer writes the gradient of the owned box of input `i`."""
+        """Return a packed array for the gradient of the owned box of input `i`, which this layer writes."""
         return self.inputs[i].new_contribution()
 
     def pass_gradient(self, i: int, view: View | None = None) -> None:
-        """The gradient of input `i` is this view, by default that of the output: share the array."""
+        """Share an array: the gradient of input `i` is this view, by default the gradient of the output."""
         self.inputs[i].contributions.append(self.dy if view is None else view)
 
     # -- operations ----------------------------------------------------------------------------
 
     def kernel(self, make: Callable[..., Any], **views: View | None) -> KernelSpec:
-        """A kernel on these arrays: ``make(environment, **arrays)`` gives what :meth:`run` runs."""
+        """Return a kernel on these arrays: ``make(environment, **arrays)`` returns what :meth:`run` runs."""
         return KernelSpec(make, views)
 
     def run(
@@ -186,17 +187,17 @@ class Context:
         self.operations.append(Run(self.name, kernel, method, names, timing, tuple(guarded), when=when))
 
     def operation(self, kernel: KernelSpec, method: str, uses: Sequence[str]) -> Run:
-        """A run of a kernel that is not added, for what others guard."""
+        """Return the run of a kernel without adding it, for operations that are guarded."""
         return Run(self.name, kernel, method, tuple(uses))
 
     def copy(self, *pairs: tuple[View, View], timing: Timing | None = None) -> None:
-        """Add copies ``(source, target)`` between arrays of one shape, all at once; nothing of none."""
+        """Add one kernel for all copies ``(source, target)`` between arrays of one shape; nothing for no copies."""
         if pairs:
             views = {f"{name}{i}": v for i, pair in enumerate(pairs) for name, v in zip(("source", "target"), pair)}
             self.run(self.kernel(copying, **views), timing=timing)
 
     def timing(self, phase: str, **changes: Any) -> Timing:
-        """What a kernel of this layer is priced by: the fullest blocks."""
+        """Return the timing of a kernel of this layer: that of the fullest blocks."""
         inputs = tuple(v.layout.boxes.longest for v in self.inputs)
         given = {"inputs": inputs, "outputs": self.output.layout.boxes.longest[1:-1], **changes}
         return Timing(phase, **given)
@@ -213,18 +214,18 @@ class Context:
         combine: str = "assign",
         kind: str = "halo",
     ) -> ExchangeSpec:
-        """An exchange to be started and finished; arguments as for :class:`halograd.dtensor.Exchange`."""
+        """Return an exchange to start and finish; arguments as for :class:`halograd.dtensor.Exchange`."""
         at_source = tuple(sources[self.rank].start if source_origin is None else source_origin)
         at_target = tuple(targets[self.rank].start if target_origin is None else target_origin)
         return ExchangeSpec(sources, targets, source, target, at_source, at_target, combine, kind, self.name)
 
     def sum(self, groups: Groups, view: View, kind: str, sizes: Sequence[int], name: str | None = None) -> Sum | None:
-        """A sum in place over groups of ranks, None where every rank is alone.
+        """Return a sum in place over groups of ranks; None where every group has one rank.
 
         Parameters
         ----------
         sizes
-            Bytes per group, by its number [B].
+            Size of the array by the number of the group [B].
         """
         return None if groups.members_each == 1 else Sum(groups, view, sizes, kind, name or self.name)
 
@@ -233,15 +234,15 @@ class Context:
         self.operations += _end_of(self.name, message, "start", when)
 
     def finish(self, message: ExchangeSpec | Sum | None, when: str | None = None) -> None:
-        """Add its end. When that runs and nothing is under way, it does nothing."""
+        """Add the finish of an exchange or of a sum. It does nothing if nothing is under way."""
         self.operations += _end_of(self.name, message, "finish", when)
 
     def all_gather(self, groups: Groups, view: View, kind: str, sizes: Sequence[int], name: str) -> Sum:
-        """An array of which every rank of a group has a part, brought together; `sizes` of the parts [B]."""
+        """Return an all-gather of an array of which every rank of a group has a part; `sizes` of the parts [B]."""
         return Sum(groups, view.reshape(view.size), sizes, kind, name, "all_gather")
 
     def add_up(self, total: Sum | None, when: str | None = None) -> list[Operation]:
-        """Add a sum that is waited for; what was added."""
+        """Add the start and the finish of a sum, and return the operations."""
         added = [one for end in ("start", "finish") for one in _end_of(self.name, total, end, when)]
         self.operations += added
         return added
@@ -249,10 +250,10 @@ class Context:
     # -- boxes of inputs and gradients ---------------------------------------------------------
 
     def gather(self, i: int, boxes: Blocks, fill: float | None = None, padded: bool = False) -> Gathered:
-        """Bring boxes of input `i` together; what was gathered so before is not sent again.
+        """Gather boxes of input `i`; boxes that were gathered before are not sent again.
 
-        With `fill` the boxes may reach outside the array, where they hold that. `padded`: the channels may lie padded
-        with zeros, where the storage is the value's own.
+        With `fill` the boxes may reach outside the array, where they hold `fill`. `padded`: the channels may lie padded
+        with zeros, if the storage is the value's own.
         """
         value = self.inputs[i]
         padded = padded and value.room > value.layout.shape[-1]
@@ -266,16 +267,16 @@ class Context:
         return found
 
     def gather_gradient(self, boxes: Blocks, masked: View | None = None, kind: str = "halo") -> Gathered:
-        """Bring boxes of the output's gradient together (the halo of `dy`).
+        """Gather boxes of the output's gradient (the halo of `dy`).
 
-        `masked` holds the owned box if it is not the gradient itself (a copy without what an activation stops).
+        `masked` holds the owned box if it is not the gradient itself (the gradient in front of an activation).
         """
         source = self.output.gradient if masked is None else Region(masked, self.box)
         assert source is not None
         return _gathered(self, source, self.output.layout.boxes, boxes, kind, "transient", None)
 
     def return_gradient(self, i: int, boxes: Blocks) -> Returned:
-        """Where to write the gradient of boxes that were gathered; it is added up at the owners.
+        """Return the array for the gradient of gathered boxes; it is added up at the owners.
 
         Adjoint of `gather`.
         """
@@ -305,7 +306,7 @@ def _gathered(
     fill: float | None,
     padded: bool = False,
 ) -> Gathered:
-    """Uses the storage itself where the box is a packed view of it; copies otherwise."""
+    """Gather into the storage itself where the box is a packed view of it; else into a copy."""
     box = boxes[context.rank]
     view = region.part(box) if region.box.contains(box) else None
     everyone_has = stored.contain(boxes)
@@ -313,10 +314,10 @@ def _gathered(
     if view is not None and fits and everyone_has:
         return Gathered(context, view, box)
     if view is None or not fits:
-        # Padding is written once, so that what holds it has to stay.
+        # Padding is written once, so its array keeps its contents.
         kept = fill is not None
         view = Buffer(box.shape, region.view.dtype, use, kept=kept, fill=fill or 0.0).view
-        if everyone_has:  # only this rank copies; none communicates, so others need not take part
+        if everyone_has:  # only this rank copies; no rank communicates
             return Gathered(context, view, box, copied=region.part(box))
     made = context.exchange(
         stored, boxes, region.view, view, source_origin=region.box.start, target_origin=box.start, kind=kind
@@ -325,7 +326,7 @@ def _gathered(
 
 
 class Gathered:
-    """A box of a value on this rank; `view` is packed and holds `box` after `start` and `finish`."""
+    """Gathered box of a value on this rank; `view` is packed and holds `box` after `start` and `finish`."""
 
     def __init__(
         self, context: Context, view: View, box: Box, exchange: ExchangeSpec | None = None, copied: View | None = None
@@ -347,12 +348,12 @@ class Gathered:
         self._context.start(self.exchange)
 
     def finish(self) -> None:
-        """Add its end."""
+        """Add its finish."""
         self._context.finish(self.exchange)
 
 
 class Returned:
-    """Gradient of a gathered box: written into `view`, then summed into the owners by `start`, `finish`."""
+    """Gradient of a gathered box: written into `view`, then summed at the owners by `start`, `finish`."""
 
     def __init__(self, context: Context, view: View, exchange: ExchangeSpec | None) -> None:
         self.view, self.exchange, self._context = view, exchange, context
@@ -365,6 +366,6 @@ class Returned:
 
 
 def copying(environment: Any, **arrays: Any) -> Callable[[], None]:
-    """The kernel that copies every array ``source{i}`` into ``target{i}``, of its shape."""
+    """Return the kernel that copies every array ``source{i}`` into ``target{i}``, of its shape."""
     pairs = [(arrays[f"target{i}"], arrays[f"source{i}"]) for i in range(len(arrays) // 2)]
     return environment.kernels.device.copies(pairs)
