@@ -56,10 +56,8 @@ class Dropout(Layer):
     def lower(self, context: Context) -> Callable[[], None]:
         shape, box = context.output.layout.shape, context.box
         # No communication: the input is copied if it is not packed.
-        x = context.gather(0, context.needed(0))
+        x = context.gather(0, context.needed(0)).run()
         kernel = context.kernel(partial(_DropoutKernel, self.rate, shape, box), x=x.view, y=context.y)
-        x.start()
-        x.finish()
         context.run(kernel, "forward", uses=("x", "y"), timing=context.timing("forward"))
 
         def backward() -> None:

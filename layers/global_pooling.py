@@ -65,16 +65,12 @@ class GlobalAveragePool(_GlobalPool):
         shape = summands[context.rank].shape
         partial_, total = context.scratch(shape, "float64"), context.scratch(context.box.shape, "float64")
         context.run(context.kernel(_sum, x=value.view, y=partial_), timing=context.timing("forward"))
-        move = context.exchange(summands, boxes, partial_, total, combine="sum", kind="redistribute")
-        context.start(move)
-        context.finish(move)
+        context.move(context.exchange(summands, boxes, partial_, total, combine="sum", kind="redistribute"))
         context.run(context.kernel(partial(_scale, scale), x=total, y=context.y))
 
         def backward() -> None:
             dx, dy = context.gradient(0), context.scratch(shape, value.dtype)
-            back = context.exchange(boxes, summands, context.dy, dy, kind="redistribute")
-            context.start(back)
-            context.finish(back)
+            context.move(context.exchange(boxes, summands, context.dy, dy, kind="redistribute"))
             spread = dy.reshape(shape[0], *(1 for _ in context.shapes[0][:-1]), shape[1])
             context.run(context.kernel(partial(_scale, scale), x=spread, y=dx), timing=context.timing("backward_data"))
 
@@ -102,9 +98,7 @@ class GlobalMaxPool(_GlobalPool):
         own = context.scratch(found[rank].shape, "float64")
         _lower_largest(context, own)
         several = context.scratch(wanted[rank].shape, "float64")
-        move = context.exchange(found, wanted, own, several, kind="redistribute")
-        context.start(move)
-        context.finish(move)
+        context.move(context.exchange(found, wanted, own, several, kind="redistribute"))
         samples, _, _, channels = several.shape
         chosen, worse = (context.scratch((samples, n, channels), "float64") for n in (2, several.shape[1]))
         kernel = context.kernel(_choose, candidates=several, chosen=chosen, worse=worse, y=context.y)
@@ -115,9 +109,7 @@ class GlobalMaxPool(_GlobalPool):
             context.copy(*([(context.dy.reshape(*gradient.shape), gradient)] if samples else []))
             owners, readers = (_in_pairs(b) for b in (context.output.layout.boxes, without_space(value.layout.boxes)))
             brought = context.scratch(readers[rank].shape, "float64")
-            back = context.exchange(owners, readers, chosen, brought, kind="redistribute")
-            context.start(back)
-            context.finish(back)
+            context.move(context.exchange(owners, readers, chosen, brought, kind="redistribute"))
             spread = partial(_spread_to_first, value.box.ranges[1:-1], context.shapes[0][:-1])
             mask = context.scratch(value.box.shape, context.wide)
             dy = context.scratch((value.box.shape[0], 1, value.box.shape[-1]), context.wide)
@@ -151,9 +143,7 @@ def _lower_largest(context: Context, own: View) -> None:
     value = context.inputs[0]
     if not value.box.size:
         return
-    x = context.gather(0, value.layout.boxes)
-    x.start()
-    x.finish()
+    x = context.gather(0, value.layout.boxes).run()
     source, number, shape = in_wide(context, x.view), None, list(value.box.shape)
     for axis in range(len(shape) - 2, 0, -1):
         stride = math.prod(context.shapes[0][axis:-1])

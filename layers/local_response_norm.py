@@ -74,10 +74,8 @@ class LocalResponseNorm(Layer):
 
     def lower(self, context: Context) -> Callable[[], None]:
         # No communication: the input is copied if it is not packed.
-        x = context.gather(0, context.needed(0))
+        x = context.gather(0, context.needed(0)).run()
         kernel = context.kernel(partial(_LocalResponseNorm, self), x=x.view, y=context.y)
-        x.start()
-        x.finish()
         context.run(kernel, "forward", uses=("x", "y"), timing=context.timing("forward"))
 
         def backward() -> None:

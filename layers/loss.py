@@ -279,10 +279,8 @@ def weights_view(context: Context, prediction: Value, i: int) -> View:
     until the next step, as metrics read them.
     """
     value = context.inputs[i]
-    gathered = context.gather(i, operand_blocks(value.layout.shape, prediction.layout.boxes))
+    gathered = context.gather(i, operand_blocks(value.layout.shape, prediction.layout.boxes)).run()
     gathered.view.buffer.kept = True
-    gathered.start()
-    gathered.finish()
     shape = (*prediction.box.shape[:-1], value.layout.shape[-1])
     if gathered.view.shape == shape and gathered.view.dtype == context.wide:
         return gathered.view

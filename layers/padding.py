@@ -55,9 +55,7 @@ class _Shifted(Copied):
 
     def lower(self, context: Context) -> Callable[[], None]:
         boxes = context.needed(0)
-        x = context.gather(0, boxes, self.value)
-        x.start()
-        x.finish()
+        x = context.gather(0, boxes, self.value).run()
         copied = [(x.view, context.y)] if context.box.size else []  # empty boxes may have different shapes
         context.copy(*copied, timing=self.timing(context, "forward"))
 
@@ -65,8 +63,7 @@ class _Shifted(Copied):
             returned = context.return_gradient(0, boxes)
             copied = [(context.dy, returned.view)] if context.box.size else []
             context.copy(*copied, timing=self.timing(context, "backward_data"))
-            returned.start()
-            returned.finish()
+            returned.run()
 
         return backward
 
@@ -249,8 +246,7 @@ class PadAxis(Copied):
                     timing = self.timing(context, "backward_data") if number == 1 else None
                     kernel = context.kernel(partial(_show, axis, self._flips(number)), x=dy, y=returned.view)
                     context.run(kernel, timing=timing)
-                returned.start()
-                returned.finish()
+                returned.run()
 
         return backward
 

@@ -78,12 +78,10 @@ class _Pool(Layer, ABC):
         windows = self.windows(context.shapes[0])
         # Boxes are clipped at the border of the array, so no fill value is needed.
         boxes = context.clipped(0, [0, *(w.stride - 1 for w in windows), 0])
-        x = context.gather(0, boxes)
+        x = context.gather(0, boxes).run()
         geometry = local_geometry(windows, x.box, context.box)
         # Forward and backward are made together: they share what forward remembers.
         kernel = context.kernel(partial(_pool, self, geometry), x=x.view, y=context.y)
-        x.start()
-        x.finish()
         context.run(kernel, "forward", uses=("x", "y"), timing=context.timing("forward"))
 
         def backward() -> None:
@@ -91,8 +89,7 @@ class _Pool(Layer, ABC):
             kernel.add(dy=context.dy, dx=returned.view)
             # Forward has stored the places of the maxima.
             context.run(kernel, "backward", uses=("dy", "dx"), timing=context.timing("backward_data"))
-            returned.start()
-            returned.finish()
+            returned.run()
 
         return backward
 
@@ -249,11 +246,9 @@ class AdaptiveMaxPool(_Adaptive):
         """Search one axis after another, the last axis first: the first of equal elements is that of the lowest row."""
         resamplings = self.resamplings(context.shapes[0])
         boxes = context.clipped(0, [0, *(math.ceil(r.ratio) for r in resamplings), 0])
-        x = context.gather(0, boxes)
-        x.start()
-        x.finish()
+        x = context.gather(0, boxes).run()
         if not context.box.size:
-            return lambda: _return_nothing(context, boxes)
+            return lambda: context.return_gradient(0, boxes).run()
         searches = []
         for axis, r in enumerate(resamplings, start=1):
             first = x.box.start[axis]
@@ -275,16 +270,9 @@ class AdaptiveMaxPool(_Adaptive):
             dx = returned.view if direct else context.scratch(returned.view.shape, context.wide)
             stages[0].lower_backward(context, gradient, dx, "backward_data")
             context.copy(*([] if direct else [(dx, returned.view)]))
-            returned.start()
-            returned.finish()
+            returned.run()
 
         return backward
-
-
-def _return_nothing(context: Context, boxes: Any) -> None:
-    returned = context.return_gradient(0, boxes)
-    returned.start()
-    returned.finish()
 
 
 class _Stage:

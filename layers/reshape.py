@@ -90,15 +90,12 @@ class Flatten(_WholeSamples):
         boxes = _whole(context.output.layout, context.shapes[0])
         shape = boxes[context.rank].shape
         move = context.exchange(value.layout.boxes, boxes, value.view, context.y.reshape(*shape), kind="redistribute")
-        context.start(move)
-        context.finish(move)
+        context.move(move)
 
         def backward() -> None:
             dy, dx = context.dy.reshape(*shape), context.gradient(0)
             # Every sample of the output has one owner: the boxes are disjoint and every element arrives once.
-            back = context.exchange(boxes, value.layout.boxes, dy, dx, kind="redistribute")
-            context.start(back)
-            context.finish(back)
+            context.move(context.exchange(boxes, value.layout.boxes, dy, dx, kind="redistribute"))
 
         return backward
 
@@ -139,18 +136,12 @@ class Reshape(_WholeSamples):
         value, blocks = context.inputs[0], context.output.layout.boxes
         boxes = _whole(value.layout, self.shape)
         shape = boxes[context.rank].shape
-        x = context.gather(0, value.layout.boxes)
-        x.start()
-        x.finish()
-        move = context.exchange(boxes, blocks, x.view.reshape(*shape), context.y, kind="redistribute")
-        context.start(move)
-        context.finish(move)
+        x = context.gather(0, value.layout.boxes).run()
+        context.move(context.exchange(boxes, blocks, x.view.reshape(*shape), context.y, kind="redistribute"))
 
         def backward() -> None:
             dx = context.gradient(0).reshape(*shape)
-            back = context.exchange(blocks, boxes, context.dy, dx, kind="redistribute")
-            context.start(back)
-            context.finish(back)
+            context.move(context.exchange(blocks, boxes, context.dy, dx, kind="redistribute"))
 
         return backward
 
@@ -183,9 +174,7 @@ class _Pixels(Copied):
 
     def lower(self, context: Context) -> Callable[[], None]:
         boxes, (read, made) = context.needed(0), self.names
-        x = context.gather(0, boxes)
-        x.start()
-        x.finish()
+        x = context.gather(0, boxes).run()
         places = _places(**{read: x.box, made: context.box}, factor=self.factor) if context.box.size else []
         kernel = context.kernel(partial(_moving, places, made), **{read: x.view, made: context.y})
         context.run(kernel, timing=self.timing(context, "forward"))
@@ -194,8 +183,7 @@ class _Pixels(Copied):
             returned = context.return_gradient(0, boxes)
             kernel = context.kernel(partial(_moving, places, read), **{read: returned.view, made: context.dy})
             context.run(kernel, timing=self.timing(context, "backward_data"))
-            returned.start()
-            returned.finish()
+            returned.run()
 
         return backward
 

@@ -129,19 +129,16 @@ class Resize(Layer):
         resamplings = self.resamplings(context.shapes[0])
         # Inputs that no output reads may stay behind the end, so that the owned block needs no copy.
         boxes = context.clipped(0, [0, *(math.ceil(r.ratio) for r in resamplings), 0])
-        x = context.gather(0, boxes)
+        x = context.gather(0, boxes).run()
         make = partial(_resize, resamplings, context.box, x.box.start)
         kernel = context.kernel(make, x=x.view, y=context.y)
-        x.start()
-        x.finish()
         context.run(kernel, "forward", uses=("x", "y"), timing=context.timing("forward"))
 
         def backward() -> None:
             returned = context.return_gradient(0, boxes)
             back = context.kernel(make, x=x.view, y=context.y, dy=context.dy, dx=returned.view)
             context.run(back, "backward", uses=("dy", "dx"), timing=context.timing("backward_data"))
-            returned.start()
-            returned.finish()
+            returned.run()
 
         return backward
 

@@ -237,6 +237,11 @@ class Context:
         """Add the finish of an exchange or of a sum. It does nothing if nothing is under way."""
         self.operations += _end_of(self.name, message, "finish", when)
 
+    def move(self, exchange: ExchangeSpec) -> None:
+        """Add the start and the finish of an exchange."""
+        self.start(exchange)
+        self.finish(exchange)
+
     def all_gather(self, groups: Groups, view: View, kind: str, sizes: Sequence[int], name: str) -> Sum:
         """Return an all-gather of an array of which every rank of a group has a part; `sizes` of the parts [B]."""
         return Sum(groups, view.reshape(view.size), sizes, kind, name, "all_gather")
@@ -351,6 +356,12 @@ class Gathered:
         """Add its finish."""
         self._context.finish(self.exchange)
 
+    def run(self) -> Gathered:
+        """Add start and finish, and return the gathered box."""
+        self.start()
+        self.finish()
+        return self
+
 
 class Returned:
     """Gradient of a gathered box: written into `view`, then summed at the owners by `start`, `finish`."""
@@ -363,6 +374,11 @@ class Returned:
 
     def finish(self) -> None:
         self._context.finish(self.exchange)
+
+    def run(self) -> None:
+        """Add start and finish."""
+        self.start()
+        self.finish()
 
 
 def copying(environment: Any, **arrays: Any) -> Callable[[], None]:
