@@ -23,7 +23,6 @@ from halograd.layers.reduction_scheme import Scheme
 from halograd.layers.strategy import Strategy
 from halograd.perfmodel.cost import count_step
 from halograd.training.reduction.tuner import ChunkSearch
-from halograd.training.shards import owned
 from halograd.training.store import Bucket
 from halograd.training.timeline import Timeline, overlap_ratio
 
@@ -75,7 +74,7 @@ class Place:
         self.comm.synchronize = 0.0 if self.scheme.kind.waits else pause
 
     def _update(self, bucket: Bucket) -> None:
-        own = owned(self.executor.store, bucket)
+        own = self.executor.store.owned(bucket)
         self.clock.compute((own.stop - own.start) * bucket.params.itemsize * self.part.update)
 
     def step(self) -> None:

@@ -12,8 +12,9 @@ if TYPE_CHECKING:
     from ..layers import Strategy
     from .checkpoint import Snapshot, TrainingProgress, read_checkpoint, write_checkpoint
     from .config import Config, load_config
+    from .evaluation import Evaluation
     from .executor import Executor
-    from .metrics import Confusion, Evaluation
+    from .metrics import Confusion
     from .optimizers import LARS, SGD, Adam, AdamW, Optimizer
     from .run import apply, evaluate, train
     from .schedules import Constant, Cosine, StepDecay, WarmUp
@@ -54,8 +55,9 @@ __all__ = [
 _HOMES = {
     "checkpoint": ("TrainingProgress", "Snapshot", "read_checkpoint", "write_checkpoint"),
     "config": ("Config", "load_config"),
+    "evaluation": ("Evaluation",),
     "executor": ("Executor",),
-    "metrics": ("Confusion", "Evaluation"),
+    "metrics": ("Confusion",),
     "optimizers": ("LARS", "SGD", "Adam", "AdamW", "Optimizer"),
     "run": ("apply", "evaluate", "train"),
     "schedules": ("Constant", "Cosine", "StepDecay", "WarmUp"),

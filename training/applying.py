@@ -37,8 +37,8 @@ from ..data.disk import atomic_path, check_replaceable
 from ..device import is_low
 from ..dtensor import Blocks, Box
 from ..layers.targets import Judgement
-from ..program.views import Value
-from .probabilities import sigmoid, softmax
+from ..program.values import Value
+from .metrics import sigmoid, softmax
 from .session import Session
 
 __all__ = ["WHAT", "Output", "check_outputs", "outputs_of", "write_outputs"]

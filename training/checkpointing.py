@@ -9,8 +9,8 @@ from pathlib import Path
 from ..comm.errors import mark_agreed
 from ..data.disk import DataError
 from ..data.sampler import Sampler
-from .best import BestScore
 from .checkpoint import Snapshot, TrainingProgress
+from .convergence import BestScore
 from .folder import CheckpointFolder
 from .log import RunLog
 from .optimizers import Optimizer

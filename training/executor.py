@@ -26,10 +26,8 @@ from ..program.views import Value
 from .gather import Gather
 from .graph import GraphedPass, check_graph, drop, graphed_passes
 from .inputs import block_of, check_name
-from .kernels import report_substitutes
-from .memory import Memory
+from .kernels import Memory, check_dtype, report_substitutes
 from .pass_loss import PassLoss
-from .precision import check_dtype
 from .reduction import Reducer, check_possible
 from .stall import Pulse
 from .store import ParameterStore

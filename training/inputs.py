@@ -14,7 +14,7 @@ from halograd.errors import UserError
 from ..data import LoadedBatch
 from ..device import Ticket, is_low
 from ..dtensor import Box
-from .memory import Memory
+from .kernels import Memory
 
 __all__ = ["DeviceFeed", "block_of", "check_name"]
 

@@ -1,4 +1,4 @@
-"""The kernel backend that a configuration asks for, and the device of each rank."""
+"""The kernel backend that a configuration asks for: dtypes, the device of each rank, counted memory."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from halograd.errors import UserError
 
 from ..comm import CommError, Communicator
-from ..device import DeviceError
+from ..device import Device, DeviceError, as_dtype, is_low
 from ..device.cupy import choose_ordinal, count_devices, import_cupy
 from ..kernels import Backend, KernelError, Substitute, get_backend
 from .config import BackendConfig
 
-__all__ = ["connect_device", "local_rank", "open_kernels", "report_substitutes"]
+__all__ = ["Memory", "check_dtype", "connect_device", "local_rank", "open_kernels", "report_substitutes"]
 
 _log = logging.getLogger("halograd.kernels")
 
@@ -127,3 +129,59 @@ def _refuse_gpu_only(config: BackendConfig) -> None:
     for key in ("device", "device_transport", "graph"):
         if key in config.model_fields_set and getattr(config, key) not in (False, "auto"):
             raise UserError(f'backend.{key}: expected kernels = "cudnn" with it, got "{config.kernels}"; remove {key}')
+
+
+def check_dtype(dtype: Any, kernels: Any) -> np.dtype:
+    """The dtype of activations, which the kernels must have. Local, alike on all ranks.
+
+    Raises
+    ------
+    UserError
+        A dtype of 16 bits on a CPU, or one that these kernels do not compute with.
+    """
+    found = as_dtype(dtype)
+    if is_low(found) and kernels.device.is_host:
+        raise UserError(
+            f'training.dtype: expected "float32" or "float64" with kernels = "{kernels.name}", got "{found.name}", '
+            'which needs a GPU; set backend.kernels = "cudnn" or another dtype'
+        )
+    if found.name not in kernels.dtypes:
+        raise UserError(
+            f'training.dtype: expected {" or ".join(kernels.dtypes)} with kernels = "{kernels.name}", '
+            f"got {found.name}; {kernels.dtype_remedy}"
+        )
+    return found
+
+
+class Memory:
+    """Allocates arrays for the whole life of a network, and counts them. Local.
+
+    Parameters
+    ----------
+    kernels
+        Backend, whose `zeros` gives aligned arrays where the kernels run (host or device).
+
+    Attributes
+    ----------
+    kernels
+        As given.
+    device
+        Where the arrays live.
+    bytes
+        Bytes by what they are for: ``parameter``, ``parameter gradient``, ...
+    """
+
+    def __init__(self, kernels: Backend) -> None:
+        self.kernels = kernels
+        self.device: Device = kernels.device
+        self.bytes: dict[str, int] = {}
+
+    def keep(self, shape: Sequence[int], dtype: np.dtype, use: str) -> Any:
+        """An array, zeroed, counted under `use`."""
+        array = self.kernels.zeros(tuple(shape), dtype)
+        self.count(array.nbytes, use)
+        return array
+
+    def count(self, nbytes: int, use: str) -> None:
+        """Book bytes that somebody else holds."""
+        self.bytes[use] = self.bytes.get(use, 0) + nbytes

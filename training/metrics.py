@@ -1,27 +1,36 @@
-"""Metrics that are exact across ranks: every rank counts its own block, one sum joins the counts.
+"""Counts of right and wrong predictions, the scores that follow from them, and the file that holds both.
 
-Counts are integers, so a metric does not depend on the decomposition in any digit.
+Counts are integers, so a score does not depend on the decomposition in any digit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ..device import is_low
-from ..layers.needs import operand_blocks
-from ..layers.targets import Judgement
-from ..program.views import Value, View
-from .calibration import Calibration
-from .details import by_class
-from .executor import Executor
-from .mean_loss import MeanLoss
-from .probabilities import sigmoid, softmax
+from halograd.documents import read_json
+from halograd.errors import UserError
 
-__all__ = ["Confusion", "Errors", "Evaluation", "JudgedPair", "judged", "scores"]
+from ..data.disk import atomic_path, check_writable
+
+__all__ = [
+    "BINS",
+    "Calibration",
+    "Confusion",
+    "Errors",
+    "by_class",
+    "check_details",
+    "read_details",
+    "scores",
+    "sigmoid",
+    "softmax",
+    "write_details",
+]
 
 
 class Confusion:
@@ -135,6 +144,33 @@ def _mean(ratios: Sequence[float | None]) -> float | None:
     return float(np.mean(defined)) if defined else None
 
 
+def by_class(counts: np.ndarray) -> list[dict[str, Any]]:
+    """Scores of each class of confusion counts ``(K, K)``, rows are the true classes; None where nothing is defined.
+
+    >>> by_class(np.array([[5, 1], [2, 4]]))[1]["iou"]
+    0.5714285714285714
+    """
+    found = []
+    for c, numbers in enumerate(zip(np.diagonal(counts), counts.sum(axis=1), counts.sum(axis=0))):
+        hits, true, guessed = map(int, numbers)
+        found.append(
+            {
+                "class": c,
+                "count": true,
+                "predicted": guessed,
+                "iou": _ratio(hits, true + guessed - hits),
+                "precision": _ratio(hits, guessed),
+                "recall": _ratio(hits, true),
+                "f1": _ratio(2 * hits, true + guessed),
+            }
+        )
+    return found
+
+
+def _ratio(above: int, below: int) -> float | None:
+    return above / below if below else None
+
+
 class Errors:
     """Sums of differences, for regression.
 
@@ -165,157 +201,106 @@ class Errors:
         return {"kind": "numbers", "count": int(self.counts[0])}
 
 
-class Evaluation:
-    """Mean loss and metrics over many batches of one executor. Collective over its communicator.
-
-    ::
-
-        evaluation.begin()
-        for every batch: fill the inputs; executor.forward(training=False); evaluation.add()
-        result = evaluation.finish()
-
-    Prediction and target are what the loss layer reads. Samples beyond ``executor.mode.valid`` do not count, nor does
-    what has the weight 0; what has another one counts once, so that counts are whole numbers. Communication: the loss
-    per batch, the counts once.
-
-    Parameters
-    ----------
-    executor
-        Of a network with a loss.
-    calibrated
-        Whether probabilities of classes are counted too, which takes an exponential per class and position.
-    """
-
-    def __init__(self, executor: Executor, calibrated: bool = False) -> None:
-        self._executor = executor
-        self._judged = judged(executor)
-        self._counts: list[np.ndarray] = []
-        for one in self._judged:
-            self._counts.append(one.counter.counts)
-            if calibrated and isinstance(one.counter, Confusion):
-                one.counter.calibration = Calibration()
-                self._counts.append(one.counter.calibration.counts)
-        self._reductions = [executor.comm.reduction(counts, kind="metrics") for counts in self._counts]
-        self._loss = MeanLoss(executor)
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the scores that :meth:`finish` returns."""
-        scores = [(one.name, one.counter.scores()) for one in self._judged]
-        return ["loss", *(key if not n else f"{name} {key}" for n, (name, own) in enumerate(scores) for key in own)]
-
-    @property
-    def counted(self) -> Confusion | Errors:
-        """What was counted of the first prediction."""
-        return self._judged[0].counter
-
-    def begin(self) -> None:
-        """Forget what was counted."""
-        for counts in self._counts:
-            counts[...] = 0
-        self._loss.begin()
-
-    def add(self) -> float:
-        """Count the batch that was just computed; its mean loss."""
-        valid = self._executor.mode.valid
-        loss = self._executor.loss_value()
-        self._loss.add(loss, valid)
-        for one in self._judged:
-            box = one.prediction.box
-            count = max(0, min(box.stop[0], valid) - box.start[0])
-            if count and box.size:
-                # Counted there: the same counts on every device.
-                to_host, view = self._executor.device.to_host, self._executor.runner.view
-                arrays = (to_host(view(array)[:count]) for array in one.views)
-                one.counter.add(*(a.astype(np.float32) if is_low(a.dtype) else a for a in arrays))
-        return loss
-
-    def finish(self) -> dict[str, float | None]:
-        """Mean loss per sample and the metrics, the same on all ranks.
-
-        Those of a second prediction, and of others, are named after it: ``"mask iou"``.
-        """
-        found: dict[str, float | None] = {"loss": self._loss.result()}
-        for reduction in self._reductions:
-            reduction.run()
-        for number, one in enumerate(self._judged):
-            scores = one.counter.scores()
-            found |= {f"{one.name} {key}": score for key, score in scores.items()} if number else scores
-        return found
-
-    def details(self) -> list[dict[str, Any]]:
-        """What was found of every prediction, behind :meth:`finish`: plain data, the same on all ranks. Local."""
-        return [
-            {"name": one.name, "target": one.nodes[1], **one.counter.details(), "scores": one.counter.scores()}
-            for one in self._judged
-        ]
-
-    def close(self) -> None:
-        """Free the reductions. Collective."""
-        self._loss.close()
-        for reduction in self._reductions:
-            reduction.close()
+BINS = 15
+"""Number of bins, all of one width (Guo et al. 2017)."""
+#: Probabilities are added up as whole numbers of this, so that sums do not depend on their order.
+_UNIT = 2.0**-24
 
 
-@dataclass(frozen=True)
-class JudgedPair:
-    """A prediction beside its target.
+class Calibration:
+    """Predicted probabilities against frequencies, in :data:`BINS` bins ``[k / 15, (k + 1) / 15)``; the last has 1 too.
+
+    Of classifications by the largest channel that of the class that was chosen, and how often it is the true one; of
+    those by a threshold that of "yes", and how often that is true.
 
     Attributes
     ----------
-    name
-        That of the output, or of the layer that makes it; with the target's behind it where another pair has it.
-    nodes
-        Names of both in the network.
-    prediction, target
-        As the loss reads them.
-    weights
-        What this rank has for its block, perhaps with 1 for some of the extents; None: all count.
+    counts
+        ``(BINS, 3)`` int64: positions, the sum of their probabilities in units of ``2^-24``, and how many are true.
+
+    References
+    ----------
+    Guo et al., "On calibration of modern neural networks", ICML 2017, Equations 2 and 3.
     """
 
-    name: str
-    nodes: tuple[str, str]
-    prediction: Value
-    target: Value
-    counter: Confusion | Errors
-    weights: View | None = None
+    def __init__(self) -> None:
+        self.counts = np.zeros((BINS, 3), np.int64)
 
-    @property
-    def views(self) -> list[View]:
-        """What is counted: prediction and target, perhaps weights."""
-        found = [self.prediction.view, self.target.view]
-        return found if self.weights is None else [*found, self.weights]
+    def add(self, probability: np.ndarray, true: np.ndarray) -> None:
+        """Count positions with these probabilities, of which these are true, both ``(n,)``. Local."""
+        where = np.clip((probability * BINS).astype(np.int64), 0, BINS - 1)
+        units = np.rint(probability.astype(np.float64) / _UNIT)
+        self.counts[:, 0] += np.bincount(where, minlength=BINS)
+        # Whole numbers below 2^53: their sum is exact in any order.
+        self.counts[:, 1] += np.bincount(where, units, BINS).astype(np.int64)
+        self.counts[:, 2] += np.bincount(where[true], minlength=BINS)
 
-
-#: What a file of predictions has of the first pair.
-_TAKEN = ("prediction", "target", "sample")
-
-
-def judged(executor: Executor) -> list[JudgedPair]:
-    """Predictions and targets that the loss to be minimised reads, and how they are judged."""
-    network, node = executor.network, executor.network.outputs.get("loss")
-    step = next((step for step in executor.steps if node is not None and step.layer is node.layer), None)
-    judgements = [] if step is None else step.layer.judgements(*(value.layout.shape[1:] for value in step.inputs))
-    if step is not None and node is not None and judgements:
-        outputs = {made: name for name, made in network.outputs.items()}
-        found = list[JudgedPair]()
-        for one in judgements:
-            made, target = node.inputs[one.prediction], node.inputs[one.target]
-            nodes = network.names[made], network.names[target]
-            values = step.inputs[one.prediction], step.inputs[one.target]
-            weights = None
-            if one.weights is not None:
-                given = step.inputs[one.weights]
-                weights = given.brought(operand_blocks(given.layout.shape, values[0].layout.boxes))
-            name = outputs.get(made, nodes[0])
-            if found and (name in _TAKEN or any(name == other.name for other in found)):
-                name = f"{name} {nodes[1]}"
-            found.append(JudgedPair(name, nodes, *values, _counter(one), weights))
-        return found
-    raise ValueError(f"network {executor.network.name!r} has no loss layer, so there is nothing to compare with")
+    def result(self) -> dict[str, Any]:
+        """``error``: the mean of ``|probability - frequency|`` over positions (expected calibration error), None of
+        nothing; ``bins``: of each its limits, positions, mean probability and frequency."""
+        found, error, total = [], 0.0, int(self.counts[:, 0].sum())
+        for k, (count, units, true) in enumerate(self.counts.tolist()):
+            probability, frequency = (units * _UNIT / count, true / count) if count else (None, None)
+            row = {"from": k / BINS, "to": (k + 1) / BINS, "count": count}
+            found.append({**row, "probability": probability, "frequency": frequency})
+            error += abs(units * _UNIT - true)
+        return {"error": error / total if total else None, "bins": found}
 
 
-def _counter(judgement: Judgement) -> Confusion | Errors:
-    if judgement.classes is None:
-        return Errors()
-    return Confusion(judgement.classes, judgement.threshold, judgement.ignored, judgement.probabilities)
+def sigmoid(block: np.ndarray) -> np.ndarray:
+    """Compute the probability of each logit by itself; neither overflows nor cancels."""
+    found = np.tanh(0.5 * block)  # saturates where an exponential would overflow
+    found += 1
+    found *= 0.5
+    return found
+
+
+def softmax(block: np.ndarray) -> np.ndarray:
+    """Compute probabilities of logits ``(N, ..., K)``, over the last axis."""
+    found = block - block.max(axis=-1, keepdims=True)
+    np.exp(found, out=found)
+    found /= found.sum(axis=-1, keepdims=True)
+    return found
+
+
+_WRITTEN_BY = "halograd evaluate"
+
+
+def check_details(path: Path) -> None:
+    """See that a file can be written, and that one which is there is of an earlier evaluation. Local."""
+    if path.exists():
+        read_details(path)
+    check_writable(path)
+
+
+def write_details(path: Path, about: Mapping[str, Any], predictions: list[dict[str, Any]]) -> None:
+    """Write JSON: what was evaluated, and what was found of every prediction. Local."""
+    found = _finite({"written_by": _WRITTEN_BY, **about, "predictions": predictions})
+    text = json.dumps(found, indent=1, allow_nan=False)
+    with atomic_path(path) as partial:
+        partial.write_text(text + "\n", encoding="utf-8")
+
+
+def _finite(value: Any) -> Any:
+    """The same with null in place of NaN and infinity, which JSON has not."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(one) for key, one in value.items()}
+    return [_finite(one) for one in value] if isinstance(value, list) else value
+
+
+def read_details(path: Path) -> dict[str, Any]:
+    """What :func:`write_details` wrote. Local.
+
+    Raises
+    ------
+    UserError
+        It is something else.
+    """
+    found = read_json(path, "details")
+    if not isinstance(found, dict) or found.get("written_by") != _WRITTEN_BY:
+        raise UserError(
+            f"details {path}: expected a file that `halograd evaluate --details` wrote, got another; give another path"
+        )
+    return found

@@ -18,7 +18,6 @@ from halograd.errors import UserError
 from ..device import Device, Ticket
 from ..kernels import Kernel, UpdateArrays
 from ..layers import Network
-from .shards import gather_shards, is_sharded, owned
 from .store import Bucket, ParameterStore
 
 if TYPE_CHECKING:
@@ -112,7 +111,7 @@ class Optimizer(ABC):
 
     def _kernels_of(self, bucket: Bucket) -> Iterator[Kernel]:
         """The kernels that update what this rank owns of a bucket, one per run of parameters of one factor."""
-        own = owned(self.store, bucket)
+        own = self.store.owned(bucket)
         for run, factor in self._runs(bucket):
             part = slice(max(run.start, own.start), max(min(run.stop, own.stop), run.start, own.start))
             scalars = self._scalars[int(np.searchsorted(self._factors, factor))]
@@ -151,7 +150,7 @@ class Optimizer(ABC):
     def averages(self) -> Iterator[tuple[Bucket, slice, Any]]:
         """Per bucket, what this rank updates of it, and the averages of that: views. Nothing without averages."""
         for bucket in self.store.buckets if self.average else ():
-            own, first = owned(self.store, bucket), self._starts[id(bucket)]
+            own, first = self.store.owned(bucket), self._starts[id(bucket)]
             yield bucket, own, self._arrays[bucket.flat][-1][first + own.start : first + own.stop]
 
     def ranges(self, bucket: Bucket) -> list[tuple[int, int, bool]]:
@@ -205,7 +204,7 @@ class Optimizer(ABC):
             return {id(b): b.start for b in self.store.buckets}, [f.params.size for f in self.store.flats]
         starts, sizes = {}, [0] * len(self.store.flats)
         for bucket in self.store.buckets:
-            own = owned(self.store, bucket)
+            own = self.store.owned(bucket)
             starts[id(bucket)] = sizes[bucket.flat] - own.start
             sizes[bucket.flat] += own.stop - own.start
         return starts, sizes
@@ -214,7 +213,7 @@ class Optimizer(ABC):
         """Flat, start and stop of what this rank updates where buckets are sharded; None where they are not."""
         if not self.store.scheme.kind.shards:
             return None
-        owns = [(b, owned(self.store, b)) for b in self.store.buckets]
+        owns = [(b, self.store.owned(b)) for b in self.store.buckets]
         return [(b.flat, b.start + own.start, b.start + own.stop) for b, own in owns]
 
     def kept_state(self) -> dict[str, dict[str, tuple[slice, Any]]]:
@@ -222,7 +221,7 @@ class Optimizer(ABC):
         and the state: views."""
         kept: dict[str, dict[str, tuple[slice, Any]]] = {key: {} for key in self.state_names}
         for bucket in self.store.buckets:
-            own, first = owned(self.store, bucket), self._starts[id(bucket)]
+            own, first = self.store.owned(bucket), self._starts[id(bucket)]
             for name, where in bucket.slices.items():
                 start = min(max(where.start, own.start), where.stop)
                 stop = max(min(where.stop, own.stop), start)
@@ -239,11 +238,11 @@ class Optimizer(ABC):
         """
         named: dict[str, dict[str, Any]] = {key: {} for key in self.state_names}
         for bucket in self.store.buckets:
-            own, first = owned(self.store, bucket), self._starts[id(bucket)]
+            own, first = self.store.owned(bucket), self._starts[id(bucket)]
             for key, array in zip(self.state_names, self._arrays[bucket.flat]):
                 state = array[first + own.start : first + own.stop]
-                if is_sharded(self.store, bucket) and comm is not None:
-                    state = gather_shards(comm, self.store, bucket, state)
+                if self.store.is_sharded(bucket) and comm is not None:
+                    state = self.store.gather_shards(comm, bucket, state)
                 elif len(state) < bucket.params.size:
                     raise ValueError("named_state(): expected the communicator of the ranks that have the other shards")
                 whole = len(state) == bucket.params.size

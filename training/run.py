@@ -22,14 +22,13 @@ from .applying import check_outputs, outputs_of, write_outputs
 from .callbacks import Callback
 from .checkpoint import CheckpointReader, TrainingProgress, read_header
 from .config import Config, check_config, load_config
-from .details import check_details, write_details
 from .directory import RunLock, make_folder
 from .epochs import TrainingRun, describe, evaluate_batches
+from .evaluation import Evaluation, check_predictions, write_predictions
 from .folder import CheckpointFolder
 from .interruption import Interruption
 from .log import RunLog, rewind_log
-from .metrics import Evaluation
-from .predictions import check_predictions, write_predictions
+from .metrics import check_details, write_details
 from .pretrained import begin_with
 from .rank_log import RankLog
 from .root import on_root, read_config

@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..comm import shards
 from ..device import device_of, is_low, wide
-from ..dtensor import Box, End, Exchange, Groups, Layout
+from ..dtensor import Box, End, Exchange, Groups, Layout, group_of
 from ..layers import Network, Parameter, Strategy
 from ..layers.parameter import ParameterBlocks, parameter_blocks
 from ..layers.reduction_chunks import chunks_of, gradient_layers, replicated_layers
 from ..layers.reduction_scheme import Scheme
 from ..layers.settings import fingerprint
-from .loss_scale import LossScale
-from .memory import Memory
+from .gradient_scaling import LossScale
+from .kernels import Memory
 
 if TYPE_CHECKING:
     from ..comm import Communicator
@@ -231,6 +232,35 @@ class ParameterStore:
         """Whether this and every other rank holds all of everything."""
         assert self.blocks is not None
         return all(b.whole for b in self.blocks.values())
+
+    def is_sharded(self, bucket: Bucket) -> bool:
+        """Return whether every rank that holds the bucket updates a shard of it only. Local."""
+        return self.scheme.kind.shards and not bucket.replicated
+
+    def owned(self, bucket: Bucket) -> slice:
+        """Return the elements of a bucket that this rank updates: all, or its shard of a sharded one. Local."""
+        size = bucket.params.size
+        color = bucket.holders.color(self.rank)
+        if color is None or not self.is_sharded(bucket):
+            return slice(0, size)
+        holders = bucket.holders.members(color)
+        return shards(size, len(holders), self.dtype.itemsize)[holders.index(self.rank)]
+
+    def gather_shards(self, comm: Communicator, bucket: Bucket, shard: Any) -> Any:
+        """Return an array as long as a bucket, made of the shards that the ranks own. Collective over `comm`.
+
+        Returns
+        -------
+        The array, ``(bucket,)``, on the first rank that holds the bucket; an empty array elsewhere.
+        """
+        group = group_of(comm, bucket.holders)
+        if group is None:
+            return self.memory.device.empty((0,), self.dtype)
+        whole = self.memory.device.zeros((bucket.params.size,), self.dtype)
+        whole[self.owned(bucket)] = shard
+        with closing(group.reduction(whole, kind="gather", method="all_gather")) as gather:
+            gather.run()
+        return whole[:0] if group.rank else whole
 
     def rechunk(self, scheme: Scheme, bucket_bytes: int) -> None:
         """Other buckets of the same arrays. Local, alike on all ranks.

@@ -15,10 +15,10 @@ from halograd.errors import UserError
 
 from ..comm.errors import mark_agreed
 from ..layers.reduction_scheme import Scheme
-from .clipping import Clip
 from .executor import Executor
+from .gradient_scaling import Clip
 from .optimizers import Optimizer
-from .pending import PendingLoss, mean_of
+from .pass_loss import PendingLoss, mean_of
 from .reduction.auto import AutoReduction, Tuning
 from .schedules import Schedule
 from .store import Bucket

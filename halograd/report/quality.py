@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import UserError
-from ..training.details import read_details
+from ..training.metrics import read_details
 from .document import Block, Heading, Picture, TableBlock, Text
 from .pictures import BLUE, GREY, picture
 

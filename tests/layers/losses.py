@@ -5,8 +5,8 @@ import numpy as np
 from halograd.kernels import get_backend
 from halograd.layers import Input, Network
 from halograd.layers.strategy import Strategy
+from halograd.training.evaluation import Evaluation
 from halograd.training.executor import Executor
-from halograd.training.metrics import Evaluation
 from tests.layers.norms import close
 
 SHAPE, BATCH = (5, 3, 4), 3

@@ -33,7 +33,7 @@ from halograd.errors import UserError
 from halograd.layers.reduction_scheme import Scheme
 from halograd.training.checkpoint import Snapshot, TrainingProgress, read_checkpoint, read_header, write_checkpoint
 from halograd.training.folder import CheckpointFolder
-from halograd.training.memory import Memory
+from halograd.training.kernels import Memory
 from halograd.training.optimizers import Adam
 from halograd.training.store import ParameterStore
 from tests.harness.limits import scaled

@@ -18,7 +18,7 @@ from halograd.data import DataError
 from halograd.dtensor import Blocks, Box
 from halograd.errors import UserError
 from halograd.training import apply, applying, evaluate, train
-from halograd.training.predictions import check_predictions
+from halograd.training.evaluation import check_predictions
 from tests.training.cuts import overrides_of
 from tests.training.runs import EDGE, write_config, write_own
 

@@ -9,7 +9,7 @@ from mpi4py import MPI
 
 from halograd.errors import UserError
 from halograd.training import evaluate, train
-from halograd.training.best import BestScore
+from halograd.training.convergence import BestScore
 from halograd.training.log import read_log
 from tests.training.runs import write_shared
 

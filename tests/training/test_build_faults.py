@@ -33,9 +33,9 @@ from halograd.program.runner import Runner
 from halograd.program.views import Value
 from halograd.training import executor as executor_module
 from halograd.training import train as train_run
+from halograd.training.evaluation import Evaluation
 from halograd.training.executor import Executor
-from halograd.training.memory import Memory
-from halograd.training.metrics import Evaluation
+from halograd.training.kernels import Memory
 from halograd.training.optimizers import SGD
 from halograd.training.reduction import Reducer
 from halograd.training.schedules import Constant

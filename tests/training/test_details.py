@@ -13,9 +13,7 @@ from hypothesis import strategies as st
 from mpi4py import MPI
 
 from halograd.training import evaluate, train
-from halograd.training.calibration import BINS, Calibration
-from halograd.training.details import by_class, read_details, write_details
-from halograd.training.metrics import Confusion
+from halograd.training.metrics import BINS, Calibration, Confusion, by_class, read_details, write_details
 from tests.training.cuts import CUTS, overrides_of
 from tests.training.runs import EDGE, SAMPLES, write_arrays, write_own, write_shared
 

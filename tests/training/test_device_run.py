@@ -14,9 +14,8 @@ from halograd.kernels.cudnn.graphs import Arithmetic
 from halograd.training import checkpointing, session
 from halograd.training.config import parse_config
 from halograd.training.inputs import DeviceFeed
-from halograd.training.kernels import open_kernels
+from halograd.training.kernels import Memory, open_kernels
 from halograd.training.log import RunLog, read_log
-from halograd.training.memory import Memory
 from halograd.training.run import apply, evaluate, train
 from tests.support.fake_device import FakeBackend
 from tests.training.runs import CONFIG, write_config

@@ -12,10 +12,10 @@ from halograd.errors import UserError
 from halograd.kernels.numpy import NumpyBackend
 from halograd.layers.reduction_scheme import Scheme
 from halograd.layers.strategy import Strategy
-from halograd.training import loss_scale, session
+from halograd.training import gradient_scaling, session
 from halograd.training.checkpoint import read_header
 from halograd.training.executor import Executor
-from halograd.training.loss_scale import INITIAL, LossScale
+from halograd.training.gradient_scaling import INITIAL, LossScale
 from halograd.training.optimizers import SGD
 from halograd.training.run import train as train_run
 from halograd.training.schedules import Constant
@@ -48,7 +48,7 @@ def build(kernels, comm, parts=None, rate=0.01, clip=None, reduction=None):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_training_as_float32_up_to_rounding(kernels, dtype, clip, monkeypatch):
     # At the usual scale a gradient that is rounded to float16 overflows here, and a step would be skipped.
-    monkeypatch.setattr(loss_scale, "INITIAL", 2.0**10)
+    monkeypatch.setattr(gradient_scaling, "INITIAL", 2.0**10)
     with Communicator(MPI.COMM_WORLD) as comm:
         network, parts = NETWORKS["lenet"](), {"sample": comm.size}
         _, start, _ = train(network, comm, NumpyBackend(), parts, "sgd", clip, steps=0)

@@ -15,7 +15,8 @@ from halograd.layers import (
     SoftmaxCrossEntropy,
     training_only,
 )
-from halograd.training.metrics import Confusion, Errors, Evaluation, scores
+from halograd.training.evaluation import Evaluation
+from halograd.training.metrics import Confusion, Errors, scores
 
 BATCH, SHAPE = 4, (6, 5)
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from halograd.data.disk import DataError
-from halograd.training import predictions, run
-from halograd.training.predictions import check_predictions, write_predictions
+from halograd.training import evaluation, run
+from halograd.training.evaluation import check_predictions, write_predictions
 from halograd.training.run import evaluate, train
 from tests.training.runs import write_config, write_own
 
@@ -65,10 +65,10 @@ def test_whatever_keeps_rank_0_from_writing_is_told_to_the_others(tmp_path, monk
     def fail(*_):
         raise fault
 
-    monkeypatch.setattr(predictions, "_write", fail)
+    monkeypatch.setattr(evaluation, "_write", fail)
     faults = []
-    monkeypatch.setattr(predictions, "judged", lambda executor: [])
-    monkeypatch.setattr(predictions, "Gather", lambda executor, names: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr(evaluation, "judged", lambda executor: [])
+    monkeypatch.setattr(evaluation, "Gather", lambda executor, names: SimpleNamespace(close=lambda: None))
     ranks = SimpleNamespace(rank=0, agree=faults.append)
     session = SimpleNamespace(executor=None, comm=ranks, feed=lambda batches: batches)
     write_predictions(session, [], tmp_path / "p.h5")

@@ -20,9 +20,9 @@ from halograd.training import evaluate, load_config
 from halograd.training import train as train_run
 from halograd.training.build import make_network, make_strategy
 from halograd.training.config import StrategyConfig
+from halograd.training.evaluation import Evaluation
 from halograd.training.executor import Executor
 from halograd.training.log import read_log
-from halograd.training.metrics import Evaluation
 from tests.layers.cuts import random_strategy
 from tests.models.gated import gated
 from tests.training.runs import write_config

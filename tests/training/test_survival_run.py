@@ -17,8 +17,8 @@ from halograd.report.status import read_record, status_of
 from halograd.training import checkpoint, chunk_file
 from halograd.training import directory as directory_of_run
 from halograd.training.directory import Owner
+from halograd.training.evaluation import Evaluation
 from halograd.training.log import read_log
-from halograd.training.metrics import Evaluation
 from halograd.training.run import evaluate, train
 from halograd.training.session import Session
 from halograd.training.trainer import Trainer

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from halograd import training
-from halograd.training.clipping import Clip
+from halograd.training.gradient_scaling import Clip
 
 BATCH, STEPS, RATE, MOMENTUM = 4, 4, 0.5, 0.9
 

@@ -1,0 +1,161 @@
+"""Verdicts on the losses and scores of a run: divergence, the best validation, early stopping."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from typing import Any, SupportsFloat
+
+from halograd.errors import UserError
+
+__all__ = ["FACTOR", "BestScore", "LossWatch"]
+
+FACTOR = 1000.0
+"""A loss so many times the first one has diverged."""
+
+
+class LossWatch:
+    """Judges the losses of a run, epoch by epoch. Local; all ranks that see the same losses judge alike.
+
+    The mean loss of the steps of an epoch, or a validation loss, has diverged if it is above `FACTOR` times the larger
+    of
+
+    - the loss of the first step, with the parameters as they are drawn;
+    - in a regression, the loss of predicting zero: the targets of the first batch may be small by chance.
+
+    Whatever the data are, losses of classes begin near one and those of a regression near the second number, and
+    training makes them smaller.
+
+    Parameters
+    ----------
+    scale
+        Loss of a regression if zero is predicted; 0 for classes.
+
+    Attributes
+    ----------
+    first
+        Loss of the first step of the run; nan until it is known.
+    diverged
+        What the epoch judged last was like, in words; None for a sound one.
+    """
+
+    def __init__(self, scale: float = 0.0) -> None:
+        self._scale = scale
+        self.first = math.nan
+        self.diverged: str | None = None
+        self._sum, self._steps = 0.0, 0
+        self._last: SupportsFloat = math.nan
+
+    def add(self, loss: SupportsFloat) -> None:
+        """Count the loss of a step, once the next one has begun: by then a device has computed it."""
+        self._count()
+        self._last = loss
+
+    def _count(self) -> None:
+        loss, self._last = float(self._last), math.nan
+        if not math.isfinite(loss):
+            return
+        if math.isnan(self.first):
+            self.first = loss
+        self._sum += loss
+        self._steps += 1
+
+    @property
+    def mean(self) -> float:
+        """Mean loss of the steps counted in this epoch; nan before the first. Waits for nothing."""
+        return self._sum / self._steps if self._steps else math.nan
+
+    def end_epoch(self) -> float:
+        """Mean loss of all steps of this epoch. Waits for the last one."""
+        self._count()
+        return self.mean
+
+    def judge(self, validation: float | None) -> str | None:
+        """End an epoch: what has diverged in it, in words, or None. Forgets its losses.
+
+        Parameters
+        ----------
+        validation
+            Loss of the validation after the epoch; None without.
+        """
+        mean = self.end_epoch()
+        self._sum, self._steps = 0.0, 0
+        usual = max(abs(self.first), self._scale)  # a likelihood of densities may be negative
+        self.diverged = None
+        losses = (("mean loss", mean), ("validation loss", validation))
+        found = [(name, value) for name, value in losses if value is not None and value > FACTOR * usual > 0]  # not nan
+        if found:
+            name, value = max(found, key=lambda item: item[1])
+            self.diverged = (
+                f"the {name} is {value:.3g}, expected less than {FACTOR:g} times {usual:.3g}, its first size"
+            )
+        return self.diverged
+
+
+#: Scores of which less is better; of all others, which count what is right, more is.
+_LESS = ("loss", "mae", "rmse")
+
+
+class BestScore:
+    """The best validation by one score. Local; alike on all ranks, as validations are.
+
+    Parameters
+    ----------
+    name
+        Of the score, one of `names`; ``"none"``: no validation is the best.
+    names
+        Scores of a validation; empty: nothing is held out.
+    patience
+        Validations without a better one after which training ends; 0: it does not.
+
+    Raises
+    ------
+    UserError
+        Another name; patience without validations or without a score.
+    """
+
+    def __init__(self, name: str, names: Collection[str], patience: int = 0) -> None:
+        if names and name not in (*names, "none"):
+            raise UserError(f"output.best: expected one of {', '.join([*names, 'none'])}, got {name!r}")
+        if patience and (not names or name == "none"):
+            wrong = "none" if names else "data.validation = 0"
+            raise UserError(
+                f"training.patience: expected held-out samples and a score to judge them by (output.best), got {wrong}"
+            )
+        self.name, self.patience = name, patience
+        self.value, self.step, self.waited = math.nan, 0, 0
+
+    def judge(self, scores: Mapping[str, float | None], step: int) -> bool:
+        """Whether this validation, after so many steps, is the best so far."""
+        value = scores.get(self.name)
+        if self.name == "none":
+            return False
+        self.waited += 1
+        if value is None or math.isnan(value) or not (math.isnan(self.value) or self._better(value)):
+            return False
+        self.value, self.step, self.waited = value, step, 0
+        return True
+
+    def _better(self, value: float) -> bool:
+        return value < self.value if self.name.endswith(_LESS) else value > self.value
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether none was better for as long as `patience` says."""
+        return bool(self.patience) and self.waited >= self.patience
+
+    def describe(self) -> str:
+        """The best one in words; empty if there is none."""
+        return "" if math.isnan(self.value) else f"best {self.name} {self.value:.4f} at step {self.step}"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers for :meth:`load_state_dict`."""
+        value = None if math.isnan(self.value) else self.value
+        return {"name": self.name, "value": value, "step": self.step, "waited": self.waited}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there, if it is of the same score; else from the beginning."""
+        if state.get("name") == self.name:
+            value = state["value"]
+            self.value = math.nan if value is None else float(value)
+            self.step, self.waited = int(state["step"]), int(state["waited"])

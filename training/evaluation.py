@@ -1,0 +1,279 @@
+"""Evaluation of a network on samples: mean loss and scores over all ranks, predictions in a file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+from ..data import Batch
+from ..data.disk import atomic_path, check_replaceable
+from ..device import is_low
+from ..layers.needs import operand_blocks
+from ..layers.targets import Judgement
+from ..program.values import Value
+from ..program.views import View
+from .executor import Executor
+from .gather import Gather
+from .metrics import Calibration, Confusion, Errors
+from .session import Session
+
+__all__ = ["Evaluation", "JudgedPair", "MeanLoss", "check_predictions", "judged", "write_predictions"]
+
+
+class Evaluation:
+    """Mean loss and metrics over many batches of one executor. Collective over its communicator.
+
+    ::
+
+        evaluation.begin()
+        for every batch: fill the inputs; executor.forward(training=False); evaluation.add()
+        result = evaluation.finish()
+
+    Prediction and target are what the loss layer reads. Samples beyond ``executor.mode.valid`` do not count, nor does
+    what has the weight 0; what has another one counts once, so that counts are whole numbers. Communication: the loss
+    per batch, the counts once.
+
+    Parameters
+    ----------
+    executor
+        Of a network with a loss.
+    calibrated
+        Whether probabilities of classes are counted too, which takes an exponential per class and position.
+    """
+
+    def __init__(self, executor: Executor, calibrated: bool = False) -> None:
+        self._executor = executor
+        self._judged = judged(executor)
+        self._counts: list[np.ndarray] = []
+        for one in self._judged:
+            self._counts.append(one.counter.counts)
+            if calibrated and isinstance(one.counter, Confusion):
+                one.counter.calibration = Calibration()
+                self._counts.append(one.counter.calibration.counts)
+        self._reductions = [executor.comm.reduction(counts, kind="metrics") for counts in self._counts]
+        self._loss = MeanLoss(executor)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the scores that :meth:`finish` returns."""
+        scores = [(one.name, one.counter.scores()) for one in self._judged]
+        return ["loss", *(key if not n else f"{name} {key}" for n, (name, own) in enumerate(scores) for key in own)]
+
+    @property
+    def counted(self) -> Confusion | Errors:
+        """What was counted of the first prediction."""
+        return self._judged[0].counter
+
+    def begin(self) -> None:
+        """Forget what was counted."""
+        for counts in self._counts:
+            counts[...] = 0
+        self._loss.begin()
+
+    def add(self) -> float:
+        """Count the batch that was just computed; its mean loss."""
+        valid = self._executor.mode.valid
+        loss = self._executor.loss_value()
+        self._loss.add(loss, valid)
+        for one in self._judged:
+            box = one.prediction.box
+            count = max(0, min(box.stop[0], valid) - box.start[0])
+            if count and box.size:
+                # Counted there: the same counts on every device.
+                to_host, view = self._executor.device.to_host, self._executor.runner.view
+                arrays = (to_host(view(array)[:count]) for array in one.views)
+                one.counter.add(*(a.astype(np.float32) if is_low(a.dtype) else a for a in arrays))
+        return loss
+
+    def finish(self) -> dict[str, float | None]:
+        """Mean loss per sample and the metrics, the same on all ranks.
+
+        Those of a second prediction, and of others, are named after it: ``"mask iou"``.
+        """
+        found: dict[str, float | None] = {"loss": self._loss.result()}
+        for reduction in self._reductions:
+            reduction.run()
+        for number, one in enumerate(self._judged):
+            scores = one.counter.scores()
+            found |= {f"{one.name} {key}": score for key, score in scores.items()} if number else scores
+        return found
+
+    def details(self) -> list[dict[str, Any]]:
+        """What was found of every prediction, behind :meth:`finish`: plain data, the same on all ranks. Local."""
+        return [
+            {"name": one.name, "target": one.nodes[1], **one.counter.details(), "scores": one.counter.scores()}
+            for one in self._judged
+        ]
+
+    def close(self) -> None:
+        """Free the reductions. Collective."""
+        self._loss.close()
+        for reduction in self._reductions:
+            reduction.close()
+
+
+@dataclass(frozen=True)
+class JudgedPair:
+    """A prediction beside its target.
+
+    Attributes
+    ----------
+    name
+        That of the output, or of the layer that makes it; with the target's behind it where another pair has it.
+    nodes
+        Names of both in the network.
+    prediction, target
+        As the loss reads them.
+    weights
+        What this rank has for its block, perhaps with 1 for some of the extents; None: all count.
+    """
+
+    name: str
+    nodes: tuple[str, str]
+    prediction: Value
+    target: Value
+    counter: Confusion | Errors
+    weights: View | None = None
+
+    @property
+    def views(self) -> list[View]:
+        """What is counted: prediction and target, perhaps weights."""
+        found = [self.prediction.view, self.target.view]
+        return found if self.weights is None else [*found, self.weights]
+
+
+#: What a file of predictions has of the first pair.
+_TAKEN = ("prediction", "target", "sample")
+
+
+def judged(executor: Executor) -> list[JudgedPair]:
+    """Predictions and targets that the loss to be minimised reads, and how they are judged."""
+    network, node = executor.network, executor.network.outputs.get("loss")
+    step = next((step for step in executor.steps if node is not None and step.layer is node.layer), None)
+    judgements = [] if step is None else step.layer.judgements(*(value.layout.shape[1:] for value in step.inputs))
+    if step is not None and node is not None and judgements:
+        outputs = {made: name for name, made in network.outputs.items()}
+        found = list[JudgedPair]()
+        for one in judgements:
+            made, target = node.inputs[one.prediction], node.inputs[one.target]
+            nodes = network.names[made], network.names[target]
+            values = step.inputs[one.prediction], step.inputs[one.target]
+            weights = None
+            if one.weights is not None:
+                given = step.inputs[one.weights]
+                weights = given.brought(operand_blocks(given.layout.shape, values[0].layout.boxes))
+            name = outputs.get(made, nodes[0])
+            if found and (name in _TAKEN or any(name == other.name for other in found)):
+                name = f"{name} {nodes[1]}"
+            found.append(JudgedPair(name, nodes, *values, _counter(one), weights))
+        return found
+    raise ValueError(f"network {executor.network.name!r} has no loss layer, so there is nothing to compare with")
+
+
+def _counter(judgement: Judgement) -> Confusion | Errors:
+    if judgement.classes is None:
+        return Errors()
+    return Confusion(judgement.classes, judgement.threshold, judgement.ignored, judgement.probabilities)
+
+
+class MeanLoss:
+    """Adds up losses of batches, so that their mean does not depend on how samples are put into batches.
+
+    A loss is a mean over samples, which batches of fewer samples count less in. Terms that are divided by a sum of
+    weights are the quotient of both sums over all batches: a batch without weight does not count. Losses that are no
+    means (Dice of a batch) are averaged over the batches.
+
+    Communication: one sum of 16 B per divided term in :meth:`result`.
+    """
+
+    def __init__(self, executor: Executor) -> None:
+        view, self._to_host = executor.runner.view, executor.device.to_host
+        self._divided = [(view(value), view(divisor)) for value, divisor in executor.program.divided]
+        #: Of every divided term this rank's part, times the samples of a batch, and times what it was divided by.
+        self._own = np.zeros((len(self._divided), 2))
+        self._sum = executor.comm.reduction(self._own, kind="metrics") if self._divided else None
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget what was added. Local."""
+        self._total, self._samples = 0.0, 0
+        self._own[...] = 0
+        self._divisors = np.zeros(len(self._divided))
+
+    def add(self, loss: float, samples: int) -> None:
+        """A batch was computed, with this loss, of so many samples that count. Local."""
+        self._total += loss * samples
+        self._samples += samples
+        for k, arrays in enumerate(self._divided):
+            value, divisor = (float(self._to_host(array)[0]) for array in arrays)
+            self._own[k] += value * samples, value * divisor
+            self._divisors[k] += divisor
+
+    def result(self) -> float | None:
+        """The mean, the same on all ranks; None without samples. Collective; once after :meth:`begin`."""
+        if self._sum is not None:
+            self._sum.run()
+        if not self._samples:
+            return None
+        quotients = [total / divisor for (_, total), divisor in zip(self._own, self._divisors) if divisor > 0]
+        return (self._total - float(self._own[:, 0].sum())) / self._samples + float(sum(quotients))
+
+    def close(self) -> None:
+        """Free the sum. Collective."""
+        if self._sum is not None:
+            self._sum.close()
+
+
+def check_predictions(path: Path) -> None:
+    """See that predictions can be written, before they are computed; see :func:`check_replaceable`. Local."""
+    check_replaceable(path, "older predictions", _is_ours)
+
+
+def _is_ours(file: h5py.File) -> bool:
+    names = {"prediction", "target"}
+    others = [file[name] for name in file if name not in names | {"sample"}]
+    return names | {"sample"} <= set(file) and all(isinstance(one, h5py.Group) and set(one) == names for one in others)
+
+
+def write_predictions(session: Session, batches: Sequence[Batch], path: Path) -> None:
+    """Datasets ``prediction``, ``target`` ``(n, *spatial, C)`` and ``sample`` ``(n,)``. Collective; rank 0 writes.
+
+    Of a second prediction that the loss judges, and of others, ``NAME/prediction`` and ``NAME/target``. Predictions are
+    what the loss reads (logits). Rank 0 holds all of them at once: for pictures and small sets.
+    """
+    executor, comm = session.executor, session.comm
+    names: dict[str, str] = {}
+    for number, one in enumerate(judged(executor)):
+        folder = f"{one.name}/" if number else ""
+        names |= {f"{folder}prediction": one.nodes[0], f"{folder}target": one.nodes[1]}
+    parts: dict[str, list[np.ndarray]] = {key: [] for key in names}
+    samples: list[int] = []
+    fault: Exception | None = None
+    with closing(Gather(executor, list(names.values()))) as way:
+        for batch in session.feed(batches):
+            executor.forward(training=False)
+            executor.loss_value()
+            for key, whole in zip(names, way.run()):
+                if whole is not None:
+                    valid = whole[: batch.valid]
+                    parts[key].append(valid.astype(np.float32) if is_low(valid.dtype) else valid.copy())
+            samples += batch.indices[: batch.valid]
+    try:
+        if comm.rank == 0:
+            _write(path, parts, samples)
+    except Exception as error:  # of whatever kind, such as too little memory: the other ranks wait for the answer
+        fault = error
+    comm.agree(fault)
+
+
+def _write(path: Path, parts: Mapping[str, list[np.ndarray]], samples: list[int]) -> None:
+    with atomic_path(path) as partial, h5py.File(partial, "w", locking=False) as file:
+        for key, arrays in parts.items():
+            file[key] = np.concatenate(arrays)
+        file["sample"] = np.array(samples, np.int64)
