@@ -15,15 +15,16 @@ FACTOR = 1000.0
 
 
 class LossWatch:
-    """Judges the losses of a run, epoch by epoch. Local; all ranks that see the same losses judge alike.
+    """Detection of divergence by the losses of a run, epoch by epoch. Local, alike on ranks that see the same losses.
 
-    The mean loss of the steps of an epoch, or a validation loss, has diverged if it is above `FACTOR` times the larger
-    of
+    A loss may diverge and still be a finite number; a run whose loss is not finite ends with
+    :class:`halograd.training.trainer.Diverged`. The mean loss of the steps of an epoch, or a validation loss, has
+    diverged if it is above `FACTOR` times the larger of
 
-    - the loss of the first step, with the parameters as they are drawn;
+    - the loss of the first step, with the initial parameters;
     - in a regression, the loss of predicting zero: the targets of the first batch may be small by chance.
 
-    Whatever the data are, losses of classes begin near one and those of a regression near the second number, and
+    For all data, losses of classifications start near one and those of regressions near the second number, and
     training makes them smaller.
 
     Parameters
@@ -36,7 +37,7 @@ class LossWatch:
     first
         Loss of the first step of the run; nan until it is known.
     diverged
-        What the epoch judged last was like, in words; None for a sound one.
+        Verdict on the last epoch, in words; None if it did not diverge.
     """
 
     def __init__(self, scale: float = 0.0) -> None:
@@ -47,7 +48,7 @@ class LossWatch:
         self._last: SupportsFloat = math.nan
 
     def add(self, loss: SupportsFloat) -> None:
-        """Count the loss of a step, once the next one has begun: by then a device has computed it."""
+        """Add the loss of a step. It is read at the next call, when a device has computed it."""
         self._count()
         self._last = loss
 
@@ -62,21 +63,21 @@ class LossWatch:
 
     @property
     def mean(self) -> float:
-        """Mean loss of the steps counted in this epoch; nan before the first. Waits for nothing."""
+        """Mean loss of the steps counted in this epoch; nan before the first. Does not wait."""
         return self._sum / self._steps if self._steps else math.nan
 
     def end_epoch(self) -> float:
-        """Mean loss of all steps of this epoch. Waits for the last one."""
+        """Return the mean loss of all steps of this epoch. Waits for the last one."""
         self._count()
         return self.mean
 
     def judge(self, validation: float | None) -> str | None:
-        """End an epoch: what has diverged in it, in words, or None. Forgets its losses.
+        """End an epoch: return which loss has diverged in it, in words, or None; reset the sums.
 
         Parameters
         ----------
         validation
-            Loss of the validation after the epoch; None without.
+            Loss of the validation after the epoch; None without one.
         """
         mean = self.end_epoch()
         self._sum, self._steps = 0.0, 0
@@ -92,26 +93,26 @@ class LossWatch:
         return self.diverged
 
 
-#: Scores of which less is better; of all others, which count what is right, more is.
+#: Ends of names of scores that are better when smaller; all other scores are better when larger.
 _LESS = ("loss", "mae", "rmse")
 
 
 class BestScore:
-    """The best validation by one score. Local; alike on all ranks, as validations are.
+    """The best validation by one score, and early stopping. Local, alike on all ranks, as validations are.
 
     Parameters
     ----------
     name
-        Of the score, one of `names`; ``"none"``: no validation is the best.
+        Name of the score, one of `names`; ``"none"``: no validation is the best.
     names
-        Scores of a validation; empty: nothing is held out.
+        Names of the scores of a validation; empty: no samples are held out.
     patience
-        Validations without a better one after which training ends; 0: it does not.
+        Number of validations without improvement after which training ends; 0: it does not.
 
     Raises
     ------
     UserError
-        Another name; patience without validations or without a score.
+        If the name is another one, or `patience` is set without validations or without a score.
     """
 
     def __init__(self, name: str, names: Collection[str], patience: int = 0) -> None:
@@ -126,7 +127,7 @@ class BestScore:
         self.value, self.step, self.waited = math.nan, 0, 0
 
     def judge(self, scores: Mapping[str, float | None], step: int) -> bool:
-        """Whether this validation, after so many steps, is the best so far."""
+        """Return whether this validation, after update number `step`, is the best so far."""
         value = scores.get(self.name)
         if self.name == "none":
             return False
@@ -141,20 +142,20 @@ class BestScore:
 
     @property
     def exhausted(self) -> bool:
-        """Whether none was better for as long as `patience` says."""
+        """Whether the last `patience` validations were no better than the best one."""
         return bool(self.patience) and self.waited >= self.patience
 
     def describe(self) -> str:
-        """The best one in words; empty if there is none."""
+        """Describe the best validation; empty if there is none."""
         return "" if math.isnan(self.value) else f"best {self.name} {self.value:.4f} at step {self.step}"
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers for :meth:`load_state_dict`."""
+        """Return plain data for :meth:`load_state_dict`."""
         value = None if math.isnan(self.value) else self.value
         return {"name": self.name, "value": value, "step": self.step, "waited": self.waited}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there, if it is of the same score; else from the beginning."""
+        """Continue from a state of the same score; ignore one of another score."""
         if state.get("name") == self.name:
             value = state["value"]
             self.value = math.nan if value is None else float(value)

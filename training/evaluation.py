@@ -35,16 +35,16 @@ class Evaluation:
         for every batch: fill the inputs; executor.forward(training=False); evaluation.add()
         result = evaluation.finish()
 
-    Prediction and target are what the loss layer reads. Samples beyond ``executor.mode.valid`` do not count, nor does
-    what has the weight 0; what has another one counts once, so that counts are whole numbers. Communication: the loss
-    per batch, the counts once.
+    Prediction and target are the inputs of the loss layer. Samples beyond ``executor.mode.valid`` and elements of
+    weight 0 do not count. Elements of any other weight count once, so counts are whole numbers.
+    Communication: the loss per batch, the counts once.
 
     Parameters
     ----------
     executor
-        Of a network with a loss.
+        Executor of a network with a loss.
     calibrated
-        Whether probabilities of classes are counted too, which takes an exponential per class and position.
+        Whether probabilities of classes are counted too. That costs an exponential per class and position.
     """
 
     def __init__(self, executor: Executor, calibrated: bool = False) -> None:
@@ -61,23 +61,23 @@ class Evaluation:
 
     @property
     def names(self) -> list[str]:
-        """Names of the scores that :meth:`finish` returns."""
+        """Names of the scores of :meth:`finish`."""
         scores = [(one.name, one.counter.scores()) for one in self._judged]
         return ["loss", *(key if not n else f"{name} {key}" for n, (name, own) in enumerate(scores) for key in own)]
 
     @property
     def counted(self) -> Confusion | Errors:
-        """What was counted of the first prediction."""
+        """Counts of the first prediction."""
         return self._judged[0].counter
 
     def begin(self) -> None:
-        """Forget what was counted."""
+        """Set all counts to zero."""
         for counts in self._counts:
             counts[...] = 0
         self._loss.begin()
 
     def add(self) -> float:
-        """Count the batch that was just computed; its mean loss."""
+        """Count the batch that was computed last; return its mean loss."""
         valid = self._executor.mode.valid
         loss = self._executor.loss_value()
         self._loss.add(loss, valid)
@@ -85,16 +85,16 @@ class Evaluation:
             box = one.prediction.box
             count = max(0, min(box.stop[0], valid) - box.start[0])
             if count and box.size:
-                # Counted there: the same counts on every device.
+                # Counted on the host: the counts are the same for every device.
                 to_host, view = self._executor.device.to_host, self._executor.runner.view
                 arrays = (to_host(view(array)[:count]) for array in one.views)
                 one.counter.add(*(a.astype(np.float32) if is_low(a.dtype) else a for a in arrays))
         return loss
 
     def finish(self) -> dict[str, float | None]:
-        """Mean loss per sample and the metrics, the same on all ranks.
+        """Compute the mean loss per sample and the scores, the same on all ranks.
 
-        Those of a second prediction, and of others, are named after it: ``"mask iou"``.
+        Scores of the second and later predictions have its name in front: ``"mask iou"``.
         """
         found: dict[str, float | None] = {"loss": self._loss.result()}
         for reduction in self._reductions:
@@ -105,7 +105,7 @@ class Evaluation:
         return found
 
     def details(self) -> list[dict[str, Any]]:
-        """What was found of every prediction, behind :meth:`finish`: plain data, the same on all ranks. Local."""
+        """Return the details of every prediction, after :meth:`finish`: plain data, the same on all ranks. Local."""
         return [
             {"name": one.name, "target": one.nodes[1], **one.counter.details(), "scores": one.counter.scores()}
             for one in self._judged
@@ -125,13 +125,13 @@ class JudgedPair:
     Attributes
     ----------
     name
-        That of the output, or of the layer that makes it; with the target's behind it where another pair has it.
+        Name of the output, or of the layer that makes it; followed by that of the target where another pair has it.
     nodes
         Names of both in the network.
     prediction, target
-        As the loss reads them.
+        Values that the loss reads.
     weights
-        What this rank has for its block, perhaps with 1 for some of the extents; None: all count.
+        Weights of this rank's block, with extents of 1 where they are broadcast; None: all elements count.
     """
 
     name: str
@@ -143,17 +143,17 @@ class JudgedPair:
 
     @property
     def views(self) -> list[View]:
-        """What is counted: prediction and target, perhaps weights."""
+        """Views of prediction and target, and of weights if there are any."""
         found = [self.prediction.view, self.target.view]
         return found if self.weights is None else [*found, self.weights]
 
 
-#: What a file of predictions has of the first pair.
+#: Names of datasets that a file of predictions has for the first pair.
 _TAKEN = ("prediction", "target", "sample")
 
 
 def judged(executor: Executor) -> list[JudgedPair]:
-    """Predictions and targets that the loss to be minimised reads, and how they are judged."""
+    """List the predictions and targets that the loss to be minimised reads, each with its counter."""
     network, node = executor.network, executor.network.outputs.get("loss")
     step = next((step for step in executor.steps if node is not None and step.layer is node.layer), None)
     judgements = [] if step is None else step.layer.judgements(*(value.layout.shape[1:] for value in step.inputs))
@@ -183,11 +183,11 @@ def _counter(judgement: Judgement) -> Confusion | Errors:
 
 
 class MeanLoss:
-    """Adds up losses of batches, so that their mean does not depend on how samples are put into batches.
+    """Sum of the losses of batches, whose mean does not depend on how samples are put into batches.
 
-    A loss is a mean over samples, which batches of fewer samples count less in. Terms that are divided by a sum of
-    weights are the quotient of both sums over all batches: a batch without weight does not count. Losses that are no
-    means (Dice of a batch) are averaged over the batches.
+    A loss is a mean over samples, so batches of fewer samples count less. A term that is divided by a sum of weights
+    becomes the quotient of both sums over all batches; a batch without weight does not count. Losses that are no means
+    (Dice of a batch) are averaged over the batches.
 
     Communication: one sum of 16 B per divided term in :meth:`result`.
     """
@@ -195,19 +195,19 @@ class MeanLoss:
     def __init__(self, executor: Executor) -> None:
         view, self._to_host = executor.runner.view, executor.device.to_host
         self._divided = [(view(value), view(divisor)) for value, divisor in executor.program.divided]
-        #: Of every divided term this rank's part, times the samples of a batch, and times what it was divided by.
+        #: By divided term: this rank's part times the samples of a batch, and times the divisor.
         self._own = np.zeros((len(self._divided), 2))
         self._sum = executor.comm.reduction(self._own, kind="metrics") if self._divided else None
         self.begin()
 
     def begin(self) -> None:
-        """Forget what was added. Local."""
+        """Set all sums to zero. Local."""
         self._total, self._samples = 0.0, 0
         self._own[...] = 0
         self._divisors = np.zeros(len(self._divided))
 
     def add(self, loss: float, samples: int) -> None:
-        """A batch was computed, with this loss, of so many samples that count. Local."""
+        """Add the loss of a batch of `samples` samples that count. Local."""
         self._total += loss * samples
         self._samples += samples
         for k, arrays in enumerate(self._divided):
@@ -216,7 +216,7 @@ class MeanLoss:
             self._divisors[k] += divisor
 
     def result(self) -> float | None:
-        """The mean, the same on all ranks; None without samples. Collective; once after :meth:`begin`."""
+        """Compute the mean, the same on all ranks; None without samples. Collective; once after :meth:`begin`."""
         if self._sum is not None:
             self._sum.run()
         if not self._samples:
@@ -231,7 +231,7 @@ class MeanLoss:
 
 
 def check_predictions(path: Path) -> None:
-    """See that predictions can be written, before they are computed; see :func:`check_replaceable`. Local."""
+    """Check, before predictions are computed, that they can be written (:func:`check_replaceable`). Local."""
     check_replaceable(path, "older predictions", _is_ours)
 
 
@@ -242,10 +242,10 @@ def _is_ours(file: h5py.File) -> bool:
 
 
 def write_predictions(session: Session, batches: Sequence[Batch], path: Path) -> None:
-    """Datasets ``prediction``, ``target`` ``(n, *spatial, C)`` and ``sample`` ``(n,)``. Collective; rank 0 writes.
+    """Write datasets ``prediction``, ``target`` ``(n, *spatial, C)``, ``sample`` ``(n,)``. Collective; rank 0 writes.
 
-    Of a second prediction that the loss judges, and of others, ``NAME/prediction`` and ``NAME/target``. Predictions are
-    what the loss reads (logits). Rank 0 holds all of them at once: for pictures and small sets.
+    The second and later predictions that the loss judges are ``NAME/prediction`` and ``NAME/target``. Predictions are
+    the inputs of the loss (logits). Rank 0 holds all of them at once, so this is for pictures and small sets.
     """
     executor, comm = session.executor, session.comm
     names: dict[str, str] = {}
@@ -267,7 +267,7 @@ def write_predictions(session: Session, batches: Sequence[Batch], path: Path) ->
     try:
         if comm.rank == 0:
             _write(path, parts, samples)
-    except Exception as error:  # of whatever kind, such as too little memory: the other ranks wait for the answer
+    except Exception as error:  # of any kind, such as too little memory: the other ranks wait for the agreement
         fault = error
     comm.agree(fault)
 

@@ -22,39 +22,39 @@ if TYPE_CHECKING:
 __all__ = ["Clip", "LossScale"]
 
 INITIAL, GROWTH, BACKOFF, INTERVAL = 2.0**16, 2.0, 0.5, 2000
-#: Steps one after the other that were skipped at a scale of 1: the gradients themselves are not finite.
+#: So many consecutive steps are skipped at a scale of 1: then the gradients themselves are not finite.
 PATIENCE = 20
 
 
 class LossScale:
-    """The factor on the gradient of the loss. Collective where parameters are cut or sharded, else local.
+    """Dynamic factor on the gradient of the loss. Collective where parameters are cut or sharded, else local.
 
     ::
 
         forward   the loss multiplies its gradient by `factor`
-        look      all gradients are summed: is any of them infinite or NaN? -> `skip`
-        updates   gradients are multiplied by `inverse`; nothing is updated if `skip` is set
-        adapt     the factor is halved after a step that was skipped, doubled after 2000 that were not
+        look      when all gradients are summed: sets `skip` if one is infinite or NaN
+        updates   multiply gradients by `inverse`; do nothing if `skip` is set
+        adapt     halves the factor after a skipped step, doubles it after 2000 that were not skipped
 
-    Everything is in memory of the device and done by kernels there. The host learns one step later what has become of
-    it (`known`, `skipped`), for the log. A step that was skipped counts as one: for the schedule, and for Adam's
-    corrections.
+    The smallest number of float16 is 6e-8; without the factor small gradients become zero. All state is in device
+    memory and changed by kernels there, without a wait. The host reads it one step later (`known`, `skipped`), for the
+    log. A skipped step counts as a step for the schedule and for Adam's corrections.
 
     Parameters
     ----------
     memory
-        Where everything lives.
+        Allocates the state.
 
     Attributes
     ----------
     factor, inverse
-        float64 ``(1,)`` on the device.
+        Float64 ``(1,)`` on the device.
     skip
-        int32 ``(1,)`` on the device; read by the kernels that update.
+        Int32 ``(1,)`` on the device; read by the kernels that update.
     known
-        The factor behind the step before the last, as far as the host has seen.
+        The factor as the host read it last, one step late.
     skipped
-        Steps that were skipped, likewise.
+        Number of skipped steps, read at the same time.
 
     References
     ----------
@@ -76,12 +76,12 @@ class LossScale:
         self.known, self.skipped, self._row = INITIAL, 0, 0
 
     def watch(self, grads: list[Any], comm: Communicator | None) -> None:
-        """Look at these gradients from now on; with `comm` the ranks agree on what they find. Collective over it."""
+        """Set the gradients to check; with `comm` the ranks combine their findings. Collective over it."""
         self._find = self._kernels.find_nonfinite(grads, self._flag)
         self._sum = None if comm is None else comm.reduction(self._count, kind="loss scale")
 
     def look(self) -> None:
-        """Find out whether this step is to be skipped. All gradients are summed. Enqueued; collective with `comm`."""
+        """Set `skip` if a summed gradient is not finite. Enqueued; collective with `comm`."""
         self._find()
         if self._sum is not None:
             np.copyto(self._count, self._flag)
@@ -90,14 +90,14 @@ class LossScale:
         np.copyto(self.skip, self._flag)
 
     def adapt(self) -> None:
-        """Change the factor for the next step; the updates of this one know theirs already. Enqueued."""
+        """Change the factor for the next step, after the updates of this one have read theirs. Enqueued."""
         self.observe()
         self._adapt()
         self._device.download(self.state, self._pinned)
         self._ticket = self._device.mark()
 
     def observe(self) -> None:
-        """Learn what became of the last step. Waits for it, which is done when the next one is enqueued."""
+        """Read the state after the last step. Waits for that step, which is complete when the next one is enqueued."""
         if self._ticket is None:
             return
         self._ticket.wait()
@@ -109,16 +109,16 @@ class LossScale:
 
     @property
     def hopeless(self) -> bool:
-        """Whether gradients are not finite at the smallest scale, step by step."""
+        """Whether gradients stayed non-finite at the smallest scale for `PATIENCE` steps."""
         return self._row >= PATIENCE
 
     def state_dict(self) -> dict[str, float]:
-        """For a checkpoint; waits for the device."""
+        """Return the state for a checkpoint. Waits for the device."""
         scale, good, _ = self._device.to_host(self.state).tolist()
         return {"scale": scale, "good": good}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on from there."""
+        """Continue from the state of a checkpoint."""
         scale, good = float(state["scale"]), float(state["good"])
         if not (math.isfinite(scale) and scale >= 1):
             raise UserError(f"loss scale: expected a number >= 1 in the checkpoint, got {scale}; it is damaged")
@@ -133,25 +133,25 @@ class LossScale:
 
 
 class Clip:
-    """Norm and factor where the gradients are; nothing waits for them. Collective.
+    """Clipping of gradients by their global norm, computed where the gradients are, without a wait. Collective.
 
-    The factor is ``min(1, max_norm / (norm + 1e-6))`` as in torch.nn.utils.clip_grad_norm_. It goes to
-    ``Optimizer.begin_step``, so that no pass over the gradients is spent on it. The norm needs every
-    gradient: the sums that travel are not hidden behind the next forward pass any more.
+    The factor is ``min(1, max_norm / (norm + 1e-6))`` as in torch.nn.utils.clip_grad_norm_. It is an argument of
+    ``Optimizer.begin_step``, so it costs no pass over the gradients. The norm needs every gradient, so the sums of
+    gradients are no longer hidden behind the next forward pass.
 
     Parameters
     ----------
     store
-        Whose gradients.
+        Store of the gradients.
     comm
-        Of the ranks that share them.
+        Ranks that share them.
     max_norm
-        The norm to come down to.
+        Norm above which gradients are scaled down to it.
 
     Attributes
     ----------
     norm
-        Of the last step; None before.
+        Global norm in the last step; None before the first.
     """
 
     def __init__(self, store: ParameterStore, comm: Communicator, max_norm: float) -> None:
@@ -168,7 +168,7 @@ class Clip:
         self.norm: PendingLoss | None = None
 
     def bind(self) -> None:
-        """Make the kernel for the buckets that the store has now. Local."""
+        """Make the kernel for the present buckets of the store. Local."""
         store = self._store
         if self._squares is not None:
             self._squares.close()
@@ -176,13 +176,13 @@ class Clip:
         self._squares = store.memory.kernels.sum_of_squares(terms, self._square)
 
     def _holders(self, bucket: Bucket) -> int:
-        """How often a square is counted: a block by each rank that holds it, for its share, a shard by its owner."""
+        """Return by how many ranks a square is counted: a block by all that hold it, a shard by its owner only."""
         return 1 if self._sum is None or self._store.is_sharded(bucket) else bucket.holders.members_each
 
     def scale(self, reducer: Reducer) -> Any:
-        """Wait for the sums of all gradients; the factor, float64 ``(1,)`` where they are. Collective.
+        """Wait for the sums of all gradients; return the factor, float64 ``(1,)`` where they are. Collective.
 
-        `norm` becomes known one step later on a device, as a loss does.
+        On a device the host knows `norm` one step later, as it does a loss.
         """
         reducer.wait()
         assert self._squares is not None

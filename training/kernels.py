@@ -23,12 +23,12 @@ _log = logging.getLogger("halograd.kernels")
 
 
 def local_rank(comm: Communicator) -> int:
-    """Number of this rank among those of its node. Collective at first use."""
+    """Return the number of this rank among the ranks of its node. Collective at first use."""
     return comm.nodes[: comm.rank].count(comm.nodes[comm.rank])
 
 
 def open_kernels(config: BackendConfig, comm: Communicator) -> Backend:
-    """The backend of ``[backend]`` for this rank. Collective over `comm`.
+    """Open the backend of ``[backend]`` for this rank. Collective over `comm`.
 
     Raises
     ------
@@ -45,7 +45,7 @@ def open_kernels(config: BackendConfig, comm: Communicator) -> Backend:
 
 
 def _warn_of_threads(config: BackendConfig) -> None:
-    """What other programs read, ours do not; say so where it would make a difference."""
+    """Warn that OMP_NUM_THREADS is not used, where its value differs from the number of threads."""
     given = os.environ.get("OMP_NUM_THREADS", "")
     if (
         config.kernels != "cudnn"
@@ -60,12 +60,12 @@ def _warn_of_threads(config: BackendConfig) -> None:
 
 
 def connect_device(kernels: Backend, comm: Communicator, wanted: str) -> None:
-    """Choose how arrays of the kernels' device travel; nothing where they are the host's. Collective over `comm`.
+    """Choose the transport of arrays of the kernels' device; no-op on the host. Collective over `comm`.
 
     Raises
     ------
     UserError
-        On all ranks, if the transport that is wanted cannot work here.
+        On all ranks, if the configured transport cannot work here.
     """
     device = kernels.device
     if device.is_host or comm.devices.choice is not None:
@@ -81,12 +81,12 @@ def connect_device(kernels: Backend, comm: Communicator, wanted: str) -> None:
 
 
 def report_substitutes(comm: Communicator, found: Sequence[tuple[str, Substitute]]) -> None:
-    """Warn once, on rank 0, of kernels that another library makes. Collective over `comm`.
+    """Warn once, on rank 0, of kernels that come from another library. Collective over `comm`.
 
     Parameters
     ----------
     found
-        Of this rank: a layer's name, and a kernel of it.
+        Names of layers of this rank, each with a substitute of one of its kernels.
     """
     ranks: dict[tuple[str, Substitute], list[int]] = {}
     for rank, some in enumerate(comm.allgather_objects(list(dict.fromkeys(found)))):
@@ -102,7 +102,7 @@ def report_substitutes(comm: Communicator, found: Sequence[tuple[str, Substitute
 
 
 def _ranks(some: Sequence[int], size: int) -> str:
-    """Numbers of ranks in words.
+    """Describe some of `size` ranks in words.
 
     >>> _ranks([0, 2], 4), _ranks([1], 4), _ranks([0, 1], 2), _ranks([0], 1)
     ('ranks 0, 2 of 4', 'rank 1 of 4', 'all 2 ranks', 'the only rank')
@@ -132,12 +132,12 @@ def _refuse_gpu_only(config: BackendConfig) -> None:
 
 
 def check_dtype(dtype: Any, kernels: Any) -> np.dtype:
-    """The dtype of activations, which the kernels must have. Local, alike on all ranks.
+    """Return the dtype of activations, which the kernels must have. Local, alike on all ranks.
 
     Raises
     ------
     UserError
-        A dtype of 16 bits on a CPU, or one that these kernels do not compute with.
+        If the dtype has 16 bits on a CPU, or if these kernels do not compute with it.
     """
     found = as_dtype(dtype)
     if is_low(found) and kernels.device.is_host:
@@ -154,7 +154,7 @@ def check_dtype(dtype: Any, kernels: Any) -> np.dtype:
 
 
 class Memory:
-    """Allocates arrays for the whole life of a network, and counts them. Local.
+    """Allocator of arrays that live as long as a network, with counts by use. Local.
 
     Parameters
     ----------
@@ -164,11 +164,11 @@ class Memory:
     Attributes
     ----------
     kernels
-        As given.
+        The backend.
     device
-        Where the arrays live.
+        Device of the arrays.
     bytes
-        Bytes by what they are for: ``parameter``, ``parameter gradient``, ...
+        Bytes by use: ``parameter``, ``parameter gradient``, ...
     """
 
     def __init__(self, kernels: Backend) -> None:
@@ -177,11 +177,11 @@ class Memory:
         self.bytes: dict[str, int] = {}
 
     def keep(self, shape: Sequence[int], dtype: np.dtype, use: str) -> Any:
-        """An array, zeroed, counted under `use`."""
+        """Allocate an array of zeros, counted under `use`."""
         array = self.kernels.zeros(tuple(shape), dtype)
         self.count(array.nbytes, use)
         return array
 
     def count(self, nbytes: int, use: str) -> None:
-        """Book bytes that somebody else holds."""
+        """Count bytes that are allocated elsewhere."""
         self.bytes[use] = self.bytes.get(use, 0) + nbytes

@@ -41,20 +41,20 @@ class Confusion:
     classes
         Number of classes.
     threshold
-        Given: two classes, each prediction above it means yes, each target from 0.5 on (targets are cut and
-        shaped as predictions, several channels are several questions). None: the class is the channel of the
-        largest prediction; targets are class indices ``(..., 1)`` or one channel per class.
+        A number: there are two classes, a prediction above it means yes, and so does a target from 0.5 on. Targets
+        are cut and shaped as predictions; several channels are several questions. None: the class is the channel of
+        the largest prediction; targets are class indices ``(..., 1)`` or one channel per class.
     ignored
-        Class index of positions that do not count.
+        Index of the class whose positions do not count.
     probabilities
-        Whether predictions are probabilities already, not logits: for their calibration.
+        Whether predictions are probabilities, not logits; used by the calibration.
 
     Attributes
     ----------
     counts
         ``(classes, classes)`` int64: rows are the true classes, columns the predicted ones.
     calibration
-        Where it is set, probabilities are counted too.
+        Counts of probabilities; None where they are not counted.
     """
 
     calibration: Calibration | None = None
@@ -73,8 +73,8 @@ class Confusion:
         self.counts = np.zeros((classes, classes), np.int64)
 
     def add(self, prediction: Any, target: Any, weights: Any = None) -> None:
-        """Count a block ``(N, ..., C)``, but for what has the weight 0 (:func:`counted`). Local."""
-        with np.errstate(invalid="ignore"):  # what does not count may be NaN
+        """Count a block ``(N, ..., C)`` without the elements of weight 0 (:func:`counted`). Local."""
+        with np.errstate(invalid="ignore"):  # elements that do not count may be NaN
             guess, truth = self._classes(prediction, target)
         some = np.ones(truth.shape, np.bool_)
         if self.ignored is not None:
@@ -89,7 +89,7 @@ class Confusion:
             self.calibration.add(self._probability(prediction, some), truth == (guess if self.threshold is None else 1))
 
     def _probability(self, prediction: Any, some: np.ndarray) -> np.ndarray:
-        """Probability of "yes", or of the chosen class, where `some` is true."""
+        """Return the probability of "yes", or of the chosen class, where `some` is true."""
         if self.threshold is not None:
             return prediction[some] if self.probabilities else sigmoid(prediction[some])
         chosen = prediction[some]
@@ -104,19 +104,19 @@ class Confusion:
         return guess, np.argmax(target, axis=-1)
 
     def scores(self) -> dict[str, float | None]:
-        """What follows from the counts."""
+        """Compute the scores of the counts."""
         return scores(self.counts)
 
     def details(self) -> dict[str, Any]:
-        """The counts, and scores by class; calibration, if it was counted."""
+        """Return the counts and the scores by class; the calibration, if it was counted."""
         found = {"kind": "classes", "confusion": self.counts.tolist(), "by_class": by_class(self.counts)}
         return found if self.calibration is None else {**found, "calibration": self.calibration.result()}
 
 
 def scores(counts: np.ndarray) -> dict[str, float | None]:
-    """Accuracy, IoU, F1, precision and recall of confusion counts; None where nothing is defined.
+    """Compute accuracy, IoU, F1, precision and recall of confusion counts; None where a score is not defined.
 
-    Of the second class if there are two, else the mean over the classes that occur or were predicted.
+    With two classes they are those of the second one, else the mean over the classes that occur or were predicted.
 
     >>> scores(np.array([[5, 1], [2, 4]]))["iou"]
     0.5714285714285714
@@ -128,7 +128,7 @@ def scores(counts: np.ndarray) -> dict[str, float | None]:
 
 
 def counted(weights: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Which elements of a block of this shape have a weight above 0; weights have 1 for some extents, or ``(N, C)``.
+    """Return which elements of a block have a weight above 0; extents of weights may be 1, or they are ``(N, C)``.
 
     >>> counted(np.array([[0.0], [2.0]]), (2, 3, 1))[:, :, 0]
     array([[False, False, False],
@@ -145,7 +145,7 @@ def _mean(ratios: Sequence[float | None]) -> float | None:
 
 
 def by_class(counts: np.ndarray) -> list[dict[str, Any]]:
-    """Scores of each class of confusion counts ``(K, K)``, rows are the true classes; None where nothing is defined.
+    """Compute the scores of each class of confusion counts ``(K, K)``, true classes in rows; None where undefined.
 
     >>> by_class(np.array([[5, 1], [2, 4]]))[1]["iou"]
     0.5714285714285714
@@ -184,7 +184,7 @@ class Errors:
         self.counts = np.zeros(3)
 
     def add(self, prediction: Any, target: Any, weights: Any = None) -> None:
-        """Add a block, but for what has the weight 0. Local."""
+        """Add a block without the elements of weight 0. Local."""
         if weights is not None:
             some = counted(weights, prediction.shape)
             prediction, target = prediction[some], target[some]
@@ -192,12 +192,12 @@ class Errors:
         self.counts += (difference.size, np.abs(difference).sum(), np.square(difference).sum())
 
     def scores(self) -> dict[str, float | None]:
-        """Mean absolute error and root of the mean square."""
+        """Compute the mean absolute error and the root of the mean square."""
         n, absolute, squares = self.counts
         return {"mae": float(absolute / n) if n else None, "rmse": float(np.sqrt(squares / n)) if n else None}
 
     def details(self) -> dict[str, Any]:
-        """How many numbers were compared."""
+        """Return how many numbers were compared."""
         return {"kind": "numbers", "count": int(self.counts[0])}
 
 
@@ -210,13 +210,13 @@ _UNIT = 2.0**-24
 class Calibration:
     """Predicted probabilities against frequencies, in :data:`BINS` bins ``[k / 15, (k + 1) / 15)``; the last has 1 too.
 
-    Of classifications by the largest channel that of the class that was chosen, and how often it is the true one; of
-    those by a threshold that of "yes", and how often that is true.
+    A classification by the largest channel counts the probability of the chosen class, and whether it is the true one;
+    a classification by a threshold counts the probability of "yes", and whether that is true.
 
     Attributes
     ----------
     counts
-        ``(BINS, 3)`` int64: positions, the sum of their probabilities in units of ``2^-24``, and how many are true.
+        ``(BINS, 3)`` int64: positions, the sum of their probabilities in units of ``2^-24``, true positions.
 
     References
     ----------
@@ -227,7 +227,7 @@ class Calibration:
         self.counts = np.zeros((BINS, 3), np.int64)
 
     def add(self, probability: np.ndarray, true: np.ndarray) -> None:
-        """Count positions with these probabilities, of which these are true, both ``(n,)``. Local."""
+        """Count positions by their probabilities; `true` says which are true; both ``(n,)``. Local."""
         where = np.clip((probability * BINS).astype(np.int64), 0, BINS - 1)
         units = np.rint(probability.astype(np.float64) / _UNIT)
         self.counts[:, 0] += np.bincount(where, minlength=BINS)
@@ -236,8 +236,11 @@ class Calibration:
         self.counts[:, 2] += np.bincount(where[true], minlength=BINS)
 
     def result(self) -> dict[str, Any]:
-        """``error``: the mean of ``|probability - frequency|`` over positions (expected calibration error), None of
-        nothing; ``bins``: of each its limits, positions, mean probability and frequency."""
+        """Compute the expected calibration error, and the bins it follows from.
+
+        ``error`` is the mean of ``|probability - frequency|`` over positions, None without positions. ``bins`` has a
+        row per bin: its limits, positions, mean probability and frequency.
+        """
         found, error, total = [], 0.0, int(self.counts[:, 0].sum())
         for k, (count, units, true) in enumerate(self.counts.tolist()):
             probability, frequency = (units * _UNIT / count, true / count) if count else (None, None)
@@ -248,7 +251,7 @@ class Calibration:
 
 
 def sigmoid(block: np.ndarray) -> np.ndarray:
-    """Compute the probability of each logit by itself; neither overflows nor cancels."""
+    """Compute the probability of each logit by itself, without overflow and cancellation."""
     found = np.tanh(0.5 * block)  # saturates where an exponential would overflow
     found += 1
     found *= 0.5
@@ -256,7 +259,7 @@ def sigmoid(block: np.ndarray) -> np.ndarray:
 
 
 def softmax(block: np.ndarray) -> np.ndarray:
-    """Compute probabilities of logits ``(N, ..., K)``, over the last axis."""
+    """Compute the probabilities of logits ``(N, ..., K)`` over the last axis."""
     found = block - block.max(axis=-1, keepdims=True)
     np.exp(found, out=found)
     found /= found.sum(axis=-1, keepdims=True)
@@ -267,14 +270,14 @@ _WRITTEN_BY = "halograd evaluate"
 
 
 def check_details(path: Path) -> None:
-    """See that a file can be written, and that one which is there is of an earlier evaluation. Local."""
+    """Check that the file can be written, and that an existing one is of an earlier evaluation. Local."""
     if path.exists():
         read_details(path)
     check_writable(path)
 
 
 def write_details(path: Path, about: Mapping[str, Any], predictions: list[dict[str, Any]]) -> None:
-    """Write JSON: what was evaluated, and what was found of every prediction. Local."""
+    """Write JSON: what was evaluated, and the details of every prediction. Local."""
     found = _finite({"written_by": _WRITTEN_BY, **about, "predictions": predictions})
     text = json.dumps(found, indent=1, allow_nan=False)
     with atomic_path(path) as partial:
@@ -282,7 +285,7 @@ def write_details(path: Path, about: Mapping[str, Any], predictions: list[dict[s
 
 
 def _finite(value: Any) -> Any:
-    """The same with null in place of NaN and infinity, which JSON has not."""
+    """Replace NaN and infinity, which JSON does not have, by null."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -291,12 +294,12 @@ def _finite(value: Any) -> Any:
 
 
 def read_details(path: Path) -> dict[str, Any]:
-    """What :func:`write_details` wrote. Local.
+    """Read what :func:`write_details` wrote. Local.
 
     Raises
     ------
     UserError
-        It is something else.
+        If the file is not of that kind.
     """
     found = read_json(path, "details")
     if not isinstance(found, dict) or found.get("written_by") != _WRITTEN_BY:

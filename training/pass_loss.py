@@ -14,9 +14,9 @@ __all__ = ["CHECKPOINT", "STOP", "VOTES", "FetchedNumber", "PassLoss", "PendingL
 
 
 class FetchedNumber:
-    """A number on a device, copied to the host asynchronously. Local. One at a time: read it before the next fetch.
+    """Number on a device, copied to the host asynchronously. Local. Read it before the next fetch.
 
-    `put` only enqueues a copy on the device, so it can be in a graph.
+    `put` only enqueues a copy on the device, so it can be captured in a graph.
     """
 
     def __init__(self, device: Device) -> None:
@@ -26,16 +26,16 @@ class FetchedNumber:
         self._ticket: Ticket | None = None
 
     def put(self, value: Any) -> None:
-        """Keep `value`, an array of no axes on the device or a number, for the next fetch. Enqueued."""
+        """Enqueue a copy of `value`, a number or an array without axes on the device, for the next fetch."""
         np.copyto(self._number, value)
 
     def fetch(self) -> None:
-        """Begin to copy what was put last. Does not wait."""
+        """Start the copy to the host of the number that was put last. Does not wait."""
         self._device.download(self._number, self._pinned)
         self._ticket = self._device.mark()
 
     def read(self) -> float:
-        """The number that was fetched last. Waits for what was enqueued before it, which is done a step later."""
+        """Return the number that was fetched last. Waits for the work before it, which is complete a step later."""
         if self._ticket is not None:
             self._ticket.wait()
             self._ticket = None
@@ -43,12 +43,12 @@ class FetchedNumber:
 
 
 class PendingLoss:
-    """The loss of a step that the device may not have computed yet. ``float()`` waits for it, on all ranks together.
+    """Loss of a step that the device may not have computed yet. ``float()`` waits for it, and is collective.
 
     Attributes
     ----------
     value
-        The loss once it is known, without waiting; None before. Known at the latest when the next step has begun.
+        The loss once it is known, read without waiting; None before. It is known when the next step has begun.
     """
 
     def __init__(self, read: Callable[[], float]) -> None:
@@ -66,36 +66,36 @@ class PendingLoss:
 
 
 def mean_of(losses: Sequence[PendingLoss]) -> PendingLoss:
-    """The mean loss of equal parts of a batch. Local."""
+    """Return the mean loss of equal parts of a batch. Local."""
     if len(losses) == 1:
         return losses[0]
     return PendingLoss(lambda: sum(map(float, losses)) / len(losses))
 
 
-#: Numbers that travel with the loss of a pass, and what they are for: see `PassLoss.votes`.
+#: How many numbers are summed together with the loss of a pass, and their indices in `PassLoss.votes`.
 VOTES = 2
 STOP, CHECKPOINT = range(VOTES)
 
 
 class PassLoss:
-    """The sum over all ranks of the losses of their blocks, and of what they have to say to one another.
+    """Sum over all ranks of the losses of their blocks, and of their votes.
 
-    `begin` is called behind every forward pass, `settle` when the sum is wanted, at the latest by the next `begin`.
+    Call `begin` after every forward pass and `settle` when the sum is needed; the next `begin` settles it otherwise.
     Collective over `comm`, to make and to run.
 
     Parameters
     ----------
     part
-        Loss of this rank's block, float64 ``(1,)``, on the device; None: there is none, and nothing is summed.
+        Loss of this rank's block, float64 ``(1,)``, on the device; None: the network has no loss, nothing is summed.
 
     Attributes
     ----------
     votes
-        ``(VOTES,)`` float64: what this rank has to say to all others in the next pass; it travels with the loss, so
-        it costs no message. Kept until changed.
+        ``(VOTES,)`` float64: this rank's votes of the next pass, for example that it received a signal. They are part
+        of the sum of the loss, so they cost no message. Kept until changed.
     counted
-        The same, summed over all ranks, of the last pass whose loss was waited for: all ranks see the same numbers
-        after the same pass, and may decide by them.
+        The votes summed over all ranks, of the last pass whose loss was waited for. All ranks see the same numbers
+        after the same pass, so they can decide by them.
     pending
         On a device, the loss of the last pass; None on the host.
     """
@@ -111,12 +111,12 @@ class PassLoss:
         self.pending: PendingLoss | None = None
 
     def put(self) -> None:
-        """Enqueue the copy of the loss to the host; where the host computes there is nothing to do. Local."""
+        """Enqueue the copy of the loss out of the buffers of the step; no-op where the host computes. Local."""
         if self._part is not None and self._fetched is not None:
             self._fetched.put(self._part)
 
     def begin(self) -> None:
-        """Settle the sum of the pass before, and begin that of this one."""
+        """Settle the sum of the previous pass, and start that of this one."""
         if self._part is None:
             return
         self.settle()
@@ -130,7 +130,7 @@ class PassLoss:
         self._under_way = True
 
     def settle(self) -> float:
-        """Wait for the loss of the last pass. On a device its sum is made here: the pass did not wait for it."""
+        """Wait for the loss of the last pass, and return it. On a device the ranks sum it here, not within the pass."""
         if self._under_way:
             self._under_way = False
             if self._fetched is not None:
