@@ -29,9 +29,9 @@ from .inputs import block_of, check_name
 from .kernels import Memory, check_dtype, report_substitutes
 from .pass_loss import PassLoss
 from .reduction import Reducer, check_possible
-from .stall import Pulse
 from .store import ParameterStore
 from .timeline import DeviceSpans
+from .watch import Pulse
 
 __all__ = ["Block", "Executor"]
 

@@ -1,4 +1,4 @@
-"""How the ranks of a job find each other beside MPI: every connection is called for, answered and confirmed.
+"""Set-up of the connections between ranks beside MPI: each one is requested, answered and confirmed.
 
 ::
 
@@ -8,9 +8,9 @@
        <------ "+" ------------------------
        line                               line
 
-MPI brings address, password and countersign to the ranks. A listener reads 41 bytes of fixed format and parses nothing
-else, so that strangers (port scanners, other jobs) can send what they like; all of it happens at once, so that none of
-them keeps a rank waiting.
+Ranks exchange addresses, passwords and countersigns over MPI. A listener reads 41 bytes of fixed format and parses
+nothing else, so data from strangers (port scanners, other jobs) do no harm. All connections are made concurrently, so a
+stranger does not make a rank wait.
 """
 
 from __future__ import annotations
@@ -26,15 +26,14 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial
 
 from ..comm import Communicator
-from .peers import Connection
-from .tree import Tree
+from .peers import Connection, Tree
 
 __all__ = ["Listener", "Meeting", "Where", "join"]
 
-PATIENCE = 10.0  # for all connections of a rank to be made [s]
-ATTEMPT = 2.0  # for one of them to be called for, answered and confirmed [s]
-RETRY = 0.1  # between two attempts [s]
-STRANGERS = 64  # connections that have not confirmed; the oldest is closed for one more
+PATIENCE = 10.0  # limit for all connections of a rank [s]
+ATTEMPT = 2.0  # limit for one connection to be requested, answered and confirmed [s]
+RETRY = 0.1  # time between two attempts [s]
+STRANGERS = 64  # most unconfirmed connections; the oldest is closed for a new one
 WORD = 32  # characters of a password, and of a countersign
 HELLO = WORD + 8  # password and rank
 CONFIRMED = b"+"
@@ -44,7 +43,7 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True)
 class Where:
-    """Where a rank listens, and what proves to both ends that the other one belongs to the job."""
+    """Where a rank listens, and the words by which both ends prove that they belong to the job."""
 
     addresses: tuple[str, ...]
     port: int
@@ -53,17 +52,17 @@ class Where:
 
 
 class Listener:
-    """Socket where a rank waits for others. Local.
+    """Socket on which a rank accepts connections of other ranks. Local.
 
     Parameters
     ----------
     everywhere
-        False if all ranks are on this host: it is not reachable from others then.
+        False if all ranks are on this host: then it is not reachable from other hosts.
 
     Raises
     ------
     OSError
-        No socket can be made.
+        If no socket can be made.
     """
 
     def __init__(self, everywhere: bool) -> None:
@@ -79,12 +78,12 @@ class Listener:
         self.where = Where(("127.0.0.1", *addresses), int(self.socket.getsockname()[1]), *words)
 
     def close(self) -> None:
-        """Let no rank in any more."""
+        """Close the socket: accept no more connections."""
         self.socket.close()
 
 
 def _own_addresses() -> tuple[str, ...]:
-    """Names and addresses under which other nodes may reach this one, the likeliest first."""
+    """List names and addresses under which other nodes may reach this one, the most probable first."""
     names = [socket.gethostname(), socket.getfqdn()]
     with contextlib.suppress(OSError):
         names += [str(info[4][0]) for info in socket.getaddrinfo(names[0], None, type=socket.SOCK_STREAM)]
@@ -93,7 +92,7 @@ def _own_addresses() -> tuple[str, ...]:
 
 @lru_cache(maxsize=1024)
 def _resolve(address: str) -> tuple[tuple[int, str], ...]:
-    """Families and numeric addresses of a name; none if it is not known. May take as long as the name service does."""
+    """Return families and numeric addresses of a name; none if it is unknown. Waits for the name service."""
     try:
         found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
     except OSError:
@@ -103,7 +102,7 @@ def _resolve(address: str) -> tuple[tuple[int, str], ...]:
 
 @dataclass(eq=False)
 class _Guest:
-    """A connection that was accepted and has not confirmed."""
+    """Accepted connection that is not confirmed yet."""
 
     socket: socket.socket
     since: float
@@ -112,7 +111,7 @@ class _Guest:
 
 @dataclass(eq=False)
 class _Call:
-    """The connection to a rank that listens; `socket` is None between two attempts."""
+    """Connection to a rank that listens; `socket` is None between two attempts."""
 
     rank: int
     where: Where
@@ -124,22 +123,22 @@ class _Call:
 
 @dataclass
 class Meeting:
-    """Connections of one rank in the making. Local.
+    """Set-up of the connections of one rank. Local.
 
-    To drive it, call the data of every key that `selector` returns, and `expire` from time to time, until `done`.
+    Call the data of every key that `selector` returns, and `expire` from time to time, until `done`.
 
     Attributes
     ----------
     rank
-        This one.
+        This rank.
     calls
         Where the ranks listen that this one calls.
     listener, downs
         Where this rank listens (None if it does not), and for which ranks.
     near
-        Ranks on the host of this one.
+        Ranks on the host of this rank.
     lines
-        Connections made, by rank.
+        Complete connections, by rank.
     """
 
     rank: int
@@ -166,7 +165,7 @@ class Meeting:
         return len(self.lines) == len(self.calls) + len(self.downs)
 
     def expire(self) -> None:
-        """Give up what takes too long, and call again."""
+        """Drop connections that take too long, and retry calls."""
         now = self.clock()
         for guest in [g for g in self._guests.values() if now - g.since > ATTEMPT]:
             self._send_away(guest)
@@ -177,7 +176,7 @@ class Meeting:
                 self._attempt(call)
 
     def close(self) -> None:
-        """Give up what is not made. The lines stay open."""
+        """Drop all incomplete connections. The lines stay open."""
         for guest in list(self._guests.values()):
             self._send_away(guest)
         for call in self._calls:
@@ -191,7 +190,7 @@ class Meeting:
 
     def _accept(self) -> None:
         assert self.listener is not None
-        for _ in range(STRANGERS):  # not more at a time: the others have their turn, too
+        for _ in range(STRANGERS):  # not more at a time: other events are processed, too
             try:
                 connection, _ = self.listener.socket.accept()
             except BlockingIOError:
@@ -206,7 +205,7 @@ class Meeting:
                 self._send_away(next(iter(self._guests.values())))
 
     def _listen(self, guest: _Guest) -> None:
-        if guest.socket not in self._guests:  # sent away since it was found ready
+        if guest.socket not in self._guests:  # dropped since it was found ready
             return
         data = _read(guest.socket, HELLO + len(CONFIRMED) - len(guest.received))
         greeted = len(guest.received) == HELLO
@@ -219,7 +218,7 @@ class Meeting:
             self.lines[rank] = Connection(guest.socket, rank)
 
     def _admit(self, guest: _Guest, rank: int | None, greeted: bool) -> bool:
-        """Check password and rank; answer once."""
+        """Return whether password and rank are right; answer once."""
         assert self.listener is not None
         where = self.listener.where
         if not hmac.compare_digest(guest.received[:WORD], where.password) or rank is None or rank in self.lines:
@@ -251,7 +250,7 @@ class Meeting:
         call.socket.connect_ex((address, call.where.port))  # `_greet` sees how it went
 
     def _greet(self, call: _Call) -> None:
-        if call.socket is None:  # given up since it was found ready
+        if call.socket is None:  # dropped since it was found ready
             return
         hello = call.where.password + _name(self.rank)
         if call.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) or not _write(call.socket, hello):
@@ -286,7 +285,7 @@ def _name(rank: int) -> bytes:
 
 
 def _read(connection: socket.socket, most: int) -> bytes | None:
-    """What has come, ``b""`` at the end or after a fault, None if nothing has come yet."""
+    """Return the bytes that have arrived, ``b""`` at the end or after a fault, None if there are none yet."""
     try:
         return connection.recv(most)
     except BlockingIOError:
@@ -296,7 +295,7 @@ def _read(connection: socket.socket, most: int) -> bytes | None:
 
 
 def _write(connection: socket.socket, data: bytes) -> bool:
-    """Whether the kernel took all of it; a new connection has space for it."""
+    """Send `data`; return whether the kernel accepted all of it, for which a new connection has space."""
     try:
         return connection.send(data) == len(data)
     except OSError:
@@ -304,7 +303,7 @@ def _write(connection: socket.socket, data: bytes) -> bool:
 
 
 def _targets(where: Where, near: bool) -> Iterator[tuple[int, str] | None]:
-    """Addresses to call, again and again; None after each that the name service does not know."""
+    """Yield addresses to call, in an endless cycle; None after each that the name service does not know."""
     while True:
         for address in where.addresses if near else where.addresses[1:]:
             yield from _resolve(address) or (None,)
@@ -316,9 +315,9 @@ def join(comm: Communicator, tree: Tree) -> tuple[dict[int, Connection], list[se
     Returns
     -------
     lines
-        Of this rank, by rank at the other end.
+        Connections of this rank, by rank at the other end.
     joined
-        Per rank: ranks that it has a connection with, the same list on all ranks.
+        Per rank, the ranks that it has a connection with; the same list on all ranks.
     """
     rank, hosts = comm.rank, tree.hosts
     listener = _listener(len(set(hosts)) > 1) if tree.downs(rank) else None
@@ -334,7 +333,7 @@ def join(comm: Communicator, tree: Tree) -> tuple[dict[int, Connection], list[se
             meeting.expire()
     known = comm.allgather_objects(sorted(meeting.lines))
     joined = [{other for other in others if one in known[other]} for one, others in enumerate(known)]
-    for other in meeting.lines.keys() - joined[rank]:  # it has given this rank up
+    for other in meeting.lines.keys() - joined[rank]:  # the other end has dropped this one
         meeting.lines.pop(other).socket.close()
     return meeting.lines, joined
 
@@ -342,5 +341,5 @@ def join(comm: Communicator, tree: Tree) -> tuple[dict[int, Connection], list[se
 def _listener(everywhere: bool) -> Listener | None:
     try:
         return Listener(everywhere)
-    except OSError:  # the ranks that would call are then not watched, which rank 0 says
+    except OSError:  # the ranks that would call are then not watched, which rank 0 prints
         return None

@@ -1,8 +1,9 @@
-"""Connections between ranks, beside MPI: the kernel closes one when a process dies, and says when a node does.
+"""Connections between ranks beside MPI, and which ranks have one. Plain sockets: they work when MPI does not.
 
-While all is well nothing travels on them but the kernel's own keep-alive packets, which it answers however busy the
-process is; a node that does not is given up after `LOST` seconds. Plain sockets, no MPI: they work when MPI does not.
-A message is one JSON object per line. :mod:`halograd.training.meeting` makes the connections.
+The kernel closes a connection when a process ends, and reports it when a node does not answer. In normal operation
+nothing travels on a connection but the kernel's own keep-alive packets, which it answers however busy the process is; a
+node that does not answer them is given up after `LOST` seconds. A message is one JSON object per line.
+:mod:`halograd.training.meeting` makes the connections.
 """
 
 from __future__ import annotations
@@ -11,16 +12,16 @@ import contextlib
 import json
 import selectors
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["LOST", "Connection", "Peers"]
+__all__ = ["FANOUT", "LOST", "Connection", "Peers", "Tree"]
 
-#: After how long a node that answers nothing is given up [s].
+#: Time after which a node that does not answer is given up [s].
 LOST = 6.0
-LONGEST = 1 << 16  # of a message [B]
-FLUSH = 1.0  # for the last messages of a rank that leaves [s]
+LONGEST = 1 << 16  # size of a message [B]
+FLUSH = 1.0  # limit for the last messages of a rank that leaves [s]
 
 
 class Connection:
@@ -29,11 +30,11 @@ class Connection:
     Attributes
     ----------
     rank
-        At the other end.
+        Rank at the other end.
     leaving
-        The other end has said that it leaves.
+        Whether the other end has announced that it leaves.
     unsent
-        What the kernel has not taken yet.
+        Bytes that the kernel has not accepted yet.
     """
 
     def __init__(self, connection: socket.socket, rank: int) -> None:
@@ -44,12 +45,12 @@ class Connection:
         _keep_alive(connection)
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send one message; it is dropped if the other end is gone."""
+        """Send one message. It is dropped if the other end is closed."""
         self.unsent += json.dumps(message).encode() + b"\n"
         self.flush()
 
     def flush(self) -> None:
-        """Pass to the kernel what it takes."""
+        """Pass unsent bytes to the kernel, as many as it accepts."""
         try:
             self.unsent = self.unsent[self.socket.send(self.unsent) :]
         except BlockingIOError:
@@ -58,12 +59,12 @@ class Connection:
             self.unsent = b""
 
     def receive(self) -> list[dict[str, Any]] | None:
-        """Messages that have come, None at the end.
+        """Return the messages that have arrived, None at the end of the connection.
 
         Raises
         ------
         OSError
-            If the connection broke (the node does not answer).
+            If the connection is broken (the node does not answer).
         """
         try:
             data = self.socket.recv(LONGEST)
@@ -76,7 +77,7 @@ class Connection:
 
 
 def _keep_alive(connection: socket.socket) -> None:
-    """Have the kernel ask every second, after two of silence, whether the other one still answers."""
+    """Enable keep-alive packets of the kernel: one per second after two seconds of silence."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     wanted = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": round(LOST) - 2, "TCP_USER_TIMEOUT": 1000 * LOST}
     for name, value in wanted.items():
@@ -86,17 +87,17 @@ def _keep_alive(connection: socket.socket) -> None:
 
 @dataclass
 class Peers:
-    """Connections of this rank, and callbacks for what happens on them. Local; for one thread, but for `wake`.
+    """Connections of this rank, and callbacks for their events. Local; for one thread, except `wake`.
 
     Attributes
     ----------
     lines
-        By rank.
+        Connections by rank.
     on_message
         Called with rank and message.
     on_end
-        Called with a rank whose connection ended, and how: ``"left"`` (it said so), ``"ended"`` (the process is gone)
-        or ``"lost"`` (its node does not answer).
+        Called with a rank whose connection ended, and how: ``"left"`` (announced), ``"ended"`` (its process ended) or
+        ``"lost"`` (its node does not answer).
     """
 
     lines: dict[int, Connection]
@@ -112,7 +113,7 @@ class Peers:
         self._selector.register(self._inner, selectors.EVENT_READ, None)
 
     def wait(self, seconds: float) -> None:
-        """Sleep for at most `seconds`, less if something comes, and call back."""
+        """Wait for events for at most `seconds`, and call the callbacks."""
         for line in self.lines.values():
             events = selectors.EVENT_READ | (selectors.EVENT_WRITE if line.unsent else 0)
             if self._selector.get_key(line.socket).events != events:
@@ -128,11 +129,11 @@ class Peers:
                 self._attend(line)
 
     def wake(self) -> None:
-        """End the `wait` of the other thread."""
+        """End the `wait` of the other thread. From any thread."""
         self._outer.send(b".")
 
     def send(self, rank: int, message: dict[str, Any]) -> None:
-        """Send one message to a rank; it is dropped if there is no connection."""
+        """Send one message to a rank. It is dropped if there is no connection."""
         if rank in self.lines:
             self.lines[rank].send(message)
 
@@ -154,7 +155,7 @@ class Peers:
             self.on_end(line.rank, "left" if line.leaving else how)
 
     def close(self) -> None:
-        """Take leave on every connection."""
+        """Announce the end on every connection, and close all."""
         self._selector.close()
         for line in self.lines.values():
             line.send({"kind": "bye"})
@@ -166,3 +167,81 @@ class Peers:
         self.lines.clear()
         self._inner.close()
         self._outer.close()
+
+
+FANOUT = 16
+
+
+class Tree:
+    r"""Plan of the connections between the ranks of a job. Local arithmetic.
+
+    Ranks have positions: the first rank of every host, then all others. The first ``fanout + 1`` are *heads*, each of
+    which is connected with all others; every rank behind them is connected with its parent. With ``fanout = 2``::
+
+        position       0 ------ 1 ------ 2       heads: 0 and 2 are connected, too
+                      / \      / \      / \
+                     3   4    5   6    7   8
+                    / \  :
+                   9  10
+
+    No rank has more than ``2 * fanout`` connections, however many ranks there are. Rank 0 is the first head, and ends
+    the job when something is wrong; if it cannot, the next head does.
+
+    Parameters
+    ----------
+    hosts
+        Name of the host of every rank.
+    fanout
+        Children per rank; the number of heads is one more.
+
+    Attributes
+    ----------
+    order
+        Ranks by position. Heads are on as many hosts as possible, so that the failure of a node ends few of them.
+    """
+
+    def __init__(self, hosts: Sequence[str], fanout: int = FANOUT) -> None:
+        first: dict[str, int] = {}
+        for rank, host in enumerate(hosts):
+            first.setdefault(host, rank)
+        self.hosts, self.fanout = hosts, fanout
+        self.order = sorted(range(len(hosts)), key=lambda rank: first[hosts[rank]] != rank)
+        self._positions = {rank: position for position, rank in enumerate(self.order)}
+
+    def is_head(self, rank: int) -> bool:
+        """Return whether a rank is connected with all heads."""
+        return self._positions[rank] <= self.fanout
+
+    def ups(self, rank: int) -> list[int]:
+        """Return the ranks that a rank reports to: all heads before it, or its parent."""
+        position = self._positions[rank]
+        if position <= self.fanout:
+            return self.order[:position]
+        return [self.order[(position - 1) // self.fanout - 1]]
+
+    def children(self, rank: int) -> list[int]:
+        """Return the ranks whose parent is `rank`."""
+        first = (self._positions[rank] + 1) * self.fanout + 1
+        return self.order[first : first + self.fanout]
+
+    def downs(self, rank: int) -> list[int]:
+        """Return the ranks that report to a rank: all heads behind it, and its children."""
+        later = self.order[self._positions[rank] + 1 : self.fanout + 1]
+        return [*later, *self.children(rank)]
+
+    def reached(self, rank: int, joined: Sequence[Collection[int]], without: Collection[int] = ()) -> list[int]:
+        """Return the ranks that messages of `rank` reach, itself included, by position.
+
+        Parameters
+        ----------
+        joined
+            Ranks that each rank has a connection with.
+        without
+            Ranks that forward no messages.
+        """
+        found, edge = {rank}, [rank]
+        while edge:
+            beyond = {other for one in edge for other in joined[one]}.difference(found, without)
+            found |= beyond
+            edge = list(beyond)
+        return sorted(found, key=self._positions.__getitem__)

@@ -26,7 +26,6 @@ from .directory import RunLock, make_folder
 from .epochs import TrainingRun, describe, evaluate_batches
 from .evaluation import Evaluation, check_predictions, write_predictions
 from .folder import CheckpointFolder
-from .interruption import Interruption
 from .log import RunLog, rewind_log
 from .metrics import check_details, write_details
 from .pretrained import begin_with
@@ -36,7 +35,7 @@ from .session import Session
 from .signals import StopSignals
 from .step_times import RunPlan
 from .tensorboard import TensorBoard
-from .watchdog import Watchdog
+from .watchdog import Interruption, Watchdog
 
 __all__ = ["Planner", "Ranker", "apply", "evaluate", "find_trained", "train"]
 

@@ -1,11 +1,12 @@
-"""Signals that ask a run to stop: note them, let the step end, write a checkpoint, go on another time.
+"""Stop signals: a run notes them, completes the step, writes a checkpoint, and can be resumed.
 
 Slurm sends SIGUSR1 some time before the limit (``--signal=USR1@120``) and SIGTERM before preemption; the launcher
-passes them to every rank, or to some. No rank may act on its own: what arrived travels with the loss of the step
-(`Executor.votes`), so that all ranks stop after the same one.
+passes them to every rank, or to some. No rank acts alone: ranks share signals through the loss reduction
+(`PassLoss.votes`), so all stop after the same step.
 
-The command line notes them from its first line on (:func:`note_stop_signals`) and ignores them from its exit code on
-(:func:`ignore_stop_signals`): at no time does a signal replace the exit code by its own.
+The command line notes signals from its first line on (:func:`note_stop_signals`) and ignores them from its exit code on
+(:func:`ignore_stop_signals`), so a signal never replaces the exit code by its own. This module is imported before all
+others, and imports none of them.
 """
 
 from __future__ import annotations
@@ -17,27 +18,27 @@ from typing import Any
 
 __all__ = ["CHECKPOINTED", "StopSignals", "ignore_stop_signals", "note_stop_signals"]
 
-#: Exit code (EX_TEMPFAIL) of a run that was asked to stop and can go on: start it again with ``--resume``.
+#: Exit code (EX_TEMPFAIL) of a run that a signal stopped and that ``--resume`` continues.
 CHECKPOINTED = 75
 
 _ASKING = (signal.SIGUSR1, signal.SIGTERM)
 
 
 class StopSignals:
-    """Notes SIGUSR1 and SIGTERM while a ``with`` lasts; what an outer one has noted counts too. Local.
+    """Context manager that notes SIGUSR1 and SIGTERM; a signal that an outer one has noted counts too. Local.
 
-    A further signal changes nothing: launchers deliver one wish several times (Slurm to the batch script and to the
-    ranks, and SIGTERM once more before SIGKILL), and a checkpoint under way must not be lost by that. SIGINT
-    (Ctrl-C) is left alone; it ends the job at once (:mod:`halograd.comm.boot`).
+    A second signal changes nothing: launchers deliver one request several times (Slurm to the batch script and to the
+    ranks, and SIGTERM once more before SIGKILL), and a checkpoint in progress must not be lost. SIGINT (Ctrl-C) is not
+    handled here: it ends the job at once (:mod:`halograd.comm.boot`).
 
     Attributes
     ----------
     received
-        The first signal that came; None so far.
+        The first signal; None before one arrives.
 
     Notes
     -----
-    Signals can be noted by the main thread only; in another one nothing is installed.
+    Only the main thread can install handlers; in another thread this is a no-op.
     """
 
     def __init__(self) -> None:
@@ -50,7 +51,7 @@ class StopSignals:
 
     @property
     def vote(self) -> int:
-        """Number of the signal that came, 0 without one."""
+        """Number of the received signal, 0 without one."""
         return 0 if self.received is None else int(self.received)
 
     def __enter__(self) -> StopSignals:
@@ -71,14 +72,14 @@ class StopSignals:
 
 
 def note_stop_signals() -> None:
-    """Note SIGUSR1 and SIGTERM from here on, for a :class:`StopSignals` to come. Local, in the main thread."""
+    """Note SIGUSR1 and SIGTERM from here on, for a later :class:`StopSignals`. Local, in the main thread."""
     StopSignals().__enter__()
 
 
 def ignore_stop_signals() -> None:
     """Ignore SIGUSR1 and SIGTERM from here on: the exit code is decided, and the process ends. Local.
 
-    Python gives its own handlers up before it ends, but leaves ignored signals ignored.
+    Python removes its own handlers before it ends, but ignored signals stay ignored.
     """
     for number in _ASKING:
         signal.signal(number, signal.SIG_IGN)

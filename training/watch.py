@@ -1,60 +1,166 @@
-"""What a rank does when it, or another one, is dead or does not move: messages and times, no sockets, no threads.
+"""Protocol of the watchdog: what a rank does when a rank is dead or makes no progress. No sockets, no threads.
 
-A rank that finds something wrong reports it upwards (:class:`~halograd.training.tree.Tree`), until the heads know:
+A rank that detects a fault reports it upwards (:class:`~halograd.training.peers.Tree`) until the heads know it:
 
-- ``gone``: a connection ended without a word, its process was killed or its node is gone;
+- ``gone``: a connection ended without notice; its process was killed or its node failed;
 - ``stalled``: a rank has been at one place for longer than allowed;
 - ``dying``: a rank has an error of its own and is about to end the job.
 
-The first head acts: for ``stalled`` it asks all ranks where they are (``where``, ``place``), and finds who holds up the
-others; it prints one message, announces the end to all ranks (``ending``), and ends the job. Every other head does the
-same if the heads before it do nothing for `TURN` each. So a head that is stopped, or whose interpreter is locked by a
-call, is found like any other rank: it does not say where it is. Ranks whose way to the heads is cut off end themselves
-without a message.
+The first head acts. For ``stalled`` it requests the place of every rank (``where``, ``place``) and determines which
+rank holds up the others. It prints one message, announces the end to all ranks (``ending``), and ends the job. Every
+other head does the same if the heads before it do nothing for `TURN` each. So a head that is stopped, or whose
+interpreter is locked by a call, is found like any other rank: it does not answer. Ranks that are cut off from the heads
+end themselves without a message.
 
-Nothing is sent while all is well. Heartbeats would find a silent rank no earlier: a call may lock the interpreter for
-as long as a rank may be at one place, and when that time is over the others ask.
+In normal operation no message is sent. Heartbeats would find a silent rank no earlier: a call may lock the interpreter
+for as long as a rank may be at one place, and after that time the others send their requests.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from .stall import Place, describe_stall
-from .tree import Tree
+from .peers import Tree
 
-__all__ = ["ANSWERS", "GRACE", "INTERVAL", "LAST", "TURN", "Station", "Watch"]
+__all__ = ["ANSWERS", "GRACE", "INTERVAL", "LAST", "TURN", "Place", "Pulse", "Station", "Watch", "describe_stall"]
 
-INTERVAL = 1.0  # between two looks [s]
-ANSWERS = 3.0  # for ranks to say where they are [s]
-TURN = 2.5  # for each head before this one to act [s]
-LAST = 2.0  # until a rank ends itself when all is said [s]
-GRACE = 8.0  # for a rank with an error of its own to end the job itself: the command line takes 5 of them [s]
+SHOWN = 4  # ranks that a message names one by one
 
+
+class Pulse:
+    """Progress of the main thread: written by it, read by the thread of the watchdog. Local.
+
+    Writing is a store per attribute: no lock, no system call, no array. A reader may see a new phase with the old
+    place, once.
+
+    Attributes
+    ----------
+    step
+        Updates done.
+    count
+        Forward and backward passes so far, validation included.
+    phase
+        ``"forward"``, ``"backward"``, ``"data"``, ``"checkpoint"``, ...
+    place
+        Name of the layer, or of another activity.
+    """
+
+    __slots__ = ("count", "phase", "place", "step")
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.count = 0
+        self.phase = "start"
+        self.place = ""
+
+    def at(self, phase: str, place: str) -> None:
+        """Note that the main thread begins something else than a layer."""
+        self.phase, self.place = phase, place
+
+    def state(self) -> tuple[int, int, str, str]:
+        """Return all attributes, to be compared with an earlier state."""
+        return self.step, self.count, self.phase, self.place
+
+
+@dataclass(frozen=True)
+class Place:
+    """Place of a rank in the program.
+
+    Attributes
+    ----------
+    step, phase, layer
+        Updates done; ``"forward"``, ``"backward"``, ``"data"``, ...; name of the layer, empty outside of layers.
+    waiting
+        ``"kind: name"`` of the exchange or sum that the rank waits for; empty if it does not wait.
+    line
+        Line of code that its main thread executes.
+    idle
+        Time since the last progress [s].
+    """
+
+    step: int
+    phase: str
+    layer: str
+    waiting: str
+    line: str
+    idle: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data, for a message."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Place:
+        """Make a place of the data of `as_dict`; ignore other keys."""
+        return cls(**{name: data[name] for name in cls.__dataclass_fields__})
+
+    def text(self) -> str:
+        """Describe the place in words."""
+        where = f"step {self.step + 1}, {self.phase}" + (f" of layer {self.layer!r}" if self.layer else "")
+        waits = f", waiting for {self.waiting!r}" if self.waiting else ", not in an exchange"
+        return f"{where}{waits} (at {self.line})"
+
+
+def describe_stall(hosts: Sequence[str], places: Mapping[int, Place | None], patience: float) -> tuple[int, str]:
+    """Return the rank that holds up the others, and the reason, in words.
+
+    It is the first rank that did not answer; else the one that is in no exchange; else the one that is behind.
+
+    Parameters
+    ----------
+    hosts
+        Name of the host, per rank.
+    places
+        By rank; None for a rank that did not answer. Ranks that pass on messages stand before those that they reach.
+    patience
+        How long a rank may be at one place [s].
+    """
+    behind = [(rank, place) for rank, place in sorted(places.items()) if place is not None]
+    mute = [rank for rank, place in places.items() if place is None]
+    for_how_long = f"no progress for {patience / 60:.3g} min"
+    if mute:
+        culprit = mute[0]
+        text = f"{for_how_long}: it does not answer (stopped, in a call that locks the interpreter, or its node hangs)"
+    else:
+        culprit, place = min(behind, key=lambda item: (bool(item[1].waiting), item[1].step, -item[1].idle))
+        text = f"{for_how_long}: {place.text()}"
+    others = [f"rank {r} on {hosts[r]}: {p.text()}" for r, p in behind if r != culprit]
+    if others:
+        more = f"; and {len(others) - SHOWN} more" if len(others) > SHOWN else ""
+        text += f". The others: {'; '.join(others[:SHOWN])}{more}"
+    return culprit, text
+
+
+INTERVAL = 1.0  # between two readings of the main thread's state [s]
+ANSWERS = 3.0  # limit for ranks to send their place [s]
+TURN = 2.5  # time for each head before this one to act [s]
+LAST = 2.0  # until a rank ends itself after the message is printed [s]
+GRACE = 8.0  # time for a rank with an error of its own to end the job: the command line takes 5 s of it [s]
 Message = dict[str, Any]
 
 
 class Station(Protocol):
-    """What a rank can do."""
+    """Actions of a rank that the protocol needs."""
 
     def send(self, rank: int, message: Message) -> None:
-        """Send a message to a rank that this one is connected with."""
+        """Send a message to a rank that is connected with this one."""
 
     def state(self) -> object:
-        """Something that changes when the main thread moves; None as long as it is not watched."""
+        """Return a value that changes when the main thread makes progress; None while it is not watched."""
 
     def place(self, idle: float) -> Place:
-        """Where the main thread is, and has been for `idle` [s]."""
+        """Return the place of the main thread, where it has been for `idle` [s]."""
         ...
 
     def say(self, rank: int, cause: str) -> None:
         """Print that the job ends because of a rank."""
 
     def log(self, rank: int, cause: str) -> None:
-        """Append it to the log."""
+        """Append the same to the log."""
 
     def end(self) -> None:
         """End the job."""
@@ -64,21 +170,21 @@ class Station(Protocol):
 
 
 class Watch:
-    """Decisions of one rank. Local; for one thread.
+    """Decisions of one rank of the watchdog protocol. Local; for one thread.
 
     Parameters
     ----------
     tree, joined
-        The connections that are wanted, and per rank those that were made.
+        The planned connections, and per rank those that were made.
     rank
-        This one.
+        This rank.
     patience
         How long a rank may be at one place [s]; 0: for ever.
     station
-        What is done with the decisions.
+        Executes the decisions.
     clock
-        Time [s]. Of the time between two calls at most `INTERVAL` counts: if it is longer the process was stopped, with
-        the whole job perhaps (Slurm's suspend), or its interpreter was locked, and no other rank is to blame for it.
+        Time [s]. At most `INTERVAL` counts between two calls: if it is longer, the process was stopped, perhaps with
+        the whole job (Slurm's suspend), or its interpreter was locked, and no other rank is the cause.
     """
 
     def __init__(
@@ -95,19 +201,19 @@ class Watch:
         self._station, self._clock, self._ticked, self._now = station, clock, clock(), 0.0
         self._ups = [up for up in tree.ups(rank) if up in joined[rank]]
         self._downs = [down for down in tree.downs(rank) if down in joined[rank]]
-        self._left: set[int] = set()  # have taken leave
+        self._left: set[int] = set()  # closed their connection regularly
         self._before: object = None
         self._since = self._complained = 0.0
         self._deadline = math.inf
-        self._pending: list[tuple[float, Message]] = []  # reports, and when they came
-        self._quiet = -math.inf  # until then another rank asks
+        self._pending: list[tuple[float, Message]] = []  # reports, and the time of arrival
+        self._quiet = -math.inf  # until then another rank requests places
         self._asker = rank
-        self._awaited: set[int] | None = None  # ranks that have not said where they are; None: not asked
+        self._awaited: set[int] | None = None  # ranks whose place is still missing; None: no request is open
         self._until = 0.0
         self._places: dict[int, Place] = {}
 
     def tick(self) -> float:
-        """Do what is due; return the time [s] until the next call at the latest."""
+        """Execute what is due; return the longest time until the next call [s]."""
         now = self._advance()
         if now > self._deadline:
             self._station.leave()
@@ -121,10 +227,10 @@ class Watch:
         return max(0.0, min(INTERVAL, min(times) - now))
 
     def heard(self, sender: int, message: Message) -> None:
-        """A message has come."""
+        """Process a message from another rank."""
         self._advance()
         kind = message["kind"]
-        if kind == "ending":  # what ends from now on ends because of that
+        if kind == "ending":  # ranks that end from now on end because of that
             self.over, self._deadline = True, min(self._deadline, self._now + message["within"])
             self._pass_down(message)
         elif kind == "where":
@@ -135,7 +241,7 @@ class Watch:
             self._report(message, sender)
 
     def ended(self, rank: int, cause: str | None) -> None:
-        """The connection to a rank ended, because of this; None if it has taken leave."""
+        """Process the end of the connection to a rank, with its cause; None if the rank left regularly."""
         self._advance()
         for ranks in (self._ups, self._downs):
             if rank in ranks:
@@ -143,12 +249,12 @@ class Watch:
         if cause is None:
             self._left.add(rank)
         elif not self.over and rank in self._tree.ups(self._rank) and not self._tree.is_head(self._rank):
-            self._announce(GRACE)  # others find it, too, and end the job; this rank cannot see them do so
+            self._announce(GRACE)  # others find it too and end the job, out of reach of this rank
         else:
             self._report({"kind": "gone", "rank": rank, "cause": cause})
 
     def dying(self, cause: str, logged: bool) -> None:
-        """This rank is about to end the job, because of a fault of its own, and will hear nothing any more."""
+        """Announce that this rank ends the job, because of a fault of its own; it processes no more messages."""
         message = {"kind": "dying", "rank": self._rank, "cause": cause, "logged": logged}
         if self.over:
             return
@@ -178,12 +284,12 @@ class Watch:
 
     @property
     def _turn(self) -> float:
-        """How long a report waits until this rank acts on it [s]: the heads first, each for itself."""
+        """How long a report waits until this rank acts on it [s]: heads act first, one after the other."""
         acts = self._tree.is_head(self._rank) or not self._ups
         return TURN * (len(self._ups) if acts else self._tree.fanout + 2)
 
     def _report(self, message: Message, sender: int | None = None) -> None:
-        """Pass a report up, and keep it for the case that no rank acts on it."""
+        """Send a report up, and keep it for the case that no rank acts on it."""
         known = any(message == other for _, other in self._pending)
         asked = message["kind"] == "stalled" and (self._now < self._quiet or self._awaited is not None)
         if self.over or known or asked:
@@ -195,7 +301,7 @@ class Watch:
 
     def _act(self, message: Message) -> None:
         if self._ups and not self._tree.is_head(self._rank):
-            self._announce(LAST)  # no head has answered: what lies between is frozen, and does not pass on the end
+            self._announce(LAST)  # no head has answered: a rank between is frozen and does not forward the end
         elif message["kind"] == "stalled":
             self._ask()
         elif message["kind"] == "gone":
@@ -205,7 +311,7 @@ class Watch:
             if message["logged"]:
                 self._station.log(message["rank"], message["cause"])
 
-    # -- where all ranks are -------------------------------------------------------------------
+    # -- places of all ranks --------------------------------------------------------------------
 
     def _ask(self) -> None:
         self._places = {self._rank: self._station.place(self._now - self._since)}
@@ -214,7 +320,7 @@ class Watch:
         self._send_all({"kind": "where"})
 
     def _answer(self, sender: int, message: Message) -> None:
-        if self._awaited is None or sender in self._ups:  # else this rank asks, and comes first
+        if self._awaited is None or sender in self._ups:  # else this rank's own request comes first
             self._awaited, self._asker, self._quiet = None, sender, self._now + 2 * ANSWERS
             self._pending = [item for item in self._pending if item[1]["kind"] != "stalled"]
             self._pass_down(message)
@@ -238,17 +344,16 @@ class Watch:
     # -- the end -------------------------------------------------------------------------------
 
     def _end(self, rank: int, cause: str) -> None:
-        """Say which rank it was and why, and end the job."""
+        """Report the rank and the cause, and end the job."""
         self._station.say(rank, cause)
         self._announce(LAST)
         self._station.log(rank, cause)
         self._station.end()
 
     def _announce(self, within: float) -> None:
-        """Announce to all ranks that the job is being ended, and that the message is out or will be.
+        """Announce to all ranks that the job is being ended, and that its message is printed or will be.
 
-        A rank that is still there after so many seconds ends itself: to abort ends the others only where the launcher
-        sees to it.
+        A rank that still runs after `within` [s] ends itself: MPI_Abort ends the others only where the launcher does.
         """
         self.over, self._deadline = True, self._now + within
         self._send_all({"kind": "ending", "within": within})

@@ -1,13 +1,14 @@
-"""Watches over the ranks of a run: a rank that dies or does not move ends the job, with a message that says which.
+"""The watchdog of a run, and the report of an interrupt: a job that ends early prints and logs which rank is the cause.
 
-A thread on every rank looks once a second at where the main thread is (:class:`~halograd.training.stall.Pulse`), and
-keeps connections to some of the other ranks (:mod:`halograd.training.peers`); the main thread does nothing for it but
-note the layer. :mod:`halograd.training.watch` decides. Launchers that do not notice a dead rank (srun without
+A thread on every rank reads once a second where the main thread is (:class:`~halograd.training.watch.Pulse`), and keeps
+connections to some of the other ranks (:mod:`halograd.training.peers`). The main thread only notes its layer.
+:mod:`halograd.training.watch` decides. Without a watchdog, launchers that do not notice a dead rank (srun without
 ``--kill-on-bad-exit``) would wait for ever.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -15,39 +16,43 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from halograd.errors import UserError
 
 from ..comm import Communicator
-from ..comm.errors import is_agreed
+from ..comm.boot import on_interrupt
+from ..comm.errors import is_agreed, mark_agreed
+from .folder import CheckpointFolder
 from .meeting import join
-from .peers import Peers
-from .stall import Place, Pulse
-from .tree import Tree
-from .watch import LAST, Message, Watch
+from .peers import Peers, Tree
+from .watch import LAST, Message, Place, Pulse, Watch
 
-__all__ = ["Watchdog", "oom_kills", "unwatched"]
+__all__ = ["Interruption", "Watchdog", "oom_kills", "unwatched"]
 
-FORWARDING = 0.5  # for the launcher to pass on what was printed: to abort takes its relay along [s]
+FORWARDING = 0.5  # time for the launcher to forward the message: MPI_Abort ends its relay, too [s]
 
 
 class Watchdog:
-    """Watches while a ``with`` lasts. Collective over `comm` to make; each rank leaves by itself.
+    """Context manager that ends the job if a rank dies or makes no progress.
+
+    Collective over `comm` to make; each rank leaves by itself.
 
     Parameters
     ----------
     comm
         All ranks of the job.
     stall_minutes
-        How long a rank may be at one place; 0: for ever.
+        How long a rank may be at one place [min]; 0: for ever.
     log
-        Where a line ``{"event": "failed", ...}`` is appended when the job is ended.
+        Log to which a line ``{"event": "failed", ...}`` is appended when the job is ended.
 
     Notes
     -----
-    If some ranks have no connection to rank 0, it says so, and they are not watched from there.
+    Ranks without a connection to rank 0 are not watched from there; rank 0 prints that.
     """
 
     def __init__(self, comm: Communicator, stall_minutes: float, log: Path) -> None:
@@ -65,17 +70,17 @@ class Watchdog:
         self._thread.start()
 
     def follow(self, pulse: Pulse) -> None:
-        """From now on this has to move. Local."""
+        """Watch the progress of the main thread from now on. Local."""
         self._here.pulse = pulse
 
     def expect_end(self) -> None:
-        """Announce that this rank ends the job and has said why: no other rank reports it. Local, in any thread."""
+        """Announce that this rank ends the job and has printed why: no other rank reports it. Local, in any thread."""
         self._words = "", False
         if not self._closing:
             self._peers.wake()
 
     def close(self) -> None:
-        """Watch no more; idempotent. Local."""
+        """Stop watching; idempotent. Local."""
         if not self._closing:
             self._closing = True
             self._peers.wake()
@@ -89,8 +94,8 @@ class Watchdog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None and not is_agreed(error, self._comm.size):
-            # Other ranks find out when this process ends the job. What is refused before the job begins is not logged:
-            # the log is that of a job before, which may be running.
+            # The job ends with this process; the other ranks need the cause. A user's mistake before the job begins is
+            # not logged: the log is that of an earlier job, which may be running.
             refused = self._here.pulse is None and isinstance(error, UserError)
             self._words = f"{type(error).__name__}: {error}", not refused
         self.close()
@@ -109,7 +114,7 @@ class Watchdog:
 
 
 class Here:
-    """What this rank can do: a :class:`~halograd.training.watch.Station`. Local; made by the main thread."""
+    """The :class:`~halograd.training.watch.Station` of this rank. Local; made by the main thread."""
 
     def __init__(self, comm: Communicator, hosts: Sequence[str], log: Path, peers: Peers) -> None:
         self.pulse: Pulse | None = None
@@ -119,18 +124,18 @@ class Here:
         self._oom_kills = oom_kills()
 
     def state(self) -> object:
-        """Everything that the main thread notes."""
+        """Return all that the main thread notes."""
         return None if self.pulse is None else (*self.pulse.state(), self._comm.instruments.waiting)
 
     def place(self, idle: float) -> Place:
-        """Step, layer, exchange, and the line of code."""
+        """Return step, layer, exchange, and the line of code."""
         pulse = self.pulse or Pulse()
         frame = sys._current_frames().get(self._main)
         where = "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
         return Place(pulse.step, pulse.phase, pulse.place, self._comm.instruments.waiting or "", where, idle)
 
     def cause(self, rank: int, how: str) -> str:
-        """Why a connection ended, in words."""
+        """Describe why a connection ended."""
         if how == "lost":
             return "its node does not answer any more"
         if self._hosts[rank] == self._hosts[self._comm.rank] and oom_kills() > self._oom_kills:
@@ -138,46 +143,37 @@ class Here:
         return "its process is gone; it was killed, by hand, by the batch system or for lack of memory"
 
     def say(self, rank: int, cause: str) -> None:
-        """Print which rank it was and why."""
+        """Print the rank that ends the job, and the cause."""
         self.print(f"rank {rank} of {self._comm.size} on {self._hosts[rank]}: {cause}; the job ends, "
                    "go on with --resume")  # fmt: skip
 
     def print(self, text: str) -> None:
-        """Print in one write, past all buffers: the process may have milliseconds left."""
+        """Print with one unbuffered write: the process may have milliseconds left."""
         os.write(2, f"halograd: {text}\n".encode())
 
     def log(self, rank: int, cause: str) -> None:
-        """Append a line; one write at the end of the file, so that it does not mix with others."""
+        """Append a line ``failed`` to the log, if that can be written."""
         step = 0 if self.pulse is None else self.pulse.step
         entry = {"event": "failed", "rank": rank, "host": self._hosts[rank], "cause": cause, "at_step": step}
-        entry["time"] = round(time.time(), 3)
-        try:
-            descriptor = os.open(self._log, os.O_WRONLY | os.O_APPEND)
-        except OSError:  # no log yet, or no disk: the message was printed
-            return
-        try:
-            os.write(descriptor, (json.dumps(entry) + "\n").encode())
-        except OSError:
-            pass
-        finally:
-            os.close(descriptor)
+        with contextlib.suppress(OSError):  # no log yet, or no disk: the message was printed
+            append(self._log, entry)
 
     def end(self) -> None:
         """End the job. Does not return."""
         time.sleep(FORWARDING)
-        # MPI may be in no state to end anything.
+        # MPI_Abort may fail or hang.
         last = threading.Timer(LAST, os._exit, (1,))
         last.daemon = True
         last.start()
         self._comm.abort(1)
 
     def leave(self) -> None:
-        """End this process: the rank that had a fault has said so, and could not end the job. Does not return."""
+        """End this process: the rank with the fault has reported it, and could not end the job. Does not return."""
         os._exit(1)
 
 
 def unwatched(tree: Tree, joined: list[set[int]]) -> str:
-    """Which ranks rank 0 does not watch, in words; empty if it watches all. Local."""
+    """Describe which ranks rank 0 does not watch; empty if it watches all. Local."""
     reached = set(tree.reached(0, joined))
     missing = [rank for rank in tree.order if rank not in reached]
     if not missing:
@@ -189,7 +185,7 @@ def unwatched(tree: Tree, joined: list[set[int]]) -> str:
 
 
 def oom_kills() -> int:
-    """How often this node, as far as it can be seen from here, has killed a process for lack of memory. Local."""
+    """Return how often this node, or its container, has killed a process for lack of memory. Local."""
     for path, key in (("/sys/fs/cgroup/memory.events", "oom_kill"), ("/proc/vmstat", "oom_kill")):
         try:
             lines = Path(path).read_text().splitlines()
@@ -200,3 +196,94 @@ def oom_kills() -> int:
             if name == key and value.strip().isdigit():
                 return int(value)
     return 0
+
+
+TAIL = 1 << 16  # end of a log that holds the lines of all ranks that are interrupted at the same time [B]
+
+
+class Interruption:
+    """Context manager that reports an interrupt (SIGINT): how far the run was, and how to continue it. Local.
+
+    If several ranks are interrupted, the one whose line ``{"event": "interrupted", ...}`` is the first in the log
+    prints the message. A process alone raises KeyboardInterrupt with the same message.
+
+    Parameters
+    ----------
+    comm
+        All ranks of the job.
+    log
+        ``log.jsonl`` of the run.
+    folder
+        Its checkpoints.
+    watchdog
+        Does not report the end, which is reported here.
+    """
+
+    def __init__(self, comm: Communicator, log: Path, folder: CheckpointFolder, watchdog: Watchdog) -> None:
+        self._comm, self._log, self._folder, self._watchdog = comm, log, folder, watchdog
+        self._pulse: Pulse | None = None
+        self._words: AbstractContextManager[None] = on_interrupt(self.words)
+
+    def follow(self, pulse: Pulse) -> None:
+        """Log an interrupt from now on: the run and its log have begun. Local."""
+        self._pulse = pulse
+
+    def words(self) -> str | None:
+        """Announce and log the end; return the line to print, None if another rank does. Local, in any thread."""
+        self._watchdog.expect_end()
+        text = "interrupted before the first step"
+        if self._pulse is not None:
+            text = f"interrupted at step {self._pulse.step + 1}"
+            if not self._is_first(self._pulse.step):
+                return None
+        latest = self._folder.latest
+        if latest is None:
+            return f"{text}; there is no checkpoint to go on from"
+        return f"{text}; the newest checkpoint is {latest.resolve()}; go on with --resume"
+
+    def _is_first(self, step: int) -> bool:
+        """Log the interrupt, unless another rank has; return whether this rank's line is the first of its job."""
+        reason = f"SIGINT to rank {self._comm.rank} of {self._comm.size}"
+        try:
+            if not interrupts(self._log):
+                entry = {"event": "interrupted", "reason": reason, "host": platform.node(), "at_step": step}
+                append(self._log, entry)
+            return bool(interrupts(self._log)[0]["reason"] == reason)
+        except (OSError, IndexError):  # full disk: a message from two ranks is better than none
+            return True
+
+    def __enter__(self) -> Interruption:
+        self._words.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._words.__exit__(None, None, None)
+        if isinstance(error, KeyboardInterrupt):
+            interrupt = KeyboardInterrupt(self.words() or "interrupted")
+            mark_agreed(interrupt, True, self._comm.size)  # the watchdog does not report it
+            raise interrupt from error
+
+
+def append(log: Path, entry: dict[str, Any]) -> None:
+    """Append a line to an existing log by one write, which does not mix with those of other ranks."""
+    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
+    try:
+        os.write(descriptor, (json.dumps({**entry, "time": round(time.time(), 3)}) + "\n").encode())
+    finally:
+        os.close(descriptor)
+
+
+def interrupts(log: Path) -> list[dict[str, Any]]:
+    """Return the lines ``interrupted`` of the latest job within the last `TAIL` bytes of its log."""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - TAIL))
+        lines = file.read().decode(errors="replace").splitlines()
+    found: list[dict[str, Any]] = []
+    for line in lines:
+        if line.startswith('{"event": "begin"'):
+            found.clear()
+        elif line.startswith('{"event": "interrupted"'):
+            found.append(json.loads(line))
+    return found

@@ -19,11 +19,11 @@ from mpi4py import MPI
 from halograd.report.status import read_record, status_of
 from halograd.training.epochs import TrainingRun
 from halograd.training.folder import CheckpointFolder
-from halograd.training.interruption import Interruption, append
 from halograd.training.log import read_log
 from halograd.training.run import train
 from halograd.training.session import Session
-from halograd.training.stall import Pulse
+from halograd.training.watch import Pulse
+from halograd.training.watchdog import Interruption, append
 from tests.harness import jobs
 from tests.harness.limits import LIMIT, wait_until
 from tests.launch import find_mpiexec

@@ -13,9 +13,8 @@ import pytest
 from halograd.comm import Communicator
 from halograd.training import meeting as module
 from halograd.training.meeting import ATTEMPT, STRANGERS, Listener, Meeting, join
-from halograd.training.stall import Place
-from halograd.training.tree import FANOUT, Tree
-from halograd.training.watch import ANSWERS, INTERVAL, TURN, Watch
+from halograd.training.peers import FANOUT, Tree
+from halograd.training.watch import ANSWERS, INTERVAL, TURN, Place, Watch
 from halograd.training.watchdog import Watchdog, unwatched
 from tests.harness.limits import LIMIT
 

@@ -12,7 +12,7 @@ from halograd.training.build import fitting_cuts, other_cuts
 from halograd.training.config import StrategyConfig
 from halograd.training.folder import CheckpointFolder
 from halograd.training.signals import StopSignals
-from halograd.training.stall import Place, describe_stall
+from halograd.training.watch import Place, describe_stall
 from halograd.training.watchdog import oom_kills
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from halograd.training.tree import FANOUT, Tree
+from halograd.training.peers import FANOUT, Tree
 
 
 def joined(tree):

@@ -4,9 +4,8 @@ from collections import deque
 
 import pytest
 
-from halograd.training.stall import Place
-from halograd.training.tree import Tree
-from halograd.training.watch import ANSWERS, GRACE, INTERVAL, TURN, Watch
+from halograd.training.peers import Tree
+from halograd.training.watch import ANSWERS, GRACE, INTERVAL, TURN, Place, Watch
 
 PATIENCE = 30.0
 TICK = 0.5  # [s]
