@@ -81,8 +81,8 @@ if TYPE_CHECKING:  # for static tools; at run time `__getattr__` finds them
         Tversky,
         training_only,
     )
-    from .training.callbacks import Callback
     from .training.executor import Executor
+    from .training.monitors import Callback
     from .training.optimizers import LARS, SGD, Adam, AdamW
     from .training.schedules import Constant, Cosine, StepDecay, WarmUp
     from .training.trainer import Trainer
@@ -189,7 +189,7 @@ _MODULES = (
     "training.optimizers",
     "training.trainer",
     "training.executor",
-    "training.callbacks",
+    "training.monitors",
     "fitting",
     "comm",
 )

@@ -11,10 +11,10 @@ from .comm import boot
 from .data import ChannelStatistics, Dataset
 from .layers import Network
 from .models.own import give
-from .training.callbacks import Callback
 from .training.checkpoint import read_header
 from .training.config import DataConfig, TrainingConfig, check_config
 from .training.log import read_log
+from .training.monitors import Callback
 from .training.root import on_root
 from .training.run import apply, evaluate, train
 

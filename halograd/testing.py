@@ -24,7 +24,7 @@ from .kernels.memory import total
 from .layers import Input, Layer, Loss, Network
 from .layers.strategy import Strategy
 from .training.executor import Executor
-from .training.gather import Gather
+from .training.transfer import Gather
 
 __all__ = ["LayerResult", "check_layer", "grids", "random_array", "run_layer"]
 

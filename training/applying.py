@@ -37,7 +37,7 @@ from ..data.disk import atomic_path, check_replaceable
 from ..device import is_low
 from ..dtensor import Blocks, Box
 from ..layers.targets import Judgement
-from ..program.values import Value
+from ..program.views import Value
 from .metrics import sigmoid, softmax
 from .session import Session
 

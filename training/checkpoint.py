@@ -34,8 +34,7 @@ from ..data.disk import atomic_path
 from ..device import device_of
 from ..layers import Network
 from ..layers.settings import difference, fingerprint
-from .chunk_file import HEADER, ChunkWriter, DamagedFile, OtherFile, VerifiedFile
-from .node_readers import NodeReaders
+from .chunk_file import HEADER, ChunkWriter, DamagedFile, NodeReaders, OtherFile, VerifiedFile
 from .optimizers import AVERAGE, Optimizer
 from .snapshot import Snapshot, TrainingProgress
 from .store import ParameterStore

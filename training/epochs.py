@@ -18,15 +18,13 @@ from halograd.schema import build
 from ..data import Batch
 from ..layers.reduction_scheme import Scheme
 from .build import make_optimizer, make_schedule
-from .callbacks import Callback
 from .checkpoint import CheckpointReader
-from .checkpointing import Checkpoints
+from .checkpoints import CheckpointFolder, Checkpoints
 from .config import Config, ScheduleConfig
-from .convergence import BestScore, LossWatch
 from .evaluation import Evaluation
-from .folder import CheckpointFolder
 from .log import Entry, RunLog, read_log
 from .metrics import Errors
+from .monitors import BestScore, Callback, LossWatch
 from .pass_loss import STOP
 from .reduction.auto import Tuning, report_to
 from .session import Session

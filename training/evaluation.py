@@ -16,12 +16,11 @@ from ..data.disk import atomic_path, check_replaceable
 from ..device import is_low
 from ..layers.needs import operand_blocks
 from ..layers.targets import Judgement
-from ..program.values import Value
-from ..program.views import View
+from ..program.views import Value, View
 from .executor import Executor
-from .gather import Gather
 from .metrics import Calibration, Confusion, Errors
 from .session import Session
+from .transfer import Gather
 
 __all__ = ["Evaluation", "JudgedPair", "MeanLoss", "check_predictions", "judged", "write_predictions"]
 

@@ -23,14 +23,13 @@ from ..layers.strategy import Strategy
 from ..program.compiler import Target, compile_program
 from ..program.runner import Mode, Runner
 from ..program.views import Value
-from .gather import Gather
 from .graph import GraphedPass, check_graph, drop, graphed_passes
-from .inputs import block_of, check_name
 from .kernels import Memory, check_dtype, report_substitutes
 from .pass_loss import PassLoss
 from .reduction import Reducer, check_possible
 from .store import ParameterStore
 from .timeline import DeviceSpans
+from .transfer import Gather, block_of, check_name
 from .watch import Pulse
 
 __all__ = ["Block", "Executor"]
@@ -345,7 +344,7 @@ class Executor:
         Raises
         ------
         UserError
-            On all ranks, if the array of one of them does not fit (:func:`halograd.training.inputs.block_of`).
+            On all ranks, if the array of one of them does not fit (:func:`halograd.training.transfer.block_of`).
         """
         with self.comm.agreement():
             region = self.input(name)
@@ -356,7 +355,7 @@ class Executor:
     def gather(self, name: str, gradient: bool = False) -> np.ndarray | None:
         """The whole array of a layer on rank 0, None elsewhere; with `gradient` that of a probed input. Collective.
 
-        Of several arrays, or after several steps: :class:`halograd.training.gather.Gather`.
+        Of several arrays, or after several steps: :class:`halograd.training.transfer.Gather`.
         """
         with closing(Gather(self, [] if gradient else [name], [name] if gradient else [])) as way:
             return way.run()[0]

@@ -17,23 +17,20 @@ from ..comm import CommError, Communicator, boot
 from ..data import find_files
 from ..layers.reduction_scheme import Scheme
 from ..layers.strategy import Strategy
-from .account import begin_entry, data_lines, headline, report_plan, report_times
 from .applying import check_outputs, outputs_of, write_outputs
-from .callbacks import Callback
 from .checkpoint import CheckpointReader, TrainingProgress, read_header
+from .checkpoints import CheckpointFolder
 from .config import Config, check_config, load_config
 from .directory import RunLock, make_folder
 from .epochs import TrainingRun, describe, evaluate_batches
 from .evaluation import Evaluation, check_predictions, write_predictions
-from .folder import CheckpointFolder
-from .log import RunLog, rewind_log
+from .log import RankLog, RunLog, rewind_log
 from .metrics import check_details, write_details
-from .pretrained import begin_with
-from .rank_log import RankLog
+from .monitors import Callback
 from .root import on_root, read_config
-from .session import Session
+from .session import Session, begin_entry, begin_with, data_lines, headline
 from .signals import StopSignals
-from .step_times import RunPlan
+from .step_times import RunPlan, report_plan, report_times
 from .tensorboard import TensorBoard
 from .watchdog import Interruption, Watchdog
 

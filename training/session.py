@@ -1,16 +1,19 @@
-"""Everything a run works with, built from a configuration: data, network, executor and the loader between."""
+"""Everything a run works with, built from a configuration, and its description for the log."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+import platform
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 
+from halograd import __version__
 from halograd.errors import UserError
 
 from ..comm import Communicator
@@ -20,21 +23,27 @@ from ..data import (
     Sampler,
 )
 from ..data.sampler import Batches
+from ..device import device_of
+from ..interchange.weights import WeightsFile
 from ..layers import GivenValues, Network, Strategy
+from ..layers.strategy import cuts_text
 from ..models.own import is_own, source_of
 from .build import check_memory, make_network, make_strategy, with_reduction
 from .config import Config
+from .directory import job_id
 from .executor import Executor
-from .inputs import DeviceFeed
 from .kernels import connect_device, open_kernels
 from .root import agreed_root
 from .samples import Samples
 from .timeline import Timeline
+from .transfer import DeviceFeed
 
-__all__ = ["Session"]
+if TYPE_CHECKING:
+    from .epochs import TrainingRun
+
+__all__ = ["Session", "begin_entry", "begin_with", "data_lines", "headline"]
 
 _log = logging.getLogger(__name__)
-
 Result = TypeVar("Result")
 NAMED = 4  # layers named in a message
 
@@ -226,3 +235,123 @@ def _strategy(config: Config, comm: Communicator, network: Network) -> Strategy:
         return make_strategy(config.strategy, comm.size, network, config.training.at_once)
 
     return make() if config.strategy.file is None else agreed_root(comm, make)  # arithmetic is alike on all ranks
+
+
+def begin_with(session: Session) -> None:
+    """Fill this rank's parameters and states from the file ``training.init``. Collective.
+
+    Every rank reads one whole array after the other and takes its block, so the values are the same under every cut.
+
+    Raises
+    ------
+    UserError
+        The file is not one of weights, it does not fit the network, or ranks have different ones.
+    """
+    comm, store, settings = session.comm, session.executor.store, session.config.training
+    assert settings.init is not None
+    with comm.agreement():
+        file = WeightsFile(session.network, settings.init, settings.init_fresh)
+        mark = file.checksum()
+    first = comm.bcast(mark)
+    with comm.agreement():
+        if mark != first:
+            raise UserError(
+                f"training.init: expected the same file {settings.init} on all nodes, got another one than rank 0 has; "
+                "name a file on a file system that the nodes share"
+            )
+        for name in file.names:
+            target = store.params[name] if name in store.params else store.state[name]
+            block = store.box(name)
+            if block.size:
+                device_of(target).assign(target, file.read(name)[block.slices()])
+    store.refresh()
+
+
+_NAMED = 20  # classes or channels in a line
+
+
+def headline(session: Session) -> str:
+    """Network, data, ranks and kernels in a line. Local."""
+    executor = session.executor
+    return (
+        f"{session.network.name}: {executor.store.count:,} parameters, {len(session.samples.training)} + "
+        f"{len(session.samples.validation)} samples, {session.comm.size} rank(s) ({_cuts(session)}), "
+        f"{_kernels(session)}{_travels(session.comm)}"
+    )
+
+
+def data_lines(session: Session) -> list[str]:
+    """What becomes of the data, where one would not expect it from the configuration: a line each. Local.
+
+    The channels that are transformed before they are normalized, many by their names alone; and per target whose
+    classes were counted, how often each occurs, and its weight.
+    """
+    return [*_transforms(session), *_balances(session)]
+
+
+def _transforms(session: Session) -> Iterator[str]:
+    for name, statistics in session.samples.statistics.items():
+        by_rule: dict[str, list[str]] = {}
+        for channel, rule in zip(session.samples.dataset.fields[name].channel_names, statistics.transforms):
+            by_rule.setdefault(rule, []).append(channel)
+        by_rule.pop("none", None)
+        if by_rule:
+            rules = "; ".join(f'{_some(channels)} by "{rule}"' for rule, channels in by_rule.items())
+            yield f"{name}: transformed before they are normalized (data.transforms): {rules}"
+
+
+def _balances(session: Session) -> Iterator[str]:
+    factors = session.network.class_factors
+    for name, counts in session.samples.class_counts.items():
+        each = [f"{c}: {n:,} ({w:.4g})" for c, (n, w) in enumerate(zip(counts, factors[name]))]
+        yield f"classes of {name} in the training samples, and their weights: {_some(each)}"
+
+
+def _some(texts: Sequence[str]) -> str:
+    more = f", and {len(texts) - _NAMED} more" if len(texts) > _NAMED else ""
+    return ", ".join(texts[:_NAMED]) + more
+
+
+def begin_entry(session: Session, run: TrainingRun) -> dict[str, Any]:
+    """What is logged as ``begin``: who trains what, from where, how far. Collective."""
+    config, comm = session.config, session.comm
+    hosts = Counter(comm.allgather_objects(platform.node()))
+    return {
+        "step": run.optimizer.step,
+        "epochs": run.epochs,
+        "steps_per_epoch": len(run.sampler),
+        "batch": config.training.batch,
+        "samples": len(session.samples.training),
+        "held_out": len(session.samples.validation),
+        "invalid": len(session.samples.invalid),
+        "class_counts": session.samples.class_counts,
+        "network": session.network.name,
+        "parameters": session.executor.store.count,
+        "ranks": comm.size,
+        "hosts": dict(hosts),
+        "cut": _cuts(session),
+        "kernels": _kernels(session),
+        "transport": comm.transport,
+        "device_transport": None if comm.devices.choice is None else comm.devices.choice.describe(),
+        "job": job_id(),
+        "version": __version__,
+        "config": config.model_dump(mode="json", exclude_unset=True),
+    }
+
+
+def _kernels(session: Session) -> str:
+    """The backend, and how it makes products where one may choose."""
+    kernels = session.executor.kernels
+    return ", ".join(filter(None, (kernels.describe(), kernels.describe_arithmetic(session.executor.dtype.name))))
+
+
+def _travels(comm: Communicator) -> str:
+    """How arrays of devices travel; said of several ranks only."""
+    choice = comm.devices.choice
+    return f", arrays by {choice.describe()}" if choice is not None and comm.size > 1 else ""
+
+
+def _cuts(session: Session) -> str:
+    strategy = session.executor.strategy
+    every = {cuts_text(strategy.cuts_of(name)) for name in session.network.layers}
+    return f"{len(every)} cuts, layer by layer" if len(every) > 1 else every.pop()

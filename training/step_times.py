@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import fmean
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from ..layers.strategy import Strategy
 from .executor import Executor
-from .timeline import Timeline, kind_of
+from .timeline import Timeline, kind_of, write_trace
 
-__all__ = ["Measured", "RunPlan", "StepTimes"]
+if TYPE_CHECKING:
+    from .epochs import TrainingRun
+    from .log import RunLog
+    from .session import Session
+
+__all__ = ["Measured", "RunPlan", "StepTimes", "report_plan", "report_times"]
 
 #: Steps that are measured.
 STEPS = 12
@@ -163,3 +169,21 @@ def _places(executor: Executor) -> dict[tuple[str, str], str]:
                 found[label, "forward"] = found[label, "backward"] = step.name
         waiting.clear()
     return found
+
+
+def report_times(session: Session, log: RunLog, steps: int, directory: Path) -> None:
+    """Timeline and table of phases of this run, if they were asked for. Collective."""
+    timeline = session.timeline
+    if timeline is None or not steps or not session.config.output.timeline:
+        return
+    session.executor.finish_spans()
+    write_trace(timeline, session.comm, directory / "timeline.json")
+    log.say(timeline.table(steps))
+
+
+def report_plan(plan: RunPlan | None, run: TrainingRun, log: RunLog) -> None:
+    """What the plan predicted, beside what was measured. Local."""
+    measured = None if plan is None or run.step_times is None else run.step_times.result()
+    if plan is not None and measured is not None:
+        log.say(plan.compare(measured))
+        log.write("prediction", step=run.optimizer.step, **plan.record(measured))

@@ -19,17 +19,19 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from halograd.errors import UserError
 
 from ..comm import Communicator
 from ..comm.boot import on_interrupt
 from ..comm.errors import is_agreed, mark_agreed
-from .folder import CheckpointFolder
 from .meeting import join
 from .peers import Peers, Tree
 from .watch import LAST, Message, Place, Pulse, Watch
+
+if TYPE_CHECKING:
+    from .checkpoints import CheckpointFolder
 
 __all__ = ["Interruption", "Watchdog", "oom_kills", "unwatched"]
 

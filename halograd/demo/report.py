@@ -27,7 +27,7 @@ from ..report.document import Block, Code, Heading, Picture, TableBlock, Text, t
 from ..report.pictures import Masks, Quality, best_to_worst, draw_curves, draw_masks
 from ..report.timeline import about_timeline, draw_timeline, hidden_text, phase_tables
 from ..training.checkpoint import read_header
-from ..training.folder import CheckpointFolder
+from ..training.checkpoints import CheckpointFolder
 from ..training.log import read_log
 from ..training.metrics import Confusion
 from .files import DemoSettings, Files

@@ -48,7 +48,7 @@ from halograd.layers.strategy import Strategy
 from halograd.program.runner import Runner
 from halograd.testing import random_array
 from halograd.training.executor import Executor
-from halograd.training.gather import Gather
+from halograd.training.transfer import Gather
 from tests.layers.cuts import primes, random_parts
 
 CLASSES = 3

@@ -32,7 +32,7 @@ import numpy as np
 from halograd.errors import UserError
 from halograd.layers.reduction_scheme import Scheme
 from halograd.training.checkpoint import Snapshot, TrainingProgress, read_checkpoint, read_header, write_checkpoint
-from halograd.training.folder import CheckpointFolder
+from halograd.training.checkpoints import CheckpointFolder
 from halograd.training.kernels import Memory
 from halograd.training.optimizers import Adam
 from halograd.training.store import ParameterStore

@@ -9,8 +9,8 @@ from mpi4py import MPI
 
 from halograd.errors import UserError
 from halograd.training import evaluate, train
-from halograd.training.convergence import BestScore
 from halograd.training.log import read_log
+from halograd.training.monitors import BestScore
 from tests.training.runs import write_shared
 
 #: Validations go up and down.

@@ -20,7 +20,7 @@ from halograd.training.checkpoint import (
     read_header,
     write_checkpoint,
 )
-from halograd.training.folder import CheckpointFolder
+from halograd.training.checkpoints import CheckpointFolder
 from halograd.training.optimizers import SGD, Adam
 from tests.harness.limits import LIMIT
 

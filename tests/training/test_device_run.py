@@ -11,12 +11,12 @@ from mpi4py import MPI
 
 from halograd.errors import UserError
 from halograd.kernels.cudnn.graphs import Arithmetic
-from halograd.training import checkpointing, session
+from halograd.training import checkpoints, session
 from halograd.training.config import parse_config
-from halograd.training.inputs import DeviceFeed
 from halograd.training.kernels import Memory, open_kernels
 from halograd.training.log import RunLog, read_log
 from halograd.training.run import apply, evaluate, train
+from halograd.training.transfer import DeviceFeed
 from tests.support.fake_device import FakeBackend
 from tests.training.runs import CONFIG, write_config
 
@@ -148,7 +148,7 @@ def test_the_first_line_says_whether_float32_takes_tensor_cores(tmp_path, on_dev
 def test_one_checkpoint_per_interval(tmp_path, on_device, monkeypatch, device):
     """Votes are counted a step later on a device; one that came before a checkpoint asks for no second one."""
     clock = itertools.count()
-    monkeypatch.setattr(checkpointing, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(checkpoints, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     on_device(device)
     more = ["output.log_steps=1000", "output.checkpoint_epochs=0", f"output.checkpoint_minutes={4 / 60}"]
     total = run(write_config(tmp_path), tmp_path / "out", 6, more=more)["steps"]

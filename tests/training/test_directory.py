@@ -17,8 +17,8 @@ from halograd.demo.files import Files, prepare
 from halograd.errors import UserError
 from halograd.training import directory
 from halograd.training.checkpoint import Snapshot, TrainingProgress
+from halograd.training.checkpoints import CheckpointFolder
 from halograd.training.directory import Owner, RunLock
-from halograd.training.folder import CheckpointFolder
 from tests.harness.limits import wait_until
 
 LONG = 3600.0  # [s]; no test waits for so long

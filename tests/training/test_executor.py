@@ -15,7 +15,7 @@ from halograd.layers import BatchNorm, Conv, Input, MeanSquaredError, Network
 from halograd.layers.strategy import Strategy
 from halograd.testing import random_array
 from halograd.training.executor import Executor
-from halograd.training.gather import Gather
+from halograd.training.transfer import Gather
 
 SHAPE = (7, 6, 2)
 

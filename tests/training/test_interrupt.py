@@ -17,8 +17,8 @@ import pytest
 from mpi4py import MPI
 
 from halograd.report.status import read_record, status_of
+from halograd.training.checkpoints import CheckpointFolder
 from halograd.training.epochs import TrainingRun
-from halograd.training.folder import CheckpointFolder
 from halograd.training.log import read_log
 from halograd.training.run import train
 from halograd.training.session import Session

@@ -14,9 +14,9 @@ from halograd.cli.run import run as command
 from halograd.layers import MeanSquaredError
 from halograd.report.status import read_record, status_of, status_text
 from halograd.training.config import BackendConfig
-from halograd.training.convergence import LossWatch
 from halograd.training.kernels import _warn_of_threads
 from halograd.training.log import read_log
+from halograd.training.monitors import LossWatch
 from halograd.training.run import train
 from tests.training.runs import SAMPLES, write_config
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from halograd.errors import UserError
-from halograd.training.rank_log import RankLog
+from halograd.training.log import RankLog
 from halograd.training.run import train
 from tests.launch import mpiexec
 from tests.training.runs import write_config

@@ -9,7 +9,7 @@ from halograd.comm import Communicator
 from halograd.errors import UserError
 from halograd.kernels import get_backend
 from halograd.layers.strategy import Strategy
-from halograd.training import chunk_file, node_readers
+from halograd.training import chunk_file
 from halograd.training.checkpoint import (
     CheckpointReader,
     DamagedCheckpoint,
@@ -18,8 +18,8 @@ from halograd.training.checkpoint import (
     read_checkpoint,
     write_checkpoint,
 )
+from halograd.training.checkpoints import CheckpointFolder
 from halograd.training.executor import Executor
-from halograd.training.folder import CheckpointFolder
 from tests.training.test_cut_parameters import cut, network, steps, trainer_of
 
 SMALL = 4096  # bytes under a checksum, so that a small file has many
@@ -57,7 +57,7 @@ def whole(comm, path):
 @pytest.mark.parametrize("strategy", [lambda size: Strategy({"sample": size}), cut])
 def test_each_byte_is_read_once_per_node(path, monkeypatch, strategy, per_node):
     """Parameters, moments, running statistics and position: all of the file by one rank of each node."""
-    monkeypatch.setattr(node_readers, "PART", 1000)
+    monkeypatch.setattr(chunk_file, "PART", 1000)
     size, total = MPI.COMM_WORLD.size, path.stat().st_size
     with Communicator(MPI.COMM_SELF) as alone:
         params, moment = whole(alone, path)

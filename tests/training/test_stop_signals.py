@@ -59,7 +59,7 @@ class AtTheEnd:
 def patch():
     import halograd.cli.run, halograd.training.run
     from halograd.training.epochs import TrainingRun
-    from halograd.training.folder import CheckpointFolder
+    from halograd.training.checkpoints import CheckpointFolder
     from mpi4py import MPI
     end = TrainingRun._end_epoch
     def last(run, epoch):

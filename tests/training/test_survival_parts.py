@@ -9,8 +9,8 @@ import pytest
 from halograd.errors import UserError
 from halograd.models import mesh
 from halograd.training.build import fitting_cuts, other_cuts
+from halograd.training.checkpoints import CheckpointFolder
 from halograd.training.config import StrategyConfig
-from halograd.training.folder import CheckpointFolder
 from halograd.training.signals import StopSignals
 from halograd.training.watch import Place, describe_stall
 from halograd.training.watchdog import oom_kills

@@ -1,10 +1,10 @@
-"""What comes into the inputs of an executor: whole arrays of a script, and batches copied ahead to a device."""
+"""Arrays into and out of an executor: whole arrays of a script, batches copied ahead to a device, outputs on rank 0."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,10 +13,14 @@ from halograd.errors import UserError
 
 from ..data import LoadedBatch
 from ..device import Ticket, is_low
-from ..dtensor import Box
+from ..dtensor import Box, End, Exchange, Layout
+from ..program.views import Value
 from .kernels import Memory
 
-__all__ = ["DeviceFeed", "block_of", "check_name"]
+if TYPE_CHECKING:
+    from .executor import Executor
+
+__all__ = ["DeviceFeed", "Gather", "block_of", "check_name"]
 
 
 def check_name(name: str, known: Collection[str]) -> None:
@@ -75,8 +79,6 @@ def block_of(name: str, array: Any, shape: tuple[int, ...], box: Box, dtype: np.
 #   loader's thread   wait until the pinned buffers are free | read | upload ahead -> ticket
 #   main thread                                  join(ticket) | staged -> inputs, enqueued | enqueue the step ...
 #   device            [uploads of the next batch]             [copies of this one][kernels ...]
-
-
 class DeviceFeed:
     """Copies what a loader has read to a device, ahead of its use: the loader's `ahead`. Local.
 
@@ -147,3 +149,69 @@ class DeviceFeed:
         for copy in self._copies[item.slot]:
             copy()
         self._used[item.slot] = self._device.mark()
+
+
+class Gather:
+    """The way of some outputs, and of gradients of probed inputs, to rank 0. Collective to make, run and close.
+
+    Made once, it gathers after every step: to set it up takes longer than to run it.
+
+    Parameters
+    ----------
+    executor
+        Whose arrays they are.
+    names
+        Of layers whose output is kept.
+    gradients
+        Of probed inputs (only theirs: other gradients share memory, and are gone when `backward` returns).
+
+    Raises
+    ------
+    ValueError
+        If an output or a gradient is not kept. Local, the same on all ranks.
+    """
+
+    def __init__(self, executor: Executor, names: Sequence[str] = (), gradients: Sequence[str] = ()) -> None:
+        values = [(_output(executor, name), False) for name in names]
+        values += [(_gradient(executor, name), True) for name in gradients]
+        self._device, self._is_root = executor.device, executor.comm.rank == 0
+        self._targets: list[Any] = []
+        wanted: list[dict[str, Any]] = []
+        for value, is_gradient in values:
+            layout = Layout.on_rank(value.layout.shape, 0, executor.comm.size)
+            self._targets.append(self._device.empty(layout.boxes[executor.comm.rank].shape, value.dtype))
+            source = executor.runner.view(value.dy if is_gradient else value.view)
+            ends = {"source": End(value.layout.boxes, source), "target": End(layout.boxes, self._targets[-1])}
+            wanted.append({**ends, "kind": "gather"})
+        self._exchanges = Exchange.together(executor.comm, wanted)
+
+    def run(self) -> list[np.ndarray | None]:
+        """The whole arrays on rank 0, None elsewhere: first outputs, then gradients; overwritten by the next run."""
+        for exchange in self._exchanges:
+            exchange.run()
+        return [self._device.to_host(target) if self._is_root else None for target in self._targets]
+
+    def close(self) -> None:
+        """Free the channels."""
+        for exchange in self._exchanges:
+            exchange.close()
+
+
+def _output(executor: Executor, name: str) -> Value:
+    value = executor.values[name]
+    if value.kept or value.read:
+        return value
+    raise ValueError(
+        f"gather(): the output of {name!r} is not kept; build the executor with kept=[{name!r}], it has "
+        f"{sorted(n for n, v in executor.values.items() if v.kept or v.read)}"
+    )
+
+
+def _gradient(executor: Executor, name: str) -> Value:
+    value = executor.values[name]
+    if name in executor.probed and value.gradient is not None:
+        return value
+    raise ValueError(
+        f"gather(): the gradient of {name!r} is not kept; build the executor with probed=[...] of inputs "
+        f"that the loss depends on, it has {sorted(executor.probed)}"
+    )

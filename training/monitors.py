@@ -1,14 +1,15 @@
-"""Verdicts on the losses and scores of a run: divergence, the best validation, early stopping."""
+"""Monitors of a run: divergence of the loss, the best validation and early stopping, callbacks of the user."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any, SupportsFloat
 
 from halograd.errors import UserError
 
-__all__ = ["FACTOR", "BestScore", "LossWatch"]
+__all__ = ["FACTOR", "BestScore", "Callback", "LossWatch"]
 
 FACTOR = 1000.0
 """A loss so many times the first one has diverged."""
@@ -160,3 +161,38 @@ class BestScore:
             value = state["value"]
             self.value = math.nan if value is None else float(value)
             self.step, self.waited = int(state["step"]), int(state["waited"])
+
+
+class Callback:
+    """What a run calls while it trains: override the methods that are wanted.
+
+    Every method is called on all ranks, at the same place of the run.
+    So a method may be collective over the ranks of the run, and must not do on one rank what others wait for. Write
+    files on rank 0 only. An exception on any rank ends the job, as one in a layer does.
+    """
+
+    def on_step(self, step: int, loss: SupportsFloat, learning_rate: float) -> None:
+        """After an update.
+
+        Parameters
+        ----------
+        step
+            Updates done.
+        loss
+            Of the batch, before the update. On a device it may still be computed: ``float(loss)`` waits for it, on all
+            ranks.
+        learning_rate
+            Of the update.
+        """
+
+    def on_epoch(self, epoch: int, scores: Mapping[str, float | None]) -> None:
+        """After the validation of an epoch, which is counted from 0.
+
+        Parameters
+        ----------
+        scores
+            As printed, the mean ``loss`` first; empty where nothing is held out. None: undefined.
+        """
+
+    def on_checkpoint(self, step: int, path: Path, best: bool) -> None:
+        """After a checkpoint was written; `best`: its validation is the best so far."""

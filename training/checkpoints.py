@@ -1,0 +1,298 @@
+"""The checkpoints of a run: one file per step, when it is written, and which one a run continues from.
+
+``latest.h5`` points to the newest file and ``best.h5`` to the best. A damaged file is set aside under a name that ends
+with ``.damaged`` when a run is resumed, and the one before it is taken.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from halograd.errors import UserError
+
+from ..comm import Communicator
+from ..comm.errors import mark_agreed
+from ..data.disk import DataError
+from .checkpoint import (
+    CheckpointReader,
+    DamagedCheckpoint,
+    Snapshot,
+    TrainingProgress,
+    UnusableCheckpoint,
+    write_checkpoint,
+)
+from .pass_loss import CHECKPOINT
+from .root import on_root
+
+if TYPE_CHECKING:
+    from ..data.sampler import Sampler
+    from .log import RunLog
+    from .monitors import BestScore
+    from .optimizers import Optimizer
+    from .reduction.auto import AutoReduction
+    from .session import Session
+
+__all__ = ["CheckpointFolder", "Checkpoints"]
+
+Result = TypeVar("Result")
+
+
+class CheckpointFolder:
+    """Writes ``step-NNNNNNNN.h5`` and the symbolic links ``latest.h5`` and ``best.h5``. Local: rank 0 writes.
+
+    Parameters
+    ----------
+    path
+        Folder; made with the first checkpoint.
+    keep
+        Number of files kept up to the newest written, beside the best one; older ones are removed after it is complete.
+    check
+        Called before anything is written; raises if the folder is not this run's any more.
+    """
+
+    def __init__(self, path: str | Path, keep: int = 3, check: Callable[[], None] | None = None) -> None:
+        self.path, self.keep, self._check = Path(path), keep, check
+
+    def path_of(self, step: int) -> Path:
+        """Where the checkpoint after so many steps lies."""
+        return self.path / f"step-{step:08d}.h5"
+
+    @property
+    def latest(self) -> Path | None:
+        """The newest checkpoint, None if there is none."""
+        link = self.path / "latest.h5"
+        if link.exists():
+            return link
+        files = self._files()
+        return files[-1] if files else None
+
+    def newest_whole(self, comm: Communicator | None = None) -> tuple[CheckpointReader | None, list[str]]:
+        """The newest checkpoint whose bytes are those that were written, and what there is to tell of newer ones.
+
+        Collective over `comm`, local without one. All of it was read; the caller closes it. Damaged files are set aside
+        by rank 0.
+
+        Raises
+        ------
+        UserError
+            If there are checkpoints, but no run can go on from any.
+        """
+        faults: list[str] = []
+        damaged = True
+        for path in _on_first(comm, self._candidates):
+            try:
+                found = CheckpointReader(path, comm, whole=True)
+            except UnusableCheckpoint as error:
+                faults.append(error.reason)
+                damaged = damaged and isinstance(error, DamagedCheckpoint)
+                if isinstance(error, DamagedCheckpoint):
+                    faults[-1] += _on_first(comm, partial(self._set_aside, path))
+                continue
+            if faults:
+                _on_first(comm, partial(self._point_back, path))
+                faults.append(f"{path.name} is taken instead")
+            return found, faults
+        if faults:
+            none = "all are damaged" if damaged else "there is none"
+            raise UserError(
+                f"--resume: expected a checkpoint in {self.path} that can be read, {none}: {'; '.join(faults)}; "
+                "bring back a copy, or remove them to begin anew"
+            )
+        return None, faults
+
+    def _candidates(self) -> list[Path]:
+        """Newest first, beginning with the one that ``latest.h5`` points to."""
+        files, link = self._files()[::-1], self.path / "latest.h5"
+        target = link.resolve().name if link.exists() else ""
+        return [f for f in files if not target or f.name <= target] or files
+
+    def _set_aside(self, path: Path) -> str:
+        aside = path.with_suffix(".damaged")
+        try:
+            os.replace(path, aside)
+        except OSError as error:
+            return f", cannot be set aside ({error.strerror})"
+        return f", set aside as {aside.name}"
+
+    def write(self, snapshot: Snapshot, progress: TrainingProgress, config: str, best: bool = False) -> Path:
+        """Write one checkpoint, point ``latest.h5`` to it, if it is the best ``best.h5`` too, and remove the oldest."""
+        if self._check is not None:
+            self._check()
+        self.path.mkdir(parents=True, exist_ok=True)
+        path = self.path_of(progress.step)
+        write_checkpoint(path, snapshot, progress, config)
+        self._point_to(path)
+        if best:
+            self._point_to(path, "best")
+        chosen = self.path / "best.h5"
+        kept = chosen.resolve().name if chosen.exists() else ""
+        # Newer ones are of a run that was taken back to an earlier step: it comes to them again.
+        for old in [f for f in self._files() if f.name <= path.name][: -self.keep]:
+            if old.name != kept:
+                old.unlink()
+        for left in self.path.glob(".step-*.partial"):
+            left.unlink()
+        return path
+
+    def _point_to(self, path: Path, name: str = "latest") -> None:
+        link = self.path / f".{name}.new"
+        link.unlink(missing_ok=True)
+        link.symlink_to(path.name)
+        os.replace(link, self.path / f"{name}.h5")
+
+    def _point_back(self, path: Path) -> None:
+        with suppress(OSError):  # where it cannot be written, the file is found by its name
+            self._point_to(path)
+
+    def _files(self) -> list[Path]:
+        return sorted(path for path in self.path.glob("step-*.h5") if path.is_file())
+
+
+def _on_first(comm: Communicator | None, call: Callable[[], Result]) -> Result:
+    """What `call` returns on rank 0, on all ranks. Collective over `comm`, local without one."""
+    return call() if comm is None else on_root(comm.mpi, call)
+
+
+_log = logging.getLogger(__name__)
+
+
+class Checkpoints:
+    """The checkpoints of a run, by step, epoch and time. Collective over its communicator.
+
+    Time is that of rank 0, whose vote travels with the loss: all ranks find a checkpoint due after the same step.
+
+    Parameters
+    ----------
+    session, folder, log
+        Of the run.
+    optimizer, sampler, best, auto
+        What a checkpoint holds beside the parameters.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        folder: CheckpointFolder,
+        log: RunLog,
+        optimizer: Optimizer,
+        sampler: Sampler,
+        best: BestScore,
+        auto: AutoReduction | None = None,
+    ) -> None:
+        self._session, self._log = session, log
+        self.folder = folder
+        self._optimizer, self._sampler, self._best, self._auto = optimizer, sampler, best, auto
+        config = session.config
+        self._settings = config.output
+        self._config_text = config.model_dump_json(exclude_unset=True)
+        self._at = 0
+        self._last = time.monotonic()
+
+    def resumed(self, unvalidated: bool) -> None:
+        """The present state is that of a checkpoint; an unvalidated one is to be written again. Local."""
+        self._at = -1 if unvalidated else self._optimizer.step
+
+    def vote(self) -> None:
+        """Say with the next pass whether it is time. Local."""
+        minutes, comm = self._settings.checkpoint_minutes, self._session.comm
+        late = comm.rank == 0 and minutes > 0 and time.monotonic() - self._last >= 60 * minutes
+        self._session.executor.votes[CHECKPOINT] = late
+
+    @property
+    def due(self) -> bool:
+        """Whether the step that was just done is one to be kept, by its number or by time; alike on all ranks."""
+        every, counted = self._settings.checkpoint_steps, self._session.executor.counted
+        return counted[CHECKPOINT] > 0 or bool(every and self._optimizer.step % every == 0)
+
+    def due_after(self, epoch: int) -> bool:
+        """Whether this epoch, counted from 0, is one to be kept; alike on all ranks."""
+        every = self._settings.checkpoint_epochs
+        return bool(every and (epoch + 1) % every == 0)
+
+    def write(self, needed: bool = False, unvalidated: bool = False, best: bool = False) -> Path | None:
+        """Write a checkpoint of the present state, unless there is one: rank 0 does. Collective.
+
+        The updates of all parameters are done.
+
+        Parameters
+        ----------
+        needed
+            Whether the run may not go on without. Otherwise a disk that takes no more is reported, and the next
+            checkpoint tried when it is due.
+        unvalidated
+            See :class:`TrainingProgress`.
+        best
+            Whether its validation is the best so far.
+
+        Returns
+        -------
+        The file; None if there was one already, or it could not be written.
+
+        Raises
+        ------
+        DataError, OSError
+            If it cannot be written and is `needed`; on all ranks. Older ones are as they were.
+        """
+        if self._optimizer.step == self._at:
+            return None
+        written = None
+        self._session.executor.pulse.at("checkpoint", "")
+        try:
+            self._session.comm.agree(self._try(unvalidated, best))
+            self._at = self._optimizer.step
+            written = self.folder.path_of(self._at)
+        except (DataError, OSError) as error:
+            if needed:
+                raise self._with_last(error) from error
+            self._log.write("checkpoint_failed", step=self._optimizer.step, reason=str(error))
+            if self._session.comm.rank == 0:
+                _log.warning("step %d: %s; training goes on", self._optimizer.step, error)
+        self._last = time.monotonic()
+        self._session.executor.counted[CHECKPOINT] = 0  # answered: a device counts the next one a step late
+        return written
+
+    def _try(self, unvalidated: bool, best: bool) -> Exception | None:
+        """Write on rank 0; what went wrong. Collective where parameters are cut."""
+        session, statistics = self._session, self._session.samples.statistics
+        scaling = session.executor.store.loss_scale
+        progress = TrainingProgress(
+            self._optimizer.step,
+            session.config.training.seed,
+            self._sampler.state_dict(),
+            {name: found.state_dict() for name, found in statistics.items()},
+            unvalidated,
+            None if self._auto is None else self._auto.state_dict(),
+            None if scaling is None else scaling.state_dict(),
+            session.samples.drawn,
+            session.source,
+            self._best.state_dict(),
+            session.samples.class_counts,
+            session.samples.described,
+        )
+        snapshot = Snapshot.of(session.executor.store, self._optimizer, session.comm)
+        if snapshot is None:
+            return None
+        try:
+            path = self.folder.write(snapshot, progress, self._config_text, best)
+            self._log.write("checkpoint", step=self._optimizer.step, path=str(path), best=best)
+        except Exception as fault:
+            return fault
+        return None
+
+    def last(self) -> str:
+        """Which checkpoint a run can go on from, in words. Collective."""
+        latest = self._session.comm.bcast(self.folder.latest)
+        return f"the last good checkpoint is {latest.resolve()}" if latest else "no checkpoint was written yet"
+
+    def _with_last(self, error: Exception) -> Exception:
+        """The same error, which names the checkpoint before. Collective."""
+        fault = DataError(f"{error}; {self.last()}")
+        mark_agreed(fault, getattr(error, "arose_here", True), self._session.comm.size)
+        return fault
