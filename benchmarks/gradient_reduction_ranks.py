@@ -22,7 +22,7 @@ from halograd.kernels import get_backend
 from halograd.layers.reduction_scheme import Scheme
 from halograd.layers.strategy import Strategy
 from halograd.perfmodel.cost import count_step
-from halograd.training.reduction.tuner import ChunkSearch
+from halograd.training.auto_reduction import ChunkSearch
 from halograd.training.store import Bucket
 from halograd.training.timeline import Timeline, overlap_ratio
 

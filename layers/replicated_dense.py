@@ -6,7 +6,7 @@ them computes the gradient of all `N` samples. ::
     forward    x    all-gather, started; y of the own samples
     backward   dx   of the own samples; dy is kept
                dy   all-gather, started when backward is over
-    later      dw   = dy^T x of all samples, when the layer is needed next (`training/reduction/replicated_dense.py`)
+    later      dw   = dy^T x of all samples, when the layer is needed next (`training/reduction.py`)
 
 References: Lee et al. 2017, Section III-C2 and Algorithm 2.
 """

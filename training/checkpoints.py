@@ -33,10 +33,10 @@ from .root import on_root
 
 if TYPE_CHECKING:
     from ..data.sampler import Sampler
+    from .auto_reduction import AutoReduction
     from .log import RunLog
     from .monitors import BestScore
     from .optimizers import Optimizer
-    from .reduction.auto import AutoReduction
     from .session import Session
 
 __all__ = ["CheckpointFolder", "Checkpoints"]

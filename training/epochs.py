@@ -17,6 +17,7 @@ from halograd.schema import build
 
 from ..data import Batch
 from ..layers.reduction_scheme import Scheme
+from .auto_reduction import Tuning, report_to
 from .build import make_optimizer, make_schedule
 from .checkpoint import CheckpointReader
 from .checkpoints import CheckpointFolder, Checkpoints
@@ -26,7 +27,6 @@ from .log import Entry, RunLog, read_log
 from .metrics import Errors
 from .monitors import BestScore, Callback, LossWatch
 from .pass_loss import STOP
-from .reduction.auto import Tuning, report_to
 from .session import Session
 from .signals import CHECKPOINTED, StopSignals
 from .step_times import StepTimes

@@ -15,11 +15,11 @@ from halograd.errors import UserError
 
 from ..comm.errors import mark_agreed
 from ..layers.reduction_scheme import Scheme
+from .auto_reduction import AutoReduction, Tuning
 from .executor import Executor
 from .gradient_scaling import Clip
 from .optimizers import Optimizer
 from .pass_loss import PendingLoss, mean_of
-from .reduction.auto import AutoReduction, Tuning
 from .schedules import Schedule
 from .store import Bucket
 

@@ -1,6 +1,6 @@
 """What the sums of gradients send, take and keep under every scheme, bucket by bucket.
 
-The rules are those of `training/reduction/` and `comm/`: see `docs/gradient_reduction.md` for the formulas.
+The rules are those of `training/reduction.py` and `comm/`: see `docs/gradient_reduction.md` for the formulas.
 """
 
 from __future__ import annotations

@@ -35,9 +35,9 @@ from halograd.layers.strategy import Strategy
 from halograd.perfmodel.cost import buckets_of, memory_of, program_of
 from halograd.program.compiler import Target
 from halograd.testing import grids, random_array
+from halograd.training.auto_reduction import Tuning
 from halograd.training.executor import Executor
 from halograd.training.optimizers import SGD
-from halograd.training.reduction.auto import Tuning
 from halograd.training.schedules import Constant
 from halograd.training.trainer import Trainer
 from tests.layers.cuts import random_strategy

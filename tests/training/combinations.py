@@ -48,10 +48,10 @@ from halograd.layers import (
 )
 from halograd.layers.reduction_scheme import Scheme
 from halograd.layers.strategy import Strategy
+from halograd.training.auto_reduction import Tuning
 from halograd.training.evaluation import Evaluation
 from halograd.training.executor import Executor
 from halograd.training.optimizers import SGD, Adam, AdamW
-from halograd.training.reduction.auto import Tuning
 from halograd.training.schedules import Constant
 from halograd.training.trainer import Trainer
 from tests.layers.cuts import random_strategy

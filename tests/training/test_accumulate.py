@@ -34,9 +34,9 @@ from halograd.program.compiler import Target
 from halograd.testing import grids, random_array
 from halograd.training import train
 from halograd.training import trainer as trainer_module
+from halograd.training.auto_reduction import Tuning
 from halograd.training.executor import Executor
 from halograd.training.optimizers import SGD
-from halograd.training.reduction.auto import Tuning
 from halograd.training.schedules import Constant
 from halograd.training.trainer import Diverged, Trainer
 from tests.layers.cuts import random_strategy

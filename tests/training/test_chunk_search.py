@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halograd.layers.reduction_scheme import Scheme
-from halograd.training.reduction.tuner import ChunkSearch, Tuner
+from halograd.training.auto_reduction import ChunkSearch, Tuner
 
 
 def listing(times, step, reach):

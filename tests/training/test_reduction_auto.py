@@ -14,9 +14,9 @@ from halograd.layers.reduction_scheme import Scheme
 from halograd.layers.strategy import Strategy
 from halograd.testing import grids
 from halograd.training import trainer as trainer_module
+from halograd.training.auto_reduction import Tuning
 from halograd.training.executor import Executor
 from halograd.training.optimizers import SGD, Adam
-from halograd.training.reduction.auto import Tuning
 from halograd.training.schedules import Cosine
 from halograd.training.trainer import Trainer
 from tests.support.clock import TICK, DrivenClock

@@ -12,11 +12,11 @@ from halograd.layers.reduction_scheme import Scheme
 from halograd.layers.strategy import Strategy
 from halograd.perfmodel.reduction_choice import candidate_schemes
 from halograd.training import trainer
+from halograd.training.auto_reduction import pinned
 from halograd.training.build import make_network
 from halograd.training.checkpoint import read_header
 from halograd.training.config import load_config
 from halograd.training.log import read_log
-from halograd.training.reduction.auto import pinned
 from halograd.training.run import train
 from tests.support.clock import DrivenClock
 from tests.training.runs import write_config

@@ -10,12 +10,12 @@ import numpy as np
 
 from halograd.errors import UserError
 
-from ...comm import Communicator, Reduction
-from ...comm.reduction import ReductionSpec
-from ...dtensor import group_of, reductions_in_groups
-from ...layers.reduction_scheme import BY_NODES, KINDS, Scheme
-from ...layers.replicated_dense import ReplicatedDense
-from ..store import Bucket, ParameterStore
+from ..comm import Communicator, Reduction
+from ..comm.reduction import ReductionSpec
+from ..dtensor import group_of, reductions_in_groups
+from ..layers.reduction_scheme import BY_NODES, KINDS, Scheme
+from ..layers.replicated_dense import ReplicatedDense
+from .store import Bucket, ParameterStore
 
 __all__ = ["Reducer", "Run", "check_possible"]
 
