@@ -1,4 +1,4 @@
-"""``auto``: measures schemes of gradient reduction while training, and settles on the fastest."""
+"""``auto``: search for the fastest scheme of gradient reduction, by measurement during the first steps."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ __all__ = ["AutoReduction", "ChunkSearch", "Trial", "Tuner", "Tuning", "pinned",
 
 @dataclass
 class ChunkSearch:
-    """Which chunk size to train the next interval with, of the times that intervals took.
+    """Search for a chunk size by the times of intervals of training. Pure arithmetic.
 
-    Sizes rise by 1 up to `step` and by `step` from there, until `range` of them in a row beyond the best were no
+    Sizes rise by 1 up to `step` and by `step` from there, until `range` consecutive ones beyond the best were no
     better. ::
 
         while not search.done:
@@ -32,13 +32,13 @@ class ChunkSearch:
     Attributes
     ----------
     layers
-        How many layers there are to make chunks of; larger chunks do not exist.
+        Number of layers, and so the largest chunk.
     step, range
-        As in the paper: of what size the jumps are, and how many are made beyond the best.
+        Size of the jumps and their number beyond the best, as in the paper.
     chunk
-        To train with now.
+        Size to train with now.
     best, least
-        The best size so far, and the time of its interval [s].
+        Best size so far, and the time of its interval [s].
     done
         Whether `chunk` is the answer.
     times
@@ -51,9 +51,9 @@ class ChunkSearch:
 
     References
     ----------
-    Le et al. 2018, Algorithm 1. There, the last interval is trained and its time not looked at; here it ends the
-    search in the same place. What is added is the end at `layers`: the paper's rule for layers that fill no chunk
-    makes a longer chunk the same as chunks of one layer.
+    Le et al. 2018, Algorithm 1. There, the time of the last interval is not used; here it ends the search in the same
+    place. The end at `layers` is new: by the paper's rule for layers that fill no chunk, a longer chunk is the same as
+    chunks of one layer.
     """
 
     layers: int
@@ -71,7 +71,7 @@ class ChunkSearch:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
 
     def observe(self, seconds: float) -> None:
-        """An interval of training in chunks of `chunk` layers took so long [s], on all ranks the same number."""
+        """Record the time of an interval in chunks of `chunk` layers [s], the same number on all ranks."""
         if self.done:
             raise ValueError("observe(): expected a search that goes on, got one that is done")
         if self.chunk >= self.best + self.step * self.range:
@@ -88,11 +88,11 @@ class ChunkSearch:
         self.chunk, self.done = self.best, True
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the search stands, for a checkpoint: plain data."""
+        """Return the progress of the search, for a checkpoint: plain data."""
         return {"chunk": self.chunk, "done": self.done, "times": {str(k): v for k, v in self.times.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Continue from a checkpoint."""
         self.times = {int(k): float(v) for k, v in state["times"].items()}
         self.best = min(self.times, key=lambda k: (self.times[k], k), default=1)
         self.least = self.times.get(self.best, math.inf)
@@ -101,16 +101,16 @@ class ChunkSearch:
 
 @dataclass(frozen=True)
 class Trial:
-    """A scheme that was trained with for an interval, and what its steps took [s]."""
+    """A scheme after an interval of training, and the time of its steps [s]."""
 
     scheme: Scheme
     seconds: float
 
 
 class Tuner:
-    """Tries schemes, then chunk sizes, and settles on what was fastest. Local: ranks give the same times to theirs.
+    """Search over schemes, then over chunk sizes, for the fastest. Local; ranks observe the same times.
 
-    First the `candidates` one by one: what a cost model thinks best, so that measurement corrects it. Then, with as
+    First the `candidates` one by one, which a cost model ranks best, so that measurement corrects it. Then, with as
     many replicated layers as the best of them, chunks of layers by Algorithm 1 of Le et al. (:class:`ChunkSearch`). ::
 
         while not tuner.done:
@@ -123,14 +123,14 @@ class Tuner:
     candidates
         Schemes to try, at least one.
     search
-        Of the chunk size of ``host_accumulate``; None: no such scheme here.
+        Search for the chunk size of ``host_accumulate``; None: that scheme is not tried.
 
     Attributes
     ----------
     scheme
-        To train with now.
+        Scheme to train with now.
     trials
-        What was measured so far.
+        Measurements so far.
     done
         Whether `scheme` is the answer.
     """
@@ -144,7 +144,7 @@ class Tuner:
 
     @property
     def best(self) -> Trial | None:
-        """The fastest so far, of equals the first."""
+        """The fastest trial so far, the first of equal ones."""
         return min(self.trials, key=lambda trial: trial.seconds, default=None)
 
     @property
@@ -166,12 +166,12 @@ class Tuner:
         return self._chunked(self.search.chunk)
 
     def _chunked(self, chunk: int) -> Scheme:
-        """With as many replicated layers as the best candidate: the search may not change its mind about that."""
+        """Return a scheme of chunks with as many replicated layers as the best candidate, which stay fixed."""
         first = min(self.trials[: len(self.candidates)], key=lambda trial: trial.seconds)
         return replace(Scheme("host_accumulate", chunk=chunk), replicated_dense=first.scheme.replicated_dense)
 
     def observe(self, seconds: float) -> None:
-        """A step of the interval with `scheme` took so long [s], on all ranks the same number."""
+        """Record the time of a step with `scheme` [s], the same number on all ranks."""
         if self.done:
             raise ValueError("observe(): expected a tuner that still tries, got one that is done")
         scheme = self.scheme
@@ -184,7 +184,7 @@ class Tuner:
         self.trials.append(Trial(scheme, seconds))
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it stands, for a checkpoint: plain data."""
+        """Return the progress, for a checkpoint: plain data."""
         return {
             "candidates": [asdict(scheme) for scheme in self.candidates],
             "trials": [{"scheme": asdict(t.scheme), "seconds": t.seconds} for t in self.trials],
@@ -192,7 +192,7 @@ class Tuner:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there; candidates are those of the state."""
+        """Continue from a checkpoint, with its candidates."""
         self.candidates = [Scheme.of(scheme) for scheme in state["candidates"]]
         self.trials = [Trial(Scheme.of(t["scheme"]), float(t["seconds"])) for t in state["trials"]]
         if state["search"] is None:
@@ -201,22 +201,22 @@ class Tuner:
             self.search.load_state_dict(state["search"])
 
 
-#: Steps after a change that are not counted: buffers and messages are used for the first time.
+#: Steps after a change that do not count: they use buffers and messages for the first time.
 FIRST = 1
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """How schemes are tried.
+    """Settings of the search.
 
     Attributes
     ----------
     interval
         Steps per scheme.
     step, range
-        Of the search for a chunk size, as in Le et al. 2018, Algorithm 1; `step` = 0: no such search.
+        Settings of :class:`ChunkSearch`; `step` = 0: no search for a chunk size.
     candidates
-        Of the cost model's ranking, how many are tried.
+        How many schemes of the cost model's ranking are tried.
     """
 
     interval: int = 10
@@ -231,19 +231,19 @@ class Tuning:
 
 
 class AutoReduction:
-    """Changes the scheme of an executor between steps until the fastest is found. Collective over its communicator.
+    """Search that changes the scheme of an executor between steps. Collective over its communicator.
 
-    Ranks decide alike: an interval counts as what it took on the slowest rank, on which all agree.
+    The time of an interval is that of the slowest rank, so all ranks decide alike.
 
     Parameters
     ----------
     executor
-        Built with ``Scheme("auto")``.
+        Executor that was built with ``Scheme("auto")``.
     apply
         Called with a scheme to train on with; by default `Executor.reduce_by` (a trainer binds its optimizer too).
     ranked
         Candidates, the most promising first, as a cost model ranks them
-        (:func:`halograd.perfmodel.reduction_choice.rank_schemes`); without any, a few typical ones.
+        (:func:`halograd.perfmodel.reduction_choice.rank_schemes`); empty: a few typical ones.
     tuning
         How schemes are tried.
 
@@ -276,7 +276,7 @@ class AutoReduction:
         return possible[: self.tuning.candidates] or [Scheme("bucketed")]
 
     def _search(self) -> ChunkSearch | None:
-        """Over chunks of the layers with weights; None if there is nothing to choose, or no memory is shared."""
+        """Make the search over chunks of the layers with weights; None without a choice or shared memory."""
         store, comm = self.executor.store, self.executor.comm
         assert store.blocks is not None
         layers = sum(x.kind in ("weights", "dense") for x in gradient_layers(store.network, store.blocks))
@@ -291,22 +291,22 @@ class AutoReduction:
 
     @property
     def settled(self) -> bool:
-        """Whether the final scheme is in use: there is nothing to do any more."""
+        """Whether the final scheme is in use, and the search has ended."""
         return self.done and self._begun
 
     @property
     def scheme(self) -> Scheme:
-        """What is trained with, or will be from the next step on."""
+        """Scheme of the present step, or of the next one."""
         return self.tuner.scheme
 
     def before_step(self) -> None:
-        """A step begins. Collective."""
+        """Apply the first scheme, before the first step. Collective."""
         if not self._begun:
             self._begun = True
             self._apply(self.tuner.scheme)
 
     def after_step(self, seconds: float) -> None:
-        """A step took so long on this rank [s]. Collective."""
+        """Record the time of a step on this rank [s], and change the scheme if its interval is over. Collective."""
         if self.done:
             return
         self._times.append(seconds)
@@ -322,22 +322,22 @@ class AutoReduction:
 
     @property
     def _conditions(self) -> dict[str, Any]:
-        """Under which measurements hold, and schemes can be had."""
+        """Conditions under which measurements are valid and schemes possible."""
         comm = self.executor.comm
         return {"ranks": comm.size, "transport": comm.transport, "replicable": list(self.executor.replicable)}
 
     def state_dict(self) -> dict[str, Any]:
-        """What was measured and chosen, for a checkpoint: plain data."""
+        """Return measurements and choice, for a checkpoint: plain data."""
         return {**self._conditions, "tuner": self.tuner.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there; what was measured on other ranks, by another transport or for other layers is forgotten."""
+        """Continue from a checkpoint; ignore one of another number of ranks, transport or set of layers."""
         if all(state.get(key) == value for key, value in self._conditions.items()):
             self.tuner.load_state_dict(state["tuner"])
 
 
 def report_to(log: RunLog, auto: AutoReduction, step: Callable[[], int]) -> None:
-    """Have `auto` write every scheme that was measured, and what it settled on; `step` gives the step's number."""
+    """Let `auto` log every scheme that it measures, and its choice; `step` returns the number of the step."""
 
     def write(scheme: Scheme, seconds: float, last: bool) -> None:
         log.write("reduction", step=step(), scheme=str(scheme), seconds=seconds, chosen=False)
@@ -357,7 +357,7 @@ def report_to(log: RunLog, auto: AutoReduction, step: Callable[[], int]) -> None
 
 
 def pinned(scheme: Scheme) -> str:
-    """The table of a configuration that asks for this scheme, in a line.
+    """Return the table of a configuration with this scheme, in a line.
 
     >>> pinned(Scheme("two_chunks", first_layers=9, replicated_dense=2))
     'reduction = { name = "two_chunks", first_layers = 9, replicated_dense = 2 }'

@@ -1,17 +1,17 @@
-"""Checkpoints: everything a run needs to go on, in one HDF5 file, whatever the decomposition was.
+"""Checkpoint: everything a run needs to continue, in one HDF5 file, under any decomposition.
 
 ::
 
     /                    attribute: dtype; texts: network, config, progress
     /params/LAYER/NAME   parameters; float32 where activations have 16 bits
     /state/LAYER/NAME    running statistics
-    /optimizer           attribute: settings (kind, step); one group like /params per state array, of which "average"
+    /optimizer           attribute: settings (kind, step); one group like /params per state array; the group "average"
                          has moving averages of the parameters
-    /errors/LAYER/NAME   what rounding of gradients took away and is still to be added, if they are rounded
+    /errors/LAYER/NAME   residuals of the rounding of gradients, if they are rounded; they are added to the next ones
 
-HDF5 is for other programs. A run finds its arrays by an index behind it (:mod:`halograd.training.chunk_file`), makes
-nothing of a byte that it has not verified, and reads each once per node. A file appears under its name only when it is
-complete and on the disk.
+HDF5 is for other programs. A run finds its arrays by an index behind the HDF5 file
+(:mod:`halograd.training.chunk_file`), verifies each byte before its use, and reads each once per node. A file appears
+under its name only when it is complete and on the disk.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ Result = TypeVar("Result")
 
 
 class UnusableCheckpoint(UserError):
-    """There is a file, but no run can go on from it.
+    """An existing file from which no run can continue.
 
     Attributes
     ----------
     reason
-        The same without a remedy.
+        The message without the remedy.
     """
 
     def __init__(self, text: str) -> None:
@@ -69,22 +69,22 @@ class UnusableCheckpoint(UserError):
 
 
 class DamagedCheckpoint(UnusableCheckpoint):
-    """The bytes of a checkpoint are not those that were written, or cannot be read."""
+    """A checkpoint whose bytes are not those that were written, or cannot be read."""
 
 
 class OtherCheckpoint(UnusableCheckpoint):
-    """A file of another format or kind; it may be whole."""
+    """A file of another format or kind; it may be undamaged."""
 
 
 def write_checkpoint(
     path: str | Path, snapshot: Snapshot, progress: TrainingProgress | None = None, config: str = ""
 ) -> None:
-    """Write a checkpoint atomically; what was under `path` stays until the new file is complete. Local.
+    """Write a checkpoint atomically; an older file at `path` stays until the new one is complete. Local.
 
     Raises
     ------
     DataError
-        If the file cannot be written (disk full, no folder, no permission). Nothing is left behind.
+        If the file cannot be written (disk full, no folder, no permission). No partial file is left.
     """
     needed = snapshot.nbytes
     progress = progress or TrainingProgress()
@@ -114,7 +114,7 @@ def write_checkpoint(
 
 
 def _write_arrays(file: h5py.File, name: str, arrays: Mapping[str, Any]) -> dict[str, tuple[int, tuple[int, ...], str]]:
-    """Write a group of arrays. By path: offset in the file [B], shape and dtype."""
+    """Write a group of arrays; return offset in the file [B], shape and dtype by path."""
     group, places = file.create_group(name), {}
     for key, array in arrays.items():
         dataset = group.create_dataset(key, data=array)
@@ -124,7 +124,7 @@ def _write_arrays(file: h5py.File, name: str, arrays: Mapping[str, Any]) -> dict
 
 
 def read_header(path: str | Path) -> tuple[TrainingProgress, str]:
-    """Progress and configuration text of a checkpoint. Local; reads the chunks that hold them."""
+    """Read progress and configuration text of a checkpoint, and only the chunks that hold them. Local."""
     with CheckpointReader(path) as reader:
         return reader.header()
 
@@ -141,28 +141,28 @@ def read_checkpoint(
 
 
 class CheckpointReader:
-    """A checkpoint, open to be read. Collective over `comm` to make and to use, local without one.
+    """A checkpoint open for reading. Collective over `comm` to make and to use, local without one.
 
-    The first rank of every node reads, each byte at most once, and passes arrays on to the ranks of its node. What it
-    has read stays in its memory until `close`: at most the size of the file.
+    The first rank of every node reads each byte at most once, and broadcasts arrays to the ranks of its node. It keeps
+    the bytes in memory until `close`: at most the size of the file.
 
     Parameters
     ----------
     path
         The file, or a link to it.
     comm
-        Ranks that call this together.
+        The ranks that call this together.
     whole
-        Read and verify all of it now; otherwise what is needed, when it is.
+        Read and verify all of it now; otherwise each part when it is needed.
 
     Raises
     ------
     DamagedCheckpoint
-        If a byte that is read is not the one that was written; on all ranks, as all errors here.
+        If a byte is not the one that was written; on all ranks, as all errors here.
     OtherCheckpoint
         If it is a file of another format or kind.
     UserError
-        If there is none, or it cannot be opened.
+        If there is no file, or it cannot be opened.
     """
 
     def __init__(self, path: str | Path, comm: Communicator | None = None, whole: bool = False) -> None:
@@ -180,11 +180,11 @@ class CheckpointReader:
 
     @property
     def bytes_read(self) -> int:
-        """From the file system, by this rank, so far [B]. Local."""
+        """Bytes that this rank has read from the file system so far [B]. Local."""
         return 0 if self._raw is None else self._raw.bytes_read
 
     def header(self) -> tuple[TrainingProgress, str]:
-        """Progress and configuration text, on all ranks."""
+        """Return progress and configuration text, on all ranks."""
         found = self._read(lambda: (self._progress(), self._index["config"]))
         return self._readers.from_first(found)
 
@@ -193,10 +193,8 @@ class CheckpointReader:
     ) -> TrainingProgress:
         """Fill this rank's parameters, states and, if given, the optimizer.
 
-        Not `extents`: the network may be one for larger or smaller samples. If `averaged`, parameters become their
-        moving averages, where the checkpoint has some.
-
-        Nothing is changed unless all that is needed was read and fits.
+        Without `extents` the network may be one for larger or smaller samples. If `averaged`, parameters become their
+        moving averages, where the checkpoint has some. Nothing is changed before all arrays are read and fit.
 
         Raises
         ------
@@ -214,8 +212,7 @@ class CheckpointReader:
         arrays = {} if found is None else found[3]
         for path, whole in zip(paths, self._readers.pass_on(shapes, arrays, store.dtype), strict=True):
             wanted[path].fill(whole, store)
-        # A run that rounds gradients goes on from one that did not, one that trains a layer from one that froze it,
-        # one that averages from one that did not.
+        # A run may round gradients, train a layer or average parameters where the run of the checkpoint did not.
         for path in wanted.keys() - set(paths):
             wanted[path].begin(store)
         store.refresh()
@@ -226,10 +223,10 @@ class CheckpointReader:
         return progress
 
     def arrays(self, network: Network, averaged: bool = False) -> dict[str, np.ndarray]:
-        """Whole parameters and states of a network, by name. Local: of a reader without ranks.
+        """Return whole parameters and states of a network, by name. Local: for a reader without ranks.
 
-        If `averaged`, moving averages of the parameters, where the checkpoint has some. The network may be one for
-        larger or smaller samples. Views of what was read, until the reader is closed.
+        If `averaged`, parameters are their moving averages, where the checkpoint has some. The network may be one for
+        larger or smaller samples. The arrays are views that are valid until the reader is closed.
         """
         assert self._raw is not None
         raw = self._raw
@@ -246,9 +243,9 @@ class CheckpointReader:
             names = {path: path.partition("/")[2] for path in paths}
             return {names[p]: self._array(sources[p], spec.shape, dtype) for p, spec in paths.items()}
 
-        return self._told(read)
+        return self._checked(read)
 
-    # -- on ranks that read --------------------------------------------------------------------
+    # -- on reading ranks -----------------------------------------------------------------------
 
     def _open(self) -> int:
         self._raw = VerifiedFile(self.path)
@@ -271,7 +268,7 @@ class CheckpointReader:
     def _fitting(
         self, wanted: dict[str, _Wanted], store: ParameterStore, optimizer: Optimizer | None, extents: bool
     ) -> tuple[TrainingProgress, dict[str, Any], list[str], dict[str, np.ndarray]]:
-        """Progress, settings of the optimizer, names and whole arrays of what is wanted, if all of it fits."""
+        """Return progress, settings of the optimizer, paths and whole arrays of what is wanted, if all of it fits."""
         index = self._index
         _check_network(self.path, index["network"], store.fingerprint, extents)
         if index["dtype"] != store.dtype.name:
@@ -300,7 +297,7 @@ class CheckpointReader:
         return settings
 
     def _array(self, path: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-        """A whole array: a view of what was read."""
+        """Return a whole array, a view of the verified bytes."""
         assert self._raw is not None
         offset, found, kind = self._index["arrays"][path]
         if tuple(found) != shape or np.dtype(kind) != dtype:
@@ -310,10 +307,10 @@ class CheckpointReader:
     # -- faults --------------------------------------------------------------------------------
 
     def _read(self, call: Callable[[], Result]) -> Result | None:
-        """What `call` returns on ranks that read; what goes wrong becomes one UserError on all ranks. Collective."""
-        return self._readers.run(lambda: self._told(call))
+        """Return what `call` returns on reading ranks. A fault becomes one UserError on all ranks. Collective."""
+        return self._readers.run(lambda: self._checked(call))
 
-    def _told(self, call: Callable[[], Result]) -> Result:
+    def _checked(self, call: Callable[[], Result]) -> Result:
         try:
             return call()
         except UserError:
@@ -351,18 +348,18 @@ class CheckpointReader:
 
 @dataclass(frozen=True)
 class _Wanted:
-    """What this rank takes of an array of the file.
+    """Part of an array of the file that this rank needs.
 
     Attributes
     ----------
     name
-        Of the parameter or state that has its shape.
+        Name of the parameter or state that has its shape.
     target
         Array to fill: this rank's block, or `part` of it, flat.
     taken
-        False: what was written goes to another rank, this one begins with zeros.
+        False: another rank takes the values, this one starts with zeros.
     average
-        Whether it is an average of parameters, which begins with them.
+        Whether it is an average of parameters, which starts as these.
     """
 
     name: str
@@ -372,21 +369,21 @@ class _Wanted:
     average: bool = False
 
     def begin(self, store: ParameterStore) -> None:
-        """Be as in the first step, where the file has no such array. Local."""
+        """Set the values of the first step, where the file has no such array. Local."""
         if self.average:
             np.copyto(self.target, store.params[self.name].reshape(-1)[self.part])
         else:
             self.target.fill(0)
 
     def fill(self, whole: np.ndarray, store: ParameterStore) -> None:
-        """Take this rank's part of the array. Local."""
+        """Copy this rank's part of the array. Local."""
         block = whole[store.box(self.name).slices()]
         values = block if self.part is None else block.reshape(-1)[self.part]
         device_of(self.target).assign(self.target, values if self.taken else np.zeros_like(values))
 
 
 def _wanted(store: ParameterStore, optimizer: Optimizer | None) -> dict[str, _Wanted]:
-    """By path in the file; the same paths on all ranks."""
+    """List what this rank needs by path in the file; the paths are the same on all ranks."""
     assert store.blocks is not None
     found = {f"params/{name}": _Wanted(name, array) for name, array in store.params.items()}
     found |= {f"state/{name}": _Wanted(name, array) for name, array in store.state.items()}
@@ -402,7 +399,7 @@ def _wanted(store: ParameterStore, optimizer: Optimizer | None) -> dict[str, _Wa
 
 
 def _named(paths: Iterable[str], group: str) -> Iterator[tuple[str, str]]:
-    """Those of a group in the file, with their names there."""
+    """Yield the paths of a group in the file, each with the name below the group."""
     for path in list(paths):
         first, _, name = path.partition("/")
         if first == group:

@@ -45,23 +45,23 @@ Result = TypeVar("Result")
 
 
 class CheckpointFolder:
-    """Writes ``step-NNNNNNNN.h5`` and the symbolic links ``latest.h5`` and ``best.h5``. Local: rank 0 writes.
+    """Folder of files ``step-NNNNNNNN.h5`` and symbolic links ``latest.h5`` and ``best.h5``. Local: rank 0 writes.
 
     Parameters
     ----------
     path
         Folder; made with the first checkpoint.
     keep
-        Number of files kept up to the newest written, beside the best one; older ones are removed after it is complete.
+        Number of files that are kept, beside the best one; older ones are removed when a new one is complete.
     check
-        Called before anything is written; raises if the folder is not this run's any more.
+        Called before each write; raises if the folder belongs to another run by then.
     """
 
     def __init__(self, path: str | Path, keep: int = 3, check: Callable[[], None] | None = None) -> None:
         self.path, self.keep, self._check = Path(path), keep, check
 
     def path_of(self, step: int) -> Path:
-        """Where the checkpoint after so many steps lies."""
+        """Return the path of the checkpoint after `step` updates."""
         return self.path / f"step-{step:08d}.h5"
 
     @property
@@ -74,15 +74,15 @@ class CheckpointFolder:
         return files[-1] if files else None
 
     def newest_whole(self, comm: Communicator | None = None) -> tuple[CheckpointReader | None, list[str]]:
-        """The newest checkpoint whose bytes are those that were written, and what there is to tell of newer ones.
+        """Open the newest undamaged checkpoint; return it with messages about newer ones, None if there is none.
 
-        Collective over `comm`, local without one. All of it was read; the caller closes it. Damaged files are set aside
-        by rank 0.
+        Collective over `comm`, local without one. The file is verified as a whole; the caller closes it. Rank 0 sets
+        damaged files aside.
 
         Raises
         ------
         UserError
-            If there are checkpoints, but no run can go on from any.
+            If there are checkpoints, but a run can continue from none.
         """
         faults: list[str] = []
         damaged = True
@@ -108,7 +108,7 @@ class CheckpointFolder:
         return None, faults
 
     def _candidates(self) -> list[Path]:
-        """Newest first, beginning with the one that ``latest.h5`` points to."""
+        """List the files, newest first, starting with the one that ``latest.h5`` points to."""
         files, link = self._files()[::-1], self.path / "latest.h5"
         target = link.resolve().name if link.exists() else ""
         return [f for f in files if not target or f.name <= target] or files
@@ -122,7 +122,7 @@ class CheckpointFolder:
         return f", set aside as {aside.name}"
 
     def write(self, snapshot: Snapshot, progress: TrainingProgress, config: str, best: bool = False) -> Path:
-        """Write one checkpoint, point ``latest.h5`` to it, if it is the best ``best.h5`` too, and remove the oldest."""
+        """Write a checkpoint, point ``latest.h5`` (if `best`, ``best.h5`` too) to it, and remove the oldest."""
         if self._check is not None:
             self._check()
         self.path.mkdir(parents=True, exist_ok=True)
@@ -133,7 +133,7 @@ class CheckpointFolder:
             self._point_to(path, "best")
         chosen = self.path / "best.h5"
         kept = chosen.resolve().name if chosen.exists() else ""
-        # Newer ones are of a run that was taken back to an earlier step: it comes to them again.
+        # Newer files are of a run that was set back to an earlier step; it will write them again.
         for old in [f for f in self._files() if f.name <= path.name][: -self.keep]:
             if old.name != kept:
                 old.unlink()
@@ -148,7 +148,7 @@ class CheckpointFolder:
         os.replace(link, self.path / f"{name}.h5")
 
     def _point_back(self, path: Path) -> None:
-        with suppress(OSError):  # where it cannot be written, the file is found by its name
+        with suppress(OSError):  # without the link, the file is found by its name
             self._point_to(path)
 
     def _files(self) -> list[Path]:
@@ -156,7 +156,7 @@ class CheckpointFolder:
 
 
 def _on_first(comm: Communicator | None, call: Callable[[], Result]) -> Result:
-    """What `call` returns on rank 0, on all ranks. Collective over `comm`, local without one."""
+    """Return on all ranks what `call` returns on rank 0. Collective over `comm`, local without one."""
     return call() if comm is None else on_root(comm.mpi, call)
 
 
@@ -164,16 +164,16 @@ _log = logging.getLogger(__name__)
 
 
 class Checkpoints:
-    """The checkpoints of a run, by step, epoch and time. Collective over its communicator.
+    """Writer of the checkpoints of a run, by step, epoch and time. Collective over its communicator.
 
-    Time is that of rank 0, whose vote travels with the loss: all ranks find a checkpoint due after the same step.
+    Rank 0 measures time and votes through the loss reduction, so all ranks find a checkpoint due after the same step.
 
     Parameters
     ----------
     session, folder, log
-        Of the run.
+        Session, folder and log of the run.
     optimizer, sampler, best, auto
-        What a checkpoint holds beside the parameters.
+        Objects whose state a checkpoint holds beside the parameters.
     """
 
     def __init__(
@@ -196,49 +196,48 @@ class Checkpoints:
         self._last = time.monotonic()
 
     def resumed(self, unvalidated: bool) -> None:
-        """The present state is that of a checkpoint; an unvalidated one is to be written again. Local."""
+        """Note that the present state is that of a checkpoint; an unvalidated one is written again. Local."""
         self._at = -1 if unvalidated else self._optimizer.step
 
     def vote(self) -> None:
-        """Say with the next pass whether it is time. Local."""
+        """Vote with the next pass whether a checkpoint is due by time. Local."""
         minutes, comm = self._settings.checkpoint_minutes, self._session.comm
         late = comm.rank == 0 and minutes > 0 and time.monotonic() - self._last >= 60 * minutes
         self._session.executor.votes[CHECKPOINT] = late
 
     @property
     def due(self) -> bool:
-        """Whether the step that was just done is one to be kept, by its number or by time; alike on all ranks."""
+        """Whether a checkpoint is due after this step, by its number or by time; alike on all ranks."""
         every, counted = self._settings.checkpoint_steps, self._session.executor.counted
         return counted[CHECKPOINT] > 0 or bool(every and self._optimizer.step % every == 0)
 
     def due_after(self, epoch: int) -> bool:
-        """Whether this epoch, counted from 0, is one to be kept; alike on all ranks."""
+        """Return whether a checkpoint is due after this epoch, counted from 0; alike on all ranks."""
         every = self._settings.checkpoint_epochs
         return bool(every and (epoch + 1) % every == 0)
 
     def write(self, needed: bool = False, unvalidated: bool = False, best: bool = False) -> Path | None:
-        """Write a checkpoint of the present state, unless there is one: rank 0 does. Collective.
+        """Write a checkpoint of the present state on rank 0, unless there is one. Collective.
 
-        The updates of all parameters are done.
+        The updates of all parameters must be done.
 
         Parameters
         ----------
         needed
-            Whether the run may not go on without. Otherwise a disk that takes no more is reported, and the next
-            checkpoint tried when it is due.
+            Whether an error ends the run. Otherwise a full disk is reported, and the run continues.
         unvalidated
             See :class:`TrainingProgress`.
         best
-            Whether its validation is the best so far.
+            Whether the validation of this state is the best so far.
 
         Returns
         -------
-        The file; None if there was one already, or it could not be written.
+        Its path; None if there was one already, or it could not be written.
 
         Raises
         ------
         DataError, OSError
-            If it cannot be written and is `needed`; on all ranks. Older ones are as they were.
+            If it cannot be written and is `needed`; on all ranks. Older checkpoints are not changed.
         """
         if self._optimizer.step == self._at:
             return None
@@ -255,11 +254,11 @@ class Checkpoints:
             if self._session.comm.rank == 0:
                 _log.warning("step %d: %s; training goes on", self._optimizer.step, error)
         self._last = time.monotonic()
-        self._session.executor.counted[CHECKPOINT] = 0  # answered: a device counts the next one a step late
+        self._session.executor.counted[CHECKPOINT] = 0  # reset: a device counts the next vote one step late
         return written
 
     def _try(self, unvalidated: bool, best: bool) -> Exception | None:
-        """Write on rank 0; what went wrong. Collective where parameters are cut."""
+        """Write on rank 0; return the fault, if any. Collective where parameters are cut."""
         session, statistics = self._session, self._session.samples.statistics
         scaling = session.executor.store.loss_scale
         progress = TrainingProgress(
@@ -287,12 +286,12 @@ class Checkpoints:
         return None
 
     def last(self) -> str:
-        """Which checkpoint a run can go on from, in words. Collective."""
+        """Describe which checkpoint a run can continue from. Collective."""
         latest = self._session.comm.bcast(self.folder.latest)
         return f"the last good checkpoint is {latest.resolve()}" if latest else "no checkpoint was written yet"
 
     def _with_last(self, error: Exception) -> Exception:
-        """The same error, which names the checkpoint before. Collective."""
+        """Return the same error with the name of the previous checkpoint. Collective."""
         fault = DataError(f"{error}; {self.last()}")
         mark_agreed(fault, getattr(error, "arose_here", True), self._session.comm.size)
         return fault

@@ -1,4 +1,4 @@
-"""Files whose bytes are all covered by checksums: nothing is made of a byte that was not compared first.
+"""Files whose bytes are all covered by checksums, and verified before they are used; readers per node.
 
 ::
 
@@ -7,8 +7,8 @@
     index   what a reader needs to know: where each array lies in the body, and what else there is to read
     end     table: CRC-32 of every MiB of body and index
 
-Reading does without HDF5. It trusts its metadata: after one flipped bit the library may return other numbers, crash or
-loop; and a fault of the file beneath it leaves it in a state that crashes when the process ends.
+Reading does not use HDF5. HDF5 trusts its metadata: after one flipped bit it may return other numbers, crash or
+loop; and an I/O error leaves it in a state that crashes when the process ends.
 """
 
 from __future__ import annotations
@@ -45,24 +45,24 @@ Result = TypeVar("Result")
 
 
 class DamagedFile(Exception):
-    """The bytes of a file are not those that were written."""
+    """A file whose bytes are not those that were written."""
 
 
 class OtherFile(Exception):
-    """A file of another kind or format; its bytes were not compared with anything."""
+    """A file of another kind or format; its bytes were not verified."""
 
 
 class ChunkWriter(io.RawIOBase):
-    """A new file, for ``h5py.File(writer, "w", userblock_size=HEADER)``. Local. Call `finish` when that is closed.
+    """New file, for ``h5py.File(writer, "w", userblock_size=HEADER)``. Local. Call `finish` when that is closed.
 
-    A write that fails inside HDF5 (disk full) leaves a file that can neither be closed nor forgotten: the library
-    complains again when the process ends. Here HDF5 never sees the fault: it is kept, the rest is swallowed, and the
-    fault is raised when everything is closed.
+    A write that fails inside HDF5 (disk full) leaves a file that cannot be closed: the library reports the error again
+    when the process ends. Here HDF5 never sees the error: it is kept, later writes are dropped, and the error is raised
+    when everything is closed.
 
     Raises
     ------
     OSError
-        On leaving the ``with``, the first fault (such as ENOSPC). The file is worthless then.
+        At the end of the ``with``, the first error (such as ENOSPC). The file is incomplete then.
     """
 
     def __init__(self, path: Path) -> None:
@@ -92,7 +92,7 @@ class ChunkWriter(io.RawIOBase):
         return done
 
     def _note(self, start: int, view: memoryview) -> None:
-        """Sum the chunks that `view` fills, from memory; those that it fills in part are read again at the end."""
+        """Sum the chunks that `view` fills, from memory; chunks that it fills in part are read again at the end."""
         for chunk in range((start - HEADER) // CHUNK, -(-(start + len(view) - HEADER) // CHUNK)):
             begin = HEADER + chunk * CHUNK - start
             if begin >= 0 and begin + CHUNK <= len(view):
@@ -101,7 +101,7 @@ class ChunkWriter(io.RawIOBase):
                 self._sums.pop(chunk, None)
 
     def finish(self, index: bytes) -> None:
-        """Write index, table and header behind and before what HDF5 has written."""
+        """Write index and table behind the bytes of HDF5, and the header before them."""
         self._try(lambda: self._finish(index), None)
 
     def _finish(self, index: bytes) -> None:
@@ -124,7 +124,7 @@ class ChunkWriter(io.RawIOBase):
         return self._sums[chunk]
 
     def readinto(self, buffer) -> int:
-        """Read what HDF5 wrote before."""
+        """Read bytes that HDF5 wrote before."""
         return self._file.readinto(buffer)
 
     def seek(self, offset: int, whence: int = 0) -> int:
@@ -139,7 +139,7 @@ class ChunkWriter(io.RawIOBase):
         return self._try(lambda: self._file.truncate(end), end)
 
     def flush(self) -> None:
-        """Nothing is buffered here."""
+        """Do nothing: writes are not buffered."""
 
     def readable(self) -> bool:
         return True
@@ -162,27 +162,27 @@ class ChunkWriter(io.RawIOBase):
 
 
 class VerifiedFile:
-    """What a :class:`ChunkWriter` wrote. Local.
+    """Reader of a file of :class:`ChunkWriter`. Local.
 
-    Chunks are read when something of them is needed, compared with their checksums, and kept in memory: no byte is read
-    twice, and none is given out that was not compared.
+    A chunk is read when a byte of it is needed, compared with its checksum, and kept in memory. No byte is read twice
+    or returned unverified.
 
     Parameters
     ----------
     path
-        A regular file; anything else (a pipe, a folder, a device) is refused without being opened.
+        A regular file; anything else (a pipe, a folder, a device) is rejected without being opened.
 
     Attributes
     ----------
     bytes_read
-        From the file system so far [B].
+        Bytes read from the file system so far [B].
     identity
-        Checksum of the header, and so of all bytes.
+        Checksum of the header, and thus of all bytes.
 
     Raises
     ------
     DamagedFile
-        Here and by every method that reads: the bytes are not those that were written, or cannot be read.
+        Also by every method that reads: if bytes are not those that were written, or cannot be read.
     OtherFile
         If it does not begin as such a file of this format.
     OSError
@@ -201,7 +201,7 @@ class VerifiedFile:
             raise
 
     def _begin(self) -> None:
-        """Read header and table, and make room for the rest."""
+        """Read header and table, and allocate memory for the rest."""
         size = os.fstat(self._file.fileno()).st_size
         header = bytes(self._read(0, min(HEADER, size)))
         if header.startswith(_HDF5_SIGNATURE):
@@ -226,7 +226,7 @@ class VerifiedFile:
         self._memory[:HEADER] = np.frombuffer(header, np.uint8)
 
     def load(self, start: int = 0, stop: int | None = None) -> None:
-        """Read and verify what was not yet of the bytes from `start` to `stop`, by default all."""
+        """Read and verify the bytes from `start` to `stop`, by default all, that are not verified yet."""
         last = self._end if stop is None else min(stop, self._end)
         first = max(0, (start - HEADER) // self._chunk)
         for chunk in range(first, -(-(last - HEADER) // self._chunk)):
@@ -239,11 +239,11 @@ class VerifiedFile:
                 self._known[chunk] = True
 
     def index(self) -> bytes:
-        """The index, verified."""
+        """Return the verified index."""
         return self.view(self._index, self._end - self._index).tobytes()
 
     def view(self, start: int, nbytes: int) -> np.ndarray:
-        """Verified bytes: ``(nbytes,)`` uint8, not a copy, not to be written to."""
+        """Return verified bytes: ``(nbytes,)`` uint8, a read-only view."""
         self.load(start, start + nbytes)
         view = self._memory[start : start + nbytes]
         view.flags.writeable = False
@@ -262,7 +262,7 @@ class VerifiedFile:
         return data
 
     def close(self) -> None:
-        """Close the file and give back its memory, but for views that are still in use; idempotent."""
+        """Close the file and free its memory, except views that are still in use; idempotent."""
         self._file.close()
         self._memory = np.empty(0, np.uint8)
 
@@ -272,7 +272,7 @@ def _chunks(end: int, chunk: int) -> int:
 
 
 def _read_all(file: io.RawIOBase | io.FileIO, data: memoryview) -> int:
-    """Fill `data`, or as much of it as the file has; how much [B]."""
+    """Fill `data` as far as the file has bytes; return how many [B]."""
     done = 0
     while done < len(data):
         count = file.readinto(data[done:])
@@ -282,17 +282,17 @@ def _read_all(file: io.RawIOBase | io.FileIO, data: memoryview) -> int:
     return done
 
 
-#: What an MPI library counts in 32 bits is sent in parts [B].
+#: Size of the parts of a broadcast [B]: MPI libraries count in 32 bits.
 PART = 1 << 30
 
 
 class NodeReaders:
-    """The first rank of every node. Collective over `comm` to make and to use; one rank is alone without one.
+    """Reading ranks, the first of every node. Collective over `comm` to make and to use; local without one.
 
     Attributes
     ----------
     reads
-        Whether this rank is one of them.
+        Whether this rank reads.
     """
 
     def __init__(self, comm: Communicator | None) -> None:
@@ -303,12 +303,12 @@ class NodeReaders:
             self.reads = nodes.index(nodes[self._comm.rank]) == self._comm.rank
 
     def run(self, call: Callable[[], Result]) -> Result | None:
-        """What `call`, which must not communicate, returns on a rank that reads; None elsewhere.
+        """Return what `call`, which must not communicate, returns on a reading rank; None elsewhere.
 
         Raises
         ------
         Exception
-            What `call` raises on any rank, on all ranks.
+            On all ranks, what `call` raises on any rank.
         """
         if self._comm is None:
             return call()
@@ -324,7 +324,7 @@ class NodeReaders:
         return result
 
     def from_first(self, value: Result | None) -> Result:
-        """The small object that rank 0, which reads, passes."""
+        """Broadcast a small object from rank 0, which reads."""
         found = value if self._comm is None else self._comm.bcast(value)
         assert found is not None
         return found
@@ -332,20 +332,20 @@ class NodeReaders:
     def pass_on(
         self, wanted: Iterable[tuple[str, tuple[int, ...]]], arrays: Mapping[str, np.ndarray], dtype: np.dtype
     ) -> Iterator[np.ndarray]:
-        """One whole array after the other, by name, on all ranks. Take it to the end.
+        """Yield one whole array after the other, by name, on all ranks. Iterate to the end.
 
         Parameters
         ----------
         wanted
-            Names and shapes, the same on all ranks.
+            Names and shapes of the arrays, the same on all ranks.
         arrays
-            All of them, C-contiguous, on ranks that read.
+            All arrays, C-contiguous, on reading ranks.
         dtype
-            Theirs.
+            Dtype of the arrays.
 
         Yields
         ------
-        Each is valid until the next one.
+        Arrays, each valid until the next one.
         """
         if self._comm is None:
             yield from (arrays[name] for name, _ in wanted)

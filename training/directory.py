@@ -1,16 +1,16 @@
-"""The directory of a run: made, and held by one run at a time through ``run.lock``, which has the name of its owner.
+"""The directory of a run, held by one run at a time through ``run.lock``, which names its owner.
 
-Rank 0 makes the lock before anything else is written, touches it every few seconds, and removes it at the end. What a
-killed run has left is taken over:
+Rank 0 makes the lock before anything else is written, touches it every few seconds, and removes it at the end. The
+lock that a killed run has left is taken over:
 
 | the owner was | taken over |
 |---|---|
 | the same batch job, before it was requeued | at once |
 | a process of this machine (and of this container) | if it is gone |
-| anything else, such as a process of another node | if it does not touch the lock any more |
+| any other process, such as one on another node | if it does not touch the lock any more |
 
-Nothing but creating, renaming and touching a file is needed: shared file systems often have no other locks. An owner
-that was taken for dead (stopped, cut off) finds its name replaced before it writes the next checkpoint, and ends.
+The lock needs only creation, renaming and touching of a file, because shared file systems often have no other locks. A
+run that lost its lock because it was stopped or cut off finds that before its next checkpoint, and ends.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ from halograd.errors import UserError
 
 __all__ = ["Owner", "RunLock", "job_id", "make_folder"]
 
-BEAT = 10.0  # between two touches of an owner [s]
-POLL = 0.5  # between two looks at the lock of another [s]
-ENDING = 5.0  # how long a process of this machine is given to end [s]
-SILENCE = 60.0  # an owner elsewhere that has not touched the lock for so long, while we looked, is gone [s]
-OLD = 900.0  # a lock that was last touched so long ago needs no looking: clocks of nodes differ less [s]
+BEAT = 10.0  # time between two touches of an owner [s]
+POLL = 0.5  # time between two readings of the lock of another run [s]
+ENDING = 5.0  # time for a process of this machine to end [s]
+SILENCE = 60.0  # an owner on another machine is gone if the lock is not touched for so long [s]
+OLD = 900.0  # a lock that is older needs no waiting: clocks of nodes differ less [s]
 
-#: What batch systems call a job.
+#: Environment variables with the number of a batch job.
 _JOBS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID")
 
 _log = logging.getLogger(__name__)
 
 
 def job_id() -> str | None:
-    """Number of the batch job that this process belongs to, None without one. Local."""
+    """Return the number of the batch job that this process belongs to, None without one. Local."""
     return next((os.environ[name] for name in _JOBS if name in os.environ), None)
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder of a run. Local. Raises UserError where that cannot be."""
+    """Make a folder of a run. Local. Raises UserError if that fails."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -60,18 +60,18 @@ def make_folder(path: Path) -> None:
 
 @dataclass(frozen=True)
 class Owner:
-    """Who holds a directory; an empty one for a lock that cannot be read.
+    """Process that holds a directory; an empty one for a lock that cannot be read.
 
     Attributes
     ----------
     key
-        Random, different for every run.
+        Random number, different for every run.
     place
-        Where process numbers mean the same: boot of the kernel, and namespace.
+        Scope of process numbers: boot of the kernel, and namespace.
     started
-        When the process began, as the kernel counts; empty where that is not known.
+        Start of the process, as the kernel counts; empty where that is not known.
     job, restarts
-        Of the batch system; how often it has requeued the job.
+        Job of the batch system, and how often it was requeued.
     """
 
     key: str = ""
@@ -84,7 +84,7 @@ class Owner:
 
     @classmethod
     def this(cls) -> Owner:
-        """This process."""
+        """Describe this process."""
         pid = os.getpid()
         restarts = os.environ.get("SLURM_RESTART_COUNT", "")
         requeued = int(restarts) if restarts.isdecimal() else 0
@@ -92,7 +92,7 @@ class Owner:
 
     @classmethod
     def parse(cls, text: str) -> Owner:
-        """The owner that a lock names."""
+        """Parse the text of a lock."""
         try:
             found = json.loads(text)
             owner = cls(**{field.name: found[field.name] for field in fields(cls)})
@@ -102,11 +102,11 @@ class Owner:
         return owner if typed and 0 < owner.process < 1 << 31 else cls()
 
     def here(self, other: Owner) -> bool:
-        """Whether its process can be looked for from where `other` is."""
+        """Return whether `other` runs in the scope of this owner's process numbers."""
         return bool(self.place) and (self.place, self.host) == (other.place, other.host)
 
     def gone(self, me: Owner) -> str | None:
-        """Why it cannot be at work any more; None if it is, or that cannot be known here."""
+        """Return why this owner has ended; None if it runs, or that cannot be known here."""
         if self.job and self.job == me.job and self.restarts < me.restarts:
             return "the job was requeued"
         if self.here(me) and not _alive(self.process, self.started):
@@ -120,12 +120,12 @@ class Owner:
 
 
 class RunLock:
-    """The right to write to the directory of a run, from `acquire` on, while a ``with`` lasts. Local; rank 0 acquires.
+    """Lock of the directory of a run, from `acquire` to the end of the ``with``. Local; rank 0 acquires.
 
     Parameters
     ----------
     directory
-        Of the run; made by `acquire`, and removed again if nothing is in it at the end.
+        Directory of the run; made by `acquire`, and removed at the end if it is empty.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -136,12 +136,12 @@ class RunLock:
         self._thread = threading.Thread(target=self._beat, name="run lock", daemon=True)
 
     def acquire(self) -> None:
-        """Wait until it is known whether the directory is free, or its owner gone, and take it.
+        """Wait until the directory is known to be free, or its owner to be gone, and take it.
 
         Raises
         ------
         UserError
-            If another run is at work in it, or it cannot be made.
+            If another run uses it, or it cannot be made.
         OSError
             If no file can be made in it.
         """
@@ -151,7 +151,7 @@ class RunLock:
         while not self._create(self.path):
             seen = self._look()
             if seen is None:
-                continue  # it was just given back
+                continue  # it was released meanwhile
             owner = Owner.parse(seen[0])
             reason = self._judge(owner, seen, first or seen, time.monotonic() - begun)
             if reason is not None and self._replace(seen[0]):
@@ -165,7 +165,7 @@ class RunLock:
         self._thread.start()
 
     def _judge(self, owner: Owner, seen: tuple[str, float], first: tuple[str, float], waited: float) -> str | None:
-        """Why to take the lock over, None to look again. Raises UserError if its owner is at work."""
+        """Return why to take the lock over, None to read it again. Raises UserError if its owner runs."""
         reason = owner.gone(self._me)
         if reason is not None:
             return reason
@@ -185,7 +185,7 @@ class RunLock:
         )
 
     def check(self) -> None:
-        """Before something is written that another run would miss. Local; does nothing where it was not acquired.
+        """Check, before a write, that the lock is still this run's. Local; no-op where it was not acquired.
 
         Raises
         ------
@@ -194,7 +194,7 @@ class RunLock:
         """
         if not self._held:
             return
-        with contextlib.suppress(OSError):  # what is written next says what is wrong with the disk
+        with contextlib.suppress(OSError):  # the next write reports the fault of the disk
             seen = self._look()
             if seen is None:  # removed by hand
                 self._create(self.path)
@@ -207,7 +207,7 @@ class RunLock:
                 )
 
     def _create(self, path: Path) -> bool:
-        """Make a file that names this run, if there is none under this name."""
+        """Make a file that names this run; return whether there was none under this name."""
         try:
             descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
         except FileExistsError:
@@ -221,10 +221,10 @@ class RunLock:
         return True
 
     def _replace(self, text: str) -> bool:
-        """Make the lock that says `text` this run's; False if another run is about to, or was faster.
+        """Replace the lock with content `text` by this run's; return False if another run does.
 
-        The run that makes the claim to this very lock is the only one to replace it. One that is killed at this moment
-        leaves its claim, which is removed after a while.
+        Only the run that creates the claim to this very lock replaces it. A run that is killed meanwhile leaves its
+        claim, which is removed after a while.
         """
         claim = self.path.with_name(f"run.lock.{zlib.crc32(text.encode()):08x}")
         if not self._create(claim):
@@ -240,9 +240,9 @@ class RunLock:
         return True
 
     def _look(self) -> tuple[str, float] | None:
-        """What the lock says, and when it was last touched; None if there is none."""
+        """Read the lock, and when it was last touched; return None if there is none."""
         try:
-            # Opened, because NFS asks the server then; without waiting, as for somebody to write to a pipe.
+            # Opened, because NFS then queries the server; non-blocking, in case it is a pipe.
             descriptor = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)
         except FileNotFoundError:
             return None
@@ -260,7 +260,7 @@ class RunLock:
         return seen is not None and Owner.parse(seen[0]) == self._me
 
     def release(self) -> None:
-        """Give the directory back; idempotent."""
+        """Release the directory; idempotent."""
         if self._held:
             self._held = False
             self._ended.set()
@@ -290,7 +290,7 @@ def _place() -> str:
 
 
 def _started(pid: int) -> str | None:
-    """When a process began, "" if it has ended and was not waited for; None if that is not to be seen."""
+    """Return the start of a process, "" if it has ended without being waited for; None if that is not visible."""
     try:
         state, *rest = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -299,12 +299,12 @@ def _started(pid: int) -> str | None:
 
 
 def _alive(pid: int, started: str) -> bool:
-    """Whether the process that began then still runs."""
+    """Return whether the process with this start still runs."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # another user's
+    except PermissionError:  # process of another user
         pass
     found = _started(pid)
     return found is None or found == started

@@ -164,35 +164,35 @@ class BestScore:
 
 
 class Callback:
-    """What a run calls while it trains: override the methods that are wanted.
+    """Base of the callbacks of a run: override methods for loggers or monitors of your own.
 
-    Every method is called on all ranks, at the same place of the run.
-    So a method may be collective over the ranks of the run, and must not do on one rank what others wait for. Write
-    files on rank 0 only. An exception on any rank ends the job, as one in a layer does.
+    Every method is called on all ranks, at the same place of the run. So a method may be collective over the ranks of
+    the run; one that communicates must do so on all ranks. Write files on rank 0 only. An exception on any rank ends
+    the job, as one in a layer does.
     """
 
     def on_step(self, step: int, loss: SupportsFloat, learning_rate: float) -> None:
-        """After an update.
+        """Act after an update.
 
         Parameters
         ----------
         step
             Updates done.
         loss
-            Of the batch, before the update. On a device it may still be computed: ``float(loss)`` waits for it, on all
-            ranks.
+            Loss of the batch, before the update. A device may still compute it: ``float(loss)`` waits for it, and is
+            collective then.
         learning_rate
-            Of the update.
+            Learning rate of the update.
         """
 
     def on_epoch(self, epoch: int, scores: Mapping[str, float | None]) -> None:
-        """After the validation of an epoch, which is counted from 0.
+        """Act after the validation of an epoch. Epochs count from 0.
 
         Parameters
         ----------
         scores
-            As printed, the mean ``loss`` first; empty where nothing is held out. None: undefined.
+            Scores as printed, the mean ``loss`` first; empty without held-out samples. None: undefined.
         """
 
     def on_checkpoint(self, step: int, path: Path, best: bool) -> None:
-        """After a checkpoint was written; `best`: its validation is the best so far."""
+        """Act after a checkpoint is written. If `best`, its validation is the best so far."""

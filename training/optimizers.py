@@ -1,7 +1,7 @@
 """Optimizers: one update of a bucket's parameters from its summed gradients, in place.
 
-An optimizer has one kernel of the backend per bucket, on arrays that all exist before the first step. Its state is seen
-by checkpoints under ``layer/parameter``, whatever the buckets are.
+An optimizer has one kernel of the backend per bucket, on arrays that all exist before the first step. Checkpoints name
+its state by ``layer/parameter``, independent of the buckets.
 """
 
 from __future__ import annotations
@@ -26,34 +26,34 @@ if TYPE_CHECKING:
 __all__ = ["AVERAGE", "LARS", "SGD", "Adam", "AdamW", "Optimizer"]
 
 
-#: Name of the state that holds moving averages of parameters; the last one.
+#: Name of the state with moving averages of parameters; the last one.
 AVERAGE = "average"
 
 
 class Optimizer(ABC):
-    """Base of the optimizers. Local: gradients come summed, every rank updates its own copy alike.
+    """Base of the optimizers. Local: gradients are summed before, and every rank updates its copy alike.
 
-    One step is `begin_step`, then `update` of every bucket, in any order.
+    A step is `begin_step`, then `update` of every bucket, in any order.
 
     Parameters
     ----------
     store
-        Whose parameters.
+        Store of the parameters.
     weight_decay
-        Of the parameters that are subject to it.
+        Factor of the weight decay, for parameters that are subject to it.
     factors
-        Factors on the learning rate, by name of a layer or pattern of names (``"encoder/*"``); where several fit, the
+        Factors on the learning rate, by name of a layer or pattern of names (``"encoder/*"``); where several match, the
         last one counts.
     average
-        Of the moving averages of all parameters, the weight that the old ones keep in an update, in [0, 1); 0: there
-        are none. In the first steps it is less, ``(1 + step) / (10 + step)``, so that they forget how they began.
+        Weight of the old values in the moving averages of all parameters, in [0, 1); 0: no averages. In the first
+        steps it is smaller, ``(1 + step) / (10 + step)``, so that initial values lose their weight.
 
     Attributes
     ----------
     step
-        Updates begun so far.
+        Number of updates begun so far.
     learning_rate
-        Of the current step.
+        Learning rate of the current step.
     gradient_scale
         Factor on all gradients of the current step (clipping).
     """
@@ -73,7 +73,7 @@ class Optimizer(ABC):
             raise ValueError(f"average: expected a number in [0, 1), got {average!r}")
         if average:
             self.state_names = (*self.state_names, AVERAGE)
-        #: By layer, of those that have one; and the different ones, which have a row of numbers each.
+        #: Factors by layer, where given; and the distinct factors, with a row of scalars each.
         self._factor_of = factors_of(factors or {}, store.network)
         self._factors = np.array(sorted({1.0, *self._factor_of.values()}))
         self.step, self.learning_rate = 0, 0.0
@@ -95,7 +95,7 @@ class Optimizer(ABC):
         self.begin_averages()
 
     def bind(self) -> None:
-        """Make the views for the buckets that the store has now; the state stays as it is. Local.
+        """Make the kernels for the present buckets of the store; the state does not change. Local.
 
         Raises
         ------
@@ -110,7 +110,7 @@ class Optimizer(ABC):
         self._kernels = {id(bucket): list(self._kernels_of(bucket)) for bucket in self.store.buckets}
 
     def _kernels_of(self, bucket: Bucket) -> Iterator[Kernel]:
-        """The kernels that update what this rank owns of a bucket, one per run of parameters of one factor."""
+        """Yield kernels that update what this rank owns of a bucket, one per run of parameters of one factor."""
         own = self.store.owned(bucket)
         for run, factor in self._runs(bucket):
             part = slice(max(run.start, own.start), max(min(run.stop, own.stop), run.start, own.start))
@@ -123,7 +123,7 @@ class Optimizer(ABC):
                 yield self.store.memory.kernels.average(given)
 
     def _runs(self, bucket: Bucket) -> list[tuple[slice, float]]:
-        """Ranges of a bucket, one behind the other, of parameters whose layers have one factor."""
+        """Return consecutive ranges of a bucket whose layers have one factor each."""
         starts: list[tuple[int, float]] = []
         for name, where in bucket.slices.items():
             factor = self._factor_of.get(name.rpartition("/")[0], 1.0)
@@ -133,7 +133,7 @@ class Optimizer(ABC):
         return [(slice(start, stop), factor) for (start, factor), stop in zip(starts, stops)]
 
     def _bound(self, bucket: Bucket, part: slice, scalars: Any) -> tuple[UpdateArrays, Any]:
-        """What is updated of a part of a bucket; and its averages, if there are any."""
+        """Return the arrays to update of a part of a bucket, and its averages, if there are any."""
         first, scaling = self._starts[id(bucket)], self.store.loss_scale
         state = [s[first + part.start : first + part.stop] for s in self._arrays[bucket.flat]]
         average = state.pop() if self.average else None
@@ -143,24 +143,24 @@ class Optimizer(ABC):
         return UpdateArrays(params, grads, tuple(state), scalars, decays, copy, skip), average
 
     def begin_averages(self) -> None:
-        """Averages are the parameters of now, as in the first step. Local."""
+        """Set the averages to the present parameters, as in the first step. Local."""
         for bucket, own, state in self.averages():
             np.copyto(state, bucket.params[own])
 
     def averages(self) -> Iterator[tuple[Bucket, slice, Any]]:
-        """Per bucket, what this rank updates of it, and the averages of that: views. Nothing without averages."""
+        """Yield buckets, the range of each that this rank updates, and its averages: views. Empty without averages."""
         for bucket in self.store.buckets if self.average else ():
             own, first = self.store.owned(bucket), self._starts[id(bucket)]
             yield bucket, own, self._arrays[bucket.flat][-1][first + own.start : first + own.stop]
 
     def ranges(self, bucket: Bucket) -> list[tuple[int, int, bool]]:
-        """``(start, stop, decayed)`` of a bucket, for the kernel."""
+        """Return the ranges ``(start, stop, decayed)`` of a bucket for the kernel."""
         return bucket.decays
 
     def begin_step(self, learning_rate: float, gradient_scale: Any = 1.0) -> None:
-        """A step begins: all updates of the last one are done. The scale may be an array ``(1,)`` on the device."""
+        """Begin a step, after all updates of the last one. The scale may be an array ``(1,)`` on the device."""
         if not self.step:
-            self.begin_averages()  # parameters may have been read from a file
+            self.begin_averages()  # parameters may be read from a file after construction
         self.step += 1
         self.learning_rate, self.gradient_scale = learning_rate, gradient_scale
         pinned, sent = self._pinned[self.step % 2], self._sent[self.step % 2]
@@ -179,7 +179,7 @@ class Optimizer(ABC):
 
     @property
     def _weight(self) -> float:
-        """Share of the new parameters in their averages, in this step."""
+        """Weight of the new parameters in their averages in this step."""
         return 1 - min(self.average, self.step / (9 + self.step))
 
     def update(self, bucket: Bucket) -> None:
@@ -188,17 +188,17 @@ class Optimizer(ABC):
             kernel()
 
     def corrections(self) -> tuple[float, float]:
-        """What the update divides the two moments by in this step."""
+        """Return the divisors of the two moments in this step."""
         return 1.0, 1.0
 
     @abstractmethod
     def kernel(self, arrays: UpdateArrays) -> Kernel:
-        """The backend's kernel that updates (a shard of) a bucket."""
+        """Make the kernel of the backend that updates a bucket or a shard of it."""
 
     def _places(self) -> tuple[dict[int, int], list[int]]:
-        """Per bucket where its first element would lie in the state arrays of its flat; and their sizes.
+        """Return, per bucket, the place of its first element in the state arrays of its flat; and their sizes.
 
-        A rank has state for what it updates only: where buckets are sharded, one shard lies behind the other.
+        A rank has state only for elements that it updates: the shards of buckets are stored one after the other.
         """
         if self._shards is None:
             return {id(b): b.start for b in self.store.buckets}, [f.params.size for f in self.store.flats]
@@ -210,15 +210,17 @@ class Optimizer(ABC):
         return starts, sizes
 
     def _owned_ranges(self) -> list[tuple[int, int, int]] | None:
-        """Flat, start and stop of what this rank updates where buckets are sharded; None where they are not."""
+        """Return flat, start and stop of what this rank updates where buckets are sharded; else None."""
         if not self.store.scheme.kind.shards:
             return None
         owns = [(b, self.store.owned(b)) for b in self.store.buckets]
         return [(b.flat, b.start + own.start, b.start + own.stop) for b, own in owns]
 
     def kept_state(self) -> dict[str, dict[str, tuple[slice, Any]]]:
-        """By name of the state and ``layer/parameter`` the elements of the flat parameter that this rank has state for,
-        and the state: views."""
+        """Return the elements of flat parameters that this rank has state for, and the state: views.
+
+        Both by the name of the state and ``layer/parameter``.
+        """
         kept: dict[str, dict[str, tuple[slice, Any]]] = {key: {} for key in self.state_names}
         for bucket in self.store.buckets:
             own, first = self.store.owned(bucket), self._starts[id(bucket)]
@@ -231,10 +233,10 @@ class Optimizer(ABC):
         return kept
 
     def named_state(self, comm: Communicator | None = None) -> dict[str, dict[str, Any]]:
-        """State arrays by name of the state and ``layer/parameter``, shaped as the parameters: views.
+        """Return state arrays by name of the state and ``layer/parameter``, shaped as the parameters: views.
 
-        Collective over `comm` where shards are updated, else local: then the arrays are whole copies, on the first rank
-        that holds a block of the parameter; others have nothing.
+        Collective over `comm` where shards are updated, else local. With shards the arrays are whole copies on the
+        first rank that holds a block of the parameter, and empty on other ranks.
         """
         named: dict[str, dict[str, Any]] = {key: {} for key in self.state_names}
         for bucket in self.store.buckets:
@@ -251,7 +253,7 @@ class Optimizer(ABC):
         return named
 
     def settings(self) -> Mapping[str, Any]:
-        """Scalars of the state, for checkpoints."""
+        """Return the scalars of the state, for checkpoints."""
         return {"kind": type(self).__name__, "step": self.step}
 
 
@@ -350,7 +352,7 @@ class LARS(Optimizer):
         super().__init__(store, weight_decay, factors, average)
 
     def ranges(self, bucket: Bucket) -> list[tuple[int, int, bool]]:
-        """Those of the parameters."""
+        """Return one range per parameter."""
         return [
             (w.start, w.stop, any(a <= w.start < b and d for a, b, d in bucket.decays)) for w in bucket.slices.values()
         ]
@@ -360,12 +362,12 @@ class LARS(Optimizer):
 
 
 def factors_of(factors: Mapping[str, float], network: Network) -> dict[str, float]:
-    """Factors on the learning rate by layer, of those by pattern. Local.
+    """Return the factors on the learning rate by layer, from factors by pattern. Local.
 
     Raises
     ------
     ValueError
-        A pattern that fits no layer with parameters, or a factor that is no finite number of at least 0.
+        If a pattern matches no layer with parameters, or a factor is no finite number of at least 0.
     """
     found: dict[str, float] = {}
     for pattern, factor in factors.items():
@@ -376,7 +378,7 @@ def factors_of(factors: Mapping[str, float], network: Network) -> dict[str, floa
 
 
 def within(ranges: Sequence[tuple[int, int, bool]], own: slice) -> list[tuple[int, int, bool]]:
-    """The ranges within a part of the bucket, counted from its beginning.
+    """Clip ranges to a part of the bucket, counted from the start of the part.
 
     >>> within([(0, 10, True), (10, 20, False)], slice(5, 15))
     [(0, 5, True), (5, 10, False)]

@@ -23,69 +23,68 @@ Run = Callable[[str, str, Callable[[], None]], None]
 
 
 class Reducer:
-    """Sums the gradients of a store over the ranks that hold the same blocks, and updates them. Collective. ::
+    """Sums of the gradients of a store over the ranks that hold the same blocks, and their updates. Collective. ::
 
-        begin()                      # backward begins; of a batch in parts, begin(part)
-        ready(layer)                 # for every layer, as backward has passed it: start the sums that are complete
-        flush()                      # backward is over
+        begin()                      # before backward; begin(part) for a batch in parts
+        ready(layer)                 # after backward of each layer: start the sums that are complete
+        flush()                      # after backward
         ...
-        require(layer)               # for every layer of the next forward pass, before it computes: wait, update
+        require(layer)               # before each layer of the next forward pass: wait, update
 
-    and `finish` whenever somebody wants to read parameters. All ranks make the same calls in the same order: so
-    collectives are issued in one order everywhere. A step allocates nothing.
+    and `finish` before parameters are read. All ranks make the same calls in the same order, so collectives are issued
+    in one order everywhere. A step allocates nothing.
 
-    What is summed together says the store, whose buckets are those of the scheme; how, the scheme's method
-    (`halograd.comm.sums`). In shards (``sharded``) every rank sums and updates its shard of the parameters, and passes
-    it on: at the first `require` of a forward pass, for every bucket, those of the first layers first, wait for the
-    reduce-scatter, update the own shard and start the all-gather, for which the bucket's layers wait. So gradients
-    travel behind backward, and parameters behind forward.
+    The buckets of the store decide what one sum contains, the method of the scheme how it is computed
+    (`halograd.comm.sums`). With shards (``sharded``) every rank sums and updates its shard of the parameters, and sends
+    it to the others. The first `require` of a forward pass does that for all buckets, those of the first layers first:
+    it waits for the reduce-scatter, updates the own shard and starts the all-gather, for which the layers of the bucket
+    wait. So gradients travel during backward, and parameters during forward.
 
-    Replicated dense layers sum nothing, beside any scheme: their operators gather activations and errors, and `require`
-    computes the gradient of the whole batch. The gathers of errors start behind all sums in `flush`, and travel during
+    Replicated dense layers sum nothing, under any scheme: their operators gather activations and errors, and `require`
+    computes the gradient of the whole batch. The gathers of errors start after all sums in `flush`, and travel during
     the next forward pass.
 
     Parameters
     ----------
     store
-        Made for this scheme.
+        Store that was made for this scheme.
     comm
-        Whose ranks share the parameters.
+        Communicator of the ranks that share the parameters.
     scheme
-        What is asked for.
+        Scheme of gradient reduction.
     dense
-        The operators of the layers that may be replicated, as far as backward reaches them, in order of computation.
+        Operators of the layers that may be replicated, as far as backward reaches them, in order of computation.
     run
         ``run(layer, "backward", call)`` calls, and records the time of a gradient; None: no times are recorded.
 
     Attributes
     ----------
     store, comm, scheme
-        As given.
+        The parameters of the same names.
     update
-        Called with a bucket once its gradients are summed, when its parameters are next needed or
-        :meth:`finish` is called, whichever comes first. None: nothing is updated.
+        Called with a bucket after its gradients are summed: when its parameters are next needed or at :meth:`finish`,
+        whichever comes first. None: nothing is updated.
     delayed
-        False: `flush` waits for gathers of replicated layers and computes the gradients, as a step without any overlap
-        would. Both orders give the same bits: what is computed, and of what, is the same.
+        False: `flush` waits for gathers of replicated layers and computes the gradients, as a step without overlap
+        would. Both orders give the same bits, because they compute the same from the same arrays.
 
     Raises
     ------
     UserError
-        If the scheme cannot be had here; on all ranks.
+        If the scheme is not possible here; on all ranks.
 
     Notes
     -----
-    Communication per process and step: one sum per bucket that it holds something of, as its method is booked
-    (`Communicator.reduction`); per replicated layer two all-gathers of its rows
-    (`halograd.layers.replicated_dense`). What rounding takes away lies in `Bucket.errors`, and with the sums until
-    `settle`.
+    Communication per process and step: one sum per bucket of which it holds a part, counted by its method
+    (`Communicator.reduction`); per replicated layer two all-gathers of its rows (`halograd.layers.row_gather`).
+    Rounding residuals are in `Bucket.errors`, and with the sums until `settle`.
 
     References
     ----------
     Le et al. 2018, Section 3.1 (steps B-4-1 to B-5-2) and Section 4.1: chunks summed on the host. Rajbhandari et al.
-    2020, "ZeRO", stage 1 (P_os), with gradients that are scattered bucket by bucket. Lee et al. 2017, Algorithm 2,
-    lines 7 to 9, 12, 25 to 26: there the gather of activations is posted by the layer before, here behind the update,
-    which reads the activations that it would overwrite.
+    2020, "ZeRO", stage 1 (P_os), with a reduce-scatter per bucket. Lee et al. 2017, Algorithm 2,
+    lines 7 to 9, 12, 25 to 26: there the previous layer posts the gather of activations; here it starts after the
+    update, which reads the activations that the gather overwrites.
     """
 
     def __init__(
@@ -99,11 +98,11 @@ class Reducer:
         check_possible(store, comm, scheme)
         self.store, self.comm, self.scheme, self._kind = store, comm, scheme, scheme.kind
         self.update: Callable[[Bucket], None] | None = None
-        self.delayed, self._run = True, run or _untold
+        self.delayed, self._run = True, run or _unrecorded
         self._sums = self._make([bucket for bucket in store.buckets if not bucket.replicated])
         operators, replicated = {one.name: one for one in dense}, [b for b in store.buckets if b.replicated]
         found = {layer: _Replicated(b, operators.get(layer)) for b in replicated for layer in _layers(b)}
-        # What forward needs first is gathered first.
+        # Gathers have the order in which forward needs them.
         self._replicated = {layer: found[layer] for layer in dict.fromkeys([*operators, *found]) if layer in found}
         self._sums_of: dict[str, list[_Sum]] = {}
         self._part, self._parts = 0, store.parts
@@ -112,10 +111,10 @@ class Reducer:
                 self._sums_of.setdefault(layer, []).append(one)
 
     def _make(self, buckets: Sequence[Bucket]) -> list[_Sum]:
-        """The sums of buckets over the ranks that hold the same blocks; none where this one holds nothing."""
+        """Make the sums of buckets over the ranks that hold the same blocks; none for buckets without elements here."""
         made = []
         for i, method in enumerate(self.scheme.methods):
-            kind = method if self._kind.shards else "allreduce"  # under which it is booked
+            kind = method if self._kind.shards else "allreduce"  # the kind under which traffic is counted
             arrays = [bucket.params if i else bucket.grads for bucket in buckets]
             specs = [(b.holders, ReductionSpec(array, kind, method=method)) for b, array in zip(buckets, arrays)]
             made.append(reductions_in_groups(self.comm, specs))
@@ -126,14 +125,14 @@ class Reducer:
         return sums
 
     def begin(self, part: int = 0) -> None:
-        """A backward pass begins, of this part of the batch (`ParameterStore.parts`): after the last one is summed."""
+        """Begin the backward pass of a part of the batch (`ParameterStore.parts`); the last part starts the sums."""
         self.finish()
         self._part = part
         for one in self._sums:
             one.missing = len(one.layers)
 
     def ready(self, layer: str) -> None:
-        """The gradients of `layer` are complete on this rank."""
+        """Note that the gradients of `layer` are complete on this rank."""
         for one in self._sums_of.get(layer, ()):
             one.missing -= 1
             if one.missing == 0 and not self._kind.waits:
@@ -157,14 +156,14 @@ class Reducer:
         return self._part + 1 == self._parts
 
     def _add_errors(self, bucket: Bucket) -> None:
-        """A bucket held by one rank is not rounded; what was under another decomposition is added, once."""
+        """Add residuals of another decomposition, once, to a bucket of one rank, which is not rounded."""
         assert bucket.errors is not None
         if bucket.errors.any():
             bucket.grads += self.store.memory.device.array(bucket.errors, bucket.errors.dtype)
             bucket.errors.fill(0)
 
     def flush(self) -> None:
-        """Backward is over: start what is incomplete (layers that no gradient reaches)."""
+        """End backward: start the sums of buckets with layers that no gradient reaches."""
         for one in self._sums:
             if one.missing > 0 or self._kind.waits:
                 self._start(one)
@@ -180,7 +179,7 @@ class Reducer:
             self._compute_all()
 
     def require(self, layer: str) -> None:
-        """`layer` is about to use its parameters."""
+        """Complete the parameters of `layer` before it uses them."""
         if layer in self._replicated:
             self._complete_replicated(layer)
             return
@@ -190,7 +189,7 @@ class Reducer:
             self._complete(one)
 
     def _complete(self, one: _Sum) -> None:
-        """Have the parameters of a bucket updated, and whole."""
+        """Complete the update of a bucket, and the gather of its parameters."""
         self._update(one)
         if one.gathering:
             one.gathering = False
@@ -210,7 +209,7 @@ class Reducer:
                 one.gathering = True
 
     def _update_shards(self) -> None:
-        """Update all shards whose update is due, and start to pass them on; what forward needs first goes first."""
+        """Update all shards that are due, and start their gathers, in the order in which forward needs them."""
         for one in reversed(self._sums):
             self._update(one)
 
@@ -239,12 +238,12 @@ class Reducer:
             one.wait()
 
     def wait(self) -> None:
-        """Finish all sums without updating yet (to clip by the global norm, say); `finish` updates."""
+        """Finish all sums without updates (to clip by the global norm, for example); `finish` updates."""
         self._wait_for_sums()
         self._compute_all()
 
     def finish(self) -> None:
-        """All sums are done and all parameters updated when this returns."""
+        """Finish all sums and update all parameters."""
         if self._kind.shards:
             self._update_shards()
         for one in reversed(self._sums) if self._kind.shards else self._sums:
@@ -253,7 +252,7 @@ class Reducer:
             self._complete_replicated(layer)
 
     def spread(self) -> None:
-        """Pass on the parameters that each rank has changed of those it updates. Collective; no part of a step."""
+        """Gather the parameters that each rank updates, after a change outside of a step. Collective."""
         for one in self._sums:
             if one.gather is not None:
                 one.gather.run()
@@ -261,10 +260,10 @@ class Reducer:
             bucket.refresh()
 
     def settle(self) -> None:
-        """`finish`, and leave nothing behind that a checkpoint would not hold. Collective; no part of a step.
+        """Finish, and move all state to where a checkpoint finds it. Collective; no part of a step.
 
-        What was rounded away by all ranks lies with the first rank that holds the block: it is added to the next
-        gradient there, under whatever decomposition that is computed.
+        The rounding residuals of all ranks are summed on the first rank that holds the block, which adds them to its
+        next gradient, also under another decomposition.
         """
         self.finish()
         for one in self._sums:
@@ -278,7 +277,7 @@ class Reducer:
                 bucket.errors.fill(0)
 
     def discard(self) -> None:
-        """Finish all sums and forget the updates (of a step that went wrong), and what rounding took of no number."""
+        """Finish all sums, and drop the updates of a failed step and residuals that are not finite."""
         for one in self._sums:
             one.wait()
             one.pending = False
@@ -300,16 +299,16 @@ class Reducer:
 
 
 class _Sum:
-    """A bucket whose gradients are summed.
+    """State of a bucket whose gradients are summed.
 
     Attributes
     ----------
     total, gather
-        Its sum, and the gather of its parameters where ranks update shards.
+        The sum, and the gather of parameters where ranks update shards.
     missing
-        Layers whose gradients are not complete.
+        Number of layers with incomplete gradients.
     running, pending, gathering
-        Whether the sum is under way, the update due, the gather under way.
+        Whether the sum is in progress, the update due, the gather in progress.
     """
 
     def __init__(self, bucket: Bucket, total: Reduction | None, gather: Reduction | None = None) -> None:
@@ -318,7 +317,7 @@ class _Sum:
         self.missing, self.running, self.pending, self.gathering = 0, False, False, False
 
     def wait(self) -> None:
-        """Finish the sum if it is under way."""
+        """Finish the sum if it is in progress."""
         if self.running:
             self.running = False
             assert self.total is not None
@@ -326,12 +325,12 @@ class _Sum:
 
 
 class _Replicated:
-    """A bucket whose gradients every rank computes of the whole batch; `operator` does, if backward reaches it.
+    """State of a bucket whose gradients every rank computes for the whole batch, by `operator`, if backward reaches it.
 
     Attributes
     ----------
     due, pending
-        Whether the gradient is to be computed yet, and the update due.
+        Whether the computation of the gradient and the update are due.
     """
 
     def __init__(self, bucket: Bucket, operator: Any) -> None:
@@ -340,12 +339,12 @@ class _Replicated:
 
 
 def check_possible(store: ParameterStore, comm: Communicator, scheme: Scheme) -> None:
-    """Refuse what cannot be had, on all ranks alike. Local.
+    """Validate the scheme, on all ranks alike. Local.
 
     Raises
     ------
     UserError
-        Roundings that the dtype does not allow, sums by nodes without shared memory.
+        If the dtype does not allow the rounding, or sums by nodes have no shared memory.
     """
     if scheme.payload == "bfloat16" and store.dtype != np.float32:
         raise UserError(
@@ -368,5 +367,5 @@ def _layers(bucket: Bucket) -> frozenset[str]:
     return frozenset(name.rpartition("/")[0] for name in bucket.names)
 
 
-def _untold(layer: str, category: str, call: Callable[[], None]) -> None:
+def _unrecorded(layer: str, category: str, call: Callable[[], None]) -> None:
     call()

@@ -1,4 +1,4 @@
-"""What a checkpoint holds: where a run stands, and its parameters with all that belongs to them."""
+"""Contents of a checkpoint: the progress of a run, and its parameters with all state that belongs to them."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ __all__ = ["Snapshot", "TrainingProgress"]
 
 @dataclass
 class TrainingProgress:
-    """Where a run stands.
+    """Progress of a run.
 
     Attributes
     ----------
     step
-        Updates done; the schedule and all random numbers are functions of it and of `seed`.
+        Updates done. The schedule and all random numbers are functions of it and of `seed`.
     seed
-        Of the run.
+        Seed of the run.
     sampler
         Position in the data, as :meth:`Sampler.state_dict` gives it.
     normalization
-        Statistics by input, as :meth:`ChannelStatistics.state_dict` gives them; None: they were never computed.
+        Statistics by input, as :meth:`ChannelStatistics.state_dict` gives them; None if they were never computed.
     unvalidated
-        The run was stopped when an epoch was over and its validation was not.
+        Whether the run stopped between the end of an epoch and the end of its validation.
     reduction
-        Which schemes of gradient reduction were tried, as :meth:`AutoReduction.state_dict` gives it; None where none
-        are.
+        Schemes of gradient reduction that were tried, as :meth:`AutoReduction.state_dict` gives them; None without such
+        a search.
     loss_scale
-        With float16, as :meth:`LossScale.state_dict` gives it; None otherwise.
+        State of the loss scale, as :meth:`LossScale.state_dict` gives it; None without float16.
     drawn
-        Which samples are trained on, as `Session.drawn` says; None in checkpoints of earlier versions.
+        The samples that are trained on, as `Samples.drawn`; None in checkpoints of earlier versions.
     source
-        Of a network of the user's own, its function and a checksum of the file that has it; else None.
+        Function of a network of the user's own, and a checksum of its file; else None.
     best
-        Which validation was the best, as :meth:`BestScore.state_dict` gives it; None where nothing was validated.
+        The best validation, as :meth:`BestScore.state_dict` gives it; None without validations.
     class_counts
-        By target, how often each class occurs, where a loss is balanced by that; None: they were never counted.
+        By target, how often each class occurs, where a loss is balanced by that; None if they were never counted.
     described
-        What the files say of the numbers of a target: its units, ..., by target.
+        Attributes of a target in its files (units, ...), by target.
     """
 
     step: int = 0
@@ -63,18 +63,18 @@ class TrainingProgress:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a checkpoint holds of the parameters, whole, on the host: views of arrays that are so on this rank.
+    """Whole parameters and their state on the host, for a checkpoint: views of arrays that are whole on this rank.
 
     Attributes
     ----------
     network, dtype
-        Fingerprint and dtype.
+        Fingerprint of the network, and dtype of the parameters.
     params, state, optimizer
-        Arrays by ``layer/parameter``; those of the optimizer by the name of its state before.
+        Arrays by ``layer/parameter``; for the optimizer by the name of its state first.
     settings
         Scalars of the optimizer; None without one.
     errors
-        What rounding of gradients took away, by ``layer/parameter``; empty if they are not rounded.
+        Residuals of the rounding of gradients, by ``layer/parameter``; empty if they are not rounded.
     """
 
     network: list[str]
@@ -89,7 +89,7 @@ class Snapshot:
     def of(
         cls, store: ParameterStore, optimizer: Optimizer | None = None, comm: Communicator | None = None
     ) -> Snapshot | None:
-        """The present state, on rank 0; None elsewhere. Collective over `comm` where parameters are cut, else local."""
+        """Take the present state on rank 0; None elsewhere. Collective over `comm` where parameters are cut."""
         states = optimizer.named_state(comm) if optimizer is not None else {}
         parts: list[Any] = [store.params, store.state, store.errors, *states.values()]
         if comm is not None:
@@ -105,11 +105,11 @@ class Snapshot:
 
     @property
     def nbytes(self) -> int:
-        """Size of the parameters, of the optimizer's state, and of what was rounded away [B]."""
+        """Size of the parameters, of the optimizer's state, and of the rounding residuals [B]."""
         groups = (self.params, self.errors, *self.optimizer.values())
         return sum(array.nbytes for arrays in groups for array in arrays.values())
 
 
 def _on_host(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """The arrays, those of a device copied."""
+    """Return the arrays on the host; those of a device are copied."""
     return {name: device_of(array).to_host(array) for name, array in arrays.items()}

@@ -1,4 +1,4 @@
-"""What steps took, layer by layer: measured over a few steps in the middle of a run, to be held against a plan."""
+"""Times of layers, measured over a few steps in the middle of a run, and their comparison with a plan."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ if TYPE_CHECKING:
 
 __all__ = ["Measured", "RunPlan", "StepTimes", "report_plan", "report_times"]
 
-#: Steps that are measured.
+#: Number of measured steps.
 STEPS = 12
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Means over the middle half of the measured steps, as rank 0 saw them: it takes part in every layer.
+    """Mean times over the middle half of the measured steps on rank 0, which takes part in every layer.
 
-    The same steps for all, so that the parts add up to the step; those that were fastest or slowest are left out.
+    All means are of the same steps, so the parts add up to a step. The fastest and slowest steps are left out.
 
     Attributes
     ----------
     steps
-        How many were measured.
+        Number of measured steps.
     step_seconds
-        Of a whole step, data apart [s].
+        Time of a whole step without its data [s].
     layers
-        Layer -> forward and backward [s], with what was waited for inside and with the redistribution of its inputs.
+        Layer -> forward and backward [s], with waits inside the layer and the redistribution of its inputs.
     waits
-        Kind of communication -> what was waited for, inside layers and outside [s].
+        Kind of communication -> waits, inside layers and outside [s].
     update
-        The optimizer [s].
+        Time of the optimizer [s].
     data
-        Until the batch was there [s].
+        Wait for the batch [s].
     """
 
     steps: int
@@ -54,38 +54,38 @@ class Measured:
 
 
 class RunPlan(Protocol):
-    """What a run follows, and is held against at its end."""
+    """Plan that a run follows and is compared with at its end."""
 
     @property
     def strategy(self) -> Strategy:
-        """How layers are cut."""
+        """Strategy of the plan."""
         ...
 
     def compare(self, measured: Measured) -> str:
-        """Predicted against measured, in lines."""
+        """Describe predicted against measured times, in lines."""
         ...
 
     def record(self, measured: Measured) -> dict[str, object]:
-        """The same as plain data, for the log."""
+        """Return the same as plain data, for the log."""
         ...
 
 
 class StepTimes:
-    """Turns a recorder on for a few steps in the middle of a run. Local.
+    """Recorder of a few steps in the middle of a run. Local.
 
     Parameters
     ----------
     executor
-        Built with `timeline` as its recorder.
+        Executor that was built with `timeline` as its recorder.
     timeline
-        Left on if it was (somebody else wants all steps), else paused but for the measured steps.
+        Stays on if it is on (all steps are recorded); else it is paused outside the measured steps.
     first, last
-        Numbers of the first step of the run, and of the one after its last.
+        Numbers of the first step of the run and of the one after its last.
     """
 
     def __init__(self, executor: Executor, timeline: Timeline, first: int, last: int) -> None:
         count = last - first
-        measured = max(0, min(STEPS, count - 2)) or min(1, count)  # the first step and the last are not like others
+        measured = max(0, min(STEPS, count - 2)) or min(1, count)  # the first and the last step are atypical
         self.begin_at = first + (count - measured) // 2 + (count == 2)
         self.end_at = self.begin_at + measured
         self._executor, self._timeline, self._owned = executor, timeline, timeline.paused
@@ -95,13 +95,13 @@ class StepTimes:
         self._seconds: list[tuple[float, float]] = []
 
     def begin(self, step: int) -> None:
-        """Before a step."""
+        """Start to record, before a measured step."""
         if self.begin_at <= step < self.end_at:
             self._timeline.paused = False
             self._before = self._sums()
 
     def end(self, step: int, seconds: float, data: float) -> None:
-        """After a step, with the time that it [s] and the wait for its data took [s]."""
+        """Record a measured step: its time [s], and the wait for its data [s]."""
         if self.begin_at <= step < self.end_at:
             self._executor.finish_spans()
             self._timeline.paused = self._owned
@@ -110,7 +110,7 @@ class StepTimes:
             self._seconds.append((seconds, data))
 
     def result(self) -> Measured | None:
-        """What was measured; None if no step was."""
+        """Compute the means; None if no step was measured."""
         if not self._steps:
             return None
         kept = _middle([seconds for seconds, _ in self._seconds])
@@ -146,7 +146,7 @@ class StepTimes:
 
 
 def _middle(values: Sequence[float]) -> list[int]:
-    """Places of the middle half of some values.
+    """Return the indices of the middle half of some values.
 
     >>> _middle([5.0, 1.0, 2.0, 9.0])
     [2, 0]
@@ -157,7 +157,7 @@ def _middle(values: Sequence[float]) -> list[int]:
 
 
 def _places(executor: Executor) -> dict[tuple[str, str], str]:
-    """Name and category of a span -> the layer it counts for: of a redistribution, the layer behind it."""
+    """Map name and category of a span to the layer it counts for; a redistribution counts for the layer behind it."""
     found: dict[tuple[str, str], str] = {}
     waiting: list[str] = []
     for step in executor.steps:
@@ -172,7 +172,7 @@ def _places(executor: Executor) -> dict[tuple[str, str], str]:
 
 
 def report_times(session: Session, log: RunLog, steps: int, directory: Path) -> None:
-    """Timeline and table of phases of this run, if they were asked for. Collective."""
+    """Write the timeline and print the table of phases of this run, if configured. Collective."""
     timeline = session.timeline
     if timeline is None or not steps or not session.config.output.timeline:
         return
@@ -182,7 +182,7 @@ def report_times(session: Session, log: RunLog, steps: int, directory: Path) -> 
 
 
 def report_plan(plan: RunPlan | None, run: TrainingRun, log: RunLog) -> None:
-    """What the plan predicted, beside what was measured. Local."""
+    """Print and log predicted beside measured times. Local."""
     measured = None if plan is None or run.step_times is None else run.step_times.result()
     if plan is not None and measured is not None:
         log.say(plan.compare(measured))

@@ -29,7 +29,7 @@ _ALIGN = 64
 
 
 def _nothing() -> None:
-    """Nothing to convert."""
+    """Do nothing, where there is nothing to convert."""
 
 
 @dataclass
@@ -39,19 +39,18 @@ class Flat:
     Attributes
     ----------
     params, grads
-        One array each, with small gaps (alignment), which hold zeros. They stay where they are for good: layers hold
-        views of them.
+        One array each, with small gaps of zeros for alignment. They are never reallocated: layers hold views of them.
     slices
-        Where each parameter lies, by ``layer/parameter``.
+        Place of each parameter, by ``layer/parameter``.
     errors
-        What rounding of gradients took away and is still to be added, on the host; None where nothing is rounded.
+        Residuals of the rounding of gradients, to be added to the next ones, on the host; None without rounding.
     copies
         The parameters in 16 bits, as most layers read them; None where they read `params`.
     rounded
-        Gradients in 16 bits, of the parameters whose layers compute them so, where those lie in `grads`; None where
-        there are none.
+        Gradients in 16 bits of the parameters whose layers compute them so, at the places of `grads`; None without
+        such parameters.
     sums
-        Gradients of the parts of a batch so far; None where batches are computed as a whole.
+        Sums of the gradients of the parts of a batch so far; None where batches are computed as a whole.
     """
 
     params: Any
@@ -72,21 +71,21 @@ class Bucket:
     names
         ``layer/parameter``.
     params, grads, errors, copies, sums
-        Views of the flat arrays.
+        Views of the arrays of the :class:`Flat`.
     decays
-        ``(start, stop, decayed)``: which elements are subject to weight decay.
+        Ranges of elements ``(start, stop, decayed)``, with or without weight decay.
     slices
-        Where each parameter lies, counted from the beginning of the bucket.
+        Place of each parameter, counted from the start of the bucket.
     holders
         Ranks of one group hold the same blocks (see :class:`ParameterBlocks`).
     flat, start
-        Number of the flat arrays (in :attr:`ParameterStore.flats`), and where in them the bucket begins.
+        Index in :attr:`ParameterStore.flats`, and where in those arrays the bucket starts.
     replicated
-        Every rank computes the gradients of the whole batch; they are not summed.
+        Whether every rank computes the gradients of the whole batch, so that they are not summed.
     widen
-        Enqueues the conversion of all gradients that were computed in 16 bits, in one launch: call it before their sum.
+        Enqueues the conversion of all gradients that are computed in 16 bits, in one launch; called before their sum.
     refresh
-        Enqueues the writing of `copies`, after somebody else than a fused update has written `params`.
+        Enqueues the update of `copies`, after `params` were written by anything else than a fused update.
     """
 
     names: list[str]
@@ -105,7 +104,7 @@ class Bucket:
     refresh: Callable[[], None] = _nothing
 
     def add_part(self, part: int, parts: int) -> None:
-        """Take in the gradients of a part of a batch; after the last one they are those of the batch, the mean."""
+        """Add the gradients of a part of a batch; after the last one `grads` is the mean, that of the batch."""
         if parts == 1:
             return
         if not part:
@@ -119,48 +118,48 @@ class Bucket:
 
 @dataclass
 class ParameterStore:
-    """This rank's blocks of all parameters, gradients and states of a network. Local.
+    """Blocks of this rank of all parameters, gradients and states of a network. Local.
 
     Parameters
     ----------
     network
-        Whose parameters.
+        Network of the parameters.
     memory
-        Where the arrays are counted.
+        Allocates and counts the arrays.
     dtype
-        Of activations. Parameters and gradients have the same, or float32 where that has 16 bits: then copies of the
-        parameters in 16 bits lie beside them, written with every update.
+        Dtype of activations. Parameters and gradients have the same, or float32 where that has 16 bits: then there are
+        copies of the parameters in 16 bits, written with every update.
     seed
-        Initial values depend on it and on the names only.
+        Seed of the initial values, which depend on it and on the names only.
     bucket_bytes
-        A bucket is closed when it holds at least so much [B], on the rank that has most of it.
+        Least size of a bucket on the rank that has most of it [B].
     blocks
-        Which block of each array every rank holds; None: one rank, which holds everything.
+        Block of each array that every rank holds; None: one rank, which holds everything.
     rank
         This rank.
     scheme
-        How gradients are summed, which decides the buckets.
+        Scheme of gradient reduction, which decides the buckets.
     apart
-        Layers that lie in arrays of their own, because they may be replicated now or later; None: those that are now.
+        Layers in arrays of their own, because they may be replicated now or later; None: those that are replicated now.
     parts
-        How many parts of a batch are computed one after the other, whose gradients are added up.
+        Number of parts of a batch that are computed one after the other, and whose gradients are added.
 
     Attributes
     ----------
     errors
-        By ``layer/parameter``, as in :class:`Flat`; empty where nothing is rounded.
+        Residuals by ``layer/parameter``, as in :class:`Flat`; empty without rounding.
     dtype
-        Of parameters, gradients and states.
+        Dtype of parameters, gradients and states.
     low
-        Dtype of the copies; None where there are none.
+        Dtype of the copies; None without copies.
     copies, rounded
-        By ``layer/parameter``, as in :class:`Flat`; empty where there are none.
+        Arrays by ``layer/parameter``, as in :class:`Flat`; empty without 16 bits.
     loss_scale
         With float16, the factor on the gradient of the loss; else None.
     flats
-        The arrays: one pair per way in which ranks share parameters (and one for replicated layers, one for untrained).
+        The arrays: one set per way in which ranks share parameters, one for replicated layers, one for untrained ones.
     untrained
-        By ``layer/parameter`` those that the loss does not depend on (`Network.trained`): no bucket holds them.
+        Names of parameters that the loss does not depend on (`Network.trained`): no bucket holds them.
     buckets
         In the order in which their sums are issued; changed by :meth:`rechunk` only.
     """
@@ -191,7 +190,7 @@ class ParameterStore:
         if self.blocks is None:
             self.blocks = parameter_blocks(self.network, Strategy(), 1)
         specs, states = self.network.parameters(), self.network.state()
-        #: As the network is now: layers of the user's own may keep more in themselves when they have computed.
+        #: Taken before the first pass: layers of the user's own may store more in themselves when they compute.
         self.fingerprint = fingerprint(self.network)
         self.shapes: dict[str, tuple[int, ...]] = {n: s.shape for n, s in {**specs, **states}.items()}
         self._decays = {n: s.decay for n, s in specs.items()}
@@ -212,24 +211,24 @@ class ParameterStore:
         self.refresh()
 
     def refresh(self) -> None:
-        """Write all copies in 16 bits, after somebody has written parameters. Enqueued; no part of a step."""
+        """Update all copies in 16 bits, after a write to parameters outside of a step. Enqueued."""
         for flat in self.flats:
             self._copying(flat.copies, flat.params)()
 
     def _copying(self, copies: Any, params: Any) -> Callable[[], None]:
-        """What enqueues the rounding of parameters to 16 bits."""
+        """Return a call that enqueues the rounding of parameters to 16 bits."""
         if copies is None or not params.size:
             return _nothing
         return self.memory.device.copies([(copies, params)])
 
     def box(self, name: str) -> Box:
-        """Box of a parameter or state that this rank holds."""
+        """Return the box of a parameter or state that this rank holds."""
         assert self.blocks is not None
         return self.blocks[name].boxes[self.rank]
 
     @property
     def whole(self) -> bool:
-        """Whether this and every other rank holds all of everything."""
+        """Whether every rank holds all parameters and states whole."""
         assert self.blocks is not None
         return all(b.whole for b in self.blocks.values())
 
@@ -263,10 +262,10 @@ class ParameterStore:
         return whole[:0] if group.rank else whole
 
     def rechunk(self, scheme: Scheme, bucket_bytes: int) -> None:
-        """Other buckets of the same arrays. Local, alike on all ranks.
+        """Cut the same arrays into other buckets. Local, alike on all ranks.
 
-        Only layers that lie apart can be replicated. Reducers and optimizers hold views of the buckets: make the
-        reducer anew, and call `Optimizer.bind`.
+        Only layers in `apart` can be replicated. Reducers and optimizers hold views of the buckets: make a new reducer,
+        and call `Optimizer.bind`.
         """
         assert self.apart is not None
         others = replicated_layers(self._layers, scheme) - self.apart
@@ -282,12 +281,12 @@ class ParameterStore:
         self.scheme, self.bucket_bytes = scheme, bucket_bytes
 
     def clear_untrained(self) -> None:
-        """Gradients that backward does not write are zero, whatever was put there."""
+        """Set gradients that backward does not write to zero."""
         for name in self.untrained:
             self.grads[name].fill(0)
 
     def _together(self) -> list[list[str]]:
-        """Names that lie in one array each, in the order in which backward finishes them."""
+        """Group the names of parameters by array, in the order in which backward finishes them."""
         assert self.apart is not None
         found: dict[tuple, list[str]] = {}
         for layer in self._layers:
@@ -363,21 +362,21 @@ class ParameterStore:
         )
 
     def _widening(self, flat: Flat, names: list[str]) -> Callable[[], None]:
-        """The conversion of the gradients among `names` that have 16 bits."""
+        """Return a call that converts the gradients among `names` that have 16 bits."""
         where = [flat.slices[name] for name in names if name in self.rounded]
         pairs = [(flat.grads[at], flat.rounded[at]) for at in where if at.stop > at.start]
         return self.memory.device.copies(pairs) if pairs else _nothing
 
     def written_by(self, layer: str) -> dict[str, Any]:
-        """The gradients of a layer as it writes them, by their short names."""
+        """Return the gradients of a layer as it writes them, by their short names."""
         return self.of_layer(layer, {**self.grads, **self.rounded})
 
     def read_by(self, layer: str, exact: bool) -> dict[str, Any]:
-        """The parameters of a layer as it reads them, by their short names; `exact`: :attr:`Layer.exact_parameters`."""
+        """Return the parameters of a layer as it reads them, by short names; `exact`: `Layer.exact_parameters`."""
         return self.of_layer(layer, self.params if exact or self.low is None else self.copies)
 
     def of_layer(self, layer: str, arrays: Mapping[str, Any]) -> dict[str, Any]:
-        """The arrays of one layer, by their short names."""
+        """Return the arrays of one layer, by their short names."""
         prefix = f"{layer}/"
         return {n[len(prefix) :]: a for n, a in arrays.items() if n.rpartition("/")[0] == layer}
 
@@ -387,9 +386,9 @@ class ParameterStore:
         return self.network.parameter_count
 
     def gather(self, comm: Communicator, arrays: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The whole arrays on rank 0, of this rank's blocks by ``layer/parameter``; None elsewhere.
+        """Gather whole arrays on rank 0 from the blocks of all ranks, by ``layer/parameter``; None elsewhere.
 
-        Collective over `comm` where something is cut, else local. Arrays that are whole are not copied.
+        Collective over `comm` where arrays are cut, else local. Arrays that are whole are not copied.
         """
         if self.whole and comm.rank:
             return None
@@ -409,7 +408,7 @@ class ParameterStore:
 
 
 def _joined(ranges: list[tuple[int, int, bool]]) -> list[tuple[int, int, bool]]:
-    """The same with neighbors of one kind made one; empty ones left out."""
+    """Merge adjacent ranges of one kind, and drop empty ones."""
     result: list[tuple[int, int, bool]] = []
     for start, stop, kind in ranges:
         if result and result[-1][2] == kind:

@@ -27,11 +27,11 @@ __all__ = ["Diverged", "Trainer"]
 
 
 class Diverged(UserError):
-    """The loss or a parameter is not a finite number any more. Raised on all ranks alike."""
+    """Loss or parameters that are not finite any more. Raised on all ranks alike."""
 
 
 class Trainer:
-    """Trains the network of an executor, one batch at a time. Collective over its communicator.
+    """Training of the network of an executor, one batch at a time. Collective over its communicator.
 
     ::
 
@@ -39,33 +39,32 @@ class Trainer:
         for every batch: fill executor.input("x").array, ...; loss = trainer.step()
         trainer.settle()
 
-    A batch that is computed in parts (`Executor.parts`) takes a call of :meth:`add` for every part but the last, and
-    :meth:`step` for that one.
+    For a batch in parts (`Executor.parts`), call :meth:`add` for every part except the last, and :meth:`step` for it.
 
-    The gradients of a bucket are summed behind the rest of backward, and its parameters updated when the
-    next forward pass comes to their first layer: read parameters after :meth:`settle` only.
+    The gradients of a bucket are summed during the rest of backward, and its parameters are updated before their first
+    layer in the next forward pass. Read parameters after :meth:`settle` only.
 
     Parameters
     ----------
     executor
-        Built with ``trainable=True``; its inputs hold the batch when `step` is called.
+        Executor with ``trainable=True``; its inputs hold the batch when `step` is called.
     optimizer
-        Of the executor's store.
+        Optimizer of the executor's store.
     schedule
         Learning rate of update number 0, 1, ...
     clip_norm
-        Gradients are scaled down to this global norm; then all sums are waited for before any update.
+        Global norm that gradients are scaled down to; then all sums are complete before any update.
     ranked, tuning
-        Where the executor's scheme is ``"auto"``: what to try first, and how (:class:`AutoReduction`).
+        With the scheme ``"auto"``: schemes to try first, and settings of the search (:class:`AutoReduction`).
 
     Attributes
     ----------
     gradient_norm
-        Global norm before clipping, of the last step; None without `clip_norm`.
+        Global norm before clipping in the last step; None without `clip_norm`.
     loss_scale
-        With float16 the factor on the gradient of the loss, as far as it is known without waiting; else None.
+        With float16 the last factor on the gradient of the loss that is known without waiting; else None.
     auto
-        Who tries schemes of gradient reduction during the first steps; None where the executor's is fixed.
+        Search for a scheme of gradient reduction during the first steps; None where the executor's is fixed.
     """
 
     def __init__(
@@ -83,8 +82,8 @@ class Trainer:
         self.clip_norm = clip_norm
         self.gradient_norm: float | PendingLoss | None = None
         self._last: PendingLoss | None = None
-        self._parts = list[Any]()  # losses of the parts of this batch that were added
-        self._seconds = 0.0  # what they took
+        self._parts = list[Any]()  # losses of the parts of this batch so far
+        self._seconds = 0.0  # time of these parts [s]
         self._clip: Clip | None = None
         self._reducer = executor.reducer
         self._scaling = executor.store.loss_scale
@@ -94,26 +93,26 @@ class Trainer:
             self._bind(ranked, tuning)
 
     def _bind(self, ranked: Sequence[Scheme], tuning: Tuning | None) -> None:
-        """Make what the steps need. Collective."""
+        """Make the objects that steps need. Collective."""
         executor, optimizer = self.executor, self.optimizer
         if self.clip_norm is not None:
             self._clip = Clip(executor.store, executor.comm, self.clip_norm)
         if self._scaling is not None:
             store = executor.store
-            shared = store.whole and not store.scheme.kind.shards  # then all ranks see the same sums
+            shared = store.whole and not store.scheme.kind.shards  # then all ranks have the same sums
             self._scaling.watch([flat.grads for flat in store.flats], None if shared else executor.comm)
         self._reducer.update = optimizer.update if self._recorder is None else self._timed_update
         if executor.strategy.reduction.kind.searches:
             self.auto = AutoReduction(executor, self.reduce_by, ranked, tuning)
 
     def reduce_by(self, scheme: Scheme) -> None:
-        """Sum gradients by another scheme from the next step on; all updates are done first. Collective.
+        """Sum gradients by another scheme from the next step on, after all updates. Collective.
 
         Raises
         ------
         ValueError
-            To or from ``"sharded"``, whose optimizer has state for its shards only; more replicated layers than the
-            executor was built for.
+            If the change is to or from ``"sharded"``, whose optimizer has state for its shards only, or to more
+            replicated layers than the executor was built for.
         """
         now = self.executor.store.scheme
         if scheme != now and (scheme.kind.shards or now.kind.shards):
@@ -140,7 +139,7 @@ class Trainer:
         return None if self._scaling is None else self._scaling.known
 
     def add(self) -> None:
-        """Compute the gradients of a part of the batch, in the inputs now, that is not the last one.
+        """Compute the gradients of the part of the batch in the inputs, which is not the last part.
 
         Raises
         ------
@@ -162,17 +161,17 @@ class Trainer:
         self._seconds += time.perf_counter() - begin
 
     def step(self) -> float | PendingLoss:
-        """One step on the batch in the inputs, or on its last part; the mean loss of the batch, before the update.
+        """Train on the batch in the inputs, or on its last part; return the mean loss of the batch before the update.
 
         On a device the loss may still be computed when this returns: ``float()`` waits for it, on all ranks.
 
         Raises
         ------
         Diverged
-            If the loss is not finite; the parameters are left as they are. On a device it is seen one step later, when
-            they have been updated by what came of it.
+            If the loss is not finite; the parameters are not changed. On a device this is detected one step later,
+            after an update with the gradients of that loss.
         ValueError
-            If parts are missing that :meth:`add` should have computed.
+            If calls of :meth:`add` are missing.
         """
         begin = self._begin_part()
         loss = self._step()
@@ -183,7 +182,7 @@ class Trainer:
         return loss
 
     def _begin_part(self) -> float:
-        """When this part of a batch begins [s]. All its parts are summed by one scheme, which is chosen before them."""
+        """Return the time of the start of a part [s]. The scheme is chosen before the first part, for all of them."""
         if not self._parts:
             self._seconds = 0.0
             if self.auto is not None and not self.auto.settled:
@@ -191,7 +190,7 @@ class Trainer:
         return time.perf_counter()
 
     def _pass(self, part: int) -> None:
-        """Forward and backward on what is in the inputs."""
+        """Run forward and backward on the samples in the inputs."""
         executor = self.executor
         executor.mode.step, executor.mode.part = self.optimizer.step, part
         executor.mode.valid = executor.batch
@@ -199,7 +198,7 @@ class Trainer:
         executor.backward()
 
     def _loss_of_pass(self) -> float | PendingLoss:
-        """The loss of the pass that was begun last; on the host it is waited for, and checked."""
+        """Return the loss of the last pass; on the host wait for it, and check it."""
         executor = self.executor
         if not executor.device.is_host:
             assert executor.pass_loss.pending is not None
@@ -232,16 +231,16 @@ class Trainer:
         return loss
 
     def _step_on_device(self, added: Sequence[PendingLoss]) -> PendingLoss:
-        """The rest of a step that waits for nothing but messages."""
+        """Run the rest of a step, which waits for messages only."""
         norm = None if self._clip is None else self._clip.norm
         if self._scaling is not None:
-            self._reducer.wait()  # one gradient that overflowed keeps all parameters as they are
+            self._reducer.wait()  # one overflow in a gradient skips all updates
             self._scaling.look()
         scale = 1.0 if self._clip is None else self._clip.scale(self._reducer)
         self._check_last()
         if self._scaling is not None and self._scaling.hopeless:
             raise self._diverged("gradients are not finite, however small the loss scale; lower schedule.learning_rate")
-        known = None if norm is None or self._scaling is not None else norm.value  # what overflows is skipped
+        known = None if norm is None or self._scaling is not None else norm.value  # steps with overflow are skipped
         if known is not None and not math.isfinite(known):
             raise self._diverged(f"the norm of the gradients was {known}; lower schedule.learning_rate")
         self.gradient_norm = None if self._clip is None else self._clip.norm
@@ -253,7 +252,7 @@ class Trainer:
         return self._last
 
     def _check_last(self) -> None:
-        """The loss of the step before, which is known since this step's forward pass."""
+        """Check the loss of the previous step, which is known since this step's forward pass."""
         if self._last is not None:
             self._check_loss(float(self._last))
 
@@ -262,12 +261,12 @@ class Trainer:
             raise self._diverged(f"the loss is {loss}; lower schedule.learning_rate, or set training.clip_norm")
 
     def settle(self) -> None:
-        """Return when all updates are done: before evaluation, checkpoints, reading parameters.
+        """Finish all updates, before evaluation, checkpoints, or reading of parameters.
 
         Raises
         ------
         Diverged
-            If a parameter or a running statistic is not finite: a checkpoint of it would be worthless.
+            If a parameter or a running statistic is not finite: a checkpoint of it would be useless.
         """
         self._reducer.settle()
         self._check_last()
@@ -286,9 +285,9 @@ class Trainer:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Within, parameters are their moving averages, where the optimizer keeps some: to evaluate. Collective.
+        """Replace parameters by their moving averages, if the optimizer keeps some, within the ``with``. Collective.
 
-        All updates are done before (:meth:`settle`). They stay averages if an error leaves it: it may be of one rank.
+        Call :meth:`settle` before. After an error the averages stay in place: the error may be of one rank only.
         """
         self._swap_averages()
         yield
