@@ -240,12 +240,12 @@ class AutoReduction:
     executor
         Executor that was built with ``Scheme("auto")``.
     apply
-        Called with a scheme to train on with; by default `Executor.reduce_by` (a trainer binds its optimizer too).
+        Called with a scheme to train with (:meth:`Trainer.reduce_by`).
     ranked
         Candidates, the most promising first, as a cost model ranks them
         (:func:`halograd.perfmodel.reduction_choice.rank_schemes`); empty: a few typical ones.
     tuning
-        How schemes are tried.
+        Settings of the search; None: the default ones.
 
     Attributes
     ----------
@@ -256,12 +256,12 @@ class AutoReduction:
     def __init__(
         self,
         executor: Executor,
-        apply: Callable[[Scheme], None] | None = None,
-        ranked: Sequence[Scheme] = (),
-        tuning: Tuning | None = None,
+        apply: Callable[[Scheme], None],
+        ranked: Sequence[Scheme],
+        tuning: Tuning | None,
     ) -> None:
         self.executor, self.tuning = executor, tuning or Tuning()
-        self._apply = apply or executor.reduce_by
+        self._apply = apply
         self.on_measured: Callable[[Scheme, float, bool], None] | None = None
         self.tuner = Tuner(self._candidates(ranked), self._search())
         self._times: list[float] = []

@@ -207,7 +207,7 @@ class Executor:
             operator.replicates = operator.name in self.replicable[: scheme.replicated_dense]
         return Reducer(self.store, self.comm, scheme, dense, self._run)
 
-    def reduce_by(self, scheme: Scheme, bucket_bytes: int | None = None) -> None:
+    def reduce_by(self, scheme: Scheme) -> None:
         """Sum gradients by another scheme from now on; what is under way is finished and updated. Collective.
 
         The optimizer has to :meth:`bind <halograd.training.optimizers.Optimizer.bind>` afterwards, and whoever holds
@@ -224,7 +224,7 @@ class Executor:
         self.reducer.settle()
         with self.comm.agreement():  # nothing is given up before it is known that the other can be had
             check_possible(self.store, self.comm, scheme)
-            self.store.rechunk(scheme, self.store.bucket_bytes if bucket_bytes is None else bucket_bytes)
+            self.store.rechunk(scheme)
         update = self.reducer.update
         self.reducer.close()
         with self.comm.agreement():

@@ -203,7 +203,7 @@ class ParameterStore:
         self.untrained = [name for name in specs if name not in trained]
         for names in filter(None, [*together, self.untrained]):
             self._allocate(names, specs, self.parts > 1 and names is not self.untrained)
-        self.buckets = self._chunked(self.scheme, self.bucket_bytes)
+        self.buckets = self._chunked(self.scheme)
         for name, spec in states.items():
             box = self.box(name)
             self.state[name] = self.memory.keep(box.shape, self.dtype, "parameter")
@@ -261,7 +261,7 @@ class ParameterStore:
             gather.run()
         return whole[:0] if group.rank else whole
 
-    def rechunk(self, scheme: Scheme, bucket_bytes: int) -> None:
+    def rechunk(self, scheme: Scheme) -> None:
         """Cut the same arrays into other buckets. Local, alike on all ranks.
 
         Only layers in `apart` can be replicated. Reducers and optimizers hold views of the buckets: make a new reducer,
@@ -277,8 +277,7 @@ class ParameterStore:
         kinds = [f"payload {s.payload}, error_feedback {s.error_feedback}" for s in (self.scheme, scheme)]
         if kinds[0] != kinds[1]:
             raise ValueError(f"rechunk(): expected {kinds[0]}, for which the arrays were made, got {kinds[1]}")
-        self.buckets = self._chunked(scheme, bucket_bytes)
-        self.scheme, self.bucket_bytes = scheme, bucket_bytes
+        self.buckets, self.scheme = self._chunked(scheme), scheme
 
     def clear_untrained(self) -> None:
         """Set gradients that backward does not write to zero."""
@@ -328,9 +327,9 @@ class ParameterStore:
         self.errors |= {name: errors[where].reshape(self.box(name).shape) for name, where in slices.items()}
         return errors
 
-    def _chunked(self, scheme: Scheme, bucket_bytes: int) -> list[Bucket]:
+    def _chunked(self, scheme: Scheme) -> list[Bucket]:
         assert self.apart is not None
-        chunks = chunks_of(self._layers, scheme, bucket_bytes, self.dtype.itemsize, self.apart)
+        chunks = chunks_of(self._layers, scheme, self.bucket_bytes, self.dtype.itemsize, self.apart)
         return [self._bucket([g.name for g in chunk.gradients], chunk.replicated) for chunk in chunks]
 
     def _bucket(self, names: list[str], replicated: bool) -> Bucket:
@@ -366,19 +365,6 @@ class ParameterStore:
         where = [flat.slices[name] for name in names if name in self.rounded]
         pairs = [(flat.grads[at], flat.rounded[at]) for at in where if at.stop > at.start]
         return self.memory.device.copies(pairs) if pairs else _nothing
-
-    def written_by(self, layer: str) -> dict[str, Any]:
-        """Return the gradients of a layer as it writes them, by their short names."""
-        return self.of_layer(layer, {**self.grads, **self.rounded})
-
-    def read_by(self, layer: str, exact: bool) -> dict[str, Any]:
-        """Return the parameters of a layer as it reads them, by short names; `exact`: `Layer.exact_parameters`."""
-        return self.of_layer(layer, self.params if exact or self.low is None else self.copies)
-
-    def of_layer(self, layer: str, arrays: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arrays of one layer, by their short names."""
-        prefix = f"{layer}/"
-        return {n[len(prefix) :]: a for n, a in arrays.items() if n.rpartition("/")[0] == layer}
 
     @property
     def count(self) -> int:
