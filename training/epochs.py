@@ -38,14 +38,14 @@ _log = logging.getLogger(__name__)
 
 
 class TrainingRun:
-    """Trains a session to its last epoch. Collective over its communicator.
+    """Training of a session to its last epoch. Collective over its communicator.
 
-    Everything that decides the result is a function of the configuration and the step, so a run that is
-    killed and resumed, on any number of ranks, goes through the same steps.
+    The results depend on the configuration and the step only, so a run that is killed and resumed, on any number of
+    ranks, makes the same steps.
 
     With `measures`, a few steps in the middle are measured layer by layer (`step_times`). With `signals`, the run
-    stops after the step in which one comes to any rank, with a checkpoint; `stopped_by` then says which. Where gradient
-    reduction is ``"auto"``, `ranked` schemes are tried first. `steps` counts those made by this job. `callbacks` are
+    stops with a checkpoint after the step in which any rank receives one; `stopped_by` then names it. Where gradient
+    reduction is ``"auto"``, `ranked` schemes are tried first. `steps` counts the steps of this job. `callbacks` are
     called in their order.
     """
 
@@ -88,7 +88,7 @@ class TrainingRun:
         self.validation: dict[str, Any] = {}
 
     def resume(self, checkpoint: CheckpointReader) -> None:
-        """Continue from a checkpoint, of whatever decomposition, open on the ranks of the run. Collective."""
+        """Continue from a checkpoint of any decomposition, open on the ranks of the run. Collective."""
         comm = self.session.comm
         progress = checkpoint.restore(self.session.executor.store, self.optimizer)
         with comm.agreement():
@@ -107,13 +107,13 @@ class TrainingRun:
         self.checkpoints.resumed(progress.unvalidated)
 
     def _judged_before(self, entries: Sequence[Entry]) -> tuple[float, str | None]:
-        """The first loss that was logged, and how the run had diverged when its checkpoint was written."""
+        """Return the first logged loss, and how the run had diverged when its checkpoint was written."""
         first = next((entry["loss"] for entry in entries if entry["event"] == "step"), math.nan)
         last = {entry["step"]: entry["reason"] for entry in entries if entry["event"] == "diverged"}
         return first, last.get(self.optimizer.step)
 
     def _warn_of_schedule(self, entries: Sequence[Entry]) -> None:
-        """Say so if the learning rate jumps because the run goes on with another schedule, or other epochs."""
+        """Warn if the learning rate jumps because the resumed run has another schedule or other epochs."""
         before = next((entry for entry in reversed(entries) if entry["event"] == "begin"), None)
         if before is None:
             return
@@ -135,7 +135,7 @@ class TrainingRun:
             )
 
     def train(self) -> dict[str, Any]:
-        """Train to the last epoch, or until a signal asks to stop.
+        """Train to the last epoch, or until a stop signal.
 
         Returns
         -------
@@ -154,7 +154,7 @@ class TrainingRun:
             last = self.epochs * len(self.sampler)
             self.step_times = StepTimes(self.session.executor, self.session.timeline, self.optimizer.step, last)
         try:
-            # A loss that overflows is said in one line, not by warnings of the arithmetic on every rank.
+            # An overflow is reported in one line, not by NumPy's warnings on every rank.
             with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
                 self._begin()
                 while self.sampler.epoch < self.epochs and self.stopped_by is None and not self.best.exhausted:
@@ -167,9 +167,9 @@ class TrainingRun:
         return {**result, "stopped": self.stopped_by, "diverged": self.watch.diverged}
 
     def _begin(self) -> None:
-        """Stop at once if a signal came while everything was built; else do what the run before was kept from."""
+        """Stop at once if a signal arrived during set-up; else make up for a validation that the last job left out."""
         asked = self.session.comm.allreduce_scalar(self.signals.vote, "max")
-        if asked and (self._unvalidated or self.sampler.epoch < self.epochs):  # else there is nothing left to do
+        if asked and (self._unvalidated or self.sampler.epoch < self.epochs):  # else the run is complete
             self._stop(self._unvalidated)
         elif self._unvalidated:
             self._end_epoch(self.sampler.epoch - 1)
@@ -193,7 +193,7 @@ class TrainingRun:
             self.steps += 1
             self.sampler.advance()
             end = time.perf_counter()
-            self._tell(epoch, loss, rate, end - begin)
+            self._log_step(epoch, loss, rate, end - begin)
             for callback in self.callbacks:
                 callback.on_step(self.optimizer.step, loss, rate)
             begin = asked = end
@@ -209,7 +209,7 @@ class TrainingRun:
         return float(loss)
 
     def _step(self, asked: float) -> SupportsFloat:
-        """One training step, or its last part, measured if it is its turn; `asked`: when for its samples."""
+        """Make a training step, or its last part, and measure it if due. `asked`: when its samples were requested."""
         if self.step_times is None:
             return self.trainer.step()
         number, ready = self.optimizer.step, time.perf_counter()
@@ -218,11 +218,11 @@ class TrainingRun:
         self.step_times.end(number, time.perf_counter() - ready, ready - asked)
         return loss
 
-    def _tell(self, epoch: int, loss: SupportsFloat, rate: float, seconds: float) -> None:
+    def _log_step(self, epoch: int, loss: SupportsFloat, rate: float, seconds: float) -> None:
         step, every = self.optimizer.step, self.session.config.output.log_steps
         total = self.epochs * len(self.sampler)
         self.log.move(step, total, f"epoch {epoch + 1}/{self.epochs}  mean loss {self.watch.mean:.4f}")
-        if step % every and step not in (1, total):  # the first one is what later ones are compared with
+        if step % every and step not in (1, total):  # later losses are compared with the first one
             return
         values: dict[str, Any] = {"epoch": epoch, "step": step, "loss": float(loss), "learning_rate": rate}
         if self.trainer.gradient_norm is not None:
@@ -233,17 +233,17 @@ class TrainingRun:
         self.log.write("step", **values)
 
     def _vote(self) -> None:
-        """What this rank says to the others with the loss of the next pass."""
+        """Set the votes of this rank for the loss reduction of the next pass."""
         self.session.executor.votes[STOP] = self.signals.vote
         self.checkpoints.vote()
 
     @property
     def _asked_to_stop(self) -> bool:
-        """Whether a signal had come to some rank when the last pass began; alike on all ranks."""
+        """Whether a rank had received a signal before the last pass; alike on all ranks."""
         return bool(self.session.executor.counted[STOP] > 0)
 
     def _checkpoint(self, needed: bool = False, unvalidated: bool = False, best: bool = False) -> None:
-        """Collective; see :class:`Checkpoints`."""
+        """Write a checkpoint (:class:`Checkpoints`). Collective."""
         self.trainer.settle()
         path = self.checkpoints.write(needed, unvalidated, best)
         if path is not None:
@@ -251,14 +251,14 @@ class TrainingRun:
                 callback.on_checkpoint(self.optimizer.step, path, best)
 
     def _stop(self, unvalidated: bool) -> None:
-        """Write a checkpoint and note which signal it was, on the first rank that got one. Collective."""
+        """Write a checkpoint, and note the signal of the first rank that received one. Collective."""
         self._checkpoint(needed=True, unvalidated=unvalidated)
         votes = self.session.comm.allgather_objects(self.signals.vote)
         rank = next(rank for rank, vote in enumerate(votes) if vote)
         self.stopped_by = f"{signal.Signals(votes[rank]).name} to rank {rank} of {len(votes)}"
 
     def _end_epoch(self, epoch: int) -> None:
-        """Validate, and write a checkpoint if it is due; stop meanwhile if a signal comes. Collective."""
+        """Validate, and write a checkpoint if due; stop if a signal arrives meanwhile. Collective."""
         self.trainer.settle()
         mean = self.watch.end_epoch()
         text = f"epoch {epoch + 1}/{self.epochs}: " + ("resumed" if math.isnan(mean) else f"mean loss {mean:.5f}")
@@ -267,7 +267,7 @@ class TrainingRun:
             found = self.validate()
             if found is None:
                 self._stop(unvalidated=True)
-                return  # what was measured of a part is no validation
+                return  # scores of a part are no validation
             self.validation, better = found, self.best.judge(found, self.optimizer.step)
             self.log.write("validation", epoch=epoch, step=self.optimizer.step, **self.validation)
             text += ", validation " + describe(self.validation) + (" (best)" if better and epoch else "")
@@ -275,7 +275,7 @@ class TrainingRun:
         self._judge(epoch)
         for callback in self.callbacks:
             callback.on_epoch(epoch, self.validation)
-        self._tell_phases()
+        self._log_phases()
         last = epoch + 1 == self.epochs or self.best.exhausted
         if self._unvalidated or last or due or better or self.checkpoints.due_after(epoch):
             self._checkpoint(needed=last, best=better)
@@ -284,14 +284,14 @@ class TrainingRun:
         self._unvalidated = False
 
     def _give_up(self) -> None:
-        """Say that the run ends before its last epoch. Local."""
+        """Report that the run ends before its last epoch. Local."""
         best = self.best
         reason = f"no better {best.name} in {best.waited} validations; {best.describe()}"
         self.log.write("early_stop", step=self.optimizer.step, reason=reason)
         self.log.say(f"training ends here: {reason}")
 
     def _judge(self, epoch: int) -> None:
-        """Say that the loss has diverged, once until it comes back; log it after every such epoch. Local."""
+        """Warn that the loss has diverged, once until it recovers; log it after every such epoch. Local."""
         before = self.watch.diverged
         found = self.watch.judge(self.validation.get("loss"))
         if found is None:
@@ -301,8 +301,8 @@ class TrainingRun:
         if before is None:
             _log.warning("epoch %d: %s", epoch + 1, reason)
 
-    def _tell_phases(self) -> None:
-        """What the steps so far were spent on, and what was hidden, where that is measured; and what this rank saw."""
+    def _log_phases(self) -> None:
+        """Log times of phases and their overlap, where measured, and the reads of this rank."""
         session, step = self.session, self.optimizer.step
         waited, read = session.loader.seconds_waited, session.samples.dataset.bytes_read
         _log.info("step %d: waited %.3f s for data so far; %.1f MB read", step, waited, read / 1e6)
@@ -316,7 +316,7 @@ class TrainingRun:
             _log.info("step %d: %s %s", step, name, {k: v if v is None else round(v, 3) for k, v in phase.items()})
 
     def validate(self) -> dict[str, Any] | None:
-        """Loss and metrics of the held-out samples; None if a signal asked to stop meanwhile. Collective."""
+        """Compute loss and scores of the held-out samples; None if a stop signal arrives meanwhile. Collective."""
         timeline = self.session.timeline
         paused = timeline is not None and timeline.paused
         if timeline is not None:
@@ -329,15 +329,15 @@ class TrainingRun:
                 timeline.paused = paused
 
     def _interrupted(self) -> bool:
-        """Whether to leave a validation that is under way; alike on all ranks."""
+        """Return whether to leave the validation in progress; alike on all ranks."""
         self._vote()
         return self._asked_to_stop
 
     def _diverged(self, error: Diverged) -> Diverged:
-        """The same error, with the rank where it began, as far as one can tell, and the last checkpoint."""
+        """Return the same error with the rank of its origin, as far as known, and the last checkpoint."""
         executor, comm = self.session.executor, self.session.comm
         own = executor.loss
-        sound = own is None or not executor.device.is_host or math.isfinite(own[0])  # that of a GPU is not asked for
+        sound = own is None or not executor.device.is_host or math.isfinite(own[0])  # not read from a GPU
         sound = sound and all(np.isfinite(array).all() for array in executor.store.params.values())
         states = comm.allgather_objects((sound, platform.node()))
         found = [(rank, host) for rank, (fine, host) in enumerate(states) if not fine]
@@ -350,7 +350,7 @@ class TrainingRun:
 
 
 def _score(config: Config) -> str:
-    """What validations are judged by; where nothing is said, only if that needs no checkpoints of its own."""
+    """Return the score of the best validation; by default one only if it needs no further checkpoints."""
     given, patience = config.output.best, config.training.patience
     return given or ("loss" if config.output.checkpoint_epochs == 1 or patience else "none")
 
@@ -358,9 +358,9 @@ def _score(config: Config) -> str:
 def evaluate_batches(
     session: Session, evaluation: Evaluation, batches: Sequence[Batch], interrupted: Callable[[], bool] | None = None
 ) -> dict[str, Any] | None:
-    """Loss and metrics of these batches. Collective.
+    """Compute loss and scores of batches. Collective.
 
-    None if `interrupted`, asked after every batch and alike on all ranks, said so before the last one was done.
+    Return None if `interrupted`, which is called after every batch and is alike on all ranks, returns True.
     """
     evaluation.begin()
     for _ in session.feed(batches):
@@ -372,5 +372,5 @@ def evaluate_batches(
 
 
 def describe(metrics: dict[str, Any]) -> str:
-    """Metrics in a line."""
+    """Describe metrics in a line."""
     return ", ".join(f"{name} {'undefined' if value is None else f'{value:.4f}'}" for name, value in metrics.items())

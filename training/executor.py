@@ -1,4 +1,4 @@
-"""Execution: a network compiled for one strategy, batch and backend into operators that only run."""
+"""Execution: a network compiled for one strategy, batch and backend, into operators without set-up in a step."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ __all__ = ["Block", "Executor"]
 
 @dataclass(frozen=True)
 class Block:
-    """An array and the global box that it holds."""
+    """Array with the global box that it holds."""
 
     array: Any
     box: Box
 
 
 class Executor:
-    """A network on this rank's blocks: `forward`, `backward`, gradients summed over all ranks.
+    """Network on this rank's blocks: `forward`, `backward`, gradients summed over all ranks.
 
     Collective over `comm`, to build and to run. Building makes every buffer, exchange and kernel; a
     step allocates nothing.
@@ -54,43 +54,43 @@ class Executor:
     network
         Its output named ``"loss"``, if there is one, is a :class:`Loss`.
     comm
-        Communicator whose ranks share the batch.
+        Communicator of the ranks that share the batch.
     kernels
         Backend from :func:`halograd.kernels.get_backend`.
     batch
         Global number of samples per pass.
     strategy
-        How layers are cut; by default not at all.
+        Cuts of the layers; by default samples only.
     dtype
-        Of activations and their gradients: ``"float32"``, ``"float64"``, on a device also ``"bfloat16"`` and
-        ``"float16"``, beside parameters, gradients of them, statistics and losses in float32.
+        Dtype of activations and their gradients: ``"float32"``, ``"float64"``, on a device also ``"bfloat16"`` and
+        ``"float16"``, with parameters, their gradients, statistics and losses in float32.
     trainable
-        Whether `backward` will be called (False saves its memory).
+        Whether `backward` is called later (False saves its memory).
     store
         Parameters to share with another executor (the same network for another batch size).
     seed
-        Of parameters and dropout.
+        Seed of initial parameters and dropout.
     probed
-        Inputs whose gradient is wanted too.
+        Inputs whose gradient is computed, too.
     graph
-        Whether training passes are recorded, and launched as graphs of the device from then on: one graph per pass on
-        one rank, else several, between which messages travel (by NCCL within them).
+        Whether training passes are captured, and then replayed as graphs of the device: one graph per pass on one rank,
+        else several, with messages between them (with NCCL within them).
     kept
-        Layers whose outputs `gather` is asked for, beside the outputs of the network: others share memory.
+        Layers whose outputs are kept for `gather`, beside the outputs of the network: other outputs share memory.
     parts
-        How many passes make a step: their gradients are added up, in arrays beside the gradients, and summed over the
-        ranks once. Which one it is says `mode.part`.
+        Number of passes per step. Their gradients are added in arrays of their own, and summed over the ranks once.
+        `mode.part` is the number of the pass.
 
     Attributes
     ----------
     pass_loss
-        The loss of the last pass, on its way to all ranks (:class:`halograd.training.pass_loss.PassLoss`).
+        Sum of the loss of the last pass over all ranks (:class:`halograd.training.pass_loss.PassLoss`).
     votes, counted
-        Those of `pass_loss`: what this rank has to say to all others, and what all have said.
+        The attributes of `pass_loss`: votes of this rank, and sums of the votes of all ranks.
     pulse
-        Where this rank stands.
+        Progress of this rank, for the watchdog.
     device
-        Where the arrays live.
+        Device of the arrays.
     probed
         Inputs whose gradient is kept.
 
@@ -99,7 +99,7 @@ class Executor:
     UserError
         If strategy, network and communicator do not fit.
     Exception
-        Whatever else goes wrong on any rank: all ranks raise the same error.
+        Any other fault of a rank: all ranks raise the same error.
     """
 
     def __init__(
@@ -192,15 +192,15 @@ class Executor:
 
     @property
     def loss(self) -> Any:
-        """The loss of this rank's block, float64 ``(1,)``, where the kernels run; None if there is none."""
+        """Loss of this rank's block, float64 ``(1,)``, where the kernels run; None without a loss."""
         return None if self.program.loss is None else self.runner.view(self.program.loss)
 
     def array(self, value: Value) -> Any:
-        """This rank's block of a value, while it is there."""
+        """Return this rank's block of a value, as long as its memory is not reused."""
         return self.runner.view(value.view)
 
     def _make_reducer(self) -> Reducer:
-        """The reducer of the scheme for which the store has its buckets."""
+        """Make the reducer of the scheme that the buckets of the store are made for."""
         scheme, reached = self.store.scheme, {segment.name for segment in self.program.backward}
         dense = [self.runner.made(kernel) for name, kernel in self.program.exposed.items() if name in reached]
         for operator in dense:
@@ -208,21 +208,21 @@ class Executor:
         return Reducer(self.store, self.comm, scheme, dense, self._run)
 
     def reduce_by(self, scheme: Scheme) -> None:
-        """Sum gradients by another scheme from now on; what is under way is finished and updated. Collective.
+        """Sum gradients by another scheme from now on, after all sums and updates in progress. Collective.
 
-        The optimizer has to :meth:`bind <halograd.training.optimizers.Optimizer.bind>` afterwards, and whoever holds
-        `reducer` to take the new one. This is no part of a step: it allocates.
+        Afterwards call :meth:`bind <halograd.training.optimizers.Optimizer.bind>` of the optimizer, and replace
+        references to the old `reducer`. This allocates, so it is no part of a step.
 
         Raises
         ------
         ValueError
-            If more dense layers are to be replicated than the executor was built for (`replicable`).
+            If the scheme replicates more dense layers than the executor was built for (`replicable`).
         UserError
-            If the scheme cannot be had here. After either the executor goes on as before.
+            If the scheme is not possible here. After either error the executor is unchanged.
         """
         assert self.reducer is not None, "the executor was built with trainable=False"
         self.reducer.settle()
-        with self.comm.agreement():  # nothing is given up before it is known that the other can be had
+        with self.comm.agreement():  # the old reducer stays until the new scheme is known to be possible
             check_possible(self.store, self.comm, scheme)
             self.store.rechunk(scheme)
         update = self.reducer.update
@@ -230,7 +230,7 @@ class Executor:
         with self.comm.agreement():
             self.reducer = self._make_reducer()
         self.reducer.update = update
-        drop(self._graphs)  # sums begin and are waited for elsewhere
+        drop(self._graphs)  # sums start and end in other places
         self._graphs = None
 
     # -- running ------------------------------------------------------------------------------
@@ -255,11 +255,11 @@ class Executor:
 
     @property
     def _timed(self) -> bool:
-        """Whether layers are timed now: by events, which cannot be read in a graph."""
+        """Whether layers are timed now, by events, which cannot be read in a graph."""
         return self.recorder is not None and not getattr(self.recorder, "paused", False)
 
     def _refuse_short_batch(self) -> None:
-        """A graph repeats the counts with which it was recorded."""
+        """Raise an error for a short batch: a graph replays the counts of its capture."""
         if self.mode.valid != self.batch:
             raise ValueError(
                 f"mode.valid: expected {self.batch} samples, the whole batch, with graph=True, got {self.mode.valid}; "
@@ -267,7 +267,7 @@ class Executor:
             )
 
     def _compute(self) -> None:
-        """All layers forward."""
+        """Run all layers forward."""
         training = self.mode.training
         for layer in self.runner.forward:
             if self.reducer is not None:
@@ -276,7 +276,7 @@ class Executor:
         self.pass_loss.put()
 
     def loss_value(self) -> float:
-        """The loss of the last `forward`, summed over all ranks. Collective, and optional."""
+        """Return the loss of the last `forward`, summed over all ranks. Collective, and optional."""
         self._require_loss("loss_value()")
         return self.pass_loss.settle()
 
@@ -288,7 +288,7 @@ class Executor:
             )
 
     def backward(self) -> None:
-        """Gradients of all parameters; their sums over the ranks are started as they become ready. Collective."""
+        """Compute the gradients of all parameters, and start their sums as soon as they are ready. Collective."""
         assert self.reducer is not None, "the executor was built with trainable=False"
         self._require_loss("backward()")
         self.pulse.count += 1
@@ -310,7 +310,7 @@ class Executor:
             self.timed(name, category, run)
 
     def timed(self, name: str, category: str, run: Callable[[], None]) -> None:
-        """Call `run` and tell the recorder how long it took, on a device how long what it enqueues takes there."""
+        """Call `run` and record its time; on a device the time of the kernels that it enqueues."""
         assert self.recorder is not None
         if self._spans is not None:
             self._spans.run(name, category, run)
@@ -320,17 +320,16 @@ class Executor:
         self.recorder.span(name, category, begin, time.perf_counter())
 
     def finish_spans(self) -> None:
-        """The recorder knows of everything so far when this returns. Waits for a device."""
+        """Complete the records of all spans so far. Waits for a device."""
         if self._spans is not None:
             self._spans.finish()
 
     # -- data ---------------------------------------------------------------------------------
 
     def input(self, name: str) -> Block:
-        """Array and global box ``(N, *spatial, C)`` of an input on this rank, halo included: fill all of it. Local.
+        """Return array and global box ``(N, *spatial, C)`` of an input on this rank, with halo; fill all of it. Local.
 
-        Nothing is checked or agreed on: this is how loaders bring batches, without a message. Raises UserError if there
-        is no such input.
+        Loaders fill inputs this way: without checks, agreement or messages. Raises UserError if there is no such input.
         """
         check_name(name, self.network.inputs)
         region = self.values[name].region
@@ -339,7 +338,7 @@ class Executor:
     def set_input(self, name: str, array: Any) -> None:
         """Fill an input from the whole global array ``(N, *spatial, C)`` of real numbers. Collective: one message.
 
-        Every rank copies its block, so that elsewhere the array need not hold true values; its shape is checked.
+        Every rank copies its block, so the array may hold anything outside of it; its shape is checked.
 
         Raises
         ------
@@ -353,9 +352,9 @@ class Executor:
         self.device.assign(region.array, block)
 
     def gather(self, name: str, gradient: bool = False) -> np.ndarray | None:
-        """The whole array of a layer on rank 0, None elsewhere; with `gradient` that of a probed input. Collective.
+        """Gather the whole output of a layer, or the gradient of a probed input, on rank 0; None elsewhere. Collective.
 
-        Of several arrays, or after several steps: :class:`halograd.training.transfer.Gather`.
+        For several arrays or repeated calls use :class:`halograd.training.transfer.Gather`.
         """
         with closing(Gather(self, [] if gradient else [name], [name] if gradient else [])) as way:
             return way.run()[0]
@@ -364,8 +363,8 @@ class Executor:
     def predicted_bytes(self) -> Mapping[str, int]:
         """Bytes of this rank by use, as counted while compiling, where the kernels run.
 
-        With the workspaces of `kernels` and the message buffers of `comm`, also those that others share. Of a device:
-        its memory; the buffers of the host, through which messages pass, are not counted.
+        They include the workspaces of `kernels` and the message buffers of `comm`, also shared ones. For a device,
+        message buffers of the host are not counted.
         """
         messages = self.comm.buffer_bytes if self.device.is_host else self.comm.device_bytes
         beside = {"kernel workspace": self.kernels.held_bytes, "messages": messages}
@@ -386,5 +385,5 @@ class Executor:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: object) -> None:
-        if is_shared(value, self.comm.size):  # else the other ranks wait for this one, and this one would wait for them
+        if is_shared(value, self.comm.size):  # a fault of one rank only: a collective close would deadlock
             self.close()

@@ -1,9 +1,9 @@
-"""A pass as graphs of a device: recorded once, then launched at once.
+"""A pass as graphs of a device: captured once, then replayed.
 
-A step enqueues hundreds of kernels, each of which costs the host some microseconds; on small blocks that is longer than
-the kernels take. A graph repeats exactly what was enqueued while it was recorded, so nothing in it may depend on the
-step but by what lies on the device (the batch, the parameters, the state of dropout), and nothing may wait. What does
-is called between two graphs (:mod:`halograd.program.recording`).
+A step enqueues hundreds of kernels, each of which costs the host some microseconds; on small blocks the kernels take
+less. A graph replays exactly the kernels of its capture. So kernels in it depend on the step only through device memory
+(the batch, the parameters, the state of dropout), and no call in it waits. Calls that wait run between two graphs
+(:mod:`halograd.program.recording`).
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ __all__ = ["GraphedPass", "check_graph", "drop", "graphed_passes"]
 
 
 def check_graph(comm: Communicator, device: Device) -> None:
-    """Refuse what cannot be had. Local, alike on all ranks.
+    """Validate that graphs are possible. Local, alike on all ranks.
 
     Raises
     ------
     UserError
-        Naming what stands in the way.
+        If they are not; the message names the reason.
     """
     if device.is_host:
         raise UserError('backend.graph: expected kernels = "cudnn" with it; remove graph')
@@ -42,16 +42,17 @@ def check_graph(comm: Communicator, device: Device) -> None:
 
 
 class GraphedPass:
-    """Runs a pass twice as it is, the third time recording its graphs, from then on by them. Collective.
+    """A pass that runs twice without graphs, captures them the third time, and replays them from then on. Collective.
 
-    What runs first compiles kernels and makes buffers, which a recording must not. `prepare` is called before it.
+    The first runs compile kernels and allocate buffers, which a capture must not. `prepare` is called before the
+    capture.
 
     Parameters
     ----------
     items
         The calls of the pass.
     enter
-        Called with the name of a layer where a section begins.
+        Called with the name of the first layer of each section.
     """
 
     WARM = 2
@@ -72,7 +73,7 @@ class GraphedPass:
 
     @property
     def graphs(self) -> int:
-        """Number of graphs that are launched."""
+        """Number of graphs that are replayed."""
         return sum(section.graph for section in self.sections) if self._launches else 0
 
     def __call__(self) -> None:
@@ -101,7 +102,7 @@ class GraphedPass:
         return partial(_each_of, graph, self._launched) if section.communicates else graph
 
     def close(self) -> None:
-        """Free the graphs: before the messages that they hold."""
+        """Free the graphs, before the messages in them."""
         for graph in self._recordings:
             graph.drop()
         self._recordings.clear()
@@ -120,7 +121,7 @@ def _each_of(*calls: Callable[[], object]) -> None:
 
 
 def _apart_anywhere(comm: Communicator, items: Sequence[Item]) -> set[int]:
-    """Exchanges and sums that some rank cannot have in a graph: all ranks then send and sum alike. Collective."""
+    """Return exchanges and sums that a graph of some rank cannot contain, alike on all ranks. Collective."""
     found = apart(items)
     while True:
         everyone = set().union(*comm.allgather_objects(sorted(found)))
@@ -132,7 +133,7 @@ def _apart_anywhere(comm: Communicator, items: Sequence[Item]) -> set[int]:
 
 
 def graphed_passes(executor: Executor) -> tuple[GraphedPass, GraphedPass]:
-    """Forward and backward of training steps, with the calls of the reducer between their graphs. Collective."""
+    """Make forward and backward of training steps, with the calls of the reducer between graphs. Collective."""
     reducer, program, runner = executor.reducer, executor.program, executor.runner
     assert reducer is not None
     summed = _summed_from(executor)
@@ -160,9 +161,9 @@ def _pass(executor: Executor, items: list[Item], phase: str) -> GraphedPass:
 
 
 def _summed_from(executor: Executor) -> set[str]:
-    """Layers with which sums of gradients begin in backward, and are waited for in forward; none on one rank.
+    """Return layers where sums of gradients start in backward, and are waited for in forward; none on one rank.
 
-    Of a bucket that is the first of its layers; of what the reducer computes itself, the layer.
+    For a bucket that is the first of its layers. Layers whose gradients the reducer computes are included, too.
     """
     program = executor.program
     if executor.comm.size == 1:

@@ -1,4 +1,4 @@
-"""What a run writes while it runs: one JSON object per line, and a progress bar on rank 0; how it is read again."""
+"""Log of a run, one JSON object per line, and its reader; progress bar of rank 0; text logs of every rank."""
 
 from __future__ import annotations
 
@@ -41,29 +41,29 @@ __all__ = [
 ]
 
 _log = logging.getLogger(__name__)
-_told: set[tuple[Path, int]] = set()
+_warned: set[tuple[Path, int]] = set()
 
 Entry = dict[str, Any]
 Check = Callable[[Any], bool]
 
-MOST = 1 << 53  # larger integers are none that a run counts
-DEEPEST = 16  # levels of a line
-LATEST = 1e11  # so that a time has a date [s]
+MOST = 1 << 53  # limit of integers in a log
+DEEPEST = 16  # most levels of nesting in a line
+LATEST = 1e11  # limit of times, so that each has a date [s]
 
 
 def stderr_console() -> Console:
-    """What writes to stderr, as to a terminal also where a launcher stands between. Local."""
+    """Return a console on stderr, which is treated as a terminal also behind a launcher. Local."""
     columns = terminal_columns()
     return Console(stderr=True, width=columns, force_terminal=True if columns else None)
 
 
 class RunLog:
-    """Log file and progress bar; on other ranks than 0 it does nothing. Local.
+    """Log file and progress bar; no-op on other ranks than 0. Local.
 
     Parameters
     ----------
     path
-        The log; made if missing, continued otherwise.
+        File of the log; created if missing, else continued.
     speaks
         Whether this is rank 0.
     bar
@@ -87,13 +87,13 @@ class RunLog:
             self._task = self._bar.add_task("training", total=None)
 
     def follow(self, follower: Callable[[dict[str, Any]], None]) -> None:
-        """From now on tell `follower` of every line."""
+        """Call `follower` with every line from now on."""
         self._followers.append(follower)
 
     def write(self, event: str, **values: Any) -> None:
-        """One line ``{"event": event, ..., "time": ...}``, on the disk when this returns as far as the system cares.
+        """Write a line ``{"event": event, ..., "time": ...}``, and flush it to the system.
 
-        What a full disk does not take is kept, and written with a later line.
+        Lines that a full disk does not accept are kept, and written with a later one.
         """
         if self._file is not None:
             entry = {"event": event, **values, "time": round(time.time(), 3)}
@@ -107,13 +107,13 @@ class RunLog:
                 self._cannot(error)
 
     def _cannot(self, error: OSError) -> None:
-        """A log that cannot be written does not end a run: say so, once until it can be written again."""
+        """Warn that the log cannot be written, once until it can again; that does not end a run."""
         if not self._failing:
             _log.warning("the log cannot be written now: %s", error.strerror or error)
         self._failing = True
 
     def say(self, text: str) -> None:
-        """A line for the user."""
+        """Print a line for the user."""
         if self._speaks:
             self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
@@ -144,7 +144,7 @@ class RunLog:
 
 
 def read_log(path: str | Path, event: str | None = None) -> list[Entry]:
-    """The lines of a log, or those of one event; lines that cannot be read are left out, with a warning. Local."""
+    """Read the lines of a log, or those of one event; skip unreadable lines with a warning. Local."""
     return [entry for _, entry in _good(Path(path)) if event is None or entry["event"] == event]
 
 
@@ -156,14 +156,14 @@ def _good(path: Path) -> list[tuple[bytes, Entry]]:
 
 
 def rewind_log(path: Path, step: int) -> None:
-    """Drop what was logged after update number `step`: a run that resumes there writes it again. Local.
+    """Remove lines after update number `step`, which a run that resumes there writes again. Local.
 
-    Lines that cannot be read go too, with a warning.
+    Unreadable lines are removed, too, with a warning.
 
     Raises
     ------
     UserError
-        If the log cannot be written again; the old one is as it was.
+        If the log cannot be rewritten; the old one is not changed.
     """
     if not path.exists():
         return
@@ -175,15 +175,15 @@ def rewind_log(path: Path, step: int) -> None:
 
 
 # -- lines -----------------------------------------------------------------------------------------
-# Processes that append to a log are killed, and disks are full or fail: any line may be anything. One that is no object
-# of JSON, or in which a key that readers use is missing or of another kind, is left out and counted.
+# Processes that append to a log are killed, and disks are full or fail, so a line may hold anything. A line is skipped
+# and counted if it is no JSON object, or if a key that readers use is missing or has a value of another type.
 def lines_of(path: Path) -> Iterator[bytes]:
-    """The lines of a file, each with its end; the last one may have none.
+    """Yield the lines of a file, each with its end; the last one may have none.
 
     Raises
     ------
     OSError
-        If it cannot be read, or is no file: nothing is waited for, as for somebody to write to a pipe.
+        If the file cannot be read, or is no regular file: a pipe is not waited for.
     """
     mode = os.stat(path).st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
@@ -193,9 +193,9 @@ def lines_of(path: Path) -> Iterator[bytes]:
 
 
 def parse_lines(lines: Iterable[bytes]) -> tuple[list[tuple[bytes, Entry]], int]:
-    """The good lines with what they say, and the number of bad ones.
+    """Return the good lines with their entries, and the number of bad ones.
 
-    Empty lines do not count, nor a last one without an end: that is being written, or was when the run was killed.
+    Empty lines do not count, nor does a last line without an end, which was not written completely.
     """
     good, bad = [], 0
     for line in lines:
@@ -208,14 +208,14 @@ def parse_lines(lines: Iterable[bytes]) -> tuple[list[tuple[bytes, Entry]], int]
 
 
 def warn_of_lines(path: Path, bad: int) -> None:
-    """Say how many lines of a log are left out; once for what is read several times."""
-    if (path, bad) not in _told:
+    """Warn how many lines of a log are skipped, once for a log that is read several times."""
+    if (path, bad) not in _warned:
         _log.warning("%s: %d line(s) cannot be read and are left out", path, bad)
-    _told.add((path, bad))
+    _warned.add((path, bad))
 
 
 def parse_line(line: bytes) -> Entry | None:
-    """What a line says; None if it is not a line of a log."""
+    """Return the entry of a line; None if it is not a line of a log."""
     try:
         entry = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError):  # not UTF-8, not JSON, numbers of thousands of digits
@@ -238,7 +238,7 @@ def _count(value: Any) -> bool:
 
 
 def _number(value: Any) -> bool:
-    """Also NaN and infinity: what a run measured may be either."""
+    """Return whether a value is a number, also NaN and infinity, which a run may measure."""
     return type(value) is float or (type(value) is int and abs(value) < MOST)
 
 
@@ -288,7 +288,7 @@ def _any(value: Any) -> bool:
     return True
 
 
-#: By key, wherever it occurs.
+#: Check of a value by key, wherever the key occurs.
 _KEYS: dict[str, Check] = {
     **dict.fromkeys(("step", "epoch", "at_step", "steps", "epochs", "steps_per_epoch", "batch", "samples"), _count),
     **dict.fromkeys(("held_out", "parameters", "ranks", "rank", "code"), _count),
@@ -305,7 +305,7 @@ _KEYS: dict[str, Check] = {
     "waits": _table_of(_finite),
     "config": _config,
 }
-#: By event, the keys that readers expect.
+#: Keys that readers expect, by event.
 _NEEDED: dict[str, tuple[str, ...]] = {
     "step": ("step", "loss", "learning_rate", "seconds", "samples_per_second"),
     "validation": ("step", "epoch", "loss"),
@@ -321,17 +321,17 @@ FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 class RankLog:
-    """Writes ``rank-NNNN.log`` while a ``with`` lasts. Local.
+    """Context manager that writes ``rank-NNNN.log``. Local.
 
-    What modules log (from INFO on), what the rank prints, even where its output is suppressed because it is not rank
-    0, and the traceback of what ends the block. Files of earlier runs are continued.
+    The log has the records of modules (from INFO on), what the rank prints, even where its output is suppressed because
+    it is not rank 0, and the traceback of an error that ends the block. Files of earlier runs are continued.
 
     Parameters
     ----------
     folder
-        There, and seen by the rank.
+        Existing folder that the rank can write to.
     rank, size
-        Of this process.
+        Rank of this process, and number of ranks.
 
     Raises
     ------
@@ -350,7 +350,7 @@ class RankLog:
 
     def __enter__(self) -> RankLog:
         root = logging.getLogger()
-        # Others hear as much as before, although the logger lets more pass.
+        # Other handlers get the same records as before, although the logger passes more.
         targets: list[logging.Logger | logging.Handler] = [root, *root.handlers]
         self._levels = {target: target.level for target in targets}
         for handler in root.handlers:
@@ -376,7 +376,7 @@ class RankLog:
 
 
 class _Quiet:
-    """A file whose disk may be full: a log does not end a run."""
+    """File that ignores errors such as a full disk: a log does not end a run."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
@@ -386,11 +386,11 @@ class _Quiet:
             self._file.write(text)
 
     def flush(self) -> None:
-        """Every line goes out by itself."""
+        """Do nothing: the file is line-buffered."""
 
 
 class _Both:
-    """A stream whose lines go to a file too; bars that move on a terminal do not."""
+    """Stream whose lines go to a file, too, except moving bars on a terminal."""
 
     def __init__(self, stream: Any, file: TextIO) -> None:
         self._stream, self._copy = stream, _Quiet(file)
@@ -405,7 +405,7 @@ class _Both:
 
 
 def _cores() -> str:
-    """Numbers of the cores this process may use, in ranges."""
+    """Describe the cores that this process may use, in ranges."""
     if not hasattr(os, "sched_getaffinity"):
         return "unknown"
     runs: list[list[int]] = []

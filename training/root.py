@@ -1,7 +1,7 @@
-"""What rank 0 does for all ranks as a job starts, before or beside a communicator of ours.
+"""Calls of rank 0 for all ranks at the start of a job, before or beside a halograd communicator.
 
-A thousand ranks that open the same small file at the same moment keep a parallel file system busy for longer than they
-need for everything else. Rank 0 reads, and tells the others.
+A thousand ranks that open the same small file at once load a parallel file system for longer than the rest of the start
+takes. So rank 0 reads, and broadcasts the result.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .config import Config, check_config, load_config
 __all__ = ["agreed_root", "on_root", "read_config"]
 
 Result = TypeVar("Result")
-#: Errors that are the user's to mend, the special ones first.
+#: Errors of the user, special ones first.
 _MISTAKES: dict[str, type[Exception]] = {"data": DataError, "user": UserError}
 
 
@@ -31,19 +31,19 @@ def agreed_root(comm: Communicator, call: Callable[[], Result]) -> Result:
 
 
 def on_root(world: Any, call: Callable[[], Result]) -> Result:
-    """What `call` returns on rank 0, on all ranks. Collective over `world`.
+    """Return on all ranks what `call` returns on rank 0. Collective over `world`.
 
     Parameters
     ----------
     world
         An MPI communicator.
     call
-        Local; its result can be sent.
+        Local call with a result that can be pickled.
 
     Raises
     ------
     UserError, DataError
-        What `call` raises, on all ranks alike. Any other error is raised on rank 0, which ends the job.
+        What `call` raises, on all ranks alike. Any other error is raised on rank 0 and ends the job.
     """
     if world.size == 1:
         return call()
@@ -67,16 +67,16 @@ def on_root(world: Any, call: Callable[[], Result]) -> Result:
 
 
 def _described(raised: Exception | None) -> tuple[str, str] | None:
-    """Kind and text of an error, to be sent."""
+    """Return kind and text of an error, to be broadcast."""
     if raised is None:
         return None
     kinds = (kind for kind, error in _MISTAKES.items() if isinstance(raised, error))
     kind = next(kinds, "fault")
-    return kind, str(raised) if kind in _MISTAKES else "rank 0 failed, and says why"
+    return kind, str(raised) if kind in _MISTAKES else "rank 0 failed with the error that it prints"
 
 
 def read_config(world: Any, given: str | Path | Config, overrides: Sequence[str]) -> Config:
-    """The configuration, read and checked by rank 0 unless it is given. Collective; see :func:`load_config`."""
+    """Return the configuration, read and checked by rank 0 unless given. Collective; see :func:`load_config`."""
     if isinstance(given, Config):
         return check_config(given.model_dump(mode="json", exclude_unset=True), overrides)
     return on_root(world, lambda: load_config(given, overrides))

@@ -59,34 +59,34 @@ def train(
     Parameters
     ----------
     config
-        TOML file (:mod:`halograd.training.config`), or what was read of one, alike on all ranks.
+        TOML file (:mod:`halograd.training.config`), or a configuration, alike on all ranks.
     overrides
         ``section.key=value``.
     resume
-        Continue from the newest checkpoint of the run that can be read, on whatever number of ranks; from the
-        beginning if there is none yet.
+        Continue from the newest undamaged checkpoint of the run, on any number of ranks; start from the beginning if
+        there is none yet.
     comm
         An MPI communicator to clone; by default all ranks of the job, after :func:`halograd.comm.boot`.
     planner
-        Who plans if the configuration says ``strategy = "auto"``: :func:`halograd.auto.plan_run`, collective. At the
-        end the run says what its plan predicted, and what was measured.
+        Makes the plan for ``strategy = "auto"``: :func:`halograd.auto.plan_run`, collective. At the end the run
+        compares the predictions of the plan with measurements.
     ranker
-        Who ranks schemes if the configuration says ``reduction.name = "auto"``: :func:`halograd.auto.rank_schemes_of`,
-        collective. Without one, a few typical schemes are tried.
+        Ranks schemes for ``reduction.name = "auto"``: :func:`halograd.auto.rank_schemes_of`, collective. Without one, a
+        few typical schemes are tried.
     callbacks
-        Are called after every step, epoch and checkpoint.
+        Called after every step, epoch and checkpoint.
 
     Returns
     -------
     dict
-        ``steps``, ``loss`` of the last step, ``validation`` metrics, ``directory``; ``stopped``: by what, if SIGUSR1
-        or SIGTERM came to a rank and the run was stopped with a checkpoint, else None; ``diverged``: how, if the loss
+        ``steps``, ``loss`` of the last step, ``validation`` metrics, ``directory``; ``stopped``: the signal (SIGUSR1
+        or SIGTERM) and its rank, if one stopped the run with a checkpoint, else None; ``diverged``: how, if the loss
         of the last epoch is finite but far above the first one, else None.
 
     Raises
     ------
     UserError, DataError
-        Something the user can put right, in one line.
+        A fault that the user can correct, in one line.
     """
     world = boot() if comm is None else comm
     config = read_config(world, config, overrides)
@@ -129,7 +129,7 @@ def train(
         watchdog.follow(session.executor.pulse)
         interruption.follow(session.executor.pulse)
         result = run.train()
-        if result["stopped"] is None:  # otherwise the sender of the signal does not wait long
+        if result["stopped"] is None:  # after a signal there is little time
             report_times(session, log, run.steps, directory)
             report_plan(plan, run, log)
             log.write("finished", step=run.optimizer.step)
@@ -145,7 +145,7 @@ def evaluate(
     planner: Planner | None = None,
     details: str | Path | None = None,
 ) -> dict[str, Any]:
-    """Loss and metrics of a trained network. Collective over all ranks of the job.
+    """Compute loss and metrics of a trained network. Collective over all ranks of the job.
 
     Parameters
     ----------
@@ -160,7 +160,7 @@ def evaluate(
     comm, planner
         As for :func:`train`.
     details
-        JSON file to write what was found class by class to, by rank 0: confusion, scores, calibration.
+        JSON file to which rank 0 writes results by class: confusion, scores, calibration.
     """
     if samples not in SAMPLES:
         raise UserError(f"samples: expected one of {', '.join(SAMPLES)}, got {samples!r}")
@@ -171,7 +171,7 @@ def evaluate(
     if details is not None:
         on_root(world, lambda: check_details(Path(details)))
     with _communicator(config, world) as ranks, ExitStack() as stack:
-        reader = stack.enter_context(CheckpointReader(checkpoint, ranks))  # now: a run that goes on may remove it
+        reader = stack.enter_context(CheckpointReader(checkpoint, ranks))  # now: a run that continues may remove it
         plan = _plan(config, ranks, planner, training=False)
         strategy = None if plan is None else plan.strategy
         session = Session.open(
@@ -206,28 +206,28 @@ def apply(
     planner: Planner | None = None,
     tell: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
-    """What a trained network predicts of data without labels. Collective over all ranks of the job.
+    """Predict data without labels by a trained network. Collective over all ranks of the job.
 
-    Samples may be larger or smaller than those it was trained on, where the network allows it: an override such as
-    ``model.resolution=2048`` makes it. A job that was interrupted goes on when it is started again.
+    Samples may be larger or smaller than those of the training, where the network allows it, by an override such as
+    ``model.resolution=2048``. An interrupted job continues when it is started again.
 
     Parameters
     ----------
     target, overrides, comm, planner
         As for :func:`evaluate`.
     data
-        Files, patterns or folders with the inputs of the network; other datasets do not matter.
+        Files, patterns or folders with the inputs of the network; other datasets are ignored.
     out
-        File to write, see :mod:`halograd.training.applying`. One that is there is replaced, if an earlier job wrote it.
+        File to write, see :mod:`halograd.training.applying`. One of an earlier job is replaced.
     what
-        ``"logits"``: what the network says; ``"probabilities"`` or ``"classes"`` of outputs that have them.
+        ``"logits"``: the outputs themselves; ``"probabilities"`` or ``"classes"`` for outputs that have them.
     tell
-        Is called on rank 0 with samples done, and with all there are.
+        Called on rank 0 with the number of complete samples, and of all samples.
 
     Returns
     -------
     dict
-        ``samples``, those of them that were ``computed`` now, ``step`` and ``checkpoint``.
+        Numbers of ``samples`` and of samples ``computed`` by this job, ``step`` and ``checkpoint``.
     """
     world, out = boot() if comm is None else comm, Path(out)
     config, checkpoint, progress, _ = on_root(world, lambda: find_trained(Path(target), overrides))
@@ -254,7 +254,7 @@ def apply(
 
 @contextmanager
 def _communicator(config: Config, world: Any) -> Iterator[Communicator]:
-    """These ranks, with the transport of the configuration."""
+    """Open a communicator of these ranks with the transport of the configuration."""
     from ..comm.transports import parse_transport  # not at the top: it needs MPI
 
     try:
@@ -266,7 +266,7 @@ def _communicator(config: Config, world: Any) -> Iterator[Communicator]:
 
 
 def _state(path: Path) -> list[Any]:
-    """What tells a file from what it was before."""
+    """Return data that change when a file changes."""
     found = path.stat()
     return [str(path), found.st_size, found.st_mtime_ns]
 
@@ -278,7 +278,7 @@ def _acquire(lock: RunLock, directory: Path) -> None:
 
 @contextmanager
 def _writing(folder: Path) -> Iterator[None]:
-    """Files of a run that cannot be begun are the user's to mend."""
+    """Turn an OSError into a UserError about the directory of the run."""
     try:
         yield
     except OSError as error:
@@ -287,7 +287,7 @@ def _writing(folder: Path) -> Iterator[None]:
 
 
 def _log_each_rank(ranks: Communicator, folder: Path, stack: ExitStack) -> None:
-    """Begin a log on every rank, in a folder that rank 0 makes. Collective."""
+    """Open a log on every rank, in a folder that rank 0 makes. Collective."""
     with ranks.agreement():
         if ranks.rank == 0:
             make_folder(folder)
@@ -296,14 +296,14 @@ def _log_each_rank(ranks: Communicator, folder: Path, stack: ExitStack) -> None:
 
 
 def _plan(config: Config, ranks: Communicator, planner: Planner | None, training: bool) -> RunPlan | None:
-    """The plan to follow, None if the configuration has a strategy of its own. Collective."""
+    """Return the plan to follow, None if the configuration has a strategy. Collective."""
     if not config.strategy.auto or planner is None:
-        return None  # without a planner, `make_strategy` says what to do
+        return None  # without a planner, `make_strategy` raises an error with the remedy
     return planner(config, ranks, training)
 
 
 def _ranked(ranker: Ranker | None, session: Session) -> Sequence[Scheme]:
-    """What to try first where gradient reduction is ``"auto"``. Collective."""
+    """Return the schemes to try first where gradient reduction is ``"auto"``. Collective."""
     strategy = session.executor.strategy
     if strategy.reduction.name != "auto" or ranker is None:
         return ()
@@ -313,7 +313,7 @@ def _ranked(ranker: Ranker | None, session: Session) -> Sequence[Scheme]:
 def _start_from(
     ranks: Communicator, folder: CheckpointFolder, resume: bool, stack: ExitStack
 ) -> tuple[CheckpointReader | None, TrainingProgress | None]:
-    """The checkpoint to continue from, open and verified; None for the beginning. Collective."""
+    """Open and verify the checkpoint to continue from; None for the beginning. Collective."""
     if not resume:
         if ranks.bcast(folder.latest) is not None:
             raise UserError(
@@ -332,7 +332,7 @@ def _start_from(
 
 
 def find_trained(target: Path, overrides: Sequence[str]) -> tuple[Config, Path, TrainingProgress, bool]:
-    """Configuration, checkpoint and progress of what is to be evaluated; whether it asks for the samples of the run.
+    """Return configuration, checkpoint and progress of a trained run, and whether its held-out samples are unchanged.
 
     Local.
     """
@@ -344,7 +344,7 @@ def find_trained(target: Path, overrides: Sequence[str]) -> tuple[Config, Path, 
         checkpoint = target if target.is_file() else CheckpointFolder(target / "checkpoints").latest
     if checkpoint is None:
         raise UserError(f"{target}: expected a trained run (its configuration, directory or a checkpoint), got none")
-    checkpoint = checkpoint.resolve()  # latest.h5 may soon mean another one
+    checkpoint = checkpoint.resolve()  # latest.h5 may point to another one soon
     progress, text = read_header(checkpoint)
     if config is None:
         config = check_config(json.loads(text), overrides, f"configuration in {checkpoint}")
@@ -353,7 +353,7 @@ def find_trained(target: Path, overrides: Sequence[str]) -> tuple[Config, Path, 
 
 
 def _drawn_by(config: Mapping[str, Any]) -> list[Any]:
-    """What decides which samples are held out."""
+    """Return the settings that decide which samples are held out."""
     data = config.get("data", {})
     own = [data.get(key) for key in ("path", "validation", "split", "invalid")]
     return [*own, config.get("training", {}).get("seed")]

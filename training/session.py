@@ -55,11 +55,11 @@ class Session:
     Attributes
     ----------
     samples
-        What is read.
+        Data set, and which samples are read.
     timeline
-        None unless ``output.timeline`` is set, or the run follows a plan; then it is paused but for some steps.
+        None unless ``output.timeline`` is set or the run follows a plan; with a plan it records some steps only.
     ahead
-        Who brings batches to a device; None on the host.
+        Copies batches to a device ahead of their use; None on the host.
     """
 
     config: Config
@@ -83,11 +83,11 @@ class Session:
         labelled: bool = True,
         class_counts: dict[str, list[int]] | None = None,
     ) -> Session:
-        """Build everything. Collective over `comm`: what fails on one rank is raised on all.
+        """Build everything. Collective over `comm`: a fault of one rank is raised on all.
 
-        `normalization` and `class_counts` are those of a checkpoint, computed from the data otherwise; `strategy` one
-        that was planned, that of the configuration otherwise; not `labelled`: targets are not read, and no samples are
-        held out.
+        `normalization` and `class_counts` are those of a checkpoint; None: computed from the data. `strategy` is that
+        of a plan; None: that of the configuration. Without `labelled`, targets are not read and no samples are held
+        out.
         """
         with comm.agreement():
             known = {"normalization": normalization, "class_counts": class_counts}
@@ -149,7 +149,7 @@ class Session:
                 statistics=samples.statistics,
                 reductions=samples.reductions,
                 augmentation=samples.augmentation,
-                dtype=executor.store.dtype,  # of 16 bits are the inputs on the device only: statistics come before
+                dtype=executor.store.dtype,  # only inputs on the device have 16 bits: normalization comes before
                 depth=slots,
                 recorder=timeline,
                 allocate=np.zeros if device.is_host else device.pinned,
@@ -159,19 +159,19 @@ class Session:
         return cls(config, comm, network, executor, samples, loader, timeline, ahead)
 
     def sampler(self) -> Sampler:
-        """Batches of the training samples, in the order of the run's seed."""
+        """Make the sampler of the training samples, in the order of the run's seed."""
         shuffle: Literal["epoch", "never"] = "epoch" if self.config.data.shuffle else "never"
         batch, seed = self.config.training.batch, self.config.training.seed
         return Sampler(self.samples.training, batch, seed, shuffle, augmented=self.samples.augmentation is not None)
 
     @cached_property
     def source(self) -> str | None:
-        """Function of a network of the user's own, and a checksum of its file; else None. Local."""
+        """Function of a network of the user's own with a checksum of its file; else None. Local."""
         name = self.config.model.source
         return " ".join(source_of(name)) if is_own(name) else None
 
     def warn_of_changes(self, before: str | None) -> None:
-        """Say that the file of the network, which may have layers, was changed since a checkpoint. Local."""
+        """Warn if the file of the network, which may define layers, has changed since a checkpoint. Local."""
         if before not in (None, self.source) and self.comm.rank == 0:
             _log.warning(
                 "model.file: the checkpoint is of %s, this is %s; the network has the same layers and settings, but a "
@@ -181,12 +181,12 @@ class Session:
             )
 
     def in_order(self, indices: np.ndarray) -> Batches:
-        """Batches of these samples, each once; the last one is filled up."""
+        """Return batches of these samples, each once; the last batch is filled up."""
         batch = self.config.training.at_once
         return Sampler(indices, batch, shuffle="never", remainder="fill").rest_of_epoch()
 
     def feed(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Bring one batch after the other into the inputs of the executor. Local."""
+        """Yield one batch after the other, in the inputs of the executor. Local."""
         inputs = {name: self.executor.input(name).array for name in self.samples.dataset.fields}
         pulse = self.executor.pulse
         pulse.at("data", "")
@@ -203,7 +203,7 @@ class Session:
 
 
 def _warn_of_parts(network: Network, size: int) -> None:
-    """Say what is not as of the whole batch where it is computed in parts of so many samples. Local."""
+    """Warn of results that depend on the parts of a batch, of `size` samples each. Local."""
     found = [f"{name}: {node.layer.of_batch}" for name, node in network.layers.items() if node.layer.of_batch]
     if found:
         more = f"; and {len(found) - NAMED} more" if len(found) > NAMED else ""
@@ -216,7 +216,7 @@ def _warn_of_parts(network: Network, size: int) -> None:
 
 
 def _check_given(network: Network, comm: Communicator) -> None:
-    """Refuse files of initial values that differ between ranks, as those on disks of nodes may. Collective."""
+    """Raise an error if files of initial values differ between ranks, as on disks of nodes. Collective."""
     specs = {**network.parameters(), **network.state()}.values()
     mine = sorted({spec.init.source for spec in specs if isinstance(spec.init, GivenValues)})
     comm.agree(None)
@@ -229,7 +229,7 @@ def _check_given(network: Network, comm: Communicator) -> None:
 
 
 def _strategy(config: Config, comm: Communicator, network: Network) -> Strategy:
-    """That of the configuration; a file is read by rank 0 for all. Collective."""
+    """Return the strategy of the configuration; rank 0 reads a file for all. Collective."""
 
     def make() -> Strategy:
         return make_strategy(config.strategy, comm.size, network, config.training.at_once)
@@ -245,7 +245,7 @@ def begin_with(session: Session) -> None:
     Raises
     ------
     UserError
-        The file is not one of weights, it does not fit the network, or ranks have different ones.
+        If the file is not one of weights, does not fit the network, or differs between ranks.
     """
     comm, store, settings = session.comm, session.executor.store, session.config.training
     assert settings.init is not None
@@ -271,7 +271,7 @@ _NAMED = 20  # classes or channels in a line
 
 
 def headline(session: Session) -> str:
-    """Network, data, ranks and kernels in a line. Local."""
+    """Describe network, data, ranks and kernels in a line. Local."""
     executor = session.executor
     return (
         f"{session.network.name}: {executor.store.count:,} parameters, {len(session.samples.training)} + "
@@ -281,10 +281,10 @@ def headline(session: Session) -> str:
 
 
 def data_lines(session: Session) -> list[str]:
-    """What becomes of the data, where one would not expect it from the configuration: a line each. Local.
+    """Describe treatments of the data that the configuration does not show, in a line each. Local.
 
-    The channels that are transformed before they are normalized, many by their names alone; and per target whose
-    classes were counted, how often each occurs, and its weight.
+    They are the channels that are transformed before normalization, some because of their names; and for targets with
+    class counts, how often each class occurs, and its weight.
     """
     return [*_transforms(session), *_balances(session)]
 
@@ -313,7 +313,7 @@ def _some(texts: Sequence[str]) -> str:
 
 
 def begin_entry(session: Session, run: TrainingRun) -> dict[str, Any]:
-    """What is logged as ``begin``: who trains what, from where, how far. Collective."""
+    """Return the log entry ``begin``: network, data, ranks, versions and configuration. Collective."""
     config, comm = session.config, session.comm
     hosts = Counter(comm.allgather_objects(platform.node()))
     return {
@@ -340,13 +340,13 @@ def begin_entry(session: Session, run: TrainingRun) -> dict[str, Any]:
 
 
 def _kernels(session: Session) -> str:
-    """The backend, and how it makes products where one may choose."""
+    """Describe the backend, and its arithmetic of products where there is a choice."""
     kernels = session.executor.kernels
     return ", ".join(filter(None, (kernels.describe(), kernels.describe_arithmetic(session.executor.dtype.name))))
 
 
 def _travels(comm: Communicator) -> str:
-    """How arrays of devices travel; said of several ranks only."""
+    """Describe the transport of device arrays, for several ranks only."""
     choice = comm.devices.choice
     return f", arrays by {choice.describe()}" if choice is not None and comm.size > 1 else ""
 

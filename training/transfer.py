@@ -24,37 +24,37 @@ __all__ = ["DeviceFeed", "Gather", "block_of", "check_name"]
 
 
 def check_name(name: str, known: Collection[str]) -> None:
-    """Refuse what is no input of the network. Local.
+    """Check that `name` is an input of the network. Local.
 
     Raises
     ------
     UserError
-        Naming those that there are.
+        If it is not; the message names the inputs.
     """
     if name not in known:
         raise UserError(f"input: expected one of {', '.join(map(repr, known))}, got {name!r}")
 
 
 def block_of(name: str, array: Any, shape: tuple[int, ...], box: Box, dtype: np.dtype) -> np.ndarray:
-    """The block of a whole array that this rank stores: a view, on the host. Local.
+    """Return the block of a whole array that this rank stores: a view, on the host. Local.
 
     Parameters
     ----------
     name
-        Of the input.
+        Name of the input.
     array
-        ``(N, *spatial, C)``, what `numpy.asarray` takes: of any layout in memory, and not modified.
+        ``(N, *spatial, C)``, anything that `numpy.asarray` accepts, with any strides; not modified.
     shape
-        The global shape that is wanted.
+        The expected global shape.
     box
-        Of the block.
+        Global box of the block.
     dtype
-        Of the storage. A floating-point one rounds; an integer one must hold every value of the block exactly.
+        Dtype of the storage. A floating-point one rounds; an integer one must hold every value of the block exactly.
 
     Raises
     ------
     UserError
-        Another shape, no real numbers, masked elements, or values that the storage does not hold.
+        If the array has another shape, no real numbers, masked elements, or values that the storage cannot hold.
     """
     if np.ma.is_masked(array):
         raise UserError(f"input {name!r}: expected an array without masked elements, got some; fill them first")
@@ -74,13 +74,13 @@ def block_of(name: str, array: Any, shape: tuple[int, ...], box: Box, dtype: np.
 
 
 # -- batches of a loader, on a device --------------------------------------------------------------
-# Pinned memory, copied ahead beside the step that computes:
+# Pinned memory is copied ahead, during the step that computes:
 #
 #   loader's thread   wait until the pinned buffers are free | read | upload ahead -> ticket
 #   main thread                                  join(ticket) | staged -> inputs, enqueued | enqueue the step ...
 #   device            [uploads of the next batch]             [copies of this one][kernels ...]
 class DeviceFeed:
-    """Copies what a loader has read to a device, ahead of its use: the loader's `ahead`. Local.
+    """Copies of the batches of a loader to a device, ahead of their use: the loader's `ahead`. Local.
 
     Parameters
     ----------
@@ -91,7 +91,7 @@ class DeviceFeed:
     slots
         Sets of buffers of the loader.
     dtype
-        Of the loader's buffers; on the device they become what the inputs are.
+        Dtype of the loader's buffers; on the device they are converted to that of the inputs.
     """
 
     def __init__(self, memory: Memory, inputs: Mapping[str, Any], slots: int, dtype: np.dtype) -> None:
@@ -106,7 +106,7 @@ class DeviceFeed:
         self._used = [self._device.mark()] * slots
 
     def _taken(self, slot: int) -> list[Callable[[], None]]:
-        """What enqueues the copies of a slot into the inputs, in their dtypes."""
+        """Return calls that enqueue the copies of a slot into the inputs, in their dtypes."""
         floats, others = [], []
         for name, target in self._inputs.items():
             staged = self._staged[slot][name]
@@ -118,14 +118,14 @@ class DeviceFeed:
 
     # -- the loader's thread --------------------------------------------------------------------
     def before_fill(self, slot: int) -> None:
-        """Return when the buffers of a slot may be written."""
+        """Wait until the buffers of a slot may be written."""
         self._device.use()
         ticket = self._uploaded[slot]
         if ticket is not None:
             ticket.wait()
 
     def after_fill(self, slot: int, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Begin to copy what was read; it goes where the batch before in this slot has been taken from."""
+        """Start the upload of a batch, after the copies of the previous batch in this slot."""
         pairs = [(arrays[name], staged) for name, staged in self._staged[slot].items()]
         self._uploaded[slot] = self._device.upload_ahead(pairs, self._used[slot])
 
@@ -133,9 +133,9 @@ class DeviceFeed:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        """Behind the end of that thread: when no copy is under way any more, the buffers may be freed.
+        """Wait, after the end of that thread, for the copies in progress: then the buffers may be freed.
 
-        Not behind an error: copies wait for kernels, and those perhaps for a peer that is gone.
+        After an error do not wait: copies wait for kernels, and these perhaps for a rank that has ended.
         """
         for ticket in filter(None, self._uploaded if kind is None else ()):
             ticket.wait()
@@ -152,18 +152,18 @@ class DeviceFeed:
 
 
 class Gather:
-    """The way of some outputs, and of gradients of probed inputs, to rank 0. Collective to make, run and close.
+    """Gather of outputs, and of gradients of probed inputs, to rank 0. Collective to make, run and close.
 
-    Made once, it gathers after every step: to set it up takes longer than to run it.
+    Make it once and run it after every step: its set-up takes longer than a run.
 
     Parameters
     ----------
     executor
-        Whose arrays they are.
+        Executor of the arrays.
     names
-        Of layers whose output is kept.
+        Names of layers whose output is kept.
     gradients
-        Of probed inputs (only theirs: other gradients share memory, and are gone when `backward` returns).
+        Names of probed inputs (other gradients share memory, and are overwritten when `backward` returns).
 
     Raises
     ------
@@ -186,7 +186,7 @@ class Gather:
         self._exchanges = Exchange.together(executor.comm, wanted)
 
     def run(self) -> list[np.ndarray | None]:
-        """The whole arrays on rank 0, None elsewhere: first outputs, then gradients; overwritten by the next run."""
+        """Return whole arrays on rank 0, None elsewhere: outputs, then gradients. The next run overwrites them."""
         for exchange in self._exchanges:
             exchange.run()
         return [self._device.to_host(target) if self._is_root else None for target in self._targets]

@@ -172,7 +172,7 @@ def test_a_run_of_one_process(config, tmp_path, monkeypatch):
     """It cleans up and ends with the same words; then it goes on."""
     out = tmp_path / "out"
     with monkeypatch.context() as patch:
-        interrupting(patch, TrainingRun, "_tell", 4)
+        interrupting(patch, TrainingRun, "_log_step", 4)
         words = rf"interrupted at step 4; the newest checkpoint is {out}/checkpoints/step-00000003\.h5; go on with --re"
         with pytest.raises(KeyboardInterrupt, match=words):
             train(config, comm=MPI.COMM_SELF)

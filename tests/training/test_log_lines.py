@@ -90,7 +90,7 @@ def test_every_reader(tmp_path, caplog, capsys):
     good = damaged(path)
     assert read_log(path) == good and told(caplog, path, len(BAD))
     assert read_log(path, "step") == good[1:7] and not caplog.messages, "said once for all that read it"
-    training_log._told.clear()
+    training_log._warned.clear()
     record = read_record(tmp_path)
     assert (record.steps, record.events) == (good[1:7], [good[0], *good[7:]]) and told(caplog, path, len(BAD))
     assert status_text(status_of(record))[0].endswith("finished, step 6 of 6 (100 %), epoch 2 of 2")
