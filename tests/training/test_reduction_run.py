@@ -1,28 +1,42 @@
-"""[reduction] in a configuration: what is trained with, what is refused, what wins over a plan's scheme."""
+"""Runs whose configuration chooses how gradients are summed, or searches for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 from mpi4py import MPI
 
+from halograd.auto import rank_schemes_of
+from halograd.comm import Communicator
 from halograd.errors import UserError
 from halograd.layers.reduction_scheme import NAMES, Scheme
 from halograd.layers.strategy import Strategy
-from halograd.training.build import with_reduction
+from halograd.perfmodel.reduction_choice import candidate_schemes
+from halograd.training import trainer
+from halograd.training.auto_reduction import pinned
+from halograd.training.build import make_network, with_reduction
+from halograd.training.checkpoint import read_header
 from halograd.training.config import load_config
+from halograd.training.log import read_log
 from halograd.training.run import train
+from tests.launch import PATIENT, mpiexec
+from tests.support.clock import DrivenClock
+from tests.training.launching import losses, sets
 from tests.training.runs import write_config
 
 TABLE = {"name": "two_chunks", "first_layers": 2, "deterministic": True}
 
 
 @pytest.fixture
-def config(tmp_path):
+def written(tmp_path):
     return write_config(tmp_path)
 
 
-def test_every_name_is_known(config):
+def test_every_name_is_known(written):
     for name in NAMES:
         first = ["reduction.first_layers=3"] if name == "two_chunks" else []
-        assert load_config(config, [*first, f"reduction.name={name}"]).reduction.scheme().name == name
+        assert load_config(written, [*first, f"reduction.name={name}"]).reduction.scheme().name == name
 
 
 @pytest.mark.parametrize(
@@ -35,16 +49,16 @@ def test_every_name_is_known(config):
         (["reduction.bytes=2"], "reduction.bytes: unknown key; expected one of name, first_layers"),
     ],
 )
-def test_what_is_refused_in_one_line(config, overrides, message):
+def test_what_is_refused_in_one_line(written, overrides, message):
     with pytest.raises(UserError, match=message) as found:
-        load_config(config, overrides)
+        load_config(written, overrides)
     assert "\n" not in str(found.value)
 
 
-def test_the_table_wins_over_a_plan_and_nothing_does_not(config):
+def test_the_table_wins_over_a_plan_and_nothing_does_not(written):
     planned = Strategy(reduction=Scheme("per_layer"))
-    assert with_reduction(planned, load_config(config)) == planned
-    pinned = load_config(config, [f"reduction.{k}={str(v).lower()}" for k, v in TABLE.items()])
+    assert with_reduction(planned, load_config(written)) == planned
+    pinned = load_config(written, [f"reduction.{k}={str(v).lower()}" for k, v in TABLE.items()])
     assert with_reduction(planned, pinned).reduction == Scheme(**TABLE)
 
 
@@ -60,3 +74,153 @@ def test_a_run_follows_it_and_learns_the_same(tmp_path_factory):
     assert found["loss"] == pytest.approx(plain["loss"], rel=1e-9)
     rounded = ["training.dtype=float32", "reduction.payload=bfloat16", f"output.directory={out / 'rounded'}"]
     assert train(path, [*common, *rounded], comm=comm)["loss"] == pytest.approx(plain["loss"], rel=1e-2)
+
+
+STEPS = 18  # six per epoch
+CONSTANT = "schedule={kind = 'step', learning_rate = 0.01, milestones = [1], factor = 0.5}"
+
+
+def test_resumed_with_another_scheme_on_another_number_of_ranks(tmp_path):
+    config = write_config(tmp_path)
+
+    def train(ranks, epochs, out, *settings, resume=()):
+        settings = sets("training.batch=2", f"training.epochs={epochs}", CONSTANT, f"output.directory={out}", *settings)
+        done = mpiexec(ranks, ["-m", "halograd", "train", config, *settings, *resume])
+        assert done.returncode == 0, done.stderr
+        return losses(out)
+
+    nodes = "backend.transport=emulated:alpha=1e-5,beta=1e-11,node=2"
+    wanted = train(1, 3, tmp_path / "whole")
+    assert list(wanted) == list(range(1, STEPS + 1))
+    out = tmp_path / "out"
+    train(2, 1, out, "reduction.name=sharded")
+    train(3, 2, out, "reduction.name=host_accumulate", "strategy.height=3", nodes, resume=["--resume"])
+    found = train(2, 3, out, "reduction.name=sharded", "strategy.height=2", resume=["--resume"])
+    assert list(found) == list(wanted)
+    assert list(found.values()) == pytest.approx(list(wanted.values()), rel=1e-9)
+
+
+def test_what_cannot_be_is_refused_in_one_line(tmp_path):
+    config = write_config(tmp_path)
+    for wrong, told in {
+        "optimizer={kind = 'lars'}": 'optimizer.kind: expected sgd, adam or adamw with reduction.name = "sharded"',
+        "reduction.payload=bfloat16": "reduction.payload: expected",
+    }.items():
+        done = mpiexec(2, [*PATIENT, "train", config, *sets("reduction.name=sharded", wrong)])
+        assert done.returncode == 2
+        (line,) = done.stderr.splitlines()
+        assert told in line
+    settings = sets("reduction.name=hierarchical", "backend.transport=mpi")
+    done = mpiexec(2, [*PATIENT, "train", config, *settings])
+    assert done.returncode == 2
+    assert 'by which ranks share memory with "hierarchical", got "mpi"; choose backend.transport' in done.stderr
+
+
+AUTO = ["reduction={name='auto', interval=2, step=1, range=1}", "training.epochs=4"]
+
+
+@pytest.fixture
+def config(comm, tmp_path, monkeypatch):
+    """The same configuration for all ranks, in the folder of rank 0; by the clock all steps take the same time."""
+    DrivenClock().drive(monkeypatch, trainer)
+    folder = Path(comm.bcast(str(tmp_path)))
+    if comm.rank == 0:
+        write_config(folder)
+    comm.Barrier()
+    yield folder / "run.toml"
+    comm.Barrier()
+
+
+def trials(folder):
+    return read_log(folder / "log.jsonl", "reduction")
+
+
+@pytest.mark.ranks(1, 3)
+def test_a_run_tries_chooses_and_goes_on(comm, config):
+    folder = config.parent
+    if comm.rank == 0:
+        train(config, ["training.epochs=4", f"output.directory={folder / 'plain'}"], comm=MPI.COMM_SELF)
+    comm.Barrier()
+    train(config, [*AUTO, f"output.directory={folder / 'auto'}"], comm=comm)
+    expected, found = losses(folder / "plain"), losses(folder / "auto")
+    assert found == pytest.approx(expected, rel=1e-9) and len(found) == 12
+    *tried, chosen = trials(folder / "auto")
+    assert [t["chosen"] for t in tried] == [False] * len(tried) and chosen["chosen"]
+    assert [t["step"] for t in tried] == [2 * (i + 1) for i in range(len(tried))]
+    names = [t["scheme"].partition("(")[0] for t in tried]
+    assert names[:2] == ["bucketed", "two_chunks"]
+    assert set(names[2:]) == ({"host_accumulate"} if comm.size > 1 else set())
+    assert chosen["seconds"] == min(t["seconds"] for t in tried[: len(tried)])
+    progress, _ = read_header(sorted((folder / "auto" / "checkpoints").glob("*.h5"))[-1])
+    assert progress.reduction["ranks"] == comm.size and len(progress.reduction["tuner"]["trials"]) >= 2
+
+
+@pytest.mark.ranks(2)
+def test_a_resumed_run_does_not_try_again(comm, config):
+    """Stopped after two epochs, in the midst of the trials; the rest of the log is that of one run."""
+    folder = config.parent
+    out = [f"output.directory={folder / 'out'}"]
+    train(config, [*AUTO, "training.epochs=2", *out], comm=comm)
+    before = trials(folder / "out")
+    assert [t["scheme"] for t in before[:2]] == ["bucketed", before[1]["scheme"]] and not before[-1]["chosen"]
+    train(config, [*AUTO, *out], resume=True, comm=comm)
+    tried = [t["scheme"] for t in trials(folder / "out") if not t["chosen"]]
+    assert tried[: len(before)] == [t["scheme"] for t in before] and len(tried) == len(set(tried)) > len(before)
+
+
+@pytest.mark.ranks(2)
+def test_schemes_are_tried_in_the_order_of_who_ranks_them(comm, config):
+    ranked = [Scheme("per_layer"), Scheme("blocking")]
+    asked = []
+
+    def ranker(settings, ranks, strategy):
+        asked.append((settings.reduction.name, ranks.size, strategy.reduction.name))
+        return ranked
+
+    out = config.parent / "out"
+    train(config, [*AUTO, f"output.directory={out}"], comm=comm, ranker=ranker)
+    assert asked == [("auto", 2, "auto")]
+    assert [t["scheme"] for t in trials(out)[:2]] == ["per_layer", "blocking"]
+
+
+@pytest.mark.parametrize("machine", ["lassen", None])
+def test_ranked_by_the_machine_that_is_named_or_not_at_all(tmp_path, monkeypatch, machine):
+    """Nothing is said of a machine that is not known: a run does not wait for it to be measured."""
+    monkeypatch.setenv("HALOGRAD_CACHE", str(tmp_path / "cache"))
+    overrides = [f"strategy={{auto=true, machine='{machine}'}}"] if machine else []
+    config = load_config(write_config(tmp_path), overrides)
+    with Communicator(MPI.COMM_SELF) as comm:
+        found = rank_schemes_of(config, comm, Strategy())
+    everything = candidate_schemes(make_network(config), Strategy(), config.training.batch)
+    assert sorted(map(str, found)) == (sorted(map(str, everything)) if machine else [])
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        Scheme(),
+        Scheme("two_chunks", first_layers=9, replicated_dense=2),
+        Scheme("host_accumulate", chunk=7),
+        Scheme("blocking", payload="bfloat16", error_feedback=False, deterministic=True),
+    ],
+)
+def test_the_choice_can_be_pinned(tmp_path, scheme):
+    """What a run says can be put into its configuration, or given on the command line."""
+    path = write_config(tmp_path)
+    assert load_config(path, [pinned(scheme)]).reduction.scheme() == scheme
+    path.write_text(f"{pinned(scheme)}\n{path.read_text()}")
+    assert load_config(path).reduction.scheme() == scheme
+
+
+@pytest.mark.parametrize(
+    "table, text",
+    [
+        ("{name='bucketed', interval=5}", 'interval: expected name = "auto" with it, got "bucketed"'),
+        ("{name='auto', interval=1}", "reduction.interval"),
+        ("{name='auto', replicated_dense=2}", "which chooses it, got 2"),
+    ],
+)
+def test_refused(tmp_path, table, text):
+    with pytest.raises(UserError) as refused:
+        load_config(write_config(tmp_path), [f"reduction={table}"])
+    assert text in str(refused.value) and "\n" not in str(refused.value)

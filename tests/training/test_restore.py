@@ -156,3 +156,17 @@ def test_damage_that_is_met_when_arrays_are_read(path):
         with pytest.raises(DamagedCheckpoint, match=r"damaged \(the checksum of its bytes \d+ to \d+ is wrong\)$"):
             reader.restore(executor.store)
         assert all(np.array_equal(array, before[name]) for name, array in executor.store.params.items())
+
+
+def test_a_link_set_back_by_hand(tmp_path):
+    """A user may point latest.h5 to an older checkpoint: that one is taken, newer ones are left alone."""
+    folder = CheckpointFolder(tmp_path, keep=1)
+    for step in (5, 10):
+        (tmp_path / f"step-{step:08d}.h5").touch()
+    (tmp_path / "latest.h5").symlink_to("step-00000005.h5")
+    assert [p.name for p in folder._candidates()] == ["step-00000005.h5"]
+    (tmp_path / "latest.h5").unlink()
+    (tmp_path / "latest.h5").symlink_to("step-00000007.h5")
+    assert [p.name for p in folder._candidates()] == ["step-00000010.h5", "step-00000005.h5"]
+    with pytest.raises(UserError, match="all are damaged"):
+        folder.newest_whole()

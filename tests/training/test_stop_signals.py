@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from halograd.training.epochs import TrainingRun
 from halograd.training.log import read_log
 from halograd.training.run import train
 from halograd.training.session import Session
-from halograd.training.signals import CHECKPOINTED
+from halograd.training.signals import CHECKPOINTED, StopSignals
 from tests.launch import mpiexec
 from tests.training.launching import sets
 from tests.training.runs import write_config
@@ -161,3 +162,36 @@ def test_while_a_run_that_is_through_begins_again(tmp_path, monkeypatch):
     signaled(monkeypatch, Session, "sampler", lambda session: True)
     done = train(tmp_path / "run.toml", ALONE, True, comm=MPI.COMM_SELF)
     assert (done["steps"], done["stopped"]) == (12, None)
+
+
+def test_the_first_signal_counts_and_handlers_come_back():
+    before = [signal.getsignal(n) for n in (signal.SIGUSR1, signal.SIGTERM)]
+    with StopSignals() as signals:
+        assert (signals.received, signals.vote) == (None, 0)
+        for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR1):
+            os.kill(os.getpid(), number)
+        assert (signals.received, signals.vote) == (signal.SIGUSR1, signal.SIGUSR1)
+    assert [signal.getsignal(n) for n in (signal.SIGUSR1, signal.SIGTERM)] == before
+
+
+def test_what_came_before_counts_too():
+    with StopSignals():
+        signal.raise_signal(signal.SIGTERM)
+        with StopSignals() as signals:
+            assert signals.received == signal.SIGTERM
+            signal.raise_signal(signal.SIGUSR1)
+            assert signals.received == signal.SIGTERM
+        signal.raise_signal(signal.SIGUSR1)  # does not end this process
+
+
+def test_no_signals_outside_of_the_main_thread():
+    found = []
+
+    def work():
+        with StopSignals() as signals:
+            found.append(signals.vote)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [0]

@@ -18,7 +18,7 @@ from halograd.layers.strategy import Strategy
 from halograd.models import inception_v3, lenet5, mesh, resnet, unet, vgg_a
 from halograd.training import evaluate, load_config
 from halograd.training import train as train_run
-from halograd.training.build import make_network, make_strategy
+from halograd.training.build import fitting_cuts, make_network, make_strategy, other_cuts
 from halograd.training.config import StrategyConfig
 from halograd.training.evaluation import Evaluation
 from halograd.training.executor import Executor
@@ -194,3 +194,20 @@ def test_a_run_that_follows_a_file(tmp_path):
             elif judged["loss"] != pytest.approx(alone["validation"]["loss"], rel=1e-9):
                 fault = AssertionError(f"validation {judged}, one process {alone['validation']}")
         comm.agree(fault)
+
+
+def test_cuts_that_fit():
+    network = mesh(resolution=16, channels=3, widths=(4, 6), convs=1)
+    wanted = {"height": 2, "width": 2}
+    assert fitting_cuts(network, 2, 4, wanted)[0] in (
+        {**dict.fromkeys(("sample", "depth", "width"), 1), "height": 2},
+        {**dict.fromkeys(("sample", "depth", "height"), 1), "width": 2},
+    )
+    assert all(parts["sample"] <= 4 and parts["depth"] == 1 for parts in fitting_cuts(network, 24, 4, wanted))
+    assert fitting_cuts(network, 17, 4, wanted) == []
+    config = StrategyConfig(height=2, width=2)
+    assert other_cuts(config, 17, network, 4) == "; for 17 ranks: `--set strategy=auto`"
+    assert other_cuts(config, 1, network, 4) == (
+        "; for 1 rank: `--set strategy.height=1 --set strategy.width=1` or `--set strategy=auto`"
+    )
+    assert other_cuts(config, 2, None, None) == ""

@@ -1,11 +1,13 @@
 """What ranks do when others are dead or do not move: all ranks of a job in this process, with a clock of their own."""
 
+import re
 from collections import deque
 
 import pytest
 
 from halograd.training.peers import Tree
-from halograd.training.watch import ANSWERS, GRACE, INTERVAL, TURN, Place, Watch
+from halograd.training.watch import ANSWERS, GRACE, INTERVAL, TURN, Place, Watch, describe_stall
+from halograd.training.watchdog import oom_kills
 
 PATIENCE = 30.0
 TICK = 0.5  # [s]
@@ -322,3 +324,27 @@ def test_a_rank_that_cannot_reach_any():
     job.moving = job.waits = False
     job.run(PATIENCE + 2 * TICK)
     assert [(speaker, rank) for speaker, rank, _ in job.said] == [(3, 3), (0, 0)]
+
+
+def place(step=4, waiting="", idle=60.0, layer="conv1"):
+    return Place(step, "forward", layer, waiting, "flags.py:88", idle)
+
+
+STALLS = [
+    ([place(waiting="halo: conv1"), place(), place(waiting="loss")], 1, "step 5, forward of layer 'conv1', not in an"),
+    ([place(waiting="halo: conv1"), place(), None], 2, "it does not answer"),
+    ([place(waiting="loss"), place(step=3, waiting="loss")], 1, "step 4, .* waiting for 'loss' .at flags.py:88"),
+    ([place(idle=60, layer=""), place(idle=90)], 1, "'conv1'.*The others: rank 0 on n0: step 5, forward, not in"),
+    ([place(waiting="halo")] * 7 + [place()], 7, "The others: rank 0 .*rank 3 on n3: [^;]*; and 3 more"),
+]
+
+
+@pytest.mark.parametrize(("places", "culprit", "text"), STALLS, ids=["idle", "mute", "behind", "longest", "many"])
+def test_who_holds_up_the_others(places, culprit, text):
+    rank, told = describe_stall([f"n{r}" for r in range(len(places))], dict(enumerate(places)), 90.0)
+    assert rank == culprit and told.startswith("no progress for 1.5 min: ") and re.search(text, told)
+    assert Place.from_dict({**place().as_dict(), "kind": "place"}) == place()
+
+
+def test_counting_kills_for_lack_of_memory():
+    assert oom_kills() >= 0

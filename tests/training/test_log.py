@@ -1,9 +1,13 @@
-"""Damaged logs: bad lines are left out and counted, whoever reads; no reader fails."""
+"""The log of a run: its lines and readers, any damage, text logs of ranks, and the progress bar."""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
+import re
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,8 +17,11 @@ from halograd.errors import UserError
 from halograd.report.page import write_page
 from halograd.report.status import read_record, status_of, status_text
 from halograd.training import log as training_log
-from halograd.training.log import parse_line, parse_lines, read_log, rewind_log
+from halograd.training.log import RankLog, parse_line, parse_lines, read_log, rewind_log
 from halograd.training.run import train
+from tests.launch import find_mpiexec, mpiexec
+from tests.support.terminal import on_terminal
+from tests.training.launching import sets
 from tests.training.runs import write_config
 
 STEP = {"event": "step", "epoch": 0, "step": 1, "loss": 0.5, "learning_rate": 0.1, "seconds": 0.2}
@@ -29,7 +36,6 @@ PREDICTION |= {"data_seconds": 0.0, "waits": {"halo": 0.1}, "layers": {"a": {"pr
 FAILED = {"event": "failed", "rank": 1, "host": "n17", "cause": "gone", "at_step": 2}
 GOOD = [STEP, VALIDATION, PHASES, BEGIN, PREDICTION, FAILED, {"event": "stopped", "reason": "SIGTERM", "code": 75}]
 GOOD += [{"event": "finished"}, {"event": "of another version", "what": [1, {"deep": 2}]}, {**STEP, "loss": np.nan}]
-
 DEEP = b'{"event": "x", "a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
 NOT_LINES = [b"[1,2]", b"12", b'"step"', b"null", b"{}", b'{"event": 3}', b'{"event": "step"', DEEP, b"\0" * 512]
 NOT_LINES += [b'{"event": "x", "a": ' + b"[" * 20 + b"]" * 20 + b"}", b'{"event": "x", "step": 1' + b"0" * 5000 + b"}"]
@@ -186,3 +192,145 @@ def test_a_run_goes_on(comm, tmp_path, caplog):
         assert [entry["step"] for entry in read_log(path, "step")] == [1, 2, 3, 4, 5, 6]
         assert not caplog.messages
     comm.Barrier()
+
+
+def test_what_goes_into_it(tmp_path, capsys):
+    heard: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            heard.append(record.getMessage())
+
+    listener = Listener()
+    root, log = logging.getLogger(), logging.getLogger("halograd.test")
+    level = root.level
+    root.addHandler(listener)
+    try:
+        with RankLog(tmp_path, 3, 4):
+            log.info("only in the file")
+            log.warning("in both")
+            print("printed")
+            print("complained", file=sys.stderr)
+        assert root.level == level and listener.level == logging.NOTSET
+    finally:
+        root.removeHandler(listener)
+    log.warning("afterwards")
+    text = (tmp_path / "rank-0003.log").read_text()
+    assert heard == ["in both"]
+    assert capsys.readouterr() == ("printed\n", "complained\n")
+    assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d rank 3 of 4 on \S+, process \d+, cores [\d,-]+\n", text)
+    assert "INFO halograd.test: only in the file\n" in text and "WARNING halograd.test: in both\n" in text
+    assert "\nprinted\ncomplained\n" in text and "afterwards" not in text and text.endswith(" ends\n")
+
+
+def test_what_ended_it(tmp_path):
+    for message in ("expected a moon", "expected a sun"):
+        with pytest.raises(UserError), RankLog(tmp_path, 0, 1):
+            raise UserError(message)
+    text = (tmp_path / "rank-0000.log").read_text()
+    assert text.index("UserError: expected a moon") < text.index("UserError: expected a sun")  # continued
+
+
+@pytest.mark.mpi
+def test_a_run_with_a_log_of_every_rank(comm, tmp_path):
+    folder = Path(comm.bcast(str(tmp_path)))
+    if comm.rank == 0:
+        write_config(folder)
+    comm.Barrier()
+    train(folder / "run.toml", ["output.rank_logs=true", "output.timeline=true", "training.epochs=2"], comm=comm)
+    comm.Barrier()
+    logs = sorted((folder / "out" / "logs").iterdir())
+    assert [path.name for path in logs] == [f"rank-{rank:04d}.log" for rank in range(comm.size)]
+    for path in logs:
+        text = path.read_text()
+        assert re.search(r"INFO halograd\.training\.epochs: step 6: waited \d+\.\d+ s for data", text)
+        assert ("step 6: allreduce {'communication':" in text) == (comm.size > 1)
+    comm.Barrier()
+
+
+def test_only_rank_0_is_heard(tmp_path):
+    """Lines that other ranks print are in their logs, and nowhere else."""
+    config = write_config(tmp_path)
+    (tmp_path / "run.toml").write_text(config.read_text().replace("progress = false", "rank_logs = true"))
+    done = mpiexec(2, ["-m", "halograd", "train", config, "--set", "training.epochs=1"])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("trained to step 3") == 1 and done.stderr.count("2 rank(s)") == 1
+    logs = [(tmp_path / "out" / "logs" / f"rank-000{rank}.log").read_text() for rank in (0, 1)]
+    assert "epoch 1/1" in logs[0] and "epoch 1/1" not in logs[1] and "step 3: waited" in logs[1]
+
+
+COMPLAINS = """
+import logging
+from mpi4py import MPI
+from halograd.cli.run import run
+run(["--version"], MPI.COMM_WORLD)
+logging.warning("of rank %d", MPI.COMM_WORLD.rank)
+logging.error("the disk of rank %d burns", MPI.COMM_WORLD.rank)
+"""
+
+
+def test_another_rank_says_which_it_is():
+    """Rank 0 warns; others are heard when something is wrong."""
+    lines = mpiexec(2, ["-c", COMPLAINS]).stderr.splitlines()
+    wanted = ["halograd: of rank 0", "halograd: the disk of rank 0 burns"]
+    assert [line for line in lines if "rank 1" not in line] == wanted
+    (line,) = (line for line in lines if "rank 1" in line)
+    assert re.fullmatch(r"halograd: rank 1 of 2 on \S+: the disk of rank 1 burns", line)
+
+
+def test_a_folder_that_cannot_be_made(tmp_path):
+    config = write_config(tmp_path)
+    (tmp_path / "out").write_text("")
+    for settings in (["output.rank_logs=true"], []):
+        with pytest.raises(UserError, match=r"output\.directory: expected a folder that can be made, got .*/out"):
+            train(config, settings)
+
+
+@pytest.mark.parametrize("name", ["log.jsonl", "logs/rank-0000.log", "tensorboard"])
+def test_files_that_cannot_be_written(name, tmp_path):
+    """Something else is in their place, or they are another user's."""
+    config = write_config(tmp_path)
+    place = tmp_path / "out" / name
+    place.parent.mkdir(parents=True, exist_ok=True)
+    (place.touch if name == "tensorboard" else place.mkdir)()
+    with pytest.raises(UserError, match=rf"output\.directory: expected files that can be .*, got .*{name}: "):
+        train(config, ["output.rank_logs=true", "output.tensorboard=true"])
+
+
+BAR = "\u2501"
+PROGRAM = "from halograd.comm.terminal import terminal_columns as columns; print('columns', columns(), flush=True)"
+
+
+def through(*launcher: str) -> str:
+    """What this process says of its terminal behind a launcher."""
+    code, shown = on_terminal([*launcher, sys.executable, "-c", PROGRAM])
+    assert code == 0, shown
+    return shown.strip()
+
+
+def test_columns_behind_launchers():
+    mpiexec = find_mpiexec()
+    assert "columns 133" in through(mpiexec, "-n", "1")
+    assert through("/bin/sh", "-c", '"$0" "$@"') == "columns 133"
+
+
+@pytest.mark.parametrize("redirected", ["2>/dev/null", "2>&1 | cat"])
+def test_no_columns_where_the_user_reads_a_file_or_another_program(redirected):
+    assert "columns None" in through("/bin/sh", "-c", f'{find_mpiexec()} -n 1 "$0" "$@" {redirected}')
+    assert "columns None" in through("/bin/sh", "-c", f'"$0" "$@" {redirected}')
+
+
+def test_no_columns_where_a_program_catches_what_is_said():
+    """Its own stderr is a terminal, and what it reads from its child does not go there."""
+    catching = "import subprocess, sys; print(subprocess.run(sys.argv[1:], capture_output=True, text=True).stdout)"
+    assert "columns None" in through(sys.executable, "-c", catching)
+
+
+def test_a_run_of_two_ranks_shows_its_bar(tmp_path):
+    """On the terminal, and not in the log of the rank."""
+    command = [find_mpiexec(), "-n", "2", sys.executable, "-m", "halograd", "train", str(write_config(tmp_path))]
+    code, shown = on_terminal([*command, *sets("output.progress=true", "output.rank_logs=true")])
+    assert code == 0, shown
+    assert BAR in shown and "\x1b[" in shown
+    logs = [path.read_text() for path in tmp_path.glob("out/logs/*.log")]
+    assert logs and not any(BAR in text for text in logs)
