@@ -1,14 +1,14 @@
-"""A trained network on data without labels: what it predicts of every sample, written by blocks.
+"""Predictions of a trained network on data without labels, written by blocks.
 
 ::
 
     OUT.h5                               one dataset per output, (N, *spatial, C); on several ranks virtual
-    OUT.h5.parts/3f2a90c1/rank-00003.h5  what rank 3 has computed: its box of every sample
+    OUT.h5.parts/3f2a90c1/rank-00003.h5  part of rank 3: its box of every sample
 
-Each job has a folder of its own, so that an older OUT.h5 stays what it is until the new one replaces it; then the
-folders of other jobs are removed. A job that was interrupted goes on behind the last batch that all ranks have written.
-The part of a killed rank can be read: its datasets have their place in the file before the first batch. No rank holds
-more of an output than its boxes of three batches.
+Each job has a folder of its own, so an older OUT.h5 does not change until the new one replaces it; then the folders of
+other jobs are removed. An interrupted job continues after the last batch that all ranks have written. The part of a
+killed rank is readable: its datasets have their place in the file before the first batch. A rank holds at most its
+boxes of three batches of an output.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from .session import Session
 
 __all__ = ["WHAT", "Output", "check_outputs", "outputs_of", "write_outputs"]
 
-#: What is written of an output that a loss judges: as it is, or what it says of the classes.
+#: Forms in which an output of classes is written.
 WHAT = ("logits", "probabilities", "classes")
 _WRITTEN_BY = "halograd apply"
-#: Of a set of several simulations, which one each sample is of.
+#: Dataset with the simulation of each sample, for data of several simulations.
 _GROUPS = "simulation"
 
 Tell = Callable[[int, int], None]
@@ -54,24 +54,24 @@ Tell = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Output:
-    """One output of a network, as it is written.
+    """Output of a network and its form in the file.
 
     Attributes
     ----------
     name
-        Of the dataset.
+        Name of the dataset.
     value
-        Where this rank has its block.
+        Value that holds this rank's block.
     shape
-        ``(*spatial, C)`` of one sample in the file.
+        Shape ``(*spatial, C)`` of a sample in the file.
     boxes
-        Per rank, of the batch, in the file.
+        Boxes of the ranks, of a batch, in the file.
     dtype
-        In the file.
+        Dtype in the file.
     of_block
-        Makes what is written of a block.
+        Converts a block to what is written.
     attributes
-        What is said of its numbers.
+        Attributes of the dataset (units, names, ...).
     """
 
     name: str
@@ -84,24 +84,24 @@ class Output:
 
 
 def check_outputs(out: Path) -> None:
-    """See that `out` can be written, before anything is computed; see :func:`check_replaceable`. Local."""
+    """Check, before the computation, that `out` can be written (:func:`check_replaceable`). Local."""
     check_replaceable(out, "one of an earlier job", lambda file: file.attrs.get("written_by") == _WRITTEN_BY)
 
 
 def outputs_of(session: Session, what: str, described: Mapping[str, Mapping[str, Any]]) -> list[Output]:
-    """All outputs of the network but the loss. Local; alike on all ranks.
+    """Return all outputs of the network except the loss. Local; alike on all ranks.
 
     Parameters
     ----------
     what
         One of :data:`WHAT`.
     described
-        What the data that the network was trained on say of its targets, by name.
+        Attributes of the targets in the training data, by name.
 
     Raises
     ------
     UserError
-        An unknown `what`; probabilities or classes of channels that are cut; an output whose name the file needs.
+        If `what` is unknown, probabilities or classes need channels that are cut, or an output has a reserved name.
     """
     if what not in WHAT:
         raise UserError(f"--what: expected one of {', '.join(WHAT)}, got {what!r}")
@@ -130,7 +130,7 @@ def outputs_of(session: Session, what: str, described: Mapping[str, Mapping[str,
 
 
 def _attributes(said: Mapping[str, Any], judgement: Judgement, what: str, channels: int) -> dict[str, Any]:
-    """What holds of a prediction too: all that is said of a target, of logits and probabilities the names alone."""
+    """Select the attributes of a target that are valid for its prediction: for logits and probabilities, names only."""
     if judgement.classes is not None and what != "classes":
         said = {key: said[key] for key in ("long_name", "description") if key in said}
     fits = len(said.get("channel_names", ())) == channels
@@ -138,7 +138,7 @@ def _attributes(said: Mapping[str, Any], judgement: Judgement, what: str, channe
 
 
 def _of_classes(output: Output, judgement: Judgement, what: str) -> Output:
-    """Probabilities or classes of an output; numbers stay as they are."""
+    """Convert an output to probabilities or classes; one of a regression is not changed."""
     if judgement.classes is None:
         return output
     if len(output.boxes.axes[-1]) > 1 and judgement.threshold is None:
@@ -171,19 +171,19 @@ def _largest(block: np.ndarray) -> np.ndarray:
 
 
 def write_outputs(session: Session, outputs: Sequence[Output], out: Path, job: dict[str, Any], tell: Tell) -> int:
-    """Compute and write all samples of the session's data. Collective; the samples that were left to do.
+    """Compute and write all samples of the session's data; return how many this job computed. Collective.
 
     Parameters
     ----------
     job
-        What distinguishes this job from others, as plain data.
+        Plain data that distinguish this job from others.
     tell
-        Is called with samples done, and with all there are.
+        Called with the number of complete samples, and of all samples.
 
     Raises
     ------
     DataError
-        A file that cannot be written; on all ranks alike.
+        If a file cannot be written; on all ranks alike.
     """
     comm, count = session.comm, len(session.samples.dataset)
     batches = list(session.in_order(np.arange(count)))
@@ -211,7 +211,7 @@ def write_outputs(session: Session, outputs: Sequence[Output], out: Path, job: d
 
 
 def _folder(out: Path, job: dict[str, Any], outputs: Sequence[Output]) -> tuple[Path, str]:
-    """Where the parts of a job lie, and what distinguishes it from other jobs. Local; alike on all ranks."""
+    """Return the folder of the parts of a job, and the key of the job. Local; alike on all ranks."""
     shapes = [[o.name, o.dtype.name, o.shape, o.boxes.axes] for o in outputs]
     key = hashlib.sha256(json.dumps({**job, "outputs": shapes}, sort_keys=True).encode()).hexdigest()
     return _parts(out) / key[:8], key
@@ -222,7 +222,7 @@ def _view(session: Session, output: Output) -> Any:
 
 
 class _Part:
-    """The file of one rank. Local."""
+    """File of one rank. Local."""
 
     def __init__(self, path: Path, rank: int, outputs: Sequence[Output], count: int, job: str) -> None:
         self.path, self.outputs, self.rank = path, outputs, rank
@@ -232,8 +232,8 @@ class _Part:
         self.done = int(self.file.attrs["batches"])
 
     def _open(self, job: str) -> h5py.File | None:
-        """That of an earlier attempt at the same job."""
-        with suppress(OSError, RuntimeError):  # none, or one that was being made when its rank ended
+        """Open the part of an earlier attempt at the same job."""
+        with suppress(OSError, RuntimeError):  # no file, or an incomplete one of a rank that ended
             file = h5py.File(self.path, "r+", locking=False)
             if file.attrs.get("job") == job and "batches" in file.attrs:
                 return file
@@ -241,7 +241,7 @@ class _Part:
         return None
 
     def _make(self, job: str, count: int) -> h5py.File:
-        """All that HDF5 keeps about the arrays is in the file before the first batch: writing changes numbers only."""
+        """Create the part with all metadata of HDF5 before the first batch: later writes change numbers only."""
         file = h5py.File(self.path, "w", locking=False)
         placed = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
         placed.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
@@ -255,7 +255,7 @@ class _Part:
         return file
 
     def write(self, number: int, samples: tuple[int, int], blocks: Sequence[np.ndarray]) -> None:
-        """Write one batch, whose samples have these numbers in the file."""
+        """Write a batch, the samples from `samples[0]` to `samples[1]` of the file."""
         first, last = samples
         with _written(self.path):
             for output, block in zip(self.outputs, blocks):
@@ -277,7 +277,7 @@ class _Part:
 
 
 class _Writer:
-    """A thread that writes a batch while the next one is computed; its fault is kept for all ranks to agree on."""
+    """Thread that writes a batch while the next one is computed; it keeps a fault for the agreement of all ranks."""
 
     def __init__(self, part: _Part) -> None:
         self.part = part
@@ -286,14 +286,14 @@ class _Writer:
         self.fault: Exception | None = None
 
     def put(self, number: int, samples: tuple[int, int], blocks: list[np.ndarray]) -> None:
-        """Have a batch written; its blocks are copied (16 bits to float32), as the next one takes their place."""
+        """Queue a batch; its blocks are copied (16 bits to float32), because the next one overwrites them."""
         copies = [np.array(block, np.float32 if is_low(block.dtype) else None) for block in blocks]
         self._given.put((number, samples, copies))
 
     def _run(self) -> None:
         while (given := self._given.get()) is not None:
             if self.fault is not None:
-                continue  # the others are computing this batch too, and wait for this rank
+                continue  # all ranks compute this batch, and wait for this one
             try:
                 self.part.write(*given)
             except Exception as error:
@@ -315,7 +315,7 @@ def _parts(out: Path) -> Path:
 
 
 def part_path(folder: Path, rank: int) -> Path:
-    """The part of a rank.
+    """Return the path of the part of a rank.
 
     >>> part_path(Path("out.h5.parts/3f2a90c1"), 3).as_posix()
     'out.h5.parts/3f2a90c1/rank-00003.h5'
@@ -326,7 +326,7 @@ def part_path(folder: Path, rank: int) -> Path:
 def _finish(
     out: Path, folder: Path, outputs: Sequence[Output], count: int, batch: int, ranks: int, session: Session
 ) -> None:
-    """One file of all parts: the only one there is, or virtual datasets. Local, on rank 0."""
+    """Make one file of all parts: the only part, or virtual datasets. Local, on rank 0."""
     with _written(out):
         if ranks == 1:
             with h5py.File(part_path(folder, 0), "r+", locking=False) as file:
@@ -342,12 +342,12 @@ def _finish(
 
 
 def _remove_others(parts: Path, used: Path | None) -> None:
-    """Parts of other jobs, to which no file refers any more. Local."""
+    """Remove parts of other jobs, which no file refers to. Local."""
     for folder in parts.iterdir():
         if folder != used and re.fullmatch("[0-9a-f]{8}", folder.name):
             shutil.rmtree(folder, ignore_errors=True)
     if used is None:
-        with suppress(OSError):  # something else is in it
+        with suppress(OSError):  # it has other contents
             parts.rmdir()
 
 
@@ -365,7 +365,7 @@ def _joined(folder: Path, output: Output, count: int, batch: int, ranks: int) ->
 
 
 def _runs(box: Box, count: int, batch: int) -> Iterator[tuple[int, int]]:
-    """Samples of the file that a rank has: all of them, or some of every batch."""
+    """Yield ranges of samples of the file that a rank has: all of them, or some of every batch."""
     low, high = box.ranges[0]
     if (low, high) == (0, batch):
         yield 0, count
@@ -376,7 +376,7 @@ def _runs(box: Box, count: int, batch: int) -> Iterator[tuple[int, int]]:
 
 
 def _describe(file: h5py.File, outputs: Sequence[Output], session: Session) -> None:
-    """What a reader, ours too, wants to know."""
+    """Write the attributes that readers need."""
     for name, value in getattr(session.samples.dataset, "attributes", {}).items():
         file.attrs[name] = value
     file.attrs.update(written_by=_WRITTEN_BY, network=session.network.name)
@@ -390,7 +390,7 @@ def _describe(file: h5py.File, outputs: Sequence[Output], session: Session) -> N
 
 @contextmanager
 def _written(path: Path) -> Iterator[None]:
-    """Files that cannot be written are the user's to mend."""
+    """Turn an OSError into a DataError about the file."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What a configuration asks for: network, strategy, optimizer, schedule; held against ranks, data and memory."""
+"""Network, strategy, optimizer and schedule of a configuration, checked against ranks, data and memory."""
 
 from __future__ import annotations
 
@@ -41,23 +41,24 @@ __all__ = [
     "make_schedule",
     "make_strategy",
     "other_cuts",
+    "weights_of",
     "with_reduction",
 ]
 
 
-#: Cuts of all layers alike go along these.
+#: Axes of cuts that are the same for all layers.
 AXES: tuple[str, ...] = ("sample", "depth", "height", "width")
-#: How many a message names; for more ranks there are too many to try them all.
+#: Number of cuts in a message; number of ranks up to which all cuts are tried.
 SHOWN, MOST_RANKS = 3, 8192
 
 
 def make_network(config: Config) -> Network:
-    """The network of ``[model]``, with a loss to train.
+    """Make the network of ``[model]``, with a loss to train.
 
     Raises
     ------
     UserError
-        If the model is not known, refuses an option, or has no loss.
+        If the model is unknown, does not accept an option, or has no loss.
     """
     network = build(config.model.source, **config.model.options)
     if "loss" not in network.outputs or not isinstance(network.outputs["loss"].layer, Loss):
@@ -72,12 +73,12 @@ def make_network(config: Config) -> Network:
 
 
 def datasets_of(data: DataConfig, network: Network) -> tuple[dict[str, str], dict[str, str]]:
-    """Datasets of inputs, and of targets, by the name of the network's input.
+    """Return the datasets of inputs and of targets, by the name of the network's input.
 
     Raises
     ------
     UserError
-        An input of the network without a dataset, one with two, or a name that is none of them.
+        If an input of the network has no dataset or two, or a name is no input.
     """
     compared = network.targets
     inputs = _named(data, "inputs", [name for name in network.inputs if name not in compared])
@@ -107,16 +108,21 @@ def datasets_of(data: DataConfig, network: Network) -> tuple[dict[str, str], dic
     return inputs, targets
 
 
+def weights_of(network: Network) -> frozenset[str]:
+    """Return the names of the inputs that only weight positions in the loss."""
+    loss = network.outputs["loss"]
+    return frozenset(network.names[n] for i, n in enumerate(loss.inputs) if loss.layer.weighs(i))
+
+
 def label_maps(data: DataConfig, network: Network) -> dict[str, LabelMap]:
-    """What numbers of the files stand for, by the name of the target.
+    """Return the map from numbers of the files to labels, by the name of the target.
 
     Raises
     ------
     UserError
-        Names that are no targets; numbers alone, of several targets.
+        If a name is no target, or numbers alone are given for several targets.
     """
-    loss = network.outputs["loss"]
-    weights = {network.names[n] for i, n in enumerate(loss.inputs) if loss.layer.weighs(i)}
+    weights = weights_of(network)
     labels = [name for name in network.targets if name not in weights]
     given: dict[str, Any] = dict(data.labels)
     if any(isinstance(value, int) for value in given.values()):
@@ -132,7 +138,7 @@ def label_maps(data: DataConfig, network: Network) -> dict[str, LabelMap]:
 
 
 def _named(data: DataConfig, key: str, names: Sequence[str]) -> dict[str, str]:
-    """A single dataset is that of the only input there is; the default one need not be there."""
+    """Return the datasets of a key by name; a single dataset is that of the only input, a default one is optional."""
     given = getattr(data, key)
     if not isinstance(given, str):
         return dict(given)
@@ -147,13 +153,13 @@ def _named(data: DataConfig, key: str, names: Sequence[str]) -> dict[str, str]:
 def make_strategy(
     config: StrategyConfig, size: int, network: Network | None = None, batch: int | None = None
 ) -> Strategy:
-    """The strategy of ``[strategy]`` for `size` ranks; a plan must be one for this network and batch, if given.
+    """Make the strategy of ``[strategy]`` for `size` ranks; a plan must fit this network and batch, if given.
 
     Raises
     ------
     UserError
-        Parts that do not fit the ranks, with parts that would; a file that is none, or is of something else; a strategy
-        that is to be planned, which `halograd.auto.plan_run` does.
+        If parts do not fit the ranks (the message names parts that do), the file is missing or of another kind, or the
+        strategy is to be planned, which `halograd.auto.plan_run` does.
     """
     if config.auto:
         raise UserError(
@@ -183,14 +189,14 @@ def make_strategy(
 
 
 def with_reduction(strategy: Strategy, config: Config) -> Strategy:
-    """The strategy with the scheme of ``[reduction]``, if the configuration has that table."""
+    """Return the strategy with the scheme of ``[reduction]``, if the configuration has that table."""
     if "reduction" not in config.model_fields_set:
         return strategy
     return replace(strategy, reduction=config.reduction.scheme())
 
 
 def _strategy_of_file(path: str, size: int, network: Network | None, batch: int | None) -> Strategy:
-    """What `Strategy.save` or `halograd plan` wrote."""
+    """Read a file of `Strategy.save` or `halograd plan`."""
     data = read_json(path, "strategy")
     if not is_plan(data):
         return schema.build(Strategy, data, f"strategy {shown_path(path)}")
@@ -206,12 +212,12 @@ def _strategy_of_file(path: str, size: int, network: Network | None, batch: int 
 
 
 def make_optimizer(config: Config, store: ParameterStore) -> Optimizer:
-    """The optimizer of ``[optimizer]`` for these parameters.
+    """Make the optimizer of ``[optimizer]`` for these parameters.
 
     Raises
     ------
     UserError
-        Factors on the learning rate of layers that the network has not.
+        If factors on the learning rate name layers that the network does not have.
     """
     own, factors = config.optimizer, config.schedule.factors
     try:
@@ -228,7 +234,7 @@ def make_optimizer(config: Config, store: ParameterStore) -> Optimizer:
 
 
 def make_schedule(config: ScheduleConfig, epochs: int, steps_per_epoch: int) -> Schedule:
-    """The schedule of ``[schedule]``; epochs become steps."""
+    """Make the schedule of ``[schedule]``; epochs become steps."""
 
     def steps(count: float) -> int:
         return max(1, round(count * steps_per_epoch))
@@ -244,18 +250,18 @@ def make_schedule(config: ScheduleConfig, epochs: int, steps_per_epoch: int) -> 
     return schedule
 
 
-# -- cuts that would fit ---------------------------------------------------------------------------
+# -- cuts that fit ---------------------------------------------------------------------------------
 
 
 def fitting_cuts(network: Network, size: int, batch: int, wanted: Mapping[str, int]) -> list[dict[str, int]]:
-    """All cuts of samples and space, for all layers alike, that `size` ranks can train with; most like `wanted` first.
+    """List the cuts of samples and space, alike for all layers, for `size` ranks; those most like `wanted` first.
 
     Parameters
     ----------
     batch
-        Samples per step: at most so many parts along them.
+        Samples per step, the largest number of parts along samples.
     wanted
-        Parts per axis; axes that are missing have one.
+        Parts per axis; missing axes have one.
     """
     products = (dict(zip(AXES, parts)) for parts in _products(size, len(AXES)))
     found = [parts for parts in products if parts["sample"] <= batch and _fits(network, parts, size)]
@@ -263,7 +269,7 @@ def fitting_cuts(network: Network, size: int, batch: int, wanted: Mapping[str, i
 
 
 def _products(size: int, factors: int) -> Iterator[tuple[int, ...]]:
-    """Whole numbers whose product is `size`, so many of them."""
+    """Yield tuples of `factors` whole numbers with the product `size`."""
     if factors == 1:
         yield (size,)
         return
@@ -282,7 +288,7 @@ def _fits(network: Network, parts: dict[str, int], size: int) -> bool:
 
 
 def other_cuts(config: StrategyConfig, size: int, network: Network | None, batch: int | None) -> str:
-    """What to put on the command line instead, in words; nothing without a network, or for more than `MOST_RANKS`."""
+    """Describe options with cuts that fit; empty without a network, or for more than `MOST_RANKS` ranks."""
     if network is None or batch is None or size > MOST_RANKS:
         return ""
     wanted = counts_of({axis: getattr(config, axis) or 1 for axis in AXES})
@@ -300,12 +306,12 @@ def other_cuts(config: StrategyConfig, size: int, network: Network | None, batch
 
 
 def check_batch(config: Config, samples: int, trainable: bool) -> None:
-    """Refuse a batch with more samples than there are. Local, the same on every rank.
+    """Raise a UserError for a batch with more samples than there are. Local, the same on every rank.
 
     Parameters
     ----------
     samples
-        Of which batches are made: those for training; of an evaluation, which fills its last batch, all.
+        Number of samples for training, or of all samples for an evaluation, which fills its last batch.
     """
     batch = config.training.batch if trainable else config.training.at_once
     if batch > samples:
@@ -317,10 +323,10 @@ def check_batch(config: Config, samples: int, trainable: bool) -> None:
 
 
 def check_memory(config: Config, comm: Communicator, network: Network, strategy: Strategy, trainable: bool) -> None:
-    """Refuse what cannot fit into the memory of a node. Collective; the same error on all ranks.
+    """Raise a UserError if arrays do not fit into the memory of a node. Collective; the same error on all ranks.
 
-    Counted are the arrays of the network and the batches that are read ahead, as the cost model knows them, without
-    optimizer state and kernels' workspaces: what is refused would not have come through its first step.
+    The cost model counts the arrays of the network and the batches that are read ahead, without optimizer state and
+    workspaces of kernels. A run that is rejected would fail in its first step.
     """
     batch, dtype, size = config.training.at_once, config.training.dtype, comm.size
     blocks = parameter_blocks(network, strategy, size)
@@ -333,7 +339,7 @@ def check_memory(config: Config, comm: Communicator, network: Network, strategy:
 
 
 def _refuse_too_much(ranks: Sequence[tuple[int, int, Mapping[str, int]]]) -> None:
-    """Node, memory of that node [B] and needs by use [B] of every rank."""
+    """Raise a UserError if a node is too small. `ranks`: per rank its node, the memory there [B], needs by use [B]."""
     for node, there_is in {node: size for node, size, _ in ranks}.items():
         mine = [needs for other, _, needs in ranks if other == node]
         total = sum(sum(needs.values()) for needs in mine)

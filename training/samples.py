@@ -36,7 +36,7 @@ from ..data.survey import LOOKS, count_classes, find_invalid, look_at_data
 from ..data.targets import LabelMap, TargetRange
 from ..layers import Input, Network
 from ..models.own import call_own
-from .build import check_batch, datasets_of, label_maps
+from .build import check_batch, datasets_of, label_maps, weights_of
 from .config import Config, DataConfig
 from .root import agreed_root
 
@@ -53,21 +53,22 @@ class Samples:
     Attributes
     ----------
     dataset
-        Opened; each rank reads its own blocks.
+        Open data set, of which each rank reads its own blocks.
     training, validation
-        Numbers of samples.
+        Numbers of the samples to train on, and to hold out.
     statistics
-        By input, of those that are normalized.
+        Statistics of normalized inputs, by name.
     reductions
-        By target, of those that are finer than what the network predicts.
+        Reductions of targets that are finer than the predictions of the network, by name.
     invalid
-        Samples with NaN, infinity or targets out of range, where they are looked for: what the first of them is.
+        Samples with NaN, infinity or targets out of range, each with its first fault, if the configuration looks for
+        them.
     augmentation
-        How they are varied in training; None: they are not, or there are no targets.
+        Random changes of samples in training; None without them or without targets.
     class_counts
-        By target, of those whose classes a loss wants counted: how often each occurs in the training samples.
+        Counts of classes in the training samples, by target, if a loss is balanced by them.
     target_scale
-        What the loss of a regression is, in order of magnitude, if zero is predicted.
+        Order of magnitude of the loss of a regression that predicts zero.
     """
 
     dataset: Dataset
@@ -95,7 +96,7 @@ class Samples:
     ) -> Samples:
         """Open the data set. Collective over `comm`, within an agreement; arguments as of `Session.open`.
 
-        The loss of `network` knows the counts of classes afterwards.
+        Sets the counts of classes in the loss of `network`.
         """
         data = config.data
         dataset = stack.enter_context(closing(_open_dataset(data, network, comm, labelled)))
@@ -117,7 +118,7 @@ class Samples:
             training, validation = (np.setdiff1d(some, list(invalid)) for some in (training, validation))
         check_batch(config, len(training) if trainable else len(dataset), trainable)
         wanted, known = _normalized(data, dataset), normalization or {}
-        known = {wanted[0]: known} if wanted and "mean" in known else known  # of a checkpoint of an earlier version
+        known = {wanted[0]: known} if wanted and "mean" in known else known  # format of earlier versions
         computed = _statistics(data, dataset, [name for name in wanted if name not in known], training, comm)
         statistics = {
             name: computed[name] if name in computed else ChannelStatistics.from_state_dict(known[name])
@@ -125,31 +126,31 @@ class Samples:
         }
         scale = 0.0
         if labelled:
-            looks, weights = _looks(dataset, network), _weights(network)
+            looks, weights = _looks(dataset, network), weights_of(network)
             scale = agreed_root(comm, lambda: look_at_data(dataset, computed, int(training[0]), looks, weights))
         counts = _balance(network, dataset, training, reductions, class_counts, comm)
         return cls(dataset, training, validation, statistics, reductions, invalid, augmentation, scale, counts)
 
     @property
     def everything(self) -> np.ndarray:
-        """Numbers of all samples that can be used."""
+        """Numbers of all usable samples."""
         return np.union1d(self.training, self.validation)
 
     @property
     def described(self) -> dict[str, Any]:
-        """What the data say of the numbers of the targets: units, names, ...; by target. Local."""
+        """Attributes of the targets in the data (units, names, ...), by target. Local."""
         maps: Mapping[str, LabelMap] = getattr(self.dataset, "labels", {})
         found = {}
         for name, one in self.dataset.fields.items():
             if one.is_target and one.attributes:
                 found[name] = maps[name].described(one.attributes) if name in maps else dict(one.attributes)
-        return {name: said for name, said in found.items() if said}
+        return {name: attributes for name, attributes in found.items() if attributes}
 
     @cached_property
     def drawn(self) -> str:
-        """Which samples of which files are trained on: the same text for the same ones, wherever the files lie. Local.
+        """Text that identifies the training samples and their files, independent of folders. Local.
 
-        They are numbered over the files in order, so one that is added or renamed moves those of others.
+        Samples are numbered over the files in order, so a new or renamed file changes the numbers of others.
         """
         names = self.dataset.names if isinstance(self.dataset, FileSet) else []
         files = f" in {len(names)} files" if names else ""
@@ -157,14 +158,14 @@ class Samples:
         return f"{len(self.training)} of {len(self.dataset)} samples{files}, {mark:08x}"
 
     def check_drawn(self, before: str | None, instead: str) -> None:
-        """Refuse to go on from a checkpoint of a run that trained on others. Local.
+        """Raise a UserError if the run of a checkpoint trained on other samples. Local.
 
         Parameters
         ----------
         before
-            :attr:`drawn` of that run; None: it is not known.
+            :attr:`drawn` of that run; None if unknown.
         instead
-            What else to do.
+            Alternative remedy, for the message.
         """
         if before not in (None, self.drawn):
             raise UserError(
@@ -175,7 +176,7 @@ class Samples:
 
 
 def _look_for_invalid(data: DataConfig, dataset: Dataset, network: Network, comm: Communicator) -> dict[int, str]:
-    """Samples that cannot be used as they are, by number. Collective: each rank reads a share of all samples."""
+    """Find the samples with faults, by number. Collective: each rank reads a share of all samples."""
     if data.invalid == "refuse":
         return {}
     own: dict[int, str] = {}
@@ -200,7 +201,7 @@ def _look_for_invalid(data: DataConfig, dataset: Dataset, network: Network, comm
 
 
 def _open_dataset(data: DataConfig, network: Network, comm: Communicator, labelled: bool) -> Dataset:
-    """The data set. Every file is examined by one rank for all: the others open it when they first read. Collective."""
+    """Open the data set. One rank examines each file for all; others open it at their first read. Collective."""
     if data.file is not None:
         with comm.agreement():
             return _open_own(data, network, labelled)
@@ -231,7 +232,7 @@ def _open_dataset(data: DataConfig, network: Network, comm: Communicator, labell
 
 
 def _open_own(data: DataConfig, network: Network, labelled: bool) -> Dataset:
-    """What a function of the user's own opens, with the fields that are read. Local."""
+    """Open a data set by a function of the user's own, with the fields that are read. Local."""
     assert data.file is not None
     found = call_own(data.file, "data.file", data.path, **data.options)
     lacks = [name for name in ("fields", "read", "place", "close", "groups", "lenient") if not hasattr(found, name)]
@@ -247,7 +248,7 @@ def _open_own(data: DataConfig, network: Network, labelled: bool) -> Dataset:
             f"data.file: expected fields for the inputs of the network ({', '.join(wanted)}), got "
             f"{', '.join(found.fields) or 'none'}; name them so"
         )
-    # Whatever the data set says: what the loss alone reads is neither normalized nor altered.
+    # Inputs of the loss alone are targets in any case: they are neither normalized nor altered.
     kept = {name: field for name, field in found.fields.items() if name in wanted}
     found.fields = {name: replace(f, is_target=f.is_target or name in network.targets) for name, f in kept.items()}
     found.ranges = _ranges(network)
@@ -255,7 +256,7 @@ def _open_own(data: DataConfig, network: Network, labelled: bool) -> Dataset:
 
 
 def _translate(dataset: Any, data: DataConfig, network: Network) -> None:
-    """Have the data set replace numbers of labels. Local."""
+    """Let the data set replace numbers of labels. Local."""
     if not hasattr(dataset, "labels"):
         raise UserError(
             f"data.labels: expected a data set that replaces labels (an attribute of that name, of "
@@ -265,7 +266,7 @@ def _translate(dataset: Any, data: DataConfig, network: Network) -> None:
 
 
 def _groups(data: DataConfig, dataset: Dataset) -> np.ndarray | None:
-    """Which samples are held out together."""
+    """Return the group of each sample, if groups are held out as a whole."""
     files = dataset.file_of if isinstance(dataset, FileSet) else None
     if data.split == "file":
         if files is None:
@@ -280,7 +281,7 @@ def _groups(data: DataConfig, dataset: Dataset) -> np.ndarray | None:
 
 
 def _warn_of_neighbors(data: DataConfig, dataset: Dataset, training: np.ndarray, validation: np.ndarray) -> None:
-    """Samples of one simulation are much alike: validation by neighbors in time says little."""
+    """Warn if neighbors in time are on both sides of the split: samples of one simulation are similar."""
     if isinstance(dataset, FileSet) and data.split == "auto" and dataset.groups is None:
         both = np.intersect1d(dataset.file_of[training], dataset.file_of[validation])
         if both.size:
@@ -301,13 +302,13 @@ def _augmentation(config: Config, dataset: Dataset, network: Network) -> Augment
 
 
 def _fit_together(data: DataConfig, fields: Mapping[str, Field], network: Network) -> dict[str, TargetReduction]:
-    """Check that every field has the shape of its input; how targets that are finer are reduced, by name."""
+    """Check that every field has the shape of its input; return the reductions of finer targets, by name."""
     reductions = {}
     for name, field in fields.items():
         wanted = network.inputs[name].shape
         if field.is_target and field.shape != wanted:
-            # Of weights the mean, whatever the rule for labels is: how much the cells of a patch count.
-            rule = "fraction" if name in _weights(network) else data.rule
+            # Weights of the cells of a patch are averaged, under any rule for labels.
+            rule = "fraction" if name in weights_of(network) else data.rule
             reductions[name] = _reduction(data, field, wanted, rule)
         elif field.shape != wanted:
             raise UserError(
@@ -318,7 +319,7 @@ def _fit_together(data: DataConfig, fields: Mapping[str, Field], network: Networ
 
 
 def _reduction(data: DataConfig, field: Field, wanted: tuple[int, ...], rule: str | None) -> TargetReduction:
-    """How a target of the file becomes that of the network, which is coarser."""
+    """Return the reduction of a target of the file to the coarser one of the network."""
     have = field.shape
     divides = len(have) == len(wanted) > 1 and all(n and not m % n for m, n in zip(have, wanted))
     if not divides or have[-1] != wanted[-1]:
@@ -335,7 +336,7 @@ def _reduction(data: DataConfig, field: Field, wanted: tuple[int, ...], rule: st
 
 
 def _ranges(network: Network) -> dict[str, TargetRange]:
-    """What targets may be, by name: as the loss says, and whole numbers where they are classes."""
+    """Return the allowed values of targets, by name: those of the loss, and whole numbers for classes."""
     loss, found = network.outputs["loss"], {}
     shapes = [node.shape for node in loss.inputs]
     for i, node in enumerate(loss.inputs):
@@ -346,14 +347,9 @@ def _ranges(network: Network) -> dict[str, TargetRange]:
     return found
 
 
-def _weights(network: Network) -> frozenset[str]:
-    """Names of the inputs by which the loss weighs positions, and that it does not compare with."""
-    loss = network.outputs["loss"]
-    return frozenset(network.names[n] for i, n in enumerate(loss.inputs) if loss.layer.weighs(i))
-
 
 def _looks(dataset: Dataset, network: Network) -> int:
-    """How many samples show how large targets are: one where losses say it of all of them."""
+    """Return how many samples to read for the size of targets: one if the losses bound all targets."""
     ranges = _ranges(network)
     names = [name for name, field in dataset.fields.items() if field.is_target]
     return 1 if all(name in ranges and ranges[name].bounded for name in names) else LOOKS
@@ -367,7 +363,7 @@ def _balance(
     known: Mapping[str, list[int]] | None,
     comm: Communicator,
 ) -> dict[str, list[int]]:
-    """Have the loss know how often classes occur: as `known`, else as counted; the counts by name. Collective."""
+    """Balance the loss by counts of classes, those in `known` or new ones; return them by name. Collective."""
     wanted, found = network.counted, dict(known or {})
     for name in wanted:
         if name in found:
@@ -388,7 +384,7 @@ def _balance(
 
 
 def _normalized(data: DataConfig, dataset: Dataset) -> list[str]:
-    """Names of the inputs that are."""
+    """Return the names of normalized inputs."""
     inputs = [name for name, field in dataset.fields.items() if not field.is_target]
     if isinstance(data.normalize, bool):
         return inputs if data.normalize else []
@@ -401,7 +397,7 @@ def _normalized(data: DataConfig, dataset: Dataset) -> list[str]:
 def _statistics(
     data: DataConfig, dataset: Dataset, names: Sequence[str], training: np.ndarray, comm: Communicator
 ) -> dict[str, ChannelStatistics]:
-    """Mean and scale of the channels of these inputs. Collective."""
+    """Compute mean and scale of the channels of these inputs. Collective."""
 
     def total(array: np.ndarray) -> np.ndarray:
         comm.reduction(array, kind="data").run()

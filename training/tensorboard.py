@@ -27,7 +27,7 @@ _ABOUT = {"event", "epoch", "step", "time"}
 
 
 def scalars_of(entry: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a line of the log by tag; none for lines that are not drawn.
+    """Return the numbers of a line of the log by tag; none for lines that are not drawn.
 
     >>> scalars_of({"event": "validation", "epoch": 0, "step": 9, "loss": 0.5, "iou": None})
     {'validation/loss': 0.5}
@@ -44,7 +44,7 @@ def scalars_of(entry: dict[str, Any]) -> dict[str, float]:
 
 
 class TensorBoard:
-    """Writes scalars to ``events.out.tfevents.*`` in a folder, a new file for every start. Local; rank 0.
+    """Writer of scalars to ``events.out.tfevents.*`` in a folder, a new file for every start. Local; rank 0.
 
     Parameters
     ----------
@@ -68,7 +68,7 @@ class TensorBoard:
             self._file.start(now, step + 1)
 
     def __call__(self, entry: dict[str, Any]) -> None:
-        """Take a line of the log."""
+        """Write the scalars of a line of the log."""
         values = scalars_of(entry)
         if self._file is None or not values:
             return
@@ -95,8 +95,8 @@ class TensorBoard:
 
 # -- event files -----------------------------------------------------------------------------------
 # Records with checksums, of protocol buffers that are few enough to be written by hand. A record is
-# ``length (8 bytes) | checksum of it | event | checksum of it``, numbers with the lowest byte first. A checksum is the
-# CRC-32C, rotated and shifted: one of data that hold checksums would be weak without that.
+# ``length (8 bytes) | its checksum | event | its checksum``, numbers with the lowest byte first. A checksum is the
+# CRC-32C, rotated and shifted, because a CRC of data that contain their CRC is weak.
 
 _POLYNOMIAL = 0x82F63B78  # Castagnoli's, reflected
 _MASK = 0xA282EAD8
@@ -115,7 +115,7 @@ _TABLE = _table()
 
 
 def crc32c(data: bytes) -> int:
-    """Castagnoli's CRC-32 (RFC 3720).
+    """Compute Castagnoli's CRC-32 (RFC 3720).
 
     >>> hex(crc32c(b"123456789"))
     '0xe3069283'
@@ -127,7 +127,7 @@ def crc32c(data: bytes) -> int:
 
 
 class EventFile:
-    """Appends events to a new file; every one is handed to the system before the call returns. Local.
+    """Writer of events to a new file; each is flushed to the system before the call returns. Local.
 
     Parameters
     ----------
@@ -147,12 +147,12 @@ class EventFile:
         self._write(_double(1, wall_time) + _bytes(3, b"brain.Event:2"))
 
     def scalars(self, wall_time: float, step: int, values: dict[str, float]) -> None:
-        """Numbers by tag at a step; kept as float32."""
+        """Write numbers by tag at a step, as float32."""
         summary = b"".join(_bytes(1, _bytes(1, tag.encode()) + _float(2, value)) for tag, value in values.items())
         self._write(_double(1, wall_time) + _integer(2, step) + _bytes(5, summary))
 
     def start(self, wall_time: float, step: int) -> None:
-        """A run that was taken back begins here: readers drop what other files have from this step on."""
+        """Mark the start of a run that was set back: readers drop entries of other files from this step on."""
         self._write(_double(1, wall_time) + _integer(2, step) + _bytes(7, _integer(1, 1)))
 
     def close(self) -> None:
@@ -162,7 +162,7 @@ class EventFile:
     def _write(self, event: bytes) -> None:
         length = struct.pack("<Q", len(event))
         record = length + _masked(length) + event + _masked(event)
-        if self._file.write(record) != len(record):  # half of it: nothing behind it could be read
+        if self._file.write(record) != len(record):  # incomplete: readers stop at it
             raise OSError("the disk takes no more")
 
 

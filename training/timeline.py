@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DeviceSpans", "Phase", "Timeline", "merge_traces", "overlap_ratio", "trace_events", "write_trace"]
 
-#: Categories that the main thread is busy with; "communication" runs beside it, "wait" within it.
+#: Categories of work of the main thread; "communication" runs beside it, "wait" within it.
 BUSY = ("forward", "backward", "update", "io")
 
 
@@ -46,7 +46,7 @@ class Phase:
 
 
 def overlap_ratio(communication: float, blocked: float) -> float | None:
-    """Overlap ratio in percent: how much of the communication was hidden behind computation.
+    """Compute the overlap ratio [%]: how much of the communication was hidden behind computation.
 
     ``R = 100 * sum(T_c - T_b) / sum(T_c)``, with T_c the true duration of a communication and T_b the
     time that the main thread was blocked in it; None without communication.
@@ -71,22 +71,22 @@ class Timeline:
     rank
         Process id in the trace.
     capacity
-        Spans whose times are kept; older ones are overwritten (their sums stay).
+        Number of spans whose times are kept; newer ones overwrite older ones (their sums stay).
     alone
-        Whether there is one rank: its messages and sums go nowhere, and are not booked.
+        Whether there is one rank only, whose messages and sums are not recorded.
 
     Attributes
     ----------
     phases
         Sums by name and category.
     recorded
-        Spans booked so far.
+        Number of recorded spans.
     paused
         Whether spans are ignored for now (validation between training steps).
 
     Notes
     -----
-    Spans may come from several threads (the prefetching one tells of its reads).
+    Spans may come from several threads (the prefetch thread records its reads).
     """
 
     def __init__(self, rank: int = 0, capacity: int = 50_000, alone: bool = False) -> None:
@@ -103,7 +103,7 @@ class Timeline:
         self._lock = threading.Lock()
 
     def span(self, name: str, category: str, t0: float, t1: float) -> None:
-        """Book one span from `t0` to `t1` (`time.perf_counter` [s])."""
+        """Record a span from `t0` to `t1` (`time.perf_counter` [s])."""
         if self.paused or (self._alone and category in ("communication", "wait")):
             return
         with self._lock:
@@ -123,7 +123,7 @@ class Timeline:
 
     @contextmanager
     def measure(self, name: str, category: str) -> Iterator[None]:
-        """Book what runs inside."""
+        """Record the ``with`` as a span."""
         begin = time.perf_counter()
         try:
             yield
@@ -143,15 +143,15 @@ class Timeline:
         return sum(p.seconds for (n, c), p in self.phases.items() if c == category and (not kind or kind_of(n) == kind))
 
     def overlap(self, kind: str = "") -> float | None:
-        """Overlap ratio [%] of all communication or of one kind ("halo", "allreduce", ...)."""
+        """Compute the overlap ratio [%] of all communication or of one kind ("halo", "allreduce", ...)."""
         return overlap_ratio(self.seconds("communication", kind), self.seconds("wait", kind))
 
     def kinds(self) -> list[str]:
-        """Kinds of communication seen."""
+        """List the recorded kinds of communication."""
         return sorted({kind_of(n) for n, c in self.phases if c in ("communication", "wait")})
 
     def summary(self) -> dict[str, dict[str, float | None]]:
-        """Seconds by category, and per kind of communication its true and blocked time [s] and overlap [%]."""
+        """Return seconds by category, and per kind of communication its true and blocked time [s] and overlap [%]."""
         found: dict[str, dict[str, float | None]] = {c: {"seconds": self.seconds(c)} for c in BUSY}
         for kind in self.kinds():
             found[kind] = {
@@ -177,13 +177,13 @@ class Timeline:
         return "\n".join(lines)
 
     def clear(self) -> None:
-        """Forget all spans and sums."""
+        """Remove all spans and sums."""
         self.phases = {key: Phase() for key in self._keys}
         self.recorded = 0
 
 
 def kind_of(name: str) -> str:
-    """Kind of communication, from the name of a recorded span.
+    """Return the kind of communication of the name of a span.
 
     >>> kind_of("statistics: bn1"), kind_of("halo")
     ('statistics', 'halo')
@@ -195,7 +195,7 @@ def kind_of(name: str) -> str:
 
 
 class DeviceSpans:
-    """Measures what is enqueued and tells a recorder of it later. Local.
+    """Recorder of work that is enqueued on a device, whose times are read later. Local.
 
     Times are those of the device, counted from a moment that host and device shared when this was made, so that they
     stand beside the spans of the host in one timeline.
@@ -225,14 +225,14 @@ class DeviceSpans:
         self.tell()
 
     def tell(self) -> None:
-        """Tell of what is done. Does not wait."""
+        """Record the spans that are complete. Does not wait."""
         while self._waiting and self._waiting[0][3].done():
             name, category, first, second = self._waiting.popleft()
             times = (self._began + self._device.seconds(self._origin, stamp) for stamp in (first, second))
             self._recorder.span(name, category, *times)
 
     def finish(self) -> None:
-        """Tell of everything. Waits for the device."""
+        """Record all spans. Waits for the device."""
         if self._waiting:
             self._device.synchronize()
             self.tell()
@@ -248,7 +248,7 @@ _ROW_OF = {
 
 
 def trace_events(timeline: Timeline, origin: float) -> Iterator[dict[str, Any]]:
-    """Events of one rank; times count from `origin` (`time.perf_counter` [s])."""
+    """Return the events of one rank; times count from `origin` (`time.perf_counter` [s])."""
     pid = timeline.rank
     yield {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": f"rank {pid}"}}
     yield {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": pid}}
@@ -296,7 +296,7 @@ def write_trace(timeline: Timeline, comm: Communicator, path: str | Path) -> Non
 
 
 def merge_traces(parts: list[Path], path: Path) -> None:
-    """Merge per-rank lists of events into one trace, whose times begin with 0; removes the parts. Local."""
+    """Merge per-rank lists of events into one trace, whose times start at 0; remove the parts. Local."""
     events = [event for part in parts for event in json.loads(part.read_text())]
     first = min((e["ts"] for e in events if "ts" in e), default=0.0)
     for event in events:
@@ -315,7 +315,7 @@ def _part(path: Path, rank: int) -> Path:
 
 
 def _common_origin(comm: Communicator, rounds: int = 5) -> float:
-    """This rank's `perf_counter` at a moment that all ranks share [s]. Collective.
+    """Return this rank's `perf_counter` at a common moment of all ranks [s]. Collective.
 
     Ranks of one node read the same clock; of other nodes we know only when they left a barrier (some
     microseconds), which is taken where the difference is too large for one clock.
