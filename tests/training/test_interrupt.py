@@ -188,7 +188,7 @@ def test_a_run_that_has_not_begun(config, tmp_path, monkeypatch):
     out = tmp_path / "out"
     train(config, comm=MPI.COMM_SELF)
     before = (out / "log.jsonl").read_text()
-    monkeypatch.setattr(Session, "sampler", lambda session: exec("raise KeyboardInterrupt"))
+    interrupting(monkeypatch, Session, "sampler", 1)
     with pytest.raises(KeyboardInterrupt, match=r"interrupted before the first step; the newest checkpoint is .*09\."):
         train(config, [], True, comm=MPI.COMM_SELF)
     assert (out / "log.jsonl").read_text() == before
