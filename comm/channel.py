@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..device import HOST, Device
+from .collectives import alltoall
 from .counters import Meter
 from .errors import CommError
 
@@ -230,8 +231,7 @@ def check_matching(
 ) -> None:
     """Raise CommError where this rank does not expect what a peer sends; totals are `expectations`. Collective, to be
     agreed on."""
-    sent = np.empty_like(announced)
-    mpi_comm.Alltoall(announced, sent)
+    sent = alltoall(mpi_comm, announced)
     differing = np.flatnonzero(sent != awaited)
     if not differing.size:
         return

@@ -9,6 +9,7 @@ import numpy as np
 from mpi4py import MPI
 
 from ..channel import Channel
+from ..collectives import allgather_objects, broadcast_object
 from ..counters import Meter
 from ..errors import CommError
 from ..reduction import ReductionPlan
@@ -57,10 +58,12 @@ class Transport:
         if self._network is not None:
             return self._node_of
         mpi = self._context.mpi
-        node = base.split_node(mpi)
-        first = node.bcast(mpi.rank, root=0)
-        node.Free()
-        return numbered(mpi.allgather(first))
+        node = base.split_node(mpi) if self._memory is None else self._memory.node
+        alone = node.size == mpi.size
+        first = 0 if alone else broadcast_object(node, mpi.rank)
+        if self._memory is None:
+            node.Free()
+        return (0,) * mpi.size if alone else numbered(allgather_objects(mpi, first))
 
     def neighbors(self) -> set[int]:
         """Ranks that are reached by shared memory. Collective at the first call."""
