@@ -219,7 +219,7 @@ class PadAxis(Copied):
             x.finish()
 
         def shown(view: View, rows: Interval) -> View | None:
-            """The part of the own block of the output that is one of the pieces."""
+            """Return the part of the own block of the output that lies in one of the pieces; None if there is none."""
             a, b = context.box.ranges[axis]
             first, last = max(a, rows[0]), min(b, rows[1])
             if last <= first or not context.box.size:

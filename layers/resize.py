@@ -42,8 +42,8 @@ class Resize(Layer):
         axes), ``"cubic"`` (``"bicubic"`` for 2 axes) or ``"area"`` (means over windows that cover the input): as
         torch's ``interpolate``, for any number of axes; formulas in :class:`Resampling`.
     align_corners
-        Of linear and cubic: the first and the last output lie on the first and the last input; the ratio follows from
-        the sizes, also where a scale is given.
+        Whether, for linear and cubic, the first and the last output lie on the first and the last input. The ratio then
+        follows from the sizes, also where a scale is given.
 
     Notes
     -----

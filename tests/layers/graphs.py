@@ -127,7 +127,7 @@ class Graphs:
         return tuple(self.pick(*choices) for _ in range(self.axes))
 
     def network(self):
-        """A trunk of a few layers, then a head; values that nobody reads become outputs of their own."""
+        """A trunk of a few layers, then a head; values without a reader become outputs of their own."""
         first = Input((*self.spatial, self.pick(2, 4)), name="x")
         values = [first]
         if self.rng.random() < 0.3:

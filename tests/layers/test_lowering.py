@@ -226,7 +226,7 @@ def nbytes(counted, kind):
 
 @pytest.mark.ranks(2, 4)
 def test_the_gradient_of_a_filter_block_is_summed_by_its_holders_only():
-    """Filters in as many blocks as ranks: nobody shares a block. In half as many: two do, of half a block's bytes."""
+    """With as many blocks of filters as ranks no block is shared. With half as many, two ranks share each block."""
     with Communicator(MPI.COMM_WORLD) as comm:
         for sample in (1, 2):
             channel = comm.size // sample
