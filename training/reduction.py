@@ -76,8 +76,8 @@ class Reducer:
     Notes
     -----
     Communication per process and step: one sum per bucket of which it holds a part, counted by its method
-    (`Communicator.reduction`); per replicated layer two all-gathers of its rows (`halograd.layers.row_gather`).
-    Rounding residuals are in `Bucket.errors`, and with the sums until `settle`.
+    (`Communicator.reduction`); per replicated layer two all-gathers of its rows
+    (`halograd.layers.replicated_dense`). Rounding residuals are in `Bucket.errors`, and with the sums until `settle`.
 
     References
     ----------
