@@ -1,7 +1,7 @@
-"""Values in scripts: every one is quoted where it is rendered, or refused in one line. And those of a sweep.
+"""Quoting of values in scripts, and values of a sweep: every value is quoted when rendered, or refused in one line.
 
-A template says ``{{ value }}`` and gets one word of the shell; what is no word says so itself by `Raw`. Forgetting
-to quote is thus not possible; forgetting to allow is a test that fails.
+A template has ``{{ value }}`` and gets one word of the shell; other text has the type `Raw`. A value can thus not be
+unquoted by mistake.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from halograd.documents import parse_option, parse_pair, to_toml
 from halograd.errors import UserError
 
-__all__ = ["Raw", "directive", "folder", "one_line", "parse_sweep", "word", "words"]
+__all__ = ["Raw", "directive", "directives", "folder", "one_line", "parse_sweep", "word", "words"]
 
 _PLAIN_DIRECTIVE = re.compile(r"[\w@%+:,./=-]+", re.ASCII)
 _VARIABLE = re.compile(r"\$([A-Za-z_][A-Za-z0-9_]*)((?:/.*)?)", re.DOTALL)
@@ -25,11 +25,11 @@ LONGEST_DIRECTIVE = 1000
 
 
 class Raw(str):
-    """Text that is to be rendered as it is: quoted already, or of our own making."""
+    """Text that is rendered as it is: quoted already, or constant."""
 
 
 def one_line(name: str, value: Any) -> str:
-    """The text of a value; refused if a line of a script cannot hold it. Local.
+    """Return the text of a value; refuse it if a line of a script cannot hold it. Local.
 
     Raises
     ------
@@ -44,7 +44,7 @@ def one_line(name: str, value: Any) -> str:
 
 
 def word(value: Any) -> Raw:
-    """One word of the shell, which stands for `value` and for nothing else.
+    """Quote `value` as one word of the shell.
 
     >>> print(word("$(mine)"), word("4"))
     '$(mine)' 4
@@ -53,12 +53,12 @@ def word(value: Any) -> Raw:
 
 
 def words(values: Iterable[Any]) -> Raw:
-    """Several words."""
+    """Quote several values as words of the shell."""
     return Raw(" ".join(word(value) for value in values))
 
 
 def directive(value: Any) -> Raw:
-    """The value of an option in a line ``#SBATCH --option=VALUE``.
+    """Quote the value of an option in a line ``#SBATCH --option=VALUE``.
 
     sbatch itself takes these lines apart, no shell does: blanks end a value and ``#`` begins a comment unless quoted,
     and a backslash takes the next character literally, in quotes too.
@@ -74,8 +74,18 @@ def directive(value: Any) -> Raw:
     return Raw('"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"')
 
 
+def directives(options: Iterable[tuple[str, Any]]) -> Raw:
+    """Return lines ``#SBATCH --option=VALUE``, or ``#SBATCH --option`` for the value None.
+
+    >>> print(directives([("nodes", 2), ("requeue", None)]))
+    #SBATCH --nodes=2
+    #SBATCH --requeue
+    """
+    return Raw("\n".join(f"#SBATCH --{k}" + ("" if v is None else f"={directive(v)}") for k, v in options))
+
+
 def folder(value: str) -> Raw:
-    """A folder of the machine a job runs on: a path, or ``$NAME/...`` with a variable of the job's environment.
+    """Quote a folder on the machine of a job: a path, or ``$NAME/...`` with a variable of the job's environment.
 
     >>> print(folder("$TMPDIR/my data"), folder("/scratch/$(id)"))
     ${TMPDIR:?is not set on this node}'/my data' '/scratch/$(id)'
@@ -96,7 +106,7 @@ MOST = 1000
 
 
 def parse_sweep(options: Sequence[str]) -> list[list[str]]:
-    """Overrides of every combination; the last key varies fastest.
+    """Return the overrides of every combination; the last key varies fastest.
 
     Values are separated by commas; if they hold commas themselves, they are a list in TOML.
 

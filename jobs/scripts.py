@@ -1,4 +1,4 @@
-"""Scripts: what is to be done, by what, rendered from the templates in `templates/`; and handed to Slurm."""
+"""Scripts of jobs: rendered from the templates in `templates/`, and submitted to Slurm."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import jinja2
 from halograd.documents import to_toml
 from halograd.errors import UserError
 
-from .quoting import Raw, directive, folder, one_line, word, words
+from .quoting import Raw, directives, folder, one_line, word, words
 from .resources import Resources, Software
 
 __all__ = ["AFTER_CRASH", "KINDS", "Job", "Profiling", "render", "require_slurm", "start_chain", "submit_chain"]
@@ -26,7 +26,7 @@ KINDS = {
     "train": "train.sbatch",
     "profile": "profile.sbatch",
     "plan-then-train": "plan-then-train.sh",
-    "sweep": "sweep.sbatch",
+    "sweep": "train.sbatch",
     "local": "local.sh",
 }
 AFTER_CRASH = ("requeue", "stop")
@@ -34,7 +34,7 @@ AFTER_CRASH = ("requeue", "stop")
 
 @dataclass(frozen=True)
 class Profiling:
-    """What of a configuration is profiled and planned.
+    """Settings of a configuration for profiling and planning.
 
     Attributes
     ----------
@@ -43,9 +43,9 @@ class Profiling:
     batch
         Samples of a global batch.
     dtype, kernels, transport, autotune
-        As in the configuration.
+        Values of the configuration.
     planner, memory
-        For `halograd plan`; None: its own choice.
+        Options of `halograd plan`; None: its default.
     budget
         Seconds after which no further layer is measured [s]; None: all are.
     nodes
@@ -67,20 +67,20 @@ class Profiling:
 
 @dataclass(frozen=True)
 class Job:
-    """One job, or several that belong together.
+    """One job, or several jobs that belong together.
 
     Attributes
     ----------
     name
-        Of the job; without ``/``, because the log is named after it.
+        Name of the job; without ``/``, because the log is named after it.
     config
         The configuration's path.
     run
         Directory of the run: ``output.directory``.
     resources, software
-        What it asks for, and what it runs with.
+        Resources and software of the job.
     threads
-        Per rank.
+        Threads per rank.
     overrides
         ``section.key=value``, for ``--set``.
     data
@@ -94,11 +94,11 @@ class Job:
     links
         Jobs of a chain: each goes on where the one before it ended. 1: a job that goes back into the queue.
     settings
-        Of a sweep: the overrides of every task.
+        Overrides of every task of a sweep.
     at_most
         Tasks of a sweep that run at the same time; None: all.
     profiling
-        What is profiled and planned.
+        Settings for profiling and planning.
     """
 
     name: str
@@ -137,7 +137,7 @@ class Job:
 
 
 def render(kind: str, job: Job) -> str:
-    """The script of a job. Local.
+    """Render the script of a job. Local.
 
     Raises
     ------
@@ -150,7 +150,7 @@ def render(kind: str, job: Job) -> str:
 
 
 def _train(job: Job) -> str:
-    return _fill(KINDS["train"], job, _directives(job))
+    return _fill("train", job, _directives(job))
 
 
 def _sweep(job: Job) -> str:
@@ -159,8 +159,7 @@ def _sweep(job: Job) -> str:
     last, limit = len(job.settings) - 1, "" if job.at_most is None else f"%{job.at_most}"
     runs = [f"{job.run}/{i:03d}" for i in range(len(job.settings))]
     settings = [[*changes, f"output.directory={to_toml(run)}"] for changes, run in zip(job.settings, runs)]
-    directives = _directives(job, array=f"0-{last}{limit}")
-    return _fill(KINDS["sweep"], job, directives, settings=settings, runs=runs)
+    return _fill("sweep", job, _directives(job, array=f"0-{last}{limit}"), settings=settings, runs=runs)
 
 
 def _profile(job: Job) -> str:
@@ -173,11 +172,11 @@ def _profile(job: Job) -> str:
     command += [] if profiling.budget is None else ["--budget", f"{profiling.budget:g}"]
     command += _options(profiling)
     measuring = replace(job, name=f"{job.name}-profile", resources=replace(job.resources, nodes=profiling.nodes))
-    directives = _directives(measuring, signal=False)
-    return _fill(KINDS["profile"], measuring, directives, profile=command, machine_file=f"{job.run}/machine.toml")
+    options = _directives(measuring, signal=False)
+    return _fill("profile", measuring, options, profile=command, machine_file=f"{job.run}/machine.toml")
 
 
-def _plan(job: Job) -> str:
+def _plan_then_train(job: Job) -> str:
     profiling = _profiling(job)
     command = ["plan", profiling.model, "--machine", f"{job.run}/machine.toml", "--out", f"{job.run}/plan.json"]
     command += ["--ranks", f"{job.resources.ranks}", "--batch", f"{profiling.batch}", "--dtype", profiling.dtype]
@@ -186,14 +185,9 @@ def _plan(job: Job) -> str:
     command += _options(profiling)
     alone = replace(job.resources, nodes=1, ranks_per_node=1, gpus_per_node=0)
     planning = replace(job, name=f"{job.name}-plan", resources=alone)
-    return _fill("plan.sbatch", planning, _directives(planning, signal=False), plan=command)
-
-
-def _plan_then_train(job: Job) -> str:
-    plan = to_toml({"file": f"{job.run}/plan.json"})
-    planned = replace(job, overrides=[*job.overrides, f"strategy={plan}"])
-    scripts = {"profile": _profile(job), "plan": _plan(job), "train": _train(planned)}
-    return _template(KINDS["plan-then-train"]).render(scripts={k: v.rstrip("\n") for k, v in scripts.items()})
+    trained = replace(job, overrides=[*job.overrides, f"strategy={to_toml({'file': f'{job.run}/plan.json'})}"])
+    others = {"profile_script": _profile(job).rstrip("\n"), "train_script": _train(trained).rstrip("\n")}
+    return _fill("plan-then-train", planning, _directives(planning, signal=False), plan=command, **others)
 
 
 def _local(job: Job) -> str:
@@ -202,7 +196,7 @@ def _local(job: Job) -> str:
     if job.software.container is not None or job.stage is not None:
         name = "--stage" if job.software.container is None else "--container"
         raise UserError(f"{name}: expected none of a local job; start `mpirun` by hand, or use --kind train")
-    return _fill(KINDS["local"], job, [])
+    return _fill("local", job, [])
 
 
 _RENDERERS = {
@@ -220,12 +214,12 @@ def _profiling(job: Job) -> Profiling:
 
 
 def _options(profiling: Profiling) -> list[str]:
-    """Options of the model for the command line."""
+    """Return options of the model for the command line."""
     return [text for key, value in profiling.options.items() for text in ("--option", f"{key}={to_toml(value)}")]
 
 
 def _directives(job: Job, array: str | None = None, signal: bool = True) -> list[tuple[str, Any]]:
-    """The options of sbatch, in the order in which they are read best; those of the user win."""
+    """Return the options of sbatch, in readable order; options of the user replace ours."""
     resources = job.resources
     found: dict[str, Any] = {"job-name": job.name}
     if array is not None:
@@ -242,7 +236,8 @@ def _directives(job: Job, array: str | None = None, signal: bool = True) -> list
     return list({**found, **dict(resources.directives)}.items())
 
 
-def _fill(template: str, job: Job, directives: Sequence[tuple[str, Any]], **more: Any) -> str:
+def _fill(kind: str, job: Job, options: Sequence[tuple[str, Any]], **more: Any) -> str:
+    """Render the template of a kind of job; `options` are those of sbatch."""
     software, resources = job.software, job.resources
     enter, flags = list(software.prefix), []
     if software.container is not None and software.runtime == "pyxis":
@@ -252,25 +247,21 @@ def _fill(template: str, job: Job, directives: Sequence[tuple[str, Any]], **more
     elif software.container is not None:
         enter += [*["--nv"][: resources.gpus_per_node], software.container]
     values = {name: getattr(job, name) for name in ("run", "overrides", "threads", "data", "stage", "links")}
-    values |= {"after_crash": job.after_crash, "warning": resources.warning, "software": software}
+    values |= {"settings": (), "after_crash": job.after_crash, "warning": resources.warning, "software": software}
     values |= {"ranks": resources.ranks, "cpus": resources.cpus_per_rank, "gpus": resources.gpus_per_node}
-    values |= {"config": _path(job.config), "directives": directives, "enter": enter, "container_flags": flags}
-    text = _template(template).render({**values, **more})
+    values |= {"config": _path(job.config), "directives": options, "enter": enter, "container_flags": flags}
+    text = _environment().get_template(f"{KINDS[kind]}.j2").render({**values, **more})
     return re.sub(r"\n{3,}", "\n\n", text)
 
 
 def _path(path: str) -> str:
-    """A path that is not taken for an option."""
+    """Return a path that does not look like an option."""
     return f"./{path}" if path.startswith("-") else path
-
-
-def _template(name: str) -> jinja2.Template:
-    return _environment().get_template(f"{name}.j2")
 
 
 @cache
 def _environment() -> jinja2.Environment:
-    """Where ``{{ value }}`` is a quoted word of the shell."""
+    """Make the environment in which ``{{ value }}`` is a quoted word of the shell."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("halograd.jobs"),
         finalize=word,
@@ -282,7 +273,7 @@ def _environment() -> jinja2.Environment:
         comment_start_string="<#",  # {# is the shell's
         comment_end_string="#>",
     )
-    environment.filters |= {"directive": directive, "folder": folder, "words": words, "raw": Raw}
+    environment.filters |= {"directives": directives, "folder": folder, "words": words, "raw": Raw}
     return environment
 
 
@@ -296,7 +287,7 @@ def require_slurm() -> None:
 
 
 def submit_chain(script: Path, links: int = 1) -> list[str]:
-    """Submit a script, or a chain of `links` jobs; their numbers. Local.
+    """Submit a script, or a chain of `links` jobs; return their numbers. Local.
 
     A job of a chain starts when the one before it has ended with another code than 0. It waits for all before it:
     once one has ended with 0, what the others wait for cannot happen any more, and Slurm removes them.
@@ -304,7 +295,7 @@ def submit_chain(script: Path, links: int = 1) -> list[str]:
     Raises
     ------
     UserError
-        What sbatch says; those of a chain that it had taken are canceled.
+        With the message of sbatch; jobs of the chain that were submitted before are canceled.
     """
     require_slurm()
     jobs: list[str] = []
@@ -326,7 +317,7 @@ def start_chain(script: Path) -> list[str]:
 
 
 def _call(command: list[str]) -> str:
-    """What a command prints; UserError with what it says if it fails."""
+    """Run a command and return its output; raise UserError with its message if it fails."""
     done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
     if done.returncode:
         said = " ".join(done.stderr.split()) or f"exit code {done.returncode}"

@@ -240,6 +240,6 @@ def test_every_output_of_a_template_is_quoted():
         source, _, _ = environment.loader.get_source(environment, name)
         for value in re.findall(r"{{(.*?)}}", source):
             used = re.findall(r"\|\s*(\w+)", value)
-            assert set(used) <= {"directive", "folder", "words", "raw", "length"}, (name, value)
+            assert set(used) <= {"directives", "folder", "words", "raw", "length"}, (name, value)
             if "raw" in used:
-                assert value.split("|")[0].strip() in ("key", "scripts.profile", "scripts.plan", "scripts.train")
+                assert value.split("|")[0].strip() in ("key", "profile_script", "train_script")
