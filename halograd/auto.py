@@ -31,7 +31,7 @@ from .errors import UserError
 from .kernels import KernelError, get_backend
 from .layers import Network, Strategy
 from .layers.reduction_scheme import BY_NODES, Scheme
-from .measuring import Measuring
+from .measuring import Measuring, StepTrial, measure_steps, rivals, settle
 from .perfmodel.cost import Pricing, Training, Wires, simulate
 from .perfmodel.cuts import BASELINES, GRID, baseline
 from .perfmodel.kernel_times import (
@@ -54,7 +54,6 @@ from .training.root import on_root
 from .training.schedules import Constant
 from .training.step_times import Measured
 from .training.trainer import Trainer
-from .trials import StepTrial, measure_steps, rivals, settle
 
 __all__ = ["plan_run", "rank_schemes_of", "rests_on", "try_run", "usable_cores"]
 
@@ -64,12 +63,12 @@ SPARE = 0.8
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A plan that a run follows: what `halograd.training.train` wants of its planner.
+    """Plan that a run follows: what `halograd.training.train` wants of its planner.
 
     Attributes
     ----------
     plan
-        With what was asked for.
+        Plan with its request.
     """
 
     plan: Plan
@@ -80,16 +79,16 @@ class PlannedRun:
         return self.plan.strategy
 
     def compare(self, measured: Measured) -> str:
-        """Predicted against measured, per layer and in total, in lines."""
+        """Compare prediction and measurement, per layer and in total, in lines."""
         return "\n".join(comparison(self.plan, measured))
 
     def record(self, measured: Measured) -> dict[str, object]:
-        """The same as plain data, for the log; times in [s]."""
+        """Return the same comparison as plain data, for the log; times in [s]."""
         return compared(self.plan, measured)
 
 
 def plan_run(config: Config, comm: Communicator, training: bool = True) -> PlannedRun:
-    """The plan of a run on this communicator; rank 0 plans, shows and saves it. Collective.
+    """Plan a run on this communicator; rank 0 plans, shows and saves the plan. Collective.
 
     Without ``strategy.machine`` this machine is measured by all ranks, as far as it was not before. The plan is kept
     as ``plan.json`` in the run's directory.
@@ -120,7 +119,7 @@ def plan_run(config: Config, comm: Communicator, training: bool = True) -> Plann
 
 
 def try_run(config: Config, comm: Communicator) -> StepTrial:
-    """What `plan_run` would train by, with the steps that were tried; the grid is among them. Collective."""
+    """Try the steps of the plan of `plan_run` and its rivals, the grid among them. Collective."""
     network = make_network(config)
     with open_kernels(config.backend, comm) as kernels:
         planner = _Planner(config, comm, network, kernels, config.strategy.budget)
@@ -129,7 +128,7 @@ def try_run(config: Config, comm: Communicator) -> StepTrial:
 
 
 def rank_schemes_of(config: Config, comm: Communicator, strategy: Strategy) -> list[Scheme]:
-    """Schemes of gradient reduction that are worth a try in a run, the best predicted first. Collective.
+    """Rank schemes of gradient reduction that are worth a try in a run, the best predicted first. Collective.
 
     By the machine of the configuration, or what is known of this one; nothing is measured for it. Where nothing is
     known there is no order, and the result is empty.
@@ -155,7 +154,7 @@ def _plan_path(config: Config) -> Path:
 
 
 def _kept(config: Config, comm: Communicator, network: Network) -> Plan | None:
-    """The plan that the run followed, if it is one for as many ranks."""
+    """Return the plan that the run followed, if it is one for as many ranks."""
     found = None
     if comm.rank == 0 and _plan_path(config).exists():
         try:
@@ -167,7 +166,7 @@ def _kept(config: Config, comm: Communicator, network: Network) -> Plan | None:
 
 
 def _show(trial: StepTrial, config: Config) -> None:
-    """The start-up table, what was tried, and the plan in the run's directory."""
+    """Print the start-up table and the trial, and save the plan in the run's directory."""
     plan, path = trial.plan, _plan_path(config)
     print("\n".join([*trial.lines(config.backend.threads), *plan_text(plan, known_baselines(plan))]), flush=True)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -175,7 +174,7 @@ def _show(trial: StepTrial, config: Config) -> None:
 
 
 def _measuring(config: Config, comm: Communicator, network: Network, kernels: Any) -> Measuring | None:
-    """None where a machine is named: nothing is measured for it."""
+    """Return None if a machine is named in the configuration: nothing is measured for it."""
     if config.strategy.machine:
         return None
     training, autotune = config.training, config.backend.autotune
@@ -183,7 +182,7 @@ def _measuring(config: Config, comm: Communicator, network: Network, kernels: An
 
 
 class _Planner:
-    """Measures with all ranks, as long as the budget [s] lasts, and plans on rank 0. Collective, as are methods."""
+    """Planner that measures with all ranks within the budget [s], and plans on rank 0. Collective, as are methods."""
 
     def __init__(
         self, config: Config, comm: Communicator, network: Network, kernels: Any, budget: float | None
@@ -197,7 +196,7 @@ class _Planner:
         self._once: set[str] = set()  # measured in this run, and not again yet
 
     def _machine(self) -> tuple[str, Machine]:
-        """That of the configuration; else this one, measured now or before."""
+        """Return the machine of the configuration, else this one, measured now or before."""
         named = self.config.strategy.machine
         if named or self.measuring is None:
             return named or "", on_root(self.comm.mpi, lambda: Machine.load(named or ""))
@@ -209,7 +208,7 @@ class _Planner:
         return str(path), machine
 
     def times(self) -> KernelTimes:
-        """Measured times as far as they are known; of another machine, its roofline. Local."""
+        """Return known measured times; for another machine, its roofline. Local."""
         return RooflineTimes(self.machine) if self.measuring is None else self.measuring.times(self.machine)
 
     def measured(self) -> Plan:
@@ -228,7 +227,7 @@ class _Planner:
             self._once = self._once - keys if again else self._once | keys
 
     def _unconfirmed(self, plan: Plan) -> list[LayerWork]:
-        """Layers behind the plan that were measured once only. Local; rank 0 knows the times."""
+        """Return layers behind the plan that were measured only once. Local; rank 0 knows the times."""
         if self.comm.rank or not self._once:
             return []
         works = rests_on(plan, self.network, self.machine, self.times(), self.training)
@@ -277,7 +276,7 @@ class _Planner:
         return StepTrial(chosen, best, seconds, self._alone())
 
     def _alone(self) -> float | None:
-        """What a step takes on one rank with the threads of all of them [s]; None where there is no telling."""
+        """Measure a step on one rank with the threads of all of them [s]; None if that is not possible."""
         threads, seconds = self.comm.size * self.config.backend.threads, None
         on_one_host = self.comm.size > 1 and self.kernels.device.is_host and len(set(self.comm.nodes)) == 1
         alone = self.comm.split(self.comm.rank)
@@ -296,7 +295,7 @@ class _Planner:
         return self.comm.bcast(seconds)
 
     def _fits_alone(self) -> bool:
-        """Whether this machine has memory for a step on one rank. Local."""
+        """Return whether this machine has memory for a step on one rank. Local."""
         pricing = Pricing(Wires(self.machine), self.times(), self.training.dtype)
         needed = simulate(self.network, Strategy(), self.batch, pricing, self.training, 1).memory_bytes
         try:
@@ -307,7 +306,7 @@ class _Planner:
 
     @contextmanager
     def _opened(self, strategy: Strategy, comm: Communicator, kernels: Any) -> Iterator[Callable[[], object]]:
-        """A function that trains for a step under a strategy, on noise and at rate 0."""
+        """Return a function that trains for a step under a strategy, on noise and at rate 0."""
         self.network.balance()
         with Executor(self.network, comm, kernels, self.batch, strategy, self.training.dtype) as executor:
             trainer = Trainer(executor, make_optimizer(self.config, executor.store), Constant(0.0))
@@ -320,7 +319,7 @@ class _Planner:
             trainer.settle()
 
     def _plan_on_root(self, times: KernelTimes, planner: str = "") -> Plan:
-        """What rank 0 plans, on all ranks; a mistake of the user's is raised on all alike.
+        """Plan on rank 0, for all ranks; a UserError is raised on all alike.
 
         `planner` is that of the configuration if it is empty.
         """
@@ -345,17 +344,17 @@ class _Planner:
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on. Local."""
+    """Return the cores that this process may run on. Local."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def as_run(strategy: Strategy, config: Config) -> Strategy:
-    """With the scheme of the configuration, unless that is found while training."""
+    """Return the strategy with the scheme of the configuration, unless that is chosen while training."""
     return strategy if config.reduction.scheme().kind.searches else with_reduction(strategy, config)
 
 
 def can_run(strategy: Strategy, network: Network, ranks: int) -> bool:
-    """Whether a strategy, made for another purpose, is one for this run. Local; alike on all ranks."""
+    """Return whether a strategy, made for another purpose, is valid for this run. Local; alike on all ranks."""
     try:
         strategy.validate(network, ranks)
         strategy.refuse_empty_blocks(network)
@@ -365,14 +364,14 @@ def can_run(strategy: Strategy, network: Network, ranks: int) -> bool:
 
 
 def _instead_of(plan: Plan, other: Plan) -> Plan:
-    """The other plan, with this one and the rest of its alternatives beside it."""
+    """Return the other plan, with this one and the rest of its alternatives beside it."""
     beside = Alternative(plan.planner, plan.step_seconds, plan.prediction.memory_bytes, True)
     rest = [a for a in plan.alternatives if a.name != plan.planner]
     return replace(other, alternatives=(beside, *rest))
 
 
 def _slots(config: Config) -> int:
-    """Arrays of the parameters' size that the optimizer keeps."""
+    """Count the arrays of the parameters' size that the optimizer keeps."""
     plain = isinstance(config.optimizer, SGDConfig) and config.optimizer.momentum == 0
     return int(config.training.average > 0) + (0 if plain else OPTIMIZER_ARRAYS[config.optimizer.kind])
 
@@ -390,16 +389,16 @@ def _without(config: Config) -> frozenset[str]:
 def rests_on(
     plan: Plan, network: Network, machine: Machine, times: KernelTimes, training: Training
 ) -> dict[str, LayerWork]:
-    """The layers on local blocks that decide between a plan and the baselines, by key. Local.
+    """Return the layers on local blocks that decide between a plan and the baselines, by key. Local.
 
     Measured again and averaged they lose what was luck, and another plan may be the fastest.
 
     Parameters
     ----------
     plan, network
-        What was chosen, for what.
+        Plan and its network.
     machine, times, training
-        By which it was predicted.
+        Machine, times and training of its prediction.
     """
     recorded = Recorded(times)
     pricing = Pricing(Wires(machine), recorded, training.dtype)

@@ -1,4 +1,4 @@
-"""TOML and JSON files that people write and edit, read as plain data: bounded, complete, without surprises.
+"""TOML and JSON files that users edit, read as plain data and validated; and text files written whole.
 
 The one way in for configurations, strategies, plans, machines, records of profiles and values of the command line.
 What a parser would let through and no reader of ours expects (a key twice, NaN, numbers of a thousand digits, tables
@@ -7,7 +7,9 @@ in tables without end, dates, lone surrogates) is refused here. :mod:`halograd.s
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import re
 import sys
 import unicodedata
@@ -16,11 +18,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from .errors import UserError
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 __all__ = [
     "bytes_text",
@@ -35,7 +32,14 @@ __all__ = [
     "shown",
     "shown_path",
     "to_toml",
+    "write_whole",
 ]
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 
 #: The largest file that is read, by kind [B]: the plan of a network of 500 layers has 1 MB, a machine 4 kB.
 LARGEST = {"TOML": 256 << 10, "JSON": 16 << 20}
@@ -48,7 +52,7 @@ BITS = 64
 
 
 def read_toml(path: str | Path, what: str) -> dict[str, Any]:
-    """The tables of a TOML file. Local.
+    """Read the tables of a TOML file. Local.
 
     Parameters
     ----------
@@ -64,12 +68,12 @@ def read_toml(path: str | Path, what: str) -> dict[str, Any]:
 
 
 def read_json(path: str | Path, what: str) -> Any:
-    """The data of a JSON file. Local; parameters and errors are those of :func:`read_toml`."""
+    """Read the data of a JSON file. Local; parameters and errors are those of :func:`read_toml`."""
     return parse_json(_read(path, what, "JSON"), f"{what} {shown_path(path)}")
 
 
 def parse_toml(text: str, source: str) -> dict[str, Any]:
-    """Tables of a TOML text.
+    """Parse the tables of a TOML text.
 
     Raises
     ------
@@ -84,13 +88,13 @@ def parse_toml(text: str, source: str) -> dict[str, Any]:
 
 
 def parse_json(text: str, source: str) -> Any:
-    """Data of a JSON text; errors as of :func:`parse_toml`, and keys that come twice."""
+    """Parse the data of a JSON text; errors as of :func:`parse_toml`, and duplicate keys."""
     _check_size(len(text), source, "JSON")
     return _parsed(_loads_json, text, source, "JSON")
 
 
 def parse_option(option: str, key: str, text: str) -> Any:
-    """The value of ``KEY=VALUE`` on the command line: TOML; a bare word or path is a text.
+    """Parse the value of ``KEY=VALUE`` on the command line: TOML; a bare word or path is a text.
 
     A shell takes the quotes of a text away, so what does not begin like a quoted text, a list or a table may be one.
 
@@ -116,7 +120,7 @@ def parse_option(option: str, key: str, text: str) -> Any:
 
 
 def parse_pair(option: str, text: str, expected: str) -> tuple[str, str]:
-    """Key and value of ``KEY=VALUE`` on the command line; the key without blanks around it.
+    """Return key and value of ``KEY=VALUE`` on the command line; the key without blanks around it.
 
     Raises
     ------
@@ -130,7 +134,7 @@ def parse_pair(option: str, text: str, expected: str) -> tuple[str, str]:
 
 
 def to_toml(value: Any) -> str:
-    """A value as in TOML, on one line.
+    """Write a value as TOML, on one line.
 
     >>> to_toml({"widths": [8, 16], "name": "a", "decoder": True})
     '{"widths" = [8, 16], "name" = "a", "decoder" = true}'
@@ -148,7 +152,7 @@ def to_toml(value: Any) -> str:
 
 
 def bytes_text(nbytes: float) -> str:
-    """A size with the unit that suits it.
+    """Write a size with a suitable unit.
 
     >>> bytes_text(1.5 * 2**30), bytes_text(640)
     ('1.5 GiB', '640 B')
@@ -160,7 +164,7 @@ def bytes_text(nbytes: float) -> str:
 
 
 def dotted(path: Iterable[str | int], before: str = "") -> str:
-    """A place in a document: ``layers.conv1.height``, ``milestones[2]``; keys of other signs are in quotes."""
+    """Write a place in a document: ``layers.conv1.height``, ``milestones[2]``; unusual keys are in quotes."""
     text = before
     for step in path:
         if isinstance(step, int):
@@ -172,7 +176,7 @@ def dotted(path: Iterable[str | int], before: str = "") -> str:
 
 
 def shown(value: object) -> str:
-    """A value in a message: one line, as short as one.
+    """Write a value for a message: one short line.
 
     >>> shown(True), shown("a\\nb")
     ('true', "'a\\\\nb'")
@@ -182,18 +186,18 @@ def shown(value: object) -> str:
 
 
 def shown_path(path: str | Path) -> str:
-    """A path as it is where a line can hold it, else with escapes."""
+    """Write a path for a message: as it is if it is printable, else with escapes."""
     text = str(path)
     return text if text and text.isprintable() else repr(text)
 
 
 def is_one_line(text: str) -> bool:
-    """Whether a text has neither control characters nor line separators nor lone surrogates."""
+    """Return whether a text has neither control characters nor line separators nor lone surrogates."""
     return not any(unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp") for c in text)
 
 
 def _read(path: str | Path, what: str, kind: str) -> str:
-    """The text of a file that is not too large; a few bytes more are read to know it."""
+    """Read the text of a file that is not too large; one byte more is read to detect that."""
     source = f"{what} {shown_path(path)}"
     try:
         with Path(path).open("rb") as file:
@@ -276,7 +280,7 @@ def _check_value(source: str, path: Sequence[str | int], value: Any) -> None:
 
 
 def _fault(value: Any) -> str:
-    """What was expected in place of one value that no document has, and what came; empty if there is nothing."""
+    """Describe what was expected in place of a value that no document has; empty for a valid one."""
     if isinstance(value, float):
         return "" if abs(value) < float("inf") else f"a finite number, got {value}"
     if isinstance(value, int):
@@ -285,3 +289,30 @@ def _fault(value: Any) -> str:
         return "text of Unicode characters, got half a surrogate pair" if re.search("[\ud800-\udfff]", value) else ""
     plain = value is None or isinstance(value, dict | list)
     return "" if plain else f"a text, a number, true or false, a list or a table, got the date or time {value}"
+
+
+def write_whole(path: str | Path, text: str) -> None:
+    """Write a text file in UTF-8: it appears under its name when it is complete, in place of one that was there. Local.
+
+    What is no ordinary file (a pipe, ``/dev/stdout``) is written to as it is.
+
+    Raises
+    ------
+    OSError
+        If it cannot be written; what was there before stays, and nothing else.
+    """
+    final = Path(os.path.realpath(path))
+    if final.exists() and not final.is_file():
+        final.write_text(text, encoding="utf-8")
+        return
+    partial = final.with_name(f".{final.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())  # a rename may overtake the data otherwise; some disks say only here they are full
+        os.replace(partial, final)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise

@@ -77,7 +77,7 @@ def fit(
 
 
 def _tables(network: Network | str, data: Data, out: str | Path, given: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration, as tables."""
+    """Return a configuration as tables."""
     training, own_keys = (
         {key: value for key, value in given.items() if key in table.model_fields}
         for table in (TrainingConfig, DataConfig)
@@ -133,7 +133,7 @@ class TrainedRun:
         return dict(self.result["best"])
 
     def checkpoint(self, which: str = "latest") -> Path:
-        """The file of the newest checkpoint (``"latest"``), or of the one with the best validation (``"best"``). Local.
+        """Return the file of the newest checkpoint (``"latest"``), or of the best one (``"best"``). Local.
 
         Raises
         ------
@@ -146,7 +146,7 @@ class TrainedRun:
         return path
 
     def evaluate(self, samples: str = "validation", which: str = "latest", **options: Any) -> dict[str, Any]:
-        """Loss and metrics. Collective; see :func:`halograd.training.evaluate`."""
+        """Compute loss and metrics. Collective; see :func:`halograd.training.evaluate`."""
         return evaluate(self._given(which), samples=samples, comm=self._comm, **options)
 
     def apply(
@@ -157,7 +157,7 @@ class TrainedRun:
         which: str = "latest",
         overrides: Sequence[str] = (),
     ) -> dict[str, Any]:
-        """Predictions of data without labels, written to `out`. Collective; see :func:`halograd.training.apply`."""
+        """Write predictions of data without labels to `out`. Collective; see :func:`halograd.training.apply`."""
         table = _data(data)
         paths = [table["path"]] if isinstance(table["path"], str) else table["path"]
         sets = [*overrides, *([f'data.file="{table["file"]}"'] if "file" in table else [])]
@@ -171,7 +171,7 @@ class TrainedRun:
         on_root(self._comm, lambda: export_run(checkpoint, to, Path(out), (), normalize))
 
     def normalization(self, which: str = "latest") -> dict[str, ChannelStatistics]:
-        """What was subtracted from the channels of each input, and what they were divided by. Local."""
+        """Return the mean and the divisor of the channels of each input. Local."""
         known = read_header(self._given(which).resolve())[0].normalization or {}
         return {name: ChannelStatistics.from_state_dict(state) for name, state in known.items()}
 

@@ -1,17 +1,35 @@
-"""Ranks on this machine: finding the launcher, and running a command on several ranks."""
+"""Ranks on this machine: the launcher, commands on several ranks, and the choice of ranks or threads for its cores.
+
+Small layers do not get faster by cuts, but may by several threads. ``halograd plan --cores`` tries every split of the
+cores. Each split is a job of its own, as a run would be: it measures, plans, and trains for some steps under the plan
+and under the best cut of all layers alike.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+from .cli.output import split_text
+from .documents import read_json
 from .errors import UserError
 
-__all__ = ["find_mpiexec", "run_ranks"]
+__all__ = [
+    "CoreSplit",
+    "find_mpiexec",
+    "run_ranks",
+    "splits",
+    "try_split",
+    "try_splits",
+]
 
 # Open MPI refuses more ranks than cores without this.
 ENVIRONMENT = {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe", "OMPI_MCA_rmaps_base_oversubscribe": "1"}
@@ -19,7 +37,7 @@ THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 def find_mpiexec() -> str:
-    """The mpiexec beside this Python (the `mpich` wheel), else the first on PATH. Local.
+    """Find the mpiexec beside this Python (the `mpich` wheel), else the first on PATH. Local.
 
     Raises
     ------
@@ -36,7 +54,7 @@ def find_mpiexec() -> str:
 
 
 def run_ranks(mpiexec: str, ranks: int, arguments: Sequence[str], say: Callable[[str], None]) -> list[str]:
-    """Run ``halograd ARGUMENTS`` on that many ranks; what was printed, line by line.
+    """Run ``halograd ARGUMENTS`` on several ranks; return what was printed, line by line.
 
     `say` is given every line as it comes. Other libraries compute with one thread per rank. Interrupted, the job is
     ended too.
@@ -72,3 +90,102 @@ def run_ranks(mpiexec: str, ranks: int, arguments: Sequence[str], say: Callable[
             "see its message above, and `halograd doctor`"
         )
     return lines
+
+
+@dataclass(frozen=True)
+class CoreSplit:
+    """One way to use the cores, and the time of a step.
+
+    Attributes
+    ----------
+    ranks, threads
+        Threads of each rank.
+    predicted, seconds
+        A step of what was the fastest, as the planner saw it, and measured [s].
+    by
+        Name of what was the fastest: a planner or baseline.
+    alike
+        Measured with all layers cut alike over all ranks [s]; of one rank the same as `seconds`.
+    """
+
+    ranks: int
+    threads: int
+    predicted: float
+    seconds: float
+    by: str
+    alike: float
+
+
+def splits(cores: int) -> list[tuple[int, int]]:
+    """Return ranks, and threads of each, that together use `cores` cores; the fewest ranks first.
+
+    >>> splits(4)
+    [(1, 4), (2, 2), (4, 1)]
+    """
+    return [(n, cores // n) for n in range(1, cores + 1) if cores % n == 0]
+
+
+def try_splits(
+    cores: int, tables: Mapping[str, Any], say: Callable[[str], None], begin: Callable[[int, int], None]
+) -> list[CoreSplit]:
+    """Try all splits of `cores` cores of this machine, one after the other. Local.
+
+    Splits that are not possible are left out.
+
+    Parameters
+    ----------
+    tables
+        Tables of a configuration: model, training, backend, strategy.
+    say
+        Gets a line about each that cannot be tried, and why.
+    begin
+        Gets ranks and threads before each is tried.
+
+    Raises
+    ------
+    UserError
+        If there is no launcher, or none of the splits can be tried.
+    """
+    mpiexec = find_mpiexec()
+    found, refused = [], ""
+    with tempfile.TemporaryDirectory(prefix="halograd-splits-") as folder:
+        for ranks, threads in splits(cores):
+            begin(ranks, threads)
+            lines: list[str] = []
+            job, result = Path(folder) / "job.json", Path(folder) / f"{ranks}.json"
+            backend = {**tables.get("backend", {}), "threads": threads}
+            job.write_text(json.dumps({**tables, "backend": backend, "output": {"directory": folder}}))
+            try:
+                run_ranks(mpiexec, ranks, ["try-split", str(job), str(result)], lines.append)
+                found.append(CoreSplit(**json.loads(result.read_text())))
+            except UserError as error:
+                refused = next(
+                    (line.removeprefix("halograd: error: ") for line in lines if "error: " in line), f"{error}"
+                )
+                say(f"{split_text(ranks, threads)} cannot be tried: {refused}")
+    if not found:
+        raise UserError(refused)
+    return found
+
+
+def try_split(job: Path, result: Path) -> None:
+    """Try one split, on the ranks that were launched, and write its times to a file. Collective.
+
+    Parameters
+    ----------
+    job, result
+        A configuration, and a `CoreSplit`, as JSON.
+    """
+    from .auto import try_run
+    from .cli.profiling import open_communicator
+    from .perfmodel.cuts import GRID
+    from .training.config import check_config
+
+    config = check_config(read_json(job, "job"))
+    with open_communicator(config.backend.transport) as comm:
+        trial = try_run(config, comm)
+        if comm.rank == 0:
+            seconds, threads = trial.seconds[trial.name], config.backend.threads
+            alike = trial.seconds.get(GRID, seconds)
+            found = CoreSplit(comm.size, threads, trial.plan.step_seconds, seconds, trial.name, alike)
+            result.write_text(json.dumps(asdict(found)))

@@ -1,23 +1,29 @@
-"""Measuring this machine for a network: messages and device first, then the layers that plans ask for.
+"""Measurements on this machine: messages, device and layers for a network, and whole steps of a plan and its rivals.
 
-One way for `halograd profile` and for ``strategy = "auto"``. It lies above `training`, whose executor it times.
+`halograd profile` and ``strategy = "auto"`` measure alike. Steps decide where predictions are too close to each other.
+This lies above `training`, whose executor it times.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from .cli.output import progress_bar
+from .cli.output import progress_bar, split_text
 from .comm import Communicator
 from .errors import UserError
-from .layers import BatchNorm, Conv, Dense, Input, MeanSquaredError, Network
+from .layers import BatchNorm, Conv, Dense, Input, MeanSquaredError, Network, Strategy
 from .perfmodel.cost.network_costs import works_of
+from .perfmodel.cuts import BASELINES, GRID
 from .perfmodel.kernel_times import LayerWork, MeasuredTimes, RooflineTimes
 from .perfmodel.machine import Machine
+from .perfmodel.plans import Plan
 from .perfmodel.profile.cache import Conditions, Crowd, TimeCache, cache_path
 from .perfmodel.profile.device import measure_machine
 from .perfmodel.profile.layers import (
@@ -31,7 +37,14 @@ from .perfmodel.profile.record import Profile, record_path
 from .training import Executor
 from .training.optimizers import SGD
 
-__all__ = ["Measuring", "measure_overheads"]
+__all__ = [
+    "Measuring",
+    "StepTrial",
+    "measure_overheads",
+    "measure_steps",
+    "rivals",
+    "settle",
+]
 
 #: Layers whose times are written to the cache at a time.
 EVERY = 4
@@ -40,7 +53,7 @@ UNITS = 12
 
 
 class Measuring:
-    """What this machine takes for a network, measured now or kept from before. Collective over `comm`, as are methods.
+    """Measurements of this machine for a network, new or kept on disk. Collective over `comm`, as are methods.
 
     Times of layers are kept on disk, so what was interrupted, or ran out of its budget, goes on where it stopped.
 
@@ -51,15 +64,15 @@ class Measuring:
     kernels
         Backend.
     network, batch
-        For which layers are measured; global number of samples.
+        Network whose layers are measured, and global number of samples.
     ranks
-        Of the run that is planned; those of `comm` if None.
+        Ranks of the run that is planned; those of `comm` if None.
     dtype
-        Of the computation.
+        Type of the computation.
     autotune
         Whether the backend chooses convolutions by measurement.
     folder
-        Of measured times; None: the usual one.
+        Folder of measured times; None: the default.
 
     Raises
     ------
@@ -86,12 +99,12 @@ class Measuring:
             self.cache = TimeCache(self.path if comm.rank == 0 else None, EVERY)
 
     def machine(self) -> Profile:
-        """Messages, device and overheads, measured now."""
+        """Measure messages, device and overheads."""
         found = replace(measure_machine(self.comm, self.kernels), autotune=self._autotune)
         return found.with_overheads(*measure_overheads(self.comm, self.kernels, found.machine, self.dtype))
 
     def machine_file(self) -> Path:
-        """Where this machine is kept beside the times: one file per device, library, ranks and transport."""
+        """Return the path of this machine's file: one file per device, library, ranks and transport."""
         import platform
 
         nodes = sorted(self.comm.allgather_objects(platform.node()))
@@ -101,7 +114,7 @@ class Measuring:
         return Path(self.comm.bcast(str(self.path.parent / "machines" / f"{self.comm.size}-ranks-{name}.toml")))
 
     def known_machine(self, path: Path) -> Machine | None:
-        """The machine of a file that was kept; None if it has to be measured."""
+        """Return the machine of a file that was kept; None if it has to be measured."""
         found = None
         if self.comm.rank == 0 and path.exists() and record_path(path).exists():
             try:
@@ -121,7 +134,7 @@ class Measuring:
         return machine
 
     def times(self, machine: Machine) -> MeasuredTimes:
-        """Times of layers as far as they are known on rank 0; what is not is estimated, and listed as missing."""
+        """Return known times of layers on rank 0; other layers are estimated, and listed as missing."""
         return MeasuredTimes(self.cache, self.conditions, RooflineTimes(machine))
 
     def layers(
@@ -164,7 +177,7 @@ def _save(found: Profile, path: Path) -> None:
 def measure_overheads(
     comm: Communicator, backend: Any, machine: Machine, dtype: str = "float32"
 ) -> tuple[float, float]:
-    """Optimizer and loop of this machine, all ranks at the same time. Collective.
+    """Measure optimizer and loop of this machine, all ranks at the same time. Collective.
 
     Returns
     -------
@@ -187,7 +200,7 @@ def measure_overheads(
 
 
 def _update_rate(alone: Communicator, backend: Any, dtype: str, crowd: Crowd) -> float:
-    """Time of an update by SGD with momentum per byte of parameters, from memory [s/B]."""
+    """Measure the time of an update by SGD with momentum per byte of parameters, from memory [s/B]."""
     features = 1024
     network = Network(Dense(features, bias=False)(Input((features,))))
     passing = backend.zeros((last_level_cache(),), "uint8")
@@ -206,7 +219,7 @@ def _update_rate(alone: Communicator, backend: Any, dtype: str, crowd: Crowd) ->
 
 
 def _small_network() -> Network:
-    """Small layers, no two alike."""
+    """Build a network of small layers, no two alike."""
     y: Any = Input((12, 12, 8))
     for i in range(UNITS):
         y = BatchNorm(activation="relu")(Conv(8 + i, 3, padding=1, bias=False)(y))
@@ -214,7 +227,7 @@ def _small_network() -> Network:
 
 
 def _sum_of_layers(network: Network, comm: Communicator, backend: Any, machine: Machine, dtype: str) -> float:
-    """Each layer timed alone [s]. What a step takes more is the executor's loop, and code that is colder."""
+    """Time each layer alone [s]. A step takes longer by the executor's loop, and by colder code."""
     timer = LayerTimer(backend, comm, passing_bytes(network, 1, 1, dtype))
     layers = sum(timer.measure(work).total for work in works_of(network, 1, 1, machine, dtype).values())
     timer.close()
@@ -235,7 +248,7 @@ def _step(network: Network, alone: Communicator, backend: Any, dtype: str, crowd
 def _times(
     run: Callable[[], Any], crowd: Crowd, before: Callable[[], Any] = lambda: None, repeats: int = 25
 ) -> list[float]:
-    """Times of `run`, the shortest first [s], after two runs that do not count; `before` is not timed."""
+    """Return times of `run`, the shortest first [s], after two runs that do not count; `before` is not timed."""
     times = []
     for _ in range(repeats + 2):
         before()
@@ -243,3 +256,99 @@ def _times(
         run()
         times.append(crowd.clock() - begin)
     return sorted(times[2:])
+
+
+#: A baseline is a rival if it is predicted to take at most so much longer than the plan, as a part of its step.
+NEAR = 0.25
+#: What a rival has to gain to be preferred, as a part of the step.
+WORTH = 0.02
+#: Steps of each are measured in so many rounds, of so many seconds each; the fastest round counts.
+TRIALS, SECONDS = 2, 0.5
+LEAST, MOST = 3, 50
+
+Opened = AbstractContextManager[Callable[[], object]]
+
+
+@dataclass(frozen=True)
+class StepTrial:
+    """Plan that a run trains by, and the steps that were tried for it.
+
+    Attributes
+    ----------
+    plan
+        Fastest plan.
+    name
+        Name of the plan, among those that were tried.
+    seconds
+        Time of a step under each strategy that was tried [s]; empty if nothing was tried.
+    alone
+        Time of a step on one rank with the threads of all [s]; None if that was not tried.
+    """
+
+    plan: Plan
+    name: str
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    alone: float | None = None
+
+    def lines(self, threads: int) -> list[str]:
+        """Describe the trial in lines; `threads` per rank."""
+        if not self.seconds:
+            return []
+        tried = ", ".join(f"{name} {1e3 * taken:.2f} ms" for name, taken in self.seconds.items())
+        found = [f"steps tried: {tried}; trained by {self.name}"]
+        if self.alone is not None:
+            together, ranks = self.seconds[self.name], self.plan.ranks
+            text = f"1 rank x {ranks * threads} threads would take {1e3 * self.alone:.2f} ms"
+            if self.alone < (1 - WORTH) * together:
+                text += f", {together / self.alone:.2f} x as fast: start one, with --threads {ranks * threads}"
+            found.append(f"cores: {split_text(ranks, threads)} take {1e3 * together:.2f} ms; {text}")
+        return found
+
+
+def rivals(plan: Plan) -> list[str]:
+    """Return the baselines, and the grid, that fit and may be as fast as a plan; the best first. Local."""
+    slowest = (1 + NEAR) * plan.step_seconds
+    near = [a for a in plan.alternatives if a.name in (*BASELINES, GRID) and a.fits and a.step_seconds <= slowest]
+    # What takes as much as another, to the byte, has its cuts; one of them is enough.
+    costs = [(plan.step_seconds, plan.prediction.memory_bytes), *((a.step_seconds, a.memory_bytes) for a in near)]
+    different = [a for i, a in enumerate(near, 1) if costs[i] not in costs[:i]]
+    return [a.name for a in sorted(different, key=lambda a: a.step_seconds)]
+
+
+def measure_steps(
+    comm: Communicator, strategies: Mapping[str, Strategy], opened: Callable[[Strategy], Opened]
+) -> dict[str, float]:
+    """Measure a step under each strategy, by the slowest rank [s]. Collective over `comm`.
+
+    Parameters
+    ----------
+    strategies
+        Strategies by name, in the same order on all ranks.
+    opened
+        Builds what is needed under a strategy, and gives a function that runs one step; one is open at a time.
+    """
+    found = dict.fromkeys(strategies, float("inf"))
+    for _ in range(TRIALS):
+        for name, strategy in strategies.items():
+            with opened(strategy) as step:
+                found[name] = min(found[name], _median_step(comm, step))
+    return found
+
+
+def _median_step(comm: Communicator, step: Callable[[], object]) -> float:
+    def timed() -> float:
+        begin = time.perf_counter()
+        step()
+        return time.perf_counter() - begin
+
+    timed()  # pages are touched, primitives made
+    slowest = float(comm.allreduce_scalar(timed(), "max"))
+    count = max(LEAST, min(MOST, int(SECONDS / max(slowest, 1e-6))))
+    return float(comm.allreduce_scalar(median([timed() for _ in range(count)]), "max"))
+
+
+def settle(seconds: Mapping[str, float]) -> str:
+    """Return the name of the fastest, unless the first of them is about as fast. Local."""
+    favorite = next(iter(seconds))
+    best = min(seconds, key=lambda name: seconds[name])
+    return best if seconds[best] < (1 - WORTH) * seconds[favorite] else favorite

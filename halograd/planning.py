@@ -46,16 +46,16 @@ _DEVICE = re.compile(r"(?P<device>.*); (?P<kernels>\w+) (?P<version>.*), (?P<thr
 
 @dataclass(frozen=True)
 class Asked:
-    """A model on a machine, with the times of its kernels.
+    """Model on a machine, with the times of its kernels.
 
     Attributes
     ----------
     model, options, network
         Its name, the options given, and what they make.
     machine, machine_file
-        The machine, and the name or path it was asked for by.
+        The machine, and its name or path.
     dtype
-        Of the computation.
+        Type of the computation.
     cache
         Folder of measured times, None: the usual one.
     """
@@ -78,7 +78,7 @@ class Asked:
         cache: Path | None = None,
         machine: Machine | None = None,
     ) -> Asked:
-        """The model and the machine, made.
+        """Build the model, and read the machine.
 
         Parameters
         ----------
@@ -104,16 +104,16 @@ class Asked:
         return cls(model, options, network, found, machine_file, dtype, cache)
 
     def times(self, batch: int, ranks: int) -> KernelTimes:
-        """Times of kernels for a run of this size: measured ones if the machine is this one, else its roofline."""
+        """Return times of kernels for a run of this size: measured ones for this machine, else its roofline."""
         return _measured(self, batch, ranks) or RooflineTimes(self.machine)
 
     def pricing(self, batch: int, ranks: int) -> Pricing:
-        """What prices a step of this size, halo algorithms chosen by what they take."""
+        """Return the pricing of a step of this size; halo algorithms are chosen by their times."""
         return Pricing(Wires(self.machine), self.times(batch, ranks), self.dtype, best_halo=True)
 
 
 def _measured(asked: Asked, batch: int, ranks: int) -> KernelTimes | None:
-    """Times from the cache, if the machine file was measured by `halograd profile` on this machine."""
+    """Return times from the cache, if the machine file was measured by `halograd profile` on this machine."""
     from .perfmodel.profile.record import Profile, record_path
 
     match = _DEVICE.fullmatch(asked.machine.device)
@@ -139,7 +139,7 @@ def _measured(asked: Asked, batch: int, ranks: int) -> KernelTimes | None:
 
 
 def source_of(times: KernelTimes, machine: Machine) -> str:
-    """Where times come from, in words; to be asked when they were used."""
+    """Describe the source of times, after they were used."""
     if not isinstance(times, MeasuredTimes):
         return f"roofline of {machine.name}"
     left = len(times.missing)
@@ -149,14 +149,14 @@ def source_of(times: KernelTimes, machine: Machine) -> str:
 
 
 def check_planner(name: str, at: str = "--planner") -> None:
-    """Refuse a planner that there is not; `at` says where it was asked for."""
+    """Refuse an unknown planner; `at` is the name of the option or key."""
     known = (*PLANNERS, *BASELINES, GRID)
     if name not in known:
         raise UserError(f"{at}: expected one of {', '.join(known)}, got {shown(name)}{nearest(name, known)}")
 
 
 def training_of(dtype: str, optimizer: str) -> Training:
-    """What a step in this dtype keeps and updates, by the name of its optimizer."""
+    """Return what a step in this dtype keeps and updates, by the name of its optimizer."""
     if optimizer not in OPTIMIZER_ARRAYS:
         known = ", ".join(OPTIMIZER_ARRAYS)
         raise UserError(
@@ -166,19 +166,19 @@ def training_of(dtype: str, optimizer: str) -> Training:
 
 
 def parse_memory(text: str | None, at: str = "--memory") -> float | None:
-    """Bytes of ``16GiB`` [B]; None if nothing was given."""
+    """Return the bytes of ``16GiB`` [B]; None for None."""
     return None if text is None else read(Bytes, text, at=at)
 
 
 def make_plan(
     asked: Asked, batch: int, ranks: int, planning: Planning | None = None, times: KernelTimes | None = None
 ) -> Plan:
-    """The plan of a model on a machine, with what was asked for. Local.
+    """Plan a model on a machine; the plan records the request. Local.
 
     Parameters
     ----------
     times
-        Of kernels; those of `asked` if None.
+        Times of kernels; those of `asked` if None.
 
     Raises
     ------
@@ -201,7 +201,7 @@ def make_plan(
 
 
 def baselines_of(asked: Asked, plan: Plan) -> list[Alternative]:
-    """What a step takes under each baseline, in their order, and under the best grid if it was looked for."""
+    """Price a step under each baseline, in their order, and under the best grid if it was searched."""
     known = {a.name: a for a in known_baselines(plan)}
     left = [name for name in BASELINES if name not in known]
     pricing = asked.pricing(plan.batch, plan.ranks) if left else None
@@ -217,6 +217,6 @@ def baselines_of(asked: Asked, plan: Plan) -> list[Alternative]:
 
 
 def known_baselines(plan: Plan) -> list[Alternative]:
-    """Baselines that were priced when the plan was made, and the best grid if it was looked for."""
+    """Return the baselines that were priced when the plan was made, and the best grid if it was searched."""
     known = {a.name: a for a in plan.alternatives}
     return [known[name] for name in (*BASELINES, GRID) if name in known]

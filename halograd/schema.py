@@ -114,7 +114,7 @@ def _given(table: BaseModel) -> dict[str, Any]:
 
 
 def build(kind: type[Made], data: object, source: str = "", at: str = "") -> Made:
-    """The object of a class that plain data describe. Local.
+    """Build the object of a class from plain data. Local.
 
     Parameters
     ----------
@@ -153,7 +153,7 @@ def check_fields(record: Any, at: str, source: str = "") -> None:
 
 @lru_cache
 def table_of(*callables: Callable[..., Any]) -> type[Table]:
-    """The table of what functions, or the constructor of a dataclass, take by name; every key may be left out.
+    """Return the table of the parameters of functions, or of a dataclass; every key may be left out.
 
     Of a parameter of several functions the first counts, as for ``unet2d(resolution, **options)`` and ``unet``.
     """
@@ -209,7 +209,7 @@ _EXPECTED = {
 
 
 def _describe(error: ValidationError, kind: Any, at: str) -> str:
-    """One fault; an unknown key first, as it is often why another is missing."""
+    """Describe one fault; an unknown key first, as it is often why another is missing."""
     places = [(fault, *_follow(kind, fault["loc"])) for fault in error.errors(include_url=False)]
     fault, tables, steps = next((p for p in places if p[0]["type"] in _UNKNOWN), places[0])
     # Of the alternatives for one value, that which came furthest.
@@ -247,13 +247,13 @@ def _expected(fault: Mapping[str, Any]) -> str:
 
 
 def _known(key: str | int, tables: Iterable[Any]) -> str:
-    """The keys there are, and that which is meant."""
+    """List the known keys, and the nearest one."""
     keys = list(dict.fromkeys(name for table in tables for name in _fields(table)))
     return f"expected one of {', '.join(keys)}{nearest(str(key), keys)}"
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """``; did you mean NAME?`` of the nearest known one, if there is one that is near. Local."""
+    """Return ``; did you mean NAME?`` of the nearest known name, if one is near. Local."""
     near = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {near[0]}?" if near else ""
 
@@ -278,14 +278,14 @@ def _follow(kind: Any, where: Sequence[int | str]) -> tuple[list[Any], list[int 
 
 
 def _is_called(kind: Any, step: int | str) -> bool:
-    """Whether a part of a place names this alternative, as in ``labels.mask.int``."""
+    """Return whether a part of a place names this alternative, as in ``labels.mask.int``."""
     if typing.get_origin(kind) is dict:
         return isinstance(step, str) and step.startswith("dict[")
     return not _is_table(kind) and isinstance(kind, type) and step == kind.__name__
 
 
 def _alternatives(annotation: Any) -> list[Any]:
-    """The types that an annotation allows."""
+    """Return the types that an annotation allows."""
     origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Annotated:
         given = next((part.table for part in parts[1:] if isinstance(part, As)), None)
@@ -296,7 +296,7 @@ def _alternatives(annotation: Any) -> list[Any]:
 
 
 def _inside(kind: Any, step: int | str) -> list[Any]:
-    """The types of an entry, none where there is no such key."""
+    """Return the types of an entry, none for an unknown key."""
     if _is_table(kind):
         fields = _fields(kind)
         return _alternatives(fields[step]) if step in fields else []
@@ -315,7 +315,7 @@ def _is_table(kind: Any) -> bool:
 
 
 def _fields(kind: Any) -> dict[Any, Any]:
-    """Annotations by key."""
+    """Return annotations by key."""
     if not _is_table(kind):
         return {}
     if issubclass(kind, BaseModel):

@@ -12,9 +12,8 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from halograd.documents import read_json, shown_path
+from halograd.documents import read_json, shown_path, write_whole
 from halograd.errors import UserError
-from halograd.files import write_whole
 from halograd.schema import STRICT, As, Count, Shares, Size, Table, build, check_fields
 
 from ..dtensor import Layout, axis_names, shared_boundaries

@@ -13,8 +13,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
+from halograd.documents import write_whole
 from halograd.errors import UserError
-from halograd.files import write_whole
 
 __all__ = ["LEVELS", "MACHINES", "Efficiency", "GroupStage", "Link", "Machine", "Overheads"]
 

@@ -13,9 +13,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from halograd.documents import read_json, shown, shown_path
+from halograd.documents import read_json, shown, shown_path, write_whole
 from halograd.errors import UserError
-from halograd.files import write_whole
 from halograd.schema import STRICT, Bytes, Count, NotNegative, Positive, Text, Whole, build
 
 from ..layers import Network, Strategy

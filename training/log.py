@@ -21,8 +21,8 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from halograd.documents import write_whole
 from halograd.errors import UserError
-from halograd.files import write_whole
 
 from ..comm.terminal import terminal_columns
 from .timeline import BUSY

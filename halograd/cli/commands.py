@@ -69,7 +69,7 @@ def doctor() -> int:
 @app.command("try-split", hidden=True)
 def try_split(job: Path, result: Path) -> None:
     """One of the jobs of `halograd plan --cores`."""
-    from ..splits import try_split as run
+    from ..local import try_split as run
 
     run(job, result)
 

@@ -35,7 +35,7 @@ STATUSES = ("ok", "note", "warn", "fail")
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found, how good that is, and what to do about it."""
+    """Finding: its value, its status, and the remedy."""
 
     name: str
     status: str
@@ -53,7 +53,7 @@ class Finding:
 
 
 def careful(name: str, probe: Callable[[], Iterator[Finding]], status: str = "fail") -> list[Finding]:
-    """What a probe finds; a probe that breaks is a finding of this status: the doctor is called when things break."""
+    """Return the finding of a probe; a probe that fails is a finding of this status."""
     found: list[Finding] = []
     try:
         found.extend(probe())
@@ -64,7 +64,7 @@ def careful(name: str, probe: Callable[[], Iterator[Finding]], status: str = "fa
 
 
 def probe_python() -> Iterator[Finding]:
-    """Interpreter and machine. Local."""
+    """Report interpreter and machine. Local."""
     from .. import __version__
 
     yield Finding("halograd", "ok", __version__)
@@ -72,7 +72,7 @@ def probe_python() -> Iterator[Finding]:
 
 
 def probe_threads(ranks_on_node: int) -> Iterator[Finding]:
-    """Cores of this process against the threads of all ranks of its node. Local."""
+    """Compare the cores of this process with the threads of all ranks of its node. Local."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     given = os.environ.get("OMP_NUM_THREADS", "")
     threads = int(given) if given.isdigit() and int(given) > 0 else 1
@@ -86,7 +86,7 @@ def probe_threads(ranks_on_node: int) -> Iterator[Finding]:
 
 
 def probe_numpy() -> Iterator[Finding]:
-    """NumPy and its matrix products. Local."""
+    """Report NumPy and its matrix products. Local."""
     import numpy as np
     import threadpoolctl
 
@@ -96,7 +96,7 @@ def probe_numpy() -> Iterator[Finding]:
 
 
 def probe_onednn() -> Iterator[Finding]:
-    """oneDNN, and one convolution with it checked against NumPy's. Local."""
+    """Report oneDNN, and check one convolution against NumPy's. Local."""
     from ..kernels import KernelError, get_backend
 
     try:
@@ -116,7 +116,7 @@ def probe_onednn() -> Iterator[Finding]:
 
 
 def convolve(backend: Backend, reference: Backend) -> tuple[str, float]:
-    """Implementation of one 3 x 3 convolution, and the largest difference from that of `reference`. Local."""
+    """Run one 3 x 3 convolution; return its implementation and the largest difference from `reference`. Local."""
     import numpy as np
 
     from ..kernels import Geometry
@@ -137,7 +137,7 @@ def convolve(backend: Backend, reference: Backend) -> tuple[str, float]:
 
 
 def probe_hdf5() -> Iterator[Finding]:
-    """h5py, HDF5, and whether it writes from several ranks at once. Local."""
+    """Report h5py, HDF5, and whether it writes from several ranks at once. Local."""
     import h5py
 
     parallel = "parallel" if h5py.get_config().mpi else "serial (each rank reads its own blocks)"
@@ -150,7 +150,7 @@ ENOUGH_PER_RANK = 64 << 20  # [B]
 
 
 def probe_mpi() -> Iterator[Finding]:
-    """Library, its version and thread level. Local."""
+    """Report the MPI library, its version and thread level. Local."""
     try:
         import mpi4py
         from mpi4py import MPI
@@ -181,7 +181,7 @@ def _thread_level(level: int) -> Finding:
 
 
 def probe_ranks(world: MPI.Intracomm) -> Iterator[Finding]:
-    """Ranks and nodes, a sum over all ranks, a window shared within the node. Collective over `world`."""
+    """Report ranks and nodes, a sum over all ranks, a window shared in the node. Collective over `world`."""
     from mpi4py import MPI
 
     launched = launched_size()
@@ -207,7 +207,7 @@ def probe_ranks(world: MPI.Intracomm) -> Iterator[Finding]:
 
 
 def probe_shared_memory(ranks_on_node: int) -> Iterator[Finding]:
-    """Space for windows that the ranks of a node share. Local."""
+    """Report the space for windows that the ranks of a node share. Local."""
     if not SHARED_MEMORY.is_dir():
         yield Finding("shared memory", "note", "no /dev/shm here; MPI puts its windows elsewhere")
         return
@@ -229,7 +229,7 @@ INSTALL = "pip install 'halograd[gpu]'; training on the processor needs none of 
 
 
 def probe_gpu() -> Iterator[Finding]:
-    """Driver, CuPy, cuDNN and NCCL, or why not, and the backend cudnn. Local.
+    """Report driver, CuPy, cuDNN and NCCL, or why they are missing, and the backend cudnn. Local.
 
     Nothing of it is needed on a CPU: what is missing is a note there, and a warning only where there is a GPU.
     """
@@ -247,7 +247,7 @@ def probe_gpu() -> Iterator[Finding]:
 
 
 def _numpy(version: str) -> Iterator[Finding]:
-    """A warning where CuPy was not tested with this NumPy."""
+    """Warn if CuPy was not tested with this NumPy."""
     if tuple(int(part) for part in version.split(".")[:2]) > NUMPY:
         last = ".".join(map(str, NUMPY))
         value = f"{version}: CuPy is tested with NumPy up to {last}"
@@ -255,7 +255,7 @@ def _numpy(version: str) -> Iterator[Finding]:
 
 
 def _load(name: str) -> Any:
-    """The module, or in words why it cannot be had."""
+    """Return the module, or the reason why it cannot be imported."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -280,7 +280,7 @@ def _missing(name: str, why: str, devices: int) -> Finding:
 
 
 def _backend(devices: int) -> Iterator[Finding]:
-    """The backend cudnn, and one convolution with it checked against NumPy's."""
+    """Report the backend cudnn, and check one convolution against NumPy's."""
     from ..kernels import KernelError, get_backend
 
     try:
@@ -299,7 +299,7 @@ def _backend(devices: int) -> Iterator[Finding]:
 
 
 def _driver() -> tuple[str, int]:
-    """What the CUDA driver says, and its number of devices."""
+    """Report the CUDA driver, and its number of devices."""
     path = ctypes.util.find_library("cuda")
     if path is None:
         return f"no libcuda; {NOT_NEEDED}", 0
@@ -358,7 +358,7 @@ def _ranks_on_node(world: MPI.Intracomm) -> int:
 
 
 def merge(everyone: Sequence[Sequence[Finding]]) -> list[Finding]:
-    """The worst finding of all ranks for each name, in the order of rank 0; another rank's is marked as such."""
+    """Return the worst finding of all ranks for each name, in the order of rank 0; mark those of other ranks."""
     worst: dict[str, Finding] = {}
     for rank, findings in enumerate(everyone):
         for finding in findings:

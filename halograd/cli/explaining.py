@@ -81,7 +81,7 @@ def explain(
 
 
 def _asked(plan: Plan, path: Path, cache: Path | None) -> Asked:
-    """The network and the machine of a plan, made again.
+    """Build network and machine of a plan again.
 
     Raises
     ------
@@ -103,7 +103,7 @@ def _asked(plan: Plan, path: Path, cache: Path | None) -> Asked:
 
 
 def _program(plan: Plan, asked: Asked, rank: int, layers: Sequence[str]) -> Iterator[str]:
-    """Lines of the program of one rank."""
+    """Yield lines of the program of one rank."""
     from ..device import as_dtype
     from ..perfmodel.cost import Wires, program_of
     from ..program.compiler import Target
@@ -142,12 +142,12 @@ class Rival:
 
 
 class Explainer:
-    """Prices what a plan did not choose. Local.
+    """Prices of alternatives to a plan. Local.
 
     Parameters
     ----------
     plan
-        With what was asked for.
+        Plan with its request.
     asked
         Its network and machine.
     say
@@ -171,7 +171,7 @@ class Explainer:
         self.chosen = self._simulate(plan.strategy)
 
     def check_layers(self, layers: Sequence[str]) -> list[str]:
-        """Names of layers to explain; those that take longest if none are given."""
+        """Return the layers to explain; those that take longest if none are given."""
         for name in layers:
             _check_layer(self.plan, name)
         if layers:
@@ -183,7 +183,7 @@ class Explainer:
         return [name for name in self.plan.layers if name in few]
 
     def rivals(self, layer: str, count: int = RIVALS) -> tuple[list[Rival], int]:
-        """The best other cuts of a layer, fastest step first, and how many cuts there were to choose from."""
+        """Return the best other cuts of a layer, fastest step first, and the number of cuts there were."""
         import numpy as np
 
         from ..perfmodel.planners import Elimination, NoneFits, next_best
@@ -215,7 +215,7 @@ class Explainer:
         return self.costs.candidates[v].index(parts) if parts in self.costs.candidates[v] else -1
 
     def _reducing(self, strategy: Strategy) -> Strategy:
-        """With the plan's scheme of gradient reduction, as far as these cuts can have it."""
+        """Set the plan's scheme of gradient reduction, as far as these cuts can have it."""
         from ..layers.reduction_chunks import replicable_layers
 
         scheme = self.plan.strategy.reduction
@@ -231,7 +231,7 @@ class Explainer:
     # -- output --------------------------------------------------------------------------------
 
     def text(self, layers: Sequence[str], details: bool) -> list[str]:
-        """The whole explanation, in lines."""
+        """Return the whole explanation, in lines."""
         from ..planning import source_of
 
         plan = self.plan
@@ -278,7 +278,7 @@ class Explainer:
         return lines
 
     def _comparison(self, rivals: Sequence[Rival]) -> list[str]:
-        """Steps under the other cuts, and where the difference comes from."""
+        """Yield steps under the other cuts, and the causes of the difference."""
         heading = ["cut", "step [ms]", "more [ms]", "", "memory"]
         base = self.chosen.step_seconds
         rows = []
@@ -300,7 +300,7 @@ class Explainer:
         return [f"{line}  {reason}".rstrip() for line, reason in zip(table(heading, rows), reasons)]
 
     def _reasons(self, other: Prediction) -> str:
-        """The largest differences of the whole step, by term."""
+        """Return the largest differences of the whole step, by term."""
         differences = {
             term: sum(other.total(f) - self.chosen.total(f) for f in fields) for term, fields in TERMS.items()
         }
@@ -311,7 +311,7 @@ class Explainer:
 
 
 def _likeness(record: LayerRecord) -> object:
-    """Equal for layers that take the same time under the same cut, up to sums of gradients."""
+    """Return a key that is equal for layers of equal time under the same cut, up to sums of gradients."""
     return record.kind, tuple(record.parts.items()), record.forward, record.backward, record.halo, record.memory
 
 

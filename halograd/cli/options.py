@@ -62,7 +62,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 def grouped(command: Callable[..., Any]) -> Callable[..., Any]:
-    """A command for typer, whose parameters that are dataclasses become the options that are their fields.
+    """Return a command for typer: the fields of parameters that are dataclasses become its options.
 
     typer makes an option of every parameter of a function; a function with twenty of them is nothing to read or call.
     """
@@ -115,13 +115,13 @@ class ModelOptions:
     ] = "sgd"
 
     def training(self) -> Training:
-        """What a step keeps and updates."""
+        """Return what a step keeps and updates."""
         from ..planning import training_of
 
         return training_of(self.dtype, self.optimizer)
 
     def asked(self) -> Asked:
-        """The model and the machine, made; user errors in one line each."""
+        """Build the model, and read the machine; user errors in one line each."""
         from ..perfmodel.machine import MACHINES
         from ..planning import Asked
 
@@ -131,7 +131,7 @@ class ModelOptions:
 
 
 def parse_options(options: Sequence[str]) -> dict[str, Any]:
-    """Options ``KEY=VALUE``, whose values are written as in TOML; a bare word is a text."""
+    """Parse options ``KEY=VALUE``, whose values are written as in TOML; a bare word is a text."""
     pairs = (parse_pair("--option", option, "KEY=VALUE, such as resolution=512") for option in options)
     return {key: parse_option("--option", key, text.strip()) for key, text in pairs}
 
@@ -152,7 +152,7 @@ def check_counts(**counts: float | None) -> None:
 
 
 def parse_ranks(text: str) -> list[int]:
-    """Numbers of ranks; ``...`` goes on as the two before it do, up to the one behind it.
+    """Parse numbers of ranks; ``...`` goes on as the two before it do, up to the one behind it.
 
     >>> parse_ranks("4,8,...,64"), parse_ranks("16")
     ([4, 8, 16, 32, 64], [16])
@@ -175,7 +175,7 @@ def parse_ranks(text: str) -> list[int]:
 
 
 def _between(before: Sequence[int], behind: Sequence[str], text: str) -> list[int]:
-    """What ``...`` stands for."""
+    """Return the numbers for ``...``."""
     ends = bool(behind and re.fullmatch(_WHOLE, behind[0]))
     if len(before) < 2 or before[-1] % before[-2] or before[-1] <= before[-2] or not ends:
         raise UserError(
@@ -194,7 +194,7 @@ def _between(before: Sequence[int], behind: Sequence[str], text: str) -> list[in
 
 
 def parse_grid(text: str) -> dict[str, int]:
-    """Parts per axis of ``sample=2,height=4``."""
+    """Parse parts per axis of ``sample=2,height=4``."""
     from ..layers.strategy import AXES
 
     found: dict[str, int] = {}
@@ -211,7 +211,7 @@ def parse_grid(text: str) -> dict[str, int]:
 
 
 def strategy_of_grid(network: Network, grid: Mapping[str, int], batch: int, ranks: int) -> Strategy:
-    """The same cut for all layers. Samples take the ranks that are left, if they are not in `grid`.
+    """Make the strategy with one cut for all layers. Samples take the ranks that are left, if not in `grid`.
 
     Raises
     ------
@@ -240,7 +240,7 @@ def strategy_of_grid(network: Network, grid: Mapping[str, int], batch: int, rank
 
 
 def _complete(grid: Mapping[str, int], ranks: int) -> dict[str, int]:
-    """With the samples' parts."""
+    """Add the samples' parts."""
     product = math.prod(grid.values())
     written = " x ".join(f"{n} {axis}" for axis, n in grid.items())
     if "sample" in grid and product != ranks:

@@ -1,4 +1,4 @@
-"""What commands print: tables of text, with columns aligned and units in the heading, and signs of progress."""
+"""Output of commands: tables of text, with columns aligned and units in the heading, and progress."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = [
 
 
 def table(heading: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
-    """Lines of a table; the first `left` columns stand to the left, the others to the right.
+    """Return lines of a table; the first `left` columns are aligned left, the others right.
 
     >>> table(["layer", "ms"], [["conv", "1.5"], ["bn", "0.25"]])
     ['layer    ms', 'conv    1.5', 'bn     0.25']
@@ -42,7 +42,7 @@ def table(heading: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) 
 
 
 def milliseconds(seconds: float, digits: int = 3) -> str:
-    """A time without its unit [ms]; "-" for nothing at all.
+    """Write a time without its unit [ms]; "-" for zero.
 
     >>> milliseconds(0.0123), milliseconds(0)
     ('12.300', '-')
@@ -51,7 +51,7 @@ def milliseconds(seconds: float, digits: int = 3) -> str:
 
 
 def time_text(seconds: float) -> str:
-    """A time with the unit that suits it, four digits.
+    """Write a time with a suitable unit, four digits.
 
     >>> time_text(0.01234), time_text(12.5), time_text(3.2e-6)
     ('12.34 ms', '12.5 s', '3.2 us')
@@ -63,12 +63,12 @@ def time_text(seconds: float) -> str:
 
 
 def mebibytes(nbytes: float) -> str:
-    """A size without its unit [MiB]; "-" for nothing."""
+    """Write a size without its unit [MiB]; "-" for zero."""
     return f"{nbytes / 2**20:.1f}" if nbytes else "-"
 
 
 def cut_text(parts: Mapping[str, int]) -> str:
-    """Parts per axis, those that are cut.
+    """Write the parts of the axes that are cut.
 
     >>> cut_text({"sample": 2, "height": 4, "width": 1}), cut_text({})
     ('2 sample x 4 height', 'no cut')
@@ -77,7 +77,7 @@ def cut_text(parts: Mapping[str, int]) -> str:
 
 
 def idle_text(plan: Plan) -> list[str]:
-    """A line about ranks that no layer of a plan uses; none if there are none."""
+    """Return a line about ranks that no layer of a plan uses; none if there are none."""
     idle = plan.ranks - max((record.ranks for record in plan.prediction.layers), default=0)
     if not idle:
         return []
@@ -86,7 +86,7 @@ def idle_text(plan: Plan) -> list[str]:
 
 @contextmanager
 def working(text: str) -> Iterator[Callable[[str], None]]:
-    """A sign of life on the terminal of stderr while something takes long; and what changes its text.
+    """Show activity on the terminal of stderr during a long task; yield a function that changes the text.
 
     Where stderr is no terminal nothing is shown.
     """
@@ -101,7 +101,7 @@ def working(text: str) -> Iterator[Callable[[str], None]]:
 
 
 def split_text(ranks: int, threads: int) -> str:
-    """Ranks and their threads, in words.
+    """Write ranks and their threads, in words.
 
     >>> split_text(2, 1), split_text(1, 4)
     ('2 ranks x 1 thread', '1 rank x 4 threads')
@@ -113,7 +113,7 @@ def split_text(ranks: int, threads: int) -> str:
 def progress_bar(
     unit: str, shown: bool = True, transient: bool = False, console: Console | None = None
 ) -> Iterator[Callable[[int, int], None]]:
-    """A function that is called with what is done, and with all there is, for a bar on the terminal of stderr.
+    """Yield a function of the done and the total count, for a bar on the terminal of stderr.
 
     Parameters
     ----------

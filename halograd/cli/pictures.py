@@ -116,7 +116,7 @@ def _legend(
 
 
 def _value(record: LayerRecord, term: str) -> float:
-    """What is waited for is all that the kernels are not [s]."""
+    """Return a term of the time of a layer [s]; what is waited for is all that is not kernels."""
     if term == "messages":
         return record.seconds - record.forward - record.backward
     return float(getattr(record, term))

@@ -16,8 +16,8 @@ from .options import AsJson, Batch, Full, Memory, ModelOptions, Planner, check_c
 from .output import bytes_text, cut_text, idle_text, mebibytes, milliseconds, split_text, table, time_text, working
 
 if TYPE_CHECKING:
+    from ..local import CoreSplit
     from ..perfmodel.plans import Alternative, LayerRecord, Plan
-    from ..splits import CoreSplit
     from ..training.step_times import Measured
 
 __all__ = ["compared", "comparison", "plan", "plan_text"]
@@ -93,7 +93,7 @@ def plan(
 
 def _try_cores(what: ModelOptions, batch: int, how: SearchOptions, tried: CoreOptions, as_json: bool) -> None:
     from ..comm.boot import launched_size
-    from ..splits import try_splits
+    from ..local import try_splits
 
     if what.machine is not None:
         raise UserError("--cores: expected no --machine with it, as this one is measured, got one; remove either")
@@ -123,7 +123,7 @@ def _try_cores(what: ModelOptions, batch: int, how: SearchOptions, tried: CoreOp
 
 
 def _cores_text(model: str, batch: int, found: Sequence[CoreSplit]) -> list[str]:
-    """What every split took, and the best of them."""
+    """Describe the time of every split, and the best of them."""
     best = min(found, key=lambda one: one.seconds)
     rows = [["", "[ms]", "[ms]", "", "[ms]", ""]]
     for one in found:
@@ -150,7 +150,7 @@ def _as_json(plan: Plan, others: Sequence[Alternative]) -> dict[str, Any]:
 
 
 def plan_text(plan: Plan, others: Sequence[Alternative]) -> list[str]:
-    """The plan as lines: what it is for, its layers, its totals, and the baselines beside it."""
+    """Return the plan as lines: its purpose, its layers, its totals, and the baselines beside it."""
     totals = [*_totals(plan), *idle_text(plan)]
     return [*_headline(plan), "", *_layers(plan), "", *totals, "", *_beside(plan, others)]
 
@@ -202,7 +202,7 @@ def _totals(plan: Plan) -> list[str]:
 
 
 def _scheme(plan: Plan) -> str:
-    """How gradients are summed, in words."""
+    """Describe the summing of gradients."""
     scheme = plan.strategy.reduction
     return f"{scheme}, {bytes_text(plan.strategy.bucket_bytes)} each" if scheme.has_buckets else str(scheme)
 
@@ -226,7 +226,7 @@ _GRADIENTS = ("allreduce", "reduce_scatter", "all_gather", "replicated_dense")
 
 
 def comparison(plan: Plan, measured: Measured) -> list[str]:
-    """Lines of a table: predicted and measured time of every layer, and of the whole step."""
+    """Return lines of a table: predicted and measured time of every layer, and of the whole step."""
     p = plan.prediction
     rows = [["", "", "[ms]", "[ms]", ""]]
     for record in p.layers:
@@ -243,7 +243,7 @@ def comparison(plan: Plan, measured: Measured) -> list[str]:
 
 
 def _of_step(plan: Plan, measured: Measured) -> dict[str, tuple[float, float]]:
-    """What makes up the step: predicted and measured [s]."""
+    """Return the parts of the step: predicted and measured [s]."""
     p = plan.prediction
     found = {
         "layers together": (sum(map(_predicted, p.layers)), sum(map(sum, measured.layers.values()))),
@@ -256,7 +256,7 @@ def _of_step(plan: Plan, measured: Measured) -> dict[str, tuple[float, float]]:
 
 
 def compared(plan: Plan, measured: Measured) -> dict[str, object]:
-    """The same as plain data; times in [s]."""
+    """Return the same comparison as plain data; times in [s]."""
     layers = {
         record.name: {
             "predicted": _predicted(record),
@@ -275,7 +275,7 @@ def compared(plan: Plan, measured: Measured) -> dict[str, object]:
 
 
 def _predicted(record: LayerRecord) -> float:
-    """What a layer takes from its start to its end, both passes; without the wait for gradients [s]."""
+    """Return the time of a layer from start to end, both passes; without the wait for gradients [s]."""
     return record.seconds - record.allreduce_exposed
 
 

@@ -121,7 +121,7 @@ class Point:
         return None if self.prediction is None else self.prediction.step_seconds
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON; times in [s], memory in [B]."""
+        """Return plain data, for JSON; times in [s], memory in [B]."""
         p = self.prediction
         record: dict[str, Any] = {"ranks": self.ranks, "batch": self.batch, "step_seconds": self.seconds}
         record |= {"strategy": self.strategy, "fits": self.fits}
@@ -134,7 +134,7 @@ class Point:
 
 
 class _Predictor:
-    """Predicts for any number of ranks and samples."""
+    """Predictor for any number of ranks and samples."""
 
     def __init__(
         self, asked: Asked, training: Training, grid: Mapping[str, int] | None, planner: str, limit: float | None
@@ -164,7 +164,7 @@ class _Predictor:
         }
 
     def point(self, ranks: int, batch: int) -> Point:
-        """The prediction for this size; None in it where nothing fits."""
+        """Return the prediction for this size; its time is None if nothing fits."""
         key = (ranks, batch)
         if key not in self._known:
             self.say(f"predicting {ranks} ranks, batch {batch}")
@@ -228,11 +228,11 @@ class Series:
         return cls(kind, tuple(points))
 
     def reference(self) -> Point | None:
-        """The fewest ranks that a step fits on."""
+        """Return the prediction with the fewest ranks that a step fits on."""
         return next((p for p in self.points if p.prediction is not None and p.fits), None)
 
     def efficiency(self, point: Point) -> tuple[float, float] | None:
-        """Speed-up over the reference in samples per second, and its share of the ideal one."""
+        """Compute the speed-up over the reference in samples per second, and its share of the ideal one."""
         first = self.reference()
         if first is None or first.prediction is None or point.prediction is None:
             return None
@@ -240,7 +240,7 @@ class Series:
         return speed_up, speed_up * first.ranks / point.ranks
 
     def as_list(self) -> list[dict[str, Any]]:
-        """Plain data, for JSON."""
+        """Return plain data, for JSON."""
         rows = []
         for point in self.points:
             gain = self.efficiency(point)
@@ -249,7 +249,7 @@ class Series:
         return rows
 
     def text(self) -> list[str]:
-        """A table."""
+        """Return a table."""
         names = list(dict.fromkeys(name for p in self.points for name in p.baselines or ()))
         heading = ["ranks", "batch", "step", "samples", "speed-up", "efficiency", "memory", *names, ""]
         rows = [["", "", "[ms]", "[1/s]", "", "", "[MiB]", *["[ms]"] * len(names), ""]]
@@ -281,7 +281,7 @@ def _bracketed(baselines: Mapping[str, tuple[float, bool]] | None, name: str) ->
 
 
 def parts_of(p: Prediction) -> dict[str, float]:
-    """What a step is made of [s]. Halos, sums and redistributions as they take, and what is waited for apart."""
+    """Return the parts of a step [s]. Halos, sums and redistributions in full; waits apart."""
     terms = ("forward", "backward", "halo", "halo_exposed", "channel", "statistics", "redistribution", "packing")
     found = {term: p.total(term) for term in terms}
     return {
@@ -304,12 +304,12 @@ def _batch(kind: str, batch: int, first: int, ranks: int) -> int:
 
 
 def _brief(fault: str) -> str:
-    """What is too much, of the planner's line."""
+    """Remove the details of the planner's line."""
     return fault.partition(" takes ")[2].partition(";")[0] or fault
 
 
 def _one(predictor: _Predictor, ranks: int, batch: int, as_json: bool, plot: Path | None) -> None:
-    """One number of ranks: the record with its parts."""
+    """Return the record of one number of ranks, with its parts."""
     if plot is not None:
         raise UserError("--plot: expected several numbers of ranks for a curve, got one; write --ranks 4,8,...,64")
     point = predictor.point(ranks, batch)

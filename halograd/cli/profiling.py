@@ -91,7 +91,7 @@ def profile(
 
 @contextmanager
 def open_communicator(transport: str) -> Iterator[Communicator]:
-    """All ranks that were launched; this process alone without a launcher."""
+    """Open all ranks that were launched; this process alone without a launcher."""
     from mpi4py import MPI
 
     from ..comm import Communicator
@@ -197,7 +197,7 @@ def allreduce(
 
 
 def _measured(comm: Communicator, transport: str, method: str, sizes: Sequence[int], rounds: int) -> dict[str, Any]:
-    """Times of one way of summing; without times where the transport cannot. Collective."""
+    """Time one way of summing; without times if the transport cannot do it. Collective."""
     from ..comm import CommError
     from ..perfmodel.profile.messages import MessageTimer
 
@@ -239,7 +239,7 @@ def _refusals(found: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _parse_size(text: str) -> int:
-    """Bytes of float32, at least one."""
+    """Return bytes of float32, at least one element."""
     from ..planning import parse_memory
 
     try:

@@ -1,4 +1,4 @@
-"""Entry of the command line: who speaks, what an error looks like, how a job of several ranks ends."""
+"""Entry of the command line: output of rank 0, messages of errors, the end of a job of several ranks."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def run(arguments: Sequence[str], comm: MPI.Intracomm | None = None) -> int:
 
 
 def _world(arguments: Sequence[str]) -> MPI.Intracomm | None:
-    """The ranks that were launched, None for a process started alone."""
+    """Return the ranks that were launched, None for a process started alone."""
     if launched_size() is None:
         return None
     if "doctor" not in arguments[:1]:
@@ -99,7 +99,7 @@ def _world(arguments: Sequence[str]) -> MPI.Intracomm | None:
 
 
 def _mistake(error: MemoryError | OSError) -> UserError | None:
-    """What the user can mend about an error of the system, None for a fault."""
+    """Return the user's remedy for an error of the system, None for a fault."""
     if isinstance(error, MemoryError):
         text = f"expected enough memory, got an error: {error}; use more ranks, or smaller samples, batches or networks"
     elif error.errno == errno.ENAMETOOLONG:

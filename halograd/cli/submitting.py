@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..documents import write_whole
 from ..errors import UserError
-from ..files import write_whole
 from .options import Several
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class ResourceOptions:
     warning: Annotated[int, typer.Option(help="Seconds before the time limit to write a checkpoint at.")] = 120
 
     def resources(self, threads: int) -> Resources:
-        """What the job asks Slurm for, of ranks with so many threads."""
+        """Return the resources of the job, for ranks of `threads` threads."""
         from ..jobs import Resources, parse_directives
 
         return Resources(
@@ -83,7 +83,7 @@ class SoftwareOptions:
     mpirun: Annotated[str | None, typer.Option(metavar="PATH", help="The mpirun to use.")] = None
 
     def software(self) -> Software:
-        """As the scripts want it."""
+        """Return the software as the scripts need it."""
         from ..jobs import Software, parse_environment
 
         return Software(
@@ -192,7 +192,7 @@ def _load(path: Path, overrides: Sequence[str]) -> Config:
 
 
 def _threads(backend: BackendConfig, cpus_per_rank: int | None) -> int:
-    """Threads of a rank: on CPUs all of its cores, unless the configuration says how many."""
+    """Return the threads of a rank: on CPUs all of its cores, unless the configuration sets them."""
     stated = "threads" in backend.model_fields_set or backend.kernels == "cudnn"
     return backend.threads if stated or cpus_per_rank is None else cpus_per_rank
 
@@ -277,7 +277,7 @@ def _job(config: Path, loaded: Config, job: JobOptions, resources: Resources, so
 
 
 def _here() -> str:
-    """The working directory by the name the user knows it by, which need not be the one without symbolic links."""
+    """Return the working directory by the user's name of it, which may have symbolic links."""
     logical = os.environ.get("PWD", "")
     if logical and os.path.isabs(logical) and os.path.isdir(logical) and os.path.samefile(logical, "."):
         return logical

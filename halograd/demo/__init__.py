@@ -1,6 +1,101 @@
-"""`halograd demo`: from nothing to a trained network and a report, in minutes."""
+"""`halograd demo`: data, training, evaluation, baseline and report, in minutes."""
 
-from .demonstration import run_demo
-from .files import FULL, QUICK, DemoSettings
+from __future__ import annotations
 
-__all__ = ["FULL", "QUICK", "DemoSettings", "run_demo"]
+from pathlib import Path
+
+from ..cli.output import progress_bar
+from ..comm.boot import launched_size
+from ..errors import UserError
+from ..local import find_mpiexec, run_ranks
+from .files import FULL, QUICK, DemoSettings, Files, make_dataset, prepare, replace_run, write_config
+from .report import Clock, Judged, draw_pictures, judge, write_report
+
+__all__ = [
+    "FULL",
+    "QUICK",
+    "DemoSettings",
+    "run_demo",
+]
+
+
+def run_demo(out: Path, settings: DemoSettings) -> Judged:
+    """Generate, train on several ranks, evaluate, compare with a logistic regression, and report. Local.
+
+    Parameters
+    ----------
+    out
+        Folder; made if missing. A data set of the same settings is used again, a finished run is replaced.
+    settings
+        Sizes, and how long to train.
+
+    Raises
+    ------
+    UserError, DataError
+        Something the user can put right, in one line.
+    """
+    if launched_size() is not None:
+        raise UserError("demo: expected to be started alone, got a launcher; it starts its ranks itself")
+    mpiexec, files, clock = find_mpiexec(), Files(out), Clock()
+    prepare(files)
+    with clock.stage("generate"):
+        _generate(files, settings)
+    kept = write_config(files, settings)
+    if kept is not None:
+        print(f"the configuration that was there is now {kept}")
+    with clock.stage("train"):
+        headline = _train(mpiexec, files, settings)
+    with clock.stage("evaluate"):
+        arguments = ["evaluate", str(files.run), "--samples", "all", "--predictions", str(files.predictions)]
+        run_ranks(mpiexec, settings.ranks, [*arguments, "--set", "output.timeline=false"], _quiet)
+    with clock.stage("logistic regression"):
+        judged = judge(files, settings)
+    with clock.stage("pictures"):
+        draw_pictures(files, judged)
+    write_report(files, settings, judged, headline, clock)
+    _summarize(files, judged, clock)
+    return judged
+
+
+def _generate(files: Files, settings: DemoSettings) -> None:
+    print(f"1/4 data set {files.data}", flush=True)
+    with progress_bar("blocks", transient=True) as progress:
+        written = make_dataset(files.data, settings, progress)
+    cells = f"{settings.samples} samples of {settings.resolution} x {settings.resolution} cells"
+    print(f"    {cells}{'' if written else ', generated before'}", flush=True)
+
+
+def _train(mpiexec: str, files: Files, settings: DemoSettings) -> str:
+    """Train beside the finished run, then replace it; return the line that describes the network."""
+    print(f"2/4 training on {settings.ranks} ranks, {settings.sample} samples x {settings.height} blocks", flush=True)
+    with progress_bar("epochs", transient=True) as progress:
+        done = 0
+
+        def tell(line: str) -> None:
+            nonlocal done
+            if not line.startswith("trained to "):  # and where: it will be elsewhere in a moment
+                print(f"    {line}", flush=True)
+            done += line.startswith("epoch ")
+            progress(done, settings.epochs)
+
+        arguments = ["train", str(files.config), "--set", f"output.directory={files.new_run}"]
+        lines = run_ranks(mpiexec, settings.ranks, arguments, tell)
+    replace_run(files.new_run, files.run)
+    print("3/4 evaluation, and a logistic regression of the same channels", flush=True)
+    return next((line for line in lines if " parameters, " in line), "")
+
+
+def _quiet(line: str) -> None:
+    """Print the scores beside those of the baseline; a fault is one line."""
+    if not line.startswith("all: "):
+        print(f"    {line}", flush=True)
+
+
+def _summarize(files: Files, judged: Judged, clock: Clock) -> None:
+    print(f"4/4 report {files.report}\n")
+    print(f"{'on held-out simulations':42}{'IoU':>7}{'F1':>7}")
+    for score in judged.scores:
+        print(f"{score.name:42}{score.iou:>7.3f}{score.values['f1'] or 0.0:>7.3f}")
+    stages = ", ".join(f"{stage.name} {stage.seconds:.0f}" for stage in clock.stages)
+    print(f"\n{clock.total.seconds:.0f} s: {stages}")
+    print(f"read {files.page} or {files.report}; edit {files.config} and train again")

@@ -24,14 +24,14 @@ __all__ = ["FULL", "QUICK", "DemoSettings", "Files", "make_dataset", "prepare", 
 
 @dataclass(frozen=True)
 class DemoSettings:
-    """Sizes of one demonstration.
+    """Settings of one demonstration.
 
     Attributes
     ----------
     resolution
         Cells per axis of a sample; a multiple of ``2 ** len(widths)``.
     samples, seed
-        Of the data set; two samples of each simulation.
+        Number of samples, two of each simulation, and seed of the data set.
     validation
         Share of the simulations held out.
     widths, convs
@@ -39,7 +39,7 @@ class DemoSettings:
     sample, height
         Parts of the batch and of the rows: their product is the number of ranks.
     epochs, batch, learning_rate, pos_weight
-        Of the training. `pos_weight` is the weight of masked cells in the loss.
+        Options of the training. `pos_weight` is the weight of masked cells in the loss.
     """
 
     resolution: int
@@ -85,7 +85,7 @@ RUN_FILES = (
 
 @dataclass(frozen=True)
 class Files:
-    """Where things are below `out`."""
+    """Paths below `out`."""
 
     out: Path
 
@@ -160,7 +160,7 @@ def replace_run(new: Path, old: Path) -> None:
 
 
 def _own_files(folder: Path) -> list[Path]:
-    """Those of `RUN_FILES` that are there. Links too whose file is gone: a pattern without a star misses these."""
+    """Find the files of `RUN_FILES`, also links to missing files, which a pattern without a star does not match."""
     there = [*folder.glob("*"), *folder.glob("checkpoints/*")]
     return [p for p in there if any(p.relative_to(folder).match(pattern) for pattern in RUN_FILES)]
 
@@ -217,7 +217,7 @@ timeline = true                   # writes timeline.json, for https://ui.perfett
 
 
 def write_config(files: Files, settings: DemoSettings) -> Path | None:
-    """Write ``config.toml``; where one was that has been edited, the new name of that one. Local."""
+    """Write ``config.toml``; return the new name of an edited one that was there. Local."""
     text = _text(files, settings)
     kept = None
     if files.config.exists():
@@ -246,7 +246,7 @@ def _free_name(path: Path) -> Path:
 
 
 def make_dataset(path: Path, settings: DemoSettings, progress: Callable[[int, int], None] | None = None) -> bool:
-    """Write the data set unless a complete one of these settings is there; whether it was written. Local.
+    """Write the data set unless a complete one of these settings exists; return whether it was written. Local.
 
     Raises
     ------

@@ -52,7 +52,7 @@ class Clock:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Book what runs inside."""
+        """Measure the block as one stage."""
         begin, cpu = time.perf_counter(), _cpu()
         yield
         self.stages.append(StageTimes(name, time.perf_counter() - begin, _cpu() - cpu))
@@ -86,7 +86,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Judged:
-    """Everything on the held-out samples, for tables and pictures.
+    """Results on the held-out samples, for tables and pictures.
 
     Attributes
     ----------
@@ -139,7 +139,7 @@ def judge(files: Files, settings: DemoSettings) -> Judged:
 
 
 def _logits(files: Files) -> np.ndarray:
-    """``(N, H, W, 1)``, by number of the sample."""
+    """Read the logits ``(N, H, W, 1)``, by index of the sample."""
     with open_to_read(files.predictions) as file:
         order = np.argsort(dataset_of(file, "sample")[:])
         return dataset_of(file, "prediction")[:][order]
@@ -155,7 +155,7 @@ def _read(dataset: Hdf5Dataset) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _statistics(files: Files) -> ChannelStatistics:
-    """Those the network was trained with."""
+    """Return the statistics that the network was trained with."""
     checkpoint = CheckpointFolder(files.run / "checkpoints").latest
     assert checkpoint is not None, "the run was just finished"
     normalization = read_header(checkpoint)[0].normalization
@@ -175,7 +175,7 @@ def _scores(positive: np.ndarray, truth: np.ndarray) -> dict[str, float | None]:
 
 
 def describe_machine() -> list[tuple[str, str]]:
-    """Name and value of what decides the times of a report. Local."""
+    """Return name and value of what determines the times of a report. Local."""
     return [
         ("processor", _processor()),
         ("cores for this process", str(_cores())),
@@ -222,7 +222,7 @@ DENSITY_UNIT = dict(zip(CHANNELS, UNITS))["Density"].replace("^3", "³")
 
 
 def read_phases(files: Files) -> dict[str, Any]:
-    """Steps, sums of seconds by phase and overlap of the run, as rank 0 has measured them. Local."""
+    """Read steps, sums of seconds by phase and overlap of the run, as rank 0 has measured them. Local."""
     return read_log(files.run / "log.jsonl", "phases")[-1]
 
 
@@ -244,7 +244,7 @@ def draw_pictures(files: Files, judged: Judged) -> None:
 
 
 def _masks(judged: Judged) -> Masks:
-    """Some held-out samples, from the one that the network predicts best to the one it predicts worst."""
+    """Choose some held-out samples, from the best predicted to the worst."""
     rows = best_to_worst(judged.ious)
     return Masks(
         judged.samples[rows],

@@ -1,1 +1,1 @@
-"""What a run did, for people: its state in lines, and a page with curves, tables and pictures."""
+"""Reports of a run: its state in lines, and a page with curves, tables and pictures."""

@@ -26,7 +26,7 @@ th { border-bottom: 2px solid #999; } td { border-bottom: 1px solid #ddd; }
 
 @dataclass(frozen=True)
 class Heading:
-    """`level` 1 is the title."""
+    """Heading; `level` 1 is the title."""
 
     text: str
     level: int = 2
@@ -48,7 +48,7 @@ class Code:
 
 @dataclass(frozen=True)
 class TableBlock:
-    """The first row is the head; columns but the first are numbers and stand to the right by default."""
+    """Table; the first row is the head; columns but the first are numbers, aligned right by default."""
 
     rows: Sequence[Sequence[str]]
     columns: Literal["numbers", "text"] = "numbers"
@@ -66,12 +66,12 @@ Block = Heading | Text | Code | TableBlock | Picture
 
 
 def to_markdown(blocks: Sequence[Block]) -> str:
-    """The document as Markdown; pictures are links."""
+    """Return the document as Markdown; pictures are links."""
     return "\n\n".join(_markdown(block) for block in blocks) + "\n"
 
 
 def to_html(blocks: Sequence[Block]) -> str:
-    """The document as one HTML page that holds its pictures. Reads them."""
+    """Return the document as one HTML page that holds its pictures. Reads them."""
     title = html.escape(next((block.text for block in blocks if isinstance(block, Heading)), ""))
     body = "\n".join(_html(block) for block in blocks)
     return (

@@ -38,12 +38,12 @@ ABOUT = {
 
 
 def write_page(record: Record, path: Path, predictions: Path | None = None, details: Path | None = None) -> list[str]:
-    """Write one self-contained HTML page; what could not be shown, and why, in lines. Local.
+    """Write one self-contained HTML page; return lines about what could not be shown, and why. Local.
 
     Parameters
     ----------
     record
-        Of the run, with all its steps.
+        Log of the run, with all its steps.
     path
         The page; it appears when it is complete.
     predictions
@@ -204,7 +204,7 @@ def _configuration(record: Record) -> Iterator[Block]:
 
 
 def _toml(tables: dict[str, Any]) -> Iterator[str]:
-    """A configuration as TOML."""
+    """Return a configuration as TOML."""
     for name, table in tables.items():
         yield f"\n[{name}]"
         for key, value in table.items():
@@ -213,7 +213,7 @@ def _toml(tables: dict[str, Any]) -> Iterator[str]:
 
 
 def prediction_table(entry: Mapping[str, Any], plan: Path) -> Iterator[Block]:
-    """Table of a line ``prediction`` of a log; `plan` tells how layers were cut, where it is still there. Local."""
+    """Make the table of a line ``prediction`` of a log; `plan` has the cuts of layers, if it still exists. Local."""
     cuts = _cuts_of(plan)
     rows = [
         _compared(name, cuts.get(name, ""), pair["predicted"], pair["measured"])
@@ -239,7 +239,7 @@ def _compared(name: str, cut: str, predicted: float, measured: float) -> tuple[s
 
 
 def _cuts_of(path: Path) -> dict[str, str]:
-    """Layer -> how it is cut."""
+    """Return the cut of each layer."""
     try:
         plan = Plan.load(path)
     except (UserError, OSError):
@@ -248,7 +248,7 @@ def _cuts_of(path: Path) -> dict[str, str]:
 
 
 def read_masks(path: Path, data: dict[str, Any]) -> Masks | None:
-    """Some samples, from the one that is predicted best to the worst; None where predictions are no masks. Local.
+    """Read some samples, from the best predicted to the worst; None if predictions are no masks. Local.
 
     One sample is in memory at a time. Of 3-D samples the middle slice is taken.
 
@@ -308,18 +308,18 @@ def _shown_masks(
 
 
 def _is_mask(target: np.ndarray) -> bool:
-    """Whether there is nothing but 0, 1, and perhaps one number that is ignored."""
+    """Return whether there is nothing but 0, 1, and perhaps one number that is ignored."""
     known = np.isin(target, (0, 1))
     return bool(known.any()) and len(np.unique(target[~known])) <= 1
 
 
 def _slice(values: np.ndarray) -> np.ndarray:
-    """``(H, W)``: of ``(D, H, W)`` the middle."""
+    """Return an image ``(H, W)``: the middle slice of ``(D, H, W)``."""
     return values[len(values) // 2] if values.ndim == 3 else values
 
 
 def _image(samples: np.ndarray, data: dict[str, Any]) -> tuple[np.ndarray | None, str]:
-    """One channel of the inputs and its name: the density of a mesh, else the first."""
+    """Return one channel of the inputs and its name: the density of a mesh, else the first."""
     try:
         outside = bool(data.get("allow_external", False))
         with open_dataset(

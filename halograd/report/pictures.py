@@ -63,7 +63,7 @@ SETTINGS: dict[Any, Any] = {
 
 @contextmanager
 def picture(path: Path, width: float, height: float) -> Iterator[Figure]:
-    """A figure of this size [inch], written as PNG to `path` when the block ends. Local; needs no display."""
+    """Make a figure of this size [inch], written as PNG to `path` when the block ends. Local; needs no display."""
     with matplotlib.rc_context(SETTINGS):
         figure = Figure(figsize=(width, height), layout=ConstrainedLayoutEngine(w_pad=0.06))
         yield figure
@@ -86,7 +86,7 @@ class Quality:
     metrics
         Label by name; by default all that were logged.
     title, axis
-        Of the panel.
+        Title and axis label of the panel.
     baseline
         Name and value of a horizontal line.
     loss_axis
@@ -106,7 +106,7 @@ Entries = Sequence[dict[str, Any]]
 def draw_curves(
     path: Path, steps: Entries, validations: Entries, per_epoch: int, quality: Quality | None = None
 ) -> None:
-    """Loss of every step and epoch, validation loss and metrics, from the lines of a log. Local.
+    """Draw loss of every step and epoch, validation loss and metrics, from the lines of a log. Local.
 
     Parameters
     ----------
@@ -130,7 +130,7 @@ def draw_curves(
 
 
 def draw_speed(path: Path, steps: Entries, per_epoch: int) -> None:
-    """Samples per second, and the learning rate. Local."""
+    """Draw samples per second, and the learning rate. Local."""
     at = _thinned(np.array([s["step"] for s in steps]) / per_epoch)
     with picture(path, 9.0, 2.6) as figure:
         left, right = figure.subplots(1, 2)
@@ -191,14 +191,14 @@ def _draw_quality(axes: Any, validations: Entries, per_epoch: int, metrics: dict
 
 
 def _metrics(validations: Entries) -> dict[str, str]:
-    """Names and labels of what was logged, those that fit one axis."""
+    """Return names and labels of the logged metrics that fit one axis."""
     known = [name for v in validations for name, value in v.items() if isinstance(value, float)]
     names = [n for n in dict.fromkeys(known) if n not in ("loss", "time", "epoch", "step")]
     return {name: _NAMES.get(name, name) for name in names[: len(_COLOURS)]}
 
 
 def _thinned(values: np.ndarray) -> np.ndarray:
-    """The values, or means of so many in a row that `POINTS` are left."""
+    """Return the values, or means of several in a row so that `POINTS` are left."""
     run = -(-len(values) // POINTS)
     if run <= 1:
         return values
@@ -213,7 +213,7 @@ MISSED, FALSE = ORANGE, PURPLE
 
 @dataclass(frozen=True)
 class Masks:
-    """What a picture shows: a row per sample.
+    """Content of a picture of masks: a row per sample.
 
     Attributes
     ----------
@@ -224,7 +224,7 @@ class Masks:
     classes
         How many there are. With two, a prediction is drawn as hit, missed and false alarm, with more as it is.
     title
-        Of the true masks.
+        Title of the true masks.
     image, image_title, image_unit
         ``(n, H, W)``: what the network sees, if it is to be shown.
     """
@@ -240,7 +240,7 @@ class Masks:
 
 
 def iou(mask: np.ndarray, truth: np.ndarray, classes: int = 2) -> float:
-    """Intersection over union of one sample, as in the scores of a run; 0 where it is not defined.
+    """Compute intersection over union of one sample, as in the scores of a run; 0 if it is not defined.
 
     Positions whose truth is no class do not count.
     """
@@ -250,7 +250,7 @@ def iou(mask: np.ndarray, truth: np.ndarray, classes: int = 2) -> float:
 
 
 def best_to_worst(ious: np.ndarray) -> np.ndarray:
-    """Numbers of at most `SHOWN` samples, in equal strides from the best predicted to the worst.
+    """Choose at most `SHOWN` samples, in equal strides from the best predicted to the worst.
 
     >>> best_to_worst(np.array([0.1, 0.9, 0.5])).tolist()
     [1, 2, 0]
@@ -260,7 +260,7 @@ def best_to_worst(ious: np.ndarray) -> np.ndarray:
 
 
 def draw_masks(path: Path, masks: Masks) -> None:
-    """A row per sample: what the network sees, the true mask, and the predictions. Local."""
+    """Draw a row per sample: input of the network, true mask, and predictions. Local."""
     panels = (masks.image is not None) + 1 + len(masks.predicted)
     with picture(path, 2.4 * panels, 0.5 + 2.35 * len(masks.samples)) as figure:
         grid = figure.subplots(len(masks.samples), panels, squeeze=False)
@@ -301,7 +301,7 @@ def _draw_row(figure: Any, row: Any, masks: Masks, k: int) -> None:
 
 
 def _colours(classes: int) -> Colormap:
-    """A colour for each class; with many of them, neighbors look alike."""
+    """Return a color for each class; if there are many, neighbors look alike."""
     return ListedColormap(CLASSES[:classes]) if classes <= len(CLASSES) else colormaps["turbo"]
 
 

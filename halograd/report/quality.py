@@ -1,4 +1,4 @@
-"""What an evaluation found class by class, for the page about a run."""
+"""Results of an evaluation class by class, for the page about a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MOST_ROWS, MOST_CELLS = 50, 40
 
 
 def quality(run: Path, path: Path | None, pictures: Path, left_out: list[str]) -> Iterator[Block]:
-    """Tables and pictures of what `halograd evaluate --details` wrote; by default ``evaluation.json`` of the run.
+    """Yield tables and pictures of the file of `halograd evaluate --details`; default ``evaluation.json`` of the run.
 
     Raises
     ------
@@ -98,7 +98,7 @@ def _calibration(found: Mapping[str, Any], path: Path) -> Iterator[Block]:
 
 
 def draw_confusion(path: Path, counts: np.ndarray) -> None:
-    """Rows are the true classes, each as shares of its own; written where there is room. Local."""
+    """Draw the confusion: rows are the true classes, as shares; numbers are written if there is room. Local."""
     shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     size = 2.2 + 0.32 * len(counts)
     with picture(path, size + 0.8, size) as figure:
@@ -115,7 +115,7 @@ def draw_confusion(path: Path, counts: np.ndarray) -> None:
 
 
 def draw_reliability(path: Path, bins: Sequence[Mapping[str, Any]]) -> None:
-    """Frequency over predicted probability, and how many positions there are of each. Local."""
+    """Draw frequency over predicted probability, and the number of positions of each. Local."""
     some = [row for row in bins if row["count"]]
     total = sum(row["count"] for row in some)
     with picture(path, 6.0, 3.0) as figure:

@@ -27,7 +27,7 @@ class Checkpoint(NamedTuple):
 
 @dataclass(frozen=True)
 class Record:
-    """What a run has logged.
+    """Log of a run.
 
     Attributes
     ----------
@@ -47,11 +47,11 @@ class Record:
     modified: float = 0.0
 
     def all(self, event: str) -> list[Entry]:
-        """The lines of an event."""
+        """Return the lines of an event."""
         return [entry for entry in self.events if entry["event"] == event]
 
     def last(self, event: str) -> Entry | None:
-        """The last line of an event, None if there is none."""
+        """Return the last line of an event, None if there is none."""
         return next((entry for entry in reversed(self.events) if entry["event"] == event), None)
 
     @property
@@ -111,7 +111,7 @@ def read_record(directory: Path, tail: int | None = None) -> Record:
 
 
 def _sorted(path: Path, tail: int | None) -> tuple[list[Entry], list[Entry]]:
-    """Steps, of which only the last ones are parsed, and all else."""
+    """Separate steps, of which only the last ones are parsed, from all other lines."""
     steps: deque[bytes] = deque(maxlen=tail)
     others: list[bytes] = []
     for line in lines_of(path):
@@ -134,7 +134,7 @@ _QUIET_STEPS, _QUIET = 30, 120.0  # [s]
 
 @dataclass(frozen=True)
 class Status:
-    """The state of a run.
+    """State of a run.
 
     Attributes
     ----------
@@ -185,12 +185,12 @@ class Status:
     age: float
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return plain data."""
         return asdict(self)
 
 
 def status_of(record: Record, now: float | None = None) -> Status:
-    """The state of a run at the time `now` [s]. Local."""
+    """Return the state of a run at the time `now` [s]. Local."""
     now = time.time() if now is None else now
     begin, step, age = record.begin, record.step, max(0.0, now - record.modified)
     epochs, per_epoch = begin.get("epochs"), record.steps_per_epoch
@@ -228,7 +228,7 @@ def status_of(record: Record, now: float | None = None) -> Status:
 
 
 def _state(record: Record, age: float, pace: float | None) -> tuple[str, str]:
-    """State, and why."""
+    """Return the state, and its reason."""
     for entry in record.since_begin:  # other ranks may have reported the end of this one
         if entry["event"] == "interrupted":
             return "interrupted", f"{entry['reason']} on {entry['host']}; go on with --resume"
@@ -247,7 +247,7 @@ def _state(record: Record, age: float, pace: float | None) -> tuple[str, str]:
 
 
 def _pace(record: Record) -> float | None:
-    """Seconds per step of the latest job, over its last two epochs at most, with all that lies between steps [s]."""
+    """Compute seconds per step of the latest job, over its last two epochs at most, with all between steps [s]."""
     begun = record.begin.get("step", 0)
     window = [s for s in record.steps if s["step"] > begun and "time" in s][-2 * record.steps_per_epoch - 1 :]
     if len(window) > 2 and window[-1]["step"] > window[0]["step"]:
@@ -256,7 +256,7 @@ def _pace(record: Record) -> float | None:
 
 
 def status_text(status: Status) -> list[str]:
-    """The same in lines."""
+    """Write the status in lines."""
     done = f"step {status.step:,}"
     if status.steps:
         share = 100 * status.step // status.steps
@@ -290,7 +290,7 @@ def _validation_text(validation: dict[str, Any]) -> str:
 
 
 def _until(seconds: float) -> str:
-    """When so many seconds are over, if that has a date."""
+    """Return the time after so many seconds, if it has a date."""
     try:
         return time.strftime(", until %a %H:%M", time.localtime(time.time() + seconds))
     except (OverflowError, ValueError, OSError):
@@ -316,7 +316,7 @@ def _hosts_text(hosts: list[str]) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """A duration in the two units that matter.
+    """Write a duration in the two units that matter.
 
     >>> duration_text(3.7), duration_text(198), duration_text(7500), duration_text(180000)
     ('4 s', '3 min 18 s', '2 h 05 min', '2 d 2 h')

@@ -30,7 +30,7 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class Bar:
-    """One span.
+    """Span of a trace.
 
     Attributes
     ----------
@@ -50,7 +50,7 @@ class Bar:
 
 
 def read_bars(path: Path) -> list[Bar]:
-    """The spans of a Chrome trace that a run has written. Local."""
+    """Read the spans of a Chrome trace that a run has written. Local."""
     events = json.loads(path.read_text())["traceEvents"]
     lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     bars = []
@@ -64,14 +64,14 @@ def read_bars(path: Path) -> list[Bar]:
 
 
 def step_begins(bars: Sequence[Bar], rank: int) -> list[float]:
-    """When each step of a rank began: with its first forward. (Updates may lie within the forward of the next.)"""
+    """Find the begin of each step of a rank: its first forward. (Updates may lie within the next forward.)"""
     mine = sorted((b for b in bars if b.rank == rank and b.kind in ("forward", "backward")), key=lambda b: b.begin)
     before = ["backward", *(bar.kind for bar in mine)]
     return [bar.begin for kind, bar in zip(before, mine) if kind == "backward" and bar.kind == "forward"]
 
 
 def typical_steps(bars: Sequence[Bar], count: int) -> Interval | None:
-    """Begin and end of `count` whole steps of rank 0, in a row, that took about as long as most; None for fewer."""
+    """Find `count` whole steps of rank 0, in a row, of about the usual length; None for fewer."""
     begins = np.array(step_begins(bars, 0)[1:])  # the first that is kept may have lost its begin
     if len(begins) <= count:
         return None
@@ -81,7 +81,7 @@ def typical_steps(bars: Sequence[Bar], count: int) -> Interval | None:
 
 
 def without(spans: Sequence[Interval], holes: Sequence[Interval]) -> list[Interval]:
-    """What is left of the spans outside the holes; both in order and without overlaps.
+    """Return the parts of the spans outside the holes; both in order and without overlaps.
 
     >>> without([(0, 10), (12, 14)], [(1, 2), (9, 13)])
     [(0, 1), (2, 9), (13, 14)]
@@ -115,7 +115,7 @@ STEPS = 2
 
 
 def draw_timeline(path: Path, trace: Path, title: str) -> bool:
-    """Lanes of every rank over two typical steps of a Chrome trace; whether it holds so many. Local."""
+    """Draw the lanes of every rank over two typical steps; return whether the trace has so many. Local."""
     bars = read_bars(trace)
     window = typical_steps(bars, STEPS)
     if window is None:
@@ -160,7 +160,7 @@ KINDS = {"allreduce": "all-reduce of gradients", "halo": "halo exchange", "stati
 
 
 def about_timeline(file: str) -> Text:
-    """What the picture of a timeline shows; `file` holds all steps."""
+    """Describe the picture of a timeline; `file` holds all steps."""
     return Text(
         "Two training steps of median length. Hidden is what the ranks computed while a message travelled: "
         "overlap ratio = (duration - time blocked) / duration (Lee et al. 2017, Eq. 11). Where ranks outnumber cores, "
@@ -170,7 +170,7 @@ def about_timeline(file: str) -> Text:
 
 
 def phase_tables(entry: dict[str, Any]) -> Iterator[Block]:
-    """Tables of a line ``phases`` of a log."""
+    """Make the tables of a line ``phases`` of a log."""
     phases, steps = entry["phases"], max(1, entry["steps"])
     spent = [(c, phases[c]["seconds"]) for c in ("forward", "backward", "update") if c in phases]
     blocked = sum(p.get("blocked") or 0.0 for p in phases.values())
@@ -199,7 +199,7 @@ def phase_tables(entry: dict[str, Any]) -> Iterator[Block]:
 
 
 def hidden_text(phases: dict[str, Any]) -> str:
-    """What was hidden over the whole run, in a line."""
+    """Describe the overlap over the whole run, in a line."""
     parts = [f"{KINDS[k]} {_percent(phases[k]['overlap'])}" for k in ("halo", "allreduce") if k in phases]
     return f"hidden behind computation over the whole run: {', '.join(parts) or 'nothing travelled'}"
 

@@ -11,9 +11,8 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import Field
 
-from halograd.documents import read_json, shown_path
+from halograd.documents import read_json, shown_path, write_whole
 from halograd.errors import UserError
-from halograd.files import write_whole
 from halograd.schema import STRICT, Count, NotNegative, build
 
 from ..machine import Link, Machine, Overheads

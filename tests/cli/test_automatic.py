@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 from mpi4py import MPI
 
-from halograd import auto, measuring, trials
+from halograd import auto, measuring
 from halograd.auto import plan_run, rests_on
 from halograd.comm import Communicator
 from halograd.errors import UserError
 from halograd.kernels import KernelError
 from halograd.layers import Conv
+from halograd.measuring import measure_steps, rivals, settle
 from halograd.models import build
 from halograd.perfmodel.cost import Training, simulate
 from halograd.perfmodel.cuts import BASELINES, baseline
@@ -31,7 +32,6 @@ from halograd.planning import make_plan
 from halograd.training.build import make_network, make_strategy
 from halograd.training.config import StrategyConfig, parse_config
 from halograd.training.log import read_log
-from halograd.trials import measure_steps, rivals, settle
 from tests.launch import mpiexec
 from tests.perfmodel.pricing import priced
 from tests.support.clock import DrivenClock
@@ -197,7 +197,7 @@ def test_rivals_are_baselines_that_fit_and_are_near(trained):
 
 @pytest.mark.ranks(2)
 def test_steps_are_measured_one_strategy_at_a_time(monkeypatch):
-    log, clock = [], DrivenClock().drive(monkeypatch, trials)
+    log, clock = [], DrivenClock().drive(monkeypatch, measuring)
 
     @contextmanager
     def opened(strategy):

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 from mpi4py import MPI
 
-from halograd import auto, splits, trials
+from halograd import auto, local, measuring
 from halograd.auto import try_run
 from halograd.cli.run import run
 from halograd.comm import Communicator
 from halograd.errors import UserError
+from halograd.local import CoreSplit, try_splits
+from halograd.measuring import StepTrial
 from halograd.perfmodel.plans import Plan
-from halograd.splits import CoreSplit, try_splits
 from halograd.training.config import check_config, parse_config
-from halograd.trials import StepTrial
 from tests.cli.test_automatic import AUTO
 
 
@@ -36,8 +36,8 @@ def jobs(monkeypatch):
         one = CoreSplit(ranks, config.backend.threads, 0.9 * seconds, seconds, "elimination", 1.5 * seconds)
         Path(result).write_text(json.dumps(vars(one)))
 
-    monkeypatch.setattr(splits, "run_ranks", started)
-    monkeypatch.setattr(splits, "find_mpiexec", lambda: "mpiexec")
+    monkeypatch.setattr(local, "run_ranks", started)
+    monkeypatch.setattr(local, "find_mpiexec", lambda: "mpiexec")
     return found
 
 
@@ -76,7 +76,7 @@ def test_as_json(jobs, capsys):
 
 
 def test_none_can_be_tried(jobs, monkeypatch):
-    monkeypatch.setattr(splits, "splits", lambda cores: [(3, 1)])
+    monkeypatch.setattr(local, "splits", lambda cores: [(3, 1)])
     with pytest.raises(UserError, match="on 3 ranks"):
         try_splits(3, {"model": {"name": "mesh"}, **REST}, lambda line: None, lambda ranks, threads: None)
 
@@ -107,7 +107,7 @@ def test_refusals(jobs, capsys, options, message):
 @pytest.mark.ranks(1, 2)
 def test_steps_are_tried_of_the_plan_the_grid_and_one_rank(tmp_path, monkeypatch):
     monkeypatch.setattr(auto, "usable_cores", lambda: 2)
-    monkeypatch.setattr(trials, "SECONDS", 0.01)
+    monkeypatch.setattr(measuring, "SECONDS", 0.01)
     with Communicator(MPI.COMM_WORLD) as comm:
         folder = Path(comm.bcast(str(tmp_path)))
         monkeypatch.setenv("HALOGRAD_CACHE", str(folder / "cache"))

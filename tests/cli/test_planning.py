@@ -17,13 +17,13 @@ from halograd.cli.options import parse_grid, parse_ranks
 from halograd.cli.run import run
 from halograd.errors import UserError
 from halograd.layers.reduction_scheme import Scheme
+from halograd.measuring import rivals
 from halograd.models import build
 from halograd.perfmodel.cost import simulate
 from halograd.perfmodel.cuts import BASELINES, GRID
 from halograd.perfmodel.machine import Machine
 from halograd.perfmodel.plans import Alternative, Plan
 from halograd.planning import Asked, baselines_of
-from halograd.trials import rivals
 from tests.harness.jobs import job_environment, new_mark
 from tests.harness.limits import LIMIT
 from tests.perfmodel.pricing import priced
