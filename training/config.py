@@ -1,7 +1,7 @@
 """Configurations: the TOML file of a run, checked before anything is built.
 
-Every table is a pydantic model that refuses unknown keys and wrong types (no silent conversion). What is
-wrong is said in one line: the key's path, what was expected, what came.
+Every table is a pydantic model that rejects unknown keys and wrong types (no silent conversion). An error is one line:
+the path of the key, what was expected, what was given.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class ModelConfig(Table):
 
     @property
     def source(self) -> str:
-        """What `halograd.models.build` is asked for."""
+        """Name of a model, or of a file with a network, for `halograd.models.build`."""
         return self.name or self.file or ""
 
     @property
@@ -184,7 +184,7 @@ class ReductionConfig(Table):
         return self
 
     def scheme(self) -> Scheme:
-        """The same as plain data of a strategy."""
+        """Return the scheme as plain data of a strategy."""
         return Scheme(**self.model_dump(exclude=_TUNING))
 
 
@@ -411,18 +411,18 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     Raises
     ------
     UserError
-        In one line: which key, what was expected, what came.
+        In one line: the key, what was expected, what was given.
     """
     return check_config(read_toml(path, "configuration"), overrides, f"configuration {shown_path(path)}")
 
 
 def parse_config(text: str, overrides: Sequence[str] = (), source: str = "configuration") -> Config:
-    """Like :func:`load_config`, of the text itself; `source` is named in errors."""
+    """Check the text of a configuration, as :func:`load_config`; `source` is named in errors."""
     return check_config(parse_toml(text, source), overrides, source)
 
 
 def check_config(tables: dict[str, Any], overrides: Sequence[str] = (), source: str = "configuration") -> Config:
-    """Like :func:`parse_config`, of tables read already; modifies them."""
+    """Check tables of a configuration, as :func:`parse_config`; modifies them."""
     for override in overrides:
         _set(tables, override)
     return build(Config, tables, source)
@@ -450,7 +450,7 @@ def _set(tables: dict[str, Any], override: str) -> None:
 
 
 def _settle_strategy(tables: dict[str, Any], path: Sequence[str], value: Any) -> None:
-    """``strategy=auto`` replaces the whole table; ``strategy.height=2`` replaces a plan by parts."""
+    """Replace the whole table for ``strategy=auto``, and a plan by parts for ``strategy.height=2``."""
     if path == ["strategy"] and value == "auto":
         tables["strategy"] = {"auto": True}
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -119,23 +120,16 @@ class StepTimes:
         def mean(name: str, category: str) -> float:
             return fmean(step.get((name, category), 0.0) for step in steps)
 
-        layers: dict[str, tuple[float, float]] = {}
+        layers, waits = defaultdict[str, list[float]](lambda: [0.0, 0.0]), defaultdict[str, float](float)
         for (name, category), place in self._places.items():
-            forward, backward = layers.get(place, (0.0, 0.0))
-            seconds = mean(name, category)
-            forward, backward = (
-                forward + seconds * (category == "forward"),
-                backward + seconds * (category == "backward"),
-            )
-            layers[place] = (forward, backward)
-        waits: dict[str, float] = {}
+            layers[place][category == "backward"] += mean(name, category)
         for name, category in {key for step in steps for key in step}:
             if category == "wait":
-                waits[kind_of(name)] = waits.get(kind_of(name), 0.0) + mean(name, category)
+                waits[kind_of(name)] += mean(name, category)
         return Measured(
             len(self._steps),
             fmean(self._seconds[i][0] for i in kept),
-            layers,
+            {name: (forward, backward) for name, (forward, backward) in layers.items()},
             dict(sorted(waits.items())),
             mean("update", "update"),
             fmean(self._seconds[i][1] for i in kept),

@@ -134,7 +134,7 @@ class EventFile:
     path
         A name that no file has; TensorBoard looks for names with ``tfevents``.
     wall_time
-        Of the first record [s], as `time.time`.
+        Time of the first record [s], as `time.time`.
 
     Raises
     ------
