@@ -50,6 +50,7 @@ __all__ = [
 
 #: Types of 16 bits: for activations and their gradients; parameters, sums and statistics are float32 beside them.
 LOW = ("float16", "bfloat16")
+_LOW = frozenset([np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)])  # a dtype makes its name anew for every question
 
 
 def as_dtype(name: Any) -> np.dtype:
@@ -59,7 +60,7 @@ def as_dtype(name: Any) -> np.dtype:
 
 def is_low(dtype: Any) -> bool:
     """Whether a dtype, or the name of one, has 16 bits."""
-    return (dtype if isinstance(dtype, str) else np.dtype(dtype).name) in LOW
+    return dtype in LOW if isinstance(dtype, str) else np.dtype(dtype) in _LOW
 
 
 def wide(dtype: Any) -> np.dtype:

@@ -76,6 +76,13 @@ class Blocks(Sequence[Box]):
     size
         Number of ranks, including those that hold nothing; by default, the number of ranks with a place.
 
+    Attributes
+    ----------
+    grid
+        Parts per axis.
+    placed
+        Number of ranks with a place.
+
     Examples
     --------
     >>> blocks = Blocks((((0, 2), (2, 4)), ((0, 6),)), 3)
@@ -85,7 +92,8 @@ class Blocks(Sequence[Box]):
 
     def __init__(self, axes: Sequence[Intervals], size: int | None = None) -> None:
         self.axes = tuple(axes)
-        self.placed = math.prod(map(len, self.axes))
+        self.grid = tuple(map(len, self.axes))
+        self.placed = math.prod(self.grid)
         self.size = self.placed if size is None else size
         if self.size < self.placed:
             raise ValueError(f"{self.grid} parts need {self.placed} ranks, there are {self.size}")
@@ -132,11 +140,6 @@ class Blocks(Sequence[Box]):
         """Box of a rank without a place: no samples, but the usual sample shape, so that channels fit weights."""
         return Box((0,) * len(self.axes), (0, *(max(b for _, b in axis) for axis in self.axes[1:])))
 
-    @property
-    def grid(self) -> tuple[int, ...]:
-        """Parts per axis."""
-        return tuple(map(len, self.axes))
-
     def box(self, rank: int) -> Box:
         """Return the box of a rank, also of one beyond `size`."""
         return self[rank] if rank < self.size else self.nothing
@@ -146,20 +149,20 @@ class Blocks(Sequence[Box]):
         if rank >= self.placed:
             return None
         found = []
-        for axis in reversed(self.axes):
-            rank, at = divmod(rank, len(axis))
+        for parts in reversed(self.grid):
+            rank, at = divmod(rank, parts)
             found.append(at)
-        return tuple(reversed(found))
+        return tuple(found[::-1])
 
-    @cached_property
+    @property
     def extents(self) -> tuple[np.ndarray, ...]:
-        """Per axis, the length of every interval."""
-        return tuple(np.maximum(0, _bounds(axis)[:, 1] - _bounds(axis)[:, 0]) for axis in self.axes)
+        """Return the length of every interval, per axis."""
+        return tuple(map(_extents, self.axes))
 
     @cached_property
     def longest(self) -> tuple[int, ...]:
-        """Per axis, the length of the longest interval."""
-        return tuple(int(extents.max()) for extents in self.extents)
+        """Return the length of the longest interval, per axis."""
+        return tuple(map(_longest, self.axes))
 
     @property
     def fullest(self) -> int:
@@ -228,8 +231,14 @@ def padded(values: np.ndarray, size: int) -> np.ndarray:
 
 
 @lru_cache(maxsize=16384)
-def _bounds(axis: Intervals) -> np.ndarray:
-    return np.array(axis, np.int64).reshape(-1, 2)
+def _extents(axis: Intervals) -> np.ndarray:
+    start, stop = np.array(axis, np.int64).reshape(-1, 2).T
+    return np.maximum(0, stop - start)
+
+
+@lru_cache(maxsize=16384)
+def _longest(axis: Intervals) -> int:
+    return max(0, max(stop - start for start, stop in axis))
 
 
 @lru_cache(maxsize=16384)

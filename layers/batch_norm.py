@@ -136,7 +136,7 @@ class BatchNorm(Layer):
         views |= lower_affine(context, channels)
         views |= {"x": inputs[0].view, "y": context.y}
         views |= {f"running_{key}": view for key, view in context.state.items()}
-        sizes = [16 * int(n) for n in boxes.extents[-1]]
+        sizes = (16 * boxes.extents[-1]).tolist()
         total = context.sum(groups, views["sums"], "statistics", _per_group(groups, boxes, sizes))
         running = None
         if groups != whole:

@@ -201,8 +201,14 @@ class Network:
 
     def own_parameters(self, name: str) -> Mapping[str, Parameter]:
         """Return the parameters of a layer by their short names; empty for a later call of a shared layer. Local."""
-        node = self.layers[name]
-        return node.layer.parameters(*input_shapes(node)) if self.owners[name] == name else {}
+        return self._own_parameters[name]
+
+    @cached_property
+    def _own_parameters(self) -> dict[str, Mapping[str, Parameter]]:
+        return {
+            name: node.layer.parameters(*input_shapes(node)) if self.owners[name] == name else {}
+            for name, node in self.layers.items()
+        }
 
     def is_shared(self, name: str) -> bool:
         """Return whether the layer is called several times. Local."""

@@ -106,14 +106,15 @@ def kinds_of(network: Network) -> dict[str, str]:
     around them. Only layers whose gradients may be replicated have the kind "dense".
     """
     dense = dense_layers(network)
-    return {name: "dense" if name in dense else _kind(node) for name, node in network.layers.items()}
+    return {name: "dense" if name in dense else _kind(network, name) for name in network.layers}
 
 
-def _kind(node: Node) -> str:
-    if isinstance(node.layer, _POOLS):
+def _kind(network: Network, name: str) -> str:
+    layer = network.layers[name].layer
+    if isinstance(layer, _POOLS):
         return "pooling"
-    has_parameters = bool(node.layer.parameters(*(n.shape for n in node.inputs)))
-    return "weights" if has_parameters and not isinstance(node.layer, _FACTORS) else "other"
+    has_parameters = bool(network.own_parameters(network.owners[name]))
+    return "weights" if has_parameters and not isinstance(layer, _FACTORS) else "other"
 
 
 _POOLS = (MaxPool, AveragePool, GlobalAveragePool, GlobalMaxPool, AdaptiveAveragePool, AdaptiveMaxPool)

@@ -108,7 +108,8 @@ def plan_network(
     UserError
         Unknown planner; memory too small for anything (says by how much).
     """
-    return _Search(network, batch, ranks, machine, times, planning or Planning()).run()
+    with _uncollected():
+        return _Search(network, batch, ranks, machine, times, planning or Planning()).run()
 
 
 class _Search:
@@ -133,12 +134,11 @@ class _Search:
 
     def run(self) -> Plan:
         began = time.perf_counter()
-        with _uncollected():
-            failure = self._look()
-            best = self.contenders.fastest(self.limit)
-            if best is None:
-                self._refuse(failure)
-            return self._result(best, began)
+        failure = self._look()
+        best = self.contenders.fastest(self.limit)
+        if best is None:
+            self._refuse(failure)
+        return self._result(best, began)
 
     def _look(self) -> NoneFits | None:
         """Simulate what was asked for; what a planner says that finds nothing."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..device import is_low, wide
 from ..layers import Input, Network, Node, Redistribute
-from ..layers.parameter import Parameter, ParameterBlocks, blocks_of, parameter_blocks
+from ..layers.parameter import ParameterBlocks, blocks_of, parameter_blocks
 from ..layers.strategy import Cut, Strategy, counts_of, layout_of
 from .context import Context
 from .operations import KernelSpec, Operation, Run
@@ -100,6 +100,7 @@ class _Compiler:
         self._moves: dict[Value, list[Step]] = {}
         self._reread: set[Buffer] = set()
         self._contexts: dict[str, tuple[Context, Callable[[], None] | None]] = {}
+        self._calls: dict[str, list[Step]] = {}  # of layers that are called several times: the later ones
         outputs = {network.names[node] for node in network.outputs.values()}
         self._kept = target.kept | outputs
         #: Target-only inputs: they stay in the wide dtype.
@@ -125,18 +126,18 @@ class _Compiler:
             value.kept = True  # the value that the layer reads: it may be a copy under another cut
         output = self._value(name, node.shape, cuts, self.target.dtype)
         output.kept = name in self._kept
-        has_parameters = bool(node.layer.parameters(*(n.shape for n in node.inputs)))
         owner = self.network.owners[name]
         frozen = owner in self.network.frozen
-        output.trainable = (has_parameters and not frozen) or any(v.trainable for v in inputs)
         self._cuts[node] = key = tuple(cuts.values())
         self._values[node, key] = self.program.values[name] = output
         options = self.strategy.options_of(name)
         if self.target.trainable and name in self.replicable:
             options = {**options, "weight_gradient": "replicated"}
-        self.program.steps.append(
-            Step(name, node.layer, inputs, output, options, counts_of(cuts), owner if owner != name else "", frozen)
-        )
+        step = Step(name, node.layer, inputs, output, options, counts_of(cuts), owner if owner != name else "", frozen)
+        output.trainable = (bool(step.parameters) and not frozen) or any(v.trainable for v in inputs)
+        self.program.steps.append(step)
+        if step.owner:
+            self._calls.setdefault(step.owner, []).append(step)
 
     def _value(self, name: str, shape: Sequence[int], cuts: Mapping[str, Cut], dtype: np.dtype) -> Value:
         layout = layout_of((self.target.batch, *shape), cuts, self.target.size)
@@ -215,7 +216,7 @@ class _Compiler:
         )
 
     def _arrays(self, step: Step) -> dict[str, dict[str, View]]:
-        blocks = {key: self.blocks[f"{step.arrays_of}/{key}"] for key in _specs(step)}
+        blocks = {key: self.blocks[f"{step.arrays_of}/{key}"] for key in (*step.parameters, *step.states)}
         return _arrays(step, blocks)
 
     def _lower(self, step: Step) -> list[Operation]:
@@ -261,7 +262,7 @@ class _Compiler:
 
     def _add_calls(self, step: Step, context: Context) -> None:
         """Add up the gradients of all calls of a layer, behind the backward of the first call, which runs last."""
-        calls = [other for other in self.program.steps if other.owner == step.name]
+        calls = self._calls.get(step.name, ())
         if not calls or step.frozen:
             return
         for key, total in context.grads.items():
@@ -285,11 +286,6 @@ class _Compiler:
         self.program.backward.append(Segment(name, [run]))
 
 
-def _specs(step: Step) -> Mapping[str, Parameter]:
-    shapes = [v.layout.shape[1:] for v in step.inputs]
-    return {**step.layer.parameters(*shapes), **step.layer.state(*shapes)}
-
-
 def _arrays(step: Step, blocks: Mapping[str, ParameterBlocks]) -> dict[str, dict[str, View]]:
     """Return views of the arrays that the store holds for a layer, by short names.
 
@@ -297,16 +293,15 @@ def _arrays(step: Step, blocks: Mapping[str, ParameterBlocks]) -> dict[str, dict
     """
     dtype, rank = step.output.dtype, step.output.rank
     low, full = is_low(dtype) and not step.layer.exact_parameters, wide(dtype)
-    specs, states = _specs(step), step.layer.state(*(v.layout.shape[1:] for v in step.inputs))
     found: dict[str, dict[str, View]] = {"params": {}, "grads": {}, "state": {}}
     for key, held in blocks.items():
         name, shape = f"{step.arrays_of}/{key}", held.boxes[rank].shape
-        if key in states:
+        if key in step.states:
             found["state"][key] = Buffer(shape, full, "parameter", place=("state", name)).view
             continue
         place = ("copies", name) if low else ("params", name)
         found["params"][key] = Buffer(shape, dtype if low else full, "parameter", place=place).view
-        rounded = is_low(dtype) and specs[key].rounded
+        rounded = is_low(dtype) and step.parameters[key].rounded
         kind, given = ("rounded", dtype) if rounded else ("grads", full)
         own = Buffer(shape, given, "parameter gradient", place=(kind, name))
         found["grads"][key] = (Buffer(shape, given, "transient") if step.frozen or step.owner else own).view
@@ -329,7 +324,8 @@ def lower_alone(step: Step, trained: bool, overlaps: bool = False) -> Lowered:
     for i, value in enumerate(step.inputs):
         value.place([step.layer.needed_blocks(i, layouts, step.output.layout).clipped(value.layout.shape)])
     step.output.place([])
-    blocks = {key: blocks_of(spec, step.parts, size) for key, spec in _specs(step).items()}
+    specs = {**step.parameters, **step.states}
+    blocks = {key: blocks_of(spec, step.parts, size) for key, spec in specs.items()}
     context = Context(step, _arrays(step, blocks), trainable=trained, overlaps=overlaps)
     add_backward = step.layer.lower(context)
     forward, context.operations = context.operations, []

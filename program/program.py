@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ import numpy as np
 
 from ..device import wide
 from ..layers.layer import Layer
+from ..layers.parameter import Parameter
 from .arena import Placement, place
 from .operations import KernelSpec, Operation, Run, Total, Transfer
 from .views import Value, View
@@ -49,6 +50,28 @@ class Step:
     def arrays_of(self) -> str:
         """Name of the layer that its parameters are stored under."""
         return self.owner or self.name
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Return the sample shapes of the inputs."""
+        return [value.layout.shape[1:] for value in self.inputs]
+
+    def under(self, parts: Mapping[str, int], inputs: list[Value], output: Value) -> Step:
+        """Return the step of the same layer under another cut."""
+        other = replace(self, parts=parts, inputs=inputs, output=output)
+        # Descriptions of whole arrays do not depend on the cut: they are made once for all candidates of a plan.
+        vars(other).update(parameters=self.parameters, states=self.states)
+        return other
+
+    @cached_property
+    def parameters(self) -> Mapping[str, Parameter]:
+        """Return the whole parameters by their short names, also those of another layer."""
+        return self.layer.parameters(*self.shapes)
+
+    @cached_property
+    def states(self) -> Mapping[str, Parameter]:
+        """Return the whole untrained arrays by their short names."""
+        return self.layer.state(*self.shapes)
 
 
 @dataclass(eq=False)

@@ -71,6 +71,11 @@ class Move:
         """Per axis, the number of common elements of every source part and every target part."""
         return tuple(overlap(a, b) for a, b in zip(self.source.axes, self.target.axes))
 
+    @cached_property
+    def _rows(self) -> dict[tuple[int, int], tuple[np.ndarray, np.ndarray]]:
+        """Return what `row` has found, by axis and source part: neighboring ranks share most of their parts."""
+        return {}
+
     @property
     def idle(self) -> bool:
         """Whether no rank sends anything."""
@@ -96,19 +101,22 @@ class Move:
     def peers(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the other ranks to which `rank` sends, and the bytes per rank [B]."""
         at = self.source.coordinates(rank)
-        if at is None:
-            return np.zeros(0, np.int64), np.zeros(0, np.int64)
-        ranks, elements = _FIRST, _ONE
-        for i, a, b, parts in zip(at, self.source.axes, self.target.axes, self.target.grid):
-            met, common = row(a[i], b)
+        ranks, elements, factor = _FIRST, _ONE, self.itemsize
+        for axis, (i, parts) in enumerate(zip(at or (), self.target.grid)):
+            if (axis, i) not in self._rows:
+                self._rows[axis, i] = row(self.source.axes[axis][i], self.target.axes[axis])
+            met, common = self._rows[axis, i]
+            if not len(met):
+                return _NONE, _NONE
             if parts == 1:
-                elements = elements * common if len(met) else _NONE
-                ranks = ranks if len(met) else _NONE
+                factor *= int(common[0])
             else:
                 ranks = (ranks[:, None] * parts + met).reshape(-1)
                 elements = (elements[:, None] * common).reshape(-1)
+        if at is None or (len(ranks) == 1 and ranks[0] == rank):
+            return _NONE, _NONE
         others = ranks != rank
-        return ranks[others], elements[others] * self.itemsize
+        return ranks[others], elements[others] * factor
 
 
 @dataclass(frozen=True)

@@ -113,12 +113,12 @@ def layers_memory(program: Program, blocks: Mapping[str, ParameterBlocks]) -> di
     found = dict(program.placement.uses)
     found["parameter"] = found["parameter gradient"] = 0
     for step in program.steps:
-        shapes, itemsize = [v.layout.shape[1:] for v in step.inputs], program.wide.itemsize
-        for key in () if step.owner else step.layer.parameters(*shapes):
+        itemsize = program.wide.itemsize
+        for key in () if step.owner else step.parameters:
             own = aligned(blocks[f"{step.name}/{key}"].boxes[rank].size * itemsize)
             found["parameter"] += own
             found["parameter gradient"] += own
-        for key in step.layer.state(*shapes):
+        for key in step.states:
             found["parameter"] += blocks[f"{step.name}/{key}"].boxes[rank].size * itemsize
     found["messages"] = _messages(program)
     return found

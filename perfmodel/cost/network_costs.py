@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -355,8 +355,7 @@ class _Maker:
         cost = price_layer(step, lowered.forward, lowered.backward, self.pricing)
         sums = update = 0.0
         parameters = 0
-        specs = {} if step.owner else step.layer.parameters(*(v.layout.shape[1:] for v in step.inputs))
-        for spec in specs.values():
+        for spec in () if step.owner else plain.parameters.values():
             held = blocks_of(spec, step.parts, self.ranks)
             nbytes = held.largest * self.itemsize
             parameters += nbytes
@@ -436,4 +435,4 @@ def _under(plain: Step, parts: Mapping[str, int], ranks: int) -> Step:
         return Value(value.name, layout, value.dtype, middle, value.trainable, value.read)
 
     middle = middle_rank(layout_of(plain.output.layout.shape, parts, ranks).boxes)
-    return replace(plain, inputs=[cut(v) for v in plain.inputs], output=cut(plain.output), parts=parts)
+    return plain.under(parts, [cut(v) for v in plain.inputs], cut(plain.output))

@@ -23,14 +23,7 @@ from ..plans import LayerRecord, Prediction
 from .account import add_sums, count_program, layers_memory, program_of
 from .layer_cost import LayerCost, Pricing, price_layer
 from .reductions import Keeping, price
-from .timeline import (
-    PricedBucket,
-    PricedReduction,
-    Replication,
-    StepTimeline,
-    buckets_of,
-    run_step,
-)
+from .timeline import Gradients, PricedBucket, PricedReduction, Replication, StepTimeline, run_step
 from .wires import middle_rank
 
 __all__ = ["Simulation", "Training", "simulate"]
@@ -163,6 +156,7 @@ class _Known:
     programs: dict[tuple[int, int], Program] = field(default_factory=dict)
     memory: dict[tuple[int, int], dict[str, int]] = field(default_factory=dict)
     steps: dict[tuple[Scheme, int], _Played] = field(default_factory=dict)
+    gradients: Gradients | None = None
     fullest: int | None = None
 
 
@@ -257,8 +251,9 @@ class Simulation:
         return int(held.argmax())
 
     def _buckets(self) -> list[PricedBucket]:
-        itemsize = self.program.wide.itemsize
-        return buckets_of(self.network, self.blocks, itemsize, self.strategy)
+        if self._known.gradients is None:
+            self._known.gradients = Gradients(self.network, self.blocks, self.program.wide.itemsize)
+        return self._known.gradients.buckets(self.strategy)
 
     def _step(self) -> _Played:
         key = self.strategy.reduction, self.strategy.bucket_bytes
@@ -381,7 +376,7 @@ def _record(one: Step, cost: LayerCost, before: float, share: tuple[float, float
 def _shares(network: Network, steps: Sequence[Step], step: _Played) -> Mapping[str, tuple[float, float]]:
     """Per layer, its part of the sum of its bucket and of the wait for it, by parameters."""
     weights = {
-        one.name: sum(p.size for p in one.layer.parameters(*(v.layout.shape[1:] for v in one.inputs)).values())
+        one.name: sum(p.size for p in one.parameters.values())
         for one in steps
         if one.name in network.layers and not one.owner
     }

@@ -66,13 +66,26 @@ class PricedBucket:
 def buckets_of(
     network: Network, blocks: Mapping[str, ParameterBlocks], itemsize: int, strategy: Strategy
 ) -> list[PricedBucket]:
-    """All buckets of a network under the strategy's scheme, in the order in which the store makes them."""
-    found = []
-    for chunk in chunks_of(gradient_layers(network, blocks), strategy.reduction, strategy.bucket_bytes, itemsize):
-        columns = [[aligned(n * itemsize) for n in blocks[g.name].sizes] for g in chunk.gradients]
-        assert isinstance(chunk.sharing, Groups)
-        found.append(PricedBucket(chunk.layers, chunk.sharing, tuple(map(sum, zip(*columns))), chunk.replicated))
-    return found
+    """Return all buckets under the strategy's scheme, in the order in which the store makes them."""
+    return Gradients(network, blocks, itemsize).buckets(strategy)
+
+
+class Gradients:
+    """The gradients of a network by layer, with their bytes; buckets are made of them under any scheme."""
+
+    def __init__(self, network: Network, blocks: Mapping[str, ParameterBlocks], itemsize: int) -> None:
+        self._layers, self._itemsize = gradient_layers(network, blocks), itemsize
+        names = [gradient.name for layer in self._layers for gradient in layer.gradients]
+        self._nbytes = {name: [aligned(n * itemsize) for n in blocks[name].sizes] for name in names}
+
+    def buckets(self, strategy: Strategy) -> list[PricedBucket]:
+        """Return all buckets under the strategy's scheme, in the order in which the store makes them."""
+        found = []
+        for chunk in chunks_of(self._layers, strategy.reduction, strategy.bucket_bytes, self._itemsize):
+            assert isinstance(chunk.sharing, Groups)
+            nbytes = tuple(map(sum, zip(*(self._nbytes[g.name] for g in chunk.gradients))))
+            found.append(PricedBucket(chunk.layers, chunk.sharing, nbytes, chunk.replicated))
+        return found
 
 
 def aligned(nbytes: int) -> int:

@@ -14,11 +14,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
-from ...dtensor import Blocks
+from ...dtensor import Blocks, Intervals
 from ...program.traffic import Move
 from .. import collectives
 from ..machine import LEVELS, Machine
@@ -254,14 +254,16 @@ class Wires:
 def middle_rank(blocks: Blocks) -> int:
     """The rank in the middle of a grid, with neighbors on all sides; where shares differ, one that has the most."""
     rank = 0
-    for extents in blocks.extents:
-        rank = rank * len(extents) + _middle_part(extents)
+    for axis in blocks.axes:
+        rank = rank * len(axis) + _middle_part(axis)
     return min(rank, math.prod(blocks.grid) - 1)
 
 
-def _middle_part(extents: np.ndarray) -> int:
-    """The part in the middle; that of the longest nearest to it where shares differ."""
-    middle = len(extents) // 2
-    if extents[middle] + 1 >= extents.max():
+@lru_cache(maxsize=16384)
+def _middle_part(axis: Intervals) -> int:
+    """Return the part in the middle; that of the longest nearest to it where shares differ."""
+    extents = [max(0, stop - start) for start, stop in axis]
+    middle, longest = len(extents) // 2, max(extents)
+    if extents[middle] + 1 >= longest:
         return middle
-    return int(min(np.flatnonzero(extents == extents.max()), key=lambda part: abs(part - middle)))
+    return min((i for i, extent in enumerate(extents) if extent == longest), key=lambda part: abs(part - middle))
