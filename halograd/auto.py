@@ -32,6 +32,7 @@ from .kernels import KernelError, get_backend
 from .layers import Network, Strategy
 from .layers.reduction_scheme import BY_NODES, Scheme
 from .measuring import Measuring, StepTrial, measure_steps, rivals, settle
+from .perfmodel.contenders import candidate_schemes, rank_schemes
 from .perfmodel.cost import Pricing, Training, Wires, simulate
 from .perfmodel.cuts import BASELINES, GRID, baseline
 from .perfmodel.kernel_times import (
@@ -44,7 +45,6 @@ from .perfmodel.kernel_times import (
 from .perfmodel.machine import Machine
 from .perfmodel.plans import Alternative, Plan
 from .perfmodel.predict import Planning
-from .perfmodel.reduction_choice import candidate_schemes, rank_schemes
 from .planning import OPTIMIZER_ARRAYS, Asked, check_planner, known_baselines, make_plan, parse_memory
 from .training.build import make_network, make_optimizer, with_reduction
 from .training.config import Config, LARSConfig, SGDConfig

@@ -1,17 +1,34 @@
-"""Strategies that were simulated, each under all schemes of gradient reduction: what a plan is chosen from."""
+"""Strategies that were simulated, each under all schemes of gradient reduction that are worth a try.
+
+A plan chooses among them; a run ranks the schemes of one strategy by the predicted time of a step.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ..layers import Network, Strategy
+from ..layers.reduction_chunks import kinds_of, replicable_layers
 from ..layers.reduction_scheme import Scheme
-from .cost.simulate import Simulation
+from .cost.layer_cost import Pricing
+from .cost.simulate import Simulation, Training
+from .cost.wires import Wires
+from .kernel_times import KernelTimes
+from .machine import Machine
 
-__all__ = ["Contender", "Contenders"]
+__all__ = [
+    "Contender",
+    "Contenders",
+    "PricedScheme",
+    "candidate_schemes",
+    "first_chunks",
+    "planned_schemes",
+    "rank_schemes",
+    "shortlist",
+]
 
 Cuts = tuple[tuple[int, ...], ...]
 
@@ -39,21 +56,21 @@ class Contender:
 
     @property
     def strategy(self) -> Strategy:
-        """Cuts, scheme and size of buckets."""
+        """Return the cuts, the scheme and the size of buckets."""
         return self.simulation.strategy
 
     @cached_property
     def seconds(self) -> float:
-        """What a step takes [s]."""
+        """Return the time of a step [s]."""
         return self.simulation.step_seconds
 
     @cached_property
     def memory_bytes(self) -> int:
-        """What the fullest rank takes; asked for only where it matters, because it takes as long as all else [B]."""
+        """Return the memory of the fullest rank [B]; on demand, because it takes as long to find as all else."""
         return sum(self.simulation.memory.values())
 
     def fits(self, limit: float) -> bool:
-        """Whether it takes no more than `limit` [B]."""
+        """Return whether the fullest rank takes no more than `limit` [B]."""
         return limit == math.inf or self.memory_bytes <= limit
 
 
@@ -78,19 +95,19 @@ class Contenders:
         return iter(self._found.values())
 
     def cuts(self, strategy: Strategy) -> Cuts:
-        """What tells strategies apart."""
+        """Return the parts of all layers, by which strategies are distinguished."""
         return tuple(tuple(strategy.parts_of(name).values()) for name in self._network.layers)
 
     def find(self, strategy: Strategy) -> Contender | None:
-        """The one with these cuts."""
+        """Return the contender with the cuts of this strategy, if there is one."""
         return self._found.get(self.cuts(strategy))
 
     def add(self, found: Contender) -> Contender:
-        """Keep it."""
+        """Keep a contender; return the one with the same cuts if there is one."""
         return self._found.setdefault(self.cuts(found.strategy), found)
 
     def variants(self, found: Contender) -> list[Contender]:
-        """The same cuts under all schemes, the fastest first."""
+        """Return contenders with the same cuts under all schemes, the fastest first."""
         key = self.cuts(found.strategy)
         if key not in self._variants:
             some = [
@@ -101,7 +118,7 @@ class Contenders:
         return self._variants[key]
 
     def best_of(self, found: Contender, limit: float, faster_than: float = math.inf) -> Contender | None:
-        """Its fastest variant within a limit [B], if that is faster than so much [s]."""
+        """Return its fastest variant within a limit [B], if it is faster than `faster_than` [s]."""
         if found.simulation.computing >= faster_than:
             return None
         for variant in self.variants(found):
@@ -112,12 +129,112 @@ class Contenders:
         return None
 
     def fastest(self, limit: float = math.inf) -> Contender | None:
-        """The fastest within a limit [B], under any scheme; None if nothing fits."""
+        """Return the fastest within a limit [B], under any scheme; None if nothing fits."""
         best: Contender | None = None
         for found in sorted(self, key=lambda one: one.simulation.computing):
             best = self.best_of(found, limit, math.inf if best is None else best.seconds) or best
         return best
 
     def leanest(self) -> Contender:
-        """The one that takes the least memory."""
+        """Return the contender, under any scheme, that takes the least memory."""
         return min((variant for found in self for variant in self.variants(found)), key=lambda one: one.memory_bytes)
+
+
+#: Sizes of the first of two chunks that are tried where there is little pooling.
+SIZES = 4
+#: Layers per chunk of host_accumulate that a plan may choose; a run searches more finely.
+CHUNKS = (1, 3, 9, 20)
+
+
+@dataclass(frozen=True)
+class PricedScheme:
+    """A scheme, and the predicted time of a step with it [s]."""
+
+    scheme: Scheme
+    seconds: float
+
+
+def candidate_schemes(network: Network, strategy: Strategy, batch: int) -> list[Scheme]:
+    """Return schemes that may be tried while training, the simplest first. Pure arithmetic.
+
+    Buckets, and two chunks of several sizes, each with the gradients of the first 0, 1, ... dense layers replicated, as
+    far as that saves traffic (:func:`halograd.layers.reduction_chunks.replicable_layers`).
+    """
+    most = len(replicable_layers(strategy, network, batch))
+    sizes = first_chunks(network)
+    return [
+        replace(scheme, replicated_dense=f)
+        for f in range(most + 1)
+        for scheme in (Scheme("bucketed"), *(Scheme("two_chunks", first_layers=k) for k in sizes))
+    ]
+
+
+def planned_schemes(
+    network: Network, strategy: Strategy, batch: int, machine: Machine, without: Collection[str] = ()
+) -> list[Scheme]:
+    """Return schemes that a plan may choose: those of `candidate_schemes`, and those that a run does not try by itself.
+
+    Parameters
+    ----------
+    without
+        Names of schemes that the run cannot have.
+    """
+    found = candidate_schemes(network, strategy, batch)
+    replicated = sorted({scheme.replicated_dense for scheme in found})
+    found += [Scheme(name, replicated_dense=f) for name in ("per_layer", "sharded") for f in replicated]
+    if machine.devices_per_node > 1:  # ranks share memory
+        found.append(Scheme("hierarchical"))
+        found += [Scheme("host_accumulate", chunk=n) for n in CHUNKS]
+    return [scheme for scheme in found if scheme.name not in without]
+
+
+def first_chunks(network: Network) -> list[int]:
+    """Return numbers of layers in the first of two chunks that are worth a try, rising.
+
+    Those that end before a pooling layer, as in Lee et al. 2017, Section IV-C4 (3, 6, 9 and 12 of VGG-A); where there
+    are fewer than three of them, equal parts of the layers too.
+
+    >>> from halograd.models import build
+    >>> first_chunks(build("vgg_a"))
+    [3, 6, 9, 12]
+    """
+    counted = [kind for kind in reversed(kinds_of(network).values()) if kind != "other"]
+    found = {i for i, kind in enumerate(counted) if kind == "pooling" and 0 < i < len(counted) - 2}
+    if len(found) < 3:
+        found |= {len(counted) * i // (SIZES + 1) for i in range(1, SIZES + 1)} - {0}
+    return sorted(found)
+
+
+def rank_schemes(
+    network: Network,
+    strategy: Strategy,
+    batch: int,
+    machine: Machine,
+    times: KernelTimes,
+    schemes: Sequence[Scheme],
+    training: Training | None = None,
+    ranks: int | None = None,
+) -> list[PricedScheme]:
+    """Return the schemes with predicted step times, the fastest first; equal ones in the order given.
+
+    Parameters
+    ----------
+    strategy
+        How layers are cut; its own scheme does not matter.
+    machine, times, training, ranks
+        As for :func:`halograd.perfmodel.cost.simulate`.
+    """
+    training = training or Training()
+    pricing = Pricing(Wires(machine), times, training.dtype)
+    whole = Simulation(network, strategy, batch, pricing, training, ranks)
+    priced = [PricedScheme(scheme, whole.with_reduction(scheme).step_seconds) for scheme in schemes]
+    return sorted(priced, key=lambda p: p.seconds)
+
+
+def shortlist(schemes: Sequence[Scheme]) -> list[Scheme]:
+    """Return the ends and the middle of each choice in `candidate_schemes`, to measure where nothing is predicted."""
+    most = max(s.replicated_dense for s in schemes)
+    sizes = sorted({s.first_layers for s in schemes if s.first_layers})
+    middle = sizes[len(sizes) // 2 : len(sizes) // 2 + 1]
+    wanted = [Scheme("bucketed"), *(Scheme("two_chunks", first_layers=k) for k in middle)]
+    return [replace(scheme, replicated_dense=f) for f in sorted({0, most}) for scheme in wanted]

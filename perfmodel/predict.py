@@ -30,7 +30,7 @@ from halograd.schema import build
 from ..layers import Network, Strategy
 from ..layers.reduction_scheme import Scheme
 from .changes import Changes
-from .contenders import Contender, Contenders
+from .contenders import Contender, Contenders, planned_schemes
 from .cost.layer_cost import Pricing
 from .cost.network_costs import network_costs
 from .cost.simulate import Simulation, Training
@@ -41,7 +41,6 @@ from .machine import Machine
 from .planners import PLANNERS, Elimination, NoneFits
 from .planners.tables import memory_problem
 from .plans import Alternative, Plan, Prediction, Ranks
-from .reduction_choice import planned_schemes
 
 __all__ = ["Planning", "plan_network"]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..layers.reduction_chunks import gradient_layers
 from ..layers.reduction_scheme import Scheme
-from ..perfmodel.reduction_choice import candidate_schemes, shortlist
+from ..perfmodel.contenders import candidate_schemes, shortlist
 from .executor import Executor
 from .log import RunLog
 
@@ -243,7 +243,7 @@ class AutoReduction:
         Called with a scheme to train with (:meth:`Trainer.reduce_by`).
     ranked
         Candidates, the most promising first, as a cost model ranks them
-        (:func:`halograd.perfmodel.reduction_choice.rank_schemes`); empty: a few typical ones.
+        (:func:`halograd.perfmodel.contenders.rank_schemes`); empty: a few typical ones.
     tuning
         Settings of the search; None: the default ones.
 

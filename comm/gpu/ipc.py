@@ -1,6 +1,7 @@
-"""The `cuda-ipc` transport: ranks of one node read each other's send buffers on the device, ordered by events.
+"""The `cuda-ipc` transport: ranks of one node map each other's device memory, and order their streams by events.
 
-The device counterpart of `halograd.comm.transports.shared`: the same channels, with other moves.
+It is the device counterpart of `halograd.comm.transports.shared`: the same channels, with other moves. A rank shares
+memory and interprocess events (`IpcMemory`); peers read its send buffers on the device, behind those events.
 """
 
 from __future__ import annotations
@@ -8,22 +9,193 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+from mpi4py import MPI
+
 from ..channel import Channel
 from ..counters import Meter
+from ..errors import CommError
 from ..progress import StagedOperation, Work
 from ..reduction import REDUCIBLE, Reduction, ReductionPlan, Room
 from ..sums import Method, shards
 from ..transports.base import Pattern, TransportContext, split_node
 from ..transports.memory import Arena, Flags, Signal, rounded
 from ..transports.shared import WindowChannel, Windows
-from .ipc_memory import ALIGNMENT, Exchanged, IpcMemory
 from .streams import Cuda, Join, Lane, LaneCodec, LaneMeter, LaneSpans
 
-__all__ = ["EventMove", "IpcTransport"]
+__all__ = ["EventMove", "Exchanged", "IpcMemory", "IpcTransport", "PeerEvent"]
+
+# CUDA shares whole blocks of 2 MiB, whatever else lies in them; so what is shared gets blocks of its own.
+GRAIN = 2 << 20  # [B]
+ALIGNMENT = 256  # [B]
+# Containers that share a GPU can map each other's memory, and yet not open each other's events.
+SHM = "events need one /dev/shm: ranks in containers of their own have to share it"
+
+
+class PeerEvent:
+    """An event of another process, for `Stream.wait_event`."""
+
+    def __init__(self, ptr: int) -> None:
+        self.ptr = ptr
+
+
+class DeviceChunk:
+    """One allocation of this rank, given out piece by piece. Local."""
+
+    def __init__(self, cuda: Cuda, nbytes: int) -> None:
+        self._cuda, self.nbytes, self._used, self._live = cuda, nbytes, 0, 0
+        # Not from CuPy's pool: a handle stands for a whole allocation of cudaMalloc.
+        self.ptr = int(cuda.cupy.cuda.runtime.malloc(nbytes))
+        self.handle: bytes = cuda.cupy.cuda.runtime.ipcGetMemHandle(self.ptr)
+
+    def fits(self, nbytes: int) -> bool:
+        return self._used + nbytes <= self.nbytes
+
+    def take(self, nbytes: int) -> int:
+        """Return the offset of unused memory [B]."""
+        first = self._used
+        self._used += nbytes
+        self._live += 1
+        return first
+
+    def give_back(self) -> None:
+        """Undo one `take`; the memory is used again once all pieces are given back."""
+        self._live -= 1
+        if not self._live:
+            self._used = 0
+
+    def free(self) -> None:
+        self._cuda.cupy.cuda.runtime.free(self.ptr)
+
+
+class Exchanged:
+    """Memory and events that the ranks share for one channel or sum. Local to use.
+
+    Attributes
+    ----------
+    rank
+        This rank.
+    events
+        Of this rank, to be recorded.
+    """
+
+    def __init__(self, memory: IpcMemory, chunk: DeviceChunk, first: int, events: list[Any]) -> None:
+        self._memory, self._chunk, self.rank, self.events = memory, chunk, memory.rank, events
+        self._bases: dict[int, int] = {memory.rank: chunk.ptr + first}
+        self._peer_events: dict[int, list[PeerEvent]] = {}
+
+    def open(self, exports: Sequence[tuple[bytes, int, list[bytes]]], peers: Sequence[int] | None = None) -> None:
+        """Map what `peers` export (None: all others): handle of the chunk, offset, handles of the events."""
+        for rank, (handle, first, events) in enumerate(exports):
+            if rank != self.rank and (peers is None or rank in peers):
+                self._bases[rank] = self._memory.map(rank, handle) + first
+                self._peer_events[rank] = [PeerEvent(self._memory.runtime.ipcOpenEventHandle(e)) for e in events]
+
+    def array(self, rank: int, offset: int, count: int, dtype: np.dtype) -> Any:
+        """Return an array ``(count,)`` in the memory of a rank, `offset` [B] behind the start of its part."""
+        return self._memory.view(self._bases[rank] + offset, count, dtype)
+
+    def peer_events(self, which: int, peers: Sequence[int] | None = None) -> list[PeerEvent]:
+        """Return event number `which` of these ranks, by default of all others."""
+        return [self._peer_events[rank][which] for rank in (self._peer_events if peers is None else peers)]
+
+    def close(self) -> None:
+        """Give back the memory and the events of other ranks. Local; all ranks call it."""
+        for events in self._peer_events.values():
+            for event in events:
+                self._memory.runtime.eventDestroy(event.ptr)
+        self._peer_events.clear()
+        self._chunk.give_back()
+
+
+class IpcMemory:
+    """Memory of one communicator, all of whose ranks are on one node. Collective to make parts of and to close."""
+
+    def __init__(self, cuda: Cuda, mpi: MPI.Intracomm, agree: Callable[[Exception | None], None]) -> None:
+        self._cuda, self._mpi, self._agree = cuda, mpi, agree
+        self.rank, self.runtime = mpi.rank, cuda.cupy.cuda.runtime
+        self._chunks: list[DeviceChunk] = []
+        self._mapped: dict[tuple[int, bytes], int] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Return the device memory of this rank that is shared [B]."""
+        return sum(chunk.nbytes for chunk in self._chunks)
+
+    def share(self, nbytes: int, events: int, peers: Sequence[int] | None = None) -> Exchanged:
+        """Share `nbytes` of this rank [B], which other ranks read, and a number of events. Collective.
+
+        Parameters
+        ----------
+        peers
+            Whose memory and events this rank opens, by default those of all others. A driver has some ten thousand
+            events for several processes, and a network some hundred exchanges.
+
+        Raises
+        ------
+        CommError
+            On all ranks, if memory cannot be had or mapped.
+        """
+        # Memory that is used afresh may still be read by what another rank has enqueued: no rank goes on before all
+        # devices are done. This is when things are built, not a step.
+        self._cuda.device.synchronize()
+        part, fault = self._attempt(lambda: self._reserve(nbytes, events), "memory that other processes can map")
+        self._agree(fault)
+        exchanged, mine = part
+        exports = self._mpi.allgather(mine)
+        what = f"to map memory and events of the other ranks ({SHM})"
+        _, fault = self._attempt(lambda: exchanged.open(exports, peers), what)
+        self._agree(fault)
+        return exchanged
+
+    def _attempt(self, call: Callable[[], Any], what: str) -> tuple[Any, Exception | None]:
+        try:
+            self._cuda.device.use()
+            return call(), None
+        except Exception as error:
+            return None, CommError(f"cuda-ipc: expected {what}, got {error}; use the device transport 'mpi-staged'")
+
+    def _reserve(self, nbytes: int, events: int) -> tuple[Exchanged, tuple[bytes, int, list[bytes]]]:
+        nbytes = max(ALIGNMENT, -(-nbytes // ALIGNMENT) * ALIGNMENT)
+        chunk = next((chunk for chunk in self._chunks if chunk.fits(nbytes)), None)
+        if chunk is None:
+            # As much again as there is: the number of mappings grows with the logarithm of the memory.
+            chunk = DeviceChunk(self._cuda, -(-max(nbytes, self.nbytes) // GRAIN) * GRAIN)
+            self._chunks.append(chunk)
+        first = chunk.take(nbytes)
+        event = self._cuda.cupy.cuda.Event
+        own = [event(disable_timing=True, interprocess=True) for _ in range(events)]
+        handles = [self.runtime.ipcGetEventHandle(e.ptr) for e in own]
+        return Exchanged(self, chunk, first, own), (chunk.handle, first, handles)
+
+    def map(self, rank: int, handle: bytes) -> int:
+        """Return the address of a chunk of another rank; it is mapped once."""
+        key = (rank, handle)
+        if key not in self._mapped:
+            self._mapped[key] = int(self.runtime.ipcOpenMemHandle(handle))
+        return self._mapped[key]
+
+    def view(self, address: int, count: int, dtype: np.dtype) -> Any:
+        """Return an array at an address. It does not keep the memory alive: `close` frees all of it."""
+        cupy, nbytes = self._cuda.cupy, count * dtype.itemsize
+        memory = cupy.cuda.UnownedMemory(address, max(nbytes, 1), self, self._cuda.device.ordinal)
+        return cupy.ndarray((count,), dtype, cupy.cuda.MemoryPointer(memory, 0))
+
+    def close(self) -> None:
+        """Unmap the memory of other ranks, then free that of this rank. Collective."""
+        self._cuda.device.synchronize()
+        self._mpi.Barrier()
+        for address in self._mapped.values():
+            self.runtime.ipcCloseMemHandle(address)
+        self._mapped.clear()
+        self._mpi.Barrier()  # memory that another process has mapped must not be freed
+        for chunk in self._chunks:
+            chunk.free()
+        self._chunks.clear()
 
 
 class EventMove(Signal):
-    """A move between devices: record an event behind what a stream was given, and go on behind those of others.
+    """A move between devices: record an event in a stream, and let the stream wait for those of other ranks.
 
     What a process records, another can wait for only once it *has been* recorded, or it waits for the time before. So a
     flag in shared host memory says that; no host waits for a device.
@@ -113,7 +285,7 @@ class IpcTransport:
         return WindowChannel(pattern, meter, Windows(sends, recvs, (first, second), close, on_device=True))
 
     def reduction(self, buffer: Any, meter: Meter, method: Method) -> Reduction:
-        """A sum in the order of the ranks, or half of it, on the lane. ::
+        """Make a sum in the order of the ranks, or half of it, on the lane. ::
 
             start    copy the summands to shared memory                         event 0, flag 2 n - 1
             then     behind all events 0: add up the own shard of all           event 1, flag 2 n

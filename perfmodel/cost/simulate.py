@@ -20,9 +20,8 @@ from ...program.compiler import Target
 from ...program.operations import Operation, Run
 from ...program.program import Program, Step
 from ..plans import LayerRecord, Prediction
-from .account import add_sums, count_program, layers_memory, program_of
+from .account import Keeping, add_sums, count_program, layers_memory, price, program_of
 from .layer_cost import LayerCost, Pricing, price_layer
-from .reductions import Keeping, price
 from .timeline import Gradients, PricedBucket, PricedReduction, Replication, StepTimeline, run_step
 from .wires import middle_rank
 

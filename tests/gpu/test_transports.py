@@ -14,7 +14,7 @@ import pytest
 from mpi4py import MPI
 
 from halograd.comm import CommError, Communicator
-from halograd.comm.gpu.ipc_memory import IpcMemory
+from halograd.comm.gpu.ipc import IpcMemory
 from halograd.comm.gpu.nccl import SUMMABLE, NcclLink
 from halograd.comm.gpu.streams import Cuda, Passage
 from halograd.comm.gpu.watchdog import DeviceWatchdog

@@ -9,6 +9,7 @@ import pytest
 from halograd.errors import UserError
 from halograd.layers import Strategy
 from halograd.models import build, lenet5, mesh, resnet, unet
+from halograd.perfmodel.contenders import planned_schemes
 from halograd.perfmodel.cost import Pricing, Training, Wires, simulate
 from halograd.perfmodel.cost import network_costs as problem_module
 from halograd.perfmodel.cost.account import memory_of
@@ -20,7 +21,6 @@ from halograd.perfmodel.machine import Machine
 from halograd.perfmodel.planners import PLANNERS
 from halograd.perfmodel.plans import Plan
 from halograd.perfmodel.predict import Planning, plan_network
-from halograd.perfmodel.reduction_choice import planned_schemes
 from tests.layers.cuts import random_strategy
 from tests.models.gated import gated
 from tests.perfmodel.pricing import priced

@@ -2,7 +2,7 @@
 
 import pytest
 
-from halograd.comm.gpu import ipc, ipc_memory, nccl
+from halograd.comm.gpu import ipc, nccl
 from halograd.comm.gpu.streams import Passage
 from halograd.comm.sums import METHODS as METHODS_OF_ALL
 from halograd.comm.sums import shards
@@ -266,4 +266,4 @@ def test_shards_are_what_the_tests_think():
     assert nccl.URGENT < 40000 * 4
     made_on_devices = {name for name, method in METHODS_OF_ALL.items() if method.on_devices}
     assert made_on_devices == {"allreduce", "ordered", "reduce_scatter", "all_gather"}
-    assert ipc_memory.GRAIN == 2 << 20
+    assert ipc.GRAIN == 2 << 20

@@ -5,10 +5,10 @@ import pytest
 from halograd.layers import Strategy
 from halograd.layers.reduction_scheme import Scheme
 from halograd.models import alexnet, mesh, resnet50, vgg_a
+from halograd.perfmodel.contenders import candidate_schemes, first_chunks, rank_schemes, shortlist
 from halograd.perfmodel.cost import Pricing, Training, Wires, simulate
 from halograd.perfmodel.kernel_times import RooflineTimes
 from halograd.perfmodel.machine import Machine
-from halograd.perfmodel.reduction_choice import candidate_schemes, first_chunks, rank_schemes, shortlist
 
 VGG = vgg_a()
 FOUR = Strategy({"sample": 4})
