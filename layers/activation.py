@@ -41,6 +41,7 @@ class _Activation(Layer):
     """An elementwise function that the kernel backend has under the name `function`. Communication: none."""
 
     cuts_channels = "channelwise"
+    inputs_taken = 1
 
     function = ""
     alpha = 0.0
@@ -172,6 +173,7 @@ class Affine(Layer):
     """
 
     cuts_channels = "channelwise"
+    inputs_taken = 1
 
     def __init__(self, factor: float = 1.0, shift: float = 0.0, name: str | None = None) -> None:
         super().__init__(name)
@@ -214,6 +216,7 @@ class Clamp(Layer):
 
     cuts_channels = "channelwise"
     passes = Passes((1, 1), (2, 1))
+    inputs_taken = 1
 
     def __init__(self, low: float = 0.0, high: float = 6.0, name: str | None = None) -> None:
         super().__init__(name)
@@ -272,6 +275,7 @@ class Softmax(Layer):
     """
 
     passes = Passes((2, 1), (1, 2))
+    inputs_taken = 1
 
     def flops(self, *shapes: Shape) -> int:
         return 4 * math.prod(shapes[0])
@@ -303,6 +307,7 @@ class LogSoftmax(Layer):
     """
 
     passes = Passes((2, 1), (1, 2))
+    inputs_taken = 1
 
     def flops(self, *shapes: Shape) -> int:
         return 4 * math.prod(shapes[0])

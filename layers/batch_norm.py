@@ -97,8 +97,8 @@ class BatchNorm(Layer):
         return "its statistics"
 
     def output_shape(self, *shapes: Shape) -> Shape:
-        if len(shapes) > 2 or len(set(shapes)) > 1:
-            found = ", ".join(map(str, shapes))
+        if len(shapes) not in (1, 2) or len(set(shapes)) > 1:
+            found = ", ".join(map(str, shapes)) or "none"
             raise ValueError(f"BatchNorm: expected one input, or a second of the same shape to add, got {found}")
         return shapes[0]
 

@@ -56,6 +56,7 @@ class Conv(Layer):
     # x -> y; dy -> dx; the gradient of the filter reads x and dy.
     passes = Passes()
     weight_norm = False
+    inputs_taken = 1
 
     def __init__(
         self,

@@ -43,6 +43,7 @@ class Dense(Layer):
     passes = Passes()
     cuts_channels = "contracts"
     weight_norm = False
+    inputs_taken = 1
 
     def __init__(
         self,

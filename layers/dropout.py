@@ -45,6 +45,7 @@ class Dropout(Layer):
     # The mask is drawn in both passes.
     passes = Passes((1.25, 1), (1.25, 1))
     cuts_channels = "channelwise"
+    inputs_taken = 1
 
     def __init__(self, rate: float, name: str | None = None) -> None:
         super().__init__(name)
@@ -83,6 +84,7 @@ class StochasticDepth(Layer):
     """
 
     cuts_channels = "channelwise"
+    inputs_taken = 1
 
     def __init__(self, rate: float, name: str | None = None) -> None:
         super().__init__(name)

@@ -26,6 +26,7 @@ class _GlobalPool(Layer):
     """Pooling ``(N, *spatial, C)`` -> ``(N, C)``; contributions of blocks are computed where the input is."""
 
     cuts_channels = "channelwise"
+    inputs_taken = 1
 
     def output_shape(self, *shapes: Shape) -> Shape:
         (shape,) = shapes

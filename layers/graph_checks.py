@@ -5,13 +5,21 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from .layer import Input, Node, Shape
+from .layer import Input, Layer, Node, Shape
 from .loss import Loss
 
 if TYPE_CHECKING:
     from .network import Network
 
-__all__ = ["check_given", "check_inputs", "check_losses", "check_shared", "input_shapes", "sorted_nodes"]
+__all__ = [
+    "check_given",
+    "check_inputs",
+    "check_losses",
+    "check_outputs",
+    "check_shared",
+    "input_shapes",
+    "sorted_nodes",
+]
 
 
 def input_shapes(node: Node) -> list[Shape]:
@@ -35,6 +43,17 @@ def sorted_nodes(outputs: list[Node]) -> list[Node]:
         stack.append((node, True))
         stack.extend((n, False) for n in reversed(node.inputs) if n not in done)
     return order
+
+
+def check_outputs(network: Network) -> None:
+    """Refuse outputs that nothing computes, such as a layer that was not called."""
+    for name, node in network.outputs.items():
+        if not isinstance(node, Node):
+            called = "; call it on nodes" if isinstance(node, Layer) else ""
+            raise TypeError(
+                f"network {network.name!r}: expected the output of a layer as {name!r}, got "
+                f"{type(node).__name__}{called}"
+            )
 
 
 def check_inputs(network: Network) -> None:

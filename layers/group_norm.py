@@ -48,6 +48,7 @@ class GroupNorm(Layer):
 
     passes = Passes((2, 1), (3, 2))
     exact_parameters = True
+    inputs_taken = 1
 
     def __init__(
         self,

@@ -162,6 +162,8 @@ class Layer(TargetReader):
     takes_padded_channels: bool = False
     #: Value of the elements outside the array.
     pad_value: float = 0.0
+    #: How many inputs a call has; None: `output_shape` judges.
+    inputs_taken: int | None = None
     #: What its kernels move in memory; by default backward reads x and dy, and writes dx.
     passes: Passes = Passes((1, 1), (2, 1))
     #: Made behind it by a call: an activation that its own kernels do not compute.
@@ -183,6 +185,10 @@ class Layer(TargetReader):
         for node in inputs:
             if not isinstance(node, Node):
                 raise TypeError(f"{self.kind}: expected the outputs of other layers, got {type(node).__name__}")
+        if self.inputs_taken is not None and len(inputs) != self.inputs_taken:
+            raise ValueError(
+                f"{self.kind}: expected {self.inputs_taken} input, got {len(inputs)}; join more by Add or Concat before"
+            )
 
     @property
     def of_batch(self) -> str:

@@ -55,6 +55,7 @@ class LocalResponseNorm(Layer):
 
     # The squares of neighboring channels are in the cache.
     passes = Passes((1, 1), (2, 2))
+    inputs_taken = 1
 
     def __init__(
         self, size: int = 5, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0, name: str | None = None

@@ -29,6 +29,7 @@ __all__ = [
     "Shape",
     "Stencil",
     "all_of",
+    "check_spatial",
     "ended",
     "is_broadcast",
     "operand_blocks",
@@ -101,6 +102,7 @@ class Stencil:
 
     def output_spatial(self, spatial: Sequence[int], what: str) -> tuple[int, ...]:
         """Return the global spatial output sizes. Raises ValueError, naming `what`, if a window does not fit once."""
+        check_spatial(spatial, what)
         windows = self.windows(spatial)
         sizes = tuple(w.output_size(n) for w, n in zip(windows, spatial))
         if min(sizes, default=1) < 1:
@@ -109,6 +111,15 @@ class Stencil:
                 f"padding {[(w.pad_lo, w.pad_hi) for w in windows]}; enlarge the input or the padding"
             )
         return sizes
+
+
+def check_spatial(spatial: Sequence[int], what: str) -> None:
+    """Refuse, naming `what`, samples without spatial axes, over which it would do nothing."""
+    if not spatial:
+        raise ValueError(
+            f"{what}: expected samples with spatial axes (*spatial, C), got vectors (C,); a signal of one channel has "
+            "the shape (n, 1)"
+        )
 
 
 def _hashable(value: Any) -> Any:

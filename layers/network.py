@@ -11,7 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from .graph_checks import check_given, check_inputs, check_losses, check_shared, input_shapes, sorted_nodes
+from .graph_checks import (
+    check_given,
+    check_inputs,
+    check_losses,
+    check_outputs,
+    check_shared,
+    input_shapes,
+    sorted_nodes,
+)
 from .layer import Input, Layer, Node, Shape
 from .loss import Loss
 from .parameter import Parameter, given
@@ -54,6 +62,7 @@ class Network:
         self.name = name
         self.outputs: dict[str, Node] = {"output": outputs} if isinstance(outputs, Node) else dict(outputs)
         # The loss comes last: between its forward and its backward nothing else may run.
+        check_outputs(self)
         last = [n for k, n in self.outputs.items() if k == "loss"]
         self.nodes: list[Node] = sorted_nodes([n for k, n in self.outputs.items() if k != "loss"] + last)
         self.names: dict[Node, str] = self._name_nodes()

@@ -12,6 +12,7 @@ import numpy as np
 from ..dtensor import Blocks, Interval, Layout, axis_names
 from .layer import Layer, Node, Passes, Shape
 from .merge import summing
+from .needs import check_spatial
 
 if TYPE_CHECKING:
     from ..program.context import Context
@@ -29,6 +30,7 @@ class Copied(Layer):
 
     passes = Passes((1, 1), (1, 1))
     cuts_channels = "channelwise"
+    inputs_taken = 1
 
     def of_outputs(self, shape: Shape, outputs: tuple[int, ...]) -> tuple[Layer, Shape]:
         return Pad(0), shape
@@ -137,6 +139,7 @@ class Pad(_Shifted):
 
     def pairs(self, shape: Shape) -> Amounts:
         """Return the rows before and behind, per spatial axis."""
+        check_spatial(shape[:-1], "Pad")
         axes = len(shape) - 1
         given = np.asarray(self.amounts)
         if given.dtype.kind != "i" or given.shape not in ((), (2,), (axes, 2)):

@@ -35,6 +35,7 @@ class _Pool(Layer, ABC):
     """Pooling with a stencil; refuses windows that hold only padding."""
 
     cuts_channels = "channelwise"
+    inputs_taken = 1
 
     def __init__(
         self,

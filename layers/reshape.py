@@ -33,6 +33,7 @@ class Redistribute(Layer):
     """
 
     passes = Passes()
+    inputs_taken = 1
 
     def needed_blocks(self, i: int, inputs: Sequence[Layout], output: Layout) -> Blocks:
         """Return what is owned: it is sent straight into the output, nothing is gathered beside the input."""
@@ -60,6 +61,7 @@ class _WholeSamples(Layer):
     """Change between vectors, whole on one rank, and maps, cut into blocks; in channels-last order."""
 
     passes = Passes()
+    inputs_taken = 1
 
     def input_boxes(self, box: Box, *shapes: Shape) -> tuple[Box, ...]:
         samples = box.ranges[0] if box.size else (0, 0)
@@ -247,6 +249,8 @@ class ChannelShuffle(Layer):
     -----
     Shape is kept; `groups` divides the number of channels. Communication: none.
     """
+
+    inputs_taken = 1
 
     def __init__(self, groups: int, name: str | None = None) -> None:
         super().__init__(name)

@@ -54,6 +54,7 @@ class Resize(Layer):
     # Axis after axis: an array in between, and sums into it backward.
     passes = Passes((1.5, 2), (2, 2))
     cuts_channels = "channelwise"
+    inputs_taken = 1
 
     def __init__(
         self,

@@ -38,6 +38,7 @@ class Scale(Layer):
     passes = Passes((1, 1), (3, 2))
     cuts_channels = "channelwise"
     exact_parameters = True
+    inputs_taken = 1
 
     def __init__(self, init: float = 1.0, bias: bool = False, name: str | None = None) -> None:
         super().__init__(name)
@@ -90,6 +91,7 @@ class PReLU(Layer):
     passes = Passes((1, 1), (3, 2))
     cuts_channels = "channelwise"
     exact_parameters = True
+    inputs_taken = 1
 
     def __init__(self, slopes: str = "one", init: float = 0.25, name: str | None = None) -> None:
         super().__init__(name)

@@ -11,7 +11,7 @@ from ..dtensor import Box, Window, input_box, output_box
 from .activation import activated
 from .convolution import conv_data, conv_filter, conv_forward, local_geometry, zeroing
 from .layer import Layer, Passes, Shape
-from .needs import spread
+from .needs import check_spatial, spread
 from .parameter import Parameter
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ class ConvTranspose(Layer):
     """
 
     passes = Passes()
+    inputs_taken = 1
 
     def __init__(
         self,
@@ -118,6 +119,7 @@ class ConvTranspose(Layer):
 
     def output_shape(self, *shapes: Shape) -> Shape:
         (shape,) = shapes
+        check_spatial(shape[:-1], "ConvTranspose")
         if shape[-1] % self.groups:
             raise ValueError(f"ConvTranspose: {shape[-1]} input channels are not a multiple of groups ({self.groups})")
         if isinstance(self.padding, Sequence) and len(self.padding) != len(shape) - 1:

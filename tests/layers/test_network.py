@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from halograd import layers
 from halograd.layers import (
     Conv,
     Dense,
@@ -28,6 +29,51 @@ def nodes():
 
 def mse(*inputs, name="mse"):
     return MeanSquaredError(name=name)(*inputs)
+
+
+def test_outputs_that_nothing_computes_are_refused():
+    y, _ = nodes()
+    with pytest.raises(TypeError, match=r"the output of a layer as 'loss', got MeanSquaredError; call it on nodes"):
+        Network({"prediction": y, "loss": MeanSquaredError()})
+    with pytest.raises(TypeError, match=r"the output of a layer as 'shape', got tuple$"):
+        Network({"prediction": y, "shape": y.shape})
+
+
+ONE_INPUT = [
+    *(layers.ReLU(), layers.LeakyReLU(), layers.Clamp(), layers.Softmax(), layers.LogSoftmax(), layers.Affine(2, 1)),
+    *(layers.Conv(2, 1), layers.ConvTranspose(2, 1), layers.Dense(2), layers.MaxPool(2), layers.AveragePool(2)),
+    *(layers.GlobalAveragePool(), layers.GlobalMaxPool(), layers.Resize(2), layers.AdaptiveAveragePool(2)),
+    *(layers.AdaptiveMaxPool(2), layers.Pad(1), layers.Pad(1, "reflect"), layers.Slice(0, 1)),
+    *(layers.Reshape((2, 4, 4)), layers.Flatten(), layers.GroupNorm(1), layers.InstanceNorm(), layers.LayerNorm()),
+    *(layers.LayerNorm("channels"), layers.LocalResponseNorm(), layers.Dropout(0.5), layers.StochasticDepth(0.5)),
+    *(layers.Scale(), layers.PReLU(), layers.ChannelShuffle(2), layers.PixelShuffle(1), layers.PixelUnshuffle(2)),
+]
+
+
+@pytest.mark.parametrize("layer", ONE_INPUT, ids=lambda layer: layer.kind)
+def test_layers_of_one_input_refuse_more(layer):
+    """A norm that ignored what is to be added behind it would be wrong without a word."""
+    for count in (0, 2, 3):
+        with pytest.raises(ValueError, match=f"{layer.kind}: expected 1 input, got {count}; join more by Add"):
+            layer(*(Input((4, 4, 2), f"x{i}") for i in range(count)))
+
+
+def test_batch_norm_takes_one_input_or_two():
+    with pytest.raises(
+        ValueError, match="BatchNorm: expected one input, or a second of the same shape to add, got none"
+    ):
+        layers.BatchNorm()()
+
+
+@pytest.mark.parametrize(
+    "layer", [Conv(3, 3), layers.ConvTranspose(3, 2), MaxPool(2), layers.Pad(1), layers.Pad(1, "circular")]
+)
+def test_what_slides_refuses_vectors(layer):
+    """A signal without an axis of channels is a vector, over which a convolution would be a dense layer."""
+    with pytest.raises(
+        ValueError, match=f"{layer.kind}: expected samples with spatial axes.*a signal of one channel has"
+    ):
+        layer(Input((16,)))
 
 
 def test_a_second_loss_is_refused():
