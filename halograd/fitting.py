@@ -9,6 +9,7 @@ from typing import Any
 from .auto import plan_run, rank_schemes_of
 from .comm import boot
 from .data import ChannelStatistics, Dataset
+from .errors import UserError
 from .layers import Network
 from .models.own import give
 from .training.checkpoint import read_header
@@ -70,10 +71,21 @@ def fit(
     UserError, DataError
         Something the user can put right, in one line.
     """
-    config = check_config(_tables(network, data, out, options), source="fit()")
     world = boot() if comm is None else comm
+    config = check_config(_tables(network, data, out, options), source="fit()")
+    _check_callbacks(callbacks)
     result = train(config, (), resume, world, plan_run, rank_schemes_of, callbacks)
     return TrainedRun(Path(config.output.directory), network if isinstance(network, Network) else None, world, result)
+
+
+def _check_callbacks(callbacks: Any) -> None:
+    """Refuse what a run could not call, before it begins."""
+    several = isinstance(callbacks, Sequence)
+    for one in [one for one in callbacks if not isinstance(one, Callback)] if several else [callbacks]:
+        found = f"the class {one.__name__}" if isinstance(one, type) else f"an object of {type(one).__name__}"
+        raise UserError(
+            f"fit(): callbacks: expected a list of objects of halograd.Callback, got {found}{' in it' * several}"
+        )
 
 
 def _tables(network: Network | str, data: Data, out: str | Path, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -41,6 +41,14 @@ def ours(stderr):
     return [line for line in stderr.splitlines() if line.startswith("halograd: ")]
 
 
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_a_mistake_in_what_fit_is_given_is_one_line(tmp_path, ranks):
+    """No communicator is open yet."""
+    code, _, stderr = run(tmp_path, PATIENT + START + "hg.fit('unet2d', 'data.h5', 'out', epochs=0, batch=1)\n", ranks)
+    expected = "halograd: error: fit(): training.epochs: expected a whole number >= 1, got 0 (script.py, line 6)\n"
+    assert (code, stderr) == (2, expected)
+
+
 @pytest.mark.parametrize("manager", ["with", "without"])
 def test_the_example_of_the_readme_ends_when_a_rank_fails(tmp_path, manager):
     page = Path(__file__).parents[2] / "README.md"

@@ -116,6 +116,12 @@ def test_refusals(comm, folder, monkeypatch):
         hg.fit(unet(), data, folder / "out", epochs=1, batch=0, comm=comm)
     with pytest.raises(UserError, match=r"fit\(\): optimiser: unknown key"):
         hg.fit(unet(), data, folder / "out", epochs=1, batch=2, comm=comm, optimiser={"kind": "sgd"})
+    wrong = {"an object of Notes": Notes(), "the class Notes in it": [Notes], "an object of int in it": [Notes(), 3]}
+    for found, callbacks in wrong.items():
+        with pytest.raises(
+            UserError, match=f"callbacks: expected a list of objects of halograd.Callback, got {found}$"
+        ):
+            hg.fit(unet(), data, folder / "out", comm=comm, callbacks=callbacks, **OPTIONS)
     run = hg.fit(unet(), data, folder / "out", comm=comm, **OPTIONS)
     with pytest.raises(ValueError, match="checkpoint: expected 'latest' or 'best', which there is, got 'newest'"):
         run.checkpoint("newest")
