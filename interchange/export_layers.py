@@ -63,6 +63,7 @@ from ..layers import (
     StochasticDepth,
     Tanh,
 )
+from ..layers.activation import inside
 from ..layers.padding import PadAxis
 
 if TYPE_CHECKING:
@@ -94,7 +95,8 @@ def _channels_second(array: np.ndarray) -> np.ndarray:
 
 def _activated(w: Writer, layer: Any, value: str) -> str:
     """Apply the fused activation of a layer."""
-    return value if layer.activation is None else w.add("Relu", [value], f"{value} relu")
+    made = inside(layer)
+    return value if made is None else _FUNCTIONS[type(made)](w, made, value, f"{value} {layer.activation}")
 
 
 def _window(windows: tuple[Window, ...]) -> dict[str, list[int]]:
@@ -223,7 +225,7 @@ def _batch_norm(w: Writer, node: Node) -> str:
     made = w.add("BatchNormalization", inputs, f"{name}::y", epsilon=layer.eps, momentum=1 - layer.momentum)
     if len(node.inputs) > 1:
         made = w.add("Add", [made, w.inputs(node)[1]], f"{name}::sum")
-    return _activated(w, layer, made)
+    return made if layer.fused(len(node.inputs)) is None else _activated(w, layer, made)
 
 
 def _group_norm(w: Writer, node: Node) -> str:
@@ -271,24 +273,25 @@ def _local_response_norm(w: Writer, node: Node) -> str:
 # -- pointwise layers ------------------------------------------------------------------------------
 
 
-def _pointwise(kind: str, **attributes: str | float) -> Callable[[Writer, Node], str]:
+#: Writes a function of the values of one name, by its layer and with a name for what it makes.
+_Function = Callable[["Writer", Any, str, str], str]
+
+
+def _pointwise(kind: str, **attributes: str | float) -> _Function:
     """Return the exporter of an operator; attributes that are texts are those of the layer under that name."""
 
-    def write(w: Writer, node: Node) -> str:
-        given = {k: getattr(node.layer, v) if isinstance(v, str) else v for k, v in attributes.items()}
-        return w.add(kind, w.inputs(node), f"{w.name(node)}::y", **given)
+    def write(w: Writer, layer: Any, value: str, name: str) -> str:
+        given = {k: getattr(layer, v) if isinstance(v, str) else v for k, v in attributes.items()}
+        return w.add(kind, [value], f"{name}::y", **given)
 
     return write
 
 
-def _silu(w: Writer, node: Node) -> str:
-    (value,) = w.inputs(node)
-    gate = w.add("Sigmoid", [value], f"{w.name(node)}::gate")
-    return w.add("Mul", [value, gate], f"{w.name(node)}::y")
+def _silu(w: Writer, layer: Any, value: str, name: str) -> str:
+    return w.add("Mul", [value, w.add("Sigmoid", [value], f"{name}::gate")], f"{name}::y")
 
 
-def _mish(w: Writer, node: Node) -> str:
-    (value,), name = w.inputs(node), w.name(node)
+def _mish(w: Writer, layer: Any, value: str, name: str) -> str:
     gate = w.add("Tanh", [w.add("Softplus", [value], f"{name}::softplus")], f"{name}::gate")
     return w.add("Mul", [value, gate], f"{name}::y")
 
@@ -433,6 +436,27 @@ def _slice(w: Writer, node: Node) -> str:
     )
 
 
+_FUNCTIONS: dict[type[Layer], _Function] = {
+    ReLU: _pointwise("Relu"),
+    LeakyReLU: _pointwise("LeakyRelu", alpha="alpha"),
+    Sigmoid: _pointwise("Sigmoid"),
+    Tanh: _pointwise("Tanh"),
+    GELU: _pointwise("Gelu", approximate="approximate"),
+    SiLU: _silu,
+    ELU: _pointwise("Elu", alpha="alpha"),
+    HardSigmoid: _pointwise("HardSigmoid", alpha=1 / 6, beta=0.5),
+    HardSwish: _pointwise("HardSwish"),
+    Softplus: _pointwise("Softplus"),
+    Mish: _mish,
+    Softmax: _pointwise("Softmax", axis=1),
+    LogSoftmax: _pointwise("LogSoftmax", axis=1),
+}
+
+
+def _function(write: _Function, w: Writer, node: Node) -> str:
+    return write(w, node.layer, w.inputs(node)[0], w.name(node))
+
+
 #: By the class of a layer; a class that is derived from one of these may compute otherwise, and is not it.
 LAYERS: dict[type[Layer], Callable[[Writer, Node], str]] = {
     Conv: _conv,
@@ -450,21 +474,8 @@ LAYERS: dict[type[Layer], Callable[[Writer, Node], str]] = {
     InstanceNorm: _group_norm,
     LayerNorm: _layer_norm,
     LocalResponseNorm: _local_response_norm,
-    ReLU: _pointwise("Relu"),
-    LeakyReLU: _pointwise("LeakyRelu", alpha="alpha"),
-    Sigmoid: _pointwise("Sigmoid"),
-    Tanh: _pointwise("Tanh"),
-    GELU: _pointwise("Gelu", approximate="approximate"),
-    SiLU: _silu,
-    ELU: _pointwise("Elu", alpha="alpha"),
-    HardSigmoid: _pointwise("HardSigmoid", alpha=1 / 6, beta=0.5),
-    HardSwish: _pointwise("HardSwish"),
-    Softplus: _pointwise("Softplus"),
-    Mish: _mish,
     Clamp: _clip,
     Affine: _numbers,
-    Softmax: _pointwise("Softmax", axis=1),
-    LogSoftmax: _pointwise("LogSoftmax", axis=1),
     Scale: _scale,
     PReLU: _prelu,
     Dropout: _same,
@@ -482,4 +493,5 @@ LAYERS: dict[type[Layer], Callable[[Writer, Node], str]] = {
     Pad: _pad,
     PadAxis: _pad_axis,
     Slice: _slice,
+    **{kind: partial(_function, write) for kind, write in _FUNCTIONS.items()},
 }

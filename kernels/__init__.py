@@ -6,7 +6,7 @@ from .kernel import BatchNormArrays, BatchNormKernels, BatchNormTraining, Kernel
 from .losses import ClassTargets, LossArrays, LossKernel
 from .norm_parts import GroupNormArrays
 from .norms import ChannelNormArrays
-from .pointwise import ACTIVATIONS, DropoutMask
+from .pointwise import ACTIVATIONS, DropoutMask, FusedActivation
 from .updates import UpdateArrays
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "ChannelNormArrays",
     "ClassTargets",
     "DropoutMask",
+    "FusedActivation",
     "Geometry",
     "GroupNormArrays",
     "Kernel",

@@ -5,11 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from types import ModuleType, TracebackType
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from ..device import HOST, Device
 from . import checks
-from .kernel import Substitute
+from .kernel import Kernel, Substitute, chain
+
+if TYPE_CHECKING:
+    from .pointwise import FusedActivation
 
 __all__ = ["Base"]
 
@@ -74,6 +77,17 @@ class Base(ABC):
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    @abstractmethod
+    def activation(
+        self, kind: str, x: Any, y: Any, dy: Any, dx: Any, alpha: float = 0.0
+    ) -> tuple[Kernel, Kernel | None]: ...
+
+    def activated(self, made: Kernel, y: Any, activation: FusedActivation | None) -> Kernel:
+        """The kernel `made`, which writes `y`, and behind it ``y = f(y)``: for kernels without `f` of their own."""
+        if activation is None:
+            return made
+        return chain(made, self.activation(activation.kind, y, y, None, None, activation.alpha)[0])
 
     def _check_dtypes(self, what: str, **arrays: Any) -> None:
         checks.check_dtypes(what, self.dtypes, self.dtype_remedy, **arrays)

@@ -153,11 +153,16 @@ def check_residual(a: BatchNormArrays) -> None:
     """Shapes and strides of what is added to a batch norm, and whether its gradient is asked for where it is made."""
     check_packed("batch_norm", residual=a.residual, dresidual=a.dresidual)
     check_same_shape("batch_norm", x=a.x, residual=a.residual, dresidual=a.dresidual)
-    wanted = a.residual is not None and a.relu and a.dx is not None
+    if a.residual is not None and a.dx is not None and a.activation is not None and a.activation.by_input:
+        raise KernelError(
+            f"batch_norm: expected an activation whose derivative follows from its output with a residual, got "
+            f"{a.activation.kind}; apply it behind"
+        )
+    wanted = a.residual is not None and a.activation is not None and a.dx is not None
     if wanted != (a.dresidual is not None):
         raise KernelError(
-            f"batch_norm: expected dresidual {'with' if wanted else 'only with'} a residual, relu and dx, got "
-            f"{'none' if wanted else 'one'}; without relu the residual's gradient is dy"
+            f"batch_norm: expected dresidual {'with' if wanted else 'only with'} a residual, an activation and dx, "
+            f"got {'none' if wanted else 'one'}; without activation the residual's gradient is dy"
         )
 
 

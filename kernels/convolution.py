@@ -9,6 +9,7 @@ from . import checks
 from .base import Base
 from .geometry import Geometry
 from .kernel import Kernel, bias_only, filled, filter_of_nothing, has_nothing
+from .pointwise import FusedActivation
 
 __all__ = ["Convolutions"]
 
@@ -23,8 +24,10 @@ class Convolutions(Base):
         """
         return channels
 
-    def conv_forward(self, x: Any, w: Any, b: Any, y: Any, geometry: Geometry, relu: bool = False) -> Kernel:
-        """``y[n, o, k] = relu?(b[k] + sum_{t, c} w[k, t, c] * x[n, o * stride - lo + dilation * t, c])``.
+    def conv_forward(
+        self, x: Any, w: Any, b: Any, y: Any, geometry: Geometry, activation: FusedActivation | None = None
+    ) -> Kernel:
+        """``y[n, o, k] = f(b[k] + sum_{t, c} w[k, t, c] * x[n, o * stride - lo + dilation * t, c])``.
 
         Parameters
         ----------
@@ -34,9 +37,9 @@ class Convolutions(Base):
         """
         self._check_conv_dtypes("conv_forward", x, y, w, b)
         if has_nothing(x, y):
-            return bias_only(self.xp, b, y, relu)
+            return self.activated(bias_only(b, y), y, activation)
         checks.check_conv("conv_forward", x, w, b, y, geometry, self._room(x, geometry))
-        return self._conv_forward(x, w, b, y, geometry, relu)
+        return self._conv_forward(x, w, b, y, geometry, activation)
 
     def conv_backward_data(self, dy: Any, w: Any, dx: Any, geometry: Geometry) -> Kernel:
         """``dx`` from ``dy``: the adjoint of :meth:`conv_forward` in `x`. Rows that no output reads get 0."""
@@ -76,7 +79,7 @@ class Convolutions(Base):
         """``y = x w^T + b``; x ``(N, F)``, w ``(K, F)``, b ``(K,)`` or None, y ``(N, K)``."""
         self._check_dtypes("dense_forward", x=x, w=w, b=b, y=y)
         if has_nothing(x, y):
-            return bias_only(self.xp, b, y, relu=False)
+            return bias_only(b, y)
         checks.check_dense("dense_forward", x, w, b, y)
         return self._dense_forward(x, w, b, y)
 
@@ -104,7 +107,9 @@ class Convolutions(Base):
         return self.padded_channels(x.shape[-1], x.dtype) if geometry.groups == 1 else x.shape[-1]
 
     @abstractmethod
-    def _conv_forward(self, x: Any, w: Any, b: Any, y: Any, geometry: Geometry, relu: bool) -> Kernel: ...
+    def _conv_forward(
+        self, x: Any, w: Any, b: Any, y: Any, geometry: Geometry, activation: FusedActivation | None
+    ) -> Kernel: ...
 
     @abstractmethod
     def _conv_backward_data(self, dy: Any, w: Any, dx: Any, geometry: Geometry) -> Kernel: ...

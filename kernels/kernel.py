@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .memory import Scratch
+
+if TYPE_CHECKING:
+    from .pointwise import FusedActivation
 
 __all__ = [
     "BatchNormArrays",
@@ -59,15 +62,13 @@ def filled(value: float, *arrays: Any) -> Kernel:
     return Kernel(run, _EMPTY)
 
 
-def bias_only(xp: Any, b: Any, y: Any, relu: bool) -> Kernel:
+def bias_only(b: Any, y: Any) -> Kernel:
     """Output of a convolution or dense layer that has no input."""
     if b is None or has_nothing(y):
         return filled(0, y)
 
     def run() -> None:
         y[...] = b
-        if relu:
-            xp.maximum(y, 0, out=y)
 
     return Kernel(run, _EMPTY)
 
@@ -309,7 +310,7 @@ class BatchNormArrays:
     ----------
     x, y, dy, dx
         ``(N, *spatial, C)``; `dy` and `dx` are None for a forward that is never differentiated. Backward reads `y` only
-        with a residual and relu: else the sign before the ReLU follows from `x` again.
+        with a residual and an activation: else what the activation `f` was given follows from `x` again.
     gamma, beta, mean, var
         ``(C,)``, of the dtype of `x` or float32; `var` is the biased variance.
     sums, means
@@ -318,8 +319,8 @@ class BatchNormArrays:
         False: ``statistics()`` writes ``sums = [sum x, sum x^2]`` (two passes over blocks, combined in
         float64, or no less accurately than the local statistics) and may use `y` as it likes; ``forward()``
         takes `mean` and `var` as they are, and with `dx` these are statistics of `x`; ``backward_sums()`` writes
-        ``sums = [sum dy', sum dy' * xhat]`` with ``dy' = dy`` where ``y > 0`` (everywhere without relu), and may
-        use `dx` as it likes; ``backward_data()``, to be called after it, writes
+        ``sums = [sum dy', sum dy' * xhat]`` with ``dy' = f' * dy`` (``dy`` without activation), and may use `dx` as it
+        likes; ``backward_data()``, to be called after it with `dx` as it is, writes
         ``dx = gamma / sqrt(var + eps) * (dy' - means[0] - xhat * means[1])``.
         True: ``forward()`` writes `mean` and `var` too, ``backward_sums()`` writes `dx` and `sums`, the
         other two do nothing.
@@ -328,8 +329,9 @@ class BatchNormArrays:
         of the parameters. Then ``backward_data()`` divides `sums` by ``training.count`` itself, and may use `means`
         as it likes.
     residual, dresidual
-        Of the shape of `x`, or None. With a residual and relu ``backward_sums()`` writes ``dresidual = dy'``,
-        which ``backward_data()`` reads; without relu the residual's gradient is `dy`, and `dresidual` None.
+        Of the shape of `x`, or None. With a residual and an activation, whose derivative must follow from its output,
+        ``backward_sums()`` writes ``dresidual = dy'``, which ``backward_data()`` reads; without activation the
+        residual's gradient is `dy`, and `dresidual` None.
     """
 
     x: Any
@@ -343,7 +345,7 @@ class BatchNormArrays:
     sums: Any
     means: Any
     eps: float
-    relu: bool
+    activation: FusedActivation | None = None
     local: bool = False
     training: BatchNormTraining | None = None
     residual: Any = None

@@ -12,22 +12,24 @@ Group, instance and layer norm are kernels of single samples around sums over gr
     backward_sums  sums of dy, dy * xhat -> gradients of gamma, beta; totals of groups, with gamma -> over ranks
     backward_data  means -> dx
 
-Gradient: with ``g = dy * gamma`` (masked by the ReLU), ``dx = (g - A - xhat * B) / std``, where A and B are the means
-of ``g`` and ``g * xhat`` over the group. The kernels of a sample compute ``gamma * (dy - A' - xhat * B') / std`` with
-one A' and B' per channel: all of it if groups are channels, else the first term.
+Gradient: with ``g = dy * gamma`` (behind an activation ``f' * dy * gamma``), ``dx = (g - A - xhat * B) / std``, where A
+and B are the means of ``g`` and ``g * xhat`` over the group. The kernels of a sample compute
+``gamma * (dy - A' - xhat * B') / std`` with one A' and B' per channel: all of it if groups are channels, else the first
+term.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from ..device import HOST, Device
 from .kernel import BatchNormArrays, BatchNormKernels, BatchNormTraining, Kernel, chain
 from .memory import Workspace, buffer, chunks, on_host
+from .pointwise import FusedActivation
 
 __all__ = [
     "GroupNormArrays",
@@ -35,36 +37,53 @@ __all__ = [
     "cancellation_limit",
     "cancels",
     "centered_squares",
+    "differentiated",
     "mean_and_variance",
-    "with_residual",
+    "with_activation",
     "with_training",
-    "without_parts",
 ]
 
 
-Add = Callable[[list[Any], Any, bool], Kernel]
-#: Forward and backward kernel of ``(kind, x, y, dy, dx, alpha)``.
-Activation = Callable[[str, Any, Any, Any, Any, float], tuple[Kernel, Kernel | None]]
+class Elementwise(Protocol):
+    """The kernels behind a norm; see :class:`halograd.kernels.Backend`."""
+
+    def add(self, xs: Any, y: Any, activation: FusedActivation | None = None) -> Kernel: ...
+    def activated(self, made: Kernel, y: Any, activation: FusedActivation | None) -> Kernel: ...
+    def activation(
+        self, kind: str, x: Any, y: Any, dy: Any, dx: Any, alpha: float = 0.0
+    ) -> tuple[Kernel, Kernel | None]: ...
 
 
-def without_parts(a: BatchNormArrays) -> BatchNormArrays:
-    """The batch norm alone: what is left of `a` for :func:`with_residual` and :func:`with_training`."""
-    alone = replace(a, training=None, residual=None, dresidual=None)
+def with_activation(
+    a: BatchNormArrays, batch_norm: Callable[[BatchNormArrays], BatchNormKernels], kernels: Elementwise
+) -> BatchNormKernels:
+    """``y = f(y + residual)`` behind a batch norm, and before its backward ``f' * dy``, in `dresidual` or `dx`.
+
+    What `f` was given is computed again: nothing is kept for it. Behind a residual its output does.
+    """
+    f, dz = a.activation, a.dx if a.residual is None else a.dresidual
+    alone = replace(a, activation=None, residual=None, dresidual=None)
+    made = batch_norm(alone if f is None or dz is None else replace(alone, dy=dz))
     if a.residual is None:
-        return alone
-    return replace(alone, relu=False, dy=a.dresidual if a.relu and a.dx is not None else a.dy)
-
-
-def with_residual(a: BatchNormArrays, made: BatchNormKernels, add: Add, activation: Activation) -> BatchNormKernels:
-    """``y = relu?(y + residual)`` behind `made`; before its backward, with a ReLU, ``dresidual = dy where y > 0``."""
-    if a.residual is None:
-        return made
-    forward, sums = chain(made.forward, add([a.y, a.residual], a.y, a.relu)), made.backward_sums
-    if a.relu and sums is not None:
-        _, mask = activation("relu", a.y, a.y, a.dy, a.dresidual, 0.0)
-        assert mask is not None
-        sums = chain(mask, sums)
+        forward = kernels.activated(made.forward, a.y, f)
+    else:
+        forward = chain(made.forward, kernels.add([a.y, a.residual], a.y, f))
+    sums = made.backward_sums
+    if f is not None and sums is not None and a.residual is not None:
+        _, backward = kernels.activation(f.kind, a.y, a.y, a.dy, dz, f.alpha)
+        assert backward is not None
+        sums = chain(backward, sums)
+    elif f is not None and sums is not None:
+        again = batch_norm(replace(alone, y=dz, dy=None, dx=None, local=False)).forward
+        sums = chain(again, differentiated(f, dz, a.y, a.dy, kernels), sums)
     return BatchNormKernels(made.statistics, forward, sums, made.backward_data)
+
+
+def differentiated(f: FusedActivation, z: Any, y: Any, dy: Any, kernels: Elementwise) -> Kernel:
+    """``z = f'(z) * dy``; `y` is another array of this shape, which is neither read nor written."""
+    forward, backward = kernels.activation(f.kind, z, y if f.by_input else z, dy, z, f.alpha)
+    assert backward is not None
+    return backward if f.by_input else chain(forward, backward)
 
 
 def with_training(a: BatchNormArrays, made: BatchNormKernels, device: Device) -> BatchNormKernels:
@@ -201,7 +220,7 @@ class GroupNormArrays:
     totals: Any
     count: int
     eps: float
-    relu: bool
+    activation: FusedActivation | None = None
 
 
 class GroupNormKernels:

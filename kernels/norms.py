@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from . import checks
@@ -14,10 +14,12 @@ from .kernel import (
     Kernel,
     KernelError,
     batch_norm_of_nothing,
+    chain,
     filled,
     has_nothing,
 )
-from .norm_parts import GroupNormArrays, GroupNormKernels, with_residual, with_training, without_parts
+from .norm_parts import GroupNormArrays, GroupNormKernels, differentiated, with_activation, with_training
+from .pointwise import FusedActivation
 
 __all__ = ["ChannelNormArrays", "Norms"]
 
@@ -30,7 +32,7 @@ class ChannelNormArrays:
     ----------
     x, y, dy, dx
         Packed ``(..., C)``; without `dy` there is no backward kernel, without `dx` only the gradients of the parameters
-        are wanted. Backward reads `y` only with relu.
+        are wanted, which with an activation needs `dx` too. Backward does not read `y`.
     gamma, beta, dgamma, dbeta
         ``(C,)``, of the dtype of `x` or float32, or None.
     """
@@ -44,17 +46,17 @@ class ChannelNormArrays:
     dgamma: Any
     dbeta: Any
     eps: float
-    relu: bool
+    activation: FusedActivation | None = None
 
 
 class Norms(Base):
     """Batch, group and channel norm."""
 
-    #: Whether `_batch_norm` does itself what `training` and `residual` ask for.
-    fuses_batch_norm: bool = False
+    #: Whether its kernels do themselves what `activation`, `residual` and `training` ask for.
+    fuses_norms: bool = False
 
     def batch_norm(self, arrays: BatchNormArrays) -> BatchNormKernels:
-        """``y = relu?(gamma * xhat + beta + residual?)``, ``xhat = (x - mean) / sqrt(var + eps)``, with its adjoint.
+        """``y = f(gamma * xhat + beta + residual?)``, ``xhat = (x - mean) / sqrt(var + eps)``, with its adjoint.
 
         A backward kernel belongs to the last ``forward()`` of the same call.
         """
@@ -68,10 +70,9 @@ class Norms(Base):
         checks.check_residual(a)
         if a.eps <= 0:
             raise KernelError(f"batch_norm: expected eps > 0, got {a.eps}; 1e-5 is usual")
-        if self.fuses_batch_norm:
+        if self.fuses_norms:
             return self._batch_norm(a)
-        alone = self._batch_norm(without_parts(a))
-        return with_training(a, with_residual(a, alone, self.add, self.activation), self.device)
+        return with_training(a, self._with_activation(replace(a, training=None)), self.device)
 
     def group_norm(self, arrays: GroupNormArrays) -> GroupNormKernels:
         """Norm over groups of channels of each sample, in parts around sums over the ranks that share the sample."""
@@ -93,7 +94,7 @@ class Norms(Base):
         return self._group_norm(arrays)
 
     def channel_norm(self, arrays: ChannelNormArrays) -> tuple[Kernel, Kernel | None]:
-        """``y = relu?(gamma * (x - mean) / sqrt(var + eps) + beta)`` with mean and variance over the channels of each
+        """``y = f(gamma * (x - mean) / sqrt(var + eps) + beta)`` with mean and variance over the channels of each
         position, and its adjoint."""
         a = arrays
         self._check_dtypes("channel_norm", x=a.x, y=a.y, dy=a.dy, dx=a.dx)
@@ -104,9 +105,23 @@ class Norms(Base):
         vectors = {name: getattr(a, name) for name in ("gamma", "beta", "dgamma", "dbeta")}
         checks.check_packed("channel_norm", x=a.x, y=a.y, dy=a.dy, dx=a.dx, **vectors)
         checks.check_same_shape("channel_norm", x=a.x, y=a.y, dy=a.dy, dx=a.dx)
-        return self._channel_norm(arrays)
+        f = a.activation
+        if f is None or self.fuses_norms:
+            return self._channel_norm(a)
+        if a.dy is not None and a.dx is None:
+            raise KernelError("channel_norm: expected dx with an activation and dy, got none; pass an array to work in")
+        forward, backward = self._channel_norm(replace(a, activation=None, dy=a.dx))
+        forward = self.activated(forward, a.y, f)
+        if a.dy is None or backward is None:
+            return forward, None
+        again, _ = self._channel_norm(replace(a, activation=None, y=a.dx, dy=None, dx=None))
+        return forward, chain(again, differentiated(f, a.dx, a.y, a.dy, self), backward)
 
     # ------------------------------------------------------------------ what a backend implements
+    def _with_activation(self, arrays: BatchNormArrays) -> BatchNormKernels:
+        """By the batch norm without residual and activation."""
+        return with_activation(arrays, self._batch_norm, self)
+
     @abstractmethod
     def _batch_norm(self, arrays: BatchNormArrays) -> BatchNormKernels: ...
 
@@ -118,7 +133,7 @@ class Norms(Base):
             x, y, dy, dx = (None if b is None else b[n : n + 1] for b in (a.x, a.y, a.dy, a.dx))
             numbers = (a.mean[n], a.var[n], a.sums[n], a.means[n])
             kernels.append(
-                self.batch_norm(BatchNormArrays(x, y, dy, dx, a.gamma, a.beta, *numbers, a.eps, a.relu, local=False))
+                self.batch_norm(BatchNormArrays(x, y, dy, dx, a.gamma, a.beta, *numbers, a.eps, a.activation))
             )
         return GroupNormKernels(arrays, self.device, kernels)
 
@@ -127,9 +142,4 @@ class Norms(Base):
 
     # ------------------------------------------------------------------ needed from the other parts
     @abstractmethod
-    def add(self, xs: Any, y: Any, relu: bool = False) -> Kernel: ...
-
-    @abstractmethod
-    def activation(
-        self, kind: str, x: Any, y: Any, dy: Any, dx: Any, alpha: float = 0.0
-    ) -> tuple[Kernel, Kernel | None]: ...
+    def add(self, xs: Any, y: Any, activation: FusedActivation | None = None) -> Kernel: ...

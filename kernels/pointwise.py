@@ -12,7 +12,7 @@ from .base import Base
 from .geometry import Geometry, Resampled
 from .kernel import Kernel, KernelError, filled, has_nothing, pool_of_nothing
 
-__all__ = ["ACTIVATIONS", "BY_INPUT", "DropoutMask", "Pointwise", "reads_input"]
+__all__ = ["ACTIVATIONS", "BY_INPUT", "DropoutMask", "FusedActivation", "Pointwise", "reads_input"]
 
 #: The CUDA kernels know them by their places.
 ACTIVATIONS = (
@@ -26,6 +26,25 @@ BY_INPUT = ("gelu", "silu", "hard_swish", "softplus", "mish", "gelu_tanh")
 def reads_input(kind: str, alpha: float = 0.0) -> bool:
     """Whether the derivative of an activation is formed from its input, else from its output: the other may be gone."""
     return kind in BY_INPUT or (kind == "leaky_relu" and alpha < 0)
+
+
+@dataclass(frozen=True)
+class FusedActivation:
+    """An elementwise function that a kernel applies to what it computes, before it writes it.
+
+    Attributes
+    ----------
+    kind, alpha
+        As of :meth:`Pointwise.activation`.
+    """
+
+    kind: str
+    alpha: float = 0.0
+
+    @property
+    def by_input(self) -> bool:
+        """Whether its derivative is formed from its input."""
+        return reads_input(self.kind, self.alpha)
 
 
 @dataclass(frozen=True)
@@ -109,8 +128,8 @@ class Pointwise(Base):
             raise KernelError(f"activation: expected x and y apart for the gradient of {kind}, got one array; use two")
         return self._activation(kind, x, y, dy, dx, alpha)
 
-    def add(self, xs: Sequence[Any], y: Any, relu: bool = False) -> Kernel:
-        """``y = relu?(sum of xs)``; the arrays may be strided, and `y` may be one of `xs`."""
+    def add(self, xs: Sequence[Any], y: Any, activation: FusedActivation | None = None) -> Kernel:
+        """``y = f(sum of xs)``; the arrays may be strided, and `y` may be one of `xs`."""
         if not xs:
             raise KernelError("add: expected at least one array to add, got none; pass the terms of the sum")
         named = {f"xs[{i}]": x for i, x in enumerate(xs)}
@@ -118,7 +137,7 @@ class Pointwise(Base):
         self._check_dtypes("add", **named, y=y)
         if has_nothing(y):
             return filled(0)
-        return self._add(list(xs), y, relu)
+        return self._add(list(xs), y, activation)
 
     def resize(self, x: Any, y: Any, dy: Any, dx: Any, axes: Sequence[Resampled]) -> tuple[Kernel, Kernel | None]:
         """Forward and backward of an interpolation, axis after axis; arrays packed ``(N, *spatial, C)``.
@@ -176,7 +195,7 @@ class Pointwise(Base):
     ) -> tuple[Kernel, Kernel | None]: ...
 
     @abstractmethod
-    def _add(self, xs: list[Any], y: Any, relu: bool) -> Kernel: ...
+    def _add(self, xs: list[Any], y: Any, activation: FusedActivation | None) -> Kernel: ...
 
     @abstractmethod
     def _resize(self, x: Any, y: Any, dy: Any, dx: Any, axes: Sequence[Resampled]) -> tuple[Kernel, Kernel | None]: ...

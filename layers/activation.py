@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..kernels.pointwise import reads_input
+from ..kernels.pointwise import FusedActivation, reads_input
 from .layer import Layer, Passes, Shape
 from .lowering import Pair
 
@@ -34,6 +34,8 @@ __all__ = [
     "Softplus",
     "Tanh",
     "activated",
+    "fused",
+    "inside",
 ]
 
 
@@ -396,25 +398,26 @@ def _log_softmax_gradient(environment: Any, y: Any, dy: Any, dx: Any, sums: Any,
     return run
 
 
+#: Activations that kernels of other layers compute.
+_FUSED: tuple[type[_Activation], ...] = (
+    *(ReLU, LeakyReLU, ELU, GELU, SiLU, HardSwish, HardSigmoid, Sigmoid, Tanh, Softplus, Mish),
+)
 #: Activations that another layer may name.
-_KINDS: dict[str, type[Layer]] = {
-    kind.function: kind
-    for kind in (ReLU, LeakyReLU, ELU, GELU, SiLU, HardSwish, HardSigmoid, Sigmoid, Tanh, Softplus, Mish)
-}
-_KINDS["softmax"] = Softmax
+_KINDS: dict[str, Callable[[], Layer]] = {**{kind.function: kind for kind in _FUSED}, "softmax": Softmax}
 
 
-def activated(layer: Layer, activation: str | Layer | None, fused: str | None = "relu") -> str | None:
-    """What a layer's own kernels compute as activation: `fused` or None. Another is made behind it by a call.
+def activated(layer: Layer, activation: str | Layer | None, by_input: bool | None) -> str | None:
+    """Return the kind of the activation that a layer's own kernels compute, or None. A call puts others behind it.
 
     Parameters
     ----------
     layer
-        Gets `behind`: a layer of this activation, named after the layer, or `activation` itself if that is a layer.
+        Gets `activation_alpha`; or `behind`: a layer of this activation, named after the layer, or `activation`
+        itself if that is a layer.
     activation
-        None, a name, or a layer.
-    fused
-        The one that its kernels compute; None: they have none.
+        None, a name, or a layer. A layer that has a name stays one.
+    by_input
+        Whether its kernels also compute those whose gradient is formed from their input; None: they compute none.
 
     Raises
     ------
@@ -423,13 +426,35 @@ def activated(layer: Layer, activation: str | Layer | None, fused: str | None = 
     """
     if activation is None:
         return None
-    if isinstance(activation, str) and activation == fused:
-        return fused
     if not isinstance(activation, Layer):
         if activation not in _KINDS:
             raise ValueError(
                 f"activation: expected None, one of {', '.join(_KINDS)}, or a layer, got {activation!r}; choose one"
             )
-        activation = _KINDS[activation](name=layer.name and f"{layer.name}_{activation}")
-    layer.behind = activation
+        made, name = _KINDS[activation](), layer.name and f"{layer.name}_{activation}"
+    else:
+        made, name = activation, activation.name
+    if type(made) in _FUSED and (made is not activation or name is None) and by_input is not None:
+        assert isinstance(made, _Activation)
+        if by_input or not reads_input(made.function, made.alpha):
+            layer.activation_alpha = made.alpha
+            return made.function
+    made.name = name
+    layer.behind = made
     return None
+
+
+def fused(layer: Layer) -> FusedActivation | None:
+    """Return the activation that the kernels of a layer compute, or None."""
+    kind = getattr(layer, "activation", None)
+    return None if kind is None else FusedActivation(kind, layer.activation_alpha)
+
+
+def inside(layer: Layer) -> Layer | None:
+    """Return the activation that the kernels of `layer` compute, as a layer, or None."""
+    f = fused(layer)
+    if f is None:
+        return None
+    made: Any = GELU("tanh") if f.kind == "gelu_tanh" else _KINDS[f.kind]()
+    made.alpha = f.alpha
+    return made

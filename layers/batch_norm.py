@@ -14,8 +14,9 @@ from ..dtensor import Blocks, Groups, sample_groups
 from ..kernels.kernel import BatchNormArrays, BatchNormKernels, BatchNormTraining
 from ..kernels.memory import Workspace
 from ..kernels.norm_parts import cancellation_limit, cancels, centered_squares
-from .activation import activated
-from .layer import Layer, Passes, Shape
+from ..kernels.pointwise import FusedActivation
+from .activation import activated, fused, inside
+from .layer import Layer, Node, Passes, Shape
 from .parameter import Parameter
 
 if TYPE_CHECKING:
@@ -49,7 +50,8 @@ class BatchNorm(Layer):
     affine
         Whether to scale by `gamma` and shift by `beta`.
     activation
-        None; ``"relu"``, fused into the kernel; another name (``"silu"``, ...) or a layer, made behind it.
+        None; a name (``"relu"``, ``"silu"``, ...) or a layer, computed by the kernels of the norm; what these have not
+        (``"softmax"``, :class:`PReLU`, a layer with a name; with a second input all but ReLU) is made behind it.
 
     Notes
     -----
@@ -90,7 +92,21 @@ class BatchNorm(Layer):
         if not eps > 0:
             raise ValueError(f"eps: expected a number > 0, got {eps!r}")
         self.statistics, self.momentum, self.eps = statistics, momentum, eps
-        self.affine, self.activation = affine, activated(self, activation)
+        self.affine, self.activation = affine, activated(self, activation, by_input=True)
+
+    def __call__(self, *inputs: Node) -> Node:
+        node, behind = super().__call__(*inputs), inside(self)
+        if behind is None or self.fused(len(inputs)) is not None:
+            return node
+        behind.name = self.name and f"{self.name}_{self.activation}"
+        return behind(node)
+
+    def fused(self, inputs: int) -> FusedActivation | None:
+        """The activation in the kernels of so many inputs.
+
+        With a second one it is a ReLU only: the gradients of both inputs take less memory apart.
+        """
+        return None if inputs > 1 and self.activation != "relu" else fused(self)
 
     @property
     def of_batch(self) -> str:
@@ -145,8 +161,8 @@ class BatchNorm(Layer):
         exact = context.dtype == np.float64
         alone = total is None and not exact
         looks = not alone and (exact or context.looks)
-        batch = context.output.layout.shape[0]
-        numbers = _Numbers(self, max(1, count), own / max(1, everyone), alone, looks, running is not None, batch)
+        batch, f = context.output.layout.shape[0], self.fused(len(inputs))
+        numbers = _Numbers(self, max(1, count), own / max(1, everyone), alone, looks, running is not None, batch, f)
         again = tuple(views)
         kernel = context.kernel(partial(_BatchNormKernel, numbers), **views, residual=None)
         if len(inputs) > 1:
@@ -180,13 +196,13 @@ class BatchNorm(Layer):
         def backward() -> None:
             dx = context.gradient(0) if context.needs_gradient(0) else context.scratch(context.box.shape)
             kernel.add(dy=context.dy, dx=dx, **{f"d{key}": view for key, view in context.grads.items()})
-            if len(inputs) > 1 and self.activation == "relu":
+            if len(inputs) > 1 and f is not None:
                 wanted = context.needs_gradient(1)
                 kernel.add(dresidual=context.gradient(1) if wanted else context.scratch(context.box.shape))
             elif len(inputs) > 1 and context.needs_gradient(1):
                 context.pass_gradient(1)
-            # Of the output a ReLU needs the sign, which follows from x again, but not where another input was added.
-            gone = ("residual",) if self.activation == "relu" and len(inputs) > 1 else ("residual", "y")
+            # What an activation was given follows from x again, but not where another input was added.
+            gone = ("residual",) if len(inputs) > 1 and f is not None else ("residual", "y")
             used = tuple(name for name in kernel.views if name not in gone)
             settle()
             context.run(kernel, "backward_sums", uses=used, timing=context.timing("backward_data"))
@@ -213,6 +229,8 @@ class _Numbers:
         Whether running statistics average those of several groups.
     batch
         Samples that have to be there.
+    activation
+        What the kernels compute.
     """
 
     layer: BatchNorm
@@ -222,6 +240,7 @@ class _Numbers:
     looks: bool
     averaged: bool
     batch: int
+    activation: FusedActivation | None
 
 
 class _BatchNormKernel:
@@ -254,7 +273,7 @@ class _BatchNormKernel:
             given |= {"dy": None, "dx": None, "dresidual": None}
         given |= {name: self.arrays[name] for name in ("gamma", "beta", "sums", "means")}
         mean, var = moments
-        numbers: dict[str, Any] = {"eps": self.layer.eps, "relu": self.layer.activation == "relu"}
+        numbers: dict[str, Any] = {"eps": self.layer.eps, "activation": self.n.activation}
         numbers |= {"training": training, "local": training is not None and self.n.alone}
         arrays = BatchNormArrays(**given, **numbers, mean=mean, var=var)
         made: BatchNormKernels = environment.kernels.batch_norm(arrays)

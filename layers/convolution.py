@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from ..dtensor import Blocks, Box, Layout, Window, input_box, output_box
 from ..kernels import Geometry
-from .activation import activated
+from ..kernels.pointwise import FusedActivation
+from .activation import activated, fused
 from .layer import Layer, Passes, Shape
-from .lowering import cuts_channels, lower_contraction, lower_strips, masking
+from .lowering import cuts_channels, gradient_of, lower_contraction, lower_strips
 from .needs import Stencil, all_of, reaching
 from .parameter import Parameter, lower_weight_norm, with_lengths
 
@@ -39,7 +40,8 @@ class Conv(Layer):
     groups
         Input and output channels are cut into this many groups that do not mix.
     activation
-        None; ``"relu"``, fused into the kernel; another name (``"silu"``, ...) or a layer, made behind it.
+        None; a name (``"relu"``, ``"silu"``, ...) or a layer. One whose gradient follows from its output (relu,
+        leaky_relu, elu, sigmoid, tanh, hard_sigmoid) is computed by the kernel; another is made behind it.
     weight_norm
         Whether the weights are ``g[k] * w[k] / |w[k]|``, of directions `w` and lengths `g` ``(K,)``, as torch's
         ``weight_norm`` makes them (Salimans and Kingma 2016). Channels are not cut then.
@@ -75,7 +77,7 @@ class Conv(Layer):
         if filters < 1 or groups < 1 or filters % groups:
             raise ValueError(f"filters ({filters}) must be a positive multiple of groups ({groups})")
         self.filters, self.groups, self.bias = filters, groups, bias
-        self.activation = activated(self, activation)
+        self.activation = activated(self, activation, by_input=False)
         self.stencil: Stencil = Stencil(kernel, stride, padding, dilation)
         self.cuts_channels = "contracts" if groups == 1 and not weight_norm else "no"
         if weight_norm:
@@ -117,19 +119,19 @@ class Conv(Layer):
     def _lower(self, context: Context) -> Callable[[], None]:
         windows = self.windows(context.shapes[0])
         if cuts_channels(context.parts):
-            return lower_contraction(context, _ConvKernels(windows), relu=self.activation == "relu")
+            return lower_contraction(context, _ConvKernels(windows), fused(self))
         return _lower(self, context, windows)
 
 
 def _lower(layer: Conv, context: Context, windows: Sequence[Window]) -> Callable[[], None]:
     """Halo algorithm "pad" (wait, one kernel) or "overlap" (one kernel over the whole block while the halos travel,
     then the boundary strips again)."""
-    relu = layer.activation == "relu"
+    f = fused(layer)
     slack = [0, *(w.stride - 1 for w in windows), 0]
     x = context.gather(0, context.clipped(0, slack), padded=layer.takes_padded_channels)
     geometry = local_geometry(windows, x.box, context.box, layer.groups)
     w, b = context.params["w"], context.params.get("b")
-    kernel = context.kernel(partial(conv_forward, geometry, relu), x=x.view, w=w, b=b, y=context.y)
+    kernel = context.kernel(partial(conv_forward, geometry, f), x=x.view, w=w, b=b, y=context.y)
     overlaps = context.overlaps_halo and x.communicates
     x.start()
     if not overlaps:
@@ -137,13 +139,13 @@ def _lower(layer: Conv, context: Context, windows: Sequence[Window]) -> Callable
     context.run(kernel, timing=context.timing("forward"))
     if overlaps:
         x.finish()
-        lower_strips(context, windows, x, layer.groups, relu)
+        lower_strips(context, windows, x, layer.groups, f)
 
     def backward() -> None:
         dy, masked = context.dy, None
-        if relu:
+        if f is not None:
             dy = masked = context.scratch(context.box.shape)
-            context.run(context.kernel(masking, y=context.y_again(), dy=context.dy, dx=masked))
+            context.run(context.kernel(partial(gradient_of, f), y=context.y_again(), dy=context.dy, dx=masked))
         grads = {"dw": context.grads["w"], "db": context.grads.get("b")}
         weights = context.kernel(partial(conv_filter, geometry), x=x.view, dy=dy, **grads)
         if not context.needs_gradient(0):
@@ -170,8 +172,8 @@ class _ConvKernels:
     def __init__(self, windows: Sequence[Window]) -> None:
         self.windows = windows
 
-    def forward(self, x: Box, y: Box, relu: bool) -> Callable[..., Any]:
-        return partial(conv_forward, local_geometry(self.windows, x, y), relu)
+    def forward(self, x: Box, y: Box, f: FusedActivation | None) -> Callable[..., Any]:
+        return partial(conv_forward, local_geometry(self.windows, x, y), f)
 
     def filter(self, x: Box, y: Box) -> Callable[..., Any]:
         return partial(conv_filter, local_geometry(self.windows, x, y))
@@ -180,8 +182,10 @@ class _ConvKernels:
         return partial(conv_data, local_geometry(self.windows, x, y))
 
 
-def conv_forward(geometry: Geometry, relu: bool, environment: Any, x: Any, w: Any, b: Any, y: Any) -> Any:
-    return environment.kernels.conv_forward(x, w, b, y, geometry, relu=relu)
+def conv_forward(
+    geometry: Geometry, f: FusedActivation | None, environment: Any, x: Any, w: Any, b: Any, y: Any
+) -> Any:
+    return environment.kernels.conv_forward(x, w, b, y, geometry, f)
 
 
 def conv_filter(geometry: Geometry, environment: Any, x: Any, dy: Any, dw: Any, db: Any) -> Any:

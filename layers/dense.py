@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from ..kernels.pointwise import FusedActivation
 from .activation import activated
 from .layer import Layer, Passes, Shape
 from .lowering import cuts_channels, lower_contraction
@@ -57,7 +58,7 @@ class Dense(Layer):
         if units < 1:
             raise ValueError(f"Dense: units must be at least 1, got {units}")
         self.units, self.bias = units, bias
-        activated(self, activation, fused=None)
+        activated(self, activation, by_input=None)
         if weight_norm:
             self.weight_norm, self.cuts_channels = True, "no"
 
@@ -111,7 +112,7 @@ class Dense(Layer):
 class _DenseKernels:
     """Kernels on blocks of units and of input features (model parallelism)."""
 
-    def forward(self, x: Box, y: Box, relu: bool) -> Callable[..., Any]:
+    def forward(self, x: Box, y: Box, f: FusedActivation | None) -> Callable[..., Any]:
         return _forward
 
     def filter(self, x: Box, y: Box) -> Callable[..., Any]:

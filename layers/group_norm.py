@@ -11,7 +11,7 @@ import numpy as np
 
 from ..dtensor import sample_groups
 from ..kernels import ChannelNormArrays, GroupNormArrays
-from .activation import activated
+from .activation import activated, fused
 from .batch_norm import affine_parameters, lower_affine
 from .layer import Layer, Passes, Shape
 from .lowering import Pair
@@ -38,7 +38,7 @@ class GroupNorm(Layer):
     affine
         Whether to scale by `gamma` and shift by `beta`, one each per channel.
     activation
-        None; ``"relu"``, fused into the kernel; another name (``"silu"``, ...) or a layer, made behind it.
+        As of :class:`BatchNorm`.
 
     Notes
     -----
@@ -64,7 +64,7 @@ class GroupNorm(Layer):
         if not eps > 0:
             raise ValueError(f"eps: expected a number > 0, got {eps!r}")
         self.groups, self.eps, self.affine = groups, eps, affine
-        self.activation = activated(self, activation)
+        self.activation = activated(self, activation, by_input=True)
 
     def group_count(self, channels: int) -> int:
         """Number of groups of an input with so many channels."""
@@ -165,7 +165,7 @@ def _lower(layer: GroupNorm, context: Context, groups: int) -> Callable[[], None
 
 def _group_norm(layer: GroupNorm, count: int, environment: Any, **arrays: Any) -> Any:
     given = {name: arrays.get(name) for name in ("dy", "dx", "dgamma", "dbeta")} | arrays
-    made = GroupNormArrays(**given, count=count, eps=layer.eps, relu=layer.activation == "relu")
+    made = GroupNormArrays(**given, count=count, eps=layer.eps, activation=fused(layer))
     return environment.kernels.group_norm(made)
 
 
@@ -179,10 +179,12 @@ def _lower_channel_norm(layer: LayerNorm, context: Context) -> Callable[[], None
     context.run(kernel, "forward", uses=tuple(views), timing=context.timing("forward"))
 
     def backward() -> None:
-        kernel.add(dy=context.dy, dx=context.gradient(0) if context.needs_gradient(0) else None)
+        dx = context.gradient(0) if context.needs_gradient(0) else None
+        if dx is None and layer.activation is not None:
+            dx = context.scratch(context.box.shape)
+        kernel.add(dy=context.dy, dx=dx)
         kernel.add(**{f"d{key}": view for key, view in context.grads.items()})
-        # Of the output only a ReLU needs the sign.
-        used = tuple(name for name in kernel.views if name != "y" or layer.activation == "relu")
+        used = tuple(name for name in kernel.views if name != "y")
         context.run(kernel, "backward", uses=used, timing=context.timing("backward_data"))
 
     return backward
@@ -193,5 +195,5 @@ def _channel_norm(layer: LayerNorm, environment: Any, **arrays: Any) -> Pair:
     # A rank that the layer does without holds none of the parameters.
     given = {name: arrays[name] if arrays.get(name) is not None and arrays[name].size else None for name in names[4:]}
     given |= {name: arrays.get(name) for name in names[:4]}
-    some = ChannelNormArrays(**given, eps=layer.eps, relu=layer.activation == "relu")
+    some = ChannelNormArrays(**given, eps=layer.eps, activation=fused(layer))
     return Pair(*environment.kernels.channel_norm(some))

@@ -166,6 +166,8 @@ class Layer(TargetReader):
     inputs_taken: int | None = None
     #: What its kernels move in memory; by default backward reads x and dy, and writes dx.
     passes: Passes = Passes((1, 1), (2, 1))
+    #: Parameter of an activation that its own kernels compute.
+    activation_alpha: float = 0.0
     #: Made behind it by a call: an activation that its own kernels do not compute.
     behind: Layer | None = None
     #: Whether its inputs are read when a step has ended (metrics read those of a loss).

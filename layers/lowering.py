@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from ..dtensor import Blocks, Box, Layout, Window, input_box, intervals
+from ..kernels.pointwise import FusedActivation
 from .parameter import block_channels
 
 if TYPE_CHECKING:
@@ -24,10 +25,10 @@ __all__ = [
     "Pair",
     "boundary_boxes",
     "cuts_channels",
+    "gradient_of",
     "lower_contraction",
     "lower_local",
     "lower_strips",
-    "masking",
     "partial_boxes",
     "read_boxes",
 ]
@@ -144,12 +145,14 @@ class ContractionKernels(Protocol):
     The kernels take the arrays ``x, w, b, y``; ``x, dy, dw, db``; ``dy, w, dx``.
     """
 
-    def forward(self, x: Box, y: Box, relu: bool) -> Callable[..., Any]: ...
+    def forward(self, x: Box, y: Box, f: FusedActivation | None) -> Callable[..., Any]: ...
     def filter(self, x: Box, y: Box) -> Callable[..., Any]: ...
     def data(self, x: Box, y: Box) -> Callable[..., Any]: ...
 
 
-def lower_contraction(context: Context, kernels: ContractionKernels, relu: bool = False) -> Callable[[], None]:
+def lower_contraction(
+    context: Context, kernels: ContractionKernels, f: FusedActivation | None = None
+) -> Callable[[], None]:
     """Lower a layer that contracts channels, on its blocks of filters and input channels. It waits for halos.
 
     A rank has a block of filters and a block of input channels. It gathers its block of input channels from the ranks
@@ -177,7 +180,7 @@ def lower_contraction(context: Context, kernels: ContractionKernels, relu: bool 
     y = context.scratch(box.shape) if summed else context.y
     inputs = ((*context.timing("forward").inputs[0][:-1], int(read.extents[-1].max())),)
     timed = partial(context.timing, inputs=inputs, filters=int(boxes.extents[-1].max()))
-    forward = kernels.forward(x.box, box, relu and not summed)
+    forward = kernels.forward(x.box, box, None if summed else f)
     x.start()
     x.finish()
     context.run(context.kernel(forward, x=x.view, w=context.params["w"], b=bias, y=y), timing=timed("forward"))
@@ -185,14 +188,14 @@ def lower_contraction(context: Context, kernels: ContractionKernels, relu: bool 
         total = context.exchange(boxes, layout.boxes, y, context.y, combine="sum", kind="channel")
         context.start(total)
         context.finish(total)
-        if relu:
-            context.run(context.kernel(_rectifying, y=context.y))
+        if f is not None:
+            context.run(context.kernel(partial(_applying, f), y=context.y))
 
     def backward() -> None:
         masked = None
-        if relu:
+        if f is not None:
             masked = context.scratch(context.box.shape)
-            context.run(context.kernel(masking, y=context.y_again(), dy=context.dy, dx=masked))
+            context.run(context.kernel(partial(gradient_of, f), y=context.y_again(), dy=context.dy, dx=masked))
         dy = context.gather_gradient(boxes, masked, kind="channel")
         dy.start()
         dy.finish()
@@ -211,13 +214,13 @@ def lower_contraction(context: Context, kernels: ContractionKernels, relu: bool 
     return backward
 
 
-def _rectifying(environment: Any, y: Any) -> Any:
-    return environment.kernels.activation("relu", y, y, None, None)[0]
+def _applying(f: FusedActivation, environment: Any, y: Any) -> Any:
+    return environment.kernels.activation(f.kind, y, y, None, None, f.alpha)[0]
 
 
-def masking(environment: Any, y: Any, dy: Any, dx: Any) -> Any:
-    """Return the kernel ``dx = dy where y > 0``."""
-    return environment.kernels.activation("relu", y, y, dy, dx)[1]
+def gradient_of(f: FusedActivation, environment: Any, y: Any, dy: Any, dx: Any) -> Any:
+    """Return the kernel ``dx = f' * dy``, by the output `y`."""
+    return environment.kernels.activation(f.kind, y, y, dy, dx, f.alpha)[1]
 
 
 def boundary_boxes(windows: Sequence[Window], out: Box, owned: Box, shape: Sequence[int]) -> list[Box]:
@@ -240,7 +243,9 @@ def boundary_boxes(windows: Sequence[Window], out: Box, owned: Box, shape: Seque
     return [box for box in boxes if box.size]
 
 
-def lower_strips(context: Context, windows: Sequence[Window], x: Gathered, groups: int, relu: bool) -> None:
+def lower_strips(
+    context: Context, windows: Sequence[Window], x: Gathered, groups: int, f: FusedActivation | None
+) -> None:
     """Compute the boundary strips of a convolution: the outputs that need a halo. Local.
 
     A kernel that ran before the halos arrived got these outputs wrong. ::
@@ -269,7 +274,7 @@ def lower_strips(context: Context, windows: Sequence[Window], x: Gathered, group
         geometry = local_geometry(windows, need, box, groups)
         w, b = context.params["w"], context.params.get("b")
         timing = context.timing("forward", inputs=(need.shape,), outputs=box.shape[1:-1])
-        kernels.append((context.kernel(partial(conv_forward, geometry, relu), x=xs, w=w, b=b, y=ys), timing))
+        kernels.append((context.kernel(partial(conv_forward, geometry, f), x=xs, w=w, b=b, y=ys), timing))
     # One copy serves all strips: each has arrays of its own.
     context.copy(*before)
     for kernel, timing in kernels:

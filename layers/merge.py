@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..dtensor import Blocks, Box, Interval, Layout
-from .activation import activated
+from ..kernels.pointwise import FusedActivation
+from .activation import activated, fused
 from .layer import Layer, Passes, Shape
-from .lowering import masking
+from .lowering import gradient_of
 from .needs import is_broadcast, operand_blocks, with_axes
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ class Add(Layer):
     Parameters
     ----------
     activation
-        None; ``"relu"``, fused into the sum; another name (``"silu"``, ...) or a layer, made behind it.
+        As of :class:`Conv`.
 
     Notes
     -----
@@ -42,7 +43,7 @@ class Add(Layer):
 
     def __init__(self, activation: str | Layer | None = None, name: str | None = None) -> None:
         super().__init__(name)
-        self.activation = activated(self, activation)
+        self.activation = activated(self, activation, by_input=False)
 
     def output_shape(self, *shapes: Shape) -> Shape:
         if not shapes or any(s != shapes[0] for s in shapes):
@@ -53,16 +54,16 @@ class Add(Layer):
         return (len(shapes) - 1) * math.prod(shapes[0])
 
     def lower(self, context: Context) -> Callable[[], None]:
-        relu = self.activation == "relu"
+        f = fused(self)
         views = {f"x{i}": value.view for i, value in enumerate(context.inputs)}
-        context.run(context.kernel(partial(_add, relu), y=context.y, **views), timing=context.timing("forward"))
+        context.run(context.kernel(partial(_add, f), y=context.y, **views), timing=context.timing("forward"))
 
         def backward() -> None:
             masked = None
-            if relu:
+            if f is not None:
                 # No input's own storage, so that none adds its other gradients into it.
                 masked = context.scratch(context.box.shape)
-                context.run(context.kernel(masking, y=context.y_again(), dy=context.dy, dx=masked))
+                context.run(context.kernel(partial(gradient_of, f), y=context.y_again(), dy=context.dy, dx=masked))
             for i in range(len(context.inputs)):
                 if context.needs_gradient(i):
                     context.pass_gradient(i, masked)
@@ -70,8 +71,8 @@ class Add(Layer):
         return backward
 
 
-def _add(relu: bool, environment: Any, y: Any, **summands: Any) -> Any:
-    return environment.kernels.add(list(summands.values()), y, relu=relu)
+def _add(f: FusedActivation | None, environment: Any, y: Any, **summands: Any) -> Any:
+    return environment.kernels.add(list(summands.values()), y, f)
 
 
 class _OfTwo(Layer):

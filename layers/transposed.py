@@ -81,7 +81,7 @@ class ConvTranspose(Layer):
         #: None for "same".
         self.padding: int | Sequence[Any] | None = None if isinstance(padding, str) else padding
         self.output_padding, self.dilation = output_padding, dilation
-        activated(self, activation, fused=None)
+        activated(self, activation, by_input=None)
 
     def windows(self, shape: Shape) -> tuple[Window, ...]:
         """Per spatial axis, the window of the convolution that this is the adjoint of: it slides over `y`.
@@ -184,7 +184,7 @@ class ConvTranspose(Layer):
             data = context.kernel(zeroing, array=context.gradient(0))
             if geometry is not None:
                 views = {"x": dy.view, "w": w, "b": None, "y": data.views["array"]}
-                data = context.kernel(partial(conv_forward, geometry, False), **views)
+                data = context.kernel(partial(conv_forward, geometry, None), **views)
             context.run(data, timing=context.timing("backward_data"))
 
         return backward

@@ -204,7 +204,7 @@ class KernelTimes(ABC):
         """Time of a layer on local blocks that are not empty."""
 
 
-#: A fused ReLU backward: reads y and dy, writes the masked dy [passes over y].
+#: The backward of a fused activation: reads y and dy, writes the masked dy [passes over y].
 _MASK = 3.0
 
 
@@ -242,7 +242,7 @@ class RooflineTimes(KernelTimes):
             return LayerTime(forward)
         has_filter = "w" in parameters
         data = mask = filter_ = 0.0
-        if has_filter and getattr(work.layer, "activation", None) == "relu":
+        if has_filter and getattr(work.layer, "activation", None) is not None:
             mask = self._kernel(work, 0, _MASK * y)
         if passes.data != (0, 0) and (work.input_gradient or (parameters and not has_filter)):
             data = self._kernel(work, flops, passes.inputs(True, xs) + passes.data[1] * y + weights)

@@ -12,10 +12,12 @@ import numpy as np
 from ..convolution import Convolutions
 from ..kernel import Kernel, KernelError, ScratchKernel, run_all
 from ..memory import Scratch
+from ..pointwise import FusedActivation
 from .launch import (
     THREADS,
     Launch,
     Launcher,
+    alpha_of,
     is_float,
     items_grid,
     power_of_two,
@@ -104,17 +106,24 @@ def with_partial(scratch: Scratch, grid: ColumnsGrid, impl: str, *launches: Laun
 
 
 def row_sums(
-    launcher: Launcher, scratch: Scratch, impl: str, dy: Any, first: Any, second: Any = None, **members: Any
+    launcher: Launcher,
+    scratch: Scratch,
+    impl: str,
+    dy: Any,
+    first: Any,
+    second: Any = None,
+    activation: FusedActivation | None = None,
+    **members: Any,
 ) -> Kernel:
-    """Column sums of dy and, with `moments`, of ``dy * xhat``; see channel_sums.cu."""
+    """Column sums of dy' and, with `moments`, of ``dy' * xhat``; see channel_sums.cu."""
     channels = dy.shape[-1]
     rows = dy.size // channels
-    arrays = [a for a in (dy, members.get("x"), members.get("y")) if a is not None]
+    arrays = [a for a in (dy, members.get("x")) if a is not None]
     grid = ColumnsGrid.of(launcher, 1, rows, channels, *arrays)
-    program = scalar_program("channel_sums", *arrays)
+    program = scalar_program("channel_sums", *arrays, activation=activation)
     codes = {"first_code": _code(dy, first), "second_code": _code(dy, second)}
     given = {"dy": dy, "first": first, "second": second, **codes, **members}
-    given.update(rows=rows, channels=channels, chunks=grid.chunks)
+    given.update(rows=rows, channels=channels, chunks=grid.chunks, alpha=alpha_of(activation))
     return with_partial(
         scratch,
         grid,

@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 
 from ..kernel import Kernel, KernelError, run_all
+from ..pointwise import FusedActivation
 from .sources import ELEMENTS, CudaProgram, dtype_name, kernels_of, record_of
 
 __all__ = [
     "LARGE", "THREADS", "CupyLauncher", "Extents", "Function", "Launch", "Launcher", "accumulator", "address",
-    "is_float", "is_large", "items_grid", "power_of_two", "scalar_program", "sequence", "suffix", "vector_lanes",
+    "alpha_of", "is_float", "is_large", "items_grid", "power_of_two", "scalar_program", "sequence", "suffix",
+    "vector_lanes",
 ]  # fmt: skip
 
 #: Offsets are 32 bits wide below this: a step of a grid beyond the end must not overflow.
@@ -217,10 +219,15 @@ def _extent(array: Any) -> int:
     return 1 + sum((n - 1) * abs(s) for n, s in zip(array.shape, array.strides)) // np.dtype(array.dtype).itemsize
 
 
-def scalar_program(source: str, *arrays: Any) -> CudaProgram:
+def scalar_program(source: str, *arrays: Any, activation: FusedActivation | None = None) -> CudaProgram:
     """The program for the dtype of the first array, with offsets for all of them."""
     given = [a for a in arrays if a is not None]
-    return CudaProgram(source, (dtype_name(given[0]),), is_large(*given))
+    return CudaProgram(source, (dtype_name(given[0]),), is_large(*given), activation.kind if activation else None)
+
+
+def alpha_of(activation: FusedActivation | None) -> float:
+    """Parameter of an activation, or of none."""
+    return activation.alpha if activation else 0.0
 
 
 def vector_lanes(extent: int, *arrays: Any, lanes: int | None = None) -> int:

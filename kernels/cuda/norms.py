@@ -18,6 +18,7 @@ from .launch import (
     Launch,
     Launcher,
     accumulator,
+    alpha_of,
     is_float,
     items_grid,
     power_of_two,
@@ -60,18 +61,21 @@ class Norm:
     def _grid(self, *arrays: Any, per_unit: int) -> ColumnsGrid:
         return ColumnsGrid.of(self.launcher, self.batch, self.rows, self.channels, *arrays, per_unit=per_unit)
 
-    def _launch(self, name: str, grid: ColumnsGrid, finish: bool = False, **members: Any) -> Launch:
+    def _launch(
+        self, name: str, grid: ColumnsGrid, finish: bool = False, fused: bool = False, **members: Any
+    ) -> Launch:
+        """`fused`: with the activation."""
         a = self.a
         vectors = {"gamma": a.gamma, "beta": a.beta, "mean": a.mean, "var": a.var}
         given = {
-            **{name: getattr(a, name) for name in ("x", "y", "dy", "dx", "residual", "sums", "means", "eps", "relu")},
+            **{name: getattr(a, name) for name in ("x", "y", "dy", "dx", "residual", "sums", "means", "eps")},
             **vectors,
             **{f"{name}_float": is_float(v) for name, v in vectors.items()},
             **{"batch": self.batch, "rows": self.rows, "channels": self.channels, "chunks": grid.chunks},
-            **{"premultiplied": self.premultiplied, "factor": 1.0},
+            **{"premultiplied": self.premultiplied, "factor": 1.0, "alpha": alpha_of(a.activation)},
             **members,
         }
-        program = scalar_program("norm", a.x, a.y, a.dy, a.dx)
+        program = scalar_program("norm", a.x, a.y, a.dy, a.dx, activation=a.activation if fused else None)
         if finish:
             return Launch(self.launcher, program, name, grid.finish_grid, FINISH_BLOCK, **given)
         return Launch(self.launcher, program, f"{name}_{grid.suffix}", grid.grid, grid.block, **given)
@@ -87,11 +91,11 @@ class Norm:
         name = "forward" if a.residual is None else "residual_forward"
         grid = self._grid(a.x, a.y, a.residual, per_unit=8)
         if t is None:
-            return self._launch(name, grid, count=self.rows if a.local else 0)
+            return self._launch(name, grid, fused=True, count=self.rows if a.local else 0)
         count = self.rows if a.local else t.count if t.from_sums else 0
         running = {"running_mean": t.running_mean, "running_var": t.running_var}
         running.update(running_float=is_float(t.running_mean), momentum=t.momentum, unbiased=t.unbiased)
-        return self._launch(name, grid, count=count, **running)
+        return self._launch(name, grid, fused=True, count=count, **running)
 
     def _gradient_sums(self, *then: Launch) -> Kernel:
         a, t, members = self.a, self.a.training, dict[str, Any]()
@@ -100,19 +104,20 @@ class Norm:
         if t is not None:
             members.update(dgamma=t.dgamma, dbeta=t.dbeta, gradients_float=is_float(t.dgamma))
         finish = self._launch("finish_sums", grid, finish=True, **members)
-        sums = self._launch("gradient_sums", grid, dresidual=a.dresidual)
+        sums = self._launch("gradient_sums", grid, fused=True, dresidual=a.dresidual)
         return with_partial(self.scratch, grid, "norm gradient sums", sums, finish, *then)
 
     def _gradient_data(self) -> Launch:
         """With the means that are given, or those that follow from the sums; of dy', where that was kept."""
         a, members = self.a, dict[str, Any]()
         if a.dresidual is not None:
-            members.update(dy=a.dresidual, relu=False)
+            members.update(dy=a.dresidual)
         if a.local or a.training is not None:
             count = self.rows if a.training is None else a.training.count
             members.update(means=a.sums, factor=1.0 / count)
         dy = members.get("dy", a.dy)
-        return self._launch("gradient_data", self._grid(a.x, dy, a.dx, per_unit=8), **members)
+        fused = a.dresidual is None
+        return self._launch("gradient_data", self._grid(a.x, dy, a.dx, per_unit=8), fused=fused, **members)
 
     def kernels(self) -> BatchNormKernels:
         """All four; statistics and their corrections leave the process between them, unless they are local."""
@@ -182,7 +187,7 @@ class CudaGroupNorm(GroupNormKernels):
     def __init__(self, launcher: Launcher, scratch: Scratch, device: Device, arrays: GroupNormArrays) -> None:
         super().__init__(arrays, device, [])
         a, self._exact = arrays, np.dtype(arrays.x.dtype) == np.float64
-        vectors = (a.gamma, a.beta, a.mean, a.var, a.sums, a.means, a.eps, a.relu)
+        vectors = (a.gamma, a.beta, a.mean, a.var, a.sums, a.means, a.eps, a.activation)
         self._norm = Norm(launcher, scratch, BatchNormArrays(a.x, a.y, a.dy, a.dx, *vectors), self._samples, True)
         made, scale = self._norm.kernels(), 1 / a.count
         totals = group_totals(launcher, a.sums, a.totals, None, 1.0 if self._exact else scale)
@@ -225,7 +230,7 @@ class CudaNorms(Norms):
 
     launcher: Launcher
     scratch: Scratch
-    fuses_batch_norm = True
+    fuses_norms = True
 
     def _batch_norm(self, arrays: BatchNormArrays) -> BatchNormKernels:
         return Norm(self.launcher, self.scratch, arrays).kernels()
@@ -240,12 +245,13 @@ class CudaNorms(Norms):
         rows = x.size // channels
         dtype = accumulator(dtype_name(x))
         moments = None if dy is None else launcher.empty((rows, 2), dtype)
-        members = {"x": x, "y": y, "gamma": gamma, "beta": beta, "moments": moments, "eps": a.eps, "relu": a.relu}
-        members.update(gamma_float=is_float(gamma), beta_float=is_float(beta), rows=rows, channels=channels)
+        affine = {"gamma": gamma, "beta": beta, "gamma_float": is_float(gamma), "beta_float": is_float(beta)}
+        members = {"x": x, "y": y, "moments": moments, "eps": a.eps, "rows": rows, "channels": channels, **affine}
+        members["alpha"] = alpha_of(a.activation)
         lanes = power_of_two(channels // 2, 128)
         block = (lanes, THREADS // lanes)
         grid = (max(1, min(-(-rows // block[1]), launcher.blocks(16))),)
-        program = scalar_program("channel_norm", x, y, dy, dx)
+        program = scalar_program("channel_norm", x, y, dy, dx, activation=a.activation)
         kept = rows * 2 * np.dtype(dtype).itemsize if moments is not None else 0
         launch = Launch(launcher, program, "channel_forward", grid, block, **members)
         forward = sequence("channel_norm", launch, workspace_bytes=kept)
@@ -253,7 +259,7 @@ class CudaNorms(Norms):
             return forward, None
         parts: list[Kernel] = []
         if a.dgamma is not None:
-            sums = {"x": x, "y": y, "moments": moments, "relu": a.relu}
+            sums = {"x": x, "moments": moments, "activation": a.activation, **affine}
             parts.append(row_sums(launcher, self.scratch, "channel_norm sums", dy, a.dbeta, a.dgamma, **sums))
         if dx is not None:
             launch = Launch(launcher, program, "channel_backward", grid, block, dy=dy, dx=dx, **members)

@@ -11,9 +11,9 @@ import numpy as np
 from ..checks import same_elements
 from ..geometry import Geometry, Resampled
 from ..kernel import Kernel, KernelError
-from ..pointwise import ACTIVATIONS, DropoutMask, Pointwise, reads_input
+from ..pointwise import ACTIVATIONS, DropoutMask, FusedActivation, Pointwise, reads_input
 from .boxes import AXES, Joined, joined_elements
-from .launch import Launch, Launcher, items_grid, scalar_program, sequence, suffix, vector_lanes
+from .launch import Launch, Launcher, alpha_of, items_grid, scalar_program, sequence, suffix, vector_lanes
 from .sources import CudaProgram
 
 __all__ = ["CudaPointwise", "readers"]
@@ -42,17 +42,18 @@ class CudaPointwise(Pointwise):
             self.launcher, program, kind, (x, y, dy, dx), {**common, "from_output": not reads_input(kind, alpha)}
         )
 
-    def _add(self, xs: list[Any], y: Any, relu: bool) -> Kernel:
+    def _add(self, xs: list[Any], y: Any, activation: FusedActivation | None) -> Kernel:
         # What is stored in y goes first: later launches find a partial sum there.
         terms = sorted(xs, key=lambda x: not same_elements(x, y))
         if sum(same_elements(x, y) for x in terms) > TERMS:
             raise KernelError(f"add: expected the output at most {TERMS} times among the terms, got more; scale it")
-        program = scalar_program("elementwise", y, *terms)
-        launches = []
+        given, launches = terms, []
         while True:
             part, terms = terms[:TERMS], terms[TERMS:]
             joined = joined_elements("add", y, *part)
-            launches.append(_one_sum(self.launcher, program, part, y, joined, relu and not terms))
+            behind = None if terms else activation
+            program = scalar_program("elementwise", y, *given, activation=behind)
+            launches.append(_one_sum(self.launcher, program, part, y, joined, behind))
             if not terms:
                 return sequence("add", *launches)
             terms.insert(0, y)
@@ -131,7 +132,9 @@ def _gradient(
     )
 
 
-def _one_sum(launcher: Launcher, program: CudaProgram, xs: list[Any], y: Any, joined: Joined, relu: bool) -> Launch:
+def _one_sum(
+    launcher: Launcher, program: CudaProgram, xs: list[Any], y: Any, joined: Joined, activation: FusedActivation | None
+) -> Launch:
     own, *others = joined.strides
     rest = TERMS - len(xs)
     return Launch(
@@ -142,7 +145,7 @@ def _one_sum(launcher: Launcher, program: CudaProgram, xs: list[Any], y: Any, jo
         xs=[*xs, *(None,) * rest],
         y=y,
         terms=len(xs),
-        relu=relu,
+        alpha=alpha_of(activation),
         strides=[*(joined.padded(s, 0) for s in others), *(joined.padded((), 0),) * rest],
         **_axes(joined, y=own),
     )

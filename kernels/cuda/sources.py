@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..kernel import KernelError
+from ..pointwise import ACTIVATIONS
 
 __all__ = [
     "ADDED",
@@ -81,11 +82,14 @@ class CudaProgram:
         Of ``SCALAR``, ``SECOND`` and ``THIRD``, as many as the source uses.
     large
         Whether offsets need 64 bits.
+    activation
+        Kind of the activation in its kernels, None: none.
     """
 
     source: str
     dtypes: tuple[str, ...] = ("float32",)
     large: bool = False
+    activation: str | None = None
 
     def __post_init__(self) -> None:
         unknown = [d for d in self.dtypes if d not in ELEMENTS]
@@ -98,7 +102,8 @@ class CudaProgram:
     def defines(self) -> dict[str, str]:
         """Macros that the program is compiled with."""
         names = ("SCALAR", "SECOND", "THIRD")
-        return {**{n: ELEMENTS[d] for n, d in zip(names, self.dtypes)}, "INDEX": INDEX[self.large]}
+        fused = {} if self.activation is None else {"ACTIVATION": str(ACTIVATIONS.index(self.activation))}
+        return {**{n: ELEMENTS[d] for n, d in zip(names, self.dtypes)}, "INDEX": INDEX[self.large], **fused}
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -114,7 +119,8 @@ class CudaProgram:
         return text_of(self.source)
 
     def __str__(self) -> str:
-        return f"{self.source}<{', '.join(self.dtypes)}>" + (" large" if self.large else "")
+        fused = "" if self.activation is None else f" {self.activation}"
+        return f"{self.source}<{', '.join(self.dtypes)}>{fused}" + (" large" if self.large else "")
 
 
 @cache

@@ -13,6 +13,7 @@ from ..cuda import CudaKernels
 from ..geometry import Geometry, tensor_core_channels
 from ..kernel import Kernel, KernelError, chain
 from ..memory import Scratch
+from ..pointwise import FusedActivation
 from . import conv, dense
 from .conv import ConvSettings
 from .dense import Cublas, workspace_bytes
@@ -192,8 +193,13 @@ class CudnnBackend(CudaKernels):
     def padded_channels(self, channels: int, dtype: Any) -> int:
         return tensor_core_channels(channels, dtype)
 
-    def _conv_forward(self, x: Any, w: Any, b: Any, y: Any, geometry: Geometry, relu: bool) -> Kernel:
-        return conv.forward(self._engine, x, w, b, y, geometry, relu)
+    def _conv_forward(
+        self, x: Any, w: Any, b: Any, y: Any, geometry: Geometry, activation: FusedActivation | None
+    ) -> Kernel:
+        """A ReLU is in the plan; other activations are kernels behind it."""
+        relu = activation is not None and activation.kind == "relu"
+        made = conv.forward(self._engine, x, w, b, y, geometry, relu)
+        return made if relu else self.activated(made, y, activation)
 
     def _conv_backward_data(self, dy: Any, w: Any, dx: Any, geometry: Geometry) -> Kernel:
         return conv.backward_data(self._engine, dy, w, dx, geometry)

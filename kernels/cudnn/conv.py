@@ -135,7 +135,7 @@ def outside(array: Any, part: Sequence[int]) -> list[Any]:
 
 
 def forward(engine: ConvSettings, x: Any, w: Any, b: Any, y: Any, geometry: Geometry, relu: bool) -> Kernel:
-    """``y = relu?(conv(x, w) + b)`` by one plan."""
+    """``y = conv(x, w) + b``, with a ReLU or without, by one plan."""
     operands = _Operands(engine, x.dtype)
     channels = operands.image(X, x)
     operands.input(W, w, _of_group(channels, geometry))

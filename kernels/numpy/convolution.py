@@ -27,6 +27,7 @@ from ..convolution import Convolutions
 from ..geometry import Geometry
 from ..kernel import Kernel, ScratchKernel
 from ..memory import Scratch, nbytes_of, round_up
+from ..pointwise import FusedActivation
 from .norms import column_sums
 
 __all__ = ["COLUMN_BYTES", "Block", "Columns", "Margins", "NumpyConvolutions"]
@@ -232,7 +233,9 @@ class NumpyConvolutions(Convolutions):
     scratch: Scratch
     column_bytes: int = COLUMN_BYTES
 
-    def _conv_forward(self, x: Any, w: Any, b: Any, y: Any, geometry: Geometry, relu: bool) -> Kernel:
+    def _conv_forward(
+        self, x: Any, w: Any, b: Any, y: Any, geometry: Geometry, activation: FusedActivation | None
+    ) -> Kernel:
         """``y = columns(x) w^T + b``."""
         columns = Columns(x.shape, geometry, x.dtype, self.column_bytes)
         groups, scratch = geometry.groups, self.scratch
@@ -254,12 +257,11 @@ class NumpyConvolutions(Convolutions):
                     np.matmul(matrix, weights, out=out)
                     if b is not None:
                         np.add(rows, b, out=rows)
-                    if relu:
-                        np.maximum(rows, 0, out=rows)
 
             return run
 
-        return ScratchKernel(bind, scratch, columns.scratch_bytes, _name(columns))
+        made = ScratchKernel(bind, scratch, columns.scratch_bytes, _name(columns))
+        return self.activated(made, y, activation)
 
     def _conv_backward_data(self, dy: Any, w: Any, dx: Any, geometry: Geometry) -> Kernel:
         """``dx = fold(dy w)``."""

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..kernel import BatchNormArrays, BatchNormKernels, Kernel, ScratchKernel, idle
-from ..memory import Scratch, Workspace, buffer, chunks, round_up
+from ..memory import Scratch, Workspace, buffer, chunks
 from ..norm_parts import mean_and_variance
 from ..norms import ChannelNormArrays, Norms
 
@@ -158,12 +158,11 @@ def _accumulate(sums: Any, count: int, mean: Any, first: Any, second: Any, extra
 
 
 class NumpyBatchNorm:
-    """Builds the kernels of one batch norm; see :meth:`Norms.batch_norm`."""
+    """Builds the kernels of one batch norm, without activation and residual; see :meth:`Norms.batch_norm`."""
 
     def __init__(self, arrays: BatchNormArrays, scratch: Scratch) -> None:
         self.a, self.scratch = arrays, scratch
         self.blocks = RowBlocks(arrays.x)
-        self._second = round_up(self.blocks.largest * arrays.x.itemsize)
         self._ones = np.ones(self.blocks.tallest, arrays.x.dtype)
 
     def kernels(self) -> BatchNormKernels:
@@ -179,11 +178,10 @@ class NumpyBatchNorm:
         return BatchNormKernels(statistics, forward, backward_sums, self._kernel(lambda: self._bind_data(a.means)))
 
     def _kernel(self, bind: Callable[[], Callable[[], Any]]) -> Kernel:
-        return ScratchKernel(bind, self.scratch, 2 * self._second, "numpy:batch_norm")
+        return ScratchKernel(bind, self.scratch, moments_scratch_bytes(self.a.x), "numpy:batch_norm")
 
-    def _buffers(self, shape: tuple[int, ...]) -> tuple[Any, Any]:
-        dtype = self.a.x.dtype
-        return self.scratch.view(shape, dtype), self.scratch.view(shape, dtype, self._second)
+    def _buffer(self, shape: tuple[int, ...]) -> Any:
+        return self.scratch.view(shape, self.a.x.dtype)
 
     def _bind_forward(self) -> Callable[[], None]:
         a = self.a
@@ -204,8 +202,6 @@ class NumpyBatchNorm:
                 np.subtract(x, mean, out=y)
                 np.multiply(y, scale, out=y)
                 np.add(y, beta, out=y)
-                if a.relu:
-                    np.maximum(y, 0, out=y)
 
         return run
 
@@ -223,59 +219,42 @@ class NumpyBatchNorm:
 
     def _bind_sums(self, sums: Any) -> Callable[[], None]:
         a = self.a
-        vectors = self.blocks.vectors(4, a.x.dtype)  # mean, 1 / sqrt(var + eps), that times gamma, -beta
+        vectors = self.blocks.vectors(2, a.x.dtype)  # mean, 1 / sqrt(var + eps)
         row = np.empty(self.blocks.repeat * self.blocks.channels, a.x.dtype)
         part = np.empty(self.blocks.channels)
         steps = []
         for p in self.blocks.pieces:
             long = row[: p.shape[1]]
-            arrays = (p.view(a.x), p.view(a.dy), *self._buffers(p.shape))
-            repeated = vectors.reshape(4, -1)[:, : p.shape[1]]
+            arrays = (p.view(a.x), p.view(a.dy), self._buffer(p.shape))
+            repeated = vectors.reshape(2, -1)[:, : p.shape[1]]
             steps.append((self._ones[: p.shape[0]], *arrays, *repeated, long, long.reshape(p.repeat, -1)))
         inverse = self._inverse_deviation()
 
         def run() -> None:
             sums.fill(0)
-            inverses = inverse()
             np.copyto(vectors[0], a.mean, casting="same_kind")
-            np.copyto(vectors[1], inverses, casting="same_kind")
-            np.multiply(inverses, a.gamma, out=vectors[2], casting="same_kind")
-            np.negative(a.beta, out=vectors[3], casting="same_kind")
-            for one, x, dy, masked, xhat, mean, inv, scale, bound, long, by_channel in steps:
-                gradient = dy
-                np.subtract(x, mean, out=xhat)
-                if a.relu:
-                    self._mask(xhat, scale, bound, dy, masked)
-                    gradient = masked
-                np.matmul(one, gradient, out=long)
+            np.copyto(vectors[1], inverse(), casting="same_kind")
+            for one, x, dy, xhat, mean, inv, long, by_channel in steps:
+                np.matmul(one, dy, out=long)
                 np.add.reduce(by_channel, axis=0, dtype=np.float64, out=part)
                 np.add(sums[0], part, out=sums[0])
+                np.subtract(x, mean, out=xhat)
                 np.multiply(xhat, inv, out=xhat)
-                np.multiply(xhat, gradient, out=xhat)
+                np.multiply(xhat, dy, out=xhat)
                 np.matmul(one, xhat, out=long)
                 np.add.reduce(by_channel, axis=0, dtype=np.float64, out=part)
                 np.add(sums[1], part, out=sums[1])
 
         return run
 
-    @staticmethod
-    def _mask(centered: Any, scale: Any, bound: Any, dy: Any, out: Any) -> None:
-        """``out = dy where centered * scale + beta > 0``, with ``bound = -beta``: `y` is not read.
-
-        It has the sign that forward found: a sum of floating-point numbers is rounded to 0 only where it is 0.
-        """
-        np.multiply(centered, scale, out=out)
-        np.greater(out, bound, out=out)
-        np.multiply(dy, out, out=out)
-
     def _bind_data(self, means: Any) -> Callable[[], None]:
-        """``dx = scale * (dy' - means[0] - (x - mean) * slope)``, ``slope = means[1] / sqrt(var + eps)``."""
+        """``dx = scale * (dy - means[0] - (x - mean) * slope)``, ``slope = means[1] / sqrt(var + eps)``."""
         a = self.a
-        vectors = self.blocks.vectors(5, a.x.dtype)  # mean, slope, means[0], scale, -beta
+        vectors = self.blocks.vectors(4, a.x.dtype)  # mean, slope, means[0], scale
         steps = []
         for p in self.blocks.pieces:
-            arrays = (p.view(a.x), p.view(a.dy), p.view(a.dx), *self._buffers(p.shape))
-            steps.append((*arrays, *vectors.reshape(5, -1)[:, : p.shape[1]]))
+            arrays = (p.view(a.x), p.view(a.dy), p.view(a.dx), self._buffer(p.shape))
+            steps.append((*arrays, *vectors.reshape(4, -1)[:, : p.shape[1]]))
         inverse = self._inverse_deviation()
 
         def run() -> None:
@@ -284,15 +263,10 @@ class NumpyBatchNorm:
             np.multiply(inv, means[1], out=vectors[1], casting="same_kind")
             np.copyto(vectors[2], means[0], casting="same_kind")
             np.multiply(inv, a.gamma, out=vectors[3], casting="same_kind")
-            np.negative(a.beta, out=vectors[4], casting="same_kind")
-            for x, dy, dx, masked, correction, mean, slope, offset, scale, bound in steps:
-                gradient = dy
+            for x, dy, dx, correction, mean, slope, offset, scale in steps:
                 np.subtract(x, mean, out=correction)
-                if a.relu:
-                    self._mask(correction, scale, bound, dy, masked)
-                    gradient = masked
                 np.multiply(correction, slope, out=correction)
-                np.subtract(gradient, correction, out=dx)
+                np.subtract(dy, correction, out=dx)
                 np.subtract(dx, offset, out=dx)
                 np.multiply(dx, scale, out=dx)
 
@@ -335,8 +309,6 @@ class ChannelNorm:
             if self.a.gamma is not None:
                 y *= self.a.gamma
                 y += self.a.beta
-            if self.a.relu:
-                np.maximum(y, 0, out=y)
 
     def _normalize(self, x: Any, out: Any) -> Any:
         """`out` = xhat; returns 1 / std per position."""
@@ -367,8 +339,6 @@ class ChannelNorm:
         mean = buffer(work, "mean", (len(x), 1), x.dtype)
         inverse = self._normalize(x, xhat)
         np.copyto(dy, self.dy[part])
-        if self.a.relu:
-            dy *= np.greater(self.y[part], 0, out=buffer(work, "mask", x.shape, np.bool_))
         self._sums[0] += np.sum(dy, axis=0, dtype=np.float64, out=column)
         np.multiply(dy, xhat, out=product)
         self._sums[1] += np.sum(product, axis=0, dtype=np.float64, out=column)

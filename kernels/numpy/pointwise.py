@@ -11,7 +11,7 @@ import numpy as np
 from ..checks import same_elements
 from ..kernel import Kernel, ScratchKernel
 from ..memory import nbytes_of, round_up
-from ..pointwise import DropoutMask, reads_input
+from ..pointwise import DropoutMask, FusedActivation, reads_input
 from .windows import NumpyWindows
 
 __all__ = ["NumpyPointwise", "erf", "global_counters", "mix64", "mix64_inplace"]
@@ -22,6 +22,8 @@ _FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _SHIFTS = (30, 27, 31)
 #: Elements hashed at a time: the buffers stay in the second-level cache.
 _DRAWN = 1 << 14
+#: Elements of an activation at a time, for the same reason.
+_PIECE = 1 << 15
 
 # Of the approximation of GELU, Hendrycks and Gimpel (2016).
 _LINEAR, _CUBIC = math.sqrt(2 / math.pi), 0.044715
@@ -257,25 +259,36 @@ class NumpyPointwise(NumpyWindows):
 
     def _activation(self, kind: str, x: Any, y: Any, dy: Any, dx: Any, alpha: float) -> tuple[Kernel, Kernel | None]:
         """Elementwise function and its gradient."""
-        (forward, gradient, buffers), scratch = _KINDS[kind], self.scratch
-        size = round_up(nbytes_of(x.shape, x.dtype))
+        forward, gradient, buffers = _KINDS[kind]
+        run = self._elementwise(forward, (x, y), buffers, alpha, f"numpy:{kind}")
+        return run, None if dx is None else self._elementwise(gradient, (x, y, dy, dx), buffers, alpha, run.impl)
 
-        def work() -> list[Any]:
-            return [scratch.view(x.shape, x.dtype, i * size) for i in range(buffers)]
+    def _elementwise(
+        self, function: Callable[..., None], arrays: Sequence[Any], buffers: int, alpha: float, impl: str
+    ) -> Kernel:
+        """A function of arrays and buffers: of packed arrays in pieces that stay in the cache, else of all at once."""
+        pieces, dtype, scratch = [tuple(arrays)], arrays[0].dtype, self.scratch
+        if all(a.flags.c_contiguous for a in arrays):
+            flat = [a.reshape(-1) for a in arrays]
+            starts = range(0, flat[0].size, _PIECE)
+            pieces = [tuple(a[i : i + _PIECE] for a in flat) for i in starts]
+        size = round_up(nbytes_of(pieces[0][0].shape, dtype))
 
-        def bind_forward() -> Callable[[], None]:
-            views = work()
-            return lambda: forward(x, y, views, alpha)
+        def bind() -> Callable[[], None]:
+            steps = [
+                (*some, [scratch.view(some[0].shape, dtype, i * size) for i in range(buffers)], alpha)
+                for some in pieces
+            ]
 
-        def bind_backward() -> Callable[[], None]:
-            views = work()
-            return lambda: gradient(x, y, dy, dx, views, alpha)
+            def run() -> None:
+                for step in steps:
+                    function(*step)
 
-        impl = f"numpy:{kind}"
-        run = ScratchKernel(bind_forward, scratch, buffers * size, impl)
-        return run, None if dx is None else ScratchKernel(bind_backward, scratch, buffers * size, impl)
+            return run
 
-    def _add(self, xs: list[Any], y: Any, relu: bool) -> Kernel:
+        return ScratchKernel(bind, scratch, buffers * size, impl)
+
+    def _add(self, xs: list[Any], y: Any, activation: FusedActivation | None) -> Kernel:
         """Sum of arrays; `y` may be one of them, or several."""
         into = [x for x in xs if same_elements(x, y)]
         terms = [x for x in xs if not same_elements(x, y)]
@@ -284,10 +297,8 @@ class NumpyPointwise(NumpyWindows):
             _start(into, terms, y)
             for term in terms[0 if into else 2 :]:
                 np.add(y, term, out=y)
-            if relu:
-                np.maximum(y, 0, out=y)
 
-        return Kernel(run, "numpy:add")
+        return self.activated(Kernel(run, "numpy:add"), y, activation)
 
     def _dropout(self, x: Any, y: Any, dy: Any, dx: Any, mask: DropoutMask) -> tuple[Kernel, Kernel | None]:
         """Backward draws the mask again."""

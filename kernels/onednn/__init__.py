@@ -12,6 +12,7 @@ from .. import checks
 from ..geometry import Geometry
 from ..kernel import BatchNormArrays, BatchNormKernels, Kernel, KernelError, Substitute
 from ..numpy import BlasLimit, NumpyBackend
+from ..pointwise import FusedActivation
 from . import conv, matmul, pointwise
 from .abi import Abi, open_library
 from .conv import ConvChoice
@@ -102,9 +103,13 @@ class OnednnBackend(NumpyBackend):
                     f"{self.dtype_remedy}"
                 )
 
-    def _conv_forward(self, x: Any, w: Any, b: Any, y: Any, geometry: Geometry, relu: bool) -> Kernel:
-        args = (self._engine, x, w, b, y, geometry, relu)
-        key = ("forward", x.shape, w.shape, b is None, relu, x.dtype.name, w.dtype.name, geometry)
+    def _conv_forward(
+        self, x: Any, w: Any, b: Any, y: Any, geometry: Geometry, activation: FusedActivation | None
+    ) -> Kernel:
+        if not pointwise.has(activation):
+            return self.activated(self._conv_forward(x, w, b, y, geometry, None), y, activation)
+        args = (self._engine, x, w, b, y, geometry, pointwise.operations(activation))
+        key = ("forward", x.shape, w.shape, b is None, activation, x.dtype.name, w.dtype.name, geometry)
         candidates = {
             "packed": lambda: conv.forward(*args),
             "blocked": lambda: conv.forward(*args, blocked=True),
@@ -113,7 +118,7 @@ class OnednnBackend(NumpyBackend):
             "conv_forward",
             key,
             candidates,
-            partial(super()._conv_forward, x, w, b, y, geometry, relu),
+            partial(super()._conv_forward, x, w, b, y, geometry, activation),
         )
 
     def _conv_backward_data(self, dy: Any, w: Any, dx: Any, geometry: Geometry) -> Kernel:
@@ -183,6 +188,13 @@ class OnednnBackend(NumpyBackend):
             partial(super()._average_pool, *args, count_include_pad),
         )
 
+    def _with_activation(self, arrays: BatchNormArrays) -> BatchNormKernels:
+        """A ReLU alone is in the kernels of the norm."""
+        apart = partial(super()._with_activation, arrays)
+        if arrays.activation is None or arrays.activation.kind != "relu" or arrays.residual is not None:
+            return apart()
+        return self._or_numpy(lambda: OnednnBatchNorm(self._engine, arrays).kernels(), apart)
+
     def _batch_norm(self, arrays: BatchNormArrays) -> BatchNormKernels:
         return self._or_numpy(
             lambda: OnednnBatchNorm(self._engine, arrays).kernels(), partial(super()._batch_norm, arrays)
@@ -193,8 +205,11 @@ class OnednnBackend(NumpyBackend):
         plain = partial(super()._activation, *args)
         return self._or_numpy(lambda: pointwise.activation(self._engine, *args, plain), plain)
 
-    def _add(self, xs: list[Any], y: Any, relu: bool) -> Kernel:
-        return self._or_numpy(lambda: pointwise.add(self._engine, xs, y, relu), partial(super()._add, xs, y, relu))
+    def _add(self, xs: list[Any], y: Any, activation: FusedActivation | None) -> Kernel:
+        if not pointwise.has(activation):
+            return self.activated(self._add(xs, y, None), y, activation)
+        args = (xs, y, activation)
+        return self._or_numpy(lambda: pointwise.add(self._engine, *args), partial(super()._add, *args))
 
     def _dense_forward(self, x: Any, w: Any, b: Any, y: Any) -> Kernel:
         args = (x, w, b, y)

@@ -183,7 +183,6 @@ class Abi:
         self._attr_scratchpad = call("dnnl_primitive_attr_set_scratchpad_mode", c_void_p, c_int)
         self.attr_post_operations = call("dnnl_primitive_attr_set_post_ops", c_void_p, c_void_p)
         self.post_operations = create("dnnl_post_ops_create")
-        self.append_sum = call("dnnl_post_ops_append_sum", c_void_p, c_float, c_int, c_int)
         self.append_eltwise = call("dnnl_post_ops_append_eltwise", c_void_p, c_int, c_float, c_float)
         self.append_binary = call("dnnl_post_ops_append_binary", c_void_p, c_int, c_void_p)
         self.primitive = create("dnnl_primitive_create", c_void_p)

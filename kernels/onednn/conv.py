@@ -240,14 +240,15 @@ class _Convolution:
 
 
 def forward(
-    engine: OnednnEngine, x: Any, w: Any, b: Any, y: Any, geometry: Geometry, relu: bool, blocked: bool = False
+    engine: OnednnEngine, x: Any, w: Any, b: Any, y: Any, geometry: Geometry, behind: Sequence, blocked: bool = False
 ) -> PrimitiveList:
-    """``y = relu?(conv(x, w) + b)`` by one primitive."""
+    """``y = f(conv(x, w) + b)`` by one primitive, with the operations `behind` that :meth:`PrimitiveList.attributes`
+    takes."""
     p = PrimitiveList(engine)
     bias = None if b is None else vector(p, b)
     conv = _Convolution(p, x, w, y, bias, geometry)
-    attributes = p.attributes(("relu",)) if relu else None
-    pd = p.descriptor("convolution_forward", *conv.forward(*conv.images(blocked)), attributes=attributes)
+    description = conv.forward(*conv.images(blocked))
+    pd = p.descriptor("convolution_forward", *description, attributes=p.attributes(*behind))
     arguments = {
         c.SRC: p.brought_to(conv.input(), p.wanted(pd, c.SRC)),
         c.WEIGHTS: p.brought_to(conv.weights(), p.wanted(pd, c.WEIGHTS)),

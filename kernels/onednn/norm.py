@@ -91,7 +91,7 @@ class OnednnBatchNorm:
         self.own = arrays.local and self.repeat == 1
         self.flags = c.SCALE | c.SHIFT
         self.flags |= 0 if self.own else c.GLOBAL_STATISTICS
-        self.flags |= c.FUSE_RELU if arrays.relu else 0
+        self.flags |= c.FUSE_RELU if arrays.activation else 0
         self._mask: Any = None
 
     def kernels(self) -> BatchNormKernels:
@@ -122,10 +122,11 @@ class OnednnBatchNorm:
         is looked at.
         """
         a = self.a
-        if not a.relu:
+        if a.activation is None:
             return forward
         given = dataclasses.replace(a, dy=None, dx=None, local=False)
-        plain = deferred(lambda: NumpyBatchNorm(given, self.engine.scratch).kernels().forward)
+        rectified = Kernel(lambda: np.maximum(a.y, 0, out=a.y), "numpy:relu")
+        plain = deferred(lambda: chain(NumpyBatchNorm(given, self.engine.scratch).kernels().forward, rectified))
         if a.dx is not None or a.local:
             return fallback(forward, self._vectors_fail, plain)
         finite = Finite(self.engine, a.x)

@@ -21,7 +21,7 @@ import numpy as np
 from ..checks import same_elements
 from ..geometry import Geometry, read_part
 from ..kernel import Kernel, deferred, either
-from ..pointwise import reads_input
+from ..pointwise import FusedActivation
 from . import abi as c
 from .abi import dims
 from .conv import geometry_dims, image, image_desc, zero_rest
@@ -148,7 +148,7 @@ def pool(
     return p.kernel(), q.kernel()
 
 
-# Name: algorithm, and the one whose gradient is formed from the output.
+# Name: algorithm, and the one whose gradient is formed from the output. Those of other kinds would drop NaN.
 _KINDS = {
     "relu": (c.RELU, c.RELU_BY_OUTPUT),
     "leaky_relu": (c.RELU, c.RELU_BY_OUTPUT),
@@ -160,6 +160,23 @@ _KINDS = {
     "mish": (c.MISH, None),
     "gelu_tanh": (c.GELU_TANH, None),
 }
+
+
+def has(activation: FusedActivation | None) -> bool:
+    """Whether the primitives compute this activation themselves."""
+    return activation is None or activation.kind in _KINDS
+
+
+def operations(activation: FusedActivation | None) -> list[tuple[Any, ...]]:
+    """The activation as what :meth:`PrimitiveList.attributes` takes; NaN stays NaN."""
+    if activation is None:
+        return []
+    algorithm, slope = _KINDS[activation.kind][0], _slope(activation)
+    return [("eltwise", *(c.KEEPING_RELU if algorithm == c.RELU and slope == 0 else (algorithm, slope, 0.0)))]
+
+
+def _slope(activation: FusedActivation) -> float:
+    return {"leaky_relu": activation.alpha, "silu": 1.0, "softplus": 1.0}.get(activation.kind, 0.0)
 
 
 def _flat(p: PrimitiveList, array: Any) -> OnednnMemory:
@@ -192,13 +209,13 @@ def activation(
     """
     if not _packed(dy, dx) or (dx is None and not _packed(x, y)):
         raise ReferenceOnly("oneDNN's activations are slow on strided arrays; use packed ones")
-    if kind not in _KINDS:
+    f = FusedActivation(kind, alpha)
+    if not has(f):
         raise ReferenceOnly(f"oneDNN's {kind} drops NaN")
-    slope = {"leaky_relu": alpha, "silu": 1.0, "softplus": 1.0}.get(kind, 0.0)
-    algorithm, by_output = _KINDS[kind]
+    (algorithm, by_output), slope = _KINDS[kind], _slope(f)
     # From the output where that is possible: the layer may reuse the memory of its input.
-    from_output = not reads_input(kind, alpha)
-    forward = _forward(engine, algorithm, slope, x, y) if _packed(x, y) else plain()[0]
+    from_output = not f.by_input
+    forward = _forward(engine, f, x, y) if _packed(x, y) else plain()[0]
     if dx is None:
         return forward, None
     q = PrimitiveList(engine)
@@ -212,20 +229,20 @@ def activation(
     return forward, q.kernel()
 
 
-def _forward(engine: OnednnEngine, algorithm: int, slope: float, x: Any, y: Any) -> Kernel:
+def _forward(engine: OnednnEngine, activation: FusedActivation, x: Any, y: Any) -> Kernel:
     p = PrimitiveList(engine)
     source, target = _flat(p, x), _flat(p, y)
-    wanted = c.KEEPING_RELU if algorithm == c.RELU and slope == 0 else (algorithm, slope, 0.0)
-    pd = p.descriptor("eltwise_forward", c.FORWARD_TRAINING, wanted[0], source.desc, target.desc, *wanted[1:])
+    ((_, algorithm, *parameters),) = operations(activation)
+    pd = p.descriptor("eltwise_forward", c.FORWARD_TRAINING, algorithm, source.desc, target.desc, *parameters)
     p.step(pd, {c.SRC: source, c.DST: target})
     return p.kernel()
 
 
-#: Two terms, and one in each of the 32 operations that oneDNN takes behind a primitive, less one for a ReLU.
+#: Two terms, and one in each of the 32 operations that oneDNN takes behind a primitive, less one for an activation.
 _MOST_TERMS = 33
 
 
-def add(engine: OnednnEngine, xs: Sequence[Any], y: Any, relu: bool) -> Kernel:
+def add(engine: OnednnEngine, xs: Sequence[Any], y: Any, activation: FusedActivation | None) -> Kernel:
     """Sum of two or more arrays; `y` may be one of them.
 
     Raises
@@ -241,10 +258,8 @@ def add(engine: OnednnEngine, xs: Sequence[Any], y: Any, relu: bool) -> Kernel:
     p = PrimitiveList(engine)
     left, right, out = _flat(p, first), _flat(p, second), _flat(p, y)
     more = [_flat(p, x) for x in rest]
-    operations: list[tuple[Any, ...]] = [("binary", c.BINARY_ADD, m.desc) for m in more]
-    if relu:
-        operations.append(("relu",))
-    pd = p.descriptor("binary", c.BINARY_ADD, left.desc, right.desc, out.desc, attributes=p.attributes(*operations))
+    attributes = p.attributes(*(("binary", c.BINARY_ADD, m.desc) for m in more), *operations(activation))
+    pd = p.descriptor("binary", c.BINARY_ADD, left.desc, right.desc, out.desc, attributes=attributes)
     arguments = {c.SRC: left, c.SRC_1: right, c.DST: out}
     for i, m in enumerate(more):
         arguments[c.POST_OPERATION * (i + 1) | c.SRC_1] = m

@@ -147,18 +147,13 @@ class PrimitiveList:
     def attributes(self, *operations: tuple[Any, ...]) -> int:
         """Attributes with these operations fused behind the primitive.
 
-        Each is ``("relu",)``, by which NaN stays NaN, ``("sum",)`` or ``("binary", algorithm, descriptor)``.
+        Each is ``("eltwise", algorithm, alpha, beta)`` or ``("binary", algorithm, descriptor)``.
         """
         attr = self.own("primitive_attr", self.abi.attributes())
         if operations:
             post = self.own("post_ops", self.abi.post_operations())
             for kind, *values in operations:
-                if kind == "relu":
-                    self.abi.append_eltwise(post, *c.KEEPING_RELU)
-                elif kind == "sum":
-                    self.abi.append_sum(post, 1.0, 0, 0)
-                else:
-                    self.abi.append_binary(post, *values)
+                getattr(self.abi, f"append_{kind}")(post, *values)
             self.abi.attr_post_operations(attr, post)
         return attr
 

@@ -193,7 +193,7 @@ class _Price:
             found[name] += self._seconds(timing, own=name == "kernels").forward
         else:
             time = self._seconds(timing, own=True)
-            # Of a layer without gradient of its inputs the rest, such as a ReLU's mask, goes with that of the weights.
+            # Of a layer without gradient of its inputs the rest (of an activation) goes with that of the weights.
             found["data"] += time.backward_data * (timing.phase == "backward_data" or not self.gradient)
             found["filter"] += time.backward_filter * (timing.phase == "backward_filter")
         hidden = timing.phase == "backward_filter" or way == "forward"

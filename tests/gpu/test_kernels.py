@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 
 from halograd.device import is_low
-from halograd.kernels import ACTIVATIONS, Backend, Geometry, get_backend
+from halograd.kernels import ACTIVATIONS, Backend, FusedActivation, Geometry, get_backend
 from halograd.kernels.kernel import BatchNormArrays, Kernel
 from tests.gpu.place import gpu_count, only_gpu
 from tests.kernels.cudnn.on_device import BOUNDS, DTYPES
 from tests.kernels.geometries import CASES, Case
+from tests.kernels.reference import FUSED
 from tests.support.fake_device import FakeBackend
 
 SAMPLES = 2
@@ -89,7 +90,7 @@ def _convolution(p: Pair, case: Case, gradients: str | None = None) -> None:
     def build(k: Backend, a: dict[str, Any]) -> list[Any]:
         return [
             k.conv_forward(a["x"], a["w"], None, a["y"], geometry),
-            k.conv_forward(a["x"], a["w"], a["b"], a["relu"], geometry, relu=True),
+            k.conv_forward(a["x"], a["w"], a["b"], a["relu"], geometry, FUSED[1]),
             k.conv_backward_data(a["dy"], a["w"], a["dx"], geometry),
             k.conv_backward_filter(a["x"], a["dy"], a["dw"], a["db"], geometry),
         ]
@@ -113,7 +114,7 @@ def _pool(p: Pair, geometry: Geometry, spatial: tuple[int, ...], kind: str) -> N
     p.compare("y", "dx")
 
 
-def _batch_norm(p: Pair, channels: int, local: bool, relu: bool) -> None:
+def _batch_norm(p: Pair, channels: int, local: bool, f: FusedActivation | None) -> None:
     shape, count = (SAMPLES, 9, 7, channels), SAMPLES * 63
     for name in ("x", "dy"):
         p.draw(name, shape)
@@ -129,7 +130,7 @@ def _batch_norm(p: Pair, channels: int, local: bool, relu: bool) -> None:
 
     def build(k: Backend, a: dict[str, Any]) -> list[Any]:
         names = ("x", "y", "dy", "dx", "gamma", "beta", "mean", "var", "sums", "means")
-        arguments: Any = (*(a[n] for n in names), 1e-5, relu, local)
+        arguments: Any = (*(a[n] for n in names), 1e-5, f, local)
         made = k.batch_norm(BatchNormArrays(*arguments))
         return [made.forward, made.backward_sums, *([] if local else [made.backward_data])]
 
@@ -152,7 +153,7 @@ def _add(p: Pair, terms: int) -> None:
     for i in range(terms):
         p.draw(f"x{i}", (SAMPLES, 6, 5, 7))
     p.room("y", (SAMPLES, 6, 5, 7))
-    p.run(lambda k, a: [k.add([a[f"x{i}"] for i in range(terms)], a["y"], relu=True)])
+    p.run(lambda k, a: [k.add([a[f"x{i}"] for i in range(terms)], a["y"], FUSED[2])])
     p.compare("y")
 
 
@@ -187,9 +188,9 @@ def checks() -> Iterator[tuple[str, Callable[[Pair], None]]]:
             yield f"{kind} pool {name}", partial(_pool, geometry=geometry, spatial=spatial, kind=kind)
     for channels in (3, 5, 64):
         for local in (True, False):
-            for relu in (False, True):
-                what = f"batch norm {channels}{' local' if local else ''}{' relu' if relu else ''}"
-                yield what, partial(_batch_norm, channels=channels, local=local, relu=relu)
+            for f in FUSED:
+                what = f"batch norm {channels}{' local' if local else ''}{f' {f.kind}' if f else ''}"
+                yield what, partial(_batch_norm, channels=channels, local=local, f=f)
     for kind in ACTIVATIONS:
         yield kind, partial(_activation, kind=kind)
     for terms in (1, 2, 3):

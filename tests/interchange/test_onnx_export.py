@@ -27,6 +27,13 @@ LAYERS = {
     "batch norm": (lambda: [hg.BatchNorm(momentum=0.3, eps=1e-3, activation="relu")], IMAGE),
     "batch norm without parameters": (lambda: [hg.BatchNorm(affine=False)], IMAGE),
     "group norm": (lambda: [hg.GroupNorm(2, activation="relu")], IMAGE),
+    "activations inside": (
+        lambda: [
+            hg.Conv(6, 3, activation=hg.LeakyReLU(0.2)),
+            *(hg.GroupNorm(2, activation=kind) for kind in ("silu", "mish", "elu", hg.GELU("tanh"), "hard_swish")),
+        ],
+        IMAGE,
+    ),
     "norms of modules": (lambda: [hg.GroupNorm(2, name="a.0"), hg.InstanceNorm(affine=False, name="a.1")], IMAGE),
     "group norm of vectors": (lambda: [hg.GroupNorm(2)], (4,)),
     "instance norm": (lambda: [hg.InstanceNorm(affine=False)], IMAGE),

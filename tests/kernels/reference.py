@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 
-from halograd.kernels import Geometry
+from halograd.kernels import FusedActivation, Geometry
 
 
 def windows(spatial, geometry: Geometry):
@@ -97,18 +97,28 @@ def average_pool(x, dy, geometry: Geometry, y_shape, include: bool):
     return total / divisor, dx
 
 
-def batch_norm(x, dy, gamma, beta, eps: float, relu: bool):
+#: Without activation, and with one each that oneDNN has in its norms, that follows from its output, from its input.
+FUSED = [None, FusedActivation("relu"), FusedActivation("leaky_relu", 0.1), FusedActivation("silu")]
+RELU = FUSED[1]
+
+
+def activated(f: FusedActivation | None, z):
+    """Value and derivative of an activation, or of none."""
+    return (z, np.ones(z.shape)) if f is None else activation(f.kind, z, f.alpha)
+
+
+def batch_norm(x, dy, gamma, beta, eps: float, f: FusedActivation | None):
     """All results of a batch norm on its own statistics."""
     x, dy, gamma, beta = (a.astype(np.float64) for a in (x, dy, gamma, beta))
     axes = tuple(range(x.ndim - 1))
     mean, var = x.mean(axis=axes), x.var(axis=axes)
     xhat = (x - mean) / np.sqrt(var + eps)
-    y = gamma * xhat + beta
-    masked = np.where(y > 0, dy, 0.0) if relu else dy
+    y, slope = activated(f, gamma * xhat + beta)
+    masked = slope * dy
     sums = np.stack([masked.sum(axis=axes), (masked * xhat).sum(axis=axes)])
     count = x.size // x.shape[-1]
     dx = gamma / np.sqrt(var + eps) * (masked - sums[0] / count - xhat * sums[1] / count)
-    return {"mean": mean, "var": var, "y": np.maximum(y, 0) if relu else y, "sums": sums, "dx": dx}
+    return {"mean": mean, "var": var, "y": y, "sums": sums, "dx": dx}
 
 
 def activation(kind: str, x, alpha: float):

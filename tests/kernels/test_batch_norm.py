@@ -7,9 +7,11 @@ import pytest
 
 from halograd.kernels import KernelError
 from halograd.kernels.kernel import BatchNormArrays, BatchNormTraining
+from halograd.kernels.pointwise import ACTIVATIONS, FusedActivation
 
 from . import reference
 from .conftest import EPS, Arrays, assert_close
+from .reference import FUSED, RELU
 
 SHAPES = [(2, 5, 6, 16), (2, 5, 6, 18), (3, 7, 5), (1, 3, 4, 5, 7), (4, 8), (1, 33, 31, 3), (8, 1, 1, 2500), (1, 7)]
 BN_EPS = 1e-3
@@ -18,8 +20,10 @@ BN_EPS = 1e-3
 class Problem:
     """One batch norm with poisoned outputs."""
 
-    def __init__(self, a: Arrays, shape, relu: bool, local: bool, offset: float = 0.0, backward: bool = True):
-        self.a, self.relu, c = a, relu, shape[-1]
+    def __init__(
+        self, a: Arrays, shape, f: FusedActivation | None, local: bool, offset: float = 0.0, backward: bool = True
+    ):
+        self.a, self.f, c = a, f, shape[-1]
         self.x, self.dy = a.draw(*shape), a.draw(*shape)
         self.x += offset
         self.gamma, self.beta = a.draw(c), a.draw(c)
@@ -29,8 +33,8 @@ class Problem:
         self.count = self.x.size // c
         gradients = (self.dy, self.dx) if backward else (None, None)
         arrays = (self.gamma, self.beta, self.mean, self.var, self.sums, self.means)
-        self.k = a.backend.batch_norm(BatchNormArrays(self.x, self.y, *gradients, *arrays, BN_EPS, relu, local))
-        self.expected = reference.batch_norm(self.x, self.dy, self.gamma, self.beta, BN_EPS, relu)
+        self.k = a.backend.batch_norm(BatchNormArrays(self.x, self.y, *gradients, *arrays, BN_EPS, f, local))
+        self.expected = reference.batch_norm(self.x, self.dy, self.gamma, self.beta, BN_EPS, f)
 
     def set_statistics(self) -> None:
         """What the layer above does between the kernels, for one process."""
@@ -61,10 +65,10 @@ class Problem:
         assert_close(self.dx, self.expected["dx"], self.count, "dx", scale=16)
 
 
-@pytest.mark.parametrize("relu", [False, True], ids=["linear", "relu"])
+@pytest.mark.parametrize("f", FUSED, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_local(typed, shape, relu):
-    p = Problem(typed, shape, relu, local=True)
+def test_local(typed, shape, f):
+    p = Problem(typed, shape, f, local=True)
     p.forward(local=True)
     p.check_forward()
     p.lose_output()
@@ -75,10 +79,10 @@ def test_local(typed, shape, relu):
     p.k.close()
 
 
-@pytest.mark.parametrize("relu", [False, True], ids=["linear", "relu"])
+@pytest.mark.parametrize("f", FUSED, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_around_sums(typed, shape, relu):
-    p = Problem(typed, shape, relu, local=False)
+def test_around_sums(typed, shape, f):
+    p = Problem(typed, shape, f, local=False)
     p.forward(local=False)
     p.check_forward()
     p.lose_output()
@@ -89,10 +93,10 @@ def test_around_sums(typed, shape, relu):
     p.k.close()
 
 
-@pytest.mark.parametrize("relu", [False, True], ids=["linear", "relu"])
-def test_statistics_of_others(typed, relu):
+@pytest.mark.parametrize("f", FUSED, ids=str)
+def test_statistics_of_others(typed, f):
     """Mean, variance and the correction come from more elements than are here."""
-    p = Problem(typed, (2, 5, 6, 18), relu, local=False)
+    p = Problem(typed, (2, 5, 6, 18), f, local=False)
     c = 18
     p.mean[...], p.var[...] = np.linspace(-1, 1, c), np.linspace(0.5, 2, c)
     p.means[...] = np.random.default_rng(3).standard_normal((2, c))
@@ -103,19 +107,38 @@ def test_statistics_of_others(typed, relu):
     p.k.backward_data()
     inverse = 1 / np.sqrt(p.var.astype(np.float64) + BN_EPS)
     xhat = (p.x - p.mean.astype(np.float64)) * inverse
-    y = p.gamma * xhat + p.beta
-    dy = np.where(y > 0, p.dy, 0) if relu else p.dy.astype(np.float64)
-    assert_close(outputs, np.maximum(y, 0) if relu else y, 4, "y", scale=8)
+    y, slope = reference.activated(f, p.gamma * xhat + p.beta)
+    dy = slope * p.dy
+    assert_close(outputs, y, 4, "y", scale=8)
     want = p.gamma * inverse * (dy - p.means[0] - xhat * p.means[1])
     assert_close(p.dx, want, 16, "dx", scale=16)
     sums = np.stack([dy.sum(axis=(0, 1, 2)), (dy * xhat).sum(axis=(0, 1, 2))])
     assert np.abs(p.sums - sums).max() <= 16 * EPS[p.x.dtype] * p.count * 8
 
 
+@pytest.mark.parametrize("residual", [False, True], ids=["alone", "residual"])
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_every_activation(arrays, kind, residual):
+    for alpha in {"leaky_relu": (1.5, -0.3), "elu": (0.7,)}.get(kind, (0.0,)):
+        f, shape = FusedActivation(kind, alpha), (2, 5, 6, 16)
+        if residual and f.by_input:
+            with pytest.raises(KernelError, match=f"derivative follows from its output with a residual, got {kind}; "):
+                Training(arrays, shape, f, local=True, residual=True)
+            continue
+        p = Training(arrays, shape, f, local=True, residual=residual)
+        p.k.forward()
+        assert_close(p.y, p.wanted((0, 0))["y"], p.count, "y", scale=8)
+        p.lose_output()
+        p.k.backward_sums()
+        p.k.backward_data()
+        assert_close(p.dx, p.wanted(p.wanted((0, 0))["sums"] / p.count)["dx"], p.count, "dx", scale=16)
+        p.k.close()
+
+
 @pytest.mark.parametrize("offset", [0.0, 10.0, 1000.0])
 def test_variance_of_data_far_from_zero(arrays, offset):
     """E[x^2] - mean^2 in float32 would lose everything at an offset of 1000; sums in float64 must not."""
-    p = Problem(arrays, (1, 64, 64, 5), relu=False, local=False, offset=offset)
+    p = Problem(arrays, (1, 64, 64, 5), f=None, local=False, offset=offset)
     p.k.statistics()
     x = p.x.astype(np.float64).reshape(-1, 5)
     var = p.sums[1] / p.count - (p.sums[0] / p.count) ** 2
@@ -128,7 +151,7 @@ def test_variance_where_a_block_is_constant(arrays):
 
     A backend whose own (local) statistics are less accurate may be as inaccurate as they are, not more.
     """
-    p, own = (Problem(arrays, (1, 256, 128, 8), relu=False, local=local) for local in (False, True))
+    p, own = (Problem(arrays, (1, 256, 128, 8), f=None, local=local) for local in (False, True))
     p.x[...] += 1000
     p.x[:, :128] = 0
     own.x[...] = p.x
@@ -143,7 +166,7 @@ def test_variance_where_a_block_is_constant(arrays):
 
 @pytest.mark.parametrize("local", [False, True], ids=["sums", "local"])
 def test_forward_only(arrays, local):
-    p = Problem(arrays, (2, 5, 6, 18), relu=True, local=local, backward=False)
+    p = Problem(arrays, (2, 5, 6, 18), f=RELU, local=local, backward=False)
     assert p.k.backward_sums is None and p.k.backward_data is None
     p.forward(local)
     p.check_forward()
@@ -151,11 +174,11 @@ def test_forward_only(arrays, local):
 
 @pytest.mark.parametrize("local", [False, True], ids=["sums", "local"])
 def test_gradient_belongs_to_the_last_forward(arrays, local):
-    p = Problem(arrays, (2, 4, 4, 16), relu=True, local=local)
+    p = Problem(arrays, (2, 4, 4, 16), f=RELU, local=local)
     p.forward(local)
     p.x *= -1
     p.gamma *= 2
-    p.expected = reference.batch_norm(p.x, p.dy, p.gamma, p.beta, BN_EPS, True)
+    p.expected = reference.batch_norm(p.x, p.dy, p.gamma, p.beta, BN_EPS, RELU)
     p.forward(local)
     p.check_forward()
     p.k.backward_sums()
@@ -167,8 +190,10 @@ def test_gradient_belongs_to_the_last_forward(arrays, local):
 class Training(Problem):
     """A batch norm in training, of which another process has as many elements again, all of them 1 more."""
 
-    def __init__(self, a: Arrays, shape, relu: bool, local: bool, from_sums: bool = True, residual: bool = False):
-        super().__init__(a, shape, relu, local)
+    def __init__(
+        self, a: Arrays, shape, f: FusedActivation | None, local: bool, from_sums: bool = True, residual: bool = False
+    ):
+        super().__init__(a, shape, f, local)
         self.k.close()
         c, wide = shape[-1], np.promote_types(np.float32, a.dtype) if a.dtype.itemsize > 2 else np.float32
         self.mean, self.var = a.poisoned(c, dtype=wide), a.poisoned(c, dtype=wide)
@@ -179,10 +204,10 @@ class Training(Problem):
         self.training = BatchNormTraining(self.total, from_sums, 0.1, *self.running, *self.gradients)
         arrays = (self.gamma, self.beta, self.mean, self.var, self.sums, self.means)
         self.residual = a.draw(*shape) if residual else None
-        self.dresidual = a.poisoned(*shape) if residual and relu else None
+        self.dresidual = a.poisoned(*shape) if residual and f else None
         more = (self.training, self.residual, self.dresidual)
         self.k = a.backend.batch_norm(
-            BatchNormArrays(self.x, self.y, self.dy, self.dx, *arrays, BN_EPS, relu, local, *more)
+            BatchNormArrays(self.x, self.y, self.dy, self.dx, *arrays, BN_EPS, f, local, *more)
         )
         rows = self.x.astype(np.float64).reshape(-1, c)
         rows = rows if local else np.concatenate([rows, rows + 1])
@@ -190,7 +215,7 @@ class Training(Problem):
         self.passed: np.ndarray | None = None
 
     def lose_output(self) -> None:
-        """With a residual a ReLU needs its sign."""
+        """With a residual an activation needs it."""
         self.passed = self.y > 0
         if self.dresidual is None:
             super().lose_output()
@@ -209,23 +234,27 @@ class Training(Problem):
         y = self.gamma.astype(np.float64) * xhat + self.beta
         if self.residual is not None:
             y += self.residual
-        passed = self.passed if self.passed is not None else self.y > 0
-        dy = np.where(passed, self.dy, 0).astype(np.float64) if self.relu else self.dy.astype(np.float64)
+        y, slope = reference.activated(self.f, y)
+        if self.f is not None and self.f.kind.endswith("relu") and not self.f.by_input:  # as it was rounded
+            slope = np.where(self.passed if self.passed is not None else self.y > 0, 1.0, self.f.alpha)
+        dy = slope * self.dy.astype(np.float64)
         dx = self.gamma.astype(np.float64) * inverse * (dy - correction[0] - xhat * correction[1])
         axes = tuple(range(dy.ndim - 1))
         sums = np.stack([dy.sum(axis=axes), (dy * xhat).sum(axis=axes)])
-        return {"y": np.maximum(y, 0) if self.relu else y, "dx": dx, "sums": sums, "dy": dy}
+        return {"y": y, "dx": dx, "sums": sums, "dy": dy}
 
 
 @pytest.mark.parametrize("residual", [False, True], ids=["alone", "residual"])
 @pytest.mark.parametrize("how", ["from sums", "given", "local"])
-@pytest.mark.parametrize("relu", [False, True], ids=["linear", "relu"])
+@pytest.mark.parametrize("f", FUSED, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_training(typed, shape, relu, how, residual):
+def test_training(typed, shape, f, how, residual):
     """Moments over all processes, running statistics, gradients of the parameters; sums are divided by the kernels."""
     if how == "local" and np.prod(shape[:-1]) == 1:
         return  # the variance of one element is 0, and so is the gradient: nothing to compare
-    p = Training(typed, shape, relu, how == "local", how == "from sums", residual)
+    if residual and f is not None and f.by_input:
+        return  # refused, see below
+    p = Training(typed, shape, f, how == "local", how == "from sums", residual)
     if how != "local":
         p.k.statistics()
         p.add_the_other()
@@ -250,7 +279,7 @@ def test_training(typed, shape, relu, how, residual):
         assert_close(array, total, p.total, "gradients", scale=8)
     assert_close(p.dx, want["dx"], p.total, "dx", scale=16)
     if p.dresidual is not None:
-        assert np.array_equal(p.dresidual, want["dy"])
+        assert_close(p.dresidual, want["dy"], p.total, "dresidual", scale=0 if f == RELU else 8)
     p.k.close()
 
 
@@ -262,7 +291,7 @@ def test_training_of_a_rank_with_nothing(arrays, local):
     sums, means = arrays.poisoned(2, 3, dtype=np.float64), arrays.poisoned(2, 3, dtype=np.float64)
     training = BatchNormTraining(10, True, 0.5, *running, *gradients)
     vectors = (arrays.draw(3), arrays.draw(3), mean, var, sums, means)
-    k = arrays.backend.batch_norm(BatchNormArrays(*(nothing,) * 4, *vectors, BN_EPS, False, local, training))
+    k = arrays.backend.batch_norm(BatchNormArrays(*(nothing,) * 4, *vectors, BN_EPS, None, local, training))
     k.statistics()
     if not local:
         assert not sums.any()
@@ -282,7 +311,7 @@ def test_a_residual_in_evaluation(typed):
     var[...] = np.abs(var.astype(np.float64)) + 0.5
     sums = typed.poisoned(2, 18, dtype=np.float64)
     vectors = (gamma, beta, mean, var, sums, sums)
-    k = typed.backend.batch_norm(BatchNormArrays(x, y, None, None, *vectors, BN_EPS, True, False, residual=r))
+    k = typed.backend.batch_norm(BatchNormArrays(x, y, None, None, *vectors, BN_EPS, RELU, False, residual=r))
     k.forward()
     wide = [a.astype(np.float64) for a in (x, r, gamma, beta, mean, var)]
     want = wide[2] * (wide[0] - wide[4]) / np.sqrt(wide[5] + BN_EPS) + wide[3] + wide[1]
@@ -295,13 +324,13 @@ def test_wrong_residuals_are_refused(arrays):
     sums, dx = arrays.poisoned(2, 4, dtype=np.float64), arrays.draw(2, 5, 6, 4)
     given = (*c, sums, sums, BN_EPS)
     with pytest.raises(KernelError, match=r"batch_norm: expected arrays of one shape, got .*residual \(2, 5, 6, 3\)"):
-        b.batch_norm(BatchNormArrays(x, x, None, None, *given, False, False, residual=arrays.draw(2, 5, 6, 3)))
+        b.batch_norm(BatchNormArrays(x, x, None, None, *given, None, False, residual=arrays.draw(2, 5, 6, 3)))
     with pytest.raises(KernelError, match="expected residual packed"):
-        b.batch_norm(BatchNormArrays(x, x, None, None, *given, False, False, residual=arrays.draw(2, 6, 6, 4)[:, 1:]))
-    with pytest.raises(KernelError, match="expected dresidual with a residual, relu and dx, got none"):
-        b.batch_norm(BatchNormArrays(x, x, dx, dx, *given, True, False, residual=x))
-    with pytest.raises(KernelError, match="expected dresidual only with a residual, relu and dx, got one"):
-        b.batch_norm(BatchNormArrays(x, x, dx, dx, *given, False, False, residual=x, dresidual=dx))
+        b.batch_norm(BatchNormArrays(x, x, None, None, *given, None, False, residual=arrays.draw(2, 6, 6, 4)[:, 1:]))
+    with pytest.raises(KernelError, match="expected dresidual with a residual, an activation and dx, got none"):
+        b.batch_norm(BatchNormArrays(x, x, dx, dx, *given, RELU, False, residual=x))
+    with pytest.raises(KernelError, match="expected dresidual only with a residual, an activation and dx, got one"):
+        b.batch_norm(BatchNormArrays(x, x, dx, dx, *given, None, False, residual=x, dresidual=dx))
 
 
 def test_wrong_arrays_of_training_are_refused(arrays):
@@ -309,4 +338,4 @@ def test_wrong_arrays_of_training_are_refused(arrays):
     sums = arrays.poisoned(2, 4, dtype=np.float64)
     training = BatchNormTraining(10, True, 0.1, running_mean=arrays.draw(3), running_var=arrays.draw(4))
     with pytest.raises(KernelError, match=r"batch_norm: expected running_mean of shape \(4,\), got \(3,\)"):
-        arrays.backend.batch_norm(BatchNormArrays(x, x, None, None, *c, sums, sums, BN_EPS, False, False, training))
+        arrays.backend.batch_norm(BatchNormArrays(x, x, None, None, *c, sums, sums, BN_EPS, None, False, training))

@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 
 from halograd.kernels import Geometry
 from halograd.kernels.numpy import NumpyBackend
+from halograd.kernels.pointwise import ACTIVATIONS, FusedActivation
 
 from . import reference
 from .conftest import Arrays, assert_close
 from .geometries import CASES, Case
 
 
-def check(a: Arrays, case: Case, bias: bool = True, relu: bool = False) -> None:
+def check(a: Arrays, case: Case, bias: bool = True, f: FusedActivation | None = None) -> None:
     """Forward, data and filter gradient of one convolution."""
     g, (xs, ws, bs, ys) = case.geometry, case.shapes
     x, w, dy = a.draw(*xs), a.draw(*ws), a.draw(*ys)
@@ -25,7 +26,7 @@ def check(a: Arrays, case: Case, bias: bool = True, relu: bool = False) -> None:
     y, dx, dw = a.poisoned(*ys), a.poisoned(*xs), a.poisoned(*ws)
     db = a.poisoned(*bs) if bias else None
     kernels = [
-        a.backend.conv_forward(x, w, b, y, g, relu=relu),
+        a.backend.conv_forward(x, w, b, y, g, f),
         a.backend.conv_backward_data(dy, w, dx, g),
         a.backend.conv_backward_filter(x, dy, dw, db, g),
     ]
@@ -33,7 +34,7 @@ def check(a: Arrays, case: Case, bias: bool = True, relu: bool = False) -> None:
         kernel()
     expected = reference.conv(x, w, b, g, ys)
     depth, rows = math.prod(ws[1:]), math.prod(ys[:-1])
-    assert_close(y, np.maximum(expected, 0) if relu else expected, depth + 1, "y")
+    assert_close(y, reference.activated(f, expected)[0], depth + 1, "y")
     assert_close(dx, reference.conv_data(dy, w, g, xs), math.prod(g.kernel) * ws[0] // g.groups, "dx")
     assert_close(dw, reference.conv_filter(x, dy, g, ws), max(rows, 1), "dw")
     if bias:
@@ -49,8 +50,9 @@ def test_matches_direct_loops(typed, case):
 
 @pytest.mark.parametrize("case", CASES[:3], ids=str)
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
-def test_fused_relu(arrays, case, bias):
-    check(arrays, case, bias=bias, relu=True)
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_fused_activation(arrays, case, bias, kind):
+    check(arrays, case, bias=bias, f=FusedActivation(kind, 0.3))
 
 
 @st.composite

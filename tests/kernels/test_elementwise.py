@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from halograd.kernels import ACTIVATIONS, KernelError
-from halograd.kernels.pointwise import BY_INPUT, reads_input
+from halograd.kernels.pointwise import BY_INPUT, FusedActivation, reads_input
 
 from . import reference
 from .conftest import assert_close
+from .reference import FUSED, RELU
 
 ALPHAS = {"leaky_relu": (0.0, 0.1, 1.5, -0.3), "elu": (1.0, 0.3, 1.5)}
 
@@ -74,10 +75,10 @@ def test_activation_forward_only(arrays):
     assert_close(y, np.tanh(x.astype(np.float64)), 4)
 
 
-@pytest.mark.parametrize("relu", [False, True], ids=["linear", "relu"])
+@pytest.mark.parametrize("f", [*FUSED, FusedActivation("elu", 0.3)], ids=str)
 @pytest.mark.parametrize("terms", [1, 2, 3, 5])
 @pytest.mark.parametrize("where", ["packed", "strided", "in place first", "in place last", "in place twice"])
-def test_add(typed, terms, relu, where):
+def test_add(typed, terms, f, where):
     xs = [typed.draw(2, 6, 5, 18) for _ in range(terms)]
     y = typed.poisoned(2, 6, 5, 18)
     if where == "strided":
@@ -87,21 +88,21 @@ def test_add(typed, terms, relu, where):
     if where == "in place twice":
         xs.append(y)
     total = sum(x.astype(np.float64) for x in xs)
-    kernel = typed.backend.add(xs, y, relu=relu)
+    kernel = typed.backend.add(xs, y, f)
     kernel()
-    assert_close(y, np.maximum(total, 0) if relu else total, terms + 1)
+    assert_close(y, reference.activated(f, total)[0], terms + 1)
     kernel.close()
 
 
-@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize("f", [None, RELU], ids=str)
 @pytest.mark.parametrize("terms", [33, 34, 40])
-def test_many_terms(typed, terms, relu):
+def test_many_terms(typed, terms, f):
     """A value that as many layers read has as many gradients; oneDNN fuses 32 operations."""
     xs, y = [typed.draw(2, 5, 8) for _ in range(terms)], typed.poisoned(2, 5, 8)
     total = sum(x.astype(np.float64) for x in xs)
-    kernel = typed.backend.add(xs, y, relu=relu)
+    kernel = typed.backend.add(xs, y, f)
     kernel()
-    assert_close(y, np.maximum(total, 0) if relu else total, terms + 1)
+    assert_close(y, reference.activated(f, total)[0], terms + 1)
     kernel.close()
 
 

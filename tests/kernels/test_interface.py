@@ -19,6 +19,7 @@ from tests.harness.limits import LIMIT
 from tests.support.lean import traced
 
 from .conftest import Arrays, assert_close
+from .reference import RELU
 
 G = Geometry.of((3, 3), 1, 1)
 G2 = Geometry.of((2, 2), 2)
@@ -31,7 +32,7 @@ def norm(a: Arrays, shape=(2, 4, 4, 16), local=True, **changed):
     arrays |= {k: a.draw(c) for k in ("gamma", "beta", "mean", "var")}
     arrays["var"][...] = 1
     arrays |= {k: a.draw(2, c, dtype=np.float64) for k in ("sums", "means")}
-    return {**arrays, "eps": 1e-5, "relu": True, "local": local, **changed}
+    return {**arrays, "eps": 1e-5, "activation": RELU, "local": local, **changed}
 
 
 def every_kernel(a: Arrays, size: int = 8) -> list[Kernel]:
@@ -42,12 +43,12 @@ def every_kernel(a: Arrays, size: int = 8) -> list[Kernel]:
     small, dx = a.draw(*half), a.draw(*whole)
     m, n, k = a.draw(4, 16), a.draw(4, 8), a.draw(8, 16)
     kernels = [
-        b.conv_forward(x, w, v, y, G, relu=True),
+        b.conv_forward(x, w, v, y, G, RELU),
         b.conv_backward_data(y, w, dx, G),
         b.conv_backward_filter(x, y, a.draw(16, 3, 3, 16), a.draw(16), G),
         *b.max_pool(x, small, a.draw(*half), dx, G2),
         *b.average_pool(x, small, a.draw(*half), dx, G2, False),
-        b.add([x, y, dx], dx, relu=True),
+        b.add([x, y, dx], dx, RELU),
         b.bias(y, v),
         b.bias_gradient(y, a.draw(16)),
         b.dense_forward(m, k, a.draw(8), n),
@@ -270,7 +271,7 @@ def test_outputs_without_inputs(arrays):
     """An output whose window holds padding only, and a gradient that no output reaches."""
     b, nothing = arrays.backend, arrays.draw(1, 0, 5, 4)
     w, bias, y = arrays.draw(8, 3, 3, 4), arrays.draw(8), arrays.poisoned(1, 2, 5, 8)
-    b.conv_forward(nothing, w, bias, y, G, relu=True)()
+    b.conv_forward(nothing, w, bias, y, G, RELU)()
     assert_close(y, np.broadcast_to(np.maximum(bias, 0), y.shape).astype(np.float64), 1)
     b.conv_forward(nothing, w, None, y, G)()
     assert not y.any()

@@ -11,11 +11,12 @@ from halograd.kernels.norm_parts import GroupNormArrays
 from halograd.kernels.norms import ChannelNormArrays
 
 from .conftest import FLOAT64, assert_close
+from .reference import FUSED, activated
 
 NORM_EPS = 1e-3
 
 
-def group_norm(x, dy, gamma, beta, groups, relu):
+def group_norm(x, dy, gamma, beta, groups, f):
     """Group norm and its gradients in float64, by the formula of each sample and group."""
     x, dy, gamma, beta = (a.astype(np.float64) for a in (x, dy, gamma, beta))
     c = x.shape[-1]
@@ -25,27 +26,27 @@ def group_norm(x, dy, gamma, beta, groups, relu):
     mean, var = grouped.mean(axis=axes, keepdims=True), grouped.var(axis=axes, keepdims=True)
     inverse = 1 / np.sqrt(var + NORM_EPS)
     xhat = ((grouped - mean) * inverse).reshape(x.shape)
-    y = gamma * xhat + beta
-    masked = np.where(y > 0, dy, 0) if relu else dy
+    y, slope = activated(f, gamma * xhat + beta)
+    masked = slope * dy
     g = (masked * gamma).reshape(cut)
     hat = xhat.reshape(cut)
     first, second = (a.mean(axis=axes, keepdims=True) for a in (g, g * hat))
     rows = tuple(range(x.ndim - 1))
     return {
-        "y": np.maximum(y, 0) if relu else y,
+        "y": y,
         "dx": (inverse * (g - first - hat * second)).reshape(x.shape),
         "dbeta": masked.sum(axis=rows),
         "dgamma": (masked * xhat).sum(axis=rows),
     }
 
 
-@pytest.mark.parametrize("relu", [False, True], ids=["linear", "relu"])
+@pytest.mark.parametrize("f", FUSED, ids=str)
 @pytest.mark.parametrize(
     ("shape", "groups"),
     [((3, 4, 5, 8), 2), ((2, 3, 4, 2, 6), 3), ((4, 7, 5), 1), ((2, 5, 3, 16), 16), ((3, 9, 18), 6), ((1, 65, 9, 8), 4)],
     ids=str,
 )
-def test_group_norm(typed, shape, groups, relu):
+def test_group_norm(typed, shape, groups, f):
     """All kernels of a group norm in the order of a step, none of which needs the host."""
     n, c = shape[0], shape[-1]
     count = int(np.prod(shape[1:])) // groups
@@ -55,14 +56,14 @@ def test_group_norm(typed, shape, groups, relu):
     sums, means = (typed.poisoned(n, 2, c, dtype=FLOAT64) for _ in range(2))
     totals = typed.poisoned(n, 2, groups, dtype=FLOAT64)
     moments = (mean, var, sums, means, totals)
-    arrays = GroupNormArrays(x, y, dy, dx, gamma, beta, dgamma, dbeta, *moments, count, NORM_EPS, relu)
+    arrays = GroupNormArrays(x, y, dy, dx, gamma, beta, dgamma, dbeta, *moments, count, NORM_EPS, f)
     k = typed.backend.group_norm(arrays)
     k.statistics()
     if (not isinstance(typed.backend, CudaKernels) or x.dtype == np.float64) and k.cancels():
         k.centered()
         k.variance()
     k.normalize()
-    want = group_norm(x, dy, gamma, beta, groups, relu)
+    want = group_norm(x, dy, gamma, beta, groups, f)
     assert_close(y, want["y"], count, "y", scale=8)
     y.fill(np.nan)  # backward does not read it: others may have its memory
     k.backward_sums()
@@ -74,22 +75,21 @@ def test_group_norm(typed, shape, groups, relu):
     assert_close(dgamma, want["dgamma"], rows, "dgamma", scale=16)
 
 
-@pytest.mark.parametrize("relu", [False, True], ids=["linear", "relu"])
+@pytest.mark.parametrize("f", FUSED, ids=str)
 @pytest.mark.parametrize("affine", [False, True], ids=["plain", "affine"])
 @pytest.mark.parametrize("shape", [(2, 3, 4, 5), (3, 7, 1), (2, 5, 64), (2, 300), (1, 9, 33)], ids=str)
-def test_channel_norm(typed, shape, affine, relu):
+def test_channel_norm(typed, shape, affine, f):
     c = shape[-1]
     x, dy = typed.draw(*shape), typed.draw(*shape)
     y, dx = typed.poisoned(*shape), typed.poisoned(*shape)
     vectors = [typed.draw(c), typed.draw(c), typed.poisoned(c), typed.poisoned(c)] if affine else [None] * 4
-    forward, backward = typed.backend.channel_norm(ChannelNormArrays(x, y, dy, dx, *vectors, NORM_EPS, relu))
+    forward, backward = typed.backend.channel_norm(ChannelNormArrays(x, y, dy, dx, *vectors, NORM_EPS, f))
     forward()
     gamma, beta = vectors[:2] if affine else (np.ones(c), np.zeros(c))
     flat = (-1, 1, c)
-    want = group_norm(x.reshape(flat), dy.reshape(flat), gamma, beta, 1, relu)
+    want = group_norm(x.reshape(flat), dy.reshape(flat), gamma, beta, 1, f)
     assert_close(y, want["y"].reshape(shape), max(c, 4), "y", scale=8)
-    if not relu:
-        y.fill(np.nan)
+    y.fill(np.nan)  # backward does not read it
     backward()
     assert_close(dx, want["dx"].reshape(shape), max(c, 4), "dx", scale=48)
     if affine:
@@ -100,16 +100,16 @@ def test_channel_norm(typed, shape, affine, relu):
 
 def test_channel_norm_without_gradients(arrays):
     x, y = arrays.draw(4, 6), arrays.poisoned(4, 6)
-    forward, backward = arrays.backend.channel_norm(ChannelNormArrays(x, y, *(None,) * 6, NORM_EPS, False))
+    forward, backward = arrays.backend.channel_norm(ChannelNormArrays(x, y, *(None,) * 6, NORM_EPS))
     forward()
     assert backward is None and forward.workspace_bytes == 0
-    assert_close(y, group_norm(x[:, None], x[:, None], np.ones(6), np.zeros(6), 1, False)["y"][:, 0], 6)
+    assert_close(y, group_norm(x[:, None], x[:, None], np.ones(6), np.zeros(6), 1, None)["y"][:, 0], 6)
 
 
 def test_refused(arrays):
     x, c, wrong = arrays.draw(2, 5, 8), arrays.draw(8), np.zeros((2, 8))
     with pytest.raises(KernelError, match=r"expected mean of shape \(2, 8\), got \(8,\)"):
         vectors = (c, c, None, None, c, c, wrong, wrong, np.zeros((2, 2, 4)))
-        arrays.backend.group_norm(GroupNormArrays(x, x, None, None, *vectors, 10, NORM_EPS, False))
+        arrays.backend.group_norm(GroupNormArrays(x, x, None, None, *vectors, 10, NORM_EPS))
     with pytest.raises(KernelError, match="gamma and beta"):
-        arrays.backend.channel_norm(ChannelNormArrays(x, x, None, None, c, *(None,) * 3, NORM_EPS, False))
+        arrays.backend.channel_norm(ChannelNormArrays(x, x, None, None, c, *(None,) * 3, NORM_EPS))

@@ -8,6 +8,7 @@ import pytest
 from halograd.kernels import ACTIVATIONS, Geometry
 from halograd.kernels.kernel import BatchNormArrays
 
+from .reference import FUSED
 from .test_interface import norm
 
 POOLS = {
@@ -57,26 +58,26 @@ def test_leaky_relu_without_slope(arrays, channels):
 
 
 @CHANNELS
-@pytest.mark.parametrize("relu", [False, True], ids=["sum", "relu"])
-def test_sums(arrays, relu, channels):
+@pytest.mark.parametrize("f", FUSED, ids=str)
+def test_sums(arrays, f, channels):
     x = with_nan(arrays, *SHAPE, channels)
     y = arrays.draw(*x.shape)
-    arrays.backend.add([arrays.draw(*x.shape), x, y], y, relu)()
+    arrays.backend.add([arrays.draw(*x.shape), x, y], y, f)()
     assert np.array_equal(np.isnan(y), np.isnan(x))
 
 
 @pytest.mark.parametrize("where", ["image", "weights", "bias"])
 @pytest.mark.parametrize("geometry", [Geometry.of((1, 1)), Geometry.of((3, 3), 1, 1)], ids=["1x1", "3x3"])
 @CHANNELS
-@pytest.mark.parametrize("relu", [False, True], ids=["plain", "relu"])
-def test_convolutions(arrays, relu, channels, geometry, where):
+@pytest.mark.parametrize("f", FUSED, ids=str)
+def test_convolutions(arrays, f, channels, geometry, where):
     x = with_nan(arrays, *SHAPE, channels) if where == "image" else arrays.draw(*SHAPE, channels)
     w, b, y = arrays.draw(16, *geometry.kernel, channels), arrays.draw(16), arrays.poisoned(*SHAPE, 16)
     if where == "weights":
         w[3, 0, 0, 0] = np.nan
     if where == "bias":
         b[3] = np.nan
-    arrays.backend.conv_forward(x, w, b, y, geometry, relu=relu)()
+    arrays.backend.conv_forward(x, w, b, y, geometry, f)()
     found = np.isnan(y)
     if where == "image":
         reach = geometry.kernel[0] // 2
@@ -139,12 +140,12 @@ def test_means(arrays, name, channels):
 
 
 @CHANNELS
-@pytest.mark.parametrize("relu", [False, True], ids=["plain", "relu"])
+@pytest.mark.parametrize("f", FUSED, ids=str)
 @pytest.mark.parametrize("local", [False, True], ids=["given", "own"])
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_batch_norm_in_training(arrays, value, local, relu, channels):
+def test_batch_norm_in_training(arrays, value, local, f, channels):
     """One NaN makes the channel's statistics NaN, and all of the channel; an infinity the variance."""
-    given = norm(arrays, (*SHAPE, channels), local=local, relu=relu)
+    given = norm(arrays, (*SHAPE, channels), local=local, activation=f)
     given["x"][(*zip(*PLACES), -1)] = value
     kernels = arrays.backend.batch_norm(BatchNormArrays(**given))
     kernels.statistics()
@@ -158,10 +159,10 @@ def test_batch_norm_in_training(arrays, value, local, relu, channels):
 
 
 @CHANNELS
-@pytest.mark.parametrize("relu", [False, True], ids=["plain", "relu"])
+@pytest.mark.parametrize("f", FUSED, ids=str)
 @pytest.mark.parametrize("where", ["x", "mean", "var", "gamma", "beta"])
-def test_batch_norm_in_evaluation(arrays, where, relu, channels):
-    given = norm(arrays, (*SHAPE, channels), local=False, relu=relu)
+def test_batch_norm_in_evaluation(arrays, where, f, channels):
+    given = norm(arrays, (*SHAPE, channels), local=False, activation=f)
     given |= {"dy": None, "dx": None}
     given["var"][...] = 1
     want = np.zeros(given["x"].shape, bool)

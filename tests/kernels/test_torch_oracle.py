@@ -12,6 +12,7 @@ from halograd.kernels.pointwise import ACTIVATIONS
 
 from .conftest import assert_close
 from .geometries import CASES
+from .reference import RELU
 
 torch = pytest.importorskip("torch", reason="needs torch as independent oracle: pip install halograd[oracle]")
 pytestmark = pytest.mark.torch
@@ -81,7 +82,7 @@ def test_pooling(typed, kind, ndim, kernel, stride, pad):
     assert_close(dx, from_torch(tx.grad), g.taps, "dx")
 
 
-@pytest.mark.parametrize("relu", [False, True], ids=["linear", "relu"])
+@pytest.mark.parametrize("relu", [None, RELU], ids=str)
 @pytest.mark.parametrize("channels", [16, 18])
 def test_batch_norm(typed, channels, relu):
     shape = (3, 6, 8, channels)

@@ -1,8 +1,11 @@
-"""Activations by name or as layers: what the kernels compute, what is made behind; names, settings, exact results."""
+"""Activations of other layers: what their kernels compute, what is made behind; names, settings, exact results."""
 
 import pytest
 
+from halograd.kernels import FusedActivation
 from halograd.layers import (
+    ELU,
+    GELU,
     Add,
     BatchNorm,
     Conv,
@@ -16,10 +19,14 @@ from halograd.layers import (
     LeakyReLU,
     Network,
     PReLU,
+    ReLU,
 )
 from halograd.layers.activation import _KINDS
+from halograd.layers.activation import fused as fused_in
 from halograd.layers.settings import fingerprint, settings_of
 from halograd.testing import check_layer
+from tests.layers.geometries import skew
+from tests.layers.norms import needs
 from tests.layers.oracle import check_torch, torch
 
 SHAPE = (7, 6, 4)
@@ -33,7 +40,13 @@ LAYERS = {
     "LayerNorm": lambda activation, name="l": LayerNorm("channels", activation=activation, name=name),
     "Add": lambda activation, name="l": Add(activation, name),
 }
-FUSED = set(LAYERS) - {"ConvTranspose", "Dense"}
+#: Layers that compute any activation, and those whose gradient follows from its output.
+NORMS = {"BatchNorm", "GroupNorm", "InstanceNorm", "LayerNorm"}
+BY_OUTPUT = NORMS | {"Conv", "Add"}
+KINDS = {
+    **{name: kind for name, kind in _KINDS.items() if name != "softmax"},
+    **{"leaky_relu down": lambda: LeakyReLU(-0.3), "elu 0.3": lambda: ELU(0.3), "gelu_tanh": lambda: GELU("tanh")},
+}
 
 
 def layers_of(made, shape=SHAPE):
@@ -41,29 +54,41 @@ def layers_of(made, shape=SHAPE):
 
 
 @pytest.mark.parametrize("kind", LAYERS)
-def test_relu_is_fused_where_kernels_have_it(kind):
+@pytest.mark.parametrize("name", _KINDS)
+def test_what_kernels_have_is_no_layer(kind, name):
     shape = (5,) if kind == "Dense" else SHAPE
-    found = layers_of(LAYERS[kind]("relu"), shape)
-    assert list(found) == (["l"] if kind in FUSED else ["l", "l_relu"])
+    by_output = name in ("relu", "leaky_relu", "sigmoid", "tanh", "elu", "hard_sigmoid")
+    fused = name != "softmax" and kind in (BY_OUTPUT if by_output else NORMS)
+    for given in (name, _KINDS[name]()):
+        made = LAYERS[kind](given)
+        found = list(layers_of(made, shape))
+        assert found[0] == "l" and len(found) == (1 if fused else 2) and fused == (fused_in(made) is not None)
     assert list(layers_of(LAYERS[kind](None), shape)) == ["l"]
+    assert list(layers_of(LAYERS[kind](ReLU("own")), shape)) == ["l", "own"]
+
+
+def test_parameters_of_an_activation():
+    assert fused_in(Conv(4, 3, activation="leaky_relu")) == FusedActivation("leaky_relu", 0.01)
+    assert fused_in(Add(ELU(0.3))) == FusedActivation("elu", 0.3)
+    assert fused_in(BatchNorm(activation=GELU("tanh"))) == FusedActivation("gelu_tanh")
+    assert fused_in(BatchNorm(activation=LeakyReLU(-1))) == FusedActivation("leaky_relu", -1)
+    assert fused_in(Conv(4, 3, activation=LeakyReLU(-1))) is None
 
 
 @pytest.mark.parametrize("kind", LAYERS)
 def test_others_are_layers_behind(kind):
     shape = (5,) if kind == "Dense" else SHAPE
-    found = layers_of(LAYERS[kind]("silu"), shape)
-    assert [(name, node.layer.kind) for name, node in found.items()] == [("l", kind), ("l_silu", "SiLU")]
+    found = layers_of(LAYERS[kind]("softmax"), shape)
+    assert [(name, node.layer.kind) for name, node in found.items()] == [("l", kind), ("l_softmax", "Softmax")]
     assert [node.layer.kind for node in layers_of(LAYERS[kind](PReLU("channel")), shape).values()] == [kind, "PReLU"]
-    unnamed = list(layers_of(LAYERS[kind]("gelu", None), shape))
-    assert unnamed == [f"{kind.lower()}1", "gelu1"]
+    unnamed = list(layers_of(LAYERS[kind]("softmax", None), shape))
+    assert unnamed == [f"{kind.lower()}1", "softmax1"]
 
 
 @pytest.mark.parametrize("name", _KINDS)
 def test_every_name_has_its_layer(name):
-    first, *behind = layers_of(Conv(4, 3, activation=name)).values()
-    assert first.layer.kind == "Conv" and [node.layer.kind.lower() for node in behind] == (
-        [] if name == "relu" else [name.replace("_", "")]
-    )
+    first, behind = layers_of(ConvTranspose(4, 3, activation=name)).values()
+    assert first.layer.kind == "ConvTranspose" and behind.layer.kind.lower() == name.replace("_", "")
 
 
 def test_settings_are_those_of_two_layers():
@@ -78,9 +103,11 @@ def test_settings_are_those_of_two_layers():
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("kind", LAYERS)
-def test_exact_on_every_grid(kind):
+@pytest.mark.parametrize("activation", ["leaky_relu", "silu"])
+def test_exact_on_every_grid(kind, activation):
     shape = (5,) if kind == "Dense" else SHAPE
-    check_layer(lambda: LAYERS[kind](LeakyReLU(0.1)), shape, gradient=kind != "BatchNorm", tolerance=256.0)
+    given = LeakyReLU(0.1) if activation == "leaky_relu" else activation
+    check_layer(lambda: LAYERS[kind](given), shape, gradient=kind != "BatchNorm", tolerance=256.0)
 
 
 @pytest.mark.mpi
@@ -99,6 +126,52 @@ def test_as_torch():
     convolved = lambda x, w, b: f.silu(f.conv2d(x, w.movedim(-1, 1), b, padding=1))  # noqa: E731
     check_torch(lambda: LAYERS["Conv"]("silu"), [SHAPE], convolved)
     check_torch(lambda: LAYERS["Dense"]("relu"), [(5,)], lambda x, w, b: f.relu(f.linear(x, w, b)))
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(("backend", "dtype"), [("numpy", "float64"), ("onednn", "float32")])
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("kind", ["Conv", "Add", "BatchNorm", "residual", "GroupNorm", "LayerNorm"])
+def test_every_activation_as_torch(kind, name, backend, dtype):
+    """As the layers one after the other in torch, whose functions are checked against ours elsewhere."""
+    needs(backend)
+    f, given = torch().nn.functional, KINDS[name]()
+    functions = {"leaky_relu down": lambda x: f.leaky_relu(x, -0.3), "elu 0.3": lambda x: f.elu(x, 0.3)}
+    functions |= {"gelu_tanh": lambda x: f.gelu(x, approximate="tanh"), "hard_sigmoid": lambda x: f.relu6(x + 3) / 6}
+    act = functions.get(name) or getattr(f, name.replace("_sw", "sw"))
+    normed = lambda x, gamma, beta: f.batch_norm(x, None, None, gamma, beta, True)  # noqa: E731
+    layers = {
+        "Conv": lambda x, w, b: f.conv2d(x, w.movedim(-1, 1), b, padding=1),
+        "Add": lambda x, r: x + r,
+        "BatchNorm": normed,
+        "residual": lambda x, r, gamma, beta: normed(x, gamma, beta) + r,
+        "GroupNorm": lambda x, gamma, beta: f.group_norm(x, 2, gamma, beta),
+        "LayerNorm": lambda x, gamma, beta: f.layer_norm(x.movedim(1, -1), (16,), gamma, beta).movedim(-1, 1),
+    }
+    shape = (7, 6, 16)
+    make = LAYERS["BatchNorm" if kind == "residual" else kind]
+    if kind == "Conv":
+        make = lambda activation: Conv(16, 3, padding=1, activation=activation, name="l")  # noqa: E731
+    if not fused_in(make(given)):
+        return  # a layer of its own, everywhere
+    shapes = [shape] * (2 if kind in ("Add", "residual") else 1)
+    check_torch(lambda: make(given), shapes, lambda *xs, **p: act(layers[kind](*xs, **p)), dtype, backend)
+
+
+@pytest.mark.parametrize("name", ["relu", "tanh", "silu"])
+def test_a_norm_with_a_residual_has_a_relu_in_its_kernels_only(name):
+    x, layer = Input(SHAPE, "x"), BatchNorm(activation=name, name="l")
+    assert list(Network(layer(x)).layers) == ["l"]
+    assert list(Network(layer(x, x)).layers) == (["l"] if name == "relu" else ["l", f"l_{name}"])
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("activation", ["relu", "sigmoid", "gelu"])
+def test_on_blocks_that_do_not_divide(activation, monkeypatch):
+    """And on ranks that have nothing."""
+    skew(monkeypatch)
+    check_layer(lambda: LAYERS["BatchNorm"](activation), (7, 6, 5), batch=3, gradient=False, tolerance=256.0)
+    check_layer(lambda: LAYERS["GroupNorm"](activation), (7, 6, 4), batch=3, tolerance=256.0)
 
 
 @pytest.mark.parametrize("kind", LAYERS)

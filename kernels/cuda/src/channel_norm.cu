@@ -1,4 +1,5 @@
 // Normalization over the channels of each row, x (rows, channels): layer norm of a position.
+#include "activation.cuh"
 #include "rows.cuh"
 
 struct ChannelNormParams {
@@ -13,7 +14,7 @@ struct ChannelNormParams {
     A* moments;  // (rows, 2): mean and 1 / deviation, written forward
     int64 rows;
     int64 channels;
-    int64 relu;
+    double alpha;  // of the activation
     double eps;
 };
 
@@ -44,13 +45,17 @@ BLOCK_KERNEL(channel_forward, ChannelNormParams) {
         for (Index c = Index(threadIdx.x); c < channels; c += lanes) {
             A y = (widen(x[c]) - mean) * inverse;
             if (p.gamma) y = y * parameter(p.gamma, p.gamma_float, c) + parameter(p.beta, p.beta_float, c);
-            narrow(p.relu ? rectify(y) : y, p.y[row * channels + c]);
+            narrow(fused(y, A(p.alpha)), p.y[row * channels + c]);
         }
     }
 }
 
-DEVICE A masked(const ChannelNormParams& p, Index at) {
-    return p.relu && !(widen(p.y[at]) > A(0)) ? A(0) : widen(p.dy[at]);
+// gamma * dy', dy' = f' * dy, with what f was given computed again.
+DEVICE A gradient(const ChannelNormParams& p, Index at, Index c, A xhat) {
+    const A gamma = p.gamma ? parameter(p.gamma, p.gamma_float, c) : A(1), dy = widen(p.dy[at]);
+    if (ACTIVATION < 0) return dy * gamma;
+    const A z = p.gamma ? xhat * gamma + parameter(p.beta, p.beta_float, c) : xhat;
+    return dy * fused_slope(z, A(p.alpha)) * gamma;
 }
 
 // dx = inverse * (g - mean of g - xhat * mean of g * xhat), g = gamma * dy'.
@@ -62,15 +67,14 @@ BLOCK_KERNEL(channel_backward, ChannelNormParams) {
         const A mean = active ? p.moments[2 * row] : A(0), inverse = active ? p.moments[2 * row + 1] : A(0);
         A first = 0, second = 0;
         for (Index c = Index(threadIdx.x); active && c < channels; c += lanes) {
-            const A g = masked(p, base + c) * (p.gamma ? parameter(p.gamma, p.gamma_float, c) : A(1));
+            const A xhat = (widen(p.x[base + c]) - mean) * inverse, g = gradient(p, base + c, c, xhat);
             first += g;
-            second += g * ((widen(p.x[base + c]) - mean) * inverse);
+            second += g * xhat;
         }
         first = across_lanes<Add>(first) / A(channels);
         second = across_lanes<Add>(second) / A(channels);
         for (Index c = Index(threadIdx.x); active && c < channels; c += lanes) {
-            const A g = masked(p, base + c) * (p.gamma ? parameter(p.gamma, p.gamma_float, c) : A(1));
-            const A xhat = (widen(p.x[base + c]) - mean) * inverse;
+            const A xhat = (widen(p.x[base + c]) - mean) * inverse, g = gradient(p, base + c, c, xhat);
             narrow(inverse * (g - first - xhat * second), p.dx[base + c]);
         }
     }

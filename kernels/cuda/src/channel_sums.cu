@@ -1,10 +1,14 @@
 // Sums over all rows of dy' and of dy' * xhat where every row has its own mean and deviation, and plain column sums.
+#include "activation.cuh"
 #include "columns.cuh"
 
 struct ChannelSumsParams {
     const T* x;
-    const T* y;
     const T* dy;
+    const void* gamma;  // with beta, or none
+    const void* beta;
+    int64 gamma_float;
+    int64 beta_float;
     const A* moments;  // (rows, 2), or none: only the sums of dy are wanted
     double* partial;
     void* first;  // (channels), of the codes' dtypes: sums of dy'
@@ -14,28 +18,34 @@ struct ChannelSumsParams {
     int64 chunks;
     int64 rows;
     int64 channels;
-    int64 relu;
+    double alpha;  // of the activation behind the norm
 };
 
 template <int V> DEVICE void row_sums(const ChannelSumsParams& p) {
     const Columns at = columns<V>(p.rows, p.channels);
     double sums[2][V] = {};
     if (at.inside) {
+        A gamma[V], beta[V];
+#pragma unroll
+        for (int k = 0; k < V; ++k) {
+            gamma[k] = p.gamma ? parameter(p.gamma, p.gamma_float, at.channel + k) : A(1);
+            beta[k] = p.gamma ? parameter(p.beta, p.beta_float, at.channel + k) : A(0);
+        }
         for (Index row = at.row; row < at.rows; row += TILE * at.step) {
             A first[V] = {}, second[V] = {};
 #pragma unroll
             for (int t = 0; t < TILE; ++t) {
                 const Index r = row + t * at.step;
                 if (r >= at.rows) continue;
-                A x[V], y[V], dy[V];
+                A x[V], dy[V];
                 load<V>(p.dy + element(at, r), dy);
-                if (p.relu) load<V>(p.y + element(at, r), y);
                 if (p.moments) load<V>(p.x + element(at, r), x);
 #pragma unroll
                 for (int k = 0; k < V; ++k) {
-                    const A gradient = p.relu && !(y[k] > A(0)) ? A(0) : dy[k];
+                    const A xhat = p.moments ? (x[k] - p.moments[2 * r]) * p.moments[2 * r + 1] : A(0);
+                    const A gradient = dy[k] * fused_slope(xhat * gamma[k] + beta[k], A(p.alpha));
                     first[k] += gradient;
-                    if (p.moments) second[k] += gradient * ((x[k] - p.moments[2 * r]) * p.moments[2 * r + 1]);
+                    second[k] += gradient * xhat;
                 }
             }
 #pragma unroll

@@ -1,5 +1,6 @@
 // Batch norm in pieces, with a leading batch axis by which the same kernels do group, instance and layer norm:
 // x is (batch, rows, channels), statistics are (batch, channels), gamma and beta (channels).
+#include "activation.cuh"
 #include "columns.cuh"
 
 struct NormParams {
@@ -7,7 +8,7 @@ struct NormParams {
     T* y;
     const T* dy;
     T* dx;
-    const T* residual;  // residual_forward: added before the ReLU
+    const T* residual;  // residual_forward: added before the activation
     T* dresidual;       // gradient_sums: dy', or none
     const void* gamma;
     const void* beta;
@@ -25,7 +26,7 @@ struct NormParams {
     int64 batch;
     int64 rows;
     int64 channels;
-    int64 relu;
+    double alpha;         // of the activation
     int64 premultiplied;  // means are of gamma * dy', not of dy'
     double eps;
     double count;  // forward: elements that `sums` are over, from which mean and var follow; 0: these are given
@@ -79,11 +80,11 @@ template <int V> DEVICE void statistics(const NormParams& p) {
     leave_partial<V>(at, sums, p.partial);
 }
 
-// What a ReLU is given forward. Backward computes it again from x, which it reads anyway, by the same expression:
-// y need not be read, nor be there any more.
-DEVICE A before_relu(A x, A mean, A scale, A shift) { return (x - mean) * scale + shift; }
+// What an activation is given forward. Backward computes it again from x, which it reads anyway, by the same
+// expression: y need not be read, nor be there any more.
+DEVICE A normalized(A x, A mean, A scale, A shift) { return (x - mean) * scale + shift; }
 
-// Sums of dy' and of dy' * xhat, dy' = dy where y > 0, which is kept where a residual has it for gradient.
+// Sums of dy' and of dy' * xhat, dy' = f' * dy, which is kept where a residual has it for gradient.
 template <int V> DEVICE void gradient_sums(const NormParams& p) {
     const Columns at = columns<V>(p.rows, p.channels);
     double sums[2][V] = {};
@@ -109,9 +110,9 @@ template <int V> DEVICE void gradient_sums(const NormParams& p) {
                 if (p.dresidual) load<V>(p.y + element(at, r), y);  // with what was added, x alone does not tell
 #pragma unroll
                 for (int k = 0; k < V; ++k) {
-                    if (p.relu) {
-                        const A before = p.dresidual ? y[k] : before_relu(x[k], mean[k], scale[k], shift[k]);
-                        if (!(before > A(0))) dy[k] = A(0);
+                    if (ACTIVATION >= 0) {
+                        const A z = normalized(x[k], mean[k], scale[k], shift[k]), alpha = A(p.alpha);
+                        dy[k] *= p.dresidual ? slope(ACTIVATION, y[k], y[k], alpha) : fused_slope(z, alpha);
                     }
                     first[k] += dy[k];
                     second[k] += dy[k] * ((x[k] - mean[k]) * inverse[k]);
@@ -187,9 +188,9 @@ template <int V, bool RESIDUAL> DEVICE void forward(const NormParams& p) {
             if (row + t * at.step >= at.rows) continue;
 #pragma unroll
             for (int k = 0; k < V; ++k) {
-                x[t][k] = before_relu(x[t][k], mean[k], scale[k], shift[k]);
+                x[t][k] = normalized(x[t][k], mean[k], scale[k], shift[k]);
                 if (RESIDUAL) x[t][k] += residual[RESIDUAL ? t : 0][k];
-                if (p.relu) x[t][k] = rectify(x[t][k]);
+                x[t][k] = fused(x[t][k], A(p.alpha));
             }
             store<V>(x[t], p.y + element(at, row + t * at.step));
         }
@@ -228,8 +229,8 @@ template <int V> DEVICE void gradient_data(const NormParams& p) {
             if (r >= at.rows) continue;
 #pragma unroll
             for (int k = 0; k < V; ++k) {
-                const bool passes = !p.relu || before_relu(x[t][k], mean[k], scale[k], shift[k]) > A(0);
-                const A gradient = passes ? dy[t][k] : A(0);
+                const A z = normalized(x[t][k], mean[k], scale[k], shift[k]);
+                const A gradient = dy[t][k] * fused_slope(z, A(p.alpha));
                 dy[t][k] = gradient * scale[k] - offset[k] - (x[t][k] - mean[k]) * slope[k];
             }
             store<V>(dy[t], p.dx + element(at, r));

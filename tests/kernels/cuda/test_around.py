@@ -9,6 +9,7 @@ from halograd.kernels import KernelError
 from halograd.kernels.kernel import BatchNormArrays
 
 from ..conftest import EPS, FLOAT64, Arrays, assert_close
+from ..reference import RELU
 from .conftest import DTYPES
 
 
@@ -47,7 +48,7 @@ def test_nan_is_not_lost(cuda):
     y = np.empty_like(x)
     cuda.activation("relu", x, y, None, None, 0.0)[0]()
     assert np.array_equal(y, [np.nan, 0, 2, np.nan], equal_nan=True)
-    cuda.add([x, x], y, True)()
+    cuda.add([x, x], y, RELU)()
     assert np.array_equal(y, [np.nan, 0, 4, np.nan], equal_nan=True)
 
 
@@ -101,7 +102,7 @@ def test_the_order_of_threads_does_not_matter(cuda, arrays):
         y, dx = arrays.poisoned(*x.shape), arrays.poisoned(*x.shape)
         mean, var, sums = arrays.poisoned(12), arrays.poisoned(12), arrays.poisoned(2, 12, dtype=FLOAT64)
         vectors = (gamma, beta, mean, var, sums, np.zeros((2, 12)))
-        k = cuda.batch_norm(BatchNormArrays(x, y, dy, dx, *vectors, 1e-3, True, True))
+        k = cuda.batch_norm(BatchNormArrays(x, y, dy, dx, *vectors, 1e-3, RELU, True))
         k.forward()
         k.backward_sums()
         total = np.zeros(1)
@@ -115,7 +116,7 @@ def test_nothing_is_allocated_when_kernels_run(cuda, arrays, monkeypatch):
     dx, dy = arrays.poisoned(2, 5, 8), arrays.draw(2, 5, 8)
     c, sums = arrays.draw(8), arrays.poisoned(2, 8, dtype=FLOAT64)
     vectors = (c, c.copy(), c.copy(), c.copy(), sums, sums.copy())
-    k = cuda.batch_norm(BatchNormArrays(x, y, dy, dx, *vectors, 1e-3, True, True))
+    k = cuda.batch_norm(BatchNormArrays(x, y, dy, dx, *vectors, 1e-3, RELU, True))
     k.forward()
     k.backward_sums()
 

@@ -35,6 +35,8 @@ def programs(source, dtypes):
             yield CudaProgram(source, (dtype,))
     if dtypes[0] == "float32" and source == "pool":
         yield CudaProgram(source, ("float32",), large=True)
+    if dtypes[0] == "float32" and source in ("norm", "channel_norm", "channel_sums"):  # the longest of them
+        yield from (CudaProgram(source, ("float32",), activation=kind) for kind in ("gelu", "mish"))
 
 
 def test_the_table_names_every_source():
@@ -90,6 +92,8 @@ def test_programs():
         "-DINDEX=int64",
     )
     assert str(program) == "optimizer<float32, bfloat16, float16> large"
+    assert CudaProgram("norm", activation="silu").options[-1] == "-DACTIVATION=5"
+    assert str(CudaProgram("norm", activation="silu")) == "norm<float32> silu"
     with pytest.raises(KernelError, match=r"pool: expected a dtype out of float32, .*, got int8; convert the array"):
         CudaProgram("pool", ("int8",))
 

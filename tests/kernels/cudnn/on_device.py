@@ -8,6 +8,7 @@ import numpy as np
 from halograd.kernels import Backend
 from tests.kernels import reference
 from tests.kernels.geometries import Case
+from tests.kernels.reference import RELU
 
 DTYPES = {
     "float64": np.dtype(np.float64),
@@ -54,7 +55,7 @@ def convolution_errors(backend: Backend, case: Case, dtype: str) -> dict[str, fl
     (x, x64), (w, w64), (b, b64), (dy, dy64) = a.draw(*xs), a.draw(*ws), a.draw(*bs), a.draw(*ys)
     y, dx, dw, db = a.poisoned(*ys), a.poisoned(*xs), a.poisoned(*ws), a.poisoned(*bs)
     kernels = [
-        backend.conv_forward(x, w, b, y, g, relu=True),
+        backend.conv_forward(x, w, b, y, g, RELU),
         backend.conv_backward_data(dy, w, dx, g),
         backend.conv_backward_filter(x, dy, dw, db, g),
     ]

@@ -17,6 +17,7 @@ from halograd.kernels.cudnn.frontend import AddressTable, Frontend, Handles, Wor
 from halograd.kernels.cudnn.runtime import Runtime
 from halograd.kernels.kernel import BatchNormArrays
 from tests.kernels.conftest import Arrays, assert_close
+from tests.kernels.reference import RELU
 
 from .fake_cudnn import GraphDouble
 from .fake_runtime import BoxesDouble, DeviceDouble, Machine, device_empty
@@ -244,7 +245,7 @@ def test_everything_else_goes_to_our_own_kernels(backend):
     made = [
         backend.max_pool(x, y, None, None, g)[0],
         backend.average_pool(x, y, None, None, g, True)[0],
-        backend.batch_norm(BatchNormArrays(x, x.copy(), None, None, *vectors, *sums, 1e-5, True, True)).forward,
+        backend.batch_norm(BatchNormArrays(x, x.copy(), None, None, *vectors, *sums, 1e-5, RELU, True)).forward,
         backend.activation("relu", x, x, None, None)[0],
         backend.add([x, x], x),
     ]

@@ -11,6 +11,7 @@ from halograd.kernels.cudnn.conv import outside
 from tests.kernels import reference
 from tests.kernels.conftest import Arrays, assert_close
 from tests.kernels.geometries import CASES
+from tests.kernels.reference import RELU
 from tests.kernels.test_convolution import check
 
 from .fake_cudnn import DataType
@@ -32,7 +33,7 @@ def test_other_dtypes(backend, case, dtype):
 @pytest.mark.parametrize("case", [CASES[i] for i in (0, 5, 25)], ids=str)
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
 def test_fused_relu(arrays, case, bias):
-    check(arrays, case, bias=bias, relu=True)
+    check(arrays, case, bias=bias, f=RELU)
 
 
 def test_sums_are_of_the_right_type(backend, machine):
@@ -48,7 +49,7 @@ def test_a_relu_without_bias_adds_zeros(backend, machine):
     """cuDNN has compiled engines for bias and ReLU, none for ReLU alone."""
     a = Arrays(backend, np.float32)
     x, w, y = a.draw(1, 4, 4, 8), a.draw(6, 3, 3, 8), a.poisoned(1, 4, 4, 6)
-    kernel = backend.conv_forward(x, w, None, y, G, relu=True)
+    kernel = backend.conv_forward(x, w, None, y, G, RELU)
     bias = machine.cudnn.graphs[-1].tensors[-1]
     assert bias.dim == [1, 6, 1, 1] and kernel.workspace_bytes == 6 * 4
     kernel()

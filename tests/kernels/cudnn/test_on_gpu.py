@@ -12,6 +12,7 @@ from halograd.kernels import Geometry
 from halograd.kernels.cudnn import CudnnBackend
 from tests.gpu.place import PLACES, gpu_count, only_gpu
 from tests.kernels.geometries import CASES, Case
+from tests.kernels.reference import RELU
 
 from .fake_runtime import Machine
 from .on_device import BOUNDS, OnDevice, convolution_errors, dense_errors, to_host
@@ -58,7 +59,7 @@ def kernel_and_output(backend: CudnnBackend, dtype: str = "float32"):
     """A forward convolution of 32 channels."""
     a = OnDevice(backend, dtype)
     y = a.poisoned(2, 16, 16, 32)
-    return backend.conv_forward(a.draw(2, 16, 16, 32)[0], a.draw(32, 3, 3, 32)[0], a.draw(32)[0], y, G, relu=True), y
+    return backend.conv_forward(a.draw(2, 16, 16, 32)[0], a.draw(32, 3, 3, 32)[0], a.draw(32)[0], y, G, RELU), y
 
 
 def test_kept_plans_give_the_same(opened):

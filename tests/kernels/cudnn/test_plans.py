@@ -11,6 +11,7 @@ import pytest
 from halograd.kernels import Geometry, KernelError
 from halograd.kernels.cudnn.store import Entry, PlanStore, store_path
 from tests.kernels.conftest import Arrays
+from tests.kernels.reference import RELU
 
 from .fake_cudnn import EngineDouble
 
@@ -22,7 +23,9 @@ def forward(backend, samples: int = 1, relu: bool = False, dtype=np.float32):
     """A forward convolution."""
     a = Arrays(backend, dtype)
     shape = (samples, 4, 4, 8)
-    return backend.conv_forward(a.draw(*shape), a.draw(8, 3, 3, 8), a.draw(8), a.poisoned(*shape), G, relu=relu)
+    return backend.conv_forward(
+        a.draw(*shape), a.draw(8, 3, 3, 8), a.draw(8), a.poisoned(*shape), G, RELU if relu else None
+    )
 
 
 def plan_of(kernel) -> str:

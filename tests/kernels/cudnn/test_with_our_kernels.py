@@ -15,6 +15,7 @@ from tests.kernels import reference
 from tests.kernels.conftest import Arrays, assert_close
 from tests.kernels.cuda.host import HostLauncher, compiler
 from tests.kernels.geometries import CASES
+from tests.kernels.reference import RELU
 from tests.kernels.test_convolution import check
 from tests.kernels.test_interface import every_kernel
 
@@ -48,7 +49,7 @@ def test_every_kernel_runs(arrays):
 
 @pytest.mark.parametrize("case", [CASES[i] for i in (1, 17, 25, 28)], ids=str)
 def test_convolutions(arrays, case):
-    check(arrays, case, relu=True)
+    check(arrays, case, f=RELU)
 
 
 def test_copies_conversions_and_zeroed_rows(backend):
@@ -61,7 +62,7 @@ def test_copies_conversions_and_zeroed_rows(backend):
     dy, y, dx = a.draw(*ys), a.poisoned(*ys), a.poisoned(1, 9, 5, 3)[:, 1:]
     dw, db = a.poisoned(7, 3, 3, 3, dtype=np.float32), a.poisoned(7, dtype=np.float32)
     assert x.data.ptr % 16
-    backend.conv_forward(x, w, None, y, geometry, relu=True)()
+    backend.conv_forward(x, w, None, y, geometry, RELU)()
     backend.conv_backward_data(dy, w, dx, geometry)()
     backend.conv_backward_filter(x, dy, dw, db, geometry)()
     rounded = w.astype(bfloat16)
