@@ -193,8 +193,8 @@ def input_kind(inputs: h5py.Dataset, path: Path, layout: str | None) -> Kind:
     name = layout if layout is not None else _text(inputs.attrs.get("layout"))
     if name is None:
         raise DataError(
-            f"{path}: {inputs.name!r} has no attribute 'layout'; pass layout='NHWC' or 'NCHW', as its shape {shape} "
-            "is meant"
+            f"{path}: {inputs.name!r} has no attribute 'layout'; set data.layout (in Python: layout=) to 'NHWC' or "
+            f"'NCHW', as its shape {shape} is meant"
         )
     if not isinstance(name, str) or name not in _LAYOUTS:
         raise DataError(f"{path}: {inputs.name!r}: expected layout 'NHWC' or 'NCHW', got {name!r}; correct it")

@@ -158,7 +158,7 @@ def check_scheme(scheme: Scheme, network: Network) -> None:
     if scheme.replicated_dense > kinds.count("dense"):
         raise UserError(
             f"reduction.replicated_dense: expected at most the {kinds.count('dense')} dense layers of "
-            f"{network.name!r}, got {scheme.replicated_dense}"
+            f"{network.name!r} that are trained, called once and not weight-normed, got {scheme.replicated_dense}"
         )
 
 

@@ -267,6 +267,8 @@ def _translate(dataset: Any, data: DataConfig, network: Network) -> None:
 
 def _groups(data: DataConfig, dataset: Dataset) -> np.ndarray | None:
     """Return the group of each sample, if groups are held out as a whole."""
+    if data.validation == 0:
+        return None
     files = dataset.file_of if isinstance(dataset, FileSet) else None
     if data.split == "file":
         if files is None:

@@ -194,7 +194,7 @@ def test_layout_must_be_known(path: Path) -> None:
     make(path)
     with h5py.File(path, "a") as file:
         del file["inputs"].attrs["layout"]
-    with pytest.raises(DataError, match="has no attribute 'layout'; pass layout='NHWC' or 'NCHW'"):
+    with pytest.raises(DataError, match=r"has no attribute 'layout'; set data.layout .* to 'NHWC' or 'NCHW'"):
         Hdf5Dataset(path)
     assert Hdf5Dataset(path, targets=None, layout="NCHW").fields["x"].shape == (8, 3, 6)
     with pytest.raises(DataError, match="expected layout 'NHWC' or 'NCHW', got 'HWCN'"):

@@ -182,3 +182,9 @@ def test_a_network_begins_with_arrays_by_name():
 def test_inputs_are_of_a_known_type():
     with pytest.raises(ValueError, match=r"input 'mask': expected a dtype of compute, int8, .*, got 'int33'"):
         Input((4, 4, 1), "mask", "int33")
+
+
+@pytest.mark.parametrize("shape", [(), (4, 4, 4, 4, 1), (4, 0, 1)])
+def test_inputs_have_channels_and_at_most_three_spatial_axes(shape):
+    with pytest.raises(ValueError, match=r"input 'x': expected a shape \(\*spatial, C\) of at least 1 each"):
+        Input(shape)

@@ -126,3 +126,4 @@ def test_splits_that_the_data_do_not_allow(comm, config):
         train(config, ["data.split=file"], comm=comm)
     with pytest.raises(UserError, match=r"data.split: expected a dataset 'simulation'"):
         train(config, ["data.split=group"], comm=comm)
+    assert not train(config, ["data.split=file", "data.validation=0"], comm=comm)["validation"]  # nothing is held out
