@@ -43,7 +43,7 @@ _begun = _booted = False
 
 
 def launched_size(environment: Mapping[str, str] | None = None) -> int | None:
-    """Number of ranks the launcher says it started, None without a launcher. Local.
+    """Return the number of ranks the launcher says it started, None without a launcher. Local.
 
     Open MPI's mpirun says so in OMPI_COMM_WORLD_SIZE, hydra and ``srun --mpi=pmi2`` in PMI_SIZE, srun
     without either in SLURM_STEP_NUM_TASKS (SLURM_NTASKS belongs to the allocation, not to this step).

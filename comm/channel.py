@@ -94,12 +94,12 @@ class Channel(ABC):
         return tuple(sorted(self.send_counts.keys() | self.recv_counts.keys()))
 
     def send_buffer(self, peer: int, slot: int) -> np.ndarray:
-        """What goes to `peer`: ``(send_counts[peer],)``, `dtype`, host, 64-byte aligned. Local."""
+        """Return what goes to `peer`: ``(send_counts[peer],)``, `dtype`, host, 64-byte aligned. Local."""
         self._check(peer, slot, self.send_counts, "send_counts")
         return self._send_buffer(peer, slot)
 
     def recv_buffer(self, peer: int, slot: int) -> np.ndarray:
-        """What came from `peer`: ``(recv_counts[peer],)``, `dtype`, host, 64-byte aligned, read-only. Local."""
+        """Return what came from `peer`: ``(recv_counts[peer],)``, `dtype`, host, 64-byte aligned, read-only. Local."""
         self._check(peer, slot, self.recv_counts, "recv_counts")
         return self._recv_buffer(peer, slot)
 
@@ -212,7 +212,7 @@ class ChannelSpec:
 
 
 def expectations(size: int, specs: Sequence[ChannelSpec]) -> tuple[np.ndarray, np.ndarray]:
-    """One number for each of `size` ranks, of what is sent to it and of what is expected from it. Local.
+    """Return one number for each of `size` ranks, of what is sent to it and of what is expected from it. Local.
 
     Of one channel the bytes; of several a sum in which every channel counts by its place.
     """
@@ -252,5 +252,5 @@ _MASK = (1 << 64) - 1
 
 
 def _weight(place: int) -> int:
-    """An odd number of 64 bits, different for every place; 1 for the first."""
+    """Return an odd number of 64 bits, different for every place; 1 for the first."""
     return place * 0x9E3779B97F4A7C15 * 2 + 1 & _MASK

@@ -162,7 +162,7 @@ class Communicator:
         name: str | None = None,
         device: Device = HOST,
     ) -> Channel:
-        """A channel that moves one message to and from each peer. Collective over this communicator.
+        """Return a channel that moves one message to and from each peer. Collective over this communicator.
 
         Parameters
         ----------
@@ -177,7 +177,7 @@ class Communicator:
         return self.channels([ChannelSpec(send_counts, recv_counts, dtype, kind, name, device)])[0]
 
     def channels(self, specs: Sequence[ChannelSpec]) -> list[Channel]:
-        """Several channels at once, for the price of one: see :meth:`channel`. Collective, in the same order.
+        """Return several channels at once, for the price of one: see :meth:`channel`. Collective, in the same order.
 
         All are made for arrays of the host, or all for the same kind of device.
         """
@@ -187,7 +187,7 @@ class Communicator:
     def reduction(
         self, buffer: np.ndarray, *, kind: str = "allreduce", name: str | None = None, method: str = "allreduce"
     ) -> Reduction:
-        """An in-place sum of `buffer` over all ranks. Collective over this communicator.
+        """Return an in-place sum of `buffer` over all ranks. Collective over this communicator.
 
         Parameters
         ----------
@@ -230,12 +230,12 @@ class Communicator:
         return self.reductions([ReductionSpec(buffer, kind, name, method)])[0]
 
     def reductions(self, specs: Sequence[ReductionSpec]) -> list[Reduction]:
-        """Several sums at once, for the price of one: see :meth:`reduction`. Collective, in the same order."""
+        """Return several sums at once, for the price of one: see :meth:`reduction`. Collective, in the same order."""
         self._check_open()
         return self._keep(self._maker.reductions(specs))
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
-        """The communicator of the ranks with the same color, ordered by key. Collective.
+        """Return the communicator of the ranks with the same color, ordered by key. Collective.
 
         Ranks with color None get None. Transport, progress thread, counters and recorder are shared; this
         communicator closes those split from it.
@@ -289,11 +289,11 @@ class Communicator:
         self.agree(fault)
 
     def bcast(self, value: Any, root: int = 0) -> Any:
-        """The small object that `root` passes. Collective."""
+        """Return the small object that `root` passes. Collective."""
         return broadcast_object(self.mpi, value, root)
 
     def allgather_objects(self, value: Any) -> list[Any]:
-        """The small objects of all ranks, in order. Collective."""
+        """Return the small objects of all ranks, in order. Collective."""
         return allgather_objects(self.mpi, value)
 
     def allreduce_scalar(self, value: float, operation: str = "sum") -> float:

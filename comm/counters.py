@@ -44,7 +44,7 @@ class Counters:
         return replace(self._traffic.get(kind, Traffic()))
 
     def snapshot(self) -> dict[str, Traffic]:
-        """A copy of all counters."""
+        """Return a copy of all counters."""
         return {kind: replace(traffic) for kind, traffic in self._traffic.items()}
 
     def reset(self) -> None:

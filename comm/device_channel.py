@@ -121,13 +121,14 @@ class StagedChannel(DeviceChannel):
 
 
 def staging(buffer: Any) -> np.ndarray:
-    """What the host sums in the place of an array: pinned memory like it; the array itself if it is the host's."""
+    """Return what the host sums in the place of an array: pinned memory like it; the array itself if it is the host's.
+    """
     device = on_device(buffer)
     return buffer if device is None else device.pinned(buffer.shape, buffer.dtype)
 
 
 def staged(buffer: Any, pinned: np.ndarray, plan: ReductionPlan) -> ReductionPlan:
-    """The plan of a sum of `pinned` (`staging`), with copies from the array there before and back behind."""
+    """Return the plan of a sum of `pinned` (`staging`), with copies from the array there before and back behind."""
     device = on_device(buffer)
     if device is None:
         return plan
@@ -144,7 +145,7 @@ def staged(buffer: Any, pinned: np.ndarray, plan: ReductionPlan) -> ReductionPla
 
 
 def places(counts: Mapping[int, int], dtype: np.dtype) -> dict[int, slice]:
-    """Where the message of each peer lies in one buffer for all. Local.
+    """Return where the message of each peer lies in one buffer for all. Local.
 
     >>> places({1: 3, 4: 20}, np.dtype("float64"))
     {1: slice(0, 3, None), 4: slice(8, 28, None)}
@@ -158,5 +159,5 @@ def places(counts: Mapping[int, int], dtype: np.dtype) -> dict[int, slice]:
 
 
 def end_of(where: Mapping[int, slice]) -> int:
-    """Elements of a buffer that holds these. Local."""
+    """Return the elements of a buffer that holds these. Local."""
     return max((part.stop for part in where.values()), default=0)

@@ -81,7 +81,7 @@ class Guard:
             self._start(self.left[0])
 
     def wait(self, seconds: float) -> bool:
-        """Whether all ranks have left, within so many seconds."""
+        """Return whether all ranks have left, within so many seconds."""
         assert self._request is not None
         deadline = time.monotonic() + seconds
         while not self._request.Test():
@@ -131,7 +131,7 @@ def await_reader(*files: int) -> None:
 
 
 def _unread(file: int) -> int:
-    """Bytes that wait in a pipe; 0 for anything else."""
+    """Return bytes that wait in a pipe; 0 for anything else."""
     count = array.array("i", [0])
     with contextlib.suppress(OSError):
         if stat.S_ISFIFO(os.fstat(file).st_mode):
@@ -158,7 +158,7 @@ def refuse(error: UserError, where: str = "") -> None:
 
 
 def _meet(error: BaseException) -> tuple[bool, bool]:
-    """Whether all ranks end by an error, and whether this one speaks. Returns within `PATIENCE`.
+    """Return whether all ranks end by an error, and whether this one speaks. Returns within `PATIENCE`.
 
     Of an error that all ranks agreed on, the rank where it arose speaks; else the first one, or every one where the
     errors differ.
@@ -207,7 +207,7 @@ def _on_exception(kind: type[BaseException], value: BaseException, trace: Traceb
 
 
 def _concerns(error: BaseException) -> bool:
-    """Whether the end by an error is not as in any other Python program."""
+    """Return whether the end by an error is not as in any other Python program."""
     if MPI.Is_finalized() or _is_interactive():
         return False
     guards, agreed = _open_guards(), _is_agreed(error)
@@ -236,17 +236,17 @@ def _on_exit() -> None:
 
 
 def _open_guards() -> list[Guard]:
-    """Those of this process; a process that was forked from it has no part in them."""
+    """Return those of this process; a process that was forked from it has no part in them."""
     return [] if MPI.Is_finalized() else [guard for guard in _guards if guard.process == os.getpid()]
 
 
 def _is_agreed(error: BaseException) -> bool:
-    """Whether all ranks of all communicators that are open raise this error."""
+    """Return whether all ranks of all communicators that are open raise this error."""
     return is_agreed(error, max((guard.size for guard in _open_guards()), default=1))
 
 
 def _widest(guards: list[Guard]) -> Guard | MPI.Intracomm:
-    """That of the most ranks; all ranks that were launched if there is none."""
+    """Return that of the most ranks; all ranks that were launched if there is none."""
     return max(guards, key=lambda guard: guard.size, default=MPI.COMM_WORLD)
 
 
@@ -255,7 +255,7 @@ def _of_several(guards: list[Guard]) -> bool:
 
 
 def _is_interactive() -> bool:
-    """Whether somebody sits before a prompt, now or when the script is over: ``python -i``, IPython, Jupyter."""
+    """Return whether somebody sits before a prompt, now or when the script is over: ``python -i``, IPython, Jupyter."""
     return hasattr(sys, "ps1") or bool(sys.flags.inspect)
 
 
@@ -268,7 +268,7 @@ def _code(error: BaseException) -> int:
 
 
 def _mark(error: BaseException) -> int:
-    """A number that is the same for errors of one type and text; not 0."""
+    """Return a number that is the same for errors of one type and text; not 0."""
     return zlib.crc32(f"{type(error).__qualname__}: {error}".encode()) + 1
 
 
@@ -287,7 +287,7 @@ def _speak(error: BaseException, who: str) -> None:
 
 
 def _numbered(error: BaseException) -> str:
-    """The traceback of an error; of several ranks, each line names this one."""
+    """Return the traceback of an error; of several ranks, each line names this one."""
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     world = MPI.COMM_WORLD
     if world.size == 1:

@@ -29,12 +29,12 @@ def mark_agreed(error: BaseException, arose_here: bool, ranks: int, needs_no_ran
 
 
 def is_agreed(error: BaseException, ranks: int) -> bool:
-    """Whether all of so many ranks raise this error, not only those of a smaller group. Local."""
+    """Return whether all of so many ranks raise this error, not only those of a smaller group. Local."""
     return int(getattr(error, "agreed", 0)) >= ranks
 
 
 def is_shared(leaving: BaseException | None, ranks: int) -> bool:
-    """Whether all of so many ranks leave a ``with`` by this, so that its end may be collective. Local.
+    """Return whether all of so many ranks leave a ``with`` by this, so that its end may be collective. Local.
 
     No error, an agreed one, `sys.exit` without a code.
     """
@@ -65,14 +65,14 @@ def agree(mpi_comm: MPI.Intracomm, ranks: Sequence[int], fault: Exception | None
 
 
 def describe(fault: Exception) -> tuple[str, str, str, bool]:
-    """Module and name of the type of a fault, its text, and whether that names a rank already. Local."""
+    """Return the module and name of the type of a fault, its text, and whether that names a rank already. Local."""
     kind = type(fault)
     text = str(fault.args[0]) if isinstance(fault, KeyError) and fault.args else str(fault)
     return kind.__module__, kind.__qualname__, text, bool(getattr(fault, "needs_no_rank", False))
 
 
 def recreate(module: str, name: str, text: str, where: str) -> Exception:
-    """An error of this type that says where it arose; decided alike on all ranks. Local."""
+    """Return an error of this type that says where it arose; decided alike on all ranks. Local."""
     try:
         error = getattr(importlib.import_module(module), name)(f"{where}{text}")
         if isinstance(error, Exception):

@@ -105,7 +105,8 @@ class Maker:
         return Meter(self._comm.instruments, spec.kind, spec.name or spec.kind, len(pattern.sends), nbytes)
 
     def _meters(self, spec: ReductionSpec) -> list[Meter]:
-        """What books a sum: by nodes what goes to other nodes, and what goes through shared memory. Collective."""
+        """Return what books a sum: by nodes what goes to other nodes, and what goes through shared memory. Collective.
+        """
         comm, method, buffer = self._comm, METHODS[spec.method], spec.buffer
         booked = [(spec.kind, method.sent(buffer.size, buffer.itemsize, comm.size, comm.rank))]
         if method.by_nodes:
@@ -115,7 +116,7 @@ class Maker:
         return [Meter(comm.instruments, kind, name, int(nbytes > 0), nbytes) for kind, nbytes in booked]
 
     def _link(self, spec: ReductionSpec) -> DeviceTransport | None:
-        """What makes the sum without the host, if anything does. Collective where the array is on a device."""
+        """Return what makes the sum without the host, if anything does. Collective where the array is on a device."""
         device, link = on_device(spec.buffer), None
         if device is not None and METHODS[spec.method].on_devices:
             link = self._comm.devices.transport(self._context, device)
@@ -123,7 +124,7 @@ class Maker:
         return link
 
     def _reductions(self, specs: Sequence[ReductionSpec]) -> list[Reduction]:
-        """Sums that are alike on all ranks. Collective."""
+        """Return sums that are alike on all ranks. Collective."""
         links = [self._link(spec) for spec in specs]
         meters = [self._meters(spec) for spec in specs]
         idle = [self._comm.size == 1 or not spec.buffer.size for spec in specs]
@@ -142,5 +143,5 @@ class Maker:
 
 
 def _positive(counts: Mapping[int, int]) -> dict[int, int]:
-    """Elements per peer, in order, without the zeros."""
+    """Return elements per peer, in order, without the zeros."""
     return {peer: int(count) for peer, count in sorted(counts.items()) if count}

@@ -45,7 +45,7 @@ class Stage:
         """Begin. Does not wait."""
 
     def over(self) -> bool:
-        """Whether it is over. Does not wait; called until it is."""
+        """Return whether it is over. Does not wait; called until it is."""
         return True
 
     def wait(self) -> None:
@@ -79,7 +79,9 @@ _Calls = list[Callable[[], object]]
 
 
 def _calls(stages: Sequence[Stage]) -> _Calls:
-    """What a thread calls that waits for stages of which the first has begun: a list is quicker to run than stages."""
+    """Return what a thread calls that waits for stages of which the first has begun: a list is quicker to run than
+    stages.
+    """
     found: _Calls = []
     for stage in stages:
         if stage is not stages[0] and type(stage).begin is not Stage.begin:

@@ -71,7 +71,7 @@ class Room:
     returns: Pairs = ()
 
     def stages(self, codec: Codec) -> list[Stage]:
-        """The stages of the sum."""
+        """Return the stages of the sum."""
         found: list[Stage] = [codec.deposit(self.deposits)]
         if self.scatter is not None:
             found += [self.scatter, codec.add(self.summands, self.total)]
@@ -311,7 +311,7 @@ class Reduction:
 
 
 def cut(array: np.ndarray) -> list[slice]:
-    """Slices of a flat array of at most `PIECE` bytes each."""
+    """Return the slices of a flat array of at most `PIECE` bytes each."""
     step = max(1, PIECE // array.itemsize)
     if 0 < array.size <= step:
         return [slice(0, array.size)]
@@ -352,7 +352,7 @@ def check_type(spec: ReductionSpec, summable: Sequence[str] = REDUCIBLE) -> None
 
 
 def likeness(specs: Sequence[ReductionSpec]) -> list[str]:
-    """What ranks must have in common, a text per sum. Local."""
+    """Return what ranks must have in common, a text per sum. Local."""
     return [
         f"shape {spec.buffer.shape} and {spec.buffer.dtype.name} by {spec.method!r} on "
         f"{'the host' if on_device(spec.buffer) is None else 'a device'}"

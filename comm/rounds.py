@@ -19,7 +19,7 @@ Made = TypeVar("Made")
 def side_by_side(
     steps: Sequence[Generator[Question, Answer, Made]], answer: Callable[[list[Question]], Sequence[Answer]]
 ) -> list[Made]:
-    """What the generators return, in their order.
+    """Return what the generators return, in their order.
 
     Collective if `answer` is, which is given the questions of a round and is called as long as there are some.
 

@@ -65,11 +65,11 @@ class Method:
         return self.codec == "plain" and not self.by_nodes
 
     def payload(self, nbytes: int) -> int:
-        """Bytes that a contribution of `nbytes` takes on its way [B]."""
+        """Return bytes that a contribution of `nbytes` takes on its way [B]."""
         return nbytes // 2 if self.codec == "bfloat16" else nbytes
 
     def sent(self, size: int, itemsize: int, ranks: int, rank: int) -> int:
-        """Bytes of the one message that a rank is booked with, of a sum that is not by nodes [B]."""
+        """Return the bytes of the one message that a rank is booked with, of a sum that is not by nodes [B]."""
         if ranks < 2:
             return 0
         if self.adds:
@@ -78,7 +78,8 @@ class Method:
         return (own.stop - own.start) * itemsize
 
     def held(self, nbytes: int, ranks: int, share: int, feedback: bool = False) -> int:
-        """Memory that a sum by messages, not by nodes, takes on a rank beside its buffer, in MPI or here [B].
+        """Return the memory that a sum by messages, not by nodes, takes on a rank beside its buffer, in MPI or here
+        [B].
 
         Parameters
         ----------
@@ -126,15 +127,15 @@ class NodeShare:
     far: bool
 
     def within(self, nbytes: int) -> int:
-        """Bytes through the memory of the node [B]."""
+        """Return bytes through the memory of the node [B]."""
         return nbytes if self.shares else 0
 
     def across(self, nbytes: int) -> int:
-        """Bytes to other nodes [B]."""
+        """Return bytes to other nodes [B]."""
         return nbytes if self.leads and self.far else 0
 
     def held(self, nbytes: int) -> int:
-        """Memory beside the buffer [B]: the summand, the total of the node, and what MPI takes for that."""
+        """Return the memory beside the buffer [B]: the summand, the total of the node, and what MPI takes for that."""
         return nbytes * (self.shares + self.leads + (self.leads and self.far))
 
 

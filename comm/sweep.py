@@ -87,7 +87,7 @@ def _ours(path: Path, oldest: float) -> bool:
 
 
 def _mapped() -> set[str]:
-    """Paths in shared memory that some process has mapped, as far as this user may look."""
+    """Return paths in shared memory that some process has mapped, as far as this user may look."""
     found: set[str] = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         found |= _named_in(maps)
@@ -95,7 +95,7 @@ def _mapped() -> set[str]:
 
 
 def _named_in(maps: Path) -> set[str]:
-    """Paths in shared memory that a process has mapped; none of one that is gone, or another user's."""
+    """Return paths in shared memory that a process has mapped; none of one that is gone, or another user's."""
     with contextlib.suppress(OSError):
         names = {line.split(maxsplit=5)[-1] for line in maps.read_text(errors="replace").splitlines()}
         return {name for name in names if name.startswith(f"{SHARED_MEMORY}/")}

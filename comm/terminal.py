@@ -14,7 +14,8 @@ MOST = 16  # ancestors that are looked at
 
 
 def terminal_columns() -> int | None:
-    """Columns of the terminal where stderr of this process ends; None where it ends in a file or in another program.
+    """Return the columns of the terminal where stderr of this process ends; None where it ends in a file or in another
+    program.
 
     Launchers read what a rank writes from a pipe and write it to their own stderr, so ``isatty()`` is false for a rank
     whose words a user sees. Local.
@@ -33,7 +34,7 @@ def terminal_columns() -> int | None:
 
 
 def _end(process: int) -> str | None:
-    """The device in which stderr of a process ends."""
+    """Return the device in which stderr of a process ends."""
     stderr = _files(process).get("2", "")
     for ancestor, name in _ancestors(process):
         if not stderr.startswith("pipe:"):
@@ -45,7 +46,7 @@ def _end(process: int) -> str | None:
 
 
 def _ancestors(process: int) -> Iterator[tuple[int, str]]:
-    """Number and name of the process that started this one, and so on."""
+    """Yield the number and name of the process that started this one, and so on."""
     for _ in range(MOST):
         try:
             with open(f"/proc/{process}/stat", encoding="utf-8", errors="replace") as file:
@@ -57,7 +58,7 @@ def _ancestors(process: int) -> Iterator[tuple[int, str]]:
 
 
 def _files(process: int) -> dict[str, str]:
-    """What the open files of a process are, by number; empty for a process of somebody else."""
+    """Return what the open files of a process are, by number; empty for a process of somebody else."""
     found, folder = {}, f"/proc/{process}/fd"
     try:
         for number in os.listdir(folder):

@@ -54,17 +54,17 @@ _LOW = frozenset([np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)])  # a dtyp
 
 
 def as_dtype(name: Any) -> np.dtype:
-    """The dtype of this name; ``bfloat16`` is that of ml_dtypes."""
+    """Return the dtype of this name; ``bfloat16`` is that of ml_dtypes."""
     return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
 
 
 def is_low(dtype: Any) -> bool:
-    """Whether a dtype, or the name of one, has 16 bits."""
+    """Return whether a dtype, or the name of one, has 16 bits."""
     return dtype in LOW if isinstance(dtype, str) else np.dtype(dtype) in _LOW
 
 
 def wide(dtype: Any) -> np.dtype:
-    """The dtype of parameters, statistics and sums beside activations of this one.
+    """Return the dtype of parameters, statistics and sums beside activations of this one.
 
     >>> wide("float16"), wide("float64")
     (dtype('float32'), dtype('float64'))
@@ -73,7 +73,7 @@ def wide(dtype: Any) -> np.dtype:
 
 
 def resolution(dtype: Any) -> float:
-    """Distance from 1 to the next number, as `numpy.finfo` says of the types that it knows."""
+    """Return the distance from 1 to the next number, as `numpy.finfo` says of the types that it knows."""
     return 2.0**-7 if np.dtype(dtype).name == "bfloat16" else float(np.finfo(dtype).eps)
 
 
@@ -118,7 +118,7 @@ class Ticket(Protocol):
     """A place in the queue of a device."""
 
     def done(self) -> bool:
-        """Whether everything before it is done. Does not wait."""
+        """Return whether everything before it is done. Does not wait."""
         ...
 
     def wait(self) -> None:
@@ -130,7 +130,7 @@ class Stamp(Protocol):
     """A place in the queue whose time can be asked for."""
 
     def done(self) -> bool:
-        """Whether the device has come there. Does not wait."""
+        """Return whether the device has come there. Does not wait."""
         ...
 
 
@@ -163,24 +163,24 @@ class Device(ABC):
     # -- arrays ---------------------------------------------------------------------------------
     @abstractmethod
     def owns(self, array: Any) -> bool:
-        """Whether this array lives here."""
+        """Return whether this array lives here."""
 
     @abstractmethod
     def address(self, array: Any) -> int:
-        """Address of the first element."""
+        """Return the address of the first element."""
 
     @abstractmethod
     def empty(self, shape: Sequence[int], dtype: Any) -> Any:
-        """Packed array on the device, contents undefined."""
+        """Return a packed array on the device, contents undefined."""
 
     def zeros(self, shape: Sequence[int], dtype: Any) -> Any:
-        """Packed array of zeros on the device."""
+        """Return a packed array of zeros on the device."""
         array = self.empty(shape, dtype)
         array.fill(0)
         return array
 
     def array(self, values: Any, dtype: Any = None) -> Any:
-        """An array on the device with the values of a host array."""
+        """Return an array on the device with the values of a host array."""
         values = np.asarray(values, dtype)
         result = self.empty(values.shape, values.dtype)
         self.assign(result, values)
@@ -188,12 +188,12 @@ class Device(ABC):
 
     @abstractmethod
     def pinned(self, shape: Sequence[int], dtype: Any) -> np.ndarray:
-        """Packed zeros in host memory that `download` and `upload` reach without a detour."""
+        """Return the packed zeros in host memory that `download` and `upload` reach without a detour."""
 
     # -- copies that wait -----------------------------------------------------------------------
     @abstractmethod
     def to_host(self, array: Any) -> np.ndarray:
-        """The values of an array as a NumPy array, packed. Waits; not for use within a step."""
+        """Return the values of an array as a NumPy array, packed. Waits; not for use within a step."""
 
     @abstractmethod
     def assign(self, target: Any, values: np.ndarray) -> None:
@@ -210,7 +210,7 @@ class Device(ABC):
 
     @abstractmethod
     def mark(self) -> Ticket:
-        """A ticket for everything enqueued so far."""
+        """Return a ticket for everything enqueued so far."""
 
     def upload_ahead(self, pairs: Sequence[tuple[np.ndarray, Any]], after: Ticket | None = None) -> Ticket:
         """Enqueue uploads beside the queue, behind `after`; the queue waits for them by `join` only.
@@ -222,7 +222,7 @@ class Device(ABC):
         return self.mark()
 
     def join(self, ticket: Ticket) -> None:
-        """What is enqueued from here on runs behind this ticket; the host does not wait."""
+        """Let what is enqueued from here on run behind this ticket; the host does not wait."""
         return None
 
     @abstractmethod
@@ -231,8 +231,9 @@ class Device(ABC):
 
     # -- copies within the device ---------------------------------------------------------------
     def copies(self, pairs: Sequence[tuple[Any, Any]]) -> Callable[[], None]:
-        """What enqueues ``target[...] = source`` for pairs of (target, source) views of one shape each, of any two
-        floating-point dtypes, or of one dtype."""
+        """Return what enqueues ``target[...] = source`` for pairs of (target, source) views of one shape each, of any
+        two floating-point dtypes, or of one dtype.
+        """
         fixed = tuple(pairs)
 
         def run() -> None:
@@ -242,7 +243,7 @@ class Device(ABC):
         return run
 
     def sums(self, pairs: Sequence[tuple[Any, Any]]) -> Callable[[], None]:
-        """What enqueues ``target += source`` for pairs of (target, source) views of one shape each, in order."""
+        """Return what enqueues ``target += source`` for pairs of (target, source) views of one shape each, in order."""
         fixed = tuple(pairs)
 
         def run() -> None:
@@ -254,15 +255,15 @@ class Device(ABC):
     # -- time -----------------------------------------------------------------------------------
     @abstractmethod
     def stamp(self) -> Stamp:
-        """A stamp behind everything enqueued so far."""
+        """Return a stamp behind everything enqueued so far."""
 
     @abstractmethod
     def seconds(self, first: Stamp, second: Stamp) -> float:
-        """Time from one stamp to another, both done [s]."""
+        """Return the time from one stamp to another, both done [s]."""
 
     # -- the rest -------------------------------------------------------------------------------
     def capture(self, run: Callable[[], None]) -> DeviceGraph:
-        """What enqueues, at once, everything that `run` enqueues. `run` is called once and must not wait.
+        """Return what enqueues, at once, everything that `run` enqueues. `run` is called once and must not wait.
 
         Raises
         ------
@@ -284,20 +285,22 @@ class Device(ABC):
         return None
 
     def computing(self) -> AbstractContextManager[Any]:
-        """A context in which the calling thread enqueues kernels."""
+        """Return a context in which the calling thread enqueues kernels."""
         return nullcontext()
 
     def memory(self) -> DeviceMemory | None:
-        """What is used and free, None where that means nothing (the host)."""
+        """Return what is used and free, None where that means nothing (the host)."""
         return None
 
     def describe(self) -> str:
-        """One line for the log."""
+        """Return one line for the log."""
         return self.name
 
 
 def packed_as(values: Any, target: Any) -> np.ndarray:
-    """Host values as a packed array of the shape and dtype of `target`; `ascontiguousarray` adds a missing axis."""
+    """Return the host values as a packed array of the shape and dtype of `target`; `ascontiguousarray` adds a missing
+    axis.
+    """
     return np.array(np.broadcast_to(values, target.shape), target.dtype, order="C", copy=True)
 
 
@@ -376,7 +379,7 @@ def unregister(device: Device) -> None:
 
 
 def device_of(*arrays: Any) -> Device:
-    """The device of some arrays; None among them is ignored.
+    """Return the device of some arrays; None among them is ignored.
 
     Raises
     ------
@@ -397,7 +400,7 @@ def device_of(*arrays: Any) -> Device:
 
 
 def on_device(array: Any) -> Device | None:
-    """The device of an array; None for anything of the host."""
+    """Return the device of an array; None for anything of the host."""
     if isinstance(array, np.ndarray):
         return None
     return next((device for device in _devices if device.owns(array)), None)

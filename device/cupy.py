@@ -17,7 +17,7 @@ __all__ = ["CupyDevice", "choose_ordinal", "count_devices", "cupy_device", "impo
 
 
 def choose_ordinal(wanted: str | int | Sequence[int], local_rank: int, count: int) -> int:
-    """Number of the device for a rank.
+    """Return the number of the device for a rank.
 
     Parameters
     ----------
@@ -59,7 +59,7 @@ Copies = Callable[[Sequence[tuple[Any, Any]]], Callable[[], None]]
 
 
 def import_cupy() -> Any:
-    """The cupy module.
+    """Return the cupy module.
 
     Raises
     ------
@@ -76,7 +76,7 @@ def import_cupy() -> Any:
 
 
 def count_devices(cupy: Any) -> int:
-    """Number of CUDA devices; 0 without a driver."""
+    """Return the number of CUDA devices; 0 without a driver."""
     try:
         return int(cupy.cuda.runtime.getDeviceCount())
     except Exception:  # no driver, or one that is too old
@@ -84,7 +84,8 @@ def count_devices(cupy: Any) -> int:
 
 
 def cupy_device(ordinal: int = 0) -> CupyDevice:
-    """The device of this number, opened once per process so that its arrays share a stream; current from now on."""
+    """Return the device of this number, opened once per process so that its arrays share a stream; current from now on.
+    """
     device = _opened.get(ordinal)
     if device is None:
         device = _opened[ordinal] = CupyDevice(ordinal)
@@ -99,7 +100,7 @@ NOT_READY = 600  # cudaErrorNotReady
 
 
 def arrived(cupy: Any, event: Any) -> bool:
-    """Whether the device has come to an event. Does not wait.
+    """Return whether the device has come to an event. Does not wait.
 
     ``Event.done`` is false for ever where the device has failed.
 

@@ -128,7 +128,8 @@ def try_run(config: Config, comm: Communicator) -> StepTrial:
 
 
 def rank_schemes_of(config: Config, comm: Communicator, strategy: Strategy) -> list[Scheme]:
-    """Rank schemes of gradient reduction that are worth a try in a run, the best predicted first. Collective.
+    """Return the rank schemes of gradient reduction that are worth a try in a run, the best predicted first.
+    Collective.
 
     By the machine of the configuration, or what is known of this one; nothing is measured for it. Where nothing is
     known there is no order, and the result is empty.
@@ -212,7 +213,8 @@ class _Planner:
         return RooflineTimes(self.machine) if self.measuring is None else self.measuring.times(self.machine)
 
     def measured(self) -> Plan:
-        """The plan for which all that was asked for is measured, and what it rests on twice, as far as the budget goes.
+        """Return the plan for which all that was asked for is measured, and what it rests on twice, as far as the
+        budget goes.
 
         It ends: each round measures a layer that was not measured before, or not twice.
         """
@@ -247,7 +249,7 @@ class _Planner:
         return state.measured > 0
 
     def tried(self, plan: Plan, asked: Sequence[str] = ()) -> StepTrial:
-        """What takes the shortest steps of the plan and the baselines near it; and one rank with all threads.
+        """Return what takes the shortest steps of the plan and the baselines near it; and one rank with all threads.
 
         `asked`: names of baselines that are tried however slow they are predicted to be.
         """
@@ -319,7 +321,7 @@ class _Planner:
             trainer.settle()
 
     def _plan_on_root(self, times: KernelTimes, planner: str = "") -> Plan:
-        """Plan on rank 0, for all ranks; a UserError is raised on all alike.
+        """Return the plan on rank 0, for all ranks; a UserError is raised on all alike.
 
         `planner` is that of the configuration if it is empty.
         """
@@ -377,7 +379,8 @@ def _slots(config: Config) -> int:
 
 
 def _without(config: Config) -> frozenset[str]:
-    """Schemes of gradient reduction that this run cannot have: they need shared memory, or whole gradients."""
+    """Return the schemes of gradient reduction that this run cannot have: they need shared memory, or whole gradients.
+    """
     by_nodes = BY_NODES if config.backend.transport == "mpi" else ()
     shards = ("sharded",) if isinstance(config.optimizer, LARSConfig) else ()
     return frozenset((*by_nodes, *shards))

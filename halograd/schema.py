@@ -170,7 +170,9 @@ _adapter: Callable[[Any], TypeAdapter[Any]] = lru_cache(TypeAdapter)
 
 
 def _plain(value: Any) -> Any:
-    """What JSON has no form for; what is no data at all becomes a text, which is refused where a number is expected."""
+    """Return what JSON has no form for; what is no data at all becomes a text, which is refused where a number is
+    expected.
+    """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
     if isinstance(value, Mapping):
@@ -231,7 +233,7 @@ def _describe(error: ValidationError, kind: Any, at: str) -> str:
 
 
 def _of_validator(error: Exception, path: str) -> str:
-    """What a validator of ours said: of the value, of a key in it, or a whole message."""
+    """Return what a validator of ours said: of the value, of a key in it, or a whole message."""
     text = str(error)
     if isinstance(error, UserError) or not path:
         return text
@@ -259,7 +261,9 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def _follow(kind: Any, where: Sequence[int | str]) -> tuple[list[Any], list[int | str]]:
-    """The types that may be at a place, or of the table of an unknown key; the place without names of alternatives."""
+    """Return the types that may be at a place, or of the table of an unknown key; the place without names of
+    alternatives.
+    """
     found, steps = _alternatives(kind), list[int | str]()
     for i, step in enumerate(where):
         branch = [t for t in found if len(found) > 1 and _is_called(t, step)]

@@ -30,12 +30,12 @@ __all__ = ["LayerResult", "check_layer", "grids", "random_array", "run_layer"]
 
 
 def random_array(shape: Sequence[int], name: str, seed: int = 0) -> np.ndarray:
-    """A float64 array that depends on shape, name and seed only, so that every rank can make it."""
+    """Return a float64 array that depends on shape, name and seed only, so that every rank can make it."""
     return np.random.default_rng([seed, zlib.crc32(name.encode())]).standard_normal(tuple(shape))
 
 
 def grids(size: int, axes: Sequence[str]) -> Iterator[dict[str, int]]:
-    """All ways to cut `size` ranks into parts along `axes`.
+    """Yield all ways to cut `size` ranks into parts along `axes`.
 
     >>> list(grids(2, ("sample", "height")))
     [{'sample': 1, 'height': 2}, {'sample': 2, 'height': 1}]
@@ -59,7 +59,7 @@ LayerResult = dict[str, np.ndarray]
 
 
 def _probed(make: Callable[[], Layer], shapes: Sequence[Sequence[int]]) -> tuple[Network, str]:
-    """The network of one layer and a probe of its output, and the layer's name."""
+    """Return the network of one layer and a probe of its output, and the layer's name."""
     nodes = [Input(s, name=f"x{i}") for i, s in enumerate(shapes)]
     y = make()(*nodes)
     g = Input(y.shape, name="g")
@@ -68,7 +68,8 @@ def _probed(make: Callable[[], Layer], shapes: Sequence[Sequence[int]]) -> tuple
 
 
 def _strategy(parts: Mapping[str, int], size: int, options: dict | None = None) -> Strategy:
-    """These parts for all layers but the probe, which needs all channels and all ranks, where the parts do not."""
+    """Return these parts for all layers but the probe, which needs all channels and all ranks, where the parts do not.
+    """
     channels = parts.get("channel", 1) * parts.get("input_channel", 1)
     apart = channels > 1 or math.prod(parts.values()) < size
     return Strategy(parts, {"probe": {"sample": size}} if apart else {}, options=options or {})
@@ -88,7 +89,7 @@ def run_layer(
     shift: Mapping[str, np.ndarray] | None = None,
     steps: int = 1,
 ) -> LayerResult | None:
-    """Outputs and gradients of one layer under one cut: ``y, dx0, ..., loss`` and gradients by name. Collective.
+    """Return outputs and gradients of one layer under one cut: ``y, dx0, ..., loss`` and gradients by name. Collective.
 
     The whole arrays, on rank 0; None on the other ranks. Inputs, parameters and the output's gradient are
     random, by global index; a layer may be cut in fewer `parts` than there are ranks. `shift` is added to them
@@ -196,7 +197,7 @@ def check_layer(
 
 
 def _possible(network: Network, parts: Mapping[str, int], size: int) -> bool:
-    """Whether the layer has enough channels for these parts, and may be cut so at all."""
+    """Return whether the layer has enough channels for these parts, and may be cut so at all."""
     try:
         _strategy(parts, size).validate(network, size)
     except UserError:
@@ -205,7 +206,7 @@ def _possible(network: Network, parts: Mapping[str, int], size: int) -> bool:
 
 
 def compare(found: LayerResult, reference: LayerResult, tolerance: float, dtype: str, where: str) -> Exception | None:
-    """The first array that differs by more than the tolerance, as an error."""
+    """Return the first array that differs by more than the tolerance, as an error."""
     for key, want in reference.items():
         have = found[key]
         if have.shape != want.shape:

@@ -84,7 +84,7 @@ def get_backend(
     deterministic: bool = False,
     device: int = 0,
 ) -> Backend:
-    """The backend called `name`, with `threads` threads per kernel.
+    """Return the backend called `name`, with `threads` threads per kernel.
 
     ``auto`` is oneDNN, or NumPy after one warning line per process (logger ``halograd.kernels``) where
     oneDNN cannot be loaded; a GPU is used only if asked for, by ``cudnn``.

@@ -33,10 +33,10 @@ class Base(ABC):
 
     @abstractmethod
     def empty(self, shape: Sequence[int], dtype: Any) -> Any:
-        """Packed array aligned to 64 bytes, contents undefined."""
+        """Return a packed array aligned to 64 bytes, contents undefined."""
 
     def zeros(self, shape: Sequence[int], dtype: Any) -> Any:
-        """Packed array of zeros aligned to 64 bytes."""
+        """Return a packed array of zeros aligned to 64 bytes."""
         array = self.empty(shape, dtype)
         array.fill(0)
         return array
@@ -59,11 +59,11 @@ class Base(ABC):
         """Free what the backend holds; its kernels must be closed before. May be called twice."""
 
     def take_substitutes(self) -> list[Substitute]:
-        """Kernels that another library makes for want of a fast one, of those built since the last call."""
+        """Return kernels that another library makes for want of a fast one, of those built since the last call."""
         return []
 
     def describe(self) -> str:
-        """One line for the log: what runs, and where it came from."""
+        """Return one line for the log: what runs, and where it came from."""
         return f"{self.name} {self.version}, {self.threads} thread(s) per rank"
 
     def describe_arithmetic(self, dtype: str) -> str:
@@ -84,7 +84,8 @@ class Base(ABC):
     ) -> tuple[Kernel, Kernel | None]: ...
 
     def activated(self, made: Kernel, y: Any, activation: FusedActivation | None) -> Kernel:
-        """The kernel `made`, which writes `y`, and behind it ``y = f(y)``: for kernels without `f` of their own."""
+        """Return the kernel `made`, which writes `y`, and behind it ``y = f(y)``: for kernels without `f` of their own.
+        """
         if activation is None:
             return made
         return chain(made, self.activation(activation.kind, y, y, None, None, activation.alpha)[0])

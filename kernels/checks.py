@@ -26,7 +26,7 @@ __all__ = [
 
 
 def same_elements(a: Any, b: Any) -> bool:
-    """Whether two arrays of one shape are the same elements of memory in the same order, on any device."""
+    """Return whether two arrays of one shape are the same elements of memory in the same order, on any device."""
     return _address(a) == _address(b) and a.strides == b.strides
 
 
@@ -36,7 +36,7 @@ def _address(array: Any) -> int:
 
 
 def check_packed(what: str, **arrays: Any) -> None:
-    """Every array given is C-contiguous; None stands for one that is not there."""
+    """Check that every array given is C-contiguous; None stands for one that is not there."""
     for name, a in arrays.items():
         if a is not None and not a.flags.c_contiguous:
             raise KernelError(
@@ -46,7 +46,7 @@ def check_packed(what: str, **arrays: Any) -> None:
 
 
 def check_dtypes(what: str, allowed: Sequence[str], remedy: str, **arrays: Any) -> None:
-    """All arrays given have the same dtype, one of `allowed`."""
+    """Check that all arrays given have the same dtype, one of `allowed`."""
     found = {name: np.dtype(a.dtype).name for name, a in arrays.items() if a is not None}
     if len(set(found.values())) > 1:
         text = ", ".join(f"{name} {dtype}" for name, dtype in found.items())
@@ -57,7 +57,7 @@ def check_dtypes(what: str, allowed: Sequence[str], remedy: str, **arrays: Any) 
 
 
 def check_same_shape(what: str, **arrays: Any) -> None:
-    """All arrays given have the same shape."""
+    """Check that all arrays given have the same shape."""
     shapes = {name: tuple(a.shape) for name, a in arrays.items() if a is not None}
     if len(set(shapes.values())) > 1:
         text = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
@@ -167,7 +167,7 @@ def check_residual(a: BatchNormArrays) -> None:
 
 
 def check_bias(what: str, y: Any, b: Any) -> None:
-    """One value per channel of a packed array ``(..., C)``."""
+    """Check for one value per channel of a packed array ``(..., C)``."""
     check_packed(what, y=y, b=b)
     _expect_shape(what, "b", b, (y.shape[-1],), "it has one value per channel")
 

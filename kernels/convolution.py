@@ -18,7 +18,7 @@ class Convolutions(Base):
     """Products of arrays with weights, and their adjoints."""
 
     def padded_channels(self, channels: int, dtype: Any) -> int:
-        """Channels that the input of a convolution should have in memory; those behind its own must be zero.
+        """Return channels that the input of a convolution should have in memory; those behind its own must be zero.
 
         `conv_forward` and `conv_backward_filter` take `x` so: a view of the leading channels of a packed array.
         """
@@ -103,7 +103,7 @@ class Convolutions(Base):
         self._check_dtypes(what, x=x, dy=dy, dw=dw, db=db)
 
     def _room(self, x: Any, geometry: Geometry) -> int:
-        """Channels that the input of a convolution may have in memory."""
+        """Return channels that the input of a convolution may have in memory."""
         return self.padded_channels(x.shape[-1], x.dtype) if geometry.groups == 1 else x.shape[-1]
 
     @abstractmethod

@@ -47,7 +47,8 @@ def tensor_core_channels(channels: int, dtype: Any) -> int:
 
 
 def channels_in_memory(array: Any) -> int | None:
-    """Channels from one position of an array ``(N, *spatial, C)`` to the next; None if it is not packed but for these.
+    """Return channels from one position of an array ``(N, *spatial, C)`` to the next; None if it is not packed but for
+    these.
 
     >>> a = np.zeros((2, 5, 4, 24))
     >>> channels_in_memory(a), channels_in_memory(a[..., :18]), channels_in_memory(a[:, 1:, :, :18])
@@ -91,12 +92,12 @@ class StridedRun:
     taps: tuple[tuple[int, float], ...]
 
     def outputs(self, origin: int = 0) -> slice:
-        """The outputs in an array that begins at global `origin`."""
+        """Return the outputs in an array that begins at global `origin`."""
         first = self.start - origin
         return slice(first, first + (self.count - 1) * self.step + 1, self.step)
 
     def inputs(self, tap: int, origin: int = 0) -> slice:
-        """The inputs of one tap in an array that begins at global `origin`."""
+        """Return the inputs of one tap in an array that begins at global `origin`."""
         first = self.taps[tap][0] - origin
         return slice(first, first + (self.count - 1) * self.input_step + 1, self.input_step)
 
@@ -134,7 +135,7 @@ class Resampling:
         return ((min(int(position), self.size - 1), 1.0),)
 
     def _between(self, position: Fraction) -> tuple[tuple[int, float], ...]:
-        """Two or four inputs around a position; those outside count as the last ones inside."""
+        """Return two or four inputs around a position; those outside count as the last ones inside."""
         if self.mode == "linear":
             position = max(Fraction(0), position)
         first, last = math.floor(position), self.size - 1
@@ -150,13 +151,13 @@ class Resampling:
         return tuple((i, float(own)) for i, own in found.items())
 
     def input_range(self, start: int, stop: int) -> tuple[int, int]:
-        """Inputs that the outputs ``[start, stop)`` read, as a half-open range; always inside the array."""
+        """Return inputs that the outputs ``[start, stop)`` read, as a half-open range; always inside the array."""
         if stop <= start:
             return 0, 0
         return self.taps(start)[0][0], self.taps(stop - 1)[-1][0] + 1
 
     def runs(self, start: int, stop: int) -> list[StridedRun]:
-        """The outputs ``[start, stop)`` as runs, each output in exactly one."""
+        """Return the outputs ``[start, stop)`` as runs, each output in exactly one."""
         # Where all outputs read one input, no run has two outputs.
         step, input_step = self.ratio.denominator, max(1, self.ratio.numerator)
         found = []
@@ -181,7 +182,7 @@ _KEYS = Fraction(-3, 4)
 
 @lru_cache(maxsize=4096)
 def _cubic(t: Fraction) -> tuple[Fraction, Fraction, Fraction, Fraction]:
-    """Weights of the inputs at -1, 0, 1 and 2 for the position t in [0, 1)."""
+    """Return the weights of the inputs at -1, 0, 1 and 2 for the position t in [0, 1)."""
 
     def near(x: Fraction) -> Fraction:
         return ((_KEYS + 2) * x - (_KEYS + 3)) * x * x + 1
@@ -193,7 +194,7 @@ def _cubic(t: Fraction) -> tuple[Fraction, Fraction, Fraction, Fraction]:
 
 
 def _next(run: StridedRun) -> tuple[tuple[int, float], ...]:
-    """The taps that would continue the run."""
+    """Return the taps that would continue the run."""
     return tuple((first + run.count * run.input_step, weight) for first, weight in run.taps)
 
 
@@ -217,7 +218,7 @@ class Resampled:
         return max((run.count for run in self.runs if len(run.taps) > 1), default=0)
 
     def input_range(self) -> tuple[int, int]:
-        """Inputs that are read, as positions in the array."""
+        """Return inputs that are read, as positions in the array."""
         first, last = self.resampling.input_range(self.start, self.stop)
         return first - self.origin, last - self.origin
 
@@ -296,7 +297,7 @@ class Geometry:
         dilation: int | Sequence[int] = 1,
         groups: int = 1,
     ) -> Geometry:
-        """Geometry from shorthand: one number stands for all axes, one padding for both sides.
+        """Return the geometry from shorthand: one number stands for all axes, one padding for both sides.
 
         >>> Geometry.of((3, 3), 2, 1).padding
         ((1, 1), (1, 1))
@@ -326,7 +327,7 @@ class Geometry:
         return tuple(d * (k - 1) + 1 for k, d in zip(self.kernel, self.dilation))
 
     def output_shape(self, spatial: Sequence[int]) -> tuple[int, ...]:
-        """Spatial output shape (floor rule); 0 on an axis where the window does not fit once."""
+        """Return the spatial output shape (floor rule); 0 on an axis where the window does not fit once."""
         if len(spatial) != self.ndim:
             raise KernelError(
                 f"expected {self.ndim} spatial extents for the kernel {self.kernel}, got {tuple(spatial)}"
@@ -338,7 +339,8 @@ class Geometry:
 
 
 def read_part(spatial: Sequence[int], geometry: Geometry) -> tuple[tuple[int, ...], Geometry]:
-    """The leading part of an array of extents `spatial` that is read, and the geometry on it, without negative padding.
+    """Return the leading part of an array of extents `spatial` that is read, and the geometry on it, without negative
+    padding.
 
     No library is given a negative padding: cuDNN knows none, and oneDNN's gradients of weights read outputs that the
     dropped rows would have. Where the stride skips these rows anyway, there is nothing to drop.

@@ -47,7 +47,7 @@ _EMPTY = "empty"
 
 
 def has_nothing(*arrays: Any) -> bool:
-    """Whether one of the arrays has no elements."""
+    """Return whether one of the arrays has no elements."""
     return any(0 in a.shape for a in arrays)
 
 
@@ -63,7 +63,7 @@ def filled(value: float, *arrays: Any) -> Kernel:
 
 
 def bias_only(b: Any, y: Any) -> Kernel:
-    """Output of a convolution or dense layer that has no input."""
+    """Return the output of a convolution or dense layer that has no input."""
     if b is None or has_nothing(y):
         return filled(0, y)
 
@@ -74,7 +74,7 @@ def bias_only(b: Any, y: Any) -> Kernel:
 
 
 def filter_of_nothing(xp: Any, dy: Any, dw: Any, db: Any) -> Kernel:
-    """Weight gradients without input; the bias gradient still sums the output's, should there be any."""
+    """Return the weight gradients without input; the bias gradient still sums the output's, should there be any."""
     if db is None or has_nothing(dy):
         return filled(0, dw, db)
     axes = tuple(range(len(dy.shape) - 1))
@@ -180,7 +180,7 @@ class ScratchKernel(Kernel):
 
 
 def run_all(calls: Iterable[Callable[[], Any]]) -> Callable[[], Any]:
-    """Several calls as one function."""
+    """Return several calls as one function."""
     parts = tuple(calls)
     if len(parts) == 1:
         return parts[0]
@@ -193,12 +193,12 @@ def run_all(calls: Iterable[Callable[[], Any]]) -> Callable[[], Any]:
 
 
 def idle() -> Kernel:
-    """A step that another kernel does already."""
+    """Return a step that another kernel does already."""
     return Kernel(lambda: None, "idle")
 
 
 def chain(*kernels: Kernel) -> Kernel:
-    """Several kernels as one, run in this order; it closes them."""
+    """Return several kernels as one, run in this order; it closes them."""
     parts = tuple(kernels)
     close = run_all([k.close for k in parts])
     whole = Kernel(run_all(parts), " + ".join(k.impl for k in parts), sum(k.workspace_bytes for k in parts), close)
@@ -229,7 +229,7 @@ def either(first: Kernel, otherwise: Callable[[], bool], second: Kernel, *asked:
 
 
 def deferred(make: Callable[[], Kernel]) -> Kernel:
-    """A kernel that is made when it first runs. What hardly ever runs takes no memory before."""
+    """Return a kernel that is made when it first runs. What hardly ever runs takes no memory before."""
     made: list[Kernel] = []
 
     def run() -> None:

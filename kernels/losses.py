@@ -141,7 +141,7 @@ class Losses(Base):
             raise KernelError(f"loss: expected targets out of {', '.join(TARGETS)}, got {found}; convert them")
 
     def _of_packed(self, arrays: LossArrays, make: Any) -> LossKernel:
-        """The kernel for packed arrays, of copies where they are not."""
+        """Return the kernel for packed arrays, of copies where they are not."""
         if not arrays.x.size or not arrays.target.size:
             return _LossOfNothing(lambda: arrays.loss.fill(0), "empty")
         packed, pairs = {}, []

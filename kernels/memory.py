@@ -44,7 +44,7 @@ class Workspace(dict):
 
 
 def buffer(work: dict, name: str, shape: tuple[int, ...], dtype: Any) -> Any:
-    """An array of `work` with undefined contents; made at the first call, larger if a call wants more."""
+    """Return an array of `work` with undefined contents; made at the first call, larger if a call wants more."""
     count = int(np.prod(shape))
     array = work.get(name)
     if array is None or array.size < count or array.dtype != dtype:
@@ -53,7 +53,7 @@ def buffer(work: dict, name: str, shape: tuple[int, ...], dtype: Any) -> Any:
 
 
 def constant(work: dict, name: str, values: Callable[[], Any], dtype: Any) -> Any:
-    """An array of `work` that never changes; `values` is called the first time only."""
+    """Return an array of `work` that never changes; `values` is called the first time only."""
     found = work.get(name)
     if found is None:
         found = work[name] = getattr(work, "device", HOST).array(values(), dtype)
@@ -70,7 +70,7 @@ def rows(array: Any, work: dict, name: str) -> Any:
 
 
 def chunks(count: int, width: int, work: dict | None = None) -> Iterator[slice]:
-    """Slices of `count` rows of `width` elements; as long as the device of `work` wants them.
+    """Yield the slices of `count` rows of `width` elements; as long as the device of `work` wants them.
 
     >>> [(s.start, s.stop) for s in chunks(5, CHUNK // 2)]
     [(0, 2), (2, 4), (4, 5)]
@@ -81,12 +81,12 @@ def chunks(count: int, width: int, work: dict | None = None) -> Iterator[slice]:
 
 
 def on_host(array: Any) -> bool:
-    """Whether an array is NumPy's: its values may be looked at without waiting for a device."""
+    """Return whether an array is NumPy's: its values may be looked at without waiting for a device."""
     return isinstance(array, np.ndarray)
 
 
 def widened(array: Any, work: dict, name: str) -> Any:
-    """The array, or a copy in float32 in `work` where it has 16 bits: to compute with."""
+    """Return the array, or a copy in float32 in `work` where it has 16 bits: to compute with."""
     if not is_low(array.dtype):
         return array
     copy = buffer(work, name, array.shape, np.float32)
@@ -95,7 +95,7 @@ def widened(array: Any, work: dict, name: str) -> Any:
 
 
 def masked(array: Any, none: Any, work: dict, name: str) -> Any:
-    """A copy of ``(positions, C)`` in `work` with 0 where `none` ``(positions, 1 or C)`` is true."""
+    """Return a copy of ``(positions, C)`` in `work` with 0 where `none` ``(positions, 1 or C)`` is true."""
     copy = buffer(work, name, array.shape, array.dtype)
     np.copyto(copy, array)
     np.copyto(copy, 0, where=none)
@@ -120,7 +120,7 @@ ALIGNMENT = 64
 
 
 def nbytes_of(shape: Sequence[int], dtype: Any) -> int:
-    """Size of a packed array [B]."""
+    """Return the size of a packed array [B]."""
     return math.prod(shape) * np.dtype(dtype).itemsize
 
 
@@ -130,7 +130,7 @@ def round_up(nbytes: int) -> int:
 
 
 def aligned_empty(shape: Sequence[int], dtype: Any) -> Any:
-    """Packed NumPy array that begins on a cache line, contents undefined."""
+    """Return the packed NumPy array that begins on a cache line, contents undefined."""
     nbytes = nbytes_of(shape, dtype)
     raw = np.empty(nbytes + ALIGNMENT, np.uint8)
     offset = -raw.__array_interface__["data"][0] % ALIGNMENT
@@ -175,7 +175,7 @@ class Scratch:
             self.generation += 1
 
     def view(self, shape: Sequence[int], dtype: Any, offset: int = 0) -> Any:
-        """Array of `shape` over the bytes from `offset` [B] on; contents undefined."""
+        """Return the array of `shape` over the bytes from `offset` [B] on; contents undefined."""
         size = nbytes_of(shape, dtype)
         if offset + size > self.nbytes:
             raise AssertionError(f"scratch of {self.nbytes} bytes asked for {offset} + {size}")

@@ -87,7 +87,9 @@ def differentiated(f: FusedActivation, z: Any, y: Any, dy: Any, kernels: Element
 
 
 def with_training(a: BatchNormArrays, made: BatchNormKernels, device: Device) -> BatchNormKernels:
-    """What `a.training` asks for, around `made`: vectors of a number per channel, on `device`, by NumPy's functions."""
+    """Return what `a.training` asks for, around `made`: vectors of a number per channel, on `device`, by NumPy's
+    functions.
+    """
     t = a.training
     if t is None:
         return made
@@ -108,7 +110,7 @@ def _kernel(run: Callable[[], None], what: str) -> Kernel:
 
 
 def mean_and_variance(a: BatchNormArrays, count: int, device: Device = HOST) -> Callable[[], None]:
-    """A function that turns ``sums = [sum x, sum x^2]`` over `count` elements into `mean` and `var`."""
+    """Return a function that turns ``sums = [sum x, sum x^2]`` over `count` elements into `mean` and `var`."""
     mean, var, square = device.empty((3, a.sums.shape[1]), np.float64)
 
     def run() -> None:
@@ -124,7 +126,7 @@ def mean_and_variance(a: BatchNormArrays, count: int, device: Device = HOST) -> 
 
 
 def _running(a: BatchNormArrays, t: BatchNormTraining, device: Device) -> Callable[[], None]:
-    """A function that takes `mean` and the unbiased variance into the running statistics."""
+    """Return a function that takes `mean` and the unbiased variance into the running statistics."""
     part = device.empty(a.mean.shape, np.float64)
     both = ((t.running_mean, a.mean, t.momentum), (t.running_var, a.var, t.momentum * t.unbiased))
 
@@ -139,7 +141,7 @@ def _running(a: BatchNormArrays, t: BatchNormTraining, device: Device) -> Callab
 
 
 def _gradients(a: BatchNormArrays, t: BatchNormTraining) -> Callable[[], None]:
-    """A function that writes the gradients of the parameters, which the sums are."""
+    """Return a function that writes the gradients of the parameters, which the sums are."""
 
     def run() -> None:
         np.copyto(t.dbeta, a.sums[0], casting="same_kind")
@@ -149,7 +151,7 @@ def _gradients(a: BatchNormArrays, t: BatchNormTraining) -> Callable[[], None]:
 
 
 def cancellation_limit(dtype: np.dtype) -> float:
-    """Largest ``mean^2 / var`` for which ``sum x^2 / n - mean^2`` in float64 is good enough for `dtype`.
+    """Return the largest ``mean^2 / var`` for which ``sum x^2 / n - mean^2`` in float64 is good enough for `dtype`.
 
     The difference has a relative error of ``mean^2 / var`` roundings of float64. In float32 no more than one of
     its own roundings is let in; in float64 four of sixteen digits are.
@@ -158,7 +160,7 @@ def cancellation_limit(dtype: np.dtype) -> float:
 
 
 def cancels(mean: Any, var: Any, eps: float, limit: float, work: Any) -> bool:
-    """Whether ``mean^2 > limit * (var + eps)`` anywhere. `work`: two float64 arrays of that shape, modified.
+    """Return whether ``mean^2 > limit * (var + eps)`` anywhere. `work`: two float64 arrays of that shape, modified.
 
     On a device the host does not look, as it would have to wait: the answer is yes. There only float64, which is for
     proofs, comes here; in float32 ``mean^2 / var`` above 5e8 costs digits of the variance.
@@ -251,13 +253,14 @@ class GroupNormKernels:
         np.sum(sums.reshape(self._grouped), axis=-1, out=self.a.totals)
 
     def cancels(self) -> bool:
-        """Means and variances; whether these are good for nothing. All ranks of the group go the same way. A step may
-        leave it out, with the two parts that follow from it."""
+        """Return means and variances; whether these are good for nothing. All ranks of the group go the same way. A
+        step may leave it out, with the two parts that follow from it.
+        """
         mean, var = self._moments()
         return cancels(mean, var, self.a.eps, self._limit, self._squares)
 
     def _moments(self) -> tuple[Any, Any]:
-        """Mean and variance of each group, in place of the totals."""
+        """Return the mean and variance of each group, in place of the totals."""
         self._settled, totals = True, self.a.totals
         totals /= self.a.count
         mean, var = totals[:, 0], totals[:, 1]
@@ -266,7 +269,7 @@ class GroupNormKernels:
         return mean, var
 
     def centered(self) -> None:
-        """The squares again, about the known means."""
+        """Sum the squares again, about the known means."""
         n, _, groups, members = self._grouped
         x, mean = self.a.x, self.a.totals[:, 0]
         np.copyto(self.a.means[:, 0].reshape(n, groups, members), mean[:, :, None])

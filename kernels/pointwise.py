@@ -24,7 +24,9 @@ BY_INPUT = ("gelu", "silu", "hard_swish", "softplus", "mish", "gelu_tanh")
 
 
 def reads_input(kind: str, alpha: float = 0.0) -> bool:
-    """Whether the derivative of an activation is formed from its input, else from its output: the other may be gone."""
+    """Return whether the derivative of an activation is formed from its input, else from its output: the other may be
+    gone.
+    """
     return kind in BY_INPUT or (kind == "leaky_relu" and alpha < 0)
 
 
@@ -77,7 +79,7 @@ class Pointwise(Base):
     """Functions of single elements and of windows, without weights."""
 
     def max_pool(self, x: Any, y: Any, dy: Any, dx: Any, geometry: Geometry) -> tuple[Kernel, Kernel | None]:
-        """Forward and backward of the maximum over windows; of equal elements the first gets the gradient.
+        """Return the forward and backward of the maximum over windows; of equal elements the first gets the gradient.
 
         Padding counts as -inf. The backward kernel uses what the forward kernel of the pair remembered, and neither `x`
         nor `y`.
@@ -92,7 +94,7 @@ class Pointwise(Base):
     def average_pool(
         self, x: Any, y: Any, dy: Any, dx: Any, geometry: Geometry, count_include_pad: bool
     ) -> tuple[Kernel, Kernel | None]:
-        """Forward and backward of the mean over windows, over all taps or over those inside `x`.
+        """Return the forward and backward of the mean over windows, over all taps or over those inside `x`.
 
         Backward reads neither `x` nor `y`.
         Without `dy` and `dx` (None) the backward kernel is None.
@@ -140,7 +142,7 @@ class Pointwise(Base):
         return self._add(list(xs), y, activation)
 
     def resize(self, x: Any, y: Any, dy: Any, dx: Any, axes: Sequence[Resampled]) -> tuple[Kernel, Kernel | None]:
-        """Forward and backward of an interpolation, axis after axis; arrays packed ``(N, *spatial, C)``.
+        """Return the forward and backward of an interpolation, axis after axis; arrays packed ``(N, *spatial, C)``.
 
         `axes`: one per spatial axis, for the outputs that `y` holds and the inputs that `x` holds. Without `dy` and
         `dx` (None) the backward kernel is None.

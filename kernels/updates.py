@@ -52,17 +52,17 @@ class Updates(Base):
 
     # ------------------------------------------------------------------ optimizers
     def sgd(self, arrays: UpdateArrays, momentum: float, nesterov: bool, weight_decay: float) -> Kernel:
-        """One step of :class:`halograd.training.SGD`; there is no state without momentum."""
+        """Return one step of :class:`halograd.training.SGD`; there is no state without momentum."""
         return self._sgd(arrays, momentum, nesterov, weight_decay) if self._is_update(arrays) else idle()
 
     def adam(
         self, arrays: UpdateArrays, betas: tuple[float, float], epsilon: float, weight_decay: float, decoupled: bool
     ) -> Kernel:
-        """One step of Adam or (`decoupled`) AdamW; the state is the first and the second moment."""
+        """Return one step of Adam or (`decoupled`) AdamW; the state is the first and the second moment."""
         return self._adam(arrays, betas, epsilon, weight_decay, decoupled) if self._is_update(arrays) else idle()
 
     def lars(self, arrays: UpdateArrays, momentum: float, trust: float, weight_decay: float) -> Kernel:
-        """One step of LARS, with the norms of each parameter; what lies in no range of `decays` stays."""
+        """Return one step of LARS, with the norms of each parameter; what lies in no range of `decays` stays."""
         return self._lars(arrays, momentum, trust, weight_decay) if self._is_update(arrays) else idle()
 
     def average(self, arrays: UpdateArrays) -> Kernel:
@@ -71,7 +71,7 @@ class Updates(Base):
 
     @staticmethod
     def _is_update(a: UpdateArrays) -> bool:
-        """Whether there is anything to update; refuses arrays that do not go together."""
+        """Return whether there is anything to update; refuses arrays that do not go together."""
         others = {"g": a.g, **{f"state {i}": s for i, s in enumerate(a.state)}, "copy": a.copy}
         checks.check_packed("optimizer", p=a.p, **others)
         if np.dtype(a.p.dtype).name not in ("float32", "float64"):

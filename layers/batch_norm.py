@@ -102,7 +102,7 @@ class BatchNorm(Layer):
         return behind(node)
 
     def fused(self, inputs: int) -> FusedActivation | None:
-        """The activation in the kernels of so many inputs.
+        """Return the activation in the kernels of so many inputs.
 
         With a second one it is a ReLU only: the gradients of both inputs take less memory apart.
         """
@@ -136,7 +136,8 @@ class BatchNorm(Layer):
         return self.changed(statistics="global" if sums else "local"), sums
 
     def lower(self, context: Context) -> Callable[[], None]:
-        """Kernels around sums over the ranks that share statistics; where these are the rank's own, kernels alone.
+        """Return kernels around sums over the ranks that share statistics; where these are the rank's own, kernels
+        alone.
 
         Where the host can look whether ``E[x^2] - E[x]^2`` cancels, and in float64, mean and variance are made here;
         else by the kernels.
@@ -280,7 +281,7 @@ class _BatchNormKernel:
         return made
 
     def settle(self) -> None:
-        """The running statistics hold all batches so far when this returns."""
+        """Wait until the running statistics hold all batches so far."""
         if not self._pending:
             return
         self._pending = False
@@ -306,7 +307,8 @@ class _BatchNormKernel:
         self.trained.statistics()
 
     def cancels(self) -> bool:
-        """Mean and biased variance of the group, from the sums of its ranks; whether they are good for nothing.
+        """Return the mean and biased variance of the group, from the sums of its ranks; whether they are good for
+        nothing.
 
         All ranks of the group have the same sums, so all go the same way.
         """
@@ -358,7 +360,7 @@ class _BatchNormKernel:
 
 
 def statistics_groups(statistics: str, boxes: Blocks) -> Groups:
-    """The ranks whose elements make the statistics of a channel together. Pure arithmetic."""
+    """Return the ranks whose elements make the statistics of a channel together. Pure arithmetic."""
     if statistics == "sample":
         return sample_groups(boxes)
     last = len(boxes.grid) - 1
@@ -366,17 +368,17 @@ def statistics_groups(statistics: str, boxes: Blocks) -> Groups:
 
 
 def _of_samples(context: Context) -> int:
-    """Elements per channel of the samples of this rank."""
+    """Return elements per channel of the samples of this rank."""
     return context.box.shape[0] * math.prod(context.output.layout.shape[1:-1])
 
 
 def _per_group(groups: Groups, boxes: Blocks, sizes: Sequence[int]) -> Sequence[int]:
-    """Bytes per group of a sum of which each part of the channels has its own: those are the fastest axis."""
+    """Return bytes per group of a sum of which each part of the channels has its own: those are the fastest axis."""
     return [sizes[color % len(sizes)] for color in range(groups.count)]
 
 
 def block(array: Any, channels: int) -> Any:
-    """The array of a block, with its channels even where it is empty; None stays None."""
+    """Return the array of a block, with its channels even where it is empty; None stays None."""
     if array is None or array.size:
         return array
     return array.reshape(*[0] * (array.ndim - 1), channels)
@@ -392,7 +394,7 @@ def affine_parameters(channels: int) -> dict[str, Parameter]:
 
 
 def lower_affine(context: Context, channels: int) -> dict[str, View]:
-    """The parameters `gamma` and `beta`, or arrays of ones and zeros in their stead, where there are none."""
+    """Return the parameters `gamma` and `beta`, or arrays of ones and zeros in their stead, where there are none."""
     if "gamma" in context.params and context.params["gamma"].size == channels:
         return {name: context.params[name] for name in ("gamma", "beta")}
     return {

@@ -39,7 +39,7 @@ class Sequential:
         self.layers = layers
 
     def __call__(self, *inputs: Node) -> Node:
-        """The output of the last layer."""
+        """Return the output of the last layer."""
         node = self.layers[0](*inputs)
         for layer in self.layers[1:]:
             node = layer(node)
@@ -67,7 +67,7 @@ class Split:
         self.sizes, self.name = sizes, name
 
     def __call__(self, node: Node) -> tuple[Node, ...]:
-        """A node per piece."""
+        """Return a node per piece."""
         channels = node.shape[-1]
         sizes = self._pieces(channels)
         if min(sizes, default=0) < 1 or sum(sizes) != channels:
@@ -106,7 +106,7 @@ class Crop:
         self.amounts, self.name = amounts, name
 
     def __call__(self, node: Node, like: Node | None = None) -> Node:
-        """The node that is left; of the spatial extent of `like` where no amounts were given."""
+        """Return the node that is left; of the spatial extent of `like` where no amounts were given."""
         if (self.amounts is None) == (like is None):
             what = "none" if like is None else "both"
             raise ValueError(f"Crop: expected amounts, or a second node for its extent, got {what}; give one")

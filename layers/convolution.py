@@ -124,8 +124,9 @@ class Conv(Layer):
 
 
 def _lower(layer: Conv, context: Context, windows: Sequence[Window]) -> Callable[[], None]:
-    """Halo algorithm "pad" (wait, one kernel) or "overlap" (one kernel over the whole block while the halos travel,
-    then the boundary strips again)."""
+    """Return the halo algorithm "pad" (wait, one kernel) or "overlap" (one kernel over the whole block while the halos
+    travel, then the boundary strips again).
+    """
     f = fused(layer)
     slack = [0, *(w.stride - 1 for w in windows), 0]
     x = context.gather(0, context.clipped(0, slack), padded=layer.takes_padded_channels)
@@ -197,12 +198,12 @@ def conv_data(geometry: Geometry, environment: Any, dy: Any, w: Any, dx: Any) ->
 
 
 def zeroing(environment: Any, array: Any) -> Callable[[], None]:
-    """Kernel of a gradient that no output depends on."""
+    """Return the kernel of a gradient that no output depends on."""
     return lambda: array.fill(0)
 
 
 def local_geometry(windows: Sequence[Window], x: Box, y: Box, groups: int = 1) -> Geometry:
-    """Geometry of the kernel that makes the output box `y` of the input box `x`.
+    """Return the geometry of the kernel that makes the output box `y` of the input box `x`.
 
     The padding of a side is what the window of `y` reaches beyond `x`: the real padding at the ends of
     the array, none where `x` has its halo. At the far side it may be negative (`x` holds more than needed).

@@ -67,7 +67,7 @@ class GroupNorm(Layer):
         self.activation = activated(self, activation, by_input=True)
 
     def group_count(self, channels: int) -> int:
-        """Number of groups of an input with so many channels."""
+        """Return the number of groups of an input with so many channels."""
         if channels % self.groups:
             raise ValueError(f"{self.kind}: expected a number of groups that divides {channels}, got {self.groups}")
         return self.groups
@@ -130,7 +130,7 @@ class LayerNorm(GroupNorm):
 
 
 def _lower(layer: GroupNorm, context: Context, groups: int) -> Callable[[], None]:
-    """The backend's kernels around sums over groups of channels and over the ranks that share samples."""
+    """Return the backend's kernels around sums over groups of channels and over the ranks that share samples."""
     boxes, shape = context.output.layout.boxes, context.output.layout.shape
     samples, channels = context.box.shape[0], shape[-1]
     x = context.gather(0, context.clipped(0))
@@ -170,7 +170,7 @@ def _group_norm(layer: GroupNorm, count: int, environment: Any, **arrays: Any) -
 
 
 def _lower_channel_norm(layer: LayerNorm, context: Context) -> Callable[[], None]:
-    """Statistics over the channels of each position: no communication."""
+    """Return statistics over the channels of each position: no communication."""
     x = context.gather(0, context.clipped(0))
     views = {"x": x.view, "y": context.y, **context.params}
     kernel = context.kernel(partial(_channel_norm, layer), **views)

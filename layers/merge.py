@@ -106,7 +106,7 @@ class _OfTwo(Layer):
         return operand_blocks(inputs[i].shape, output.boxes)
 
     def error(self, context: Context, x: View) -> View:
-        """What the gradient of `g` is the sum of: an array of the extents of the output."""
+        """Return what the gradient of `g` is the sum of: an array of the extents of the output."""
         raise TypeError(f"{self.kind} must override error()")
 
     def pass_on(self, context: Context, g: View, dx: View) -> None:
@@ -259,7 +259,7 @@ class Concat(Layer):
         return output.boxes.map(*same, channels)
 
     def lower(self, context: Context) -> Callable[[], None]:
-        """Copies between packed arrays and a range of the channels of another.
+        """Return copies between packed arrays and a range of the channels of another.
 
         Where channels are cut, the blocks of the inputs do not lie where those of the output do: they are gathered.
         """
@@ -268,7 +268,7 @@ class Concat(Layer):
         firsts = list(itertools.accumulate((shape[-1] for shape in context.shapes[:-1]), initial=0))
 
         def channels(i: int, view: View) -> View:
-            """Those of this rank that come from input `i`."""
+            """Return those of this rank that come from input `i`."""
             box = inputs[i].box
             first = firsts[i] + box.start[-1] - context.box.start[-1]
             return view.part((0,) * (box.ndim - 1) + (first,), (*view.shape[:-1], box.shape[-1]))

@@ -149,7 +149,7 @@ class ConvTranspose(Layer):
         return 2 * self.parameters(*shapes)["w"].size * math.prod(shapes[0][:-1])
 
     def input_boxes(self, box: Box, *shapes: Shape) -> tuple[Box, ...]:
-        """The inputs that reach the output `box`; never outside the array."""
+        """Return the inputs that reach the output `box`; never outside the array."""
         (shape,) = shapes
         return (output_box(self.windows(shape), box, (0, *shape)),)
 

@@ -53,7 +53,7 @@ class Changes:
         self._numbers = [{parts: i for i, parts in enumerate(some)} for some in costs.candidates]
 
     def of(self, indices: Sequence[int], least: float) -> list[Change]:
-        """Changes that may gain more than `least` [s], the most promising first; each choice once."""
+        """Return changes that may gain more than `least` [s], the most promising first; each choice once."""
         found: dict[tuple[int, ...], Change] = {}
         for changes, hidden, waited in self._changes(indices):
             gain = max(hidden, waited)
@@ -68,7 +68,9 @@ class Changes:
         return sorted(found.values(), key=lambda change: -change.gain)
 
     def _changes(self, x: Sequence[int]) -> Iterator[tuple[list[tuple[int, int]], float, float]]:
-        """Changed layers, and what they gain where sums of gradients are hidden, and where they are waited for."""
+        """Yield the changed layers, and what they gain where sums of gradients are hidden, and where they are waited
+        for.
+        """
         own = [self._own(v, x) for v in range(len(x))]
         sums = [s[i] - s for s, i in zip(self.costs.sums, x)]
         for v, costs in enumerate(own):
@@ -99,7 +101,7 @@ class Changes:
         return total
 
     def _regions(self, x: Sequence[int]) -> list[list[int]]:
-        """Joined layers with the same cut; three or more."""
+        """Return the joined layers with the same cut; three or more."""
         cuts = [self.costs.candidates[v][i] for v, i in enumerate(x)]
         seen: set[int] = set()
         found = []
@@ -121,7 +123,7 @@ class Changes:
     def _beginnings(
         self, region: Sequence[int], x: Sequence[int]
     ) -> Iterator[tuple[list[tuple[int, int]], float, float]]:
-        """The first layers of a region, up to any of them, cut in another way; those that cannot be stay."""
+        """Yield the first layers of a region, up to any of them, cut in another way; those that cannot be stay."""
         cuts = list(dict.fromkeys(parts for v in region for parts in self.costs.candidates[v]))
         new = np.array([[self._numbers[v].get(parts, x[v]) for parts in cuts] for v in region])
         place = {v: i for i, v in enumerate(region)}

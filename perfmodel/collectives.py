@@ -53,7 +53,7 @@ def _power_of_two(ranks: int) -> bool:
 
 
 def _spread(messages: int, n: float, p: int, link: Link) -> float:
-    """So many messages, by which all but one rank's share of the bytes passes through each rank."""
+    """Return so many messages, by which all but one rank's share of the bytes passes through each rank."""
     return messages * link.alpha + link.beta * (n * (p - 1) / p)
 
 
@@ -81,7 +81,7 @@ def _reduce_ring(n: float, p: int, link: Link) -> float:
 
 
 def _folded(n: float, p: int, link: Link) -> float:
-    """Ranks beyond a power of two hand their vector to a neighbor first and get the result back last."""
+    """Return ranks beyond a power of two hand their vector to a neighbor first and get the result back last."""
     return 0.0 if _power_of_two(p) else 2 * link.seconds(n)
 
 
@@ -103,7 +103,7 @@ ALGORITHMS: Mapping[str, Mapping[str, Formula]] = {
 
 
 def seconds(collective: str, nbytes: float, ranks: int, link: Link, algorithm: str | None = None) -> float:
-    """What a collective takes.
+    """Return what a collective takes.
 
     Parameters
     ----------
@@ -145,7 +145,7 @@ def seconds(collective: str, nbytes: float, ranks: int, link: Link, algorithm: s
 
 
 def group_seconds(collective: str, nbytes: float, stages: Sequence[GroupStage]) -> float:
-    """What a collective of a group of ranks takes.
+    """Return what a collective of a group of ranks takes.
 
     Parameters
     ----------
@@ -175,7 +175,9 @@ def group_seconds(collective: str, nbytes: float, stages: Sequence[GroupStage]) 
 
 
 def _staged(collective: str, nbytes: float, stages: Sequence[GroupStage]) -> float:
-    """Stage by stage; an all-reduce is scattered on its way out and gathered on its way in, but for the last."""
+    """Return the stage by stage; an all-reduce is scattered on its way out and gathered on its way in, but for the
+    last.
+    """
     first, *rest = stages
     if not rest:
         return seconds(collective, nbytes, first.size, first.link)

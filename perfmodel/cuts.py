@@ -64,7 +64,7 @@ FEW = 16
 
 @lru_cache(maxsize=1024)
 def divisors(number: int) -> tuple[int, ...]:
-    """All divisors, rising.
+    """Return all divisors, rising.
 
     >>> divisors(12)
     (1, 2, 3, 4, 6, 12)
@@ -80,7 +80,8 @@ def candidates(
     ranks: int,
     full: bool = False,
 ) -> tuple[Parts, ...]:
-    """Cuts of a layer on up to `ranks` ranks, parts per axis in the order of `AXES`; one rank alone is the first.
+    """Return the cuts of a layer on up to `ranks` ranks, parts per axis in the order of `AXES`; one rank alone is the
+    first.
 
     Parameters
     ----------
@@ -125,7 +126,7 @@ def _candidates(extents: tuple[tuple[int, ...], ...], cuts: str, ranks: int, ful
 
 
 def _factorizations(extents: Sequence[Sequence[int]], used: int) -> Iterator[Parts]:
-    """All ways to write `used` as a product over the axes that can be cut."""
+    """Yield all ways to write `used` as a product over the axes that can be cut."""
 
     def rest(axis: int, left: int) -> Iterator[Parts]:
         if axis == len(extents):
@@ -181,7 +182,7 @@ def _shapely(space: Sequence[int], there: Sequence[bool]) -> bool:
 
 @lru_cache(maxsize=4096)
 def _squarest(product: int, axes: int) -> tuple[int, ...]:
-    """Factors that differ least, larger ones first.
+    """Return factors that differ least, larger ones first.
 
     >>> _squarest(8, 2), _squarest(8, 3)
     ((4, 2), (2, 2, 2))
@@ -196,21 +197,21 @@ def _squarest(product: int, axes: int) -> tuple[int, ...]:
 
 
 def grids(network: Network, batch: int, ranks: int) -> list[Parts]:
-    """Cuts of samples and space into exactly `ranks` parts that every input has room for."""
+    """Return the cuts of samples and space into exactly `ranks` parts that every input has room for."""
     names = tuple(AXES)
     extents = [batch, *(_least_extent(network, name) for name in names[1:4])]
     return list(_factorizations([(n,) for n in extents] + [(), ()], ranks))
 
 
 def _least_extent(network: Network, axis: str) -> int:
-    """The shortest extent along an axis among the inputs that have it; 1 if none has."""
+    """Return the shortest extent along an axis among the inputs that have it; 1 if none has."""
     shapes = [node.shape for node in network.inputs.values()]
     axes = [dict(zip(axis_names(len(shape) + 1)[1:-1], shape)) for shape in shapes]
     return min((found[axis] for found in axes if axis in found), default=1)
 
 
 def shared_alike(network: Network, found: Mapping[str, tuple[Parts, ...]]) -> dict[str, tuple[Parts, ...]]:
-    """Candidates by layer, less those by which calls of one layer would hold other blocks of its parameters.
+    """Return candidates by layer, less those by which calls of one layer would hold other blocks of its parameters.
 
     Left are those without a cut of channels on the most ranks that all calls have some for; one rank alone is one.
     """
@@ -228,7 +229,7 @@ def shared_alike(network: Network, found: Mapping[str, tuple[Parts, ...]]) -> di
 
 
 def is_step(a: Parts, b: Parts) -> bool:
-    """Whether two grids differ in two axes: some parts along one are parts along another.
+    """Return whether two grids differ in two axes: some parts along one are parts along another.
 
     >>> is_step((4, 2, 1), (2, 4, 1)), is_step((4, 2, 1), (1, 2, 4)), is_step((4, 2, 1), (2, 2, 2))
     (True, True, True)
@@ -237,7 +238,7 @@ def is_step(a: Parts, b: Parts) -> bool:
 
 
 def strategy_of(network: Network, parts: Mapping[str, Parts], bucket_bytes: int = 4 << 20) -> Strategy:
-    """The strategy with these parts of every layer."""
+    """Return the strategy with these parts of every layer."""
     layers = {
         name: {axis: n for axis, n in zip(AXES, parts[name]) if n > 1} or {"sample": 1} for name in network.layers
     }
@@ -245,7 +246,7 @@ def strategy_of(network: Network, parts: Mapping[str, Parts], bucket_bytes: int 
 
 
 def baseline(name: str, network: Network, batch: int, ranks: int, bucket_bytes: int = 4 << 20) -> Strategy:
-    """The strategy called `name`, one of `BASELINES`, legal for the network.
+    """Return the strategy called `name`, one of `BASELINES`, legal for the network.
 
     Parameters
     ----------
@@ -294,7 +295,7 @@ def _owt(node: Node, batch: int, ranks: int, samples: int) -> Parts:
 
 
 def _behind_dense(node: Node) -> bool:
-    """A dense layer, or one that treats its channels alike."""
+    """Return a dense layer, or one that treats its channels alike."""
     while node.layer.cuts_channels != "contracts" or node.layer.stencil is not None:
         if node.layer.cuts_channels != "channelwise" or not node.inputs:
             return False

@@ -81,7 +81,7 @@ class LayerWork:
         outputs: Sequence[int] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> LayerWork:
-        """The work of `layer` on local blocks.
+        """Return the work of `layer` on local blocks.
 
         Parameters
         ----------
@@ -141,7 +141,7 @@ class LayerWork:
         return [shape[1:] for shape in self.inputs]
 
     def checked(self) -> LayerWork:
-        """The same.
+        """Return the same.
 
         Raises
         ------
@@ -181,7 +181,7 @@ class KernelTimes(ABC):
         outputs: Sequence[int] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> LayerTime:
-        """Time of `layer` on local blocks; parameters as in :meth:`LayerWork.of`."""
+        """Return the time of `layer` on local blocks; parameters as in :meth:`LayerWork.of`."""
         statistics = None if options is None else (options.get("statistics"),)
         known = (
             layer,
@@ -201,7 +201,7 @@ class KernelTimes(ABC):
 
     @abstractmethod
     def of_work(self, work: LayerWork) -> LayerTime:
-        """Time of a layer on local blocks that are not empty."""
+        """Return the time of a layer on local blocks that are not empty."""
 
 
 #: The backward of a fused activation: reads y and dy, writes the masked dy [passes over y].
@@ -227,7 +227,7 @@ class RooflineTimes(KernelTimes):
         self.machine = machine
 
     def of_work(self, work: LayerWork) -> LayerTime:
-        """Time of a layer on local blocks that are not empty."""
+        """Return the time of a layer on local blocks that are not empty."""
         passes = work.layer.passes
         itemsize = np.dtype(work.dtype).itemsize
         y_shape = work.layer.output_shape(*work.shapes)
@@ -288,7 +288,7 @@ class MeasuredTimes(KernelTimes):
         self.missing: dict[str, LayerWork] = {}
 
     def of_work(self, work: LayerWork) -> LayerTime:
-        """Time of a layer on local blocks that are not empty.
+        """Return the time of a layer on local blocks that are not empty.
 
         Raises
         ------
@@ -331,6 +331,6 @@ class Recorded(KernelTimes):
         self.asked: dict[str, LayerWork] = {}
 
     def of_work(self, work: LayerWork) -> LayerTime:
-        """What the other says."""
+        """Return what the other says."""
         self.asked[work.key] = work
         return self._times.of_work(work)

@@ -54,7 +54,7 @@ class Link:
         return 1 / self.beta if self.beta else float("inf")
 
     def seconds(self, nbytes: float) -> float:
-        """Time of one message of `nbytes` [B], in [s]."""
+        """Return the time of one message of `nbytes` [B], in [s]."""
         return self.alpha + self.beta * nbytes
 
 
@@ -100,7 +100,7 @@ class Efficiency:
     memory: float = 1.0
 
     def curve(self, flops: float) -> float:
-        """Fraction of the peak that a kernel of `flops` > 0 [flop] reaches."""
+        """Return the fraction of the peak that a kernel of `flops` > 0 [flop] reaches."""
         return self.compute * max(1 / (1 + (self.half / flops) ** self.exponent), self.least)
 
 
@@ -189,7 +189,7 @@ class Machine:
 
     @classmethod
     def load(cls, name_or_path: str | Path) -> Machine:
-        """A shipped machine by its name, or one from a TOML file.
+        """Return a shipped machine by its name, or one from a TOML file.
 
         Parameters
         ----------
@@ -206,7 +206,7 @@ class Machine:
         return load_machine(name_or_path)
 
     def to_toml(self) -> str:
-        """The text of a machine file that `load` reads back to an equal machine."""
+        """Return the text of a machine file that `load` reads back to an equal machine."""
         from .machine_file import machine_to_toml
 
         return machine_to_toml(self)
@@ -216,7 +216,7 @@ class Machine:
         write_whole(path, self.to_toml())
 
     def emulated(self, alpha: float, beta: float, name: str = "", node: int = 1) -> Machine:
-        """This machine with one network between all its devices, as the ``emulated`` transport makes.
+        """Return this machine with one network between all its devices, as the ``emulated`` transport makes.
 
         Parameters
         ----------
@@ -239,7 +239,7 @@ class Machine:
         return dataclasses.replace(found, devices_per_node=node, links=links | {"node": self.links["node"]})
 
     def level(self, a: int, b: int) -> str:
-        """The link level between two ranks: one of `LEVELS`."""
+        """Return the link level between two ranks: one of `LEVELS`."""
         if a == b:
             return "device"
         if a // self.devices_per_node == b // self.devices_per_node:
@@ -248,11 +248,11 @@ class Machine:
         return "switch" if a // per_switch == b // per_switch else "across"
 
     def link(self, a: int, b: int) -> Link:
-        """The link between two ranks."""
+        """Return the link between two ranks."""
         return self.links[self.level(a, b)]
 
     def span(self, ranks: Iterable[int]) -> str:
-        """The slowest level within a group; "device" for a group of one or none.
+        """Return the slowest level within a group; "device" for a group of one or none.
 
         Blocks of ranks on nodes and switches are contiguous, so the first and the last rank decide.
         """
@@ -262,7 +262,7 @@ class Machine:
         return self.level(min(members), max(members)) if members else "device"
 
     def stages(self, ranks: Iterable[int]) -> tuple[GroupStage, ...]:
-        """How a group of ranks spreads over the machine, from the inside out.
+        """Return how a group of ranks spreads over the machine, from the inside out.
 
         Returns
         -------
@@ -278,7 +278,7 @@ class Machine:
         return tuple(GroupStage(level, n, self.links[level], share) for level, n, share in stages if n > 1)
 
     def roofline(self, flops: float, nbytes: float, dtype: str) -> float:
-        """Time of one kernel on one device [s].
+        """Return the time of one kernel on one device [s].
 
         ``launch + max(flops / (peak * curve(flops)), nbytes / (memory_bandwidth * efficiency.memory))``, with
         the curve of `Efficiency`. It never falls when flops or bytes grow.
@@ -305,7 +305,7 @@ class Machine:
         return self.launch + max(arithmetic, nbytes / (self.memory_bandwidth * self.efficiency.memory))
 
     def rate(self, flops: float, dtype: str) -> float:
-        """What a kernel of `flops` > 0 [flop] reaches when memory does not limit it [flop/s]."""
+        """Return what a kernel of `flops` > 0 [flop] reaches when memory does not limit it [flop/s]."""
         if dtype not in self.peak_flops:
             raise UserError(
                 f"machine {self.name}: expected a data type with a peak rate ({', '.join(self.peak_flops)}), "
@@ -316,7 +316,7 @@ class Machine:
 
 @lru_cache(maxsize=65536)
 def _counts(ranks: range | tuple[int, ...], per_node: int, per_switch: int) -> tuple[int, int, int]:
-    """The most ranks on any node, the most nodes on any switch, and the number of switches."""
+    """Return the most ranks on any node, the most nodes on any switch, and the number of switches."""
     nodes: dict[int, int] = {}
     for rank in ranks:
         nodes[rank // per_node] = nodes.get(rank // per_node, 0) + 1

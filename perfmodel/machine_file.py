@@ -44,7 +44,7 @@ _LONGEST = 100  # characters
 
 
 def parse_quantity(text: object, unit: str) -> float:
-    """The number that `text` stands for, in `unit`.
+    """Return the number that `text` stands for, in `unit`.
 
     Parameters
     ----------
@@ -239,7 +239,7 @@ def load_machine(name_or_path: str | Path) -> Machine:
 
 
 def parse_machine(text: str, where: str = "machine file") -> Machine:
-    """The machine that the TOML `text` describes; `where` is named in errors.
+    """Return the machine that the TOML `text` describes; `where` is named in errors.
 
     Raises
     ------
@@ -312,5 +312,5 @@ def _value(value: float, unit: str) -> str:
 
 
 def _key(text: str) -> str:
-    """A TOML key, in quotes where it must be."""
+    """Return a TOML key, in quotes where it must be."""
     return text if re.fullmatch(r"[A-Za-z0-9_-]+", text) else to_toml(text)

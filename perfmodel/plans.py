@@ -152,7 +152,7 @@ class Prediction:
         return float(sum(getattr(record, term) for record in self.layers))
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything as plain data, for JSON."""
+        """Return everything as plain data, for JSON."""
         data = asdict(self)
         data["units"] = {"seconds": "s", "memory": "B", "sent": "B", "traffic": "[messages, B]"}
         data["memory_bytes"] = self.memory_bytes
@@ -202,7 +202,7 @@ class Request:
     slots: Annotated[int, Field(ge=0, le=8)] = 1
 
     def load_machine(self) -> Machine:
-        """The machine that was planned for, as it was then."""
+        """Return the machine that was planned for, as it was then."""
         from .machine_file import parse_machine
 
         return parse_machine(self.machine, f"machine {self.machine_file} in the plan")
@@ -289,7 +289,7 @@ class Plan:
         return "" if self.request is None else self.request.kernel_times
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON; times in [s], memory in [B]."""
+        """Return the plain data, for JSON; times in [s], memory in [B]."""
         data = {key: value for key, value in vars(self).items() if key != "request"}
         data["strategy"], data["prediction"] = asdict(self.strategy), self.prediction.as_dict()
         data["alternatives"] = [asdict(a) for a in self.alternatives]
@@ -325,7 +325,7 @@ class Plan:
 
     @classmethod
     def from_dict(cls, data: object, source: str = "plan") -> Plan:
-        """What `as_dict` gave, and `halograd plan --json` printed; `source` is named in errors, as of `load`."""
+        """Return what `as_dict` gave, and `halograd plan --json` printed; `source` is named in errors, as of `load`."""
         if not isinstance(data, dict) or not is_plan(data):
             raise UserError(f"{source}: expected what `halograd plan -o` writes, got {_what(data)}; run that first")
         version = data[_MARK]
@@ -338,7 +338,7 @@ class Plan:
 
 
 def is_plan(data: object) -> bool:
-    """Whether these JSON data are a plan, and not a strategy alone."""
+    """Return whether these JSON data are a plan, and not a strategy alone."""
     return isinstance(data, Mapping) and _MARK in data
 
 

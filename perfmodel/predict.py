@@ -100,7 +100,7 @@ def plan_network(
     times: KernelTimes,
     planning: Planning | None = None,
 ) -> Plan:
-    """The fastest strategy that fits, by simulation, of all that are looked at (see this module). Local.
+    """Return the fastest strategy that fits, by simulation, of all that are looked at (see this module). Local.
 
     Raises
     ------
@@ -174,7 +174,9 @@ class _Search:
     # -- what is simulated ---------------------------------------------------------------------
 
     def _explore_all(self) -> NoneFits | None:
-        """Grids, and what planners and descents find under no limit and under ever smaller ones, to the one given."""
+        """Return grids, and what planners and descents find under no limit and under ever smaller ones, to the one
+        given.
+        """
         pricing = Pricing(Wires(self.machine, quick=True), self.times, self.training.dtype, best_halo=True)
         some = (self.network, self.batch, self.ranks, pricing, self.training, self.planning.full, self.middle)
         self.costs = network_costs(*some, self._best_grids())
@@ -197,7 +199,7 @@ class _Search:
         return self._try(self.planning.planner, self.costs.strategy(indices, self.middle), optimal, indices)
 
     def _best_grids(self) -> list[Parts]:
-        """The best of the grids for all layers alike; of many, the best that steps from one to the next find."""
+        """Return the best of the grids for all layers alike; of many, the best that steps from one to the next find."""
         found: dict[Parts, Contender] = {}
 
         def seconds(parts: Parts) -> float:
@@ -222,7 +224,7 @@ class _Search:
         return some[:GRIDS]
 
     def _explore(self, limit: float) -> None:
-        """What the planner finds under a limit of memory [B], once per charge, and what a descent makes of it."""
+        """Plan under a limit of memory [B], once per charge, and improve the plans by descents."""
         for exposed in EXPOSED:
             self._plan(exposed, limit)
         best = self.contenders.fastest(limit)

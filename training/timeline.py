@@ -131,7 +131,7 @@ class Timeline:
             self.span(name, category, begin, time.perf_counter())
 
     def spans(self) -> Iterator[tuple[str, str, float, float]]:
-        """Name, category, begin and end [s] of the spans that are kept, oldest first."""
+        """Yield the name, category, begin and end [s] of the spans that are kept, oldest first."""
         kept = min(self.recorded, self.capacity)
         for k in range(self.recorded - kept, self.recorded):
             i = k % self.capacity
@@ -139,7 +139,7 @@ class Timeline:
             yield name, category, float(self._times[i, 0]), float(self._times[i, 1])
 
     def seconds(self, category: str, kind: str = "") -> float:
-        """Time in all spans of a category [s]; of one kind of communication, if `kind` is given."""
+        """Return the time in all spans of a category [s]; of one kind of communication, if `kind` is given."""
         return sum(p.seconds for (n, c), p in self.phases.items() if c == category and (not kind or kind_of(n) == kind))
 
     def overlap(self, kind: str = "") -> float | None:
@@ -162,7 +162,7 @@ class Timeline:
         return found
 
     def table(self, steps: int = 1) -> str:
-        """Time per step and phase [ms], and what of the communication was hidden."""
+        """Return the time per step and phase [ms], and what of the communication was hidden."""
         lines = [f"{'phase':24}{'ms/step':>10}"]
         for category in BUSY:
             seconds = self.seconds(category)

@@ -59,7 +59,7 @@ class Choice:
         return self.name == "nccl"
 
     def describe(self) -> str:
-        """One line for the log."""
+        """Return one line for the log."""
         return f"{self.name} ({self.reason})"
 
 
@@ -70,7 +70,7 @@ def check_name(wanted: str) -> None:
 
 
 def version_text(version: int) -> str:
-    """A version of NCCL as it is written.
+    """Return a version of NCCL as it is written.
 
     >>> version_text(23203), version_text(20805)
     ('2.32.3', '2.8.5')
@@ -79,7 +79,7 @@ def version_text(version: int) -> str:
 
 
 def choose(wanted: str, facts: Sequence[RankFacts]) -> Choice:
-    """The transport for arrays on the devices of these ranks, in order of rank. Local; the same on all ranks.
+    """Return the transport for arrays on the devices of these ranks, in order of rank. Local; the same on all ranks.
 
     ``"auto"`` takes the first of these that can work: ``nccl``, if every rank has a GPU of its own or NCCL lets ranks
     share one (from 2.30.3 on, if asked to by ``NCCL_MULTI_RANK_GPU_ENABLE=1``); ``cuda-ipc``, if all ranks are on
@@ -129,7 +129,7 @@ def _nccl_fault(facts: Sequence[RankFacts]) -> str:
 
 
 def _sharing_fault(facts: Sequence[RankFacts]) -> str:
-    """Why ranks that share a GPU cannot use NCCL; empty if none share."""
+    """Return why ranks that share a GPU cannot use NCCL; empty if none share."""
     first: dict[tuple[int, str], int] = {}
     for rank, fact in enumerate(facts):
         other = first.setdefault((fact.node, fact.gpu), rank)

@@ -123,7 +123,7 @@ class IpcMemory:
         return sum(chunk.nbytes for chunk in self._chunks)
 
     def share(self, nbytes: int, events: int, peers: Sequence[int] | None = None) -> Exchanged:
-        """Share `nbytes` of this rank [B], which other ranks read, and a number of events. Collective.
+        """Return the share `nbytes` of this rank [B], which other ranks read, and a number of events. Collective.
 
         Parameters
         ----------

@@ -46,11 +46,11 @@ class DeviceTransport(Protocol):
     summable: tuple[str, ...]
 
     def channels(self, patterns: Sequence[Pattern], meters: Sequence[Meter]) -> list[Channel]:
-        """Channels of these (valid and matching) patterns. Collective over the communicator."""
+        """Return the channels of these (valid and matching) patterns. Collective over the communicator."""
         ...
 
     def reduction(self, buffer: Any, meter: Meter, method: Method) -> Reduction:
-        """A sum of several ranks, not empty, of a method that devices make. Collective over the communicator."""
+        """Return a sum of several ranks, not empty, of a method that devices make. Collective over the communicator."""
         ...
 
     def close(self) -> None:
@@ -69,7 +69,7 @@ class _Opened:
     spans: LaneSpans
 
     def make(self, context: TransportContext) -> DeviceTransport:
-        """The transport of one communicator. Collective over it."""
+        """Return the transport of one communicator. Collective over it."""
         if self.choice.name == "nccl":
             return NcclTransport(self.lanes, context, self.watchdog, self.nccl, self.spans)
         if self.choice.name == "cuda-ipc":
@@ -119,7 +119,7 @@ class DeviceLinks:
         return choice
 
     def transport(self, context: TransportContext, device: Device) -> DeviceTransport | None:
-        """The transport of one communicator for arrays of this device; None: through the host.
+        """Return the transport of one communicator for arrays of this device; None: through the host.
 
         Collective over the communicator at the first call.
         """
@@ -137,7 +137,9 @@ class DeviceLinks:
         return self._transports[context]
 
     def launched(self, label: str) -> Callable[[], None]:
-        """What is to be called behind each launch of a graph with messages in it: the watchdog sees whether it ends."""
+        """Return what is to be called behind each launch of a graph with messages in it: the watchdog sees whether it
+        ends.
+        """
         opened = self._opened
         return _nothing if opened is None else Launched(opened.cuda, opened.watchdog.under_way, label)
 
@@ -170,7 +172,7 @@ def _nothing() -> None:
 
 
 def timeout_from(environment: Any) -> float:
-    """Seconds after which something under way counts as lost: ``HALOGRAD_GPU_TIMEOUT``, or ten minutes.
+    """Return seconds after which something under way counts as lost: ``HALOGRAD_GPU_TIMEOUT``, or ten minutes.
 
     >>> timeout_from({}), timeout_from({"HALOGRAD_GPU_TIMEOUT": "30"})
     (600.0, 30.0)
@@ -186,7 +188,7 @@ def timeout_from(environment: Any) -> float:
 
 
 def _decide(comm: Communicator, device: Device, wanted: str) -> Choice:
-    """The same choice on all ranks. Collective."""
+    """Return the same choice on all ranks. Collective."""
     node = comm.nodes[comm.rank]
     gpus = _gathered(comm, lambda: gpu_address(device))
     here = [gpu for gpu, other in zip(gpus, comm.nodes) if other == node]
@@ -210,7 +212,7 @@ def _choose(comm: Communicator, wanted: str, facts: Sequence[RankFacts]) -> Choi
 
 
 def _gathered(comm: Communicator, ask: Callable[[], Any]) -> list[Any]:
-    """What every rank has found out; faults are agreed upon. Collective."""
+    """Return what every rank has found out; faults are agreed upon. Collective."""
     found, fault = None, None
     try:
         found = ask()
@@ -235,7 +237,7 @@ def _open(comm: Communicator, device: Device, choice: Choice, timeout: float) ->
 
 
 def rank_facts(device: Device, node: int, on_node: list[str]) -> RankFacts:
-    """What this rank knows of itself. Local.
+    """Return what this rank knows of itself. Local.
 
     Parameters
     ----------
@@ -266,7 +268,7 @@ def gpu_address(device: Any) -> str:
 
 
 def reachable_gpus(device: Any, addresses: list[str]) -> tuple[str, ...]:
-    """Those of the GPUs whose memory this device can read: itself, and its peers. Local."""
+    """Return those of the GPUs whose memory this device can read: itself, and its peers. Local."""
     runtime, own = device.cupy.cuda.runtime, gpu_address(device)
     found = []
     for address in sorted(set(addresses)):

@@ -24,7 +24,7 @@ _LAUNCHERS = ("PMI_", "PMIX_", "OMPI_", "PRTE_", "HYDRA_", "HYDI_", "MPI_LOCAL",
 
 
 def claim_fault(mpi: Any, environment: Mapping[str, str] | None = None) -> str:
-    """Why MPI is not CUDA-aware by its own account; empty if it is. Local.
+    """Return why MPI is not CUDA-aware by its own account; empty if it is. Local.
 
     Asked are ``MPIX_Query_cuda_support`` (MPICH, Open MPI), the memory kinds of MPI 4.1, and the switches of vendors
     whose MPI answers neither: ``MPICH_GPU_SUPPORT_ENABLED``, ``MV2_USE_CUDA``, or our own ``HALOGRAD_MPI_CUDA=1``.
@@ -63,7 +63,7 @@ def _memory_kinds(mpi: Any) -> str:
 
 
 def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a process that is no rank of this job. Local.
+    """Return the environment of a process that is no rank of this job. Local.
 
     >>> clean_environment({"PMI_RANK": "1", "PATH": "/bin", "CUDA_VISIBLE_DEVICES": "2"})
     {'PATH': '/bin', 'CUDA_VISIBLE_DEVICES': '2'}
@@ -72,7 +72,7 @@ def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def prove(ordinal: int, seconds: float = PROOF_SECONDS) -> str:
-    """Why MPI cannot send device memory to itself; empty if it was seen to. Local; takes some seconds.
+    """Return why MPI cannot send device memory to itself; empty if it was seen to. Local; takes some seconds.
 
     Runs this module (``python -m halograd.comm.gpu.mpi_aware``) on the device of this number, as a program of one rank.
     """
@@ -89,7 +89,7 @@ def prove(ordinal: int, seconds: float = PROOF_SECONDS) -> str:
 
 
 def judge(code: int, out: str, err: str) -> str:
-    """What the proof has shown, from its exit code and what it printed; empty if all is well. Local."""
+    """Return what the proof has shown, from its exit code and what it printed; empty if all is well. Local."""
     if code == 0 and "proven" in out:
         return ""
     if code < 0:
@@ -99,7 +99,7 @@ def judge(code: int, out: str, err: str) -> str:
 
 
 def main(ordinal: int) -> int:
-    """The proof, a program of its own: does MPI send device memory to itself? Prints ``proven`` if so; may die.
+    """Return the proof, a program of its own: does MPI send device memory to itself? Prints ``proven`` if so; may die.
 
     Returns 0 if what was sent came back as it was, 2 if not.
     """

@@ -29,7 +29,8 @@ __all__ = ["MpiCudaChannel", "MpiCudaTransport", "raw"]
 
 
 def raw(address: int, nbytes: int) -> tuple[Any, MPI.Datatype]:
-    """Bytes at an address, for MPI; mpi4py does not look at them. (An array of CuPy would make it synchronize.)"""
+    """Return bytes at an address, for MPI; mpi4py does not look at them. (An array of CuPy would make it synchronize.)
+    """
     return MPI.buffer.fromaddress(address, nbytes), MPI.BYTE
 
 
@@ -118,7 +119,7 @@ class MpiCudaTransport:
         return Reduction(buffer, [meter], plan)
 
     def close(self) -> None:
-        """Nothing to free but its channels and sums."""
+        """Do nothing: its channels and sums are all there is to free."""
 
     def _message(self, array: Any) -> tuple[Any, MPI.Datatype]:
         return raw(self._cuda.device.address(array), array.nbytes)

@@ -36,7 +36,7 @@ URGENT = 64 * 1024
 
 
 def load_nccl() -> Any:
-    """The module ``cupy.cuda.nccl``; it finds the wheel nvidia-nccl-cu13, or a library of the system.
+    """Return the module ``cupy.cuda.nccl``; it finds the wheel nvidia-nccl-cu13, or a library of the system.
 
     Raises
     ------
@@ -137,7 +137,7 @@ class NcclLink:
             comm.abort()
 
     def _taken(self) -> Any:
-        """The communicator, for the one who ends it: this thread or the watchdog's."""
+        """Return the communicator, for the one who ends it: this thread or the watchdog's."""
         with self._taking:
             comm, self._comm = self._comm, None
         return comm
@@ -186,7 +186,8 @@ class NcclTransport:
         self._links: dict[int, NcclLink] = {}
 
     def link(self, urgent: bool) -> NcclLink:
-        """The link for what is waited for at once, or that for large sums. Collective at the first call of each."""
+        """Return the link for what is waited for at once, or that for large sums. Collective at the first call of each.
+        """
         which = 0 if urgent else 1
         if which not in self._links:
             self._links[which] = NcclLink(self._nccl, self._lanes[which], self._context, self._watchdog)
@@ -222,7 +223,7 @@ class NcclChannel(DeviceChannel):
         self._from = self._pointers(self._in, self._recvs)
 
     def _pointers(self, array: Any, where: dict[int, slice]) -> list[tuple[int, int, int]]:
-        """Peer, address and length [B] of every message."""
+        """Return the peer, address and length [B] of every message."""
         device, size = self._link.lane.cuda.device, self.dtype.itemsize
         first = device.address(array) if array.size else 0
         return [(peer, first + s.start * size, (s.stop - s.start) * size) for peer, s in where.items()]
@@ -251,7 +252,7 @@ class NcclChannel(DeviceChannel):
 
 
 def nccl_sum(link: NcclLink, buffer: Any, meter: LaneMeter, method: Method) -> Reduction:
-    """A sum by NCCL, in place, all of it enqueued on the lane by `start`. The host never waits.
+    """Return a sum by NCCL, in place, all of it enqueued on the lane by `start`. The host never waits.
 
     By a collective of NCCL, whose bits are the same on all ranks and depend on how many there are; or in the order of
     the ranks, by messages: then the bits are those of all other links.
@@ -279,7 +280,7 @@ class _Calls:
         self._bytes, self._stream = link.nccl.NCCL_UINT8, link.lane.ptr
 
     def native(self, method: Method) -> Callable[[], None]:
-        """The collective for a method."""
+        """Return the collective for a method."""
         if not method.adds:
             return self._gather
         return self._reduce if method.gathers else self._scatter
@@ -301,7 +302,7 @@ class _Calls:
                     comm.reduce(at, at, length, self._dtype, total, root, self._stream)
 
     def _gather(self) -> None:
-        """All shards to all ranks, by bytes."""
+        """Send all shards to all ranks, as bytes."""
         size = self._flat.itemsize
         with self._link.group() as comm:
             if self._even:

@@ -59,15 +59,15 @@ class Cuda:
         return self.device.compute
 
     def event(self) -> Any:
-        """An event without a time."""
+        """Return an event without a time."""
         return self.cupy.cuda.Event(disable_timing=True)
 
     def arrived(self, event: Any) -> bool:
-        """Whether the device has come to it; raises what has gone wrong there. Does not wait."""
+        """Return whether the device has come to it; raises what has gone wrong there. Does not wait."""
         return arrived(self.cupy, event)
 
     def lane(self) -> Lane:
-        """A stream of the highest priority."""
+        """Return a stream of the highest priority."""
         self.device.use()
         return Lane(self, self.cupy.cuda.Stream(non_blocking=True, priority=HIGHEST))
 
@@ -95,16 +95,16 @@ class Passage:
         self._before, self._behind = lane.cuda.event(), lane.cuda.event()
 
     def enter(self) -> None:
-        """The lane goes on behind what the kernels' stream has been given so far."""
+        """Let the lane wait for what the kernels' stream has been given so far."""
         self._before.record(self.lane.cuda.compute)
         self.lane.stream.wait_event(self._before)
 
     def leave(self) -> None:
-        """What the lane has been given so far is what `join` waits for."""
+        """Mark what the lane has been given so far: `join` waits for it."""
         self._behind.record(self.lane.stream)
 
     def join(self) -> None:
-        """The kernels' stream goes on behind `leave`."""
+        """Let the kernels' stream wait for `leave`."""
         self.lane.cuda.compute.wait_event(self._behind)
 
     @property
@@ -163,7 +163,7 @@ class LaneSpans:
         return self._origin is not None
 
     def stamp(self, stream: Any) -> Any:
-        """An event with a time, behind what the stream was given so far."""
+        """Return an event with a time, behind what the stream was given so far."""
         event = self._cuda.cupy.cuda.Event()
         event.record(stream)
         return event
@@ -187,7 +187,7 @@ class LaneMeter(Meter):
             spans.prepare()
 
     def passage(self, lane: Lane) -> Passage:
-        """A way to the lane and back that is timed while there is a recorder."""
+        """Return a way to the lane and back that is timed while there is a recorder."""
         return TimedPassage(lane, self, self._spans)
 
     @property
@@ -270,7 +270,7 @@ class LaneCodec:
 
 
 def add_up(device: Device, summands: Sequence[Any], total: Any) -> Callable[[], None]:
-    """What enqueues, on the current stream, ``total = summands[0] + summands[1] + ...`` in this order. Local.
+    """Return what enqueues, on the current stream, ``total = summands[0] + summands[1] + ...`` in this order. Local.
 
     `total` may be one of the summands; if it is not the first, the first is overwritten.
     """
@@ -285,7 +285,7 @@ def add_up(device: Device, summands: Sequence[Any], total: Any) -> Callable[[], 
 
 
 def both(one: Callable[[], None], two: Callable[[], None]) -> Callable[[], None]:
-    """One, then the other."""
+    """Return one, then the other."""
 
     def run() -> None:
         one()

@@ -121,7 +121,7 @@ class DeviceWatchdog:
             raise CommError(self._fault)
 
     def look(self) -> None:
-        """One look at everything. Called by the thread."""
+        """Look at everything once. Called by the thread."""
         fault = self._failed() or self._overdue()
         if fault is None or self._fault is not None:
             return

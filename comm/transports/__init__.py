@@ -30,7 +30,7 @@ _NODE = f"{_EXPECTED}, for the last also ',node=RANKS'"
 
 
 def parse_transport(text: str) -> tuple[str, dict[str, float]]:
-    """Name and options of a transport. Local.
+    """Return the name and options of a transport. Local.
 
     >>> parse_transport("emulated:alpha=1e-3,beta=1e-9")
     ('emulated', {'alpha': 0.001, 'beta': 1e-09})
@@ -59,7 +59,7 @@ def parse_transport(text: str) -> tuple[str, dict[str, float]]:
 
 
 def make_transport(text: str, context: TransportContext) -> Transport:
-    """The transport of this name on one communicator. Local; the transport may be collective to use."""
+    """Return the transport of this name on one communicator. Local; the transport may be collective to use."""
     name, options = parse_transport(text)
     if name == "emulated":
         return Transport(

@@ -41,7 +41,7 @@ class TransportContext:
     tags_taken: int = 0
 
     def tag(self) -> int:
-        """A tag of no other message under way. Local; ranks that ask equally often get equal tags."""
+        """Return a tag of no other message under way. Local; ranks that ask equally often get equal tags."""
         # Wraps only where the first channels are long gone. (MPI keeps its limits as attributes of COMM_WORLD.)
         self.tags_taken += 1
         return self.tags_taken % (MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767)
@@ -63,7 +63,7 @@ class Pattern:
     tag: int
 
     def among(self, peers: set[int]) -> Pattern:
-        """The part of the pattern that concerns these peers."""
+        """Return the part of the pattern that concerns these peers."""
         sends = {peer: count for peer, count in self.sends.items() if peer in peers}
         recvs = {peer: count for peer, count in self.recvs.items() if peer in peers}
         return Pattern(sends, recvs, self.dtype, self.tag)
@@ -75,7 +75,7 @@ class Pattern:
 
 
 def split_node(mpi_comm: MPI.Intracomm) -> MPI.Intracomm:
-    """The ranks that share memory with this one, in the same order. Collective; the caller frees it."""
+    """Return the ranks that share memory with this one, in the same order. Collective; the caller frees it."""
     barrier(mpi_comm)  # MPI's own waits spin
     node = mpi_comm.Split_type(MPI.COMM_TYPE_SHARED, mpi_comm.rank)
     assert isinstance(node, MPI.Intracomm)
@@ -83,13 +83,13 @@ def split_node(mpi_comm: MPI.Intracomm) -> MPI.Intracomm:
 
 
 def numbered(keys: Sequence[int]) -> tuple[int, ...]:
-    """The keys replaced by 0, 1, ... in the order in which they appear. Local."""
+    """Return the keys replaced by 0, 1, ... in the order in which they appear. Local."""
     numbers: dict[int, int] = {}
     return tuple(numbers.setdefault(key, len(numbers)) for key in keys)
 
 
 def aligned_bytes(nbytes: int) -> np.ndarray:
-    """Zeros: ``(nbytes,)`` uint8, aligned to a cache line. Local."""
+    """Return zeros: ``(nbytes,)`` uint8, aligned to a cache line. Local."""
     raw = np.empty(nbytes + ALIGNMENT, np.uint8)
     first = -raw.ctypes.data % ALIGNMENT
     aligned = raw[first : first + nbytes]

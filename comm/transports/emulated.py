@@ -51,11 +51,11 @@ class EmulatedNetwork:
     node: int = 1
 
     def message(self, nbytes: int) -> float:
-        """Time of a message [s]."""
+        """Return the time of a message [s]."""
         return self.alpha + self.beta * nbytes
 
     def collective(self, method: Method, ranks: int, nbytes: int) -> float:
-        """Time of a sum of `nbytes` among ranks of several nodes [s]: that of a ring, or of half of one."""
+        """Return the time of a sum of `nbytes` among ranks of several nodes [s]: that of a ring, or of half of one."""
         seconds = ring_seconds(ranks, method.payload(nbytes), self.alpha, self.beta)
         return seconds if method.adds and method.gathers else seconds / 2
 
@@ -116,7 +116,7 @@ class Stamped(Signal):
 
 
 def ring_seconds(size: int, nbytes: int, alpha: float, beta: float) -> float:
-    """Time of a ring all-reduce (reduce-scatter, then all-gather) of `nbytes` over `size` ranks [s].
+    """Return the time of a ring all-reduce (reduce-scatter, then all-gather) of `nbytes` over `size` ranks [s].
 
     References
     ----------

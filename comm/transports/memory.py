@@ -29,7 +29,7 @@ SPINS = 200
 
 
 def rounded(nbytes: int, multiple: int = ALIGNMENT) -> int:
-    """The smallest multiple that is not below `nbytes`. Local."""
+    """Return the smallest multiple that is not below `nbytes`. Local."""
     return -(-nbytes // multiple) * multiple
 
 
@@ -69,7 +69,7 @@ class Chunk:
             self.used = 0
 
     def segment(self, rank: int) -> np.ndarray:
-        """The memory of a rank of the node: ``(bytes,)`` uint8, shared. Local."""
+        """Return the memory of a rank of the node: ``(bytes,)`` uint8, shared. Local."""
         if rank not in self._segments:
             memory, _ = self._window.Shared_query(rank)
             self._segments[rank] = np.asarray(memory.cast("B"))
@@ -111,7 +111,7 @@ class Arena:
         self._nbytes = 0
 
     def reserve(self, requests: Sequence[int]) -> tuple[Chunk, np.ndarray]:
-        """A chunk, the same on all ranks of the node, and where in it the requests [B] of every rank lie.
+        """Return a chunk, the same on all ranks of the node, and where in it the requests [B] of every rank lie.
 
         Collective over the ranks of all nodes, with as many requests each, of any size.
 
@@ -147,7 +147,7 @@ class Arena:
         return chunk, before[:, None] + starts[:, :-1]
 
     def places(self, wanted: Sequence[int]) -> list[Places]:
-        """So many bytes each [B], ranks may differ, in the segment of every rank. Collective, as `reserve`."""
+        """Return so many bytes each [B], ranks may differ, in the segment of every rank. Collective, as `reserve`."""
         chunk, offsets = self.reserve([FLAG_BYTES + nbytes for nbytes in wanted])
         return [Places(chunk, at, self.node.rank) for at in offsets.T.tolist()]
 
@@ -206,12 +206,12 @@ class Flags:
         self.own = self._counters[mine]
 
     def others(self, ranks: Iterable[int] | None = None) -> list[memoryview]:
-        """Counters of these ranks, this one left out; by default of all."""
+        """Return the counters of these ranks, this one left out; by default of all."""
         wanted = self._counters if ranks is None else ranks
         return [self._counters[rank] for rank in wanted if rank != self._mine]
 
     def reached(self, count: int, counters: Iterable[memoryview]) -> bool:
-        """Whether these have come to `count`. Does not wait."""
+        """Return whether these have come to `count`. Does not wait."""
         for counter in counters:
             if counter[0] < count:
                 return False
@@ -278,13 +278,13 @@ class Places:
         self.ranks = len(self._offsets)
 
     def view(self, rank: int, first: int, nbytes: int, dtype: Any = np.uint8) -> np.ndarray:
-        """The bytes ``[first, first + nbytes)`` of one rank, shared; `first` is a multiple of a cache line."""
+        """Return the bytes ``[first, first + nbytes)`` of one rank, shared; `first` is a multiple of a cache line."""
         assert first % ALIGNMENT == 0, first
         start = self._offsets[rank] + FLAG_BYTES + first
         return self._chunk.segment(rank)[start : start + nbytes].view(dtype)
 
     def views(self, first: int, nbytes: int, dtype: Any = np.uint8) -> list[np.ndarray]:
-        """The same of every rank."""
+        """Return the same of every rank."""
         return [self.view(rank, first, nbytes, dtype) for rank in range(self.ranks)]
 
     def give_back(self) -> None:
@@ -297,7 +297,8 @@ Planning = Generator[int, Places, ReductionPlan]
 
 
 def _counter(chunk: Chunk, rank: int, offset: int) -> memoryview:
-    """The counter as a memoryview of one integer: read and written in one instruction, without making an array."""
+    """Return the counter as a memoryview of one integer: read and written in one instruction, without making an array.
+    """
     counter: Any = chunk.segment(rank)[offset : offset + 8].view(np.int64)
     return memoryview(counter)
 

@@ -27,7 +27,7 @@ _WORDS = {8: MPI.UINT64_T, 4: MPI.UINT32_T, 2: MPI.UINT16_T, 1: MPI.UINT8_T}
 
 
 def words(memory: np.ndarray) -> tuple[np.ndarray, MPI.Datatype]:
-    """The bytes as words as long as their number allows, for MPI to send: a count of bytes would pass
+    """Return the bytes as words as long as their number allows, for MPI to send: a count of bytes would pass
     2^31, which some MPI refuse, eight times earlier."""
     for size, datatype in _WORDS.items():
         if memory.nbytes % size == 0:
@@ -125,7 +125,7 @@ class MpiChannel(Channel):
 
 
 def plan_over_mpi(context: TransportContext, flat: np.ndarray, method: Method) -> ReductionPlan:
-    """How a flat buffer is summed by messages of MPI; of several ranks, not empty, not by nodes.
+    """Return how a flat buffer is summed by messages of MPI; of several ranks, not empty, not by nodes.
 
     A sum in the order of the ranks is a room of messages; all others are a collective of the MPI library, which may
     add up in any order, and in another one for another number of bytes. The progress thread drives both.
@@ -157,7 +157,7 @@ def plan_over_mpi(context: TransportContext, flat: np.ndarray, method: Method) -
 
 
 def _in_order(context: TransportContext, flat: np.ndarray, method: Method, nbytes: int) -> ReductionPlan:
-    """Every rank receives its shard of all summands, adds them up, and sends the sum to all.
+    """Return every rank receives its shard of all summands, adds them up, and sends the sum to all.
 
     Reduce-scatter and all-gather with ``2 (P - 1) / P`` times the buffer per rank, as the best all-reduce.
     """

@@ -129,12 +129,12 @@ class _Room:
         self.summands = [self._array(r, self._totals if r == team.here[0] else 0) for r in team.here if several]
 
     def stamps(self, rank: int, pair: int) -> Stamps:
-        """The times that a rank notes: when it sent, or when sums were there."""
+        """Return the times that a rank notes: when it sent, or when sums were there."""
         first, second = (self.places.view(rank, (2 * pair + i) * ALIGNMENT, 8, np.float64) for i in range(2))
         return first, second
 
     def total(self, rank: int, number: int) -> np.ndarray:
-        """A total of the first rank of a node."""
+        """Return a total of the first rank of a node."""
         return self._array(rank, number)
 
     def _array(self, rank: int, number: int) -> np.ndarray:
@@ -142,7 +142,7 @@ class _Room:
 
 
 def plan_by_nodes(flat: np.ndarray, method: Method, team: Team, progress: Progress) -> Planning:
-    """How a flat buffer is summed by nodes; of several ranks, not empty."""
+    """Return how a flat buffer is summed by nodes; of several ranks, not empty."""
     room, here, codec = _Room(team, flat), team.here, Plain()
     places = yield room.wanted
     room.lie(places)
@@ -176,7 +176,7 @@ def plan_by_nodes(flat: np.ndarray, method: Method, team: Team, progress: Progre
 
 
 def _sent(room: _Room, team: Team) -> Signal:
-    """The signal that the node's total can be read; between emulated nodes the move of a ring."""
+    """Return the signal that the node's total can be read; between emulated nodes the move of a ring."""
     flags = room.places.flags
     if team.network is None or not (team.leads and team.emulated):
         return Signal(flags, (), raises=team.leads)

@@ -53,7 +53,7 @@ class NodeMemory:
         self._stage: _CommonStage | None = None
 
     def neighbors(self) -> set[int]:
-        """Ranks on the node of this one. Collective at the first call."""
+        """Return ranks on the node of this one. Collective at the first call."""
         self._open()
         return {rank for rank, here in enumerate(self._node_ranks) if here != MPI.UNDEFINED}
 
@@ -63,7 +63,7 @@ class NodeMemory:
         return self._open().node
 
     def places(self, wanted: Sequence[int]) -> list[Places]:
-        """So many bytes each [B] in the segment of every rank of this node."""
+        """Return so many bytes each [B] in the segment of every rank of this node."""
         return self._open().places(wanted)
 
     @property
@@ -78,7 +78,7 @@ class NodeMemory:
             self._arena = self._stage = None
 
     def _open(self) -> Arena:
-        """The arena, made at the first call (collective): many communicators only reduce."""
+        """Return the arena, made at the first call (collective): many communicators only reduce."""
         if self._arena is None:
             comm = self.context.mpi
             self.context.agree(None)
@@ -93,7 +93,7 @@ class NodeMemory:
     def signal(
         self, flags: Flags, stamps: dict[int, Stamps], seconds: dict[int, float], others: Sequence[int] | None = None
     ) -> Signal:
-        """A move that every rank awaits; one that takes time if there is a network.
+        """Return a move that every rank awaits; one that takes time if there is a network.
 
         Parameters
         ----------
@@ -110,7 +110,7 @@ class NodeMemory:
     # -- channels ------------------------------------------------------------------------------
 
     def channels(self, patterns: Sequence[Pattern], meters: Sequence[Meter]) -> list[WindowChannel]:
-        """Channels of patterns all of whose peers share memory."""
+        """Return the channels of patterns all of whose peers share memory."""
         arena, local = self._open(), self._node_ranks
         slots = [_slots({local[peer]: count * p.dtype.itemsize for peer, count in p.sends.items()}) for p in patterns]
         places, sizes = [places for places, _ in slots], [nbytes for _, nbytes in slots]
@@ -124,7 +124,9 @@ class NodeMemory:
     def _channel(
         self, pattern: Pattern, meter: Meter, chunk: Chunk, offsets: np.ndarray, slots_of: Sequence[Mapping[int, int]]
     ) -> WindowChannel:
-        """A channel whose ranks have memory at `offsets` and say there for whom is what; by rank on the node. Local."""
+        """Return a channel whose ranks have memory at `offsets` and say there for whom is what; by rank on the node.
+        Local.
+        """
         mine, local = self._node_ranks[self.context.mpi.rank], self._node_ranks
 
         def both(owner: int, reader: int, count: int) -> tuple[np.ndarray, np.ndarray]:
@@ -146,7 +148,7 @@ class NodeMemory:
         return WindowChannel(pattern, meter, Windows(sends, recvs, (move, move), [chunk.give_back]))
 
     def _seconds(self, peer: int, nbytes: int) -> float:
-        """How long a message from a peer takes [s]."""
+        """Return how long a message from a peer takes [s]."""
         if self.network is None or self.node_of[peer] == self.node_of[self.context.mpi.rank]:
             return 0.0
         return self.network.message(nbytes)
@@ -154,20 +156,21 @@ class NodeMemory:
     # -- sums ----------------------------------------------------------------------------------
 
     def plan(self, flat: np.ndarray, method: Method) -> Planning:
-        """How ranks that all share memory sum a flat buffer; of several ranks, not empty, not by nodes."""
+        """Return how ranks that all share memory sum a flat buffer; of several ranks, not empty, not by nodes."""
         if method.codec == "plain" and (flat.nbytes <= LARGEST_AT_ONCE or not method.adds):
             return self._at_once(flat, method)
         return self._staged(flat, method)
 
     def _travel(self, places: Places, method: Method, nbytes: int) -> Signal:
-        """A move of a collective, whose stamps are the first two cache lines of the places."""
+        """Return a move of a collective, whose stamps are the first two cache lines of the places."""
         far = self.network is not None and max(self.node_of) > 0
         seconds = self.network.collective(method, places.ranks, nbytes) if self.network is not None and far else 0.0
         stamps = {rank: _stamps(places, rank) for rank in range(places.ranks)}
         return self.signal(places.flags, stamps, dict.fromkeys(stamps, seconds))
 
     def _at_once(self, flat: np.ndarray, method: Method) -> Planning:
-        """Every rank deposits its summand when it starts, and each adds up all of them: of every element, or its shard.
+        """Return every rank deposits its summand when it starts, and each adds up all of them: of every element, or its
+        shard.
 
         To gather, every rank deposits its shard: of any size, as shards of all ranks are no more than one buffer.
 
@@ -199,7 +202,8 @@ class NodeMemory:
         return ReductionPlan(StagedOperation(*turns, first=1), arrival=arrival, nbytes=nbytes, close=[places.give_back])
 
     def _staged(self, flat: np.ndarray, method: Method) -> Planning:
-        """A large sum, made in `finish` by the ranks together: piece by piece, each adds up its share of a piece.
+        """Return a large sum, made in `finish` by the ranks together: piece by piece, each adds up its share of a
+        piece.
 
         ``start`` only notes that the buffer is ready. The ranks of a node have no network to wait for: the sum is work
         of the cores, wherever it is done, and done here it does not interrupt the kernels of backward. A piece is
@@ -231,7 +235,7 @@ class NodeMemory:
         return plan
 
     def _common(self) -> _CommonStage:
-        """The stage of all large sums, made at the first (collective)."""
+        """Return the stage of all large sums, made at the first (collective)."""
         if self._stage is None:
             ranks = self.context.mpi.size
             share = rounded(STAGE_BYTES // ranks + ALIGNMENT)
@@ -268,7 +272,7 @@ class _CommonStage:
         self._views: dict[tuple[int, int, int, np.dtype], np.ndarray] = {}
 
     def pieces(self, flat: np.ndarray, itemsize: int) -> list[_StagePiece]:
-        """Runs of the buffer, with a block per rank."""
+        """Return the runs of the buffer, with a block per rank."""
         step, ranks = STAGE_BYTES // itemsize, self.places.ranks
         found = []
         for i in range(0, flat.size, step):
@@ -278,7 +282,7 @@ class _CommonStage:
         return found
 
     def parts(self, flat: np.ndarray) -> list[_StagePiece]:
-        """A part of every rank's shard, as long as all of them fit on the stage together."""
+        """Return a part of every rank's shard, as long as all of them fit on the stage together."""
         whole = shards(flat.size, self.places.ranks, flat.itemsize)
         longest = max(part.stop - part.start for part in whole)
         step = STAGE_BYTES // self.places.ranks // ALIGNMENT * ALIGNMENT // flat.itemsize
@@ -289,7 +293,9 @@ class _CommonStage:
         return found
 
     def room(self, piece: _StagePiece, flat: np.ndarray, dtype: np.dtype, gathers: bool) -> Room:
-        """Where a piece lies: deposits one behind the other, the sums of the shares behind them, or in the buffer."""
+        """Return where a piece lies: deposits one behind the other, the sums of the shares behind them, or in the
+        buffer.
+        """
         size, own, deposits, first = dtype.itemsize, piece.own, [], 0
         for part in piece.deposited:
             nbytes = (part.stop - part.start) * size
@@ -308,7 +314,7 @@ class _CommonStage:
         return Room(deposits, summands=summands, total=totals[piece.mine], returns=returns)
 
     def _view(self, rank: int, first: int, nbytes: int, dtype: np.dtype) -> np.ndarray:
-        """The memory of a rank on the stage, from any element on: the same array for most pieces of all sums."""
+        """Return the memory of a rank on the stage, from any element on: the same array for most pieces of all sums."""
         key = rank, first, nbytes, dtype
         if key not in self._views:
             line = first // ALIGNMENT * ALIGNMENT
@@ -405,13 +411,15 @@ class WindowChannel(Channel):
 
 
 def _stamps(places: Places, rank: int) -> Stamps:
-    """The first two cache lines of the places of a rank."""
+    """Return the first two cache lines of the places of a rank."""
     first, second = (places.view(rank, i * ALIGNMENT, 8, np.float64) for i in range(2))
     return first, second
 
 
 def _slots(wanted: Mapping[int, int]) -> tuple[dict[int, int], int]:
-    """Where two slots of so many bytes [B] for every reader begin, behind a flag and two stamps; and the end of all."""
+    """Return where two slots of so many bytes [B] for every reader begin, behind a flag and two stamps; and the end of
+    all.
+    """
     places, end = dict[int, int](), FLAG_BYTES + 2 * ALIGNMENT
     for reader, nbytes in wanted.items():
         places[reader], end = end, end + 2 * rounded(nbytes)

@@ -54,7 +54,7 @@ class Transport:
         self._team: Team | None = None
 
     def nodes(self) -> tuple[int, ...]:
-        """Number of the node of every rank, counted from 0 as they appear. Collective."""
+        """Return the number of the node of every rank, counted from 0 as they appear. Collective."""
         if self._network is not None:
             return self._node_of
         mpi = self._context.mpi
@@ -66,7 +66,7 @@ class Transport:
         return (0,) * mpi.size if alone else numbered(allgather_objects(mpi, first))
 
     def neighbors(self) -> set[int]:
-        """Ranks that are reached by shared memory. Collective at the first call."""
+        """Return ranks that are reached by shared memory. Collective at the first call."""
         return set() if self._memory is None else self._memory.neighbors()
 
     @property
@@ -75,7 +75,7 @@ class Transport:
         return 0 if self._memory is None else self._memory.buffer_bytes
 
     def channels(self, patterns: Sequence[Pattern], meters: Sequence[Meter]) -> list[Channel]:
-        """Channels of these (valid and matching) patterns. Collective over the communicator."""
+        """Return the channels of these (valid and matching) patterns. Collective over the communicator."""
         self._check_clock()
         if self._memory is None:
             return [MpiChannel(self._context, pattern, meter) for pattern, meter in zip(patterns, meters)]
@@ -92,7 +92,8 @@ class Transport:
         ]
 
     def plans(self, wanted: Sequence[tuple[np.ndarray, Method, str]]) -> list[ReductionPlan]:
-        """How buffers are summed, and under which names; of several ranks, not empty. Collective over the communicator.
+        """Return how buffers are summed, and under which names; of several ranks, not empty. Collective over the
+        communicator.
 
         Raises
         ------
@@ -122,7 +123,7 @@ class Transport:
         return plan_over_mpi(self._context, flat, method)
 
     def _make_team(self, memory: NodeMemory) -> Team:
-        """The ranks of sums by nodes. Collective."""
+        """Return the ranks of sums by nodes. Collective."""
         mpi, nodes = self._context.mpi, self._node_of
         if self._network is not None:
             here = [rank for rank in range(mpi.size) if nodes[rank] == nodes[mpi.rank]]

@@ -68,7 +68,7 @@ def doctor() -> int:
 
 @app.command("try-split", hidden=True)
 def try_split(job: Path, result: Path) -> None:
-    """One of the jobs of `halograd plan --cores`."""
+    """Run one of the jobs of `halograd plan --cores`."""
     from ..local import try_split as run
 
     run(job, result)
@@ -192,7 +192,7 @@ def apply(
     sets: Sets = None,
     threads: Threads = None,
 ) -> None:
-    """What a trained network predicts of data without labels, on any number of ranks.
+    """Predict data without labels with a trained network, on any number of ranks.
 
     Each rank writes its own blocks; on several, OUT.h5 joins the parts beside it. A job that was interrupted goes on.
 
@@ -270,7 +270,7 @@ def status(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN_DIR...", help="Directories of runs.")],
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per run and line, for scripts.")] = False,
 ) -> int:
-    """Progress, speed, time left, last checkpoint and overlap ratio of a run, from its log.
+    """Return the progress, speed, time left, last checkpoint and overlap ratio of a run, from its log.
 
     It may be running, on whatever machine: nothing but the directory is looked at.
 
@@ -318,7 +318,7 @@ def report(
         ),
     ] = None,
 ) -> None:
-    """One self-contained HTML page about a run: curves, predicted against measured, timeline, masks.
+    """Write one self-contained HTML page about a run: curves, predicted against measured, timeline, masks.
 
     \b
     Examples:

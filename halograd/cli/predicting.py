@@ -273,7 +273,7 @@ class Series:
 
 
 def _bracketed(baselines: Mapping[str, tuple[float, bool]] | None, name: str) -> str:
-    """Time of a step, in brackets if it does not fit; nothing where there is none."""
+    """Return the time of a step, in brackets if it does not fit; nothing where there is none."""
     if name not in (baselines or {}):
         return ""
     seconds, fits = (baselines or {})[name]

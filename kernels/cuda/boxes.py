@@ -101,12 +101,12 @@ def _heads(pairs: Sequence[tuple[Any, Any]]) -> list[tuple[int, int]]:
 
 
 def is_long(joined: Sequence[Joined]) -> bool:
-    """Whether the words of a piece have to be counted in 64 bits."""
+    """Return whether the words of a piece have to be counted in 64 bits."""
     return max(j.items for j in joined) >= LARGE
 
 
 def _pattern(value: float, array: Any) -> int:
-    """Eight bytes of the value, repeated."""
+    """Return the eight bytes of the value, repeated."""
     one = np.full((1,), value, array.dtype).tobytes()
     if 8 % len(one):
         raise KernelError(f"fill: expected elements of 1, 2, 4 or 8 bytes, got {len(one)}; fill it as another dtype")
@@ -171,7 +171,7 @@ class Joined:
         return len(self.shape)
 
     def in_words(self) -> Joined:
-        """The same with strides in items, of arrays whose last axis is packed unless an item is one element."""
+        """Return the same with strides in items, of arrays whose last axis is packed unless an item is one element."""
         strides = tuple((*(s // self.lanes for s in f[:-1]), f[-1]) for f in self.strides)
         return Joined(self.shape, strides, self.lanes)
 
@@ -204,7 +204,7 @@ def join(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> tuple[list[i
 
 
 def joined_elements(what: str, *arrays: Any, lanes: Sequence[int] | None = None) -> Joined:
-    """Arrays of one shape, items as wide as alignment permits: the first of `lanes` elements that fits.
+    """Return the arrays of one shape, items as wide as alignment permits: the first of `lanes` elements that fits.
 
     By default 16 bytes of the first array or one element. Strides in elements.
     """
@@ -224,7 +224,9 @@ def joined_elements(what: str, *arrays: Any, lanes: Sequence[int] | None = None)
 
 
 def joined_bytes(what: str, *arrays: Any, lanes: Sequence[int] = (16, 8, 4, 2, 1)) -> Joined:
-    """Arrays of one shape and element size as words of bytes, the widest of `lanes` that fits; strides in words."""
+    """Return the arrays of one shape and element size as words of bytes, the widest of `lanes` that fits; strides in
+    words.
+    """
     size = np.dtype(arrays[0].dtype).itemsize
     shape, found = join((*arrays[0].shape, size), [(*a.strides, 1) for a in arrays])
     if any(f[-1] != 1 for f in found):  # elements of one byte, apart from each other

@@ -58,7 +58,7 @@ class ColumnsGrid:
     def of(
         cls, launcher: Launcher, batch: int, rows: int, channels: int, *arrays: Any, per_unit: int = 4
     ) -> ColumnsGrid:
-        """A grid with about `per_unit` blocks on each multiprocessor."""
+        """Return a grid with about `per_unit` blocks on each multiprocessor."""
         lanes = vector_lanes(channels, *arrays)
         threads = power_of_two(channels // lanes, 32)
         block = (threads, THREADS // threads)
@@ -93,7 +93,7 @@ class ColumnsGrid:
 
 
 def with_partial(scratch: Scratch, grid: ColumnsGrid, impl: str, *launches: Launch, uses: int = 2) -> Kernel:
-    """A kernel whose first `uses` launches leave and read partial sums in scratch memory."""
+    """Return a kernel whose first `uses` launches leave and read partial sums in scratch memory."""
     run = run_all(launches)
 
     def bind() -> Callable[[], Any]:
@@ -115,7 +115,7 @@ def row_sums(
     activation: FusedActivation | None = None,
     **members: Any,
 ) -> Kernel:
-    """Column sums of dy' and, with `moments`, of ``dy' * xhat``; see channel_sums.cu."""
+    """Return the column sums of dy' and, with `moments`, of ``dy' * xhat``; see channel_sums.cu."""
     channels = dy.shape[-1]
     rows = dy.size // channels
     arrays = [a for a in (dy, members.get("x")) if a is not None]

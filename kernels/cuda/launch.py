@@ -45,7 +45,7 @@ class Launcher(ABC):
 
     @abstractmethod
     def empty(self, shape: Sequence[int], dtype: Any) -> Any:
-        """Packed array on the device, contents undefined."""
+        """Return a packed array on the device, contents undefined."""
 
     @abstractmethod
     def upload(self, array: np.ndarray) -> Any:
@@ -53,11 +53,11 @@ class Launcher(ABC):
 
     @abstractmethod
     def function(self, program: CudaProgram, name: str) -> Function:
-        """A kernel of a program, which is compiled when first asked for."""
+        """Return a kernel of a program, which is compiled when first asked for."""
 
     @abstractmethod
     def bind(self, function: Function, grid: Extents, block: Extents, record: np.ndarray) -> Callable[[], Any]:
-        """What enqueues one launch on the current stream and returns at once.
+        """Return what enqueues one launch on the current stream and returns at once.
 
         Everything but the stream is prepared here, so that a call costs the host little more than the driver's own
         time. The kernel takes the bytes of `record` by value as they are at the call; the caller keeps the array.
@@ -65,15 +65,15 @@ class Launcher(ABC):
 
     @abstractmethod
     def describe(self) -> str:
-        """One line for the log."""
+        """Return one line for the log."""
 
     def blocks(self, per_unit: int) -> int:
-        """Blocks that keep the device busy, `per_unit` on each multiprocessor."""
+        """Return blocks that keep the device busy, `per_unit` on each multiprocessor."""
         return self.units * per_unit
 
 
 def address(array: Any) -> int:
-    """Address of an array's first element on its own device; 0 for None."""
+    """Return the address of an array's first element on its own device; 0 for None."""
     if array is None:
         return 0
     # Not array.data of a NumPy array: there is no buffer of bfloat16.
@@ -196,7 +196,7 @@ def _three(extents: Sequence[int]) -> tuple[int, int, int]:
 
 
 def _number(value: Any) -> Any:
-    """What a record holds for an argument."""
+    """Return what a record holds for an argument."""
     if value is None or hasattr(value, "shape"):
         return address(value)
     if isinstance(value, list | tuple):
@@ -205,22 +205,22 @@ def _number(value: Any) -> Any:
 
 
 def is_float(array: Any) -> bool:
-    """Whether a per-channel vector is float32; else it has the dtype of the data."""
+    """Return whether a per-channel vector is float32; else it has the dtype of the data."""
     return array is not None and dtype_name(array) == "float32"
 
 
 def is_large(*arrays: Any) -> bool:
-    """Whether offsets into these arrays need 64 bits."""
+    """Return whether offsets into these arrays need 64 bits."""
     return max((_extent(a) for a in arrays if a is not None), default=0) >= LARGE
 
 
 def _extent(array: Any) -> int:
-    """Elements from the first to the last of a strided array."""
+    """Return elements from the first to the last of a strided array."""
     return 1 + sum((n - 1) * abs(s) for n, s in zip(array.shape, array.strides)) // np.dtype(array.dtype).itemsize
 
 
 def scalar_program(source: str, *arrays: Any, activation: FusedActivation | None = None) -> CudaProgram:
-    """The program for the dtype of the first array, with offsets for all of them."""
+    """Return the program for the dtype of the first array, with offsets for all of them."""
     given = [a for a in arrays if a is not None]
     return CudaProgram(source, (dtype_name(given[0]),), is_large(*given), activation.kind if activation else None)
 
@@ -231,7 +231,9 @@ def alpha_of(activation: FusedActivation | None) -> float:
 
 
 def vector_lanes(extent: int, *arrays: Any, lanes: int | None = None) -> int:
-    """Elements per access: `lanes` (default: 16 bytes' worth) if `extent` and all addresses are multiples, else 1."""
+    """Return elements per access: `lanes` (default: 16 bytes' worth) if `extent` and all addresses are multiples, else
+    1.
+    """
     given = [a for a in arrays if a is not None]
     if lanes is None:
         lanes = ACCESS // np.dtype(given[0].dtype).itemsize
@@ -240,22 +242,22 @@ def vector_lanes(extent: int, *arrays: Any, lanes: int | None = None) -> int:
 
 
 def items_grid(launcher: Launcher, items: int, per_unit: int = 16) -> tuple[int]:
-    """Blocks for a loop over items: enough to keep the device busy, no more than there is work."""
+    """Return blocks for a loop over items: enough to keep the device busy, no more than there is work."""
     return (max(1, min(math.ceil(items / THREADS), launcher.blocks(per_unit))),)
 
 
 def power_of_two(least: int, most: int) -> int:
-    """The smallest power of two that is at least `least`, at most `most`."""
+    """Return the smallest power of two that is at least `least`, at most `most`."""
     return min(most, 1 << max(0, least - 1).bit_length())
 
 
 def sequence(impl: str, *launches: Launch, workspace_bytes: int = 0) -> Kernel:
-    """A kernel of several launches in this order."""
+    """Return a kernel of several launches in this order."""
     return Kernel(run_all(launches), f"cuda:{impl}", workspace_bytes)
 
 
 def accumulator(dtype: str) -> np.dtype:
-    """The dtype that arithmetic on `dtype` is done in (`A` in the sources)."""
+    """Return the dtype that arithmetic on `dtype` is done in (`A` in the sources)."""
     return np.dtype(np.float64 if ELEMENTS[dtype] == "double" else np.float32)
 
 

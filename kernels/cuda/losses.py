@@ -83,7 +83,7 @@ class CudaLosses(Losses):
         return self._elementwise("mean_squared_error", arrays, None)
 
     def _elementwise(self, name: str, arrays: LossArrays, weights: Any) -> LossKernel:
-        """Means over channels; `weights`: of the positive class."""
+        """Return means over channels; `weights`: of the positive class."""
         a, channels = arrays, arrays.x.shape[-1]
         members = {**_members(a), "channels": channels, "rows": a.x.size // channels}
         members.update(target_code=CODES[dtype_name(a.target)], weights=self._weights(weights, channels))
@@ -102,7 +102,7 @@ class CudaLosses(Losses):
         }
 
     def _weights(self, weights: Any, channels: int) -> Any:
-        """One float64 number per channel on the device, or None."""
+        """Return one float64 number per channel on the device, or None."""
         if weights is None:
             return None
         return self.launcher.upload(np.ascontiguousarray(np.broadcast_to(np.asarray(weights, np.float64), (channels,))))
@@ -131,7 +131,7 @@ def _members(arrays: LossArrays) -> dict[str, Any]:
 
 
 def _factors(arrays: LossArrays) -> dict[str, Any]:
-    """Weights of positions or elements, as the kernels read them."""
+    """Return the weights of positions or elements, as the kernels read them."""
     weights = arrays.weights
     if weights is None:
         return {}

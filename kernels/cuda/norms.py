@@ -120,7 +120,7 @@ class Norm:
         return self._launch("gradient_data", self._grid(a.x, dy, a.dx, per_unit=8), fused=fused, **members)
 
     def kernels(self) -> BatchNormKernels:
-        """All four; statistics and their corrections leave the process between them, unless they are local."""
+        """Return all four; statistics and their corrections leave the process between them, unless they are local."""
         if self.a.local:
             return self._local_kernels()
         statistics = self._statistics()
@@ -131,7 +131,7 @@ class Norm:
         return BatchNormKernels(statistics, forward, self._gradient_sums(), data)
 
     def _local_kernels(self) -> BatchNormKernels:
-        """The statistics are those of `x` alone; no sums in between."""
+        """Return the statistics are those of `x` alone; no sums in between."""
         forward = self._statistics(self._forward())
         if self.a.dx is None:
             return BatchNormKernels(idle(), forward, None, None)

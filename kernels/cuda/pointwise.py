@@ -115,7 +115,7 @@ class CudaPointwise(Pointwise):
 
 
 def _axes(joined: Joined, **strides: Sequence[int]) -> dict[str, Any]:
-    """Members that describe the joined axes."""
+    """Return members that describe the joined axes."""
     found: dict[str, Any] = {f"{name}_strides": joined.padded(s, 0) for name, s in strides.items()}
     return {**found, "shape": joined.padded(joined.shape, 1), "axes": joined.axes, "items": joined.items}
 
@@ -152,7 +152,7 @@ def _one_sum(
 
 
 def three(values: Any, fill: int) -> tuple[int, ...]:
-    """Numbers of up to three axes as of three, the missing ones in front."""
+    """Return the numbers of up to three axes as of three, the missing ones in front."""
     return (*(fill,) * (3 - len(values)), *(int(v) for v in values))
 
 

@@ -66,7 +66,7 @@ _NUMBERS = {"int64": np.int64, "uint64": np.uint64, "double": np.float64}
 
 
 def dtype_name(array: Any) -> str:
-    """Name of the dtype of an array, or of a dtype: ``"float32"``, ``"bfloat16"``."""
+    """Return the name of the dtype of an array, or of a dtype: ``"float32"``, ``"bfloat16"``."""
     return str(np.dtype(getattr(array, "dtype", array)).name)
 
 
@@ -125,7 +125,7 @@ class CudaProgram:
 
 @cache
 def text_of(source: str) -> str:
-    """A source with its includes in place, each once."""
+    """Return a source with its includes in place, each once."""
     return _expand((FOLDER / f"{source}.cu").read_text(encoding="utf-8"), set())
 
 
@@ -143,13 +143,13 @@ def _expand(text: str, seen: set[str]) -> str:
 
 @cache
 def kernels_of(source: str) -> Mapping[str, str]:
-    """The kernels of a source: name and the struct that each takes."""
+    """Return the kernels of a source: name and the struct that each takes."""
     return dict(_KERNEL.findall(text_of(source)))
 
 
 @cache
 def record_of(source: str, struct: str) -> np.dtype:
-    """The layout of a struct as a NumPy record.
+    """Return the layout of a struct as a NumPy record.
 
     Raises
     ------

@@ -60,7 +60,7 @@ class CudaUpdates(Updates):
         return sequence(rule, Launch(self.launcher, _program(a), f"{rule}_{lanes}", grid, **given))
 
     def _decays(self, count: int, decays: Sequence[tuple[int, int, bool]]) -> dict[str, Any]:
-        """Which of `count` elements have weight decay: the leading ones, or those of a mask."""
+        """Return which of `count` elements have weight decay: the leading ones, or those of a mask."""
         flags = np.zeros(-(-count // 4) * 4, np.uint8)
         for start, stop, decayed in decays:
             flags[start:stop] = bool(decayed)
@@ -91,7 +91,7 @@ class CudaUpdates(Updates):
 
     # ------------------------------------------------------------------ norms and scales
     def _sum_of_squares(self, terms: Sequence[tuple[Any, int]], out: Any) -> Kernel:
-        """A launch per array, which leaves partial sums, and one that adds them up."""
+        """Return a launch per array, which leaves partial sums, and one that adds them up."""
         joined = _joined(terms)
         if not joined:
             return Kernel(lambda: out.fill(0), "empty")
@@ -137,7 +137,7 @@ class CudaUpdates(Updates):
 
 
 def _members(a: UpdateArrays) -> dict[str, Any]:
-    """The arrays as the kernels name them: `v` is the momentum, or the first moment, `m` the second."""
+    """Return the arrays as the kernels name them: `v` is the momentum, or the first moment, `m` the second."""
     v, m = (*a.state, None, None)[:2]
     given = {"p": a.p, "g": a.g, "v": v, "m": m, "scalars": a.scalars, "copy": a.copy, "skip": a.skip}
     return {**given, "count": a.p.size}
@@ -149,12 +149,14 @@ def _program(a: UpdateArrays) -> CudaProgram:
 
 
 def _reads(x: Any) -> str:
-    """The kernels have a tail of their own: only the address must be aligned."""
+    """Return the kernels have a tail of their own: only the address must be aligned."""
     return suffix(vector_lanes(0, x))
 
 
 def _joined(terms: Sequence[tuple[Any, int]]) -> list[tuple[Any, int, int]]:
-    """Arrays of one dtype and divisor that lie one behind the other as one: ``(first array, size, divisor)``."""
+    """Return the arrays of one dtype and divisor that lie one behind the other as one: ``(first array, size,
+    divisor)``.
+    """
     found: list[tuple[Any, int, int]] = []
     for array, divisor in terms:
         if found:

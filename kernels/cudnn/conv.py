@@ -72,7 +72,7 @@ class _Operands:
         self.nbytes = 0
 
     def image(self, uid: int, array: Any) -> int:
-        """An input that may have more channels in memory; their number."""
+        """Return an input that may have more channels in memory; their number."""
         room = channels_in_memory(array)
         if room is None or array.data.ptr % ALIGNMENT:
             self.input(uid, array)
@@ -99,7 +99,7 @@ class _Operands:
         self._enter(uid, array)
 
     def _suited(self, array: Any, channels: int | None) -> tuple[Any, Any]:
-        """The array or one of its own for it, of so many channels, and the part of that which stands for it."""
+        """Return the array or one of its own for it, of so many channels, and the part of that which stands for it."""
         *outer, count = array.shape
         aligned, wanted = array.data.ptr % ALIGNMENT == 0, channels or count
         if aligned and np.dtype(array.dtype) == self._dtype and wanted == count:
@@ -124,7 +124,7 @@ class _Operands:
 
 
 def outside(array: Any, part: Sequence[int]) -> list[Any]:
-    """Views of what lies outside the leading part, of spatial extents `part`, corners once."""
+    """Return the views of what lies outside the leading part, of spatial extents `part`, corners once."""
     rest = []
     at: list[slice] = [slice(None)]
     for n, inner in zip(array.shape[1:-1], part):
@@ -175,7 +175,7 @@ def _of_group(channels: int, geometry: Geometry) -> int:
 
 
 def _shapes(x: Any, w: Any, y: Any, channels: int, geometry: Geometry) -> Shapes:
-    """The convolution of an image with so many channels in memory, and weights for all of them."""
+    """Return the convolution of an image with so many channels in memory, and weights for all of them."""
     weights = (*w.shape[:-1], _of_group(channels, geometry))
     return Shapes.of((*x.shape[:-1], channels), weights, y.shape, geometry)
 

@@ -46,7 +46,7 @@ _MATH = 16
 
 
 def workspace_bytes(capability: tuple[int, int]) -> int:
-    """What cuBLAS is at its best with [B], for a compute capability."""
+    """Return what cuBLAS is at its best with [B], for a compute capability."""
     return (32 if capability >= (9, 0) else 8) << 20
 
 
@@ -76,7 +76,7 @@ class Cublas:
 
     # ------------------------------------------------------------------ as `Handles` asks for them
     def create_handle(self) -> int:
-        """A handle on the current device."""
+        """Return a handle on the current device."""
         made = ctypes.c_void_p()
         self._call("cublasCreate_v2", ctypes.addressof(made))
         self._call("cublasSetMathMode", made.value, _MATH)

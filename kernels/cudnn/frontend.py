@@ -70,11 +70,11 @@ class Workspaces:
         return sum(arena.nbytes for arena in (*self._arenas.values(), *self._kept))
 
     def reserve(self, nbytes: int) -> None:
-        """Every arena made from now on has at least `nbytes` [B]."""
+        """Give every arena made from now on at least `nbytes` [B]."""
         self.reserved = max(self.reserved, nbytes)
 
     def address(self, stream: int, nbytes: int) -> int:
-        """Where `nbytes` [B] may be used on `stream`, which is the current one; 0 for none."""
+        """Return where `nbytes` [B] may be used on `stream`, which is the current one; 0 for none."""
         if nbytes == 0:
             return 0
         arena = self._arenas.get(stream)
@@ -120,7 +120,7 @@ Launch = Callable[["AddressTable", int, Any], None]
 
 
 def one_line(error: BaseException) -> str:
-    """The message of an exception in one line, with its type if it says nothing itself."""
+    """Return the message of an exception in one line, with its type if it says nothing itself."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
@@ -129,7 +129,7 @@ def _version(number: int) -> str:
 
 
 def load(name: str = "cudnn") -> ModuleType:
-    """The module of nvidia-cudnn-frontend.
+    """Return the module of nvidia-cudnn-frontend.
 
     Raises
     ------
@@ -218,12 +218,12 @@ class Frontend:
 
     # ------------------------------------------------------------------ what things are called
     def data_type(self, dtype: str) -> Any:
-        """The frontend's name of an element type."""
+        """Return the frontend's name of an element type."""
         names = {"float32": "FLOAT", "float64": "DOUBLE", "float16": "HALF", "bfloat16": "BFLOAT16"}
         return getattr(self.module.data_type, names[dtype])
 
     def notes(self, names: tuple[str, ...]) -> list[Any]:
-        """Numerical notes by name; one that this version does not have, no engine of it carries."""
+        """Return the numerical notes by name; one that this version does not have, no engine of it carries."""
         known = self.module.numerical_note
         return [getattr(known, name) for name in names if hasattr(known, name)]
 
@@ -241,12 +241,13 @@ class Frontend:
             graph.deselect_workspace_greater_than(workspace_limit)
 
     def compiled_at_run_time(self, graph: Any, index: int) -> bool:
-        """Whether building the plan ran a compiler: some tenths of a second that are worth keeping."""
+        """Return whether building the plan ran a compiler: some tenths of a second that are worth keeping."""
         note = self.module.behavior_note.RUNTIME_COMPILATION
         return note in graph.get_behavior_notes_for_plan_at_index(index)
 
     def launcher(self, graph: Any, uids: tuple[int, ...]) -> Launch:
-        """A function that runs the plan last built of `graph` on a :class:`AddressTable`, workspace address and handle.
+        """Return a function that runs the plan last built of `graph` on a :class:`AddressTable`, workspace address and
+        handle.
 
         The way with a table of addresses is private in the frontend, though its own Python code goes it; where it is
         missing the public way is taken, which costs some microseconds more.
@@ -269,11 +270,12 @@ class Frontend:
             return False
 
     def saved(self, graph: Any) -> bytes:
-        """The plan of a graph, for :meth:`restored`."""
+        """Return the plan of a graph, for :meth:`restored`."""
         return bytes(graph.serialize())
 
     def restored(self, blob: bytes, handle: Any) -> Any:
-        """The graph of a saved plan, ready to be launched; what is raised where the library is another, varies."""
+        """Return the graph of a saved plan, ready to be launched; what is raised where the library is another, varies.
+        """
         graph = self.module.pygraph(handle=handle)
         graph.deserialize(list(blob))
         return graph
@@ -307,7 +309,7 @@ class Handles:
         self._open: list[Any] = []
 
     def current(self) -> tuple[Any, int]:
-        """The handle of this thread, set to the current stream, and the address of that stream. Local."""
+        """Return the handle of this thread, set to the current stream, and the address of that stream. Local."""
         handle: _Handle | None = getattr(self._local, "handle", None)
         if handle is None:
             handle = self._create()

@@ -36,7 +36,7 @@ __all__ = [
 
 
 def packed_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a packed array, in elements."""
+    """Return the strides of a packed array, in elements."""
     strides, run = [], 1
     for n in reversed(shape):
         strides.append(run)
@@ -58,12 +58,12 @@ class Tensor:
 
     @classmethod
     def packed(cls, shape: Sequence[int]) -> Tensor:
-        """A packed array ``(N, *spatial, C)`` or ``(K, *kernel, C)``."""
+        """Return a packed array ``(N, *spatial, C)`` or ``(K, *kernel, C)``."""
         return cls.leading(shape, shape[1:-1])
 
     @classmethod
     def leading(cls, shape: Sequence[int], spatial: Sequence[int]) -> Tensor:
-        """The leading part, of extents `spatial`, of a packed array."""
+        """Return the leading part, of extents `spatial`, of a packed array."""
         n, *_, channels = shape
         strides = list(packed_strides(shape))
         if n == 1:
@@ -166,7 +166,7 @@ class Arithmetic:
             )
 
     def refused(self, dtype: str) -> tuple[str, ...]:
-        """Names of the numerical notes of cuDNN whose engines may not be used for arrays of `dtype`."""
+        """Return the names of the numerical notes of cuDNN whose engines may not be used for arrays of `dtype`."""
         notes: tuple[str, ...] = ()
         if dtype == "float32" and self.precision == "strict":
             notes = _ROUNDED + _TRANSFORMED
@@ -175,7 +175,7 @@ class Arithmetic:
         return (*notes, "NONDETERMINISTIC") if self.deterministic else notes
 
     def describe(self, dtype: str) -> str:
-        """How products of float32 are made, and how to choose otherwise; nothing of dtypes without a choice."""
+        """Return how products of float32 are made, and how to choose otherwise; nothing of dtypes without a choice."""
         if dtype != "float32":
             return ""
         if self.precision == "tf32":
@@ -249,7 +249,7 @@ class PlanKey:
         )
 
     def remedy(self) -> str:
-        """What may be allowed to have more plans to choose from."""
+        """Return what may be allowed to have more plans to choose from."""
         allowed = []
         if self.workspace_limit is not None:
             allowed.append(f"a workspace above {self.workspace_limit} B")
@@ -261,7 +261,9 @@ class PlanKey:
 
 
 def convolution(frontend: Frontend, key: PlanKey, where: Mapping[str, Any]) -> Any:
-    """The graph of a convolution, without plans yet. `where` is ``{"handle": ...}`` or ``{"device_property": ...}``."""
+    """Return the graph of a convolution, without plans yet. `where` is ``{"handle": ...}`` or ``{"device_property":
+    ...}``.
+    """
     io = frontend.data_type(key.dtype)
     sums = frontend.data_type("float64" if key.dtype == "float64" else "float32")
     graph = frontend.module.pygraph(io_data_type=io, intermediate_data_type=sums, compute_data_type=sums, **where)
@@ -292,7 +294,7 @@ def convolution(frontend: Frontend, key: PlanKey, where: Mapping[str, Any]) -> A
 
 
 def _vector(y: Tensor) -> Tensor:
-    """One value per channel of `y`."""
+    """Return one value per channel of `y`."""
     return Tensor.packed((1, *(1 for _ in y.dims[2:]), y.dims[1]))
 
 
@@ -346,7 +348,7 @@ class Candidates:
             raise self.none(one_line(error)) from error
 
     def none(self, reason: str = "") -> KernelError:
-        """The error that says that there is no plan, and why."""
+        """Return the error that says that there is no plan, and why."""
         reason = reason or self._last or "no engine is left"
         return KernelError(
             f"conv {self.key.direction}: expected a convolution that cuDNN {self.frontend.cudnn_version} has a plan "
@@ -354,14 +356,15 @@ class Candidates:
         )
 
     def all(self, start: int = 0) -> Iterator[Built]:
-        """Those that can be built, from the candidate of number `start` on."""
+        """Yield those that can be built, from the candidate of number `start` on."""
         for index in range(start, self._count):
             built = self.build(index)
             if built is not None:
                 yield built
 
     def each_engine(self) -> Iterator[Built]:
-        """Those that can be built: the first of every engine in cuDNN's order, then the second of every engine, ...
+        """Yield those that can be built: the first of every engine in cuDNN's order, then the second of every engine,
+        ...
 
         cuDNN lists an engine with many settings of its knobs one after the other, which differ little.
         """
@@ -377,7 +380,7 @@ class Candidates:
                 yield built
 
     def named(self, name: str) -> Built | None:
-        """The candidate of this name, built, or None."""
+        """Return the candidate of this name, built, or None."""
         for index in range(self._count):
             if self._name(index) == name:
                 return self.build(index)

@@ -35,7 +35,7 @@ class EventTimer:
         self._cuda = cuda
 
     def __call__(self, run: Callable[[], Any]) -> float:
-        """Shortest mean time of a call over a few rounds [s], after two calls that are not counted."""
+        """Return the shortest mean time of a call over a few rounds [s], after two calls that are not counted."""
         run()
         once = self._round(run, 1)
         calls = max(1, min(100, int(_ENOUGH / max(once, 1e-7))))
@@ -54,7 +54,7 @@ class EventTimer:
 def fastest(
     candidates: Candidates, trial: Callable[[Built], Callable[[], Any]], timer: Timer
 ) -> tuple[Built, dict[str, float]]:
-    """The fastest of some candidates of every engine, and the times of all that ran [s], in order of time.
+    """Return the fastest of some candidates of every engine, and the times of all that ran [s], in order of time.
 
     Parameters
     ----------
@@ -185,7 +185,8 @@ class Plans:
         return len(self._known)
 
     def get(self, key: PlanKey, table: AddressTable) -> CudnnPlan:
-        """The plan of a key; if it is chosen by measurement, then on the arrays of `table`, whose output it overwrites.
+        """Return the plan of a key; if it is chosen by measurement, then on the arrays of `table`, whose output it
+        overwrites.
 
         Raises
         ------
@@ -205,7 +206,7 @@ class Plans:
         return CudnnPlan(key, built, candidates, lambda: self._propose(key))
 
     def _kept(self, key: PlanKey) -> CudnnPlan | None:
-        """The plan that is on disk, if this library still takes it."""
+        """Return the plan that is on disk, if this library still takes it."""
         entry = self._store.get(key.text)
         if entry is None:
             return None

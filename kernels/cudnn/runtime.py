@@ -68,7 +68,7 @@ class Runtime:
         open_device: Callable[[int], Device] | None = None,
         open_boxes: Callable[[], Boxes] = lambda: Boxes(CupyLauncher()),
     ) -> Runtime:
-        """A device with everything on it; its compute stream becomes the current one of this thread.
+        """Return a device with everything on it; its compute stream becomes the current one of this thread.
 
         Parameters
         ----------
@@ -117,7 +117,7 @@ class Runtime:
         )
 
     def current_stream(self) -> int:
-        """Address of the current stream."""
+        """Return the address of the current stream."""
         return int(self.cupy.cuda.get_current_stream().ptr)
 
     def check_device(self) -> None:
@@ -130,12 +130,12 @@ class Runtime:
             )
 
     def load_cublas(self) -> Any:
-        """The C functions of the library that CuPy has loaded."""
+        """Return the C functions of the library that CuPy has loaded."""
         # The symbols of a module are looked for in what it is linked with, too.
         return ctypes.CDLL(self.cupy.cuda.cublas.__file__)
 
     def bytes(self, nbytes: int) -> Any:
-        """So many bytes of device memory, allocated on the current stream."""
+        """Return so many bytes of device memory, allocated on the current stream."""
         return self.cupy.empty(nbytes, "uint8")
 
     def release(self) -> None:

@@ -17,7 +17,7 @@ _log = logging.getLogger("halograd.kernels")
 
 
 def store_path() -> Path:
-    """The file: in $HALOGRAD_CACHE, else below $XDG_CACHE_HOME or ~/.cache."""
+    """Return the file: in $HALOGRAD_CACHE, else below $XDG_CACHE_HOME or ~/.cache."""
     chosen = os.environ.get("HALOGRAD_CACHE")
     if chosen:
         return Path(chosen) / "cudnn_plans.jsonl"
@@ -47,13 +47,13 @@ class Entry:
     seconds: Mapping[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, object]:
-        """Numbers and texts only."""
+        """Return numbers and texts only."""
         blob = None if self.blob is None else base64.b64encode(self.blob).decode("ascii")
         return {"name": self.name, "workspace": self.workspace_bytes, "blob": blob, "seconds": dict(self.seconds)}
 
     @classmethod
     def from_json(cls, found: dict[str, object]) -> Entry:
-        """What :meth:`to_json` wrote; raises ValueError, TypeError or KeyError if it did not."""
+        """Return what :meth:`to_json` wrote; raises ValueError, TypeError or KeyError if it did not."""
         blob, seconds = found["blob"], found["seconds"]
         if not isinstance(found["name"], str) or not isinstance(seconds, dict):
             raise ValueError("expected a name and times")
@@ -87,7 +87,7 @@ class PlanStore:
         return len(self._entries)
 
     def get(self, key: str) -> Entry | None:
-        """What is kept under a key."""
+        """Return what is kept under a key."""
         if key not in self._entries:
             self._read()
         return self._entries.get(key)

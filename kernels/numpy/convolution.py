@@ -74,7 +74,7 @@ class Columns:
         self.scratch_bytes = self._padded_offset + padded
 
     def _split(self, limit: int) -> list[Block]:
-        """Whole samples per block if one fits `limit`, else rows of one sample."""
+        """Return the whole samples per block if one fits `limit`, else rows of one sample."""
         samples, rows = self.shape[0], self.outputs[0]
         inner = math.prod(self.outputs[1:])
         row_bytes = inner * self.depth * self.geometry.groups * self.dtype.itemsize
@@ -95,14 +95,16 @@ class Columns:
         ]
 
     def matrix(self, scratch: Scratch, block: Block, x: Any = None) -> Any:
-        """Matrix ``(groups, rows, depth)`` of a block: scratch memory, or `x` itself where nothing is to be done."""
+        """Return the matrix ``(groups, rows, depth)`` of a block: scratch memory, or `x` itself where nothing is to be
+        done.
+        """
         rows = block[2].stop - block[2].start
         if self.direct and x is not None:
             return x.reshape(1, rows, self.depth)
         return scratch.view((self.geometry.groups, rows, self.depth), self.dtype)
 
     def unfold(self, x: Any, scratch: Scratch) -> tuple[Callable[[], None], list[Callable[[], None]]]:
-        """What to call once before all blocks, and once per block to fill its matrix from `x`."""
+        """Return what to call once before all blocks, and once per block to fill its matrix from `x`."""
         if self.direct:
             return _idle, [_idle for _ in self.blocks]
         prepare, source = self._padded_input(x, scratch)
@@ -122,7 +124,7 @@ class Columns:
         return prepare, padded
 
     def _windows(self, source: Any, block: Block) -> Any:
-        """Read-only view ``(groups, n, *outputs, *kernel, C / groups)`` of a padded input."""
+        """Return the read-only view ``(groups, n, *outputs, *kernel, C / groups)`` of a padded input."""
         samples, rows, _ = block
         g = self.geometry
         first = source[samples, rows.start * g.stride[0] :]
@@ -147,7 +149,7 @@ class Columns:
     def fold(
         self, dx: Any, scratch: Scratch
     ) -> tuple[Callable[[], None], list[Callable[[], None]], Callable[[], None]]:
-        """What to call before all blocks, per block to add its matrix up in `dx`, and after all blocks."""
+        """Return what to call before all blocks, per block to add its matrix up in `dx`, and after all blocks."""
         if self.direct:
             return _idle, [_idle for _ in self.blocks], _idle
         target = dx if self.margins.none else scratch.view(self.margins.shape, self.dtype, self._padded_offset)
@@ -210,11 +212,11 @@ class Margins:
         self.none = self.shape == tuple(shape)
 
     def interior(self, padded: Any) -> Any:
-        """View of the array proper."""
+        """Return the view of the array proper."""
         return padded[(slice(None), *(slice(lo, lo + n) for lo, n in zip(self._lo, self._inner)))]
 
     def edges(self, padded: Any) -> list[Any]:
-        """Views that cover all margins; corners belong to the earlier axis."""
+        """Return views that cover all margins; corners belong to the earlier axis."""
         views = []
         at: list[slice] = [slice(None)]
         for lo, n in zip(self._lo, self._inner):
@@ -356,12 +358,12 @@ class NumpyConvolutions(Convolutions):
 
 
 def _weights(w: Any, groups: int) -> Any:
-    """Weights ``(K, *kernel, C / groups)`` as ``(groups, K / groups, depth)``."""
+    """Return weights ``(K, *kernel, C / groups)`` as ``(groups, K / groups, depth)``."""
     return w.reshape(groups, w.shape[0] // groups, -1)
 
 
 def _by_group(y: Any, groups: int) -> Any:
-    """Outputs ``(N, *outputs, K)`` as ``(groups, rows, K / groups)``, a view."""
+    """Return outputs ``(N, *outputs, K)`` as ``(groups, rows, K / groups)``, a view."""
     return y.reshape(-1, groups, y.shape[-1] // groups).transpose(1, 0, 2)
 
 

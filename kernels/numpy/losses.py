@@ -74,10 +74,10 @@ class _Elementwise(_NumpyLoss):
 
     @abstractmethod
     def values(self, x: Any, t: Any, dx: Any | None, scale: float) -> Any:
-        """The loss of every element, in a buffer; `scale` times its gradient into `dx`; `t` may be used up."""
+        """Return the loss of every element, in a buffer; `scale` times its gradient into `dx`; `t` may be used up."""
 
     def _typed(self, x: Any, t: Any) -> Any:
-        """A copy of the targets in the dtype of the prediction."""
+        """Return a copy of the targets in the dtype of the prediction."""
         targets = buffer(self.work, "t", x.shape, x.dtype)
         np.copyto(targets, t, casting="unsafe")
         return targets
@@ -145,7 +145,9 @@ class _OfClasses(_NumpyLoss):
         super().__init__(name, arrays)
 
     def _labels(self, t: Any, dtype: np.dtype, weights: Any | None) -> tuple[Any, Any]:
-        """Class index (0 where ignored) and its weight times that of the position (0 where ignored), per position."""
+        """Return the class index (0 where ignored) and its weight times that of the position (0 where ignored), per
+        position.
+        """
         targets, work = self.targets, self.work
         label = buffer(work, "label", t.shape, np.int64)
         weight = buffer(work, f"weight {dtype}", t.shape, dtype)
@@ -171,7 +173,7 @@ class _OfClasses(_NumpyLoss):
         return label, weight
 
     def _class_weights(self, dtype: np.dtype) -> Any:
-        """Weight per class."""
+        """Return the weight per class."""
         given = self.targets.weights
         return constant(
             self.work,
@@ -264,7 +266,7 @@ class _SoftmaxCrossEntropy(_OfClasses):
                 row -= taken
 
     def _counted_positions(self, out: Any, weights: Any | None) -> None:
-        """The weight of a position, 1 where there are none; 0 where its target is ignored."""
+        """Compute the weight of each position: 1 without weights, 0 where the target is ignored."""
         if self.targets.ignored is None:
             out.fill(1)
         else:

@@ -32,7 +32,7 @@ class RowBlock:
         self.shape = ((stop - start) // repeat, repeat * channels)
 
     def view(self, array: Any) -> Any:
-        """This piece of a packed ``(..., C)`` array."""
+        """Return this piece of a packed ``(..., C)`` array."""
         return array.reshape(-1, self.channels)[self.start : self.stop].reshape(self.shape)
 
 
@@ -70,7 +70,7 @@ class RowBlocks:
 
 
 def column_sums(array: Any, out: Any) -> Callable[[], None]:
-    """A function that writes the sum over all rows of `array` ``(..., C)`` into `out` ``(C,)``.
+    """Return a function that writes the sum over all rows of `array` ``(..., C)`` into `out` ``(C,)``.
 
     Blocks are summed in the dtype of `array`, and their sums in float64.
     """
@@ -95,12 +95,12 @@ def column_sums(array: Any, out: Any) -> Callable[[], None]:
 
 
 def moments_scratch_bytes(x: Any) -> int:
-    """Scratch memory of :func:`moments` [B]."""
+    """Return the scratch memory of :func:`moments` [B]."""
     return RowBlocks(x).largest * x.itemsize
 
 
 def moments(x: Any, sums: Any, scratch: Scratch) -> Callable[[], None]:
-    """A function that writes ``[sum x, sum x^2]`` per channel into `sums`, float64 ``(2, C)``.
+    """Return a function that writes ``[sum x, sum x^2]`` per channel into `sums`, float64 ``(2, C)``.
 
     Each block of rows, small enough for the cache, is gone over twice: for its mean, and for the sum of
     squares about that mean. The blocks are combined in float64 (Chan, Golub, LeVeque, "Updating formulae
@@ -166,7 +166,7 @@ class NumpyBatchNorm:
         self._ones = np.ones(self.blocks.tallest, arrays.x.dtype)
 
     def kernels(self) -> BatchNormKernels:
-        """All four kernels."""
+        """Return all four kernels."""
         a = self.a
         statistics = idle() if a.local else self._kernel(lambda: moments(a.x, a.sums, self.scratch))
         forward = self._kernel(self._bind_forward)
@@ -206,7 +206,7 @@ class NumpyBatchNorm:
         return run
 
     def _inverse_deviation(self) -> Callable[[], Any]:
-        """A function that returns ``1 / sqrt(var + eps)`` in float64."""
+        """Return a function that returns ``1 / sqrt(var + eps)`` in float64."""
         a, inverse = self.a, np.empty(self.a.x.shape[-1])
 
         def run() -> Any:
@@ -298,7 +298,7 @@ class ChannelNorm:
         self._sums, self._work = np.empty((2, channels)), Workspace()
 
     def kernels(self) -> tuple[Kernel, Kernel | None]:
-        """Forward and backward."""
+        """Return the forward and backward."""
         forward = Kernel(self._forward, "numpy:channel_norm", close=self._work.clear)
         return forward, None if self.dy is None else Kernel(self._backward, "numpy:channel_norm")
 

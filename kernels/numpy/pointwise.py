@@ -266,7 +266,9 @@ class NumpyPointwise(NumpyWindows):
     def _elementwise(
         self, function: Callable[..., None], arrays: Sequence[Any], buffers: int, alpha: float, impl: str
     ) -> Kernel:
-        """A function of arrays and buffers: of packed arrays in pieces that stay in the cache, else of all at once."""
+        """Return a function of arrays and buffers: of packed arrays in pieces that stay in the cache, else of all at
+        once.
+        """
         pieces, dtype, scratch = [tuple(arrays)], arrays[0].dtype, self.scratch
         if all(a.flags.c_contiguous for a in arrays):
             flat = [a.reshape(-1) for a in arrays]
@@ -350,7 +352,7 @@ def _start(into: list[Any], terms: list[Any], y: Any) -> None:
 
 
 def mix64(value: int) -> int:
-    """The finaliser of SplitMix64: a bijection of 64-bit numbers in which every bit depends on all bits."""
+    """Return the finaliser of SplitMix64: a bijection of 64-bit numbers in which every bit depends on all bits."""
     z = (value + _GOLDEN) & _MASK
     z = ((z ^ (z >> _SHIFTS[0])) * _FACTORS[0]) & _MASK
     z = ((z ^ (z >> _SHIFTS[1])) * _FACTORS[1]) & _MASK
@@ -369,7 +371,7 @@ def mix64_inplace(z: Any, work: Any) -> None:
 def global_counters(
     shape: Sequence[int], start: Sequence[int], extents: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Two arrays, of the outer axes and of the last two, whose sums are ``GOLDEN * index`` modulo 2**64.
+    """Return two arrays, of the outer axes and of the last two, whose sums are ``GOLDEN * index`` modulo 2**64.
 
     `index` is the row-major position in an array of `shape` of each element of the block of `extents` that begins
     at `start`, in the order of the block.

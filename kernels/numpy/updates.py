@@ -108,7 +108,7 @@ class NumpyUpdates(Updates):
 
     def _lars(self, arrays: UpdateArrays, momentum: float, trust: float, weight_decay: float) -> Kernel:
         def adapted(start: int, stop: int, scale: float) -> float:
-            """Factor on the learning rate of the parameter in this range."""
+            """Return the factor on the learning rate of the parameter in this range."""
             p, g = (math.sqrt(_squares(a[start:stop])) for a in (arrays.p, arrays.g))
             below = g * scale + weight_decay * p
             return trust * p / below if p > 0 and below > 0 else 1.0

@@ -44,7 +44,7 @@ class _Taps:
         ]
 
     def filled(self, x: Any, padded: Any, value: float) -> Callable[[], None]:
-        """A function that copies `x` into `padded` with margins of `value`."""
+        """Return a function that copies `x` into `padded` with margins of `value`."""
         if padded is x:
             return lambda: None
         interior, edges = self.margins.interior(padded), self.margins.edges(padded)
@@ -57,7 +57,7 @@ class _Taps:
         return run
 
     def collected(self, dx: Any, padded: Any) -> Callable[[], None]:
-        """A function that copies the interior of `padded` to `dx`."""
+        """Return a function that copies the interior of `padded` to `dx`."""
         if padded is dx:
             return lambda: None
         interior = self.margins.interior(padded)
@@ -122,7 +122,7 @@ class NumpyWindows(Pointwise):
     def _average_pool(
         self, x: Any, y: Any, dy: Any, dx: Any, geometry: Geometry, count_include_pad: bool
     ) -> tuple[Kernel, Kernel | None]:
-        """Mean over windows, and its gradient."""
+        """Return the mean over windows, and its gradient."""
         taps, scratch = _Taps(x, y, geometry), self.scratch
         if count_include_pad:
             factor = np.full((1,) * y.ndim, 1 / geometry.taps, x.dtype)
@@ -165,7 +165,7 @@ class NumpyWindows(Pointwise):
         return forward, ScratchKernel(bind_backward, scratch, scratch_bytes, impl)
 
     def _resize(self, x: Any, y: Any, dy: Any, dx: Any, axes: Sequence[Resampled]) -> tuple[Kernel, Kernel | None]:
-        """Axis after axis: arrays in between, and one for a tap of an axis, in scratch memory."""
+        """Return axis after axis: arrays in between, and one for a tap of an axis, in scratch memory."""
         shapes, works, shape = [], [], list(x.shape)
         for i, axis in enumerate(axes, start=1):
             works.append((*shape[:i], axis.longest, *shape[i + 1 :]))
@@ -232,7 +232,7 @@ class _Axis:
 
 
 def tap_counts(spatial: tuple[int, ...], outputs: tuple[int, ...], geometry: Geometry) -> Any:
-    """Taps inside an array of extents `spatial`, float64 ``(*outputs, 1)``; 1 where there is none."""
+    """Return taps inside an array of extents `spatial`, float64 ``(*outputs, 1)``; 1 where there is none."""
     counts = np.ones((1,))
     g = geometry
     for n, o, k, s, d, (lo, _) in zip(spatial, outputs, g.kernel, g.stride, g.dilation, g.padding):

@@ -152,7 +152,7 @@ class OnednnBackend(NumpyBackend):
         )
 
     def _convolution(self, what: str, key: Any, candidates: Any, plain: Callable[[], Kernel]) -> Kernel:
-        """The chosen candidate; the kernel of NumPy, which knows no bfloat16, where oneDNN has no fast one."""
+        """Return the chosen candidate; the kernel of NumPy, which knows no bfloat16, where oneDNN has no fast one."""
         if "bfloat16" not in key:
             return self._or_numpy(lambda: self._choice.kernel(key, candidates), plain, what)
         try:
@@ -165,7 +165,9 @@ class OnednnBackend(NumpyBackend):
 
     # ------------------------------------------------------------------ the rest
     def _or_numpy(self, fast: Callable[[], T], plain: Callable[[], T], what: str | None = None) -> T:
-        """What oneDNN has, or by name (see DELEGATED) what NumPy has; noted as a substitute for `what`, if given."""
+        """Return what oneDNN has, or by name (see DELEGATED) what NumPy has; noted as a substitute for `what`, if
+        given.
+        """
         try:
             return fast()
         except ReferenceOnly as error:
@@ -189,7 +191,7 @@ class OnednnBackend(NumpyBackend):
         )
 
     def _with_activation(self, arrays: BatchNormArrays) -> BatchNormKernels:
-        """A ReLU alone is in the kernels of the norm."""
+        """Return a ReLU alone is in the kernels of the norm."""
         apart = partial(super()._with_activation, arrays)
         if arrays.activation is None or arrays.activation.kind != "relu" or arrays.residual is not None:
             return apart()

@@ -24,7 +24,8 @@ _REMEDY = f"pip install onednn-cpu-gomp (x86-64 Linux), or set {ENVIRONMENT} to 
 
 
 def candidates() -> list[str]:
-    """Paths to try, in order: the environment variable alone if it is set; else this Python, conda, the system."""
+    """Return paths to try, in order: the environment variable alone if it is set; else this Python, conda, the system.
+    """
     named = os.environ.get(ENVIRONMENT)
     if named:
         return [named]
@@ -33,7 +34,7 @@ def candidates() -> list[str]:
 
 
 def open_library() -> tuple[ctypes.CDLL, str]:
-    """The library and the path it was found under.
+    """Return the library and the path it was found under.
 
     Raises
     ------
@@ -234,38 +235,39 @@ class Abi:
 
     # ------------------------------------------------------------------ calls with constants of this file
     def cpu_engine(self) -> int:
-        """Handle of an engine for the CPU."""
+        """Return the handle of an engine for the CPU."""
         return self.engine(_CPU, 0)
 
     def cpu_stream(self, engine: int) -> int:
-        """Handle of an in-order stream."""
+        """Return the handle of an in-order stream."""
         return self.stream(engine, _IN_ORDER)
 
     def desc(self, shape: Any, dtype: str, strides: Any = None) -> int:
-        """Handle of a memory descriptor; without strides the primitive chooses the format."""
+        """Return the handle of a memory descriptor; without strides the primitive chooses the format."""
         kind = TYPES[dtype]
         if strides is None:
             return self._desc_tag(len(shape), dims(shape), kind, _ANY_FORMAT)
         return self._desc_strides(len(shape), dims(shape), kind, dims(strides))
 
     def desc_equal(self, a: int, b: int) -> bool:
-        """Whether two descriptors mean the same bytes."""
+        """Return whether two descriptors mean the same bytes."""
         return bool(self._desc_equal(a, b))
 
     def attributes(self) -> int:
-        """Handle of attributes under which the scratchpad is ours."""
+        """Return the handle of attributes under which the scratchpad is ours."""
         attr = self._attr()
         self._attr_scratchpad(attr, _USER_SCRATCHPAD)
         return attr
 
     def implementation(self, descriptor: int) -> str:
-        """Name of the implementation a primitive descriptor stands for."""
+        """Return the name of the implementation a primitive descriptor stands for."""
         text = c_char_p()
         self._query(descriptor, _QUERY_IMPL, 0, ctypes.byref(text))
         return (text.value or b"").decode()
 
     def argument_desc(self, descriptor: int, argument: int) -> int:
-        """Borrowed handle of the memory descriptor of one argument; 0 if the primitive has no such argument."""
+        """Return the borrowed handle of the memory descriptor of one argument; 0 if the primitive has no such argument.
+        """
         return self._query_desc(descriptor, _QUERY_ARGUMENT, argument) or 0
 
     def set_threads(self, threads: int) -> None:

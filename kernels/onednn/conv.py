@@ -49,14 +49,16 @@ def _logical(array: Any, spatial: Sequence[int] | None) -> tuple[int, ...]:
 
 
 def image_desc(program: PrimitiveList, array: Any, spatial: Sequence[int] | None = None, free: bool = False) -> int:
-    """Descriptor of a packed array of the samples, channels and dtype of `array`; `free` leaves the format open."""
+    """Return the descriptor of a packed array of the samples, channels and dtype of `array`; `free` leaves the format
+    open.
+    """
     n, channels, *inner = shape = _logical(array, spatial)
     strides = None if free else _channels_first(packed_strides((n, *inner, channels)))
     return program.desc(shape, array.dtype, strides)
 
 
 def image(program: PrimitiveList, array: Any, spatial: Sequence[int] | None = None) -> OnednnMemory:
-    """Memory over a packed array ``(N, *spatial, C)``, or over its leading part of extents `spatial`."""
+    """Return the memory over a packed array ``(N, *spatial, C)``, or over its leading part of extents `spatial`."""
     n, channels, *inner = shape = _logical(array, spatial)
     strides = list(_channels_first(packed_strides(array.shape)))
     if n == 1:
@@ -83,7 +85,7 @@ def zero_rest(program: PrimitiveList, array: Any, spatial: Sequence[int]) -> Non
 
 
 def flat_shape(array: Any) -> tuple[int, int, int, int]:
-    """Shape (N, 1, rows, C) with all spatial axes made one, for what does not look at neighbours.
+    """Return the shape (N, 1, rows, C) with all spatial axes made one, for what does not look at neighbours.
 
     Samples of one row each become the rows of one sample: oneDNN has no fast implementation for them.
     """
@@ -93,7 +95,9 @@ def flat_shape(array: Any) -> tuple[int, int, int, int]:
 
 
 def weight_shape(w: Any, groups: int) -> tuple[int, ...]:
-    """Logical shape of weights ``(K, *kernel, C / groups)``: with a leading axis of groups if there are several."""
+    """Return the logical shape of weights ``(K, *kernel, C / groups)``: with a leading axis of groups if there are
+    several.
+    """
     filters, *kernel, channels = w.shape
     if groups == 1:
         return (filters, channels, *kernel)
@@ -101,7 +105,7 @@ def weight_shape(w: Any, groups: int) -> tuple[int, ...]:
 
 
 def weights(program: PrimitiveList, w: Any, groups: int) -> OnednnMemory:
-    """Memory over packed weights."""
+    """Return the memory over packed weights."""
     strides = _channels_first(packed_strides(w.shape))
     if groups > 1:
         strides = (strides[0] * (w.shape[0] // groups), *strides)
@@ -109,13 +113,13 @@ def weights(program: PrimitiveList, w: Any, groups: int) -> OnednnMemory:
 
 
 def vector(program: PrimitiveList, array: Any, shape: tuple[int, ...] | None = None) -> OnednnMemory:
-    """Memory over a packed vector ``(C,)``, as such or broadcast as (1, C, 1, 1) or the like."""
+    """Return the memory over a packed vector ``(C,)``, as such or broadcast as (1, C, 1, 1) or the like."""
     dimensions = shape or array.shape
     return program.array(array, program.desc(dimensions, array.dtype, packed_strides(dimensions)))
 
 
 def geometry_dims(geometry: Geometry) -> tuple[Any, Any, Any, Any]:
-    """Strides, dilations (oneDNN counts the gaps), paddings before and behind."""
+    """Return strides, dilations (oneDNN counts the gaps), paddings before and behind."""
     return (
         dims(geometry.stride),
         dims(d - 1 for d in geometry.dilation),
@@ -131,7 +135,7 @@ ENOUGH = 0.1  # [s] per candidate
 
 
 def measure(kernel: Kernel, clock: Callable[[], float]) -> float:
-    """Shortest time of a few calls [s], after one that is not counted."""
+    """Return the shortest time of a few calls [s], after one that is not counted."""
     kernel()
     best, spent = float("inf"), 0.0
     for _ in range(REPEATS):
@@ -165,7 +169,7 @@ class ConvChoice:
         self.found: dict[Any, dict[str, float]] = {}
 
     def kernel(self, key: Any, candidates: Candidates) -> Kernel:
-        """The kernel of the chosen candidate.
+        """Return the kernel of the chosen candidate.
 
         Raises
         ------
@@ -215,21 +219,21 @@ class _Convolution:
         self.filters = p.desc(weight_shape(w, geometry.groups), x.dtype)
 
     def images(self, blocked: bool) -> tuple[int, int]:
-        """Descriptors of input and output: as they lie, or left to the primitive."""
+        """Return the descriptors of input and output: as they lie, or left to the primitive."""
         return (
             image_desc(self.p, self.x, self.spatial, free=blocked),
             image_desc(self.p, self.y, free=blocked),
         )
 
     def forward(self, source: int, target: int) -> tuple[Any, ...]:
-        """Arguments of a forward primitive descriptor."""
+        """Return the arguments of a forward primitive descriptor."""
         return (
             c.FORWARD_TRAINING, c.CONVOLUTION_DIRECT, source, self.filters, self.bias, target,
             *geometry_dims(self.geometry),
         )  # fmt: skip
 
     def hint(self) -> int:
-        """Descriptor of a forward primitive, which oneDNN wants to see when it makes a backward one."""
+        """Return the descriptor of a forward primitive, which oneDNN wants to see when it makes a backward one."""
         return self.p.hint("convolution_forward", *self.forward(*self.images(blocked=True)))
 
     def input(self) -> OnednnMemory:
@@ -312,8 +316,9 @@ def backward_filter(
 
 
 def _is_wrong(spatial: Sequence[int], geometry: Geometry) -> bool:
-    """Whether oneDNN's AVX-512 gradient of 3-D weights may be wrong: three rows of padding and more before an axis that
-    ends within the first whole window (found by comparison with NumPy, oneDNN 3.2)."""
+    """Return whether oneDNN's AVX-512 gradient of 3-D weights may be wrong: three rows of padding and more before an
+    axis that ends within the first whole window (found by comparison with NumPy, oneDNN 3.2).
+    """
     return geometry.ndim == 3 and any(
         lo > 2 and n < extent + stride
         for n, (lo, _), extent, stride in zip(spatial, geometry.padding, geometry.extent, geometry.stride)

@@ -111,7 +111,7 @@ def backward_filter_by_taps(
 
 
 def _rows(p: PrimitiveList, array: Any, shape: tuple[int, ...], margins: Margins) -> OnednnMemory:
-    """The array with margins of zeros, packed: itself if it has none."""
+    """Return the array with margins of zeros, packed: itself if it has none."""
     desc = p.desc((math.prod(shape[:-1]), shape[-1]), array.dtype, (shape[-1], 1))
     if margins.none:
         return p.array(array, desc)

@@ -53,7 +53,7 @@ class _Repeated:
         self._pairs: list[tuple[Any, Any]] = []
 
     def __call__(self, array: Any) -> Any:
-        """The vector to give to oneDNN in place of `array` ``(C,)``."""
+        """Return the vector to give to oneDNN in place of `array` ``(C,)``."""
         if self.repeat == 1:
             return array
         copy = np.empty((self.repeat, array.shape[0]), np.float32)
@@ -95,7 +95,7 @@ class OnednnBatchNorm:
         self._mask: Any = None
 
     def kernels(self) -> BatchNormKernels:
-        """All four kernels."""
+        """Return all four kernels."""
         a = self.a
         program, descriptor = self._forward()
         forward, statistics = self._keeping_nan(program.kernel()), idle()
@@ -116,7 +116,7 @@ class OnednnBatchNorm:
         return BatchNormKernels(statistics, forward, sums, idle())
 
     def _keeping_nan(self, forward: Kernel) -> Kernel:
-        """The forward kernel, whose ReLU makes 0 of NaN; or NumPy's where there is one.
+        """Return the forward kernel, whose ReLU makes 0 of NaN; or NumPy's where there is one.
 
         Statistics of `x` are NaN where it is. Those given to a kernel without gradient may be of other data: there `x`
         is looked at.
@@ -133,12 +133,12 @@ class OnednnBatchNorm:
         return either(forward, lambda: self._vectors_fail() or finite.fails(), plain, *finite.kernels)
 
     def _vectors_fail(self) -> bool:
-        """Whether a number of a channel is not finite (or their products are not)."""
+        """Return whether a number of a channel is not finite (or their products are not)."""
         a = self.a
         return not math.isfinite(float(np.dot(a.mean, a.var)) + float(np.dot(a.gamma, a.beta)))
 
     def _statistics(self) -> Kernel:
-        """Mean and variance of this block by the primitive, about its own mean, as sums in float64.
+        """Return the mean and variance of this block by the primitive, about its own mean, as sums in float64.
 
         It normalizes too, into `y`, which `forward` writes after it: still a third of the time of sums by NumPy.
         Its mean is a sum in float32. An error `e` of it costs the combined variance of several blocks some
@@ -157,7 +157,7 @@ class OnednnBatchNorm:
         return fallback(p.kernel(), self._far_from_zero(*found), careful)
 
     def _far_from_zero(self, mean: Any, var: Any) -> Callable[[], bool]:
-        """A function that tells whether any channel's mean is many times its deviation."""
+        """Return a function that tells whether any channel's mean is many times its deviation."""
         left, right = (np.empty(mean.shape, np.float32) for _ in range(2))
 
         def ask() -> bool:
@@ -169,7 +169,7 @@ class OnednnBatchNorm:
         return ask
 
     def _sums_of(self, found: Any) -> Callable[[], None]:
-        """A function that turns `found`, mean and variance of every `repeat`-th row, into the sums."""
+        """Return a function that turns `found`, mean and variance of every `repeat`-th row, into the sums."""
         a, rows = self.a, self.a.rows / self.repeat
         mean, square = (np.empty(found.shape[1:]) for _ in range(2))
 

@@ -62,14 +62,14 @@ class Finite:
         self._first, self._second = sums, np.ones_like(sums)
 
     def fails(self) -> bool:
-        """Whether an element of the array, as it is now, is not finite (or the sum of large ones is not)."""
+        """Return whether an element of the array, as it is now, is not finite (or the sum of large ones is not)."""
         for kernel in self.kernels:
             kernel()
         self._failed = not math.isfinite(np.dot(self._first, self._second))
         return self._failed
 
     def failed(self) -> bool:
-        """What `fails` said last."""
+        """Return what `fails` said last."""
         return self._failed
 
 
@@ -79,14 +79,14 @@ Pair = tuple[Kernel, Kernel | None]
 
 
 def average(count_include_pad: bool) -> int:
-    """The algorithm of an average pooling."""
+    """Return the algorithm of an average pooling."""
     return c.POOLING_AVERAGE_INCLUDE if count_include_pad else c.POOLING_AVERAGE_EXCLUDE
 
 
 def max_pool(
     engine: OnednnEngine, x: Any, y: Any, dy: Any, dx: Any, geometry: Geometry, plain: Callable[[], Pair]
 ) -> Pair:
-    """Maxima and their gradient: by oneDNN, or by what `plain` makes where an element of `x` is not finite.
+    """Return the maxima and their gradient: by oneDNN, or by what `plain` makes where an element of `x` is not finite.
 
     Of a window oneDNN takes the largest number and drops NaN, and -inf is -3e38 to it.
 
@@ -113,7 +113,7 @@ def max_pool(
 def pool(
     engine: OnednnEngine, algorithm: int, x: Any, y: Any, dy: Any, dx: Any, geometry: Geometry
 ) -> tuple[Kernel, Kernel | None]:
-    """Forward and backward; the positions of the maxima lie in memory that the forward kernel owns.
+    """Return the forward and backward; the positions of the maxima lie in memory that the forward kernel owns.
 
     Raises
     ------
@@ -163,12 +163,12 @@ _KINDS = {
 
 
 def has(activation: FusedActivation | None) -> bool:
-    """Whether the primitives compute this activation themselves."""
+    """Return whether the primitives compute this activation themselves."""
     return activation is None or activation.kind in _KINDS
 
 
 def operations(activation: FusedActivation | None) -> list[tuple[Any, ...]]:
-    """The activation as what :meth:`PrimitiveList.attributes` takes; NaN stays NaN."""
+    """Return the activation as what :meth:`PrimitiveList.attributes` takes; NaN stays NaN."""
     if activation is None:
         return []
     algorithm, slope = _KINDS[activation.kind][0], _slope(activation)
@@ -184,7 +184,7 @@ def _flat(p: PrimitiveList, array: Any) -> OnednnMemory:
 
 
 def _read(p: PrimitiveList, array: Any) -> OnednnMemory:
-    """The elements of an array one behind the other: its own, or those of a copy made at every call."""
+    """Return the elements of an array one behind the other: its own, or those of a copy made at every call."""
     if _packed(array):
         return _flat(p, array)
     strides = [step // array.itemsize for step in array.strides]

@@ -53,7 +53,7 @@ class OnednnMemory:
 
 
 def packed_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a C-contiguous array [elements]."""
+    """Return the strides of a C-contiguous array [elements]."""
     strides = [1]
     for n in reversed(shape[1:]):
         strides.append(strides[-1] * n)
@@ -98,32 +98,32 @@ class PrimitiveList:
 
     # ------------------------------------------------------------------ descriptors and memory
     def desc(self, shape: Sequence[int], dtype: Any, strides: Sequence[int] | None = None) -> int:
-        """Memory descriptor; without strides the primitive chooses the format."""
+        """Return the memory descriptor; without strides the primitive chooses the format."""
         return self.own("memory_desc", self.abi.desc(shape, np.dtype(dtype).name, strides))
 
     def size(self, desc: int) -> int:
-        """Size of what a descriptor describes [B]."""
+        """Return the size of what a descriptor describes [B]."""
         return self.abi.desc_size(desc)
 
     def borrowed(self, desc: int) -> int:
-        """A copy of its own of a descriptor that belongs to another program or primitive."""
+        """Return a copy of its own of a descriptor that belongs to another program or primitive."""
         return self.own("memory_desc", self.abi.desc_clone(desc))
 
     def array(self, array: Any, desc: int) -> OnednnMemory:
-        """Memory over an array's own bytes."""
+        """Return the memory over an array's own bytes."""
         self._keep.append(array)
         pointer = array.__array_interface__["data"][0]
         return OnednnMemory(self.own("memory", self.abi.memory(desc, self.engine.handle, pointer)), desc, array)
 
     def kept(self, desc: int) -> OnednnMemory:
-        """Memory of the program's own, undefined at first, kept between its steps and calls."""
+        """Return the memory of the program's own, undefined at first, kept between its steps and calls."""
         nbytes = self.abi.desc_size(desc)
         self.workspace_bytes += nbytes
         self.engine.workspace_bytes += nbytes
         return self.array(aligned_empty((nbytes,), np.uint8), desc)
 
     def temporary(self, desc: int) -> OnednnMemory:
-        """Scratch memory, undefined at the beginning of every call."""
+        """Return the scratch memory, undefined at the beginning of every call."""
         nbytes = self.abi.desc_size(desc)
         handle = self.own("memory", self.abi.memory(desc, self.engine.handle, None))
         memory = OnednnMemory(handle, desc, None, self._scratch_bytes, nbytes)
@@ -132,7 +132,7 @@ class PrimitiveList:
         return memory
 
     def part(self, whole: OnednnMemory, desc: int, start: int) -> OnednnMemory:
-        """Memory over the bytes of `whole` from `start` on."""
+        """Return the memory over the bytes of `whole` from `start` on."""
         if whole.array is not None:
             pointer = whole.array.__array_interface__["data"][0] + start
             return OnednnMemory(
@@ -158,7 +158,7 @@ class PrimitiveList:
         return attr
 
     def descriptor(self, kind: str, *args: Any, attributes: int | None = None) -> int:
-        """Primitive descriptor of a kind of primitive.
+        """Return the primitive descriptor of a kind of primitive.
 
         Raises
         ------
@@ -172,7 +172,7 @@ class PrimitiveList:
         return created
 
     def hint(self, kind: str, *args: Any, attributes: int | None = None) -> int:
-        """Primitive descriptor that may be slow, as it only serves to make another one."""
+        """Return the primitive descriptor that may be slow, as it only serves to make another one."""
         attr = self.attributes() if attributes is None else attributes
         try:
             created = getattr(self.abi, kind)(self.engine.handle, *args, attr)
@@ -217,7 +217,7 @@ class PrimitiveList:
         return target
 
     def wanted(self, descriptor: int, argument: int) -> int:
-        """Descriptor of the format in which a primitive takes one of its arguments."""
+        """Return the descriptor of the format in which a primitive takes one of its arguments."""
         return self.abi.argument_desc(descriptor, argument)
 
     def step_into(self, descriptor: int, arguments: dict[int, OnednnMemory], output: int, result: OnednnMemory) -> None:
@@ -243,7 +243,7 @@ class PrimitiveList:
 
     # ------------------------------------------------------------------ the result
     def kernel(self, impl: str | None = None) -> Kernel:
-        """The program as a kernel, which owns it."""
+        """Return the program as a kernel, which owns it."""
         name = "onednn:" + (impl or "+".join(dict.fromkeys(self.impls)))
         if not self._scratch_bytes:
             return Kernel(_sequence(self._steps), name, self.workspace_bytes, self.close)

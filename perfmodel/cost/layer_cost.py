@@ -131,7 +131,7 @@ class Pricing:
 
 
 def price_layer(step: Step, forward: Sequence[Operation], backward: Sequence[Operation], pricing: Pricing) -> LayerCost:
-    """What the operations of one layer, or of a redistribution, take in both passes."""
+    """Return what the operations of one layer, or of a redistribution, take in both passes."""
     price = _Price(step, pricing, bool(backward))
     first, second = price.of(forward, "forward"), price.of(backward, "backward")
     more = pricing.wires.machine.runtime.layer

@@ -66,7 +66,7 @@ class Grids:
         return cls(shape, np.array(grids, np.int64))
 
     def boxes(self, rank: int) -> tuple[Ints, Ints]:
-        """Starts and stops of a rank's box, ``[candidates, axes]``; empty where it takes no part."""
+        """Return starts and stops of a rank's box, ``[candidates, axes]``; empty where it takes no part."""
         left = np.full(len(self.parts), rank, np.int64)
         at = np.empty_like(self.parts)
         for axis in range(self.parts.shape[1] - 1, -1, -1):
@@ -79,7 +79,7 @@ class Grids:
         return start, stop
 
     def count(self, start: Ints, stop: Ints) -> Ints:
-        """How many ranks of each of these cuts boxes ``[u, axes]`` meet: ``[u, candidates]``."""
+        """Return how many ranks of each of these cuts boxes ``[u, axes]`` meet: ``[u, candidates]``."""
         sizes = np.array(self.shape, np.int64)
         base, more = np.divmod(sizes, self.parts)
         first, last = (_block(position[:, None, :], base, more) for position in (start, stop - 1))
@@ -93,14 +93,14 @@ class Grids:
 
 
 def _block(position: Ints, base: Ints, more: Ints) -> Ints:
-    """Number of the block of a balanced cut that holds a position."""
+    """Return the number of the block of a balanced cut that holds a position."""
     large = more * (base + 1)
     behind = more + (position - large) // np.maximum(base, 1)
     return np.where(position < large, position // (base + 1), behind)
 
 
 def _overlap(a: tuple[Ints, Ints], b: tuple[Ints, Ints]) -> Ints:
-    """Elements in common, ``[u, v]``."""
+    """Return elements in common, ``[u, v]``."""
     total = np.ones((len(a[0]), len(b[0])), np.int64)
     for axis in range(a[0].shape[1]):
         low = np.maximum.outer(a[0][:, axis], b[0][:, axis])
@@ -111,7 +111,7 @@ def _overlap(a: tuple[Ints, Ints], b: tuple[Ints, Ints]) -> Ints:
 def edge_seconds(
     shape: tuple[int, ...], makers: Sequence[Parts], readers: Sequence[Parts], wires: Wires, itemsize: int, ranks: int
 ) -> NDArray[np.float64]:
-    """One redistribution of an array ``(N, *spatial, C)``, ``[makers, readers]`` [s]; 0 between equal layouts.
+    """Return one redistribution of an array ``(N, *spatial, C)``, ``[makers, readers]`` [s]; 0 between equal layouts.
 
     Its adjoint takes as long.
     """
@@ -127,12 +127,13 @@ def edge_seconds(
 
 
 def _looked_at(ranks: int) -> list[int]:
-    """All of a few; else the first, whose blocks are largest, and one that is at no corner and keeps little."""
+    """Return all of a few; else the first, whose blocks are largest, and one that is at no corner and keeps little."""
     return sorted({0, min(1, ranks - 1), ranks // 2, ranks - 1}) if ranks <= 8 else [0, 3 * ranks // 8]
 
 
 def _one_way(source: Grids, target: Grids, rank: int, wires: Wires, itemsize: int, ranks: int) -> NDArray[np.float64]:
-    """What `rank` takes to send all it has, ``[source, target]`` [s]; receiving is the same the other way round."""
+    """Return what `rank` takes to send all it has, ``[source, target]`` [s]; receiving is the same the other way round.
+    """
     own = source.boxes(rank)
     kept = _overlap(own, target.boxes(rank))
     messages = target.count(*own) - (kept > 0)
@@ -162,7 +163,7 @@ def _one_way(source: Grids, target: Grids, rank: int, wires: Wires, itemsize: in
 
 
 def _largest(source: Grids, target: Grids) -> Ints:
-    """Elements of the largest message at most, ``[source, target]``."""
+    """Return the elements of the largest message at most, ``[source, target]``."""
     sizes = np.array(source.shape, np.int64)
     a, b = -(-sizes // source.parts), -(-sizes // target.parts)
     return np.minimum(a[:, None, :], b[None, :, :]).prod(axis=2)
@@ -171,7 +172,7 @@ def _largest(source: Grids, target: Grids) -> Ints:
 def redistributed_bytes(
     shape: tuple[int, ...], makers: Sequence[Parts], readers: Sequence[Parts], itemsize: int
 ) -> NDArray[np.float64]:
-    """Memory of the copy under the reader's cut, ``[makers, readers]`` [B]; 0 between equal layouts."""
+    """Return the memory of the copy under the reader's cut, ``[makers, readers]`` [B]; 0 between equal layouts."""
     u, v = Grids.of(shape, makers), Grids.of(shape, readers)
     differ = (u.parts[:, None, :] != v.parts[None, :, :]).any(axis=2)
     return differ * (v.fullest * itemsize)[None, :].astype(np.float64)
@@ -209,12 +210,12 @@ class NetworkCosts:
     edge_memory: Mapping[tuple[int, int], Floats]
 
     def problem(self, exposed: float = 1.0, limit: float | None = None) -> Problem:
-        """The problem with this part of the sums of gradients charged, under a memory limit [B]."""
+        """Return the problem with this part of the sums of gradients charged, under a memory limit [B]."""
         times = tuple(t + exposed * s for t, s in zip(self.times, self.sums))
         return Problem(self.names, times, self.memory, self.edges, limit, self.edge_memory)
 
     def strategy(self, indices: Sequence[int], bucket_bytes: int = 4 << 20) -> Strategy:
-        """The strategy that a choice of candidates stands for, halo algorithms included."""
+        """Return the strategy that a choice of candidates stands for, halo algorithms included."""
         layers: dict[str, dict[str, Any]] = {}
         for name, some, halos, i in zip(self.names, self.candidates, self.halos, indices):
             layers[name] = {axis: n for axis, n in zip(AXES, some[i]) if n > 1} or {"sample": 1}
@@ -223,7 +224,7 @@ class NetworkCosts:
         return Strategy({}, layers, bucket_bytes=bucket_bytes)
 
     def indices(self, strategy: Strategy) -> list[int] | None:
-        """The choice that a strategy stands for; None if it has a cut that is no candidate."""
+        """Return the choice that a strategy stands for; None if it has a cut that is no candidate."""
         found = []
         for name, some in zip(self.names, self.candidates):
             cuts = tuple(strategy.cuts_of(name).get(axis, 1) for axis in AXES)
@@ -251,7 +252,7 @@ def network_costs(
     bucket_bytes: int = 4 << 20,
     grids: Sequence[Parts] = (),
 ) -> NetworkCosts:
-    """Costs of all candidates of all layers.
+    """Return the costs of all candidates of all layers.
 
     Parameters
     ----------
@@ -272,7 +273,8 @@ def network_costs(
 def works_of(
     network: Network, batch: int, ranks: int, machine: Machine, dtype: str = "float32", full: bool = False
 ) -> dict[str, LayerWork]:
-    """The layers on local blocks that the costs of all candidates are made of, boundary strips among them, by key.
+    """Return the layers on local blocks that the costs of all candidates are made of, boundary strips among them, by
+    key.
 
     Parameters
     ----------
@@ -311,7 +313,7 @@ class _Maker:
         self._tables: dict[object, tuple[Floats, Floats]] = {}
 
     def price(self) -> tuple[list[tuple[Parts, ...]], list[_Priced]]:
-        """Candidates and their costs, layer by layer."""
+        """Return candidates and their costs, layer by layer."""
         nodes = self.network.layers
         some = list(self._candidates(nodes).values())
         return some, [self._price(self.plain[name], own) for name, own in zip(nodes, some)]
@@ -349,7 +351,7 @@ class _Maker:
         return self._priced[key]
 
     def _row(self, plain: Step, parts: Parts) -> tuple[float, float, float, str]:
-        """Time, sums of gradients, memory and halo algorithm of one candidate."""
+        """Return the time, sums of gradients, memory and halo algorithm of one candidate."""
         step = _under(plain, dict(zip(AXES, parts)), self.ranks)
         lowered = lower_alone(step, plain.name in self._trained, self.pricing.overlaps)
         cost = price_layer(step, lowered.forward, lowered.backward, self.pricing)
@@ -367,7 +369,7 @@ class _Maker:
         return cost.seconds + update, sums, self._memory(step, parameters), halo
 
     def _sum(self, nbytes: int, group: range) -> float:
-        """A layer's share of a bucket's sum, or its own if it fills one."""
+        """Return a layer's share of a bucket's sum, or its own if it fills one."""
         wires = self.pricing.wires
         if nbytes >= self.bucket_bytes:
             return wires.sum(nbytes, group)
@@ -428,7 +430,7 @@ def _signature(step: Step) -> object:
 
 
 def _under(plain: Step, parts: Mapping[str, int], ranks: int) -> Step:
-    """The layer under a cut, on a rank in the middle, which has halos on all sides."""
+    """Return the layer under a cut, on a rank in the middle, which has halos on all sides."""
 
     def cut(value: Value) -> Value:
         layout = layout_of(value.layout.shape, parts, ranks)

@@ -52,7 +52,7 @@ class Rows:
 
 
 def rows_of(program: Program, name: str) -> Rows:
-    """The rows of a layer that a program exposes."""
+    """Return the rows of a layer that a program exposes."""
     sums = program.exposed[name].sums
     activations, errors = sums["rows_gather"], sums["errors_gather"]
     assert activations is not None and errors is not None
@@ -62,7 +62,7 @@ def rows_of(program: Program, name: str) -> Rows:
 
 
 def lighter(cost: LayerCost, rows: Rows, pricing: Pricing) -> LayerCost:
-    """The cost of a layer that leaves its weight gradient for later: its rows are copied instead."""
+    """Return the cost of a layer that leaves its weight gradient for later: its rows are copied instead."""
     copy = pricing.wires.copy
     return replace(
         cost,
@@ -73,7 +73,7 @@ def lighter(cost: LayerCost, rows: Rows, pricing: Pricing) -> LayerCost:
 
 
 def replication(step: Step, rows: Rows, nbytes: int, slots: int, pricing: Pricing) -> Replication:
-    """What gathering, multiplying and updating take; `nbytes` [B] of parameters."""
+    """Return what gathering, multiplying and updating take; `nbytes` [B] of parameters."""
     group, wires = range(rows.group), pricing.wires
     whole = (rows.group * rows.rows, step.inputs[0].layout.shape[-1])
     time = pricing.times.time(step.layer, [whole], pricing.dtype, True)
@@ -117,7 +117,7 @@ def simulate(
     ranks: int | None = None,
     account: bool = True,
 ) -> Prediction:
-    """What one training step takes.
+    """Return what one training step takes.
 
     Parameters
     ----------
@@ -183,7 +183,7 @@ class Simulation:
         self.costs = _costs(self.program, pricing)
 
     def _program(self, rank: int) -> Program:
-        """The program of one rank, under the dense layers that the scheme replicates."""
+        """Return the program of one rank, under the dense layers that the scheme replicates."""
         key = rank, self.strategy.reduction.replicated_dense
         if key not in self._known.programs:
             overlaps, dtype = self.pricing.wires.waits_for_network, as_dtype(self.training.dtype)
@@ -192,7 +192,7 @@ class Simulation:
         return self._known.programs[key]
 
     def with_reduction(self, scheme: Scheme, bucket_bytes: int | None = None) -> Simulation:
-        """The same with another scheme of gradient reduction, or buckets of another size [B].
+        """Return the same with another scheme of gradient reduction, or buckets of another size [B].
 
         Layers are not priced again.
         """
@@ -284,7 +284,7 @@ class Simulation:
         return _Played(costs, reductions, replications, timeline)
 
     def prediction(self, account: bool = True) -> Prediction:
-        """Everything; memory and traffic if `account`."""
+        """Return everything; memory and traffic if `account`."""
         step = self._step()
         timeline = step.timeline
         traffic = {}
@@ -309,7 +309,7 @@ class Simulation:
 
 
 def _middle(network: Network, strategy: Strategy, batch: int, ranks: int) -> int:
-    """A rank in the middle of the finest grid, or one that has the most to compute."""
+    """Return a rank in the middle of the finest grid, or one that has the most to compute."""
     nodes = network.layers.items()
     layouts = [layout_of((batch, *node.shape), strategy.cuts_of(name), ranks).boxes for name, node in nodes]
     return middle_rank(max(layouts, key=lambda boxes: boxes.placed))

@@ -89,7 +89,7 @@ class Gradients:
 
 
 def aligned(nbytes: int) -> int:
-    """What so many bytes take [B]."""
+    """Return what so many bytes take [B]."""
     return -(-nbytes // ALIGN) * ALIGN
 
 
@@ -197,7 +197,7 @@ def run_step(
     replications: Sequence[Replication] = (),
     blocking: bool = False,
 ) -> StepTimeline:
-    """A step in its steady state.
+    """Return a step in its steady state.
 
     Parameters
     ----------
@@ -232,7 +232,7 @@ class _Link:
         self._concurrent, self._free = concurrent, -math.inf
 
     def send(self, at: float, seconds: float, in_order: bool = False) -> float:
-        """When something that is ready then has arrived."""
+        """Return when something that is ready then has arrived."""
         if self._concurrent:
             if in_order:
                 self._free = max(self._free, at + seconds)
@@ -264,7 +264,7 @@ class _Player:
         self._uncomputed = set(range(len(replications)))
 
     def gather_activations(self, names: Sequence[str], costs: Sequence[LayerCost]) -> None:
-        """What forward of the step before has left under way."""
+        """Play what the forward pass of the step before has left under way."""
         before = -sum(cost.forward_seconds for cost in costs)
         for name, cost in zip(names, costs):
             if name in self._replicated:
@@ -328,7 +328,7 @@ class _Player:
             self.now += waited
 
     def _compute(self, i: int) -> None:
-        """The gradient of the whole batch, and its update."""
+        """Play the gradient of the whole batch, and its update."""
         if i not in self._uncomputed:
             return
         self._uncomputed.discard(i)
@@ -338,7 +338,7 @@ class _Player:
         self.backward_seconds += replication.compute
 
     def finish(self) -> None:
-        """Nothing is left under way."""
+        """Wait for what is under way."""
         self._update_shards()
         for i in self._started:
             self._complete(i)

@@ -98,11 +98,11 @@ class Wires:
         return self.machine.runtime.packed and not self.emulated
 
     def copy(self, nbytes: float) -> float:
-        """Packing or unpacking of `nbytes` [B]: read and written once [s]."""
+        """Return the packing or unpacking of `nbytes` [B]: read and written once [s]."""
         return 2 * nbytes / (self.machine.memory_bandwidth * self.machine.efficiency.memory)
 
     def update(self, nbytes: float, slots: int) -> float:
-        """The optimizer on `nbytes` [B] of parameters with so many arrays of its own [s].
+        """Return the optimizer on `nbytes` [B] of parameters with so many arrays of its own [s].
 
         It reads gradient, parameter and its own arrays, and writes the last two.
         """
@@ -111,15 +111,15 @@ class Wires:
         return nbytes * measured * arrays / 5 if measured else self.copy(nbytes) * arrays / 2 + self.machine.launch
 
     def sum(self, nbytes: float, ranks: Ranks) -> float:
-        """An all-reduce of `nbytes` [B] over a group of ranks [s]."""
+        """Return an all-reduce of `nbytes` [B] over a group of ranks [s]."""
         return self._collective("allreduce", nbytes, ranks)
 
     def scatter(self, nbytes: float, ranks: Ranks) -> float:
-        """A reduce-scatter of a buffer of `nbytes` [B] [s]."""
+        """Return a reduce-scatter of a buffer of `nbytes` [B] [s]."""
         return self._collective("reduce_scatter", nbytes, ranks)
 
     def gather(self, nbytes: float, ranks: Ranks) -> float:
-        """An all-gather; `nbytes` [B] are those of all shards together [s]."""
+        """Return an all-gather; `nbytes` [B] are those of all shards together [s]."""
         return self._collective("all_gather", nbytes, ranks)
 
     def _collective(self, kind: str, nbytes: float, ranks: Ranks) -> float:
@@ -143,14 +143,14 @@ class Wires:
         return collectives.group_seconds(kind, nbytes, self.machine.stages(ranks))
 
     def sum_work(self, nbytes: float, ranks: Ranks) -> float:
-        """The part of a sum that is done where it is waited for, not behind computation [s]."""
+        """Return the part of a sum that is done where it is waited for, not behind computation [s]."""
         measured = self.machine.runtime.work.get(len(ranks))
         if len(ranks) < 2 or not nbytes or measured is None or not self._together(ranks):
             return 0.0
         return measured.seconds(nbytes)
 
     def sum_by_nodes(self, nbytes: float, ranks: Ranks) -> NodeSumTimes:
-        """An all-reduce of `nbytes` [B] in the memory of each node, then by one rank of each [s].
+        """Return an all-reduce of `nbytes` [B] in the memory of each node, then by one rank of each [s].
 
         Copies are those of the device, or of the links within a node where these are slower (they bring gradients to
         the host).
@@ -174,7 +174,9 @@ class Wires:
         return found
 
     def _together(self, ranks: Ranks) -> bool:
-        """Whether a group is like the one of its size that was measured: the first ranks, on one node if they fit."""
+        """Return whether a group is like the one of its size that was measured: the first ranks, on one node if they
+        fit.
+        """
         if self.emulated:  # the time of a ring, whichever of its links cross the network
             return len(ranks) > self.per_node or len(self._nodes(ranks)) == 1
         return self.machine.span(ranks) in ("device", "node")
@@ -223,12 +225,12 @@ class Wires:
         return [rank for node in sorted(nodes) for rank in range(node * width, min(ranks, (node + 1) * width))]
 
     def _farthest(self, peers: np.ndarray, nbytes: np.ndarray, rank: int) -> float:
-        """The largest of messages that travel at the same time to other nodes."""
+        """Return the largest of messages that travel at the same time to other nodes."""
         far = nbytes[peers // self.per_node != rank // self.per_node]
         return self.machine.links["across"].seconds(int(far.max())) if len(far) else 0.0
 
     def _nodewise(self, sent: Mapping[int, tuple[np.ndarray, np.ndarray]]) -> float:
-        """The slowest rank, with what its node sends to others through one link."""
+        """Return the slowest rank, with what its node sends to others through one link."""
         slowest, node, beyond, alphas = 0.0, -1, 0.0, 0.0
         for rank, (peers, nbytes) in sent.items():
             if rank // self.machine.devices_per_node != node:
@@ -245,14 +247,15 @@ class Wires:
         return slowest
 
     def levels(self, rank: int, peers: np.ndarray) -> np.ndarray:
-        """Level of the link to each of the other ranks: 0 within the node, 1 within the switch, 2 across."""
+        """Return the level of the link to each of the other ranks: 0 within the node, 1 within the switch, 2 across."""
         width = self.machine.devices_per_node
         wide = width * self.machine.nodes_per_switch
         return (peers // width != rank // width).astype(np.int64) + (peers // wide != rank // wide)
 
 
 def middle_rank(blocks: Blocks) -> int:
-    """The rank in the middle of a grid, with neighbors on all sides; where shares differ, one that has the most."""
+    """Return the rank in the middle of a grid, with neighbors on all sides; where shares differ, one that has the most.
+    """
     rank = 0
     for axis in blocks.axes:
         rank = rank * len(axis) + _middle_part(axis)

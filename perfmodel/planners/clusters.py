@@ -32,7 +32,7 @@ def neighbors_of(count: int, edges: Iterable[Edge]) -> list[set[int]]:
 
 
 def elimination_order(sizes: Sequence[int], edges: Iterable[Edge], last: int | None = None) -> list[int]:
-    """An order in which eliminating all layers makes small tables.
+    """Return an order in which eliminating all layers makes small tables.
 
     Always the layer whose elimination costs least (its candidates times those of all its neighbors), of equal ones the
     one that joins the fewest pairs of neighbors, then the first. Layers with one neighbor go first, then those with
@@ -96,7 +96,7 @@ def _eliminate(neighbors: list[set[int]], v: int) -> set[int]:
 
 
 def decision_order(order: Sequence[int], scopes: Sequence[Sequence[int]]) -> list[int]:
-    """An order to decide layers in, each after its scope, that keeps few layers open at a time.
+    """Return an order to decide layers in, each after its scope, that keeps few layers open at a time.
 
     Reverse elimination would do, but leaves all blocks of a residual network open at once; here one block is decided
     before the next, as search over partial strategies needs it: two of them are compared only if they agree in all
@@ -239,7 +239,7 @@ class Clusters:
         return clusters
 
     def _split(self, v: int, factors: list[int]) -> list[tuple[list[int], tuple[int, ...]]]:
-        """Factors that are minimized together, by first fit, the widest first."""
+        """Return factors that are minimized together, by first fit, the widest first."""
         parts: list[tuple[list[int], set[int]]] = []
         for factor in sorted(factors, key=lambda f: (-len(self.scopes[f]), f)):
             scope = set(self.scopes[factor]) - {v}
@@ -312,7 +312,7 @@ class Clusters:
         return table[at]
 
     def work(self, passes: int = 1) -> Effort:
-        """What this many passes cost at most (equal tables are worked on once)."""
+        """Return what this many passes cost at most (equal tables are worked on once)."""
         parts = [(cluster, part) for cluster in self.clusters for part in cluster.parts]
         entries = [math.prod(self.sizes[u] for u in part.scope) for _, part in parts]
         operations = sum(n * self.sizes[cluster.layer] for n, (cluster, _) in zip(entries, parts))

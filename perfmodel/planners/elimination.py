@@ -136,7 +136,7 @@ def _cutting_planes(
 
 
 def _geometric(problem: Problem, fastest: float, seconds: float) -> Iterator[float]:
-    """Prices over twelve orders of magnitude around one that would matter, for bounds that are not exact."""
+    """Yield prices over twelve orders of magnitude around one that would matter, for bounds that are not exact."""
     span = sum(float(m.max() - m.min()) for m in problem.memory)
     span += sum(float(t.max() - t.min()) for t in problem.edge_memory.values())
     scale = max(seconds - fastest, 0.01 * abs(fastest)) if math.isfinite(seconds) else abs(fastest)
@@ -287,7 +287,7 @@ class Elimination(Planner):
 
 
 def _better(first: Selection, second: Selection) -> Selection:
-    """The faster of two choices, with the smaller of what both leave open, and the work of both."""
+    """Return the faster of two choices, with the smaller of what both leave open, and the work of both."""
     bound = max(first.seconds - first.gap, second.seconds - second.gap)
     best = min(first, second, key=lambda choice: choice.seconds)
     optimal = second.optimal
@@ -296,7 +296,7 @@ def _better(first: Selection, second: Selection) -> Selection:
 
 
 def next_best(problem: Problem, layer: int, planner: Elimination | None = None) -> Array:
-    """The best total for every candidate of one layer, all other layers chosen anew (*min-marginals*); exact.
+    """Return the best total for every candidate of one layer, all other layers chosen anew (*min-marginals*); exact.
 
     Without a memory limit, or where it does not bind, one elimination with this layer last gives all answers at once.
     A candidate whose best choice does not fit is planned again, under the limit.
@@ -327,7 +327,8 @@ def next_best(problem: Problem, layer: int, planner: Elimination | None = None) 
 
 
 def _marginal(clusters: Clusters, messages: PassResult, layer: int) -> Array:
-    """Total per candidate of the layer that was eliminated last; where clusters were split, a lower bound."""
+    """Return the total per candidate of the layer that was eliminated last; where clusters were split, a lower bound.
+    """
     total = np.full(clusters.sizes[layer], messages.value)
     if math.isinf(messages.value):
         return total
@@ -338,7 +339,7 @@ def _marginal(clusters: Clusters, messages: PassResult, layer: int) -> Array:
 
 
 def _planned(problem: Problem, layer: int, candidate: int, planner: Elimination) -> float:
-    """Best total with a candidate, planned anew; inf if nothing fits."""
+    """Return the best total with a candidate, planned anew; inf if nothing fits."""
     kept = [np.arange(size) for size in problem.sizes]
     kept[layer] = np.array([candidate])
     try:

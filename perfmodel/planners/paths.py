@@ -18,7 +18,7 @@ __all__ = ["LongestPathFirst", "ShortestPath", "path_order"]
 
 
 def best_along(own: Sequence[Array], between: Callable[[int], Array | None]) -> tuple[float, list[int]]:
-    """The shortest path through one candidate of each layer of a path (Dryden et al. 2019, Section V-C).
+    """Return the shortest path through one candidate of each layer of a path (Dryden et al. 2019, Section V-C).
 
     Parameters
     ----------
@@ -62,7 +62,7 @@ def branching(problem: Problem) -> int | None:
 
 
 def lines(problem: Problem) -> list[list[int]]:
-    """The lines a network without branches consists of."""
+    """Return the lines a network without branches consists of."""
     inputs, outputs = inputs_of(len(problem.names), list(problem.edges))
     found = []
     for v in range(len(inputs)):
@@ -144,7 +144,8 @@ class LongestPathFirst(Planner):
 
 
 def _priced(problem: Problem, paths: list[list[int]], free: list[int]) -> tuple[list[int], int]:
-    """A choice that fits at a price as low as possible; the smallest one found if none does. Also passes made."""
+    """Return a choice that fits at a price as low as possible; the smallest one found if none does. Also passes made.
+    """
     assert problem.limit is not None
     small = follow(memory_problem(problem), paths)
     if not problem.fits(small):
@@ -174,7 +175,7 @@ def follow(problem: Problem, paths: Sequence[Sequence[int]], price: float = 0.0)
     decided: dict[int, int] = {}
 
     def table(u: int, v: int) -> Array:
-        """Cost of an edge, ``[candidates of u, of v]``, in whichever direction it runs."""
+        """Return the cost of an edge, ``[candidates of u, of v]``, in whichever direction it runs."""
         edge = (min(u, v), max(u, v))
         cost = problem.edges[edge]
         if price and edge in problem.edge_memory:
@@ -197,7 +198,9 @@ def follow(problem: Problem, paths: Sequence[Sequence[int]], price: float = 0.0)
 def _open_edges(
     path: Sequence[int], decided: set[int], table: Callable[[int, int], Array]
 ) -> Callable[[int], Array | None]:
-    """Costs between the layers of a path, where they are not in the layers' own: with neither end decided before."""
+    """Return costs between the layers of a path, where they are not in the layers' own: with neither end decided
+    before.
+    """
 
     def between(i: int) -> Array | None:
         u, v = path[i], path[i + 1]
@@ -207,7 +210,7 @@ def _open_edges(
 
 
 def path_order(problem: Problem) -> list[list[int]]:
-    """Paths from end to end that together hold all layers: fewest decided layers first, then the longest."""
+    """Return paths from end to end that together hold all layers: fewest decided layers first, then the longest."""
     count = len(problem.names)
     length = [float(t.min()) if np.isfinite(t.min()) else 0.0 for t in problem.times]
     inputs, outputs = inputs_of(count, list(problem.edges))
@@ -245,7 +248,7 @@ def _best_ends(
 
 
 def _trace(best: Sequence[Reach], v: int) -> list[int]:
-    """The way from a layer to the end."""
+    """Return the way from a layer to the end."""
     way = [v]
     while best[way[-1]][2] >= 0:
         way.append(best[way[-1]][2])

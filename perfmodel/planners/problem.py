@@ -85,25 +85,25 @@ class Problem:
         return tuple(len(t) for t in self.times)
 
     def seconds(self, indices: Sequence[int]) -> float:
-        """Total time of one candidate per layer [s]."""
+        """Return the total time of one candidate per layer [s]."""
         total = sum(float(t[i]) for t, i in zip(self.times, indices))
         return total + sum(float(table[indices[u], indices[v]]) for (u, v), table in self.edges.items())
 
     def bytes(self, indices: Sequence[int]) -> float:
-        """Total memory of one candidate per layer [B]."""
+        """Return the total memory of one candidate per layer [B]."""
         total = sum(float(m[i]) for m, i in zip(self.memory, indices))
         return total + sum(float(table[indices[u], indices[v]]) for (u, v), table in self.edge_memory.items())
 
     def fits(self, indices: Sequence[int]) -> bool:
-        """Whether the memory of one candidate per layer is within the limit."""
+        """Return whether the memory of one candidate per layer is within the limit."""
         return self.limit is None or self.bytes(indices) <= self.limit
 
     def with_limit(self, limit: float | None) -> Problem:
-        """The same problem under another memory limit [B]."""
+        """Return the same problem under another memory limit [B]."""
         return Problem(self.names, self.times, self.memory, self.edges, limit, self.edge_memory)
 
     def restricted(self, kept: Sequence[NDArray[np.intp]]) -> Problem:
-        """The same problem with some candidates only: of layer ``v`` those at ``kept[v]``, in that order."""
+        """Return the same problem with some candidates only: of layer ``v`` those at ``kept[v]``, in that order."""
         if all(len(k) == size and np.array_equal(k, np.arange(size)) for k, size in zip(kept, self.sizes)):
             return self
         made: dict[tuple[int, bytes, bytes], Array] = {}
@@ -260,7 +260,7 @@ class Planner(ABC):
     name: ClassVar[str]
 
     def plan(self, problem: Problem) -> Selection:
-        """The best choice this planner finds, within the memory limit.
+        """Return the best choice this planner finds, within the memory limit.
 
         Raises
         ------
@@ -277,19 +277,19 @@ class Planner(ABC):
 
     @abstractmethod
     def _search(self, problem: Problem) -> Selection:
-        """The choice, without wall time."""
+        """Return the choice, without wall time."""
 
 
 def choice_of(
     problem: Problem, indices: Sequence[int], optimal: bool, gap: float = 0.0, work: Effort | None = None
 ) -> Selection:
-    """The choice of these candidates, its sums taken from the problem itself."""
+    """Return the choice of these candidates, its sums taken from the problem itself."""
     whole = tuple(int(i) for i in indices)
     return Selection(whole, problem.seconds(whole), problem.bytes(whole), optimal, gap, work or Effort())
 
 
 def no_fit(problem: Problem, smallest: float) -> NoneFits:
-    """Error: even ``smallest`` [B], the least that any choice takes, exceeds the limit."""
+    """Return the error: even ``smallest`` [B], the least that any choice takes, exceeds the limit."""
     assert problem.limit is not None
     over = smallest - problem.limit
     return NoneFits(

@@ -95,7 +95,7 @@ class _Labels:
 
 
 def search(clusters: Clusters, cost: PassResult, weight: PassResult | None, bounds: Bounds) -> Found:
-    """The fastest choice within bounds.
+    """Return the fastest choice within bounds.
 
     Parameters
     ----------
@@ -157,7 +157,7 @@ def _extend(
 
 
 def _regret(clusters: Clusters, cluster: Cluster, messages: PassResult, labels: _Labels) -> Array:
-    """What each candidate costs beyond the message of its cluster, ``[labels, candidates]``; never below 0."""
+    """Return what each candidate costs beyond the message of its cluster, ``[labels, candidates]``; never below 0."""
     columns = {u: labels.states[:, i].astype(np.intp) for i, u in enumerate(labels.layers)}
     total = np.zeros((len(labels.cost), clusters.sizes[cluster.layer]))
     for f in cluster.factors:
@@ -172,7 +172,7 @@ def _regret(clusters: Clusters, cluster: Cluster, messages: PassResult, labels: 
 
 
 def _lookup(table: Array, scope: Sequence[int], layer: int | None, columns: dict[int, Index]) -> Array:
-    """Entries of a table at the candidates of labels, ``[labels or 1, candidates of layer or 1]``."""
+    """Return the entries of a table at the candidates of labels, ``[labels or 1, candidates of layer or 1]``."""
     others = [u for u in scope if u != layer]
     sizes = [table.shape[scope.index(u)] for u in others]
     table = table[..., None] if layer is None else np.moveaxis(table, scope.index(layer), -1)
@@ -193,7 +193,7 @@ def _reopen(
 
 
 def _undominated(labels: _Labels, bounds: Bounds) -> Index:
-    """Labels for which no other agrees in all open layers and is neither slower nor larger."""
+    """Return labels for which no other agrees in all open layers and is neither slower nor larger."""
     if not len(labels.cost):
         return np.zeros(0, dtype=np.intp)
     group = _groups(labels.states)
@@ -211,7 +211,7 @@ def _undominated(labels: _Labels, bounds: Bounds) -> Index:
 
 
 def _groups(states: NDArray[np.int32]) -> Index:
-    """The same small number for equal rows."""
+    """Return the same small number for equal rows."""
     group = np.zeros(len(states), dtype=np.intp)
     for column in states.T:
         group = np.unique(group * (int(column.max()) + 1) + column, return_inverse=True)[1].reshape(-1)
@@ -219,7 +219,7 @@ def _groups(states: NDArray[np.int32]) -> Index:
 
 
 def _walk(trail: Sequence[tuple[int, NDArray[np.int32], NDArray[np.int32]]], row: int) -> list[int]:
-    """Candidates of the label in this row of the last step."""
+    """Return the candidates of the label in this row of the last step."""
     indices = [0] * len(trail)
     for layer, rows, candidates in reversed(trail):
         indices[layer] = int(candidates[row])

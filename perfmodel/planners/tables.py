@@ -37,7 +37,7 @@ class Pool:
         self._by_content: dict[tuple[tuple[int, ...], bytes], Array] = {}
 
     def one(self, table: Array) -> Array:
-        """The first array of this content that was seen."""
+        """Return the first array of this content that was seen."""
         known = self._by_id.get(id(table))
         if known is None:
             packed = np.ascontiguousarray(table)
@@ -48,7 +48,7 @@ class Pool:
 
 
 def aligned(table: Array, scope: Sequence[int], first: int, others: Sequence[int]) -> Array:
-    """A table over the layers ``scope`` as one over ``(first, *others)``; axes it does not have get length 1."""
+    """Return a table over the layers ``scope`` as one over ``(first, *others)``; axes it does not have get length 1."""
     order = [layer for layer in (first, *others) if layer in scope]
     moved = table.transpose([scope.index(layer) for layer in order])
     shape = iter(moved.shape)
@@ -56,7 +56,7 @@ def aligned(table: Array, scope: Sequence[int], first: int, others: Sequence[int
 
 
 def scope_shape(arrays: Sequence[Array]) -> tuple[int, ...]:
-    """Shape of the sum of aligned tables."""
+    """Return the shape of the sum of aligned tables."""
     return np.broadcast_shapes(*(a.shape for a in arrays))
 
 
@@ -103,7 +103,7 @@ def _minimize_into(out: Array, arrays: Sequence[Array], count: int) -> None:
 
 
 def absorbed(arrays: Sequence[Array]) -> list[Array]:
-    """The same sum with every table added to one that has all its axes, if there is one."""
+    """Return the same sum with every table added to one that has all its axes, if there is one."""
     left = sorted(arrays, key=lambda a: a.size)
     kept: list[Array] = []
     for i, small in enumerate(left):
@@ -135,7 +135,7 @@ class Costs:
             self._pairs.append((self._pool.one(table), None if extra is None else self._pool.one(extra)))
 
     def weighted(self, multiplier: float = 0.0) -> list[Table]:
-        """Tables of ``time + multiplier * memory``; ``multiplier`` in [s/B]."""
+        """Return the tables of ``time + multiplier * memory``; ``multiplier`` in [s/B]."""
         layers = zip(self.problem.times, self.problem.memory)
         tables: list[Table] = [self._pool.one(t + multiplier * m if multiplier else t) for t, m in layers]
         made: dict[tuple[int, int], Array] = {}
@@ -150,7 +150,7 @@ class Costs:
         return tables
 
     def memory(self) -> list[Table]:
-        """Tables of memory [B], infinite where the time is."""
+        """Return the tables of memory [B], infinite where the time is."""
         layers = zip(self.problem.times, self.problem.memory)
         tables: list[Table] = [self._pool.one(np.where(np.isinf(t), np.inf, m)) for t, m in layers]
         made: dict[tuple[int, int], Table] = {}
@@ -170,7 +170,7 @@ def _memory_of(seconds: Array, nbytes: Array | None) -> Table:
 
 
 def memory_problem(problem: Problem) -> Problem:
-    """The problem whose fastest choice is the smallest one of this problem, "times" in [B]."""
+    """Return the problem whose fastest choice is the smallest one of this problem, "times" in [B]."""
     tables = Costs(problem).memory()
     count = len(problem.names)
     times = tuple(np.asarray(t) for t in tables[:count])
@@ -193,7 +193,7 @@ class Pruned:
     removed: int
 
     def original(self, indices: list[int]) -> list[int]:
-        """Numbers in the problem it came from."""
+        """Return numbers in the problem it came from."""
         return [int(k[i]) for k, i in zip(self.kept, indices)]
 
 
@@ -273,7 +273,7 @@ def _alive(problem: Problem, keep: int | None) -> list[NDArray[np.bool_]] | None
 
 
 def _room(problem: Problem) -> float:
-    """Memory that is left if every layer and edge takes its least [B]."""
+    """Return the memory that is left if every layer and edge takes its least [B]."""
     assert problem.limit is not None
     least = sum(float(m.min()) for m in problem.memory) + sum(float(t.min()) for t in problem.edge_memory.values())
     return problem.limit - least

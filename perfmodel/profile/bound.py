@@ -139,24 +139,24 @@ class BoundLayer:
         return copy
 
     def write_inputs(self) -> None:
-        """What the layer before does: it reads as much as it writes, and leaves some of it in the cache."""
+        """Do what the layer before does: read as much as it writes, and leave some of it in the cache."""
         for target, source in zip(self.inputs, self._before):
             self.kernels.xp.add(source, 0, out=target)
         self.kernels.synchronize()
 
     def write_dy(self) -> None:
-        """What the layer behind does in backward; a forward pass may have used this memory for something else."""
+        """Do what the layer behind does in backward; a forward pass may have used this memory for something else."""
         if self.dy is not None:
             self.kernels.xp.add(self._behind, 0, out=self.dy)
             self.kernels.synchronize()
 
     def forward(self) -> None:
-        """The forward pass."""
+        """Run the forward pass."""
         for layer in self.runner.forward:
             layer.run(True)
 
     def backward(self, filters: Callable[[Callable[[], object]], object]) -> None:
-        """The backward pass; kernels of the weights' gradients are handed to `filters` to be run."""
+        """Run the backward pass; `filters` runs the kernels of the weights' gradients."""
         for segment, layer in zip(self.program.backward, self.runner.backward):
             for operation, call in zip(segment.operations, layer.training, strict=True):
                 timing = operation.timing if isinstance(operation, Run) else None
@@ -166,7 +166,7 @@ class BoundLayer:
                     call()
 
     def run(self) -> None:
-        """One forward and, where there is one, one backward pass."""
+        """Run one forward and, where there is one, one backward pass."""
         self.forward()
         if self.trainable:
             self.write_dy()
@@ -184,7 +184,7 @@ class BoundLayer:
 
 
 def _program(step: Step, size: int, trained: bool) -> Program:
-    """A program of one layer, whose arrays all stay."""
+    """Return a program of one layer, whose arrays all stay."""
     lowered = lower_alone(step, trained)
     probed = frozenset([step.output.name])  # what lies behind the layer is written by somebody else
     target = Target(step.output.layout.shape[0], size, dtype=step.output.dtype, trainable=trained, probed=probed)

@@ -57,12 +57,12 @@ class Crowd:
 
     @classmethod
     def of(cls, comm: Communicator, kernels: Any) -> Crowd:
-        """The fullest host of a run with a backend. Collective over `comm`."""
+        """Return the fullest host of a run with a backend. Collective over `comm`."""
         return cls.among(comm.allgather_objects(_place(kernels)), kernels.threads)
 
     @classmethod
     def here(cls, ranks: int, kernels: Any) -> Crowd:
-        """What so many ranks with a backend would be on this host. Local."""
+        """Return what so many ranks with a backend would be on this host. Local."""
         return cls.among([_place(kernels)] * ranks, kernels.threads)
 
     @classmethod
@@ -89,12 +89,12 @@ class Crowd:
         return self.cores > 0
 
     def clock(self) -> float:
-        """Differences are what something takes a rank of this crowd [s]. Local."""
+        """Return differences are what something takes a rank of this crowd [s]. Local."""
         return time.process_time() * self.ranks / self.cores if self.in_turn else time.perf_counter()
 
 
 def _place(kernels: Any) -> tuple[str, frozenset[int]]:
-    """Host, and cores this process computes on; none with a device, or where the system does not tell."""
+    """Return the host, and cores this process computes on; none with a device, or where the system does not tell."""
     tells = kernels.device.is_host and hasattr(os, "sched_getaffinity")
     return platform.node(), frozenset(os.sched_getaffinity(0)) if tells else frozenset()
 
@@ -140,7 +140,7 @@ class Conditions:
 
     @classmethod
     def here(cls, kernels: Any, crowd: Crowd | None = None, autotune: bool = False, flush: int = 0) -> Conditions:
-        """Those of this machine with a backend, for a rank alone or in a crowd. Local."""
+        """Return those of this machine with a backend, for a rank alone or in a crowd. Local."""
         crowd = crowd or Crowd()
         version = f"{kernels.version}, halograd {__version__} {_sources():08x}"
         device, at_once = device_name(kernels), (crowd.ranks, crowd.cores)
@@ -183,7 +183,7 @@ class TimeCache:
         return len(self._times)
 
     def get(self, conditions: Conditions, key: str) -> tuple[float, ...] | None:
-        """The times kept under a key [s], None if there are none."""
+        """Return the times kept under a key [s], None if there are none."""
         return self._times.get((conditions.text, key))
 
     def put(self, conditions: Conditions, key: str, times: Sequence[float]) -> None:
@@ -237,7 +237,7 @@ class TimeCache:
 
 
 def cache_path(folder: str | Path | None = None) -> Path:
-    """The file of measured times: in `folder`, else $HALOGRAD_CACHE, else $XDG_CACHE_HOME or ~/.cache."""
+    """Return the file of measured times: in `folder`, else $HALOGRAD_CACHE, else $XDG_CACHE_HOME or ~/.cache."""
     chosen = folder or os.environ.get(CACHE_VARIABLE)
     if chosen:
         return Path(chosen) / "kernel_times.jsonl"
@@ -247,7 +247,8 @@ def cache_path(folder: str | Path | None = None) -> Path:
 
 @lru_cache
 def _sources() -> int:
-    """Checksum of the code that runs when a layer runs, CUDA's with it: between two releases it changes too."""
+    """Return the checksum of the code that runs when a layer runs, CUDA's with it: between two releases it changes too.
+    """
     total = 0
     for package in (device_package, kernels_package, layers_package, program_package):
         for path in sorted(Path(package.__path__[0]).rglob("*")):
@@ -258,7 +259,7 @@ def _sources() -> int:
 
 @lru_cache
 def _processor() -> str:
-    """Model of the processor, as the system calls it."""
+    """Return the model of the processor, as the system calls it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -269,7 +270,7 @@ def _processor() -> str:
 
 
 def device_name(kernels: Any) -> str:
-    """Model of what the kernels run on: that which the backend names, else the processor."""
+    """Return the model of what the kernels run on: that which the backend names, else the processor."""
     return getattr(kernels, "device_name", None) or _processor()
 
 
@@ -279,7 +280,7 @@ def _line(conditions: str, key: str, times: Sequence[float]) -> str:
 
 
 def _entry(line: str) -> tuple[str, str, tuple[float, ...]] | None:
-    """What `_line` wrote, None if it did not."""
+    """Return what `_line` wrote, None if it did not."""
     try:
         return _ENTRY.validate_json(line, strict=True)
     except ValidationError:

@@ -61,7 +61,7 @@ _COPIED = "not measured: copied from {}"
 
 
 def measure_machine(comm: Communicator, kernels: Any, name: str = "here") -> Profile:
-    """Links, collectives and device of the machine that runs this. Collective over `comm`.
+    """Return links, collectives and device of the machine that runs this. Collective over `comm`.
 
     Levels that have no pair of ranks take over the numbers of the nearest that has, and their note says so.
 
@@ -122,7 +122,7 @@ def _measured_links(
 
 
 def _links(copy: Fit, found: Mapping[str, Link]) -> dict[str, Link]:
-    """All levels, from those that were measured."""
+    """Return all levels, from those that were measured."""
     links = {"device": copy.link("copy")}
     nearest = "device"
     for level in ("node", "switch", "across"):
@@ -136,7 +136,7 @@ def _links(copy: Fit, found: Mapping[str, Link]) -> dict[str, Link]:
 
 
 def group_sizes(ranks: int) -> list[int]:
-    """Groups whose sums are measured: 2, 4, 8, ... and all ranks.
+    """Return groups whose sums are measured: 2, 4, 8, ... and all ranks.
 
     >>> group_sizes(6)
     [2, 4, 6]
@@ -146,7 +146,7 @@ def group_sizes(ranks: int) -> list[int]:
 
 
 def _reductions(comm: Communicator, clock: Callable[[], float]) -> dict[str, Any]:
-    """Sums over groups of ranks, all groups of a size at the same time; what the first one found.
+    """Return sums over groups of ranks, all groups of a size at the same time; what the first one found.
 
     A network's times lie on a line; those of memory do not quite, and large sums decide.
     """
@@ -170,7 +170,7 @@ def _reductions(comm: Communicator, clock: Callable[[], float]) -> dict[str, Any
 
 
 def measure_device(kernels: Any, comm: Communicator) -> DeviceRates:
-    """Rates of the slowest rank, while all are at work. Collective over `comm`.
+    """Return the rates of the slowest rank, while all are at work. Collective over `comm`.
 
     Parameters
     ----------
@@ -193,7 +193,7 @@ def measure_device(kernels: Any, comm: Communicator) -> DeviceRates:
 
 
 def _best(run: Callable[[], Any], kernels: Any, comm: Communicator, crowd: Crowd) -> float:
-    """The best of some rounds, each as slow as its slowest rank [s]."""
+    """Return the best of some rounds, each as slow as its slowest rank [s]."""
     run()
     times = []
     for _ in range(ROUNDS):
@@ -227,7 +227,7 @@ def _efficiency(kernels: Any, clock: Callable[..., float], peak: float, launch: 
 
 
 def memory_size(ranks: int) -> int:
-    """Memory of one of the ranks that share this node [B]."""
+    """Return the memory of one of the ranks that share this node [B]."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:

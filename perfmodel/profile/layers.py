@@ -61,7 +61,9 @@ class LayerTimer:
         self._passing = kernels.zeros((flush,), "uint8")
 
     def measure(self, work: LayerWork) -> LayerTime:
-        """Typical times of one layer on the rank that is slowest each time; the same on all ranks. Collective."""
+        """Return the typical times of one layer on the rank that is slowest each time; the same on all ranks.
+        Collective.
+        """
         with self._bind(work) as bound:
             timed = _Timed(bound, self.kernels, self._crowd)
             rough = self._rough(timed)
@@ -96,7 +98,7 @@ class LayerTimer:
         return flushed > 0 and bound.memory_bytes <= 8 * flushed and not work.layer.compares(1)
 
     def _rough(self, timed: _Timed) -> float:
-        """Time of both passes of the slowest rank, after one that warms up [s]."""
+        """Return the time of both passes of the slowest rank, after one that warms up [s]."""
         timed.bound.run()
         seconds = timed.forward()
         timed.bound.write_dy()
@@ -114,7 +116,7 @@ class LayerTimer:
             self.comm.barrier()
 
     def _once(self, timed: _Timed, twin: BoundLayer | None) -> tuple[float, float, float]:
-        """One forward and one backward pass: forward, data and filter gradient [s]."""
+        """Return one forward and one backward pass: forward, data and filter gradient [s]."""
         bound = timed.bound
         self._flush()
         if twin is not None:
@@ -155,7 +157,7 @@ class _Timed:
         return self._clock(self.bound.forward)
 
     def backward(self) -> tuple[float, float]:
-        """Gradient of the inputs with all the rest, and of the weights [s]."""
+        """Return the gradient of the inputs with all the rest, and of the weights [s]."""
         if not self.bound.trainable:
             return 0.0, 0.0
         self._of_weights = 0.0
@@ -167,7 +169,7 @@ class _Timed:
 
 
 def typical(seconds: Sequence[float]) -> float:
-    """Mean of all but the longest tenth [s].
+    """Return the mean of all but the longest tenth [s].
 
     Not the median: what a step of a hundred layers takes is the sum of means, and times have a tail. On a machine
     shared with others the sum of medians is some 5 to 10 % less than a median step.
@@ -177,7 +179,7 @@ def typical(seconds: Sequence[float]) -> float:
 
 
 def last_level_cache() -> int:
-    """Size of the largest cache of this machine's processor, of which more makes no difference [B]."""
+    """Return the size of the largest cache of this machine's processor, of which more makes no difference [B]."""
     sizes = []
     for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         text = path.read_text().strip()
@@ -187,7 +189,7 @@ def last_level_cache() -> int:
 
 
 def passing_bytes(network: Network, batch: int, ranks: int, dtype: str = "float32") -> int:
-    """What passes through a rank's cache between two uses of a layer's data, as a power of two [B].
+    """Return what passes through a rank's cache between two uses of a layer's data, as a power of two [B].
 
     Values and their gradients of one step, all parameters, and the code of the kernels; not more than the cache
     holds, because more makes no difference. Networks of about the same size have the same, and share measured times.

@@ -64,7 +64,7 @@ class Nodes:
         return theirs[place] if place < len(theirs) else None
 
     def has(self, level: str) -> bool:
-        """Whether there is any pair of a level."""
+        """Return whether there is any pair of a level."""
         return any(self.partner(rank, level) is not None for rank in range(len(self.nodes)))
 
     @property
@@ -138,7 +138,9 @@ class MessageTimer:
         return fit
 
     def reduction(self, method: str = "allreduce") -> Fit:
-        """Sums of float32 over all ranks that are waited for: ``reduction.run()``; `method` as for the communicator."""
+        """Return the sums of float32 over all ranks that are waited for: ``reduction.run()``; `method` as for the
+        communicator.
+        """
         reductions = self._reductions(method)
         fit = self._fit(self.sizes, lambda i: reductions[i].run())
         for reduction in reductions:
@@ -146,7 +148,7 @@ class MessageTimer:
         return fit
 
     def reduction_behind(self, waited: Fit, method: str = "allreduce") -> tuple[Fit, Fit]:
-        """Sums of float32 over all ranks behind computation.
+        """Return the sums of float32 over all ranks behind computation.
 
         Some transports sum in the background, others (shared memory) when the sum is asked for, whatever was
         computed meanwhile.
@@ -189,7 +191,7 @@ class MessageTimer:
         return [self.comm.reduction(array, kind="profile", method=method) for array in arrays]
 
     def _fit(self, sizes: Sequence[int], run: Callable[[int], None]) -> Fit:
-        """Times of ``run(i)`` for every size, after two runs that do not count."""
+        """Return the times of ``run(i)`` for every size, after two runs that do not count."""
 
         def timed(i: int, in_a_row: int) -> float:
             self.comm.barrier()
@@ -207,7 +209,8 @@ class MessageTimer:
 
 
 def _face(pair: Communicator, count: int, strided: bool) -> Exchange:
-    """The exchange that fills the margin of a block with the partner's face of `count` columns. Collective over `pair`.
+    """Return the exchange that fills the margin of a block with the partner's face of `count` columns. Collective over
+    `pair`.
 
     Blocks of 4 columns, of which the inner two are owned, side by side: ``..ab cd..`` -> ``..abc bcd..``
     """
@@ -220,7 +223,7 @@ def _face(pair: Communicator, count: int, strided: bool) -> Exchange:
 
 
 def fit_copy(sizes: Sequence[int] = SIZES, clock: Clock = time.perf_counter) -> Fit:
-    """Copies within the memory of a rank. Local, but all ranks do it at the same time."""
+    """Return copies within the memory of a rank. Local, but all ranks do it at the same time."""
     sources = [np.ones(n, np.uint8) for n in sizes]
     targets = [np.ones(n, np.uint8) for n in sizes]
     seconds = np.empty((ROUNDS, len(sizes)))

@@ -47,7 +47,7 @@ class Fit:
     seconds: tuple[NotNegative, ...] = field(default=(), repr=False)
 
     def at(self, nbytes: float) -> float:
-        """Time of so many bytes [s]."""
+        """Return the time of so many bytes [s]."""
         return self.alpha + self.beta * nbytes
 
     def link(self, what: str) -> Link:
@@ -61,7 +61,7 @@ class Fit:
 
 
 def fit_line(nbytes: Sequence[float], seconds: Sequence[float] | np.ndarray) -> Fit:
-    """The line ``alpha + beta * n`` of least relative error through the points.
+    """Return the line ``alpha + beta * n`` of least relative error through the points.
 
     Relative, because sizes span six orders of magnitude: in absolute terms the largest would decide alone.
     Robust, by iterated weights (Huber 1964), and with neither number negative.
@@ -116,7 +116,7 @@ _BY_RANKS = ("reduction", "reduction_behind", "reduction_exposed")
 
 
 def record_path(machine_file: str | Path) -> Path:
-    """The record that belongs to a machine file: ``machine.toml`` -> ``machine.profile.json``."""
+    """Return the record that belongs to a machine file: ``machine.toml`` -> ``machine.profile.json``."""
     return Path(machine_file).with_suffix(".profile.json")
 
 
@@ -214,7 +214,7 @@ class Profile:
 
     @classmethod
     def from_dict(cls, machine: Machine, data: object, source: str = "profile") -> Profile:
-        """What `to_dict` gave; `source` is named in errors, as of `load`."""
+        """Return what `to_dict` gave; `source` is named in errors, as of `load`."""
         try:
             record = build(_Record, data, source)
         except UserError as error:
