@@ -5,17 +5,20 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from halograd.errors import UserError
 
-from ..comm import CommError, Communicator
+from ..comm import CommError
 from ..device import Device, DeviceError, as_dtype, is_low
 from ..device.cupy import choose_ordinal, count_devices, import_cupy
 from ..kernels import Backend, KernelError, Substitute, get_backend
 from .config import BackendConfig
+
+if TYPE_CHECKING:
+    from ..comm import Communicator
 
 __all__ = ["Memory", "check_dtype", "connect_device", "local_rank", "open_kernels", "report_substitutes"]
 

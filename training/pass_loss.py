@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..comm import Communicator
 from ..device import Device, Ticket
+
+if TYPE_CHECKING:
+    from ..comm import Communicator
 
 __all__ = ["CHECKPOINT", "STOP", "VOTES", "FetchedNumber", "PassLoss", "PendingLoss", "mean_of"]
 

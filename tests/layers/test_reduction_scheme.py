@@ -67,8 +67,8 @@ def test_what_is_refused_in_one_line(tmp_path, data, message):
             vgg_a(resolution=32, width=0.1),
             "at most the 16 convolutions, dense layers and pool",
         ),
-        (Scheme(replicated_dense=4), vgg_a(resolution=32, width=0.1), "at most the 3 dense layers of 'vgg_a', got 4"),
-        (Scheme(replicated_dense=1), mesh(16, 2, (4,), 1), "expected at most the 0 dense layers of 'mesh', got 1"),
+        (Scheme(replicated_dense=4), vgg_a(resolution=32, width=0.1), r"at most the 3 dense layers of .* got 4"),
+        (Scheme(replicated_dense=1), mesh(16, 2, (4,), 1), r"expected at most the 0 dense layers of 'mesh' .* got 1"),
     ],
 )
 def test_counts_that_the_network_does_not_have(scheme, network, message):

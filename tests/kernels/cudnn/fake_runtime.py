@@ -238,7 +238,7 @@ class BoxesDouble(Boxes):
 class NumpyAround(NumpyPointwise, NumpyNorms, NumpyLosses, NumpyUpdates, CudnnBackend):
     """Convolutions and dense layers as on a GPU, all else by NumPy."""
 
-    fuses_batch_norm = False
+    fuses_norms = False
 
     def _bias(self, y: Any, b: Any) -> Kernel:
         return Kernel(lambda: y.__setitem__(..., y.astype(np.float64) + b.astype(np.float64)), "cuda:bias")
