@@ -3,20 +3,25 @@
 A blocking collective spins until the last rank has come. With more ranks than cores, the ranks that spin keep that last
 rank from its core, and the scheduler counts them as busy. These collectives are non-blocking ones, polled with naps.
 None of them belongs in a step.
+
+Set-ups side by side are generators that ask for something, whose questions of a round are answered together. To set one
+thing up, ranks meet some times; a program has hundreds of them, and many ranks on few cores take long to meet. Written
+as a generator that yields what it asks for, a set-up shares its meetings with all others.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Generator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["allgather", "allgather_objects", "alltoall", "barrier", "broadcast_object", "finish"]
+__all__ = ["allgather", "allgather_objects", "alltoall", "barrier", "broadcast_object", "finish", "side_by_side"]
 
 #: A rank offers its core so many times before it naps. Every nap is longer than the one before by so much, up to the
 #: longest one: a rank oversleeps by a tenth of its wait at most.
@@ -79,3 +84,40 @@ def broadcast_object(comm: MPI.Intracomm, value: Any, root: int = 0) -> Any:
         data = np.empty(int(size[0]), np.uint8)
     finish(comm.Ibcast(data, root))
     return value if comm.rank == root else pickle.loads(data.tobytes())
+
+
+Question = TypeVar("Question")
+Answer = TypeVar("Answer")
+Made = TypeVar("Made")
+
+
+def side_by_side(
+    steps: Sequence[Generator[Question, Answer, Made]], answer: Callable[[list[Question]], Sequence[Answer]]
+) -> list[Made]:
+    """Return what the generators return, in their order.
+
+    Collective if `answer` is, which is given the questions of a round and is called as long as there are some.
+
+    >>> def area(name):
+    ...     width = yield name + " wide"
+    ...     height = yield name + " high"
+    ...     return width * height
+    >>> def answer(asked):
+    ...     print(asked)
+    ...     return [len(text) for text in asked]
+    >>> side_by_side([area("door"), area("wall")], answer)
+    ['door wide', 'wall wide']
+    ['door high', 'wall high']
+    [81, 81]
+    """
+    made: dict[int, Made] = {}
+    answers: dict[int, Any] = dict.fromkeys(range(len(steps)))  # to send None begins a generator
+    while answers:
+        asked: dict[int, Question] = {}
+        for number, given in answers.items():
+            try:
+                asked[number] = steps[number].send(given)
+            except StopIteration as end:
+                made[number] = end.value
+        answers = dict(zip(asked, answer(list(asked.values())))) if asked else {}
+    return [made[number] for number in range(len(steps))]

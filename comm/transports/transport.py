@@ -9,11 +9,10 @@ import numpy as np
 from mpi4py import MPI
 
 from ..channel import Channel
-from ..collectives import allgather_objects, broadcast_object
+from ..collectives import allgather_objects, broadcast_object, side_by_side
 from ..counters import Meter
 from ..errors import CommError
 from ..reduction import ReductionPlan
-from ..rounds import side_by_side
 from ..sums import Method
 from . import base
 from .base import Pattern, TransportContext, numbered
