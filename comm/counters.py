@@ -105,7 +105,7 @@ class Meter:
         self._instruments.waiting = self.label
 
     def took(self, started: float, waited_from: float, arrived: float, waited_to: float) -> None:
-        """Tell the recorder of one exchange: when it travelled and when somebody waited for it [s]."""
+        """Record one exchange: when it travelled and when a rank waited for it [s]."""
         self._instruments.waiting = None
         recorder = self._instruments.recorder
         if recorder is not None:

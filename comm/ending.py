@@ -255,7 +255,7 @@ def _of_several(guards: list[Guard]) -> bool:
 
 
 def _is_interactive() -> bool:
-    """Return whether somebody sits before a prompt, now or when the script is over: ``python -i``, IPython, Jupyter."""
+    """Return whether the process has a prompt, now or when the script is over: ``python -i``, IPython, Jupyter."""
     return hasattr(sys, "ps1") or bool(sys.flags.inspect)
 
 

@@ -1,6 +1,6 @@
 """Operations that go on in stages, and the thread that lets them proceed while the main thread computes.
 
-No MPI library progresses by itself: a non-blocking all-reduce or a long message waits until somebody
+No MPI library progresses by itself: a non-blocking all-reduce or a long message waits until the process
 calls MPI. The thread polls whatever is pending and sleeps in between.
 """
 
@@ -318,7 +318,7 @@ class Progress:
         self._closing = False
 
     def _launch(self) -> None:
-        # A daemon, so that a communicator somebody forgot to close does not keep the process alive; joined
+        # A daemon, so that a communicator that was not closed does not keep the process alive; joined
         # at exit, before mpi4py finalizes MPI under its feet (exit handlers run last in, first out).
         self._thread = threading.Thread(target=self._run, name="halograd-progress", daemon=True)
         atexit.register(self.close)

@@ -58,7 +58,7 @@ def _ancestors(process: int) -> Iterator[tuple[int, str]]:
 
 
 def _files(process: int) -> dict[str, str]:
-    """Return what the open files of a process are, by number; empty for a process of somebody else."""
+    """Return what the open files of a process are, by number; empty for a process of another user."""
     found, folder = {}, f"/proc/{process}/fd"
     try:
         for number in os.listdir(folder):

@@ -273,7 +273,7 @@ class Device(ABC):
         raise DeviceError(f"graph: expected a device that captures graphs, got {self.name}; set backend.graph = false")
 
     def drop_graphs(self) -> None:
-        """Free all graphs that were captured, whoever holds them. Does not wait."""
+        """Free all graphs that were captured, although they are still referenced. Does not wait."""
         return None
 
     def use(self) -> None:

@@ -191,7 +191,9 @@ class ConvTranspose(Layer):
 
 
 def _gradients(context: Context, dy: Gathered, geometry: Geometry | None) -> None:
-    """Of the parameters. That of `w` pairs each owned input with all outputs it reaches: no rank counts one twice."""
+    """Compute the gradients of the parameters. That of `w` pairs each owned input with all outputs it reaches: no rank
+    counts one twice.
+    """
     if "b" in context.grads:
         context.run(context.kernel(_bias_gradient, dy=context.dy, db=context.grads["b"]))
     owned = context.gather(0, context.inputs[0].layout.boxes)

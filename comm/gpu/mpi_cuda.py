@@ -58,7 +58,7 @@ class Added(Stage):
         self._passage, self._work = passage, work
 
     def begin(self) -> None:
-        # All summands are there, and somebody on the host has seen it: the lane need not wait for anything.
+        # The host has seen that all summands are there: the lane need not wait for anything.
         self._work.wait()
         self._passage.leave()
 

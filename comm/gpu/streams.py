@@ -121,9 +121,9 @@ class Passage:
 
 
 class Launched:
-    """A graph with messages in it, of which the watchdog is told when it is launched. Local.
+    """A graph with messages in it; the watchdog is notified of its launches. Local.
 
-    What is recorded in a graph is watched by nobody: its events cannot be asked.
+    The watchdog cannot look at what is recorded in a graph: its events cannot be queried.
     """
 
     def __init__(self, cuda: Cuda, under_way: Callable[[Any, str], None], label: str) -> None:
@@ -192,7 +192,7 @@ class LaneMeter(Meter):
 
     @property
     def timed(self) -> bool:
-        """Whether somebody wants to know."""
+        """Whether there is a recorder of times."""
         recorder = self._instruments.recorder
         return recorder is not None and self._spans.ready and not getattr(recorder, "paused", False)
 

@@ -20,7 +20,7 @@ __all__ = ["TIMEOUT", "DeviceWatchdog", "Monitored"]
 
 TIMEOUT = 600.0  # [s], the time of a very slow rank rather than that of a message
 GRACE = 30.0  # [s] that the main thread has to raise a fault
-PATIENCE = 10.0  # [s] for communicators to be aborted: a call to NCCL that never returns must keep nobody
+PATIENCE = 10.0  # [s] for communicators to be aborted: a call to NCCL that never returns must not block
 IN_PROGRESS = 7  # ncclInProgress, which CuPy has no text for: KeyError(7)
 
 

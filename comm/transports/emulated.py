@@ -1,6 +1,6 @@
 """The emulated network: shared memory of one machine that takes the time of another network.
 
-A message of n bytes that was started at time t is there at ``t + alpha + beta * n``, not earlier; nobody
+A message of n bytes that was started at time t is there at ``t + alpha + beta * n``, not earlier; no rank
 uses the CPU meanwhile (but for the last 0.1 ms before, where there is a core for every rank). Messages travel
 independently of each other (full duplex, no contention). It shows overlap where there is one machine only, and
 checks the performance model for networks that are not there.

@@ -1,4 +1,4 @@
-"""Batch norm by oneDNN, ReLU fused, on its own statistics or on somebody else's.
+"""Batch norm by oneDNN, ReLU fused, on its own statistics or on given ones.
 
 On other statistics oneDNN's backward primitive leaves out the gradient through mean and variance. It writes
 ``scale * dy'`` and the sums; when all processes have agreed on the sums, one more pass adds the rest::
@@ -7,7 +7,7 @@ On other statistics oneDNN's backward primitive leaves out the gradient through 
                                                              offset = -gamma * means[0] / sqrt(var + eps)
 
 Its fast kernels take multiples of 16 channels. With 18, eight rows are shown to it as one of 144 channels,
-with the per-channel vectors repeated eight times; the statistics are then always somebody else's: ours.
+with the per-channel vectors repeated eight times; the statistics are then always given: ours.
 """
 
 from __future__ import annotations

@@ -186,7 +186,7 @@ class BoundLayer:
 def _program(step: Step, size: int, trained: bool) -> Program:
     """Return a program of one layer, whose arrays all stay."""
     lowered = lower_alone(step, trained)
-    probed = frozenset([step.output.name])  # what lies behind the layer is written by somebody else
+    probed = frozenset([step.output.name])  # what lies behind the layer is written by other layers
     target = Target(step.output.layout.shape[0], size, dtype=step.output.dtype, trainable=trained, probed=probed)
     program = Program("layer", target)
     program.steps, program.loss = [step], lowered.loss
