@@ -1,6 +1,7 @@
 """Run the whole suite: serially, then under 1, 2, 3, 4, 6 and 8 MPI ranks. Called by ``make test``.
 
-Of the whole suite, those serial tests that start programs, which wait a lot, run beside all others.
+Of the whole suite, the serial tests that start programs, which wait a lot, and then the run under one rank, are beside
+the others.
 
 Every run has a wall-clock limit, every test one of its own, which grow on a machine that is slow or busy. A run that
 hangs is killed with all its ranks and counts as failed, with the tracebacks of every rank. The last line is
@@ -25,6 +26,7 @@ import tempfile
 import threading
 import time
 from collections import Counter, deque
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -110,15 +112,27 @@ def execute(name: str, options: argparse.Namespace, folder: Path, half: str = ""
 
 
 def execute_all(options: argparse.Namespace, folder: Path) -> list[Run]:
-    """All runs in their order, of the whole suite with the tests that start programs beside them."""
-    halves = options.whole and "serial" in options.runs
+    """Do all runs, of the whole suite in two lanes: what takes one core is beside the rest of the serial tests."""
+    if not options.whole or "serial" not in options.runs:
+        return each(options.runs, options, folder)
+    alone = [name for name in options.runs if name == "1"]
+    print("\n== serial, and programs beside it", flush=True)
     with ThreadPoolExecutor(1) as pool:
-        beside = pool.submit(execute, "serial", options, folder, "programs") if halves else None
-        runs = []
-        for name in options.runs:
-            print(f"\n== {'serial' if name == 'serial' else f'{name} ranks'}", flush=True)
-            runs.append(execute(name, options, folder, "rest" if halves and name == "serial" else ""))
-        return [together(run, beside.result()) if beside and run.name == "serial" else run for run in runs]
+        beside = pool.submit(lambda: [execute("serial", options, folder, "programs"), *each(alone, options, folder)])
+        rest = execute("serial", options, folder, "rest")
+        runs = each([name for name in options.runs if name not in ("serial", *alone)], options, folder)
+        programs, *lone = beside.result()
+    found = {run.name: run for run in (together(rest, programs), *lone, *runs)}
+    return [found[name] for name in options.runs]
+
+
+def each(names: Iterable[str], options: argparse.Namespace, folder: Path) -> list[Run]:
+    """Do these runs one after the other."""
+    runs = []
+    for name in names:
+        print(f"\n== {'serial' if name == 'serial' else f'{name} ranks'}", flush=True)
+        runs.append(execute(name, options, folder))
+    return runs
 
 
 def together(run: Run, other: Run) -> Run:
