@@ -14,7 +14,6 @@ from mpi4py import MPI
 from ..device import HOST, Device
 from .boot import begin
 from .channel import Channel, ChannelSpec
-from .collectives import allgather_objects, barrier, broadcast_object, finish
 from .counters import Instruments
 from .ending import Guard, end
 from .errors import CommError, agree, is_agreed, is_shared
@@ -86,7 +85,6 @@ class Communicator:
         parse_transport(transport)
         if mpi_comm == MPI.COMM_WORLD:
             begin()
-        barrier(mpi_comm)  # MPI's own waits spin
         self._set_up(mpi_comm.Dup(), transport, Progress(), Instruments(), tuple(range(mpi_comm.size)), DeviceLinks())
         self._is_root = True
         self._guard = Guard(mpi_comm)
@@ -246,7 +244,7 @@ class Communicator:
         if part == MPI.COMM_NULL:
             return None
         assert isinstance(part, MPI.Intracomm)
-        ranks = tuple(allgather_objects(part, self.ranks[self.rank]))
+        ranks = tuple(part.allgather(self.ranks[self.rank]))
         child = Communicator.__new__(Communicator)
         child._set_up(part, self.transport, self._progress, self.instruments, ranks, self.devices)
         return self._keep([child])[0]
@@ -290,11 +288,11 @@ class Communicator:
 
     def bcast(self, value: Any, root: int = 0) -> Any:
         """Return the small object that `root` passes. Collective."""
-        return broadcast_object(self.mpi, value, root)
+        return self.mpi.bcast(value, root=root)
 
     def allgather_objects(self, value: Any) -> list[Any]:
         """Return the small objects of all ranks, in order. Collective."""
-        return allgather_objects(self.mpi, value)
+        return self.mpi.allgather(value)
 
     def allreduce_scalar(self, value: float, operation: str = "sum") -> float:
         """Sum (or ``"max"``, ``"min"``) of a number over all ranks, the same bits on all. Collective.
@@ -304,14 +302,11 @@ class Communicator:
         if operation not in _OPERATIONS:
             raise CommError(f"operation: expected one of {sorted(_OPERATIONS)}, got {operation!r}")
         buffer = np.array([value], np.int64 if isinstance(value, (int, np.integer)) else np.float64)
-        finish(self.mpi.Iallreduce(MPI.IN_PLACE, buffer, _OPERATIONS[operation]))
+        self.mpi.Allreduce(MPI.IN_PLACE, buffer, _OPERATIONS[operation])
         return buffer[0].item()
 
     def barrier(self) -> None:
-        """Return when all ranks have called it. Collective.
-
-        MPI's own, which spins: what is measured behind it begins on all ranks within microseconds.
-        """
+        """Return when all ranks have called it. Collective."""
         self.mpi.Barrier()
 
     def abort(self, code: int = 1) -> NoReturn:

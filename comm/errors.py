@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .collectives import allgather, allgather_objects, broadcast_object
+from .progress import rest
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -48,15 +48,20 @@ def agree(mpi_comm: MPI.Intracomm, ranks: Sequence[int], fault: Exception | None
 
     `ranks` are their numbers in messages. Returns the marks of all ranks, of 63 bits.
     """
-    marks = allgather(mpi_comm, np.array([mark if fault is None else -1], np.int64))[:, 0]
+    marks = np.zeros(mpi_comm.size, np.int64)
+    request = mpi_comm.Iallgather(np.array([mark if fault is None else -1], np.int64), marks)
+    polls = 0
+    while not request.Test():  # with many ranks on few cores, one that spins keeps others from coming here
+        rest(polls)
+        polls += 1
     faulty = marks < 0
     if not faulty.any():
         return marks
-    if fault is not None and faulty.all() and len(set(allgather_objects(mpi_comm, describe(fault)))) == 1:
+    if fault is not None and faulty.all() and len(set(mpi_comm.allgather(describe(fault)))) == 1:
         mark_agreed(fault, mpi_comm.rank == 0, mpi_comm.size)
         raise fault
     origin = int(np.argmax(faulty))
-    module, name, text, names_rank = broadcast_object(mpi_comm, None if fault is None else describe(fault), origin)
+    module, name, text, names_rank = mpi_comm.bcast(None if fault is None else describe(fault), root=origin)
     others = int(faulty.sum()) - 1
     where = f"rank {ranks[origin]}" + (f" (and {others} more)" if others else "")
     error = recreate(module, name, text, "" if names_rank else f"{where}: ")

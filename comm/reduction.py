@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from ..device import on_device
-from .collectives import broadcast_object
 from .counters import Meter
 from .errors import CommError
 from .progress import Progress, Stage, StagedOperation, Work
@@ -363,7 +362,7 @@ def likeness(specs: Sequence[ReductionSpec]) -> list[str]:
 def check_alike(mpi_comm: MPI.Intracomm, first: int, mine: Sequence[str]) -> None:
     """Raise CommError unless `likeness` is that of the first rank, which is called `first`. Collective, to be agreed
     on."""
-    wanted = broadcast_object(mpi_comm, mine)
+    wanted = mpi_comm.bcast(mine, root=0)
     if len(mine) != len(wanted):
         raise CommError(f"buffers: expected {len(wanted)} as on rank {first}, got {len(mine)}")
     for other, own in zip(wanted, mine):

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 from mpi4py import MPI
 
-from ..collectives import barrier
 from ..progress import Progress
 
 __all__ = ["ALIGNMENT", "Pattern", "TransportContext", "aligned_bytes", "numbered", "split_node"]
@@ -76,7 +75,6 @@ class Pattern:
 
 def split_node(mpi_comm: MPI.Intracomm) -> MPI.Intracomm:
     """Return the ranks that share memory with this one, in the same order. Collective; the caller frees it."""
-    barrier(mpi_comm)  # MPI's own waits spin
     node = mpi_comm.Split_type(MPI.COMM_TYPE_SHARED, mpi_comm.rank)
     assert isinstance(node, MPI.Intracomm)
     return node

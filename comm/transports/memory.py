@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from ..collectives import allgather, barrier
 from ..errors import CommError
 from ..progress import Stage, rest
 from ..reduction import ReductionPlan
@@ -48,11 +47,10 @@ class Chunk:
         # Separate segments begin on pages of their own, near the rank that first touches them.
         info = MPI.Info.Create()
         info.Set("alloc_shared_noncontig", "true")
-        barrier(node)  # MPI's own waits spin
         self._window = MPI.Win.Allocate_shared(int(sizes[node.rank]), 1, info, node)
         info.Free()
         self._window.Lock_all(MPI.MODE_NOCHECK)  # an epoch for Sync; there are no RMA calls
-        self._node, self._rank, self.sizes = node, node.rank, sizes
+        self._rank, self.sizes = node.rank, sizes
         self._segments: dict[int, np.ndarray] = {}
         self.used = self._live = 0
 
@@ -83,7 +81,6 @@ class Chunk:
         """Collective over the node."""
         self._segments.clear()
         self._window.Unlock_all()
-        barrier(self._node)
         self._window.Free()
 
 
@@ -130,7 +127,8 @@ class Arena:
         self._agree(None)  # a rank may be lost to a fault since the last collective of a set-up
         size = rounded(max(sum(requests), SMALLEST, self._nbytes), PAGE)
         mine = [*requests, size, _free(), *(chunk.used for chunk in self._chunks)]
-        everywhere = allgather(self.node, np.array(mine, np.int64))
+        everywhere = np.empty((self.node.size, len(mine)), np.int64)
+        self.node.Allgather(np.array(mine, np.int64), everywhere)
         wanted, sizes, free, used = np.split(everywhere, np.cumsum([len(requests), 1, 1]), axis=1)
         starts = np.concatenate([np.zeros((len(everywhere), 1), np.int64), wanted.cumsum(axis=1)], axis=1)
         fits = (i for i, chunk in enumerate(self._chunks) if (used[:, i] + starts[:, -1] <= chunk.sizes).all())

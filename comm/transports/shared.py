@@ -11,7 +11,6 @@ import numpy as np
 from mpi4py import MPI
 
 from ..channel import Channel
-from ..collectives import allgather_objects
 from ..counters import Meter
 from ..progress import Stage, StagedOperation
 from ..reduction import Plain, ReductionPlan, Room
@@ -115,7 +114,7 @@ class NodeMemory:
         slots = [_slots({local[peer]: count * p.dtype.itemsize for peer, count in p.sends.items()}) for p in patterns]
         places, sizes = [places for places, _ in slots], [nbytes for _, nbytes in slots]
         chunk, offsets = arena.reserve(sizes)
-        slots_of = allgather_objects(arena.node, places)  # nothing before it that may fail on one rank alone
+        slots_of = arena.node.allgather(places)  # nothing before it that may fail on one rank alone
         return [
             self._channel(pattern, meter, chunk, offsets[:, i], [places[i] for places in slots_of])
             for i, (pattern, meter) in enumerate(zip(patterns, meters))

@@ -9,10 +9,10 @@ import numpy as np
 from mpi4py import MPI
 
 from ..channel import Channel
-from ..collectives import allgather_objects, broadcast_object, side_by_side
 from ..counters import Meter
 from ..errors import CommError
 from ..reduction import ReductionPlan
+from ..rounds import side_by_side
 from ..sums import Method
 from . import base
 from .base import Pattern, TransportContext, numbered
@@ -59,10 +59,10 @@ class Transport:
         mpi = self._context.mpi
         node = base.split_node(mpi) if self._memory is None else self._memory.node
         alone = node.size == mpi.size
-        first = 0 if alone else broadcast_object(node, mpi.rank)
+        first = 0 if alone else node.bcast(mpi.rank, root=0)
         if self._memory is None:
             node.Free()
-        return (0,) * mpi.size if alone else numbered(allgather_objects(mpi, first))
+        return (0,) * mpi.size if alone else numbered(mpi.allgather(first))
 
     def neighbors(self) -> set[int]:
         """Return ranks that are reached by shared memory. Collective at the first call."""

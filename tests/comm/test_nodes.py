@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from halograd.comm import progress as module
-from halograd.comm.collectives import side_by_side
 from halograd.comm.counters import Instruments, Meter
 from halograd.comm.errors import CommError
 from halograd.comm.progress import Progress, Work
 from halograd.comm.reduction import PIECE, Reduction
+from halograd.comm.rounds import side_by_side
 from halograd.comm.sums import Method
 from halograd.comm.transports import emulated, nodes
 from halograd.comm.transports.emulated import EmulatedNetwork
