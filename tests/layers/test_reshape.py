@@ -109,7 +109,7 @@ def test_exact_as_the_end_of_a_network_for_super_resolution():
 
 
 def torch_shuffle(x, factor):
-    """Of any number of axes, by reshaping and permuting."""
+    """Any number of axes, by reshaping and permuting."""
     axes, (n, channels, *spatial) = x.dim() - 2, x.shape
     cells = x.reshape(n, channels // factor**axes, *[factor] * axes, *spatial)
     order = [0, 1, *(i for axis in range(axes) for i in (2 + axes + axis, 2 + axis))]
