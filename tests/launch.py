@@ -1,4 +1,4 @@
-"""Start an MPI job from inside a serial test."""
+"""Start programs from inside a serial test: an MPI job, or a command that is alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from tests.harness import jobs
 from tests.harness.limits import LIMIT, scaled
 
-__all__ = ["PATIENT", "find_mpiexec", "mpiexec"]
+__all__ = ["PATIENT", "command_line", "find_mpiexec", "mpiexec"]
 
 #: ``-m halograd`` for ranks that all fail alike: they wait for each other however slow this machine is now.
 PATIENT = (
@@ -30,6 +30,13 @@ def find_mpiexec() -> str:
     if found is None:
         raise FileNotFoundError(f"expected mpiexec in {beside.parent} or on PATH, got none; pip install mpich")
     return found
+
+
+def command_line(*arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a command of ours in a process of its own, alone, with these environment variables."""
+    command = [sys.executable, "-m", "halograd", *map(str, arguments)]
+    env = jobs.job_environment(jobs.new_mark(), variables)
+    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, env=env)
 
 
 def mpiexec(

@@ -5,8 +5,6 @@ from __future__ import annotations
 import io
 import platform
 import re
-import subprocess
-import sys
 
 import h5py
 import pytest
@@ -15,15 +13,8 @@ from rich.console import Console
 from halograd import __version__
 from halograd.cli.commands import app
 from halograd.cli.output import progress_bar
-from tests.harness.jobs import job_environment, new_mark
-from tests.harness.limits import LIMIT
-from tests.launch import PATIENT, mpiexec
-
-
-def halograd(*arguments: object) -> subprocess.CompletedProcess[str]:
-    """Run the command line in a process of its own, alone."""
-    command = [sys.executable, "-m", "halograd", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, env=job_environment(new_mark()))
+from halograd.data import mesh_tangling
+from tests.launch import PATIENT, command_line, mpiexec
 
 
 def commands() -> list[list[str]]:
@@ -37,61 +28,37 @@ def commands() -> list[list[str]]:
 
 
 @pytest.mark.parametrize("words", commands(), ids=" ".join)
-def test_help_of_every_command_shows_an_example(words):
-    done = halograd(*words, "--help")
-    assert done.returncode == 0, done.stderr
-    example = done.stdout.partition("Example")[2]
-    assert f"halograd {' '.join(words)}" in example, done.stdout
+def test_help_of_every_command_shows_an_example(typed, words):
+    code, out, err = typed(*words, "--help")
+    assert code == 0, err
+    assert f"halograd {' '.join(words)}" in out.partition("Example")[2], out
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"]])
-def test_help_lists_the_commands(arguments):
-    done = halograd(*arguments)
-    assert done.returncode == 0
-    assert all(re.search(rf"^  {words[0]} ", done.stdout, re.M) for words in commands()), done.stdout
+def test_help_lists_the_commands(typed, arguments):
+    code, out, _ = typed(*arguments)
+    assert code == 0
+    assert all(re.search(rf"^  {words[0]} ", out, re.M) for words in commands()), out
 
 
 def test_version():
-    assert halograd("--version").stdout == f"halograd {__version__}\n"
+    assert command_line("--version").stdout == f"halograd {__version__}\n"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--bogus"], "No such option: --bogus; see `halograd --help`"),
-        (["moon"], "No such command 'moon'; see `halograd --help`"),
-        (["generate"], "Missing command; see `halograd generate --help`"),
-        (["generate", "mesh-tangling", "x.h5", "--resolution", "big"], "Invalid value for '--resolution'"),
-        (["generate", "mesh-tangling", "no/such/x.h5", "--resolution", "64"], "no/such does not exist; make it first"),
-    ],
-)
-def test_mistake_of_the_user_is_one_line(arguments, message):
-    done = halograd(*arguments)
-    assert done.returncode == 2 and done.stdout == ""
-    assert len(done.stderr.splitlines()) == 1 and done.stderr.startswith("halograd: error: "), done.stderr
-    assert message in done.stderr
-
-
-def test_ctrl_c_is_one_line(monkeypatch, capsys):
-    from halograd.cli import run
-    from halograd.data import mesh_tangling
-
+def test_ctrl_c_is_one_line(typed, monkeypatch):
     monkeypatch.setattr(mesh_tangling, "generate", lambda *arguments, **more: exec("raise KeyboardInterrupt"))
-    assert run.run(["generate", "mesh-tangling", "x.h5"]) == 130
-    assert capsys.readouterr().err == "halograd: interrupted\n"
+    assert typed("generate", "mesh-tangling", "x.h5")[::2] == (130, "halograd: interrupted\n")
 
 
 def test_the_traceback_of_a_mistake_is_there_on_demand():
-    command = [sys.executable, "-m", "halograd", "status", "no/such/run"]
-    environment = job_environment(new_mark(), {"HALOGRAD_TRACEBACK": "1"})
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, env=environment)
+    done = command_line("status", "no/such/run", HALOGRAD_TRACEBACK="1")
     assert done.returncode == 2
     assert done.stderr.startswith("Traceback") and done.stderr.splitlines()[-1].startswith("halograd: error: ")
 
 
 def test_generate_writes_what_was_asked_for(tmp_path):
     out = tmp_path / "mesh.h5"
-    done = halograd("generate", "mesh-tangling", out, "--resolution", 64, "--samples", 2, "--seed", 5)
+    done = command_line("generate", "mesh-tangling", out, "--resolution", 64, "--samples", 2, "--seed", 5)
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(rf"{out}: 2 samples of 64 x 64 cells, seed 5, [\d.]+ MiB\n", done.stdout)
     with h5py.File(out) as file:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,21 +13,13 @@ import pytest
 import halograd.kernels
 from halograd.cli import doctor as doctor_module
 from halograd.cli.doctor import Finding, careful, merge, show
-from tests.harness.jobs import job_environment, new_mark
-from tests.harness.limits import LIMIT
 from tests.kernels.cudnn.fake_runtime import Machine
-from tests.launch import mpiexec
+from tests.launch import command_line, mpiexec
 
 
 def doctor(**variables: str) -> tuple[int, dict[str, str], str]:
     """Exit code, lines by name, and last line of ``halograd doctor`` with these environment variables."""
-    done = subprocess.run(
-        [sys.executable, "-m", "halograd", "doctor"],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        env=job_environment(new_mark(), variables),
-    )
+    done = command_line("doctor", **variables)
     return done.returncode, lines_of(done.stdout), done.stdout.splitlines()[-1]
 
 

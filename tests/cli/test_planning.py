@@ -6,15 +6,12 @@ import itertools
 import json
 import math
 import re
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from halograd.cli.options import parse_grid, parse_ranks
-from halograd.cli.run import run
 from halograd.errors import UserError
 from halograd.layers.reduction_scheme import Scheme
 from halograd.measuring import rivals
@@ -24,8 +21,7 @@ from halograd.perfmodel.cuts import BASELINES, GRID
 from halograd.perfmodel.machine import Machine
 from halograd.perfmodel.plans import Alternative, Plan
 from halograd.planning import Asked, baselines_of
-from tests.harness.jobs import job_environment, new_mark
-from tests.harness.limits import LIMIT
+from tests.launch import command_line
 from tests.perfmodel.pricing import priced
 from tests.support.terminal import on_terminal
 
@@ -34,24 +30,11 @@ LASSEN = ("--machine", "lassen", "--ranks", "8", "--batch", "2")
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-@pytest.fixture
-def typed(capsys):
-    """Runs a command in this process: exit code, stdout, stderr."""
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        code = run([str(a) for a in arguments])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return call
-
-
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory) -> Path:
     """A plan, written by a process of its own."""
     path = tmp_path_factory.mktemp("plan") / "plan.json"
-    command = [sys.executable, "-m", "halograd", "plan", *SMALL, *LASSEN, "-o", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, env=job_environment(new_mark()))
+    done = command_line("plan", *SMALL, *LASSEN, "-o", path)
     assert done.returncode == 0, done.stderr
     assert done.stderr == "" and f"{path}: written" in done.stdout
     return path
@@ -197,50 +180,6 @@ def test_explain_draws_the_strip(typed, planned, tmp_path):
     assert (tmp_path / "strip.png").read_bytes().startswith(PNG)
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [("16", [16]), ("4,8,...,64", [4, 8, 16, 32, 64]), ("1, 3, ..., 27", [1, 3, 9, 27]), ("2,4,...,8", [2, 4, 8])],
-)
-def test_ranks(text, expected):
-    assert parse_ranks(text) == expected
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("four", "expected whole numbers >= 1 such as 4,8,...,2048, got 'four'"),
-        ("4,0", "got '0' in '4,0'"),
-        ("", "got '' in ''"),
-        ("8,4", "expected rising numbers"),
-        ("...,8", "expected two numbers before ... and one behind"),
-        ("4,...,8", "expected two numbers before ... and one behind"),
-        ("4,8,...", "expected two numbers before ... and one behind"),
-        ("4,6,...,32", "expected two numbers before ... and one behind"),
-        ("4,8,...,100", "expected 100 to be reached by times 2 from 8, got '4,8,...,100'; end with 128 or 64"),
-    ],
-)
-def test_ranks_that_are_refused(text, message):
-    with pytest.raises(UserError) as error:
-        parse_ranks(text)
-    assert message in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("sample", "expected AXIS=PARTS"),
-        ("sample=two", "expected AXIS=PARTS"),
-        ("sample=0", "expected AXIS=PARTS"),
-        ("column=2", "expected axes out of sample, depth"),
-        ("height=2,height=2", "expected every axis once"),
-    ],
-)
-def test_grids_that_are_refused(text, message):
-    with pytest.raises(UserError) as error:
-        parse_grid(text)
-    assert message in str(error.value)
-
-
 def test_predict_one_grid_is_one_record(typed):
     arguments = ("predict", *SMALL, *LASSEN, "--grid", "sample=2,height=2,width=2")
     code, out, err = typed(*arguments, "--json")
@@ -294,63 +233,6 @@ def test_predict_says_where_nothing_fits(typed):
     limited = ("--machine", "lassen", "--ranks", "1,8", "--batch", "2", "--memory", "1500kB")
     code, out, _ = typed("predict", *SMALL, *limited)
     assert code == 0 and re.search(r"^ +1 +2 .* nothing fits: ", out, re.M), out
-
-
-WRONG = [
-    (("plan", "mesh_3k", *LASSEN), "got 'mesh_3k'; did you mean mesh_2k"),
-    (("plan", *SMALL, "--machine", "lasen", "--ranks", 2, "--batch", 1), "got 'lasen'; did you mean lassen?"),
-    (
-        ("plan", *SMALL, "--machine", "no.toml", "--ranks", 2, "--batch", 1),
-        "machine no.toml: expected a TOML file to read",
-    ),
-    (("plan", *SMALL, *LASSEN, "--memory", "16"), '--memory: expected a size with its unit, such as "16 GiB", got'),
-    (("plan", *SMALL, *LASSEN, "--memory", "1kB"), "too much; use more ranks, a smaller batch than 2"),
-    (("plan", *SMALL, *LASSEN, "--planner", "eliminate"), "got 'eliminate'; did you mean elimination?"),
-    (("plan", *SMALL, *LASSEN, "--optimizer", "adamv"), "--optimizer: expected one of sgd, adam, adamw, lars, got"),
-    (("predict", *SMALL, *LASSEN, "--optimizer", "x"), "--optimizer: expected one of sgd, adam, adamw, lars, got 'x'"),
-    (("plan", *SMALL, *LASSEN, "--dtype", "float8"), "--dtype: expected one of float16, float32"),
-    (("plan", *SMALL, *LASSEN, "--option", "colour=1"), "model.colour: unknown key; expected one of"),
-    (("plan", *SMALL, *LASSEN, "--option", "colour"), "--option: expected KEY=VALUE"),
-    (("plan", *SMALL, *LASSEN[:4], "--batch", 0), "--batch: expected a whole number >= 1, got 0"),
-    (("plan", *SMALL, "--machine", "lassen", "--ranks", "many", "--batch", 1), "Invalid value for '--ranks'"),
-    (
-        ("plan", *SMALL, *LASSEN, "-o", "no/such/plan.json"),
-        "plan no/such/plan.json: expected a path that can be written",
-    ),
-    (("predict", *SMALL, "--machine", "lassen", "--ranks", "x", "--batch", 1), "--ranks: expected whole numbers"),
-    (("predict", *SMALL, *LASSEN, "--grid", "height=3"), "3 ranks, which does not divide --ranks 8"),
-    (("predict", *SMALL, *LASSEN, "--grid", "sample=2,height=2"), "choose parts whose product is 8"),
-    (("predict", *SMALL, *LASSEN, "--grid", "depth=8"), "'depth' is cut, but the samples of 'mesh' have only the axes"),
-    (("predict", *SMALL, *LASSEN, "--grid", "sample=8"), "8 parts along 'sample', but the batch has 2; use at most 2"),
-    (("predict", *SMALL, *LASSEN, "--grid", "sample=2", "--planner", "data"), "--grid: expected no --planner with it"),
-    (("predict", *SMALL, *LASSEN, "--plot", "x.png"), "--plot: expected several numbers of ranks"),
-    (("predict", *SMALL, "--machine", "lassen", "--ranks", "2,3", "--batch", 3), "use a multiple of 2"),
-    (("plan", *SMALL, *LASSEN, "--memory", "0 B"), "--memory: expected a number >= 1, got 0"),
-    (("plan", *SMALL, *LASSEN, "--memory", "1e400 GB"), "--memory: expected a size with its unit"),
-    (("plan", *SMALL, *LASSEN, "--planner", "x" * 3000), "--planner: expected one of shortest_path"),
-    (("plan", *SMALL, *LASSEN, "--option", "convs=-1"), "model.convs: expected a whole number >= 1, got -1"),
-    (("plan", *SMALL, *LASSEN, "--option", "convs=" + "9" * 5000), "--option convs: expected a TOML value, got '99999"),
-    (("plan", *SMALL, *LASSEN, "--option", "widths=" + "[" * 3000), "--option widths: expected a TOML value, got '[[["),
-    (("plan", *SMALL, "--machine", "lassen", "--ranks", 8193, "--batch", 1), "--ranks: expected a whole number <= 819"),
-    (("plan", *SMALL, "--machine", "lassen", "--ranks", 2, "--batch", 2**31), "--batch: expected a whole number <= 2"),
-    (("plan", *SMALL, "--machine", "x" * 300 + ".toml", "--ranks", 2, "--batch", 1), "(File name too long); check"),
-    (("predict", *SMALL, "--machine", "lassen", "--ranks", "9" * 5000, "--batch", 1), "--ranks: expected whole num"),
-    (
-        ("predict", *SMALL, "--machine", "lassen", "--ranks", "1,2,...,\u00b2", "--batch", 1),
-        "expected two numbers before",
-    ),
-    (("predict", *SMALL, *LASSEN, "--grid", "sample=\u00b2"), "--grid: expected AXIS=PARTS,..."),
-    (("evaluate", "x" * 300), "expected a shorter path, got 'xxx"),
-    (("generate", "mesh-tangling", "o.h5", "--seed", 10**40), "seed: expected 0 to 9223372036854775807, got 1"),
-    (("explain", "no.json"), "plan no.json: expected a JSON file to read"),
-]
-
-
-@pytest.mark.parametrize(("arguments", "message"), WRONG, ids=[" ".join(map(str, a))[-40:] for a, _ in WRONG])
-def test_mistakes_are_one_line(typed, arguments, message):
-    code, out, err = typed(*arguments)
-    assert (code, out) == (2, ""), err
-    assert len(err.splitlines()) == 1 and err.startswith("halograd: error: ") and message in err, err
 
 
 @pytest.mark.parametrize(
@@ -444,7 +326,7 @@ def test_machine_files_with_faults(typed, tmp_path, change, message):
     assert code == 2 and len(err.splitlines()) == 1 and str(path) in err and message in err, err
 
 
-def test_what_takes_long_shows_a_sign_of_life_on_a_terminal(tmp_path):
+def test_what_takes_long_shows_a_sign_of_life_on_a_terminal(typed, tmp_path):
     """And nothing of it where stderr is read by a program."""
     out = str(tmp_path / "plan.json")
     for words, sign in [
@@ -452,9 +334,8 @@ def test_what_takes_long_shows_a_sign_of_life_on_a_terminal(tmp_path):
         (("explain", out), "planning anew around the cuts of"),
         (("predict", *SMALL, "--machine", "lassen", "--ranks", "2,4", "--batch", "2"), "predicting 4 ranks, batch 2"),
     ]:
-        command = [sys.executable, "-m", "halograd", *words]
-        code, shown = on_terminal(command)
+        code, shown = on_terminal([sys.executable, "-m", "halograd", *words])
         assert code == 0, shown
         assert sign in shown and "\x1b[" in shown
-        plain = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, env=job_environment(new_mark()))
-        assert plain.returncode == 0 and plain.stderr == ""
+        code, _, err = typed(*words)
+        assert (code, err) == (0, "")

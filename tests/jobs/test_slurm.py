@@ -128,7 +128,7 @@ def planned(site: Site) -> str:
 # -- they run -----------------------------------------------------------------------------------
 
 
-def test_training_by_srun_runs_to_the_end(limited, planned, undisturbed, site):
+def test_training_by_srun_runs_to_the_end(disturbed, limited, planned, undisturbed, site):
     assert undisturbed[STEPS] < undisturbed[1]
     assert (site.folder / "undisturbed" / "checkpoints" / "latest.h5").exists()
 
@@ -201,6 +201,7 @@ def kill_rank(site: Site, job: str) -> None:
 def fail_node(site: Site, job: str) -> None:
     site.slurm.fail_node("n2")
     site.slurm.wait(job, "PENDING")
+    site.slurm.call("scontrol", "hold", job)  # else the next outage could hit it too
     site.slurm.start_node("n2")
 
 
@@ -221,64 +222,60 @@ def is_rank(pid: int, rank: int) -> bool:
     return f"SLURM_PROCID={rank}".encode() in environment and command[1:4] == [b"-m", b"halograd", b"train"]
 
 
-TOGETHER = {"script": signal_script, "ranks": signal_ranks, "killed": kill_rank}
+OUTAGES = {"node": fail_node, "urgent": preempt}
+SIGNALS = {"script": signal_script, "ranks": signal_ranks, "killed": kill_rank}
 
 
 @pytest.fixture(scope="module")
-def together(site: Site) -> dict[str, str]:
-    """Jobs that are disturbed at their third step, one after the other: most of what they do is wait for Slurm."""
-    found = {run: site.submit(run, until=3) for run in TOGETHER}
-    for run, disturb in TOGETHER.items():
+def disturbed(site: Site) -> dict[str, str]:
+    """Jobs that are disturbed at their third step. Most of what they do then is wait for Slurm, beside other tests."""
+    found = {}
+    for run, disturb in OUTAGES.items():
+        found[run] = site.submit(run, until=3)
         site.reach(run, found[run], 3)
         disturb(site, found[run])
+        site.let_go_on(run)
+    site.slurm.call("scontrol", "release", found["node"])
+    found |= {run: site.submit(run, until=3) for run in SIGNALS}
+    for run, disturb in SIGNALS.items():
+        site.reach(run, found[run], 3)
+        disturb(site, found[run])
+    for run in SIGNALS:
+        site.slurm.wait(found[run], "PENDING", "RUNNING", Restarts="1")
+        site.let_go_on(run)
     return found
 
 
 def survive(site: Site, undisturbed: dict[int, float], run: str, job: str) -> str:
     """A disturbed job goes back into the queue once, and gets the losses of the undisturbed run; the log."""
-    site.slurm.wait(job, "PENDING", "RUNNING", "COMPLETED", Restarts="1")
-    site.let_go_on(run)
     log = site.complete(job, 1)
     assert site.losses(run) == undisturbed, log
     assert log.count("starting from the beginning") == 1
     return log
 
 
+@pytest.mark.parametrize("run", OUTAGES)
+def test_slurm_itself_brings_a_job_back_into_the_queue(run, undisturbed, disturbed, site):
+    """A node that fails; preemption by a higher partition."""
+    survive(site, undisturbed, run, disturbed[run])
+
+
 @pytest.mark.parametrize("run", ["script", "ranks"])
-def test_a_signal_leads_to_a_checkpoint_and_back_into_the_queue(run, undisturbed, together, site):
-    log = survive(site, undisturbed, run, together[run])
+def test_a_signal_leads_to_a_checkpoint_and_back_into_the_queue(run, undisturbed, disturbed, site):
+    log = survive(site, undisturbed, run, disturbed[run])
     assert "training ended with code 75; go on: yes" in log
 
 
-def test_a_killed_rank_ends_the_job_which_goes_on_from_its_checkpoint(undisturbed, together, site):
+def test_a_killed_rank_ends_the_job_which_goes_on_from_its_checkpoint(undisturbed, disturbed, site):
     """One message names the rank, its host and the cause."""
-    log = survive(site, undisturbed, "killed", together["killed"])
+    log = survive(site, undisturbed, "killed", disturbed["killed"])
     assert "go on: yes" in log and re.search(r"rank 3 of 4 on|n2: task 3: Killed", log), log
-
-
-def test_a_time_limit_leads_to_a_checkpoint_and_back_into_the_queue(limited, undisturbed, site):
-    """The only test in which Slurm itself sends the signal."""
-    wait_until(lambda: site.slurm.fields(limited)["Restarts"] != "0", lambda: site.slurm.log(limited))
-    site.let_go_on("limited")
-    site.slurm.wait(limited, "COMPLETED")
-    assert "training ended with code 75; go on: yes" in site.slurm.log(limited)
-    assert site.losses("limited") == undisturbed
 
 
 def test_a_signal_when_all_is_trained_does_not_bring_a_job_back(undisturbed, site):
     log = site.complete(site.submit("late", "--env", "HALOGRAD_TEST_LATE=1"), 0)
     assert f"trained to step {STEPS}" in log and "training ended with code 0; go on: no" in log, log
     assert site.losses("late") == undisturbed
-
-
-@pytest.mark.parametrize("disturb", [preempt, fail_node])
-def test_slurm_itself_brings_a_job_back_into_the_queue(disturb, undisturbed, site):
-    """Preemption by a higher partition; a node that fails."""
-    run = disturb.__name__
-    job = site.submit(run, until=3)
-    site.reach(run, job, 3)
-    disturb(site, job)
-    survive(site, undisturbed, run, job)
 
 
 def test_a_cancelled_job_stays_so_and_goes_on_elsewhere(undisturbed, site):
@@ -307,3 +304,12 @@ def test_a_chain_goes_on_until_a_job_is_through(undisturbed, site):
     site.complete(second, 0)
     site.slurm.wait(last, "CANCELLED")
     assert site.losses("chain") == undisturbed
+
+
+def test_a_time_limit_leads_to_a_checkpoint_and_back_into_the_queue(limited, undisturbed, site):
+    """The only test in which Slurm itself sends the signal."""
+    wait_until(lambda: site.slurm.fields(limited)["Restarts"] != "0", lambda: site.slurm.log(limited))
+    site.let_go_on("limited")
+    site.slurm.wait(limited, "COMPLETED")
+    assert "training ended with code 75; go on: yes" in site.slurm.log(limited)
+    assert site.losses("limited") == undisturbed
