@@ -9,8 +9,7 @@ import numpy as np
 
 from ..layers import BatchNorm, GroupNorm, InstanceNorm, Layer, LayerNorm
 from .graph import Activation, Builder, OnnxConstant, OnnxNode
-from .patterns import permuted
-from .sliding import activation_of
+from .patterns import activation_of, permuted
 
 __all__ = ["NORMS"]
 
@@ -59,8 +58,7 @@ def _batch_norm(build: Builder, op: OnnxNode) -> Activation:
     statistics = [build.constant(op, i) for i in (3, 4)]
     affine = _affine(build, op, 1, channels)
     momentum = round(1 - op.attributes.get("momentum", 0.9), 6)
-    relu = activation_of(op)
-    layer: Layer = BatchNorm(momentum=momentum, eps=_eps(op), affine=affine is not None, activation=relu)
+    layer: Layer = BatchNorm("global", momentum, _eps(op), affine is not None, activation_of(op))
 
     def order(array: np.ndarray) -> np.ndarray:
         return permuted(array.reshape(-1), value.spatial) if value.spatial else array.reshape(-1)

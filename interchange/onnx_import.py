@@ -17,8 +17,6 @@ import numpy as np
 from halograd.errors import UserError
 
 from ..layers import (
-    ELU,
-    GELU,
     Add,
     Affine,
     BroadcastAdd,
@@ -27,35 +25,25 @@ from ..layers import (
     Conv,
     Dense,
     Dropout,
-    HardSigmoid,
-    HardSwish,
     Input,
     Layer,
-    LeakyReLU,
     LocalResponseNorm,
     LogSoftmax,
-    Mish,
     Multiply,
     Network,
     PReLU,
-    ReLU,
-    Sigmoid,
-    SiLU,
     Softmax,
-    Softplus,
-    Tanh,
 )
 from .graph import Activation, Builder, Graph, NeedsPositions, OnnxNode
 from .norms import NORMS
 from .onnx_file import read_onnx
-from .patterns import is_hard_sigmoid, permuted, recognize
+from .patterns import ACTIVATIONS, activation_of, is_hard_sigmoid, permuted, recognize
 from .shaping import SHAPING
-from .sliding import SLIDING, activation_of
+from .sliding import SLIDING
 
-__all__ = [
-    "OPERATORS",
-    "load",
-]
+__all__ = ["OPERATORS", "load"]
+
+Operator = Callable[[Builder, OnnxNode], "Activation | Sequence[Activation]"]
 
 
 def load(path: str | Path, shapes: Mapping[str, Sequence[int]] | None = None) -> Network:
@@ -125,14 +113,14 @@ def _pointwise(make: Callable[[OnnxNode], Layer]) -> Callable[[Builder, OnnxNode
     return operator
 
 
-def _gelu(build: Builder, op: OnnxNode) -> Activation:
-    return _pointwise(lambda _: GELU(op.attributes.get("approximate", "none")))(build, op)
+def _activation(kind: str) -> Callable[[Builder, OnnxNode], Activation]:
+    return _pointwise(lambda op: ACTIVATIONS[kind](op.attributes))
 
 
 def _hard_sigmoid(build: Builder, op: OnnxNode) -> Activation:
     if not is_hard_sigmoid(op):
         raise build.refused(op, "torch's slope 1 / 6 and offset 1 / 2", f"{op.attributes}")
-    return _pointwise(lambda _: HardSigmoid())(build, op)
+    return _activation("HardSigmoid")(build, op)
 
 
 def _prelu(build: Builder, op: OnnxNode) -> Activation:
@@ -164,7 +152,7 @@ def _clip(build: Builder, op: OnnxNode) -> Activation:
     most = float(np.finfo(np.float32).max)
     low, high = (float((build.numbers(op, i, key) or [n])[0]) for i, key, n in ((1, "min", -most), (2, "max", most)))
     if low == 0 and high >= most:
-        return _pointwise(lambda _: ReLU())(build, op)
+        return _activation("Relu")(build, op)
     return _pointwise(lambda _: Clamp(low if low > -most else -math.inf, high if high < most else math.inf))(build, op)
 
 
@@ -302,28 +290,16 @@ def _dense(build: Builder, op: OnnxNode, transposed: bool) -> Activation:
     return Activation(node, value.last, value.pooled, value.pool)
 
 
-Operator = Callable[[Builder, OnnxNode], "Activation | Sequence[Activation]"]
-
 #: By name of the operator in ONNX, and of those that `patterns` makes.
 OPERATORS: dict[str, Operator] = {
     "Identity": lambda build, op: build.value(op),
-    "Relu": _pointwise(lambda op: ReLU()),
-    "LeakyRelu": _pointwise(lambda op: LeakyReLU(op.attributes.get("alpha", 0.01))),
-    "Sigmoid": _pointwise(lambda op: Sigmoid()),
-    "Tanh": _pointwise(lambda op: Tanh()),
-    "Elu": _pointwise(lambda op: ELU(op.attributes.get("alpha", 1.0))),
-    "Silu": _pointwise(lambda op: SiLU()),
-    "Swish": _pointwise(lambda op: SiLU()),
-    "HardSwish": _pointwise(lambda op: HardSwish()),
+    **{kind: _activation(kind) for kind in ACTIVATIONS},
     "HardSigmoid": _hard_sigmoid,
-    "Gelu": _gelu,
     "Clip": _clip,
     "PRelu": _prelu,
     "Dropout": _dropout,
     "Softmax": _softmax,
     "LogSoftmax": partial(_softmax, kind=LogSoftmax),
-    "Softplus": _pointwise(lambda op: Softplus()),
-    "Mish": _pointwise(lambda op: Mish()),
     "Affine": _pointwise(lambda op: Affine(**op.attributes)),
     "LRN": _local_response_norm,
     "Add": _add,

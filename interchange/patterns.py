@@ -7,15 +7,38 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
+from ..layers import ELU, GELU, HardSigmoid, HardSwish, Layer, LeakyReLU, Mish, ReLU, Sigmoid, SiLU, Softplus, Tanh
 from .graph import Graph, OnnxNode
 
-__all__ = ["RULES", "recognize"]
+__all__ = ["ACTIVATIONS", "RULES", "activation_of", "is_hard_sigmoid", "permuted", "recognize"]
 
-#: Layers that take a ReLU into their own kernels.
-_FUSES_RELU = {"Conv", "BatchNormalization", "InstanceNormalization", "GroupNorm", "LayerNormalization", "Add"}
+#: Activations that other layers may take into their own kernels, made from the attributes of the operator.
+ACTIVATIONS: dict[str, Callable[[dict[str, Any]], Layer]] = {
+    "Relu": lambda given: ReLU(),
+    "LeakyRelu": lambda given: LeakyReLU(given.get("alpha", 0.01)),
+    "Sigmoid": lambda given: Sigmoid(),
+    "Tanh": lambda given: Tanh(),
+    "Elu": lambda given: ELU(given.get("alpha", 1.0)),
+    "Silu": lambda given: SiLU(),
+    "Swish": lambda given: SiLU(),
+    "HardSwish": lambda given: HardSwish(),
+    "HardSigmoid": lambda given: HardSigmoid(),
+    "Gelu": lambda given: GELU(given.get("approximate", "none")),
+    "Softplus": lambda given: Softplus(),
+    "Mish": lambda given: Mish(),
+}
+#: Operators whose layers compute activations in their own kernels.
+_FUSE = {"Conv", "BatchNormalization", "InstanceNormalization", "GroupNorm", "LayerNormalization", "Add"}
+
+
+def activation_of(op: OnnxNode) -> Layer | None:
+    """Return a new layer of the activation that was fused into an operation, or None."""
+    kind, given = op.attributes.get("activation", (None, {}))
+    return None if kind is None else ACTIVATIONS[kind](given)
 
 
 def recognize(graph: Graph) -> None:
@@ -271,23 +294,25 @@ def _residual(graph: Graph, op: OnnxNode) -> None:
         norm = graph.maker(name)
         if norm is None or norm.kind != "BatchNormalization" or graph.only_reader(name) is not op:
             continue
-        if norm.attributes.get("relu"):  # it has a shortcut already
+        if "activation" in norm.attributes:  # it has a shortcut already
             continue
-        attributes = {**norm.attributes, "relu": 1}
+        attributes = {**norm.attributes, "activation": ("Relu", {})}
         joined = norm.changed(inputs=(*norm.inputs, op.inputs[1 - i]), outputs=after.outputs, attributes=attributes)
         graph.replace([norm, op, after], joined)
         return
 
 
-def _relu(graph: Graph, op: OnnxNode) -> None:
-    """Fuse a ReLU into the layer before it."""
-    if op.kind not in _FUSES_RELU or (op.kind == "Add" and not _are_alike(graph, op)):
+def _activation(graph: Graph, op: OnnxNode) -> None:
+    """Fuse an activation into the layer before it."""
+    if op.kind not in _FUSE or "activation" in op.attributes or (op.kind == "Add" and not _are_alike(graph, op)):
+        return
+    found = _activation_behind(graph, op)
+    if found is None or any(_activation_behind(graph, one) != found for one in _calls(graph, op)):
         return
     after = graph.only_reader(op.outputs[0])
-    if after is None or after.kind != "Relu" or not all(_ends_in_relu(graph, one) for one in _calls(graph, op)):
-        return
+    assert after is not None
     outputs = (after.outputs[0], *op.outputs[1:])
-    graph.replace([op, after], op.changed(outputs=outputs, attributes={**op.attributes, "relu": 1}))
+    graph.replace([op, after], op.changed(outputs=outputs, attributes={**op.attributes, "activation": found}))
 
 
 def _are_alike(graph: Graph, op: OnnxNode) -> bool:
@@ -306,9 +331,16 @@ def _calls(graph: Graph, op: OnnxNode) -> list[OnnxNode]:
     return [one for one in alike if own & weights(one)]
 
 
-def _ends_in_relu(graph: Graph, op: OnnxNode) -> bool:
+def _activation_behind(graph: Graph, op: OnnxNode) -> tuple[str, dict[str, Any]] | None:
+    """Return kind and attributes of the activation that was fused into an operation, or is its only reader."""
+    if "activation" in op.attributes:
+        fused: tuple[str, dict[str, Any]] = op.attributes["activation"]
+        return fused
     after = graph.only_reader(op.outputs[0])
-    return bool(op.attributes.get("relu")) or (after is not None and after.kind == "Relu")
+    if after is None or after.kind not in ACTIVATIONS or (after.kind == "HardSigmoid" and not is_hard_sigmoid(after)):
+        return None
+    # Behind an output of the network stays a layer of its own: losses take what is in front of it.
+    return None if after.outputs[0] in graph.outputs else (after.kind, after.attributes)
 
 
 #: In this order: a factor behind a norm belongs to it, and is no layer of its own.
@@ -324,7 +356,7 @@ RULES: Sequence[Callable[[Graph, OnnxNode], None]] = (
     _affine,
     _channel_scale,
     _residual,
-    _relu,
+    _activation,
 )
 
 

@@ -19,19 +19,14 @@ from ..layers import (
     GlobalMaxPool,
     Layer,
     MaxPool,
-    ReLU,
     Resize,
 )
 from .graph import Activation, Builder, OnnxConstant, OnnxNode
+from .patterns import activation_of
 
-__all__ = ["SLIDING", "activation_of", "ceil_padding"]
+__all__ = ["SLIDING", "ceil_padding"]
 
 Pads = tuple[tuple[int, int], ...]
-
-
-def activation_of(op: OnnxNode) -> str | None:
-    """Return the fused activation of an operation."""
-    return "relu" if op.attributes.get("relu") else None
 
 
 def _window(build: Builder, op: OnnxNode, axes: int) -> dict[str, Any]:
@@ -100,9 +95,9 @@ def _conv_of_vectors(
     if bias is not None:
         given["b"] = build.given(bias, np.ravel, (units,))
     layer = Dense(units, bias=bias is not None).initialized(**given)
-    node = build.add(op, layer, value.node, weights=(weights, bias))
-    if activation_of(op):
-        node = build.add(op.changed(name=f"{op.name}.relu", scope=""), ReLU(), node)
+    node, activation = build.add(op, layer, value.node, weights=(weights, bias)), activation_of(op)
+    if activation is not None:
+        node = build.add(op.changed(name=f"{op.name}.activation", scope=""), activation, node)
     return value.of(node)
 
 

@@ -160,6 +160,13 @@ def _modules():
             ),
             image,
         ),
+        "activations": (
+            lambda: nn.Sequential(
+                *(nn.Conv2d(4, 4, 3, bias=False), nn.BatchNorm2d(4), nn.SiLU(), nn.GroupNorm(2, 4), nn.Tanh()),
+                *(nn.ConvTranspose2d(4, 4, 2, 2), nn.ELU(0.7), nn.Conv2d(4, 2, 1), nn.LeakyReLU(0.3), nn.Sigmoid()),
+            ),
+            image,
+        ),
         "channels last": (lambda: blocks(None, None), image),
         "pyramid": (
             lambda: as_module(pyramid, one=nn.Conv2d(4, 3, 1), two=nn.Conv2d(4, 3, 1), norm=nn.BatchNorm2d(3)),
@@ -175,7 +182,7 @@ ALSO_NEW = [
     *("silu", "relu 6", "elu", "hard swish", "dropout", "max pool, rounded up", "global pool", "bilinear"),
     *("nearest, to a size", "pad", "slices", "view", "gate", "residual", "channels last", "pyramid"),
     *("global pool behind permutes", "pixel shuffle", "pixel unshuffle"),
-    *("mish", "gelu by tanh", "numbers", "differences", "embedding", "channel shuffle"),
+    *("activations", "mish", "gelu by tanh", "numbers", "differences", "embedding", "channel shuffle"),
 ]
 CASES = [*((name, "old") for name in NAMES), *((name, "dynamo") for name in ALSO_NEW)]
 #: And where it leaves more when it does not optimize.
@@ -251,12 +258,18 @@ def _kinds(name, folder) -> list[str]:
 
 
 def test_layers_are_as_few_as_can_be(tmp_path):
-    """Activations and shortcuts in the kernels of norms; vectors behind a pooling, unless positions are read."""
-    assert _kinds("residual, twice", tmp_path) == ["Conv", "BatchNorm", "Conv", "Add"]
+    """Activations and shortcuts in the kernels of norms; vectors behind a pooling, unless positions are read.
+
+    The activation of an output stays a layer.
+    """
+    assert _kinds("residual, twice", tmp_path) == ["Conv", "BatchNorm", "Conv", "Add", "ReLU"]
     assert _kinds("residual", tmp_path) == ["Conv", "BatchNorm"]
-    assert _kinds("conv, norm", tmp_path) == ["Conv", "BatchNorm"]
+    assert _kinds("conv, norm", tmp_path) == ["Conv", "BatchNorm", "ReLU"]
+    assert _kinds("activations", tmp_path) == [
+        *("Conv", "BatchNorm", "GroupNorm", "ConvTranspose", "ELU", "Conv", "Sigmoid"),
+    ]
     assert _kinds("pixel unshuffle", tmp_path) == ["Conv", "PixelUnshuffle"]
-    assert _kinds("group norm 3d", tmp_path) == ["GroupNorm"]
+    assert _kinds("group norm 3d", tmp_path) == ["GroupNorm", "ReLU"]
     gate = ["GlobalAveragePool", "Dense", "ReLU", "Dense", "HardSigmoid", "Multiply"]
     assert _kinds("gate", tmp_path) == gate
     assert "AveragePool" in _kinds("pyramid", tmp_path)
