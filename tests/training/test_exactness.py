@@ -1,5 +1,6 @@
 """Training under every sample x height x width cut gives the losses of one process."""
 
+import functools
 import math
 
 import numpy as np
@@ -64,12 +65,19 @@ def fill(executor, step):
         executor.set_input(name, array)
 
 
+@functools.cache
+def alone(name, dtype, backend):
+    """What one process computes."""
+    with Communicator(MPI.COMM_SELF) as comm:
+        losses, parameters = train(NETWORKS[name](), comm, {}, dtype, backend)
+    assert np.isfinite(losses).all() and losses[-1] < losses[0], "the network must learn something"
+    return losses, parameters
+
+
 def check(name, comm, dtype, backend="numpy", options=None):
     """Compare with one process; the bound grows with the steps, as rounding does in training."""
     network = NETWORKS[name]()
-    with Communicator(MPI.COMM_SELF) as alone:
-        expected, parameters = train(network, alone, {}, dtype, backend)
-    assert np.isfinite(expected).all() and expected[-1] < expected[0], "the network must learn something"
+    expected, parameters = alone(name, dtype, backend)
     eps = float(np.finfo(dtype).eps)
     reduction = max(math.prod(n.shape) for n in network.layers.values()) * 4
     bound = eps * math.sqrt(reduction) * 20 * (1 + np.arange(STEPS)) ** 2

@@ -188,7 +188,7 @@ def off(comm, rate, **settings):
     scheme = Scheme("per_layer", payload="bfloat16", **settings)
     _, whole = alone("lenet", "float32", rate)
     strategy = Strategy({"sample": comm.size}, bucket_bytes=BUCKET, reduction=scheme)
-    _, params = train("lenet", comm, strategy, "float32", rate)
+    _, params, _ = train("lenet", comm, strategy, "float32", rate)
     worst = max(float(np.abs(params[key] - whole[key]).max()) for key in params)
     return comm.allreduce_scalar(worst, "max")
 
