@@ -189,7 +189,8 @@ def off(comm, rate, **settings):
     _, whole = alone("lenet", "float32", rate)
     strategy = Strategy({"sample": comm.size}, bucket_bytes=BUCKET, reduction=scheme)
     _, params, _ = train("lenet", comm, strategy, "float32", rate)
-    worst = max(float(np.abs(params[key] - whole[key]).max()) for key in params)
+    worst = float(np.max([np.abs(params[key] - whole[key]).max() for key in params]))
+    comm.agree(None if np.isfinite(worst) else AssertionError(f"parameters differ by {worst}"))
     return comm.allreduce_scalar(worst, "max")
 
 

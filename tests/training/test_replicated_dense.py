@@ -75,7 +75,7 @@ def check_losses(comm, found, expected, dtype, where):
 
 
 def check_arrays(comm, found, expected, dtype, where):
-    worst = max(float(np.max(np.abs(found[k] - v))) / max(1.0, float(np.max(np.abs(v)))) for k, v in expected.items())
+    worst = np.max([np.max(np.abs(found[k] - v)) / max(1.0, np.max(np.abs(v))) for k, v in expected.items()])
     fault = None if worst <= 10 * bound(dtype)[-1] else AssertionError(f"{where}: arrays differ by {worst}")
     comm.agree(fault)
 
