@@ -75,13 +75,14 @@ def with_activation(
         sums = chain(backward, sums)
     elif f is not None and sums is not None:
         again = batch_norm(replace(alone, y=dz, dy=None, dx=None, local=False)).forward
-        sums = chain(again, differentiated(f, dz, a.y, a.dy, kernels), sums)
+        sums = chain(again, differentiated(f, dz, a.dy, kernels), sums)
     return BatchNormKernels(made.statistics, forward, sums, made.backward_data)
 
 
-def differentiated(f: FusedActivation, z: Any, y: Any, dy: Any, kernels: Elementwise) -> Kernel:
-    """``z = f'(z) * dy``; `y` is another array of this shape, which is neither read nor written."""
-    forward, backward = kernels.activation(f.kind, z, y if f.by_input else z, dy, z, f.alpha)
+def differentiated(f: FusedActivation, z: Any, dy: Any, kernels: Elementwise) -> Kernel:
+    """``z = f'(z) * dy``; `z` and `dy` are apart."""
+    # A forward that is not called needs an array for its output: `z` may lie where the output of the norm has been.
+    forward, backward = kernels.activation(f.kind, z, dy if f.by_input else z, dy, z, f.alpha)
     assert backward is not None
     return backward if f.by_input else chain(forward, backward)
 

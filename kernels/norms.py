@@ -115,7 +115,7 @@ class Norms(Base):
         if a.dy is None or backward is None:
             return forward, None
         again, _ = self._channel_norm(replace(a, activation=None, y=a.dx, dy=None, dx=None))
-        return forward, chain(again, differentiated(f, a.dx, a.y, a.dy, self), backward)
+        return forward, chain(again, differentiated(f, a.dx, a.dy, self), backward)
 
     # ------------------------------------------------------------------ what a backend implements
     def _with_activation(self, arrays: BatchNormArrays) -> BatchNormKernels:

@@ -20,6 +20,9 @@ BN_EPS = 1e-3
 class Problem:
     """One batch norm with poisoned outputs."""
 
+    #: Whether `dx` lies where `y` was.
+    overlaid = False
+
     def __init__(
         self, a: Arrays, shape, f: FusedActivation | None, local: bool, offset: float = 0.0, backward: bool = True
     ):
@@ -27,7 +30,8 @@ class Problem:
         self.x, self.dy = a.draw(*shape), a.draw(*shape)
         self.x += offset
         self.gamma, self.beta = a.draw(c), a.draw(c)
-        self.y, self.dx = a.poisoned(*shape), a.poisoned(*shape)
+        self.y = a.poisoned(*shape)
+        self.dx = self.y if self.overlaid else a.poisoned(*shape)
         self.mean, self.var = a.poisoned(c), a.poisoned(c)
         self.sums, self.means = a.poisoned(2, c, dtype=np.float64), a.poisoned(2, c, dtype=np.float64)
         self.count = self.x.size // c
@@ -116,16 +120,17 @@ def test_statistics_of_others(typed, f):
     assert np.abs(p.sums - sums).max() <= 16 * EPS[p.x.dtype] * p.count * 8
 
 
-@pytest.mark.parametrize("residual", [False, True], ids=["alone", "residual"])
+@pytest.mark.parametrize("placed", ["alone", "residual", "overlaid"])
 @pytest.mark.parametrize("kind", ACTIVATIONS)
-def test_every_activation(arrays, kind, residual):
+def test_every_activation(arrays, kind, placed):
+    residual = placed == "residual"
     for alpha in {"leaky_relu": (1.5, -0.3), "elu": (0.7,)}.get(kind, (0.0,)):
         f, shape = FusedActivation(kind, alpha), (2, 5, 6, 16)
         if residual and f.by_input:
             with pytest.raises(KernelError, match=f"derivative follows from its output with a residual, got {kind}; "):
                 Training(arrays, shape, f, local=True, residual=True)
             continue
-        p = Training(arrays, shape, f, local=True, residual=residual)
+        p = (Overlaid if placed == "overlaid" else Training)(arrays, shape, f, local=True, residual=residual)
         p.k.forward()
         assert_close(p.y, p.wanted((0, 0))["y"], p.count, "y", scale=8)
         p.lose_output()
@@ -242,6 +247,12 @@ class Training(Problem):
         axes = tuple(range(dy.ndim - 1))
         sums = np.stack([dy.sum(axis=axes), (dy * xhat).sum(axis=axes)])
         return {"y": y, "dx": dx, "sums": sums, "dy": dy}
+
+
+class Overlaid(Training):
+    """The memory of the output, which the backward pass does not read, is taken by the gradient of the input."""
+
+    overlaid = True
 
 
 @pytest.mark.parametrize("residual", [False, True], ids=["alone", "residual"])

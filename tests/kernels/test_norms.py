@@ -80,8 +80,8 @@ def test_group_norm(typed, shape, groups, f):
 @pytest.mark.parametrize("shape", [(2, 3, 4, 5), (3, 7, 1), (2, 5, 64), (2, 300), (1, 9, 33)], ids=str)
 def test_channel_norm(typed, shape, affine, f):
     c = shape[-1]
-    x, dy = typed.draw(*shape), typed.draw(*shape)
-    y, dx = typed.poisoned(*shape), typed.poisoned(*shape)
+    x, dy, y = typed.draw(*shape), typed.draw(*shape), typed.poisoned(*shape)
+    dx = y if affine else typed.poisoned(*shape)  # it may lie where the output was
     vectors = [typed.draw(c), typed.draw(c), typed.poisoned(c), typed.poisoned(c)] if affine else [None] * 4
     forward, backward = typed.backend.channel_norm(ChannelNormArrays(x, y, dy, dx, *vectors, NORM_EPS, f))
     forward()
