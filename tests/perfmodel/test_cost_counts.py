@@ -35,7 +35,7 @@ from halograd.program.compiler import Target
 from halograd.testing import grids
 from halograd.training.executor import Executor
 from tests.layers.graphs import Gate
-from tests.training.test_exactness import NETWORKS, fill
+from tests.training.steps import NETWORKS, fill
 
 BATCH = 4
 

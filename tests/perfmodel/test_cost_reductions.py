@@ -13,7 +13,7 @@ from halograd.perfmodel.cost import buckets_of, count_step, memory_of, program_o
 from halograd.program.compiler import Target
 from tests.perfmodel.test_cost_counts import differing
 from tests.training.reductions import BATCH, BUCKET, advance, build, trainer_of
-from tests.training.test_exactness import NETWORKS
+from tests.training.steps import NETWORKS
 
 SCHEMES = [
     Scheme("blocking"),

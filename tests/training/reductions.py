@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from mpi4py import MPI
@@ -18,9 +17,9 @@ from halograd.training.executor import Executor
 from halograd.training.optimizers import SGD
 from halograd.training.schedules import Constant
 from halograd.training.trainer import Trainer
-from tests.training.test_exactness import NETWORKS, RATE, STEPS, fill
+from tests.training.steps import BATCH, NETWORKS, RATE, STEPS, Outcome, bound, check_outcome, fill, learned, outcome
 
-BATCH, BUCKET = 4, 4096
+BUCKET = 4096
 NODES_OF_TWO = "emulated:alpha=1e-5,beta=1e-11,node=2"
 AXES = ("sample", "height", "width")
 
@@ -44,49 +43,29 @@ def advance(trainer: Trainer, numbers: Sequence[int]) -> list[float]:
     return losses
 
 
-def train(
-    name: str, comm: Communicator, strategy: Strategy, dtype: str, rate: float = RATE
-) -> tuple[np.ndarray, dict[str, np.ndarray], dict[str, tuple[slice, ...]]]:
-    """Losses, this rank's blocks of the parameters afterwards, and their places. Collective."""
+def train(name: str, comm: Communicator, strategy: Strategy, dtype: str, rate: float = RATE) -> Outcome:
+    """`STEPS` steps. Collective."""
     with build(name, comm, strategy, dtype) as executor:
         trainer = trainer_of(executor, rate)
         losses = advance(trainer, range(STEPS))
         trainer.settle()
-        params = {k: v.copy() for k, v in executor.store.params.items()}
-        return np.array(losses), params, {k: executor.store.box(k).slices() for k in params}
+        return outcome(executor, losses)
 
 
 @functools.cache
-def alone(name: str, dtype: str, rate: float = RATE) -> tuple[np.ndarray, Mapping[str, np.ndarray]]:
+def alone(name: str, dtype: str, rate: float = RATE) -> Outcome:
     """The same of one process, whole. Local."""
     with Communicator(MPI.COMM_SELF) as comm:
-        losses, params, _ = train(name, comm, Strategy(bucket_bytes=BUCKET), dtype, rate)
-    assert np.isfinite(losses).all() and losses[-1] < losses[0], "the network must learn something"
-    return losses, params
-
-
-def bound(name: str, dtype: str) -> np.ndarray:
-    """Allowed per step, as in `test_exactness`: it grows with the steps, as rounding does in training."""
-    longest = max(math.prod(n.shape) for n in NETWORKS[name]().layers.values()) * BATCH
-    return float(np.finfo(dtype).eps) * math.sqrt(longest) * 20 * (1 + np.arange(STEPS)) ** 2
+        return learned(train(name, comm, Strategy(bucket_bytes=BUCKET), dtype, rate))
 
 
 def check_strategy(
     name: str, comm: Communicator, strategy: Strategy, dtype: str, allowed: np.ndarray | None = None
 ) -> None:
     """Fail on all ranks unless `STEPS` steps give the losses and parameters of one process. Collective."""
-    expected, whole = alone(name, dtype)
-    allowed = bound(name, dtype) if allowed is None else allowed
-    losses, params, places = train(name, comm, strategy, dtype)
-    error = np.abs(losses - expected) / np.maximum(1.0, np.abs(expected))
-    worst = float(np.max([np.max(np.abs(params[k] - whole[k][places[k]]), initial=0.0) for k in params]))
-    fault = None
-    if not (error <= allowed).all() or not worst <= 10 * allowed[-1]:
-        fault = AssertionError(
-            f"{name} under {strategy.parts} {strategy.layers}, {strategy.reduction}: losses differ by {error}, "
-            f"parameters by {worst}; allowed are {allowed}"
-        )
-    comm.agree(fault)
+    allowed = bound(NETWORKS[name](), dtype) if allowed is None else allowed
+    what = f"{name} under {strategy.parts} {strategy.layers}, {strategy.reduction}"
+    check_outcome(comm, train(name, comm, strategy, dtype), alone(name, dtype), allowed, what)
 
 
 def check_grids(name: str, comm: Communicator, scheme: Scheme, dtype: str) -> None:

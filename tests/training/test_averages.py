@@ -24,7 +24,7 @@ from halograd.training.schedules import Constant
 from halograd.training.trainer import Trainer
 from tests.layers.cuts import random_strategy
 from tests.training.runs import write_config, write_shared
-from tests.training.test_exactness import NETWORKS, fill
+from tests.training.steps import NETWORKS, fill
 
 STEPS, AVERAGE = 12, 0.75
 FACTORS = {"conv*": 0.5, "conv2": 0.0, "dense4": 3.0}

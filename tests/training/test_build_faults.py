@@ -43,7 +43,7 @@ from halograd.training.store import ParameterStore
 from halograd.training.trainer import Trainer
 from tests.support.inject import AtCall, Injected, raising
 from tests.training.runs import write_config
-from tests.training.test_exactness import fill
+from tests.training.steps import fill
 
 #: Faults per case of `test_a_fault_anywhere`, of some 12000 calls of a build: for a campaign set it to thousands.
 ANYWHERE = int(os.environ.get("HALOGRAD_TEST_FAULTS", "4"))

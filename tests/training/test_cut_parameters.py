@@ -27,7 +27,7 @@ from halograd.training.optimizers import LARS, SGD, AdamW
 from halograd.training.schedules import Constant
 from halograd.training.trainer import Diverged, Trainer
 from tests.layers.cuts import random_strategy
-from tests.training.test_exactness import fill
+from tests.training.steps import fill
 
 STEPS, HALF = 6, 3
 

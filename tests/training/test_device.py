@@ -17,7 +17,7 @@ from halograd.training.schedules import Constant
 from halograd.training.timeline import Timeline
 from halograd.training.trainer import Diverged, Trainer
 from tests.support.fake_device import FakeBackend, FakeDevice
-from tests.training.test_exactness import fill
+from tests.training.steps import fill
 
 STEPS = 3
 NETWORKS = {

@@ -30,8 +30,8 @@ from tests.kernels.cuda.host import HostBackend, HostLauncher, compiler
 from tests.layers.test_low_precision import near
 from tests.support.fake_device import FakeBackend
 from tests.training import test_device
+from tests.training.steps import fill
 from tests.training.test_device import OPTIMIZERS, train
-from tests.training.test_exactness import fill
 
 
 def dropping():

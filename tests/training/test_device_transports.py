@@ -12,8 +12,8 @@ from halograd.training.optimizers import SGD
 from halograd.training.schedules import Constant
 from halograd.training.trainer import Trainer
 from tests.support.gpu_ranks import gpu_ranks
+from tests.training.steps import fill
 from tests.training.test_device import NETWORKS, STEPS, own_layer, train
-from tests.training.test_exactness import fill
 
 CUTS = {
     2: {"mesh": {"height": 2}, "resnet": {"sample": 2}},

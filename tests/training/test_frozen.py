@@ -21,8 +21,7 @@ from halograd.training.executor import Executor
 from tests.layers.cuts import random_strategy
 from tests.models.gated import gated
 from tests.training.runs import write_shared
-from tests.training.test_exactness import NETWORKS, fill
-from tests.training.test_strategies import train
+from tests.training.steps import NETWORKS, copied, descend, fill
 
 FROZEN = {
     "unet": ("down0*", "up1", "bottom_*_a"),
@@ -61,7 +60,7 @@ def gradients(made):
         e.forward()
         e.backward()
         e.reducer.finish()
-        return {key: array.copy() for key, array in e.store.grads.items()}
+        return copied(e.store.grads)
 
 
 @pytest.mark.parametrize("name", FROZEN)
@@ -123,22 +122,18 @@ def test_no_frozen_layer_is_replicated():
 @pytest.mark.parametrize("name", FROZEN)
 def test_under_random_strategies(name):
     with Communicator(MPI.COMM_SELF) as alone:
-        losses, want, _ = train(network(name), alone, Strategy())
-        untouched = train(network(name), alone, Strategy(), rate=0.0)[1]
+        losses, want, _ = descend(network(name), alone, Strategy(), steps=3)
+        untouched = descend(network(name), alone, Strategy(), steps=3, rate=0.0).params
     with Communicator(MPI.COMM_WORLD, "mpi") as comm:
         for seed in range(4):
             made = network(name)
-            found, ours, places = train(made, comm, random_strategy(made, comm.size, seed))
-            fault = None
-            try:
+            found, ours, places = descend(made, comm, random_strategy(made, comm.size, seed), steps=3)
+            with comm.agreement():
                 np.testing.assert_allclose(found, losses, rtol=1e-9)
                 for key, array in ours.items():
                     np.testing.assert_allclose(array, want[key][places[key]], rtol=0, atol=1e-9, err_msg=key)
                     same = (array == untouched[key][places[key]]).all()
                     assert same or key.partition("/")[0] not in made.frozen, key
-            except AssertionError as error:
-                fault = error
-            comm.agree(fault)
         assert any((want[key] != untouched[key]).any() for key in want)
 
 

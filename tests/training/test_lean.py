@@ -11,7 +11,7 @@ from halograd.layers.strategy import Strategy
 from halograd.models import mesh, resnet, unet
 from halograd.training.executor import Executor
 from tests.support.lean import check_allocations
-from tests.training.test_exactness import fill
+from tests.training.steps import fill
 
 BIG = {
     "mesh": lambda: mesh(resolution=256, widths=(16, 16), convs=2),

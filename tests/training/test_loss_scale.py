@@ -23,8 +23,8 @@ from halograd.training.trainer import Diverged, Trainer
 from tests.kernels.cuda.host import HostBackend, HostLauncher, compiler
 from tests.support.fake_device import FakeBackend
 from tests.training.runs import write_config
+from tests.training.steps import fill
 from tests.training.test_device import NETWORKS, train
-from tests.training.test_exactness import fill
 from tests.training.test_low_precision import close
 
 

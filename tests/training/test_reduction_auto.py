@@ -20,7 +20,7 @@ from halograd.training.optimizers import SGD, Adam
 from halograd.training.schedules import Cosine
 from halograd.training.trainer import Trainer
 from tests.support.clock import TICK, DrivenClock
-from tests.training.test_exactness import fill
+from tests.training.steps import fill
 
 RATE, STEPS = 0.01, 26
 TUNING = Tuning(interval=2, step=2, range=2, candidates=5)

@@ -10,7 +10,7 @@ from halograd.layers.strategy import Strategy
 from halograd.training.checkpoint import Snapshot, read_checkpoint, write_checkpoint
 from halograd.training.trainer import Diverged
 from tests.training.reductions import BUCKET, advance, build, trainer_of
-from tests.training.test_exactness import fill
+from tests.training.steps import fill
 
 pytestmark = pytest.mark.mpi(min_size=2)
 ROUNDED = Scheme("bucketed", payload="bfloat16")

@@ -16,7 +16,7 @@ from halograd.training.schedules import Constant
 from halograd.training.trainer import Trainer
 from tests.harness.limits import wait_until
 from tests.training.reductions import BUCKET, NODES_OF_TWO, advance, build, trainer_of
-from tests.training.test_exactness import RATE
+from tests.training.steps import RATE
 
 SCHEMES = [Scheme("hierarchical"), Scheme("host_accumulate"), Scheme("host_accumulate", chunk=3), Scheme("sharded")]
 WITH_DENSE = [Scheme("host_accumulate", chunk=2, replicated_dense=1), Scheme("sharded", replicated_dense=2)]

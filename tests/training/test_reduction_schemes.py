@@ -25,7 +25,7 @@ from tests.training.reductions import (
     train,
     trainer_of,
 )
-from tests.training.test_exactness import fill
+from tests.training.steps import fill
 
 CHUNKS = [
     Scheme("blocking"),
@@ -177,7 +177,7 @@ def test_deterministic_sums_have_the_same_bits_under_every_transport_and_scheme(
                 strategy = Strategy(
                     {"sample": comm.size}, bucket_bytes=BUCKET, reduction=Scheme(name, k, deterministic=True)
                 )
-                found.append((transport, name, train("lenet", comm, strategy, "float32")[1]))
+                found.append((transport, name, train("lenet", comm, strategy, "float32").params))
     for transport, name, params in found[1:]:
         for key, array in params.items():
             np.testing.assert_array_equal(array, found[0][2][key], err_msg=f"{key} with {name} over {transport}")
@@ -186,9 +186,8 @@ def test_deterministic_sums_have_the_same_bits_under_every_transport_and_scheme(
 def off(comm, rate, **settings):
     """How far the parameters are from those of one process after all steps, on any rank."""
     scheme = Scheme("per_layer", payload="bfloat16", **settings)
-    _, whole = alone("lenet", "float32", rate)
-    strategy = Strategy({"sample": comm.size}, bucket_bytes=BUCKET, reduction=scheme)
-    _, params, _ = train("lenet", comm, strategy, "float32", rate)
+    whole = alone("lenet", "float32", rate).params
+    params = train("lenet", comm, strategy_of(comm.size, scheme), "float32", rate).params
     worst = float(np.max([np.abs(params[key] - whole[key]).max() for key in params]))
     comm.agree(None if np.isfinite(worst) else AssertionError(f"parameters differ by {worst}"))
     return comm.allreduce_scalar(worst, "max")
@@ -225,7 +224,7 @@ def test_blocking_sums_are_over_when_backward_is():
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("transport", ["auto", "mpi"])
 def test_training_goes_on_as_before_when_a_scheme_is_refused(transport):
-    expected, _ = alone("lenet", "float64")
+    expected = alone("lenet", "float64").losses
     with Communicator(MPI.COMM_WORLD, transport) as comm:
         strategy = strategy_of(comm.size, Scheme("per_layer", deterministic=True))
         with build("lenet", comm, strategy, "float64") as executor:

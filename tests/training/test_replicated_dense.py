@@ -1,6 +1,6 @@
 """Dense layers whose gradient every rank computes of the whole batch: exact, the same bits in any order, lean."""
 
-import math
+import functools
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ from halograd.training.timeline import Timeline, kind_of
 from halograd.training.trainer import Diverged, Trainer
 from tests.support.lean import check_allocations
 from tests.training import test_device
-from tests.training.test_exactness import fill
+from tests.training.steps import bound, check_losses, fill
 
 STEPS, RATE = 10, 0.01
 OPTIMIZERS = {
@@ -60,24 +60,19 @@ def train(executor, optimizer="momentum", steps=STEPS, clip=None, settle=False, 
         return np.array(losses), {k: v.copy() for k, v in {**executor.store.params, **state}.items()}
 
 
-def bound(dtype):
-    """As in `test_exactness`: it grows with the steps, as rounding does in training."""
-    longest = max(math.prod(n.shape) for n in network().layers.values()) * 4
-    return float(np.finfo(dtype).eps) * math.sqrt(longest) * 20 * (1 + np.arange(STEPS)) ** 2
+@functools.cache
+def alone(dtype="float64", batch=4, optimizer="momentum", clip=None):
+    """What one process computes."""
+    with Communicator(MPI.COMM_SELF) as comm:
+        found = train(build(comm, {}, {}, dtype, batch), optimizer, clip=clip)
+    assert found[0][-1] < found[0][0], "the network must learn something"
+    return found
 
 
-def check_losses(comm, found, expected, dtype, where):
-    error = np.abs(found - expected) / np.maximum(1.0, np.abs(expected))
-    fault = None
-    if not (error <= bound(dtype)).all():
-        fault = AssertionError(f"{where}: losses differ by {error}, allowed are {bound(dtype)}")
-    comm.agree(fault)
-
-
-def check_arrays(comm, found, expected, dtype, where):
+def check_arrays(comm, found, expected, allowed, where):
     worst = np.max([np.max(np.abs(found[k] - v)) / max(1.0, np.max(np.abs(v))) for k, v in expected.items()])
-    fault = None if worst <= 10 * bound(dtype)[-1] else AssertionError(f"{where}: arrays differ by {worst}")
-    comm.agree(fault)
+    with comm.agreement():
+        assert worst <= 10 * allowed, f"{where}: arrays differ by {worst}"
 
 
 @pytest.mark.mpi(min_size=1)
@@ -90,61 +85,39 @@ def check_arrays(comm, found, expected, dtype, where):
     ],
 )
 def test_ten_steps_are_those_of_one_process(scheme, dtype):
-    with Communicator(MPI.COMM_SELF) as alone:
-        expected = train(build(alone, {}, {}, dtype))
-    assert expected[0][-1] < expected[0][0], "the network must learn something"
+    expected, allowed = alone(dtype), bound(network(), dtype)
     with Communicator(MPI.COMM_WORLD) as comm:
         for parts in grids(comm.size, ("sample", "height", "width")):
             found, where = train(build(comm, parts, scheme, dtype)), f"{scheme} under {parts}"
-            check_losses(comm, found[0], expected[0], dtype, where)
-            check_arrays(comm, found[1], expected[1], dtype, where)
-
-
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("batch", [2, 5])
-def test_ranks_with_few_samples_or_none(batch):
-    with Communicator(MPI.COMM_SELF) as alone:
-        expected = train(build(alone, {}, {}, batch=batch))
-    with Communicator(MPI.COMM_WORLD) as comm:
-        found = train(build(comm, {"width": comm.size}, {"replicated_dense": 2}, batch=batch))
-        check_losses(comm, found[0], expected[0], "float64", batch)
-        check_arrays(comm, found[1], expected[1], "float64", batch)
+            check_losses(comm, found[0], expected[0], allowed, where)
+            check_arrays(comm, found[1], expected[1], allowed[-1], where)
 
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize(
-    "layers",
+    "axis, name, layers, options",
     [
-        {"dense3": {"sample": 1}, "relu3": {"sample": 1}},  # a layer on one rank
-        {"dense4": {"sample": 2}, "relu4": {"sample": 2}},  # on two
-        {"dense5": {"channel": 2}},  # a layer in blocks behind them
+        ("width", "bucketed", {}, {"batch": 2}),  # ranks with few samples or none
+        ("width", "bucketed", {}, {"batch": 5}),
+        ("width", "bucketed", {"dense3": {"sample": 1}, "relu3": {"sample": 1}}, {}),  # a layer on one rank
+        ("width", "bucketed", {"dense4": {"sample": 2}, "relu4": {"sample": 2}}, {}),  # on two
+        ("width", "bucketed", {"dense5": {"channel": 2}}, {}),  # a layer in blocks behind them
+        ("sample", "bucketed", {}, {"optimizer": "lars"}),
+        ("sample", "sharded", {}, {"optimizer": "adam"}),
+        ("sample", "sharded", {}, {"optimizer": "adam", "clip": 0.5}),
+        ("sample", "hierarchical", {}, {"clip": 0.5}),
     ],
 )
-def test_layers_on_fewer_ranks(layers):
-    with Communicator(MPI.COMM_SELF) as alone:
-        expected, _ = train(build(alone, {}, {}))
+def test_beside_other_cuts_schemes_and_optimizers(axis, name, layers, options):
+    expected, allowed, training = alone(**options), bound(network(), "float64"), dict(options)
     with Communicator(MPI.COMM_WORLD) as comm:
-        found, _ = train(build(comm, {"width": comm.size}, {"replicated_dense": 2}, layers=layers))
-        check_losses(comm, found, expected, "float64", layers)
-
-
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize(
-    "optimizer, clip, name",
-    [
-        ("adam", None, "sharded"),
-        ("lars", None, "bucketed"),
-        ("momentum", 0.5, "hierarchical"),
-        ("adam", 0.5, "sharded"),
-    ],
-)
-def test_optimizers_clipping_and_other_schemes_beside(optimizer, clip, name):
-    with Communicator(MPI.COMM_SELF) as alone:
-        expected, _ = train(build(alone, {}, {}), optimizer, clip=clip)
-    with Communicator(MPI.COMM_WORLD) as comm:
-        scheme = {"name": name, "replicated_dense": 2}
-        found, _ = train(build(comm, {"sample": comm.size}, scheme), optimizer, clip=clip)
-        check_losses(comm, found, expected, "float64", (optimizer, name))
+        executor = build(
+            comm, {axis: comm.size}, {"name": name, "replicated_dense": 2}, "float64", training.pop("batch", 4), layers
+        )
+        found = train(executor, **training)
+        check_losses(comm, found[0], expected[0], allowed, options)
+        if axis == "width" and not layers:
+            check_arrays(comm, found[1], expected[1], allowed[-1], options)
 
 
 @pytest.mark.mpi(min_size=1)

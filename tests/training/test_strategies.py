@@ -26,7 +26,7 @@ from halograd.training.log import read_log
 from tests.layers.cuts import random_strategy
 from tests.models.gated import gated
 from tests.training.runs import write_config
-from tests.training.test_exactness import RATE, fill
+from tests.training.steps import RATE, bound, check_outcome, descend, fill
 
 STEPS = 3
 #: Number of strategies by number of ranks; many layers make many exchanges, which take long to make on shared cores.
@@ -49,52 +49,20 @@ DEEP = ("inception_v3",)
 RATES = {"inception_v3": 1e-4}
 
 
-def train(network, comm, strategy, rate=RATE, batch=4):
-    """Losses of some steps of gradient descent, this rank's parameters afterwards and their places. Collective."""
-    losses = []
-    with Executor(network, comm, get_backend("numpy"), batch, strategy, "float64", seed=3) as executor:
-
-        def update(bucket):
-            bucket.params -= rate * bucket.grads
-
-        executor.reducer.update = update
-        for step in range(STEPS):
-            executor.mode.step = step
-            fill(executor, step)
-            executor.forward()
-            losses.append(executor.loss_value())
-            executor.backward()
-        executor.reducer.finish()
-        params = executor.store.params
-        places = {k: executor.store.box(k).slices() for k in params}
-        return np.array(losses), {k: v.copy() for k, v in params.items()}, places
-
-
 @functools.cache
-def expected(name):
-    """What one process computes, and the bound of `test_exactness`."""
-    network = NETWORKS[name]()
-    with Communicator(MPI.COMM_SELF) as alone:
-        losses, parameters, _ = train(network, alone, Strategy(), RATES.get(name, RATE))
-    assert np.isfinite(losses).all()
-    reduction = max(math.prod(n.shape) for n in network.layers.values()) * 4
-    bound = float(np.finfo("float64").eps) * math.sqrt(reduction) * 20 * (1 + np.arange(STEPS)) ** 2
-    return losses, parameters, bound
+def alone(name):
+    """What one process computes."""
+    with Communicator(MPI.COMM_SELF) as comm:
+        found = descend(NETWORKS[name](), comm, Strategy(), steps=STEPS, rate=RATES.get(name, RATE))
+    assert np.isfinite(found.losses).all()
+    return found
 
 
 def check(name, comm, seed):
-    losses, parameters, bound = expected(name)
     network = NETWORKS[name]()
     strategy = random_strategy(network, comm.size, seed)
-    found, ours, places = train(network, comm, strategy, RATES.get(name, RATE))
-    fault = None
-    error = np.abs(found - losses) / np.maximum(1.0, np.abs(losses))
-    if not (error <= bound).all():
-        fault = AssertionError(f"{name}, strategy {seed}: losses differ by {error}, allowed are {bound}")
-    worst = float(np.max([np.max(np.abs(ours[k] - parameters[k][places[k]]), initial=0.0) for k in parameters]))
-    if not worst <= bound[-1] * 10:
-        fault = AssertionError(f"{name}, strategy {seed}: parameters differ by {worst}, allowed are {bound[-1] * 10}")
-    comm.agree(fault)
+    found = descend(network, comm, strategy, steps=STEPS, rate=RATES.get(name, RATE))
+    check_outcome(comm, found, alone(name), bound(network, "float64", STEPS), f"{name}, strategy {seed}")
 
 
 def seeds(name, size):
