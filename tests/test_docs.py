@@ -56,25 +56,23 @@ def test_networks_of_ones_own_train():
 
 
 @pytest.mark.mpi(min_size=1)
-def test_the_script_of_the_page_trains(tmp_path, monkeypatch, capsys):
+def test_the_script_of_the_page_trains(shared, monkeypatch, capsys):
     """On the ranks of this run, with data as the network of the page reads them."""
     comm = MPI.COMM_WORLD
-    folder = Path(comm.bcast(str(tmp_path)))
     if comm.rank == 0:
         rng = np.random.default_rng(1)
-        with h5py.File(folder / "mesh.h5", "w") as file:
+        with h5py.File(shared / "mesh.h5", "w") as file:
             file.create_dataset("inputs", data=rng.random((20, 32, 32, 3))).attrs["layout"] = "NHWC"
             file["mask"] = rng.integers(0, 2, (20, 32, 32))
     comm.barrier()
-    monkeypatch.chdir(folder)
+    monkeypatch.chdir(shared)
     first, _, script, *_ = blocks("networks.md")
     space: dict = {}
     exec(compile(first, "networks.md", "exec"), space)
     exec(compile(script, "networks.md", "exec"), space)
     assert space["run"].best["step"] in space["run"].history["step"] and "epoch 1: " in capsys.readouterr().out
-    with h5py.File(folder / "predicted.h5") as file:
+    with h5py.File(shared / "predicted.h5") as file:
         assert file["prediction"].shape == (20, 32, 32, 1)
-    comm.barrier()
 
 
 @pytest.mark.torch

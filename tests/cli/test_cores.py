@@ -105,13 +105,12 @@ def test_refusals(jobs, capsys, options, message):
 
 
 @pytest.mark.ranks(1, 2)
-def test_steps_are_tried_of_the_plan_the_grid_and_one_rank(tmp_path, monkeypatch):
+def test_steps_are_tried_of_the_plan_the_grid_and_one_rank(shared, monkeypatch):
     monkeypatch.setattr(auto, "usable_cores", lambda: 2)
     monkeypatch.setattr(measuring, "SECONDS", 0.01)
     with Communicator(MPI.COMM_WORLD) as comm:
-        folder = Path(comm.bcast(str(tmp_path)))
-        monkeypatch.setenv("HALOGRAD_CACHE", str(folder / "cache"))
-        config = parse_config(AUTO, [f"output.directory={folder / 'out'}", "strategy.budget=0"])
+        monkeypatch.setenv("HALOGRAD_CACHE", str(shared / "cache"))
+        config = parse_config(AUTO, [f"output.directory={shared / 'out'}", "strategy.budget=0"])
         trial = try_run(config, comm)
         assert comm.bcast(trial.seconds) == trial.seconds, "all ranks settle on the same"
         assert {trial.plan.planner, "grid"} <= {*trial.seconds, trial.plan.planner} and trial.name in trial.seconds

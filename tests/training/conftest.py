@@ -1,4 +1,4 @@
-"""A small network and its parameters, for tests that run no layer; freed memory is overwritten."""
+"""A run of a folder that all ranks share; a small network for tests that run no layer; freed memory is overwritten."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from halograd.layers import Input, Layer, Network, Parameter
 from halograd.training.kernels import Memory
 from halograd.training.store import ParameterStore
 from tests.support import freed
+from tests.training.runs import write_config, write_shared
 
 #: One for all: opening it asks all libraries of the process for their threads.
 HOST_KERNELS = NumpyBackend()
@@ -40,6 +41,12 @@ def small_network(first: tuple[int, ...] = (5, 3, 3), name: str = "scale1") -> N
 @pytest.fixture(autouse=True)
 def _freed(monkeypatch):
     freed.overwrite(monkeypatch)
+
+
+@pytest.fixture
+def config(request, comm, working):
+    """The configuration of a run in the working folder, written by `write` of the module of the test if it has one."""
+    return write_shared(comm, working, getattr(request.module, "write", write_config))
 
 
 @pytest.fixture

@@ -42,7 +42,7 @@ from halograd.training.trainer import Diverged, Trainer
 from tests.layers.cuts import random_strategy
 from tests.support.clock import TICK, DrivenClock
 from tests.training.cuts import CUTS, check_resumed, overrides_of
-from tests.training.runs import write_config, write_own, write_shared
+from tests.training.runs import write_config, write_own
 
 BATCH, STEPS, SEED = 8, 3, 3
 SCHEMES = {
@@ -264,10 +264,9 @@ def build():
 """
 
 
-@pytest.fixture
-def config(comm, shared):
+def write(folder):
     """Configuration of a network without batch norm."""
-    return write_shared(comm, shared, lambda folder: write_own(folder, OWN))
+    write_own(folder, OWN)
 
 
 AUGMENTED = "data.augment={flips = ['width'], noise = 0.05}"

@@ -11,18 +11,13 @@ from halograd.data import DataError
 from halograd.training import apply, evaluate, train
 from halograd.training.checkpoint import read_header
 from tests.training.cuts import CUTS, check_resumed, logged_losses, overrides_of
-from tests.training.runs import EDGE, write_shared
+from tests.training.runs import EDGE
 
 RULES = (
     'data.augment={flips = ["height", "width"], turns = true, shifts = ["width"], noise = 0.05, contrast = 0.1, '
     'brightness = 0.1, vectors = [["channel 2", "channel 0"]]}'
 )
 CROP = "data.augment={flips = ['height'], crop = true}"
-
-
-@pytest.fixture
-def config(comm, shared):
-    return write_shared(comm, shared)
 
 
 @pytest.mark.mpi

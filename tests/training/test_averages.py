@@ -23,7 +23,6 @@ from halograd.training.optimizers import LARS, SGD, Adam, AdamW
 from halograd.training.schedules import Constant
 from halograd.training.trainer import Trainer
 from tests.layers.cuts import random_strategy
-from tests.training.runs import write_config, write_shared
 from tests.training.steps import NETWORKS, fill
 
 STEPS, AVERAGE = 12, 0.75
@@ -139,9 +138,9 @@ CUTS = {1: [], 2: ["strategy.height=2"], 4: ["strategy.height=2", "strategy.widt
 
 
 @pytest.mark.ranks(1, 2, 4)
-def test_a_run_is_judged_by_its_averages(comm, shared):
+def test_a_run_is_judged_by_its_averages(comm, shared, config):
     """In training and afterwards, as in one process; resumed; its parameters themselves are in the file too."""
-    config, cuts = write_shared(comm, shared), CUTS[comm.size]
+    cuts = CUTS[comm.size]
 
     def results(out, more, comm):
         more = [*SETS, *more, f"output.directory={shared / out}"]
@@ -164,8 +163,7 @@ def test_a_run_is_judged_by_its_averages(comm, shared):
 
 
 @pytest.mark.ranks(1)
-def test_averages_that_begin_later_and_end(comm, shared, tmp_path):
-    config = write_config(shared)
+def test_averages_that_begin_later_and_end(comm, shared, config):
     out = f"output.directory={shared / 'late'}"
     plain = ['schedule.kind="constant"', out]
     train(config, [*plain, "training.epochs=1"], comm=comm)
@@ -179,11 +177,11 @@ def test_averages_that_begin_later_and_end(comm, shared, tmp_path):
 
 
 @pytest.mark.ranks(1)
-def test_exported_are_the_averages(comm, shared, tmp_path):
+def test_exported_are_the_averages(comm, shared, config, tmp_path):
     safetensors = pytest.importorskip(
         "safetensors.numpy", reason="needs safetensors: pip install 'halograd[interchange]'"
     )
-    config, out = write_config(shared), shared / "exported"
+    out = shared / "exported"
     train(config, [*SETS, f"output.directory={out}"], comm=comm)
     arrays = {}
     for name, more in (("averaged", []), ("last", ["training.average=0"])):
@@ -194,7 +192,6 @@ def test_exported_are_the_averages(comm, shared, tmp_path):
 
 
 @pytest.mark.ranks(1)
-def test_refused_by_a_run(comm, shared):
-    config = write_config(shared)
+def test_refused_by_a_run(comm, shared, config):
     with pytest.raises(UserError, match=r"schedule\.factors: .* expected names or patterns of layers .* got 'up9'"):
         train(config, ["schedule.factors={up9 = 0.1}", f"output.directory={shared / 'x'}"], comm=comm)

@@ -23,7 +23,7 @@ from halograd.training import evaluate, train
 from halograd.training.checkpoint import read_header
 from halograd.training.executor import Executor
 from tests.training.cuts import overrides_of
-from tests.training.runs import EDGE, SAMPLES, write_arrays, write_own, write_shared
+from tests.training.runs import EDGE, SAMPLES, write_arrays, write_own
 
 NET = """
 import halograd as hg
@@ -59,11 +59,6 @@ def write(folder):
     }
     write_arrays(folder / "data.h5", arrays, u="NHWC")
     write_own(folder, NET, DATA)
-
-
-@pytest.fixture
-def config(comm, working):
-    return write_shared(comm, working, write)
 
 
 def weights_of(labels, classes):

@@ -42,7 +42,6 @@ from halograd.training.schedules import Constant
 from halograd.training.store import ParameterStore
 from halograd.training.trainer import Trainer
 from tests.support.inject import AtCall, Injected, raising
-from tests.training.runs import write_config
 from tests.training.steps import fill
 
 #: Faults per case of `test_a_fault_anywhere`, of some 12000 calls of a build: for a campaign set it to thousands.
@@ -221,9 +220,8 @@ WHOLE_RUNS = {
 @pytest.mark.ranks(2, 4)
 @pytest.mark.timeout(LIMIT)
 @pytest.mark.parametrize("stage", WHOLE_RUNS)
-def test_a_run_that_cannot_begin_on_one_rank_ends_on_all(comm, stage, tmp_path, monkeypatch):
+def test_a_run_that_cannot_begin_on_one_rank_ends_on_all(comm, config, stage, monkeypatch):
     module, name = WHOLE_RUNS[stage]
-    config = comm.bcast(write_config(tmp_path) if comm.rank == 0 else None)
     culprit = comm.size - 1
     if comm.rank == culprit:
 

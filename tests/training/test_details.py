@@ -15,7 +15,7 @@ from mpi4py import MPI
 from halograd.training import evaluate, train
 from halograd.training.metrics import BINS, Calibration, Confusion, by_class, read_details, write_details
 from tests.training.cuts import CUTS, overrides_of
-from tests.training.runs import EDGE, SAMPLES, write_arrays, write_own, write_shared
+from tests.training.runs import EDGE, SAMPLES, write_arrays, write_own
 
 NET = """
 import halograd as hg
@@ -54,11 +54,6 @@ def write(folder):
     }
     write_arrays(folder / "data.h5", arrays, u="NHWC")
     write_own(folder, NET, DATA)
-
-
-@pytest.fixture
-def config(comm, working):
-    return write_shared(comm, working, write)
 
 
 # -- by NumPy ----------------------------------------------------------------------------------------

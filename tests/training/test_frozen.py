@@ -20,7 +20,6 @@ from halograd.training import train as train_run
 from halograd.training.executor import Executor
 from tests.layers.cuts import random_strategy
 from tests.models.gated import gated
-from tests.training.runs import write_shared
 from tests.training.steps import NETWORKS, copied, descend, fill
 
 FROZEN = {
@@ -138,9 +137,8 @@ def test_under_random_strategies(name):
 
 
 @pytest.mark.ranks(1, 2)
-def test_runs(comm, shared):
+def test_runs(comm, shared, config):
     """By the configuration; resumed with other layers frozen; mistakes are named."""
-    config = write_shared(comm, shared)
     train_run(config, ["training.epochs=1", 'training.freeze=["conv1_1", "bn*"]'], comm=comm)
     found = train_run(
         config, ["training.epochs=2", 'training.freeze=["predict"]', "training.clip_norm=1.0"], True, comm=comm

@@ -150,11 +150,6 @@ def test_a_rank_that_starts_mpi_when_another_has_not(tmp_path):
 # -- one process alone --------------------------------------------------------------------------
 
 
-@pytest.fixture
-def config(tmp_path):
-    return write_config(tmp_path)
-
-
 def interrupting(monkeypatch, owner: type, name: str, calls: int) -> None:
     """Have a method raise KeyboardInterrupt when it is called for this many times."""
     call, made = getattr(owner, name), []

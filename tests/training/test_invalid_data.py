@@ -12,7 +12,7 @@ from halograd.errors import UserError
 from halograd.training import apply, evaluate, train
 from halograd.training.log import read_log
 from tests.training.cuts import CUTS, overrides_of
-from tests.training.runs import SAMPLES, write_config, write_shared
+from tests.training.runs import SAMPLES, write_config
 
 #: Samples, and where.
 HOLES = {3: (0, 0, 1), 8: (15, 2, 0), 11: (7, 7, 2)}
@@ -23,11 +23,6 @@ def write(folder):
     with h5py.File(folder / "data.h5", "a") as file:
         for number, (sample, at) in enumerate(HOLES.items()):
             file["inputs"][(sample, *at)] = (np.nan, np.inf, -np.inf)[number]
-
-
-@pytest.fixture
-def config(comm, shared):
-    return write_shared(comm, shared, write)
 
 
 @pytest.mark.mpi

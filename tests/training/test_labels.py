@@ -10,7 +10,7 @@ import halograd as hg
 from halograd.data import ArrayDataset, DataError
 from halograd.errors import UserError
 from halograd.training import evaluate, train
-from tests.training.runs import EDGE, SAMPLES, write_arrays, write_own, write_shared
+from tests.training.runs import EDGE, SAMPLES, write_arrays, write_own
 
 NET = """
 import halograd as hg
@@ -48,11 +48,6 @@ def write(folder):
         arrays = {"u": x[some], "label": labels[some], "valid": np.ones(SAMPLES)[some]}
         write_arrays(folder / f"{name}.h5", arrays, u="NHWC")
     write_own(folder, NET, DATA)
-
-
-@pytest.fixture
-def config(comm, working):
-    return write_shared(comm, working, write)
 
 
 @pytest.mark.ranks(1, 2, 4)

@@ -7,7 +7,6 @@ import logging
 import os
 import re
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -174,13 +173,10 @@ def test_any_damage(tmp_path):
 
 
 @pytest.mark.mpi
-def test_a_run_goes_on(comm, tmp_path, caplog):
+def test_a_run_goes_on(comm, config, caplog):
     """It resumes, says how many lines are left out, and its log is whole from then on."""
-    folder = comm.bcast(tmp_path)
-    config = write_config(folder) if comm.rank == 0 else folder / "run.toml"
-    comm.Barrier()
     train(config, ["training.epochs=1"], comm=comm)
-    path = folder / "out" / "log.jsonl"
+    path = config.parent / "out" / "log.jsonl"
     if comm.rank == 0:
         lines = path.read_bytes().splitlines(keepends=True)
         path.write_bytes(b"".join([lines[0], *[line + b"\n" for line in BAD], *lines[1:], b'{"event": "st']))
@@ -191,7 +187,6 @@ def test_a_run_goes_on(comm, tmp_path, caplog):
         assert told(caplog, path, len(BAD))
         assert [entry["step"] for entry in read_log(path, "step")] == [1, 2, 3, 4, 5, 6]
         assert not caplog.messages
-    comm.Barrier()
 
 
 def test_what_goes_into_it(tmp_path, capsys):
@@ -232,20 +227,15 @@ def test_what_ended_it(tmp_path):
 
 
 @pytest.mark.mpi
-def test_a_run_with_a_log_of_every_rank(comm, tmp_path):
-    folder = Path(comm.bcast(str(tmp_path)))
-    if comm.rank == 0:
-        write_config(folder)
+def test_a_run_with_a_log_of_every_rank(comm, config):
+    train(config, ["output.rank_logs=true", "output.timeline=true", "training.epochs=2"], comm=comm)
     comm.Barrier()
-    train(folder / "run.toml", ["output.rank_logs=true", "output.timeline=true", "training.epochs=2"], comm=comm)
-    comm.Barrier()
-    logs = sorted((folder / "out" / "logs").iterdir())
+    logs = sorted((config.parent / "out" / "logs").iterdir())
     assert [path.name for path in logs] == [f"rank-{rank:04d}.log" for rank in range(comm.size)]
     for path in logs:
         text = path.read_text()
         assert re.search(r"INFO halograd\.training\.epochs: step 6: waited \d+\.\d+ s for data", text)
         assert ("step 6: allreduce {'communication':" in text) == (comm.size > 1)
-    comm.Barrier()
 
 
 def test_only_rank_0_is_heard(tmp_path):

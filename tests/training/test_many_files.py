@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import h5py
 import numpy as np
 import pytest
@@ -12,29 +10,21 @@ from halograd.errors import UserError
 from halograd.training.log import read_log
 from halograd.training.run import evaluate, train
 from tests.training.cuts import logged_losses
-from tests.training.runs import write_config
+from tests.training.runs import write_arrays, write_config
 
 LENGTHS = (4, 7, 1, 7)
 
 
-@pytest.fixture
-def config(comm, tmp_path):
+def write(folder):
     """The data in one file, and cut into several."""
-    folder = Path(comm.bcast(str(tmp_path)))
-    if comm.rank == 0:
-        write_config(folder)
-        (folder / "parts").mkdir()
-        first = 0
-        with h5py.File(folder / "data.h5") as whole:
-            for i, n in enumerate(LENGTHS):
-                with h5py.File(folder / "parts" / f"run{i}.h5", "w") as file:
-                    for name in ("inputs", "mask"):
-                        file[name] = whole[name][first : first + n]
-                    file["inputs"].attrs["layout"] = "NHWC"
-                first += n
-    comm.Barrier()
-    yield folder / "run.toml"
-    comm.Barrier()
+    write_config(folder)
+    (folder / "parts").mkdir()
+    first = 0
+    with h5py.File(folder / "data.h5") as whole:
+        for i, n in enumerate(LENGTHS):
+            arrays = {name: whole[name][first : first + n] for name in ("inputs", "mask")}
+            write_arrays(folder / "parts" / f"run{i}.h5", arrays, inputs="NHWC")
+            first += n
 
 
 @pytest.mark.ranks(1, 3)

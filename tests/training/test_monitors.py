@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import math
-from pathlib import Path
 
 import h5py
 import numpy as np
@@ -21,7 +20,7 @@ from halograd.training.kernels import _warn_of_threads
 from halograd.training.log import read_log
 from halograd.training.monitors import BestScore, LossWatch
 from halograd.training.run import train
-from tests.training.runs import SAMPLES, write_config, write_shared
+from tests.training.runs import SAMPLES
 
 WILD = ["optimizer={kind='sgd'}", "schedule.kind=constant", "schedule.warmup_epochs=0", "schedule.learning_rate=1e8"]
 
@@ -87,16 +86,6 @@ def test_the_mean_of_an_epoch_waits_for_its_last_loss_only():
     assert watch.mean == 1.5 and not Pending.asked
     assert watch.end_epoch() == 2.0 and watch.judge(None) is None and Pending.asked == 1
     assert math.isnan(watch.mean)
-
-
-@pytest.fixture
-def config(comm, tmp_path):
-    folder = Path(comm.bcast(str(tmp_path)))
-    if comm.rank == 0:
-        write_config(folder)
-    comm.Barrier()
-    yield folder / "run.toml"
-    comm.Barrier()
 
 
 @pytest.mark.ranks(1, 2)
@@ -228,22 +217,17 @@ def test_patience():
             BestScore(name, names, 3)
 
 
-@pytest.fixture
-def shared_config(comm, shared):
-    return write_shared(comm, shared)
-
-
 def validations(folder, name):
     return {entry["step"]: entry[name] for entry in read_log(folder / "log.jsonl", "validation")}
 
 
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("name", ["loss", "iou"])
-def test_its_checkpoint_is_kept(comm, shared_config, name):
+def test_its_checkpoint_is_kept(comm, config, name):
     """However many come after it; evaluated, it gives the score that was the best."""
-    out = shared_config.parent / "out"
+    out = config.parent / "out"
     sets = ["training.epochs=8", "output.keep=1", f'output.best="{name}"', *STEEP]
-    result = train(shared_config, [*sets, "output.checkpoint_epochs=0"], comm=comm)
+    result = train(config, [*sets, "output.checkpoint_epochs=0"], comm=comm)
     comm.barrier()
     found = validations(out, name)
     best = min(found, key=found.get) if name == "loss" else max(found, key=found.get)
@@ -258,27 +242,27 @@ def test_its_checkpoint_is_kept(comm, shared_config, name):
 
 
 @pytest.mark.ranks(1, 2)
-def test_a_run_that_gives_up(comm, shared_config):
+def test_a_run_that_gives_up(comm, config):
     """Interrupted or not, after the same validation; what is resumed then ends at once."""
     sets = ["training.epochs=40", "training.patience=3", *STEEP]
-    whole = train(shared_config, [*sets, f"output.directory={shared_config.parent / 'whole'}"], comm=comm)
+    whole = train(config, [*sets, f"output.directory={config.parent / 'whole'}"], comm=comm)
     comm.barrier()
-    found = validations(shared_config.parent / "whole", "loss")
+    found = validations(config.parent / "whole", "loss")
     last = max(found)
     assert last < 120 and whole["steps"] == last and whole["stopped"] is None
     assert whole["best"]["step"] == min(found, key=found.get) == last - 9  # three epochs of three steps
-    (entry,) = read_log(shared_config.parent / "whole/log.jsonl", "early_stop")
+    (entry,) = read_log(config.parent / "whole/log.jsonl", "early_stop")
     assert entry["step"] == last and entry["reason"].startswith("no better loss in 3 validations; best loss 0.")
-    train(shared_config, [*sets, f"training.epochs={last // 3 - 2}"], comm=comm)
-    parts = train(shared_config, sets, resume=True, comm=comm)
+    train(config, [*sets, f"training.epochs={last // 3 - 2}"], comm=comm)
+    parts = train(config, sets, resume=True, comm=comm)
     assert parts["best"] == whole["best"] and parts["steps"] == last
-    again = train(shared_config, sets, resume=True, comm=comm)
+    again = train(config, sets, resume=True, comm=comm)
     assert again["steps"] == last and again["best"]["waited"] == 3
 
 
 @pytest.mark.ranks(1)
-def test_refusals(comm, shared_config):
+def test_refusals(comm, config):
     with pytest.raises(UserError, match=r"output.best: expected one of loss, accuracy, iou, .*, none, got 'dice'"):
-        train(shared_config, ['output.best="dice"'], comm=MPI.COMM_SELF)
+        train(config, ['output.best="dice"'], comm=MPI.COMM_SELF)
     with pytest.raises(UserError, match=r"training.patience: expected held-out samples .*, got data.validation = 0"):
-        train(shared_config, ["training.patience=2", "data.validation=0"], comm=MPI.COMM_SELF)
+        train(config, ["training.patience=2", "data.validation=0"], comm=MPI.COMM_SELF)

@@ -12,7 +12,7 @@ from halograd.errors import UserError
 from halograd.training import evaluate, train
 from halograd.training.checkpoint import read_header
 from tests.training.cuts import CUTS, check_scores
-from tests.training.runs import EDGE, SAMPLES, write_arrays, write_own, write_shared
+from tests.training.runs import EDGE, SAMPLES, write_arrays, write_own
 
 NET = """
 import halograd as hg
@@ -61,11 +61,6 @@ def write(folder: Path) -> None:
     }
     write_arrays(folder / "data.h5", arrays, u="NHWC", v="NCHW")
     write_own(folder, NET, DATA)
-
-
-@pytest.fixture
-def config(comm, working):
-    return write_shared(comm, working, write)
 
 
 @pytest.mark.mpi

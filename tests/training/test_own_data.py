@@ -12,7 +12,7 @@ from halograd.data import ArrayDataset
 from halograd.errors import UserError
 from halograd.training import apply, evaluate, train
 from tests.training.cuts import CUTS, logged_losses, overrides_of
-from tests.training.runs import write_config, write_shared
+from tests.training.runs import write_config
 from tests.training.test_fit import OPTIONS, unet
 
 DATA = """
@@ -45,11 +45,6 @@ def write(folder):
     with h5py.File(folder / "data.h5") as file:
         np.save(folder / "arrays/x.npy", file["inputs"][()])
         np.save(folder / "arrays/t.npy", file["mask"][()][..., None])
-
-
-@pytest.fixture
-def config(comm, working):
-    return write_shared(comm, working, write)
 
 
 OWN = ['data.path="arrays"', 'data.file="data.py:open"']

@@ -10,7 +10,7 @@ from mpi4py import MPI
 from halograd.errors import UserError
 from halograd.training import evaluate, samples, train
 from halograd.training.checkpoint import read_header
-from tests.training.runs import EDGE, write_own, write_shared
+from tests.training.runs import EDGE, write_own
 
 NET = """
 import numpy as np
@@ -44,10 +44,8 @@ def network(weight=0.5, more=""):
     return NET.format(edge=EDGE, weight=weight) + more
 
 
-@pytest.fixture
-def config(comm, working):
-    """A run in a folder that all ranks share, which is also the working folder."""
-    return write_shared(comm, working, lambda folder: write_own(folder, network(), settings="width = 6\n"))
+def write(folder):
+    write_own(folder, network(), settings="width = 6\n")
 
 
 def trained(config, comm, out):

@@ -14,7 +14,7 @@ from halograd.data.disk import DataError
 from halograd.training import evaluation, run
 from halograd.training.evaluation import check_predictions, write_predictions
 from halograd.training.run import evaluate, train
-from tests.training.runs import write_config, write_own
+from tests.training.runs import write_own
 
 
 def listing(folder: Path) -> dict[str, bytes]:
@@ -76,10 +76,9 @@ def test_whatever_keeps_rank_0_from_writing_is_told_to_the_others(tmp_path, monk
 
 
 @pytest.mark.ranks(1, 2)
-def test_found_before_the_evaluation(comm, tmp_path, monkeypatch):
-    folder = Path(comm.bcast(str(tmp_path)))
+def test_found_before_the_evaluation(comm, config, monkeypatch):
+    folder = config.parent
     if comm.rank == 0:
-        write_config(folder)
         (folder / "mine.h5").write_text("mine")
     comm.Barrier()
     cut = [f"strategy.sample={comm.size}"]
@@ -95,7 +94,6 @@ def test_found_before_the_evaluation(comm, tmp_path, monkeypatch):
         evaluate(folder / "out", cut, predictions=folder / "new" / "p.h5", comm=comm)
         comm.Barrier()
         assert [p.name for p in (folder / "new").iterdir()] == ["p.h5"]
-    comm.Barrier()
 
 
 TWO_TARGETS = """

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from mpi4py import MPI
 
@@ -120,15 +118,9 @@ AUTO = ["reduction={name='auto', interval=2, step=1, range=1}", "training.epochs
 
 
 @pytest.fixture
-def config(comm, tmp_path, monkeypatch):
-    """The same configuration for all ranks, in the folder of rank 0; by the clock all steps take the same time."""
+def steady(monkeypatch):
+    """By the clock all steps take the same time."""
     DrivenClock().drive(monkeypatch, trainer)
-    folder = Path(comm.bcast(str(tmp_path)))
-    if comm.rank == 0:
-        write_config(folder)
-    comm.Barrier()
-    yield folder / "run.toml"
-    comm.Barrier()
 
 
 def trials(folder):
@@ -136,7 +128,7 @@ def trials(folder):
 
 
 @pytest.mark.ranks(1, 3)
-def test_a_run_tries_chooses_and_goes_on(comm, config):
+def test_a_run_tries_chooses_and_goes_on(comm, config, steady):
     folder = config.parent
     if comm.rank == 0:
         train(config, ["training.epochs=4", f"output.directory={folder / 'plain'}"], comm=MPI.COMM_SELF)
@@ -156,7 +148,7 @@ def test_a_run_tries_chooses_and_goes_on(comm, config):
 
 
 @pytest.mark.ranks(2)
-def test_a_resumed_run_does_not_try_again(comm, config):
+def test_a_resumed_run_does_not_try_again(comm, config, steady):
     """Stopped after two epochs, in the midst of the trials; the rest of the log is that of one run."""
     folder = config.parent
     out = [f"output.directory={folder / 'out'}"]
@@ -169,7 +161,7 @@ def test_a_resumed_run_does_not_try_again(comm, config):
 
 
 @pytest.mark.ranks(2)
-def test_schemes_are_tried_in_the_order_of_who_ranks_them(comm, config):
+def test_schemes_are_tried_in_the_order_of_who_ranks_them(comm, config, steady):
     ranked = [Scheme("per_layer"), Scheme("blocking")]
     asked = []
 

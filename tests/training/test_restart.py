@@ -132,12 +132,9 @@ def test_bad_data_on_one_rank(tmp_path):
 
 
 @pytest.mark.mpi
-def test_a_refused_start_leaves_no_trace(comm, tmp_path):
+def test_a_refused_start_leaves_no_trace(comm, config):
     """The log is that of the job before, which may be under way."""
-    folder = Path(comm.bcast(str(tmp_path)))
-    if comm.rank == 0:
-        write_config(folder)
-    comm.Barrier()
+    folder = config.parent
     sets = [f"strategy.height={comm.size}", "training.epochs=1"]
     train(folder / "run.toml", sets, comm=comm)
     comm.Barrier()

@@ -15,7 +15,6 @@ from halograd.errors import UserError
 from halograd.layers.strategy import Strategy
 from halograd.training.root import on_root, read_config
 from halograd.training.session import Session
-from tests.training.runs import write_config
 
 _opened: list[str] | None = None
 
@@ -70,10 +69,9 @@ def test_a_fault_is_raised_where_it_arose(comm):
 
 
 @pytest.mark.mpi
-def test_configuration_plan_and_structure_are_read_once(comm, tmp_path, opened, monkeypatch):
-    folder = Path(comm.bcast(str(tmp_path)))
+def test_configuration_plan_and_structure_are_read_once(comm, config, opened, monkeypatch):
+    folder = config.parent
     if comm.rank == 0:
-        write_config(folder)
         Strategy({"height": comm.size}).save(folder / "cut.json")
     comm.Barrier()
     opened.clear()

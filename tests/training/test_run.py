@@ -2,7 +2,6 @@
 
 import errno
 import json
-from pathlib import Path
 
 import h5py
 import numpy as np
@@ -20,17 +19,6 @@ from tests.training.cuts import overrides_of
 from tests.training.runs import CHANNELS, EDGE, SAMPLES, write_config
 
 TOLERANCE = 1e-9
-
-
-@pytest.fixture
-def config(comm, tmp_path):
-    """The same configuration for all ranks, in the folder of rank 0."""
-    folder = Path(comm.bcast(str(tmp_path)))
-    if comm.rank == 0:
-        write_config(folder)
-    comm.Barrier()
-    yield folder / "run.toml"
-    comm.Barrier()
 
 
 def curve(directory):
@@ -163,7 +151,6 @@ def test_full_disk(comm, config, monkeypatch):
     folder = config.parent / "out" / "checkpoints"
     assert sorted(p.name for p in folder.iterdir()) == ["best.h5", "latest.h5", "step-00000003.h5"]
     assert read_header(folder / "latest.h5")[0].step == 3
-    comm.Barrier()
 
 
 MODEL = "model={name='mesh', channels=3, widths=[4, 6], convs=1, resolution=16"

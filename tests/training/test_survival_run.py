@@ -5,7 +5,6 @@ import json
 import os
 import signal
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import h5py
 import pytest
@@ -22,20 +21,16 @@ from halograd.training.log import read_log
 from halograd.training.run import evaluate, train
 from halograd.training.session import Session
 from halograd.training.trainer import Trainer
-from tests.training.runs import write_config
 from tests.training.test_run import assert_same, curve
 
 
 @pytest.fixture
-def folder(comm, tmp_path):
-    """Data and configuration, the same for all ranks, in the folder of rank 0."""
-    found = Path(comm.bcast(str(tmp_path)))
+def folder(comm, config):
+    """Of data, configuration, and an undisturbed run."""
     if comm.rank == 0:
-        write_config(found)
-        train(found / "run.toml", [f"output.directory={found / 'whole'}"], comm=MPI.COMM_SELF)
+        train(config, [f"output.directory={config.parent / 'whole'}"], comm=MPI.COMM_SELF)
     comm.Barrier()
-    yield found
-    comm.Barrier()
+    return config.parent
 
 
 def files(folder):

@@ -13,7 +13,7 @@ from halograd.data import ArrayDataset
 from halograd.errors import UserError
 from halograd.training import train
 from tests.training.cuts import check_scores
-from tests.training.runs import EDGE, SAMPLES, write_arrays, write_own, write_shared
+from tests.training.runs import EDGE, SAMPLES, write_arrays, write_own
 
 NET = """
 import halograd as hg
@@ -64,11 +64,6 @@ def write(folder):
     }
     write_arrays(folder / "data.h5", arrays, u="NHWC")
     write_own(folder, NET, DATA)
-
-
-@pytest.fixture
-def config(comm, working):
-    return write_shared(comm, working, write)
 
 
 @pytest.mark.mpi
