@@ -10,8 +10,8 @@ from halograd.training.executor import Executor
 from halograd.training.optimizers import LARS, AdamW
 from halograd.training.schedules import Constant
 from halograd.training.trainer import Trainer
-from tests.gpu.test_ranks import fill
-from tests.training.test_device import NETWORKS
+from tests.training.device_steps import NETWORKS
+from tests.training.steps import fill
 
 __all__ = ["main"]
 

@@ -12,7 +12,7 @@ from halograd.comm import Communicator
 from halograd.kernels import Backend, Geometry, get_backend
 from tests.gpu.place import PLACES, only_gpu
 from tests.support.fake_device import FakeBackend
-from tests.training.test_device import NETWORKS, train
+from tests.training.device_steps import NETWORKS, train
 
 STEPS = 6  # three of them replayed
 

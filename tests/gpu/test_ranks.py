@@ -33,21 +33,16 @@ from halograd.layers import (
     PReLU,
     Resize,
     Scale,
-    SoftmaxCrossEntropy,
     StochasticDepth,
 )
 from halograd.layers import BatchNorm as Norm
-from halograd.layers.strategy import Strategy
-from halograd.testing import grids, random_array, run_layer
+from halograd.testing import grids, run_layer
 from halograd.training.config import BackendConfig
-from halograd.training.executor import Executor
 from halograd.training.kernels import open_kernels
-from halograd.training.schedules import Constant
-from halograd.training.trainer import Trainer
 from tests.gpu.place import gpu_count
 from tests.gpu.slow import check_download, check_upload_ahead, reused_message
 from tests.support.fake_device import FakeBackend
-from tests.training.test_device import NETWORKS, OPTIMIZERS
+from tests.training.device_steps import NETWORKS, OPTIMIZERS, train
 
 STEPS = 5
 SIZE = MPI.COMM_WORLD.size
@@ -144,8 +139,9 @@ def compare_losses(
     """Raise unless the losses are NumPy's, as far as `dtype` allows; of so many `steps`, if given, by graphs."""
     network = NETWORKS[name]()
     with get_backend("numpy") as reference:
-        expected = _losses(network, comm, parts, reference, "float64", optimizer, steps or STEPS)
-    found = _losses(network, comm, parts, kernels, dtype, optimizer, steps or STEPS, graph=steps is not None)
+        expected, *_ = train(network, comm, reference, parts, optimizer, steps=steps or STEPS)
+    options = {"dtype": dtype, "steps": steps or STEPS, "graph": steps is not None}
+    found, *_ = train(network, comm, kernels, parts, optimizer, **options)
     if is_low(dtype):  # every layer rounds what it writes once
         bound = resolution(as_dtype(dtype)) * len(network.layers) * (1 + np.arange(len(found)))
     else:
@@ -153,38 +149,6 @@ def compare_losses(
         bound = resolution(dtype) * math.sqrt(reduction) * 20 * (1 + np.arange(len(found))) ** 2
     error = np.abs(found - expected) / np.maximum(1.0, np.abs(expected))
     assert (error <= bound).all(), f"losses differ by {error.max():.1e}, allowed are {bound.max():.1e}"
-
-
-def _losses(
-    network: Any,
-    comm: Communicator,
-    parts: Mapping[str, int],
-    kernels: Backend,
-    dtype: str,
-    optimizer: str,
-    steps: int,
-    graph: bool = False,
-) -> np.ndarray:
-    strategy, losses = Strategy(dict(parts), bucket_bytes=4096), []
-    with Executor(network, comm, kernels, 4, strategy, dtype, seed=3, graph=graph) as executor:
-        trainer = Trainer(executor, OPTIMIZERS[optimizer](executor.store), Constant(0.01))
-        for step in range(steps):
-            fill(executor, step)
-            losses.append(trainer.step())
-        trainer.settle()
-        return np.array([float(loss) for loss in losses])
-
-
-def fill(executor: Executor, step: int) -> None:
-    """Set the inputs to those of a step."""
-    loss = executor.network.outputs["loss"]
-    for name, node in executor.network.inputs.items():
-        array = random_array((executor.batch, *node.shape), name, seed=step % 3)
-        if name == "target" and isinstance(loss.layer, SoftmaxCrossEntropy):
-            array = np.floor(np.abs(array * 1000)) % loss.inputs[0].shape[-1]
-        elif name == "target":
-            array = (array > 0.5).astype(float)
-        executor.set_input(name, array)
 
 
 def test_downloads_behind_a_slow_producer(opened):

@@ -17,8 +17,8 @@ from halograd.training.optimizers import SGD
 from halograd.training.schedules import Constant
 from halograd.training.trainer import Trainer
 from tests.gpu.place import only_gpu
-from tests.gpu.test_ranks import fill
-from tests.training.test_device import NETWORKS
+from tests.training.device_steps import NETWORKS
+from tests.training.steps import fill
 
 #: A kernel that ends when the host says so, and by itself after some seconds: a host that waits for it goes on.
 GATE = """

@@ -55,6 +55,7 @@ from halograd.training.optimizers import SGD, Adam, AdamW
 from halograd.training.schedules import Constant
 from halograd.training.trainer import Trainer
 from tests.layers.cuts import random_strategy
+from tests.training.steps import copied
 
 __all__ = ["Case", "Outcome", "differences", "trained"]
 
@@ -244,7 +245,7 @@ def trained(case: Case, comm: Communicator, strategy: Strategy) -> Outcome:
             scores = _evaluated(case, executor)
             store = executor.store
             arrays = {f"average of {name}": array.copy() for name, array in store.params.items()}
-        arrays |= {name: array.copy() for name, array in {**store.params, **store.state}.items()}
+        arrays |= copied({**store.params, **store.state})
         blocks = {name: store.box(name.removeprefix("average of ")).slices() for name in arrays}
     return Outcome(losses, scores, arrays, blocks)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 
 import numpy as np
 from mpi4py import MPI
@@ -17,7 +16,7 @@ from halograd.training.executor import Executor
 from halograd.training.optimizers import SGD
 from halograd.training.schedules import Constant
 from halograd.training.trainer import Trainer
-from tests.training.steps import BATCH, NETWORKS, RATE, STEPS, Outcome, bound, check_outcome, fill, learned, outcome
+from tests.training.steps import BATCH, NETWORKS, RATE, STEPS, Outcome, advance, bound, check_outcome, learned, outcome
 
 BUCKET = 4096
 NODES_OF_TWO = "emulated:alpha=1e-5,beta=1e-11,node=2"
@@ -32,15 +31,6 @@ def build(name: str, comm: Communicator, strategy: Strategy, dtype: str = "float
 def trainer_of(executor: Executor, rate: float = RATE) -> Trainer:
     """Momentum and weight decay: what is updated twice, late or not at all shows in later steps."""
     return Trainer(executor, SGD(executor.store, momentum=0.5, weight_decay=1e-3), Constant(rate))
-
-
-def advance(trainer: Trainer, numbers: Sequence[int]) -> list[float]:
-    """Losses of the steps with these numbers. Collective."""
-    losses = []
-    for number in numbers:
-        fill(trainer.executor, number)
-        losses.append(trainer.step())
-    return losses
 
 
 def train(name: str, comm: Communicator, strategy: Strategy, dtype: str, rate: float = RATE) -> Outcome:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +15,7 @@ from halograd.layers.strategy import Strategy
 from halograd.models import lenet5, mesh, resnet, unet
 from halograd.testing import random_array
 from halograd.training.executor import Executor
+from halograd.training.trainer import Trainer
 from tests.models.gated import gated
 
 STEPS, BATCH = 10, 4
@@ -90,6 +91,15 @@ def fill(executor: Executor, step: int) -> None:
         elif name in executor.network.targets:  # weights
             array = np.maximum(array, 0)
         executor.set_input(name, array)
+
+
+def advance(trainer: Trainer, numbers: Iterable[int]) -> list[float]:
+    """Losses of the steps with these numbers. Collective."""
+    losses = []
+    for number in numbers:
+        fill(trainer.executor, number)
+        losses.append(trainer.step())
+    return losses
 
 
 def learned(found: Outcome) -> Outcome:

@@ -43,6 +43,7 @@ from tests.layers.cuts import random_strategy
 from tests.support.clock import TICK, DrivenClock
 from tests.training.cuts import CUTS, check_resumed, overrides_of
 from tests.training.runs import write_config, write_own
+from tests.training.steps import assert_arrays, copied
 
 BATCH, STEPS, SEED = 8, 3, 3
 SCHEMES = {
@@ -86,7 +87,7 @@ def run(comm, strategy, parts, clip=None, dtype="float64", make=network, **tried
             norms.append(trainer.gradient_norm or 0.0)
         trainer.settle()
         blocks = {name: executor.store.box(name).slices() for name in executor.store.params}
-        params = {name: array.copy() for name, array in executor.store.params.items()}
+        params = copied(executor.store.params)
         trials = [] if trainer.auto is None else trainer.auto.tuner.trials
     return SimpleNamespace(losses=losses, norms=norms, params=params, blocks=blocks, trials=trials)
 
@@ -233,7 +234,7 @@ def test_a_part_that_diverges_leaves_parameters_as_they_are():
             with Executor(network(), comm, get_backend("numpy"), 4, dtype="float64", seed=SEED, parts=2) as executor:
                 trainer = Trainer(executor, SGD(executor.store), Constant(0.1))
                 if broken:
-                    before = {name: array.copy() for name, array in executor.store.params.items()}
+                    before = copied(executor.store.params)
                     fill(executor, 0, 0)
                     trainer.add()
                     executor.input("x").array.fill(np.inf)
@@ -245,9 +246,8 @@ def test_a_part_that_diverges_leaves_parameters_as_they_are():
                     fill(executor, 1, part)
                     (trainer.step if part else trainer.add)()
                 trainer.settle()
-                results.append({name: array.copy() for name, array in executor.store.params.items()})
-        for name, array in results[0].items():
-            np.testing.assert_array_equal(results[1][name], array)
+                results.append(copied(executor.store.params))
+        assert_arrays(results[1], results[0])
 
 
 # -- whole runs ------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from halograd.training.optimizers import LARS, SGD, Adam, AdamW
 from halograd.training.schedules import Constant
 from halograd.training.trainer import Trainer
 from tests.layers.cuts import random_strategy
-from tests.training.steps import NETWORKS, fill
+from tests.training.steps import NETWORKS, copied, fill
 
 STEPS, AVERAGE = 12, 0.75
 FACTORS = {"conv*": 0.5, "conv2": 0.0, "dense4": 3.0}
@@ -45,10 +45,10 @@ def run(comm, strategy, kind, factors=FACTORS, average=AVERAGE, rate=0.05):
             fill(executor, step % 3)
             trainer.step()
             trainer.settle()
-            history.append({name: array.copy() for name, array in executor.store.params.items()})
+            history.append(copied(executor.store.params))
         with trainer.averaged():
-            averages = {name: array.copy() for name, array in executor.store.params.items()}
-        after = {name: array.copy() for name, array in executor.store.params.items()}
+            averages = copied(executor.store.params)
+        after = copied(executor.store.params)
         blocks = {name: executor.store.box(name).slices() for name in executor.store.params}
         start = {name: executor.store.shapes[name] for name in executor.store.params}
     assert all((after[name] == array).all() for name, array in history[-1].items())

@@ -23,6 +23,7 @@ from halograd.training.checkpoint import (
 from halograd.training.checkpoints import CheckpointFolder
 from halograd.training.optimizers import SGD, Adam
 from tests.harness.limits import LIMIT
+from tests.training.steps import copied
 
 PROGRESS = TrainingProgress(77, 5, {"epoch": 3, "position": 12, "shuffle": "epoch"}, {"mean": [0.1, 1 / 3]})
 
@@ -73,7 +74,7 @@ def test_parameters_alone(saved, make_store):
 
 def refused(path, store, message, optimizer=None):
     """The read is refused in one line, and nothing was changed."""
-    before = {n: a.copy() for n, a in store.params.items()}
+    before = copied(store.params)
     with pytest.raises(UserError) as caught:
         read_checkpoint(path, store, optimizer)
     assert message in str(caught.value) and "\n" not in str(caught.value)

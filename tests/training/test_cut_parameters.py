@@ -27,7 +27,7 @@ from halograd.training.optimizers import LARS, SGD, AdamW
 from halograd.training.schedules import Constant
 from halograd.training.trainer import Diverged, Trainer
 from tests.layers.cuts import random_strategy
-from tests.training.steps import fill
+from tests.training.steps import advance, copied
 
 STEPS, HALF = 6, 3
 
@@ -60,10 +60,7 @@ def trainer_of(executor, clip_norm=None):
 
 
 def steps(trainer, numbers):
-    losses = []
-    for number in numbers:
-        fill(trainer.executor, number)
-        losses.append(trainer.step())
+    losses = advance(trainer, numbers)
     trainer.settle()
     return losses
 
@@ -74,25 +71,18 @@ def run(comm, strategy, body):
         return body(trainer_of(executor))
 
 
-def copied(snapshot):
+def arrays_of(snapshot):
     """Every array of a snapshot by a name of its own."""
     if snapshot is None:
         return None
-    arrays = {f"params {k}": v.copy() for k, v in snapshot.params.items()}
-    arrays |= {f"state {k}": v.copy() for k, v in snapshot.state.items()}
-    return arrays | {f"{s} {k}": v.copy() for s, group in snapshot.optimizer.items() for k, v in group.items()}
-
-
-@pytest.fixture
-def folder(tmp_path_factory):
-    """One folder for all ranks."""
-    return MPI.COMM_WORLD.bcast(str(tmp_path_factory.mktemp("cut")) if MPI.COMM_WORLD.rank == 0 else None)
+    groups = {"params": snapshot.params, "state": snapshot.state, **snapshot.optimizer}
+    return copied({f"{kind} {k}": v for kind, group in groups.items() for k, v in group.items()})
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
-def test_written_under_one_strategy_and_resumed_under_another(folder):
+def test_written_under_one_strategy_and_resumed_under_another(shared):
     """Parameters, moments and running statistics come back bit for bit, and the curve goes on as in one process."""
-    path = f"{folder}/step.h5"
+    path = shared / "step.h5"
     with Communicator(MPI.COMM_SELF) as alone:
         expected = run(alone, Strategy(), lambda trainer: steps(trainer, range(STEPS)))
     with Communicator(MPI.COMM_WORLD) as comm:
@@ -104,11 +94,11 @@ def test_written_under_one_strategy_and_resumed_under_another(folder):
             if snapshot is not None:
                 write_checkpoint(path, snapshot, TrainingProgress(step=HALF))
             comm.barrier()
-            return losses, copied(snapshot)
+            return losses, arrays_of(snapshot)
 
         def resume(trainer):
             assert read_checkpoint(path, trainer.executor.store, trainer.optimizer).step == HALF
-            found = copied(Snapshot.of(trainer.executor.store, trainer.optimizer, trainer.executor.comm))
+            found = arrays_of(Snapshot.of(trainer.executor.store, trainer.optimizer, trainer.executor.comm))
             return found, steps(trainer, range(HALF, STEPS))
 
         losses, written = run(comm, cut(comm.size), write)

@@ -7,69 +7,17 @@ from mpi4py import MPI
 from halograd.comm import Communicator
 from halograd.errors import UserError
 from halograd.kernels.numpy import NumpyBackend
-from halograd.layers import Conv, Input, Layer, MeanSquaredError, Network, ReLU
 from halograd.layers.strategy import Strategy
-from halograd.models import alexnet, lenet5, mesh, resnet, unet
+from halograd.models import alexnet
 from halograd.program.operations import Transfer
 from halograd.training.executor import Executor
-from halograd.training.optimizers import LARS, SGD, Adam, AdamW
+from halograd.training.optimizers import SGD
 from halograd.training.schedules import Constant
 from halograd.training.timeline import Timeline
 from halograd.training.trainer import Diverged, Trainer
-from tests.support.fake_device import FakeBackend, FakeDevice
-from tests.training.steps import fill
-
-STEPS = 3
-NETWORKS = {
-    "mesh": lambda: mesh(resolution=(20, 16), channels=3, widths=(4, 6), convs=1, decoder=True, pos_weight=3.0),
-    "resnet": lambda: resnet((1, 1, 1, 1), classes=5, resolution=36, width=4, name="small resnet"),
-    "unet": lambda: unet((16, 24), channels=2, classes=3, width=4, levels=2, name="small unet"),
-    "lenet": lambda: lenet5(classes=4, resolution=28),
-}
-OPTIMIZERS = {
-    "sgd": lambda store: SGD(store, momentum=0.9, nesterov=True, weight_decay=1e-3),
-    "adam": lambda store: Adam(store, weight_decay=1e-3),
-    "adamw": lambda store: AdamW(store, weight_decay=1e-2),
-    "lars": lambda store: LARS(store, weight_decay=1e-3),
-}
-
-
-def train(
-    network,
-    comm,
-    kernels,
-    parts,
-    optimizer="sgd",
-    clip=None,
-    dtype="float64",
-    reduction=None,
-    steps=STEPS,
-    graph=False,
-    split=1,
-):
-    """Losses, parameters and what the device counted between the first step and the last, of batches in parts.
-
-    Collective.
-    """
-    strategy = Strategy(parts, bucket_bytes=4096, **(reduction or {}))
-    losses, counts = [], {}
-    with Executor(network, comm, kernels, 4, strategy, dtype, seed=3, graph=graph, parts=split) as executor:
-        trainer = Trainer(executor, OPTIMIZERS[optimizer](executor.store), Constant(0.01), clip_norm=clip)
-        device = executor.device
-        for step in range(steps):
-            for part in range(1, split):
-                fill(executor, 100 * step + part)
-                trainer.add()
-            fill(executor, step)
-            if isinstance(device, FakeDevice) and step == 1:
-                counts = {"syncs": len(device.synchronizations), "waits": device.waits, "idled": device.idled}
-            losses.append(trainer.step())
-        if counts:
-            now = {"syncs": len(device.synchronizations), "waits": device.waits, "idled": device.idled}
-            counts = {key: now[key] - counts[key] for key in counts}
-        trainer.settle()
-        params = {k: executor.device.to_host(v).copy() for k, v in executor.store.params.items()}
-        return np.array([float(loss) for loss in losses]), params, counts
+from tests.support.fake_device import FakeBackend
+from tests.training.device_steps import NETWORKS, OPTIMIZERS, STEPS, assert_near, own_layer, train
+from tests.training.steps import advance, assert_arrays, fill
 
 
 def both(name, comm, parts, **options):
@@ -82,10 +30,7 @@ def both(name, comm, parts, **options):
     finally:
         kernels.close()
     assert np.isfinite(expected).all()
-    bound = 1000 * np.finfo(options.get("dtype", "float64")).eps
-    np.testing.assert_allclose(found, expected, rtol=bound)
-    for key, array in params.items():
-        np.testing.assert_allclose(ours[key], array, rtol=0, atol=bound * max(1, np.abs(array).max()), err_msg=key)
+    assert_near(found, ours, expected, params, 1000 * np.finfo(options.get("dtype", "float64")).eps)
     return counts
 
 
@@ -177,32 +122,11 @@ def test_graphs_repeat_what_the_steps_before_did(name, axis, options):
     kernels.close()
     assert counts["syncs"] == 0
     np.testing.assert_array_equal(found, expected)
-    for key, array in params.items():
-        np.testing.assert_array_equal(ours[key], array, err_msg=key)
+    assert_arrays(ours, params)
 
 
 def small_alexnet():
     return alexnet(classes=3, resolution=67, width=0.1)
-
-
-class Doubling(Layer):
-    """Makes arrays of its own in every step."""
-
-    def output_shape(self, shape):
-        return shape
-
-    def forward(self, xs, params, box):
-        return 2 * xs[0]
-
-    def backward(self, dy, xs, params, box):
-        return [2 * dy], {}
-
-
-def own_layer():
-    x, target = Input((12, 8, 2), "x"), Input((12, 8, 3), "target")
-    y = Doubling(name="own")(ReLU(name="relu1")(Conv(4, 3, padding=1, name="first")(x)))
-    y = Conv(3, 3, padding=1, name="last")(ReLU(name="relu2")(y))
-    return Network({"prediction": y, "loss": MeanSquaredError(name="mse")(y, target)}, "own")
 
 
 @pytest.mark.ranks(1, 2)
@@ -214,9 +138,7 @@ def test_how_many_graphs_a_pass_is():
         for network, alone in ((NETWORKS["mesh"](), (1, 1)), (own_layer(), (2, 2))):
             with Executor(network, comm, kernels, 4, cut, "float64", graph=True) as executor:
                 trainer = Trainer(executor, SGD(executor.store), Constant(0.0))
-                for step in range(4):
-                    fill(executor, step)
-                    trainer.step()
+                advance(trainer, range(4))
                 found = tuple(graphed.graphs for graphed in executor._graphs)
                 transfers = sum(isinstance(operation, Transfer) for operation in executor.program)
             assert found == alone if comm.size == 1 else sum(alone) <= sum(found) <= sum(alone) + transfers + 2

@@ -29,9 +29,8 @@ from halograd.training.trainer import Trainer
 from tests.kernels.cuda.host import HostBackend, HostLauncher, compiler
 from tests.layers.test_low_precision import near
 from tests.support.fake_device import FakeBackend
-from tests.training import test_device
+from tests.training.device_steps import NETWORKS, OPTIMIZERS, assert_near, train
 from tests.training.steps import fill
-from tests.training.test_device import OPTIMIZERS, train
 
 
 def dropping():
@@ -47,7 +46,7 @@ def regression():
     return Network({"prediction": y, "loss": MeanSquaredError("loss")(y, target)})
 
 
-NETWORKS = {**test_device.NETWORKS, "dropping": dropping, "regression": regression}
+CASES = {"dropping": dropping, "regression": regression, "mesh": NETWORKS["mesh"]}
 
 
 @pytest.fixture(scope="module")
@@ -59,20 +58,18 @@ def cuda(tmp_path_factory):
 
 
 def compare(name, parts, cuda, optimizer="sgd", clip=None, bound=1e-11):
-    network = NETWORKS[name]()
+    network = CASES[name]()
     with Communicator(MPI.COMM_WORLD) as comm:
         expected, params, _ = train(network, comm, NumpyBackend(), parts, optimizer, clip)
         kernels = FakeBackend(cuda)
         found, ours, counts = train(network, comm, kernels, parts, optimizer, clip)
         kernels.close()
-    np.testing.assert_allclose(found, expected, rtol=bound)
-    for key, array in params.items():
-        np.testing.assert_allclose(ours[key], array, rtol=0, atol=bound * max(1, np.abs(array).max()), err_msg=key)
+    assert_near(found, ours, expected, params, bound)
     assert counts["syncs"] == 0
 
 
 @pytest.mark.ranks(1, 2)
-@pytest.mark.parametrize("name", ["dropping", "regression", "mesh"])
+@pytest.mark.parametrize("name", CASES)
 def test_losses_dropout_and_messages(name, cuda):
     size = MPI.COMM_WORLD.size
     compare(name, {"height": size} if name == "mesh" else {"sample": size}, cuda)
@@ -107,6 +104,12 @@ def test_a_step_prepares_nothing(dtype, scheme, cuda, monkeypatch):
     kernels.close()
 
 
+def agree_on(comm, found, expected, atol, what):
+    """Fail on all ranks where something differs."""
+    wrong = [k for k in expected or () if not np.allclose(found[k], expected[k], rtol=0, atol=atol)]
+    comm.agree(AssertionError(f"{what}: {wrong} differ") if wrong else None)
+
+
 LAYERS = {
     "resize": lambda: Resize(2, mode="bilinear", name="l"),
     "resize down": lambda: Resize(size=[4, 9], mode="linear", name="l"),
@@ -135,8 +138,7 @@ def test_norms_of_all_samples_at_once(name, cuda):
         for parts in grids(comm.size, ("sample", "height", "width")):
             expected = run_layer(NORMS[name], [(7, 6, 4)], comm, parts, steps=2)
             found = run_layer(NORMS[name], [(7, 6, 4)], comm, parts, steps=2, backend=kernels, dtype="float32")
-            wrong = [k for k in expected or () if not np.allclose(found[k], expected[k], rtol=0, atol=2e-5)]
-            comm.agree(AssertionError(f"{parts}: {wrong} differ") if wrong else None)
+            agree_on(comm, found, expected, 2e-5, parts)
             single = run_layer(NORMS[name], [(7, 6, 4)], comm, parts, backend=kernels, dtype="bfloat16")
             wrong = [k for k in expected or () if k != "loss" and not near(single[k], expected[k])]
             comm.agree(AssertionError(f"{parts}: {wrong} differ in bfloat16") if wrong else None)
@@ -158,8 +160,7 @@ def test_batch_norm_in_training(options, residual, cuda):
         for parts in grids(comm.size, ("sample", "height", "width")):
             expected = run_layer(make, shapes, comm, parts, steps=2, batch=3)
             found = run_layer(make, shapes, comm, parts, steps=2, batch=3, backend=kernels, dtype="float32")
-            wrong = [k for k in expected or () if not np.allclose(found[k], expected[k], rtol=0, atol=3e-5)]
-            comm.agree(AssertionError(f"{parts}: {wrong} differ") if wrong else None)
+            agree_on(comm, found, expected, 3e-5, parts)
             state = [running(backend, make, shapes, comm, parts) for backend in (NumpyBackend(), kernels)]
             for ours, theirs in zip(*state):
                 np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
@@ -189,6 +190,5 @@ def test_layers(name, cuda):
         for parts in grids(comm.size, ("height", "width")):
             expected = run_layer(LAYERS[name], [(7, 6, 4)], comm, parts, steps=2)
             found = run_layer(LAYERS[name], [(7, 6, 4)], comm, parts, steps=2, backend=kernels)
-            wrong = [k for k in expected or () if not np.allclose(found[k], expected[k], rtol=0, atol=1e-12)]
-            comm.agree(AssertionError(f"{parts}: {wrong} differ") if wrong else None)
+            agree_on(comm, found, expected, 1e-12, parts)
     kernels.close()

@@ -12,8 +12,8 @@ from halograd.training.optimizers import SGD
 from halograd.training.schedules import Constant
 from halograd.training.trainer import Trainer
 from tests.support.gpu_ranks import gpu_ranks
-from tests.training.steps import fill
-from tests.training.test_device import NETWORKS, STEPS, own_layer, train
+from tests.training.device_steps import NETWORKS, STEPS, assert_near, own_layer, train
+from tests.training.steps import advance, fill
 
 CUTS = {
     2: {"mesh": {"height": 2}, "resnet": {"sample": 2}},
@@ -38,10 +38,7 @@ def compare(monkeypatch, transport, name, scheme=None, **options):
         found, ours, counts = train(network, r.comm, r.kernels, CUTS[size][name], reduction=reduction, **options)
         waits = [e.name for e in r.device.trace.entries if e.kind == "host wait"]
         kinds = {c[1] for e in r.device.trace.entries if e.nccl is not None for c in e.nccl[2]}
-    bound = 1000 * np.finfo("float64").eps
-    np.testing.assert_allclose(found, expected, rtol=bound)
-    for key, array in params.items():
-        np.testing.assert_allclose(ours[key], array, rtol=0, atol=bound * max(1, np.abs(array).max()), err_msg=key)
+    assert_near(found, ours, expected, params, 1000 * np.finfo("float64").eps)
     assert counts["syncs"] == 0
     steps = options.get("steps", STEPS)
     assert counts["waits"] == (steps - 1) + (steps - 2), "the loss of the step before; numbers sent two steps ago"
@@ -69,9 +66,7 @@ def test_a_pass_over_nccl_is_one_graph_but_for_what_a_custom_layer_does(monkeypa
         for network, graphs in ((NETWORKS["mesh"](), (1, 1)), (own_layer(), (2, 2))):
             with Executor(network, r.comm, r.kernels, 4, Strategy({"height": 2}), "float64", graph=True) as executor:
                 trainer = Trainer(executor, SGD(executor.store), Constant(0.0))
-                for step in range(4):
-                    fill(executor, step)
-                    trainer.step()
+                advance(trainer, range(4))
                 trainer.settle()
                 assert tuple(graphed.graphs for graphed in executor._graphs) == graphs
 
@@ -87,9 +82,7 @@ def test_graphs_are_gone_before_nccl_is_ended(ends, monkeypatch):
             made.append(Executor(NETWORKS["mesh"](), r.comm, r.kernels, 4, Strategy({"height": 2}), graph=True))
             (executor,) = made
             trainer = Trainer(executor, SGD(executor.store), Constant(0.0))
-            for step in range(4):
-                fill(executor, step)
-                trainer.step()
+            advance(trainer, range(4))
             trainer.settle()
             graphs = [c.graphs for c in r.nccl.communicators]
             assert sum(map(len, graphs)) == 2, "forward and backward"

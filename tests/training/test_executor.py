@@ -16,6 +16,7 @@ from halograd.layers.strategy import Strategy
 from halograd.testing import random_array
 from halograd.training.executor import Executor
 from halograd.training.transfer import Gather
+from tests.training.steps import copied
 
 SHAPE = (7, 6, 2)
 
@@ -40,7 +41,7 @@ def gradients(executor):
     executor.forward()
     executor.backward()
     executor.reducer.finish()
-    return {name: array.copy() for name, array in executor.store.grads.items()}
+    return copied(executor.store.grads)
 
 
 @pytest.mark.mpi

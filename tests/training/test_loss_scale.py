@@ -22,9 +22,9 @@ from halograd.training.schedules import Constant
 from halograd.training.trainer import Diverged, Trainer
 from tests.kernels.cuda.host import HostBackend, HostLauncher, compiler
 from tests.support.fake_device import FakeBackend
+from tests.training.device_steps import NETWORKS, train
 from tests.training.runs import write_config
-from tests.training.steps import fill
-from tests.training.test_device import NETWORKS, train
+from tests.training.steps import advance, fill
 from tests.training.test_low_precision import close
 
 
@@ -77,9 +77,7 @@ def test_a_step_that_overflows_is_skipped_and_the_scale_halved(kernels):
             for name, array in built.store.params.items():
                 np.testing.assert_array_equal(to_host(array), before[name], err_msg=name)
             with np.errstate(all="ignore"):
-                for step in range(20):
-                    fill(built, step)
-                    trainer.step()
+                advance(trainer, range(20))
                 trainer.settle()
             assert scaling.skipped < 15, "the scale came down until steps were made"
             assert any((to_host(v) != before[k]).any() for k, v in built.store.params.items())
@@ -95,9 +93,7 @@ def test_an_overflow_passes_where_gradients_are_rounded_without_error_feedback(k
         with built, np.errstate(all="ignore"):
             scaling = built.store.loss_scale
             scaling.load_state_dict({"scale": 2.0**24, "good": 7.0})
-            for step in range(20):
-                fill(built, step)
-                trainer.step()
+            advance(trainer, range(20))
             trainer.settle()
             assert 1 <= scaling.skipped < 15
 
@@ -124,9 +120,7 @@ def test_gradients_that_are_never_finite_end_the_run(kernels):
             scaling.load_state_dict({"scale": 1.0, "good": 0.0})
             trainer._scaling.watch([built.device.array([np.inf], np.float32)], None)
             with pytest.raises(Diverged, match="gradients are not finite, however small the loss scale; lower sched"):
-                for step in range(40):
-                    fill(built, step)
-                    trainer.step()
+                advance(trainer, range(40))
 
 
 @pytest.mark.ranks(1)

@@ -16,8 +16,8 @@ from halograd.training.optimizers import SGD
 from halograd.training.schedules import Constant
 from halograd.training.trainer import Trainer
 from tests.support.fake_device import FakeBackend
+from tests.training.device_steps import NETWORKS, train
 from tests.training.steps import fill
-from tests.training.test_device import NETWORKS, train
 
 BFLOAT16 = as_dtype("bfloat16")
 ROUNDING = 2.0**-8  # half the distance of neighbors, relative

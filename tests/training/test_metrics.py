@@ -5,6 +5,8 @@ from itertools import product
 import numpy as np
 import pytest
 
+from halograd.comm import Communicator
+from halograd.kernels import get_backend
 from halograd.layers import (
     BinaryCrossEntropyWithLogits,
     Dice,
@@ -12,10 +14,14 @@ from halograd.layers import (
     Input,
     MeanSquaredError,
     Network,
+    ReLU,
     SoftmaxCrossEntropy,
     training_only,
 )
+from halograd.layers.strategy import Strategy
+from halograd.testing import grids
 from halograd.training.evaluation import Evaluation
+from halograd.training.executor import Executor
 from halograd.training.metrics import Confusion, Errors, scores
 
 BATCH, SHAPE = 4, (6, 5)
@@ -112,12 +118,6 @@ CASES = ["binary", "labels", "classes", "dice", "dice softmax", "dice one-hot", 
 @pytest.mark.mpi
 @pytest.mark.parametrize("case", CASES)
 def test_evaluation(comm, case):
-    from halograd.comm import Communicator
-    from halograd.kernels import get_backend
-    from halograd.layers.strategy import Strategy
-    from halograd.testing import grids
-    from halograd.training.executor import Executor
-
     with Communicator(comm) as ranks:
         for parts in grids(ranks.size, ("sample", "height", "width")):
             strategy = Strategy(parts)
@@ -177,12 +177,6 @@ def weighted_samples():
 
 @pytest.mark.ranks(1, 2, 4)
 def test_the_loss_does_not_depend_on_the_batch(comm):
-    from halograd.comm import Communicator
-    from halograd.kernels import get_backend
-    from halograd.layers.strategy import Strategy
-    from halograd.testing import grids
-    from halograd.training.executor import Executor
-
     given = weighted_samples()
     difference = (given["y"] - given["z"])[:, 0] ** 2
     weights = np.array([1.0, 2.0, 3.0])[given["t"]][..., 0] * given["w"][..., 0]
@@ -209,11 +203,6 @@ def test_the_loss_does_not_depend_on_the_batch(comm):
 
 @pytest.mark.ranks(1)
 def test_no_loss(comm):
-    from halograd.comm import Communicator
-    from halograd.kernels import get_backend
-    from halograd.layers import ReLU
-    from halograd.training.executor import Executor
-
     net = Network(ReLU()(Input((4, 4, 1))), name="bare")
     with (
         Communicator(comm) as ranks,

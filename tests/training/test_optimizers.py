@@ -6,6 +6,7 @@ import pytest
 from halograd.kernels.numpy import updates
 from halograd.training.optimizers import LARS, SGD, Adam, AdamW
 from tests.support.lean import traced
+from tests.training.steps import copied
 
 RATES = [0.1, 0.05, 0.2, 0.1]
 SCALE = 0.7
@@ -22,7 +23,7 @@ def run(store, optimizer, scale=1.0):
     seen = []
     for step, rate in enumerate(RATES):
         gradients(store, step)
-        seen.append({k: v.copy() for k, v in store.grads.items()})
+        seen.append(copied(store.grads))
         optimizer.begin_step(rate, scale)
         for bucket in store.buckets:
             optimizer.update(bucket)
@@ -72,7 +73,7 @@ def test_formula(make_store, monkeypatch, case, scale, bucket_bytes):
     monkeypatch.setattr(updates, "PIECE", 16)  # several pieces per bucket, the last one short
     store = make_store(bucket_bytes)
     make, formula = CASES[case]
-    want = {k: v.copy() for k, v in store.params.items()}
+    want = copied(store.params)
     states = {k: {} for k in want}
     seen = run(store, make(store), scale)
     for rate, grads in zip(RATES, seen):

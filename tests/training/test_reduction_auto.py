@@ -20,7 +20,7 @@ from halograd.training.optimizers import SGD, Adam
 from halograd.training.schedules import Cosine
 from halograd.training.trainer import Trainer
 from tests.support.clock import TICK, DrivenClock
-from tests.training.steps import fill
+from tests.training.steps import advance, copied
 
 RATE, STEPS = 0.01, 26
 TUNING = Tuning(interval=2, step=2, range=2, candidates=5)
@@ -75,12 +75,9 @@ def train(executor, make=momentum, steps=STEPS, comm=None, state=None):
                 trainer.auto.load_state_dict(state)
             feign(trainer.auto, comm)
             trainer.auto.on_measured = lambda *what: measured.append(what)
-        losses = []
-        for step in range(steps):
-            fill(executor, step)
-            losses.append(trainer.step())
+        losses = advance(trainer, range(steps))
         trainer.settle()
-        params = {k: v.copy() for k, v in executor.store.params.items()}
+        params = copied(executor.store.params)
         return np.array(losses), params, measured, trainer.auto
 
 
@@ -144,9 +141,7 @@ def test_schemes_are_tried_without_a_cost_model_and_by_the_clock(monkeypatch):
         trainer = Trainer(executor, SGD(executor.store), Cosine(RATE, 99), tuning=Tuning(2, 1, 1))
         several = comm.size > 1
         assert executor.replicable == (["dense1", "dense2"] if several else [])
-        for step in range(40):
-            fill(executor, step)
-            trainer.step()
+        advance(trainer, range(40))
         trainer.settle()
         assert trainer.auto.settled and all(t.seconds == TICK for t in trainer.auto.tuner.trials)
         tried = {t.scheme.name for t in trainer.auto.tuner.trials}

@@ -9,18 +9,12 @@ from halograd.layers.reduction_scheme import Scheme
 from halograd.layers.strategy import Strategy
 from halograd.training.checkpoint import Snapshot, read_checkpoint, write_checkpoint
 from halograd.training.trainer import Diverged
-from tests.training.reductions import BUCKET, advance, build, trainer_of
-from tests.training.steps import fill
+from tests.training.reductions import BUCKET, build, trainer_of
+from tests.training.steps import advance, assert_arrays, copied, fill
 
 pytestmark = pytest.mark.mpi(min_size=2)
 ROUNDED = Scheme("bucketed", payload="bfloat16")
 HALF, STEPS = 3, 6
-
-
-@pytest.fixture
-def folder(tmp_path_factory):
-    """One folder for all ranks."""
-    return MPI.COMM_WORLD.bcast(str(tmp_path_factory.mktemp("errors")) if MPI.COMM_WORLD.rank == 0 else None)
 
 
 @pytest.fixture
@@ -36,13 +30,13 @@ def begin(comm, strategy, path):
         advance(trainer, range(HALF))
         trainer.settle()
         snapshot = Snapshot.of(executor.store, trainer.optimizer, comm)
-        errors = {} if snapshot is None else {k: v.copy() for k, v in snapshot.errors.items()}
+        errors = {} if snapshot is None else copied(snapshot.errors)
         if snapshot is not None:
             write_checkpoint(path, snapshot)
         comm.barrier()
         losses = advance(trainer, range(HALF, STEPS))
         trainer.settle()
-        return comm.bcast(errors), losses, {k: v.copy() for k, v in executor.store.params.items()}
+        return comm.bcast(errors), losses, copied(executor.store.params)
 
 
 def data(size):
@@ -55,24 +49,23 @@ def cut(size):
 
 
 @pytest.mark.parametrize("strategy", [data, cut])
-def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(comm_, folder, strategy):
+def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(comm_, shared, strategy):
     strategy = strategy(comm_.size)
-    errors, losses, params = begin(comm_, strategy, f"{folder}/step.h5")
+    errors, losses, params = begin(comm_, strategy, shared / "step.h5")
     assert sum(np.count_nonzero(e) for e in errors.values()) > 1000, "something was rounded away"
     with build("lenet", comm_, strategy) as executor:
         trainer = trainer_of(executor)
-        read_checkpoint(f"{folder}/step.h5", executor.store, trainer.optimizer)
+        read_checkpoint(shared / "step.h5", executor.store, trainer.optimizer)
         assert advance(trainer, range(HALF, STEPS)) == losses
         trainer.settle()
-        for key, array in executor.store.params.items():
-            np.testing.assert_array_equal(array, params[key])
+        assert_arrays(params, executor.store.params)
 
 
 @pytest.mark.parametrize("other", [cut, lambda size: Strategy({"width": size}, bucket_bytes=1, reduction=ROUNDED)])
-def test_errors_go_on_under_another_decomposition(comm_, folder, other):
-    errors, _, _ = begin(comm_, data(comm_.size), f"{folder}/step.h5")
+def test_errors_go_on_under_another_decomposition(comm_, shared, other):
+    errors, _, _ = begin(comm_, data(comm_.size), shared / "step.h5")
     with build("lenet", comm_, other(comm_.size)) as executor:
-        read_checkpoint(f"{folder}/step.h5", executor.store)
+        read_checkpoint(shared / "step.h5", executor.store)
         for key, array in executor.store.errors.items():
             found = np.zeros_like(errors[key])
             found[executor.store.box(key).slices()] = array
@@ -80,32 +73,32 @@ def test_errors_go_on_under_another_decomposition(comm_, folder, other):
             np.testing.assert_array_equal(found, errors[key], err_msg=key)
 
 
-def test_a_block_that_nobody_shares_gets_what_others_had_rounded_away_once(comm_, folder):
-    errors, _, _ = begin(comm_, data(comm_.size), f"{folder}/step.h5")
+def test_a_block_that_nobody_shares_gets_what_others_had_rounded_away_once(comm_, shared):
+    errors, _, _ = begin(comm_, data(comm_.size), shared / "step.h5")
     grads = []
     for forget in (True, False):
         with Communicator(MPI.COMM_SELF) as alone, build("lenet", alone, data(1)) as executor:
             trainer = trainer_of(executor)
-            read_checkpoint(f"{folder}/step.h5", executor.store, trainer.optimizer)
+            read_checkpoint(shared / "step.h5", executor.store, trainer.optimizer)
             if forget:
                 for array in executor.store.errors.values():
                     array.fill(0)
             advance(trainer, [HALF])
             trainer.settle()
-            grads.append({k: v.copy() for k, v in executor.store.grads.items()})
+            grads.append(copied(executor.store.grads))
             assert not any(array.any() for array in executor.store.errors.values())
     for key, array in grads[0].items():
         np.testing.assert_array_equal(grads[1][key], array + errors[key], err_msg=key)
 
 
-def test_a_run_that_rounded_nothing_before_begins_with_no_errors(comm_, folder):
+def test_a_run_that_rounded_nothing_before_begins_with_no_errors(comm_, shared):
     plain = Strategy({"sample": comm_.size})
-    errors, _, _ = begin(comm_, plain, f"{folder}/step.h5")
+    errors, _, _ = begin(comm_, plain, shared / "step.h5")
     assert not errors
     with build("lenet", comm_, data(comm_.size)) as executor:
         for array in executor.store.errors.values():
             array.fill(1.0)
-        read_checkpoint(f"{folder}/step.h5", executor.store)
+        read_checkpoint(shared / "step.h5", executor.store)
         assert not any(array.any() for array in executor.store.errors.values())
 
 
@@ -114,7 +107,7 @@ def test_errors_survive_a_change_of_chunks(comm_):
 
     def everything(executor):
         executor.reducer.settle()
-        total = {k: v.copy() for k, v in executor.store.errors.items()}
+        total = copied(executor.store.errors)
         for array in total.values():
             comm_.reduction(array).run()
         return total
@@ -125,8 +118,7 @@ def test_errors_survive_a_change_of_chunks(comm_):
         executor.reduce_by(Scheme("per_layer", payload="bfloat16"))
         after = everything(executor)
     assert any(array.any() for array in before.values())
-    for key, array in before.items():
-        np.testing.assert_array_equal(array, after[key])
+    assert_arrays(after, before)
 
 
 def test_a_batch_that_is_not_finite_leaves_nothing_behind(comm_):

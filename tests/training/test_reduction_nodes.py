@@ -15,8 +15,8 @@ from halograd.training.optimizers import LARS, SGD, Adam, AdamW
 from halograd.training.schedules import Constant
 from halograd.training.trainer import Trainer
 from tests.harness.limits import wait_until
-from tests.training.reductions import BUCKET, NODES_OF_TWO, advance, build, trainer_of
-from tests.training.steps import RATE
+from tests.training.reductions import BUCKET, NODES_OF_TWO, build, trainer_of
+from tests.training.steps import RATE, advance, assert_arrays, copied
 
 SCHEMES = [Scheme("hierarchical"), Scheme("host_accumulate"), Scheme("host_accumulate", chunk=3), Scheme("sharded")]
 WITH_DENSE = [Scheme("host_accumulate", chunk=2, replicated_dense=1), Scheme("sharded", replicated_dense=2)]
@@ -91,7 +91,7 @@ def test_clipping_scales_by_the_norm_of_one_process(scheme):
                 advance(trainer, [number])
                 norms.append(trainer.gradient_norm)
             trainer.settle()
-            found.append((norms, {k: v.copy() for k, v in executor.store.params.items()}))
+            found.append((norms, copied(executor.store.params)))
     assert max(found[0][0]) > 0.3
     np.testing.assert_allclose(found[1][0], found[0][0], rtol=1e-11)
     for key, array in found[0][1].items():
@@ -111,7 +111,7 @@ def resumed(comm, path, first, second, make, steps=2):
         advance(trainer, range(steps, 2 * steps))
         trainer.settle()
         expected = Snapshot.of(executor.store, trainer.optimizer, comm)
-        expected = expected and {k: v.copy() for k, v in {**expected.params, **flat(expected.optimizer)}.items()}
+        expected = expected and copied({**expected.params, **flat(expected.optimizer)})
     with build("lenet", comm, second, "float64") as executor:
         trainer = Trainer(executor, make(executor.store), Constant(RATE))
         read_checkpoint(path, executor.store, trainer.optimizer)
@@ -128,10 +128,10 @@ def flat(states):
 @pytest.mark.mpi(min_size=1)
 @pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])
 @pytest.mark.parametrize("way", ["into", "out of", "with other"])
-def test_checkpoints_are_whole_and_resume_under_any_scheme(tmp_path, way, cut):
+def test_checkpoints_are_whole_and_resume_under_any_scheme(shared, way, cut):
     """Into shards, out of them, and with shards of other buckets."""
     with Communicator(MPI.COMM_WORLD) as comm:
-        path = comm.bcast(str(tmp_path / "step.h5"))
+        path = shared / "step.h5"
         layers = {"dense3": {"channel": comm.size}, "dense4": {"channel": max(1, comm.size - 1)}} if cut else {}
         plain = Strategy({"sample": comm.size}, layers, bucket_bytes=BUCKET)
         sharded = Strategy({"sample": comm.size}, layers, bucket_bytes=BUCKET, reduction=Scheme("sharded"))
@@ -151,13 +151,12 @@ def test_a_step_that_went_wrong_leaves_the_parameters():
             trainer = trainer_of(executor)
             advance(trainer, range(2))
             trainer.settle()
-            before = {k: v.copy() for k, v in executor.store.params.items()}
+            before = copied(executor.store.params)
             executor.forward(training=True)
             executor.backward()
             executor.reducer.discard()
             trainer.settle()
-            for key, array in executor.store.params.items():
-                np.testing.assert_array_equal(array, before[key])
+            assert_arrays(before, executor.store.params)
             advance(trainer, [2])
             trainer.settle()
             assert any((array != before[key]).any() for key, array in executor.store.params.items())

@@ -17,7 +17,6 @@ from tests.support.lean import check_allocations
 from tests.training.reductions import (
     BUCKET,
     NODES_OF_TWO,
-    advance,
     alone,
     build,
     check_grids,
@@ -25,7 +24,7 @@ from tests.training.reductions import (
     train,
     trainer_of,
 )
-from tests.training.steps import fill
+from tests.training.steps import advance, assert_arrays, copied, fill
 
 CHUNKS = [
     Scheme("blocking"),
@@ -215,10 +214,9 @@ def test_blocking_sums_are_over_when_backward_is():
             fill(executor, 0)
             executor.forward()
             executor.backward()
-            before = {k: v.copy() for k, v in executor.store.grads.items()}
+            before = copied(executor.store.grads)
             executor.reducer.finish()
-            for key, array in executor.store.grads.items():
-                np.testing.assert_array_equal(array, before[key])
+            assert_arrays(before, executor.store.grads)
 
 
 @pytest.mark.mpi(min_size=2)

@@ -21,7 +21,7 @@ from halograd.training.timeline import Timeline, kind_of
 from halograd.training.trainer import Diverged, Trainer
 from tests.support.lean import check_allocations
 from tests.training import test_device
-from tests.training.steps import bound, check_losses, fill
+from tests.training.steps import advance, assert_arrays, bound, check_losses, copied, fill
 
 STEPS, RATE = 10, 0.01
 OPTIMIZERS = {
@@ -57,7 +57,7 @@ def train(executor, optimizer="momentum", steps=STEPS, clip=None, settle=False, 
             for k, arrays in trainer.optimizer.named_state(executor.comm).items()
             for n, a in arrays.items()
         }
-        return np.array(losses), {k: v.copy() for k, v in {**executor.store.params, **state}.items()}
+        return np.array(losses), copied({**executor.store.params, **state})
 
 
 @functools.cache
@@ -131,8 +131,7 @@ def test_the_delayed_schedule_has_the_bits_of_the_undelayed_one(optimizer, clip,
             build(comm, {"sample": comm.size}, scheme, "float32"), optimizer, clip=clip, settle=True, delayed=False
         )
         np.testing.assert_array_equal(delayed[0], at_once[0])
-        for name, array in delayed[1].items():
-            np.testing.assert_array_equal(array, at_once[1][name], err_msg=name)
+        assert_arrays(at_once[1], delayed[1])
         # All ranks have the same bits, though each computed its own.
         told = comm.allgather_objects({name: array.tobytes() for name, array in delayed[1].items()})
         assert all(other == told[0] for other in told)
@@ -208,9 +207,8 @@ def test_evaluation_and_passes_without_backward_do_not_disturb_the_step():
                 executor.forward(training=False)
                 executor.backward()
                 executor.reducer.finish()
-                found.append({k: v.copy() for k, v in executor.store.params.items()})
-        for name, array in found[0].items():
-            np.testing.assert_array_equal(array, found[1][name], err_msg=name)
+                found.append(copied(executor.store.params))
+        assert_arrays(found[1], found[0])
 
 
 @pytest.mark.mpi(min_size=1)
@@ -223,13 +221,12 @@ def test_a_step_that_went_wrong_leaves_the_parameters():
         fill(executor, 0)
         trainer.step()
         trainer.settle()
-        before = {k: v.copy() for k, v in executor.store.params.items()}
+        before = copied(executor.store.params)
         executor.input("x").array.fill(np.nan)
         with np.errstate(invalid="ignore"), pytest.raises(Diverged):
             trainer.step()
         trainer.settle()
-        for name, array in before.items():
-            np.testing.assert_array_equal(executor.store.params[name], array)
+        assert_arrays(executor.store.params, before)
         fill(executor, 1)
         assert np.isfinite(trainer.step())
 
@@ -248,9 +245,7 @@ def test_timeline_shows_gathers_and_gradients_of_the_whole_batch():
         timeline = comm.instruments.recorder = Timeline(comm.rank)
         with build(comm, {"sample": comm.size}, {"replicated_dense": 2}) as executor:
             trainer = Trainer(executor, SGD(executor.store), Cosine(RATE, 9))
-            for step in range(4):
-                fill(executor, step)
-                trainer.step()
+            advance(trainer, range(4))
             trainer.settle()
         gathers = {name for name, _ in timeline.phases if kind_of(name) == "replicated_dense"}
         assert gathers == {

@@ -20,17 +20,16 @@ from halograd.training.checkpoint import (
 )
 from halograd.training.checkpoints import CheckpointFolder
 from halograd.training.executor import Executor
+from tests.training.steps import assert_arrays, copied
 from tests.training.test_cut_parameters import cut, network, steps, trainer_of
 
 SMALL = 4096  # bytes under a checksum, so that a small file has many
 
 
 @pytest.fixture
-def path(tmp_path_factory, monkeypatch):
-    """A checkpoint after a step, in a folder that all ranks see."""
-    comm = MPI.COMM_WORLD
-    folder = comm.bcast(tmp_path_factory.mktemp("restore") if comm.rank == 0 else None)
-    found = folder / "step-00000001.h5"
+def path(comm, shared, monkeypatch):
+    """A checkpoint after a step."""
+    found = shared / "step-00000001.h5"
     if comm.rank == 0:
         with monkeypatch.context() as patch, Communicator(MPI.COMM_SELF) as alone:
             patch.setattr(chunk_file, "CHUNK", SMALL)
@@ -39,8 +38,7 @@ def path(tmp_path_factory, monkeypatch):
                 steps(trainer, [0])
                 write_checkpoint(found, Snapshot.of(executor.store, trainer.optimizer, alone), TrainingProgress(step=1))
     comm.barrier()
-    yield found
-    comm.barrier()
+    return found
 
 
 def whole(comm, path):
@@ -49,7 +47,7 @@ def whole(comm, path):
         trainer = trainer_of(executor)
         read_checkpoint(path, executor.store, trainer.optimizer)
         named = trainer.optimizer.named_state()
-        return {n: a.copy() for n, a in executor.store.params.items()}, named["first_moment"]
+        return copied(executor.store.params), named["first_moment"]
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
@@ -74,8 +72,7 @@ def test_each_byte_is_read_once_per_node(path, monkeypatch, strategy, per_node):
             np.testing.assert_array_equal(array, params[name][executor.store.box(name).slices()])
         gathered = Snapshot.of(executor.store, trainer.optimizer, comm)
         if gathered is not None:
-            for name, array in gathered.optimizer["first_moment"].items():
-                np.testing.assert_array_equal(array, moment[name])
+            assert_arrays(gathered.optimizer["first_moment"], moment)
 
 
 @pytest.mark.ranks(1, 2)
@@ -151,7 +148,7 @@ def test_damage_that_is_met_when_arrays_are_read(path):
         Executor(network(), comm, get_backend("numpy"), 4, dtype="float64") as executor,
         CheckpointReader(path, comm) as reader,
     ):
-        before = {name: array.copy() for name, array in executor.store.params.items()}
+        before = copied(executor.store.params)
         assert reader.header()[0].step == 1
         with pytest.raises(DamagedCheckpoint, match=r"damaged \(the checksum of its bytes \d+ to \d+ is wrong\)$"):
             reader.restore(executor.store)

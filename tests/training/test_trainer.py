@@ -4,18 +4,30 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 from halograd import training
 from halograd.comm import Communicator
 from halograd.kernels import get_backend
-from halograd.layers import Add, BatchNorm, Conv, Input, MaxPool, MeanSquaredError, Network, ReLU
+from halograd.layers import (
+    Add,
+    BatchNorm,
+    BinaryCrossEntropyWithLogits,
+    Conv,
+    Input,
+    MaxPool,
+    MeanSquaredError,
+    Network,
+    ReLU,
+)
 from halograd.layers.strategy import Strategy
-from halograd.testing import random_array
+from halograd.testing import grids, random_array
 from halograd.training.executor import Executor
 from halograd.training.gradient_scaling import Clip
 from halograd.training.optimizers import SGD
-from halograd.training.schedules import Constant
+from halograd.training.schedules import Constant, StepDecay
 from halograd.training.trainer import Diverged, Trainer
+from tests.training.steps import assert_arrays, copied
 
 BATCH, STEPS, RATE, MOMENTUM = 4, 4, 0.5, 0.9
 
@@ -67,8 +79,6 @@ def test_public_names():
 
 
 def network():
-    from halograd.layers import BatchNorm, BinaryCrossEntropyWithLogits, Conv, Input, Network
-
     x, t = Input((8, 6, 2), "x"), Input((8, 6, 1), "target")
     y = BatchNorm(activation="relu", name="bn1")(Conv(3, 3, padding=1, bias=False, name="conv1")(x))
     y = Conv(1, 3, padding=1, name="conv2")(y)
@@ -76,20 +86,12 @@ def network():
 
 
 def fill(executor, step):
-    from halograd.testing import random_array
-
     executor.set_input("x", random_array((BATCH, 8, 6, 2), "x", step))
     executor.set_input("target", (random_array((BATCH, 8, 6, 1), "t", step) > 0).astype(float))
 
 
 def reference(clip):
     """Losses and parameters of plain momentum on one process."""
-    from mpi4py import MPI
-
-    from halograd.comm import Communicator
-    from halograd.kernels import get_backend
-    from halograd.training import Executor
-
     losses, velocity = [], {}
     with (
         Communicator(MPI.COMM_SELF) as alone,
@@ -106,18 +108,13 @@ def reference(clip):
             for name, p in e.store.params.items():
                 velocity[name] = MOMENTUM * velocity.get(name, 0) + scale * e.store.grads[name]
                 p -= RATE * 0.5**step * velocity[name]
-        return losses, {name: p.copy() for name, p in e.store.params.items()}
+        return losses, copied(e.store.params)
 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("clip", [None, 0.05])
 def test_steps(comm, clip):
     """Losses and parameters on every grid; updates that wait for the next step included."""
-    from halograd.comm import Communicator
-    from halograd.kernels import get_backend
-    from halograd.testing import grids
-    from halograd.training import SGD, Executor, StepDecay, Strategy, Trainer
-
     losses, params = reference(clip)
     with Communicator(comm) as ranks:
         for parts in grids(ranks.size, ("sample", "height", "width")):
@@ -146,10 +143,6 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_diverged(comm, case):
     """A loss or gradient that is not finite stops all ranks before it gets into the parameters."""
-    from halograd.comm import Communicator
-    from halograd.kernels import get_backend
-    from halograd.training import SGD, Constant, Diverged, Executor, Trainer
-
     name, value, clip, message = BAD[case]
     with Communicator(comm) as ranks, Executor(network(), ranks, get_backend("numpy"), BATCH) as executor:
         trainer = Trainer(executor, SGD(executor.store), Constant(0.1), clip)
@@ -158,12 +151,11 @@ def test_diverged(comm, case):
         trainer.step()
         trainer.settle()
         params[name][...] = value
-        before = {n: p.copy() for n, p in params.items()}
+        before = copied(params)
         with np.errstate(all="ignore"), pytest.raises(Diverged, match=f"step 1: {message}"):
             trainer.step()
         executor.reducer.finish()
-        for n, p in before.items():
-            np.testing.assert_array_equal(params[n], p)
+        assert_arrays(params, before)
         params["conv1/w"][0, 1, 1, 0] = np.inf
         params["conv2/b"][...] = 0
         with pytest.raises(Diverged, match="step 1: parameter conv1/w is not finite any more; lower"):
@@ -176,10 +168,6 @@ def test_diverged(comm, case):
 
 @pytest.mark.mpi
 def test_needs_gradients(comm):
-    from halograd.comm import Communicator
-    from halograd.kernels import get_backend
-    from halograd.training import SGD, Constant, Executor, Trainer
-
     with (
         Communicator(comm) as ranks,
         Executor(network(), ranks, get_backend("numpy"), BATCH, trainable=False) as executor,

@@ -27,6 +27,7 @@ from halograd.training.gradient_scaling import Clip
 from halograd.training.optimizers import SGD
 from halograd.training.schedules import Constant
 from halograd.training.trainer import Trainer
+from tests.training.steps import assert_arrays, copied
 
 SHAPE, BATCH, STEPS = (5, 4, 2), 3, 3
 LEFT_OUT = ("norm", "aside", "dense2")
@@ -76,7 +77,7 @@ def train(trainer, litter):
             executor.set_input(name, random_array((BATCH, *node.shape), name, step))
         trainer.step()
     trainer.settle()
-    return {name: array.copy() for name, array in executor.store.params.items()}
+    return copied(executor.store.params)
 
 
 def is_left_out(name):
@@ -95,7 +96,7 @@ def test_what_was_in_the_gradients_before_has_no_part(scheme):
         for parts in [*grids(comm.size, ("sample", "height")), {"height": comm.size}]:
             with training(comm, Strategy(parts, bucket_bytes=100, reduction=scheme)) as trainer:
                 store = trainer.executor.store
-                initial = {name: array.copy() for name, array in store.params.items()}
+                initial = copied(store.params)
                 found = train(trainer, 7.0)
                 for name, array in found.items():
                     if is_left_out(name):
@@ -120,9 +121,9 @@ def test_they_are_in_no_sum():
 
 
 @pytest.mark.mpi(min_size=2)
-def test_they_are_in_checkpoints(tmp_path):
+def test_they_are_in_checkpoints(shared):
     with Communicator(MPI.COMM_WORLD) as comm:
-        path = comm.bcast(tmp_path) / "checkpoint.h5"
+        path = shared / "checkpoint.h5"
         with training(comm, Strategy({"height": comm.size})) as trainer:
             saved = train(trainer, 0.0)
             whole = Snapshot.of(trainer.executor.store, trainer.optimizer, comm)
@@ -132,5 +133,4 @@ def test_they_are_in_checkpoints(tmp_path):
         with training(comm, Strategy({"sample": comm.size}, reduction={"name": "sharded"})) as trainer:
             with comm.agreement():
                 read_checkpoint(path, trainer.executor.store, trainer.optimizer)
-            for name, array in trainer.executor.store.params.items():
-                np.testing.assert_array_equal(array, saved[name])
+            assert_arrays(saved, trainer.executor.store.params)

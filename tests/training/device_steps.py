@@ -1,0 +1,99 @@
+"""Whole training steps on a device or its double: networks, optimizers, and what is counted meanwhile."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from halograd.layers import Conv, Input, Layer, MeanSquaredError, Network, ReLU
+from halograd.layers.strategy import Strategy
+from halograd.models import lenet5, mesh, resnet, unet
+from halograd.training.executor import Executor
+from halograd.training.optimizers import LARS, SGD, Adam, AdamW
+from halograd.training.schedules import Constant
+from halograd.training.trainer import Trainer
+from tests.support.fake_device import FakeDevice
+from tests.training.steps import fill
+
+STEPS = 3
+NETWORKS = {
+    "mesh": lambda: mesh(resolution=(20, 16), channels=3, widths=(4, 6), convs=1, decoder=True, pos_weight=3.0),
+    "resnet": lambda: resnet((1, 1, 1, 1), classes=5, resolution=36, width=4, name="small resnet"),
+    "unet": lambda: unet((16, 24), channels=2, classes=3, width=4, levels=2, name="small unet"),
+    "lenet": lambda: lenet5(classes=4, resolution=28),
+}
+OPTIMIZERS = {
+    "sgd": lambda store: SGD(store, momentum=0.9, nesterov=True, weight_decay=1e-3),
+    "adam": lambda store: Adam(store, weight_decay=1e-3),
+    "adamw": lambda store: AdamW(store, weight_decay=1e-2),
+    "lars": lambda store: LARS(store, weight_decay=1e-3),
+}
+
+
+def counted(device):
+    """How often a host has waited so far, where it is that of a double."""
+    if not isinstance(device, FakeDevice):
+        return {}
+    return {"syncs": len(device.synchronizations), "waits": device.waits, "idled": device.idled}
+
+
+def train(
+    network,
+    comm,
+    kernels,
+    parts,
+    optimizer="sgd",
+    clip=None,
+    dtype="float64",
+    reduction=None,
+    steps=STEPS,
+    graph=False,
+    split=1,
+):
+    """Losses, parameters and what the device counted between the first step and the last, of batches in parts.
+
+    Collective.
+    """
+    strategy = Strategy(parts, bucket_bytes=4096, **(reduction or {}))
+    losses, counts = [], {}
+    with Executor(network, comm, kernels, 4, strategy, dtype, seed=3, graph=graph, parts=split) as executor:
+        trainer = Trainer(executor, OPTIMIZERS[optimizer](executor.store), Constant(0.01), clip_norm=clip)
+        device = executor.device
+        for step in range(steps):
+            for part in range(1, split):
+                fill(executor, 100 * step + part)
+                trainer.add()
+            fill(executor, step)
+            if step == 1:
+                counts = counted(device)
+            losses.append(trainer.step())
+        counts = {key: count - counts[key] for key, count in counted(device).items() if counts}
+        trainer.settle()
+        params = {k: executor.device.to_host(v).copy() for k, v in executor.store.params.items()}
+        return np.array([float(loss) for loss in losses]), params, counts
+
+
+def assert_near(found, params, expected, wanted, bound):
+    """Losses, and parameters by the size of each array, are those of other kernels."""
+    np.testing.assert_allclose(found, expected, rtol=bound)
+    for key, array in wanted.items():
+        np.testing.assert_allclose(params[key], array, rtol=0, atol=bound * max(1, np.abs(array).max()), err_msg=key)
+
+
+class Doubling(Layer):
+    """Makes arrays of its own in every step."""
+
+    def output_shape(self, shape):
+        return shape
+
+    def forward(self, xs, params, box):
+        return 2 * xs[0]
+
+    def backward(self, dy, xs, params, box):
+        return [2 * dy], {}
+
+
+def own_layer():
+    x, target = Input((12, 8, 2), "x"), Input((12, 8, 3), "target")
+    y = Doubling(name="own")(ReLU(name="relu1")(Conv(4, 3, padding=1, name="first")(x)))
+    y = Conv(3, 3, padding=1, name="last")(ReLU(name="relu2")(y))
+    return Network({"prediction": y, "loss": MeanSquaredError(name="mse")(y, target)}, "own")
