@@ -16,6 +16,7 @@ from halograd.data.disk import DataError
 from halograd.data.lagrangian import CHANNELS
 from halograd.data.mesh_tangling import MeshSimulation, Settings, generate
 from tests.harness.limits import LIMIT
+from tests.support.refusals import refusals
 
 
 @pytest.fixture(scope="module")
@@ -128,23 +129,19 @@ def test_progress_is_reported(tmp_path: Path) -> None:
     assert seen == [(k, 4) for k in range(1, 5)]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"resolution": 4}, "resolution: expected at least 8, got 4"),
-        ({"samples": 0}, "samples: expected at least 1, got 0"),
-        ({"seed": -1}, "seed: expected 0 to 9223372036854775807, got -1"),
-        ({"samples_per_simulation": 0}, "samples_per_simulation: expected at least 1, got 0"),
-        ({"limit": 1.5}, "limit: expected between 0 and 1, got 1.5"),
-        ({"time_step": 0.5}, "time_step: expected above 0 and at most 0.1 s, got 0.5"),
-        ({"interval_steps": 0}, "interval_steps: expected at least 1, got 0"),
-        ({"most_steps": 3}, "most_steps: expected at least 13, got 3"),
-        ({"least_masked": 0.5}, "least_masked < most_masked: expected within"),
-    ],
+test_settings_out_of_range_are_named = refusals(
+    ({"resolution": 4}, "resolution: expected at least 8, got 4"),
+    ({"samples": 0}, "samples: expected at least 1, got 0"),
+    ({"seed": -1}, "seed: expected 0 to 9223372036854775807, got -1"),
+    ({"samples_per_simulation": 0}, "samples_per_simulation: expected at least 1, got 0"),
+    ({"limit": 1.5}, "limit: expected between 0 and 1, got 1.5"),
+    ({"time_step": 0.5}, "time_step: expected above 0 and at most 0.1 s, got 0.5"),
+    ({"interval_steps": 0}, "interval_steps: expected at least 1, got 0"),
+    ({"most_steps": 3}, "most_steps: expected at least 13, got 3"),
+    ({"least_masked": 0.5}, "least_masked < most_masked: expected within"),
+    call=lambda arguments: Settings(**{"resolution": 16, "samples": 1} | arguments),
+    error=DataError,
 )
-def test_settings_out_of_range_are_named(arguments: dict, message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        Settings(**({"resolution": 16, "samples": 1} | arguments))
 
 
 def test_an_interrupted_run_leaves_what_was_there(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 from halograd.data import sampler as module
 from halograd.data.disk import DataError
 from halograd.data.sampler import Batch, Sampler, split
+from tests.support.refusals import refusals
 
 
 def taken(sampler: Sampler, batches: int) -> list[tuple[int, ...]]:
@@ -134,18 +135,13 @@ def test_what_takes_long_is_announced(caplog: pytest.LogCaptureFixture, monkeypa
     assert len(caplog.messages) == 2
 
 
-def test_wrong_arguments() -> None:
-    with pytest.raises(DataError, match="validation fraction: expected 0 or more and less than 1, got 1"):
-        split(4, 1)
-    with pytest.raises(DataError, match="cannot hold out a part of 1 group of samples"):
-        split(4, 0.5, groups=[0, 0, 0, 0])
-    with pytest.raises(DataError, match=r"groups: expected one per sample, shape \(4,\), got \(3,\)"):
-        split(4, 0.5, groups=[0, 0, 0])
-    with pytest.raises(DataError, match="expected at least 8 samples to draw from, got 4"):
-        Sampler(range(4), 8)
-    with pytest.raises(DataError, match="batch: expected 1 or more samples, got 0"):
-        Sampler(range(4), 0)
-    with pytest.raises(DataError, match="shuffle: expected 'epoch' or 'never', got 'always'"):
-        Sampler(range(4), 2, shuffle="always")  # type: ignore[arg-type]
-    with pytest.raises(DataError, match="remainder: expected 'drop' or 'fill', got 'keep'"):
-        Sampler(range(4), 2, remainder="keep")  # type: ignore[arg-type]
+test_wrong_arguments = refusals(
+    (lambda: split(4, 1), "validation fraction: expected 0 or more and less than 1, got 1"),
+    (lambda: split(4, 0.5, groups=[0, 0, 0, 0]), "cannot hold out a part of 1 group of samples"),
+    (lambda: split(4, 0.5, groups=[0, 0, 0]), r"groups: expected one per sample, shape \(4,\), got \(3,\)"),
+    (lambda: Sampler(range(4), 8), "expected at least 8 samples to draw from, got 4"),
+    (lambda: Sampler(range(4), 0), "batch: expected 1 or more samples, got 0"),
+    (lambda: Sampler(range(4), 2, shuffle="always"), "shuffle: expected 'epoch' or 'never', got 'always'"),
+    (lambda: Sampler(range(4), 2, remainder="keep"), "remainder: expected 'drop' or 'fill', got 'keep'"),
+    error=DataError,
+)

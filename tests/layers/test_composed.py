@@ -20,6 +20,7 @@ from halograd.layers import (
 )
 from halograd.testing import check_layer
 from tests.layers.oracle import check_torch, torch
+from tests.support.refusals import refusals
 
 SHAPE = (7, 6, 5)
 
@@ -105,21 +106,20 @@ def test_examples():
     assert doctest.testmod(composed).failed == 0
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "message"),
-    [
-        (lambda x: Sequential(), TypeError, "Sequential: expected one or more layers, got none"),
-        (lambda x: Sequential(ReLU(), 3), TypeError, "Sequential: expected one or more layers, got 3"),
-        (lambda x: Split(2)(x), ValueError, "expected a number of pieces that divides 5 channels, got 2"),
-        (lambda x: Split((2, 2))(x), ValueError, r"expected pieces of 5 channels, got \(2, 2\)"),
-        (lambda x: Split((5, 0))(x), ValueError, r"expected pieces of 5 channels, got \(5, 0\)"),
-        (lambda x: Crop()(x), ValueError, "Crop: expected amounts, or a second node for its extent, got none"),
-        (lambda x: Crop(1)(x, x), ValueError, "a second node for its extent, got both"),
-        (lambda x: Crop(-1)(x), ValueError, r"expected rows to take away of \(7, 6\), got"),
-        (lambda x: Crop()(x, Input((8, 6, 1))), ValueError, "use Pad to add some"),
-        (lambda x: Crop()(x, Input((8, 1))), ValueError, "expected two nodes of as many axes"),
-    ],
+test_refusals_of_other_types = refusals(
+    (lambda x: Sequential(), "Sequential: expected one or more layers, got none"),
+    (lambda x: Sequential(ReLU(), 3), "Sequential: expected one or more layers, got 3"),
+    call=lambda make: make(Input(SHAPE)),
+    error=TypeError,
 )
-def test_refusals(make, error, message):
-    with pytest.raises(error, match=message):
-        make(Input(SHAPE))
+test_refusals = refusals(
+    (lambda x: Split(2)(x), "expected a number of pieces that divides 5 channels, got 2"),
+    (lambda x: Split((2, 2))(x), r"expected pieces of 5 channels, got \(2, 2\)"),
+    (lambda x: Split((5, 0))(x), r"expected pieces of 5 channels, got \(5, 0\)"),
+    (lambda x: Crop()(x), "Crop: expected amounts, or a second node for its extent, got none"),
+    (lambda x: Crop(1)(x, x), "a second node for its extent, got both"),
+    (lambda x: Crop(-1)(x), r"expected rows to take away of \(7, 6\), got"),
+    (lambda x: Crop()(x, Input((8, 6, 1))), "use Pad to add some"),
+    (lambda x: Crop()(x, Input((8, 1))), "expected two nodes of as many axes"),
+    call=lambda make: make(Input(SHAPE)),
+)

@@ -12,6 +12,7 @@ from halograd.layers.parameter import Parameter, parameter_blocks
 from halograd.testing import check_layer
 from tests.layers.geometries import CROWDED, NASTY, drawn, every, skew
 from tests.layers.oracle import check_torch, torch, weights
+from tests.support.refusals import refusals
 
 
 def conv(geometry, filters=3, **more):
@@ -225,22 +226,17 @@ def test_initial_weights_have_the_variance_of_he():
     assert np.var(w) == pytest.approx(2 / (9 * 32), rel=0.1)
 
 
-@pytest.mark.parametrize(
-    "make, message",
-    [
-        (lambda: Conv(4, 3, activation="tan"), r"activation: expected None, one of relu, .*, or a layer, got 'tan'"),
-        (lambda: Conv(4, 3, groups=3), r"filters \(4\) must be a positive multiple of groups \(3\)"),
-        (lambda: Conv(0, 3), r"filters \(0\) must be a positive multiple"),
-        (lambda: Conv(4, 9)(Input((8, 8, 4))), r"Conv: a window of extent \[9, 9\] does not fit into \(8, 8\)"),
-        (lambda: Conv(4, 3, groups=2)(Input((8, 8, 3))), r"3 input channels are not a multiple of groups \(2\)"),
-        (lambda: Conv(4, (3, 3, 3))(Input((8, 8, 3))), r"kernel: expected one number or 2, got \(3, 3, 3\)"),
-        (lambda: Conv(4, 3, padding="valid")(Input((8, 8, 3))), r"padding: expected 'same', numbers or .*'valid'"),
-        (lambda: Conv(4, 3, padding=(1, 1, 1))(Input((8, 8, 3))), r"padding: expected one entry for each of 2"),
-        (lambda: Conv(4, 3, padding=-1)(Input((8, 8, 3))), r"padding before the first element must be >= 0, got -1"),
-        (lambda: Conv(4, 3, stride=0)(Input((8, 8, 3))), r"must be at least 1, got 3, 0, 1"),
-        (lambda: Conv(4, 3)(np.zeros((8, 8, 3))), r"Conv: expected the outputs of other layers, got ndarray"),
-    ],
+test_errors_name_what_is_wrong = refusals(
+    (lambda: Conv(4, 3, activation="tan"), r"activation: expected None, one of relu, .*, or a layer, got 'tan'"),
+    (lambda: Conv(4, 3, groups=3), r"filters \(4\) must be a positive multiple of groups \(3\)"),
+    (lambda: Conv(0, 3), r"filters \(0\) must be a positive multiple"),
+    (lambda: Conv(4, 9)(Input((8, 8, 4))), r"Conv: a window of extent \[9, 9\] does not fit into \(8, 8\)"),
+    (lambda: Conv(4, 3, groups=2)(Input((8, 8, 3))), r"3 input channels are not a multiple of groups \(2\)"),
+    (lambda: Conv(4, (3, 3, 3))(Input((8, 8, 3))), r"kernel: expected one number or 2, got \(3, 3, 3\)"),
+    (lambda: Conv(4, 3, padding="valid")(Input((8, 8, 3))), r"padding: expected 'same', numbers or .*'valid'"),
+    (lambda: Conv(4, 3, padding=(1, 1, 1))(Input((8, 8, 3))), r"padding: expected one entry for each of 2"),
+    (lambda: Conv(4, 3, padding=-1)(Input((8, 8, 3))), r"padding before the first element must be >= 0, got -1"),
+    (lambda: Conv(4, 3, stride=0)(Input((8, 8, 3))), r"must be at least 1, got 3, 0, 1"),
+    (lambda: Conv(4, 3)(np.zeros((8, 8, 3))), r"Conv: expected the outputs of other layers, got ndarray"),
+    error=(ValueError, TypeError),
 )
-def test_errors_name_what_is_wrong(make, message):
-    with pytest.raises((ValueError, TypeError), match=message):
-        make()

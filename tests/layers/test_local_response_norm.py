@@ -14,6 +14,7 @@ from tests.layers.geometries import skew
 from tests.layers.oracle import check_torch, torch
 from tests.layers.test_lean import compiled, step
 from tests.support.lean import traced
+from tests.support.refusals import refusals
 
 #: Large enough alpha that the gradient's second term matters.
 SETTINGS = {"size": 5, "alpha": 0.7, "beta": 0.75, "k": 2.0}
@@ -90,11 +91,11 @@ def test_shape_and_flops():
     assert LocalResponseNorm(5).flops((4, 5, 2)) == 9 * 40
 
 
-def test_refusals():
-    with pytest.raises(ValueError, match="size: expected at least 1 channel, got 0"):
-        LocalResponseNorm(0)
-    with pytest.raises(ValueError, match=r"alpha: expected a number >= 0, got -1\.0"):
-        LocalResponseNorm(alpha=-1.0)
-    for wrong in ({"beta": 0.0}, {"k": -1.0}, {"k": float("nan")}):
-        with pytest.raises(ValueError, match="beta, k: expected numbers > 0"):
-            LocalResponseNorm(**wrong)
+test_refusals = refusals(
+    ({"size": 0}, "size: expected at least 1 channel, got 0"),
+    ({"alpha": -1.0}, r"alpha: expected a number >= 0, got -1\.0"),
+    ({"beta": 0.0}, "beta, k: expected numbers > 0"),
+    ({"k": -1.0}, "beta, k: expected numbers > 0"),
+    ({"k": float("nan")}, "beta, k: expected numbers > 0"),
+    call=lambda wrong: LocalResponseNorm(**wrong),
+)

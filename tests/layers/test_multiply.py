@@ -11,6 +11,7 @@ from halograd.layers import Add, Affine, BroadcastAdd, Conv, Dense, GlobalAverag
 from halograd.testing import check_layer
 from tests.layers.geometries import skew
 from tests.layers.oracle import check_torch
+from tests.support.refusals import refusals
 
 SHAPE = (7, 6, 3)
 GATES = {
@@ -147,26 +148,21 @@ def test_arithmetic_is_exact_under_every_cut():
     check_layer(lambda: lambda x: (1 - Sigmoid()(x)) * x - 0.5 * x / 3 + 2, (7, 6, 3), gradient=False)
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "message"),
-    [
-        (lambda x: Multiply()(x), ValueError, "expected two inputs, got 1"),
-        (
-            lambda x: Multiply()(x, Input((7, 5, 3))),
-            ValueError,
-            r"with 1 for any of its extents, or \(3,\), got \(7, 5, 3\)",
-        ),
-        (lambda x: Multiply()(x, Input((7,))), ValueError, r"got \(7,\)"),
-        (lambda x: x + Input((7, 5, 3)), ValueError, r"BroadcastAdd: expected a second input of the shape \(7, 6, 3\)"),
-        (lambda x: x * "2", TypeError, "product: expected the outputs of two layers, or a number, got str"),
-        (lambda x: x * True, TypeError, "product: expected the outputs of two layers, or a number, got bool"),
-        (lambda x: x + "1", TypeError, "Add: expected the outputs of other layers, got str"),
-        (lambda x: x / 0, TypeError, "quotient: expected a number other than 0 as divisor, got 0"),
-        (lambda x: x / x, TypeError, "quotient: expected a number other than 0 as divisor, got <"),
-        (lambda x: 1 / x, TypeError, "unsupported operand"),
-        (lambda x: x * float("nan"), ValueError, "Affine: expected two finite numbers, got nan, 0.0"),
-    ],
+test_refusals = refusals(
+    (lambda x: Multiply()(x), "expected two inputs, got 1"),
+    (lambda x: Multiply()(x, Input((7, 5, 3))), r"with 1 for any of its extents, or \(3,\), got \(7, 5, 3\)"),
+    (lambda x: Multiply()(x, Input((7,))), r"got \(7,\)"),
+    (lambda x: x + Input((7, 5, 3)), r"BroadcastAdd: expected a second input of the shape \(7, 6, 3\)"),
+    (lambda x: x * float("nan"), "Affine: expected two finite numbers, got nan, 0.0"),
+    call=lambda make: make(Input(SHAPE)),
 )
-def test_refusals(make, error, message):
-    with pytest.raises(error, match=message):
-        make(Input(SHAPE))
+test_refusals_of_other_types = refusals(
+    (lambda x: x * "2", "product: expected the outputs of two layers, or a number, got str"),
+    (lambda x: x * True, "product: expected the outputs of two layers, or a number, got bool"),
+    (lambda x: x + "1", "Add: expected the outputs of other layers, got str"),
+    (lambda x: x / 0, "quotient: expected a number other than 0 as divisor, got 0"),
+    (lambda x: x / x, "quotient: expected a number other than 0 as divisor, got <"),
+    (lambda x: 1 / x, "unsupported operand"),
+    call=lambda make: make(Input(SHAPE)),
+    error=TypeError,
+)

@@ -22,6 +22,7 @@ from halograd.layers.pooling import _only_padding
 from halograd.testing import check_layer
 from tests.layers.geometries import CROWDED, NASTY, brute_force_taps, drawn, skew
 from tests.layers.oracle import check_torch, torch
+from tests.support.refusals import refusals
 
 POOLS = {
     "max": MaxPool,
@@ -310,14 +311,8 @@ def test_one_output_is_made_where_the_input_is(kind):
     ]
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: AdaptiveMaxPool((2, 2, 2))(Input((4, 4, 2))), r"AdaptiveMaxPool: expected one number or 2, got"),
-        (lambda: AdaptiveMaxPool(0)(Input((4, 4, 2))), r"AdaptiveMaxPool: nothing would be left of \(4, 4\): \(0, 0\)"),
-        (lambda: AdaptiveAveragePool(2)(Input((4,))), "AdaptiveAveragePool: .* does not fit 0 spatial axes"),
-    ],
+test_refusals = refusals(
+    (lambda: AdaptiveMaxPool((2, 2, 2))(Input((4, 4, 2))), r"AdaptiveMaxPool: expected one number or 2, got"),
+    (lambda: AdaptiveMaxPool(0)(Input((4, 4, 2))), r"AdaptiveMaxPool: nothing would be left of \(4, 4\): \(0, 0\)"),
+    (lambda: AdaptiveAveragePool(2)(Input((4,))), "AdaptiveAveragePool: .* does not fit 0 spatial axes"),
 )
-def test_refusals(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()

@@ -9,6 +9,7 @@ from halograd.layers import ChannelShuffle, Conv, Dense, Flatten, Input, PixelSh
 from halograd.testing import check_layer
 from tests.layers.geometries import skew
 from tests.layers.oracle import check_torch, torch
+from tests.support.refusals import refusals
 
 MAPS = [(4, 5, 3), (9, 2), (3, 4, 2, 2), (1, 1, 6)]
 AXES = ("sample", "height", "width")
@@ -46,18 +47,12 @@ def test_as_torch():
     check_torch(lambda: Reshape((3, 4, 2), "r"), [(24,)], lambda x: x.view(-1, 3, 4, 2).movedim(-1, 1))
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: Reshape((4,)), r"expected \(\*spatial, C\), all at least 1, got \(4,\)"),
-        (lambda: Reshape((4, 0)), r"all at least 1, got \(4, 0\)"),
-        (lambda: Reshape((2, 3))(Input((7,))), r"expected 6 elements for \(2, 3\), got 7"),
-        (lambda: Reshape((2, 3))(Input((3, 2))), r"expected samples of shape \(F,\), got \(3, 2\); put Flatten"),
-    ],
+test_refusals = refusals(
+    (lambda: Reshape((4,)), r"expected \(\*spatial, C\), all at least 1, got \(4,\)"),
+    (lambda: Reshape((4, 0)), r"all at least 1, got \(4, 0\)"),
+    (lambda: Reshape((2, 3))(Input((7,))), r"expected 6 elements for \(2, 3\), got 7"),
+    (lambda: Reshape((2, 3))(Input((3, 2))), r"expected samples of shape \(F,\), got \(3, 2\); put Flatten"),
 )
-def test_refusals(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
 
 
 #: Layer, shape of its input: cells that blocks cut, and those that fit.
@@ -141,15 +136,9 @@ def test_the_one_is_the_inverse_of_the_other(shape):
     check_layer(lambda: lambda x: PixelShuffle(2)(PixelUnshuffle(2)(x)), shape, gradient=False)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: PixelShuffle(0), "PixelShuffle: expected a factor of at least 1, got 0"),
-        (lambda: PixelShuffle(2)(Input((4, 4, 6))), "expected channels that are a multiple of 4, got 6"),
-        (lambda: PixelUnshuffle(2)(Input((4, 5, 6))), r"expected extents that are multiples of 2, got \(4, 5\)"),
-        (lambda: PixelShuffle(2)(Input((4,))), r"expected samples with spatial axes .* got \(4,\)"),
-    ],
+test_refusals_of_shuffles = refusals(
+    (lambda: PixelShuffle(0), "PixelShuffle: expected a factor of at least 1, got 0"),
+    (lambda: PixelShuffle(2)(Input((4, 4, 6))), "expected channels that are a multiple of 4, got 6"),
+    (lambda: PixelUnshuffle(2)(Input((4, 5, 6))), r"expected extents that are multiples of 2, got \(4, 5\)"),
+    (lambda: PixelShuffle(2)(Input((4,))), r"expected samples with spatial axes .* got \(4,\)"),
 )
-def test_refusals_of_shuffles(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()

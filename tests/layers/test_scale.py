@@ -8,6 +8,7 @@ from halograd.layers.parameter import Parameter
 from halograd.testing import check_layer
 from tests.layers.geometries import skew
 from tests.layers.oracle import check_torch, torch
+from tests.support.refusals import refusals
 
 SHAPE = (7, 6, 5)
 LAYERS = {
@@ -66,15 +67,9 @@ def test_initial_values():
     assert PReLU("channel", 0.5).parameters((4, 4, 3))["slope"].initial("l/slope", 0).tolist() == [0.5] * 3
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: Scale(float("nan")), "Scale: init: expected a finite number, got nan"),
-        (lambda: PReLU("all"), "slopes: expected 'one' or 'channel', got 'all'"),
-        (lambda: PReLU(init=float("inf")), "PReLU: init: expected a finite number, got inf"),
-        (lambda: Parameter((2,), "orthogonal"), "init: expected 'he', .* or a number, got 'orthogonal'"),
-    ],
+test_refusals = refusals(
+    (lambda: Scale(float("nan")), "Scale: init: expected a finite number, got nan"),
+    (lambda: PReLU("all"), "slopes: expected 'one' or 'channel', got 'all'"),
+    (lambda: PReLU(init=float("inf")), "PReLU: init: expected a finite number, got inf"),
+    (lambda: Parameter((2,), "orthogonal"), "init: expected 'he', .* or a number, got 'orthogonal'"),
 )
-def test_refusals(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()

@@ -8,6 +8,7 @@ from halograd.errors import UserError
 from halograd.layers import BatchNorm, Conv, Dense, Flatten, GlobalAveragePool, GroupNorm, Input, Network, Softmax
 from halograd.layers.strategy import AXES, PartsTable, Strategy, _warn_once, layout_of
 from halograd.models import mesh
+from tests.support.refusals import refusals
 
 NETWORK = mesh(resolution=16, channels=2, widths=(4,), convs=1)
 
@@ -56,24 +57,20 @@ def small():
     return Network(Softmax(name="softmax")(y))
 
 
-@pytest.mark.parametrize(
-    ("layers", "message"),
-    [
-        ({"norm": {"input_channel": 4}}, r"'norm' .BatchNorm. cannot be cut along 'input_channel'; use .* channel$"),
-        ({"group": {"channel": 4}}, r"'group' \(GroupNorm\) cannot be cut along 'channel'; use sample or .* or width$"),
-        ({"grouped": {"channel": 4}}, r"'grouped' \(Conv\) cannot be cut along 'channel'; use sample"),
-        ({"flat": {"channel": 4}}, r"'flat' \(Flatten\) cannot be cut along 'channel'"),
-        ({"softmax": {"channel": 4}}, r"'softmax' \(Softmax\) cannot be cut along 'channel'"),
-        ({"dense": {"channel": 4}}, "layer 'dense': 4 blocks of 3 channels; use at most 3"),
-        ({"dense": {"channel": 2, "input_channel": 2}}, "layer 'dense': 4 blocks of 3 channels; use at most 3"),
-        ({"conv": {"channel": 2, "input_channel": 3}}, "2 channel x 3 input_channel of layer 'conv' needs 6 ranks"),
-        ({"conv": {"input_channel": 4, "channel": 0}}, "conv.channel: expected a whole number >= 1, got 0"),
-        ({"conv": {"height": 8}}, "8 height of layer 'conv' needs 8 ranks, the run has 4"),
-    ],
+test_cuts_of_channels_that_are_refused = refusals(
+    ({"norm": {"input_channel": 4}}, r"'norm' .BatchNorm. cannot be cut along 'input_channel'; use .* channel$"),
+    ({"group": {"channel": 4}}, r"'group' \(GroupNorm\) cannot be cut along 'channel'; use sample or .* or width$"),
+    ({"grouped": {"channel": 4}}, r"'grouped' \(Conv\) cannot be cut along 'channel'; use sample"),
+    ({"flat": {"channel": 4}}, r"'flat' \(Flatten\) cannot be cut along 'channel'"),
+    ({"softmax": {"channel": 4}}, r"'softmax' \(Softmax\) cannot be cut along 'channel'"),
+    ({"dense": {"channel": 4}}, "layer 'dense': 4 blocks of 3 channels; use at most 3"),
+    ({"dense": {"channel": 2, "input_channel": 2}}, "layer 'dense': 4 blocks of 3 channels; use at most 3"),
+    ({"conv": {"channel": 2, "input_channel": 3}}, "2 channel x 3 input_channel of layer 'conv' needs 6 ranks"),
+    ({"conv": {"input_channel": 4, "channel": 0}}, "conv.channel: expected a whole number >= 1, got 0"),
+    ({"conv": {"height": 8}}, "8 height of layer 'conv' needs 8 ranks, the run has 4"),
+    call=lambda layers: Strategy({"sample": 4}, layers).validate(small(), 4),
+    error=UserError,
 )
-def test_cuts_of_channels_that_are_refused(layers, message):
-    with pytest.raises(UserError, match=message):
-        Strategy({"sample": 4}, layers).validate(small(), 4)
 
 
 def test_more_parts_of_the_sum_than_channels_are_refused():

@@ -12,6 +12,7 @@ import pytest
 from halograd.errors import UserError
 from halograd.perfmodel.planners import PLANNERS, Elimination, Exhaustive, NoneFits, Problem, Selection, next_best
 from halograd.perfmodel.planners.paths import path_order
+from tests.support.refusals import refusals
 
 from .graphs import any_graph, line, priced, series_parallel
 
@@ -81,23 +82,19 @@ def test_order_of_paths():
     assert path_order(problem) == [[0, 1, 2, 4], [5], [0, 3, 4]]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((("a",), (), ()), "expected times and memory for each of 1 layers, got 0 and 0"),
-        ((("a",), ([],), ([],)), "layer a: expected as many times as memory sizes, at least 1"),
-        ((("a",), ([1.0],), ([1.0, 2.0],)), "layer a: expected as many times as memory sizes, at least 1"),
-        ((("a",), ([math.nan],), ([1.0],)), "layer a: times: expected seconds, or inf .*; got nan"),
-        ((("a",), ([1.0],), ([math.inf],)), "layer a: memory: expected finite numbers of bytes, got inf"),
-        ((("a", "b"), ([1.0], [1.0]), ([1.0], [1.0]), {(1, 0): [[0.0]]}), "expected 0 <= u < v < 2"),
-        ((("a", "b"), ([1.0], [1.0]), ([1.0], [1.0]), {(0, 1): [[0.0, 1.0]]}), r"edge a -> b: expected shape \(1, 1\)"),
-        ((("a",), ([1.0],), ([1.0],), {}, None, {(0, 1): [[0.0]]}), "expected keys of edges"),
-        ((("a",), ([1.0],), ([1.0],), {}, math.nan), "memory limit: expected a number of bytes or None"),
-    ],
+test_bad_problems = refusals(
+    ((("a",), (), ()), "expected times and memory for each of 1 layers, got 0 and 0"),
+    ((("a",), ([],), ([],)), "layer a: expected as many times as memory sizes, at least 1"),
+    ((("a",), ([1.0],), ([1.0, 2.0],)), "layer a: expected as many times as memory sizes, at least 1"),
+    ((("a",), ([math.nan],), ([1.0],)), "layer a: times: expected seconds, or inf .*; got nan"),
+    ((("a",), ([1.0],), ([math.inf],)), "layer a: memory: expected finite numbers of bytes, got inf"),
+    ((("a", "b"), ([1.0], [1.0]), ([1.0], [1.0]), {(1, 0): [[0.0]]}), "expected 0 <= u < v < 2"),
+    ((("a", "b"), ([1.0], [1.0]), ([1.0], [1.0]), {(0, 1): [[0.0, 1.0]]}), r"edge a -> b: expected shape \(1, 1\)"),
+    ((("a",), ([1.0],), ([1.0],), {}, None, {(0, 1): [[0.0]]}), "expected keys of edges"),
+    ((("a",), ([1.0],), ([1.0],), {}, math.nan), "memory limit: expected a number of bytes or None"),
+    call=lambda arguments: Problem(*arguments),
+    error=UserError,
 )
-def test_bad_problems(arguments, message):
-    with pytest.raises(UserError, match=message):
-        Problem(*arguments)
 
 
 @pytest.mark.parametrize("graph", [line, series_parallel, any_graph])
