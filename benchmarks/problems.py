@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from halograd.layers import BinaryCrossEntropyWithLogits, Conv, Input, Network, Node
+from halograd.layers import BinaryCrossEntropyWithLogits, Conv, Input, Layer, Network, Node
 from halograd.models import mesh, resnet50, unet2d
 
-__all__ = ["DEFAULT", "PLAIN", "PROBLEMS", "Problem"]
+__all__ = ["DEFAULT", "PLAIN", "PROBLEMS", "Problem", "has_relu"]
 
 _WIDTHS = (32, 48, 64, 96, 128, 128)
 
@@ -53,6 +53,14 @@ class Problem:
                 classes = network.outputs["prediction"].shape[-1]
                 result[name] = draw.integers(0, classes, shape).astype(node.dtype)
         return result
+
+
+def has_relu(layer: Layer) -> bool:
+    """Whether a layer's own kernels end with a ReLU; a ValueError where they end with another activation."""
+    kind = getattr(layer, "activation", None)
+    if kind not in (None, "relu"):
+        raise ValueError(f"{layer.name}: expected no activation or relu, which peers compute as well, got {kind!r}")
+    return kind is not None
 
 
 def convolutions(extent: int, widths: tuple[int, ...], convs: int, stride: int, channels: int = 18) -> Network:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from benchmarks.problems import PROBLEMS
+from benchmarks.problems import PROBLEMS, has_relu
 from benchmarks.subject_torch import FUNCTIONS, TorchNetwork
 from benchmarks.worker import launched_rank
 from halograd import layers as hl
@@ -204,10 +204,11 @@ class _CutNetwork(TorchNetwork):
 
     def _conv(self, layer: hl.Conv, own: Any, shape: Any, out: Any) -> Function:
         haloed, options = self._windowed(layer, shape, out, 0.0)
+        relu = has_relu(layer)
 
         def run(x: torch.Tensor) -> torch.Tensor:
             y = F.conv2d(haloed(x), own["w"], own.get("b"), groups=layer.groups, **options)
-            return F.relu(y, inplace=True) if layer.activation else y
+            return F.relu(y, inplace=True) if relu else y
 
         return run
 
@@ -217,12 +218,12 @@ class _CutNetwork(TorchNetwork):
         return lambda x: F.max_pool2d(haloed(x), kernel, **options)
 
     def _batch_norm(self, layer: hl.BatchNorm, own: Any, shape: Any, out: Any) -> Function:
-        count = self.batch * shape[0] * shape[1]
+        count, relu = self.batch * shape[0] * shape[1], has_relu(layer)
 
         def run(x: torch.Tensor, *residual: torch.Tensor) -> torch.Tensor:
             y = SummedNorm.apply(x, own["gamma"], own["beta"], layer.eps, count)
             y = y + residual[0] if residual else y
-            return F.relu(y, inplace=True) if layer.activation else y
+            return F.relu(y, inplace=True) if relu else y
 
         return run
 

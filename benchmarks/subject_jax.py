@@ -16,7 +16,7 @@ import numpy as np  # noqa: E402
 from jax import lax  # noqa: E402
 from jax.sharding import Mesh, NamedSharding, PartitionSpec  # noqa: E402
 
-from benchmarks.problems import PROBLEMS  # noqa: E402
+from benchmarks.problems import PROBLEMS, has_relu  # noqa: E402
 from halograd import layers as hl  # noqa: E402
 
 __all__ = ["JaxSubject"]
@@ -118,10 +118,12 @@ def _conv(layer: hl.Conv, shape: tuple[int, ...]) -> Function:
         "feature_group_count": layer.groups,
     }
 
+    relu = has_relu(layer)
+
     def run(p: Arrays, s: Arrays, x: jax.Array) -> tuple[jax.Array, dict]:
         y = lax.conv_general_dilated(x, p["w"], **options)
         y = y + p["b"] if "b" in p else y
-        return (jax.nn.relu(y) if layer.activation else y), {}
+        return (jax.nn.relu(y) if relu else y), {}
 
     return run
 
@@ -141,6 +143,8 @@ def _transposed(layer: hl.ConvTranspose, shape: tuple[int, ...]) -> Function:
 
 
 def _batch_norm(layer: hl.BatchNorm, shape: tuple[int, ...]) -> Function:
+    relu = has_relu(layer)
+
     def run(p: Arrays, s: Arrays, x: jax.Array, *residual: jax.Array) -> tuple[jax.Array, dict]:
         axes = tuple(range(x.ndim - 1))
         # Both moments in one pass over x, as flax does by default.
@@ -150,7 +154,7 @@ def _batch_norm(layer: hl.BatchNorm, shape: tuple[int, ...]) -> Function:
         y = y + residual[0] if residual else y
         m, n = layer.momentum, x.size // x.shape[-1]
         new = {"mean": (1 - m) * s["mean"] + m * mean, "var": (1 - m) * s["var"] + m * var * (n / max(1, n - 1))}
-        return (jax.nn.relu(y) if layer.activation else y), new
+        return (jax.nn.relu(y) if relu else y), new
 
     return run
 
@@ -167,7 +171,8 @@ def _max_pool(layer: hl.MaxPool, shape: tuple[int, ...]) -> Function:
 
 
 def _add(layer: hl.Add, shape: tuple[int, ...]) -> Function:
-    return _plain(lambda *xs: jax.nn.relu(sum(xs)) if layer.activation else sum(xs))
+    relu = has_relu(layer)
+    return _plain(lambda *xs: jax.nn.relu(sum(xs)) if relu else sum(xs))
 
 
 def _cross_entropy(x: jax.Array, target: jax.Array) -> jax.Array:

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.placement_types import Shard
 
-from benchmarks.problems import PROBLEMS
+from benchmarks.problems import PROBLEMS, has_relu
 from benchmarks.worker import launched_rank
 from halograd import layers as hl
 
@@ -80,7 +80,7 @@ class ShardTensorSubject:
         windows = node.layer.windows(node.inputs[0].shape)
         stride, padding = tuple(w.stride for w in windows), tuple(w.pad_lo for w in windows)
         y = F.conv2d(x, self.params[f"{name}/w"], self.params.get(f"{name}/b"), stride, padding)
-        return F.relu(y) if node.layer.activation else y
+        return F.relu(y) if has_relu(node.layer) else y
 
     def step(self) -> float:
         self.optimizer.zero_grad(set_to_none=True)

@@ -14,7 +14,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 
-from benchmarks.problems import PROBLEMS  # noqa: E402
+from benchmarks.problems import PROBLEMS, has_relu  # noqa: E402
 from halograd import layers as hl  # noqa: E402
 
 __all__ = ["TorchNetwork", "TorchSubject"]
@@ -138,15 +138,15 @@ def _symmetric(layer: Any, shape: tuple[int, ...]) -> dict[str, Any]:
     }
 
 
-def _activated(function: Function, activation: str | None) -> Function:
-    return function if activation is None else lambda *xs: F.relu(function(*xs), inplace=True)
+def _activated(function: Function, layer: Any) -> Function:
+    return (lambda *xs: F.relu(function(*xs), inplace=True)) if has_relu(layer) else function
 
 
 def _conv(layer: hl.Conv, own: Params, shape: tuple[int, ...]) -> Function:
     options = _symmetric(layer, shape)
     w, b = own["w"], own.get("b")
     conv = (F.conv1d, F.conv2d, F.conv3d)[w.ndim - 3]
-    return _activated(lambda x: conv(x, w, b, groups=layer.groups, **options), layer.activation)
+    return _activated(lambda x: conv(x, w, b, groups=layer.groups, **options), layer)
 
 
 def _transposed(layer: hl.ConvTranspose, own: Params, shape: tuple[int, ...]) -> Function:
@@ -165,7 +165,7 @@ def _batch_norm(layer: hl.BatchNorm, own: Params, shape: tuple[int, ...]) -> Fun
         y = F.batch_norm(x, mean, var, *rest)
         return y + residual[0] if residual else y
 
-    return _activated(run, layer.activation)
+    return _activated(run, layer)
 
 
 def _max_pool(layer: hl.MaxPool, own: Params, shape: tuple[int, ...]) -> Function:
@@ -175,7 +175,7 @@ def _max_pool(layer: hl.MaxPool, own: Params, shape: tuple[int, ...]) -> Functio
 
 
 def _add(layer: hl.Add, own: Params, shape: tuple[int, ...]) -> Function:
-    return _activated(torch.add, layer.activation)
+    return _activated(torch.add, layer)
 
 
 #: Makes a layer's function of its description, its parameters and the sample shape of its first input.

@@ -2,6 +2,8 @@
 
 import math
 import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +13,9 @@ from benchmarks import contestants, report
 from benchmarks.contest import Outcome, Settings, Times, check_losses, run
 from benchmarks.contestants import CONTESTANTS, Contestant, EntryError
 from benchmarks.machine import Usage
+from benchmarks.problems import has_relu
 from benchmarks.step import UsageError, select, split
+from halograd.layers import Add, BatchNorm, Conv, MaxPool
 from tests.harness.limits import LIMIT, wait_until
 
 OURS = [replace(e, threads=1) for e in CONTESTANTS if not e.peer]
@@ -110,6 +114,37 @@ def test_choices_are_checked_before_anything_is_started(monkeypatch, capsys):
         select(["torch"])
     assert not [e for e in select(["shardtensor"]) if e.peer], "it brings a CUDA toolkit with it"
     assert "left out: shardtensor, for which `pip install nvidia-physicsnemo`" in capsys.readouterr().out
+
+
+def test_peers_compute_no_other_activation_than_relu():
+    layers = [Conv(2, 3), Conv(2, 3, activation="relu"), MaxPool(2)]
+    assert [has_relu(layer) for layer in layers] == [False, True, False]
+    for layer in (Conv(2, 3, activation="tanh", name="a"), BatchNorm(activation="gelu", name="a"), Add("elu", "a")):
+        with pytest.raises(ValueError, match=f"^a: expected no activation or relu, .* got '{layer.activation}'$"):
+            has_relu(layer)
+
+
+WITH_TORCH = """
+from benchmarks.problems import PROBLEMS
+from benchmarks.subject_torch import TorchNetwork
+from halograd.layers import *
+x = Input((4, 4, 2), "x")
+for make in Conv(2, 3, activation="tanh"), BatchNorm(activation="gelu"), lambda x: Add("elu")(x, x):
+    network = Network({"loss": make(x)})
+    try:
+        TorchNetwork(network, PROBLEMS["mesh-tiny"].weights(network), {})
+    except ValueError as error:
+        print(error)
+"""
+
+
+@pytest.mark.torch
+def test_torch_refuses_what_it_would_compute_otherwise():
+    """In a process of its own: the module keeps MPI from being started."""
+    pytest.importorskip("torch", reason="needs torch as oracle: pip install 'halograd[oracle]'")
+    done = subprocess.run([sys.executable, "-c", WITH_TORCH], capture_output=True, text=True, timeout=LIMIT)
+    told = [line.rpartition("got ")[2] for line in done.stdout.splitlines()]
+    assert told == ["'tanh'", "'gelu'", "'elu'"], done.stdout + done.stderr
 
 
 def test_contestants_take_part_in_what_they_can_do():
