@@ -165,7 +165,7 @@ _FULL = {
 
 
 @contextlib.contextmanager
-def atomic_path(path: str | os.PathLike[str], needed: int = 0) -> Iterator[Path]:
+def atomic_path(path: str | os.PathLike[str], needed: int = 0, parents: bool = False) -> Iterator[Path]:
     """Give a path beside `path` to write to; rename it to `path` when the block ends without an error.
 
     If the block fails, the partial file is removed and what was there before stays.
@@ -176,6 +176,8 @@ def atomic_path(path: str | os.PathLike[str], needed: int = 0) -> Iterator[Path]
         Final name. Its folder must exist.
     needed : int
         Size of the file to come [B]; refused beforehand if the disk has less.
+    parents : bool
+        Whether a missing folder is made instead, and removed again if the block fails.
 
     Raises
     ------
@@ -183,28 +185,45 @@ def atomic_path(path: str | os.PathLike[str], needed: int = 0) -> Iterator[Path]
         When the folder is missing or not writable, or the disk is or becomes full.
     """
     final = Path(path)
-    _check_place(final, needed)
     partial = final.with_name(f".{final.name}.{os.getpid()}.partial")
+    with _made(final.parent) if parents else contextlib.nullcontext():
+        _check_place(final, needed)
+        try:
+            yield partial
+            _to_disk(partial)
+            os.replace(partial, final)
+        except (OSError, RuntimeError) as error:  # h5py raises either for a failed write
+            reason = _reason(error)
+            if reason is None:
+                raise
+            raise DataError(f"cannot write {final}: {reason}; nothing was left behind") from error
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _made(folder: Path, keep: bool = True) -> Iterator[None]:
+    """Make a folder for the block; what of it is new is removed if the block fails, or if it is not to be kept."""
+    new = [path for path in (folder, *folder.parents) if not os.path.exists(path)]
     try:
-        yield partial
-        _to_disk(partial)
-        os.replace(partial, final)
-    except (OSError, RuntimeError) as error:  # h5py raises either for a failed write
-        reason = _reason(error)
-        if reason is None:
-            raise
-        raise DataError(f"cannot write {final}: {reason}; nothing was left behind") from error
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    except BaseException:
+        keep = False
+        raise
     finally:
-        partial.unlink(missing_ok=True)
+        for path in new if not keep else ():
+            with contextlib.suppress(OSError):  # it has contents, or was not made
+                path.rmdir()
 
 
 def check_replaceable(path: str | os.PathLike[str], ours: str, is_ours: Callable[[h5py.File], bool]) -> None:
-    """Check early that a file can be written, and replaces nothing else; make its folder.
+    """Check early that a file can be written, and replaces nothing else. Leaves nothing.
 
     Parameters
     ----------
     path : path
-        Later argument of :func:`atomic_path`.
+        Later argument of :func:`atomic_path`, with ``parents``.
     ours : str
         Description of the file that may be replaced, for the message.
     is_ours : function of an open HDF5 file
@@ -230,12 +249,12 @@ def check_replaceable(path: str | os.PathLike[str], ours: str, is_ours: Callable
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:
-    """Check early that a file can be written at `path`, and make its folder. Leaves no file.
+    """Check early that a file can be written at `path`, in a folder that may be missing. Leaves nothing.
 
     Parameters
     ----------
     path : path
-        Later argument of :func:`atomic_path`.
+        Later argument of :func:`atomic_path`, with ``parents``.
 
     Raises
     ------
@@ -245,10 +264,10 @@ def check_writable(path: str | os.PathLike[str]) -> None:
     final = Path(path)
     partial = final.with_name(f".{final.name}.{os.getpid()}.partial")
     try:
-        final.parent.mkdir(parents=True, exist_ok=True)
-        _check_place(final, 0)
-        partial.touch()
-        partial.unlink()
+        with _made(final.parent, keep=False):
+            _check_place(final, 0)
+            partial.touch()
+            partial.unlink()
     except (OSError, ValueError) as error:
         if isinstance(error, DataError):
             raise

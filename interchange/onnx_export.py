@@ -169,7 +169,7 @@ def save(
         )
     model = writer.model(network.name)
     writer.onnx.checker.check_model(model, full_check=True)
-    with atomic_path(path, needed=size) as partial:
+    with atomic_path(path, needed=size, parents=True) as partial:
         partial.write_bytes(model.SerializeToString())
 
 

@@ -295,7 +295,8 @@ def save_weights(network: Network, parameters: Mapping[str, Any] | None, path: s
         raise UserError(f"parameters of network {network.name!r}: expected {missing[0]}, got none; give all of them")
     tensors = {one.names[0]: one.to_torch(np.asarray(arrays[name])) for name, one in wanted.items()}
     writer = library("safetensors.numpy")
-    with atomic_path(path, needed=sum(array.nbytes for array in tensors.values())) as partial:
+    needed = sum(array.nbytes for array in tensors.values())
+    with atomic_path(path, needed, parents=True) as partial:
         writer.save_file(tensors, partial, metadata=WRITTEN_BY)
 
 

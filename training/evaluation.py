@@ -272,7 +272,7 @@ def write_predictions(session: Session, batches: Sequence[Batch], path: Path) ->
 
 
 def _write(path: Path, parts: Mapping[str, list[np.ndarray]], samples: list[int]) -> None:
-    with atomic_path(path) as partial, h5py.File(partial, "w", locking=False) as file:
+    with atomic_path(path, parents=True) as partial, h5py.File(partial, "w", locking=False) as file:
         for key, arrays in parts.items():
             file[key] = np.concatenate(arrays)
         file["sample"] = np.array(samples, np.int64)

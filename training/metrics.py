@@ -280,7 +280,7 @@ def write_details(path: Path, about: Mapping[str, Any], predictions: list[dict[s
     """Write JSON: what was evaluated, and the details of every prediction. Local."""
     found = _finite({"written_by": _WRITTEN_BY, **about, "predictions": predictions})
     text = json.dumps(found, indent=1, allow_nan=False)
-    with atomic_path(path) as partial:
+    with atomic_path(path, parents=True) as partial:
         partial.write_text(text + "\n", encoding="utf-8")
 
 

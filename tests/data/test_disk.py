@@ -14,7 +14,7 @@ import pytest
 
 from halograd.data import structure
 from halograd.data.dataset import Hdf5Dataset
-from halograd.data.disk import DataError
+from halograd.data.disk import DataError, atomic_path
 from halograd.dtensor.box import Box
 from tests.harness.limits import LIMIT
 
@@ -126,3 +126,22 @@ def test_another_file_than_rank_0_has_seen(path):
     path.unlink()
     with pytest.raises(DataError, match="no such file"):
         data.read("x", [0], Box.of_shape(out.shape), out)
+
+
+def test_folders_are_made_for_a_file_that_is_written(tmp_path):
+    """And for no other, whoever fails; what others have put there stays."""
+    out = tmp_path / "several/folders/out.h5"
+    with pytest.raises(ZeroDivisionError), atomic_path(out, parents=True) as partial:
+        partial.write_text("half")
+        1 / 0  # noqa: B018
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(DataError, match="MB of free disk"), atomic_path(out, 1 << 60, parents=True):
+        pytest.fail("expected no place for so much")
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(ZeroDivisionError), atomic_path(out, parents=True):
+        (tmp_path / "several/others").touch()
+        1 / 0  # noqa: B018
+    assert [path.name for path in (tmp_path / "several").iterdir()] == ["others"]
+    with atomic_path(out, parents=True) as partial:
+        partial.write_text("whole")
+    assert [path.name for path in out.parent.iterdir()] == ["out.h5"]

@@ -240,10 +240,14 @@ def test_refusals(comm, trained):
     ):
         with pytest.raises((UserError, DataError), match=message):
             apply(trained / "out", new, trained / out, sets, what, comm)
+    out = trained / "missing/folder/out.h5"
     with pytest.raises(DataError, match="no such file"):
-        apply(trained / "out", [str(trained / "none.h5")], trained / "out.h5", sets, comm=comm)
+        apply(trained / "out", [str(trained / "none.h5")], out, sets, comm=comm)
     with pytest.raises(UserError, match=r"training.batch: expected at most 3, the samples of .*0.h5, got 4"):
-        apply(trained / "out", [str(trained / "new/0.h5")], trained / "out.h5", sets, comm=comm)
+        apply(trained / "out", [str(trained / "new/0.h5")], out, sets, comm=comm)
+    assert not (trained / "missing").exists()
+    apply(trained / "out", new, out, sets, comm=comm)
+    assert len(read(out)) == sum(FILES)
 
 
 @pytest.mark.parametrize("check", [applying.check_outputs, check_predictions])
@@ -260,7 +264,7 @@ def test_what_others_have_written_is_not_replaced(tmp_path, check):
         with pytest.raises(DataError, match="expected no file there"):
             check(path)
     check(tmp_path / "new" / "none.h5")
-    assert (tmp_path / "new").is_dir()
+    assert not (tmp_path / "new").exists()
 
 
 def test_from_the_command_line(tmp_path, capsys):
