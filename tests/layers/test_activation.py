@@ -1,97 +1,41 @@
-"""Activations and softmax: exact under every cut, derivatives, torch."""
+"""Activations and softmax: before convolutions, under extremes, as logits; torch."""
 
 import numpy as np
 import pytest
 
 from halograd.comm import Communicator
 from halograd.layers import (
-    ELU,
     GELU,
-    Affine,
     Clamp,
     Conv,
-    HardSigmoid,
-    HardSwish,
     Input,
-    LeakyReLU,
     LogSoftmax,
-    MaxPool,
-    Mish,
     Network,
     ReLU,
-    Sigmoid,
-    SiLU,
     Softmax,
     SoftmaxCrossEntropy,
-    Softplus,
-    Tanh,
 )
 from halograd.layers.strategy import Strategy
 from halograd.testing import check_layer, random_array, run_layer
-from tests.layers.geometries import skew
+from tests.layers.cases import ACTIVATIONS
 from tests.layers.graphs import run
 from tests.layers.oracle import check_torch, torch
-
-KINDS = {
-    "relu": ReLU,
-    "leaky": lambda name=None: LeakyReLU(0.2, name),
-    "sigmoid": Sigmoid,
-    "tanh": Tanh,
-    "gelu": GELU,
-    "gelu by tanh": lambda name=None: GELU("tanh", name),
-    "silu": SiLU,
-    "elu": lambda name=None: ELU(0.7, name),
-    "hard sigmoid": HardSigmoid,
-    "hard swish": HardSwish,
-    "clamp": lambda name=None: Clamp(-0.5, 0.7, name),
-    "softplus": Softplus,
-    "mish": Mish,
-    "affine": lambda name=None: Affine(-0.5, 0.7, name),
-    "shift": lambda name=None: Affine(1, 0.7, name),
-    "softmax": Softmax,
-    "log softmax": LogSoftmax,
-}
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", [(7, 6, 3), (9, 2), (6, 7, 6, 2), (5,)])
-def test_exact_on_every_grid(kind, shape):
-    check_layer(KINDS[kind], shape, gradient=False, batch=3)
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("kind", KINDS)
-def test_exact_behind_another_layer_on_onednn(kind):
-    check_layer(lambda: lambda x: KINDS[kind]()(MaxPool(2)(x)), (9, 8, 3), dtype="float32", backend="onednn")
 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("backend, dtype", [("numpy", "float64"), ("onednn", "float32")])
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if "soft" not in kind])
+@pytest.mark.parametrize("kind", [kind for kind in ACTIVATIONS if "soft" not in kind])
 def test_exact_before_a_convolution(kind, backend, dtype):
     """Whose copy with halos is what is left of the output in the backward pass, where columns are cut."""
 
     def chain():
-        return lambda x: Conv(2, 3, padding=1, name="behind")(KINDS[kind]()(Conv(3, 1, name="before")(x)))
+        return lambda x: Conv(2, 3, padding=1, name="behind")(ACTIVATIONS[kind]()(Conv(3, 1, name="before")(x)))
 
     check_layer(chain, (7, 6, 2), gradient=False, batch=2, backend=backend, dtype=dtype)
 
 
-@pytest.mark.mpi
-@pytest.mark.parametrize("kind", KINDS)
-def test_exact_on_uneven_and_empty_blocks(kind, monkeypatch):
-    skew(monkeypatch)
-    check_layer(KINDS[kind], (7, 6, 3), gradient=False)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_gradient_is_the_derivative(kind):
-    check_layer(KINDS[kind], (5, 4, 3))
-
-
 @pytest.mark.torch
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ACTIVATIONS)
 @pytest.mark.parametrize("backend, dtype", [("numpy", "float64"), ("onednn", "float32")])
 def test_as_torch(kind, backend, dtype):
     f = torch().nn.functional
@@ -114,7 +58,7 @@ def test_as_torch(kind, backend, dtype):
         "softmax": lambda x: x.softmax(1),
         "log softmax": lambda x: x.log_softmax(1),
     }
-    check_torch(lambda: KINDS[kind](name="a"), [(7, 6, 3)], functions[kind], dtype, backend)
+    check_torch(lambda: ACTIVATIONS[kind](name="a"), [(7, 6, 3)], functions[kind], dtype, backend)
 
 
 def test_softmax_of_large_values_is_finite():
@@ -153,7 +97,7 @@ def test_a_cross_entropy_takes_logarithms_of_probabilities_as_logits():
 
 
 def test_shape_is_kept():
-    for make in KINDS.values():
+    for make in ACTIVATIONS.values():
         assert make()(Input((4, 5, 2))).shape == (4, 5, 2)
     assert ReLU().flops((4, 5, 2)) == 40
 

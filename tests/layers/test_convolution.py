@@ -1,4 +1,4 @@
-"""Convolution: exact under every cut and halo algorithm, on both backends, refusals, torch."""
+"""Convolution: drawn geometries, between other layers, arithmetic, refusals, torch."""
 
 import numpy as np
 import pytest
@@ -10,48 +10,10 @@ from halograd.layers.convolution import local_geometry
 from halograd.layers.lowering import boundary_boxes
 from halograd.layers.parameter import Parameter, parameter_blocks
 from halograd.testing import check_layer
-from tests.layers.geometries import CROWDED, NASTY, drawn, every, skew
+from tests.layers.cases import conv
+from tests.layers.geometries import drawn, every
 from tests.layers.oracle import check_torch, torch, weights
 from tests.support.refusals import refusals
-
-
-def conv(geometry, filters=3, **more):
-    kernel, stride, padding, dilation = geometry
-    return lambda: Conv(filters, kernel, stride, padding, dilation, name="conv", **more)
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("halo", ["pad", "overlap"])
-@pytest.mark.parametrize("name", NASTY)
-def test_exact_on_every_grid(name, halo):
-    spatial, *geometry = NASTY[name]
-    check_layer(conv(geometry), (*spatial, 2), gradient=False, options={"halo": halo})
-
-
-@pytest.mark.ranks(6, 8)
-@pytest.mark.parametrize("halo", ["pad", "overlap"])
-@pytest.mark.parametrize("name", CROWDED)
-def test_exact_with_many_ranks(name, halo):
-    spatial, *geometry = NASTY[name]
-    check_layer(conv(geometry), (*spatial, 2), gradient=False, options={"halo": halo})
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("halo", ["pad", "overlap"])
-@pytest.mark.parametrize("name", NASTY)
-def test_exact_on_onednn(name, halo):
-    spatial, *geometry = NASTY[name]
-    options = {"halo": halo}
-    check_layer(conv(geometry), (*spatial, 2), dtype="float32", backend="onednn", batch=1, options=options)
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("halo", ["pad", "overlap"])
-@pytest.mark.parametrize("spatial", [(32, 7), (6, 7)])
-@pytest.mark.parametrize("stride", [1, 2])
-def test_exact_on_uneven_and_empty_blocks(spatial, stride, halo, monkeypatch):
-    skew(monkeypatch)
-    check_layer(conv((3, stride, 1, 1)), (*spatial, 2), gradient=False, options={"halo": halo})
 
 
 @pytest.mark.mpi
@@ -73,15 +35,6 @@ def test_exact_on_drawn_geometries_in_3d(geometry):
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("halo", ["pad", "overlap"])
-@pytest.mark.parametrize(
-    "more", [{"groups": 2}, {"bias": False}, {"activation": "relu"}, {"groups": 4, "activation": "relu"}], ids=str
-)
-def test_exact_with_groups_bias_and_activation(more, halo):
-    check_layer(conv((3, 2, 1, 1), 4, **more), (9, 8, 4), gradient=False, options={"halo": halo})
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("halo", ["pad", "overlap"])
 @pytest.mark.parametrize("backend, dtype", [("numpy", "float64"), ("onednn", "float32")])
 def test_exact_between_other_layers(backend, dtype, halo):
     """The halo is received into margins where they fit, halos reach behind the neighbor, ranks have nothing."""
@@ -95,20 +48,6 @@ def test_exact_between_other_layers(backend, dtype, halo):
         return build
 
     check_layer(chain, (9, 8, 2), gradient=False, backend=backend, dtype=dtype, options={"halo": halo})
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("halo", ["pad", "overlap"])
-@pytest.mark.parametrize("backend, dtype", [("numpy", "float64"), ("onednn", "float32")])
-def test_outputs_that_read_only_padding(backend, dtype, halo):
-    """They are the bias, on ranks that hold no input for them too."""
-    geometry, options = (2, 1, ((4, 5), (0, 3)), 1), {"halo": halo}
-    check_layer(conv(geometry), (6, 6, 2), gradient=False, backend=backend, dtype=dtype, options=options)
-
-
-@pytest.mark.parametrize("more", [{}, {"groups": 2}, {"activation": "relu"}], ids=str)
-def test_gradient_is_the_derivative(more):
-    check_layer(conv((3, 2, 1, 1), 4, **more), (7, 6, 2))
 
 
 @pytest.mark.torch

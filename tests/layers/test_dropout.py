@@ -18,25 +18,6 @@ from tests.layers.geometries import skew
 GOLDEN = 0x9E3779B97F4A7C15
 
 
-@pytest.mark.mpi
-@pytest.mark.parametrize("shape", [(7, 6, 3), (9, 2), (6, 7, 6, 2), (5,)])
-def test_exact_on_every_grid(shape):
-    check_layer(lambda: Dropout(0.4), shape, batch=3)
-
-
-@pytest.mark.mpi
-def test_exact_on_uneven_and_empty_blocks(monkeypatch):
-    skew(monkeypatch)
-    check_layer(lambda: lambda x: Dropout(0.4)(Conv(3, 3, padding=1, name="c")(x)), (6, 7, 2), gradient=False)
-
-
-@pytest.mark.ranks(2, 3, 4)
-@pytest.mark.parametrize("shape", [(7, 6, 5), (5,)])
-def test_the_same_mask_with_channels_cut(shape):
-    axes = ("sample", "channel") if len(shape) == 1 else ("sample", "height", "channel")
-    check_layer(lambda: Dropout(0.4), shape, batch=3, axes=axes, gradient=False)
-
-
 def masks(step=0, seed=0, rate=0.3, training=True, shape=(20, 20, 5)):
     """Output of dropout on ones."""
     network = Network(Dropout(rate, "drop")(Input(shape)))
@@ -99,19 +80,6 @@ def test_refuses_rates_outside():
 
 
 DEPTH_SHAPES = [(7, 6, 3), (9, 2), (5, 4, 3, 2), (4,)]
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("shape", DEPTH_SHAPES, ids=str)
-def test_depth_is_exact_on_every_grid(shape):
-    check_layer(lambda: StochasticDepth(0.5), shape, batch=5)
-
-
-@pytest.mark.ranks(2, 3, 4)
-def test_exact_with_channels_cut():
-    check_layer(
-        lambda: StochasticDepth(0.5), DEPTH_SHAPES[0], batch=5, axes=("sample", "height", "channel"), gradient=False
-    )
 
 
 @pytest.mark.many_ranks

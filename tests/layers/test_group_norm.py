@@ -1,13 +1,13 @@
-"""Group, instance and layer norm: exact under every cut, messages, refusals, torch."""
+"""Group, instance and layer norm: the definition, messages, refusals, torch."""
 
 import math
 
 import numpy as np
 import pytest
 
-from halograd.layers import GroupNorm, Input, InstanceNorm, LayerNorm
-from halograd.testing import check_layer, grids, random_array, run_layer
-from tests.layers.geometries import skew
+from halograd.layers import GroupNorm, Input, LayerNorm
+from halograd.testing import grids, random_array, run_layer
+from tests.layers.cases import NORMS
 from tests.layers.norms import close, executing, moved, needs, normalize, step, traffic
 from tests.layers.oracle import check_torch, torch
 from tests.support.lean import traced
@@ -16,12 +16,6 @@ from tests.support.refusals import refusals
 SHAPE = (7, 5, 4)
 AXES = ("sample", "height", "width")
 BACKENDS = ("numpy", "onednn")
-KINDS = {
-    "group": lambda **o: GroupNorm(2, name="norm", **o),
-    "instance": lambda **o: InstanceNorm(name="norm", **o),
-    "layer": lambda **o: LayerNorm(name="norm", **o),
-    "channels": lambda **o: LayerNorm("channels", name="norm", **o),
-}
 
 OPTIONS = [{"activation": "relu"}, {"affine": False}, {"affine": False, "activation": "relu"}]
 
@@ -46,21 +40,8 @@ def oracle(kind, x, relu=False, affine=True):
     return result
 
 
-@pytest.mark.many_ranks
-@pytest.mark.parametrize("kind", KINDS)
-def test_exact_on_every_grid(kind):
-    check_layer(lambda: KINDS[kind](), SHAPE, batch=3)
-
-
 @pytest.mark.mpi
-@pytest.mark.parametrize("kind", ["group", "channels"])
-@pytest.mark.parametrize("shape", [(12, 4), (3, 5, 4, 2)])
-def test_exact_on_lines_and_volumes(kind, shape):
-    check_layer(lambda: KINDS[kind](), shape, batch=3)
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", NORMS)
 @pytest.mark.parametrize(
     "options", [{"activation": "relu"}, {"affine": False}, {"affine": False, "activation": "relu"}]
 )
@@ -68,29 +49,14 @@ def test_is_the_definition(ranks, kind, options):
     x = random_array((3, *SHAPE), "x0")
     want = oracle(kind, x, relu="activation" in options, affine=options.get("affine", True))
     for parts in grids(ranks.size, AXES):
-        found = run_layer(lambda: KINDS[kind](**options), [SHAPE], ranks, parts, batch=3, steps=2)
+        found = run_layer(lambda: NORMS[kind](**options), [SHAPE], ranks, parts, batch=3, steps=2)
         for key, array in want.items():
             if found is not None:
                 close(found[key], array)
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("spatial", [(32, 7), (6, 7)])
-def test_exact_on_uneven_and_empty_blocks(kind, spatial, monkeypatch):
-    skew(monkeypatch)
-    check_layer(lambda: KINDS[kind](activation="relu"), (*spatial, 4), batch=2)
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("batch", [1, 5])
-def test_exact_on_samples_without_space(kind, batch):
-    check_layer(lambda: KINDS[kind](), (6,), batch=batch)
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", NORMS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_float32_against_the_definition(ranks, kind, backend):
     needs(backend)
@@ -99,7 +65,7 @@ def test_float32_against_the_definition(ranks, kind, backend):
     want = oracle(kind, x, relu=True)
     for parts in grids(ranks.size, AXES):
         found = run_layer(
-            lambda: KINDS[kind](activation="relu"), [shape], ranks, parts, dtype="float32", backend=backend
+            lambda: NORMS[kind](activation="relu"), [shape], ranks, parts, dtype="float32", backend=backend
         )
         for key, array in want.items():
             if found is not None:
@@ -113,15 +79,15 @@ def test_large_mean_and_small_variance(ranks, kind, mean, spread):
     shift, x = moved(SHAPE, 2, lambda x: mean + spread * x)
     want = oracle(kind, x)
     for parts in grids(ranks.size, AXES):
-        found = run_layer(lambda: KINDS[kind](), [SHAPE], ranks, parts, shift=shift)
+        found = run_layer(lambda: NORMS[kind](), [SHAPE], ranks, parts, shift=shift)
         if found is not None:
             close(found["y"], want["y"], factor=10 * max(1, abs(mean) / math.hypot(spread, 3e-3)))
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", NORMS)
 def test_evaluation_is_the_same(ranks, kind):
-    with executing(lambda: KINDS[kind](), SHAPE, ranks, {"width": ranks.size}, trainable=False) as executor:
+    with executing(lambda: NORMS[kind](), SHAPE, ranks, {"width": ranks.size}, trainable=False) as executor:
         for name, array in executor.store.params.items():
             array[...] = random_array(array.shape, name)
         executor.forward(training=False)
@@ -132,11 +98,11 @@ def test_evaluation_is_the_same(ranks, kind):
 
 
 @pytest.mark.many_ranks
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", NORMS)
 def test_one_sum_forward_and_one_backward_among_those_who_share_samples(ranks, kind):
     groups = {"group": 2, "instance": SHAPE[-1], "layer": 1, "channels": 0}[kind]
     for parts in grids(ranks.size, AXES):
-        with executing(lambda: KINDS[kind](), SHAPE, ranks, parts, batch=4) as executor:
+        with executing(lambda: NORMS[kind](), SHAPE, ranks, parts, batch=4) as executor:
             step(executor)
             sent = traffic(ranks, lambda executor=executor: step(executor))
             nbytes = ranks.counters["statistics"].bytes
@@ -147,9 +113,9 @@ def test_one_sum_forward_and_one_backward_among_those_who_share_samples(ranks, k
 
 
 @pytest.mark.ranks(1, 2)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", NORMS)
 def test_a_step_allocates_no_array(ranks, kind):
-    make = lambda: KINDS[kind](activation="relu")  # noqa: E731
+    make = lambda: NORMS[kind](activation="relu")  # noqa: E731
     with executing(make, (96, 96, 8), ranks, {"height": ranks.size}, dtype="float32") as executor:
         step(executor)
         peak, _ = traced(lambda: step(executor))
@@ -168,7 +134,7 @@ test_refuses_what_is_not_meant = refusals(
 
 @pytest.mark.torch
 @pytest.mark.parametrize("shape", [(8, 4), SHAPE, (3, 4, 5, 4)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", NORMS)
 def test_against_torch(kind, shape):
     lib = torch()
     functional = lib.nn.functional
@@ -180,4 +146,4 @@ def test_against_torch(kind, shape):
             return functional.layer_norm(x.movedim(1, -1), shape[-1:], gamma, beta).movedim(-1, 1)
         return functional.group_norm(x, 2 if kind == "group" else 1, gamma, beta)
 
-    check_torch(lambda: KINDS[kind](), [shape], function)
+    check_torch(lambda: NORMS[kind](), [shape], function)

@@ -1,4 +1,4 @@
-"""Local response normalization: definition, torch, gradient, every cut, refusals."""
+"""Local response normalization: definition, torch, refusals."""
 
 import doctest
 
@@ -9,8 +9,7 @@ from mpi4py import MPI
 from halograd.comm import Communicator
 from halograd.layers import Input, LocalResponseNorm, local_response_norm
 from halograd.layers.local_response_norm import add_windows
-from halograd.testing import check_layer, random_array, run_layer
-from tests.layers.geometries import skew
+from halograd.testing import random_array, run_layer
 from tests.layers.oracle import check_torch, torch
 from tests.layers.test_lean import compiled, step
 from tests.support.lean import traced
@@ -18,23 +17,6 @@ from tests.support.refusals import refusals
 
 #: Large enough alpha that the gradient's second term matters.
 SETTINGS = {"size": 5, "alpha": 0.7, "beta": 0.75, "k": 2.0}
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("shape", [(7, 6, 9), (9, 4), (5, 4, 3, 6), (8,)])
-def test_exact_on_every_grid(shape):
-    check_layer(lambda: LocalResponseNorm(**SETTINGS), shape, gradient=False, batch=3)
-
-
-@pytest.mark.mpi
-def test_exact_on_uneven_and_empty_blocks(monkeypatch):
-    skew(monkeypatch)
-    check_layer(lambda: LocalResponseNorm(**SETTINGS), (7, 6, 4), gradient=False)
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8, 40])
-def test_gradient_is_the_derivative(size):
-    check_layer(lambda: LocalResponseNorm(**{**SETTINGS, "size": size}), (4, 3, 7))
 
 
 @pytest.mark.torch

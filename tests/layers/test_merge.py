@@ -1,4 +1,4 @@
-"""Add and Concat: exact under every cut, gradients that are shared and summed, refusals, torch."""
+"""Add and Concat: gradients that are shared and summed, refusals, torch."""
 
 import numpy as np
 import pytest
@@ -8,51 +8,15 @@ from mpi4py import MPI
 
 from halograd.comm import Communicator
 from halograd.dtensor import Box
-from halograd.layers import Add, AveragePool, Concat, Conv, GlobalAveragePool, Input, MaxPool, ReLU
+from halograd.layers import Add, Concat, Conv, Input, ReLU
 from halograd.testing import check_layer, compare, run_layer
-from tests.layers.geometries import skew
 from tests.layers.oracle import check_torch, torch
 from tests.support.refusals import refusals
 
 SHAPE = (7, 6, 3)
 
 
-@pytest.mark.mpi
-@pytest.mark.parametrize("activation", [None, "relu"])
-@pytest.mark.parametrize("count", [1, 2, 4])
-def test_add_exact_on_every_grid(count, activation):
-    check_layer(lambda: Add(activation), [SHAPE] * count, gradient=False)
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("channels", [(3,), (1, 4), (2, 1, 3)])
-def test_concat_exact_on_every_grid(channels):
-    check_layer(Concat, [(7, 6, c) for c in channels], gradient=False)
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("layer", [Add, Concat])
-@pytest.mark.parametrize("shape", [(9, 2), (6, 7, 6, 2), (5,)])
-def test_exact_in_other_dimensions(layer, shape):
-    check_layer(layer, [shape, shape], gradient=False, batch=3)
-
-
-@pytest.mark.mpi
-def test_exact_on_uneven_and_empty_blocks(monkeypatch):
-    skew(monkeypatch)
-    check_layer(lambda: lambda a, b: Concat()(Add("relu")(a, b), a), [SHAPE, SHAPE], gradient=False)
-
-
 CUT = ("sample", "width", "channel")
-
-
-@pytest.mark.ranks(2, 3, 4)
-@pytest.mark.parametrize("backend, dtype", [("numpy", "float64"), ("onednn", "float32")])
-@pytest.mark.parametrize("channels", [(3, 4), (1, 5, 2), (4, 4)])
-def test_concat_exact_with_channels_cut(channels, backend, dtype):
-    """The blocks of the inputs do not lie where those of the output do, nor do all ranks hold a part of each input."""
-    options = {"axes": CUT, "gradient": False, "backend": backend, "dtype": dtype}
-    check_layer(lambda: lambda *x: Concat(name="c")(*x), [(5, 6, c) for c in channels], **options)
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.data())
@@ -64,22 +28,6 @@ def test_concat_reads_what_its_channels_are_made_of(channels, data):
     read = [(i, c) for i, box in enumerate(boxes) for c in range(*box.ranges[-1])]
     assert read == origin[low:high]
     assert all(box.ranges[:-1] == ((0, 3), (2, 4)) and box.start[-1] <= box.stop[-1] for box in boxes)
-
-
-@pytest.mark.ranks(2, 3, 4)
-@pytest.mark.parametrize(
-    "layer",
-    [
-        lambda: Add("relu"),
-        lambda: lambda a, b: Add()(ReLU()(a), b),
-        lambda: lambda a, b: MaxPool(3, 2, 1)(Add()(a, b)),
-        lambda: lambda a, b: AveragePool(2)(Add()(a, b)),
-        lambda: lambda a, b: GlobalAveragePool()(Add()(a, b)),
-    ],
-    ids=["add relu", "relu", "max pool", "average pool", "global average pool"],
-)
-def test_channelwise_layers_exact_with_channels_cut(layer):
-    check_layer(layer, [(7, 6, 5)] * 2, axes=CUT, gradient=False)
 
 
 @pytest.mark.ranks(3)

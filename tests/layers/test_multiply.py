@@ -1,4 +1,4 @@
-"""Products and sums of two nodes, one with fewer extents: exact under every cut, shared inputs, refusals, torch."""
+"""Products and sums of two nodes, one with fewer extents: shared inputs, refusals, torch."""
 
 import math
 import operator
@@ -9,55 +9,14 @@ import pytest
 from halograd.dtensor import Box, Layout
 from halograd.layers import Add, Affine, BroadcastAdd, Conv, Dense, GlobalAveragePool, Input, Multiply, Sigmoid
 from halograd.testing import check_layer
-from tests.layers.geometries import skew
+from tests.layers.cases import GATES
 from tests.layers.oracle import check_torch
 from tests.support.refusals import refusals
 
 SHAPE = (7, 6, 3)
-GATES = {
-    "whole": SHAPE,
-    "per channel": (3,),
-    "per channel, with axes": (1, 1, 3),
-    "per position": (7, 6, 1),
-    "per row": (7, 1, 1),
-    "per column and channel": (1, 6, 3),
-    "per sample": (1,),
-    "per sample, with axes": (1, 1, 1),
-}
 
 
 KINDS = pytest.mark.parametrize("kind", [Multiply, BroadcastAdd])
-
-
-@KINDS
-@pytest.mark.mpi
-@pytest.mark.parametrize("gate", GATES)
-def test_exact_on_every_grid(gate, kind):
-    check_layer(kind, [SHAPE, GATES[gate]], batch=3)
-
-
-@KINDS
-@pytest.mark.ranks(2, 3, 4)
-@pytest.mark.parametrize("gate", ["whole", "per channel", "per position", "per column and channel"])
-def test_exact_with_channels_cut(gate, kind):
-    """A gate of one channel has one owner."""
-    check_layer(kind, [SHAPE, GATES[gate]], axes=("sample", "width", "channel"), gradient=False)
-
-
-@KINDS
-@pytest.mark.mpi
-@pytest.mark.parametrize("shape", [(9, 2), (6, 5, 4, 2)])
-def test_exact_in_other_dimensions(shape, kind):
-    for gate in (shape, shape[-1:], (*shape[:-1], 1)):
-        check_layer(kind, [shape, gate], gradient=False)
-
-
-@KINDS
-@pytest.mark.many_ranks
-@pytest.mark.parametrize("gate", ["whole", "per channel", "per row"])
-def test_exact_on_uneven_and_empty_blocks(gate, kind, monkeypatch):
-    skew(monkeypatch)
-    check_layer(kind, [SHAPE, GATES[gate]], gradient=False)
 
 
 @pytest.mark.mpi

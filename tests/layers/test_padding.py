@@ -1,4 +1,4 @@
-"""Padding: exact under every cut, whatever ranks the rows come from; torch; arithmetic; refusals."""
+"""Padding: as a part of networks; torch; arithmetic; refusals."""
 
 import numpy as np
 import pytest
@@ -8,51 +8,12 @@ from hypothesis import strategies as st
 from halograd.layers import Concat, Conv, Input, Network, Pad, Slice
 from halograd.layers.padding import PadAxis
 from halograd.testing import check_layer
-from tests.layers.geometries import skew
+from tests.layers.cases import PADS
 from tests.layers.oracle import check_torch, torch
 from tests.support.refusals import refusals
 
 SHAPE = (7, 6, 3)
 DATA = st.data()
-CASES = {
-    "constant": ((2, 1), (0, 3)),
-    "reflect": ((3, 2), (1, 5)),
-    "replicate": ((2, 1), (9, 1)),
-    "circular": ((7, 2), (1, 6)),
-}
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("mode", CASES)
-def test_exact_on_every_grid(mode):
-    check_layer(lambda: Pad(CASES[mode], mode, 0.5, "p"), SHAPE, gradient=mode != "constant")
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("amounts", [((-2, -1), (0, -3)), ((-6, 4), (2, -5)), -1])
-def test_rows_are_taken_away(amounts):
-    check_layer(lambda: Pad(amounts, name="p"), SHAPE)
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("shape", [(9, 2), (6, 5, 4, 2)])
-@pytest.mark.parametrize("mode", CASES)
-def test_exact_in_other_dimensions(mode, shape):
-    # Three times as many elements are summed in the comparison as the input has.
-    check_layer(lambda: Pad((2, 3), mode, name="p"), shape, gradient=False, tolerance=128.0)
-
-
-@pytest.mark.ranks(2, 3, 4)
-@pytest.mark.parametrize("mode", CASES)
-def test_exact_with_channels_cut(mode):
-    check_layer(lambda: Pad(CASES[mode], mode, name="p"), SHAPE, axes=("height", "channel"), gradient=False)
-
-
-@pytest.mark.many_ranks
-@pytest.mark.parametrize("mode", CASES)
-def test_exact_on_uneven_and_empty_blocks(mode, monkeypatch):
-    skew(monkeypatch)
-    check_layer(lambda: Pad(CASES[mode], mode, name="p"), SHAPE, gradient=False)
 
 
 @pytest.mark.mpi
@@ -69,13 +30,13 @@ def test_a_periodic_convolution():
 
 @pytest.mark.torch
 @pytest.mark.ranks(1, 2)
-@pytest.mark.parametrize("mode", CASES)
+@pytest.mark.parametrize("mode", PADS)
 def test_as_torch(mode):
     pad = torch().nn.functional.pad
-    (top, bottom), (left, right) = CASES[mode]
+    (top, bottom), (left, right) = PADS[mode]
     value = {"value": 0.5} if mode == "constant" else {}
     function = lambda x: pad(x, (left, right, top, bottom), mode, **value)  # noqa: E731
-    check_torch(lambda: Pad(CASES[mode], mode, 0.5, "p"), [SHAPE], function)
+    check_torch(lambda: Pad(PADS[mode], mode, 0.5, "p"), [SHAPE], function)
 
 
 @pytest.mark.mpi

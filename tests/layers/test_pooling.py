@@ -1,4 +1,4 @@
-"""Pooling with a stencil and adaptive pooling: exact under every cut; windows and ties as torch; refusals."""
+"""Pooling with a stencil and adaptive pooling: windows and ties as torch; refusals."""
 
 from __future__ import annotations
 
@@ -20,15 +20,10 @@ from halograd.layers import (
 )
 from halograd.layers.pooling import _only_padding
 from halograd.testing import check_layer
-from tests.layers.geometries import CROWDED, NASTY, brute_force_taps, drawn, skew
+from tests.layers.cases import ADAPTIVE, ADAPTIVE_CASES, CEIL, POOLS, rounded_up
+from tests.layers.geometries import brute_force_taps, drawn
 from tests.layers.oracle import check_torch, torch
 from tests.support.refusals import refusals
-
-POOLS = {
-    "max": MaxPool,
-    "average": AveragePool,
-    "average without pad": lambda *a: AveragePool(*a, count_include_pad=False),
-}
 
 
 def fits(make, spatial, geometry):
@@ -39,31 +34,6 @@ def fits(make, spatial, geometry):
         assert "only padding" in str(error)
         return False
     return True
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("kind", POOLS)
-@pytest.mark.parametrize("name", NASTY)
-def test_exact_on_every_grid(kind, name):
-    spatial, *geometry = NASTY[name]
-    assert fits(POOLS[kind], spatial, geometry)
-    check_layer(lambda: POOLS[kind](*geometry), (*spatial, 2), gradient=False)
-
-
-@pytest.mark.ranks(6, 8)
-@pytest.mark.parametrize("kind", POOLS)
-@pytest.mark.parametrize("name", CROWDED)
-def test_exact_with_many_ranks(kind, name):
-    spatial, *geometry = NASTY[name]
-    check_layer(lambda: POOLS[kind](*geometry), (*spatial, 2), gradient=False)
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("kind", POOLS)
-@pytest.mark.parametrize("spatial", [(32, 7), (6, 7)])
-def test_exact_on_uneven_and_empty_blocks(kind, spatial, monkeypatch):
-    skew(monkeypatch)
-    check_layer(lambda: POOLS[kind](3, 2, 1), (*spatial, 2), gradient=False)
 
 
 @pytest.mark.mpi
@@ -85,51 +55,6 @@ def test_exact_between_other_layers(kind):
         return lambda x: ReLU()(POOLS[kind](3, 2, 1)(Conv(3, 3, padding=1, name="c")(MaxPool(2)(x))))
 
     check_layer(chain, (9, 8, 2), gradient=False)
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("kind", POOLS)
-def test_exact_on_onednn(kind):
-    check_layer(lambda: POOLS[kind](3, 2, ((1, 0), (0, 1))), (11, 9, 3), dtype="float32", backend="onednn")
-
-
-@pytest.mark.parametrize("kind", POOLS)
-def test_gradient_is_the_derivative(kind):
-    check_layer(lambda: POOLS[kind](3, 2, 1), (7, 6, 2))
-
-
-#: spatial shape, kernel, stride, padding; a window that reaches beyond the end, and one that would begin there.
-CEIL = {
-    "beyond": ((8, 7), 3, 2, 0),
-    "beyond padding": ((6, 8), 3, 2, 1),
-    "dropped": ((9, 7), 2, 3, 1),
-    "kernel 5 stride 4": ((11, 10), 5, 4, 2),
-    "nothing to round": ((9, 7), 3, 2, 1),
-    "larger than the input": ((6, 2), (2, 3), 2, 0),
-    "1-D": ((10,), 4, 3, 1),
-    "3-D": ((6, 7, 6), 3, 2, 1),
-}
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("kind", POOLS)
-@pytest.mark.parametrize("name", CEIL)
-def test_exact_where_windows_reach_beyond_the_end(kind, name):
-    spatial, *geometry = CEIL[name]
-    check_layer(lambda: rounded_up(kind, *geometry), (*spatial, 2), gradient=False)
-
-
-@pytest.mark.many_ranks
-@pytest.mark.parametrize("kind", POOLS)
-def test_exact_where_windows_reach_beyond_the_end_of_uneven_blocks(kind, monkeypatch):
-    skew(monkeypatch)
-    check_layer(lambda: rounded_up(kind, 3, 2, 1), (6, 8, 2), gradient=False)
-
-
-def rounded_up(kind, kernel, stride, padding):
-    options = {"count_include_pad": False} if kind == "average without pad" else {}
-    pool = MaxPool if kind == "max" else AveragePool
-    return pool(kernel, stride, padding, ceil_mode=True, name="p", **options)
 
 
 @pytest.mark.torch
@@ -154,24 +79,6 @@ def test_ceil_mode_is_made_of_padding_only_where_that_counts():
     assert kinds("beyond padding") == ["Pad", "AveragePool"]
     assert kinds("beyond") == kinds("nothing to round") == ["AveragePool"]
     assert kinds("beyond padding", count_include_pad=False) == ["AveragePool"]
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("shape", [(7, 6, 2), (9, 3), (6, 7, 6, 2)])
-@pytest.mark.parametrize("batch", [1, 3])
-def test_global_average_pool_exact_on_every_grid(shape, batch):
-    check_layer(GlobalAveragePool, shape, batch=batch)
-
-
-@pytest.mark.mpi
-def test_global_average_pool_exact_on_uneven_and_empty_blocks(monkeypatch):
-    skew(monkeypatch)
-    check_layer(GlobalAveragePool, (6, 7, 2), batch=2)
-
-
-@pytest.mark.mpi
-def test_global_average_pool_behind_a_layer_in_float32():
-    check_layer(lambda: lambda x: GlobalAveragePool()(MaxPool(3, 2)(x)), (9, 8, 2), dtype="float32", batch=2)
 
 
 def test_windows_of_padding_only_are_found():
@@ -242,43 +149,6 @@ def test_dilated_max_pool_as_torch():
 @pytest.mark.torch
 def test_global_average_pool_as_torch():
     check_torch(lambda: GlobalAveragePool("p"), [(5, 4, 3)], lambda x: x.mean((2, 3)))
-
-
-ADAPTIVE = {"average": AdaptiveAveragePool, "max": AdaptiveMaxPool}
-#: spatial shape, size
-ADAPTIVE_CASES = {
-    "divides": ((8, 6), (4, 3)),
-    "overlaps": ((7, 10), (5, 4)),
-    "one row": ((9, 7), (1, 3)),
-    "one": ((7, 6), 1),
-    "more than there are": ((4, 7), (6, 9)),
-    "as many": ((6, 7), (6, 7)),
-    "1-D": ((13,), 5),
-    "3-D": ((6, 7, 8), (2, 3, 5)),
-}
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("kind", ADAPTIVE)
-@pytest.mark.parametrize("name", ADAPTIVE_CASES)
-def test_adaptive_is_exact_on_every_grid(kind, name):
-    spatial, size = ADAPTIVE_CASES[name]
-    check_layer(lambda: ADAPTIVE[kind](size), (*spatial, 2))
-
-
-@pytest.mark.ranks(2, 3, 4)
-@pytest.mark.parametrize("kind", ADAPTIVE)
-def test_exact_with_channels_cut(kind):
-    check_layer(lambda: ADAPTIVE[kind]((3, 4)), (7, 6, 5), axes=("sample", "height", "channel"), gradient=False)
-
-
-@pytest.mark.many_ranks
-@pytest.mark.parametrize("kind", ADAPTIVE)
-@pytest.mark.parametrize("name", ["overlaps", "one", "one row"])
-def test_adaptive_is_exact_on_uneven_and_empty_blocks(kind, name, monkeypatch):
-    skew(monkeypatch)
-    spatial, size = ADAPTIVE_CASES[name]
-    check_layer(lambda: ADAPTIVE[kind](size), (*spatial, 2), gradient=False)
 
 
 @pytest.mark.mpi

@@ -1,4 +1,4 @@
-"""Resize: exact arithmetic against brute force, exact under every cut, torch."""
+"""Resize: arithmetic against brute force, torch."""
 
 from fractions import Fraction
 
@@ -10,60 +10,9 @@ from hypothesis import strategies as st
 from halograd.kernels.geometry import MODES, Resampling
 from halograd.layers import Input, MaxPool, Resize
 from halograd.testing import check_layer
-from tests.layers.geometries import skew
+from tests.layers.cases import RESIZES
 from tests.layers.oracle import check_torch, torch
 from tests.support.refusals import refusals
-
-#: spatial shape -> scale or size
-CASES = {
-    "double": ((6, 7), {"scale": 2}),
-    "triple and double": ((6, 7), {"scale": (3, 2)}),
-    "one and a half": ((7, 6), {"scale": 1.5}),
-    "half": ((9, 8), {"scale": 0.5}),
-    "a third": ((13, 9), {"scale": 1 / 3}),
-    "to a size": ((7, 9), {"size": (11, 6)}),
-    "to one": ((7, 9), {"size": 1}),
-    "1-D": ((9,), {"scale": 2.5}),
-    "3-D": ((6, 7, 6), {"size": (12, 3, 7)}),
-}
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", CASES)
-def test_exact_on_every_grid(name, mode):
-    spatial, how = CASES[name]
-    check_layer(lambda: Resize(**how, mode=mode), (*spatial, 2), gradient=False)
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("mode", ["linear", "cubic"])
-@pytest.mark.parametrize("name", ["triple and double", "half", "to a size", "to one", "3-D"])
-def test_exact_with_corners_aligned(name, mode):
-    spatial, how = CASES[name]
-    check_layer(lambda: Resize(**how, mode=mode, align_corners=True), (*spatial, 2), gradient=False)
-
-
-@pytest.mark.ranks(2, 3, 4)
-@pytest.mark.parametrize("mode", MODES)
-def test_exact_with_channels_cut(mode):
-    check_layer(lambda: Resize(1.5, mode=mode), (7, 6, 5), axes=("height", "channel"), gradient=False)
-
-
-@pytest.mark.ranks(6, 8)
-@pytest.mark.parametrize("mode", ["linear", "cubic"])
-@pytest.mark.parametrize("name", ["double", "half", "to one"])
-def test_exact_with_many_ranks(name, mode):
-    spatial, how = CASES[name]
-    check_layer(lambda: Resize(**how, mode=mode), (*spatial, 2), gradient=False)
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("how", [{"scale": 2}, {"size": (9, 5)}], ids=str)
-def test_exact_on_uneven_and_empty_blocks(how, mode, monkeypatch):
-    skew(monkeypatch)
-    check_layer(lambda: Resize(**how, mode=mode), (7, 6, 2), gradient=False)
 
 
 @pytest.mark.mpi
@@ -72,11 +21,6 @@ def test_exact_between_other_layers_on_onednn():
         return lambda x: MaxPool(3, 1, 1)(Resize(2, mode="bilinear")(MaxPool(2)(x)))
 
     check_layer(chain, (9, 8, 3), dtype="float32", backend="onednn")
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_gradient_is_the_derivative(mode):
-    check_layer(lambda: Resize(1.5, mode=mode), (5, 4, 2))
 
 
 def interpolate(x, mode, size=None, scale_factor=None, **more):
@@ -99,11 +43,11 @@ def interpolate(x, mode, size=None, scale_factor=None, **more):
 @pytest.mark.torch
 @pytest.mark.parametrize("aligned", [False, True], ids=["half-pixel", "aligned"])
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", [n for n in CASES if n != "a third"])
+@pytest.mark.parametrize("name", [n for n in RESIZES if n != "a third"])
 def test_as_torch(name, mode, aligned):
     if aligned and mode not in ("linear", "cubic"):
         return
-    spatial, how = CASES[name]
+    spatial, how = RESIZES[name]
     given = {"scale_factor": how["scale"]} if "scale" in how else {"size": how["size"]}
     more = {"align_corners": aligned} if mode in ("linear", "cubic") else {}
     check_torch(

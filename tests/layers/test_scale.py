@@ -1,49 +1,15 @@
-"""Learned factors per channel: exact under every cut, channels too; torch; what they begin with; refusals."""
+"""Learned factors per channel: torch; what they begin with; refusals."""
 
 import numpy as np
 import pytest
 
-from halograd.layers import Conv, PReLU, Scale
+from halograd.layers import PReLU, Scale
 from halograd.layers.parameter import Parameter
-from halograd.testing import check_layer
-from tests.layers.geometries import skew
+from tests.layers.cases import SCALES
 from tests.layers.oracle import check_torch, torch
 from tests.support.refusals import refusals
 
 SHAPE = (7, 6, 5)
-LAYERS = {
-    "scale": lambda: Scale(name="l"),
-    "scale and shift": lambda: Scale(1e-6, bias=True, name="l"),
-    "one slope": lambda: PReLU(name="l"),
-    "slopes": lambda: PReLU("channel", name="l"),
-}
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.parametrize("shape", [SHAPE, (9, 2), (5, 4, 3, 2), (4,)], ids=str)
-def test_exact_on_every_grid(name, shape):
-    check_layer(LAYERS[name], shape, batch=3, gradient=shape == SHAPE)
-
-
-@pytest.mark.ranks(2, 3, 4)
-@pytest.mark.parametrize("name", LAYERS)
-def test_exact_with_channels_cut(name):
-    check_layer(LAYERS[name], SHAPE, axes=("sample", "height", "channel"), gradient=False)
-
-
-@pytest.mark.many_ranks
-@pytest.mark.parametrize("name", LAYERS)
-def test_exact_on_uneven_and_empty_blocks(name, monkeypatch):
-    skew(monkeypatch)
-    check_layer(LAYERS[name], SHAPE, gradient=False)
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("name", LAYERS)
-def test_exact_behind_a_convolution(name):
-    """Which has a halo of the gradient."""
-    check_layer(lambda: lambda x: LAYERS[name]()(Conv(3, 3, padding=1, name="c")(x)), SHAPE, gradient=False)
 
 
 @pytest.mark.torch
@@ -51,12 +17,12 @@ def test_exact_behind_a_convolution(name):
 @pytest.mark.parametrize("shape", [SHAPE, (9, 2), (5, 4, 3, 2)], ids=str)
 def test_as_torch(shape):
     axes = (-1, *(1 for _ in shape[:-1]))
-    check_torch(LAYERS["scale"], [shape], lambda x, gamma: x * gamma.view(axes))
+    check_torch(SCALES["scale"], [shape], lambda x, gamma: x * gamma.view(axes))
     shifted = lambda x, gamma, beta: x * gamma.view(axes) + beta.view(axes)  # noqa: E731
-    check_torch(LAYERS["scale and shift"], [shape], shifted)
+    check_torch(SCALES["scale and shift"], [shape], shifted)
     prelu = torch().nn.functional.prelu
     for name in ("one slope", "slopes"):
-        check_torch(LAYERS[name], [shape], lambda x, slope: prelu(x, slope))
+        check_torch(SCALES[name], [shape], lambda x, slope: prelu(x, slope))
 
 
 def test_initial_values():

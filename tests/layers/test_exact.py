@@ -1,0 +1,292 @@
+"""Layers of every kind under every cut give what one process gives, and their gradients are the derivatives."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import product
+
+import pytest
+
+import halograd as hg
+from halograd.kernels.geometry import MODES
+from halograd.testing import check_layer
+from tests.layers.cases import (
+    ACTIVATIONS,
+    ADAPTIVE,
+    ADAPTIVE_CASES,
+    CEIL,
+    GATES,
+    MAPS,
+    NORMS,
+    PADS,
+    POOLS,
+    RESIZES,
+    SCALES,
+    SHUFFLES,
+    TRANSPOSED,
+    conv,
+    rounded_up,
+    transposed,
+)
+from tests.layers.geometries import CROWDED, NASTY, skew
+
+SHAPE = (7, 6, 3)
+SHAPES = [SHAPE, (9, 2), (6, 7, 6, 2), (5,)]
+ONEDNN = {"dtype": "float32", "backend": "onednn"}
+BACKENDS = {"numpy": {}, "onednn": ONEDNN}
+HALOS = {name: {"gradient": False, "options": {"halo": name}} for name in ("pad", "overlap")}
+#: Every grid of the ranks, blocks that are uneven or empty, more ranks than rows, axes with channels among them.
+MARKS = {
+    "grids": pytest.mark.mpi,
+    "uneven": pytest.mark.mpi,
+    "many ranks": pytest.mark.many_ranks,
+    "uneven, many ranks": pytest.mark.many_ranks,
+    "crowded": pytest.mark.ranks(6, 8),
+    "channels": pytest.mark.ranks(2, 3, 4),
+    "derivative": (),
+}
+CASES = []
+
+
+def add(cut, name, make, shape, **options):
+    """A layer or what makes it, the shape of its input or of several, options of `check_layer`."""
+    CASES.append(pytest.param(cut, make, shape, options, marks=MARKS[cut], id=f"{name}: {cut}"))
+
+
+def behind(make, first):
+    return lambda: lambda x: make()(first()(x))
+
+
+def window(geometry, channels=2):
+    """Shape of an input, and the rest of a geometry."""
+    spatial, *rest = geometry
+    return (*spatial, channels), rest
+
+
+# -- elements --------------------------------------------------------------------------------------------
+
+for kind, make in ACTIVATIONS.items():
+    for shape in SHAPES:
+        add("grids", f"{kind} {shape}", make, shape, gradient=False, batch=3)
+    add("grids", f"{kind} behind a layer, onednn", behind(make, partial(hg.MaxPool, 2)), (9, 8, 3), **ONEDNN)
+    add("uneven", kind, make, SHAPE, gradient=False)
+    add("derivative", kind, make, (5, 4, 3))
+
+for name, make in SCALES.items():
+    for shape in [(7, 6, 5), (9, 2), (5, 4, 3, 2), (4,)]:
+        add("grids", f"{name} {shape}", make, shape, batch=3, gradient=shape == (7, 6, 5))
+    add("channels", name, make, (7, 6, 5), axes=("sample", "height", "channel"), gradient=False)
+    add("uneven, many ranks", name, make, (7, 6, 5), gradient=False)
+    # Which has a halo of the gradient.
+    before = partial(hg.Conv, 3, 3, padding=1, name="c")
+    add("grids", f"{name} behind a convolution", behind(make, before), (7, 6, 5), gradient=False)
+
+dropout, depth = partial(hg.Dropout, 0.4), partial(hg.StochasticDepth, 0.5)
+for shape in SHAPES:
+    add("grids", f"dropout {shape}", dropout, shape, batch=3)
+for shape in [SHAPE, (9, 2), (5, 4, 3, 2), (4,)]:
+    add("grids", f"stochastic depth {shape}", depth, shape, batch=5)
+before = partial(hg.Conv, 3, 3, padding=1, name="c")
+add("uneven", "dropout", behind(dropout, before), (6, 7, 2), gradient=False)
+add("channels", "dropout", dropout, (7, 6, 5), batch=3, axes=("sample", "height", "channel"), gradient=False)
+add("channels", "dropout of vectors", dropout, (5,), batch=3, axes=("sample", "channel"), gradient=False)
+add("channels", "stochastic depth", depth, SHAPE, batch=5, axes=("sample", "height", "channel"), gradient=False)
+
+# -- norms -----------------------------------------------------------------------------------------------
+
+norm = partial(hg.BatchNorm, name="norm")
+for shape, batch in [((12, 3), 3), ((7, 5, 3), 1), ((7, 5, 3), 3), ((3, 7, 4, 2), 2), ((6,), 9)]:
+    add("many ranks", f"batch norm {shape} x {batch}", norm, shape, batch=batch)
+for options in [{"activation": "relu"}, {"affine": False}, {"eps": 0.5}]:
+    add("grids", f"batch norm {options}", partial(norm, **options), (7, 5, 3), batch=2)
+for relu, (name, backend) in product([None, "relu"], BACKENDS.items()):
+    make, more = partial(norm, activation=relu), {**backend, "gradient": name == "numpy"}
+    add("uneven", f"batch norm {relu} with a residual, {name}", make, [(7, 6, 5)] * 2, batch=3, **more)
+    add("uneven", f"batch norm {relu} with a residual of 16 channels, {name}", make, [(9, 3, 16)] * 2, batch=2, **more)
+    add("grids", f"batch norm {relu} in float32, {name}", make, (9, 7, 18), batch=3, **{**backend, "dtype": "float32"})
+relu = partial(norm, activation="relu")
+for rows in (32, 6):
+    add("uneven", f"batch norm of {rows} rows", relu, (rows, 7, 2), batch=3)
+for name, backend in BACKENDS.items():
+    more = {"axes": ("sample", "height", "channel"), "gradient": False, **backend}
+    add("channels", f"batch norm, {name}", relu, (7, 5, 5), batch=2, **more)
+
+for kind, make in NORMS.items():
+    add("many ranks", f"{kind} norm", make, (7, 5, 4), batch=3)
+    for rows in (32, 6):
+        add("uneven", f"{kind} norm of {rows} rows", partial(make, activation="relu"), (rows, 7, 4), batch=2)
+    for batch in (1, 5):
+        add("grids", f"{kind} norm of vectors x {batch}", make, (6,), batch=batch)
+for kind, shape in product(["group", "channels"], [(12, 4), (3, 5, 4, 2)]):
+    add("grids", f"{kind} norm {shape}", NORMS[kind], shape, batch=3)
+
+settings = {
+    "size": 5,
+    "alpha": 0.7,
+    "beta": 0.75,
+    "k": 2.0,
+}  # large enough alpha that its gradient's second term matters
+make = partial(hg.LocalResponseNorm, **settings)
+for shape in [(7, 6, 9), (9, 4), (5, 4, 3, 6), (8,)]:
+    add("grids", f"response norm {shape}", make, shape, gradient=False, batch=3)
+add("uneven", "response norm", make, (7, 6, 4), gradient=False)
+for size in (1, 2, 3, 4, 5, 8, 40):
+    add(
+        "derivative", f"response norm of {size}", partial(hg.LocalResponseNorm, **{**settings, "size": size}), (4, 3, 7)
+    )
+
+# -- windows ---------------------------------------------------------------------------------------------
+
+for halo, more in HALOS.items():
+    for name, geometry in NASTY.items():
+        shape, rest = window(geometry)
+        add("grids", f"convolution {name}, {halo}", conv(rest), shape, **more)
+        add("grids", f"convolution {name}, {halo}, onednn", conv(rest), shape, batch=1, **{**more, **ONEDNN})
+        if name in CROWDED:
+            add("crowded", f"convolution {name}, {halo}", conv(rest), shape, **more)
+    for rows, stride in product((32, 6), (1, 2)):
+        add("uneven", f"convolution of {rows} rows by {stride}, {halo}", conv((3, stride, 1, 1)), (rows, 7, 2), **more)
+    for own in [{"groups": 2}, {"bias": False}, {"activation": "relu"}, {"groups": 4, "activation": "relu"}]:
+        add("grids", f"convolution {own}, {halo}", conv((3, 2, 1, 1), 4, **own), (9, 8, 4), **more)
+    # Outputs that read only padding are the bias, on ranks that hold no input for them too.
+    for name, backend in BACKENDS.items():
+        make = conv((2, 1, ((4, 5), (0, 3)), 1))
+        add("grids", f"convolution of padding, {halo}, {name}", make, (6, 6, 2), **{**more, **backend})
+for own in [{}, {"groups": 2}, {"activation": "relu"}]:
+    add("derivative", f"convolution {own}", conv((3, 2, 1, 1), 4, **own), (7, 6, 2))
+
+for name, geometry in TRANSPOSED.items():
+    shape, rest = window(geometry)
+    add("grids", f"transposed {name}", transposed(rest), shape, gradient=False)
+    add("grids", f"transposed {name}, onednn", transposed(rest), shape, **ONEDNN, batch=1)
+    if name in ("k3 s2 p1 op1", "halo wider than a block", "padding beyond the kernel"):
+        add("crowded", f"transposed {name}", transposed(rest), shape, gradient=False)
+    if name in ("k3 s2 p1 op1", "dilation", "padding beyond the kernel"):
+        add("derivative", f"transposed {name}", transposed(rest, 2), shape)
+for rows in (32, 6):
+    add("uneven", f"transposed of {rows} rows", transposed((3, 2, 1, 1, 1)), (rows, 7, 2), gradient=False)
+for own in [{"groups": 2}, {"bias": False}, {"groups": 4, "bias": False}]:
+    add("grids", f"transposed {own}", transposed((3, 2, 1, 1, 1), 4, **own), (7, 8, 4), gradient=False)
+
+for kind, pool in POOLS.items():
+    for name, geometry in NASTY.items():
+        shape, rest = window(geometry)
+        for cut in ["grids"] + ["crowded"] * (name in CROWDED):
+            add(cut, f"{kind} pool {name}", partial(pool, *rest), shape, gradient=False)
+    for rows in (32, 6):
+        add("uneven", f"{kind} pool of {rows} rows", partial(pool, 3, 2, 1), (rows, 7, 2), gradient=False)
+    add("grids", f"{kind} pool, onednn", partial(pool, 3, 2, ((1, 0), (0, 1))), (11, 9, 3), **ONEDNN)
+    add("derivative", f"{kind} pool", partial(pool, 3, 2, 1), (7, 6, 2))
+    for name, geometry in CEIL.items():
+        shape, rest = window(geometry)
+        add("grids", f"{kind} pool rounded up {name}", partial(rounded_up, kind, *rest), shape, gradient=False)
+    add("uneven, many ranks", f"{kind} pool rounded up", partial(rounded_up, kind, 3, 2, 1), (6, 8, 2), gradient=False)
+
+for kind, pool in ADAPTIVE.items():
+    for name, (spatial, size) in ADAPTIVE_CASES.items():
+        add("grids", f"adaptive {kind} {name}", partial(pool, size), (*spatial, 2))
+        if name in ("overlaps", "one", "one row"):
+            add("uneven, many ranks", f"adaptive {kind} {name}", partial(pool, size), (*spatial, 2), gradient=False)
+    more = {"axes": ("sample", "height", "channel"), "gradient": False}
+    add("channels", f"adaptive {kind}", partial(pool, (3, 4)), (7, 6, 5), **more)
+
+for shape, batch in product([(7, 6, 2), (9, 3), (6, 7, 6, 2)], (1, 3)):
+    add("grids", f"global average {shape} x {batch}", hg.GlobalAveragePool, shape, batch=batch)
+    add("grids", f"global maximum {shape} x {batch}", hg.GlobalMaxPool, shape, batch=batch)
+add("uneven", "global average", hg.GlobalAveragePool, (6, 7, 2), batch=2)
+add("uneven, many ranks", "global maximum", hg.GlobalMaxPool, (6, 7, 2), batch=2)
+add("channels", "global maximum", hg.GlobalMaxPool, (7, 6, 5), axes=("sample", "width", "channel"), gradient=False)
+make = behind(hg.GlobalAveragePool, partial(hg.MaxPool, 3, 2))
+add("grids", "global average behind a layer in float32", make, (9, 8, 2), dtype="float32", batch=2)
+
+for (name, (spatial, how)), mode in product(RESIZES.items(), MODES):
+    make, shape = partial(hg.Resize, **how, mode=mode), (*spatial, 2)
+    add("grids", f"resize {name}, {mode}", make, shape, gradient=False)
+    if mode in ("linear", "cubic") and name in ("triple and double", "half", "to a size", "to one", "3-D"):
+        add("grids", f"resize {name}, {mode}, aligned", partial(make, align_corners=True), shape, gradient=False)
+    if mode in ("linear", "cubic") and name in ("double", "half", "to one"):
+        add("crowded", f"resize {name}, {mode}", make, shape, gradient=False)
+for mode in MODES:
+    make = partial(hg.Resize, 1.5, mode=mode)
+    add("channels", f"resize {mode}", make, (7, 6, 5), axes=("height", "channel"), gradient=False)
+    add("derivative", f"resize {mode}", make, (5, 4, 2))
+    for how in ({"scale": 2}, {"size": (9, 5)}):
+        add("uneven", f"resize {how}, {mode}", partial(hg.Resize, **how, mode=mode), (7, 6, 2), gradient=False)
+
+# -- places ----------------------------------------------------------------------------------------------
+
+for mode, amounts in PADS.items():
+    make = partial(hg.Pad, amounts, mode, name="p")
+    add("grids", f"pad {mode}", partial(hg.Pad, amounts, mode, 0.5, "p"), SHAPE, gradient=mode != "constant")
+    add("channels", f"pad {mode}", make, SHAPE, axes=("height", "channel"), gradient=False)
+    add("uneven, many ranks", f"pad {mode}", make, SHAPE, gradient=False)
+    for shape in [(9, 2), (6, 5, 4, 2)]:  # three times as many elements are summed in the comparison as the input has
+        make = partial(hg.Pad, (2, 3), mode, name="p")
+        add("grids", f"pad {mode} {shape}", make, shape, gradient=False, tolerance=128.0)
+for amounts in [((-2, -1), (0, -3)), ((-6, 4), (2, -5)), -1]:
+    add("grids", f"rows taken away {amounts}", partial(hg.Pad, amounts, name="p"), SHAPE)
+
+for name, (make, shape) in SHUFFLES.items():
+    add("grids", f"shuffle {name}", make, shape, gradient=len(shape) == 3)
+    if name in ("shuffle", "shuffle by 3", "unshuffle", "unshuffle by 3", "of channels"):  # blocks begin within a cell
+        add("channels", f"shuffle {name}", make, shape, axes=("height", "channel"), gradient=False)
+        add("uneven, many ranks", f"shuffle {name}", make, shape, gradient=False)
+both = behind(partial(hg.PixelShuffle, 2), partial(hg.PixelUnshuffle, 2))
+for shape in [(6, 3), (4, 6, 3), (4, 2, 6, 3)]:
+    add("grids", f"shuffle and back {shape}", both, shape, gradient=False)
+
+for shape, batch in product(MAPS, (1, 5)):
+    (features,) = hg.Flatten().output_shape(shape)
+    axes = ("sample", *("depth", "height", "width")[4 - len(shape) :])
+    more = {"batch": batch, "axes": axes, "gradient": False}
+    add("grids", f"reshape {shape} x {batch}", partial(hg.Reshape, shape), (features,), **more)
+add("grids", "reshape of maps", behind(partial(hg.Reshape, (8, 3, 2)), hg.Flatten), (4, 6, 2))
+for shape, batch in product([(6, 7, 2), (9, 3), (6, 7, 6, 2), (4,)], (1, 3)):
+    add("grids", f"flatten {shape} x {batch}", hg.Flatten, shape, batch=batch, gradient=False)
+add("uneven", "flatten", hg.Flatten, (6, 7, 2), gradient=False)
+for batch, bias in product((1, 2, 5), (True, False)):
+    add("grids", f"dense {bias} x {batch}", partial(hg.Dense, 3, bias), (7,), batch=batch)
+add("derivative", "dense", behind(partial(hg.Dense, 3, name="d"), hg.Flatten), (3, 4, 2))
+
+# -- several inputs --------------------------------------------------------------------------------------
+
+for count, activation in product((1, 2, 4), (None, "relu")):
+    add("grids", f"sum of {count}, {activation}", partial(hg.Add, activation), [SHAPE] * count, gradient=False)
+for channels in [(3,), (1, 4), (2, 1, 3)]:
+    add("grids", f"concat {channels}", hg.Concat, [(7, 6, c) for c in channels], gradient=False)
+for shape in [(9, 2), (6, 7, 6, 2), (5,)]:
+    add("grids", f"sum {shape}", hg.Add, [shape, shape], gradient=False, batch=3)
+    add("grids", f"concat {shape}", hg.Concat, [shape, shape], gradient=False, batch=3)
+make = lambda: lambda a, b: hg.Concat()(hg.Add("relu")(a, b), a)  # noqa: E731
+add("uneven", "concat of a sum", make, [SHAPE, SHAPE], gradient=False)
+CUT = {"axes": ("sample", "width", "channel"), "gradient": False}
+# The blocks of the inputs do not lie where those of the output do, nor do all ranks hold a part of each input.
+for (name, backend), channels in product(BACKENDS.items(), [(3, 4), (1, 5, 2), (4, 4)]):
+    make = partial(hg.Concat, name="c")
+    add("channels", f"concat {channels}, {name}", make, [(5, 6, c) for c in channels], **CUT, **backend)
+for name, make in {
+    "sum, relu": lambda: hg.Add("relu"),
+    "relu": lambda: lambda a, b: hg.Add()(hg.ReLU()(a), b),
+    "max pool": lambda: lambda a, b: hg.MaxPool(3, 2, 1)(hg.Add()(a, b)),
+    "average pool": lambda: lambda a, b: hg.AveragePool(2)(hg.Add()(a, b)),
+    "global average": lambda: lambda a, b: hg.GlobalAveragePool()(hg.Add()(a, b)),
+}.items():
+    add("channels", name, make, [(7, 6, 5)] * 2, **CUT)
+
+for kind in (hg.Multiply, hg.BroadcastAdd):
+    for name, gate in GATES.items():
+        add("grids", f"{kind.__name__} {name}", kind, [SHAPE, gate], batch=3)
+        if name in ("whole", "per channel", "per position", "per column and channel"):  # of one channel: one owner
+            add("channels", f"{kind.__name__} {name}", kind, [SHAPE, gate], **CUT)
+        if name in ("whole", "per channel", "per row"):
+            add("uneven, many ranks", f"{kind.__name__} {name}", kind, [SHAPE, gate], gradient=False)
+    for shape in [(9, 2), (6, 5, 4, 2)]:
+        for gate in (shape, shape[-1:], (*shape[:-1], 1)):
+            add("grids", f"{kind.__name__} {shape} {gate}", kind, [shape, gate], gradient=False)
+
+
+@pytest.mark.parametrize(("cut", "make", "shape", "options"), CASES)
+def test_exact(cut, make, shape, options, monkeypatch):
+    if cut.startswith("uneven"):
+        skew(monkeypatch)
+    check_layer(make, shape, **options)
