@@ -10,7 +10,7 @@ import itertools
 import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from typing import Any, cast
 
 import numpy as np
@@ -97,6 +97,31 @@ def run_layer(
     in common). `steps` repeats the step (buffers are used again).
     """
     network, name = _probed(make, shapes)
+    settings = (batch, dtype, backend, options, seed, shift, steps)
+    with _stepped(network, shapes, comm, parts, *settings) as (executor, loss):
+        inputs = [f"x{i}" for i in range(len(shapes))]
+        with closing(Gather(executor, [name], inputs)) as way:
+            result: dict[str, Any] = dict(zip(("y", *(f"d{x}" for x in inputs)), way.run()))
+        result |= _gradients(executor)
+    result["loss"] = np.array([loss])
+    return result if comm.rank == 0 else None
+
+
+@contextmanager
+def _stepped(
+    network: Network,
+    shapes: Sequence[Sequence[int]],
+    comm: Communicator,
+    parts: Mapping[str, int],
+    batch: int,
+    dtype: str,
+    backend: str | Backend,
+    options: dict | None = None,
+    seed: int = 0,
+    shift: Mapping[str, np.ndarray] | None = None,
+    steps: int = 1,
+) -> Iterator[tuple[Executor, float]]:
+    """Yield an executor of a probed layer after some steps, and its loss; the arguments are those of `run_layer`."""
     backend_, moved = get_backend(backend) if isinstance(backend, str) else backend, dict(shift or {})
     strategy = _strategy(parts, comm.size, options)
     probed = [n for n in network.inputs if n != "g"]
@@ -115,13 +140,28 @@ def run_layer(
             executor.backward()
             assert executor.reducer is not None
             executor.reducer.finish()
-        inputs = [f"x{i}" for i in range(len(shapes))]
-        with closing(Gather(executor, [name], inputs)) as way:
-            result: dict[str, Any] = dict(zip(("y", *(f"d{x}" for x in inputs)), way.run()))
-        grads = executor.store.gather(comm, executor.store.grads)
-        result |= {f"d{labels[k]}": executor.device.to_host(v).copy() for k, v in (grads or {}).items()}
-    result["loss"] = np.array([loss])
-    return result if comm.rank == 0 else None
+        yield executor, loss
+
+
+def _gradients(executor: Executor) -> LayerResult:
+    """Return whole gradients of parameters by name on rank 0, none elsewhere. Collective."""
+    labels = _labels(executor.store.params)
+    grads = executor.store.gather(executor.comm, executor.store.grads) or {}
+    return {f"d{labels[k]}": executor.device.to_host(v).copy() for k, v in grads.items()}
+
+
+def _blocks(executor: Executor, name: str, inputs: int) -> dict[str, tuple[np.ndarray, tuple[slice, ...]]]:
+    """Return this rank's blocks of output and gradients by name, and their places. Local, but for parameters.
+
+    Gradients of parameters are whole, on rank 0 alone.
+    """
+    found: dict[str, tuple[np.ndarray, tuple[slice, ...]]] = {}
+    values = {"y": executor.values[name], **{f"dx{i}": executor.values[f"x{i}"] for i in range(inputs)}}
+    for key, value in values.items():
+        view = value.view if key == "y" else value.dy
+        place = value.layout.boxes[executor.comm.rank].slices()
+        found[key] = executor.device.to_host(executor.runner.view(view)).copy(), place
+    return found | {key: (array, ()) for key, array in _gradients(executor).items()}
 
 
 def _labels(keys: Iterable[str]) -> dict[str, str]:
@@ -176,7 +216,7 @@ def check_layer(
     world = comm if comm is not None else MPI.COMM_WORLD
     common: dict[str, Any] = {"batch": batch, "dtype": dtype}
     axes = axes or [a for a in axis_names(len(shapes[0]) + 1) if a != "channel"]
-    network, _ = _probed(make, shapes)
+    network, name = _probed(make, shapes)
     made = get_backend(backend) if isinstance(backend, str) else nullcontext(backend)
     with made as kernels, Communicator(MPI.COMM_SELF) as alone, Communicator(world, transport) as ranks:
         reference = None
@@ -191,9 +231,10 @@ def check_layer(
         for parts in grids(world.size, axes):
             if not _possible(network, parts, world.size):
                 continue
-            found = run_layer(make, shapes, ranks, parts, options=options, steps=2, backend=kernels, **common)
-            fault = None if found is None else compare(found, reference, tolerance, dtype, str(parts))
-            ranks.agree(fault)
+            once = (network, shapes, ranks, parts, batch, dtype, kernels, options)
+            with _stepped(*once, steps=2) as (executor, loss):
+                found = {**_blocks(executor, name, len(shapes)), "loss": (np.array([loss]), ())}
+            ranks.agree(_difference(found, reference, tolerance, dtype, str(parts)))
 
 
 def _possible(network: Network, parts: Mapping[str, int], size: int) -> bool:
@@ -207,12 +248,24 @@ def _possible(network: Network, parts: Mapping[str, int], size: int) -> bool:
 
 def compare(found: LayerResult, reference: LayerResult, tolerance: float, dtype: str, where: str) -> Exception | None:
     """Return the first array that differs by more than the tolerance, as an error."""
-    for key, want in reference.items():
-        have = found[key]
+    return _difference({key: (found[key], ()) for key in reference}, reference, tolerance, dtype, where)
+
+
+def _difference(
+    found: Mapping[str, tuple[np.ndarray, tuple[slice, ...]]],
+    reference: LayerResult,
+    tolerance: float,
+    dtype: str,
+    where: str,
+) -> Exception | None:
+    """Return the first block, given with its place, that differs by more than the tolerance, as an error."""
+    for key, (have, place) in found.items():
+        whole = reference[key]
+        want = whole[place]
         if have.shape != want.shape:
             return AssertionError(f"{where}: {key} has shape {have.shape}, one process {want.shape}")
-        scale = max(1.0, float(np.max(np.abs(want), initial=0.0)))
-        bound = tolerance * float(np.finfo(dtype).eps) * math.sqrt(max(want.size, 1)) * scale
+        scale = max(1.0, float(np.max(np.abs(whole), initial=0.0)))
+        bound = tolerance * float(np.finfo(dtype).eps) * math.sqrt(max(whole.size, 1)) * scale
         error = float(np.max(np.abs(have.astype(np.float64) - want), initial=0.0))
         if not error <= bound:
             return AssertionError(f"{where}: {key} differs from one process by {error:.3g}, allowed are {bound:.3g}")
