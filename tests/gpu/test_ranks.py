@@ -13,28 +13,10 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
+import halograd as hg
 from halograd.comm import Communicator
 from halograd.device import as_dtype, is_low, resolution
 from halograd.kernels import Backend, get_backend
-from halograd.layers import (
-    AdaptiveAveragePool,
-    AdaptiveMaxPool,
-    Add,
-    Concat,
-    Conv,
-    ConvTranspose,
-    Dropout,
-    GlobalMaxPool,
-    GroupNorm,
-    LayerNorm,
-    LocalResponseNorm,
-    MaxPool,
-    PixelShuffle,
-    PReLU,
-    Resize,
-    Scale,
-    StochasticDepth,
-)
 from halograd.layers import BatchNorm as Norm
 from halograd.testing import grids, run_layer
 from halograd.training.config import BackendConfig
@@ -48,26 +30,26 @@ STEPS = 5
 SIZE = MPI.COMM_WORLD.size
 #: A layer and its number of inputs.
 LAYERS: dict[str, tuple[Callable[[], Any], int]] = {
-    "convolution": (lambda: Conv(4, 3, padding=1, activation="relu", name="l"), 1),
-    "strided convolution": (lambda: Conv(4, 3, 2, padding=1, name="l"), 1),
-    "transposed convolution": (lambda: ConvTranspose(3, 3, 2, 1, 1, name="l"), 1),
-    "max pool": (lambda: MaxPool(3, 2, 1, name="l"), 1),
+    "convolution": (lambda: hg.Conv(4, 3, padding=1, activation="relu", name="l"), 1),
+    "strided convolution": (lambda: hg.Conv(4, 3, 2, padding=1, name="l"), 1),
+    "transposed convolution": (lambda: hg.ConvTranspose(3, 3, 2, 1, 1, name="l"), 1),
+    "max pool": (lambda: hg.MaxPool(3, 2, 1, name="l"), 1),
     "batch norm": (lambda: Norm(activation="relu", name="l"), 1),
-    "group norm": (lambda: GroupNorm(2, name="l"), 1),
-    "layer norm": (lambda: LayerNorm("channels", name="l"), 1),
-    "local response norm": (lambda: LocalResponseNorm(3, name="l"), 1),
-    "resize": (lambda: Resize(2, mode="bilinear", name="l"), 1),
-    "resize cubic": (lambda: Resize(1.5, mode="bicubic", align_corners=True, name="l"), 1),
-    "adaptive average pool": (lambda: AdaptiveAveragePool((4, 3), name="l"), 1),
-    "adaptive max pool": (lambda: AdaptiveMaxPool((4, 3), name="l"), 1),
-    "global max pool": (lambda: GlobalMaxPool(name="l"), 1),
-    "scale": (lambda: Scale(bias=True, name="l"), 1),
-    "slopes": (lambda: PReLU("channel", name="l"), 1),
-    "stochastic depth": (lambda: StochasticDepth(0.5, name="l"), 1),
-    "pixel shuffle": (lambda: PixelShuffle(2, name="l"), 1),
-    "dropout": (lambda: Dropout(0.3, name="l"), 1),
-    "concat": (lambda: Concat("l"), 2),
-    "sum": (lambda: Add(activation="relu", name="l"), 2),
+    "group norm": (lambda: hg.GroupNorm(2, name="l"), 1),
+    "layer norm": (lambda: hg.LayerNorm("channels", name="l"), 1),
+    "local response norm": (lambda: hg.LocalResponseNorm(3, name="l"), 1),
+    "resize": (lambda: hg.Resize(2, mode="bilinear", name="l"), 1),
+    "resize cubic": (lambda: hg.Resize(1.5, mode="bicubic", align_corners=True, name="l"), 1),
+    "adaptive average pool": (lambda: hg.AdaptiveAveragePool((4, 3), name="l"), 1),
+    "adaptive max pool": (lambda: hg.AdaptiveMaxPool((4, 3), name="l"), 1),
+    "global max pool": (lambda: hg.GlobalMaxPool(name="l"), 1),
+    "scale": (lambda: hg.Scale(bias=True, name="l"), 1),
+    "slopes": (lambda: hg.PReLU("channel", name="l"), 1),
+    "stochastic depth": (lambda: hg.StochasticDepth(0.5, name="l"), 1),
+    "pixel shuffle": (lambda: hg.PixelShuffle(2, name="l"), 1),
+    "dropout": (lambda: hg.Dropout(0.3, name="l"), 1),
+    "concat": (lambda: hg.Concat("l"), 2),
+    "sum": (lambda: hg.Add(activation="relu", name="l"), 2),
 }
 CUTS = list(grids(SIZE, ("sample", "height", "width")))
 

@@ -5,45 +5,9 @@ from contextlib import closing
 
 import numpy as np
 
+import halograd as hg
 from halograd.dtensor import Box
 from halograd.kernels import get_backend
-from halograd.layers import (
-    ELU,
-    GELU,
-    AdaptiveAveragePool,
-    AdaptiveMaxPool,
-    Add,
-    AveragePool,
-    BatchNorm,
-    Clamp,
-    Concat,
-    Conv,
-    ConvTranspose,
-    Dense,
-    Dropout,
-    Flatten,
-    GlobalAveragePool,
-    GlobalMaxPool,
-    GroupNorm,
-    Input,
-    Layer,
-    LeakyReLU,
-    MaxPool,
-    MeanSquaredError,
-    Network,
-    Parameter,
-    PixelShuffle,
-    PixelUnshuffle,
-    PReLU,
-    ReLU,
-    Resize,
-    Scale,
-    SiLU,
-    Softmax,
-    SoftmaxCrossEntropy,
-    StochasticDepth,
-    Tanh,
-)
 from halograd.layers.strategy import Strategy
 from halograd.program.runner import Runner
 from halograd.testing import random_array
@@ -56,7 +20,7 @@ CLASSES = 3
 LARGEST = 800
 
 
-class Gate(Layer):
+class Gate(hg.Layer):
     """``y[o] = x0[o] * sum of x1 over the window of o``: a layer of one's own with two inputs of different halos."""
 
     def __init__(self, reach):
@@ -81,11 +45,11 @@ class Gate(Layer):
         return [dy * sum(self._windows(inputs[1], box.shape)), around], {}
 
 
-class Centre(Layer):
+class Centre(hg.Layer):
     """``y = amount * (x - mean of x over its sample and channel)``: reads whole samples, whatever it makes of them."""
 
     def parameters(self, shape):
-        return {"amount": Parameter((shape[-1],), "ones", decay=False)}
+        return {"amount": hg.Parameter((shape[-1],), "ones", decay=False)}
 
     def input_boxes(self, box, shape):
         return (Box.of_ranges([box.ranges[0], *((0, n) for n in shape)]),)
@@ -128,22 +92,22 @@ class Graphs:
 
     def network(self):
         """A trunk of a few layers, then a head; values without a reader become outputs of their own."""
-        first = Input((*self.spatial, self.pick(2, 4)), name="x")
+        first = hg.Input((*self.spatial, self.pick(2, 4)), name="x")
         values = [first]
         if self.rng.random() < 0.3:
-            values.append(Input((*self.spatial, self.pick(2, 4)), name="x2"))
+            values.append(hg.Input((*self.spatial, self.pick(2, 4)), name="x2"))
         for _ in range(int(self.rng.integers(3, 9))):
             node = self._layer(values)
             if node is not None and math.prod(node.shape) <= LARGEST:
                 values.append(node)
-        outputs = self._head([v for v in values if not isinstance(v, Input)] or values)
+        outputs = self._head([v for v in values if not isinstance(v, hg.Input)] or values)
         read = {n for v in [*values, *outputs.values()] for n in v.inputs}
         for i, v in enumerate(values):
-            if v not in read and not isinstance(v, Input):
+            if v not in read and not isinstance(v, hg.Input):
                 outputs[f"extra{i}"] = v
         names = list(outputs)
         self.rng.shuffle(names)
-        return Network({n: outputs[n] for n in names})
+        return hg.Network({n: outputs[n] for n in names})
 
     def _layer(self, values):
         x = values[max(0, len(values) - 1 - int(self.rng.integers(0, 3)))]
@@ -160,7 +124,7 @@ class Graphs:
             return None  # a window that does not fit
 
     def _conv(self, x, same, alike):
-        return Conv(
+        return hg.Conv(
             self.pick(2, 4),
             self.per_axis(1, 2, 3, 3, 4),
             self.per_axis(1, 1, 2, 3),
@@ -173,43 +137,47 @@ class Graphs:
 
     def _norm(self, x, same, alike):
         # A generous eps: without it a variance near zero enlarges the roundings of everything before.
-        return BatchNorm(eps=0.1, activation=self.pick(None, "relu", "elu"), affine=self.pick(True, False))(x)
+        return hg.BatchNorm(eps=0.1, activation=self.pick(None, "relu", "elu"), affine=self.pick(True, False))(x)
 
     def _pool(self, x, same, alike):
-        layer = self.pick(MaxPool, AveragePool)
+        layer = self.pick(hg.MaxPool, hg.AveragePool)
         kernel = self.per_axis(2, 3)
         return layer(kernel, self.per_axis(1, 2, 3), self.pick(0, 1), ceil_mode=self.pick(True, False))(x)
 
     def _adaptive(self, x, same, alike):
-        layer = self.pick(AdaptiveAveragePool, AdaptiveMaxPool)
+        layer = self.pick(hg.AdaptiveAveragePool, hg.AdaptiveMaxPool)
         return layer(1 if self.rng.random() < 0.1 else self.per_axis(2, 3, 4))(x)
 
     def _pixels(self, x, same, alike):
-        return PixelShuffle(2)(x) if x.shape[-1] % 2**self.axes == 0 else PixelUnshuffle(2)(x)
+        return hg.PixelShuffle(2)(x) if x.shape[-1] % 2**self.axes == 0 else hg.PixelUnshuffle(2)(x)
 
     def _transposed(self, x, same, alike):
-        return ConvTranspose(2, self.per_axis(1, 2, 3), self.per_axis(1, 2), self.pick(0, 1), groups=self.pick(1, 2))(x)
+        return hg.ConvTranspose(
+            2, self.per_axis(1, 2, 3), self.per_axis(1, 2), self.pick(0, 1), groups=self.pick(1, 2)
+        )(x)
 
     def _resize(self, x, same, alike):
         size = tuple(max(2, int(n * self.pick(0.6, 1.4, 2))) for n in x.shape[:-1])
         mode = self.pick("nearest", "linear", "cubic", "area")
-        return Resize(size=size, mode=mode, align_corners=mode in ("linear", "cubic") and self.pick(True, False))(x)
+        return hg.Resize(size=size, mode=mode, align_corners=mode in ("linear", "cubic") and self.pick(True, False))(x)
 
     def _add(self, x, same, alike):
         others = [self.pick(*same) for _ in range(self.pick(1, 1, 2))]
-        return Add(self.pick(None, "relu"))(x, *others)
+        return hg.Add(self.pick(None, "relu"))(x, *others)
 
     def _concat(self, x, same, alike):
-        return Concat()(x, self.pick(*alike))
+        return hg.Concat()(x, self.pick(*alike))
 
     def _dropout(self, x, same, alike):
-        return self.pick(Dropout, StochasticDepth)(0.3)(x)
+        return self.pick(hg.Dropout, hg.StochasticDepth)(0.3)(x)
 
     def _pointwise(self, x, same, alike):
-        return self.pick(ReLU, LeakyReLU, ELU, Clamp, GELU, SiLU, Tanh, Softmax, PReLU, Scale)()(x)
+        return self.pick(
+            hg.ReLU, hg.LeakyReLU, hg.ELU, hg.Clamp, hg.GELU, hg.SiLU, hg.Tanh, hg.Softmax, hg.PReLU, hg.Scale
+        )()(x)
 
     def _group(self, x, same, alike):
-        return GroupNorm(2, eps=0.1)(x)
+        return hg.GroupNorm(2, eps=0.1)(x)
 
     def _gate(self, x, same, alike):
         return Gate(self.pick(0, 1, 2))(x, self.pick(*same))
@@ -222,19 +190,19 @@ class Graphs:
         last = values[-1]
         kind = self.pick("field", "field", "classes of positions", "vector", "vector")
         if kind == "field":
-            return {"loss": MeanSquaredError(name="mse")(last, Input(last.shape, name="target"))}
+            return {"loss": hg.MeanSquaredError(name="mse")(last, hg.Input(last.shape, name="target"))}
         if kind == "classes of positions":
-            target = Input((*last.shape[:-1], 1), name="target", dtype=self.pick("int32", "int64"))
-            scores = Conv(CLASSES, 1)(last)
+            target = hg.Input((*last.shape[:-1], 1), name="target", dtype=self.pick("int32", "int64"))
+            scores = hg.Conv(CLASSES, 1)(last)
             normalization = self.pick("count", "weights")
-            loss = SoftmaxCrossEntropy(self.rng.random(CLASSES) + 0.5, normalization, name="ce")(scores, target)
-            return {"loss": loss, "aside": Conv(2, 1)(ReLU()(last))}
+            loss = hg.SoftmaxCrossEntropy(self.rng.random(CLASSES) + 0.5, normalization, name="ce")(scores, target)
+            return {"loss": loss, "aside": hg.Conv(2, 1)(hg.ReLU()(last))}
         other = values[int(self.rng.integers(len(values)))]
-        vectors = [self.pick(GlobalAveragePool, GlobalMaxPool, Flatten)()(v) for v in (last, other)]
-        vector = Dense(CLASSES)(Dropout(0.2)(Concat()(*vectors)))
-        vector = Add()(vector, Dense(CLASSES)(ReLU()(vector)))
-        target = Input((1,), name="target", dtype="int64")
-        return {"loss": SoftmaxCrossEntropy(name="ce")(vector, target), "vector": vector}
+        vectors = [self.pick(hg.GlobalAveragePool, hg.GlobalMaxPool, hg.Flatten)()(v) for v in (last, other)]
+        vector = hg.Dense(CLASSES)(hg.Dropout(0.2)(hg.Concat()(*vectors)))
+        vector = hg.Add()(vector, hg.Dense(CLASSES)(hg.ReLU()(vector)))
+        target = hg.Input((1,), name="target", dtype="int64")
+        return {"loss": hg.SoftmaxCrossEntropy(name="ce")(vector, target), "vector": vector}
 
     def strategy(self, network, size):
         """Parts and halo algorithms at random; some layers have their own, channels too, perhaps with fewer ranks."""

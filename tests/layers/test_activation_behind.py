@@ -2,25 +2,8 @@
 
 import pytest
 
+import halograd as hg
 from halograd.kernels import FusedActivation
-from halograd.layers import (
-    ELU,
-    GELU,
-    Add,
-    BatchNorm,
-    Conv,
-    ConvTranspose,
-    Dense,
-    Flatten,
-    GroupNorm,
-    Input,
-    InstanceNorm,
-    LayerNorm,
-    LeakyReLU,
-    Network,
-    PReLU,
-    ReLU,
-)
 from halograd.layers.activation import _KINDS
 from halograd.layers.activation import fused as fused_in
 from halograd.layers.settings import fingerprint, settings_of
@@ -31,26 +14,30 @@ from tests.layers.oracle import check_torch, torch
 
 SHAPE = (7, 6, 4)
 LAYERS = {
-    "Conv": lambda activation, name="l": Conv(4, 3, padding=1, activation=activation, name=name),
-    "ConvTranspose": lambda activation, name="l": ConvTranspose(4, 3, padding=1, activation=activation, name=name),
-    "Dense": lambda activation, name="l": Dense(4, activation=activation, name=name),
-    "BatchNorm": lambda activation, name="l": BatchNorm(activation=activation, name=name),
-    "GroupNorm": lambda activation, name="l": GroupNorm(2, activation=activation, name=name),
-    "InstanceNorm": lambda activation, name="l": InstanceNorm(activation=activation, name=name),
-    "LayerNorm": lambda activation, name="l": LayerNorm("channels", activation=activation, name=name),
-    "Add": lambda activation, name="l": Add(activation, name),
+    "Conv": lambda activation, name="l": hg.Conv(4, 3, padding=1, activation=activation, name=name),
+    "ConvTranspose": lambda activation, name="l": hg.ConvTranspose(4, 3, padding=1, activation=activation, name=name),
+    "Dense": lambda activation, name="l": hg.Dense(4, activation=activation, name=name),
+    "BatchNorm": lambda activation, name="l": hg.BatchNorm(activation=activation, name=name),
+    "GroupNorm": lambda activation, name="l": hg.GroupNorm(2, activation=activation, name=name),
+    "InstanceNorm": lambda activation, name="l": hg.InstanceNorm(activation=activation, name=name),
+    "LayerNorm": lambda activation, name="l": hg.LayerNorm("channels", activation=activation, name=name),
+    "Add": lambda activation, name="l": hg.Add(activation, name),
 }
 #: Layers that compute any activation, and those whose gradient follows from its output.
 NORMS = {"BatchNorm", "GroupNorm", "InstanceNorm", "LayerNorm"}
 BY_OUTPUT = NORMS | {"Conv", "Add"}
 KINDS = {
     **{name: kind for name, kind in _KINDS.items() if name != "softmax"},
-    **{"leaky_relu down": lambda: LeakyReLU(-0.3), "elu 0.3": lambda: ELU(0.3), "gelu_tanh": lambda: GELU("tanh")},
+    **{
+        "leaky_relu down": lambda: hg.LeakyReLU(-0.3),
+        "elu 0.3": lambda: hg.ELU(0.3),
+        "gelu_tanh": lambda: hg.GELU("tanh"),
+    },
 }
 
 
 def layers_of(made, shape=SHAPE):
-    return Network(made(Input(shape))).layers
+    return hg.Network(made(hg.Input(shape))).layers
 
 
 @pytest.mark.parametrize("kind", LAYERS)
@@ -64,15 +51,15 @@ def test_what_kernels_have_is_no_layer(kind, name):
         found = list(layers_of(made, shape))
         assert found[0] == "l" and len(found) == (1 if fused else 2) and fused == (fused_in(made) is not None)
     assert list(layers_of(LAYERS[kind](None), shape)) == ["l"]
-    assert list(layers_of(LAYERS[kind](ReLU("own")), shape)) == ["l", "own"]
+    assert list(layers_of(LAYERS[kind](hg.ReLU("own")), shape)) == ["l", "own"]
 
 
 def test_parameters_of_an_activation():
-    assert fused_in(Conv(4, 3, activation="leaky_relu")) == FusedActivation("leaky_relu", 0.01)
-    assert fused_in(Add(ELU(0.3))) == FusedActivation("elu", 0.3)
-    assert fused_in(BatchNorm(activation=GELU("tanh"))) == FusedActivation("gelu_tanh")
-    assert fused_in(BatchNorm(activation=LeakyReLU(-1))) == FusedActivation("leaky_relu", -1)
-    assert fused_in(Conv(4, 3, activation=LeakyReLU(-1))) is None
+    assert fused_in(hg.Conv(4, 3, activation="leaky_relu")) == FusedActivation("leaky_relu", 0.01)
+    assert fused_in(hg.Add(hg.ELU(0.3))) == FusedActivation("elu", 0.3)
+    assert fused_in(hg.BatchNorm(activation=hg.GELU("tanh"))) == FusedActivation("gelu_tanh")
+    assert fused_in(hg.BatchNorm(activation=hg.LeakyReLU(-1))) == FusedActivation("leaky_relu", -1)
+    assert fused_in(hg.Conv(4, 3, activation=hg.LeakyReLU(-1))) is None
 
 
 @pytest.mark.parametrize("kind", LAYERS)
@@ -80,25 +67,25 @@ def test_others_are_layers_behind(kind):
     shape = (5,) if kind == "Dense" else SHAPE
     found = layers_of(LAYERS[kind]("softmax"), shape)
     assert [(name, node.layer.kind) for name, node in found.items()] == [("l", kind), ("l_softmax", "Softmax")]
-    assert [node.layer.kind for node in layers_of(LAYERS[kind](PReLU("channel")), shape).values()] == [kind, "PReLU"]
+    assert [node.layer.kind for node in layers_of(LAYERS[kind](hg.PReLU("channel")), shape).values()] == [kind, "PReLU"]
     unnamed = list(layers_of(LAYERS[kind]("softmax", None), shape))
     assert unnamed == [f"{kind.lower()}1", "softmax1"]
 
 
 @pytest.mark.parametrize("name", _KINDS)
 def test_every_name_has_its_layer(name):
-    first, behind = layers_of(ConvTranspose(4, 3, activation=name)).values()
+    first, behind = layers_of(hg.ConvTranspose(4, 3, activation=name)).values()
     assert first.layer.kind == "ConvTranspose" and behind.layer.kind.lower() == name.replace("_", "")
 
 
 def test_settings_are_those_of_two_layers():
     """So that a layer takes the time that was measured of it, and checkpoints of networks written out fit."""
-    plain, behind = Conv(4, 3, name="c"), Conv(4, 3, activation="silu", name="c")
+    plain, behind = hg.Conv(4, 3, name="c"), hg.Conv(4, 3, activation="silu", name="c")
     assert settings_of(plain, SHAPE) == settings_of(behind, SHAPE)
     from halograd.layers import SiLU
 
-    written = Network(SiLU("c_silu")(plain(Input(SHAPE))))
-    assert fingerprint(written) == fingerprint(Network(behind(Input(SHAPE))))
+    written = hg.Network(SiLU("c_silu")(plain(hg.Input(SHAPE))))
+    assert fingerprint(written) == fingerprint(hg.Network(behind(hg.Input(SHAPE))))
 
 
 @pytest.mark.mpi
@@ -106,14 +93,18 @@ def test_settings_are_those_of_two_layers():
 @pytest.mark.parametrize("activation", ["leaky_relu", "silu"])
 def test_exact_on_every_grid(kind, activation):
     shape = (5,) if kind == "Dense" else SHAPE
-    given = LeakyReLU(0.1) if activation == "leaky_relu" else activation
+    given = hg.LeakyReLU(0.1) if activation == "leaky_relu" else activation
     check_layer(lambda: LAYERS[kind](given), shape, gradient=kind != "BatchNorm", tolerance=256.0)
 
 
 @pytest.mark.mpi
 def test_a_head_as_one_writes_it():
     def head():
-        conv, flat, dense = Conv(3, 3, activation="gelu", name="c"), Flatten(), Dense(6, activation="tanh", name="d")
+        conv, flat, dense = (
+            hg.Conv(3, 3, activation="gelu", name="c"),
+            hg.Flatten(),
+            hg.Dense(6, activation="tanh", name="d"),
+        )
         return lambda x: dense(flat(conv(x)))
 
     check_layer(head, SHAPE, gradient=False)
@@ -151,7 +142,7 @@ def test_every_activation_as_torch(kind, name, backend, dtype):
     shape = (7, 6, 16)
     make = LAYERS["BatchNorm" if kind == "residual" else kind]
     if kind == "Conv":
-        make = lambda activation: Conv(16, 3, padding=1, activation=activation, name="l")  # noqa: E731
+        make = lambda activation: hg.Conv(16, 3, padding=1, activation=activation, name="l")  # noqa: E731
     if not fused_in(make(given)):
         return  # a layer of its own, everywhere
     shapes = [shape] * (2 if kind in ("Add", "residual") else 1)
@@ -160,9 +151,9 @@ def test_every_activation_as_torch(kind, name, backend, dtype):
 
 @pytest.mark.parametrize("name", ["relu", "tanh", "silu"])
 def test_a_norm_with_a_residual_has_a_relu_in_its_kernels_only(name):
-    x, layer = Input(SHAPE, "x"), BatchNorm(activation=name, name="l")
-    assert list(Network(layer(x)).layers) == ["l"]
-    assert list(Network(layer(x, x)).layers) == (["l"] if name == "relu" else ["l", f"l_{name}"])
+    x, layer = hg.Input(SHAPE, "x"), hg.BatchNorm(activation=name, name="l")
+    assert list(hg.Network(layer(x)).layers) == ["l"]
+    assert list(hg.Network(layer(x, x)).layers) == (["l"] if name == "relu" else ["l", f"l_{name}"])
 
 
 @pytest.mark.mpi

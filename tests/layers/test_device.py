@@ -4,67 +4,8 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
+import halograd as hg
 from halograd.comm import Communicator
-from halograd.layers import (
-    ELU,
-    GELU,
-    AbsoluteError,
-    AdaptiveAveragePool,
-    AdaptiveMaxPool,
-    Add,
-    Affine,
-    AveragePool,
-    BatchNorm,
-    BinaryCrossEntropyWithLogits,
-    BroadcastAdd,
-    ChannelShuffle,
-    Clamp,
-    Concat,
-    Conv,
-    ConvTranspose,
-    Dense,
-    Dice,
-    Dropout,
-    Flatten,
-    Focal,
-    GlobalAveragePool,
-    GlobalMaxPool,
-    GroupNorm,
-    HardSigmoid,
-    HardSwish,
-    Huber,
-    Input,
-    InstanceNorm,
-    Layer,
-    LayerNorm,
-    LeakyReLU,
-    LocalResponseNorm,
-    LogSoftmax,
-    MaxPool,
-    MeanSquaredError,
-    Mish,
-    Multiply,
-    Network,
-    Pad,
-    Parameter,
-    PixelShuffle,
-    PixelUnshuffle,
-    PReLU,
-    Reshape,
-    Resize,
-    Scale,
-    Sigmoid,
-    SiLU,
-    Slice,
-    Softmax,
-    SoftmaxCrossEntropy,
-    Softplus,
-    Stencil,
-    StochasticDepth,
-    Tanh,
-    Tversky,
-    training_only,
-)
 from halograd.layers.strategy import Strategy
 from halograd.testing import grids, random_array, run_layer
 from halograd.training.executor import Executor
@@ -72,13 +13,13 @@ from tests.kernels.cuda.host import HostBackend, HostLauncher, compiler
 from tests.support.fake_device import FakeBackend
 
 
-class Sharpen(Layer):
+class Sharpen(hg.Layer):
     """A custom layer, of NumPy's functions only: these an array of a device answers itself."""
 
-    stencil = Stencil(kernel=3, padding=1)
+    stencil = hg.Stencil(kernel=3, padding=1)
 
     def parameters(self, shape):
-        return {"amount": Parameter((shape[-1],), init="ones", decay=False)}
+        return {"amount": hg.Parameter((shape[-1],), init="ones", decay=False)}
 
     def forward(self, inputs, params, box):
         (x,) = inputs
@@ -109,67 +50,67 @@ def laplacian(x):
 
 SPATIAL = [(7, 6, 4)]
 LAYERS = {
-    "add": (lambda: Add("relu", name="l"), SPATIAL * 2),
-    "average pool": (lambda: AveragePool(3, 2, 1, count_include_pad=False, name="l"), SPATIAL),
-    "batch norm": (lambda: BatchNorm(activation="relu", name="l"), SPATIAL),
-    "concat": (lambda: Concat(name="l"), [(7, 6, 4), (7, 6, 2)]),
-    "conv": (lambda: Conv(4, 3, padding=1, activation="relu", name="l"), SPATIAL),
-    "conv stride 2": (lambda: Conv(4, 3, 2, padding=1, name="l"), SPATIAL),
+    "add": (lambda: hg.Add("relu", name="l"), SPATIAL * 2),
+    "average pool": (lambda: hg.AveragePool(3, 2, 1, count_include_pad=False, name="l"), SPATIAL),
+    "batch norm": (lambda: hg.BatchNorm(activation="relu", name="l"), SPATIAL),
+    "concat": (lambda: hg.Concat(name="l"), [(7, 6, 4), (7, 6, 2)]),
+    "conv": (lambda: hg.Conv(4, 3, padding=1, activation="relu", name="l"), SPATIAL),
+    "conv stride 2": (lambda: hg.Conv(4, 3, 2, padding=1, name="l"), SPATIAL),
     "custom": (lambda: Sharpen("l"), SPATIAL),
-    "dense": (lambda: Dense(5, name="l"), [(7,)]),
-    "dropout": (lambda: Dropout(0.4, name="l"), SPATIAL),
-    "flatten": (lambda: Flatten("l"), SPATIAL),
-    "gelu": (lambda: GELU(name="l"), SPATIAL),
-    "gelu by tanh": (lambda: GELU("tanh", "l"), SPATIAL),
-    "hard swish": (lambda: HardSwish("l"), SPATIAL),
-    "softplus": (lambda: Softplus("l"), SPATIAL),
-    "mish": (lambda: Mish("l"), SPATIAL),
-    "affine": (lambda: Affine(-0.5, 0.7, "l"), SPATIAL),
-    "log softmax": (lambda: LogSoftmax("l"), SPATIAL),
-    "channel shuffle": (lambda: ChannelShuffle(2, "l"), SPATIAL),
-    "global pool": (lambda: GlobalAveragePool("l"), SPATIAL),
-    "group norm": (lambda: GroupNorm(2, activation="relu", name="l"), SPATIAL),
-    "instance norm": (lambda: InstanceNorm(name="l"), SPATIAL),
-    "layer norm": (lambda: LayerNorm("sample", name="l"), SPATIAL),
-    "layer norm of channels": (lambda: LayerNorm("channels", activation="relu", name="l"), SPATIAL),
-    "hard sigmoid": (lambda: HardSigmoid("l"), SPATIAL),
-    "clamp": (lambda: Clamp(-0.5, 0.7, "l"), SPATIAL),
-    "silu": (lambda: SiLU("l"), SPATIAL),
-    "elu": (lambda: ELU(name="l"), SPATIAL),
-    "multiply": (lambda: Multiply("l"), SPATIAL * 2),
-    "multiply by channels": (lambda: Multiply("l"), [*SPATIAL, (4,)]),
-    "multiply by one channel": (lambda: Multiply("l"), [*SPATIAL, (7, 6, 1)]),
-    "multiply by rows": (lambda: Multiply("l"), [*SPATIAL, (7, 1, 4)]),
-    "add rows": (lambda: BroadcastAdd("l"), [*SPATIAL, (7, 1, 4)]),
-    "add channels": (lambda: BroadcastAdd("l"), [*SPATIAL, (4,)]),
-    "pad": (lambda: Pad(((2, 1), (0, 3)), value=0.5, name="l"), SPATIAL),
-    "crop": (lambda: Pad(((-2, 1), (0, -3)), name="l"), SPATIAL),
-    "pad around": (lambda: Pad(((2, 3), (0, 0)), "circular", name="l"), SPATIAL),
-    "pad mirrored": (lambda: Pad(((2, 3), (0, 0)), "reflect", name="l"), SPATIAL),
-    "pad repeated": (lambda: Pad(((0, 0), (3, 2)), "replicate", name="l"), SPATIAL),
-    "slice": (lambda: Slice(1, 3, "l"), SPATIAL),
-    "leaky relu": (lambda: LeakyReLU(0.1, "l"), SPATIAL),
-    "max pool": (lambda: MaxPool(3, 2, 1, name="l"), SPATIAL),
-    "one slope": (lambda: PReLU(name="l"), SPATIAL),
-    "slopes": (lambda: PReLU("channel", name="l"), SPATIAL),
-    "scale": (lambda: Scale(0.1, bias=True, name="l"), SPATIAL),
-    "stochastic depth": (lambda: StochasticDepth(0.5, "l"), SPATIAL),
-    "resize cubic": (lambda: Resize(1.5, mode="bicubic", align_corners=True, name="l"), SPATIAL),
-    "resize by means": (lambda: Resize(size=(3, 4), mode="area", name="l"), SPATIAL),
-    "global max": (lambda: GlobalMaxPool("l"), SPATIAL),
-    "adaptive average": (lambda: AdaptiveAveragePool((5, 4), "l"), SPATIAL),
-    "adaptive max": (lambda: AdaptiveMaxPool((5, 4), "l"), SPATIAL),
-    "max pool rounded up": (lambda: MaxPool(2, ceil_mode=True, name="l"), SPATIAL),
-    "pixel shuffle": (lambda: PixelShuffle(2, "l"), SPATIAL),
-    "pixel unshuffle": (lambda: PixelUnshuffle(2, "l"), [(8, 6, 2)]),
-    "reshape": (lambda: Reshape((2, 3, 4), "l"), [(24,)]),
-    "weight norm": (lambda: Conv(4, 3, padding=1, weight_norm=True, name="l"), SPATIAL),
-    "resize": (lambda: Resize(2, mode="bilinear", name="l"), SPATIAL),
-    "response norm": (lambda: LocalResponseNorm(3, alpha=0.1, name="l"), SPATIAL),
-    "sigmoid": (lambda: Sigmoid("l"), SPATIAL),
-    "softmax": (lambda: Softmax("l"), SPATIAL),
-    "tanh": (lambda: Tanh("l"), SPATIAL),
-    "transposed": (lambda: ConvTranspose(3, 3, 2, 1, 1, name="l"), SPATIAL),
+    "dense": (lambda: hg.Dense(5, name="l"), [(7,)]),
+    "dropout": (lambda: hg.Dropout(0.4, name="l"), SPATIAL),
+    "flatten": (lambda: hg.Flatten("l"), SPATIAL),
+    "gelu": (lambda: hg.GELU(name="l"), SPATIAL),
+    "gelu by tanh": (lambda: hg.GELU("tanh", "l"), SPATIAL),
+    "hard swish": (lambda: hg.HardSwish("l"), SPATIAL),
+    "softplus": (lambda: hg.Softplus("l"), SPATIAL),
+    "mish": (lambda: hg.Mish("l"), SPATIAL),
+    "affine": (lambda: hg.Affine(-0.5, 0.7, "l"), SPATIAL),
+    "log softmax": (lambda: hg.LogSoftmax("l"), SPATIAL),
+    "channel shuffle": (lambda: hg.ChannelShuffle(2, "l"), SPATIAL),
+    "global pool": (lambda: hg.GlobalAveragePool("l"), SPATIAL),
+    "group norm": (lambda: hg.GroupNorm(2, activation="relu", name="l"), SPATIAL),
+    "instance norm": (lambda: hg.InstanceNorm(name="l"), SPATIAL),
+    "layer norm": (lambda: hg.LayerNorm("sample", name="l"), SPATIAL),
+    "layer norm of channels": (lambda: hg.LayerNorm("channels", activation="relu", name="l"), SPATIAL),
+    "hard sigmoid": (lambda: hg.HardSigmoid("l"), SPATIAL),
+    "clamp": (lambda: hg.Clamp(-0.5, 0.7, "l"), SPATIAL),
+    "silu": (lambda: hg.SiLU("l"), SPATIAL),
+    "elu": (lambda: hg.ELU(name="l"), SPATIAL),
+    "multiply": (lambda: hg.Multiply("l"), SPATIAL * 2),
+    "multiply by channels": (lambda: hg.Multiply("l"), [*SPATIAL, (4,)]),
+    "multiply by one channel": (lambda: hg.Multiply("l"), [*SPATIAL, (7, 6, 1)]),
+    "multiply by rows": (lambda: hg.Multiply("l"), [*SPATIAL, (7, 1, 4)]),
+    "add rows": (lambda: hg.BroadcastAdd("l"), [*SPATIAL, (7, 1, 4)]),
+    "add channels": (lambda: hg.BroadcastAdd("l"), [*SPATIAL, (4,)]),
+    "pad": (lambda: hg.Pad(((2, 1), (0, 3)), value=0.5, name="l"), SPATIAL),
+    "crop": (lambda: hg.Pad(((-2, 1), (0, -3)), name="l"), SPATIAL),
+    "pad around": (lambda: hg.Pad(((2, 3), (0, 0)), "circular", name="l"), SPATIAL),
+    "pad mirrored": (lambda: hg.Pad(((2, 3), (0, 0)), "reflect", name="l"), SPATIAL),
+    "pad repeated": (lambda: hg.Pad(((0, 0), (3, 2)), "replicate", name="l"), SPATIAL),
+    "slice": (lambda: hg.Slice(1, 3, "l"), SPATIAL),
+    "leaky relu": (lambda: hg.LeakyReLU(0.1, "l"), SPATIAL),
+    "max pool": (lambda: hg.MaxPool(3, 2, 1, name="l"), SPATIAL),
+    "one slope": (lambda: hg.PReLU(name="l"), SPATIAL),
+    "slopes": (lambda: hg.PReLU("channel", name="l"), SPATIAL),
+    "scale": (lambda: hg.Scale(0.1, bias=True, name="l"), SPATIAL),
+    "stochastic depth": (lambda: hg.StochasticDepth(0.5, "l"), SPATIAL),
+    "resize cubic": (lambda: hg.Resize(1.5, mode="bicubic", align_corners=True, name="l"), SPATIAL),
+    "resize by means": (lambda: hg.Resize(size=(3, 4), mode="area", name="l"), SPATIAL),
+    "global max": (lambda: hg.GlobalMaxPool("l"), SPATIAL),
+    "adaptive average": (lambda: hg.AdaptiveAveragePool((5, 4), "l"), SPATIAL),
+    "adaptive max": (lambda: hg.AdaptiveMaxPool((5, 4), "l"), SPATIAL),
+    "max pool rounded up": (lambda: hg.MaxPool(2, ceil_mode=True, name="l"), SPATIAL),
+    "pixel shuffle": (lambda: hg.PixelShuffle(2, "l"), SPATIAL),
+    "pixel unshuffle": (lambda: hg.PixelUnshuffle(2, "l"), [(8, 6, 2)]),
+    "reshape": (lambda: hg.Reshape((2, 3, 4), "l"), [(24,)]),
+    "weight norm": (lambda: hg.Conv(4, 3, padding=1, weight_norm=True, name="l"), SPATIAL),
+    "resize": (lambda: hg.Resize(2, mode="bilinear", name="l"), SPATIAL),
+    "response norm": (lambda: hg.LocalResponseNorm(3, alpha=0.1, name="l"), SPATIAL),
+    "sigmoid": (lambda: hg.Sigmoid("l"), SPATIAL),
+    "softmax": (lambda: hg.Softmax("l"), SPATIAL),
+    "tanh": (lambda: hg.Tanh("l"), SPATIAL),
+    "transposed": (lambda: hg.ConvTranspose(3, 3, 2, 1, 1, name="l"), SPATIAL),
 }
 
 
@@ -209,23 +150,25 @@ NEEDS_COMPILER = pytest.mark.skipif(compiler() is None, reason="needs g++ to run
 def several(x, t):
     """A sum of losses, one of them of training."""
     return (
-        SoftmaxCrossEntropy()(x, t) + 0.5 * Dice("softmax")(x, t) + training_only(2 * Tversky(0.2, 1, "softmax")(x, t))
+        hg.SoftmaxCrossEntropy()(x, t)
+        + 0.5 * hg.Dice("softmax")(x, t)
+        + hg.training_only(2 * hg.Tversky(0.2, 1, "softmax")(x, t))
     )
 
 
 LOSSES = {
-    "mean squared": (lambda: MeanSquaredError("loss"), (6, 5, 3), (6, 5, 3)),
-    "mean absolute": (lambda: AbsoluteError("loss"), (6, 5, 3), (6, 5, 3)),
-    "huber": (lambda: Huber(0.3, name="loss"), (6, 5, 3), (6, 5, 3)),
-    "focal": (lambda: Focal(name="loss"), (6, 5, 3), (6, 5, 3)),
-    "binary": (lambda: BinaryCrossEntropyWithLogits(name="loss"), (6, 5, 3), (6, 5, 3)),
-    "tversky": (lambda: Tversky(0.3, 0.7, "softmax", name="loss"), (6, 5, 3), (6, 5, 1)),
+    "mean squared": (lambda: hg.MeanSquaredError("loss"), (6, 5, 3), (6, 5, 3)),
+    "mean absolute": (lambda: hg.AbsoluteError("loss"), (6, 5, 3), (6, 5, 3)),
+    "huber": (lambda: hg.Huber(0.3, name="loss"), (6, 5, 3), (6, 5, 3)),
+    "focal": (lambda: hg.Focal(name="loss"), (6, 5, 3), (6, 5, 3)),
+    "binary": (lambda: hg.BinaryCrossEntropyWithLogits(name="loss"), (6, 5, 3), (6, 5, 3)),
+    "tversky": (lambda: hg.Tversky(0.3, 0.7, "softmax", name="loss"), (6, 5, 3), (6, 5, 1)),
     "several": (lambda: several, (6, 5, 3), (6, 5, 1)),
-    "dice": (lambda: Dice("softmax", name="loss"), (6, 5, 3), (6, 5, 1)),
-    "dice per sample": (lambda: Dice("sigmoid", "sample", name="loss"), (6, 5, 3), (6, 5, 3)),
-    "cross-entropy": (lambda: SoftmaxCrossEntropy(name="loss"), (6, 5, 3), (6, 5, 1)),
+    "dice": (lambda: hg.Dice("softmax", name="loss"), (6, 5, 3), (6, 5, 1)),
+    "dice per sample": (lambda: hg.Dice("sigmoid", "sample", name="loss"), (6, 5, 3), (6, 5, 3)),
+    "cross-entropy": (lambda: hg.SoftmaxCrossEntropy(name="loss"), (6, 5, 3), (6, 5, 1)),
     "weighted": (
-        lambda: SoftmaxCrossEntropy([1.0, 2.0, 0.5], "weights", 0.1, ignore_index=2, name="loss"),
+        lambda: hg.SoftmaxCrossEntropy([1.0, 2.0, 0.5], "weights", 0.1, ignore_index=2, name="loss"),
         (6, 5, 3),
         (6, 5, 1),
     ),
@@ -233,9 +176,9 @@ LOSSES = {
 
 
 def loss_and_gradient(make, shape, target, comm, kernels, parts, wrong=False, weights=None):
-    nodes = [Input(shape, "x"), Input(target, "t", "compute" if target == shape else "int64")]
-    nodes += [] if weights is None else [Input(weights, "w")]
-    network = Network({"loss": make()(*nodes)})
+    nodes = [hg.Input(shape, "x"), hg.Input(target, "t", "compute" if target == shape else "int64")]
+    nodes += [] if weights is None else [hg.Input(weights, "w")]
+    network = hg.Network({"loss": make()(*nodes)})
     with Executor(network, comm, kernels, 2, Strategy(parts), "float64", probed=["x"]) as executor:
         executor.set_input("x", random_array((2, *shape), "x"))
         targets = np.floor(np.abs(random_array((2, *target), "t")) * 100) % shape[-1]

@@ -4,28 +4,8 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
+import halograd as hg
 from halograd.comm import Communicator
-from halograd.layers import (
-    GELU,
-    Add,
-    Affine,
-    BatchNorm,
-    ChannelShuffle,
-    Clamp,
-    Conv,
-    Dropout,
-    GroupNorm,
-    HardSigmoid,
-    Layer,
-    LayerNorm,
-    LocalResponseNorm,
-    LogSoftmax,
-    Parameter,
-    ReLU,
-    Softmax,
-    Stencil,
-    Tanh,
-)
 from halograd.testing import check_layer, compare
 from tests.layers.geometries import skew
 from tests.layers.graphs import Centre, Gate, Graphs, poison, run
@@ -84,20 +64,20 @@ def test_two_inputs_of_different_halos(monkeypatch):
 
 #: Layers that read what they own of their input, without a halo.
 POINTWISE = {
-    "relu": ReLU,
-    "gelu": GELU,
-    "hard sigmoid": HardSigmoid,
-    "clamp": Clamp,
-    "tanh": Tanh,
-    "softmax": Softmax,
-    "log softmax": LogSoftmax,
-    "affine": lambda name: Affine(-0.5, 0.7, name),
-    "channel shuffle": lambda name: ChannelShuffle(2, name),
-    "dropout": lambda name: Dropout(0.4, name),
-    "local response norm": lambda name: LocalResponseNorm(3, name=name),
-    "batch norm": lambda name: BatchNorm(name=name),
-    "group norm": lambda name: GroupNorm(2, name=name),
-    "layer norm": lambda name: LayerNorm("channels", name=name),
+    "relu": hg.ReLU,
+    "gelu": hg.GELU,
+    "hard sigmoid": hg.HardSigmoid,
+    "clamp": hg.Clamp,
+    "tanh": hg.Tanh,
+    "softmax": hg.Softmax,
+    "log softmax": hg.LogSoftmax,
+    "affine": lambda name: hg.Affine(-0.5, 0.7, name),
+    "channel shuffle": lambda name: hg.ChannelShuffle(2, name),
+    "dropout": lambda name: hg.Dropout(0.4, name),
+    "local response norm": lambda name: hg.LocalResponseNorm(3, name=name),
+    "batch norm": lambda name: hg.BatchNorm(name=name),
+    "group norm": lambda name: hg.GroupNorm(2, name=name),
+    "layer norm": lambda name: hg.LayerNorm("channels", name=name),
 }
 
 
@@ -108,20 +88,20 @@ def test_the_owned_part_of_an_input_that_has_a_halo_for_another_layer(kind, back
     """Inputs of a network are stored with the halos of all their readers: the owned part is not packed."""
 
     def both(x):
-        return Add()(POINTWISE[kind](name="own")(x), Conv(4, 3, padding=1, name="c")(x))
+        return hg.Add()(POINTWISE[kind](name="own")(x), hg.Conv(4, 3, padding=1, name="c")(x))
 
     dtype = "float64" if backend == "numpy" else "float32"
     check_layer(lambda: both, (6, 5, 4), backend=backend, dtype=dtype, gradient=False)
 
 
-class Blur(Layer):
+class Blur(hg.Layer):
     """``y = amount * (sum of x over three rows)``, channel by channel: blocks of channels are all it needs."""
 
-    stencil = Stencil((3, 1), padding=(1, 0))
+    stencil = hg.Stencil((3, 1), padding=(1, 0))
     cuts_channels = "channelwise"
 
     def parameters(self, shape):
-        return {"amount": Parameter((shape[-1],), "ones", channel_axis=0), "shift": Parameter((1,))}
+        return {"amount": hg.Parameter((shape[-1],), "ones", channel_axis=0), "shift": hg.Parameter((1,))}
 
     def _rows(self, array):
         return [array[:, i : array.shape[1] - 2 + i] for i in range(3)]

@@ -8,53 +8,9 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
+import halograd as hg
 from halograd.comm import Communicator
 from halograd.kernels import get_backend
-from halograd.layers import (
-    ELU,
-    GELU,
-    AdaptiveAveragePool,
-    AdaptiveMaxPool,
-    Add,
-    AveragePool,
-    BatchNorm,
-    ChannelShuffle,
-    Clamp,
-    Concat,
-    Conv,
-    ConvTranspose,
-    Dense,
-    Dropout,
-    Flatten,
-    GlobalAveragePool,
-    GlobalMaxPool,
-    GroupNorm,
-    HardSigmoid,
-    HardSwish,
-    Input,
-    LayerNorm,
-    LeakyReLU,
-    LocalResponseNorm,
-    LogSoftmax,
-    MaxPool,
-    MeanSquaredError,
-    Mish,
-    Network,
-    Pad,
-    PixelShuffle,
-    PixelUnshuffle,
-    PReLU,
-    ReLU,
-    Reshape,
-    Resize,
-    Scale,
-    Sigmoid,
-    SiLU,
-    Softmax,
-    Softplus,
-    StochasticDepth,
-    Tanh,
-)
 from halograd.layers.strategy import Strategy
 from halograd.testing import random_array
 from halograd.training.executor import Executor
@@ -62,48 +18,48 @@ from tests.layers.norms import Probe
 from tests.support.lean import check_allocations
 
 LAYERS = {
-    "conv": lambda x: Conv(8, 3, padding=1)(x),
-    "conv stride 2": lambda x: Conv(32, 3, 2, 1, activation="relu")(x),
-    "transposed": lambda x: ConvTranspose(8, 3, 2, 1, 1)(x),
-    "max pool": lambda x: MaxPool(3, 1, 1)(x),
-    "average pool": lambda x: AveragePool(3, 1, 1, count_include_pad=False)(x),
-    "global average pool": lambda x: GlobalAveragePool()(x),
-    "dense": lambda x: Dense(20)(Flatten()(x)),
-    "add": lambda x: Add()(ReLU()(x), Tanh()(x)),
-    "add relu": lambda x: Add("relu")(ReLU()(x), x),
-    "concat": lambda x: Concat()(ReLU()(x), x),
-    "leaky": lambda x: LeakyReLU()(x),
-    "sigmoid": lambda x: Sigmoid()(x),
-    "gelu": lambda x: GELU()(x),
-    "silu": lambda x: SiLU()(x),
-    "pad": lambda x: Pad(2, "circular")(Pad((1, -1))(x)),
-    "gate": lambda x: x * Sigmoid()(Dense(x.shape[-1])(GlobalAveragePool()(x))),
-    "embedding": lambda x: x + Dense(x.shape[-1])(GlobalAveragePool()(x)),
-    "slopes": lambda x: PReLU("channel")(x),
-    "scale": lambda x: Scale(bias=True)(x),
-    "stochastic depth": lambda x: StochasticDepth(0.4)(x),
-    "global max": lambda x: GlobalMaxPool()(x),
-    "adaptive pools": lambda x: AdaptiveAveragePool((3, 5))(AdaptiveMaxPool((9, 8))(x)),
-    "pixels": lambda x: PixelUnshuffle(4)(PixelShuffle(2)(x)),
-    "reshape": lambda x: Reshape((32, 64, 32))(Flatten()(x)),
-    "softmax": lambda x: Softmax()(x),
-    "log softmax": lambda x: LogSoftmax()(x),
-    "mish": lambda x: Mish()(x),
+    "conv": lambda x: hg.Conv(8, 3, padding=1)(x),
+    "conv stride 2": lambda x: hg.Conv(32, 3, 2, 1, activation="relu")(x),
+    "transposed": lambda x: hg.ConvTranspose(8, 3, 2, 1, 1)(x),
+    "max pool": lambda x: hg.MaxPool(3, 1, 1)(x),
+    "average pool": lambda x: hg.AveragePool(3, 1, 1, count_include_pad=False)(x),
+    "global average pool": lambda x: hg.GlobalAveragePool()(x),
+    "dense": lambda x: hg.Dense(20)(hg.Flatten()(x)),
+    "add": lambda x: hg.Add()(hg.ReLU()(x), hg.Tanh()(x)),
+    "add relu": lambda x: hg.Add("relu")(hg.ReLU()(x), x),
+    "concat": lambda x: hg.Concat()(hg.ReLU()(x), x),
+    "leaky": lambda x: hg.LeakyReLU()(x),
+    "sigmoid": lambda x: hg.Sigmoid()(x),
+    "gelu": lambda x: hg.GELU()(x),
+    "silu": lambda x: hg.SiLU()(x),
+    "pad": lambda x: hg.Pad(2, "circular")(hg.Pad((1, -1))(x)),
+    "gate": lambda x: x * hg.Sigmoid()(hg.Dense(x.shape[-1])(hg.GlobalAveragePool()(x))),
+    "embedding": lambda x: x + hg.Dense(x.shape[-1])(hg.GlobalAveragePool()(x)),
+    "slopes": lambda x: hg.PReLU("channel")(x),
+    "scale": lambda x: hg.Scale(bias=True)(x),
+    "stochastic depth": lambda x: hg.StochasticDepth(0.4)(x),
+    "global max": lambda x: hg.GlobalMaxPool()(x),
+    "adaptive pools": lambda x: hg.AdaptiveAveragePool((3, 5))(hg.AdaptiveMaxPool((9, 8))(x)),
+    "pixels": lambda x: hg.PixelUnshuffle(4)(hg.PixelShuffle(2)(x)),
+    "reshape": lambda x: hg.Reshape((32, 64, 32))(hg.Flatten()(x)),
+    "softmax": lambda x: hg.Softmax()(x),
+    "log softmax": lambda x: hg.LogSoftmax()(x),
+    "mish": lambda x: hg.Mish()(x),
     "affine": lambda x: 1 - x / 2,
-    "channel shuffle": lambda x: ChannelShuffle(2)(x),
-    "dropout": lambda x: Dropout(0.3)(x),
-    "nearest": lambda x: Resize(2)(x),
-    "bilinear": lambda x: Resize(2, mode="bilinear")(x),
-    "bilinear, any ratio": lambda x: Resize(size=(50, 71), mode="bilinear")(x),
+    "channel shuffle": lambda x: hg.ChannelShuffle(2)(x),
+    "dropout": lambda x: hg.Dropout(0.3)(x),
+    "nearest": lambda x: hg.Resize(2)(x),
+    "bilinear": lambda x: hg.Resize(2, mode="bilinear")(x),
+    "bilinear, any ratio": lambda x: hg.Resize(size=(50, 71), mode="bilinear")(x),
 }
 
 
 @contextlib.contextmanager
 def compiled(build, shape, comm, parts, backend="numpy", batch=2, layers=None):
     """An executor of `build`'s layers behind a pointwise convolution, filled; `layers` are cut by themselves."""
-    x = Input(shape, "x")
-    y = build(Conv(shape[-1], 1, name="before")(x))
-    network = Network({"y": y, "loss": Probe("probe")(y, Input(y.shape, "g"))})
+    x = hg.Input(shape, "x")
+    y = build(hg.Conv(shape[-1], 1, name="before")(x))
+    network = hg.Network({"y": y, "loss": Probe("probe")(y, hg.Input(y.shape, "g"))})
     strategy = Strategy(parts, layers or {})
     with Executor(network, comm, get_backend(backend), batch, strategy, "float32", probed=["x"]) as executor:
         executor.set_input("x", random_array((batch, *shape), "x"))
@@ -133,15 +89,15 @@ def test_a_step_allocates_no_array(name, backend):
 
 #: Layers with channels cut, and how: name -> layers, parts of the one that is called "cut".
 CUTS = {
-    "filters": (lambda x: Conv(16, 3, padding=1, activation="relu", name="cut")(x), {"channel": 2}),
-    "sums": (lambda x: Conv(16, 3, padding=1, activation="relu", name="cut")(x), {"input_channel": 2}),
-    "filters, stride 2": (lambda x: Conv(32, 3, 2, 1, name="cut")(x), {"channel": 2}),
-    "units": (lambda x: Dense(20, name="cut")(Flatten()(x)), {"channel": 2}),
-    "features": (lambda x: Dense(20, name="cut")(Flatten()(x)), {"input_channel": 2}),
-    "batch norm": (lambda x: BatchNorm(activation="relu", name="cut")(x), {"channel": 2}),
-    "max pool": (lambda x: MaxPool(3, 1, 1, name="cut")(x), {"channel": 2}),
-    "concat": (lambda x: Concat(name="cut")(ReLU()(x), x), {"channel": 2}),
-    "on one rank": (lambda x: Conv(16, 3, padding=1, name="cut")(x), {"sample": 1}),
+    "filters": (lambda x: hg.Conv(16, 3, padding=1, activation="relu", name="cut")(x), {"channel": 2}),
+    "sums": (lambda x: hg.Conv(16, 3, padding=1, activation="relu", name="cut")(x), {"input_channel": 2}),
+    "filters, stride 2": (lambda x: hg.Conv(32, 3, 2, 1, name="cut")(x), {"channel": 2}),
+    "units": (lambda x: hg.Dense(20, name="cut")(hg.Flatten()(x)), {"channel": 2}),
+    "features": (lambda x: hg.Dense(20, name="cut")(hg.Flatten()(x)), {"input_channel": 2}),
+    "batch norm": (lambda x: hg.BatchNorm(activation="relu", name="cut")(x), {"channel": 2}),
+    "max pool": (lambda x: hg.MaxPool(3, 1, 1, name="cut")(x), {"channel": 2}),
+    "concat": (lambda x: hg.Concat(name="cut")(hg.ReLU()(x), x), {"channel": 2}),
+    "on one rank": (lambda x: hg.Conv(16, 3, padding=1, name="cut")(x), {"sample": 1}),
 }
 
 
@@ -161,17 +117,17 @@ def test_a_step_with_cut_channels_allocates_no_array(name, backend):
 ROW = 6 * 2 * 4
 #: Two blocks of 4 rows of 6 positions, 2 channels, float32: layer -> bytes that each rank sends in a step.
 HALOS = {
-    "k3 pool": (lambda x: MaxPool(3, 1, 1)(x), [2 * ROW, 2 * ROW]),
-    "pool without overlap": (lambda x: AveragePool(2)(x), [0, 0]),
+    "k3 pool": (lambda x: hg.MaxPool(3, 1, 1)(x), [2 * ROW, 2 * ROW]),
+    "pool without overlap": (lambda x: hg.AveragePool(2)(x), [0, 0]),
     # Outputs 0, 1 read the rows 0..4, outputs 2 read 4..6: rank 0 lacks row 4, whose gradient comes back to rank 1.
-    "k3 s2 pool": (lambda x: MaxPool(3, 2)(x), [ROW, ROW]),
-    "nearest": (lambda x: Resize(2)(x), [0, 0]),
-    "bilinear": (lambda x: Resize(2, mode="bilinear")(x), [2 * ROW, 2 * ROW]),
-    "transposed without overlap": (lambda x: ConvTranspose(2, 2, 2)(x), [0, 0]),
+    "k3 s2 pool": (lambda x: hg.MaxPool(3, 2)(x), [ROW, ROW]),
+    "nearest": (lambda x: hg.Resize(2)(x), [0, 0]),
+    "bilinear": (lambda x: hg.Resize(2, mode="bilinear")(x), [2 * ROW, 2 * ROW]),
+    "transposed without overlap": (lambda x: hg.ConvTranspose(2, 2, 2)(x), [0, 0]),
     # Row i reaches the outputs 2i - 1 ... 2i + 1: output 7 of rank 0 lacks row 4 of x, whose gradient lacks row 7
     # of dy, 12 positions long.
-    "transposed": (lambda x: ConvTranspose(2, 3, 2, 1, 1)(x), [2 * ROW, ROW]),
-    "relu": (lambda x: ReLU()(x), [0, 0]),
+    "transposed": (lambda x: hg.ConvTranspose(2, 3, 2, 1, 1)(x), [2 * ROW, ROW]),
+    "relu": (lambda x: hg.ReLU()(x), [0, 0]),
 }
 
 
@@ -190,39 +146,39 @@ def test_halo_bytes_are_those_of_the_formula(name):
 
 
 NORMS = {
-    "batch": BatchNorm,
-    "group": lambda activation=None: GroupNorm(2, activation=activation),
-    "layer": lambda activation=None: LayerNorm(activation=activation),
-    "channels": lambda activation=None: LayerNorm("channels", activation=activation),
+    "batch": hg.BatchNorm,
+    "group": lambda activation=None: hg.GroupNorm(2, activation=activation),
+    "layer": lambda activation=None: hg.LayerNorm(activation=activation),
+    "channels": lambda activation=None: hg.LayerNorm("channels", activation=activation),
 }
 OTHERS = {
     **{f"{key} norm": lambda x, make=make: make()(x) for key, make in NORMS.items()},
     **{f"{key} norm relu": lambda x, make=make: make(activation="relu")(x) for key, make in NORMS.items()},
     **{f"{key} norm elu": lambda x, make=make: make(activation="elu")(x) for key, make in NORMS.items()},
-    "residual": lambda x: BatchNorm()(Conv(8, 1, bias=False)(x), x),
-    "residual relu": lambda x: BatchNorm(activation="relu")(Conv(8, 1, bias=False)(x), x),
-    "local norm": lambda x: BatchNorm(statistics="local")(x),
-    "reshape": lambda x: Reshape((8, 16, 16))(Flatten()(x)),
-    "relu": lambda x: ReLU()(x),
-    "negative slope": lambda x: LeakyReLU(-0.2)(x),
-    "elu": lambda x: ELU()(x),
-    "tanh": lambda x: Tanh()(x),
-    "clamp": lambda x: Clamp(-0.5, 0.7)(x),
-    "hard sigmoid": lambda x: HardSigmoid()(x),
-    "hard swish": lambda x: HardSwish()(x),
-    "softplus": lambda x: Softplus()(x),
-    "responses": lambda x: LocalResponseNorm(3)(x),
-    "weight norm": lambda x: Conv(8, 3, padding=1, weight_norm=True, activation="relu")(x),
-    "transposed relu": lambda x: ConvTranspose(8, 3, 2, 1, 1, activation="relu")(x),
+    "residual": lambda x: hg.BatchNorm()(hg.Conv(8, 1, bias=False)(x), x),
+    "residual relu": lambda x: hg.BatchNorm(activation="relu")(hg.Conv(8, 1, bias=False)(x), x),
+    "local norm": lambda x: hg.BatchNorm(statistics="local")(x),
+    "reshape": lambda x: hg.Reshape((8, 16, 16))(hg.Flatten()(x)),
+    "relu": lambda x: hg.ReLU()(x),
+    "negative slope": lambda x: hg.LeakyReLU(-0.2)(x),
+    "elu": lambda x: hg.ELU()(x),
+    "tanh": lambda x: hg.Tanh()(x),
+    "clamp": lambda x: hg.Clamp(-0.5, 0.7)(x),
+    "hard sigmoid": lambda x: hg.HardSigmoid()(x),
+    "hard swish": lambda x: hg.HardSwish()(x),
+    "softplus": lambda x: hg.Softplus()(x),
+    "responses": lambda x: hg.LocalResponseNorm(3)(x),
+    "weight norm": lambda x: hg.Conv(8, 3, padding=1, weight_norm=True, activation="relu")(x),
+    "transposed relu": lambda x: hg.ConvTranspose(8, 3, 2, 1, 1, activation="relu")(x),
 }
 
 
 def gradients(build, backend, keeps):
     """Return loss and gradients of the second of two steps of a layer between others, whose values are not kept."""
-    y = build(Conv(8, 1, name="before")(Input((16, 16, 8), "x")))
+    y = build(hg.Conv(8, 1, name="before")(hg.Input((16, 16, 8), "x")))
     y = 0.5 * y  # which needs neither its input nor its output in the backward pass, as the convolution does
-    y = Conv(3, 1, name="behind")(y) if len(y.shape) > 1 else Dense(3, name="behind")(y)
-    network = Network({"loss": MeanSquaredError(name="mse")(y, Input(y.shape, "t"))})
+    y = hg.Conv(3, 1, name="behind")(y) if len(y.shape) > 1 else hg.Dense(3, name="behind")(y)
+    network = hg.Network({"loss": hg.MeanSquaredError(name="mse")(y, hg.Input(y.shape, "t"))})
     kept, dtype = network.layers if keeps else (), "float64" if backend == "numpy" else "float32"
     with (
         Communicator(MPI.COMM_SELF) as alone,

@@ -4,22 +4,9 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
+import halograd as hg
 from halograd.comm import Communicator
 from halograd.kernels import get_backend
-from halograd.layers import (
-    AbsoluteError,
-    BinaryCrossEntropyWithLogits,
-    Conv,
-    Dice,
-    Focal,
-    Huber,
-    Input,
-    MeanSquaredError,
-    Network,
-    SoftmaxCrossEntropy,
-    Tanh,
-    Tversky,
-)
 from halograd.layers.strategy import Strategy
 from halograd.testing import grids, random_array
 from halograd.training.executor import Executor
@@ -96,62 +83,66 @@ def tversky(x, t, alpha, beta, activation="sigmoid", reduction="batch", smooth=1
 
 #: Name -> layer, definition, kind of target.
 LOSSES = {
-    "ce": (lambda: SoftmaxCrossEntropy(), cross_entropy, "class"),
+    "ce": (lambda: hg.SoftmaxCrossEntropy(), cross_entropy, "class"),
     "ce weighted, count": (
-        lambda: SoftmaxCrossEntropy(CLASS_WEIGHTS, "count"),
+        lambda: hg.SoftmaxCrossEntropy(CLASS_WEIGHTS, "count"),
         lambda x, t: cross_entropy(x, t, CLASS_WEIGHTS),
         "class",
     ),
     "ce weighted, weights": (
-        lambda: SoftmaxCrossEntropy(CLASS_WEIGHTS),
+        lambda: hg.SoftmaxCrossEntropy(CLASS_WEIGHTS),
         lambda x, t: cross_entropy(x, t, CLASS_WEIGHTS, "weights"),
         "class",
     ),
     "ce smoothed": (
-        lambda: SoftmaxCrossEntropy(label_smoothing=0.2),
+        lambda: hg.SoftmaxCrossEntropy(label_smoothing=0.2),
         lambda x, t: cross_entropy(x, t, smoothing=0.2),
         "class",
     ),
     "ce with all": (
-        lambda: SoftmaxCrossEntropy(CLASS_WEIGHTS, label_smoothing=0.3, ignore_index=1),
+        lambda: hg.SoftmaxCrossEntropy(CLASS_WEIGHTS, label_smoothing=0.3, ignore_index=1),
         lambda x, t: cross_entropy(x, t, CLASS_WEIGHTS, "weights", 0.3, 1),
         "class",
     ),
     "ce ignoring, count": (
-        lambda: SoftmaxCrossEntropy(None, "count", ignore_index=1),
+        lambda: hg.SoftmaxCrossEntropy(None, "count", ignore_index=1),
         lambda x, t: cross_entropy(x, t, ignore=1),
         "class",
     ),
-    "bce": (lambda: BinaryCrossEntropyWithLogits(), binary_cross_entropy, "mask"),
-    "bce weighted": (lambda: BinaryCrossEntropyWithLogits(7.0), lambda x, t: binary_cross_entropy(x, t, 7.0), "mask"),
+    "bce": (lambda: hg.BinaryCrossEntropyWithLogits(), binary_cross_entropy, "mask"),
+    "bce weighted": (
+        lambda: hg.BinaryCrossEntropyWithLogits(7.0),
+        lambda x, t: binary_cross_entropy(x, t, 7.0),
+        "mask",
+    ),
     "bce weighted per channel, soft": (
-        lambda: BinaryCrossEntropyWithLogits((1.0, 2.0, 0.5, 4.0)),
+        lambda: hg.BinaryCrossEntropyWithLogits((1.0, 2.0, 0.5, 4.0)),
         lambda x, t: binary_cross_entropy(x, t, np.array((1.0, 2.0, 0.5, 4.0))),
         "share",
     ),
-    "mse": (lambda: MeanSquaredError(), squared_error, "real"),
-    "l1": (lambda: AbsoluteError(), lambda x, t: np.mean(np.abs(x - t)), "real"),
-    "huber": (lambda: Huber(), huber, "real"),
-    "huber, narrow": (lambda: Huber(0.3), lambda x, t: huber(x, t, 0.3), "real"),
-    "focal": (lambda: Focal(), focal, "mask"),
-    "focal, soft": (lambda: Focal(1.5, None), lambda x, t: focal(x, t, 1.5, 1.0, 1.0), "share"),
-    "focal, slow": (lambda: Focal(0.5), lambda x, t: focal(x, t, 0.5), "mask"),
-    "tversky": (lambda: Tversky(0.3, 0.7), lambda x, t: tversky(x, t, 0.3, 0.7), "mask"),
+    "mse": (lambda: hg.MeanSquaredError(), squared_error, "real"),
+    "l1": (lambda: hg.AbsoluteError(), lambda x, t: np.mean(np.abs(x - t)), "real"),
+    "huber": (lambda: hg.Huber(), huber, "real"),
+    "huber, narrow": (lambda: hg.Huber(0.3), lambda x, t: huber(x, t, 0.3), "real"),
+    "focal": (lambda: hg.Focal(), focal, "mask"),
+    "focal, soft": (lambda: hg.Focal(1.5, None), lambda x, t: focal(x, t, 1.5, 1.0, 1.0), "share"),
+    "focal, slow": (lambda: hg.Focal(0.5), lambda x, t: focal(x, t, 0.5), "mask"),
+    "tversky": (lambda: hg.Tversky(0.3, 0.7), lambda x, t: tversky(x, t, 0.3, 0.7), "mask"),
     "tversky of classes": (
-        lambda: Tversky(0.8, 0.1, "softmax", "sample", 0.5),
+        lambda: hg.Tversky(0.8, 0.1, "softmax", "sample", 0.5),
         lambda x, t: tversky(x, t, 0.8, 0.1, "softmax", "sample", 0.5),
         "class",
     ),
-    "dice": (lambda: Dice(), dice, "mask"),
-    "dice per sample": (lambda: Dice(reduction="sample"), lambda x, t: dice(x, t, reduction="sample"), "mask"),
+    "dice": (lambda: hg.Dice(), dice, "mask"),
+    "dice per sample": (lambda: hg.Dice(reduction="sample"), lambda x, t: dice(x, t, reduction="sample"), "mask"),
     "dice of probabilities": (
-        lambda: Dice("none", smooth=30.0),
+        lambda: hg.Dice("none", smooth=30.0),
         lambda x, t: dice(x, t, "none", smooth=30.0),
         "share",
     ),
-    "dice softmax": (lambda: Dice("softmax"), lambda x, t: dice(x, t, "softmax"), "mask"),
+    "dice softmax": (lambda: hg.Dice("softmax"), lambda x, t: dice(x, t, "softmax"), "mask"),
     "dice softmax of classes": (
-        lambda: Dice("softmax", "sample", 0.1),
+        lambda: hg.Dice("softmax", "sample", 0.1),
         lambda x, t: dice(x, t, "softmax", "sample", 0.1),
         "class",
     ),
@@ -281,7 +272,7 @@ def test_huge_logits_neither_overflow_nor_lose_the_gradient(ranks, name, dtype):
 def test_gradient_of_a_confident_binary_prediction(ranks):
     """sigmoid(-x) = exp(-x) for large x: a difference of rounded numbers would give 0."""
     x, t = np.full((1, 1, 1, 1), 30.0), np.ones((1, 1, 1, 1))
-    _, dx = run_loss(BinaryCrossEntropyWithLogits, (x, t), ranks, {})
+    _, dx = run_loss(hg.BinaryCrossEntropyWithLogits, (x, t), ranks, {})
     assert dx[0, 0, 0, 0] == pytest.approx(-np.exp(-30.0), rel=1e-12)
 
 
@@ -324,9 +315,9 @@ def test_a_step_allocates_no_array(ranks, name, trainable):
 @pytest.mark.mpi
 def test_a_prediction_that_others_read_too_is_not_packed(ranks):
     """An input that has the halo of a convolution: the loss sees a strided view."""
-    x, t = Input(SHAPE, name="x"), Input((*SHAPE[:-1], 1), name="t", dtype="int32")
-    y = Conv(SHAPE[-1], 3, padding=1, name="conv")(x)
-    network = Network({"y": y, "loss": SoftmaxCrossEntropy()(x, t)})
+    x, t = hg.Input(SHAPE, name="x"), hg.Input((*SHAPE[:-1], 1), name="t", dtype="int32")
+    y = hg.Conv(SHAPE[-1], 3, padding=1, name="conv")(x)
+    network = hg.Network({"y": y, "loss": hg.SoftmaxCrossEntropy()(x, t)})
     data, classes = random_array((BATCH, *SHAPE), "x"), target("class", SHAPE)
     want = cross_entropy(data, classes)
     for parts in grids(ranks.size, AXES):
@@ -341,29 +332,29 @@ def test_a_prediction_that_others_read_too_is_not_packed(ranks):
 
 # -- refusals ---------------------------------------------------------------------------------------
 
-X, CLASSES = Input(SHAPE, name="x"), Input((*SHAPE[:-1], 1), name="t", dtype="int32")
+X, CLASSES = hg.Input(SHAPE, name="x"), hg.Input((*SHAPE[:-1], 1), name="t", dtype="int32")
 
 
 test_refuses_what_does_not_fit = refusals(
-    (lambda: SoftmaxCrossEntropy(normalization="mean"), "normalization: expected one of"),
-    (lambda: SoftmaxCrossEntropy(label_smoothing=1.0), r"expected a number in \[0, 1\)"),
-    (lambda: SoftmaxCrossEntropy((1.0, -1.0)), "expected one number >= 0 per class"),
-    (lambda: SoftmaxCrossEntropy((1.0, 1.0))(X, CLASSES), "expected 4 numbers, one per class, got 2"),
-    (lambda: SoftmaxCrossEntropy()(X, X), r"expected a target of shape \(5, 3, 1\)"),
-    (lambda: BinaryCrossEntropyWithLogits(0.0), "expected a number > 0"),
-    (lambda: BinaryCrossEntropyWithLogits((1.0, 2.0))(X, X), "one for each of 4 channels, got 2"),
-    (lambda: BinaryCrossEntropyWithLogits()(X, CLASSES), "of the prediction's shape"),
-    (lambda: MeanSquaredError()(X, CLASSES), "of the prediction's shape"),
-    (lambda: AbsoluteError()(X, CLASSES), "of the prediction's shape"),
-    (lambda: Huber(0.0), "delta: expected a number > 0"),
-    (lambda: Focal(-1.0), "gamma: expected a number >= 0"),
-    (lambda: Focal(alpha=1.5), r"alpha: expected a number in \[0, 1\] or None"),
-    (lambda: Tversky(0.0, 0.0), "alpha, beta: expected numbers >= 0, not both 0"),
-    (lambda: Dice("relu"), "activation: expected one of"),
-    (lambda: Dice(reduction="mean"), "reduction: expected one of"),
-    (lambda: Dice(smooth=0.0), "smooth: expected a number > 0"),
-    (lambda: Dice()(X, CLASSES), r"expected a target of shape \(5, 3, 4\), got"),
-    (lambda: Dice("softmax")(X, Input((5, 3, 2), name="t")), r"\(5, 3, 4\) or \(5, 3, 1\), got"),
+    (lambda: hg.SoftmaxCrossEntropy(normalization="mean"), "normalization: expected one of"),
+    (lambda: hg.SoftmaxCrossEntropy(label_smoothing=1.0), r"expected a number in \[0, 1\)"),
+    (lambda: hg.SoftmaxCrossEntropy((1.0, -1.0)), "expected one number >= 0 per class"),
+    (lambda: hg.SoftmaxCrossEntropy((1.0, 1.0))(X, CLASSES), "expected 4 numbers, one per class, got 2"),
+    (lambda: hg.SoftmaxCrossEntropy()(X, X), r"expected a target of shape \(5, 3, 1\)"),
+    (lambda: hg.BinaryCrossEntropyWithLogits(0.0), "expected a number > 0"),
+    (lambda: hg.BinaryCrossEntropyWithLogits((1.0, 2.0))(X, X), "one for each of 4 channels, got 2"),
+    (lambda: hg.BinaryCrossEntropyWithLogits()(X, CLASSES), "of the prediction's shape"),
+    (lambda: hg.MeanSquaredError()(X, CLASSES), "of the prediction's shape"),
+    (lambda: hg.AbsoluteError()(X, CLASSES), "of the prediction's shape"),
+    (lambda: hg.Huber(0.0), "delta: expected a number > 0"),
+    (lambda: hg.Focal(-1.0), "gamma: expected a number >= 0"),
+    (lambda: hg.Focal(alpha=1.5), r"alpha: expected a number in \[0, 1\] or None"),
+    (lambda: hg.Tversky(0.0, 0.0), "alpha, beta: expected numbers >= 0, not both 0"),
+    (lambda: hg.Dice("relu"), "activation: expected one of"),
+    (lambda: hg.Dice(reduction="mean"), "reduction: expected one of"),
+    (lambda: hg.Dice(smooth=0.0), "smooth: expected a number > 0"),
+    (lambda: hg.Dice()(X, CLASSES), r"expected a target of shape \(5, 3, 4\), got"),
+    (lambda: hg.Dice("softmax")(X, hg.Input((5, 3, 2), name="t")), r"\(5, 3, 4\) or \(5, 3, 1\), got"),
 )
 
 
@@ -422,11 +413,11 @@ def test_against_torch(ranks, name):
         close(dx, np.moveaxis(logits.grad.numpy(), 1, -1), factor=10)
 
 
-@pytest.mark.parametrize("way", [lambda x: x, lambda x: Tanh()(x)])
+@pytest.mark.parametrize("way", [lambda x: x, lambda x: hg.Tanh()(x)])
 def test_a_probed_input_that_is_compared_with_is_refused(way):
     """A loss computes no gradient of its target: that of the input would lack a part."""
-    x = Input((4, 3), "x")
-    network = Network({"loss": MeanSquaredError(name="mse")(Conv(3, 1)(x), way(x))})
+    x = hg.Input((4, 3), "x")
+    network = hg.Network({"loss": hg.MeanSquaredError(name="mse")(hg.Conv(3, 1)(x), way(x))})
     message = r"^mse: expected a target that depends on no probed input, got one that does; a loss has no gradient"
     with Communicator(MPI.COMM_SELF) as alone:
         with pytest.raises(ValueError, match=message):

@@ -8,18 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mpi4py import MPI
 
+import halograd as hg
 from halograd.comm import Communicator
 from halograd.kernels import get_backend
-from halograd.layers import (
-    BinaryCrossEntropyWithLogits,
-    Conv,
-    Dense,
-    Flatten,
-    Input,
-    MeanSquaredError,
-    Network,
-    ReLU,
-)
 from halograd.layers.lowering import partial_boxes, read_boxes
 from halograd.layers.strategy import Strategy, layout_of
 from halograd.testing import check_layer, random_array
@@ -85,7 +76,7 @@ def test_reading_keeps_everything_but_the_channels(case):
 
 def conv(name, filters=5, **options):
     _, kernel, stride, padding, dilation = NASTY[name]
-    return lambda: Conv(filters, kernel, stride, padding, dilation, **options)
+    return lambda: hg.Conv(filters, kernel, stride, padding, dilation, **options)
 
 
 def axes(name):
@@ -103,7 +94,7 @@ def test_convolutions_exact_on_every_grid(name, monkeypatch):
 
 @pytest.mark.ranks(2, 3, 4)
 def test_all_axes_at_once():
-    check_layer(lambda: Conv(5, 3, 2, 1, activation="relu"), (9, 8, 4), axes=IMAGE, gradient=False, batch=3)
+    check_layer(lambda: hg.Conv(5, 3, 2, 1, activation="relu"), (9, 8, 4), axes=IMAGE, gradient=False, batch=3)
 
 
 @pytest.mark.ranks(2, 4)
@@ -112,8 +103,8 @@ def test_all_axes_at_once():
 def test_exact_with_relu_and_without_bias(filters, channels, backend, dtype):
     needs(backend)
     shape, options = (6, 7, channels), {"gradient": False, "backend": backend, "dtype": dtype, "batch": 1}
-    check_layer(lambda: Conv(filters, 3, padding=1, activation="relu"), shape, axes=("height", *CHANNELS), **options)
-    check_layer(lambda: Conv(filters, 3, 2, 1, bias=False), shape, axes=CHANNELS, **options)
+    check_layer(lambda: hg.Conv(filters, 3, padding=1, activation="relu"), shape, axes=("height", *CHANNELS), **options)
+    check_layer(lambda: hg.Conv(filters, 3, 2, 1, bias=False), shape, axes=CHANNELS, **options)
 
 
 @pytest.mark.ranks(2, 3, 4)
@@ -121,7 +112,7 @@ def test_exact_with_relu_and_without_bias(filters, channels, backend, dtype):
 def test_exact_on_uneven_and_empty_blocks(spatial, monkeypatch):
     skew(monkeypatch)
     poison(monkeypatch)
-    layer = lambda: Conv(5, 3, 2, 1, activation="relu")  # noqa: E731
+    layer = lambda: hg.Conv(5, 3, 2, 1, activation="relu")  # noqa: E731
     check_layer(layer, (*spatial, 3), axes=("height", *CHANNELS), gradient=False, batch=3)
 
 
@@ -137,15 +128,15 @@ def test_exact_on_more_ranks_than_rows(name):
 def test_dense_exact_on_every_grid(batch, bias, backend, dtype):
     needs(backend)
     options = {"gradient": False, "backend": backend, "dtype": dtype}
-    check_layer(lambda: Dense(7, bias), (9,), batch=batch, axes=("sample", *CHANNELS), **options)
+    check_layer(lambda: hg.Dense(7, bias), (9,), batch=batch, axes=("sample", *CHANNELS), **options)
 
 
 def chain():
-    x = Input((6, 5, 4), "x")
-    y = Conv(6, 3, padding=1, activation="relu", name="a")(x)
-    y = Conv(5, 3, 2, 1, bias=False, name="b")(ReLU(name="r")(y))
-    y = Dense(4, name="d")(Flatten(name="f")(y))
-    return Network({"y": y, "loss": MeanSquaredError(name="loss")(y, Input((4,), "target"))})
+    x = hg.Input((6, 5, 4), "x")
+    y = hg.Conv(6, 3, padding=1, activation="relu", name="a")(x)
+    y = hg.Conv(5, 3, 2, 1, bias=False, name="b")(hg.ReLU(name="r")(y))
+    y = hg.Dense(4, name="d")(hg.Flatten(name="f")(y))
+    return hg.Network({"y": y, "loss": hg.MeanSquaredError(name="loss")(y, hg.Input((4,), "target"))})
 
 
 def gradients(comm, strategy, kernels):
@@ -190,12 +181,12 @@ BATCH, ROWS, COLUMNS, READ, MADE = 4, 8, 5, 8, 12
 
 def wide(parts):
     """One convolution under `parts` between whole samples; all activations float32."""
-    x = Input((ROWS, COLUMNS, READ), "x")
-    y = Conv(READ, 1, name="before")(x)
-    y = Conv(MADE, 3, padding=1, name="wide")(y)
-    y = ReLU(name="after")(y)
-    target = Input(y.shape, "target")
-    network = Network({"loss": BinaryCrossEntropyWithLogits(name="loss")(y, target)})
+    x = hg.Input((ROWS, COLUMNS, READ), "x")
+    y = hg.Conv(READ, 1, name="before")(x)
+    y = hg.Conv(MADE, 3, padding=1, name="wide")(y)
+    y = hg.ReLU(name="after")(y)
+    target = hg.Input(y.shape, "target")
+    network = hg.Network({"loss": hg.BinaryCrossEntropyWithLogits(name="loss")(y, target)})
     whole = {"height": math.prod(parts.values())}
     channels = {k: v for k, v in parts.items() if k != "input_channel"}
     channels["channel"] = parts.get("channel", 1) * parts.get("input_channel", 1)

@@ -6,20 +6,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+import halograd as hg
 from halograd.dtensor import Box
 from halograd.errors import UserError
-from halograd.layers import (
-    AveragePool,
-    Concat,
-    Conv,
-    ConvTranspose,
-    Dense,
-    Layer,
-    MaxPool,
-    ReLU,
-    Resize,
-    Stencil,
-)
 from halograd.layers.strategy import AXES, layout_of
 from tests.layers.geometries import NASTY
 from tests.layers.graphs import Centre, Gate
@@ -27,15 +16,15 @@ from tests.layers.graphs import Centre, Gate
 RANKS = 8
 
 
-class Window(Layer):
+class Window(hg.Layer):
     """A layer of one's own with a stencil and nothing else."""
 
     def __init__(self):
         super().__init__()
-        self.stencil = Stencil(3, 2, ((2, 0), (0, 1)), 2)
+        self.stencil = hg.Stencil(3, 2, ((2, 0), (0, 1)), 2)
 
 
-class Diagonal(Layer):
+class Diagonal(hg.Layer):
     """What it needs along the width depends on the height: no product of intervals."""
 
     def input_boxes(self, box, *shapes):
@@ -43,19 +32,19 @@ class Diagonal(Layer):
 
 
 LAYERS = {
-    "relu": (ReLU, 1),
-    "conv": (lambda: Conv(6, 3, padding=1), 1),
-    "conv, stride 2": (lambda: Conv(6, (5, 2), 2, ((1, 2), (0, 1))), 1),
-    "conv, dilated": (lambda: Conv(6, 3, 1, "same", dilation=2), 1),
-    "transposed": (lambda: ConvTranspose(4, 3, 2, 1, 1), 1),
-    "max pool": (lambda: MaxPool(3, 2, 1), 1),
-    "average pool": (lambda: AveragePool(2, 2), 1),
-    "bilinear": (lambda: Resize(2, mode="bilinear"), 1),
-    "nearest, any ratio": (lambda: Resize(size=(13, 7)), 1),
+    "relu": (hg.ReLU, 1),
+    "conv": (lambda: hg.Conv(6, 3, padding=1), 1),
+    "conv, stride 2": (lambda: hg.Conv(6, (5, 2), 2, ((1, 2), (0, 1))), 1),
+    "conv, dilated": (lambda: hg.Conv(6, 3, 1, "same", dilation=2), 1),
+    "transposed": (lambda: hg.ConvTranspose(4, 3, 2, 1, 1), 1),
+    "max pool": (lambda: hg.MaxPool(3, 2, 1), 1),
+    "average pool": (lambda: hg.AveragePool(2, 2), 1),
+    "bilinear": (lambda: hg.Resize(2, mode="bilinear"), 1),
+    "nearest, any ratio": (lambda: hg.Resize(size=(13, 7)), 1),
     "own stencil": (Window, 1),
     "two reaches": (lambda: Gate(2), 2),
     "whole samples": (Centre, 1),
-    "concat": (Concat, 3),
+    "concat": (hg.Concat, 3),
 }
 CUTS = [(1, 1, 4, 2, 1, 1), (2, 1, 3, 1, 1, 1), (3, 1, 1, 2, 1, 1), (8, 1, 1, 1, 1, 1), (1, 1, 1, 1, 1, 1)]
 
@@ -83,17 +72,21 @@ def test_layers_need_what_they_say(name, some):
 
 
 @pytest.mark.parametrize("name", NASTY)
-@pytest.mark.parametrize("kind", [Conv, MaxPool])
+@pytest.mark.parametrize("kind", [hg.Conv, hg.MaxPool])
 def test_nasty_geometries(name, kind):
     shape, kernel, stride, padding, dilation = NASTY[name]
-    layer = Conv(3, kernel, stride, padding, dilation) if kind is Conv else MaxPool(kernel, stride, padding, dilation)
+    layer = (
+        hg.Conv(3, kernel, stride, padding, dilation)
+        if kind is hg.Conv
+        else hg.MaxPool(kernel, stride, padding, dilation)
+    )
     for some in CUTS:
         check(layer, [(2, *shape, 2)], some)
 
 
 @given(st.integers(1, 7), st.integers(1, 3), st.integers(0, 3), st.integers(1, 3), st.integers(1, 8))
 def test_any_window(kernel, stride, padding, dilation, blocks):
-    layer = Conv(2, kernel, stride, padding, dilation)
+    layer = hg.Conv(2, kernel, stride, padding, dilation)
     try:
         layer.output_shape((11, 10, 2))
     except ValueError:
@@ -103,9 +96,9 @@ def test_any_window(kernel, stride, padding, dilation, blocks):
 
 @pytest.mark.parametrize("some", [(1, 1, 1, 1, 4, 1), (2, 1, 2, 1, 2, 1)])
 def test_channels(some):
-    for layer in (ReLU(), MaxPool(3, 2, 1), Concat()):
-        check(layer, [(3, 12, 9, 6)] * (2 if isinstance(layer, Concat) else 1), some)
-    check(Dense(9), [(5, 7)], (2, 1, 1, 1, 1, 1))
+    for layer in (hg.ReLU(), hg.MaxPool(3, 2, 1), hg.Concat()):
+        check(layer, [(3, 12, 9, 6)] * (2 if isinstance(layer, hg.Concat) else 1), some)
+    check(hg.Dense(9), [(5, 7)], (2, 1, 1, 1, 1, 1))
 
 
 def test_what_is_no_product_is_refused():

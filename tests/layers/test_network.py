@@ -3,40 +3,27 @@
 import numpy as np
 import pytest
 
+import halograd as hg
 from halograd import layers
-from halograd.layers import (
-    Conv,
-    Dense,
-    Flatten,
-    GivenValues,
-    GlobalAveragePool,
-    Input,
-    MaxPool,
-    MeanSquaredError,
-    Network,
-    ReLU,
-    SoftmaxCrossEntropy,
-    training_only,
-)
 from halograd.layers.settings import fingerprint, settings_of
 from halograd.models import googlenet
 
 
 def nodes():
-    x, target = Input((6, 6, 2), name="x"), Input((6, 6, 2), name="target")
-    return Conv(2, 3, padding=1, name="conv")(x), target
+    x, target = hg.Input((6, 6, 2), name="x"), hg.Input((6, 6, 2), name="target")
+    return hg.Conv(2, 3, padding=1, name="conv")(x), target
 
 
 def mse(*inputs, name="mse"):
-    return MeanSquaredError(name=name)(*inputs)
+    return hg.MeanSquaredError(name=name)(*inputs)
 
 
 def test_outputs_that_nothing_computes_are_refused():
     y, _ = nodes()
     with pytest.raises(TypeError, match=r"the output of a layer as 'loss', got MeanSquaredError; call it on nodes"):
-        Network({"prediction": y, "loss": MeanSquaredError()})
+        hg.Network({"prediction": y, "loss": hg.MeanSquaredError()})
     with pytest.raises(TypeError, match=r"the output of a layer as 'shape', got tuple$"):
-        Network({"prediction": y, "shape": y.shape})
+        hg.Network({"prediction": y, "shape": y.shape})
 
 
 ONE_INPUT = [
@@ -55,7 +42,7 @@ def test_layers_of_one_input_refuse_more(layer):
     """A norm that ignored what is to be added behind it would be wrong without a word."""
     for count in (0, 2, 3):
         with pytest.raises(ValueError, match=f"{layer.kind}: expected 1 input, got {count}; join more by Add"):
-            layer(*(Input((4, 4, 2), f"x{i}") for i in range(count)))
+            layer(*(hg.Input((4, 4, 2), f"x{i}") for i in range(count)))
 
 
 def test_batch_norm_takes_one_input_or_two():
@@ -66,108 +53,110 @@ def test_batch_norm_takes_one_input_or_two():
 
 
 @pytest.mark.parametrize(
-    "layer", [Conv(3, 3), layers.ConvTranspose(3, 2), MaxPool(2), layers.Pad(1), layers.Pad(1, "circular")]
+    "layer", [hg.Conv(3, 3), layers.ConvTranspose(3, 2), hg.MaxPool(2), layers.Pad(1), layers.Pad(1, "circular")]
 )
 def test_what_slides_refuses_vectors(layer):
     """A signal without an axis of channels is a vector, over which a convolution would be a dense layer."""
     with pytest.raises(
         ValueError, match=f"{layer.kind}: expected samples with spatial axes.*a signal of one channel has"
     ):
-        layer(Input((16,)))
+        layer(hg.Input((16,)))
 
 
 def test_a_second_loss_is_refused():
     y, target = nodes()
     for other in ("aside", "prediction"):
         with pytest.raises(ValueError, match=r"no loss but the output named 'loss', got 'second' \(MeanSquared"):
-            Network({"loss": mse(y, target), other: mse(ReLU()(y), target, name="second")})
+            hg.Network({"loss": mse(y, target), other: mse(hg.ReLU()(y), target, name="second")})
     with pytest.raises(ValueError, match=r"got 'mse' \(MeanSquaredError\) too; .* make it the output 'loss'"):
-        Network({"error": mse(y, target)})
+        hg.Network({"error": mse(y, target)})
 
 
 def test_a_loss_of_losses_is_refused():
     y, target = nodes()
     with pytest.raises(ValueError, match="expected no loss but the output named 'loss', got 'mse'"):
-        Network({"loss": ReLU()(mse(y, target))})
+        hg.Network({"loss": hg.ReLU()(mse(y, target))})
 
 
 def test_a_target_with_parameters_is_refused():
     """Its gradient would be missing."""
     y, target = nodes()
-    Network({"loss": mse(y, ReLU()(target))})
+    hg.Network({"loss": mse(y, hg.ReLU()(target))})
     message = "expected a target of 'mse' without parameters, got one that depends on 'teacher'.*make it an Input"
     with pytest.raises(ValueError, match=message):
-        Network({"loss": mse(y, ReLU()(Conv(2, 1, name="teacher")(target)))})
+        hg.Network({"loss": mse(y, hg.ReLU()(hg.Conv(2, 1, name="teacher")(target)))})
 
 
 def test_what_the_loss_depends_on():
     y, target = nodes()
-    aside = Dense(3, name="dense")(GlobalAveragePool(name="pool")(y))
-    assert Network({"loss": mse(y, target), "aside": aside}).trained == {"conv", "mse"}
-    assert Network({"aside": aside}).trained == {"conv", "pool", "dense"}, "without a loss, every layer may be"
+    aside = hg.Dense(3, name="dense")(hg.GlobalAveragePool(name="pool")(y))
+    assert hg.Network({"loss": mse(y, target), "aside": aside}).trained == {"conv", "mse"}
+    assert hg.Network({"aside": aside}).trained == {"conv", "pool", "dense"}, "without a loss, every layer may be"
 
 
 def test_auxiliary_predictions_are_trained():
-    x, target = Input((4,), name="x"), Input((1,), name="target", dtype="int32")
-    first, second = Dense(3, name="first")(x), Dense(3, name="second")(x)
-    loss = SoftmaxCrossEntropy(name="ce")(first, target)
-    loss = loss + training_only(0.3 * SoftmaxCrossEntropy()(second, target))
-    assert Network({"prediction": first, "loss": loss}).trained == {"first", "second", "ce"}
+    x, target = hg.Input((4,), name="x"), hg.Input((1,), name="target", dtype="int32")
+    first, second = hg.Dense(3, name="first")(x), hg.Dense(3, name="second")(x)
+    loss = hg.SoftmaxCrossEntropy(name="ce")(first, target)
+    loss = loss + hg.training_only(0.3 * hg.SoftmaxCrossEntropy()(second, target))
+    assert hg.Network({"prediction": first, "loss": loss}).trained == {"first", "second", "ce"}
     network = googlenet()
     assert network.trained == set(network.layers)
 
 
 def test_an_input_that_no_layer_reads_is_refused():
-    x, other = Input((4, 3), "x"), Input((4, 3), "other")
+    x, other = hg.Input((4, 3), "x"), hg.Input((4, 3), "other")
     message = r"network 'n': expected inputs that layers read, got 'other', which is an output alone; leave it out"
     with pytest.raises(ValueError, match=message):
-        Network({"y": Conv(3, 1)(x), "x": x, "other": other}, "n")
+        hg.Network({"y": hg.Conv(3, 1)(x), "x": x, "other": other}, "n")
 
 
-@pytest.mark.parametrize("layer", [Flatten(name="read"), Conv(2, 3, name="read"), MaxPool(2, name="read")])
+@pytest.mark.parametrize("layer", [hg.Flatten(name="read"), hg.Conv(2, 3, name="read"), hg.MaxPool(2, name="read")])
 def test_integers_that_no_loss_reads_are_refused(layer):
     """When the network is made: data would be normalized, and kernels refuse dtypes that no user has heard of."""
-    x = Input((9, 8, 1), name="number", dtype="uint8")
+    x = hg.Input((9, 8, 1), name="number", dtype="uint8")
     message = "integers only where a loss compares with them, got 'number' of dtype uint8; leave its dtype away"
     with pytest.raises(ValueError, match=message):
-        Network(layer(x))
+        hg.Network(layer(x))
 
 
 def test_initial_values_that_are_given_are_those_of_the_network():
-    x, w, calls = Input((6, 6, 2), name="x"), np.arange(4.0).reshape(2, 1, 1, 2), []
+    x, w, calls = hg.Input((6, 6, 2), name="x"), np.arange(4.0).reshape(2, 1, 1, 2), []
 
     def read():
         calls.append(1)
         return np.array([5.0, 6.0])
 
-    network = Network(Conv(2, 1, name="conv").initialized(w=w, b=GivenValues((2,), read))(x))
+    network = hg.Network(hg.Conv(2, 1, name="conv").initialized(w=w, b=hg.GivenValues((2,), read))(x))
     assert not calls, "nothing is read before it is needed"
     values = network.initial_values(seed=3)
     np.testing.assert_array_equal(values["conv/w"], w)
     assert values["conv/b"].tolist() == [5, 6] and len(calls) == 1
-    drawn = Network(Conv(2, 1, name="conv").initialized(b=[5.0, 6.0])(x)).initial_values(seed=3)
-    np.testing.assert_array_equal(drawn["conv/w"], Network(Conv(2, 1, name="conv")(x)).initial_values(3)["conv/w"])
+    drawn = hg.Network(hg.Conv(2, 1, name="conv").initialized(b=[5.0, 6.0])(x)).initial_values(seed=3)
+    np.testing.assert_array_equal(
+        drawn["conv/w"], hg.Network(hg.Conv(2, 1, name="conv")(x)).initial_values(3)["conv/w"]
+    )
 
 
 def test_initial_values_do_not_make_another_network():
     """So a checkpoint fits a network whose file of initial values is another by now."""
-    x = Input((6, 6, 2), name="x")
-    bare, begun = Conv(2, 1, name="c"), Conv(2, 1, name="c").initialized(b=[1.0, 2.0])
-    assert fingerprint(Network(bare(x))) == fingerprint(Network(begun(x)))
+    x = hg.Input((6, 6, 2), name="x")
+    bare, begun = hg.Conv(2, 1, name="c"), hg.Conv(2, 1, name="c").initialized(b=[1.0, 2.0])
+    assert fingerprint(hg.Network(bare(x))) == fingerprint(hg.Network(begun(x)))
     assert settings_of(bare, (6, 6, 2)) == settings_of(begun, (6, 6, 2))
 
 
 def test_initial_values_that_fit_nothing_are_refused():
-    x = Input((6, 6, 2), name="x")
+    x = hg.Input((6, 6, 2), name="x")
     with pytest.raises(ValueError, match=r"of shape \(2, 1, 1, 2\) for conv/w, got \(3,\); give values"):
-        Network(Conv(2, 1, name="conv").initialized(w=np.zeros(3))(x))
+        hg.Network(hg.Conv(2, 1, name="conv").initialized(w=np.zeros(3))(x))
     with pytest.raises(ValueError, match="expected initial values of w, b in layer 'conv', got some of 'gamma'"):
-        Network(Conv(2, 1, name="conv").initialized(gamma=np.zeros(2))(x))
+        hg.Network(hg.Conv(2, 1, name="conv").initialized(gamma=np.zeros(2))(x))
 
 
 def test_a_network_begins_with_arrays_by_name():
-    x = Input((6, 6, 2), name="x")
-    network = Network(ReLU(name="r")(Conv(2, 1, name="conv")(x)))
+    x = hg.Input((6, 6, 2), name="x")
+    network = hg.Network(hg.ReLU(name="r")(hg.Conv(2, 1, name="conv")(x)))
     before = network.initial_values()
     network.begin_with({"conv/b": [5.0, 6.0]})
     with pytest.raises(ValueError, match="expected initial values of layers, got those of 'cnv/b'"):
@@ -181,10 +170,10 @@ def test_a_network_begins_with_arrays_by_name():
 
 def test_inputs_are_of_a_known_type():
     with pytest.raises(ValueError, match=r"input 'mask': expected a dtype of compute, int8, .*, got 'int33'"):
-        Input((4, 4, 1), "mask", "int33")
+        hg.Input((4, 4, 1), "mask", "int33")
 
 
 @pytest.mark.parametrize("shape", [(), (4, 4, 4, 4, 1), (4, 0, 1)])
 def test_inputs_have_channels_and_at_most_three_spatial_axes(shape):
     with pytest.raises(ValueError, match=r"input 'x': expected a shape \(\*spatial, C\) of at least 1 each"):
-        Input(shape)
+        hg.Input(shape)

@@ -5,19 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 
+import halograd as hg
 from halograd.dtensor import Window
-from halograd.layers import (
-    AdaptiveAveragePool,
-    AdaptiveMaxPool,
-    AveragePool,
-    Conv,
-    GlobalAveragePool,
-    Input,
-    MaxPool,
-    Network,
-    Pad,
-    ReLU,
-)
 from halograd.layers.pooling import _only_padding
 from halograd.testing import check_layer
 from tests.layers.cases import ADAPTIVE, ADAPTIVE_CASES, CEIL, POOLS, rounded_up
@@ -28,8 +17,8 @@ from tests.support.refusals import refusals
 
 def fits(make, spatial, geometry):
     try:
-        Input((*spatial, 2), "x")
-        make(*geometry)(Input((*spatial, 2), "x"))
+        hg.Input((*spatial, 2), "x")
+        make(*geometry)(hg.Input((*spatial, 2), "x"))
     except ValueError as error:
         assert "only padding" in str(error)
         return False
@@ -52,7 +41,7 @@ def test_exact_between_other_layers(kind):
     """The input is not one of the network: it has no margins, and other layers' gradients meet its own."""
 
     def chain():
-        return lambda x: ReLU()(POOLS[kind](3, 2, 1)(Conv(3, 3, padding=1, name="c")(MaxPool(2)(x))))
+        return lambda x: hg.ReLU()(POOLS[kind](3, 2, 1)(hg.Conv(3, 3, padding=1, name="c")(hg.MaxPool(2)(x))))
 
     check_layer(chain, (9, 8, 2), gradient=False)
 
@@ -73,7 +62,7 @@ def test_ceil_mode_as_torch(kind, name, backend):
 def test_ceil_mode_is_made_of_padding_only_where_that_counts():
     def kinds(name, **options):
         spatial, *geometry = CEIL[name]
-        network = Network(AveragePool(*geometry, ceil_mode=True, name="p", **options)(Input((*spatial, 2))))
+        network = hg.Network(hg.AveragePool(*geometry, ceil_mode=True, name="p", **options)(hg.Input((*spatial, 2))))
         return [node.layer.kind for node in network.layers.values()]
 
     assert kinds("beyond padding") == ["Pad", "AveragePool"]
@@ -100,26 +89,26 @@ def test_windows_of_padding_only_are_found():
 @pytest.mark.parametrize("kind", POOLS)
 def test_refuses_windows_of_padding_only(kind):
     with pytest.raises(ValueError, match=r"window 0 on spatial axis 1 reads only padding .* make the padding smaller"):
-        POOLS[kind](2, 1, (0, 2))(Input((4, 4, 1)))
+        POOLS[kind](2, 1, (0, 2))(hg.Input((4, 4, 1)))
 
 
 def test_refuses_windows_that_do_not_fit():
     with pytest.raises(ValueError, match=r"MaxPool: a window of extent \[5, 5\] does not fit .* enlarge the input"):
-        MaxPool(5)(Input((4, 4, 1)))
+        hg.MaxPool(5)(hg.Input((4, 4, 1)))
 
 
 def test_global_average_pool_refuses_samples_without_space():
     with pytest.raises(ValueError, match="expected samples with spatial axes"):
-        GlobalAveragePool()(Input((4,)))
+        hg.GlobalAveragePool()(hg.Input((4,)))
 
 
 def test_shapes_and_flops():
-    assert MaxPool(3, 2, 1)(Input((9, 8, 5))).shape == (5, 4, 5)
-    assert AveragePool(2)(Input((9, 8, 5))).shape == (4, 4, 5)
-    assert MaxPool(3, 2, "same").output_shape((9, 8, 5)) == (5, 4, 5)
-    assert AveragePool(2).flops((8, 8, 3)) == 4 * 4 * 4 * 3
-    assert GlobalAveragePool().output_shape((4, 5, 6, 7)) == (7,)
-    assert GlobalAveragePool().flops((4, 5, 7)) == 140
+    assert hg.MaxPool(3, 2, 1)(hg.Input((9, 8, 5))).shape == (5, 4, 5)
+    assert hg.AveragePool(2)(hg.Input((9, 8, 5))).shape == (4, 4, 5)
+    assert hg.MaxPool(3, 2, "same").output_shape((9, 8, 5)) == (5, 4, 5)
+    assert hg.AveragePool(2).flops((8, 8, 3)) == 4 * 4 * 4 * 3
+    assert hg.GlobalAveragePool().output_shape((4, 5, 6, 7)) == (7,)
+    assert hg.GlobalAveragePool().flops((4, 5, 7)) == 140
 
 
 @pytest.mark.torch
@@ -131,10 +120,10 @@ def test_pools_as_torch(spatial, args):
     axes = len(spatial)
     shapes = [(*spatial, 3)]
     max_pool, average = getattr(f, f"max_pool{axes}d"), getattr(f, f"avg_pool{axes}d")
-    check_torch(lambda: MaxPool(*args, name="p"), shapes, lambda x: max_pool(x, *args))
+    check_torch(lambda: hg.MaxPool(*args, name="p"), shapes, lambda x: max_pool(x, *args))
     for include in (True, False):
         check_torch(
-            lambda include=include: AveragePool(*args, count_include_pad=include, name="p"),
+            lambda include=include: hg.AveragePool(*args, count_include_pad=include, name="p"),
             shapes,
             lambda x, include=include: average(x, *args, count_include_pad=include),
         )
@@ -143,20 +132,20 @@ def test_pools_as_torch(spatial, args):
 @pytest.mark.torch
 def test_dilated_max_pool_as_torch():
     pool = torch().nn.functional.max_pool2d
-    check_torch(lambda: MaxPool(3, 1, 1, 2, name="p"), [(9, 8, 2)], lambda x: pool(x, 3, 1, 1, 2))
+    check_torch(lambda: hg.MaxPool(3, 1, 1, 2, name="p"), [(9, 8, 2)], lambda x: pool(x, 3, 1, 1, 2))
 
 
 @pytest.mark.torch
 def test_global_average_pool_as_torch():
-    check_torch(lambda: GlobalAveragePool("p"), [(5, 4, 3)], lambda x: x.mean((2, 3)))
+    check_torch(lambda: hg.GlobalAveragePool("p"), [(5, 4, 3)], lambda x: x.mean((2, 3)))
 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("kind", ADAPTIVE)
 def test_exact_between_convolutions_with_equal_elements(kind):
     def chain():
-        before, behind = Conv(3, 3, padding=1, activation="relu", name="b"), Conv(2, 3, padding=1, name="c")
-        return lambda x: behind(ADAPTIVE[kind]((5, 4))(Pad(3, "circular", name="p")(before(x))))
+        before, behind = hg.Conv(3, 3, padding=1, activation="relu", name="b"), hg.Conv(2, 3, padding=1, name="c")
+        return lambda x: behind(ADAPTIVE[kind]((5, 4))(hg.Pad(3, "circular", name="p")(before(x))))
 
     check_layer(chain, (7, 6, 2), gradient=False)
 
@@ -173,7 +162,7 @@ def test_as_torch(kind, name):
 
 @pytest.mark.parametrize("kind", ADAPTIVE)
 def test_one_output_is_made_where_the_input_is(kind):
-    layers = Network(ADAPTIVE[kind](1, "p")(Input((4, 6, 3)))).layers
+    layers = hg.Network(ADAPTIVE[kind](1, "p")(hg.Input((4, 6, 3)))).layers
     kinds = {"average": "GlobalAveragePool", "max": "GlobalMaxPool"}
     assert [(name, node.layer.kind, node.shape) for name, node in layers.items()] == [
         ("p_global", kinds[kind], (3,)),
@@ -182,7 +171,10 @@ def test_one_output_is_made_where_the_input_is(kind):
 
 
 test_refusals = refusals(
-    (lambda: AdaptiveMaxPool((2, 2, 2))(Input((4, 4, 2))), r"AdaptiveMaxPool: expected one number or 2, got"),
-    (lambda: AdaptiveMaxPool(0)(Input((4, 4, 2))), r"AdaptiveMaxPool: nothing would be left of \(4, 4\): \(0, 0\)"),
-    (lambda: AdaptiveAveragePool(2)(Input((4,))), "AdaptiveAveragePool: .* does not fit 0 spatial axes"),
+    (lambda: hg.AdaptiveMaxPool((2, 2, 2))(hg.Input((4, 4, 2))), r"AdaptiveMaxPool: expected one number or 2, got"),
+    (
+        lambda: hg.AdaptiveMaxPool(0)(hg.Input((4, 4, 2))),
+        r"AdaptiveMaxPool: nothing would be left of \(4, 4\): \(0, 0\)",
+    ),
+    (lambda: hg.AdaptiveAveragePool(2)(hg.Input((4,))), "AdaptiveAveragePool: .* does not fit 0 spatial axes"),
 )

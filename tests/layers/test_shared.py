@@ -8,26 +8,10 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
+import halograd as hg
 from halograd.comm import Communicator
 from halograd.errors import UserError
 from halograd.kernels import get_backend
-from halograd.layers import (
-    AveragePool,
-    BatchNorm,
-    Concat,
-    Conv,
-    Dense,
-    Dropout,
-    GlobalAveragePool,
-    GroupNorm,
-    Input,
-    MeanSquaredError,
-    Network,
-    PReLU,
-    Sequential,
-    SoftmaxCrossEntropy,
-    Tanh,
-)
 from halograd.layers.parameter import parameter_blocks
 from halograd.layers.reduction_scheme import Scheme
 from halograd.layers.settings import fingerprint
@@ -45,20 +29,22 @@ from tests.layers.cuts import random_strategy
 BATCH, STEPS, RATE = 4, 3, 0.2
 
 
-def network() -> Network:
+def network() -> hg.Network:
     """Two images through one trunk, whose head is called at two scales; vectors through one dense layer twice."""
-    trunk = Sequential(Conv(8, 3, padding=1, name="conv"), GroupNorm(2, name="norm"), PReLU("channel", name="slopes"))
-    head = Conv(8, 3, padding=1, activation="tanh", name="head")
-    left, right = Input((8, 6, 2), name="left"), Input((8, 6, 2), name="right")
+    trunk = hg.Sequential(
+        hg.Conv(8, 3, padding=1, name="conv"), hg.GroupNorm(2, name="norm"), hg.PReLU("channel", name="slopes")
+    )
+    head = hg.Conv(8, 3, padding=1, activation="tanh", name="head")
+    left, right = hg.Input((8, 6, 2), name="left"), hg.Input((8, 6, 2), name="right")
     some = []
     for x in (left, right):
         y = head(trunk(x))
-        some += [GlobalAveragePool()(y), GlobalAveragePool()(head(AveragePool(2)(y)))]
-    mixed = Dense(8, activation="relu", name="mix")
-    both = Concat()(mixed(some[0]), mixed(some[1]), mixed(mixed(some[2])), some[3])
-    target = Input((3,), "target")
-    y = Dense(3, name="last")(both)
-    return Network({"prediction": y, "loss": MeanSquaredError()(y, target)}, name="siamese")
+        some += [hg.GlobalAveragePool()(y), hg.GlobalAveragePool()(head(hg.AveragePool(2)(y)))]
+    mixed = hg.Dense(8, activation="relu", name="mix")
+    both = hg.Concat()(mixed(some[0]), mixed(some[1]), mixed(mixed(some[2])), some[3])
+    target = hg.Input((3,), "target")
+    y = hg.Dense(3, name="last")(both)
+    return hg.Network({"prediction": y, "loss": hg.MeanSquaredError()(y, target)}, name="siamese")
 
 
 def fill(executor, step):
@@ -171,14 +157,14 @@ def test_random_strategies(seed):
 
 def normed(shared=True):
     """Convolution and dense layer of directions and lengths, each called twice, or two of each with their own."""
-    x, t = Input((6, 5, 3), "x"), Input((3,), "target")
-    convs = [Conv(3, 3, padding=1, weight_norm=True, name=f"conv{k}") for k in range(2)]
-    denses = [Dense(3, weight_norm=True, name=f"dense{k}") for k in range(2)]
+    x, t = hg.Input((6, 5, 3), "x"), hg.Input((3,), "target")
+    convs = [hg.Conv(3, 3, padding=1, weight_norm=True, name=f"conv{k}") for k in range(2)]
+    denses = [hg.Dense(3, weight_norm=True, name=f"dense{k}") for k in range(2)]
     first, second = (convs[0], convs[0]) if shared else convs
-    y = GlobalAveragePool()(second(Tanh()(first(x))))
+    y = hg.GlobalAveragePool()(second(hg.Tanh()(first(x))))
     first, second = (denses[0], denses[0]) if shared else denses
-    y = second(Tanh()(first(y)))
-    return Network({"prediction": y, "loss": MeanSquaredError()(y, t)}, name="normed")
+    y = second(hg.Tanh()(first(y)))
+    return hg.Network({"prediction": y, "loss": hg.MeanSquaredError()(y, t)}, name="normed")
 
 
 @pytest.mark.ranks(1, 2)
@@ -210,11 +196,11 @@ def test_gradients_of_shared_layers_are_not_replicated(scheme):
     """Only layers with a gradient of one call may compute that of the whole batch on every rank."""
 
     def made():
-        a, b, t = Input((6,), "a"), Input((6,), "b"), Input((3,), "target")
-        mix = Dense(6, name="mix")
-        y = Dense(40, name="last")(Dense(40, name="mid", activation="tanh")(Concat()(mix(a), mix(b))))
-        y = Dense(3, name="out")(y)
-        return Network({"prediction": y, "loss": MeanSquaredError()(y, t)}, name="dense")
+        a, b, t = hg.Input((6,), "a"), hg.Input((6,), "b"), hg.Input((3,), "target")
+        mix = hg.Dense(6, name="mix")
+        y = hg.Dense(40, name="last")(hg.Dense(40, name="mid", activation="tanh")(hg.Concat()(mix(a), mix(b))))
+        y = hg.Dense(3, name="out")(y)
+        return hg.Network({"prediction": y, "loss": hg.MeanSquaredError()(y, t)}, name="dense")
 
     def train(comm, strategy):
         with Executor(made(), comm, get_backend("numpy"), BATCH, strategy, "float64", seed=3) as executor:
@@ -238,9 +224,9 @@ def test_gradients_of_shared_layers_are_not_replicated(scheme):
 
 @pytest.mark.ranks(2)
 def test_more_replicated_layers_than_may_be_are_refused():
-    x, t, mix = Input((6,), "x"), Input((6,), "target"), Dense(6, name="mix")
-    y = Dense(6, name="out")(mix(mix(x)))
-    made = Network({"prediction": y, "loss": MeanSquaredError()(y, t)}, name="dense")
+    x, t, mix = hg.Input((6,), "x"), hg.Input((6,), "target"), hg.Dense(6, name="mix")
+    y = hg.Dense(6, name="out")(mix(mix(x)))
+    made = hg.Network({"prediction": y, "loss": hg.MeanSquaredError()(y, t)}, name="dense")
     with Communicator(MPI.COMM_WORLD) as comm, pytest.raises(UserError, match="at most the 1 dense layers of 'dense'"):
         Executor(made, comm, get_backend("numpy"), 2, Strategy({"sample": 2}, reduction=Scheme(replicated_dense=2)))
 
@@ -259,8 +245,8 @@ def test_names_and_counts():
 
 
 def test_layers_without_parameters_may_be_called_at_will():
-    drop, pool, x = Dropout(0.5, name="drop"), GlobalAveragePool(), Input((4, 4, 3))
-    made = Network(pool(drop(drop(x))) + pool(x), "drops")
+    drop, pool, x = hg.Dropout(0.5, name="drop"), hg.GlobalAveragePool(), hg.Input((4, 4, 3))
+    made = hg.Network(pool(drop(drop(x))) + pool(x), "drops")
     assert {"drop", "drop#2", "globalaveragepool1", "globalaveragepool1#2"} <= set(made.layers)
 
 
@@ -280,16 +266,16 @@ def test_a_frozen_layer_keeps_its_parameters():
 
 
 def test_refused():
-    x, t = Input((8, 6, 2), "x"), Input((1,), "t", "int32")
-    norm, conv = BatchNorm(name="norm"), Conv(3, 1, name="conv")
+    x, t = hg.Input((8, 6, 2), "x"), hg.Input((1,), "t", "int32")
+    norm, conv = hg.BatchNorm(name="norm"), hg.Conv(3, 1, name="conv")
     with pytest.raises(ValueError, match=r"layers with running statistics to be called once, got 'norm'"):
-        Network(norm(norm(x)))
+        hg.Network(norm(norm(x)))
     with pytest.raises(ValueError, match=r"calls of 'conv' that have the same parameters, got .* 3\)"):
-        Network(conv(conv(x)))
-    same = Conv(2, 1, name="same")
-    y = GlobalAveragePool()(same(x))
+        hg.Network(conv(conv(x)))
+    same = hg.Conv(2, 1, name="same")
+    y = hg.GlobalAveragePool()(same(x))
     with pytest.raises(ValueError, match=r"on all calls of a layer or on none, got 'same"):
-        Network({"loss": SoftmaxCrossEntropy()(y, t), "other": same(same(x))})
+        hg.Network({"loss": hg.SoftmaxCrossEntropy()(y, t), "other": same(same(x))})
     made = network()
     strategy = Strategy({"sample": 2}, {"head#2": {"channel": 2}})
     with pytest.raises(UserError, match=r"expected 'head#2', which has the parameters of 'head', on as many ranks and"):

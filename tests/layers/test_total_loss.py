@@ -4,19 +4,9 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
+import halograd as hg
 from halograd.comm import Communicator
 from halograd.kernels import get_backend
-from halograd.layers import (
-    BinaryCrossEntropyWithLogits,
-    Conv,
-    Dice,
-    Huber,
-    Input,
-    MeanSquaredError,
-    Network,
-    SoftmaxCrossEntropy,
-    training_only,
-)
 from halograd.layers.strategy import Strategy
 from halograd.layers.total_loss import TotalLoss
 from halograd.perfmodel.kernel_times import LayerWork
@@ -32,27 +22,27 @@ SETTINGS = {"class_weights": (0.5, 2.0, 0.0, 1.5), "label_smoothing": 0.1}
 
 
 def classes(shape):
-    return Input((*shape[:-1], 1), f"classes of {len(shape)} {shape[0]}", "int32")
+    return hg.Input((*shape[:-1], 1), f"classes of {len(shape)} {shape[0]}", "int32")
 
 
 def one_task():
     """Two losses of one prediction."""
-    x, t = Input(SHAPES["x"], "x"), classes(SHAPES["x"])
-    return {"x": x}, SoftmaxCrossEntropy(**SETTINGS)(x, t) + 0.5 * Dice("softmax", "sample")(x, t)
+    x, t = hg.Input(SHAPES["x"], "x"), classes(SHAPES["x"])
+    return {"x": x}, hg.SoftmaxCrossEntropy(**SETTINGS)(x, t) + 0.5 * hg.Dice("softmax", "sample")(x, t)
 
 
 def scales():
     """Deep supervision, and one number per sample: with and without axes in space."""
-    inputs = {name: Input(shape, name) for name, shape in SHAPES.items()}
-    terms = [SoftmaxCrossEntropy(normalization="weights", **SETTINGS)(x, classes(x.shape)) for x in inputs.values()]
+    inputs = {name: hg.Input(shape, name) for name, shape in SHAPES.items()}
+    terms = [hg.SoftmaxCrossEntropy(normalization="weights", **SETTINGS)(x, classes(x.shape)) for x in inputs.values()]
     return inputs, terms[0] + WEIGHT * (terms[1] + 2 * terms[2])
 
 
 def tasks():
     """Predictions of other kinds, of one extent."""
-    x, y = Input(SHAPES["x"], "x"), Input((4, 6, 2), "y")
-    mask, field = Input((4, 6, 2), "mask"), Input(SHAPES["x"], "field")
-    return {"x": x, "y": y}, Huber(0.5)(x, field) + 3 * BinaryCrossEntropyWithLogits(2.0)(y, mask)
+    x, y = hg.Input(SHAPES["x"], "x"), hg.Input((4, 6, 2), "y")
+    mask, field = hg.Input((4, 6, 2), "mask"), hg.Input(SHAPES["x"], "field")
+    return {"x": x, "y": y}, hg.Huber(0.5)(x, field) + 3 * hg.BinaryCrossEntropyWithLogits(2.0)(y, mask)
 
 
 CASES = {f.__name__: f for f in (one_task, scales, tasks)}
@@ -73,7 +63,7 @@ def terms_alone(node):
 
 def run(node, probed, comm, parts=None, training=True, valid=BATCH):
     """Loss, and on rank 0 the gradients of predictions by name. Collective."""
-    network = Network({"loss": node})
+    network = hg.Network({"loss": node})
     names = [name for name in probed if name in network.inputs]
     made = Executor(network, comm, get_backend("numpy"), BATCH, Strategy(parts or {}), "float64", probed=names)
     with made as executor:
@@ -140,9 +130,9 @@ def test_evaluation_leaves_out_what_is_for_training():
     """Its gradient is zero then."""
 
     def make(with_others):
-        x, y, t = Input((CLASSES,), "x"), Input((CLASSES,), "y"), Input((1,), "t", "int32")
-        loss = SoftmaxCrossEntropy()(x, t)
-        return loss + training_only(WEIGHT * SoftmaxCrossEntropy()(y, t)) if with_others else loss
+        x, y, t = hg.Input((CLASSES,), "x"), hg.Input((CLASSES,), "y"), hg.Input((1,), "t", "int32")
+        loss = hg.SoftmaxCrossEntropy()(x, t)
+        return loss + hg.training_only(WEIGHT * hg.SoftmaxCrossEntropy()(y, t)) if with_others else loss
 
     with Communicator(MPI.COMM_SELF) as alone:
         value, found = run(make(True), ("x", "y"), alone, training=False)
@@ -158,7 +148,7 @@ def test_messages_are_those_of_the_terms():
     _, node = one_task()
     with Communicator(MPI.COMM_WORLD) as comm:
         made = Executor(
-            Network({"loss": node}), comm, get_backend("numpy"), BATCH, Strategy({"height": comm.size}), probed=["x"]
+            hg.Network({"loss": node}), comm, get_backend("numpy"), BATCH, Strategy({"height": comm.size}), probed=["x"]
         )
         with made as executor:
             step(executor)
@@ -168,12 +158,12 @@ def test_messages_are_those_of_the_terms():
 @pytest.mark.mpi
 def test_metrics_judge_every_prediction():
     """Names of the second come with that of the output; of what is for training there are none."""
-    x = Input((4, 6, 3), "x")
-    logits, field = Conv(CLASSES, 1, name="head")(x), Conv(2, 1, name="field")(x)
-    t, wanted = Input((4, 6, 1), "t", "int32"), Input((4, 6, 2), "wanted")
-    loss = SoftmaxCrossEntropy()(logits, t) + MeanSquaredError()(field, wanted) + Dice("softmax")(logits, t)
-    loss = loss + training_only(Huber()(Conv(2, 1, name="aux")(x), wanted))
-    network = Network({"prediction": logits, "velocity": field, "loss": loss})
+    x = hg.Input((4, 6, 3), "x")
+    logits, field = hg.Conv(CLASSES, 1, name="head")(x), hg.Conv(2, 1, name="field")(x)
+    t, wanted = hg.Input((4, 6, 1), "t", "int32"), hg.Input((4, 6, 2), "wanted")
+    loss = hg.SoftmaxCrossEntropy()(logits, t) + hg.MeanSquaredError()(field, wanted) + hg.Dice("softmax")(logits, t)
+    loss = loss + hg.training_only(hg.Huber()(hg.Conv(2, 1, name="aux")(x), wanted))
+    network = hg.Network({"prediction": logits, "velocity": field, "loss": loss})
     with Communicator(MPI.COMM_WORLD) as comm:
         found = []
         for one in (comm, comm.split(comm.rank)):
@@ -198,32 +188,32 @@ def test_the_targets_alone_are_compared_with():
 
 def test_other_terms_are_another_work():
     """Measured times are kept by what is computed."""
-    x, t = Input((2, CLASSES), "x"), Input((2, 1), "t", "int32")
+    x, t = hg.Input((2, CLASSES), "x"), hg.Input((2, 1), "t", "int32")
     losses = [
-        SoftmaxCrossEntropy()(x, t) + Dice("softmax")(x, t),
-        SoftmaxCrossEntropy()(x, t) + Dice("softmax", "sample")(x, t),
-        SoftmaxCrossEntropy()(x, t) + SoftmaxCrossEntropy()(x, t),
+        hg.SoftmaxCrossEntropy()(x, t) + hg.Dice("softmax")(x, t),
+        hg.SoftmaxCrossEntropy()(x, t) + hg.Dice("softmax", "sample")(x, t),
+        hg.SoftmaxCrossEntropy()(x, t) + hg.SoftmaxCrossEntropy()(x, t),
     ]
     works = [LayerWork.of(loss.layer, [(1, 2, CLASSES), (1, 2, 1)]) for loss in losses]
     assert len({work.key for work in works}) == 3
 
 
 def test_a_sum_has_the_name_of_its_first_term():
-    x, t = Input((2, CLASSES), "x"), Input((2, 1), "t", "int32")
-    loss = sum([SoftmaxCrossEntropy(name="ce")(x, t), Dice("softmax", name="dice")(x, t)])
+    x, t = hg.Input((2, CLASSES), "x"), hg.Input((2, 1), "t", "int32")
+    loss = sum([hg.SoftmaxCrossEntropy(name="ce")(x, t), hg.Dice("softmax", name="dice")(x, t)])
     assert isinstance(loss.layer, TotalLoss) and loss.layer.name == "ce"
     assert len(loss.inputs) == 2, "what several terms read is one input"
 
 
 def test_quotients_are_products():
-    x, t = Input((2, 3), "x"), Input((2, 3), "t")
-    loss = MeanSquaredError()(x, t)
+    x, t = hg.Input((2, 3), "x"), hg.Input((2, 3), "t")
+    loss = hg.MeanSquaredError()(x, t)
     assert [term.weight for term in (loss / 4).layer.terms] == [0.25]
 
 
 def test_refusals():
-    x, t, other = Input((2, 3), "x"), Input((2, 3), "t"), Input((2, 3), "other")
-    loss = MeanSquaredError()(x, t)
+    x, t, other = hg.Input((2, 3), "x"), hg.Input((2, 3), "t"), hg.Input((2, 3), "other")
+    loss = hg.MeanSquaredError()(x, t)
     for factor in (0, -1.0, float("nan"), True, "2"):
         with pytest.raises(ValueError, match="loss: expected a finite number > 0 as its weight"):
             loss * factor
@@ -231,12 +221,12 @@ def test_refusals():
         with pytest.raises(TypeError, match="expected losses to be added"):
             make()
     with pytest.raises(ValueError, match="loss: expected a finite number > 0 as its weight"):
-        loss - MeanSquaredError()(x, t)
+        loss - hg.MeanSquaredError()(x, t)
     with pytest.raises(TypeError, match="expected losses to be added"):
         loss + other
     with pytest.raises(ValueError, match=r"every input to be a prediction or a target, got one .* that is both"):
-        loss + MeanSquaredError()(t, other)
+        loss + hg.MeanSquaredError()(t, other)
     with pytest.raises(ValueError, match="at least one term that counts in evaluation"):
-        Network({"loss": training_only(loss)})
+        hg.Network({"loss": hg.training_only(loss)})
     with pytest.raises(ValueError, match=r"or add it to that one \(ce \+ 0.5 \* dice\)"):
-        Network({"loss": loss, "other": Dice()(x, t)})
+        hg.Network({"loss": loss, "other": hg.Dice()(x, t)})

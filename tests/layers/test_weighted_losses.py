@@ -4,19 +4,9 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
+import halograd as hg
 from halograd.comm import Communicator
 from halograd.kernels import get_backend
-from halograd.layers import (
-    Conv,
-    Dice,
-    Huber,
-    Input,
-    MeanSquaredError,
-    Network,
-    SoftmaxCrossEntropy,
-    Tversky,
-    training_only,
-)
 from halograd.layers.loss import Loss
 from halograd.layers.strategy import Strategy
 from halograd.perfmodel.kernel_times import LayerWork
@@ -123,10 +113,10 @@ def test_nothing_comes_of_a_position_without_weight(ranks, name, garbage):
 
 #: Losses that ignore positions, and how many channels their predictions have.
 IGNORING = {
-    "dice": (lambda **more: Dice(**more), 1),
-    "dice of probabilities, by sample": (lambda **more: Dice("none", "sample", **more), 1),
-    "dice of classes": (lambda **more: Dice("softmax", **more), 4),
-    "tversky of classes": (lambda **more: Tversky(0.3, 0.7, "softmax", "sample", **more), 4),
+    "dice": (lambda **more: hg.Dice(**more), 1),
+    "dice of probabilities, by sample": (lambda **more: hg.Dice("none", "sample", **more), 1),
+    "dice of classes": (lambda **more: hg.Dice("softmax", **more), 4),
+    "tversky of classes": (lambda **more: hg.Tversky(0.3, 0.7, "softmax", "sample", **more), 4),
 }
 
 
@@ -171,17 +161,17 @@ def test_ignored_positions_are_not_judged(ranks, name):
 
 
 def test_what_is_ignored_of_a_sum_is_what_all_its_losses_ignore():
-    x, t = Input((4, 3), "x"), Input((4, 1), "t", "int32")
+    x, t = hg.Input((4, 3), "x"), hg.Input((4, 1), "t", "int32")
 
     def ignored(*losses):
         node = sum((loss(x, t) for loss in losses[1:]), losses[0](x, t))
         return node.layer.ignored_target(1)
 
-    assert ignored(SoftmaxCrossEntropy(ignore_index=7), Dice("softmax", ignore_index=7)) == 7
-    assert ignored(SoftmaxCrossEntropy(ignore_index=7), Dice("softmax")) is None
-    assert ignored(SoftmaxCrossEntropy(), Dice("softmax")) is None
+    assert ignored(hg.SoftmaxCrossEntropy(ignore_index=7), hg.Dice("softmax", ignore_index=7)) == 7
+    assert ignored(hg.SoftmaxCrossEntropy(ignore_index=7), hg.Dice("softmax")) is None
+    assert ignored(hg.SoftmaxCrossEntropy(), hg.Dice("softmax")) is None
     with pytest.raises(ValueError, match="Dice: expected a target of one channel with ignore_index, got"):
-        Dice(ignore_index=1)(x, Input((4, 3), "t"))
+        hg.Dice(ignore_index=1)(x, hg.Input((4, 3), "t"))
 
 
 @pytest.mark.ranks(1, 2)
@@ -207,7 +197,7 @@ def test_weights_of_one_are_no_weights(ranks, backend):
         if gradient is not None:
             np.testing.assert_allclose(dx, gradient, atol=1e-6 * np.abs(gradient).max(), err_msg=name)
         by_weight = name.endswith(("weights", "alone"))
-        if not isinstance(make(), Dice):
+        if not isinstance(make(), hg.Dice):
             assert again == pytest.approx(want if by_weight else 2 * want, rel=1e-6), name
 
 
@@ -217,9 +207,9 @@ def test_weights_may_be_whole_numbers(ranks, kind):
     x, t, w = random_array((BATCH, *SHAPE), "x"), target("real", SHAPE), np.arange(15).reshape(5, 3, 1) % 2
     found = []
     for dtype in ("float64", "float32"):
-        nodes = Input(SHAPE, "x"), Input(SHAPE, "t"), Input(w.shape, "w", kind)
+        nodes = hg.Input(SHAPE, "x"), hg.Input(SHAPE, "t"), hg.Input(w.shape, "w", kind)
         with Executor(
-            Network({"loss": MeanSquaredError()(*nodes)}), ranks, get_backend("numpy"), BATCH, dtype=dtype
+            hg.Network({"loss": hg.MeanSquaredError()(*nodes)}), ranks, get_backend("numpy"), BATCH, dtype=dtype
         ) as e:
             for name, array in (("x", x), ("t", t), ("w", np.broadcast_to(w, (BATCH, *w.shape)))):
                 e.set_input(name, array)
@@ -234,15 +224,17 @@ def test_weights_may_be_whole_numbers(ranks, kind):
 
 def two_scales():
     """One number per sample weighs predictions of two extents; the first term is of training alone."""
-    fine, coarse = Input((4, 6, 4), "fine"), Input((2, 3, 4), "coarse")
-    t, few, w = Input((4, 6, 1), "t", "int32"), Input((2, 3, 4), "few"), Input((1,), "w")
-    mask = Input((4, 6, 1), "mask")
-    loss = training_only(0.3 * Huber()(coarse, few, w)) + SoftmaxCrossEntropy(normalization="weights")(fine, t, w)
-    return loss + 0.5 * Dice("softmax")(fine, t, mask)
+    fine, coarse = hg.Input((4, 6, 4), "fine"), hg.Input((2, 3, 4), "coarse")
+    t, few, w = hg.Input((4, 6, 1), "t", "int32"), hg.Input((2, 3, 4), "few"), hg.Input((1,), "w")
+    mask = hg.Input((4, 6, 1), "mask")
+    loss = hg.training_only(0.3 * hg.Huber()(coarse, few, w)) + hg.SoftmaxCrossEntropy(normalization="weights")(
+        fine, t, w
+    )
+    return loss + 0.5 * hg.Dice("softmax")(fine, t, mask)
 
 
 def evaluated(node, comm, parts, training):
-    network = Network({"loss": node})
+    network = hg.Network({"loss": node})
     probed = ["fine", "coarse"]
     with Executor(network, comm, get_backend("numpy"), 5, Strategy(parts), "float64", probed=probed) as executor:
         for name, given in network.inputs.items():
@@ -285,7 +277,7 @@ def test_what_a_sum_says_of_its_weights():
     assert not layer.reads_classes(names.index("mask"), *shapes)
     (one,) = layer.judgements(*shapes)
     assert [names[i] for i in (one.prediction, one.target, one.weights)] == ["fine", "t", "w"]
-    assert set(Network({"loss": node}).targets) == {"few", "w", "t", "mask"}
+    assert set(hg.Network({"loss": node}).targets) == {"few", "w", "t", "mask"}
 
 
 # -- metrics -----------------------------------------------------------------------------------------
@@ -294,12 +286,12 @@ def test_what_a_sum_says_of_its_weights():
 @pytest.mark.mpi
 @pytest.mark.parametrize("form", FORMS)
 def test_metrics_do_not_judge_what_has_no_weight(ranks, form):
-    x = Input((5, 3, 4), "x")
-    logits, field = Conv(3, 1, name="head")(x), Conv(4, 1, name="field")(x)
-    t, wanted, w = Input((5, 3, 1), "t", "int32"), Input((5, 3, 4), "wanted"), Input(FORMS[form], "w")
-    few = Input((5, 3, 1), "few")
-    loss = SoftmaxCrossEntropy()(logits, t, few) + MeanSquaredError()(field, wanted, w)
-    network = Network({"prediction": logits, "field": field, "loss": loss})
+    x = hg.Input((5, 3, 4), "x")
+    logits, field = hg.Conv(3, 1, name="head")(x), hg.Conv(4, 1, name="field")(x)
+    t, wanted, w = hg.Input((5, 3, 1), "t", "int32"), hg.Input((5, 3, 4), "wanted"), hg.Input(FORMS[form], "w")
+    few = hg.Input((5, 3, 1), "few")
+    loss = hg.SoftmaxCrossEntropy()(logits, t, few) + hg.MeanSquaredError()(field, wanted, w)
+    network = hg.Network({"prediction": logits, "field": field, "loss": loss})
     given = {"x": random_array((BATCH, 5, 3, 4), "x"), "wanted": random_array((BATCH, 5, 3, 4), "y")}
     given |= {"t": target("class", (5, 3, 3)), "few": weights_of("position"), "w": weights_of(form)}
     for parts in grids(ranks.size, AXES):
@@ -348,7 +340,7 @@ def test_a_step_allocates_no_array(ranks, name, form):
 
 def test_weights_are_part_of_the_work():
     """They are read as often as a prediction is."""
-    plain, weighted = MeanSquaredError(), MeanSquaredError(normalization="weights")
+    plain, weighted = hg.MeanSquaredError(), hg.MeanSquaredError(normalization="weights")
     shapes = [(2, 4, 3), (2, 4, 3)]
     alone, more = LayerWork.of(plain, shapes), LayerWork.of(weighted, [*shapes, (2, 4, 1)])
     assert alone.key != more.key
@@ -393,23 +385,25 @@ def test_a_loss_of_ones_own(ranks, normalization):
 
 # -- refusals ----------------------------------------------------------------------------------------
 
-X, W, CLASSES = Input(SHAPE, "x"), Input((5, 3, 1), "w"), Input((5, 3, 1), "t", "int32")
+X, W, CLASSES = hg.Input(SHAPE, "x"), hg.Input((5, 3, 1), "w"), hg.Input((5, 3, 1), "t", "int32")
 
 
 test_refuses_what_does_not_fit = refusals(
-    (lambda: MeanSquaredError(normalization="mean"), r"normalization: expected one of \('count', 'weights'\)"),
-    (lambda: MeanSquaredError()(X), "expected a prediction, a target and perhaps weights, got 1 inputs"),
-    (lambda: MeanSquaredError()(X, X, W, W), "perhaps weights, got 4 inputs"),
+    (lambda: hg.MeanSquaredError(normalization="mean"), r"normalization: expected one of \('count', 'weights'\)"),
+    (lambda: hg.MeanSquaredError()(X), "expected a prediction, a target and perhaps weights, got 1 inputs"),
+    (lambda: hg.MeanSquaredError()(X, X, W, W), "perhaps weights, got 4 inputs"),
     (lambda: Unweighted()(X, X, W), "Unweighted: expected a prediction and a target, got 3 inputs"),
     (
-        lambda: SoftmaxCrossEntropy()(X, CLASSES, X),
+        lambda: hg.SoftmaxCrossEntropy()(X, CLASSES, X),
         r"expected weights of shape \(5, 3, 1\), with 1 for any of its extents, or \(1,\), got \(5, 3, 4\)",
     ),
-    (lambda: MeanSquaredError()(X, X, Input((5, 2, 1), "v")), r"of shape \(5, 3, 4\), .* got \(5, 2, 1\)"),
-    (lambda: MeanSquaredError()(X, X, Input((2,), "v")), r"of shape \(5, 3, 4\), .* got \(2,\)"),
-    (lambda: Dice("softmax")(X, CLASSES, X), r"of shape \(5, 3, 1\), .* got \(5, 3, 4\)"),
+    (lambda: hg.MeanSquaredError()(X, X, hg.Input((5, 2, 1), "v")), r"of shape \(5, 3, 4\), .* got \(5, 2, 1\)"),
+    (lambda: hg.MeanSquaredError()(X, X, hg.Input((2,), "v")), r"of shape \(5, 3, 4\), .* got \(2,\)"),
+    (lambda: hg.Dice("softmax")(X, CLASSES, X), r"of shape \(5, 3, 1\), .* got \(5, 3, 4\)"),
     (
-        lambda: Network({"y": X * W, "loss": MeanSquaredError(name="mse")(X * W, Input(SHAPE, "t"), W)}, "net"),
+        lambda: hg.Network(
+            {"y": X * W, "loss": hg.MeanSquaredError(name="mse")(X * W, hg.Input(SHAPE, "t"), W)}, "net"
+        ),
         "expected weights of 'mse' that no prediction depends on, got some of input 'w', which is normalized",
     ),
 )

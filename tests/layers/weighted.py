@@ -2,16 +2,7 @@
 
 import numpy as np
 
-from halograd.layers import (
-    AbsoluteError,
-    BinaryCrossEntropyWithLogits,
-    Dice,
-    Focal,
-    Huber,
-    MeanSquaredError,
-    SoftmaxCrossEntropy,
-    Tversky,
-)
+import halograd as hg
 from tests.layers.losses import BATCH, CLASS_WEIGHTS, SHAPE
 from tests.layers.oracle import torch
 
@@ -83,40 +74,40 @@ def overlap(activation, reduction, ratio, smooth=1.0):
 
 #: Name -> layer, what torch says, kind of target.
 LOSSES = {
-    "ce": (SoftmaxCrossEntropy, cross_entropy, "class"),
+    "ce": (hg.SoftmaxCrossEntropy, cross_entropy, "class"),
     "ce, weights": (
-        lambda: SoftmaxCrossEntropy(CLASS_WEIGHTS, label_smoothing=0.2),
+        lambda: hg.SoftmaxCrossEntropy(CLASS_WEIGHTS, label_smoothing=0.2),
         lambda x, t, w: cross_entropy(x, t, w, 0.2, CLASS_WEIGHTS, "weights"),
         "class",
     ),
     "ce, alone": (
-        lambda: SoftmaxCrossEntropy(normalization="weights"),
+        lambda: hg.SoftmaxCrossEntropy(normalization="weights"),
         lambda x, t, w: cross_entropy(x, t, w, normalization="weights"),
         "class",
     ),
-    "bce": (BinaryCrossEntropyWithLogits, elementwise("binary_cross_entropy_with_logits"), "mask"),
+    "bce": (hg.BinaryCrossEntropyWithLogits, elementwise("binary_cross_entropy_with_logits"), "mask"),
     "bce, weights": (
-        lambda: BinaryCrossEntropyWithLogits(normalization="weights"),
+        lambda: hg.BinaryCrossEntropyWithLogits(normalization="weights"),
         elementwise("binary_cross_entropy_with_logits", "weights"),
         "mask",
     ),
-    "mse": (MeanSquaredError, elementwise("mse_loss"), "real"),
-    "mse, weights": (lambda: MeanSquaredError(normalization="weights"), elementwise("mse_loss", "weights"), "real"),
-    "l1": (AbsoluteError, elementwise("l1_loss"), "real"),
+    "mse": (hg.MeanSquaredError, elementwise("mse_loss"), "real"),
+    "mse, weights": (lambda: hg.MeanSquaredError(normalization="weights"), elementwise("mse_loss", "weights"), "real"),
+    "l1": (hg.AbsoluteError, elementwise("l1_loss"), "real"),
     "huber, weights": (
-        lambda: Huber(0.7, normalization="weights"),
+        lambda: hg.Huber(0.7, normalization="weights"),
         elementwise("huber_loss", "weights", delta=0.7),
         "real",
     ),
-    "focal": (Focal, focal("count"), "mask"),
-    "focal, weights": (lambda: Focal(normalization="weights"), focal("weights"), "mask"),
-    "dice": (Dice, overlap("sigmoid", "batch", (2, 1, 1)), "mask"),
+    "focal": (hg.Focal, focal("count"), "mask"),
+    "focal, weights": (lambda: hg.Focal(normalization="weights"), focal("weights"), "mask"),
+    "dice": (hg.Dice, overlap("sigmoid", "batch", (2, 1, 1)), "mask"),
     "dice per sample": (
-        lambda: Dice("softmax", "sample", 0.5),
+        lambda: hg.Dice("softmax", "sample", 0.5),
         overlap("softmax", "sample", (2, 1, 1), 0.5),
         "class",
     ),
-    "tversky": (lambda: Tversky(0.3, 0.7), overlap("sigmoid", "batch", (1, 0.3, 0.7)), "mask"),
+    "tversky": (lambda: hg.Tversky(0.3, 0.7), overlap("sigmoid", "batch", (1, 0.3, 0.7)), "mask"),
 }
 #: Those of which a weight is of the whole position.
 OF_POSITIONS = [name for name in LOSSES if name.startswith("ce") or name == "dice per sample"]

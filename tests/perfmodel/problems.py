@@ -8,23 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from halograd.layers import (
-    Add,
-    BatchNorm,
-    Concat,
-    Conv,
-    Dense,
-    Flatten,
-    GlobalAveragePool,
-    Input,
-    LayerNorm,
-    MaxPool,
-    MeanSquaredError,
-    Network,
-    ReLU,
-    Resize,
-    SoftmaxCrossEntropy,
-)
+import halograd as hg
 from halograd.perfmodel.machine import LEVELS, Efficiency, Link, Machine
 
 FAMILIES = ("strip", "image", "volume", "branches", "dilated", "convnext", "unet", "scales")
@@ -62,23 +46,23 @@ class Drawing:
             return self.along(*(2 ** self.whole(3, 6) for _ in range(3)))
         return self.along(*(16 * self.whole(2, 16) for _ in range(2)))
 
-    def network(self) -> Network:
+    def network(self) -> hg.Network:
         """The network of these settings."""
-        start = Input((*self.extents(), self.whole(1, 8)))
-        return Network({"loss": self.end(getattr(self, self.family)(start))})
+        start = hg.Input((*self.extents(), self.whole(1, 8)))
+        return hg.Network({"loss": self.end(getattr(self, self.family)(start))})
 
     def end(self, y: Any) -> Any:
         """A loss of one of two kinds."""
         if self.rng.random() < 0.5:
-            return MeanSquaredError()(y, Input(y.shape, name="target"))
+            return hg.MeanSquaredError()(y, hg.Input(y.shape, name="target"))
         classes = 2 ** self.whole(3, 10)
-        y = Flatten()(y) if np.prod(y.shape) <= 2**16 and self.rng.random() < 0.5 else GlobalAveragePool()(y)
-        return SoftmaxCrossEntropy()(Dense(classes)(y), Input((1,), name="target"))
+        y = hg.Flatten()(y) if np.prod(y.shape) <= 2**16 and self.rng.random() < 0.5 else hg.GlobalAveragePool()(y)
+        return hg.SoftmaxCrossEntropy()(hg.Dense(classes)(y), hg.Input((1,), name="target"))
 
     def conv(self, y: Any, **options: Any) -> Any:
         """A convolution that keeps extents, its kernel not always square."""
         kernel = self.along(*(self.one_of(1, 3, 3, 5) for _ in y.shape[:-1]))
-        return Conv(2 ** self.whole(2, 6), kernel, padding=tuple(k // 2 for k in kernel), **options)(y)
+        return hg.Conv(2 ** self.whole(2, 6), kernel, padding=tuple(k // 2 for k in kernel), **options)(y)
 
     def strip(self, y: Any) -> Any:
         """A chain."""
@@ -91,47 +75,47 @@ class Drawing:
     def image(self, y: Any) -> Any:
         """Convolutions, norms and pooling."""
         for _ in range(self.whole(2, 4)):
-            y = BatchNorm(activation="relu")(self.conv(y, bias=False))
-            y = MaxPool(2)(y) if min(y.shape[:-1]) >= 16 and self.rng.random() < 0.7 else y
+            y = hg.BatchNorm(activation="relu")(self.conv(y, bias=False))
+            y = hg.MaxPool(2)(y) if min(y.shape[:-1]) >= 16 and self.rng.random() < 0.7 else y
         return y
 
     def branches(self, y: Any) -> Any:
         """Two or three ways, joined again."""
         for _ in range(self.whole(1, 2)):
             ways = [self.conv(y, activation="relu") for _ in range(self.whole(2, 3))]
-            joined = Concat()(*ways)
-            y = Conv(joined.shape[-1], 1)(joined)
-            y = ReLU()(Add()(y, joined))
+            joined = hg.Concat()(*ways)
+            y = hg.Conv(joined.shape[-1], 1)(joined)
+            y = hg.ReLU()(hg.Add()(y, joined))
         return y
 
     def dilated(self, y: Any) -> Any:
         """Halos that grow."""
         for i in range(self.whole(2, 4)):
-            y = Conv(2 ** self.whole(2, 5), 3, padding=2**i, dilation=2**i, activation="relu")(y)
+            y = hg.Conv(2 ** self.whole(2, 5), 3, padding=2**i, dilation=2**i, activation="relu")(y)
         return y
 
     def convnext(self, y: Any) -> Any:
         """Depthwise convolutions, norms of layers, wide products; residual."""
-        y = Conv(16, 4, stride=4)(y)
+        y = hg.Conv(16, 4, stride=4)(y)
         for _ in range(self.whole(1, 2)):
-            z = LayerNorm()(Conv(16, 7, padding=3, groups=16)(y))
-            y = Add()(y, Conv(16, 1)(Conv(64, 1, activation="relu")(z)))
+            z = hg.LayerNorm()(hg.Conv(16, 7, padding=3, groups=16)(y))
+            y = hg.Add()(y, hg.Conv(16, 1)(hg.Conv(64, 1, activation="relu")(z)))
         return y
 
     def unet(self, y: Any) -> Any:
         """Down, up, and across."""
         top = self.conv(y, activation="relu")
-        down = self.conv(MaxPool(2)(top), activation="relu")
-        return self.conv(Concat()(top, Resize(2)(down)))
+        down = self.conv(hg.MaxPool(2)(top), activation="relu")
+        return self.conv(hg.Concat()(top, hg.Resize(2)(down)))
 
     def scales(self, y: Any) -> Any:
         """One head at several scales, another one twice in a row."""
         kernel, channels = self.along(3, self.one_of(1, 3)), 2 ** self.whole(3, 6)
-        head = Conv(channels, kernel, padding=tuple(k // 2 for k in kernel), activation="relu")
+        head = hg.Conv(channels, kernel, padding=tuple(k // 2 for k in kernel), activation="relu")
         y = self.conv(y)
-        y = Conv(channels, 1)(y)
-        again = head(MaxPool(2)(head(y)))
-        return head(Add()(y, Resize(2)(again)))
+        y = hg.Conv(channels, 1)(y)
+        again = head(hg.MaxPool(2)(head(y)))
+        return head(hg.Add()(y, hg.Resize(2)(again)))
 
 
 @dataclass(frozen=True)
@@ -144,7 +128,7 @@ class PlanningProblem:
     ranks: int
     machine: Machine
 
-    def network(self, turned: bool = False) -> Network:
+    def network(self, turned: bool = False) -> hg.Network:
         """The network; `turned`: with the order of its spatial axes reversed."""
         return Drawing(self.family, self.seed, turned).network()
 

@@ -7,26 +7,9 @@ import random
 import pytest
 from mpi4py import MPI
 
+import halograd as hg
 from halograd.comm import Communicator
 from halograd.kernels import get_backend
-from halograd.layers import (
-    Add,
-    AveragePool,
-    BatchNorm,
-    Concat,
-    Conv,
-    Dense,
-    Dice,
-    Dropout,
-    Flatten,
-    GroupNorm,
-    Input,
-    MaxPool,
-    Network,
-    ReLU,
-    Resize,
-    SoftmaxCrossEntropy,
-)
 from halograd.layers.parameter import parameter_blocks
 from halograd.layers.strategy import AXES, Strategy
 from halograd.perfmodel.cost import buckets_of, count_step, memory_of, program_of
@@ -42,30 +25,30 @@ BATCH = 4
 
 def zoo():
     """Layers that the models do not have, a value that two layers read, an input that two layers read."""
-    x = Input((12, 10, 4), name="x")
+    x = hg.Input((12, 10, 4), name="x")
     # Residuals with a gradient and without, with an activation and without.
-    z = BatchNorm(activation="relu", name="with input")(Conv(4, 1, name="beside")(x), x)
-    a = GroupNorm(2, name="group")(Conv(6, 3, padding=1, name="first")(z))
-    b = AveragePool(3, 2, 1, name="average")(a)
-    c = MaxPool(3, 2, 1, name="max")(a)
-    b = BatchNorm(activation="relu", name="block")(b, Add(activation="relu", name="sum")(b, c))
-    c = BatchNorm(name="linear block")(c, Add(name="plain sum")(b, c))
-    y = Gate(1)(Concat(name="join")(b, c), Concat(name="again")(c, b))
-    y = Resize(2, mode="bilinear", name="up")(BatchNorm(statistics="sample", name="norm")(y))
-    y = Concat(name="inputs")(y, Conv(4, 1, name="aside")(x))
-    y = Dropout(0.2, name="drop")(ReLU(name="relu")(Dense(8, name="dense")(Flatten(name="flatten")(y))))
-    target = Input((1,), name="target", dtype="int32")
-    logits = Dense(4, name="logits")(y)
-    loss = SoftmaxCrossEntropy(normalization="weights", name="ce")(logits, target)
-    return Network({"prediction": logits, "loss": loss}, name="zoo")
+    z = hg.BatchNorm(activation="relu", name="with input")(hg.Conv(4, 1, name="beside")(x), x)
+    a = hg.GroupNorm(2, name="group")(hg.Conv(6, 3, padding=1, name="first")(z))
+    b = hg.AveragePool(3, 2, 1, name="average")(a)
+    c = hg.MaxPool(3, 2, 1, name="max")(a)
+    b = hg.BatchNorm(activation="relu", name="block")(b, hg.Add(activation="relu", name="sum")(b, c))
+    c = hg.BatchNorm(name="linear block")(c, hg.Add(name="plain sum")(b, c))
+    y = Gate(1)(hg.Concat(name="join")(b, c), hg.Concat(name="again")(c, b))
+    y = hg.Resize(2, mode="bilinear", name="up")(hg.BatchNorm(statistics="sample", name="norm")(y))
+    y = hg.Concat(name="inputs")(y, hg.Conv(4, 1, name="aside")(x))
+    y = hg.Dropout(0.2, name="drop")(hg.ReLU(name="relu")(hg.Dense(8, name="dense")(hg.Flatten(name="flatten")(y))))
+    target = hg.Input((1,), name="target", dtype="int32")
+    logits = hg.Dense(4, name="logits")(y)
+    loss = hg.SoftmaxCrossEntropy(normalization="weights", name="ce")(logits, target)
+    return hg.Network({"prediction": logits, "loss": loss}, name="zoo")
 
 
 def dice():
     """With a layer that the loss does not depend on, whose gradients are not summed."""
-    x = Input((8, 6, 2), name="x")
-    y = Conv(2, 3, padding=1, name="conv")(x)
-    outputs = {"prediction": y, "aside": Conv(5, 1, name="aside")(y)}
-    return Network({**outputs, "loss": Dice(name="dice")(y, Input(y.shape, name="target"))}, name="dice")
+    x = hg.Input((8, 6, 2), name="x")
+    y = hg.Conv(2, 3, padding=1, name="conv")(x)
+    outputs = {"prediction": y, "aside": hg.Conv(5, 1, name="aside")(y)}
+    return hg.Network({**outputs, "loss": hg.Dice(name="dice")(y, hg.Input(y.shape, name="target"))}, name="dice")
 
 
 def frozen():

@@ -8,18 +8,8 @@ from fractions import Fraction
 
 import pytest
 
+import halograd as hg
 from halograd.errors import UserError
-from halograd.layers import (
-    Add,
-    BatchNorm,
-    BinaryCrossEntropyWithLogits,
-    Conv,
-    Dense,
-    Layer,
-    MaxPool,
-    ReLU,
-    Resize,
-)
 from halograd.perfmodel.kernel_times import LayerTime, LayerWork, MeasuredTimes, RooflineTimes
 from halograd.perfmodel.machine import LEVELS, Efficiency, Link, Machine
 from halograd.perfmodel.profile.cache import Conditions, Crowd, TimeCache
@@ -55,23 +45,29 @@ def test_names_do_not_matter_and_settings_do():
     def key(layer, shape=(1, 8, 8, 4), **more):
         return LayerWork.of(layer, [shape], **more).key
 
-    base = key(Conv(4, 3, padding=1, name="a"))
-    assert base == key(Conv(4, 3, padding="same", name="b")), "the same padding, said in another way"
-    others = [Conv(8, 3, padding=1), Conv(4, 3, padding=1, bias=False), Conv(4, 3, padding=1, activation="relu")]
-    others += [Conv(4, 3), Conv(4, 5, padding=1), Conv(4, 3, padding=2, dilation=2), ReLU()]
-    keys = {base, *(key(layer) for layer in others), key(Conv(4, 3, padding=1), dtype="float64")}
-    keys |= {key(Conv(4, 3, padding=1), (1, 8, 9, 4)), key(Conv(4, 3, padding=1), trainable=False)}
+    base = key(hg.Conv(4, 3, padding=1, name="a"))
+    assert base == key(hg.Conv(4, 3, padding="same", name="b")), "the same padding, said in another way"
+    others = [
+        hg.Conv(8, 3, padding=1),
+        hg.Conv(4, 3, padding=1, bias=False),
+        hg.Conv(4, 3, padding=1, activation="relu"),
+    ]
+    others += [hg.Conv(4, 3), hg.Conv(4, 5, padding=1), hg.Conv(4, 3, padding=2, dilation=2), hg.ReLU()]
+    keys = {base, *(key(layer) for layer in others), key(hg.Conv(4, 3, padding=1), dtype="float64")}
+    keys |= {key(hg.Conv(4, 3, padding=1), (1, 8, 9, 4)), key(hg.Conv(4, 3, padding=1), trainable=False)}
     assert len(keys) == len(others) + 4
 
 
 def test_a_block_with_fewer_filters_is_a_layer_with_fewer_filters():
-    whole, shape = Conv(8, 3, padding=1), [(1, 8, 8, 4)]
-    assert LayerWork.of(whole, shape, filters=2).key == LayerWork.of(Conv(2, 3, padding=1), shape).key
+    whole, shape = hg.Conv(8, 3, padding=1), [(1, 8, 8, 4)]
+    assert LayerWork.of(whole, shape, filters=2).key == LayerWork.of(hg.Conv(2, 3, padding=1), shape).key
     assert whole.filters == 8, "the layer itself is left alone"
-    assert LayerWork.of(Dense(10), [(4, 6)], filters=5).key == LayerWork.of(Dense(5), [(4, 6)]).key
+    assert LayerWork.of(hg.Dense(10), [(4, 6)], filters=5).key == LayerWork.of(hg.Dense(5), [(4, 6)]).key
 
 
-@pytest.mark.parametrize("layer", [Conv(2, 5), MaxPool(3, 2), Conv(2, 3, 2, padding=1), Conv(2, 3, padding=1)])
+@pytest.mark.parametrize(
+    "layer", [hg.Conv(2, 5), hg.MaxPool(3, 2), hg.Conv(2, 3, 2, padding=1), hg.Conv(2, 3, padding=1)]
+)
 @pytest.mark.parametrize("parts", [1, 2, 3])
 def test_a_block_makes_the_outputs_it_is_asked_for(layer, parts):
     size = 24
@@ -83,20 +79,20 @@ def test_a_block_makes_the_outputs_it_is_asked_for(layer, parts):
 
 
 def test_a_resize_to_a_size_is_one_to_the_size_of_the_block():
-    work = LayerWork.of(Resize(size=(8, 8)), [(1, 2, 4, 3)], outputs=(4, 8))
+    work = LayerWork.of(hg.Resize(size=(8, 8)), [(1, 2, 4, 3)], outputs=(4, 8))
     assert work.layer.output_shape(*work.shapes) == (4, 8, 3)
 
 
 def test_statistics_over_ranks_have_other_kernels():
     shape = [(2, 8, 8, 4)]
-    alone, spread = LayerWork.of(BatchNorm(), shape), LayerWork.of(BatchNorm(), shape, options={})
+    alone, spread = LayerWork.of(hg.BatchNorm(), shape), LayerWork.of(hg.BatchNorm(), shape, options={})
     assert spread.spread and not alone.spread and alone.key != spread.key
-    assert alone.key == LayerWork.of(BatchNorm("local"), shape, options={}).key
-    assert alone.key == LayerWork.of(BatchNorm(), shape, options={"statistics": "local"}).key
+    assert alone.key == LayerWork.of(hg.BatchNorm("local"), shape, options={}).key
+    assert alone.key == LayerWork.of(hg.BatchNorm(), shape, options={"statistics": "local"}).key
 
 
 def test_scales_that_are_fractions_have_keys_of_their_own():
-    half, third = (LayerWork.of(Resize([Fraction(1, n)] * 2), [(1, 6, 6, 3)]).key for n in (2, 3))
+    half, third = (LayerWork.of(hg.Resize([Fraction(1, n)] * 2), [(1, 6, 6, 3)]).key for n in (2, 3))
     assert half != third
 
 
@@ -126,7 +122,7 @@ def test_keys_are_the_same_in_every_process():
 def test_a_convolution_takes_three_kernels(machine):
     x, y, w = 2 * 16 * 16 * 8, 2 * 16 * 16 * 32, 32 * 9 * 8
     flops = 2 * w * 2 * 16 * 16
-    found = RooflineTimes(machine).time(Conv(32, 3, padding=1, bias=False), [(2, 16, 16, 8)])
+    found = RooflineTimes(machine).time(hg.Conv(32, 3, padding=1, bias=False), [(2, 16, 16, 8)])
     one = kernel(flops, x + y + w)
     assert found == LayerTime(pytest.approx(one), pytest.approx(one), pytest.approx(one))
     assert found.backward == pytest.approx(2 * one) and found.total == pytest.approx(3 * one)
@@ -134,43 +130,43 @@ def test_a_convolution_takes_three_kernels(machine):
 
 def test_the_first_layer_has_no_data_gradient_but_its_mask(machine):
     times, shape = RooflineTimes(machine), [(1, 8, 8, 3)]
-    assert times.time(Conv(4, 3), shape, input_gradient=False).backward_data == 0
-    masked = times.time(Conv(4, 3, activation="relu"), shape, input_gradient=False)
+    assert times.time(hg.Conv(4, 3), shape, input_gradient=False).backward_data == 0
+    masked = times.time(hg.Conv(4, 3, activation="relu"), shape, input_gradient=False)
     assert masked.backward_data == pytest.approx(kernel(0, 3 * 6 * 6 * 4))
 
 
 def test_small_rates_of_float64_count(machine):
-    found = RooflineTimes(machine).time(Dense(4096, bias=False), [(4096, 4096)], "float64")
+    found = RooflineTimes(machine).time(hg.Dense(4096, bias=False), [(4096, 4096)], "float64")
     assert found.forward == pytest.approx(kernel(2 * 4096**3, 0, rate=RATE / 2))
 
 
 def test_layers_without_arithmetic_are_priced_by_their_bytes(machine):
     times, n = RooflineTimes(machine), 4 * 64 * 64 * 16
     shape = (4, 64, 64, 16)
-    assert times.time(ReLU(), [shape]) == LayerTime(pytest.approx(kernel(0, 2 * n)), pytest.approx(kernel(0, 3 * n)))
-    norm = times.time(BatchNorm(), [shape])
+    assert times.time(hg.ReLU(), [shape]) == LayerTime(pytest.approx(kernel(0, 2 * n)), pytest.approx(kernel(0, 3 * n)))
+    norm = times.time(hg.BatchNorm(), [shape])
     assert norm.forward == pytest.approx(kernel(7 * n, 3 * n + 32))
     assert norm.backward_data == pytest.approx(kernel(7 * n, 5 * n + 32))
     assert norm.backward_filter == 0
-    added = times.time(Add(), [shape, shape])
+    added = times.time(hg.Add(), [shape, shape])
     assert added == LayerTime(pytest.approx(kernel(n, 3 * n)))
 
 
 def test_a_loss_has_its_gradient_with_it(machine):
-    found = RooflineTimes(machine).time(BinaryCrossEntropyWithLogits(), [(1, 8, 8, 1)] * 2)
+    found = RooflineTimes(machine).time(hg.BinaryCrossEntropyWithLogits(), [(1, 8, 8, 1)] * 2)
     assert found.backward == 0 < found.forward
 
 
 def test_evaluation_has_no_backward(machine):
-    assert RooflineTimes(machine).time(Conv(4, 3), [(1, 8, 8, 3)], trainable=False).backward == 0
+    assert RooflineTimes(machine).time(hg.Conv(4, 3), [(1, 8, 8, 3)], trainable=False).backward == 0
 
 
 def test_a_rank_with_nothing_takes_no_time(machine):
-    assert RooflineTimes(machine).time(Conv(4, 3), [(0, 8, 8, 3)]).total == 0
+    assert RooflineTimes(machine).time(hg.Conv(4, 3), [(0, 8, 8, 3)]).total == 0
 
 
 def test_a_layer_of_your_own_is_priced_too(machine):
-    class Mine(Layer):
+    class Mine(hg.Layer):
         def flops(self, *shapes):
             return 10**9
 
@@ -179,7 +175,7 @@ def test_a_layer_of_your_own_is_priced_too(machine):
 
 
 def test_what_is_asked_twice_is_the_same_object(machine):
-    times, layer = RooflineTimes(machine), Conv(4, 3)
+    times, layer = RooflineTimes(machine), hg.Conv(4, 3)
     assert times.time(layer, [(1, 8, 8, 3)]) is times.time(layer, [(1, 8, 8, 3)])
     assert times.time(layer, [(1, 8, 8, 3)]) is not times.time(layer, [(2, 8, 8, 3)])
 
@@ -189,16 +185,16 @@ def test_what_is_asked_twice_is_the_same_object(machine):
 
 def test_measured_times_are_used(tmp_path):
     cache = TimeCache(tmp_path / "times.jsonl")
-    work = LayerWork.of(Conv(4, 3), [(1, 8, 8, 3)])
+    work = LayerWork.of(hg.Conv(4, 3), [(1, 8, 8, 3)])
     cache.put(HERE, work.key, (1.0, 2.0, 3.0))
     again = MeasuredTimes(TimeCache(tmp_path / "times.jsonl"), HERE)
-    assert again.time(Conv(4, 3, name="other"), [(1, 8, 8, 3)]) == LayerTime(1, 2, 3)
+    assert again.time(hg.Conv(4, 3, name="other"), [(1, 8, 8, 3)]) == LayerTime(1, 2, 3)
     assert not again.missing
 
 
 def test_times_of_other_conditions_are_not(tmp_path, machine):
     cache = TimeCache(None)
-    work = LayerWork.of(Conv(4, 3), [(1, 8, 8, 3)])
+    work = LayerWork.of(hg.Conv(4, 3), [(1, 8, 8, 3)])
     cache.put(HERE, work.key, (1.0, 2.0, 3.0))
     roofline = RooflineTimes(machine)
     times = MeasuredTimes(cache, Conditions("a device", "numpy", "1", threads=2), roofline)
@@ -211,9 +207,9 @@ def test_a_fallback_is_asked_for_the_same_work(machine):
     roofline = RooflineTimes(machine)
     times = MeasuredTimes(TimeCache(None), HERE, roofline)
     for layer, more in (
-        (Conv(8, 3), {"filters": 2}),
-        (BatchNorm(), {"options": {}}),
-        (Conv(8, 5), {"outputs": (8, 8)}),
+        (hg.Conv(8, 3), {"filters": 2}),
+        (hg.BatchNorm(), {"options": {}}),
+        (hg.Conv(8, 5), {"outputs": (8, 8)}),
     ):
         assert times.time(layer, [(1, 8, 8, 4)], **more) == roofline.time(layer, [(1, 8, 8, 4)], **more)
 
@@ -221,7 +217,7 @@ def test_a_fallback_is_asked_for_the_same_work(machine):
 def test_without_a_fallback_the_remedy_is_said(tmp_path):
     times = MeasuredTimes(TimeCache(tmp_path / "t.jsonl"), HERE)
     with pytest.raises(UserError, match=r"expected a measured time of Conv on .*there is none; run `halograd profile`"):
-        times.time(Conv(4, 3), [(1, 8, 8, 3)])
+        times.time(hg.Conv(4, 3), [(1, 8, 8, 3)])
 
 
 def test_what_is_measured_on_demand_is_kept():
@@ -234,10 +230,10 @@ def test_what_is_measured_on_demand_is_kept():
     cache = TimeCache(None)
     times = MeasuredTimes(cache, HERE, measure=measure)
     for _ in range(2):
-        assert times.time(Conv(4, 3), [(1, 8, 8, 3)]) == LayerTime(1.0, 2.0, 0.0)
+        assert times.time(hg.Conv(4, 3), [(1, 8, 8, 3)]) == LayerTime(1.0, 2.0, 0.0)
     assert len(calls) == 1 and len(cache) == 1
     times.forget()
-    assert times.time(Conv(4, 3), [(1, 8, 8, 3)]).forward == 1.0
+    assert times.time(hg.Conv(4, 3), [(1, 8, 8, 3)]).forward == 1.0
     assert len(calls) == 1
 
 

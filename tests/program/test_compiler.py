@@ -5,33 +5,8 @@ from functools import partial
 
 import pytest
 
+import halograd as hg
 from halograd.dtensor import Box
-from halograd.layers import (
-    ELU,
-    GELU,
-    Add,
-    AveragePool,
-    BatchNorm,
-    Clamp,
-    Conv,
-    Dense,
-    Flatten,
-    GroupNorm,
-    HardSigmoid,
-    HardSwish,
-    Input,
-    LayerNorm,
-    LeakyReLU,
-    MaxPool,
-    MeanSquaredError,
-    Mish,
-    Network,
-    ReLU,
-    Sigmoid,
-    SiLU,
-    Softplus,
-    Tanh,
-)
 from halograd.layers.strategy import Strategy
 from halograd.program.compiler import Target, compile_program
 from halograd.program.views import is_packed
@@ -44,9 +19,9 @@ def compiled(network, strategy, rank, size, batch=1):
 
 def fork():
     """The input has two readers."""
-    x = Input((8, 8, 2), "x")
-    y = Add(name="sum")(Conv(2, 3, padding=1, name="a")(x), Conv(2, 3, padding=1, name="b")(x))
-    return Network({"loss": MeanSquaredError(name="mse")(y, Input((8, 8, 2), "target"))})
+    x = hg.Input((8, 8, 2), "x")
+    y = hg.Add(name="sum")(hg.Conv(2, 3, padding=1, name="a")(x), hg.Conv(2, 3, padding=1, name="b")(x))
+    return hg.Network({"loss": hg.MeanSquaredError(name="mse")(y, hg.Input((8, 8, 2), "target"))})
 
 
 def test_an_input_holds_the_halo_of_its_first_cut_only():
@@ -60,15 +35,15 @@ def test_an_input_holds_the_halo_of_its_first_cut_only():
 
 def test_what_is_flattened_gets_no_margins():
     """The rank that will own a sample receives it flattened already."""
-    y = Conv(2, 3, padding=1, name="a")(Input((8, 8, 2), "x"))
-    network = Network({"loss": MeanSquaredError()(Dense(3)(Flatten()(y)), Input((3,), "target"))})
+    y = hg.Conv(2, 3, padding=1, name="a")(hg.Input((8, 8, 2), "x"))
+    network = hg.Network({"loss": hg.MeanSquaredError()(hg.Dense(3)(hg.Flatten()(y)), hg.Input((3,), "target"))})
     steps, _ = compiled(network, Strategy({"height": 4}), 0, 4)
     assert steps["a"].output.region.box == Box((0, 0, 0, 0), (1, 2, 8, 2))
 
 
 def test_halos_are_received_in_place_where_the_block_stays_packed():
-    y = Conv(2, 3, padding=1, name="b")(Conv(2, 3, padding=1, name="a")(Input((8, 8, 2), "x")))
-    network = Network({"loss": MeanSquaredError()(y, Input((8, 8, 2), "target"))})
+    y = hg.Conv(2, 3, padding=1, name="b")(hg.Conv(2, 3, padding=1, name="a")(hg.Input((8, 8, 2), "x")))
+    network = hg.Network({"loss": hg.MeanSquaredError()(y, hg.Input((8, 8, 2), "target"))})
     for parts, box in {"height": Box((0, 1, 0, 0), (1, 5, 8, 2)), "width": Box((0, 0, 2, 0), (1, 8, 4, 2))}.items():
         steps, _ = compiled(network, Strategy({parts: 4}), 1, 4)
         assert steps["a"].output.region.box == box
@@ -88,11 +63,11 @@ def arrays_per_block(*makers, parts=None):
     parts = parts or {"height": 2}
 
     def stored(blocks):
-        y = Input((32, 32, 64), "x")
+        y = hg.Input((32, 32, 64), "x")
         for _ in range(blocks):
-            for make in (lambda: Conv(64, 3, padding=1, bias=False), *makers):
+            for make in (lambda: hg.Conv(64, 3, padding=1, bias=False), *makers):
                 y = make()(y)
-        network = Network({"loss": MeanSquaredError()(y, Input((32, 32, 64), "target"))})
+        network = hg.Network({"loss": hg.MeanSquaredError()(y, hg.Input((32, 32, 64), "target"))})
         size = math.prod(parts.values())
         return compile_program(network, Strategy(parts), Target(1, size, 0)).placement.size * size
 
@@ -100,25 +75,27 @@ def arrays_per_block(*makers, parts=None):
 
 
 @pytest.mark.parametrize(
-    "norm", [BatchNorm, lambda: GroupNorm(4), lambda: LayerNorm()], ids=["batch", "group", "layer"]
+    "norm", [hg.BatchNorm, lambda: hg.GroupNorm(4), lambda: hg.LayerNorm()], ids=["batch", "group", "layer"]
 )
-@pytest.mark.parametrize("activation", [ReLU, LeakyReLU, ELU, Sigmoid, Tanh, HardSigmoid, Clamp])
+@pytest.mark.parametrize("activation", [hg.ReLU, hg.LeakyReLU, hg.ELU, hg.Sigmoid, hg.Tanh, hg.HardSigmoid, hg.Clamp])
 def test_the_input_of_an_activation_is_not_kept(activation, norm):
     """Backward needs the input of the norm and the output of the activation, the input of the next block."""
     assert arrays_per_block(norm, activation) == pytest.approx(2, abs=0.1)
 
 
-@pytest.mark.parametrize("activation", [GELU, SiLU, HardSwish, Softplus, Mish, lambda: LeakyReLU(-0.1)])
+@pytest.mark.parametrize(
+    "activation", [hg.GELU, hg.SiLU, hg.HardSwish, hg.Softplus, hg.Mish, lambda: hg.LeakyReLU(-0.1)]
+)
 def test_it_is_kept_where_the_gradient_is_formed_from_it(activation):
-    assert arrays_per_block(BatchNorm, activation) == pytest.approx(3, abs=0.1)
+    assert arrays_per_block(hg.BatchNorm, activation) == pytest.approx(3, abs=0.1)
 
 
 BLOCKS = {
-    "batch norm, fused relu": [partial(BatchNorm, activation="relu")],
-    "group norm, fused relu": [partial(GroupNorm, 4, activation="relu")],
-    "layer norm, fused relu": [partial(LayerNorm, activation="relu")],
-    "convolution, fused relu": [partial(Conv, 64, 1, activation="relu")],
-    **{kind.__name__: [BatchNorm, kind] for kind in (ReLU, ELU, LeakyReLU, Clamp)},
+    "batch norm, fused relu": [partial(hg.BatchNorm, activation="relu")],
+    "group norm, fused relu": [partial(hg.GroupNorm, 4, activation="relu")],
+    "layer norm, fused relu": [partial(hg.LayerNorm, activation="relu")],
+    "convolution, fused relu": [partial(hg.Conv, 64, 1, activation="relu")],
+    **{kind.__name__: [hg.BatchNorm, kind] for kind in (hg.ReLU, hg.ELU, hg.LeakyReLU, hg.Clamp)},
 }
 
 
@@ -133,10 +110,10 @@ def test_an_output_is_not_kept_beside_its_copy_with_halos(block, parts):
 
 def test_an_output_is_kept_where_its_copy_with_halos_is_not():
     """The convolution behind is frozen: its backward pass reads no input."""
-    x, parts = Input((32, 32, 64), "x"), {"height": 2, "width": 2}
-    y = Conv(64, 3, padding=1, activation="relu", name="first")(x)
-    y = Conv(64, 3, padding=1, name="second")(y)
-    network = Network({"loss": MeanSquaredError()(y, Input((32, 32, 64), "target"))}).freeze("second")
+    x, parts = hg.Input((32, 32, 64), "x"), {"height": 2, "width": 2}
+    y = hg.Conv(64, 3, padding=1, activation="relu", name="first")(x)
+    y = hg.Conv(64, 3, padding=1, name="second")(y)
+    network = hg.Network({"loss": hg.MeanSquaredError()(y, hg.Input((32, 32, 64), "target"))}).freeze("second")
     program = compile_program(network, Strategy(parts), Target(1, 4, 0))
     read = {
         view.buffer for segment in program.backward for operation in segment.operations for view in operation.views()
@@ -146,6 +123,6 @@ def test_an_output_is_kept_where_its_copy_with_halos_is_not():
     assert value.view.buffer in read and not read & copies
 
 
-@pytest.mark.parametrize("pool", [MaxPool, AveragePool])
+@pytest.mark.parametrize("pool", [hg.MaxPool, hg.AveragePool])
 def test_what_is_pooled_is_not_kept(pool):
     assert arrays_per_block(lambda: pool(3, stride=1, padding=1)) == pytest.approx(1, abs=0.1)

@@ -17,35 +17,11 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+import halograd as hg
 from halograd.comm import Communicator
 from halograd.errors import UserError
 from halograd.kernels import get_backend
-from halograd.layers import (
-    AbsoluteError,
-    AveragePool,
-    BatchNorm,
-    BinaryCrossEntropyWithLogits,
-    ChannelShuffle,
-    Concat,
-    Conv,
-    Dense,
-    Dice,
-    Dropout,
-    Focal,
-    GlobalAveragePool,
-    GroupNorm,
-    Huber,
-    Input,
-    LogSoftmax,
-    MeanSquaredError,
-    Mish,
-    Network,
-    Node,
-    SoftmaxCrossEntropy,
-    StochasticDepth,
-    Tversky,
-    training_only,
-)
+from halograd.layers import Node
 from halograd.layers.reduction_scheme import Scheme
 from halograd.layers.strategy import Strategy
 from halograd.training.auto_reduction import Tuning
@@ -87,7 +63,7 @@ class Case:
     """What is trained and how, all of it by `seed`."""
 
     seed: int
-    network: Network = field(init=False)
+    network: hg.Network = field(init=False)
     parts: int = field(init=False)
     batch: int = field(init=False)
     ignored: int | None = field(init=False)
@@ -135,38 +111,38 @@ class Case:
         return rng.random(shape) if name == "masks" else rng.standard_normal(shape)
 
 
-def _network(draw: Draw, ignored: int | None) -> Network:
+def _network(draw: Draw, ignored: int | None) -> hg.Network:
     """A trunk whose layers are called again, with a map of classes, a map of masks, and numbers per sample."""
     height, width = int(draw.rng.integers(4, 10)), int(draw.rng.integers(3, 8))
-    x = Input((height, width, 3), "x")
+    x = hg.Input((height, width, 3), "x")
     normed = draw.chance(0.3)
-    again = Conv(8, 3, padding=1, name="shared", activation=draw.one(None, "relu", "tanh"), weight_norm=normed)
-    norm, y = GroupNorm(2, name="norm"), Conv(8, 3, padding=1, name="first", activation="relu")(x)
+    again = hg.Conv(8, 3, padding=1, name="shared", activation=draw.one(None, "relu", "tanh"), weight_norm=normed)
+    norm, y = hg.GroupNorm(2, name="norm"), hg.Conv(8, 3, padding=1, name="first", activation="relu")(x)
     values, bent = [norm(y)], _bending(draw, width)
     for _ in range(int(draw.rng.integers(1, 4))):
         y = again(draw.one(*values))
         y = norm(y) if draw.chance(0.4) else y
         y = bent(y, values[-1]) if draw.chance(0.5) else y
-        y = Dropout(0.3)(y) if draw.chance(0.3) else y
-        y = StochasticDepth(0.3)(y) if draw.chance(0.3) else y
+        y = hg.Dropout(0.3)(y) if draw.chance(0.3) else y
+        y = hg.StochasticDepth(0.3)(y) if draw.chance(0.3) else y
         values.append(y + values[-1] if draw.chance(0.5) else y)
-    y = BatchNorm(eps=0.1, name="batch_norm")(values[-1]) if draw.chance(0.3) else values[-1]
-    vector = GlobalAveragePool()(again(AveragePool(2)(values[-1])))
-    mix = Dense(8, name="dense1", activation=draw.one(None, "tanh"), weight_norm=draw.chance(0.2))
-    vector = Concat()(mix(vector), mix(mix(vector))) if draw.chance(0.6) else mix(vector)
-    vector = Dense(3, name="dense3")(Dense(24, name="dense2", activation="tanh")(vector))
-    maps = Conv(CLASSES, 1, name="maps", weight_norm=draw.chance(0.3))(y)
-    maps = LogSoftmax()(maps) if draw.chance(0.3) else maps
-    loss = _losses(draw, maps, Conv(2, 3, padding=1, name="masked")(y), vector, ignored)
-    made = Network({"maps": maps, "vector": vector, "loss": loss}, name="combined")
+    y = hg.BatchNorm(eps=0.1, name="batch_norm")(values[-1]) if draw.chance(0.3) else values[-1]
+    vector = hg.GlobalAveragePool()(again(hg.AveragePool(2)(values[-1])))
+    mix = hg.Dense(8, name="dense1", activation=draw.one(None, "tanh"), weight_norm=draw.chance(0.2))
+    vector = hg.Concat()(mix(vector), mix(mix(vector))) if draw.chance(0.6) else mix(vector)
+    vector = hg.Dense(3, name="dense3")(hg.Dense(24, name="dense2", activation="tanh")(vector))
+    maps = hg.Conv(CLASSES, 1, name="maps", weight_norm=draw.chance(0.3))(y)
+    maps = hg.LogSoftmax()(maps) if draw.chance(0.3) else maps
+    loss = _losses(draw, maps, hg.Conv(2, 3, padding=1, name="masked")(y), vector, ignored)
+    made = hg.Network({"maps": maps, "vector": vector, "loss": loss}, name="combined")
     return made.freeze(draw.one("shared", "norm", "first", "dense1")) if draw.chance(0.3) else made
 
 
 def _bending(draw: Draw, width: int) -> Callable[[Node, Node], Node]:
     """One of the ways to compute with values and numbers; layers are made once, and may be called again."""
-    settings, row = Input((2,), "settings"), Input((1, width, 8), "row")
-    factor, summand = Dense(8, name="factor"), Dense(8, name="summand")
-    rows, mask = Conv(8, 1, name="rows"), Conv(1, 1, name="mask", activation="sigmoid")
+    settings, row = hg.Input((2,), "settings"), hg.Input((1, width, 8), "row")
+    factor, summand = hg.Dense(8, name="factor"), hg.Dense(8, name="summand")
+    rows, mask = hg.Conv(8, 1, name="rows"), hg.Conv(1, 1, name="mask", activation="sigmoid")
 
     def bent(y: Node, other: Node) -> Node:
         return draw.one(
@@ -174,9 +150,9 @@ def _bending(draw: Draw, width: int) -> Callable[[Node, Node], Node]:
             lambda: other - 0.5 * y,
             lambda: y * mask(other) + other * (1 - mask(y)),
             lambda: y / 2 + rows(row),
-            lambda: summand(GlobalAveragePool()(other)) + y,
-            lambda: ChannelShuffle(draw.one(2, 4))(y),
-            lambda: Mish()(-y),
+            lambda: summand(hg.GlobalAveragePool()(other)) + y,
+            lambda: hg.ChannelShuffle(draw.one(2, 4))(y),
+            lambda: hg.Mish()(-y),
         )()
 
     return bent
@@ -186,31 +162,33 @@ def _losses(draw: Draw, maps: Node, masks: Node, vector: Node, ignored: int | No
     """A sum of losses, some of them weighted, of training alone, or divided by their weights."""
     height, width, _ = maps.shape
     forms = [(height, width, 1), (1, width, 1), (height, 1, 1), (1, 1, 1), (1,)]
-    many = [Input(draw.one(*forms), f"weights{k}") for k in range(3)]
+    many = [hg.Input(draw.one(*forms), f"weights{k}") for k in range(3)]
 
     def weighted(loss: Any, prediction: Node, target: Node, k: int) -> Any:
         return loss(prediction, target, many[k]) if draw.chance(0.6) else loss(prediction, target)
 
-    classes = Input((height, width, 1), "classes", "int32")
+    classes = hg.Input((height, width, 1), "classes", "int32")
     smooth, norm = draw.one(0.0, 0.1), draw.one(None, "count", "weights")
-    entropy = SoftmaxCrossEntropy(draw.one(None, [0.5, 2.0, 0.0, 1.5]), norm, smooth, ignored)
+    entropy = hg.SoftmaxCrossEntropy(draw.one(None, [0.5, 2.0, 0.0, 1.5]), norm, smooth, ignored)
     found = weighted(entropy, maps, classes, 0)
     if draw.chance(0.6):
         reduction = draw.one("batch", "sample")
         overlap = draw.one(
-            Dice("softmax", reduction, ignore_index=ignored),
-            Tversky(0.3, 0.7, "softmax", reduction, ignore_index=ignored),
+            hg.Dice("softmax", reduction, ignore_index=ignored),
+            hg.Tversky(0.3, 0.7, "softmax", reduction, ignore_index=ignored),
         )
         found = found + 0.5 * weighted(overlap, maps, classes, 0)
     norm = draw.one("count", "weights")
-    some = [one(normalization=norm) for one in (Huber, Focal, AbsoluteError, MeanSquaredError)]
-    some += [BinaryCrossEntropyWithLogits([1.0, 3.0], normalization=norm), Dice("sigmoid"), Tversky(0.2, 0.6)]
-    extra = weighted(draw.one(*some), masks, Input(masks.shape, "masks"), 1)
-    found = found + (training_only(extra) if draw.chance(0.2) else 0.3 * extra)
-    numbers = MeanSquaredError(normalization=draw.one("count", "weights"))
-    target = Input((3,), "numbers")
+    some = [one(normalization=norm) for one in (hg.Huber, hg.Focal, hg.AbsoluteError, hg.MeanSquaredError)]
+    some += [hg.BinaryCrossEntropyWithLogits([1.0, 3.0], normalization=norm), hg.Dice("sigmoid"), hg.Tversky(0.2, 0.6)]
+    extra = weighted(draw.one(*some), masks, hg.Input(masks.shape, "masks"), 1)
+    found = found + (hg.training_only(extra) if draw.chance(0.2) else 0.3 * extra)
+    numbers = hg.MeanSquaredError(normalization=draw.one("count", "weights"))
+    target = hg.Input((3,), "numbers")
     return found + (
-        numbers(vector, target, Input((draw.one(1, 3),), "weights3")) if draw.chance(0.6) else numbers(vector, target)
+        numbers(vector, target, hg.Input((draw.one(1, 3),), "weights3"))
+        if draw.chance(0.6)
+        else numbers(vector, target)
     )
 
 

@@ -9,23 +9,10 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
+import halograd as hg
 from halograd.comm import Communicator
 from halograd.errors import UserError
 from halograd.kernels import get_backend
-from halograd.layers import (
-    BatchNorm,
-    Conv,
-    Dense,
-    Dice,
-    Dropout,
-    Flatten,
-    GlobalAveragePool,
-    GroupNorm,
-    Input,
-    Network,
-    SoftmaxCrossEntropy,
-    StochasticDepth,
-)
 from halograd.layers.parameter import parameter_blocks
 from halograd.layers.reduction_scheme import Scheme
 from halograd.layers.strategy import Strategy
@@ -53,14 +40,16 @@ SCHEMES = {
 }
 
 
-def network() -> Network:
+def network() -> hg.Network:
     """Random masks of elements and of samples, sums over positions: nothing over samples."""
-    x, t = Input((8, 6, 2), "x"), Input((1,), "target", "int32")
-    y = Conv(6, 3, padding=1, activation="relu", name="conv1")(x)
-    y = y + StochasticDepth(0.4, name="depth")(Conv(6, 3, padding=1, name="conv2")(GroupNorm(3, name="norm")(y)))
-    y = Dense(12, name="dense1")(GlobalAveragePool()(Dropout(0.3, name="dropout")(y)))
-    y = Dense(4, name="dense2")(Dropout(0.2, name="dropout2")(y))
-    return Network({"prediction": y, "loss": SoftmaxCrossEntropy(name="ce")(y, t)}, name="parts")
+    x, t = hg.Input((8, 6, 2), "x"), hg.Input((1,), "target", "int32")
+    y = hg.Conv(6, 3, padding=1, activation="relu", name="conv1")(x)
+    y = y + hg.StochasticDepth(0.4, name="depth")(
+        hg.Conv(6, 3, padding=1, name="conv2")(hg.GroupNorm(3, name="norm")(y))
+    )
+    y = hg.Dense(12, name="dense1")(hg.GlobalAveragePool()(hg.Dropout(0.3, name="dropout")(y)))
+    y = hg.Dense(4, name="dense2")(hg.Dropout(0.2, name="dropout2")(y))
+    return hg.Network({"prediction": y, "loss": hg.SoftmaxCrossEntropy(name="ce")(y, t)}, name="parts")
 
 
 def fill(executor: Executor, step: int, part: int) -> None:
@@ -144,12 +133,12 @@ def test_schemes(name):
         check(comm, run(comm, strategy, 2), whole())
 
 
-def wide() -> Network:
+def wide() -> hg.Network:
     """Dense layers whose weights outnumber the activations of a part."""
-    x, t = Input((8, 6, 2), "x"), Input((1,), "target", "int32")
-    y = Dense(40, name="dense1", activation="tanh")(Flatten()(x))
-    y = Dense(4, name="out")(Dense(40, name="dense2", activation="tanh")(y))
-    return Network({"prediction": y, "loss": SoftmaxCrossEntropy(name="ce")(y, t)}, name="wide")
+    x, t = hg.Input((8, 6, 2), "x"), hg.Input((1,), "target", "int32")
+    y = hg.Dense(40, name="dense1", activation="tanh")(hg.Flatten()(x))
+    y = hg.Dense(4, name="out")(hg.Dense(40, name="dense2", activation="tanh")(y))
+    return hg.Network({"prediction": y, "loss": hg.SoftmaxCrossEntropy(name="ce")(y, t)}, name="wide")
 
 
 @pytest.mark.ranks(2, 3)
@@ -292,9 +281,9 @@ def test_what_is_said_and_refused(comm, shared, caplog):
 
 
 def test_what_depends_on_the_batch():
-    assert BatchNorm().of_batch and not GroupNorm(1).of_batch
-    assert Dice().of_batch and not Dice(reduction="sample").of_batch
-    x, t = Input((4, 4, 2), "x"), Input((4, 4, 1), "t", "int32")
-    both = SoftmaxCrossEntropy()(x, t) + SoftmaxCrossEntropy(ignore_index=0)(x, t) + Dice("softmax")(x, t)
+    assert hg.BatchNorm().of_batch and not hg.GroupNorm(1).of_batch
+    assert hg.Dice().of_batch and not hg.Dice(reduction="sample").of_batch
+    x, t = hg.Input((4, 4, 2), "x"), hg.Input((4, 4, 1), "t", "int32")
+    both = hg.SoftmaxCrossEntropy()(x, t) + hg.SoftmaxCrossEntropy(ignore_index=0)(x, t) + hg.Dice("softmax")(x, t)
     assert both.layer.of_batch == "its sum of weights, its sums over samples"
-    assert not SoftmaxCrossEntropy().of_batch
+    assert not hg.SoftmaxCrossEntropy().of_batch

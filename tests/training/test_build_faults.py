@@ -7,23 +7,12 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
+import halograd as hg
 from halograd.comm import Communicator
 from halograd.comm.transports import Transport
 from halograd.dtensor import Exchange
 from halograd.kernels import get_backend
 from halograd.kernels.onednn import OnednnBackend
-from halograd.layers import (
-    BatchNorm,
-    Conv,
-    ConvTranspose,
-    Dense,
-    GlobalAveragePool,
-    GroupNorm,
-    Input,
-    MaxPool,
-    MeanSquaredError,
-    Network,
-)
 from halograd.layers import lowering as lowering_module
 from halograd.layers.reduction_scheme import Scheme
 from halograd.layers.strategy import Strategy
@@ -50,18 +39,18 @@ EMULATED = "emulated:alpha=1e-6,beta=1e-10,node=2"
 LIMIT = 120  # [s], against deadlock: a build takes some 0.2 s
 
 
-def network() -> Network:
+def network() -> hg.Network:
     """Halos both ways, groups of ranks that share samples, redistribution, gradients that are returned and summed."""
-    x = Input((12, 10, 3), "x")
-    y = Conv(4, 3, padding=1, activation="relu", name="conv1")(x)
-    y = BatchNorm(statistics="sample", name="batch_norm")(y)
-    y = MaxPool(3, 2, padding=1, name="pool")(y)
-    y = GroupNorm(2, name="group_norm")(y)
-    y = Conv(4, 5, padding=2, name="conv2")(y)
-    y = ConvTranspose(3, 2, 2, name="up")(y)
-    y = GlobalAveragePool(name="average")(y)
-    y = Dense(4, name="dense2")(Dense(8, name="dense1")(y))
-    return Network({"loss": MeanSquaredError(name="loss")(y, Input((4,), "target"))}, name="net")
+    x = hg.Input((12, 10, 3), "x")
+    y = hg.Conv(4, 3, padding=1, activation="relu", name="conv1")(x)
+    y = hg.BatchNorm(statistics="sample", name="batch_norm")(y)
+    y = hg.MaxPool(3, 2, padding=1, name="pool")(y)
+    y = hg.GroupNorm(2, name="group_norm")(y)
+    y = hg.Conv(4, 5, padding=2, name="conv2")(y)
+    y = hg.ConvTranspose(3, 2, 2, name="up")(y)
+    y = hg.GlobalAveragePool(name="average")(y)
+    y = hg.Dense(4, name="dense2")(hg.Dense(8, name="dense1")(y))
+    return hg.Network({"loss": hg.MeanSquaredError(name="loss")(y, hg.Input((4,), "target"))}, name="net")
 
 
 def strategy(size: int, kind: str) -> Strategy:

@@ -6,19 +6,10 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
+import halograd as hg
 from halograd.comm import Communicator
 from halograd.errors import UserError
 from halograd.kernels import get_backend
-from halograd.layers import (
-    BatchNorm,
-    Conv,
-    Dense,
-    Flatten,
-    Input,
-    MaxPool,
-    Network,
-    SoftmaxCrossEntropy,
-)
 from halograd.layers.strategy import Strategy
 from halograd.training.checkpoint import Snapshot, TrainingProgress, read_checkpoint, write_checkpoint
 from halograd.training.executor import Executor
@@ -33,11 +24,13 @@ STEPS, HALF = 6, 3
 
 
 def network():
-    x = Input((8, 7, 3), "x")
-    y = BatchNorm(activation="relu", name="bn")(Conv(6, 3, padding=1, name="conv1")(x))
-    y = MaxPool(2, name="pool")(Conv(5, 3, 2, 1, activation="relu", name="conv2")(y))
-    y = Dense(4, name="dense2")(Dense(7, name="dense1")(Flatten(name="flat")(y)))
-    return Network({"prediction": y, "loss": SoftmaxCrossEntropy(name="ce")(y, Input((1,), "target", "int32"))})
+    x = hg.Input((8, 7, 3), "x")
+    y = hg.BatchNorm(activation="relu", name="bn")(hg.Conv(6, 3, padding=1, name="conv1")(x))
+    y = hg.MaxPool(2, name="pool")(hg.Conv(5, 3, 2, 1, activation="relu", name="conv2")(y))
+    y = hg.Dense(4, name="dense2")(hg.Dense(7, name="dense1")(hg.Flatten(name="flat")(y)))
+    return hg.Network(
+        {"prediction": y, "loss": hg.SoftmaxCrossEntropy(name="ce")(y, hg.Input((1,), "target", "int32"))}
+    )
 
 
 def cut(size):

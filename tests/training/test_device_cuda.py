@@ -4,22 +4,9 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
+import halograd as hg
 from halograd.comm import Communicator
 from halograd.kernels.numpy import NumpyBackend
-from halograd.layers import (
-    BatchNorm,
-    Dense,
-    Dropout,
-    Flatten,
-    GroupNorm,
-    Input,
-    InstanceNorm,
-    LayerNorm,
-    MeanSquaredError,
-    Network,
-    Resize,
-    SoftmaxCrossEntropy,
-)
 from halograd.layers.reduction_scheme import Scheme
 from halograd.layers.strategy import Strategy
 from halograd.testing import grids, random_array, run_layer
@@ -35,15 +22,15 @@ from tests.training.steps import fill
 
 def dropping():
     """A network whose only differences from one rank to another would be its masks."""
-    x, target = Input((6, 5, 3), "x"), Input((1,), "target", "int64")
-    y = Dense(4, name="last")(Dropout(0.4, "drop")(Dense(12, name="first")(Flatten("flat")(x))))
-    return Network({"prediction": y, "loss": SoftmaxCrossEntropy(label_smoothing=0.1, name="loss")(y, target)})
+    x, target = hg.Input((6, 5, 3), "x"), hg.Input((1,), "target", "int64")
+    y = hg.Dense(4, name="last")(hg.Dropout(0.4, "drop")(hg.Dense(12, name="first")(hg.Flatten("flat")(x))))
+    return hg.Network({"prediction": y, "loss": hg.SoftmaxCrossEntropy(label_smoothing=0.1, name="loss")(y, target)})
 
 
 def regression():
-    x, target = Input((6, 5, 3), "x"), Input((4,), "target")
-    y = Dense(4, name="last")(Flatten("flat")(x))
-    return Network({"prediction": y, "loss": MeanSquaredError("loss")(y, target)})
+    x, target = hg.Input((6, 5, 3), "x"), hg.Input((4,), "target")
+    y = hg.Dense(4, name="last")(hg.Flatten("flat")(x))
+    return hg.Network({"prediction": y, "loss": hg.MeanSquaredError("loss")(y, target)})
 
 
 CASES = {"dropping": dropping, "regression": regression, "mesh": NETWORKS["mesh"]}
@@ -111,20 +98,20 @@ def agree_on(comm, found, expected, atol, what):
 
 
 LAYERS = {
-    "resize": lambda: Resize(2, mode="bilinear", name="l"),
-    "resize down": lambda: Resize(size=[4, 9], mode="linear", name="l"),
-    "nearest": lambda: Resize(3, name="l"),
-    "layer norm": lambda: LayerNorm("channels", activation="relu", name="l"),
-    "layer norm, plain": lambda: LayerNorm("channels", affine=False, name="l"),
-    "dropout": lambda: Dropout(0.4, name="l"),
+    "resize": lambda: hg.Resize(2, mode="bilinear", name="l"),
+    "resize down": lambda: hg.Resize(size=[4, 9], mode="linear", name="l"),
+    "nearest": lambda: hg.Resize(3, name="l"),
+    "layer norm": lambda: hg.LayerNorm("channels", activation="relu", name="l"),
+    "layer norm, plain": lambda: hg.LayerNorm("channels", affine=False, name="l"),
+    "dropout": lambda: hg.Dropout(0.4, name="l"),
 }
 
 
 NORMS = {
-    "group norm": lambda: GroupNorm(2, activation="relu", name="l"),
-    "group norm, plain": lambda: GroupNorm(2, affine=False, name="l"),
-    "instance norm": lambda: InstanceNorm(name="l"),
-    "layer norm of samples": lambda: LayerNorm(activation="relu", name="l"),
+    "group norm": lambda: hg.GroupNorm(2, activation="relu", name="l"),
+    "group norm, plain": lambda: hg.GroupNorm(2, affine=False, name="l"),
+    "instance norm": lambda: hg.InstanceNorm(name="l"),
+    "layer norm of samples": lambda: hg.LayerNorm(activation="relu", name="l"),
 }
 
 
@@ -154,7 +141,7 @@ def test_batch_norm_in_training(options, residual, cuda):
     kernels, shapes = FakeBackend(cuda), [(7, 6, 5)] * (1 + residual)
 
     def make():
-        return BatchNorm(name="l", **options)
+        return hg.BatchNorm(name="l", **options)
 
     with Communicator(MPI.COMM_WORLD) as comm:
         for parts in grids(comm.size, ("sample", "height", "width")):
@@ -169,9 +156,9 @@ def test_batch_norm_in_training(options, residual, cuda):
 
 def running(backend, make, shapes, comm, parts):
     """The running statistics behind two steps."""
-    nodes = [Input(s, name=f"x{i}") for i, s in enumerate(shapes)]
-    target = Input(shapes[0], name="target")
-    network = Network({"loss": MeanSquaredError("loss")(make()(*nodes), target)})
+    nodes = [hg.Input(s, name=f"x{i}") for i, s in enumerate(shapes)]
+    target = hg.Input(shapes[0], name="target")
+    network = hg.Network({"loss": hg.MeanSquaredError("loss")(make()(*nodes), target)})
     with Executor(network, comm, backend, 3, Strategy(parts), "float32") as executor:
         for _ in range(2):
             for name in network.inputs:

@@ -5,19 +5,9 @@ from itertools import product
 import numpy as np
 import pytest
 
+import halograd as hg
 from halograd.comm import Communicator
 from halograd.kernels import get_backend
-from halograd.layers import (
-    BinaryCrossEntropyWithLogits,
-    Dice,
-    Huber,
-    Input,
-    MeanSquaredError,
-    Network,
-    ReLU,
-    SoftmaxCrossEntropy,
-    training_only,
-)
 from halograd.layers.strategy import Strategy
 from halograd.testing import grids
 from halograd.training.evaluation import Evaluation
@@ -69,16 +59,16 @@ def test_ignored_positions():
 def network(case):
     """A loss of two inputs: predictions are what the test says."""
     channels, target, dtype, loss = {
-        "binary": (1, 1, "compute", BinaryCrossEntropyWithLogits()),
-        "labels": (3, 3, "compute", BinaryCrossEntropyWithLogits()),
-        "classes": (3, 1, "int32", SoftmaxCrossEntropy(ignore_index=2)),
-        "dice": (1, 1, "compute", Dice()),
-        "dice softmax": (3, 1, "int32", Dice("softmax")),
-        "dice one-hot": (3, 3, "compute", Dice("softmax")),
-        "regression": (2, 2, "compute", MeanSquaredError()),
+        "binary": (1, 1, "compute", hg.BinaryCrossEntropyWithLogits()),
+        "labels": (3, 3, "compute", hg.BinaryCrossEntropyWithLogits()),
+        "classes": (3, 1, "int32", hg.SoftmaxCrossEntropy(ignore_index=2)),
+        "dice": (1, 1, "compute", hg.Dice()),
+        "dice softmax": (3, 1, "int32", hg.Dice("softmax")),
+        "dice one-hot": (3, 3, "compute", hg.Dice("softmax")),
+        "regression": (2, 2, "compute", hg.MeanSquaredError()),
     }[case]
-    x, t = Input((*SHAPE, channels), "x"), Input((*SHAPE, target), "target", dtype)
-    return Network({"prediction": x, "loss": loss(x, t)}, name=case)
+    x, t = hg.Input((*SHAPE, channels), "x"), hg.Input((*SHAPE, target), "target", dtype)
+    return hg.Network({"prediction": x, "loss": loss(x, t)}, name=case)
 
 
 def batches(case):
@@ -156,13 +146,13 @@ def counted_loss():
 
 def weighted():
     """A mean of two weighted losses, one over classes, and one that is of training alone."""
-    x, y = Input((*SHAPE, 3), "x"), Input((1,), "y")
-    t, w = Input((*SHAPE, 1), "t", "int32"), Input((*SHAPE, 1), "w")
-    z, v = Input((1,), "z"), Input((1,), "v")
-    classes = SoftmaxCrossEntropy([1.0, 2.0, 3.0])(x, t, w)
-    loss = 0.5 * classes + MeanSquaredError(normalization="weights")(y, z, v) + 0.25 * MeanSquaredError()(y, z)
-    extra = training_only(Huber(normalization="weights")(y, z, v))
-    return Network({"prediction": x, "other": y, "loss": loss + extra}, name="weighted")
+    x, y = hg.Input((*SHAPE, 3), "x"), hg.Input((1,), "y")
+    t, w = hg.Input((*SHAPE, 1), "t", "int32"), hg.Input((*SHAPE, 1), "w")
+    z, v = hg.Input((1,), "z"), hg.Input((1,), "v")
+    classes = hg.SoftmaxCrossEntropy([1.0, 2.0, 3.0])(x, t, w)
+    loss = 0.5 * classes + hg.MeanSquaredError(normalization="weights")(y, z, v) + 0.25 * hg.MeanSquaredError()(y, z)
+    extra = hg.training_only(hg.Huber(normalization="weights")(y, z, v))
+    return hg.Network({"prediction": x, "other": y, "loss": loss + extra}, name="weighted")
 
 
 def weighted_samples():
@@ -203,7 +193,7 @@ def test_the_loss_does_not_depend_on_the_batch(comm):
 
 @pytest.mark.ranks(1)
 def test_no_loss(comm):
-    net = Network(ReLU()(Input((4, 4, 1))), name="bare")
+    net = hg.Network(hg.ReLU()(hg.Input((4, 4, 1))), name="bare")
     with (
         Communicator(comm) as ranks,
         Executor(net, ranks, get_backend("numpy"), 1, trainable=False) as executor,

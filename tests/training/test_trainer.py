@@ -6,20 +6,10 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
+import halograd as hg
 from halograd import training
 from halograd.comm import Communicator
 from halograd.kernels import get_backend
-from halograd.layers import (
-    Add,
-    BatchNorm,
-    BinaryCrossEntropyWithLogits,
-    Conv,
-    Input,
-    MaxPool,
-    MeanSquaredError,
-    Network,
-    ReLU,
-)
 from halograd.layers.strategy import Strategy
 from halograd.testing import grids, random_array
 from halograd.training.executor import Executor
@@ -79,10 +69,10 @@ def test_public_names():
 
 
 def network():
-    x, t = Input((8, 6, 2), "x"), Input((8, 6, 1), "target")
-    y = BatchNorm(activation="relu", name="bn1")(Conv(3, 3, padding=1, bias=False, name="conv1")(x))
-    y = Conv(1, 3, padding=1, name="conv2")(y)
-    return Network({"prediction": y, "loss": BinaryCrossEntropyWithLogits(name="bce")(y, t)}, name="two")
+    x, t = hg.Input((8, 6, 2), "x"), hg.Input((8, 6, 1), "target")
+    y = hg.BatchNorm(activation="relu", name="bn1")(hg.Conv(3, 3, padding=1, bias=False, name="conv1")(x))
+    y = hg.Conv(1, 3, padding=1, name="conv2")(y)
+    return hg.Network({"prediction": y, "loss": hg.BinaryCrossEntropyWithLogits(name="bce")(y, t)}, name="two")
 
 
 def fill(executor, step):
@@ -178,19 +168,19 @@ def test_needs_gradients(comm):
 
 SAMPLES, SHAPE = 2, (8, 8, 3)
 LAYERS = {
-    "convolution": lambda x: Conv(3, 3, padding=1, activation="relu", name="middle")(x),
-    "relu": lambda x: ReLU(name="middle")(x),
-    "sum": lambda x: Add(activation="relu", name="middle")(x, x),
-    "batch norm": lambda x: BatchNorm(activation="relu", name="middle")(x),
-    "local batch norm": lambda x: BatchNorm(statistics="local", activation="relu", name="middle")(x),
-    "max pooling": lambda x: MaxPool(2, name="middle")(x),
-    "overlapping max pooling": lambda x: MaxPool(3, 2, padding=1, name="middle")(x),
+    "convolution": lambda x: hg.Conv(3, 3, padding=1, activation="relu", name="middle")(x),
+    "relu": lambda x: hg.ReLU(name="middle")(x),
+    "sum": lambda x: hg.Add(activation="relu", name="middle")(x, x),
+    "batch norm": lambda x: hg.BatchNorm(activation="relu", name="middle")(x),
+    "local batch norm": lambda x: hg.BatchNorm(statistics="local", activation="relu", name="middle")(x),
+    "max pooling": lambda x: hg.MaxPool(2, name="middle")(x),
+    "overlapping max pooling": lambda x: hg.MaxPool(3, 2, padding=1, name="middle")(x),
 }
 
 
 def around(middle):
-    y = middle(Conv(3, 1, name="first")(Input(SHAPE, "x")))
-    return Network({"loss": MeanSquaredError(name="loss")(y, Input(y.shape, "target"))}, name="net")
+    y = middle(hg.Conv(3, 1, name="first")(hg.Input(SHAPE, "x")))
+    return hg.Network({"loss": hg.MeanSquaredError(name="loss")(y, hg.Input(y.shape, "target"))}, name="net")
 
 
 @pytest.mark.ranks(1, 2)

@@ -6,19 +6,9 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
+import halograd as hg
 from halograd.comm import Communicator
 from halograd.kernels import get_backend
-from halograd.layers import (
-    Add,
-    BatchNorm,
-    Conv,
-    Dense,
-    Flatten,
-    GlobalAveragePool,
-    Input,
-    MeanSquaredError,
-    Network,
-)
 from halograd.layers.strategy import Strategy
 from halograd.testing import grids, random_array
 from halograd.training.checkpoint import Snapshot, read_checkpoint, write_checkpoint
@@ -47,17 +37,19 @@ SCHEMES = [
 
 def network():
     """Beside the loss a branch with parameters of all kinds, one layer of which comes first among the dense ones."""
-    x = Input(SHAPE, "x")
-    y = Conv(3, 3, padding=1, name="conv")(x)
-    dense2 = Dense(6, name="dense2")(Flatten(name="flat")(x))
-    aside = Conv(2, 1, name="aside")(BatchNorm(name="norm")(y))
-    sum_ = Add(name="add")(Dense(6, name="dense1")(Flatten(name="flat1")(y)), Dense(6, name="last")(_pooled(y)))
-    loss = MeanSquaredError(name="mse")(sum_, Input((6,), "target"))
-    return Network({"aside": aside, "vector": dense2, "loss": loss})
+    x = hg.Input(SHAPE, "x")
+    y = hg.Conv(3, 3, padding=1, name="conv")(x)
+    dense2 = hg.Dense(6, name="dense2")(hg.Flatten(name="flat")(x))
+    aside = hg.Conv(2, 1, name="aside")(hg.BatchNorm(name="norm")(y))
+    sum_ = hg.Add(name="add")(
+        hg.Dense(6, name="dense1")(hg.Flatten(name="flat1")(y)), hg.Dense(6, name="last")(_pooled(y))
+    )
+    loss = hg.MeanSquaredError(name="mse")(sum_, hg.Input((6,), "target"))
+    return hg.Network({"aside": aside, "vector": dense2, "loss": loss})
 
 
 def _pooled(y):
-    return GlobalAveragePool(name="pool")(y)
+    return hg.GlobalAveragePool(name="pool")(y)
 
 
 @contextlib.contextmanager
