@@ -1,7 +1,5 @@
 """MPI jobs that serial tests start: what comes back, and that nothing stays."""
 
-from __future__ import annotations
-
 import subprocess
 
 import pytest

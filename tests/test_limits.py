@@ -1,7 +1,5 @@
 """Limits against deadlock: they grow with the load, and a test that waits says for what."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

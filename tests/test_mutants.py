@@ -1,7 +1,5 @@
 """A few mutants of every kind of file, and some that were once not refused; many more: ``python -m tests.mutants``."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.mutants import KINDS, campaign

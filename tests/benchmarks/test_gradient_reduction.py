@@ -1,7 +1,5 @@
 """The gradient reduction benchmark: what stands for the papers' machines, an emulated device, tables."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The papers' tables: trends within the stated bounds, the same winners."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 

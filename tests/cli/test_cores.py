@@ -1,7 +1,5 @@
 """`halograd plan --cores`: every split is a job with its own threads, the best is named; what ``auto`` says of it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Mistakes in options of every command: one line that names the option, what was expected, and what it got."""
 
-from __future__ import annotations
-
 import pytest
 
 from halograd.cli.options import parse_grid, parse_ranks

@@ -1,7 +1,5 @@
 """`halograd profile` and `halograd bench`, from the outside: alone, under MPI, and resumed."""
 
-from __future__ import annotations
-
 import json
 import re
 

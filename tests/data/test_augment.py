@@ -1,7 +1,5 @@
 """Samples that are varied: what each rank reads is its box of the whole sample, varied by NumPy."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Samples in many files: read as from one, whatever the order; files that differ are named."""
 
-from __future__ import annotations
-
 import h5py
 import numpy as np
 import pytest

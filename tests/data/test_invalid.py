@@ -1,7 +1,5 @@
 """NaN, infinity and targets out of range: found, left out of statistics, filled; and as before where there are none."""
 
-from __future__ import annotations
-
 import h5py
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """Samples in arrays: read by boxes as from a file, checked, and refused."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

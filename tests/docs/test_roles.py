@@ -1,7 +1,5 @@
 """Docstrings become Markdown, and what they name is there."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

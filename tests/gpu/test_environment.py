@@ -1,7 +1,5 @@
 """What everything else on a GPU stands on: libraries that load and belong together, a driver, MPI that starts ranks."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Orders of axes and sizes, against loops over all cases."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """One step of training of an imported network, under every cut that the ranks allow, against torch's own."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

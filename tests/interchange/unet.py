@@ -1,7 +1,5 @@
 """A U-Net of torch: group norm, strided convolutions, bilinear upsampling, skip connections."""
 
-from __future__ import annotations
-
 from tests.interchange.support import torch
 
 CHANNELS, CLASSES, RESOLUTION = 3, 4, (16, 12)

@@ -1,7 +1,5 @@
 """The norm of gradients and what clipping makes of it, on every backend."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

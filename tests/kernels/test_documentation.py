@@ -1,7 +1,5 @@
 """The example in docs/kernels.md runs, and its table is the one in the code."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

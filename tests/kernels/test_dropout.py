@@ -1,7 +1,5 @@
 """Dropout draws the same bits whatever the block and the backend."""
 
-from __future__ import annotations
-
 import math
 import zlib
 

@@ -1,7 +1,5 @@
 """Activations, sums of arrays and dense layers."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """What scales a loss, on the device from end to end."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Losses against their definitions in float64."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Group, instance and layer norm from kernels per sample and the small ones in between, against their formula."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

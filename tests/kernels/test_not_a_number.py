@@ -1,7 +1,5 @@
 """NaN reaches the output of every kernel that reads it, on every backend: a run must notice."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Optimizer steps against their formulas in float64, with low-precision gradients and copies."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Interpolation against the resampling of every output, and its adjoint."""
 
-from __future__ import annotations
-
 import itertools
 from fractions import Fraction
 

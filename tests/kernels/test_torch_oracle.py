@@ -1,7 +1,5 @@
 """The same kernels in torch, an implementation that shares nothing with ours."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

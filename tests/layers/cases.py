@@ -1,7 +1,5 @@
 """Layers of many kinds with what they are made of, for tests of exactness and against torch."""
 
-from __future__ import annotations
-
 import halograd as hg
 
 SHAPE = (7, 6, 3)

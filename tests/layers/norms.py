@@ -1,7 +1,5 @@
 """Normalisation by its definition in float64, and an executor around one layer whose state can be seen."""
 
-from __future__ import annotations
-
 import contextlib
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Dropout and stochastic depth: the same mask on every cut, another in every step, identity in evaluation."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from mpi4py import MPI

@@ -1,7 +1,5 @@
 """Layers of every kind under every cut give what one process gives, and their gradients are the derivatives."""
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import product
 

@@ -1,7 +1,5 @@
 """Steps of any layer: no array is allocated, halos have the bytes of the formula, unnamed arrays are overwritten."""
 
-from __future__ import annotations
-
 import contextlib
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What layers need, as products of intervals, against the boxes that the layers themselves ask for."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Parameters: their blocks over the ranks, by arithmetic; weight normalization under every cut, against torch."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

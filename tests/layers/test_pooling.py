@@ -1,7 +1,5 @@
 """Pooling with a stencil and adaptive pooling: windows and ties as torch; refusals."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 

@@ -1,7 +1,5 @@
 """Chunks of gradients against the rules in words and in papers, on real and on random networks; replicated layers."""
 
-from __future__ import annotations
-
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given

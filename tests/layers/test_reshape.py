@@ -1,7 +1,5 @@
 """Flatten, reshape, pixel and channel shuffle: the order of torch, refusals."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

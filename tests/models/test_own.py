@@ -1,7 +1,5 @@
 """Networks of one's own: functions in files and modules, their options, and what is said of mistakes."""
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -1,7 +1,5 @@
 """Candidates: legal, balanced, few, and never without one rank alone."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

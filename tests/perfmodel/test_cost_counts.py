@@ -1,7 +1,5 @@
 """Predicted messages, bytes and memory against those of training steps, rank by rank."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

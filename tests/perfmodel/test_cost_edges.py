@@ -1,7 +1,5 @@
 """Tables of redistribution against single exchanges, and the links of machines by hand."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Simulation and plans: sums of parts, memory limits, choice among baselines, plans as files and what they refuse."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

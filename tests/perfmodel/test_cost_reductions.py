@@ -1,7 +1,5 @@
 """Predicted messages, bytes and memory of every scheme of gradient reduction against those of training steps."""
 
-from __future__ import annotations
-
 import pytest
 from mpi4py import MPI
 

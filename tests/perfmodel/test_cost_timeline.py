@@ -1,7 +1,5 @@
 """Overlap of gradient sums with computation, by hand (Dryden et al. 2019, Section V-B)."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

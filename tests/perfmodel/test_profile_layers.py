@@ -1,7 +1,5 @@
 """Layers on their own: bound as in an executor, timed, and kept; what is measured of a network."""
 
-from __future__ import annotations
-
 import os
 from types import SimpleNamespace
 

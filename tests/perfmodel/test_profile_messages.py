@@ -1,7 +1,5 @@
 """Times of messages against an emulated network whose numbers are known, and fits of lines through them."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Whole training steps on a device or its double: networks, optimizers, and what is counted meanwhile."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from halograd.layers import Conv, Input, Layer, MeanSquaredError, Network, ReLU

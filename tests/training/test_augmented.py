@@ -1,7 +1,5 @@
 """Runs whose samples are varied: under every cut as in one process, resumed or not; evaluated as they are."""
 
-from __future__ import annotations
-
 import h5py
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """Learning rates by layer, and moving averages of parameters: plain formulas, under every cut, in files."""
 
-from __future__ import annotations
-
 import functools
 from types import SimpleNamespace
 

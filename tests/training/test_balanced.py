@@ -1,7 +1,5 @@
 """Weights of classes by how often they occur: counted over the training samples, kept, the same under every cut."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What an evaluation finds class by class, against NumPy on the predictions that it writes, under every cut."""
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -1,7 +1,5 @@
 """One run at a time in a directory: who may take a lock over, and when."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """`hg.fit`: a network made by a script, trained, judged and applied by what the command line runs."""
 
-from __future__ import annotations
-
 import h5py
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """Frozen layers keep their parameters; all others train as without a word of it, under every cut."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from mpi4py import MPI

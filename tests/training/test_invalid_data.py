@@ -1,7 +1,5 @@
 """Runs on data with NaN: refused, skipped or filled, under every cut as in one process."""
 
-from __future__ import annotations
-
 import h5py
 import numpy as np
 import pytest

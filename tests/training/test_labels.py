@@ -1,7 +1,5 @@
 """Label maps of the configuration: the run on the file as it is, mapped, is that on a file that has the new numbers."""
 
-from __future__ import annotations
-
 import h5py
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """Runs on samples in many files give what one file gives; whole files can be held out."""
 
-from __future__ import annotations
-
 import h5py
 import numpy as np
 import pytest

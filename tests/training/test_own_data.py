@@ -1,7 +1,5 @@
 """Data sets of one's own: by a function in a file, and given by a script; as from HDF5, under every cut."""
 
-from __future__ import annotations
-
 import h5py
 import numpy as np
 import pytest

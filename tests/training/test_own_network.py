@@ -1,7 +1,5 @@
 """A network and a layer of the user's own in whole runs: every cut, resumption, evaluation, and what has changed."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Connections between ranks beside MPI: which there are, messages on them, and how they end."""
 
-from __future__ import annotations
-
 import socket
 
 import pytest

@@ -1,7 +1,5 @@
 """Runs whose configuration chooses how gradients are summed, or searches for it."""
 
-from __future__ import annotations
-
 import pytest
 from mpi4py import MPI
 

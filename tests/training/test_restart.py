@@ -1,7 +1,5 @@
 """Jobs that end badly: killed in mid-epoch and resumed elsewhere, diverged, or failed on one rank."""
 
-from __future__ import annotations
-
 import os
 import platform
 import signal

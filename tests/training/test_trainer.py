@@ -1,7 +1,5 @@
 """The training step: plain formulas on one process, clipping against torch, NaN on any rank, and errors."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from mpi4py import MPI

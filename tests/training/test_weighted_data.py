@@ -1,7 +1,5 @@
 """Weights of positions and samples from files: under every cut as in one process, varied, reduced, checked, judged."""
 
-from __future__ import annotations
-
 import logging
 
 import h5py

@@ -1,7 +1,5 @@
 """Copies between strided boxes, their adjoint, and margins."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import numpy as np

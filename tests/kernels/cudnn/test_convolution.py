@@ -1,7 +1,5 @@
 """Convolutions through the double of cuDNN, which sees addresses, extents and strides only, against direct loops."""
 
-from __future__ import annotations
-
 import ml_dtypes
 import numpy as np
 import pytest

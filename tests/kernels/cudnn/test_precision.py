@@ -1,7 +1,5 @@
 """Which engines may be used for what."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

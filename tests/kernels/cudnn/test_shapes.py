@@ -1,7 +1,5 @@
 """How our arrays are described to cuDNN."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np
