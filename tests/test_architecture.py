@@ -28,7 +28,7 @@ BELOW: dict[str, set[str]] = {
     "perfmodel": {"device", "comm", "kernels", "dtensor", "layers", "program", "models"},
     "interchange": {"device", "comm", "kernels", "dtensor", "layers", "models", "data"},
     "training": {
-        *("device", "comm", "kernels", "dtensor", "layers", "program", "models", "data", "perfmodel", "interchange"),
+        *("device", "comm", "kernels", "dtensor", "layers", "program", "models", "data", "perfmodel", "interchange")
     },
     "jobs": {"perfmodel", "models"},
 }

@@ -68,13 +68,7 @@ def test_what_is_made():
     data = {"count": 2, "parts": {"width": 3}, "layers": {"a": {"height": 2}}, "inner": {"names": ["x", "y"]}}
     made = build(Outer, {**data, "shape": {"kind": "round", "radius": 1}, "by_ranks": {"4": 1}, "device": [1]})
     assert made == Outer(
-        2,
-        {"width": 3},
-        {"a": {"height": 2}},
-        Inner(names=("x", "y")),
-        Round(kind="round", radius=1.0),
-        [1],
-        {4: 1.0},
+        2, {"width": 3}, {"a": {"height": 2}}, Inner(names=("x", "y")), Round(kind="round", radius=1.0), [1], {4: 1.0}
     )
     assert type(made.parts) is dict and type(made.inner.names) is tuple and type(made.by_ranks[4]) is float
 

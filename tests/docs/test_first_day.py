@@ -41,12 +41,7 @@ def call(words: list[str], folder: Path) -> str:
     full = [str(EXAMPLE) if word == "examples/first_day.py" else word for word in full]
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     done = subprocess.run(
-        full,
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
+        full, cwd=folder, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=LIMIT
     )
     assert done.returncode == 0, f"{shlex.join(words)}: {done.stdout[-2000:]}{done.stderr[-2000:]}"
     return done.stdout

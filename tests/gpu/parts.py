@@ -18,11 +18,7 @@ RANKS = "tests/gpu/test_ranks.py"
 TRANSPORTS = "tests/gpu/test_transports.py"
 PRECISIONS = ("strict", "bfloat16", "tf32", "float64", "float16")
 #: Ranks of one GPU; NCCL lets two share it from 2.30.3 on, if it is asked to. A peer that is gone is noticed early.
-SHARING: Mapping[str, str] = {
-    "NCCL_MULTI_RANK_GPU_ENABLE": "1",
-    "NCCL_MAX_CTAS": "8",
-    "HALOGRAD_GPU_TIMEOUT": "30",
-}
+SHARING: Mapping[str, str] = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "8", "HALOGRAD_GPU_TIMEOUT": "30"}
 
 
 def _convolutions() -> Iterator[Job]:

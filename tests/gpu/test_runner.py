@@ -232,10 +232,7 @@ def test_killed_at_random_times_it_goes_on(checks, tmp_path):
             # At once, while it starts, or after so many more events, wherever that comes.
             wanted = _size(path) + draw.randrange(0 if turn % 2 else 1, 900)
             if turn < kills:
-                wait_until(
-                    lambda p=process, n=wanted: p.poll() is not None or _size(path) >= n,
-                    "some results",
-                )
+                wait_until(lambda p=process, n=wanted: p.poll() is not None or _size(path) >= n, "some results")
                 process.kill()
             code = process.wait(LIMIT)
         finally:

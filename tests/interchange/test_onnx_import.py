@@ -266,7 +266,7 @@ def test_layers_are_as_few_as_can_be(tmp_path):
     assert _kinds("residual", tmp_path) == ["Conv", "BatchNorm"]
     assert _kinds("conv, norm", tmp_path) == ["Conv", "BatchNorm", "ReLU"]
     assert _kinds("activations", tmp_path) == [
-        *("Conv", "BatchNorm", "GroupNorm", "ConvTranspose", "ELU", "Conv", "Sigmoid"),
+        *("Conv", "BatchNorm", "GroupNorm", "ConvTranspose", "ELU", "Conv", "Sigmoid")
     ]
     assert _kinds("pixel unshuffle", tmp_path) == ["Conv", "PixelUnshuffle"]
     assert _kinds("group norm 3d", tmp_path) == ["GroupNorm", "ReLU"]

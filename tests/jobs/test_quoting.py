@@ -193,8 +193,7 @@ def test_directives_stay_on_their_line(name, text):
 
 @pytest.mark.parametrize("text", TWO_LINES)
 @pytest.mark.parametrize(
-    "name",
-    ["name", "config", "run", "folder", "python", "container", "partition", "account", "mpirun"],
+    "name", ["name", "config", "run", "folder", "python", "container", "partition", "account", "mpirun"]
 )
 def test_several_lines_are_refused(name, text):
     assert rendered(**{name: text, **({"launcher": "mpirun"} if name == "mpirun" else {})}) is None

@@ -133,10 +133,7 @@ HALOS = {
 @pytest.mark.parametrize("name", HALOS)
 def test_halo_bytes_are_those_of_the_formula(name):
     build, want = HALOS[name]
-    with (
-        Communicator(MPI.COMM_WORLD) as comm,
-        compiled(build, (8, 6, 2), comm, {"height": 2}, batch=1) as executor,
-    ):
+    with Communicator(MPI.COMM_WORLD) as comm, compiled(build, (8, 6, 2), comm, {"height": 2}, batch=1) as executor:
         comm.counters.reset()
         step(executor)
         sent = comm.counters.snapshot()["halo"].bytes if "halo" in comm.counters.snapshot() else 0

@@ -100,9 +100,6 @@ test_errors_name_what_is_wrong = refusals(
     (lambda: ConvTranspose(4, 3, 2, "same", 1)(Input((4, 4, 2))), r"padding 'same' determines the output size"),
     (lambda: ConvTranspose(4, 2, padding=4)(Input((4, 4, 2))), r"leaves nothing of the output"),
     (lambda: ConvTranspose(4, 2, padding=-1)(Input((4, 4, 2))), r"padding: expected numbers >= 0"),
-    (
-        lambda: ConvTranspose(4, 2, padding=(1, 1, 1))(Input((4, 4, 2))),
-        r"padding: expected one entry for each of 2",
-    ),
+    (lambda: ConvTranspose(4, 2, padding=(1, 1, 1))(Input((4, 4, 2))), r"padding: expected one entry for each of 2"),
     (lambda: ConvTranspose(4, 2, groups=2)(Input((4, 4, 3))), r"3 input channels are not a multiple of groups"),
 )

@@ -6,13 +6,7 @@ import halograd as hg
 from tests.layers.losses import BATCH, CLASS_WEIGHTS, SHAPE
 from tests.layers.oracle import torch
 
-FORMS = {
-    "position": (5, 3, 1),
-    "element": SHAPE,
-    "column": (1, 3, 1),
-    "sample, with axes": (1, 1, 1),
-    "sample": (1,),
-}
+FORMS = {"position": (5, 3, 1), "element": SHAPE, "column": (1, 3, 1), "sample, with axes": (1, 1, 1), "sample": (1,)}
 
 
 # -- what torch says ---------------------------------------------------------------------------------

@@ -95,10 +95,7 @@ def test_a_file_is_executed_once_until_it_is_changed(folder):
 @pytest.mark.parametrize(
     ("where", "message"),
     [
-        (
-            "none.py:build",
-            "model.file: expected a Python file, got 'none.py' .no such file or directory.*folder",
-        ),
+        ("none.py:build", "model.file: expected a Python file, got 'none.py' .no such file or directory.*folder"),
         ("net.py:make", "expected a function 'make' in net.py, got build, strict, unknown_types, nothing, broken"),
         ("net.py:", 'expected "FILE.py:FUNCTION" or "MODULE:FUNCTION"'),
         ("net.py:nothing", "expected a function that returns a halograd.Network, got NoneType"),

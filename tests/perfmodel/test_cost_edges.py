@@ -18,16 +18,7 @@ from tests.perfmodel.test_cost_traffic import RANKS, parts, shapes
 #: One node, messages of 1 s and bytes of 1/8 s; nothing else costs anything.
 LINK = Link(1.0, 0.125)
 MACHINE = Machine(
-    "one node",
-    "made up",
-    16,
-    1,
-    {"float32": 1e30},
-    1e30,
-    2**40,
-    0.0,
-    dict.fromkeys(LEVELS, LINK),
-    Efficiency(),
+    "one node", "made up", 16, 1, {"float32": 1e30}, 1e30, 2**40, 0.0, dict.fromkeys(LEVELS, LINK), Efficiency()
 )
 
 

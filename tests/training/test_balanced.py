@@ -244,8 +244,7 @@ def test_a_network_that_was_not_balanced_says_so():
 
 
 @pytest.mark.parametrize(
-    ("layer", "channels"),
-    [(hg.SoftmaxCrossEntropy("balanced"), 3), (hg.BinaryCrossEntropyWithLogits("balanced"), 1)],
+    ("layer", "channels"), [(hg.SoftmaxCrossEntropy("balanced"), 3), (hg.BinaryCrossEntropyWithLogits("balanced"), 1)]
 )
 def test_layers_are_measured_without_counts(layer, channels):
     """A plan is made before the data are read."""

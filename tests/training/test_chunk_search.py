@@ -36,11 +36,7 @@ def run(search, times):
     return sizes, search.chunk
 
 
-@given(
-    st.integers(1, 12),
-    st.integers(1, 10),
-    st.lists(st.integers(1, 9), min_size=1, max_size=60),
-)
+@given(st.integers(1, 12), st.integers(1, 10), st.lists(st.integers(1, 9), min_size=1, max_size=60))
 def test_search_is_the_listing(step, reach, values):
     def times(chunk):
         return float(values[chunk % len(values)])

@@ -15,10 +15,7 @@ from tests.support.gpu_ranks import gpu_ranks
 from tests.training.device_steps import NETWORKS, STEPS, assert_near, own_layer, train
 from tests.training.steps import advance, fill
 
-CUTS = {
-    2: {"mesh": {"height": 2}, "resnet": {"sample": 2}},
-    4: {"mesh": {"height": 2, "width": 2}},
-}
+CUTS = {2: {"mesh": {"height": 2}, "resnet": {"sample": 2}}, 4: {"mesh": {"height": 2, "width": 2}}}
 SCHEMES = {
     "bucketed": {},
     "overlap": {"options": {"halo": "overlap"}},

@@ -60,11 +60,7 @@ def test_records_by_hand(tmp_path):
 
 def test_lines_of_the_log_that_are_drawn():
     step = {"event": "step", "epoch": 0, "step": 3, "loss": 0.5, "learning_rate": 1e-3, "seconds": 0.1, "time": 9.0}
-    assert scalars_of(step) == {
-        "training/loss": 0.5,
-        "training/learning_rate": 1e-3,
-        "speed/seconds_per_step": 0.1,
-    }
+    assert scalars_of(step) == {"training/loss": 0.5, "training/learning_rate": 1e-3, "speed/seconds_per_step": 0.1}
     phases = {"forward": {"seconds": 1.0}, "halo": {"communication": 2.0, "blocked": 1.0, "overlap": 50.0}}
     assert scalars_of({"event": "phases", "step": 3, "phases": phases}) == {"hidden_percent/halo": 50.0}
     assert scalars_of({"event": "checkpoint", "step": 3, "path": "x"}) == {}

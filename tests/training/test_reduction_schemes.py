@@ -14,16 +14,7 @@ from halograd.layers.strategy import Strategy
 from halograd.models import lenet5
 from halograd.training.executor import Executor
 from tests.support.lean import check_allocations
-from tests.training.reductions import (
-    BUCKET,
-    NODES_OF_TWO,
-    alone,
-    build,
-    check_grids,
-    check_strategy,
-    train,
-    trainer_of,
-)
+from tests.training.reductions import BUCKET, NODES_OF_TWO, alone, build, check_grids, check_strategy, train, trainer_of
 from tests.training.steps import advance, assert_arrays, copied, fill
 
 CHUNKS = [
@@ -69,8 +60,7 @@ def test_ten_steps_are_those_of_one_process(name, dtype, scheme):
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize(
-    ("scheme", "transport"),
-    over(CHUNKS + SHARDS, "mpi") + over(BY_NODES + SHARDS + WITH_DENSE, NODES_OF_TWO),
+    ("scheme", "transport"), over(CHUNKS + SHARDS, "mpi") + over(BY_NODES + SHARDS + WITH_DENSE, NODES_OF_TWO)
 )
 def test_other_transports_give_the_same(scheme, transport):
     with Communicator(MPI.COMM_WORLD, transport) as comm:

@@ -213,10 +213,7 @@ def test_evaluation_and_passes_without_backward_do_not_disturb_the_step():
 
 @pytest.mark.mpi(min_size=1)
 def test_a_step_that_went_wrong_leaves_the_parameters():
-    with (
-        Communicator(MPI.COMM_WORLD) as comm,
-        build(comm, {"sample": comm.size}, {"replicated_dense": 3}) as executor,
-    ):
+    with Communicator(MPI.COMM_WORLD) as comm, build(comm, {"sample": comm.size}, {"replicated_dense": 3}) as executor:
         trainer = Trainer(executor, SGD(executor.store), Cosine(RATE, 9))
         fill(executor, 0)
         trainer.step()

@@ -222,10 +222,7 @@ def test_an_event_that_is_waited_for_before_it_is_recorded(monkeypatch):
 @pytest.mark.ranks(2)
 def test_a_rank_that_sums_in_another_order_is_seen(monkeypatch):
     """The double compares what ranks call as it runs."""
-    with (
-        pytest.raises(AssertionError, match="ranks make different calls"),
-        gpu_ranks(monkeypatch, "nccl") as r,
-    ):
+    with pytest.raises(AssertionError, match="ranks make different calls"), gpu_ranks(monkeypatch, "nccl") as r:
         sums = [r.comm.reduction(r.device.zeros((n,), "float32")) for n in (8, 16)]
         for total in sums if r.comm.rank else sums[::-1]:
             total.start()

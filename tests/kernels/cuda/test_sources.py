@@ -84,13 +84,7 @@ def test_members_of_other_sizes_are_refused(monkeypatch):
 
 def test_programs():
     program = CudaProgram("optimizer", ("float32", "bfloat16", "float16"), large=True)
-    assert program.options == (
-        "-std=c++17",
-        "-DSCALAR=float",
-        "-DSECOND=Bfloat16",
-        "-DTHIRD=Half",
-        "-DINDEX=int64",
-    )
+    assert program.options == ("-std=c++17", "-DSCALAR=float", "-DSECOND=Bfloat16", "-DTHIRD=Half", "-DINDEX=int64")
     assert str(program) == "optimizer<float32, bfloat16, float16> large"
     assert CudaProgram("norm", activation="silu").options[-1] == "-DACTIVATION=5"
     assert str(CudaProgram("norm", activation="silu")) == "norm<float32> silu"
