@@ -13,6 +13,7 @@ from halograd.layers import Input, Layer, Network, Parameter
 from halograd.training.kernels import Memory
 from halograd.training.store import ParameterStore
 from tests.support import freed
+from tests.support.fake_device import FakeBackend
 from tests.training.runs import write_config, write_shared
 
 #: One for all: opening it asks all libraries of the process for their threads.
@@ -47,6 +48,13 @@ def _freed(monkeypatch):
 def config(request, comm, working):
     """The configuration of a run in the working folder, written by `write` of the module of the test if it has one."""
     return write_shared(comm, working, getattr(request.module, "write", write_config))
+
+
+@pytest.fixture
+def kernels():
+    """The double of a device."""
+    with FakeBackend() as opened:
+        yield opened
 
 
 @pytest.fixture

@@ -81,8 +81,7 @@ def test_float32_and_overlapped_halos():
 
 
 @pytest.mark.ranks(1, 2)
-def test_a_loss_that_is_not_finite_is_seen_one_step_later():
-    kernels = FakeBackend()
+def test_a_loss_that_is_not_finite_is_seen_one_step_later(kernels):
     with Communicator(MPI.COMM_WORLD) as comm:
         network, strategy = NETWORKS["lenet"](), Strategy({"sample": comm.size})
         with Executor(network, comm, kernels, 4, strategy, "float64") as executor:
@@ -93,7 +92,6 @@ def test_a_loss_that_is_not_finite_is_seen_one_step_later():
                 trainer.step()
                 with pytest.raises(Diverged, match="the loss is nan"):
                     trainer.step()
-    kernels.close()
 
 
 @pytest.mark.ranks(1, 2, 3)
@@ -110,16 +108,15 @@ def test_a_loss_that_is_not_finite_is_seen_one_step_later():
         ("unet in parts", "height", {}),
     ],
 )
-def test_graphs_repeat_what_the_steps_before_did(name, axis, options):
+def test_graphs_repeat_what_the_steps_before_did(name, axis, options, kernels):
     """With several ranks a sequence of graphs between messages; layers that make arrays are called between two."""
     name, split = name.split()[0], 3 if "parts" in name else 1
-    network, kernels = {**NETWORKS, "alexnet": small_alexnet, "own": own_layer}[name](), FakeBackend()
+    network = {**NETWORKS, "alexnet": small_alexnet, "own": own_layer}[name]()
     with Communicator(MPI.COMM_WORLD) as comm:
         parts = {axis: comm.size}
         some = {"optimizer": "adam", "steps": 6, "reduction": {"options": options}, "split": split}
         expected, params, _ = train(network, comm, kernels, parts, **some)
         found, ours, counts = train(network, comm, kernels, parts, graph=True, **some)
-    kernels.close()
     assert counts["syncs"] == 0
     np.testing.assert_array_equal(found, expected)
     assert_arrays(ours, params)
@@ -130,9 +127,8 @@ def small_alexnet():
 
 
 @pytest.mark.ranks(1, 2)
-def test_how_many_graphs_a_pass_is():
+def test_how_many_graphs_a_pass_is(kernels):
     """One on one rank; on several one between two messages, and where a bucket of gradients is complete."""
-    kernels = FakeBackend()
     with Communicator(MPI.COMM_WORLD) as comm:
         cut = Strategy({"height": comm.size}, bucket_bytes=1 << 20)
         for network, alone in ((NETWORKS["mesh"](), (1, 1)), (own_layer(), (2, 2))):
@@ -142,13 +138,11 @@ def test_how_many_graphs_a_pass_is():
                 found = tuple(graphed.graphs for graphed in executor._graphs)
                 transfers = sum(isinstance(operation, Transfer) for operation in executor.program)
             assert found == alone if comm.size == 1 else sum(alone) <= sum(found) <= sum(alone) + transfers + 2
-    kernels.close()
 
 
 @pytest.mark.ranks(1)
-def test_a_graph_writes_its_loss_where_it_is_read_also_after_a_validation():
+def test_a_graph_writes_its_loss_where_it_is_read_also_after_a_validation(kernels):
     """A graph changes memory, no attributes: the loss of all passes lies at one place."""
-    kernels = FakeBackend()
     with Communicator(MPI.COMM_WORLD) as comm, Executor(NETWORKS["lenet"](), comm, kernels, 4, graph=True) as executor:
         place = executor.loss.data.ptr
         trainer = Trainer(executor, SGD(executor.store), Constant(0.0))
@@ -160,12 +154,10 @@ def test_a_graph_writes_its_loss_where_it_is_read_also_after_a_validation():
         fill(executor, 0)
         assert float(trainer.step()) == expected[0] == expected[-1]
         assert executor.loss.data.ptr == place and executor.loss.item() == pytest.approx(expected[0])
-    kernels.close()
 
 
 @pytest.mark.ranks(1, 2)
-def test_what_cannot_be_in_a_graph_is_refused():
-    kernels = FakeBackend()
+def test_what_cannot_be_in_a_graph_is_refused(kernels):
     with Communicator(MPI.COMM_WORLD) as comm:
         strategy = Strategy({"sample": comm.size})
         with pytest.raises(UserError, match=r"backend.graph: expected kernels = .cudnn. with it"):
@@ -173,13 +165,11 @@ def test_what_cannot_be_in_a_graph_is_refused():
         comm.instruments.recorder = Timeline(comm.rank)
         with pytest.raises(UserError, match=r"backend.graph: expected no timeline, which times every layer"):
             Executor(NETWORKS["lenet"](), comm, kernels, 4, strategy, graph=True)
-    kernels.close()
 
 
 @pytest.mark.ranks(1, 2)
-def test_graphs_beside_a_timeline_that_is_paused():
+def test_graphs_beside_a_timeline_that_is_paused(kernels):
     """As in a run that follows a plan: steps that are measured are run layer by layer, all others as graphs."""
-    kernels = FakeBackend()
     with Communicator(MPI.COMM_WORLD) as comm:
         timeline = comm.instruments.recorder = Timeline(comm.rank)
         timeline.paused = True
@@ -195,17 +185,14 @@ def test_graphs_beside_a_timeline_that_is_paused():
                 assert (names <= {name for name, _ in timeline.phases}) == (step >= 4), step
             trainer.settle()
             assert min(graphed.graphs for graphed in executor._graphs) > 0
-    kernels.close()
 
 
 @pytest.mark.ranks(1)
-def test_a_short_batch_is_refused_where_graphs_count_a_full_one():
+def test_a_short_batch_is_refused_where_graphs_count_a_full_one(kernels):
     """The number of samples that count is an argument of a kernel, which a graph keeps as it was recorded."""
-    kernels = FakeBackend()
     with Communicator(MPI.COMM_WORLD) as comm, Executor(NETWORKS["lenet"](), comm, kernels, 4, graph=True) as executor:
         fill(executor, 0)
         executor.mode.valid = 3
         executor.forward(training=False)
         with pytest.raises(ValueError, match=r"^mode.valid: expected 4 samples, .* graph=True, got 3; leave out"):
             executor.forward(training=True)
-    kernels.close()

@@ -37,23 +37,20 @@ def close(found, expected, params, ours, start, layers, where=""):
 
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize(("name", "optimizer"), [("mesh", "sgd"), ("resnet", "adamw"), ("unet", "lars")])
-def test_bfloat16_trains_as_float32_up_to_rounding(name, optimizer):
-    kernels = FakeBackend()
+def test_bfloat16_trains_as_float32_up_to_rounding(name, optimizer, kernels):
     with Communicator(MPI.COMM_WORLD) as comm:
         parts = {"height": comm.size}
         network = NETWORKS[name]()
         _, start, _ = train(network, comm, NumpyBackend(), parts, optimizer, steps=0)
         expected, params, _ = train(network, comm, NumpyBackend(), parts, optimizer, dtype="float32")
         found, ours, counts = train(network, comm, kernels, parts, optimizer, dtype="bfloat16")
-    kernels.close()
     assert {a.dtype for a in ours.values()} == {np.dtype(np.float32)}
     assert counts["syncs"] == 0
     close(found, expected, params, ours, start, len(network.layers), f"{name} {optimizer}")
 
 
 @pytest.mark.ranks(1)
-def test_what_is_float32_beside_bfloat16():
-    kernels = FakeBackend()
+def test_what_is_float32_beside_bfloat16(kernels):
     with Communicator(MPI.COMM_WORLD) as comm, executor(kernels, comm, "resnet") as built:
         store, to_host = built.store, built.device.to_host
         assert store.dtype == np.float32 and store.low == BFLOAT16
@@ -68,12 +65,10 @@ def test_what_is_float32_beside_bfloat16():
         trainer.settle()
         for name, array in store.copies.items():
             np.testing.assert_array_equal(to_host(array), to_host(store.params[name]).astype(BFLOAT16), err_msg=name)
-    kernels.close()
 
 
 @pytest.mark.ranks(1)
-def test_updates_too_small_for_bfloat16_are_not_lost():
-    kernels = FakeBackend()
+def test_updates_too_small_for_bfloat16_are_not_lost(kernels):
     with Communicator(MPI.COMM_WORLD) as comm, executor(kernels, comm) as built:
         trainer, to_host = Trainer(built, SGD(built.store), Constant(1e-6)), built.device.to_host
         before = {k: to_host(v) for k, v in built.store.params.items()}
@@ -85,20 +80,18 @@ def test_updates_too_small_for_bfloat16_are_not_lost():
         weights = [k for k in before if k.endswith("/w")]
         moved = np.concatenate([(to_host(built.store.params[k]) != before[k]).reshape(-1) for k in weights])
         seen = np.concatenate([(to_host(built.store.copies[k]) != rounded[k]).reshape(-1) for k in weights])
-    kernels.close()
     assert np.mean(moved) > 0.5 and np.mean(seen) < 0.25
 
 
 @pytest.mark.ranks(2)
-def test_sharded_updates_reach_the_copies_of_all_ranks():
+def test_sharded_updates_reach_the_copies_of_all_ranks(kernels):
     from halograd.layers.reduction_scheme import Scheme
 
-    kernels, options = FakeBackend(), {"reduction": Scheme("sharded")}
+    options = {"reduction": Scheme("sharded")}
     with Communicator(MPI.COMM_WORLD) as comm:
         parts, network = {"sample": 2}, NETWORKS["lenet"]()
         expected, params, _ = train(network, comm, FakeBackend(), parts, dtype="bfloat16")
         found, ours, _ = train(network, comm, kernels, parts, dtype="bfloat16", reduction=options)
-    kernels.close()
     np.testing.assert_allclose(found, expected, rtol=1e-6)
     for name, array in params.items():
         np.testing.assert_allclose(ours[name], array, rtol=0, atol=1e-6, err_msg=name)
@@ -143,10 +136,9 @@ def test_channels_of_an_input_lie_padded_where_convolutions_read_it(monkeypatch)
 
 
 @pytest.mark.ranks(1)
-def test_channels_stay_packed_where_another_layer_reads_the_input():
+def test_channels_stay_packed_where_another_layer_reads_the_input(kernels):
     x, target = Input((6, 6, 18), "x"), Input((6, 6, 18), "target")
     y = Add(name="sum")(Conv(18, 3, padding=1, name="conv")(x), x)
-    network, kernels = Network({"loss": MeanSquaredError("loss")(y, target)}), FakeBackend()
+    network = Network({"loss": MeanSquaredError("loss")(y, target)})
     with Communicator(MPI.COMM_WORLD) as comm, Executor(network, comm, kernels, 2, dtype="bfloat16") as built:
         assert built.input("x").array.flags.c_contiguous
-    kernels.close()
