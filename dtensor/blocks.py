@@ -120,15 +120,16 @@ class Blocks(Sequence[Box]):
     @overload
     def __getitem__(self, rank: slice) -> Sequence[Box]: ...
     def __getitem__(self, rank: int | slice) -> Box | Sequence[Box]:
+        if self._last is not None and self._last[0] == rank:
+            return self._last[1]
         if isinstance(rank, slice):
             return [self[r] for r in range(self.size)[rank]]
         if not -self.size <= rank < self.size:
             raise IndexError(f"expected a rank below {self.size}, got {rank}")
-        if self._last is None or self._last[0] != rank:
-            at = self.coordinates(rank % self.size)
-            box = self.nothing if at is None else Box.of_ranges([axis[i] for axis, i in zip(self.axes, at)])
-            self._last = rank, box
-        return self._last[1]
+        at = self.coordinates(rank % self.size)
+        box = self.nothing if at is None else Box.of_ranges([axis[i] for axis, i in zip(self.axes, at)])
+        self._last = rank, box
+        return box
 
     def __iter__(self) -> Iterator[Box]:
         for ranges in itertools.product(*self.axes):

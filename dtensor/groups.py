@@ -55,6 +55,13 @@ class Groups:
     runs: tuple[tuple[int, str], ...]
     size: int
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.runs, self.size))
+
     @classmethod
     def agreeing(cls, grid: Sequence[int], axes: Collection[int], size: int, first: Collection[int] = ()) -> Groups:
         """Return groups of ranks that agree along `axes` of a grid; along `first`, only first places have a group."""

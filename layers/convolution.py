@@ -19,7 +19,10 @@ from .parameter import Parameter, lower_weight_norm, with_lengths
 if TYPE_CHECKING:
     from ..program.context import Context
 
-__all__ = ["Conv", "local_geometry"]
+__all__ = ["Conv", "LocalGeometry", "local_geometry"]
+
+#: A plan lowers a layer under many cuts, and makes no kernels.
+LocalGeometry = Callable[[], Geometry]
 
 
 class Conv(Layer):
@@ -184,17 +187,17 @@ class _ConvKernels:
 
 
 def conv_forward(
-    geometry: Geometry, f: FusedActivation | None, environment: Any, x: Any, w: Any, b: Any, y: Any
+    geometry: LocalGeometry, f: FusedActivation | None, environment: Any, x: Any, w: Any, b: Any, y: Any
 ) -> Any:
-    return environment.kernels.conv_forward(x, w, b, y, geometry, f)
+    return environment.kernels.conv_forward(x, w, b, y, geometry(), f)
 
 
-def conv_filter(geometry: Geometry, environment: Any, x: Any, dy: Any, dw: Any, db: Any) -> Any:
-    return environment.kernels.conv_backward_filter(x, dy, dw, db, geometry)
+def conv_filter(geometry: LocalGeometry, environment: Any, x: Any, dy: Any, dw: Any, db: Any) -> Any:
+    return environment.kernels.conv_backward_filter(x, dy, dw, db, geometry())
 
 
-def conv_data(geometry: Geometry, environment: Any, dy: Any, w: Any, dx: Any) -> Any:
-    return environment.kernels.conv_backward_data(dy, w, dx, geometry)
+def conv_data(geometry: LocalGeometry, environment: Any, dy: Any, w: Any, dx: Any) -> Any:
+    return environment.kernels.conv_backward_data(dy, w, dx, geometry())
 
 
 def zeroing(environment: Any, array: Any) -> Callable[[], None]:
@@ -202,12 +205,16 @@ def zeroing(environment: Any, array: Any) -> Callable[[], None]:
     return lambda: array.fill(0)
 
 
-def local_geometry(windows: Sequence[Window], x: Box, y: Box, groups: int = 1) -> Geometry:
-    """Return the geometry of the kernel that makes the output box `y` of the input box `x`.
+def local_geometry(windows: Sequence[Window], x: Box, y: Box, groups: int = 1) -> LocalGeometry:
+    """Return what makes the geometry of the kernel for the output box `y` and the input box `x`, when there is one.
 
     The padding of a side is what the window of `y` reaches beyond `x`: the real padding at the ends of
     the array, none where `x` has its halo. At the far side it may be negative (`x` holds more than needed).
     """
+    return partial(_local_geometry, windows, x, y, groups)
+
+
+def _local_geometry(windows: Sequence[Window], x: Box, y: Box, groups: int) -> Geometry:
     needed = input_box(windows, y, 1)
     padding = []
     for w, (a, b), (c, d) in zip(windows, needed.ranges[1:-1], x.ranges[1:-1]):

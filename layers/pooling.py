@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..dtensor import Window
-from .convolution import local_geometry
+from .convolution import LocalGeometry, local_geometry
 from .global_pooling import GlobalAveragePool, GlobalMaxPool, Search, in_wide, number_dtype
 from .layer import Layer, Node, Passes, Shape
 from .lowering import Pair
@@ -95,8 +95,10 @@ class _Pool(Layer, ABC):
         return backward
 
 
-def _pool(layer: _Pool, geometry: Any, environment: Any, x: Any, y: Any, dy: Any = None, dx: Any = None) -> Pair:
-    return Pair(*layer.kernels(environment.kernels, x, y, dy, dx, geometry))
+def _pool(
+    layer: _Pool, geometry: LocalGeometry, environment: Any, x: Any, y: Any, dy: Any = None, dx: Any = None
+) -> Pair:
+    return Pair(*layer.kernels(environment.kernels, x, y, dy, dx, geometry()))
 
 
 class MaxPool(_Pool):

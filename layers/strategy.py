@@ -336,7 +336,7 @@ def layout_of(shape: tuple[int, ...], cuts: Mapping[str, Cut], size: int) -> Lay
     over all the other parts, one block each: every element has one owner, so the layers behind a spatial trunk are
     computed once and parameter gradients are sums over the ranks without exception.
     """
-    return _layout(tuple(shape), tuple(cuts.get(axis, 1) for axis in AXES), size)
+    return _layout(tuple(shape), tuple([cuts.get(axis, 1) for axis in AXES]), size)
 
 
 @lru_cache(maxsize=65536)

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from ..dtensor import Box, Window, input_box, output_box
 from .activation import activated
-from .convolution import conv_data, conv_filter, conv_forward, local_geometry, zeroing
+from .convolution import LocalGeometry, conv_data, conv_filter, conv_forward, local_geometry, zeroing
 from .layer import Layer, Passes, Shape
 from .needs import check_spatial, spread
 from .parameter import Parameter
 
 if TYPE_CHECKING:
-    from ..kernels import Geometry
     from ..program.context import Context, Gathered
 
 __all__ = ["ConvTranspose"]
@@ -190,7 +189,7 @@ class ConvTranspose(Layer):
         return backward
 
 
-def _gradients(context: Context, dy: Gathered, geometry: Geometry | None) -> None:
+def _gradients(context: Context, dy: Gathered, geometry: LocalGeometry | None) -> None:
     """Compute the gradients of the parameters. That of `w` pairs each owned input with all outputs it reaches: no rank
     counts one twice.
     """

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["KernelTimes", "LayerTime", "LayerWork", "MeasuredTimes", "Recorded", "RooflineTimes"]
 
 
-@dataclass(frozen=True)
-class LayerTime:
+class LayerTime(NamedTuple):
     """Time that one layer takes on one rank, messages left out.
 
     Attributes
@@ -149,13 +148,18 @@ class LayerWork:
             If the layer, one of the user's, does not take a block for a sample.
         """
         try:
-            self.layer.output_shape(*self.shapes)
+            self.output  # noqa: B018
         except ValueError as error:
             raise UserError(
                 f"{self.kind}: expected a layer that can be timed on blocks {self.inputs}, got: {error}; override "
                 "of_outputs() to say what stands for it there"
             ) from error
         return self
+
+    @cached_property
+    def output(self) -> tuple[int, ...]:
+        """Sample shape of the output."""
+        return self.layer.output_shape(*self.shapes)
 
     @property
     def empty(self) -> bool:
@@ -230,10 +234,9 @@ class RooflineTimes(KernelTimes):
         """Return the time of a layer on local blocks that are not empty."""
         passes = work.layer.passes
         itemsize = np.dtype(work.dtype).itemsize
-        y_shape = work.layer.output_shape(*work.shapes)
         xs = [math.prod(shape) * itemsize for shape in work.inputs]
         x = sum(xs)
-        y = work.samples * math.prod(y_shape) * itemsize
+        y = work.samples * math.prod(work.output) * itemsize
         parameters = work.layer.parameters(*work.shapes)
         weights = sum(p.size for p in parameters.values()) * itemsize
         flops = work.samples * work.layer.flops(*work.shapes)

@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NoReturn
 
 from halograd.documents import bytes_text
@@ -125,7 +126,7 @@ class _Search:
         self.buckets = (planning.bucket_bytes,) if planning.bucket_bytes else BUCKETS
         self.middle = self.buckets[len(self.buckets) // 2]
         self.pricing = Pricing(Wires(machine), times, self.training.dtype, best_halo=True)
-        self.contenders = Contenders(network, self._schemes)
+        self.contenders = Contenders(network, partial(_schemes, network, batch, machine, planning, self.buckets))
         #: What plans are compared with, by name; several names may have the same cuts.
         self.compared: dict[str, Contender] = {}
         #: Strategies that a descent, or the search for a grid, may simulate.
@@ -162,14 +163,6 @@ class _Search:
             return known
         simulation = Simulation(self.network, strategy, self.batch, self.pricing, self.training, self.ranks)
         return self.contenders.add(Contender(name, simulation, optimal, indices))
-
-    def _schemes(self, strategy: Strategy) -> list[tuple[Scheme, int]]:
-        planned = planned_schemes(self.network, strategy, self.batch, self.machine, self.planning.without)
-        return [
-            (scheme, nbytes)
-            for scheme in dict.fromkeys([strategy.reduction, *planned])
-            for nbytes in (self.buckets if scheme.has_buckets else self.buckets[:1])
-        ]
 
     # -- what is simulated ---------------------------------------------------------------------
 
@@ -295,6 +288,18 @@ class _Search:
             best.optimal,
             time.perf_counter() - began,
         )
+
+
+def _schemes(
+    network: Network, batch: int, machine: Machine, planning: Planning, buckets: tuple[int, ...], strategy: Strategy
+) -> list[tuple[Scheme, int]]:
+    """Return the schemes that a strategy is tried with, and the sizes of buckets [B]."""
+    planned = planned_schemes(network, strategy, batch, machine, planning.without)
+    return [
+        (scheme, nbytes)
+        for scheme in dict.fromkeys([strategy.reduction, *planned])
+        for nbytes in (buckets if scheme.has_buckets else buckets[:1])
+    ]
 
 
 @contextmanager

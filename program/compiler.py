@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..device import is_low, wide
+from ..dtensor import Blocks
 from ..layers import Input, Network, Node, Redistribute
 from ..layers.parameter import ParameterBlocks, blocks_of, parameter_blocks
 from ..layers.strategy import Cut, Strategy, counts_of, layout_of
@@ -21,7 +22,7 @@ from .operations import KernelSpec, Operation, Run
 from .program import Program, Segment, Step
 from .views import Buffer, Value, View
 
-__all__ = ["Lowered", "Target", "compile_program", "lower_alone"]
+__all__ = ["Alone", "Target", "compile_program", "outline"]
 
 
 @dataclass(frozen=True)
@@ -79,21 +80,25 @@ def compile_program(
     replicable
         Names of dense layers that may compute the gradient of the whole batch on every rank.
     """
-    compiler = _Compiler(network, strategy, target, blocks or parameter_blocks(network, strategy, target.size))
-    compiler.replicable = frozenset(replicable)
-    for node in network.nodes:
-        compiler.add(node)
-    compiler.place()
-    compiler.lower()
+    compiler = _Compiler(network, strategy, target, replicable)
+    compiler.lower(blocks or parameter_blocks(network, strategy, target.size))
+    return compiler.program
+
+
+def outline(network: Network, strategy: Strategy, target: Target) -> Program:
+    """Return the program of a step without its operations: layers in order, redistributions among them, and values.
+
+    Only inputs have a place. Local.
+    """
+    compiler = _Compiler(network, strategy, target)
+    compiler.place(compiler.program.inputs.values())
     return compiler.program
 
 
 class _Compiler:
-    def __init__(
-        self, network: Network, strategy: Strategy, target: Target, blocks: Mapping[str, ParameterBlocks]
-    ) -> None:
-        self.network, self.strategy, self.target, self.blocks = network, strategy, target, blocks
-        self.replicable: frozenset[str] = frozenset()
+    def __init__(self, network: Network, strategy: Strategy, target: Target, replicable: Collection[str] = ()) -> None:
+        self.network, self.strategy, self.target = network, strategy, target
+        self.replicable = frozenset(replicable)
         self.program = Program(network.name, target)
         self._values: dict[tuple[Node, tuple[Cut, ...]], Value] = {}
         self._cuts: dict[Node, tuple[Cut, ...]] = {}
@@ -108,6 +113,8 @@ class _Compiler:
         self._targets = {
             i for i, some in read.items() if some and all(n.layer.compares(n.inputs.index(i)) for n in some)
         }
+        for node in network.nodes:
+            self.add(node)
 
     # -- values and steps ----------------------------------------------------------------------
 
@@ -168,18 +175,24 @@ class _Compiler:
         self._moves.setdefault(source, []).append(step)
         return value
 
-    def place(self) -> None:
+    def place(self, values: Collection[Value]) -> None:
         """Choose the storage of values: margins for halos where the owned block stays packed."""
-        needs: dict[Value, list[Any]] = {}
+        needs: dict[Value, list[Blocks]] = {value: [] for value in values}
         for step in self.program.steps:
             layouts = [v.layout for v in step.inputs]
             for i, value in enumerate(step.inputs):
-                found = step.layer.needed_blocks(i, layouts, step.output.layout)
-                needs.setdefault(value, []).append(found.clipped(value.layout.shape))
-        for value in self.program.inputs.values():
+                if value in needs:
+                    found = step.layer.needed_blocks(i, layouts, step.output.layout)
+                    needs[value].append(found.clipped(value.layout.shape))
+        for value, needed in needs.items():
+            value.place(needed)
+
+    def place_all(self) -> None:
+        """Choose the storage of all values and of their gradients."""
+        inputs = self.program.inputs.values()
+        for value in inputs:
             self._pad(value)
-        for value in (*self.program.inputs.values(), *(step.output for step in self.program.steps)):
-            value.place(needs.get(value, []))
+        self.place([*inputs, *(step.output for step in self.program.steps)])
         for step in self.program.steps:
             blocks = step.layer.gradient_blocks(step.inputs[0].layout, step.output.layout)
             if blocks is not None:
@@ -194,7 +207,9 @@ class _Compiler:
 
     # -- operations ----------------------------------------------------------------------------
 
-    def lower(self) -> None:
+    def lower(self, blocks: Mapping[str, ParameterBlocks]) -> None:
+        self.blocks = blocks
+        self.place_all()
         for value in self.program.inputs.values():
             self._launch(value)
         for step in self.program.steps:
@@ -308,33 +323,65 @@ def _arrays(step: Step, blocks: Mapping[str, ParameterBlocks]) -> dict[str, dict
     return found
 
 
-@dataclass(frozen=True)
-class Lowered:
-    """Operations of one layer alone."""
+class Alone:
+    """One layer under one cut, lowered without other layers. Local; the values need no storage yet.
 
-    step: Step
-    forward: list[Operation]
-    backward: list[Operation]
-    loss: View | None = None
+    Parameters
+    ----------
+    step
+        The layer with values that no other layer has.
+    trainable
+        Whether there is a backward pass.
+    overlaps
+        Whether ``halo = "auto"`` computes while halos travel.
+    gathered
+        Per input, the boxes that layers before it have gathered: keys of `Value.gathered`.
 
+    Attributes
+    ----------
+    forward
+        Operations of the forward pass.
+    """
 
-def lower_alone(step: Step, trained: bool, overlaps: bool = False) -> Lowered:
-    """Lower one layer under one cut, without other layers. Local; the values need no storage yet."""
-    layouts, size = [v.layout for v in step.inputs], step.output.layout.size
-    for i, value in enumerate(step.inputs):
-        value.place([step.layer.needed_blocks(i, layouts, step.output.layout).clipped(value.layout.shape)])
-    step.output.place([])
-    specs = {**step.parameters, **step.states}
-    blocks = {key: blocks_of(spec, step.parts, size) for key, spec in specs.items()}
-    context = Context(step, _arrays(step, blocks), trainable=trained, overlaps=overlaps)
-    add_backward = step.layer.lower(context)
-    forward, context.operations = context.operations, []
-    if trained and add_backward is not None:
-        if context.loss is None:
-            step.output.new_contribution()
-            step.output.close_gradient(lambda summands, total: None)
-        add_backward()
-    return Lowered(step, forward, context.operations, context.loss)
+    def __init__(
+        self, step: Step, trainable: bool, overlaps: bool = False, gathered: Sequence[Collection[Any]] = ()
+    ) -> None:
+        self.step, layouts, size = step, [v.layout for v in step.inputs], step.output.layout.size
+        for i, value in enumerate(step.inputs):
+            value.place([step.layer.needed_blocks(i, layouts, step.output.layout).clipped(value.layout.shape)])
+        step.output.place([])
+        specs = {**step.parameters, **step.states}
+        blocks = {key: blocks_of(spec, step.parts, size) for key, spec in specs.items()}
+        self.context = Context(step, _arrays(step, blocks), trainable=trainable, overlaps=overlaps)
+        self._gather(gathered)
+        self._backward = step.layer.lower(self.context)
+        if self.context.finishing is not None:
+            self.context.finishing()
+        self.forward, self.context.operations = self.context.operations, []
+
+    def _gather(self, gathered: Sequence[Collection[Any]]) -> None:
+        """Gather boxes as other layers have done, without operations."""
+        for i, keys in enumerate(gathered):
+            for key in keys:
+                self.context.gather(i, *key)
+
+    def backward(self, gathered: Sequence[Collection[Any]] = ()) -> list[Operation]:
+        """Return the operations of the backward pass. To be called once.
+
+        Parameters
+        ----------
+        gathered
+            As for the constructor; now all layers have gathered, too.
+        """
+        self._gather(gathered)
+        if self._backward is not None:
+            if self.context.loss is None:
+                self.step.output.new_contribution()
+                self.step.output.close_gradient(lambda summands, total: None)
+            self._backward()
+        if self.context.settling is not None:
+            self.context.settling()
+        return self.context.operations
 
 
 def _adding(environment: Any, total: Any, **summands: Any) -> Callable[[], None]:

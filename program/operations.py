@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..dtensor import Blocks, Groups
 from .views import Buffer, View
@@ -12,8 +12,7 @@ from .views import Buffer, View
 __all__ = ["ExchangeSpec", "KernelSpec", "Operation", "Run", "Sum", "Timing", "Total", "Transfer"]
 
 
-@dataclass(frozen=True)
-class Timing:
+class Timing(NamedTuple):
     """Description of a kernel for the performance model.
 
     Attributes

@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from ..dtensor import Groups
-from ..dtensor.blocks import Blocks, outer, padded
+from ..dtensor.blocks import Blocks, Interval, Intervals, outer, padded
 from .operations import Run, Sum, Total, Transfer
 from .program import Program
 
@@ -71,11 +71,6 @@ class Move:
         """Per axis, the number of common elements of every source part and every target part."""
         return tuple(overlap(a, b) for a, b in zip(self.source.axes, self.target.axes))
 
-    @cached_property
-    def _rows(self) -> dict[tuple[int, int], tuple[np.ndarray, np.ndarray]]:
-        """Return what `row` has found, by axis and source part: neighboring ranks share most of their parts."""
-        return {}
-
     @property
     def idle(self) -> bool:
         """Whether no rank sends anything."""
@@ -101,22 +96,19 @@ class Move:
     def peers(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the other ranks to which `rank` sends, and the bytes per rank [B]."""
         at = self.source.coordinates(rank)
-        ranks, elements, factor = _FIRST, _ONE, self.itemsize
-        for axis, (i, parts) in enumerate(zip(at or (), self.target.grid)):
-            if (axis, i) not in self._rows:
-                self._rows[axis, i] = row(self.source.axes[axis][i], self.target.axes[axis])
-            met, common = self._rows[axis, i]
-            if not len(met):
-                return _NONE, _NONE
-            if parts == 1:
-                factor *= int(common[0])
-            else:
-                ranks = (ranks[:, None] * parts + met).reshape(-1)
-                elements = (elements[:, None] * common).reshape(-1)
-        if at is None or (len(ranks) == 1 and ranks[0] == rank):
+        if at is None:
             return _NONE, _NONE
-        others = ranks != rank
-        return ranks[others], elements[others] * factor
+        cut, nbytes = [], self.itemsize
+        for i, axis, others in zip(at, self.source.axes, self.target.axes):
+            if len(others) > 1:
+                cut.append((axis[i], others))
+            else:
+                (start, stop), (first, last) = axis[i], others[0]
+                nbytes *= max(0, min(stop, last) - max(start, first))
+        if not nbytes:
+            return _NONE, _NONE
+        ranks, elements = met(rank, tuple(cut))
+        return ranks, elements * nbytes
 
 
 @dataclass(frozen=True)
@@ -148,7 +140,7 @@ class GroupSum:
                 nbytes[members.start : members.stop : members.step] = size
         return ExchangeTraffic(messages, nbytes)
 
-    @property
+    @cached_property
     def largest(self) -> tuple[int, range]:
         """The slowest group, as (size, ranks): most bytes, then the largest distance of ranks."""
         members, size = max(self.groups, key=lambda g: (g[1] * (len(g[0]) > 1), len(g[0]), g[0][-1] - g[0][0]))
@@ -165,11 +157,24 @@ def overlap(source: tuple[tuple[int, int], ...], target: tuple[tuple[int, int], 
 
 
 @lru_cache(maxsize=65536)
-def row(own: tuple[int, int], others: tuple[tuple[int, int], ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the indices of the intervals that one interval meets, and the number of common elements."""
-    common = overlap((own,), others)[0]
-    (met,) = np.nonzero(common)
-    return met, common[met]
+def met(rank: int, cut: tuple[tuple[Interval, Intervals], ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the other ranks that a rank meets along the axes that are cut, and the number of common elements.
+
+    Layers with other channels, and samples and space cut alike, have this in common.
+
+    Parameters
+    ----------
+    cut
+        Per axis, the interval of the rank, and those of all parts.
+    """
+    ranks, elements = _FIRST, _ONE
+    for own, others in cut:
+        common = overlap((own,), others)[0]
+        (places,) = np.nonzero(common)
+        ranks = (ranks[:, None] * len(others) + places).reshape(-1)
+        elements = (elements[:, None] * common[places]).reshape(-1)
+    others = ranks != rank
+    return ranks[others], elements[others]
 
 
 @lru_cache(maxsize=4096)

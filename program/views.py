@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -54,8 +54,7 @@ class Buffer:
         return View(self, (0,) * len(self.shape), self.shape)
 
 
-@dataclass(frozen=True)
-class View:
+class View(NamedTuple):
     """Rectangle of a buffer; a packed one may have a shape of its own.
 
     Attributes
@@ -71,7 +70,7 @@ class View:
     buffer: Buffer
     start: tuple[int, ...]
     extent: tuple[int, ...]
-    form: tuple[int, ...] | None = field(default=None)
+    form: tuple[int, ...] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -128,8 +127,7 @@ class View:
         return found if self.form is None else found.reshape(self.form)
 
 
-@dataclass(frozen=True)
-class Region:
+class Region(NamedTuple):
     """View, and the global box that it holds."""
 
     view: View
@@ -137,6 +135,8 @@ class Region:
 
     def part(self, box: Box) -> View:
         """Return the view of a box within; an empty box may lie anywhere."""
+        if box == self.box:
+            return self.view
         if not box.size:
             return View(self.view.buffer, (0,) * box.ndim, box.shape)
         return self.view.part([a - o for a, o in zip(box.start, self.box.start)], box.shape)
@@ -219,9 +219,9 @@ class Value:
             self.stored = self.stored.joined([blocks for blocks in needs if blocks.grid == self.stored.grid])
             box = self.stored[self.rank]
         else:
-            own = {blocks[self.rank] for blocks in needs} | {self.box}
-            box = hull(list(own)) if len(own) > 1 else self.box
-            if not all(is_packed(box, part) for part in own):
+            own = [self.box, *(blocks[self.rank] for blocks in needs if blocks != self.layout.boxes)]
+            box = hull(own) if len(own) > 1 else self.box
+            if not all(is_packed(box, part) for part in own[1:]) or not is_packed(box, self.box):
                 box = self.box
         shape = (*box.shape[:-1], max(self.room, box.shape[-1]))
         buffer = Buffer(shape, self.dtype, "input" if self.read else self.use, kept=self.kept or self.read)

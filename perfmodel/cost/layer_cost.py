@@ -12,13 +12,15 @@ All times in [s]. Terms are those of Dryden et al. 2019, Section V-A: forward ``
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 from ...program.operations import Operation, Run, Timing, Total, Transfer
 from ...program.program import Step
 from ...program.traffic import GroupSum, Move
-from ..kernel_times import KernelTimes, LayerTime
+from ..kernel_times import KernelTimes, LayerTime, LayerWork
 from .wires import Wires
 
 __all__ = ["LayerCost", "Pricing", "price_layer"]
@@ -83,13 +85,13 @@ class LayerCost:
         """The part of the backward exchange that nothing hides."""
         return max(0.0, self.halo_backward - self.backward_filter) if self.hides else self.halo_backward
 
-    @property
+    @cached_property
     def forward_seconds(self) -> float:
         """From the layer's start to its end, forward."""
         beside = self.packing_forward + self.channel_forward + self.redistribution_forward + self.statistics_forward
         return self.forward + self.strips * self.overlaps + self.exposed_forward + beside
 
-    @property
+    @cached_property
     def backward_seconds(self) -> float:
         """The same, backward."""
         beside = self.packing_backward + self.channel_backward + self.redistribution_backward + self.statistics_backward
@@ -123,6 +125,17 @@ class Pricing:
 
     def __init__(self, wires: Wires, times: KernelTimes, dtype: str = "float32", best_halo: bool = False) -> None:
         self.wires, self.times, self.dtype, self.best_halo = wires, times, dtype, best_halo
+        #: Layers under a cut that are priced already.
+        self.known: dict[Hashable, Any] = {}
+        self._signatures: dict[Hashable, Hashable] = {}
+
+    def signature(self, step: Step) -> Hashable:
+        """Return what is equal for layers that do the same on inputs of the same shapes, whatever their names."""
+        key = step.layer, *(value.layout.shape for value in step.inputs)
+        if key not in self._signatures:
+            found = LayerWork.of(step.layer, [value.layout.shape for value in step.inputs]).key
+            self._signatures[key] = found, step.output.layout.shape
+        return self._signatures[key]
 
     @property
     def overlaps(self) -> bool:
@@ -182,8 +195,9 @@ class _Price:
             travelling.discard(made)
             return
         move = Move(made.sources, made.targets, made.itemsize, made.kind)
-        found[_KINDS[made.kind]] += self.pricing.wires.exchange(move)
-        found["packing"] += self.pricing.wires.packing(move)
+        seconds, packing = self.pricing.wires.exchange(move)
+        found[_KINDS[made.kind]] += seconds
+        found["packing"] += packing
         if made.kind == "halo":
             travelling.add(made)
 

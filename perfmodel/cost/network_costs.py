@@ -29,7 +29,7 @@ from ...device import as_dtype
 from ...layers import Input, Network, Node, Strategy
 from ...layers.parameter import blocks_of
 from ...layers.strategy import AXES, layout_of
-from ...program.compiler import Target, compile_program, lower_alone
+from ...program.compiler import Alone, Target, compile_program
 from ...program.program import Step
 from ...program.views import Value
 from ..cuts import Parts, candidates, grids, shared_alike
@@ -343,7 +343,8 @@ class _Maker:
     # -- layers --------------------------------------------------------------------------------
 
     def _price(self, plain: Step, some: tuple[Parts, ...]) -> _Priced:
-        key = (_signature(plain), plain.name in self._trained, plain.owner, plain.frozen, some)
+        flags = tuple((value.read, value.trainable, value.dtype) for value in plain.inputs)
+        key = (self.pricing.signature(plain), flags, plain.name in self._trained, plain.owner, plain.frozen, some)
         if key not in self._priced:
             rows = [self._row(plain, parts) for parts in some]
             times, sums, memory = (np.array(column, np.float64) for column in zip(*(r[:3] for r in rows)))
@@ -353,8 +354,9 @@ class _Maker:
     def _row(self, plain: Step, parts: Parts) -> tuple[float, float, float, str]:
         """Return the time, sums of gradients, memory and halo algorithm of one candidate."""
         step = _under(plain, dict(zip(AXES, parts)), self.ranks)
-        lowered = lower_alone(step, plain.name in self._trained, self.pricing.overlaps)
-        cost = price_layer(step, lowered.forward, lowered.backward, self.pricing)
+        trained = plain.name in self._trained
+        alone = Alone(step, trained, self.pricing.overlaps)
+        cost = price_layer(step, alone.forward, alone.backward() if trained else [], self.pricing)
         sums = update = 0.0
         parameters = 0
         for spec in () if step.owner else plain.parameters.values():
@@ -420,13 +422,6 @@ class _Maker:
 
 def _parameters(network: Network) -> int:
     return sum(spec.size for spec in network.parameters().values())
-
-
-def _signature(step: Step) -> object:
-    """Equal for layers that cost the same under the same cut."""
-    flags = tuple((value.read, value.trainable, value.dtype) for value in step.inputs)
-    key = LayerWork.of(step.layer, [value.layout.shape for value in step.inputs]).key
-    return key, step.output.layout.shape, flags
 
 
 def _under(plain: Step, parts: Mapping[str, int], ranks: int) -> Step:

@@ -12,16 +12,16 @@ from functools import cached_property
 import numpy as np
 
 from ...device import as_dtype
-from ...layers import Add, Network
+from ...layers import Network
 from ...layers.parameter import parameter_blocks
 from ...layers.reduction_scheme import Scheme
 from ...layers.strategy import Strategy, layout_of
-from ...program.compiler import Target
-from ...program.operations import Operation, Run
+from ...program.compiler import Alone, Target, outline
 from ...program.program import Program, Step
 from ..plans import LayerRecord, Prediction
 from .account import Keeping, add_sums, count_program, layers_memory, price, program_of
-from .layer_cost import LayerCost, Pricing, price_layer
+from .layer_cost import LayerCost, Pricing
+from .steps import apart, price_steps
 from .timeline import Gradients, PricedBucket, PricedReduction, Replication, StepTimeline, run_step
 from .wires import middle_rank
 
@@ -51,13 +51,14 @@ class Rows:
     errors: int
 
 
-def rows_of(program: Program, name: str) -> Rows:
-    """Return the rows of a layer that a program exposes."""
-    sums = program.exposed[name].sums
-    activations, errors = sums["rows_gather"], sums["errors_gather"]
+def rows_of(step: Step) -> Rows:
+    """Return the rows of a dense layer if its gradient is replicated."""
+    options = {**step.options, "weight_gradient": "replicated"}
+    exposed = Alone(replace(apart(step), options=options), trainable=True).context.exposed
+    assert exposed is not None
+    activations, errors = exposed.sums["rows_gather"], exposed.sums["errors_gather"]
     assert activations is not None and errors is not None
-    features = program.values[name].layout.shape[-1]
-    rows = errors.sizes[0] // (features * program.target.dtype.itemsize)
+    rows = errors.sizes[0] // (step.output.layout.shape[-1] * step.output.dtype.itemsize)
     return Rows(activations.groups.members_each, rows, activations.sizes[0], errors.sizes[0])
 
 
@@ -149,12 +150,10 @@ class _Played:
 
 
 @dataclass
-class _Known:
+class _Remembered:
     """What simulations of one strategy under all schemes have found."""
 
-    programs: dict[tuple[int, int], Program] = field(default_factory=dict)
     memory: dict[tuple[int, int], dict[str, int]] = field(default_factory=dict)
-    steps: dict[tuple[Scheme, int], _Played] = field(default_factory=dict)
     gradients: Gradients | None = None
     fullest: int | None = None
 
@@ -178,18 +177,18 @@ class Simulation:
         self.pricing, self.training = pricing, training
         self.ranks = ranks or strategy.ranks
         self.blocks = parameter_blocks(network, strategy, self.ranks)
-        self._known = _Known()
-        self.program = self._program(_middle(network, strategy, batch, self.ranks))
-        self.costs = _costs(self.program, pricing)
+        self._known = _Remembered()
+        self._rank = _middle(network, strategy, batch, self.ranks)
+        self._outline = outline(network, strategy, self._target(self._rank))
+        self.steps = {step.name: step for step in self._outline.steps}
+        self.costs, self._gathered = price_steps(network, self._outline, pricing)
+
+    def _target(self, rank: int) -> Target:
+        return Target(self.batch, self.ranks, rank, as_dtype(self.training.dtype), overlaps=self.pricing.overlaps)
 
     def _program(self, rank: int) -> Program:
-        """Return the program of one rank, under the dense layers that the scheme replicates."""
-        key = rank, self.strategy.reduction.replicated_dense
-        if key not in self._known.programs:
-            overlaps, dtype = self.pricing.wires.waits_for_network, as_dtype(self.training.dtype)
-            target = Target(self.batch, self.ranks, rank, dtype, overlaps=overlaps)
-            self._known.programs[key] = program_of(self.network, self.strategy, target, self.blocks)
-        return self._known.programs[key]
+        """Return the program of one rank, with the dense layers that the scheme replicates."""
+        return program_of(self.network, self.strategy, self._target(rank), self.blocks)
 
     def with_reduction(self, scheme: Scheme, bucket_bytes: int | None = None) -> Simulation:
         """Return the same with another scheme of gradient reduction, or buckets of another size [B].
@@ -199,13 +198,12 @@ class Simulation:
         other = copy.copy(self)
         nbytes = self.strategy.bucket_bytes if bucket_bytes is None else bucket_bytes
         other.strategy = replace(self.strategy, reduction=scheme, bucket_bytes=nbytes)
-        other.program = other._program(self.program.target.rank)
         return other
 
     @property
     def step_seconds(self) -> float:
         """What a step takes [s]."""
-        return self._step().timeline.seconds + self.pricing.wires.machine.runtime.step
+        return self._play().timeline.seconds + self.pricing.wires.machine.runtime.step
 
     @cached_property
     def computing(self) -> float:
@@ -221,7 +219,7 @@ class Simulation:
         up to `FEW`.
         """
         training, per_node, buckets = self.training, self.pricing.wires.per_node, self._buckets()
-        some = range(self.ranks) if self.ranks <= FEW else sorted({self.program.target.rank, self._fullest})
+        some = range(self.ranks) if self.ranks <= FEW else sorted({self._rank, self._fullest})
         found = [dict(self._layers_memory(rank)) for rank in some]
         for rank, memory in zip(some, found):
             keeping = Keeping(self.strategy.reduction, rank, per_node, training.slots, training.accumulates)
@@ -242,34 +240,27 @@ class Simulation:
         return self._known.fullest
 
     def _find_fullest(self) -> int:
-        copies = (2 + self.training.slots) * self.program.wide.itemsize
+        copies = (2 + self.training.slots) * self._outline.wide.itemsize
         held = copies * np.sum([one.boxes.sizes() for one in self.blocks.values()], axis=0) + np.zeros(self.ranks)
-        for value in self.program.values.values():
-            needed = {key[0] for key in value.gathered}
+        for value in self._outline.values.values():
+            needed = {boxes for boxes, *_ in self._gathered.get(value, ())}
             held += value.dtype.itemsize * np.maximum.reduce([value.layout.boxes.sizes(), *(b.sizes() for b in needed)])
         return int(held.argmax())
 
     def _buckets(self) -> list[PricedBucket]:
         if self._known.gradients is None:
-            self._known.gradients = Gradients(self.network, self.blocks, self.program.wide.itemsize)
+            self._known.gradients = Gradients(self.network, self.blocks, self._outline.wide.itemsize)
         return self._known.gradients.buckets(self.strategy)
 
-    def _step(self) -> _Played:
-        key = self.strategy.reduction, self.strategy.bucket_bytes
-        if key not in self._known.steps:
-            self._known.steps[key] = self._make(key[0])
-        return self._known.steps[key]
-
-    def _make(self, scheme: Scheme) -> _Played:
-        pricing, slots = self.pricing, self.training.slots
+    def _play(self) -> _Played:
+        pricing, slots, scheme = self.pricing, self.training.slots, self.strategy.reduction
         buckets = self._buckets()
         replicated = {name for bucket in buckets if bucket.replicated for name in bucket.layers}
-        rows = {name: rows_of(self.program, name) for name in self.program.exposed if name in replicated}
+        rows = {name: rows_of(step) for name, step in self.steps.items() if name in replicated}
         nbytes: Counter[str] = Counter()
         for bucket in buckets:
             nbytes.update({name: max(bucket.nbytes) for name in bucket.layers if bucket.replicated})
-        steps = {step.name: step for step in self.program.steps}
-        replications = [replication(steps[n], own, nbytes[n], slots, pricing) for n, own in rows.items()]
+        replications = [replication(self.steps[n], own, nbytes[n], slots, pricing) for n, own in rows.items()]
         costs = [lighter(cost, rows[name], pricing) if name in rows else cost for name, cost in self.costs.items()]
         reductions = [price(bucket, scheme, pricing.wires, slots) for bucket in buckets if not bucket.replicated]
         timeline = run_step(
@@ -285,19 +276,20 @@ class Simulation:
 
     def prediction(self, account: bool = True) -> Prediction:
         """Return everything; memory and traffic if `account`."""
-        step = self._step()
+        step = self._play()
         timeline = step.timeline
         traffic = {}
         if account:
-            traffic = count_program(self.program, self._buckets(), self.strategy, self.pricing.wires.per_node)
+            program, per_node = self._program(self._rank), self.pricing.wires.per_node
+            traffic = count_program(program, self._buckets(), self.strategy, per_node)
         return Prediction(
             network=self.network.name,
             machine=self.pricing.wires.machine.name,
             batch=self.batch,
             ranks=self.ranks,
             dtype=self.training.dtype,
-            layers=tuple(_records(self.network, self.program.steps, step)),
-            step_seconds=self.step_seconds,
+            layers=tuple(_records(self.network, self._outline.steps, step)),
+            step_seconds=timeline.seconds + self.pricing.wires.machine.runtime.step,
             forward_seconds=timeline.forward,
             backward_seconds=timeline.backward,
             allreduce_seconds=sum(r.total for r in step.reductions) + sum(r.total for r in step.replications),
@@ -313,28 +305,6 @@ def _middle(network: Network, strategy: Strategy, batch: int, ranks: int) -> int
     nodes = network.layers.items()
     layouts = [layout_of((batch, *node.shape), strategy.cuts_of(name), ranks).boxes for name, node in nodes]
     return middle_rank(max(layouts, key=lambda boxes: boxes.placed))
-
-
-def _costs(program: Program, pricing: Pricing) -> dict[str, LayerCost]:
-    """Per step, in order of computation."""
-    passes: list[dict[str, list[Operation]]] = []
-    for segments in (program.forward, program.backward):
-        passes.append({})
-        for segment in segments:
-            for operation in segment.operations:
-                passes[-1].setdefault(operation.layer, []).append(operation)
-    forward, backward = passes
-    found = {}
-    for step in program.steps:
-        cost = price_layer(step, forward.get(step.name, ()), backward.get(step.name, ()), pricing)
-        for added in backward.get(f"{step.name} (sum)", ()):
-            # The gradients of several readers are added up before the layer's own backward.
-            assert isinstance(added, Run)
-            shape = step.output.layout.boxes.longest
-            time = pricing.times.time(Add(), [shape] * (len(added.kernel.views) - 1), pricing.dtype, False)
-            cost = replace(cost, backward_data=cost.backward_data + time.forward)
-        found[step.name] = cost
-    return found
 
 
 def _records(network: Network, steps: Sequence[Step], step: _Played) -> list[LayerRecord]:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from ...dtensor import Groups
 from ...layers import Network, Strategy
@@ -57,7 +58,7 @@ class PricedBucket:
     nbytes: tuple[int, ...]
     replicated: bool = False
 
-    @property
+    @cached_property
     def sum(self) -> GroupSum:
         """The reduction of its gradients."""
         return GroupSum.of("allreduce", self.holders, self.nbytes)
@@ -77,9 +78,17 @@ class Gradients:
         self._layers, self._itemsize = gradient_layers(network, blocks), itemsize
         names = [gradient.name for layer in self._layers for gradient in layer.gradients]
         self._nbytes = {name: [aligned(n * itemsize) for n in blocks[name].sizes] for name in names}
+        self._found: dict[tuple[object, ...], list[PricedBucket]] = {}
 
     def buckets(self, strategy: Strategy) -> list[PricedBucket]:
         """Return all buckets under the strategy's scheme, in the order in which the store makes them."""
+        scheme, nbytes = strategy.reduction, strategy.bucket_bytes * strategy.reduction.has_buckets
+        key = scheme.kind.chunks, scheme.first_layers, scheme.chunk, scheme.replicated_dense, nbytes
+        if key not in self._found:
+            self._found[key] = self._buckets(strategy)
+        return self._found[key]
+
+    def _buckets(self, strategy: Strategy) -> list[PricedBucket]:
         found = []
         for chunk in chunks_of(self._layers, strategy.reduction, strategy.bucket_bytes, self._itemsize):
             assert isinstance(chunk.sharing, Groups)

@@ -181,18 +181,17 @@ class Wires:
             return len(ranks) > self.per_node or len(self._nodes(ranks)) == 1
         return self.machine.span(ranks) in ("device", "node")
 
-    def exchange(self, move: Move) -> float:
-        """From the start of an exchange until the last rank has everything [s]; packing not included."""
-        return self._both(move)[0]
+    def exchange(self, move: Move) -> tuple[float, float]:
+        """Return the times of an exchange from its start until the last rank has everything, and of packing [s].
 
-    def packing(self, move: Move) -> float:
-        """Into its messages and out of them, a kernel each, on the rank that has most to do [s]."""
-        return self._both(move)[1]
-
-    def _both(self, move: Move) -> tuple[float, float]:
-        if move not in self._exchanges:
-            self._exchanges[move] = self._exchange(move)
-        return self._exchanges[move]
+        Packing is into its messages and out of them, a kernel each, on the rank that has most to do.
+        """
+        found = self._exchanges.get(move)
+        if found is None:
+            found = self._exchanges[move] = self._exchange(move)
+            if not self.quick:  # both ways are looked at
+                self._exchanges[move.adjoint] = found
+        return found
 
     def _exchange(self, move: Move) -> tuple[float, float]:
         if move.source == move.target:

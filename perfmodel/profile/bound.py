@@ -12,7 +12,7 @@ from ...device import device_of, wide
 from ...dtensor import Layout
 from ...layers import Layer
 from ...layers.strategy import AXES
-from ...program.compiler import Target, lower_alone
+from ...program.compiler import Alone, Target
 from ...program.operations import Run
 from ...program.program import Program, Segment, Step
 from ...program.runner import Mode, Runner
@@ -185,13 +185,14 @@ class BoundLayer:
 
 def _program(step: Step, size: int, trained: bool) -> Program:
     """Return a program of one layer, whose arrays all stay."""
-    lowered = lower_alone(step, trained)
+    lowered = Alone(step, trained)
+    backward = lowered.backward() if trained else []
     probed = frozenset([step.output.name])  # what lies behind the layer is written by other layers
     target = Target(step.output.layout.shape[0], size, dtype=step.output.dtype, trainable=trained, probed=probed)
     program = Program("layer", target)
-    program.steps, program.loss = [step], lowered.loss
+    program.steps, program.loss = [step], lowered.context.loss
     program.values = {value.name: value for value in (*step.inputs, step.output)}
-    program.forward, program.backward = [Segment(step.name, lowered.forward)], [Segment(step.name, lowered.backward)]
+    program.forward, program.backward = [Segment(step.name, lowered.forward)], [Segment(step.name, backward)]
     if step.output.gradient is not None:
         step.output.gradient.view.buffer.kept = True
     return program

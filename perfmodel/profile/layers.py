@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -261,7 +261,7 @@ def measure_layers(
             found = timer.measure(work)
             state.measured += 1
             if comm.rank == 0:
-                _keep(cache, conditions, work.key, astuple(found))
+                _keep(cache, conditions, work.key, found)
     finally:
         if comm.rank == 0:
             cache.flush()

@@ -14,7 +14,7 @@ from halograd.dtensor import Box
 from halograd.kernels import Backend
 from halograd.layers import Layer
 from halograd.layers.strategy import AXES, layout_of
-from halograd.program.compiler import Target, lower_alone
+from halograd.program.compiler import Alone, Target
 from halograd.program.operations import Transfer
 from halograd.program.program import Program, Segment, Step
 from halograd.program.runner import Mode, Runner
@@ -91,10 +91,11 @@ def _compute_block(layer, kernels, arrays, parts, comm, halo, dtype, found) -> R
     rank, size = comm.rank, comm.size
     parts = {**dict.fromkeys(AXES, 1), **parts}
     x, y = (Value(n, layout_of(arrays[n].shape, parts, size), dtype, rank, kept=True) for n in ("x", "dy"))
-    lowered = lower_alone(Step("layer", layer, [x], y, {"halo": halo}, parts), trained=True)
+    lowered = Alone(Step("layer", layer, [x], y, {"halo": halo}, parts), trainable=True)
+    backward = lowered.backward()
     target = Target(x.layout.shape[0], size, rank, dtype, probed=frozenset(["dy"]))
     program = Program("blocks", target, [lowered.step], {"x": x, "dy": y})
-    program.forward, program.backward = [Segment("layer", lowered.forward)], [Segment("layer", lowered.backward)]
+    program.forward, program.backward = [Segment("layer", lowered.forward)], [Segment("layer", backward)]
     y.gradient.view.buffer.kept = x.contributions[0].buffer.kept = True
     params = {f"layer/{k}": arrays[k].astype(dtype) for k in ("w", "b")}
     grads = {k: np.full(a.shape, np.nan, dtype) for k, a in params.items()}

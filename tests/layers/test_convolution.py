@@ -111,7 +111,7 @@ def test_local_geometry_keeps_padding_at_the_ends_of_the_array_only():
     first = local_geometry(windows, Box((0, 0, 0), (1, 5, 2)), Box((0, 0, 0), (1, 4, 3)))
     inner = local_geometry(windows, Box((0, 3, 0), (1, 9, 2)), Box((0, 4, 0), (1, 8, 3)))
     last = local_geometry(windows, Box((0, 7, 0), (1, 12, 2)), Box((0, 8, 0), (1, 12, 3)))
-    assert [g.padding for g in (first, inner, last)] == [((1, 0),), ((0, 0),), ((0, 1),)]
+    assert [made().padding for made in (first, inner, last)] == [((1, 0),), ((0, 0),), ((0, 1),)]
 
 
 # -- description -------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from halograd.perfmodel.machine import Machine
 from halograd.perfmodel.planners import PLANNERS
 from halograd.perfmodel.plans import Plan
 from halograd.perfmodel.predict import Planning, plan_network
+from halograd.program.compiler import Target, compile_program
 from tests.layers.cuts import random_strategy
 from tests.models.gated import gated
 from tests.perfmodel.pricing import priced
@@ -76,9 +77,11 @@ def test_memory_is_that_of_the_fullest_rank(name):
 @pytest.mark.parametrize("name", NETWORKS)
 def test_all_kernels_of_a_layer_are_priced(name):
     """On one rank a layer takes what its kernels take; the mask of a ReLU where no gradient is passed on with them."""
-    made = Simulation(NETWORKS[name](), Strategy(), 2, priced(LASSEN), Training())
-    trained = {segment.name for segment in made.program.backward}
-    for step in made.program.steps:
+    network = NETWORKS[name]()
+    made = Simulation(network, Strategy(), 2, priced(LASSEN), Training())
+    program = compile_program(network, Strategy(), Target(2))
+    trained = {segment.name for segment in program.backward}
+    for step in program.steps:
         if step.layer.kind in (
             "Flatten",
             "Reshape",
@@ -196,7 +199,8 @@ def test_problems_are_small_and_nothing_is_priced_twice(name, monkeypatch):
     price_layer, edge_seconds = problem_module.price_layer, problem_module.edge_seconds
 
     def price(step, forward, backward, pricing):
-        layers.append(repr((problem_module._signature(step), bool(backward), sorted(step.parts.items()))))
+        flags = [(value.read, value.trainable, value.dtype) for value in step.inputs]
+        layers.append(repr((pricing.signature(step), flags, bool(backward), sorted(step.parts.items()))))
         return price_layer(step, forward, backward, pricing)
 
     def tabulate(shape, makers, readers, *more):

@@ -1,0 +1,119 @@
+"""Layers that are lowered one by one cost what they cost in the program of the network."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from halograd.layers import Add, Conv, Input, Layer, MeanSquaredError, Network
+from halograd.perfmodel.cost import Pricing, Wires, price_layer
+from halograd.perfmodel.cost.steps import price_steps
+from halograd.perfmodel.cuts import BASELINES, baseline
+from halograd.perfmodel.kernel_times import RooflineTimes
+from halograd.perfmodel.machine import Machine
+from halograd.program.compiler import Target, compile_program, outline
+from halograd.program.operations import Run
+from tests.perfmodel.test_cost_counts import BATCH, strategies
+from tests.perfmodel.test_cost_counts import CASES as OTHERS
+
+SIZE = 4
+#: Machines, and whether the cheaper halo algorithm is taken. Ranks share the memory of the second.
+PRICED = {
+    "plan": (Machine.load("lassen"), True),
+    "run": (Machine.load("cori-haswell"), False),
+    "emulated": (Machine.load("lassen").emulated(1e-3, 1e-9), False),
+}
+
+
+class Late(Layer):
+    """Reads its own block forward, and a halo in the backward pass alone."""
+
+    def input_boxes(self, box, *shapes):
+        return (box,)
+
+    def lower(self, context):
+        forward = context.kernel(as_it_is, x=context.inputs[0].view, y=context.y)
+        context.run(forward, timing=context.timing("forward"))
+
+        def backward():
+            layout = context.inputs[0].layout
+            needed = Conv(1, 3, padding=1).needed_blocks(0, [layout], context.output.layout)
+            context.gather(0, needed.clipped(layout.shape)).run()
+            context.run(context.kernel(as_it_is, x=context.dy, y=context.gradient(0)))
+
+        return backward
+
+
+def as_it_is(environment, x, y):
+    """Only priced here, never run."""
+    raise NotImplementedError
+
+
+def alike():
+    """Layers with equal settings and shapes that are frozen, shared, read twice, beside others, or behind those."""
+    x = Input((12, 12, 4), name="x")
+    twice = Conv(4, 3, padding=1, name="twice")
+    y = Conv(4, 3, padding=1, name="frozen first")(x)
+    y = Add(name="side by side")(
+        Conv(4, 3, padding=1, name="behind")(y), Conv(4, 3, padding=1, name="first")(Input((12, 12, 4), name="other"))
+    )
+    y = Conv(4, 3, padding=1, name="frozen between")(y)
+    y = twice(twice(y))
+    y = Add(name="two")(Late(name="late")(y), Conv(4, 3, padding=1, name="with a halo")(y))
+    y = Add(name="one")(y, y)
+    y = Add(name="again")(y, Conv(4, 3, padding=1, name="last")(y))
+    loss = MeanSquaredError(name="loss")(y, Input(y.shape, name="target"))
+    return Network({"aside": Conv(4, 3, padding=1, name="aside")(y), "loss": loss}, frozen=("frozen *",))
+
+
+CASES = {**OTHERS, "alike": alike}
+
+
+def of_program(program, pricing):
+    """Price the operations of a whole program, layer by layer."""
+    forward, backward = (
+        [operation for segment in segments for operation in segment.operations]
+        for segments in (program.forward, program.backward)
+    )
+    found = {}
+    for step in program.steps:
+        own = [[operation for operation in some if operation.layer == step.name] for some in (forward, backward)]
+        cost = price_layer(step, *own, pricing)
+        for added in (operation for operation in backward if operation.layer == f"{step.name} (sum)"):
+            assert isinstance(added, Run)
+            shapes = [step.output.layout.boxes.longest] * (len(added.kernel.views) - 1)
+            time = pricing.times.time(Add(), shapes, pricing.dtype, False)
+            cost = replace(cost, backward_data=cost.backward_data + time.forward)
+        found[step.name] = cost
+    return found
+
+
+def differences(network, strategy, pricing, rank):
+    """Names of steps that cost something else, or gather other boxes, in the program."""
+    target = Target(BATCH, SIZE, rank, overlaps=pricing.overlaps)
+    made = outline(network, strategy, target)
+    costs, gathered = price_steps(network, made, pricing)
+    program = compile_program(network, strategy, target)
+    want = of_program(program, pricing)
+    assert list(costs) == list(want)
+    values = zip((*made.inputs.values(), *(s.output for s in made.steps)), _values(program), strict=True)
+    others = [value.name for value, other in values if set(gathered.get(value, ())) != set(other.gathered)]
+    return [name for name in want if costs[name] != want[name]] + others
+
+
+def _values(program):
+    return (*program.inputs.values(), *(step.output for step in program.steps))
+
+
+@pytest.mark.parametrize("on", PRICED)
+@pytest.mark.parametrize("case", CASES)
+def test_costs_are_those_of_the_program(case, on):
+    """What one strategy taught is used for the next one, and for other ranks."""
+    machine, best_halo = PRICED[on]
+    network, pricing = CASES[case](), Pricing(Wires(machine), RooflineTimes(machine), best_halo=best_halo)
+    tried = [*strategies(network, SIZE), *(baseline(name, network, BATCH, SIZE) for name in BASELINES)]
+    for strategy in tried:
+        for rank in (0, SIZE - 1):
+            assert not differences(network, strategy, pricing, rank), (strategy, rank)
+    assert len(pricing.known) < 2 * len(tried) * len(network.layers), "nothing was remembered"
