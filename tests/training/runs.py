@@ -86,6 +86,12 @@ def write_own(folder: Path, network: str, data: str | None = None, settings: str
     return folder / "run.toml"
 
 
+def write_named(folder: Path, network: str, data: str, arrays: Mapping[str, Any], **layouts: str) -> Path:
+    """Write a network of one's own, `arrays` (see `write_arrays`), and configuration with their table but its path."""
+    write_arrays(folder / "data.h5", arrays, **layouts)
+    return write_own(folder, network, f'[data]\npath = "data.h5"\n{data}')
+
+
 def write_shared(comm: Any, folder: Path, write: Callable[[Path], object] = write_config) -> Path:
     """Let rank 0 write a run to a folder of all ranks; the path of its configuration. Collective over `comm`."""
     if comm.rank == 0:

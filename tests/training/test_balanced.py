@@ -21,7 +21,7 @@ from halograd.training import evaluate, train
 from halograd.training.checkpoint import read_header
 from halograd.training.executor import Executor
 from tests.training.cuts import overrides_of
-from tests.training.runs import EDGE, SAMPLES, write_arrays, write_own
+from tests.training.runs import EDGE, SAMPLES, write_named, write_shared
 
 NET = """
 import halograd as hg
@@ -38,25 +38,21 @@ def build(weights="balanced", ignore=None, auxiliary=True):
         loss = loss + hg.training_only(hg.SoftmaxCrossEntropy("balanced", ignore_index=2)(coarse, hg.Pad(-1)(mask)))
     return hg.Network({"prediction": logits, "kind": whole, "loss": loss}, name="balanced")
 """
-DATA = """[data]
-path = "data.h5"
+DATA = """
 validation = 0.3
 inputs = "u"
-[data.targets]
-mask = "label"
-kind = "kind"
+targets = {mask = "label", kind = "kind"}
 """
 
 
-def write(folder):
+def write(folder, network=NET, data=DATA):
     rng = np.random.default_rng(5)
     arrays = {
         "u": rng.standard_normal((SAMPLES, EDGE, EDGE, 2)),
         "label": rng.choice(3, (SAMPLES, EDGE, EDGE), p=(0.9, 0.08, 0.02)),
         "kind": np.arange(SAMPLES) % 4 == 0,
     }
-    write_arrays(folder / "data.h5", arrays, u="NHWC")
-    write_own(folder, NET, DATA)
+    write_named(folder, network, data, arrays, u="NHWC")
 
 
 def weights_of(labels, classes):
@@ -144,16 +140,12 @@ def build(weight="balanced", channels=1):
     loss = 0.5 * hg.BinaryCrossEntropyWithLogits(weight)(whole, kind) + 0.1 * hg.MeanSquaredError()(whole, kind)
     return hg.Network({"prediction": whole, "loss": loss}, name="balanced")
 """
-ONE_TARGET = DATA.replace('mask = "label"\n', "")
 
 
 @pytest.fixture
 def one_channel(comm, working):
-    if comm.rank == 0:
-        write(working)
-        write_own(working, ONE_CHANNEL, ONE_TARGET)
-    comm.barrier()
-    return working / "run.toml"
+    one_target = DATA.replace('mask = "label", ', "")
+    return write_shared(comm, working, lambda folder: write(folder, ONE_CHANNEL, one_target))
 
 
 @pytest.mark.ranks(1, 2, 4)

@@ -13,7 +13,7 @@ from mpi4py import MPI
 from halograd.training import evaluate, train
 from halograd.training.metrics import BINS, Calibration, Confusion, by_class, read_details, write_details
 from tests.training.cuts import CUTS, overrides_of
-from tests.training.runs import EDGE, SAMPLES, write_arrays, write_own
+from tests.training.runs import EDGE, SAMPLES, write_named
 
 NET = """
 import halograd as hg
@@ -29,15 +29,10 @@ def build():
     loss = loss + hg.BinaryCrossEntropyWithLogits()(answers, yes)
     return hg.Network({"prediction": logits, "kind": whole, "answers": answers, "loss": loss}, name="judged")
 """
-DATA = """[data]
-path = "data.h5"
+DATA = """
 validation = 0.5
 inputs = "u"
-[data.targets]
-mask = "label"
-kind = "kind"
-valid = "valid"
-yes = "yes"
+targets = {mask = "label", kind = "kind", valid = "valid", yes = "yes"}
 """
 
 
@@ -50,8 +45,7 @@ def write(folder):
         "valid": rng.integers(0, 2, (SAMPLES, EDGE, EDGE)),
         "yes": rng.integers(0, 2, (SAMPLES, EDGE, EDGE, 2)),
     }
-    write_arrays(folder / "data.h5", arrays, u="NHWC")
-    write_own(folder, NET, DATA)
+    write_named(folder, NET, DATA, arrays, u="NHWC")
 
 
 # -- by NumPy ----------------------------------------------------------------------------------------

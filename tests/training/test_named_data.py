@@ -12,7 +12,7 @@ from halograd.errors import UserError
 from halograd.training import evaluate, train
 from halograd.training.checkpoint import read_header
 from tests.training.cuts import CUTS, check_scores
-from tests.training.runs import EDGE, SAMPLES, write_arrays, write_own
+from tests.training.runs import EDGE, SAMPLES, write_named
 
 NET = """
 import halograd as hg
@@ -36,17 +36,11 @@ def itself(edge=16):
     y = hg.Conv(3, 3, padding=1)(hg.Conv(2, 3, padding=1, activation="relu")(x))
     return hg.Network({"prediction": y, "loss": hg.MeanSquaredError()(y, x)})
 """
-DATA = """[data]
-path = "data.h5"
+DATA = """
 validation = 0.3
 normalize = ["fields"]
-[data.inputs]
-fields = "u"
-settings = "run/settings"
-[data.targets]
-mask = "label"
-speed = "v"
-kind = "kind"
+inputs = {fields = "u", settings = "run/settings"}
+targets = {mask = "label", speed = "v", kind = "kind"}
 """
 
 
@@ -59,8 +53,7 @@ def write(folder: Path) -> None:
         "v": rng.random((SAMPLES, 2, EDGE // 2, EDGE // 2)),
         "kind": rng.integers(0, 2, SAMPLES),
     }
-    write_arrays(folder / "data.h5", arrays, u="NHWC", v="NCHW")
-    write_own(folder, NET, DATA)
+    write_named(folder, NET, DATA, arrays, u="NHWC", v="NCHW")
 
 
 @pytest.mark.mpi

@@ -11,7 +11,7 @@ from halograd.data import ArrayDataset
 from halograd.errors import UserError
 from halograd.training import train
 from tests.training.cuts import check_scores
-from tests.training.runs import EDGE, SAMPLES, write_arrays, write_own
+from tests.training.runs import EDGE, SAMPLES, write_named
 
 NET = """
 import halograd as hg
@@ -31,23 +31,13 @@ def build(edge=16):
     loss = loss + 0.1 * hg.AbsoluteError()(coarse, part, patches) + 0.1 * hg.Dice("softmax")(logits, mask, share)
     return hg.Network({"prediction": logits, "coarse": coarse, "loss": loss}, name="weighted")
 """
-DATA = """[data]
-path = "data.h5"
+DATA = """
 validation = 0.3
 rule = "max"
-[data.augment]
-flips = ["height", "width"]
-shifts = ["width"]
-[data.inputs]
-x = "u"
-[data.targets]
-mask = "label"
-valid = "valid"
-share = "share"
-rows = "rows"
-height = "u"
-part = "label"
-patches = "valid"
+augment = {flips = ["height", "width"], shifts = ["width"]}
+inputs = {x = "u"}
+targets = {mask = "label", valid = "valid", share = "share", rows = "rows", height = "u", \
+part = "label", patches = "valid"}
 """
 
 
@@ -60,8 +50,7 @@ def write(folder):
         "share": rng.random(SAMPLES),
         "rows": rng.random((SAMPLES, EDGE, 1, 1)),
     }
-    write_arrays(folder / "data.h5", arrays, u="NHWC")
-    write_own(folder, NET, DATA)
+    write_named(folder, NET, DATA, arrays, u="NHWC")
 
 
 @pytest.mark.mpi
