@@ -7,9 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from mpi4py import MPI
 
-from halograd.comm import Communicator
 from halograd.errors import UserError
 from halograd.layers import BatchNorm, Conv, Dense, Flatten, GroupNorm, Input, Network
 from halograd.layers.lowering import partial_boxes, read_boxes
@@ -20,8 +18,6 @@ from halograd.testing import check_layer
 from tests.layers.cuts import drawn_parts
 from tests.layers.geometries import skew
 from tests.layers.oracle import check_torch, torch
-from tests.layers.test_lean import compiled, step
-from tests.support.lean import check_allocations
 
 SPATIAL = (5, 4)
 
@@ -232,15 +228,3 @@ def test_channels_with_weight_norm_are_not_cut_and_the_gradient_is_not_replicate
         with pytest.raises(UserError, match=f"layer '{name}' .* cannot be cut along 'channel'"):
             Strategy({}, {name: {"channel": 2}}).validate(network, 2)
     assert list(dense_layers(network)) == ["plain"]
-
-
-@pytest.mark.ranks(1, 2)
-def test_a_step_with_weight_norm_allocates_no_array():
-    with (
-        Communicator(MPI.COMM_WORLD) as comm,
-        compiled(
-            lambda x: Conv(64, 5, 4, 2, weight_norm=True)(x), (64, 64, 16), comm, {"width": comm.size}
-        ) as executor,
-    ):
-        step(executor)
-        check_allocations(comm, lambda: step(executor), 192 * 1024)

@@ -16,6 +16,7 @@ from halograd.program.compiler import Target
 from halograd.testing import grids
 from halograd.training.executor import Executor
 from tests.layers.graphs import Gate
+from tests.layers.norms import step
 from tests.training.steps import NETWORKS, fill
 
 BATCH = 4
@@ -80,13 +81,6 @@ def shares(draw, axis, parts):
     """Uneven parts in place of some even ones."""
     even = parts == 1 or "channel" in axis or draw.random() < 0.7
     return parts if even else [draw.randint(1, 3) for _ in range(parts)]
-
-
-def step(executor):
-    executor.forward()
-    executor.loss_value()
-    executor.backward()
-    executor.reducer.finish()
 
 
 def differing(found, want, rank):

@@ -10,6 +10,7 @@ from halograd.layers import BatchNorm, BinaryCrossEntropyWithLogits, Conv, Input
 from halograd.layers.strategy import Strategy
 from halograd.models import mesh, resnet, unet
 from halograd.training.executor import Executor
+from tests.layers.norms import step
 from tests.support.lean import check_allocations
 from tests.training.steps import fill
 
@@ -18,13 +19,6 @@ BIG = {
     "resnet": lambda: resnet((1, 1), classes=5, resolution=192, width=16),
     "unet": lambda: unet((128, 128), channels=2, classes=3, width=16, levels=2),
 }
-
-
-def step(executor):
-    executor.forward()
-    executor.loss_value()
-    executor.backward()
-    executor.reducer.finish()
 
 
 def in_space(network, size, halo):
