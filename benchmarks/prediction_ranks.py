@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 from statistics import fmean, median
@@ -110,7 +109,7 @@ class Predictor:
     def _again(self, one: tuple[Conditions, str]) -> None:
         timer, work, found = self._works[one]
         found.append(timer.measure(work))
-        self.cache.put(*one, tuple(fmean(values) for values in zip(*map(astuple, found))))
+        self.cache.put(*one, tuple(fmean(values) for values in zip(*found)))
 
     def close_sweeps(self) -> None:
         """What comes next is another network."""

@@ -7,7 +7,7 @@ import re
 import shutil
 from collections import Counter
 from contextlib import contextmanager
-from dataclasses import astuple, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -284,7 +284,7 @@ def test_a_budget_is_one_for_all_rounds(tmp_path, monkeypatch):
     def layers(self, works, budget, again, show):
         budgets.append(budget)
         for work in works:
-            self.cache.put(self.conditions, work.key, astuple(RooflineTimes(MACHINE).of_work(work)))
+            self.cache.put(self.conditions, work.key, RooflineTimes(MACHINE).of_work(work))
         return Coverage(measured=len(works), seconds=3.0)
 
     monkeypatch.setenv("HALOGRAD_CACHE", str(tmp_path / "cache"))
