@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+from halograd import measuring
 from halograd.cli.run import run
+from halograd.perfmodel.machine import Machine
 
 
 @pytest.fixture
@@ -19,3 +22,12 @@ def typed(capsys) -> Callable[..., tuple[int, str, str]]:
         return code, captured.out, captured.err
 
     return call
+
+
+@pytest.fixture
+def known(shared, monkeypatch) -> Path:
+    """A folder of all ranks, with an empty cache, on a machine that need not be measured."""
+    machine = Machine.load("p100-cluster")
+    monkeypatch.setenv("HALOGRAD_CACHE", str(shared / "cache"))
+    monkeypatch.setattr(measuring.Measuring, "known_machine", lambda self, path: machine)
+    return shared

@@ -40,6 +40,7 @@ from tests.training.runs import CONFIG, write_data
 PLAIN = CONFIG.format(edge=16, channels=3, data="data.h5", out="out").replace("[strategy]\nbucket_bytes = 512\n", "")
 AUTO = 'strategy = "auto"\n' + PLAIN.replace("progress = false\n", "")
 MACHINE = Machine.load("p100-cluster")
+UNMEASURED = "strategy.budget=0"
 
 
 @pytest.fixture(scope="module")
@@ -215,11 +216,10 @@ def test_steps_are_measured_one_strategy_at_a_time(monkeypatch):
 
 
 @pytest.mark.ranks(2)
-def test_a_run_settles_on_what_was_faster(shared, monkeypatch):
+def test_a_run_settles_on_what_was_faster(known, monkeypatch):
     """The plan is followed, written and shown with the one that it took the place of beside it."""
     with Communicator(MPI.COMM_WORLD) as comm:
-        monkeypatch.setenv("HALOGRAD_CACHE", str(shared / "cache"))
-        config = parse_config(AUTO, [f"output.directory={shared / 'out'}"])
+        config = parse_config(AUTO, [f"output.directory={known / 'out'}"])
         tried: list[list[str]] = []
 
         def measured(comm, strategies, opened):
@@ -239,12 +239,12 @@ def test_a_run_settles_on_what_was_faster(shared, monkeypatch):
         cuts = {name: {k: n for k, n in some.items() if k != "halo"} for name, some in run.strategy.layers.items()}
         assert cuts == {name: dict(some) for name, some in expected.layers.items()}
         if comm.rank == 0:
-            kept = Plan.load(shared / "out/plan.json")
+            kept = Plan.load(known / "out/plan.json")
             assert kept.planner == rival and kept.alternatives[0].name == favorite
 
 
 @pytest.mark.ranks(2)
-def test_a_plan_rests_on_measured_times(shared, monkeypatch):
+def test_a_plan_rests_on_measured_times(known, monkeypatch):
     """However often the planner, by the times that it has got, asks for a layer that it did not ask for before."""
     measured: list[str] = []
     calls: list[object] = []
@@ -260,13 +260,11 @@ def test_a_plan_rests_on_measured_times(shared, monkeypatch):
         return make_plan(asked, batch, ranks, planning, times)
 
     with Communicator(MPI.COMM_WORLD) as comm:
-        monkeypatch.setenv("HALOGRAD_CACHE", str(shared / "cache"))
-        monkeypatch.setattr(measuring.Measuring, "known_machine", lambda self, path: MACHINE)
         monkeypatch.setattr(LayerTimer, "measure", measure)
         monkeypatch.setattr(auto, "make_plan", curious)
         monkeypatch.setattr(auto, "rivals", lambda plan: [])
         monkeypatch.setattr(auto, "usable_cores", lambda: 1)
-        config = parse_config(AUTO, [f"output.directory={shared / 'out'}"])
+        config = parse_config(AUTO, [f"output.directory={known / 'out'}"])
         plan = plan_run(config, comm).plan
         counts = Counter(measured)
         assert sum('"Conv"' in key and "[[1,8,8,2]]" in key for key in counts) == 7 and set(counts.values()) == {1, 2}
@@ -298,7 +296,7 @@ def test_a_budget_is_one_for_all_rounds(tmp_path, monkeypatch):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("fault", [KernelError("no primitive"), MemoryError(), UserError("not one sample")], ids=repr)
-def test_what_one_rank_cannot_do_ends_no_run(shared, monkeypatch, fault):
+def test_what_one_rank_cannot_do_ends_no_run(known, monkeypatch, fault):
     """One rank with all threads is tried for the comparison only."""
 
     def measured(comm, strategies, opened):
@@ -307,10 +305,9 @@ def test_what_one_rank_cannot_do_ends_no_run(shared, monkeypatch, fault):
         return dict.fromkeys(strategies, 1.0)
 
     with Communicator(MPI.COMM_WORLD) as comm:
-        monkeypatch.setenv("HALOGRAD_CACHE", str(shared / "cache"))
         monkeypatch.setattr(auto, "measure_steps", measured)
         monkeypatch.setattr(auto, "usable_cores", lambda: 8)
-        trial = auto.try_run(parse_config(AUTO, [f"output.directory={shared / 'out'}"]), comm)
+        trial = auto.try_run(parse_config(AUTO, [UNMEASURED, f"output.directory={known / 'out'}"]), comm)
         assert trial.alone is None and trial.seconds
         assert not any("1 rank" in line for line in trial.lines(1))
 

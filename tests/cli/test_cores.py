@@ -15,7 +15,7 @@ from halograd.local import CoreSplit, try_splits
 from halograd.measuring import StepTrial
 from halograd.perfmodel.plans import Plan
 from halograd.training.config import check_config, parse_config
-from tests.cli.test_automatic import AUTO
+from tests.cli.test_automatic import AUTO, UNMEASURED
 
 
 @pytest.fixture
@@ -103,12 +103,11 @@ def test_refusals(jobs, capsys, options, message):
 
 
 @pytest.mark.ranks(1, 2)
-def test_steps_are_tried_of_the_plan_the_grid_and_one_rank(shared, monkeypatch):
+def test_steps_are_tried_of_the_plan_the_grid_and_one_rank(known, monkeypatch):
     monkeypatch.setattr(auto, "usable_cores", lambda: 2)
     monkeypatch.setattr(measuring, "SECONDS", 0.01)
     with Communicator(MPI.COMM_WORLD) as comm:
-        monkeypatch.setenv("HALOGRAD_CACHE", str(shared / "cache"))
-        config = parse_config(AUTO, [f"output.directory={shared / 'out'}", "strategy.budget=0"])
+        config = parse_config(AUTO, [UNMEASURED, f"output.directory={known / 'out'}"])
         trial = try_run(config, comm)
         assert comm.bcast(trial.seconds) == trial.seconds, "all ranks settle on the same"
         assert {trial.plan.planner, "grid"} <= {*trial.seconds, trial.plan.planner} and trial.name in trial.seconds
