@@ -44,12 +44,13 @@ def test_a_step_of_a_u_net_is_that_of_torch(exporter, comm, shared):
         export(module, first(x), path, exporter, training=True)
     comm.barrier()
     want, after = _step_of_torch(module, x, classes)
+    network = _trainable(path)
     for parts in grids(comm.size, ("sample", "height", "width")):
         if parts["sample"] > len(x):
             continue
         with hg.Communicator(comm) as ranks:
             strategy = hg.Strategy(parts)
-            with Executor(_trainable(path), ranks, get_backend("numpy"), len(x), strategy, "float64") as executor:
+            with Executor(network, ranks, get_backend("numpy"), len(x), strategy, "float64") as executor:
                 trainer = hg.Trainer(executor, hg.SGD(executor.store), hg.Constant(RATE))
                 executor.set_input("x", x)
                 executor.set_input("target", classes)
