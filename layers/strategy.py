@@ -8,7 +8,7 @@ import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -104,11 +104,18 @@ class Strategy:
             own = {k: _hashable(v) if isinstance(v, Mapping) else v for k, v in self.layers.items()}
             object.__setattr__(self, "layers", own)
 
-    def cuts_of(self, layer: str) -> dict[str, Cut]:
+    def cuts_of(self, layer: str) -> Mapping[str, Cut]:
         """Return the parts per axis of one layer, with their shares where those are given; every axis is named."""
-        own = {k: v for k, v in self.layers.get(layer, {}).items() if k in AXES}
-        chosen = own or self.parts
-        return {axis: _cut(chosen.get(axis, 1)) for axis in AXES}
+        if layer not in self._cuts:
+            own = {k: v for k, v in self.layers.get(layer, {}).items() if k in AXES}
+            chosen = own or self.parts
+            self._cuts[layer] = {axis: _cut(chosen.get(axis, 1)) for axis in AXES}
+        return self._cuts[layer]
+
+    @cached_property
+    def _cuts(self) -> dict[str, Mapping[str, Cut]]:
+        """What `cuts_of` has found."""
+        return {}
 
     def parts_of(self, layer: str) -> dict[str, int]:
         """Return the number of parts per axis of one layer; every axis is named."""

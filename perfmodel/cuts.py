@@ -115,14 +115,22 @@ def _extents(
 
 @lru_cache(maxsize=4096)
 def _candidates(extents: tuple[tuple[int, ...], ...], cuts: str, ranks: int, full: bool) -> tuple[Parts, ...]:
-    found: dict[Parts, None] = {}
+    there = tuple(map(bool, extents))
+    some = _legal(extents, cuts, ranks) if full else _worth_a_look(there, cuts, ranks)
+    return tuple(parts for parts in some if _fits(extents, parts, balanced=not full))
+
+
+def _legal(extents: Sequence[Sequence[int]], cuts: str, ranks: int) -> Iterator[Parts]:
+    """Yield the cuts that a layer allows, for which an axis may be too short."""
     for used in divisors(ranks):
-        for parts in _factorizations(extents, used):
-            if not _allowed(cuts, parts) or not _fits(extents, parts, balanced=not full):
-                continue
-            if full or _worthwhile(extents, parts, used, ranks):
-                found[parts] = None
-    return tuple(found)
+        yield from (parts for parts in _factorizations(extents, used) if _allowed(cuts, parts))
+
+
+@lru_cache(maxsize=1024)
+def _worth_a_look(there: tuple[bool, ...], cuts: str, ranks: int) -> tuple[Parts, ...]:
+    """Return the cuts that are worth a look for a layer that has these axes, however long."""
+    some = _legal([(ranks,) if has else () for has in there], cuts, ranks)
+    return tuple(parts for parts in some if _worthwhile(there, parts, ranks))
 
 
 def _factorizations(extents: Sequence[Sequence[int]], used: int) -> Iterator[Parts]:
@@ -164,9 +172,9 @@ def _fits(extents: Sequence[Sequence[int]], parts: Parts, balanced: bool) -> boo
     return True
 
 
-def _worthwhile(extents: Sequence[Sequence[int]], parts: Parts, used: int, ranks: int) -> bool:
-    space, channels = parts[1:4], parts[4:]
-    if min(channels) > 1 or not _shapely(space, [bool(e) for e in extents[1:4]]):
+def _worthwhile(there: Sequence[bool], parts: Parts, ranks: int) -> bool:
+    space, channels, used = parts[1:4], parts[4:], math.prod(parts)
+    if min(channels) > 1 or not _shapely(space, there[1:4]):
         return False
     kinds = [parts[0] > 1, math.prod(space) > 1, math.prod(channels) > 1]
     if kinds[1] and kinds[2] and ranks > FEW:
@@ -279,13 +287,23 @@ def _data(node: Node, batch: int, ranks: int, samples: int) -> Parts:
 
 
 def _spatial(node: Node, batch: int, ranks: int, samples: int) -> Parts:
-    some = [p for p in _some(node, batch, ranks) if p[4] * p[5] == 1 and math.prod(p[1:4]) > 1]
-    return max(some, key=lambda p: (math.prod(p), -p[0], -max(p[1:4])), default=_data(node, batch, ranks, samples))
+    return _most_space(*_sizes(node, batch), ranks) or _data(node, batch, ranks, samples)
+
+
+@lru_cache(maxsize=4096)
+def _most_space(extents: tuple[tuple[int, ...], ...], cuts: str, ranks: int) -> Parts | None:
+    some = [p for p in _candidates(extents, cuts, ranks, False) if p[4] * p[5] == 1 and math.prod(p[1:4]) > 1]
+    return max(some, key=lambda p: (math.prod(p), -p[0], -max(p[1:4])), default=None)
 
 
 def _model(node: Node, batch: int, ranks: int, samples: int) -> Parts:
-    some = [p for p in _some(node, batch, ranks) if p[4] > 1 and math.prod(p) == p[4]]
-    return max(some, key=lambda p: p[4], default=_data(node, batch, ranks, samples))
+    return _most_channels(*_sizes(node, batch), ranks) or _data(node, batch, ranks, samples)
+
+
+@lru_cache(maxsize=4096)
+def _most_channels(extents: tuple[tuple[int, ...], ...], cuts: str, ranks: int) -> Parts | None:
+    some = [p for p in _candidates(extents, cuts, ranks, False) if p[4] > 1 and math.prod(p) == p[4]]
+    return max(some, key=lambda p: p[4], default=None)
 
 
 def _owt(node: Node, batch: int, ranks: int, samples: int) -> Parts:
@@ -303,8 +321,9 @@ def _behind_dense(node: Node) -> bool:
     return True
 
 
-def _some(node: Node, batch: int, ranks: int) -> Sequence[Parts]:
-    return candidates(node.layer, [n.shape for n in node.inputs], node.shape, batch, ranks)
+def _sizes(node: Node, batch: int) -> tuple[tuple[tuple[int, ...], ...], str]:
+    """Return what the candidates of a layer depend on."""
+    return _extents(node.layer, [n.shape for n in node.inputs], node.shape, batch), node.layer.cuts_channels
 
 
 #: Name -> parts of a node, given batch, ranks and the samples that can be cut.

@@ -168,13 +168,20 @@ def met(rank: int, cut: tuple[tuple[Interval, Intervals], ...]) -> tuple[np.ndar
         Per axis, the interval of the rank, and those of all parts.
     """
     ranks, elements = _FIRST, _ONE
-    for own, others in cut:
-        common = overlap((own,), others)[0]
-        (places,) = np.nonzero(common)
-        ranks = (ranks[:, None] * len(others) + places).reshape(-1)
-        elements = (elements[:, None] * common[places]).reshape(-1)
+    for own, parts in cut:
+        places, common = row(own, parts)
+        ranks = (ranks[:, None] * len(parts) + places).reshape(-1)
+        elements = (elements[:, None] * common).reshape(-1)
     others = ranks != rank
     return ranks[others], elements[others]
+
+
+@lru_cache(maxsize=65536)
+def row(own: Interval, parts: Intervals) -> tuple[np.ndarray, np.ndarray]:
+    """Return the indices of the intervals that one interval meets, and the number of common elements."""
+    common = overlap((own,), parts)[0]
+    (places,) = np.nonzero(common)
+    return places, common[places]
 
 
 @lru_cache(maxsize=4096)

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -80,11 +81,17 @@ class Grids:
 
     def count(self, start: Ints, stop: Ints) -> Ints:
         """Return how many ranks of each of these cuts boxes ``[u, axes]`` meet: ``[u, candidates]``."""
-        sizes = np.array(self.shape, np.int64)
-        base, more = np.divmod(sizes, self.parts)
-        first, last = (_block(position[:, None, :], base, more) for position in (start, stop - 1))
-        full: NDArray[np.bool_] = np.all(stop > start, axis=1, keepdims=True)
-        return np.where(full, (last - first + 1).prod(axis=2), 0)
+        found = np.repeat((stop > start).all(axis=1, keepdims=True).astype(np.int64), len(self.parts), axis=1)
+        for axis, (size, (some, which)) in enumerate(zip(self.shape, self._cuts)):
+            base, more = np.divmod(size, some)
+            first, last = (_block(position[:, axis, None], base, more) for position in (start, stop - 1))
+            found *= (last - first + 1)[:, which]
+        return found
+
+    @cached_property
+    def _cuts(self) -> list[tuple[Ints, Ints]]:
+        """Per axis, the parts that there are, and which of them a candidate has: they are few."""
+        return [np.unique(column, return_inverse=True) for column in self.parts.T]
 
     @property
     def fullest(self) -> Ints:
@@ -118,9 +125,9 @@ def edge_seconds(
     u, v = Grids.of(shape, makers), Grids.of(shape, readers)
     seconds = np.zeros((len(makers), len(readers)))
     for rank in _looked_at(ranks):
-        for source, target, turned in ((u, v, False), (v, u, True)):
-            found = _one_way(source, target, rank, wires, itemsize, ranks)
-            seconds = np.maximum(seconds, found.T if turned else found)
+        sent = _one_way(u, v, rank, wires, itemsize, ranks)
+        received = sent if makers == readers else _one_way(v, u, rank, wires, itemsize, ranks)
+        seconds = np.maximum(seconds, np.maximum(sent, received.T))
     same = (u.parts[:, None, :] == v.parts[None, :, :]).all(axis=2)
     seconds[same] = 0.0
     return seconds

@@ -15,6 +15,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -56,6 +57,25 @@ class NodeSumTimes:
         return self.deposit + self.addition + self.across + self.way_back
 
 
+class _Way(NamedTuple):
+    """From a rank to some others, whatever the size of messages.
+
+    Attributes
+    ----------
+    alpha, outside_alpha
+        Sum over all of them, and over those on other nodes [s].
+    betas
+        Per rank [s/B].
+    outside
+        Which of them are on other nodes; None: no rank is.
+    """
+
+    alpha: float
+    betas: np.ndarray
+    outside: np.ndarray | None
+    outside_alpha: float
+
+
 class Wires:
     """Times of communication on a machine. Local; remembers what it was asked.
 
@@ -70,6 +90,7 @@ class Wires:
     def __init__(self, machine: Machine, quick: bool = False) -> None:
         self.machine, self.quick = machine, quick
         self._exchanges: dict[Move, tuple[float, float]] = {}
+        self._ways: dict[tuple[int, bytes], _Way] = {}
         self._sums: dict[tuple[str, float, Ranks], float] = {}
         links = [machine.links[level] for level in LEVELS[1:]]
         self._alpha = np.array([link.alpha for link in links])
@@ -236,14 +257,22 @@ class Wires:
                 node, beyond, alphas = rank // self.machine.devices_per_node, 0.0, 0.0
             if not len(peers):
                 continue
-            levels = self.levels(rank, peers)
-            alpha, beta = self._alpha[levels], self._beta[levels] * nbytes
-            if levels.any():
-                outside = levels > 0
-                beyond += float(beta[outside].sum())
-                alphas = max(alphas, float(alpha[outside].sum()))
-            slowest = max(slowest, float(alpha.sum() + beta.sum()), beyond + alphas)
+            way = self._way(rank, peers)
+            beta = way.betas * nbytes
+            if way.outside is not None:
+                beyond += float(np.add.reduce(beta[way.outside]))
+                alphas = max(alphas, way.outside_alpha)
+            slowest = max(slowest, way.alpha + float(np.add.reduce(beta)), beyond + alphas)
         return slowest
+
+    def _way(self, rank: int, peers: np.ndarray) -> _Way:
+        key = rank, peers.tobytes()
+        if key not in self._ways:
+            levels = self.levels(rank, peers)
+            alpha, outside = self._alpha[levels], levels > 0
+            beyond = outside if outside.any() else None
+            self._ways[key] = _Way(float(alpha.sum()), self._beta[levels], beyond, float(alpha[outside].sum()))
+        return self._ways[key]
 
     def levels(self, rank: int, peers: np.ndarray) -> np.ndarray:
         """Return the level of the link to each of the other ranks: 0 within the node, 1 within the switch, 2 across."""
