@@ -103,8 +103,8 @@ class Conv(Layer):
         return with_lengths(found) if self.weight_norm else found
 
     def flops(self, *shapes: Shape) -> int:
-        weights = self.parameters(*shapes)["w"].size
-        return 2 * weights * math.prod(self.output_shape(*shapes)[:-1])
+        kernel, channels = math.prod(w.kernel for w in self.windows(shapes[0])), shapes[0][-1] // self.groups
+        return 2 * kernel * channels * math.prod(self.output_shape(*shapes))
 
     def gradient_box(self, box: Box, shape: Shape, out_shape: Shape) -> Box:
         return output_box(self.windows(shape), box, (0, *out_shape))

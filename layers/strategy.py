@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import logging
@@ -103,6 +104,13 @@ class Strategy:
         if isinstance(self.layers, Mapping):
             own = {k: _hashable(v) if isinstance(v, Mapping) else v for k, v in self.layers.items()}
             object.__setattr__(self, "layers", own)
+
+    def with_reduction(self, scheme: Scheme, bucket_bytes: int) -> Strategy:
+        """Return the same cuts with another scheme of gradient reduction, and buckets of this size [B]."""
+        other = copy.copy(self)  # what is known of the cuts stays known
+        object.__setattr__(other, "reduction", scheme)
+        object.__setattr__(other, "bucket_bytes", bucket_bytes)
+        return other
 
     def cuts_of(self, layer: str) -> Mapping[str, Cut]:
         """Return the parts per axis of one layer, with their shares where those are given; every axis is named."""

@@ -219,10 +219,11 @@ class Value:
             self.stored = self.stored.joined([blocks for blocks in needs if blocks.grid == self.stored.grid])
             box = self.stored[self.rank]
         else:
-            own = [self.box, *(blocks[self.rank] for blocks in needs if blocks != self.layout.boxes)]
-            box = hull(own) if len(own) > 1 else self.box
-            if not all(is_packed(box, part) for part in own[1:]) or not is_packed(box, self.box):
-                box = self.box
+            box, own = self.box, [blocks[self.rank] for blocks in needs if blocks != self.layout.boxes]
+            if own:
+                own.append(box)
+                grown = hull(own)
+                box = grown if all(is_packed(grown, part) for part in own) else box
         shape = (*box.shape[:-1], max(self.room, box.shape[-1]))
         buffer = Buffer(shape, self.dtype, "input" if self.read else self.use, kept=self.kept or self.read)
         self.region = Region(buffer.view.part((0,) * box.ndim, box.shape), box)

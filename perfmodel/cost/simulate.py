@@ -154,8 +154,15 @@ class _Remembered:
     """What simulations of one strategy under all schemes have found."""
 
     memory: dict[tuple[int, int], dict[str, int]] = field(default_factory=dict)
-    gradients: Gradients | None = None
     fullest: int | None = None
+
+
+@dataclass
+class _Sums:
+    """Gradients and their sums by scheme, for all simulations in which parameters have the same blocks."""
+
+    gradients: Gradients
+    priced: dict[tuple[object, ...], list[PricedReduction]] = field(default_factory=dict)
 
 
 class Simulation:
@@ -197,7 +204,7 @@ class Simulation:
         """
         other = copy.copy(self)
         nbytes = self.strategy.bucket_bytes if bucket_bytes is None else bucket_bytes
-        other.strategy = replace(self.strategy, reduction=scheme, bucket_bytes=nbytes)
+        other.strategy = self.strategy.with_reduction(scheme, nbytes)
         return other
 
     @property
@@ -248,9 +255,24 @@ class Simulation:
         return int(held.argmax())
 
     def _buckets(self) -> list[PricedBucket]:
-        if self._known.gradients is None:
-            self._known.gradients = Gradients(self.network, self.blocks, self._outline.wide.itemsize)
-        return self._known.gradients.buckets(self.strategy)
+        return self._sums.gradients.buckets(self.strategy)
+
+    @cached_property
+    def _sums(self) -> _Sums:
+        itemsize, known = self._outline.wide.itemsize, self.pricing.known
+        key = self.network, itemsize, *self.blocks.values()
+        if key not in known:
+            known[key] = _Sums(Gradients(self.network, self.blocks, itemsize))
+        found: _Sums = known[key]
+        return found
+
+    def _reductions(self, buckets: Sequence[PricedBucket]) -> list[PricedReduction]:
+        scheme, slots, sums = self.strategy.reduction, self.training.slots, self._sums
+        key = scheme, slots, self.strategy.bucket_bytes * scheme.has_buckets
+        if key not in sums.priced:
+            wires = self.pricing.wires
+            sums.priced[key] = [price(bucket, scheme, wires, slots) for bucket in buckets if not bucket.replicated]
+        return sums.priced[key]
 
     def _play(self) -> _Played:
         pricing, slots, scheme = self.pricing, self.training.slots, self.strategy.reduction
@@ -262,7 +284,7 @@ class Simulation:
             nbytes.update({name: max(bucket.nbytes) for name in bucket.layers if bucket.replicated})
         replications = [replication(self.steps[n], own, nbytes[n], slots, pricing) for n, own in rows.items()]
         costs = [lighter(cost, rows[name], pricing) if name in rows else cost for name, cost in self.costs.items()]
-        reductions = [price(bucket, scheme, pricing.wires, slots) for bucket in buckets if not bucket.replicated]
+        reductions = self._reductions(buckets)
         timeline = run_step(
             list(self.costs),
             costs,
