@@ -94,21 +94,13 @@ def test_several_channels_at_once_may_finish_in_any_order(communicator, order):
             channels[number].release()
 
 
-@pytest.mark.parametrize("dtype", [np.float64, np.float32, ml_dtypes.bfloat16, np.int64, np.int8, np.complex128])
-def test_every_dtype_and_odd_counts(communicator, dtype):
-    counts = np.full((communicator.size, communicator.size), 37)
-    channel = open_channel(communicator, counts, dtype)
+DTYPES = [np.float64, np.float32, ml_dtypes.bfloat16, np.int64, np.int8, np.complex128]
+
+
+@pytest.mark.parametrize(("dtype", "count"), [*((dtype, 37) for dtype in DTYPES), (np.float32, 300_000)])
+def test_every_dtype_odd_counts_and_large_messages(communicator, dtype, count):
+    channel = open_channel(communicator, np.full((communicator.size, communicator.size), count), dtype)
     assert channel.dtype == np.dtype(dtype)
-    for step in range(3):
-        pack(channel, communicator.rank, step)
-        channel.start()
-        channel.finish()
-        check(channel, communicator.rank, step)
-        channel.release()
-
-
-def test_large_messages(communicator):
-    channel = open_channel(communicator, np.full((communicator.size, communicator.size), 300_000))
     for step in range(4):
         pack(channel, communicator.rank, step)
         channel.start()

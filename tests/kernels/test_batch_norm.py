@@ -69,29 +69,19 @@ class Problem:
         assert_close(self.dx, self.expected["dx"], self.count, "dx", scale=16)
 
 
+@pytest.mark.parametrize("local", [False, True], ids=["sums", "local"])
 @pytest.mark.parametrize("f", FUSED, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_local(typed, shape, f):
-    p = Problem(typed, shape, f, local=True)
-    p.forward(local=True)
+def test_on_its_statistics(typed, shape, f, local):
+    p = Problem(typed, shape, f, local)
+    p.forward(local)
     p.check_forward()
     p.lose_output()
     p.k.backward_sums()
-    p.check_backward()
-    p.k.backward_data()
-    p.check_backward()
-    p.k.close()
-
-
-@pytest.mark.parametrize("f", FUSED, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_around_sums(typed, shape, f):
-    p = Problem(typed, shape, f, local=False)
-    p.forward(local=False)
-    p.check_forward()
-    p.lose_output()
-    p.k.backward_sums()
-    np.divide(p.sums, p.count, out=p.means)
+    if local:
+        p.check_backward()
+    else:
+        np.divide(p.sums, p.count, out=p.means)
     p.k.backward_data()
     p.check_backward()
     p.k.close()

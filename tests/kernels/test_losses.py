@@ -228,16 +228,11 @@ def test_mean_squared_error(typed):
     close(dx, 2 * d / 7, EPS[x.dtype], scale=2)
 
 
-def test_without_gradient(arrays):
-    x, loss = arrays.draw(3, 4), np.zeros(1)
-    arrays.backend.mean_squared_error(LossArrays(x, x, None, loss))()
-    assert loss[0] == 0
-
-
-def test_of_a_rank_without_samples(arrays):
-    x, loss = arrays.draw(0, 4), np.ones(1)
-    kernel = arrays.backend.mean_squared_error(LossArrays(x, x, x, loss))
-    kernel.set(0, 1.0)
+@pytest.mark.parametrize("samples", [3, 0])
+def test_without_gradient_or_samples(arrays, samples):
+    x, loss = arrays.draw(samples, 4), np.ones(1)
+    kernel = arrays.backend.mean_squared_error(LossArrays(x, x, None if samples else x, loss))
+    kernel.set(samples, 1.0)
     kernel()
     assert loss[0] == 0
 

@@ -36,35 +36,28 @@ def make(a: Arrays, geometry, spatial, channels=5, ties=False):
     return a.levels(*xs) if ties else a.draw(*xs), a.poisoned(*ys), a.draw(*ys), a.poisoned(*xs)
 
 
+def outcomes(a, kind, x, y, dy, dx, geometry):
+    """Kernels of a pooling, forward and backward, and what they give."""
+    if kind in ("max", "ties"):
+        return a.backend.max_pool(x, y, dy, dx, geometry), reference.max_pool(x, dy, geometry, y.shape)
+    include = kind == "include pad"
+    made = a.backend.average_pool(x, y, dy, dx, geometry, count_include_pad=include)
+    return made, reference.average_pool(x, dy, geometry, y.shape, include)
+
+
+@pytest.mark.parametrize("kind", ["max", "ties", "exclude pad", "include pad"])
 @pytest.mark.parametrize("channels", [5, 16, 18])
-@pytest.mark.parametrize("ties", [False, True], ids=["distinct", "ties"])
 @pytest.mark.parametrize("name", CASES)
-def test_max_pool(typed, name, ties, channels):
+def test_pools(typed, name, channels, kind):
     geometry, spatial = CASES[name]
-    x, y, dy, dx = make(typed, geometry, spatial, channels, ties)
-    forward, backward = typed.backend.max_pool(x, y, dy, dx, geometry)
-    value, gradient = reference.max_pool(x, dy, geometry, y.shape)
+    x, y, dy, dx = make(typed, geometry, spatial, channels, kind == "ties")
+    (forward, backward), (value, gradient) = outcomes(typed, kind, x, y, dy, dx, geometry)
     forward()
-    assert np.array_equal(y, value.astype(y.dtype))
+    if kind in ("max", "ties"):
+        assert np.array_equal(y, value.astype(y.dtype))
+    else:
+        assert_close(y, value, geometry.taps, "y")
     for array in (x, y):  # others may have their memory
-        array.fill(np.nan)
-    backward()
-    assert_close(dx, gradient, geometry.taps, "dx")
-    forward.close()
-    backward.close()
-
-
-@pytest.mark.parametrize("include", [False, True], ids=["exclude pad", "include pad"])
-@pytest.mark.parametrize("channels", [5, 16, 18])
-@pytest.mark.parametrize("name", CASES)
-def test_average_pool(typed, name, include, channels):
-    geometry, spatial = CASES[name]
-    x, y, dy, dx = make(typed, geometry, spatial, channels)
-    forward, backward = typed.backend.average_pool(x, y, dy, dx, geometry, count_include_pad=include)
-    value, gradient = reference.average_pool(x, dy, geometry, y.shape, include)
-    forward()
-    assert_close(y, value, geometry.taps, "y")
-    for array in (x, y):
         array.fill(np.nan)
     backward()
     assert_close(dx, gradient, geometry.taps, "dx")

@@ -167,17 +167,45 @@ def numeric_gradient(function, x, t):
 # -- exactness --------------------------------------------------------------------------------------
 
 
+def check_definition(ranks, name, dtype="float64", valid=BATCH, near=(1e-13, 2e-9), numeric=True):
+    """Under every grid; by central differences the gradient too. Samples behind the `valid` ones have none."""
+    make, function, kind = LOSSES[name]
+    x, t = random_array((BATCH, *SHAPE), "x").astype(dtype).astype(float), target(kind, SHAPE)
+    t = t.astype(dtype).astype(float) if t.dtype.kind == "f" else t
+    want = function(x[:valid], t[:valid])
+    gradient = numeric_gradient(function, x[:valid], t[:valid]) if numeric else None
+    for parts in grids(ranks.size, AXES):
+        loss, dx = run_loss(make, (x, t), ranks, parts, dtype, valid=valid)
+        assert abs(loss - want) <= near[0] * max(1, abs(want))
+        if dx is not None and numeric:
+            assert np.abs(dx[:valid] - gradient).max() <= near[1]
+            assert not dx[valid:].any()
+
+
 @pytest.mark.mpi
 @pytest.mark.parametrize("name", LOSSES)
 def test_is_its_definition_on_every_grid(ranks, name):
-    make, function, kind = LOSSES[name]
-    x, t = random_array((BATCH, *SHAPE), "x"), target(kind, SHAPE)
-    want, gradient = function(x, t), numeric_gradient(function, x, t)
-    for parts in grids(ranks.size, AXES):
-        loss, dx = run_loss(make, (x, t), ranks, parts)
-        assert abs(loss - want) <= 1e-13 * max(1, abs(want))
-        if dx is not None:
-            assert np.abs(dx - gradient).max() <= 2e-9
+    check_definition(ranks, name)
+
+
+@pytest.mark.many_ranks
+@pytest.mark.parametrize("name", SOME)
+def test_uneven_and_empty_blocks(ranks, name, monkeypatch):
+    skew(monkeypatch)
+    check_definition(ranks, name, numeric=False)
+
+
+@pytest.mark.ranks(1, 3)
+@pytest.mark.parametrize("name", LOSSES)
+def test_float32(ranks, name):
+    check_definition(ranks, name, "float32", near=(1e-6, 1e-6))
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("valid", [1, 2])
+@pytest.mark.parametrize("name", SOME)
+def test_a_short_batch_is_a_smaller_batch(ranks, name, valid):
+    check_definition(ranks, name, valid=valid)
 
 
 @pytest.mark.mpi
@@ -192,47 +220,6 @@ def test_samples_without_space_lines_and_volumes(ranks, name, shape):
     assert abs(want - function(x, t)) <= 1e-13 * max(1, abs(want))
     for parts in grids(ranks.size, axes):
         check(run_loss(make, (x, t), ranks, parts), (want, gradient), factor=10)
-
-
-@pytest.mark.many_ranks
-@pytest.mark.parametrize("name", SOME)
-def test_uneven_and_empty_blocks(ranks, name, monkeypatch):
-    make, function, kind = LOSSES[name]
-    x, t = random_array((BATCH, *SHAPE), "x"), target(kind, SHAPE)
-    want = function(x, t)
-    skew(monkeypatch)
-    for parts in grids(ranks.size, AXES):
-        loss, _ = run_loss(make, (x, t), ranks, parts)
-        assert abs(loss - want) <= 1e-13 * max(1, abs(want))
-
-
-@pytest.mark.ranks(1, 3)
-@pytest.mark.parametrize("name", LOSSES)
-def test_float32(ranks, name):
-    make, function, kind = LOSSES[name]
-    x, t = random_array((BATCH, *SHAPE), "x").astype(np.float32).astype(float), target(kind, SHAPE)
-    t = t.astype(np.float32).astype(float) if t.dtype.kind == "f" else t
-    want, gradient = function(x, t), numeric_gradient(function, x, t)
-    for parts in grids(ranks.size, AXES):
-        loss, dx = run_loss(make, (x, t), ranks, parts, "float32")
-        assert abs(loss - want) <= 1e-6 * max(1, abs(want))
-        if dx is not None:
-            assert np.abs(dx - gradient).max() <= 1e-6
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("valid", [1, 2])
-@pytest.mark.parametrize("name", SOME)
-def test_a_short_batch_is_a_smaller_batch(ranks, name, valid):
-    make, function, kind = LOSSES[name]
-    x, t = random_array((BATCH, *SHAPE), "x"), target(kind, SHAPE)
-    want, gradient = function(x[:valid], t[:valid]), numeric_gradient(function, x[:valid], t[:valid])
-    for parts in grids(ranks.size, AXES):
-        loss, dx = run_loss(make, (x, t), ranks, parts, valid=valid)
-        assert abs(loss - want) <= 1e-13 * max(1, abs(want))
-        if dx is not None:
-            assert np.abs(dx[:valid] - gradient).max() <= 2e-9
-            assert not dx[valid:].any()
 
 
 @pytest.mark.ranks(1, 2)

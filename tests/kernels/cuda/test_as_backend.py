@@ -6,10 +6,9 @@ from halograd.kernels import ClassTargets, LossArrays
 
 from ..test_batch_norm import (  # noqa: F401
     test_a_residual_in_evaluation,
-    test_around_sums,
     test_forward_only,
     test_gradient_belongs_to_the_last_forward,
-    test_local,
+    test_on_its_statistics,
     test_statistics_of_others,
     test_training,
     test_training_of_a_rank_with_nothing,
@@ -40,7 +39,6 @@ from ..test_losses import (  # noqa: F401
     test_gradient_times_a_loss_scale,
     test_large_logits,
     test_mean_squared_error,
-    test_of_a_rank_without_samples,
     test_prediction_and_target_that_are_not_packed,
     test_refused,
     test_softmax_cross_entropy,
@@ -49,7 +47,7 @@ from ..test_losses import (  # noqa: F401
     test_targets_of_any_dtype,
     test_weighted_cross_entropy,
     test_weighted_elementwise,
-    test_without_gradient,
+    test_without_gradient_or_samples,
 )
 from ..test_norms import (  # noqa: F401
     test_channel_norm,
