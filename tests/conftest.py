@@ -10,6 +10,7 @@ A test with one of the first three is not run serially. Under MPI a fault on one
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Generator, Iterator
@@ -42,6 +43,7 @@ settings.load_profile("suite")
 
 @pytest.hookimpl(trylast=True)  # the reporter to be silenced must be there
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()
     rank, size = 0, 0
     if config.getoption("--with-mpi"):
         from mpi4py import MPI
@@ -77,6 +79,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not all(wanted):
         config.hook.pytest_deselected(items=[item for item, keep in zip(items, wanted) if not keep])
         items[:] = [item for item, keep in zip(items, wanted) if keep]
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays: to search it for garbage over and over is a tenth of a run."""
+    gc.freeze()
+    gc.set_threshold(10_000, 10, 10)
+    gc.enable()
 
 
 def _check_marks(items: list[pytest.Item]) -> None:
