@@ -8,7 +8,7 @@ import pytest
 from halograd.kernels import KernelError, get_backend
 from halograd.layers import Input, Loss, Network
 from halograd.layers.strategy import Strategy
-from halograd.testing import random_array
+from halograd.testing import grids, random_array, run_layer
 from halograd.training.executor import Executor
 
 
@@ -60,6 +60,14 @@ def close(found, want, dtype="float64", factor=1000.0):
     bound = factor * float(np.finfo(dtype).eps) * max(1.0, float(np.abs(want).max(initial=0)))
     error = float(np.abs(np.asarray(found, np.float64) - want).max(initial=0))
     assert found.shape == want.shape and error <= bound, f"differs by {error:.3g}, allowed are {bound:.3g}"
+
+
+def check_grids(ranks, make, shape, want, factor=1000.0, dtype="float64", **options):
+    """Hold what is wanted of a layer against what ranks find of it on every grid (`close`)."""
+    for parts in grids(ranks.size, ("sample", "height", "width")):
+        found = run_layer(make, [shape], ranks, parts, dtype=dtype, **options)
+        for key, array in want.items() if found is not None else ():
+            close(found[key], array, dtype, factor)
 
 
 @contextlib.contextmanager

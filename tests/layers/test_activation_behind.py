@@ -9,7 +9,6 @@ from halograd.layers.activation import fused as fused_in
 from halograd.layers.settings import fingerprint, settings_of
 from halograd.testing import check_layer
 from tests.layers.geometries import skew
-from tests.layers.norms import needs
 from tests.layers.oracle import check_torch, torch
 
 SHAPE = (7, 6, 4)
@@ -125,7 +124,6 @@ def test_as_torch():
 @pytest.mark.parametrize("kind", ["Conv", "Add", "BatchNorm", "residual", "GroupNorm", "LayerNorm"])
 def test_every_activation_as_torch(kind, name, backend, dtype):
     """As the layers one after the other in torch, whose functions are checked against ours elsewhere."""
-    needs(backend)
     f, given = torch().nn.functional, KINDS[name]()
     functions = {"leaky_relu down": lambda x: f.leaky_relu(x, -0.3), "elu 0.3": lambda x: f.elu(x, 0.3)}
     functions |= {"gelu_tanh": lambda x: f.gelu(x, approximate="tanh"), "hard_sigmoid": lambda x: f.relu6(x + 3) / 6}

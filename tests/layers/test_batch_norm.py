@@ -9,7 +9,7 @@ from halograd.dtensor.groups import group_of, sample_groups
 from halograd.layers import BatchNorm, Input
 from halograd.layers.strategy import Strategy, layout_of
 from halograd.testing import grids, random_array, run_layer
-from tests.layers.norms import close, executing, moved, needs, normalize, step, traffic
+from tests.layers.norms import check_grids, close, executing, moved, normalize, step, traffic
 from tests.layers.oracle import check_torch, torch
 from tests.support.refusals import refusals
 
@@ -126,22 +126,16 @@ def test_is_the_definition_on_the_blocks_of_its_statistics(ranks, statistics, re
             norm(statistics=statistics, activation=relu, affine=affine), [SHAPE], ranks, parts, batch=3, steps=2
         )
         want = oracle(x, 3, SHAPE, blocks_of(statistics, 3, SHAPE, parts, ranks.size), bool(relu), affine)
-        for key, array in want.items():
-            if found is not None:
-                close(found[key], array)
+        for key, array in want.items() if found is not None else ():
+            close(found[key], array)
 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_float32_against_the_definition(ranks, backend):
-    needs(backend)
     x = random_array((2, 9, 8, 16), "x0").astype(np.float32)
     want = oracle(x, 2, (9, 8, 16), relu=True)
-    for parts in grids(ranks.size, AXES):
-        found = run_layer(norm(activation="relu"), [(9, 8, 16)], ranks, parts, dtype="float32", backend=backend)
-        for key, array in want.items():
-            if found is not None:
-                close(found[key], array, "float32", 300)
+    check_grids(ranks, norm(activation="relu"), (9, 8, 16), want, 300, dtype="float32", backend=backend)
 
 
 @pytest.mark.mpi
@@ -161,25 +155,17 @@ def test_the_strategy_chooses_the_statistics(ranks):
 def test_large_mean_and_small_variance_in_float64(ranks, mean, spread):
     """What is left of x after the mean has been taken off has `mean / spread` roundings: no result can have fewer."""
     shift, x = moved(SHAPE, 3, lambda x: mean * np.array([1, 0, -1]) + spread * x)
-    want = oracle(x, 3, SHAPE)
-    for parts in grids(ranks.size, AXES):
-        found = run_layer(norm(), [SHAPE], ranks, parts, batch=3, shift=shift)
-        if found is not None:
-            close(found["y"], want["y"], factor=10 * max(1, abs(mean) / math.hypot(spread, 3e-3)))
+    want = {"y": oracle(x, 3, SHAPE)["y"]}
+    check_grids(ranks, norm(), SHAPE, want, 10 * max(1, abs(mean) / math.hypot(spread, 3e-3)), batch=3, shift=shift)
 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("mean", [1e2, 1e4])
 def test_large_mean_and_small_variance_in_float32(ranks, backend, mean):
-    needs(backend)
     shift, x = moved(SHAPE, 3, lambda x: mean + x)
-    x = x.astype(np.float32)
-    want = oracle(x, 3, SHAPE)
-    for parts in grids(ranks.size, AXES):
-        found = run_layer(norm(), [SHAPE], ranks, parts, batch=3, shift=shift, dtype="float32", backend=backend)
-        if found is not None:
-            close(found["y"], want["y"], "float32", factor=10 * mean)
+    want = {"y": oracle(x.astype(np.float32), 3, SHAPE)["y"]}
+    check_grids(ranks, norm(), SHAPE, want, 10 * mean, "float32", backend=backend, batch=3, shift=shift)
 
 
 # -- running statistics and evaluation --------------------------------------------------------------
@@ -231,7 +217,6 @@ def test_running_statistics_survive_forward_passes_without_backward(ranks):
 @pytest.mark.mpi
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_evaluation_uses_the_running_statistics_without_messages(ranks, backend):
-    needs(backend)
     for parts in grids(ranks.size, AXES):
         with executing(norm(activation="relu"), SHAPE, ranks, parts, dtype="float32", backend=backend) as trainer:
             step(trainer)

@@ -7,7 +7,6 @@ import halograd as hg
 from halograd.comm import Communicator
 from halograd.testing import compare, run_layer
 from tests.layers.graphs import Centre, poison
-from tests.layers.norms import needs
 
 SHAPE = (6, 5, 4)
 LAYERS = {
@@ -59,7 +58,6 @@ PARTS = [{"height": 1}, {"height": 2}, {"sample": 2}]
 @pytest.mark.parametrize("backend, dtype", [("numpy", "float64"), ("onednn", "float32")])
 @pytest.mark.parametrize("name", LAYERS)
 def test_exact_on_fewer_ranks(name, backend, dtype, monkeypatch):
-    needs(backend)
     poison(monkeypatch)
     options = {"backend": backend, "dtype": dtype, "steps": 2}
     with Communicator(MPI.COMM_SELF) as alone, Communicator(MPI.COMM_WORLD) as comm:

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from halograd.layers import GroupNorm, Input, LayerNorm
-from halograd.testing import grids, random_array, run_layer
+from halograd.testing import grids, random_array
 from tests.layers.cases import NORMS
-from tests.layers.norms import close, executing, moved, needs, normalize, step, traffic
+from tests.layers.norms import check_grids, close, executing, moved, normalize, step, traffic
 from tests.layers.oracle import check_torch, torch
 from tests.support.refusals import refusals
 
@@ -41,34 +41,21 @@ def oracle(kind, x, relu=False, affine=True):
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("kind", NORMS)
-@pytest.mark.parametrize(
-    "options", [{"activation": "relu"}, {"affine": False}, {"affine": False, "activation": "relu"}]
-)
+@pytest.mark.parametrize("options", OPTIONS)
 def test_is_the_definition(ranks, kind, options):
     x = random_array((3, *SHAPE), "x0")
     want = oracle(kind, x, relu="activation" in options, affine=options.get("affine", True))
-    for parts in grids(ranks.size, AXES):
-        found = run_layer(lambda: NORMS[kind](**options), [SHAPE], ranks, parts, batch=3, steps=2)
-        for key, array in want.items():
-            if found is not None:
-                close(found[key], array)
+    check_grids(ranks, lambda: NORMS[kind](**options), SHAPE, want, batch=3, steps=2)
 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("kind", NORMS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_float32_against_the_definition(ranks, kind, backend):
-    needs(backend)
     shape = (9, 8, 16)
     x = random_array((2, *shape), "x0").astype(np.float32)
     want = oracle(kind, x, relu=True)
-    for parts in grids(ranks.size, AXES):
-        found = run_layer(
-            lambda: NORMS[kind](activation="relu"), [shape], ranks, parts, dtype="float32", backend=backend
-        )
-        for key, array in want.items():
-            if found is not None:
-                close(found[key], array, "float32", 300)
+    check_grids(ranks, lambda: NORMS[kind](activation="relu"), shape, want, 300, dtype="float32", backend=backend)
 
 
 @pytest.mark.mpi
@@ -76,11 +63,8 @@ def test_float32_against_the_definition(ranks, kind, backend):
 @pytest.mark.parametrize(("mean", "spread"), [(1e6, 1.0), (5.0, 0.0)])
 def test_large_mean_and_small_variance(ranks, kind, mean, spread):
     shift, x = moved(SHAPE, 2, lambda x: mean + spread * x)
-    want = oracle(kind, x)
-    for parts in grids(ranks.size, AXES):
-        found = run_layer(lambda: NORMS[kind](), [SHAPE], ranks, parts, shift=shift)
-        if found is not None:
-            close(found["y"], want["y"], factor=10 * max(1, abs(mean) / math.hypot(spread, 3e-3)))
+    want = {"y": oracle(kind, x)["y"]}
+    check_grids(ranks, NORMS[kind], SHAPE, want, 10 * max(1, abs(mean) / math.hypot(spread, 3e-3)), shift=shift)
 
 
 @pytest.mark.mpi

@@ -18,7 +18,6 @@ from halograd.training.executor import Executor
 from tests.layers.cuts import IMAGE, drawn_parts
 from tests.layers.geometries import CROWDED, NASTY, skew
 from tests.layers.graphs import poison
-from tests.layers.norms import needs
 
 CHANNELS = ("channel", "input_channel")
 BACKENDS = [("numpy", "float64"), ("onednn", "float32")]
@@ -101,7 +100,6 @@ def test_all_axes_at_once():
 @pytest.mark.parametrize("backend, dtype", BACKENDS)
 @pytest.mark.parametrize(("filters", "channels"), [(7, 4), (4, 7), (4, 4)])
 def test_exact_with_relu_and_without_bias(filters, channels, backend, dtype):
-    needs(backend)
     shape, options = (6, 7, channels), {"gradient": False, "backend": backend, "dtype": dtype, "batch": 1}
     check_layer(lambda: hg.Conv(filters, 3, padding=1, activation="relu"), shape, axes=("height", *CHANNELS), **options)
     check_layer(lambda: hg.Conv(filters, 3, 2, 1, bias=False), shape, axes=CHANNELS, **options)
@@ -126,7 +124,6 @@ def test_exact_on_more_ranks_than_rows(name):
 @pytest.mark.parametrize("backend, dtype", BACKENDS)
 @pytest.mark.parametrize(("batch", "bias"), [(1, True), (3, True), (3, False)])
 def test_dense_exact_on_every_grid(batch, bias, backend, dtype):
-    needs(backend)
     options = {"gradient": False, "backend": backend, "dtype": dtype}
     check_layer(lambda: hg.Dense(7, bias), (9,), batch=batch, axes=("sample", *CHANNELS), **options)
 
