@@ -35,6 +35,7 @@ from halograd.training.log import read_log
 from tests.launch import mpiexec
 from tests.perfmodel.pricing import priced
 from tests.support.clock import DrivenClock
+from tests.support.refusals import refusals
 from tests.training.runs import CONFIG, write_data
 
 PLAIN = CONFIG.format(edge=16, channels=3, data="data.h5", out="out").replace("[strategy]\nbucket_bytes = 512\n", "")
@@ -140,19 +141,15 @@ def test_settings_replace_a_plan_and_the_other_way_round():
     assert parse_config(AUTO, ["strategy.statistics=local"]).strategy.auto
 
 
-@pytest.mark.parametrize(
-    ("table", "message"),
-    [
-        ("auto = true\nheight = 2", "strategy.auto: expected no height beside it, which the plan decides"),
-        ('memory = "1GiB"', "strategy.memory: expected auto = true with it, got none"),
-        ("auto = 1", "strategy.auto: expected true or false, got 1"),
-        ("auto = true\nbudget = -1.0", "strategy.budget: expected a number >= 0"),
-    ],
+test_tables_that_are_refused = refusals(
+    ("auto = true\nheight = 2", "strategy.auto: expected no height beside it, which the plan decides"),
+    ('memory = "1GiB"', "strategy.memory: expected auto = true with it, got none"),
+    ("auto = 1", "strategy.auto: expected true or false, got 1"),
+    ("auto = true\nbudget = -1.0", "strategy.budget: expected a number >= 0"),
+    call=lambda table: parse_config(f"{PLAIN}[strategy]\n{table}\n"),
+    error=UserError,
+    literal=True,
 )
-def test_tables_that_are_refused(table, message):
-    with pytest.raises(UserError) as error:
-        parse_config(f"{PLAIN}[strategy]\n{table}\n")
-    assert message in str(error.value)
 
 
 def test_another_text_is_refused():

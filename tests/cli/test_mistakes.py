@@ -5,6 +5,7 @@ import pytest
 from halograd.cli.options import parse_grid, parse_ranks
 from halograd.errors import UserError
 from tests.cli.test_planning import LASSEN, SMALL
+from tests.support.refusals import refusals
 
 TINY = ("profile", "mesh", "--option", "resolution=16", "--option", "widths=[4, 4]", "--kernels", "numpy")
 BENCH = ("bench", "allreduce")
@@ -93,37 +94,29 @@ def test_ranks(text, expected):
     assert parse_ranks(text) == expected
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("four", "expected whole numbers >= 1 such as 4,8,...,2048, got 'four'"),
-        ("4,0", "got '0' in '4,0'"),
-        ("", "got '' in ''"),
-        ("8,4", "expected rising numbers"),
-        ("...,8", "expected two numbers before ... and one behind"),
-        ("4,...,8", "expected two numbers before ... and one behind"),
-        ("4,8,...", "expected two numbers before ... and one behind"),
-        ("4,6,...,32", "expected two numbers before ... and one behind"),
-        ("4,8,...,100", "expected 100 to be reached by times 2 from 8, got '4,8,...,100'; end with 128 or 64"),
-    ],
+test_ranks_that_are_refused = refusals(
+    ("four", "expected whole numbers >= 1 such as 4,8,...,2048, got 'four'"),
+    ("4,0", "got '0' in '4,0'"),
+    ("", "got '' in ''"),
+    ("8,4", "expected rising numbers"),
+    ("...,8", "expected two numbers before ... and one behind"),
+    ("4,...,8", "expected two numbers before ... and one behind"),
+    ("4,8,...", "expected two numbers before ... and one behind"),
+    ("4,6,...,32", "expected two numbers before ... and one behind"),
+    ("4,8,...,100", "expected 100 to be reached by times 2 from 8, got '4,8,...,100'; end with 128 or 64"),
+    call=parse_ranks,
+    error=UserError,
+    literal=True,
 )
-def test_ranks_that_are_refused(text, message):
-    with pytest.raises(UserError) as error:
-        parse_ranks(text)
-    assert message in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("sample", "expected AXIS=PARTS"),
-        ("sample=two", "expected AXIS=PARTS"),
-        ("sample=0", "expected AXIS=PARTS"),
-        ("column=2", "expected axes out of sample, depth"),
-        ("height=2,height=2", "expected every axis once"),
-    ],
+test_grids_that_are_refused = refusals(
+    ("sample", "expected AXIS=PARTS"),
+    ("sample=two", "expected AXIS=PARTS"),
+    ("sample=0", "expected AXIS=PARTS"),
+    ("column=2", "expected axes out of sample, depth"),
+    ("height=2,height=2", "expected every axis once"),
+    call=parse_grid,
+    error=UserError,
+    literal=True,
 )
-def test_grids_that_are_refused(text, message):
-    with pytest.raises(UserError) as error:
-        parse_grid(text)
-    assert message in str(error.value)

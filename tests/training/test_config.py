@@ -91,10 +91,14 @@ BAD = [
 
 @pytest.mark.parametrize("override, message", BAD, ids=[b[0] for b in BAD])
 def test_message(override, message):
+    assert_refused(TEXT, [override], message)
+
+
+def assert_refused(text, overrides, message):
     with pytest.raises(UserError) as caught:
-        parse_config(TEXT, [override], "run.toml")
-    text = str(caught.value)
-    assert text.startswith(f"run.toml: {message}") and "\n" not in text
+        parse_config(text, overrides, "run.toml")
+    told = str(caught.value)
+    assert told.startswith(f"run.toml: {message}") and "\n" not in told
 
 
 @pytest.mark.parametrize(
@@ -110,10 +114,7 @@ def test_message(override, message):
     ],
 )
 def test_message_of_text(old, new, message):
-    with pytest.raises(UserError) as caught:
-        parse_config(TEXT.replace(old, new), source="run.toml")
-    text = str(caught.value)
-    assert text.startswith(f"run.toml: {message}") and "\n" not in text
+    assert_refused(TEXT.replace(old, new), [], message)
 
 
 @pytest.mark.parametrize(
