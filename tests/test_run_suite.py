@@ -171,27 +171,26 @@ def test_hang_outside_a_test_is_ended_by_the_limit_of_the_run(tmp_path, monkeypa
     assert re.search(r"\[rank 1\] .*test_fake.py", output), output
 
 
-@pytest.mark.parametrize("death", ["os._exit(7)", "os.kill(os.getpid(), signal.SIGKILL)", "os.abort()"])
-def test_death_of_a_rank_is_a_failure(tmp_path, death):
+ONE_RANK = {
+    "os._exit(7)": "",
+    "os.kill(os.getpid(), signal.SIGKILL)": "",
+    "os.abort()": "",
+    'pytest.skip("I am special")': "expected a test to be skipped on all ranks or none, got ranks [1] of 2",
+}
+
+
+@pytest.mark.parametrize("what", ONE_RANK)
+def test_death_or_skip_of_one_rank_is_a_failure(tmp_path, what):
     body = f"""
     @pytest.mark.mpi
-    def test_death():
-        if world.rank == 1: {death}
+    def test_one():
+        if world.rank == 1: {what}
         world.Barrier()
     """
+    if "skip" in what:
+        body = body.replace("world.Barrier()", "pass")
     code, output, counts = run_suite(tmp_path, body, "2")
-    assert code == 1 and counts == (0, 1, 0), output
-
-
-def test_skip_on_one_rank_only_is_a_failure(tmp_path):
-    body = """
-    @pytest.mark.mpi
-    def test_skip():
-        if world.rank == 1: pytest.skip("I am special")
-    """
-    code, output, counts = run_suite(tmp_path, body, "2")
-    assert code == 1 and counts == (0, 1, 0), output
-    assert "expected a test to be skipped on all ranks or none, got ranks [1] of 2" in output
+    assert code == 1 and counts == (0, 1, 0) and ONE_RANK[what] in output, output
 
 
 def test_ranks_that_collect_different_tests_are_a_failure(tmp_path):

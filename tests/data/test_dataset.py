@@ -244,35 +244,23 @@ def test_nan_names_sample_and_channel(path: Path, bad: float) -> None:
             data.read("x", [1, 3], Box((0, 2, 0, 0), (2, 6, 8, 3)), out)
 
 
-def test_targets_out_of_range(path: Path) -> None:
+@pytest.mark.parametrize(("value", "whole"), [(9, ""), (0.5, "a whole number of ")])
+def test_targets_out_of_range_or_between_classes(path: Path, value: float, whole: str) -> None:
+    """Fractions were cut off: 2.7 was trained as class 2."""
     make(path)
     with h5py.File(path, "a") as file:
-        file["mask"][2, 1, 1] = 9
-    out = np.zeros((1, 6, 8, 1), np.float32)
-    box = Box((0, 0, 0, 0), (1, 6, 8, 1))
-    with Hdf5Dataset(path, ranges={"target": TargetRange(0, 1)}) as data:
+        values = file["mask"][:].astype(np.float32 if whole else file["mask"].dtype)
+        values[2, 1, 1] = value
+        del file["mask"]
+        file["mask"] = values
+    out, box = np.zeros((1, 6, 8, 1), np.float32), Box((0, 0, 0, 0), (1, 6, 8, 1))
+    with Hdf5Dataset(path, ranges={"target": TargetRange(0, 1, whole=bool(whole))}) as data:
         data.read("target", [0], box, out)
-        with pytest.raises(DataError, match=r"target 9 in sample 2 of '\w+' at \(1, 1, 0\); expected 0 \.\. 1"):
+        expected = rf"target {value} in sample 2 of '\w+' at \(1, 1, 0\); expected {whole}0 \.\. 1"
+        with pytest.raises(DataError, match=expected):
             data.read("target", [2], box, out)
     with Hdf5Dataset(path) as data:
         data.read("target", [2], box, out)
-
-
-def test_fractions_are_no_classes(path: Path) -> None:
-    """They were cut off: 2.7 was trained as class 2."""
-    make(path)
-    with h5py.File(path, "a") as file:
-        values = file["mask"][:].astype(np.float32)
-        values[2, 1, 1] = 0.5
-        del file["mask"]
-        file["mask"] = values
-    out = np.zeros((1, 6, 8, 1), np.float32)
-    box = Box((0, 0, 0, 0), (1, 6, 8, 1))
-    with Hdf5Dataset(path, ranges={"target": TargetRange(0, 1, whole=True)}) as data:
-        data.read("target", [0], box, out)
-        expected = r"target 0\.5 in sample 2 of '\w+' at \(1, 1, 0\); expected a whole number of 0 \.\. 1"
-        with pytest.raises(DataError, match=expected):
-            data.read("target", [2], box, out)
 
 
 def test_reading_again_allocates_no_arrays(path: Path) -> None:

@@ -202,20 +202,19 @@ def test_a_layer_that_is_called_twice_is_written_and_read_as_one(name, tmp_path)
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: hg.Scale(0.3, bias=True, name="c"), lambda: hg.LayerNorm("channels", name="c")]
+    ("make", "behind", "wanted", "atol"),
+    [
+        (lambda: hg.Scale(0.3, bias=True, name="c"), hg.Tanh, {"c.weight", "c.bias"}, 1e-4),
+        (lambda: hg.LayerNorm("channels", name="c"), hg.Tanh, {"c.weight", "c.bias"}, 1e-4),
+        # Of maps and vectors: arrays of different shapes.
+        (lambda: hg.PReLU("channel", name="c"), hg.GlobalAveragePool, {"c.weight", "c#2.weight"}, 1e-5),
+    ],
 )
-def test_a_layer_that_is_called_twice_is_written_once(make, tmp_path):
-    network, x = _twice(make(), hg.Tanh()), samples(*IMAGE)
+def test_a_layer_that_is_called_twice_is_written_once(make, behind, wanted, atol, tmp_path):
+    network, x = _twice(make(), behind()), samples(*IMAGE)
     hg.onnx.save(network, None, tmp_path / "m.onnx")
-    assert _parameters_of(tmp_path / "m.onnx") == {"c.weight", "c.bias"}
-    np.testing.assert_allclose(_run(tmp_path / "m.onnx", x)["y"], predicted(network, x)["y"], rtol=0, atol=1e-4)
-
-
-def test_slopes_of_maps_and_vectors_are_arrays_of_different_shapes(tmp_path):
-    network, x = _twice(hg.PReLU("channel", name="c"), hg.GlobalAveragePool()), samples(*IMAGE)
-    hg.onnx.save(network, None, tmp_path / "m.onnx")
-    assert _parameters_of(tmp_path / "m.onnx") == {"c.weight", "c#2.weight"}
-    np.testing.assert_allclose(_run(tmp_path / "m.onnx", x)["y"], predicted(network, x)["y"], rtol=0, atol=1e-5)
+    assert _parameters_of(tmp_path / "m.onnx") == wanted
+    np.testing.assert_allclose(_run(tmp_path / "m.onnx", x)["y"], predicted(network, x)["y"], rtol=0, atol=atol)
 
 
 def test_one_value_under_several_names(tmp_path):

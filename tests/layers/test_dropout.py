@@ -1,5 +1,7 @@
 """Dropout and stochastic depth: the same mask on every cut, another in every step, identity in evaluation."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 from mpi4py import MPI
@@ -12,6 +14,7 @@ from halograd.layers import Conv, Dropout, Input, Network, StochasticDepth
 from halograd.testing import check_layer
 from halograd.training.executor import Executor
 from tests.layers.geometries import skew
+from tests.support.refusals import refusals
 
 GOLDEN = 0x9E3779B97F4A7C15
 
@@ -71,10 +74,10 @@ def test_hash_is_splitmix64():
     assert [int(v) for v in z] == published
 
 
-def test_refuses_rates_outside():
-    for rate in (-0.1, 1.0, 1.5):
-        with pytest.raises(ValueError, match=r"Dropout: expected a rate in \[0, 1\), got"):
-            Dropout(rate)
+test_refuses_rates_outside = refusals(
+    *((partial(Dropout, rate), r"Dropout: expected a rate in \[0, 1\), got") for rate in (-0.1, 1.0, 1.5)),
+    *((partial(StochasticDepth, rate), r"StochasticDepth: expected a rate in \[0, 1\), got") for rate in (-0.1, 1.0)),
+)
 
 
 DEPTH_SHAPES = [(7, 6, 3), (9, 2), (5, 4, 3, 2), (4,)]
@@ -123,9 +126,3 @@ def test_what_is_dropped_depends_on_step_seed_and_name_but_not_on_the_batch():
 
 def test_depth_is_identity_in_evaluation_and_for_rate_zero():
     assert (dropped(training=False) == 1).all() and (dropped(rate=0.0) == 1).all()
-
-
-@pytest.mark.parametrize("rate", [-0.1, 1.0])
-def test_depth_refuses_rates_outside(rate):
-    with pytest.raises(ValueError, match=r"StochasticDepth: expected a rate in \[0, 1\), got"):
-        StochasticDepth(rate)

@@ -33,16 +33,20 @@ def test_the_last_sum_is_waited_for_by_the_first_layer():
     assert found.forward == 3.0 and found.backward == 6.0 and found.update == 0.75
 
 
-def test_one_sum_at_a_time():
-    """c: 2 to 6; b, ready at 4, waits for the link: 6 to 10; a: 10 to 11, waited for from 6 on; c is long done."""
-    found = run_step(NAMES, COSTS, reductions(4.0, 4.0, 1.0))
-    assert found.waits == (0.0, 0.0, 5.0) and found.seconds == 6 + 5 + 3
-
-
-def test_on_the_emulated_network_all_travel_at_once():
-    """c: 2 to 6, b: 4 to 8, a: 6 to 7: layer a waits 1 s, then b needs 8 at 8."""
-    found = run_step(NAMES, COSTS, reductions(4.0, 4.0, 1.0), concurrent=True)
-    assert found.waits == (0.0, 0.0, 1.0) and found.seconds == 6 + 1 + 3
+@pytest.mark.parametrize(
+    ("options", "in_order", "waits"),
+    [
+        # c: 2 to 6; b, ready at 4, waits for the link: 6 to 10; a: 10 to 11, waited for from 6 on; c is long done.
+        ({}, False, 5.0),
+        # All at once. c: 2 to 6, b: 4 to 8, a: 6 to 7: layer a waits 1 s, then b needs 8 at 8.
+        ({"concurrent": True}, False, 1.0),
+        # Large sums of the emulated network end in the order of their starts: a, there at 7, is finished behind b.
+        ({"concurrent": True}, True, 2.0),
+    ],
+)
+def test_one_sum_at_a_time_or_all_at_once(options, in_order, waits):
+    found = run_step(NAMES, COSTS, [replace(r, in_order=in_order) for r in reductions(4.0, 4.0, 1.0)], **options)
+    assert found.waits == (0.0, 0.0, waits) and found.seconds == 6 + waits + 3
 
 
 def test_a_barrier_ends_all_sums_before_the_next_step():
@@ -115,10 +119,3 @@ def test_a_replicated_layer_computes_its_gradient_where_it_is_needed():
     late = [Replication("b", activations=9.5, errors=0.0, compute=0.5, update=0.25)]
     assert run_step(NAMES, COSTS, [], replications=late).replicated == (0.5,)
     assert run_step(NAMES, COSTS, others, replications=replicated, barrier=True).seconds == pytest.approx(11.75)
-
-
-def test_large_sums_of_the_emulated_network_end_in_the_order_of_their_starts():
-    """c: 2 to 6, b: 4 to 8, a, from 6 on, would be there at 7: it is finished behind b."""
-    large = [replace(r, in_order=True) for r in reductions(4.0, 4.0, 1.0)]
-    found = run_step(NAMES, COSTS, large, concurrent=True)
-    assert found.waits == (0.0, 0.0, 2.0) and found.seconds == 6 + 2 + 3

@@ -152,17 +152,13 @@ def test_layers_without_arithmetic_are_priced_by_their_bytes(machine):
     assert added == LayerTime(pytest.approx(kernel(n, 3 * n)))
 
 
-def test_a_loss_has_its_gradient_with_it(machine):
-    found = RooflineTimes(machine).time(hg.BinaryCrossEntropyWithLogits(), [(1, 8, 8, 1)] * 2)
+def test_what_takes_no_time(machine):
+    """Of a loss and of evaluation the backward pass, of a rank with nothing all."""
+    times, conv = RooflineTimes(machine), hg.Conv(4, 3)
+    found = times.time(hg.BinaryCrossEntropyWithLogits(), [(1, 8, 8, 1)] * 2)
     assert found.backward == 0 < found.forward
-
-
-def test_evaluation_has_no_backward(machine):
-    assert RooflineTimes(machine).time(hg.Conv(4, 3), [(1, 8, 8, 3)], trainable=False).backward == 0
-
-
-def test_a_rank_with_nothing_takes_no_time(machine):
-    assert RooflineTimes(machine).time(hg.Conv(4, 3), [(0, 8, 8, 3)]).total == 0
+    assert times.time(conv, [(1, 8, 8, 3)], trainable=False).backward == 0
+    assert times.time(conv, [(0, 8, 8, 3)]).total == 0
 
 
 def test_a_layer_of_your_own_is_priced_too(machine):

@@ -90,16 +90,10 @@ def test_damaged_lines_are_skipped_with_a_message(tmp_path, caplog, line):
     assert "line 1 is damaged and was skipped" in caplog.text
 
 
-def test_bytes_that_are_no_text_are_damage(tmp_path):
+@pytest.mark.parametrize("before", [b"\xff\xfe\x00\n", b'["a run that was kil'])
+def test_bytes_that_are_no_text_or_a_torn_last_line_do_not_harm_the_next(tmp_path, before):
     path = tmp_path / "t.jsonl"
-    path.write_bytes(b"\xff\xfe\x00\n")
-    TimeCache(path).put(HERE, "a", (1.0, 0.0, 0.0))
-    assert TimeCache(path).get(HERE, "a") == (1.0, 0.0, 0.0)
-
-
-def test_a_torn_last_line_does_not_harm_the_next(tmp_path):
-    path = tmp_path / "t.jsonl"
-    path.write_text('["a run that was kil')
+    path.write_bytes(before)
     TimeCache(path).put(HERE, "a", (1.0, 0.0, 0.0))
     again = TimeCache(path)
     assert again.damaged == 1 and again.get(HERE, "a") == (1.0, 0.0, 0.0)

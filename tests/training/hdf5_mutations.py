@@ -19,21 +19,6 @@ import h5py
 import numpy as np
 from h5py import h5d, h5s, h5t
 
-__all__ = [
-    "CHANNELS",
-    "EDGE",
-    "GRID",
-    "MUTATIONS",
-    "NAMES",
-    "Mutation",
-    "N",
-    "case",
-    "mutation",
-    "opened",
-    "replaced",
-    "write",
-]
-
 N, EDGE, CHANNELS = 8, 8, 2
 GRID = (N, EDGE, EDGE)
 NAMES = ("inputs", "mask")

@@ -134,16 +134,12 @@ def test_a_table_lists_addresses_by_number():
     assert table.location != 0
 
 
-@pytest.mark.parametrize("missing", ["_execute_with_raw_ptrs", "_prepare_variant_pack_template"])
-def test_without_the_private_way_the_public_one_is_taken(machine, monkeypatch, missing):
-    monkeypatch.delattr(GraphDouble, missing)
-    with machine.open() as backend:
-        forward(backend)()
-    assert [way for _, _, way in machine.cudnn.launches] == ["public"]
-
-
-def test_tables_in_another_order_are_not_used(machine, monkeypatch):
-    monkeypatch.setattr(GraphDouble, "_get_variant_pack_uids_sorted", lambda graph: [3, 2, 1])
+@pytest.mark.parametrize("private", ["_execute_with_raw_ptrs", "_prepare_variant_pack_template", "order"])
+def test_without_the_private_way_or_its_order_the_public_one_is_taken(machine, monkeypatch, private):
+    if private == "order":
+        monkeypatch.setattr(GraphDouble, "_get_variant_pack_uids_sorted", lambda graph: [3, 2, 1])
+    else:
+        monkeypatch.delattr(GraphDouble, private)
     with machine.open() as backend:
         forward(backend)()
     assert [way for _, _, way in machine.cudnn.launches] == ["public"]
