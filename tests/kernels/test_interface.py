@@ -12,65 +12,15 @@ import numpy as np
 import pytest
 
 import halograd.kernels.backend as choice
-from halograd.kernels import ACTIVATIONS, Backend, BatchNormKernels, Geometry, Kernel, KernelError, get_backend
+from halograd.kernels import ACTIVATIONS, Backend, BatchNormKernels, Geometry, get_backend
 from halograd.kernels.kernel import BatchNormArrays
 from halograd.kernels.memory import Scratch
 from tests.harness.limits import LIMIT
+from tests.kernels.every import G2, G, every_kernel, norm, text_of
 from tests.support.lean import traced
 
 from .conftest import Arrays, assert_close
 from .reference import RELU
-
-G = Geometry.of((3, 3), 1, 1)
-G2 = Geometry.of((2, 2), 2)
-
-
-def norm(a: Arrays, shape=(2, 4, 4, 16), local=True, **changed):
-    """Arguments of a batch norm, some of them replaced."""
-    c = shape[-1]
-    arrays = {k: a.draw(*shape) for k in ("x", "y", "dy", "dx")}
-    arrays |= {k: a.draw(c) for k in ("gamma", "beta", "mean", "var")}
-    arrays["var"][...] = 1
-    arrays |= {k: a.draw(2, c, dtype=np.float64) for k in ("sums", "means")}
-    return {**arrays, "eps": 1e-5, "activation": RELU, "local": local, **changed}
-
-
-def every_kernel(a: Arrays, size: int = 8) -> list[Kernel]:
-    """One kernel of each sort, on images of size x size."""
-    b = a.backend
-    whole, half = (2, size, size, 16), (2, size // 2, size // 2, 16)
-    x, y, w, v = a.draw(*whole), a.draw(*whole), a.draw(16, 3, 3, 16), a.draw(16)
-    small, dx = a.draw(*half), a.draw(*whole)
-    m, n, k = a.draw(4, 16), a.draw(4, 8), a.draw(8, 16)
-    kernels = [
-        b.conv_forward(x, w, v, y, G, RELU),
-        b.conv_backward_data(y, w, dx, G),
-        b.conv_backward_filter(x, y, a.draw(16, 3, 3, 16), a.draw(16), G),
-        *b.max_pool(x, small, a.draw(*half), dx, G2),
-        *b.average_pool(x, small, a.draw(*half), dx, G2, False),
-        b.add([x, y, dx], dx, RELU),
-        b.bias(y, v),
-        b.bias_gradient(y, a.draw(16)),
-        b.dense_forward(m, k, a.draw(8), n),
-        b.dense_backward_data(n, k, a.draw(4, 16)),
-        b.dense_backward_filter(m, n, a.draw(8, 16), a.draw(8)),
-    ]
-    for kind in ACTIVATIONS:
-        kernels += b.activation(kind, x, y, y, dx, 0.1)
-        kernels += b.activation(kind, x[:, 1:], y[:, 1:], y[:, 1:], dx[:, 1:], 0.1)
-    for local in (False, True):
-        for channels in (16, 18):
-            made = b.batch_norm(BatchNormArrays(**norm(a, (2, size, size, channels), local)))
-            kernels += [made.statistics, made.forward, made.backward_sums, made.backward_data]
-    return kernels
-
-
-# ---------------------------------------------------------------------- errors
-def text_of(call) -> str:
-    with pytest.raises(KernelError) as caught:
-        call()
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 @pytest.mark.parametrize(

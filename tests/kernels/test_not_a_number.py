@@ -6,8 +6,8 @@ import pytest
 from halograd.kernels import ACTIVATIONS, Geometry
 from halograd.kernels.kernel import BatchNormArrays
 
+from .every import norm
 from .reference import FUSED
-from .test_interface import norm
 
 POOLS = {
     "2/2/0": Geometry.of((2, 2), 2),

@@ -18,9 +18,9 @@ from halograd.kernels.onednn.program import PrimitiveList, ReferenceOnly
 
 from . import reference
 from .conftest import EPS, Arrays, assert_close
+from .every import G2, G, norm, text_of
 from .geometries import CASES
 from .test_convolution import check
-from .test_interface import G2, G, norm, text_of
 
 
 @pytest.fixture(scope="module")

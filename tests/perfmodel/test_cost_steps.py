@@ -14,8 +14,8 @@ from halograd.perfmodel.kernel_times import RooflineTimes
 from halograd.perfmodel.machine import Machine
 from halograd.program.compiler import Target, compile_program, outline
 from halograd.program.operations import Run
-from tests.perfmodel.test_cost_counts import BATCH, strategies
-from tests.perfmodel.test_cost_counts import CASES as OTHERS
+from tests.perfmodel.counted import BATCH, strategies
+from tests.perfmodel.counted import CASES as OTHERS
 
 SIZE = 4
 #: Machines, and whether the cheaper halo algorithm is taken. Ranks share the memory of the second.

@@ -86,3 +86,24 @@ def check_resumed(comm: MPI.Comm, config: Path, common: Sequence[str], cuts: Seq
         mine = logged_losses(config.parent / f"cut{number}")
         assert mine == pytest.approx(curve, rel=1e-9), f"cut {number}: expected losses {curve}, got {mine}"
         assert one["loss"] == pytest.approx(want["loss"], rel=1e-9), f"cut {number}: {one['loss']}, {want['loss']}"
+
+
+TOLERANCE = 1e-9
+
+
+def curve(directory):
+    """Losses by step and validations by epoch."""
+    losses = {e["step"]: e["loss"] for e in read_log(directory / "log.jsonl", "step")}
+    metrics = [
+        {k: v for k, v in e.items() if k not in ("event", "epoch", "step", "time")}
+        for e in read_log(directory / "log.jsonl", "validation")
+    ]
+    return losses, metrics
+
+
+def assert_same(found, wanted):
+    assert found[0].keys() == wanted[0].keys()
+    assert list(found[0].values()) == pytest.approx(list(wanted[0].values()), rel=TOLERANCE)
+    assert len(found[1]) == len(wanted[1])
+    for mine, theirs in zip(found[1], wanted[1]):
+        assert mine == pytest.approx(theirs, rel=TOLERANCE)

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from halograd.kernels.numpy import NumpyBackend
 from halograd.layers import Conv, Input, Layer, MeanSquaredError, Network, ReLU
 from halograd.layers.strategy import Strategy
 from halograd.models import lenet5, mesh, resnet, unet
@@ -9,7 +10,7 @@ from halograd.training.executor import Executor
 from halograd.training.optimizers import LARS, SGD, Adam, AdamW
 from halograd.training.schedules import Constant
 from halograd.training.trainer import Trainer
-from tests.support.fake_device import FakeDevice
+from tests.support.fake_device import FakeBackend, FakeDevice
 from tests.training.steps import fill
 
 STEPS = 3
@@ -95,3 +96,28 @@ def own_layer():
     y = Doubling(name="own")(ReLU(name="relu1")(Conv(4, 3, padding=1, name="first")(x)))
     y = Conv(3, 3, padding=1, name="last")(ReLU(name="relu2")(y))
     return Network({"prediction": y, "loss": MeanSquaredError(name="mse")(y, target)}, "own")
+
+
+ROUNDING = 2.0**-8  # half the distance of neighbors, relative
+
+
+def close(found, expected, params, ours, start, layers, where=""):
+    """Each layer may round what it reads and writes once: losses by that, what training moved by some times that."""
+    np.testing.assert_allclose(found, expected, rtol=2 * layers * ROUNDING, err_msg=where)
+    moved = np.sqrt(sum(np.sum((params[k] - start[k]) ** 2) for k in params))
+    apart = np.sqrt(sum(np.sum((params[k] - ours[k].astype(np.float64)) ** 2) for k in params))
+    assert apart <= 4 * layers * ROUNDING * moved, f"{where}: {apart:.2e} apart after moving by {moved:.2e}"
+
+
+def both(name, comm, parts, **options):
+    """The same training on the host and on the device, up to the rounding of sums in another order."""
+    network = NETWORKS[name]()
+    expected, params, _ = train(network, comm, NumpyBackend(), parts, **options)
+    kernels = FakeBackend()
+    try:
+        found, ours, counts = train(network, comm, kernels, parts, **options)
+    finally:
+        kernels.close()
+    assert np.isfinite(expected).all()
+    assert_near(found, ours, expected, params, 1000 * np.finfo(options.get("dtype", "float64")).eps)
+    return counts

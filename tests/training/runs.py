@@ -9,6 +9,8 @@ from typing import Any
 import h5py
 import numpy as np
 
+import halograd as hg
+
 SAMPLES, EDGE, CHANNELS = 19, 16, 3
 
 CONFIG = """
@@ -98,3 +100,22 @@ def write_shared(comm: Any, folder: Path, write: Callable[[Path], object] = writ
         write(folder)
     comm.barrier()
     return folder / "run.toml"
+
+
+def unet(width=4, name="mine"):
+    x = hg.Input((EDGE, EDGE, CHANNELS), name="x")
+    y = hg.Conv(width, 3, padding=1, activation="relu")(x)
+    logits = hg.Conv(1, 3, padding=1)(y * hg.Sigmoid()(hg.Dense(width)(hg.GlobalAveragePool()(y))))
+    loss = hg.BinaryCrossEntropyWithLogits()(logits, hg.Input(logits.shape, "target"))
+    return hg.Network({"prediction": logits, "loss": loss}, name=name)
+
+
+OPTIONS = {
+    "epochs": 3,
+    "batch": 4,
+    "optimizer": {"kind": "adamw", "weight_decay": 0.01},
+    "seed": 7,
+    "dtype": "float64",
+    "backend": {"kernels": "numpy"},
+    "output": {"progress": False},
+}

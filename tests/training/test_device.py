@@ -15,23 +15,8 @@ from halograd.training.optimizers import SGD
 from halograd.training.schedules import Constant
 from halograd.training.timeline import Timeline
 from halograd.training.trainer import Diverged, Trainer
-from tests.support.fake_device import FakeBackend
-from tests.training.device_steps import NETWORKS, OPTIMIZERS, STEPS, assert_near, own_layer, train
+from tests.training.device_steps import NETWORKS, OPTIMIZERS, STEPS, both, own_layer, train
 from tests.training.steps import advance, assert_arrays, fill
-
-
-def both(name, comm, parts, **options):
-    """The same training on the host and on the device, up to the rounding of sums in another order."""
-    network = NETWORKS[name]()
-    expected, params, _ = train(network, comm, NumpyBackend(), parts, **options)
-    kernels = FakeBackend()
-    try:
-        found, ours, counts = train(network, comm, kernels, parts, **options)
-    finally:
-        kernels.close()
-    assert np.isfinite(expected).all()
-    assert_near(found, ours, expected, params, 1000 * np.finfo(options.get("dtype", "float64")).eps)
-    return counts
 
 
 @pytest.mark.ranks(1)

@@ -8,15 +8,7 @@ from mpi4py import MPI
 import halograd as hg
 from halograd.errors import UserError
 from halograd.training import evaluate, train
-from tests.training.runs import CHANNELS, EDGE, write_config, write_data
-
-
-def unet(width=4, name="mine"):
-    x = hg.Input((EDGE, EDGE, CHANNELS), name="x")
-    y = hg.Conv(width, 3, padding=1, activation="relu")(x)
-    logits = hg.Conv(1, 3, padding=1)(y * hg.Sigmoid()(hg.Dense(width)(hg.GlobalAveragePool()(y))))
-    loss = hg.BinaryCrossEntropyWithLogits()(logits, hg.Input(logits.shape, "target"))
-    return hg.Network({"prediction": logits, "loss": loss}, name=name)
+from tests.training.runs import EDGE, OPTIONS, unet, write_config, write_data
 
 
 class Notes(hg.Callback):
@@ -41,17 +33,6 @@ def folder(comm, shared):
         write_data(shared / "data.h5")
     comm.barrier()
     return shared
-
-
-OPTIONS = {
-    "epochs": 3,
-    "batch": 4,
-    "optimizer": {"kind": "adamw", "weight_decay": 0.01},
-    "seed": 7,
-    "dtype": "float64",
-    "backend": {"kernels": "numpy"},
-    "output": {"progress": False},
-}
 
 
 @pytest.mark.ranks(1, 2, 4)

@@ -22,10 +22,9 @@ from halograd.training.schedules import Constant
 from halograd.training.trainer import Diverged, Trainer
 from tests.kernels.cuda.host import HostBackend, HostLauncher, compiler
 from tests.support.fake_device import FakeBackend
-from tests.training.device_steps import NETWORKS, train
+from tests.training.device_steps import NETWORKS, close, train
 from tests.training.runs import write_config
 from tests.training.steps import advance, fill
-from tests.training.test_low_precision import close
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,7 @@ from halograd.data import ArrayDataset
 from halograd.errors import UserError
 from halograd.training import apply, evaluate, train
 from tests.training.cuts import CUTS, logged_losses, overrides_of
-from tests.training.runs import write_config
-from tests.training.test_fit import OPTIONS, unet
+from tests.training.runs import OPTIONS, unet, write_config
 
 DATA = """
 from pathlib import Path

@@ -20,7 +20,7 @@ from halograd.training.schedules import Cosine
 from halograd.training.timeline import Timeline, kind_of
 from halograd.training.trainer import Diverged, Trainer
 from tests.support.lean import check_allocations
-from tests.training import test_device
+from tests.training.device_steps import both
 from tests.training.steps import advance, assert_arrays, bound, check_losses, copied, fill
 
 STEPS, RATE = 10, 0.01
@@ -233,7 +233,7 @@ def test_a_step_that_went_wrong_leaves_the_parameters():
 def test_on_the_double_of_a_device(clip):
     with Communicator(MPI.COMM_WORLD) as comm:
         reduction = {"reduction": {"name": "two_chunks", "first_layers": 3, "replicated_dense": 2}}
-        assert test_device.both("lenet", comm, {"sample": comm.size}, clip=clip, reduction=reduction)["syncs"] == 0
+        assert both("lenet", comm, {"sample": comm.size}, clip=clip, reduction=reduction)["syncs"] == 0
 
 
 @pytest.mark.ranks(2)

@@ -15,28 +15,8 @@ from halograd.training.checkpoint import read_header
 from halograd.training.log import read_log, rewind_log
 from halograd.training.run import evaluate, train
 from halograd.training.trainer import Diverged
-from tests.training.cuts import overrides_of
+from tests.training.cuts import TOLERANCE, assert_same, curve, overrides_of
 from tests.training.runs import CHANNELS, EDGE, SAMPLES, write_config
-
-TOLERANCE = 1e-9
-
-
-def curve(directory):
-    """Losses by step and validations by epoch."""
-    losses = {e["step"]: e["loss"] for e in read_log(directory / "log.jsonl", "step")}
-    metrics = [
-        {k: v for k, v in e.items() if k not in ("event", "epoch", "step", "time")}
-        for e in read_log(directory / "log.jsonl", "validation")
-    ]
-    return losses, metrics
-
-
-def assert_same(found, wanted):
-    assert found[0].keys() == wanted[0].keys()
-    assert list(found[0].values()) == pytest.approx(list(wanted[0].values()), rel=TOLERANCE)
-    assert len(found[1]) == len(wanted[1])
-    for mine, theirs in zip(found[1], wanted[1]):
-        assert mine == pytest.approx(theirs, rel=TOLERANCE)
 
 
 @pytest.mark.mpi

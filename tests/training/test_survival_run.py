@@ -21,7 +21,7 @@ from halograd.training.log import read_log
 from halograd.training.run import evaluate, train
 from halograd.training.session import Session
 from halograd.training.trainer import Trainer
-from tests.training.test_run import assert_same, curve
+from tests.training.cuts import assert_same, curve
 
 
 @pytest.fixture

@@ -14,10 +14,10 @@ from halograd.kernels.cudnn import CudnnBackend
 from tests.kernels import reference
 from tests.kernels.conftest import Arrays, assert_close
 from tests.kernels.cuda.host import HostLauncher, compiler
+from tests.kernels.every import every_kernel
 from tests.kernels.geometries import CASES
 from tests.kernels.reference import RELU
 from tests.kernels.test_convolution import check
-from tests.kernels.test_interface import every_kernel
 
 from .fake_runtime import Machine, device_empty
 
