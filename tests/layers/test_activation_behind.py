@@ -110,7 +110,6 @@ def test_a_head_as_one_writes_it():
 
 
 @pytest.mark.torch
-@pytest.mark.ranks(1, 2)
 def test_as_torch():
     f = torch().nn.functional
     convolved = lambda x, w, b: f.silu(f.conv2d(x, w.movedim(-1, 1), b, padding=1))  # noqa: E731

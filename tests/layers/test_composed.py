@@ -67,7 +67,6 @@ def test_a_skip_connection_of_convolutions_without_padding():
 
 
 @pytest.mark.torch
-@pytest.mark.ranks(1, 2)
 def test_as_torch():
     concat = torch().cat
     turned = lambda: Called(lambda x: hg.Concat(name="c")(*reversed(hg.Split((2, 3), "s")(x))))  # noqa: E731

@@ -45,7 +45,6 @@ def test_exact_where_float32_does_not_hold_the_numbers(monkeypatch):
 
 
 @pytest.mark.torch
-@pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_as_torch(shape):
     pool = getattr(torch().nn.functional, f"adaptive_max_pool{len(shape) - 1}d")

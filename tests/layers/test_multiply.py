@@ -45,7 +45,6 @@ def test_a_square_has_both_gradients():
 
 @KINDS
 @pytest.mark.torch
-@pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("gate", ["whole", "per channel, with axes", "per position", "per row"])
 def test_as_torch(gate, kind):
     operation = operator.mul if kind is Multiply else operator.add

@@ -29,7 +29,6 @@ def test_a_periodic_convolution():
 
 
 @pytest.mark.torch
-@pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("mode", PADS)
 def test_as_torch(mode):
     pad = torch().nn.functional.pad
@@ -53,7 +52,6 @@ def test_some_of_the_channels(axes):
 
 
 @pytest.mark.torch
-@pytest.mark.ranks(1, 2)
 def test_slices_as_torch():
     check_torch(lambda: Slice(1, 3, "s"), [SHAPE], lambda x: x[:, 1:3])
 

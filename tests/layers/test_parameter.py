@@ -191,7 +191,6 @@ def test_weight_norm_is_exact_in_a_chain_in_float32(backend):
 
 
 @pytest.mark.torch
-@pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("name", LAYERS)
 def test_weight_norm_as_torch(name):
     """By torch's own parametrization of a module."""

@@ -149,7 +149,6 @@ def test_exact_between_convolutions_with_equal_elements(kind):
 
 
 @pytest.mark.torch
-@pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("kind", ADAPTIVE)
 @pytest.mark.parametrize("name", ADAPTIVE_CASES)
 def test_as_torch(kind, name):

@@ -26,7 +26,6 @@ def test_exact_on_uneven_and_empty_blocks_between_layers(monkeypatch):
 
 
 @pytest.mark.torch
-@pytest.mark.ranks(1, 2)
 def test_as_torch():
     check_torch(lambda: Reshape((3, 4, 2), "r"), [(24,)], lambda x: x.view(-1, 3, 4, 2).movedim(-1, 1))
 
@@ -57,7 +56,6 @@ def torch_shuffle(x, factor):
 
 
 @pytest.mark.torch
-@pytest.mark.ranks(1, 2)
 def test_shuffles_as_torch():
     f = torch().nn.functional
     for name, factor in (("shuffle", 2), ("shuffle by 3", 3)):

@@ -13,7 +13,6 @@ SHAPE = (7, 6, 5)
 
 
 @pytest.mark.torch
-@pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("shape", [SHAPE, (9, 2), (5, 4, 3, 2)], ids=str)
 def test_as_torch(shape):
     axes = (-1, *(1 for _ in shape[:-1]))
