@@ -307,7 +307,8 @@ def _arrays(step: Step, blocks: Mapping[str, ParameterBlocks]) -> dict[str, dict
     Gradients of a frozen layer, and of a layer that uses the parameters of another, are scratch.
     """
     dtype, rank = step.output.dtype, step.output.rank
-    low, full = is_low(dtype) and not step.layer.exact_parameters, wide(dtype)
+    half, full = is_low(dtype), wide(dtype)
+    low = half and not step.layer.exact_parameters
     found: dict[str, dict[str, View]] = {"params": {}, "grads": {}, "state": {}}
     for key, held in blocks.items():
         name, shape = f"{step.arrays_of}/{key}", held.boxes[rank].shape
@@ -316,7 +317,7 @@ def _arrays(step: Step, blocks: Mapping[str, ParameterBlocks]) -> dict[str, dict
             continue
         place = ("copies", name) if low else ("params", name)
         found["params"][key] = Buffer(shape, dtype if low else full, "parameter", place=place).view
-        rounded = is_low(dtype) and step.parameters[key].rounded
+        rounded = half and step.parameters[key].rounded
         kind, given = ("rounded", dtype) if rounded else ("grads", full)
         own = Buffer(shape, given, "parameter gradient", place=(kind, name))
         found["grads"][key] = (Buffer(shape, given, "transient") if step.frozen or step.owner else own).view
@@ -346,13 +347,12 @@ class Alone:
     def __init__(
         self, step: Step, trainable: bool, overlaps: bool = False, gathered: Sequence[Collection[Any]] = ()
     ) -> None:
-        self.step, layouts, size = step, [v.layout for v in step.inputs], step.output.layout.size
-        for i, value in enumerate(step.inputs):
-            value.place([step.layer.needed_blocks(i, layouts, step.output.layout).clipped(value.layout.shape)])
-        step.output.place([])
-        specs = {**step.parameters, **step.states}
+        specs, size = {**step.parameters, **step.states}, step.output.layout.size
         blocks = {key: blocks_of(spec, step.parts, size) for key, spec in specs.items()}
-        self.context = Context(step, _arrays(step, blocks), trainable=trainable, overlaps=overlaps)
+        self.step, self.context = step, Context(step, _arrays(step, blocks), trainable=trainable, overlaps=overlaps)
+        for i, value in enumerate(step.inputs):
+            value.place([self.context.clipped(i)])
+        step.output.place([])
         self._gather(gathered)
         self._backward = step.layer.lower(self.context)
         if self.context.finishing is not None:

@@ -224,9 +224,9 @@ class Value:
                 own.append(box)
                 grown = hull(own)
                 box = grown if all(is_packed(grown, part) for part in own) else box
-        shape = (*box.shape[:-1], max(self.room, box.shape[-1]))
-        buffer = Buffer(shape, self.dtype, "input" if self.read else self.use, kept=self.kept or self.read)
-        self.region = Region(buffer.view.part((0,) * box.ndim, box.shape), box)
+        shape = (*box.shape[:-1], max(self.room, box.shape[-1])) if self.room else box.shape
+        view = Buffer(shape, self.dtype, "input" if self.read else self.use, kept=self.kept or self.read).view
+        self.region = Region(view if shape == box.shape else view.part((0,) * box.ndim, box.shape), box)
 
     def place_gradient(self, needed: Box) -> None:
         """Extend the gradient's storage by the halo, where the layer before the value needs this box."""
