@@ -148,7 +148,7 @@ class LayerWork:
             If the layer, one of the user's, does not take a block for a sample.
         """
         try:
-            self.output  # noqa: B018
+            _ = self.output
         except ValueError as error:
             raise UserError(
                 f"{self.kind}: expected a layer that can be timed on blocks {self.inputs}, got: {error}; override "

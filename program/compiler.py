@@ -25,6 +25,10 @@ from .views import Buffer, Value, View
 __all__ = ["Alone", "Target", "compile_program", "outline"]
 
 
+#: The layer of all redistributions.
+_MOVED = Redistribute()
+
+
 @dataclass(frozen=True)
 class Target:
     """Rank, batch and options that a program is compiled for.
@@ -170,7 +174,7 @@ class _Compiler:
         value = self._value(label, node.shape, cuts, source.dtype)
         value.trainable = source.trainable
         self._values[node, key] = value
-        step = Step(label, Redistribute(label), [source], value, {}, counts_of(cuts))
+        step = Step(label, _MOVED, [source], value, {}, counts_of(cuts))
         self.program.steps.append(step)
         self._moves.setdefault(source, []).append(step)
         return value

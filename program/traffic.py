@@ -156,7 +156,7 @@ def overlap(source: tuple[tuple[int, int], ...], target: tuple[tuple[int, int], 
     return np.maximum(0, high - low)
 
 
-@lru_cache(maxsize=65536)
+@lru_cache(maxsize=4096)  # of thousands of ranks, arrays are long
 def met(rank: int, cut: tuple[tuple[Interval, Intervals], ...]) -> tuple[np.ndarray, np.ndarray]:
     """Return the other ranks that a rank meets along the axes that are cut, and the number of common elements.
 

@@ -14,6 +14,7 @@ from halograd.perfmodel.kernel_times import RooflineTimes
 from halograd.perfmodel.machine import Machine
 from halograd.program.compiler import Target, compile_program, outline
 from halograd.program.operations import Run
+from tests.layers.graphs import Gate
 from tests.perfmodel.counted import BATCH, strategies
 from tests.perfmodel.counted import CASES as OTHERS
 
@@ -45,6 +46,16 @@ class Late(Layer):
         return backward
 
 
+class Reaching(Gate):
+    """The reach of its window is a function, as settings of one's own layers may be."""
+
+    def __init__(self, far):
+        Layer.__init__(self)
+        self.far = far
+
+    reach = property(lambda self: self.far())
+
+
 def as_it_is(environment, x, y):
     """Only priced here, never run."""
     raise NotImplementedError
@@ -62,6 +73,8 @@ def alike():
     y = twice(twice(y))
     y = Add(name="two")(Late(name="late")(y), Conv(4, 3, padding=1, name="with a halo")(y))
     y = Add(name="one")(y, y)
+    for reach in (1, 3):
+        y = Reaching(lambda reach=reach: reach)(y, y)
     y = Add(name="again")(y, Conv(4, 3, padding=1, name="last")(y))
     loss = MeanSquaredError(name="loss")(y, Input(y.shape, name="target"))
     return Network({"aside": Conv(4, 3, padding=1, name="aside")(y), "loss": loss}, frozen=("frozen *",))
