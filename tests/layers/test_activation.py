@@ -1,4 +1,4 @@
-"""Activations and softmax: before convolutions, under extremes, as logits; torch."""
+"""Activations and softmax: before convolutions, under extremes, as logits."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,6 @@ from halograd.layers.strategy import Strategy
 from halograd.testing import check_layer, random_array, run_layer
 from tests.layers.cases import ACTIVATIONS
 from tests.layers.graphs import run
-from tests.layers.oracle import check_torch, torch
 
 
 @pytest.mark.mpi
@@ -22,33 +21,6 @@ def test_exact_before_a_convolution(kind, backend, dtype):
         return lambda x: hg.Conv(2, 3, padding=1, name="behind")(ACTIVATIONS[kind]()(hg.Conv(3, 1, name="before")(x)))
 
     check_layer(chain, (7, 6, 2), gradient=False, batch=2, backend=backend, dtype=dtype)
-
-
-@pytest.mark.torch
-@pytest.mark.parametrize("kind", ACTIVATIONS)
-@pytest.mark.parametrize("backend, dtype", [("numpy", "float64"), ("onednn", "float32")])
-def test_as_torch(kind, backend, dtype):
-    f = torch().nn.functional
-    functions = {
-        "relu": f.relu,
-        "leaky": lambda x: f.leaky_relu(x, 0.2),
-        "sigmoid": lambda x: x.sigmoid(),
-        "tanh": lambda x: x.tanh(),
-        "gelu": f.gelu,
-        "gelu by tanh": lambda x: f.gelu(x, approximate="tanh"),
-        "silu": f.silu,
-        "elu": lambda x: f.elu(x, 0.7),
-        "hard sigmoid": lambda x: f.relu6(x + 3) / 6,  # its own divides by 6 in float32
-        "hard swish": f.hardswish,
-        "clamp": lambda x: f.hardtanh(x, -0.5, 0.7),
-        "softplus": f.softplus,
-        "mish": f.mish,
-        "affine": lambda x: 0.7 - x / 2,
-        "shift": lambda x: x + 0.7,
-        "softmax": lambda x: x.softmax(1),
-        "log softmax": lambda x: x.log_softmax(1),
-    }
-    check_torch(lambda: ACTIVATIONS[kind](name="a"), [(7, 6, 3)], functions[kind], dtype, backend)
 
 
 def test_softmax_of_large_values_is_finite():

@@ -1,4 +1,4 @@
-"""Batch norm: its three kinds of statistics, running statistics, messages, refusals, torch."""
+"""Batch norm: its three kinds of statistics, running statistics, messages, refusals."""
 
 import math
 
@@ -10,7 +10,7 @@ from halograd.layers import BatchNorm, Input
 from halograd.layers.strategy import Strategy, layout_of
 from halograd.testing import grids, random_array, run_layer
 from tests.layers.norms import check_grids, close, executing, moved, normalize, step, traffic
-from tests.layers.oracle import check_torch, torch
+from tests.layers.oracle import torch
 from tests.support.refusals import refusals
 
 SHAPE = (7, 5, 3)
@@ -325,19 +325,6 @@ def test_shapes_and_parameters():
 
 
 # -- torch ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.torch
-@pytest.mark.parametrize("shape", [(6,), (9, 4), (7, 5, 3), (4, 5, 6, 2)])
-@pytest.mark.parametrize("relu", [None, "relu"])
-def test_against_torch(shape, relu):
-    lib = torch()
-
-    def function(x, gamma, beta):
-        y = lib.nn.functional.batch_norm(x, None, None, gamma, beta, training=True)
-        return lib.relu(y) if relu else y
-
-    check_torch(norm(activation=relu), [shape], function)
 
 
 @pytest.mark.torch

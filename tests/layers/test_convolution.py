@@ -1,4 +1,4 @@
-"""Convolution: drawn geometries, between other layers, arithmetic, refusals, torch."""
+"""Convolution: drawn geometries, between other layers, arithmetic, refusals."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,6 @@ from halograd.layers.parameter import Parameter, parameter_blocks
 from halograd.testing import check_layer
 from tests.layers.cases import conv
 from tests.layers.geometries import drawn, every
-from tests.layers.oracle import check_torch, torch, weights
 from tests.support.refusals import refusals
 
 
@@ -48,42 +47,6 @@ def test_exact_between_other_layers(backend, dtype, halo):
         return build
 
     check_layer(chain, (9, 8, 2), gradient=False, backend=backend, dtype=dtype, options={"halo": halo})
-
-
-@pytest.mark.torch
-@pytest.mark.parametrize(
-    "spatial, geometry",
-    [
-        ((9, 8), (3, 2, 1, 1)),
-        ((9, 8), ((2, 4), 1, (1, 2), 1)),
-        ((11, 9), (3, 1, 2, 2)),
-        ((13,), (5, 3, 2, 1)),
-        ((6, 7, 6), (3, 2, 1, 1)),
-    ],
-)
-@pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize("backend, dtype", [("numpy", "float64"), ("onednn", "float32")])
-def test_as_torch(spatial, geometry, groups, backend, dtype):
-    function = getattr(torch().nn.functional, f"conv{len(spatial)}d")
-    _, stride, padding, dilation = geometry
-    check_torch(
-        conv(geometry, 4, groups=groups),
-        [(*spatial, 2)],
-        lambda x, w, b: function(x, weights(w), b, stride, padding, dilation, groups),
-        dtype,
-        backend,
-    )
-
-
-@pytest.mark.torch
-@pytest.mark.parametrize("dilation", [1, 2])
-def test_same_padding_as_torch(dilation):
-    function = torch().nn.functional.conv2d
-    check_torch(
-        conv((4, 1, "same", dilation), 2),
-        [(9, 8, 2)],
-        lambda x, w, b: function(x, weights(w), b, padding="same", dilation=dilation),
-    )
 
 
 # -- arithmetic --------------------------------------------------------------------------------------

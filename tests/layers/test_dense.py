@@ -1,10 +1,9 @@
-"""Dense and Flatten: behind a trunk that is cut, refusals, torch."""
+"""Dense and Flatten: behind a trunk that is cut, refusals."""
 
 import pytest
 
 from halograd.layers import Conv, Dense, Flatten, Input, MaxPool
 from halograd.testing import check_layer
-from tests.layers.oracle import check_torch, torch
 
 
 @pytest.mark.mpi
@@ -18,17 +17,6 @@ def test_a_classifier_behind_a_cut_trunk(backend, dtype):
         return build
 
     check_layer(chain, (8, 7, 2), gradient=False, backend=backend, dtype=dtype, batch=3)
-
-
-@pytest.mark.torch
-def test_dense_as_torch():
-    function = torch().nn.functional.linear
-    check_torch(lambda: Dense(4, name="d"), [(6,)], lambda x, w, b: function(x, w, b))
-
-
-@pytest.mark.torch
-def test_flatten_as_torch_in_channels_last_order():
-    check_torch(lambda: Flatten("f"), [(3, 4, 2)], lambda x: x.movedim(1, -1).flatten(1))
 
 
 def test_shapes_parameters_and_flops():

@@ -1,4 +1,4 @@
-"""Group, instance and layer norm: the definition, messages, refusals, torch."""
+"""Group, instance and layer norm: the definition, messages, refusals."""
 
 import math
 
@@ -9,7 +9,6 @@ from halograd.layers import GroupNorm, Input, LayerNorm
 from halograd.testing import grids, random_array
 from tests.layers.cases import NORMS
 from tests.layers.norms import check_grids, close, executing, moved, normalize, step, traffic
-from tests.layers.oracle import check_torch, torch
 from tests.support.refusals import refusals
 
 SHAPE = (7, 5, 4)
@@ -102,20 +101,3 @@ test_refuses_what_is_not_meant = refusals(
     (lambda: LayerNorm("space"), "axes: expected"),
     (lambda: GroupNorm(3)(Input(SHAPE, name="x")), "expected a number of groups that divides 4, got 3"),
 )
-
-
-@pytest.mark.torch
-@pytest.mark.parametrize("shape", [(8, 4), SHAPE, (3, 4, 5, 4)])
-@pytest.mark.parametrize("kind", NORMS)
-def test_against_torch(kind, shape):
-    lib = torch()
-    functional = lib.nn.functional
-
-    def function(x, gamma, beta):
-        if kind == "instance":
-            return functional.instance_norm(x, weight=gamma, bias=beta)
-        if kind == "channels":
-            return functional.layer_norm(x.movedim(1, -1), shape[-1:], gamma, beta).movedim(-1, 1)
-        return functional.group_norm(x, 2 if kind == "group" else 1, gamma, beta)
-
-    check_torch(lambda: NORMS[kind](), [shape], function)

@@ -1,4 +1,4 @@
-"""Local response normalization: definition, torch, refusals."""
+"""Local response normalization: definition, refusals."""
 
 import doctest
 
@@ -10,22 +10,10 @@ from halograd.comm import Communicator
 from halograd.layers import Input, LocalResponseNorm, local_response_norm
 from halograd.layers.local_response_norm import add_windows
 from halograd.testing import random_array, run_layer
-from tests.layers.oracle import check_torch, torch
 from tests.support.refusals import refusals
 
 #: Large enough alpha that the gradient's second term matters.
 SETTINGS = {"size": 5, "alpha": 0.7, "beta": 0.75, "k": 2.0}
-
-
-@pytest.mark.torch
-@pytest.mark.parametrize("size", [1, 2, 5, 6, 20])
-@pytest.mark.parametrize("backend, dtype", [("numpy", "float64"), ("onednn", "float32")])
-def test_as_torch(size, backend, dtype):
-    norm = torch().nn.functional.local_response_norm
-    settings = {**SETTINGS, "size": size}
-    check_torch(
-        lambda: LocalResponseNorm(**settings, name="n"), [(7, 6, 9)], lambda x: norm(x, **settings), dtype, backend
-    )
 
 
 def test_definition_over_several_chunks():

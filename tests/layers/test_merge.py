@@ -1,4 +1,4 @@
-"""Add and Concat: gradients that are shared and summed, refusals, torch."""
+"""Add and Concat: gradients that are shared and summed, refusals."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,6 @@ from halograd.comm import Communicator
 from halograd.dtensor import Box
 from halograd.layers import Add, Concat, Conv, Input, ReLU
 from halograd.testing import check_layer, compare, run_layer
-from tests.layers.oracle import check_torch, torch
 from tests.support.refusals import refusals
 
 SHAPE = (7, 6, 3)
@@ -68,14 +67,6 @@ def test_gradients_that_meet_are_the_derivative():
 def test_one_value_added_to_itself():
     check_layer(lambda: lambda x: Add()(x, x), SHAPE)
     check_layer(lambda: lambda x: Add("relu")(*[ReLU()(x)] * 2), SHAPE, gradient=False)
-
-
-@pytest.mark.torch
-def test_as_torch():
-    lib = torch()
-    check_torch(lambda: Add(name="a"), [SHAPE] * 3, lambda a, b, c: a + b + c)
-    check_torch(lambda: Add("relu", name="a"), [SHAPE] * 2, lambda a, b: (a + b).relu())
-    check_torch(lambda: Concat("c"), [(5, 4, 2), (5, 4, 3)], lambda a, b: lib.cat((a, b), 1))
 
 
 def test_shapes_and_flops():

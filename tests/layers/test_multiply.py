@@ -1,7 +1,6 @@
-"""Products and sums of two nodes, one with fewer extents: shared inputs, refusals, torch."""
+"""Products and sums of two nodes, one with fewer extents: shared inputs, refusals."""
 
 import math
-import operator
 
 import numpy as np
 import pytest
@@ -10,7 +9,6 @@ from halograd.dtensor import Box, Layout
 from halograd.layers import Add, Affine, BroadcastAdd, Conv, Dense, GlobalAveragePool, Input, Multiply, Sigmoid
 from halograd.testing import check_layer
 from tests.layers.cases import GATES
-from tests.layers.oracle import check_torch
 from tests.support.refusals import refusals
 
 SHAPE = (7, 6, 3)
@@ -41,14 +39,6 @@ def test_a_square_has_both_gradients():
         return x * x
 
     check_layer(lambda: square, SHAPE)
-
-
-@KINDS
-@pytest.mark.torch
-@pytest.mark.parametrize("gate", ["whole", "per channel, with axes", "per position", "per row"])
-def test_as_torch(gate, kind):
-    operation = operator.mul if kind is Multiply else operator.add
-    check_torch(lambda: kind(name="m"), [SHAPE, GATES[gate]], operation)
 
 
 @pytest.mark.mpi

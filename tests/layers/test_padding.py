@@ -1,4 +1,4 @@
-"""Padding: as a part of networks; torch; arithmetic; refusals."""
+"""Padding: as a part of networks; arithmetic; refusals."""
 
 import numpy as np
 import pytest
@@ -8,8 +8,6 @@ from hypothesis import strategies as st
 from halograd.layers import Concat, Conv, Input, Network, Pad, Slice
 from halograd.layers.padding import PadAxis
 from halograd.testing import check_layer
-from tests.layers.cases import PADS
-from tests.layers.oracle import check_torch, torch
 from tests.support.refusals import refusals
 
 SHAPE = (7, 6, 3)
@@ -28,16 +26,6 @@ def test_a_periodic_convolution():
     check_layer(layers, SHAPE)
 
 
-@pytest.mark.torch
-@pytest.mark.parametrize("mode", PADS)
-def test_as_torch(mode):
-    pad = torch().nn.functional.pad
-    (top, bottom), (left, right) = PADS[mode]
-    value = {"value": 0.5} if mode == "constant" else {}
-    function = lambda x: pad(x, (left, right, top, bottom), mode, **value)  # noqa: E731
-    check_torch(lambda: Pad(PADS[mode], mode, 0.5, "p"), [SHAPE], function)
-
-
 @pytest.mark.mpi
 @pytest.mark.parametrize("axes", [("sample", "height"), ("sample", "width", "channel")])
 def test_some_of_the_channels(axes):
@@ -49,11 +37,6 @@ def test_some_of_the_channels(axes):
 
     check_layer(turned, (5, 6, 5), axes=axes, gradient=axes[-1] != "channel")
     check_layer(lambda: Slice(1, 4), (5,), gradient=False)
-
-
-@pytest.mark.torch
-def test_slices_as_torch():
-    check_torch(lambda: Slice(1, 3, "s"), [SHAPE], lambda x: x[:, 1:3])
 
 
 @given(

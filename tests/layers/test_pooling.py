@@ -1,4 +1,4 @@
-"""Pooling with a stencil and adaptive pooling: windows and ties as torch; refusals."""
+"""Pooling with a stencil and adaptive pooling: what is rounded up, padding only; refusals."""
 
 import pytest
 from hypothesis import given, settings
@@ -7,9 +7,8 @@ import halograd as hg
 from halograd.dtensor import Window
 from halograd.layers.pooling import _only_padding
 from halograd.testing import check_layer
-from tests.layers.cases import ADAPTIVE, ADAPTIVE_CASES, CEIL, POOLS, rounded_up
+from tests.layers.cases import ADAPTIVE, CEIL, POOLS
 from tests.layers.geometries import brute_force_taps, drawn
-from tests.layers.oracle import check_torch, torch
 from tests.support.refusals import refusals
 
 
@@ -42,19 +41,6 @@ def test_exact_between_other_layers(kind):
         return lambda x: hg.ReLU()(POOLS[kind](3, 2, 1)(hg.Conv(3, 3, padding=1, name="c")(hg.MaxPool(2)(x))))
 
     check_layer(chain, (9, 8, 2), gradient=False)
-
-
-@pytest.mark.torch
-@pytest.mark.parametrize("kind", POOLS)
-@pytest.mark.parametrize("name", CEIL)
-@pytest.mark.parametrize("backend", ["numpy", "onednn"])
-def test_ceil_mode_as_torch(kind, name, backend):
-    spatial, *geometry = CEIL[name]
-    options = {"count_include_pad": kind == "average"} if kind != "max" else {}
-    pool = getattr(torch().nn.functional, f"{'max' if kind == 'max' else 'avg'}_pool{len(spatial)}d")
-    theirs = lambda x: pool(x, *geometry, ceil_mode=True, **options)  # noqa: E731
-    dtype = "float64" if backend == "numpy" else "float32"
-    check_torch(lambda: rounded_up(kind, *geometry), [(*spatial, 3)], theirs, dtype, backend)
 
 
 def test_ceil_mode_is_made_of_padding_only_where_that_counts():
@@ -109,35 +95,6 @@ def test_shapes_and_flops():
     assert hg.GlobalAveragePool().flops((4, 5, 7)) == 140
 
 
-@pytest.mark.torch
-@pytest.mark.parametrize(
-    "spatial, args", [((9, 8), (3, 2, 1)), ((11,), (2,)), ((6, 7, 8), (3, 2, 1)), ((9, 9), (3, 1))]
-)
-def test_pools_as_torch(spatial, args):
-    f = torch().nn.functional
-    axes = len(spatial)
-    shapes = [(*spatial, 3)]
-    max_pool, average = getattr(f, f"max_pool{axes}d"), getattr(f, f"avg_pool{axes}d")
-    check_torch(lambda: hg.MaxPool(*args, name="p"), shapes, lambda x: max_pool(x, *args))
-    for include in (True, False):
-        check_torch(
-            lambda include=include: hg.AveragePool(*args, count_include_pad=include, name="p"),
-            shapes,
-            lambda x, include=include: average(x, *args, count_include_pad=include),
-        )
-
-
-@pytest.mark.torch
-def test_dilated_max_pool_as_torch():
-    pool = torch().nn.functional.max_pool2d
-    check_torch(lambda: hg.MaxPool(3, 1, 1, 2, name="p"), [(9, 8, 2)], lambda x: pool(x, 3, 1, 1, 2))
-
-
-@pytest.mark.torch
-def test_global_average_pool_as_torch():
-    check_torch(lambda: hg.GlobalAveragePool("p"), [(5, 4, 3)], lambda x: x.mean((2, 3)))
-
-
 @pytest.mark.mpi
 @pytest.mark.parametrize("kind", ADAPTIVE)
 def test_exact_between_convolutions_with_equal_elements(kind):
@@ -146,15 +103,6 @@ def test_exact_between_convolutions_with_equal_elements(kind):
         return lambda x: behind(ADAPTIVE[kind]((5, 4))(hg.Pad(3, "circular", name="p")(before(x))))
 
     check_layer(chain, (7, 6, 2), gradient=False)
-
-
-@pytest.mark.torch
-@pytest.mark.parametrize("kind", ADAPTIVE)
-@pytest.mark.parametrize("name", ADAPTIVE_CASES)
-def test_as_torch(kind, name):
-    spatial, size = ADAPTIVE_CASES[name]
-    pool = getattr(torch().nn.functional, f"adaptive_{'max' if kind == 'max' else 'avg'}_pool{len(spatial)}d")
-    check_torch(lambda: ADAPTIVE[kind](size, "p"), [(*spatial, 3)], lambda x: pool(x, size))
 
 
 @pytest.mark.parametrize("kind", ADAPTIVE)

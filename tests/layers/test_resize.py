@@ -1,4 +1,4 @@
-"""Resize: arithmetic against brute force, torch."""
+"""Resize: arithmetic against brute force."""
 
 from fractions import Fraction
 
@@ -10,8 +10,6 @@ from hypothesis import strategies as st
 from halograd.kernels.geometry import MODES, Resampling
 from halograd.layers import Input, MaxPool, Resize
 from halograd.testing import check_layer
-from tests.layers.cases import RESIZES
-from tests.layers.oracle import check_torch, torch
 from tests.support.refusals import refusals
 
 
@@ -21,40 +19,6 @@ def test_exact_between_other_layers_on_onednn():
         return lambda x: MaxPool(3, 1, 1)(Resize(2, mode="bilinear")(MaxPool(2)(x)))
 
     check_layer(chain, (9, 8, 3), dtype="float32", backend="onednn")
-
-
-def interpolate(x, mode, size=None, scale_factor=None, **more):
-    """As torch does it; cubic of one axis and of three by its rule for two."""
-    made = torch().nn.functional.interpolate
-    axes = x.dim() - 2
-    if mode != "cubic" or axes == 2:
-        named = {"linear": ("linear", "bilinear", "trilinear")[axes - 1], "cubic": "bicubic"}.get(mode, mode)
-        return made(x, size, scale_factor, named, **more)
-    assert size is not None or scale_factor is not None
-    sizes = [size or int(n * scale_factor) for n in x.shape[2:]] if not isinstance(size, tuple) else size
-    scales = None if scale_factor is None else (1, scale_factor)
-    for axis, m in enumerate(sizes, start=2):  # each as the last of two axes, of which the other has one row
-        rows = x.movedim(axis, -1)
-        found = made(rows.reshape(-1, 1, 1, rows.shape[-1]), None if scales else (1, m), scales, "bicubic", **more)
-        x = found.reshape(*rows.shape[:-1], m).movedim(-1, axis)
-    return x
-
-
-@pytest.mark.torch
-@pytest.mark.parametrize("aligned", [False, True], ids=["half-pixel", "aligned"])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", [n for n in RESIZES if n != "a third"])
-def test_as_torch(name, mode, aligned):
-    if aligned and mode not in ("linear", "cubic"):
-        return
-    spatial, how = RESIZES[name]
-    given = {"scale_factor": how["scale"]} if "scale" in how else {"size": how["size"]}
-    more = {"align_corners": aligned} if mode in ("linear", "cubic") else {}
-    check_torch(
-        lambda: Resize(**how, mode=mode, align_corners=aligned, name="r"),
-        [(*spatial, 2)],
-        lambda x: interpolate(x, mode, **given, **more),
-    )
 
 
 # -- arithmetic --------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Transposed convolution: adjoint of the convolution, refusals, torch."""
+"""Transposed convolution: adjoint of the convolution, refusals."""
 
 import pytest
 from hypothesis import assume, given, settings
@@ -9,7 +9,6 @@ from halograd.layers import ConvTranspose, Input, MaxPool
 from halograd.testing import check_layer
 from tests.layers.cases import TRANSPOSED, transposed
 from tests.layers.geometries import brute_force_taps
-from tests.layers.oracle import check_torch, torch, weights
 from tests.support.refusals import refusals
 
 
@@ -63,25 +62,6 @@ def test_input_boxes_hold_every_input_that_reaches_an_output(name):
                 reaching = [i for i, reached in taps.items() if any(a <= o < b for o in reached)]
                 assert not reaching or (start <= reaching[0] and reaching[-1] < stop)
                 assert 0 <= start <= stop <= n
-
-
-@pytest.mark.torch
-@pytest.mark.parametrize(
-    "name", [n for n, g in TRANSPOSED.items() if (g[3] != "same" and not isinstance(g[3], tuple)) or n == "3-D"]
-)
-@pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize("backend, dtype", [("numpy", "float64"), ("onednn", "float32")])
-def test_as_torch(name, groups, backend, dtype):
-    spatial, *geometry = TRANSPOSED[name]
-    _, stride, padding, output_padding, dilation = geometry
-    function = getattr(torch().nn.functional, f"conv_transpose{len(spatial)}d")
-    check_torch(
-        transposed(geometry, 4, groups=groups),
-        [(*spatial, 2)],
-        lambda x, w, b: function(x, weights(w), b, stride, padding, output_padding, groups, dilation),
-        dtype,
-        backend,
-    )
 
 
 def test_shapes_parameters_and_flops():
