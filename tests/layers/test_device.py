@@ -130,18 +130,10 @@ def test_layers_compute_what_they_compute_on_the_host(name):
             kernels = FakeBackend()
             expected = run_layer(make, shapes, comm, parts, steps=2)
             found = run_layer(make, shapes, comm, parts, steps=2, backend=kernels)
-            fault = None if found is None else _differs(found, expected)
-            comm.agree(fault)
+            with comm.agreement():
+                same(found or {}, expected or {})
             assert set(kernels.device.synchronizations) <= {"get()"}, "only to look at the results"
             kernels.close()
-
-
-def _differs(found, expected):
-    try:
-        same(found, expected)
-    except AssertionError as error:
-        return error
-    return None
 
 
 NEEDS_COMPILER = pytest.mark.skipif(compiler() is None, reason="needs g++ to run CUDA kernels on the CPU")

@@ -79,7 +79,7 @@ def conv(name, filters=5, **options):
 
 
 def axes(name):
-    """The channels and one other axis, in turn: all of those together are cut in test_convolution."""
+    """The channels and one other axis, in turn: all of those together are cut in test_exact."""
     others = ("depth", "height", "width")[3 - len(NASTY[name][0]) :]
     return (others[list(NASTY).index(name) % len(others)], *CHANNELS)
 

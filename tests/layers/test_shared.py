@@ -74,14 +74,10 @@ def alone(batch=BATCH):
 
 def check(comm, strategy, batch=BATCH):
     losses, params, boxes = run(comm, strategy, batch)
-    fault = None
-    try:
+    with comm.agreement():
         np.testing.assert_allclose(losses, alone(batch)[0], rtol=1e-11)
         for name, array in params.items():
             np.testing.assert_allclose(array, alone(batch)[1][name][boxes[name]], rtol=0, atol=1e-11, err_msg=name)
-    except AssertionError as error:
-        fault = error
-    comm.agree(fault)
 
 
 @pytest.mark.torch

@@ -55,13 +55,11 @@ def compare(label, comm):
             errors = {k: largest(ours[k] - g) / (largest(g) or EPS) for k, g in gradients.items()}
         key = max(errors, key=errors.__getitem__)
         loss = largest(found / want - 1)
-        fault = None
-        if not (loss <= allowed[0] * EPS and errors[key] <= allowed[1] * EPS):
-            fault = AssertionError(
+        with comm.agreement():
+            assert loss <= allowed[0] * EPS and errors[key] <= allowed[1] * EPS, (
                 f"{label} under {parts}: losses differ by {loss / EPS:.3g} eps, the gradient of {key} by "
                 f"{errors[key] / EPS:.3g} eps, allowed are {allowed}"
             )
-        comm.agree(fault)
 
 
 def largest(array):

@@ -38,7 +38,5 @@ def check_allocations(comm: Communicator, run: Callable[[], object], peak: int) 
     """Fail on all ranks if `run` takes more than `peak` [B] on one of them, or leaves more than 16 KiB. Collective."""
     comm.barrier()
     highest, left = traced(run)
-    fault = None
-    if highest > peak or left > 16 * 1024:
-        fault = AssertionError(f"peak {highest} B, left {left} B")
-    comm.agree(fault)
+    with comm.agreement():
+        assert highest <= peak and left <= 16 * 1024, f"peak {highest} B, left {left} B"

@@ -92,15 +92,11 @@ def whole(clip=None):
 
 def check(comm, found, want):
     """Fail on all ranks unless losses, norms and parameters are those of one process."""
-    fault = None
-    try:
+    with comm.agreement():
         np.testing.assert_allclose(found.losses, want.losses, rtol=1e-12)
         np.testing.assert_allclose(found.norms, want.norms, rtol=1e-11)
         for name, array in found.params.items():
             np.testing.assert_allclose(array, want.params[name][found.blocks[name]], rtol=0, atol=1e-12, err_msg=name)
-    except AssertionError as error:
-        fault = error
-    comm.agree(fault)
 
 
 @pytest.mark.parametrize("clip", [None, 0.1])
@@ -190,14 +186,10 @@ def test_memory_is_as_predicted(scheme):
         blocks = parameter_blocks(made, strategy, size)
         program = program_of(made, strategy, Target(4, size, comm.rank, np.dtype("float64")), blocks)
         want = memory_of(program, blocks, buckets_of(made, blocks, 8, strategy), strategy, 1, accumulates=True)
-        fault = None
-        try:
+        with comm.agreement():
             for use in ("parameter", "parameter gradient", "gradient sum", "optimizer state"):
                 assert found[use] == want[use] > 0, use
             assert found["gradient sum"] == found["parameter gradient"]
-        except AssertionError as error:
-            fault = error
-        comm.agree(fault)
 
 
 def test_calls_in_another_order():

@@ -60,14 +60,10 @@ def alone(kind, rate=0.05):
 
 
 def check(comm, found, want):
-    fault = None
-    try:
+    with comm.agreement():
         for name, where in found.blocks.items():
             for ours, whole in ((found.history[-1], want.history[-1]), (found.averages, want.averages)):
                 np.testing.assert_allclose(ours[name], whole[name][where], rtol=0, atol=1e-10, err_msg=name)
-    except AssertionError as error:
-        fault = error
-    comm.agree(fault)
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)

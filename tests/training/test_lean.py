@@ -97,10 +97,8 @@ def test_halo_messages_and_bytes_are_those_of_the_formula(halo):
             sent = [m for there, rows in ((above, rows_up), (below, rows_down)) if there for m in rows.values() if m[0]]
             nbytes = sum(r * c * w for r, c, w in sent) * batch * size
             found = comm.counters["halo"]
-            fault = None
-            if (found.messages, found.bytes) != (len(sent), nbytes):
-                fault = AssertionError(f"expected {len(sent)} messages, {nbytes} B; got {found}")
-            comm.agree(fault)
+            with comm.agreement():
+                assert (found.messages, found.bytes) == (len(sent), nbytes)
             statistics, gradients = comm.counters["statistics"], comm.counters["allreduce"]
             several = int(comm.size > 1)
             assert (statistics.messages, statistics.bytes) == (2 * several, 2 * 2 * 4 * 8 * several)
