@@ -116,6 +116,23 @@ class ConvTranspose(Layer):
             raise ValueError(f"padding: expected numbers >= 0, got {(lo, hi)}")
         return Window(kernel, stride, lo, hi - more, dilation)
 
+    def of_outputs(self, shape: Shape, outputs: tuple[int, ...]) -> tuple[Layer, Shape]:
+        windows = self.windows(shape)
+        fits = [(n - 1) * w.stride + w.extent - w.pad_lo - w.pad_hi == m for w, n, m in zip(windows, shape, outputs)]
+        if all(fits):
+            return self, shape
+        spatial, pads, more = [], [], []
+        for w, n, wanted, fit in zip(windows, shape, outputs, fits):
+            lo, hi = w.pad_lo, w.pad_hi
+            if not fit:  # all inputs that reach a block in the middle; what they make around it is cut off
+                n = max((wanted + w.extent - 2) // w.stride + 1, -(-(wanted - w.extent) // w.stride) + 1)
+                around = (n - 1) * w.stride + w.extent - wanted
+                lo, hi = around // 2, around - around // 2
+            spatial.append(n)
+            pads.append((lo, max(0, hi)))
+            more.append(max(0, -hi))
+        return self.changed(padding=tuple(pads), output_padding=tuple(more)), (*spatial, shape[-1])
+
     def output_shape(self, *shapes: Shape) -> Shape:
         (shape,) = shapes
         check_spatial(shape[:-1], "ConvTranspose")

@@ -64,6 +64,25 @@ def test_input_boxes_hold_every_input_that_reaches_an_output(name):
                 assert 0 <= start <= stop <= n
 
 
+@settings(max_examples=300)
+@given(st.data())
+def test_a_block_of_any_outputs_can_be_timed(data):
+    """Also one that the padding would leave nothing of; along axes where the layer's own padding fits, it is kept."""
+    kernel, stride, dilation = (
+        data.draw(st.tuples(n, n)) for n in (st.integers(1, 5), st.integers(1, 4), st.integers(1, 3))
+    )
+    padding = data.draw(st.one_of(st.just("same"), st.tuples(*[st.tuples(st.integers(0, 3), st.integers(0, 3))] * 2)))
+    more = [0 if padding == "same" else data.draw(st.integers(0, max(s, d) - 1)) for s, d in zip(stride, dilation)]
+    layer = ConvTranspose(3, kernel, stride, padding, more, dilation)
+    block = data.draw(st.tuples(st.integers(1, 6), st.integers(1, 6)))
+    own = [(n - 1) * w.stride + w.extent - w.pad_lo - w.pad_hi for n, w in zip(block, layer.windows((*block, 2)))]
+    wanted = tuple(max(1, m if data.draw(st.booleans()) else data.draw(st.integers(1, 12))) for m in own)
+    local, shape = layer.of_outputs((*block, 2), wanted)
+    assert local.output_shape(shape) == (*wanted, 3) and shape[-1] == 2
+    assert all(n == m for n, m, have, want in zip(shape, block, own, wanted) if have == want)
+    assert (local is layer) == (tuple(own) == wanted)
+
+
 def test_shapes_parameters_and_flops():
     layer = ConvTranspose(6, 3, 2, 1, output_padding=1, groups=2)
     assert layer.output_shape((5, 4, 8)) == (10, 8, 6)

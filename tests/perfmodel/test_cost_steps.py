@@ -14,7 +14,8 @@ from halograd.perfmodel.kernel_times import RooflineTimes
 from halograd.perfmodel.machine import Machine
 from halograd.program.compiler import Target, compile_program, outline
 from halograd.program.operations import Run
-from tests.layers.graphs import Gate
+from tests.layers.cuts import random_strategy
+from tests.layers.graphs import Gate, Graphs
 from tests.perfmodel.counted import BATCH, strategies
 from tests.perfmodel.counted import CASES as OTHERS
 
@@ -130,3 +131,11 @@ def test_costs_are_those_of_the_program(case, on):
         for rank in (0, SIZE - 1):
             assert not differences(network, strategy, pricing, rank), (strategy, rank)
     assert len(pricing.known) < 2 * len(tried) * len(network.layers), "nothing was remembered"
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_costs_are_those_of_the_program_of_random_graphs(seed):
+    drawn, pricing = Graphs(seed), Pricing(Wires(PRICED["plan"][0]), RooflineTimes(PRICED["plan"][0]), best_halo=True)
+    network = drawn.network()
+    for strategy in [drawn.strategy(network, SIZE) for _ in range(3)] + [random_strategy(network, SIZE, seed)]:
+        assert not differences(network, strategy, pricing, seed % SIZE), strategy
