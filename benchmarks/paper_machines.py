@@ -160,7 +160,7 @@ class Part:
     def whole(self) -> dict[str, float]:
         """Dense layer -> its gradient of the whole batch, on the emulated device [s]."""
         times, found = self.paper.pricing.times, {}
-        for step in self.paper.program.steps:
+        for step in self.paper.steps.values():
             if step.layer.kind == "Dense":
                 rows = [(self.setting.batch, *step.inputs[0].layout.shape[1:])]
                 found[step.name] = self.scale * times.time(step.layer, rows).backward_filter

@@ -179,7 +179,7 @@ def dense_configurations() -> dict[str, Dense]:
     for label, parts in {"n=16": {"sample": 16}, **{f"c={c}": {"channel": c} for c in (16, 4, 2, 1)}}.items():
         strategy = Strategy({"sample": 16}, {name: parts})
         simulation = Simulation(network, strategy, 512, pricing, Training(), 16)
-        step = next(step for step in simulation.program.steps if step.name == name)
+        step = simulation.steps[name]
         cost, change = simulation.costs[name], simulation.costs.get(step.inputs[0].name)
         transfer = 0.0 if change is None or step.inputs[0].name in network.layers else change.seconds
         transfer += cost.halo_forward + cost.halo_backward + cost.packing_forward + cost.packing_backward
