@@ -304,7 +304,7 @@ def _schemes(
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """No garbage collection: programs live to the end of a search, and to look through them takes an eighth of it."""
+    """No garbage collection: simulations live to the end of a search, and to look through them again takes long."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -125,7 +125,7 @@ class Pricing:
 
     def __init__(self, wires: Wires, times: KernelTimes, dtype: str = "float32", best_halo: bool = False) -> None:
         self.wires, self.times, self.dtype, self.best_halo = wires, times, dtype, best_halo
-        #: Layers under a cut that are priced already.
+        #: What is priced already: layers under a cut (`steps.py`), sums of gradients (`simulate.py`).
         self.known: dict[Hashable, Any] = {}
         self._signatures: dict[Hashable, Hashable] = {}
 

@@ -301,7 +301,6 @@ def test_too_little_shared_memory_is_an_error_not_a_bus_error(comm, monkeypatch)
         open_channel(communicator, np.full((comm.size, comm.size), 4))
 
 
-@pytest.mark.mpi
 def test_channels_made_together_are_of_one_device(comm):
     """And of one kind on all ranks: others would wait for messages that go another way."""
     elsewhere = SimpleNamespace(is_host=False, name="a device")
@@ -309,8 +308,7 @@ def test_channels_made_together_are_of_one_device(comm):
     with Communicator(comm) as communicator:
         with pytest.raises(CommError, match=r"device: expected .* as of the first channel, got a device"):
             communicator.channels([none, ChannelSpec({}, {}, np.float32, device=elsewhere)])
-        if comm.size > 1:
-            spec = ChannelSpec({}, {}, np.float32, device=elsewhere) if comm.rank else none
-            with pytest.raises(CommError, match="device: expected the host on all ranks or on none, got both"):
-                communicator.channels([spec])
+        spec = ChannelSpec({}, {}, np.float32, device=elsewhere) if comm.rank else none
+        with pytest.raises(CommError, match="device: expected the host on all ranks or on none, got both"):
+            communicator.channels([spec])
         assert communicator.channels([none, none])[1].peers == ()

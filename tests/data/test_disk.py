@@ -129,7 +129,7 @@ def test_another_file_than_rank_0_has_seen(path):
 
 
 def test_folders_are_made_for_a_file_that_is_written(tmp_path):
-    """And for no other, whoever fails; what others have put there stays."""
+    """They are removed again where writing fails, but for what others have put there."""
     out = tmp_path / "several/folders/out.h5"
     with pytest.raises(ZeroDivisionError), atomic_path(out, parents=True) as partial:
         partial.write_text("half")

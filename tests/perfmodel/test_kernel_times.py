@@ -153,7 +153,7 @@ def test_layers_without_arithmetic_are_priced_by_their_bytes(machine):
 
 
 def test_what_takes_no_time(machine):
-    """Of a loss and of evaluation the backward pass, of a rank with nothing all."""
+    """The backward pass of a loss and of evaluation; both passes of a rank with nothing."""
     times, conv = RooflineTimes(machine), hg.Conv(4, 3)
     found = times.time(hg.BinaryCrossEntropyWithLogits(), [(1, 8, 8, 1)] * 2)
     assert found.backward == 0 < found.forward

@@ -73,7 +73,7 @@ def test_errors_go_on_under_another_decomposition(comm_, shared, other):
             np.testing.assert_array_equal(found, errors[key], err_msg=key)
 
 
-def test_a_block_that_nobody_shares_gets_what_others_had_rounded_away_once(comm_, shared):
+def test_a_block_of_one_rank_gets_what_others_had_rounded_away_once(comm_, shared):
     errors, _, _ = begin(comm_, data(comm_.size), shared / "step.h5")
     grads = []
     for forget in (True, False):

@@ -26,7 +26,7 @@ from tests.training.cuts import assert_same, curve
 
 @pytest.fixture
 def folder(comm, config):
-    """Of data, configuration, and an undisturbed run."""
+    """Folder with data, a configuration, and an undisturbed run."""
     if comm.rank == 0:
         train(config, [f"output.directory={config.parent / 'whole'}"], comm=MPI.COMM_SELF)
     comm.Barrier()
