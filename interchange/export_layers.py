@@ -298,10 +298,11 @@ def _mish(w: Writer, layer: Any, value: str, name: str) -> str:
 
 def _numbers(w: Writer, node: Node) -> str:
     layer: Any = node.layer
-    (value,), name = w.inputs(node), w.name(node)
+    (value,), name, ones = w.inputs(node), w.name(node), [1 for _ in node.shape[:-1]]
+    factor, shift = (np.reshape(n, (-1, *ones) if isinstance(n, tuple) else ()) for n in (layer.factor, layer.shift))
     if layer.factor != 1:
-        value = w.add("Mul", [value, w.numbers(f"{name}::factor", layer.factor)], f"{name}::multiplied")
-    return w.add("Add", [value, w.numbers(f"{name}::shift", layer.shift)], f"{name}::y")
+        value = w.add("Mul", [value, w.numbers(f"{name}::factor", factor)], f"{name}::multiplied")
+    return w.add("Add", [value, w.numbers(f"{name}::shift", shift)], f"{name}::y")
 
 
 def _scale(w: Writer, node: Node) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -169,43 +169,74 @@ class Mish(_Activation):
 
 
 class Affine(Layer):
-    """``y = factor * x + shift`` with two numbers that are not learned; :class:`Scale` learns them, per channel.
+    """``y = factor * x + shift`` with numbers that are not learned; :class:`Scale` learns them.
 
     Also written as arithmetic of nodes: ``1 - x``, ``x / 255``. Communication: none.
+
+    Parameters
+    ----------
+    factor, shift
+        A number, or one per channel.
     """
 
     cuts_channels = "channelwise"
     inputs_taken = 1
 
-    def __init__(self, factor: float = 1.0, shift: float = 0.0, name: str | None = None) -> None:
+    def __init__(
+        self, factor: float | Sequence[float] = 1.0, shift: float | Sequence[float] = 0.0, name: str | None = None
+    ) -> None:
         super().__init__(name)
-        if not (math.isfinite(factor) and math.isfinite(shift)):
+        if not (np.isfinite(factor).all() and np.isfinite(shift).all()):
             raise ValueError(f"Affine: expected two finite numbers, got {factor!r}, {shift!r}")
-        self.factor, self.shift = float(factor), float(shift)
+        self.factor, self.shift = _numbers(factor), _numbers(shift)
+
+    def output_shape(self, *shapes: Shape) -> Shape:
+        for name, numbers in (("factor", self.factor), ("shift", self.shift)):
+            if isinstance(numbers, tuple) and len(numbers) != shapes[0][-1]:
+                raise ValueError(f"Affine: {name}: expected one per channel, {shapes[0][-1]}, got {len(numbers)}")
+        return shapes[0]
 
     def flops(self, *shapes: Shape) -> int:
         return ((self.factor != 1) + (self.shift != 0)) * math.prod(shapes[0])
 
     def lower(self, context: Context) -> Callable[[], None]:
-        kernel = context.kernel(partial(_affine, self.factor, self.shift), x=context.inputs[0].view, y=context.y)
+        first = context.box.start[-1]
+        channels = slice(first, first + context.box.shape[-1])
+        factor, shift = (n[channels] if isinstance(n, tuple) else n for n in (self.factor, self.shift))
+        make = partial(_affine, factor, shift, context.wide)
+        kernel = context.kernel(make, x=context.inputs[0].view, y=context.y)
         context.run(kernel, timing=context.timing("forward"))
 
         def backward() -> None:
             if self.factor == 1:
                 context.pass_gradient(0)
                 return
-            kernel = context.kernel(partial(_affine, self.factor, 0.0), x=context.dy, y=context.gradient(0))
+            make = partial(_affine, factor, 0.0, context.wide)
+            kernel = context.kernel(make, x=context.dy, y=context.gradient(0))
             context.run(kernel, timing=context.timing("backward_data"))
 
         return backward
 
 
-def _affine(factor: float, shift: float, environment: Any, x: Any, y: Any) -> Callable[[], None]:
+def _numbers(given: float | Sequence[float]) -> float | tuple[float, ...]:
+    """Return a number, or a tuple of them."""
+    array = np.asarray(given, np.float64)
+    return tuple(array.tolist()) if array.ndim == 1 else float(array)
+
+
+def _affine(
+    factor: float | tuple[float, ...], shift: float | tuple[float, ...], wide: Any, environment: Any, x: Any, y: Any
+) -> Callable[[], None]:
+    """`wide`: type of the numbers where there is one per channel."""
+    times, plus = (
+        environment.kernels.device.array(np.asarray(n), wide) if isinstance(n, tuple) else n for n in (factor, shift)
+    )
+
     def run() -> None:
         if y.size:
-            np.multiply(x, factor, out=y)
+            np.multiply(x, times, out=y)
             if shift:
-                np.add(y, shift, out=y)
+                np.add(y, plus, out=y)
 
     return run
 

@@ -66,6 +66,7 @@ LAYERS = {
     "softplus": (lambda: hg.Softplus("l"), SPATIAL),
     "mish": (lambda: hg.Mish("l"), SPATIAL),
     "affine": (lambda: hg.Affine(-0.5, 0.7, "l"), SPATIAL),
+    "affine of channels": (lambda: hg.Affine(range(SPATIAL[0][-1]), 0.7, "l"), SPATIAL),
     "log softmax": (lambda: hg.LogSoftmax("l"), SPATIAL),
     "channel shuffle": (lambda: hg.ChannelShuffle(2, "l"), SPATIAL),
     "global pool": (lambda: hg.GlobalAveragePool("l"), SPATIAL),

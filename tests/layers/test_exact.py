@@ -70,6 +70,10 @@ for kind, make in ACTIVATIONS.items():
     add("uneven", kind, make, SHAPE, gradient=False)
     add("derivative", kind, make, (5, 4, 3))
 
+for axes in [("sample", "height", "width"), ("sample", "height", "channel")]:
+    affine = partial(hg.Affine, range(5), [1, 2, 3, 4, 0.5], "l")
+    add("channels", f"affine of channels {axes}", affine, (7, 6, 5), axes=axes)
+
 for name, make in SCALES.items():
     for shape in [(7, 6, 5), (9, 2), (5, 4, 3, 2), (4,)]:
         add("grids", f"{name} {shape}", make, shape, batch=3, gradient=shape == (7, 6, 5))

@@ -44,6 +44,11 @@ def f(name, axes=""):
     return lambda *inputs, **more: getattr(torch().nn.functional, f"{name}{axes}{'d' if axes else ''}")(*inputs, **more)
 
 
+def _channels(x, *numbers):
+    """One number per channel, for a value ``(N, C, H, W)``."""
+    return x.new_tensor(numbers).reshape(-1, 1, 1)
+
+
 # -- elements and norms ----------------------------------------------------------------------------------
 
 FUNCTIONS = {
@@ -67,6 +72,10 @@ FUNCTIONS = {
 }
 for (kind, make), backend in product(ACTIVATIONS.items(), BACKENDS):
     add(kind, partial(make, name="a"), [SHAPE], FUNCTIONS[kind], backend)
+for backend in BACKENDS:
+    affine = partial(hg.Affine, (-0.5, 2, 0), (0.7, 0, 0.1), "a")
+    function = lambda x: x * _channels(x, -0.5, 2, 0) + _channels(x, 0.7, 0, 0.1)  # noqa: E731
+    add("affine of channels", affine, [SHAPE], function, backend)
 
 for shape in [(7, 6, 5), (9, 2), (5, 4, 3, 2)]:
     axes = (-1, *(1 for _ in shape[:-1]))
