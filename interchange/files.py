@@ -13,12 +13,15 @@ from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
+
 from halograd.errors import UserError
 
 from ..data.disk import DataError, check_writable
 
 __all__ = [
     "check_place",
+    "finite",
     "library",
     "tensor_places",
 ]
@@ -39,6 +42,17 @@ def library(name: str) -> ModuleType:
         raise UserError(
             f"expected the library {package}, got none ({error}); install it by: pip install 'halograd[interchange]'"
         ) from error
+
+
+def finite(array: np.ndarray, what: str) -> np.ndarray:
+    """Return an array of weights. Raises UserError if one of its numbers is infinite or no number."""
+    bad = array.size - int(np.count_nonzero(np.isfinite(array)))
+    if bad:
+        raise UserError(
+            f"{what}: expected finite numbers, got {bad} of {array.size} that are infinite or NaN; write the weights "
+            "of an earlier step of that training"
+        )
+    return array
 
 
 def check_place(path: Path, ours: str, is_ours: Callable[[], bool]) -> None:

@@ -6,8 +6,10 @@ The graph has operations on activations; everything else is constants.
 from __future__ import annotations
 
 import itertools
+import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,10 @@ import numpy as np
 
 from halograd.errors import UserError
 
+from ..data.disk import one_line
 from ..layers import GivenValues, Layer, Node
 from ..layers.settings import settings_of
+from .files import finite
 
 __all__ = [
     "Activation",
@@ -27,9 +31,16 @@ __all__ = [
     "OnnxConstant",
     "OnnxNode",
     "Shape",
+    "following",
 ]
 
 Shape = tuple[int, ...]
+
+#: Remedy where a file does not tell buffers from parameters.
+TELL_BUFFERS = (
+    "this file does not tell parameters from buffers: export with dynamo=True, optimize=False, or name the buffers, "
+    "load(path, buffers=[name for name, _ in module.named_buffers()])"
+)
 
 
 @dataclass(frozen=True)
@@ -43,26 +54,45 @@ class OnnxConstant:
     read
         Makes the array; from the file, if it is large.
     name
-        Name of the weight, whose axes may be in another order; empty for numbers that the exporter has made.
+        Name of the array in the file, whose axes may be in another order; empty for numbers that the exporter has made.
+    origin
+        ``"parameter"``; ``"buffer"`` for buffers and other numbers of the source, with and without a name;
+        ``"unknown"`` if the file does not tell which of the two; ``"number"`` for those that the exporter has made.
+    made_of
+        Names of the parameters that it is computed from by more than a change of shape or type.
     """
 
     shape: Shape
     dtype: np.dtype
     read: Callable[[], np.ndarray]
     name: str = ""
+    origin: str = "number"
+    made_of: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, array: np.ndarray, name: str = "") -> OnnxConstant:
-        """Make a constant of an array in memory."""
-        return cls(array.shape, array.dtype, lambda: array, name)
+    def of(cls, array: np.ndarray, **more: Any) -> OnnxConstant:
+        """Make a constant of an array in memory; `more` are attributes."""
+        return cls(array.shape, array.dtype, lambda: array, **more)
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether no training changes it."""
+        return self.origin in ("number", "buffer")
 
     def is_all(self, number: float) -> bool:
         """Return whether the exporter made it of this number alone: it stands for a parameter that does not exist."""
         return not self.name and bool(np.all(self.read() == number))
 
     def scalar(self) -> float | None:
-        """Return the number of a constant with one element, else None."""
-        return float(self.read().reshape(())) if int(np.prod(self.shape)) == 1 else None
+        """Return the number of a constant with one element, else None.
+
+        The exporters write numbers of the source in float32: the shortest decimal number that gives it is meant.
+        """
+        if math.prod(self.shape) != 1:
+            return None
+        number = self.read().reshape(())[()]
+        short = float(str(np.float32(number)))
+        return short if not self.name and np.float32(number) == number else float(number)
 
 
 @dataclass(frozen=True)
@@ -116,6 +146,8 @@ class Graph:
         Placeholder for the number of samples in `shapes`.
     source
         The file and its checksum.
+    by_torch
+        Whether torch has written the file.
     """
 
     operations: list[OnnxNode]
@@ -125,6 +157,7 @@ class Graph:
     outputs: list[str]
     batch: int
     source: str = ""
+    by_torch: bool = False
 
     def readers(self, value: str) -> list[OnnxNode]:
         """Return the operations that read a value, once per input that is it."""
@@ -215,6 +248,20 @@ class NeedsPositions(Exception):
         self.pool = pool
 
 
+@contextmanager
+def following(path: Path, op: OnnxNode) -> Iterator[None]:
+    """Raise errors of malformed attributes and constants of an operation as a UserError that names it."""
+    try:
+        yield
+    except (UserError, NeedsPositions):
+        raise
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise UserError(
+            f"{path}: node {op.name!r} ({op.kind}): expected attributes and constants that ONNX allows, got others "
+            f"({one_line(error)[:200] or type(error).__name__}); export the model anew"
+        ) from error
+
+
 class Builder:
     """Builder of the network: values of the graph, and nodes of the network so far.
 
@@ -262,6 +309,24 @@ class Builder:
             raise NeedsPositions(value.pool)
         raise self.refused(op, "samples with spatial axes", "vectors")
 
+    def check_channels(self, op: OnnxNode, value: Activation, axis: int | None) -> None:
+        """Refuse numbers along an axis that is not the one of the channels."""
+        channels = len(self.shape(op.inputs[0])) - 1 if value.last else 1
+        if axis not in (None, channels):
+            raise self.refused_constant(op.changed(kind=op.attributes["kind"]), f"numbers along axis {axis}")
+
+    def refused_constant(self, op: OnnxNode, got: str = "") -> UserError:
+        """Make the error for a product or a sum with a constant that no layer has; `got`: what it is."""
+        found = [self.graph.constants[name] for name in op.inputs if name in self.graph.constants]
+        expected, what = "a number, a factor per channel, or one that depends on the data", "another constant factor"
+        if op.kind in ("Add", "Sub"):
+            expected, what = "a number, or a sum of two values that depend on the data", "an array of constants"
+        for one in found:
+            if one.origin == "unknown":
+                return self.refused(op, expected, f"{one.name!r}, a parameter or a buffer", TELL_BUFFERS)
+            got = f"the parameter {one.name!r} {one.shape}" if one.origin == "parameter" else got or f"{one.shape}"
+        return self.refused(op, expected, f"{what}: {got}" if got else what)
+
     def constant(self, op: OnnxNode, i: int) -> OnnxConstant | None:
         """Return input `i`, which has to be a constant; None if there is none."""
         if i >= len(op.inputs) or not op.inputs[i]:
@@ -283,17 +348,37 @@ class Builder:
 
     # -- making --------------------------------------------------------------------------------
 
-    def add(self, op: OnnxNode, layer: Layer, *inputs: Node, weights: Sequence[OnnxConstant | None] = ()) -> Node:
+    def add(
+        self,
+        op: OnnxNode,
+        layer: Layer,
+        *inputs: Node,
+        weights: Sequence[OnnxConstant | None] = (),
+        states: Sequence[OnnxConstant | None] = (),
+    ) -> Node:
         """Add a node to the network. Its name is that of the torch module, if the file has it.
 
-        A module that is called again becomes another call of its layer.
+        A module that is called again becomes another call of its layer. `weights` are trained, `states` are not.
         """
+        for one in weights:
+            if one is not None:
+                self.check_trained(op, one)
+        weights = (*weights, *states)
         layer = self._called_before(op, layer, inputs, weights) or layer
         layer.name = layer.name or self.name(op, weights)
         try:
             return layer(*inputs)
         except ValueError as error:
             raise UserError(f"{self.title(op)}: {error}") from error
+
+    def check_trained(self, op: OnnxNode, weights: OnnxConstant) -> None:
+        """Refuse weights that torch does not train, and those of which that is not known."""
+        what = repr(weights.name) if weights.name else "numbers of the source"
+        if weights.origin == "buffer":
+            remedy = "make it a torch.nn.Parameter, and freeze its layer here (training.freeze)"
+            raise self.refused(op, "weights that torch trains", f"a constant, {what}", remedy)
+        if weights.origin == "unknown" and self.graph.by_torch:
+            raise self.refused(op, "weights that torch trains", f"{what}, a parameter or a buffer", TELL_BUFFERS)
 
     def _called_before(
         self, op: OnnxNode, layer: Layer, inputs: Sequence[Node], weights: Sequence[OnnxConstant | None]
@@ -331,7 +416,12 @@ class Builder:
 
     def given(self, constant: OnnxConstant, order: Callable[[np.ndarray], np.ndarray], shape: Shape) -> GivenValues:
         """Return initial values of a weight, in the layer's order of axes; read from the file when needed."""
-        return GivenValues(shape, lambda: np.ascontiguousarray(order(constant.read())), self.graph.source)
+        what = f"{self.path}: weight {constant.name or 'without a name'}"
+        if constant.dtype.kind != "f":
+            raise UserError(f"{what}: expected numbers with a point, got {constant.dtype}; export the model in float32")
+        return GivenValues(
+            shape, lambda: finite(np.ascontiguousarray(order(constant.read())), what), self.graph.source
+        )
 
     # -- refusing ------------------------------------------------------------------------------
 

@@ -7,21 +7,26 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ..layers import BatchNorm, GroupNorm, InstanceNorm, Layer, LayerNorm
+from ..layers import BatchNorm, GroupNorm, InstanceNorm, Layer, LayerNorm, Scale
 from .graph import Activation, Builder, OnnxConstant, OnnxNode
 from .patterns import activation_of, permuted
 
 __all__ = ["NORMS"]
 
 
-def _affine(build: Builder, op: OnnxNode, first: int, channels: int) -> tuple[OnnxConstant, OnnxConstant] | None:
-    """Return factor and summand per channel, inputs `first` and the next; None if the module has none."""
+def _affine(build: Builder, op: OnnxNode, first: int, channels: int) -> list[OnnxConstant]:
+    """Return factor and summand per channel, inputs `first` and the next; the factor alone, or none of them.
+
+    Exporters write ones and zeros for parameters that the module does not have.
+    """
     scale, shift = build.constant(op, first), build.constant(op, first + 1)
-    if (scale is None or scale.is_all(1)) and (shift is None or shift.is_all(0)):
-        return None
-    scale = scale or OnnxConstant.of(np.ones(channels, np.float32))
-    shift = shift or OnnxConstant.of(np.zeros(channels, np.float32))
-    for one in (scale, shift):
+    shift = None if shift is None or shift.is_all(0) else shift
+    if scale is None or scale.is_all(1):
+        if shift is not None:
+            raise build.refused(op, "a factor, or a factor and a summand per channel", "a summand alone")
+        return []
+    affine = [scale] if shift is None else [scale, shift]
+    for one in affine:
         if math.prod(one.shape) != channels:
             raise build.refused(
                 op,
@@ -29,18 +34,28 @@ def _affine(build: Builder, op: OnnxNode, first: int, channels: int) -> tuple[On
                 f"{one.shape}",
                 "take torch.nn.GroupNorm(1, channels) in place of a LayerNorm over space",
             )
-    return scale, shift
+    return affine
 
 
-def _made(build: Builder, op: OnnxNode, make: Callable[[bool], Layer], value: Activation, first: int) -> Activation:
-    """Build the norm that `make(affine)` makes, with the parameters of the operation."""
-    channels = value.node.shape[-1]
+def _made(
+    build: Builder, op: OnnxNode, make: Callable[[bool, Layer | None], Layer], value: Activation, first: int
+) -> Activation:
+    """Build the norm that `make(affine, activation)` makes, with the parameters of the operation.
+
+    A norm that has no summand becomes one without parameters, and a learned factor.
+    """
+    channels, activation = value.node.shape[-1], activation_of(op)
     affine = _affine(build, op, first, channels)
-    layer = make(affine is not None)
-    if affine is not None:
-        scale, shift = (build.given(one, np.ravel, (channels,)) for one in affine)
-        layer = layer.initialized(gamma=scale, beta=shift)
-    return value.of(build.add(op, layer, value.node, weights=affine or ()))
+    given = [build.given(one, np.ravel, (channels,)) for one in affine]
+    if len(affine) != 1:
+        layer = make(bool(affine), activation)
+        layer = layer.initialized(gamma=given[0], beta=given[1]) if affine else layer
+        return value.of(build.add(op, layer, value.node, weights=affine))
+    node = build.add(op.changed(scope=f"{op.scope or op.name}.normed"), make(False, None), value.node)
+    node = build.add(op, Scale().initialized(gamma=given[0]), node, weights=affine)
+    if activation is not None:
+        node = build.add(op.changed(scope=f"{op.scope or op.name}.activation"), activation, node)
+    return value.of(node)
 
 
 def _eps(op: OnnxNode) -> float:
@@ -57,16 +72,18 @@ def _batch_norm(build: Builder, op: OnnxNode) -> Activation:
         raise build.refused(op, "channels at axis 1", "channels at the last axis")
     statistics = [build.constant(op, i) for i in (3, 4)]
     affine = _affine(build, op, 1, channels)
+    if len(affine) == 1:
+        raise build.refused(op, "a factor and a summand per channel", "a factor alone")
     momentum = round(1 - op.attributes.get("momentum", 0.9), 6)
-    layer: Layer = BatchNorm("global", momentum, _eps(op), affine is not None, activation_of(op))
+    layer: Layer = BatchNorm("global", momentum, _eps(op), bool(affine), activation_of(op))
 
     def order(array: np.ndarray) -> np.ndarray:
         return permuted(array.reshape(-1), value.spatial) if value.spatial else array.reshape(-1)
 
-    constants = dict(zip(("mean", "var"), statistics)) | dict(zip(("gamma", "beta"), affine or ()))
+    constants = dict(zip(("mean", "var"), statistics)) | dict(zip(("gamma", "beta"), affine))
     given = {key: build.given(one, order, (channels,)) for key, one in constants.items() if one is not None}
     nodes = [value.node] + ([build.value(op, 5).node] if len(op.inputs) > 5 else [])
-    return value.of(build.add(op, layer.initialized(**given), *nodes, weights=tuple(constants.values())))
+    return value.of(build.add(op, layer.initialized(**given), *nodes, weights=affine, states=statistics))
 
 
 def _group_norm(build: Builder, op: OnnxNode) -> Activation:
@@ -80,12 +97,12 @@ def _group_norm(build: Builder, op: OnnxNode) -> Activation:
         raise build.refused(
             op, "a factor per channel", "one per group, as before version 21", "export with opset_version=21 or later"
         )
-    return _made(build, op, lambda affine: GroupNorm(groups, _eps(op), affine, activation_of(op)), value, 1)
+    return _made(build, op, lambda *more: GroupNorm(groups, _eps(op), *more), value, 1)
 
 
 def _instance_norm(build: Builder, op: OnnxNode) -> Activation:
     value = build.with_positions(op)
-    return _made(build, op, lambda affine: InstanceNorm(_eps(op), affine, activation_of(op)), value, 1)
+    return _made(build, op, lambda *more: InstanceNorm(_eps(op), *more), value, 1)
 
 
 def _layer_norm(build: Builder, op: OnnxNode) -> Activation:
@@ -101,7 +118,7 @@ def _layer_norm(build: Builder, op: OnnxNode) -> Activation:
         kind = "sample"
     else:
         raise build.refused(op, "a norm over the channels or over whole samples", f"axis {axis} of {axes}")
-    return _made(build, op, lambda affine: LayerNorm(kind, _eps(op), affine, activation_of(op)), value, 1)
+    return _made(build, op, lambda *more: LayerNorm(kind, _eps(op), *more), value, 1)
 
 
 NORMS: dict[str, Callable[[Builder, OnnxNode], Activation]] = {

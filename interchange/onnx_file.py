@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,11 @@ import numpy as np
 from halograd.documents import shown
 from halograd.errors import UserError
 
-from ..data.disk import one_line, reason_of
+from ..data.disk import one_line, reason_of, regular_size
 from .files import library, tensor_places
 from .graph import Graph, OnnxConstant, OnnxNode, Shape
+from .origins import Origins, computed_from
+from .traced_sizes import SizedOperation, frozen_size
 
 __all__ = ["read_onnx"]
 
@@ -26,12 +30,16 @@ _BATCH = 1_000_003
 _OPSET = 13
 #: Constants with more elements are computed when they are needed.
 _LARGE = 4096
+#: All constants that are computed have together at most this many elements, or some times those in the file.
+_MOST = 1 << 24
+#: Operators whose results differ from run to run, and from rank to rank.
+_RANDOM = {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Multinomial"}
 #: A weight is still that weight behind one of these.
 _SAME = {"Identity", "Cast", "CastLike", "Reshape", "Transpose", "Unsqueeze", "Squeeze", "Flatten"}
 
 
-def read_onnx(path: Path, shapes: Mapping[str, Sequence[int]]) -> Graph:
-    """Return the graph of a file; `path` and `shapes` are those of `halograd.onnx.load`. Local.
+def read_onnx(path: Path, shapes: Mapping[str, Sequence[int]], buffers: Collection[str] | None = None) -> Graph:
+    """Return the graph of a file; parameters are those of `halograd.onnx.load`. Local.
 
     Raises
     ------
@@ -40,6 +48,7 @@ def read_onnx(path: Path, shapes: Mapping[str, Sequence[int]]) -> Graph:
     """
     onnx = library("onnx")
     try:
+        regular_size(path)
         content = path.read_bytes()
         model = onnx.load_model_from_string(content)
         places = tensor_places(path)
@@ -58,7 +67,13 @@ def read_onnx(path: Path, shapes: Mapping[str, Sequence[int]]) -> Graph:
     if model.functions:
         model = onnx.inliner.inline_local_functions(model)
     try:
-        return _Folding(path, model, places, source).graph(shapes)
+        make = partial(_Folding, path, model, places, source, buffers)
+        own = _own_shapes(model, shapes)
+        if own == shapes:
+            return make().graph(shapes)
+        traced = make()
+        traced.graph(own)
+        return make(traced).graph(shapes)
     except UserError:
         raise
     except (KeyError, IndexError, ValueError, TypeError, AttributeError) as error:
@@ -68,6 +83,17 @@ def read_onnx(path: Path, shapes: Mapping[str, Sequence[int]]) -> Graph:
         ) from error
 
 
+def _own_shapes(model: Any, shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:
+    """Return shapes of inputs with the extents that the file has in place of those given."""
+    found = {name: tuple(given) for name, given in shapes.items()}
+    for one in model.graph.input:
+        extents = [dim.dim_value for dim in one.type.tensor_type.shape.dim][1:]
+        if len(extents) == len(found.get(one.name, ())):
+            own = [*extents[1:], extents[0]]
+            found[one.name] = tuple(n or given for n, given in zip(own, found[one.name]))
+    return found
+
+
 def _line(error: BaseException) -> str:
     return one_line(error)[:200] or type(error).__name__
 
@@ -75,21 +101,43 @@ def _line(error: BaseException) -> str:
 class _Folding:
     """Pass over the nodes in order: computes what depends on constants alone, and shapes of the rest."""
 
-    def __init__(self, path: Path, model: Any, places: Mapping[str, tuple[int, int]], source: str) -> None:
+    def __init__(
+        self,
+        path: Path,
+        model: Any,
+        places: Mapping[str, tuple[int, int]],
+        source: str,
+        buffers: Collection[str] | None,
+        traced: _Folding | None = None,
+    ) -> None:
+        #: The same file at its own extents, if others are asked for.
+        self.traced = traced
+        #: Axes of the inputs whose extents differ, and by output the operations that have been followed.
+        self.moved: set[int] = set()
+        self.runs: dict[str, SizedOperation] = {}
         self.path, self.model, self.places, self.source = path, model, places, source
         self.onnx = library("onnx")
+        self.origins = Origins(model, buffers)
         self.constants: dict[str, OnnxConstant] = {}
+        #: Those of the file.
+        self.weights: dict[str, OnnxConstant] = {}
         self.types: dict[str, Any] = {}
         self.operations: list[OnnxNode] = []
+        #: Number of elements of constants: those of the file, and those that are computed.
+        self.stored = self.computed = 0
         self.aliases: dict[str, str] = {}
         #: Nodes that make a sequence of the parts of a value.
         self.sequences: dict[str, Any] = {}
 
     def graph(self, shapes: Mapping[str, Sequence[int]]) -> Graph:
         file = self.model.graph
-        for tensor in file.initializer:
-            self._keep(tensor.name, self._weight(tensor))
-            tensor.ClearField("raw_data")
+        if self.traced is not None:
+            self.constants, self.stored = dict(self.traced.weights), self.traced.stored
+        else:
+            for tensor in file.initializer:
+                self._keep(tensor.name, self._weight(tensor))
+                tensor.ClearField("raw_data")
+        self.weights = dict(self.constants)
         inputs, batch = self._inputs([one for one in file.input if one.name not in self.constants], shapes)
         self._walk(file.node)
         self.types |= {name: _type_of(self.onnx, constant) for name, constant in self.constants.items()}
@@ -97,7 +145,8 @@ class _Folding:
         outputs = [one.name for one in file.output]
         made = {name for op in self.operations for name in op.outputs} | set(inputs)
         outputs = [name for name in outputs if self.aliases.get(name, name) in made]
-        graph = Graph(self.operations, self.constants, known, inputs, outputs, batch, self.source)
+        by_torch = self.model.producer_name == "pytorch"
+        graph = Graph(self.operations, self.constants, known, inputs, outputs, batch, self.source, by_torch)
         _without_aliases(graph, self.aliases)
         return graph
 
@@ -136,6 +185,9 @@ class _Folding:
         if self.onnx.helper.tensor_dtype_to_np_dtype(kind).kind != "f":
             raise UserError(f"{self.path}: expected inputs of numbers with a point, got {value.name!r} of integers")
         self.types[value.name] = self.onnx.helper.make_tensor_type_proto(kind, [batch, *found[1:]])
+        if self.traced is not None:
+            own = _shape_of(self.traced.types[value.name]) or ()
+            self.moved |= {axis for axis, (a, b) in enumerate(zip(own, (batch, *found[1:]))) if a != b}
 
     # -- weights ---------------------------------------------------------------------------------
 
@@ -143,17 +195,18 @@ class _Folding:
         """Return a weight of the file: read at once if it is small, else when it is needed."""
         dtype = self.onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)
         shape = tuple(tensor.dims)
-        size = int(np.prod(shape)) * dtype.itemsize
-        name = tensor.name if _is_named(tensor.name) else ""
+        self.stored += math.prod(shape)
+        size = math.prod(shape) * dtype.itemsize
+        origin = self.origins.of(tensor.name, math.prod(shape)) if dtype.kind == "f" else {}
         if tensor.data_location == self.onnx.TensorProto.EXTERNAL:
             place = {entry.key: entry.value for entry in tensor.external_data}
             file, offset = self._beside(place.get("location", "")), int(place.get("offset", 0))
         elif self.places.get(tensor.name, (0, -1))[1] == size and size > 8 * _LARGE:
             file, offset = self.path, self.places[tensor.name][0]
         else:
-            return OnnxConstant.of(self.onnx.numpy_helper.to_array(tensor), name)
-        constant = OnnxConstant(shape, dtype, partial(_read, file, dtype, shape, offset), name)
-        return constant if size > 8 * _LARGE else OnnxConstant.of(constant.read(), name)
+            return OnnxConstant.of(self.onnx.numpy_helper.to_array(tensor), **origin)
+        constant = OnnxConstant(shape, dtype, partial(_read, file, dtype, shape, offset), **origin)
+        return constant if size > 8 * _LARGE else OnnxConstant.of(constant.read(), **origin)
 
     def _beside(self, location: str) -> Path:
         file = self.path.parent / location
@@ -205,7 +258,7 @@ class _Folding:
         kind = self.types[other].tensor_type.elem_type if other in self.types else None
         dtype = self.constants[other].dtype if kind is None else self.onnx.helper.tensor_dtype_to_np_dtype(kind)
         read = constant.read
-        self._keep(node.output[0], OnnxConstant(constant.shape, dtype, lambda: read().astype(dtype), constant.name))
+        self._keep(node.output[0], replace(constant, dtype=dtype, read=lambda: read().astype(dtype)))
 
     def _element(self, node: Any, split: Any) -> Any:
         """Return a part of a value that was split, as a slice of it."""
@@ -233,18 +286,36 @@ class _Folding:
 
     def _constant(self, node: Any) -> None:
         """Compute a node of constants: a large result when it is needed, others now."""
+        self._check_computable(node)
         sources = [self.constants[name] for name in node.input if name]
-        name = sources[0].name if node.op_type in _SAME and sources else ""
+        moved = node.op_type in _SAME and bool(sources)
+        origin: dict[str, Any] = {"made_of": computed_from(() if node.op_type in ("Shape", "Size") else sources)}
+        if node.op_type == "Constant" or any(one.origin == "buffer" for one in sources):
+            origin["origin"] = "buffer"
+        if moved:
+            origin = {key: getattr(sources[0], key) for key in ("name", "origin", "made_of")}
         if all(one.name == "" and int(np.prod(one.shape)) <= _LARGE for one in sources) or node.op_type not in _SAME:
             for output, array in zip(node.output, self._computed(node)):
-                self._keep(output, OnnxConstant.of(np.asarray(array)))
+                self._keep(output, OnnxConstant.of(np.asarray(array), **origin))
             return
         (output, kind), *_ = self._inferred(node).items()
         shape = _shape_of(kind)
         dtype = self.onnx.helper.tensor_dtype_to_np_dtype(kind.tensor_type.elem_type)
         if shape is None:
             raise self._refused(node, "weights whose shape is not known")
-        self._keep(output, OnnxConstant(shape, dtype, lambda: np.asarray(self._computed(node)[0]), name))
+        self._keep(output, OnnxConstant(shape, dtype, lambda: np.asarray(self._computed(node)[0]), **origin))
+
+    def _check_computable(self, node: Any) -> None:
+        """Refuse a node whose results take more time or memory than the file explains, or are random."""
+        if node.op_type in _RANDOM:
+            raise self._refused(node, "random numbers")
+        if any(a.HasField("g") or a.graphs for a in node.attribute):
+            raise self._refused(node, "a loop over constants")
+        for kind in self._inferred(node).values():
+            self.computed += math.prod(_shape_of(kind) or ())
+        most = max(_MOST, 8 * self.stored)
+        if self.computed > most:
+            raise self._refused(node, f"constants of {self.computed} numbers, more than {most}, that are computed")
 
     def _computed(self, node: Any) -> list[np.ndarray]:
         helper, reference = self.onnx.helper, library("onnx.reference")
@@ -261,12 +332,38 @@ class _Folding:
 
     def _operation(self, node: Any) -> None:
         inputs = tuple(self.aliases.get(name, name) for name in node.input)
+        for name in inputs:
+            if name in self.constants and self.constants[name].made_of:
+                names = self.constants[name].made_of
+                raise UserError(
+                    f"{self.path}: node {_title(node)!r} ({node.op_type}): expected parameters as they are trained, "
+                    f"got numbers computed from {', '.join(map(repr, names[:4]))}, which would be trained otherwise; "
+                    + self.origins.remedy(names)
+                )
         self.types |= self._inferred(node)
         helper = self.onnx.helper
         attributes = {a.name: _plain(helper.get_attribute_value(a)) for a in node.attribute}
-        self.operations.append(
-            OnnxNode(_title(node), node.op_type, inputs, tuple(node.output), attributes, _scope(node))
-        )
+        op = OnnxNode(_title(node), node.op_type, inputs, tuple(node.output), attributes, _scope(node))
+        self._check_sizes(op)
+        self.operations.append(op)
+
+    def _check_sizes(self, op: OnnxNode) -> None:
+        """Refuse sizes that were computed for the extents of the example, where others are asked for."""
+        x, y = (_shape_of(self.types[name]) if name in self.types else None for name in (op.inputs[0], op.outputs[0]))
+        if x is None or y is None:
+            return
+        constants = {i: self.constants[name] for i, name in enumerate(op.inputs) if name in self.constants}
+        numbers = {i: one.read().reshape(-1).tolist() for i, one in constants.items() if one.dtype.kind == "i"}
+        run = self.runs[op.outputs[0]] = SizedOperation(x, y, numbers)
+        if self.traced is None or op.outputs[0] not in self.traced.runs:
+            return
+        frozen = frozen_size(op, self.traced.runs[op.outputs[0]], run, sorted(self.moved))
+        if frozen:
+            raise UserError(
+                f"{self.path}: node {op.name!r} ({op.kind}): expected sizes that follow those of the input, got "
+                f"{frozen}, written for the extents of the example; export with dynamic_axes or dynamic_shapes, or "
+                "load the model at the extents that it was exported with"
+            )
 
     def _inferred(self, node: Any) -> dict[str, Any]:
         """Infer the types of the outputs."""
@@ -321,19 +418,15 @@ def _without_aliases(graph: Graph, aliases: Mapping[str, str]) -> None:
 
 def _read(file: Path, dtype: np.dtype, shape: Shape, offset: int) -> np.ndarray:
     """Read numbers of a file. Raises UserError if they are no longer there."""
-    count = int(np.prod(shape))
+    count = math.prod(shape)
     try:
-        array = np.fromfile(file, dtype.newbyteorder("<"), count, offset=offset)
+        there = max(0, regular_size(file) - offset) // dtype.itemsize
+        array = np.fromfile(file, dtype.newbyteorder("<"), min(count, there), offset=offset)
     except OSError as error:
         raise UserError(f"{file}: expected weights, got none: {reason_of(error)}") from error
     if array.size != count:
         raise UserError(f"{file}: expected {count} numbers at {offset}, got {array.size}; the file is cut off")
     return array.reshape(shape)
-
-
-def _is_named(name: str) -> bool:
-    """Return whether a weight has a name of the module, not one of the exporter: ``onnx::Conv_11``, ``val_3``."""
-    return not re.fullmatch(r"val_\d+|scalar_tensor_default(_\d+)?|\d+|.*::.*", name)
 
 
 def _title(node: Any) -> str:

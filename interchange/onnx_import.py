@@ -8,7 +8,7 @@ express. Layers on windows, norms, and changes of shape are in files of their ow
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -34,7 +34,7 @@ from ..layers import (
     PReLU,
     Softmax,
 )
-from .graph import Activation, Builder, Graph, NeedsPositions, OnnxNode
+from .graph import Activation, Builder, Graph, NeedsPositions, OnnxNode, following
 from .norms import NORMS
 from .onnx_file import read_onnx
 from .patterns import ACTIVATIONS, activation_of, is_hard_sigmoid, permuted, recognize
@@ -46,7 +46,11 @@ __all__ = ["OPERATORS", "load"]
 Operator = Callable[[Builder, OnnxNode], "Activation | Sequence[Activation]"]
 
 
-def load(path: str | Path, shapes: Mapping[str, Sequence[int]] | None = None) -> Network:
+def load(
+    path: str | Path,
+    shapes: Mapping[str, Sequence[int]] | None = None,
+    buffers: Collection[str] | None = None,
+) -> Network:
     """Make a network of an ONNX file that torch has exported. Local; every rank calls it.
 
     Parameters
@@ -56,6 +60,9 @@ def load(path: str | Path, shapes: Mapping[str, Sequence[int]] | None = None) ->
     shapes
         Shapes of samples, ``(*spatial, C)``, by input. They are needed if the file leaves extents open, and replace its
         own otherwise.
+    buffers
+        Names of the module's buffers, ``[name for name, _ in module.named_buffers()]``: they are not trained. Files of
+        torch's new exporter tell them; of the old one they are needed where an array of the module's own multiplies.
 
     Returns
     -------
@@ -71,8 +78,8 @@ def load(path: str | Path, shapes: Mapping[str, Sequence[int]] | None = None) ->
         The file cannot be read, extents are not known, or a node has no equivalent here; it is named.
     """
     path = Path(path)
-    graph = read_onnx(path, shapes or {})
-    recognize(graph)
+    graph = read_onnx(path, shapes or {}, buffers)
+    recognize(graph, path)
     keeping: frozenset[str] = frozenset()
     while True:
         try:
@@ -89,8 +96,9 @@ def _built(path: Path, graph: Graph, keeping: frozenset[str]) -> Network:
     for op in graph.operations:
         if op.kind not in OPERATORS:
             raise build.refused(op, "an operator that has a layer", op.kind)
-        made = OPERATORS[op.kind](build, op)
-        build.values |= dict(zip(op.outputs, [made] if isinstance(made, Activation) else made))
+        with following(path, op):
+            made = OPERATORS[op.kind](build, op)
+            build.values |= dict(zip(op.outputs, [made] if isinstance(made, Activation) else made))
     for name in graph.outputs:
         if build.values[name].spatial:
             raise UserError(
@@ -150,10 +158,31 @@ def _flattened_as(op: OnnxNode, value: Activation) -> OnnxNode:
 def _clip(build: Builder, op: OnnxNode) -> Activation:
     """Import Clip; limits that are the largest numbers of float32 are none."""
     most = float(np.finfo(np.float32).max)
-    low, high = (float((build.numbers(op, i, key) or [n])[0]) for i, key, n in ((1, "min", -most), (2, "max", most)))
+    given = (op.attributes.get(key, n) for key, n in (("min", -most), ("max", most)))
+    low, high = (n if one is None else one for n, one in zip(given, (_number(build, op, i) for i in (1, 2))))
     if low == 0 and high >= most:
         return _activation("Relu")(build, op)
     return _pointwise(lambda _: Clamp(low if low > -most else -math.inf, high if high < most else math.inf))(build, op)
+
+
+def _affine(build: Builder, op: OnnxNode) -> Activation:
+    """Import products and sums with numbers that are not trained."""
+    value, given = build.value(op), [op.attributes[key] for key in ("factor", "shift")]
+    build.check_channels(op, value, op.attributes["axis"])
+    if value.spatial:
+        given = [n if isinstance(n, float) else permuted(np.asarray(n), value.spatial).tolist() for n in given]
+    return value.of(build.add(op, Affine(*given), value.node))
+
+
+def _number(build: Builder, op: OnnxNode, i: int) -> float | None:
+    """Return input `i`, which has to be one constant number; None if there is none."""
+    constant = build.constant(op, i)
+    if constant is None:
+        return None
+    number = constant.scalar()
+    if number is None or not constant.is_fixed:
+        raise build.refused(op, "a number that is not trained", f"an array {constant.name} {constant.shape}")
+    return number
 
 
 def _dropout(build: Builder, op: OnnxNode) -> Activation:
@@ -181,6 +210,12 @@ def _local_response_norm(build: Builder, op: OnnxNode) -> Activation:
     return value.of(build.add(op, LocalResponseNorm(size, **given), value.node))
 
 
+def _torch_response_norm(build: Builder, op: OnnxNode) -> Activation:
+    """Import torch's own, whose windows of an even number of channels are ours."""
+    value = build.samples(op)
+    return value.of(build.add(op, LocalResponseNorm(**op.attributes), value.node))
+
+
 _LRN = (("alpha", "alpha", 1e-4), ("beta", "beta", 0.75), ("k", "bias", 1.0))
 
 # -- several inputs --------------------------------------------------------------------------------
@@ -200,7 +235,7 @@ def _alike(build: Builder, op: OnnxNode) -> list[Activation]:
 
 def _add(build: Builder, op: OnnxNode) -> Activation:
     if any(name in build.graph.constants for name in op.inputs):
-        raise build.refused(op, "a number, or a sum of two values that depend on the data", "an array of constants")
+        raise build.refused_constant(op)
     if len({build.shape(name) for name in op.inputs}) > 1:
         return _of_two(build, op, BroadcastAdd)
     values = _alike(build, op)
@@ -220,10 +255,14 @@ def _subtract(build: Builder, op: OnnxNode) -> Activation:
 
 def _multiply(build: Builder, op: OnnxNode) -> Activation:
     if any(name in build.graph.constants for name in op.inputs):
-        raise build.refused(
-            op, "a number, a factor per channel, or one that depends on the data", "another constant factor"
-        )
+        raise build.refused_constant(op)
     return _of_two(build, op, Multiply)
+
+
+def _divide(build: Builder, op: OnnxNode) -> Activation:
+    if op.inputs[1] in build.graph.constants:
+        raise build.refused_constant(op)
+    raise build.refused(op, "a constant divisor", "one that depends on the data")
 
 
 def _of_two(build: Builder, op: OnnxNode, kind: type[Layer]) -> Activation:
@@ -300,11 +339,13 @@ OPERATORS: dict[str, Operator] = {
     "Dropout": _dropout,
     "Softmax": _softmax,
     "LogSoftmax": partial(_softmax, kind=LogSoftmax),
-    "Affine": _pointwise(lambda op: Affine(**op.attributes)),
+    "Affine": _affine,
     "LRN": _local_response_norm,
+    "LocalResponseNorm": _torch_response_norm,
     "Add": _add,
     "Sub": _subtract,
     "Mul": _multiply,
+    "Div": _divide,
     "Concat": _concat,
     "Gemm": _gemm,
     "Linear": _linear,

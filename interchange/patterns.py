@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ..layers import ELU, GELU, HardSigmoid, HardSwish, Layer, LeakyReLU, Mish, ReLU, Sigmoid, SiLU, Softplus, Tanh
-from .graph import Graph, OnnxNode
+from .decomposed import DECOMPOSED
+from .graph import Graph, OnnxNode, following
 
 __all__ = ["ACTIVATIONS", "RULES", "activation_of", "is_hard_sigmoid", "permuted", "recognize"]
 
@@ -41,8 +43,8 @@ def activation_of(op: OnnxNode) -> Layer | None:
     return None if kind is None else ACTIVATIONS[kind](given)
 
 
-def recognize(graph: Graph) -> None:
-    """Apply all rules, one after the other, until none of them changes anything more. Modifies the graph."""
+def recognize(graph: Graph, path: Path) -> None:
+    """Apply all rules, one after the other, until none of them changes anything more. Modifies the graph of `path`."""
     for rule in RULES:
         before: list[OnnxNode] = []
         while before != graph.operations:
@@ -50,7 +52,8 @@ def recognize(graph: Graph) -> None:
             for op in before:
                 # What a rule has renamed or put elsewhere is another object, and is looked at in the next round.
                 if any(op is other for other in graph.operations):
-                    rule(graph, op)
+                    with following(path, op):
+                        rule(graph, op)
 
 
 def _nothing(graph: Graph, op: OnnxNode) -> None:
@@ -134,7 +137,7 @@ def _group_norm(graph: Graph, op: OnnxNode) -> None:
         if found is None or found.kind != kind:
             break
         (other,) = [name for name in found.inputs if name != chain[-1].outputs[0]] or [""]
-        if not per_channel(graph, other, len(graph.shapes[x]), channels):
+        if not per_channel(graph, other, len(graph.shapes[x]), channels) or graph.constants[other].origin == "buffer":
             break
         chain.append(found)
         affine[i] = other
@@ -227,6 +230,7 @@ def _linear(graph: Graph, op: OnnxNode) -> None:
     others = [] if summed is None or summed.kind != "Add" else [n for n in summed.inputs if n != op.outputs[0]]
     units = graph.constants[op.inputs[1]].shape[-1]
     fits = bool(others) and others[0] in graph.constants and graph.constants[others[0]].shape in ((units,), (1, units))
+    fits = fits and graph.constants[others[0]].origin != "buffer"
     if summed is None or not fits:
         graph.replace([op], op.changed(kind="Linear", inputs=(*op.inputs, "")))
         return
@@ -234,53 +238,94 @@ def _linear(graph: Graph, op: OnnxNode) -> None:
 
 
 def _affine(graph: Graph, op: OnnxNode) -> None:
-    """Join products and sums with numbers of the exporter, several in a row, into one."""
+    """Join products and sums with numbers that are not trained, several in a row, into one.
+
+    They are one for all elements, or one per element of one axis.
+    """
     if op.kind == "Neg":
-        graph.replace([op], op.changed(kind="Affine", attributes={"factor": -1.0, "shift": 0.0}))
+        graph.replace([op], op.changed(kind="Affine", attributes=_AFFINE | {"factor": -1.0}))
         return
-    constants = [graph.constants[name] for name in op.inputs if name in graph.constants]
+    value, name = _with_constant(graph, op)
+    if op.kind not in ("Add", "Sub", "Mul", "Div") or not name or not graph.constants[name].is_fixed:
+        return
+    axis = _axis_of(graph, name, value)
+    if axis == 0 or graph.shapes[op.outputs[0]] != graph.shapes[value]:
+        return
+    number: Any = graph.constants[name].scalar()
+    if axis is not None:
+        number = graph.constants[name].read().astype(np.float64).reshape(-1)
+    number, first = np.asarray(number), op.inputs[0] == name
+    if op.kind == "Div" and (first or not number.all()):
+        return
+    factor, shift = {
+        "Add": lambda: (1.0, number),
+        "Sub": lambda: (-1.0, number) if first else (1.0, -number),
+        "Mul": lambda: (number, 0.0),
+        "Div": lambda: (1 / number, 0.0),
+    }[op.kind]()
+    before, chain = graph.maker(value), [op]
+    if before is not None and before.kind == "Affine" and graph.only_reader(value) is op:
+        earlier = before.attributes["axis"]
+        if earlier is None or axis is None or earlier == axis:
+            value, chain, axis = before.inputs[0], [before, op], earlier if axis is None else axis
+            inner = (np.asarray(before.attributes[key]) for key in ("factor", "shift"))
+            factor, shift = (factor * n + more for n, more in zip(inner, (0.0, shift)))
+    attributes = {"factor": _numbers(factor), "shift": _numbers(shift), "axis": axis, "kind": op.kind}
+    graph.replace(chain, op.changed(kind="Affine", inputs=(value,), attributes=attributes))
+
+
+#: Attributes of products and sums: numbers, the axis along which they vary, and the operator for messages.
+_AFFINE: dict[str, Any] = {"factor": 1.0, "shift": 0.0, "axis": None, "kind": "Mul"}
+
+
+def _with_constant(graph: Graph, op: OnnxNode) -> tuple[str, str]:
+    """Return the names of the value and the constant of an operation of one of each; else empty names."""
+    constants = [name for name in op.inputs if name in graph.constants]
     values = [name for name in op.inputs if name not in graph.constants]
-    number = constants[0].scalar() if len(constants) == len(values) == 1 and not constants[0].name else None
-    if number is None or op.kind not in ("Add", "Sub", "Mul", "Div"):
-        return
-    if graph.shapes[op.outputs[0]] != graph.shapes[values[0]]:
-        return
-    first = op.inputs[0] in graph.constants
-    if op.kind == "Div" and (first or number == 0):
-        return
-    made = {
-        "Add": (1.0, number),
-        "Sub": (-1.0, number) if first else (1.0, -number),
-        "Mul": (number, 0.0),
-        "Div": (1 / number if number else 0.0, 0.0),
-    }
-    factor, shift = made[op.kind]
-    before, chain = graph.maker(values[0]), [op]
-    if before is not None and before.kind == "Affine" and graph.only_reader(values[0]) is op:
-        values, chain = [before.inputs[0]], [before, op]
-        factor, shift = factor * before.attributes["factor"], factor * before.attributes["shift"] + shift
-    attributes = {"factor": factor, "shift": shift}
-    graph.replace(chain, op.changed(kind="Affine", inputs=tuple(values), attributes=attributes))
+    return (values[0], constants[0]) if len(constants) == len(values) == 1 else ("", "")
+
+
+def _axis_of(graph: Graph, name: str, value: str) -> int | None:
+    """Return the only axis of a value along which a constant varies; None for one number, 0 for no such axis."""
+    constant, extents = graph.constants[name], graph.shapes[value]
+    if math.prod(constant.shape) == 1:
+        return None
+    shape = (1,) * (len(extents) - len(constant.shape)) + constant.shape
+    axes = [axis for axis, n in enumerate(shape) if n > 1]
+    return axes[0] if len(axes) == 1 and len(shape) == len(extents) and shape[axes[0]] == extents[axes[0]] else 0
+
+
+def _numbers(given: float | np.ndarray) -> float | tuple[float, ...]:
+    """Return one number, or a tuple of several."""
+    array = np.ravel(given)
+    return float(array[0]) if array.size == 1 else tuple(array.tolist())
 
 
 def _channel_scale(graph: Graph, op: OnnxNode) -> None:
-    """Recognize a factor per channel, and a summand per channel behind it."""
-    if op.kind != "Mul":
+    """Recognize a learned factor per element of an axis, and a learned summand of this kind behind it."""
+    value, name = _with_constant(graph, op)
+    if op.kind != "Mul" or not name or graph.constants[name].is_fixed:
         return
-    constants = [name for name in op.inputs if name in graph.constants]
-    values = [name for name in op.inputs if name not in graph.constants]
-    if len(constants) != 1 or len(values) != 1:
+    axis = _learned_axis(graph, name, value)
+    if not axis:
         return
-    shape = graph.shapes[values[0]]
-    if len(shape) < 3 or not per_channel(graph, constants[0], len(shape), shape[1]):
-        return
+    attributes = {"axis": axis, "kind": op.kind}
     summed = graph.only_reader(op.outputs[0])
-    others = [] if summed is None or summed.kind != "Add" else [n for n in summed.inputs if n != op.outputs[0]]
-    if summed is not None and others and per_channel(graph, others[0], len(shape), shape[1]):
-        new = summed.changed(kind="ChannelScale", inputs=(values[0], constants[0], others[0]))
+    _, other = ("", "") if summed is None or summed.kind != "Add" else _with_constant(graph, summed)
+    learned = summed is not None and bool(other) and not graph.constants[other].is_fixed
+    if summed is not None and learned and _learned_axis(graph, other, value) == axis:
+        new = summed.changed(kind="ChannelScale", inputs=(value, name, other), attributes=attributes)
         graph.replace([op, summed], new)
     else:
-        graph.replace([op], op.changed(kind="ChannelScale", inputs=(values[0], constants[0], "")))
+        graph.replace([op], op.changed(kind="ChannelScale", inputs=(value, name, ""), attributes=attributes))
+
+
+def _learned_axis(graph: Graph, name: str, value: str) -> int:
+    """Return the axis of a value with a learned number per element: that of the channels, if there is one; else 0."""
+    axis, extents = _axis_of(graph, name, value), graph.shapes[value]
+    if axis is None:
+        return next((axis for axis in (1, len(extents) - 1) if extents[axis] == 1), 0)
+    return axis
 
 
 def _residual(graph: Graph, op: OnnxNode) -> None:
@@ -345,6 +390,7 @@ def _activation_behind(graph: Graph, op: OnnxNode) -> tuple[str, dict[str, Any]]
 
 #: In this order: a factor behind a norm belongs to it, and is no layer of its own.
 RULES: Sequence[Callable[[Graph, OnnxNode], None]] = (
+    *DECOMPOSED,
     _nothing,
     _same_by_strides,
     _pixels,

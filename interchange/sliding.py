@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,9 @@ from ..layers import (
     GlobalMaxPool,
     Layer,
     MaxPool,
+    Reshape,
     Resize,
+    Scale,
 )
 from .graph import Activation, Builder, OnnxConstant, OnnxNode
 from .patterns import activation_of
@@ -63,6 +66,9 @@ def _weights(build: Builder, op: OnnxNode) -> tuple[OnnxConstant, OnnxConstant |
     """Return weights, and the bias unless it is zero: exporters put zeros for a missing bias."""
     weights, bias = build.constant(op, 1), build.constant(op, 2)
     assert weights is not None
+    kernel = tuple(op.attributes.get("kernel_shape", weights.shape[2:]))
+    if kernel != weights.shape[2:]:
+        raise build.refused(op, f"weights of the kernel {kernel}", f"{weights.shape}", "export the model anew")
     return weights, None if bias is None or bias.is_all(0) else bias
 
 
@@ -120,19 +126,30 @@ def _conv_transpose(build: Builder, op: OnnxNode) -> Activation:
 
 def _channel_scale(build: Builder, op: OnnxNode) -> Activation:
     """Import a learned factor per channel: a convolution of one position with as many groups as channels."""
-    value = build.samples(op)
+    value = build.value(op)
+    build.check_channels(op, value, op.attributes["axis"])
+    if value.spatial:
+        raise build.refused(op, "samples with spatial axes", "a flattened value")
     if value.pooled:
         value = build.with_positions(op)
     scale, shift = build.constant(op, 1), build.constant(op, 2)
     assert scale is not None
+    for one in (scale, shift):
+        if one is not None and one.origin == "unknown":
+            raise build.refused_constant(op.changed(kind="Mul" if one is scale else "Add"))
     channels = math.prod(scale.shape)
+    if len(value.node.shape) == 1:
+        vector = {"gamma": build.given(scale, np.ravel, (channels,))}
+        if shift is not None:
+            vector["beta"] = build.given(shift, np.ravel, (channels,))
+        layer = Scale(bias=shift is not None).initialized(**vector)
+        return value.of(build.add(_named_after(op, scale), layer, value.node))
     shape = (channels, *(1 for _ in value.node.shape[:-1]), 1)
     given = {"w": build.given(scale, lambda array: array.reshape(shape), shape)}
     if shift is not None:
         given["b"] = build.given(shift, np.ravel, (channels,))
     made = Conv(channels, 1, bias=shift is not None, groups=channels).initialized(**given)
-    node = build.add(_named_after(op, scale), made, value.node)
-    return value.of(node)
+    return value.of(build.add(_named_after(op, scale), made, value.node))
 
 
 def _named_after(op: OnnxNode, weights: OnnxConstant) -> OnnxNode:
@@ -172,6 +189,8 @@ def _rounded_up(build: Builder, op: OnnxNode, window: dict[str, Any], shape: tup
 def _pool(build: Builder, op: OnnxNode, make: Callable[..., Layer], **options: Any) -> Activation:
     value = build.with_positions(op)
     window = _window(build, op, len(value.node.shape) - 1)
+    if window["kernel"] == value.node.shape[:-1] and not any(op.attributes.get("pads") or ()):
+        return _global_pool(build, op, GlobalMaxPool if make is MaxPool else GlobalAveragePool, make)
     given = window["padding"]
     window["padding"] = _rounded_up(build, op, window, value.node.shape[:-1])
     if options.get("count_include_pad") and window["padding"] != given:
@@ -207,20 +226,42 @@ def _global_max_pool(build: Builder, op: OnnxNode) -> Activation:
     return _global_pool(build, op, GlobalMaxPool, MaxPool)
 
 
-def _reduce_mean(build: Builder, op: OnnxNode) -> Activation:
-    """Import the mean over all of space."""
+def _reduce(build: Builder, op: OnnxNode, what: str, kind: type[Layer]) -> Activation:
+    """Import the mean, or the maximum, over all of space."""
     value = build.value(op)
     shape = build.shape(op.inputs[0])
     axes = sorted(axis % len(shape) for axis in build.numbers(op, 1, "axes") or range(len(shape)))
     spatial = list(range(1, len(shape) - 1)) if value.last else list(range(2, len(shape)))
     if axes != spatial or not axes:
-        raise build.refused(op, f"a mean over space, axes {spatial}", f"axes {axes}")
+        raise build.refused(op, f"a {what} over space, axes {spatial}", f"axes {axes}")
     keeps = op.attributes.get("keepdims", 1)
     if not value.last and keeps:
-        return _global_average_pool(build, op)
+        return _global_pool(build, op, kind, AveragePool if kind is GlobalAveragePool else MaxPool)
     if value.last and keeps:
         raise build.refused(op, "channels at axis 1", "channels at the last axis")
-    return Activation(build.add(op, GlobalAveragePool(), value.node))
+    return Activation(build.add(op, kind(), value.node))
+
+
+def _reduce_sum(build: Builder, op: OnnxNode) -> Activation:
+    raise build.refused(op, "a mean over space, or a sum of values that are stacked", "another sum")
+
+
+def _expand(build: Builder, op: OnnxNode) -> Activation:
+    """Import a value of one position that is repeated over space."""
+    before, after = build.shape(op.inputs[0]), build.shape(op.outputs[0])
+    if before == after:
+        return build.value(op)
+    repeated = [axis for axis, n in enumerate(before) if n != after[axis]] if len(before) == len(after) else [0]
+    if min(repeated) < 2:
+        raise build.refused(op, "positions that are repeated over space", f"{before} to {after}")
+    value = build.samples(op)
+    if value.pool:
+        value = build.with_positions(op)
+    node = value.node
+    if value.pooled:
+        ones = (1,) * (len(after) - 2)
+        node = build.add(op.changed(scope=f"{op.scope or op.name}.positions"), Reshape((*ones, node.shape[-1])), node)
+    return Activation(build.add(op, Resize(size=after[2:], mode="nearest"), node))
 
 
 # -- resize ----------------------------------------------------------------------------------------
@@ -271,6 +312,9 @@ SLIDING: dict[str, Callable[[Builder, OnnxNode], Activation]] = {
     "AveragePool": _average_pool,
     "GlobalAveragePool": _global_average_pool,
     "GlobalMaxPool": _global_max_pool,
-    "ReduceMean": _reduce_mean,
+    "ReduceMean": partial(_reduce, what="mean", kind=GlobalAveragePool),
+    "ReduceMax": partial(_reduce, what="maximum", kind=GlobalMaxPool),
+    "ReduceSum": _reduce_sum,
+    "Expand": _expand,
     "Resize": _resize,
 }

@@ -33,10 +33,10 @@ import numpy as np
 
 from halograd.errors import UserError
 
-from ..data.disk import atomic_path, one_line, reason_of
+from ..data.disk import atomic_path, one_line, reason_of, regular_size
 from ..layers import Dense, Network, Node
 from .feature_order import Order, feature_orders, torch_of_ours
-from .files import check_place, library
+from .files import check_place, finite, library
 
 __all__ = [
     "Arrangement",
@@ -317,6 +317,10 @@ def load_weights(network: Network, path: str | Path, fresh: Collection[str] = ()
     return {name: file.read(name) for name in file.names}
 
 
+#: Types of weights in files of safetensors that are read.
+_TYPES = ("F64", "F32", "F16")
+
+
 class WeightsFile:
     """Safetensors file with the weights of a network, which are read one by one. Local.
 
@@ -344,8 +348,11 @@ class WeightsFile:
 
     def _read_shapes(self) -> dict[str, tuple[int, ...]]:
         try:
+            regular_size(self.path)
             with self._open(self.path, framework="numpy") as file:
-                return {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+                slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
+                self._types = {key: str(one.get_dtype()) for key, one in slices.items()}
+                return {key: tuple(one.get_shape()) for key, one in slices.items()}
         except OSError as error:
             raise UserError(
                 f"weights {self.path}: expected a safetensors file, got none: {reason_of(error)}"
@@ -369,12 +376,18 @@ class WeightsFile:
                 f"weights {self.path}: expected {name} as {key} of shape {one.torch_shape}, got {self._shapes[key]}; "
                 f"have the layer {name.rpartition('/')[0]!r} begin anew (training.init_fresh), or train another network"
             )
+        if self._types[key] not in _TYPES:
+            raise UserError(
+                f"weights {self.path}: expected {name} as {key} of type {', '.join(_TYPES)}, got {self._types[key]}; "
+                "write the weights before they are quantized, or convert them by state_dict()[key].float()"
+            )
         return key
 
     def read(self, name: str) -> np.ndarray:
-        """Read a whole array, in our order."""
+        """Read a whole array, in our order. Raises UserError if it has numbers that are not finite."""
         with self._open(self.path, framework="numpy") as file:
-            return self._wanted[name].from_torch(file.get_tensor(self._places[name]))
+            array = self._wanted[name].from_torch(file.get_tensor(self._places[name]))
+        return finite(array, f"weights {self.path}: {self._places[name]}")
 
     def checksum(self) -> int:
         """Compute the CRC-32 of the bytes of the file."""

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
+import halograd as hg
 from halograd.comm import Communicator
 from halograd.kernels import get_backend
 from halograd.layers import Network
@@ -81,6 +82,40 @@ def predicted(network: Network, x: np.ndarray, dtype: str = "float64") -> dict[s
         executor.set_input(next(iter(network.inputs)), x)
         executor.forward(training=False)
         return {name: executor.gather(network.names[node]) for name, node in network.outputs.items()}
+
+
+def check_step(network: Network, module, x: np.ndarray, rate: float = 0.5) -> None:
+    """Assert that a network and a module have the same outputs in evaluation, before and after a step of SGD.
+
+    The loss is the mean square of the difference from 1, and all numbers are float64.
+    """
+    lib = torch()
+    (ours,) = network.outputs.values()
+    loss = hg.MeanSquaredError()(ours, hg.Input(ours.shape, "target"))
+    trained = hg.Network({"y": ours, "loss": loss})
+    with (
+        Communicator(MPI.COMM_SELF) as alone,
+        Executor(trained, alone, get_backend("numpy"), len(x), dtype="float64") as executor,
+    ):
+        trainer = hg.Trainer(executor, hg.SGD(executor.store), hg.Constant(rate))
+        executor.set_input("x", x)
+        executor.set_input("target", np.ones((len(x), *ours.shape)))
+        found = []
+        for _ in range(2):
+            executor.forward(training=False)
+            found.append(executor.gather(trained.names[ours]))
+            trainer.step()
+            trainer.settle()
+    optimizer = lib.optim.SGD(module.parameters(), rate) if list(module.parameters()) else None
+    for y in found:
+        module.eval()
+        want = last(module(first(x)))
+        np.testing.assert_allclose(y, want, rtol=0, atol=1e-11 * max(1.0, np.abs(want).max()))
+        if optimizer is not None:
+            module.train()
+            optimizer.zero_grad()
+            ((module(first(x)) - 1) ** 2).mean().backward()
+            optimizer.step()
 
 
 def samples(*shape: int, name: str = "x") -> np.ndarray:

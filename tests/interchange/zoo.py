@@ -164,7 +164,7 @@ def step_on_blocks(folder: Path) -> None:
     from mpi4py import MPI
 
     want = np.load(folder / "want.npz")
-    imported = hg.onnx.load(folder / "model.onnx")
+    imported = hg.onnx.load(folder / "model.onnx", buffers=())
     (logits,) = imported.outputs.values()
     target = hg.Input((*logits.shape[:-1], 1), "target", "int32")
     network = hg.Network({"prediction": logits, "loss": hg.SoftmaxCrossEntropy()(logits, target)})
@@ -205,7 +205,7 @@ def _row(name: str, exporter: str) -> tuple[str, str, str, str]:
         module, x, classes = _prepare(name, exporter, folder)
         want = np.load(folder / "want.npz")
         try:
-            network = hg.onnx.load(folder / "model.onnx")
+            network = hg.onnx.load(folder / "model.onnx", buffers=())
         except UserError as error:
             return name, exporter, f"refused: {str(error).replace(str(folder), '')}", ""
         (found,) = predicted(network, x).values()

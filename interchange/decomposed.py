@@ -1,0 +1,173 @@
+"""Patterns of operators that exporters write for one function of torch, and that are one layer here.
+
+See :mod:`halograd.interchange.patterns`: a rule puts one operation in the place of all that it has recognized.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .graph import Graph, OnnxConstant, OnnxNode
+
+__all__ = ["DECOMPOSED"]
+
+#: Operators that change the number of axes.
+_VIEWS = ("Reshape", "Squeeze", "Unsqueeze", "Identity")
+
+
+def _number(graph: Graph, name: str) -> float | None:
+    """Return the number of a constant that is not trained, else None."""
+    constant = graph.constants.get(name)
+    return None if constant is None or not constant.is_fixed else constant.scalar()
+
+
+def _operands(graph: Graph, op: OnnxNode) -> tuple[str, float | None]:
+    """Return the value and the number of an operation of one of each; an empty name for others."""
+    values = [name for name in op.inputs if name not in graph.constants]
+    numbers = [_number(graph, name) for name in op.inputs if name in graph.constants]
+    return (values[0], numbers[0]) if len(values) == len(numbers) == 1 else ("", None)
+
+
+def _axes(graph: Graph, op: OnnxNode) -> list[int]:
+    """Return the axes that an operation reduces or inserts, counted from the front."""
+    given = op.attributes.get("axes", ())
+    if len(op.inputs) > 1 and op.inputs[1] in graph.constants:
+        given = graph.constants[op.inputs[1]].read().reshape(-1).tolist()
+    rank = len(graph.shapes[op.inputs[0]]) + (len(given) if op.kind == "Unsqueeze" else 0)
+    return [int(axis) % rank for axis in given]
+
+
+def _local_response_norm(graph: Graph, op: OnnxNode) -> None:
+    """Recognize x / (k + alpha * mean of x * x over channels) ** beta, the mean as a pooling with one axis more."""
+    power = graph.maker(op.inputs[1]) if op.kind == "Div" else None
+    chain, numbers = [op], []
+    for kind in ("Pow", "Add", "Mul"):
+        if power is None or power.kind != kind or graph.only_reader(power.outputs[0]) is not chain[-1]:
+            return
+        value, number = _operands(graph, power)
+        if not value or number is None:
+            return
+        chain.append(power)
+        numbers.append(number)
+        power = graph.maker(value)
+    below = _pooled_squares(graph, power, chain)
+    if below is None or below[0] != op.inputs[0]:
+        return
+    beta, k, alpha = numbers
+    attributes = {"size": below[1], "alpha": alpha, "beta": beta, "k": k}
+    graph.replace(chain[::-1], op.changed(kind="LocalResponseNorm", inputs=(op.inputs[0],), attributes=attributes))
+
+
+def _pooled_squares(graph: Graph, op: OnnxNode | None, chain: list[OnnxNode]) -> tuple[str, int] | None:
+    """Follow the mean over channels back to the squares; return the value that is squared, and the number of channels.
+
+    Appends the operations to `chain`.
+    """
+    kinds = iter(("AveragePool", "Pad", "Mul"))
+    kind, size, pads = next(kinds), 0, []
+    while op is not None:
+        if op.kind != kind and op.kind not in _VIEWS:
+            return None
+        if graph.only_reader(op.outputs[0]) is not chain[-1]:
+            return None
+        chain.append(op)
+        if op.kind == kind == "AveragePool":
+            size, *others = op.attributes["kernel_shape"]
+            if {*others, *op.attributes.get("strides", ())} != {1} or any(op.attributes.get("pads") or ()):
+                return None
+        elif op.kind == kind == "Pad":
+            pads = graph.constants[op.inputs[1]].read().reshape(-1).tolist() if op.inputs[1] in graph.constants else []
+            rank = len(graph.shapes[op.inputs[0]])
+            wanted = [0] * (2 * rank)
+            wanted[2], wanted[2 + rank] = size // 2, (size - 1) // 2
+            if pads != wanted or op.attributes.get("mode", "constant") != "constant":
+                return None
+        elif op.kind == kind == "Mul":
+            return (op.inputs[0], size) if op.inputs[0] == op.inputs[1] else None
+        if op.kind == kind:
+            kind = next(kinds)
+        op = graph.maker(op.inputs[0])
+    return None
+
+
+def _softplus(graph: Graph, op: OnnxNode) -> None:
+    """Recognize softplus with a branch for large values, where it is the value itself to rounding."""
+    compared = graph.maker(op.inputs[0]) if op.kind == "Where" else None
+    if compared is None or compared.kind != "Greater" or graph.only_reader(compared.outputs[0]) is not op:
+        return
+    limit = _number(graph, compared.inputs[1])
+    soft = graph.maker(op.inputs[2])
+    divided = soft if soft is not None and soft.kind == "Div" else None
+    soft = graph.maker(divided.inputs[0]) if divided is not None else soft
+    if limit is None or limit < 20 or soft is None or soft.kind != "Softplus" or soft.inputs[0] != compared.inputs[0]:
+        return
+    scaled = graph.maker(soft.inputs[0]) if divided is not None else None
+    fits = op.inputs[1] == soft.inputs[0]
+    if divided is not None:
+        factor = op.inputs[1], _number(graph, divided.inputs[1])
+        fits = scaled is not None and scaled.kind == "Mul" and _operands(graph, scaled) == factor
+    if fits:
+        graph.operations = [other for other in graph.operations if other is not compared]
+        graph.leave_out(op, op.inputs[2])
+
+
+def _limits(graph: Graph, op: OnnxNode) -> None:
+    """Recognize the larger or smaller of a value and a number, and both in a row, as Clip."""
+    if op.kind not in ("Max", "Min"):
+        return
+    value, number = _operands(graph, op)
+    if not value or number is None or graph.shapes[op.outputs[0]] != graph.shapes[value]:
+        return
+    key, other = ("min", "max") if op.kind == "Max" else ("max", "min")
+    before, attributes, chain = graph.maker(value), {key: number}, [op]
+    if before is not None and before.kind == "Clip" and len(before.inputs) == 1 and graph.only_reader(value) is op:
+        both = attributes | before.attributes
+        if set(before.attributes) == {other} and both["min"] < both["max"]:
+            value, chain, attributes = before.inputs[0], [before, op], both
+    graph.replace(chain, op.changed(kind="Clip", inputs=(value,), attributes=attributes))
+
+
+def _stacked(graph: Graph, op: OnnxNode) -> None:
+    """Recognize the sum, or the mean, of values that are stacked along a new axis: they are added."""
+    joined = graph.maker(op.inputs[0]) if op.kind in ("ReduceSum", "ReduceMean") else None
+    if joined is None or joined.kind != "Concat" or graph.only_reader(joined.outputs[0]) is not op:
+        return
+    axis = joined.attributes["axis"] % len(graph.shapes[joined.outputs[0]])
+    parts = [graph.maker(name) for name in joined.inputs]
+    single = [one for one in parts if one is not None and one.kind == "Unsqueeze" and _axes(graph, one) == [axis]]
+    if _axes(graph, op) != [axis] or op.attributes.get("keepdims", 1) or len(single) != len(parts) or len(parts) < 2:
+        return
+    if any(graph.only_reader(one.outputs[0]) is not joined for one in single):
+        return
+    values = tuple(one.inputs[0] for one in single)
+    total = op.changed(kind="Add", inputs=values, attributes={})
+    if op.kind == "ReduceMean":
+        name = f"{op.outputs[0]}::sum"
+        graph.shapes[name] = graph.shapes[op.outputs[0]]
+        graph.constants[f"{name}::count"] = OnnxConstant.of(np.array(float(len(values))))
+        mean = op.changed(kind="Div", inputs=(name, f"{name}::count"), attributes={})
+        place = next(i for i, one in enumerate(graph.operations) if one is op)
+        graph.operations.insert(place + 1, mean)
+        total = total.changed(outputs=(name,), name=f"{op.name}.sum", scope=f"{op.scope}.sum" if op.scope else "")
+    graph.replace([*single, joined, op], total)
+
+
+def _expanded(graph: Graph, op: OnnxNode) -> None:
+    """Leave out an Expand that the reader, a product or a sum with a value of the full extents, does itself."""
+    if op.kind != "Expand" or op.outputs[0] in graph.outputs:
+        return
+    made, value = op.outputs[0], op.inputs[0]
+    if len(graph.shapes[value]) != len(graph.shapes[made]):
+        return
+    readers = graph.readers(made)
+    others = [[name for name in one.inputs if name != made] for one in readers]
+    fits = all(
+        one.kind in ("Mul", "Add", "Sub", "Div") and len(rest) == 1 and graph.shapes[rest[0]] == graph.shapes[made]
+        for one, rest in zip(readers, others)
+    )
+    if fits and readers:
+        graph.leave_out(op, value)
+
+
+#: Before scalars are joined, and factors of 1 are left out.
+DECOMPOSED = (_local_response_norm, _limits, _stacked, _expanded, _softplus)

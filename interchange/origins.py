@@ -1,0 +1,76 @@
+"""Origins of the arrays of an ONNX file: parameters that torch trains, buffers, and other numbers of the source."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from .graph import TELL_BUFFERS, OnnxConstant
+
+__all__ = ["Origins", "computed_from", "is_named"]
+
+
+def is_named(name: str) -> bool:
+    """Return whether a weight has a name of the module, not one of the exporter: ``onnx::Conv_11``, ``val_3``."""
+    return not re.fullmatch(r"val_\d+|(scalar_tensor_default|lifted_tensor)(_\d+)*|\d+|.*::.*", name)
+
+
+def computed_from(sources: Sequence[OnnxConstant]) -> tuple[str, ...]:
+    """Return the names of the parameters that constants are, or are computed from."""
+    names = (name for one in sources for name in (one.made_of if one.is_fixed else (one.name,)))
+    return tuple(dict.fromkeys(names))
+
+
+#: Names of values that the new exporter has folded into a weight, and that tell that it is computed from others.
+_ARITHMETIC = (
+    r"(mul|div|sub|add|addcmul|neg|pow|square|sqrt|rsqrt|reciprocal|exp|log|abs|sum|mean|std|var|linalg_vector_norm|norm|"
+    r"softplus|sigmoid|tanh|softmax|relu|clamp|where|mm|mv|bmm|matmul|dot|vdot|einsum|cat|stack)(_\d+)?"
+)
+_PARAMETRIZED = r"(.*\.)?parametrizations\..*|.*_orig|.*weight_[gv]"
+_KIND, _FOLDED = "pkg.torch.export.graph_signature.InputSpec.kind", "pkg.onnxscript.optimizer.folded_from"
+
+
+class Origins:
+    """Origins of the arrays of a file: parameters of the module, its buffers, or numbers.
+
+    The new exporter of torch stores them; the old one does not, so that a buffer that multiplies cannot be told from a
+    learned factor. There the last part of the name decides where torch's own modules have it, and `buffers` elsewhere.
+    """
+
+    def __init__(self, model: Any, buffers: Collection[str] | None) -> None:
+        self.buffers, self.is_ours = buffers, model.producer_name == "halograd"
+        self.stored = {
+            value.name: {entry.key: entry.value for entry in value.metadata_props} for value in model.graph.value_info
+        }
+
+    def of(self, name: str, count: int = 0) -> dict[str, Any]:
+        """Return the attributes `name`, `origin` and `made_of` of a constant of `count` numbers."""
+        stored = self.stored.get(name, {})
+        folded = re.findall(r"'([^']*)'", stored.get(_FOLDED, ""))
+        parts = [one for one in (*folded, name) if is_named(one)]
+        if folded and any(re.fullmatch(f"{_ARITHMETIC}|{_PARAMETRIZED}", one) for one in parts):
+            return {"made_of": tuple(one for one in parts if not re.fullmatch(_ARITHMETIC, one)) or (name,)}
+        kind = stored.get(_KIND, "").lower()
+        kind = "buffer" if kind.startswith("constant") else kind
+        if not is_named(name) or (folded and count == 1):
+            return {"origin": kind or "number"}
+        return {"name": name, "origin": self._origin(name, kind)}
+
+    def _origin(self, name: str, kind: str) -> str:
+        if self.buffers is not None:
+            return "buffer" if name in self.buffers else kind or "parameter"
+        last = name.rpartition(".")[2]
+        if kind:
+            return kind
+        if last.endswith(("weight", "bias")) or self.is_ours:
+            return "parameter"
+        return "buffer" if last in ("running_mean", "running_var", "num_batches_tracked") else "unknown"
+
+    def remedy(self, names: Sequence[str]) -> str:
+        """Return what to do about weights that are computed from these parameters in every step."""
+        if any(re.fullmatch(_PARAMETRIZED, name) for name in names):
+            return "remove the parametrization before the export (torch.nn.utils.parametrize.remove_parametrizations)"
+        if all(self.of(name).get("origin") == "unknown" for name in names):
+            return TELL_BUFFERS
+        return "compute them once, before the export, or write this layer with halograd's own"

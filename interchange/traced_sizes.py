@@ -1,0 +1,97 @@
+"""Sizes that an exporter has written as numbers: they are right for the extents of its example alone.
+
+A file that is read at other extents is followed at both, its own and those that are asked for. A number that stays the
+same, where the extents that it stands for change, was computed when the model was exported. Pure arithmetic.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from .graph import OnnxNode, Shape
+
+__all__ = ["SizedOperation", "frozen_size"]
+
+#: Ends of slices at least this large are the last element of any axis.
+_LAST = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class SizedOperation:
+    """An operation at certain extents of the inputs of the network.
+
+    Attributes
+    ----------
+    x, y
+        Extents of its first input and of its first output, ``(N, C, *spatial)``.
+    numbers
+        Integer constants among its inputs, by position.
+    """
+
+    x: Shape
+    y: Shape
+    numbers: dict[int, list[int]]
+
+    def moved(self, other: SizedOperation) -> list[int]:
+        """Return the axes of the first input whose extents differ."""
+        return [axis for axis, (a, b) in enumerate(zip(self.x, other.x)) if a != b]
+
+
+def frozen_size(op: OnnxNode, traced: SizedOperation, asked: SizedOperation, moved: Sequence[int]) -> str:
+    """Return a description of the sizes of an operation that do not follow the inputs; empty if all do.
+
+    Parameters
+    ----------
+    traced, asked
+        The operation at the extents of the file, and at those that are asked for.
+    moved
+        Axes of the inputs of the network whose extents differ.
+    """
+    check = _CHECKS.get(op.kind)
+    return "" if check is None else check(op, traced, asked, moved)
+
+
+def _resized(op: OnnxNode, traced: SizedOperation, asked: SizedOperation, moved: Sequence[int]) -> str:
+    """Sizes in numbers along an axis of the inputs that changes: those of the output of a Resize, or an Expand."""
+    at = 3 if op.kind == "Resize" else 1
+    if at not in asked.numbers or asked.numbers[at] != traced.numbers.get(at) or len(asked.x) != len(asked.y):
+        return ""
+    for axis in {*moved, *traced.moved(asked)} & set(range(len(asked.x))):
+        if asked.y[axis] == traced.y[axis] and (axis in traced.moved(asked) or asked.x[axis] != asked.y[axis]):
+            return f"the size {asked.y[2:]}"
+    return ""
+
+
+def _reshaped(op: OnnxNode, traced: SizedOperation, asked: SizedOperation, moved: Sequence[int]) -> str:
+    return f"the shape {asked.y}" if math.prod(asked.x) != math.prod(asked.y) else ""
+
+
+def _cut(op: OnnxNode, traced: SizedOperation, asked: SizedOperation, moved: Sequence[int]) -> str:
+    """Rows up to a number, or from one behind the middle: it was counted from the other end."""
+    if any(asked.numbers.get(i) != traced.numbers.get(i) for i in (1, 2)):
+        return ""
+    starts, ends = asked.numbers.get(1, []), asked.numbers.get(2, [])
+    for axis, start, end in zip(asked.numbers.get(3, range(len(starts))), starts, ends):
+        axis %= len(asked.x)
+        if axis in traced.moved(asked) and (0 < end < _LAST or 2 * start >= traced.x[axis]):
+            return f"rows {start} to {min(end, traced.x[axis])}"
+    return ""
+
+
+def _pooled(op: OnnxNode, traced: SizedOperation, asked: SizedOperation, moved: Sequence[int]) -> str:
+    """One window over all of the traced extents, and not over all of those that are asked for."""
+    kernel = tuple(op.attributes.get("kernel_shape", ()))
+    whole = kernel == traced.x[2:] and math.prod(traced.y[2:]) == 1
+    return f"a window of {kernel}, all of the example" if whole and traced.moved(asked) else ""
+
+
+_CHECKS: dict[str, Callable[[OnnxNode, SizedOperation, SizedOperation, Sequence[int]], str]] = {
+    "Resize": _resized,
+    "Expand": _resized,
+    "Reshape": _reshaped,
+    "Slice": _cut,
+    "MaxPool": _pooled,
+    "AveragePool": _pooled,
+}

@@ -1,0 +1,240 @@
+"""Parameters of torch are trained, its constants are not, and what torch computes from parameters is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import numpy as np
+import pytest
+
+import halograd as hg
+from halograd.errors import UserError
+from tests.interchange.support import EXPORTERS, as_module, check_step, export, first, last, predicted, samples, torch
+
+pytestmark = pytest.mark.torch
+SHAPE = (6, 5, 3)
+
+
+def _numbers(*shape: int, name: str = "numbers"):
+    """Random numbers from 0.5 to 1.5."""
+    return torch().tensor(1 + 0.5 * np.clip(samples(*shape, name=name)[0], -1, 1))
+
+
+def _with_buffers(function, **buffers):
+    """Return a module of this function and a convolution, which has some buffers."""
+    module = as_module(function, c=torch().nn.Conv2d(3, 4, 3, padding=1))
+    for name, tensor in buffers.items():
+        module.register_buffer(name, tensor)
+    return module
+
+
+def _fixed():
+    """By name: a module whose constants multiply or are added."""
+    lib = torch()
+    one = {"mean": _numbers(1, 3, 1, 1, name="m"), "std": _numbers(1, 3, 1, 1)}
+    frozen = {key: _numbers(3, name=key) for key in ("weight", "bias", "running_mean", "running_var")}
+
+    def frozen_norm(m, x):
+        factor = m.weight * (m.running_var + 1e-5).rsqrt()
+        shift = m.bias - m.running_mean * factor
+        return m.c(x * factor.reshape(1, -1, 1, 1) + shift.reshape(1, -1, 1, 1))
+
+    return {
+        "standardized data": lambda: _with_buffers(lambda m, x: m.c((x - m.mean) / m.std), **one),
+        "quotient": lambda: _with_buffers(lambda m, x: m.c(x / m.std), **one),
+        "difference": lambda: _with_buffers(lambda m, x: m.c(m.mean - x), **one),
+        "product": lambda: _with_buffers(lambda m, x: m.c(x * m.std), **one),
+        "units of the output": lambda: _with_buffers(lambda m, x: m.c(x) * m.s + 2 * m.s, s=_numbers(4, 1, 1)),
+        "computed from buffers": lambda: _with_buffers(lambda m, x: m.c(x * (m.std * 2 + 1)), **one),
+        "one number": lambda: _with_buffers(lambda m, x: m.c(x) * m.s, s=_numbers(1)),
+        "behind a transpose": lambda: _with_buffers(
+            lambda m, x: m.c((x.permute(0, 2, 3, 1) / m.s - m.s).permute(0, 3, 1, 2)), s=_numbers(3)
+        ),
+        "of vectors": lambda: _with_buffers(lambda m, x: m.c(x).mean((2, 3)) * m.s, s=_numbers(4)),
+        "frozen batch norm": lambda: _with_buffers(frozen_norm, **frozen),
+        "literal": lambda: _with_buffers(
+            lambda m, x: m.c(x * lib.tensor([0.25, 0.5, 2], dtype=x.dtype).view(3, 1, 1) - 0.45)
+        ),
+    }
+
+
+FIXED = list(_fixed()) if importlib.util.find_spec("torch") else []
+
+
+@pytest.mark.parametrize("exporter", EXPORTERS)
+@pytest.mark.parametrize("name", FIXED)
+def test_constants_of_the_source_are_not_trained(name, exporter, tmp_path):
+    """Nor lost on the way back to ONNX."""
+    module = _fixed()[name]().double()
+    x = samples(*SHAPE)
+    path = export(module, first(x), tmp_path / "m.onnx", exporter, training=True)
+    network = hg.onnx.load(path, buffers=[key for key, _ in module.named_buffers()])
+    assert {key.rpartition("/")[0] for key in network.parameters()} == {"c"}
+    check_step(network, module, x)
+    hg.onnx.save(network, None, tmp_path / "again.onnx", dtype="float64")
+    again = hg.onnx.load(tmp_path / "again.onnx")
+    assert again.parameter_count == network.parameter_count
+    (y,), (want,) = predicted(network, x).values(), predicted(again, x).values()
+    np.testing.assert_allclose(y, want, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", ["standardized data", "product", "one number"])
+def test_the_new_exporter_tells_buffers_itself(name, training, tmp_path):
+    module = _fixed()[name]().double()
+    x = samples(*SHAPE)
+    check_step(hg.onnx.load(export(module, first(x), tmp_path / "m.onnx", "dynamo", training)), module, x)
+
+
+@pytest.mark.parametrize("name", ["quotient", "product", "difference", "computed from buffers"])
+def test_the_old_exporter_has_to_be_told(name, tmp_path):
+    path = export(_fixed()[name]().double(), first(samples(*SHAPE)), tmp_path / "m.onnx", "old", training=True)
+    message = r"'(std|mean)'.*this file does not tell parameters from buffers.*dynamo=True.*load\(path, buffers="
+    with pytest.raises(UserError, match=message):
+        hg.onnx.load(path)
+
+
+def _learned():
+    """By name: a module that learns numbers per channel."""
+    lib = torch()
+    nn = lib.nn
+
+    def with_scale(function, *shape, **layers):
+        module = as_module(function, **layers)
+        module.g = nn.Parameter(_numbers(*shape))
+        return module
+
+    def last_axis(m, x):
+        return x + (m.g * m.c(x.permute(0, 2, 3, 1))).permute(0, 3, 1, 2)
+
+    return {
+        "layer scale": lambda: with_scale(lambda m, x: x + m.g * m.c(x), 3, 1, 1, c=nn.Conv2d(3, 3, 1)),
+        "layer scale, channels last": lambda: with_scale(last_axis, 3, c=nn.Linear(3, 3)),
+        "layer scale of vectors": lambda: with_scale(lambda m, x: m.c(x.mean((2, 3))) * m.g, 4, c=nn.Linear(3, 4)),
+        "layer norm without a bias": lambda: as_module(
+            lambda m, x: lib.relu(m.n(x.permute(0, 2, 3, 1))).permute(0, 3, 1, 2), n=nn.LayerNorm(3, bias=False)
+        ),
+    }
+
+
+@pytest.mark.parametrize("exporter", EXPORTERS)
+@pytest.mark.parametrize("name", list(_learned()) if FIXED else [])
+def test_learned_numbers_are_trained(name, exporter, tmp_path):
+    module = _learned()[name]().double()
+    x = samples(*SHAPE)
+    network = hg.onnx.load(export(module, first(x), tmp_path / "m.onnx", exporter, training=True), buffers=())
+    assert network.parameter_count == sum(p.numel() for p in module.parameters())
+    check_step(network, module, x)
+
+
+def _computed():
+    """By name: a module with weights that it computes, and what names them."""
+    lib = torch()
+    nn, functional = lib.nn, lib.nn.functional
+    parametrizations = nn.utils.parametrizations
+
+    def conv():
+        return nn.Conv2d(3, 4, 3, padding=1)
+
+    def standardized(m, x):
+        w = m.c.weight
+        w = (w - w.mean((1, 2, 3), keepdim=True)) / (w.std((1, 2, 3), keepdim=True) + 1e-5)
+        return functional.conv2d(x, w, m.c.bias, padding=1)
+
+    def halved(m, x):
+        return functional.conv2d(x, m.c.weight[:2])
+
+    originals = r"'parametrizations.weight.original1', '.*0'.*remove_parametrizations"
+    return {
+        "weight norm": (lambda: parametrizations.weight_norm(conv()), originals),
+        "older weight norm": (lambda: nn.utils.weight_norm(conv()), "'weight_v', 'weight_g'.*remove_parametrizations"),
+        "of a linear layer": (
+            lambda: nn.Sequential(
+                nn.AdaptiveAvgPool2d(1), nn.Flatten(), parametrizations.weight_norm(nn.Linear(3, 4))
+            ),
+            r"'2.parametrizations.weight.original1'",
+        ),
+        "spectral norm": (
+            lambda: parametrizations.spectral_norm(conv()).eval(),
+            r"'parametrizations.weight.original'.*remove_parametrizations",
+        ),
+        "standardized": (lambda: as_module(standardized, c=conv()), r"'c.weight'.*compute them once"),
+        "times a number": (
+            lambda: as_module(lambda m, x: functional.conv2d(x, m.c.weight * 0.1), c=conv()),
+            "'c.weight'.*compute them once",
+        ),
+        "a part": (lambda: as_module(halved, c=conv()), "'c.weight'.*compute them once"),
+    }
+
+
+@pytest.mark.parametrize("exporter", EXPORTERS)
+@pytest.mark.parametrize("name", list(_computed()) if FIXED else [])
+def test_weights_that_torch_computes_are_refused(name, exporter, tmp_path):
+    """Trained as they are they would give another model after one step."""
+    if (name, exporter) == ("spectral norm", "old"):
+        pytest.skip("needs an exporter with the product of two vectors: the old one of torch has none")
+    make, message = _computed()[name]
+    module = make()
+    options = {"training": module.training}
+    path = tmp_path / "m.onnx"
+    if exporter == "dynamo" and not module.training:
+        options = {"optimize": False}
+    export(module, torch().zeros(2, 3, 6, 5), path, exporter, **options)
+    with pytest.raises(UserError, match=rf"node '.*' \((Conv|Gemm)\): expected parameters .*computed from {message}"):
+        hg.onnx.load(path, buffers=[key for key, _ in module.named_buffers()])
+
+
+@pytest.mark.parametrize("name", ["weight norm", "older weight norm", "standardized"])
+def test_weights_that_the_new_exporter_has_folded_are_refused_where_it_says_so(name, tmp_path):
+    make, _ = _computed()[name]
+    path = export(make(), torch().zeros(2, 3, 6, 5), tmp_path / "m.onnx", "dynamo", training=False)
+    with pytest.raises(UserError, match=r"\(Conv\): expected parameters as they are trained, got numbers computed"):
+        hg.onnx.load(path)
+
+
+@pytest.mark.parametrize("exporter", EXPORTERS)
+def test_casts_transposes_and_reshapes_leave_a_parameter(exporter, tmp_path):
+    """It is trained, under its own name."""
+    lib = torch()
+
+    def moved(m, x):
+        return lib.nn.functional.conv2d(x, m.c.weight.transpose(0, 1).reshape(3, 4, 1, 1).transpose(0, 1))
+
+    module = as_module(moved, c=lib.nn.Conv2d(3, 4, 1, bias=False)).double()
+    x = samples(*SHAPE)
+    network = hg.onnx.load(export(module, first(x), tmp_path / "m.onnx", exporter, training=True))
+    assert list(network.parameters()) == ["c/w"]
+    check_step(network, module, x)
+
+
+@pytest.mark.parametrize("exporter", EXPORTERS)
+@pytest.mark.parametrize("kind", ["buffer", "literal"])
+def test_a_kernel_that_is_no_parameter_is_refused(kind, exporter, tmp_path):
+    """A fixed stencil would be trained."""
+    lib = torch()
+    kernel = lib.ones(4, 3, 3, 3) / 9
+
+    def blurred(m, x):
+        literal = lib.tensor([[[[1.0, 2.0]]] * 3] * 4)
+        return m.c(lib.nn.functional.conv2d(x, m.kernel if kind == "buffer" else literal))
+
+    module = as_module(blurred, c=lib.nn.Conv2d(4, 2, 1))
+    module.register_buffer("kernel", kernel)
+    path = export(module, lib.zeros(2, 3, 6, 5), tmp_path / "m.onnx", exporter, training=True)
+    with pytest.raises(UserError, match=r"\(Conv\): expected weights that torch trains, got .*Parameter.*freeze"):
+        hg.onnx.load(path, buffers=["kernel"])
+    if (kind, exporter) == ("buffer", "old"):
+        with pytest.raises(UserError, match=r"got 'kernel', a parameter or a buffer; this file does not tell"):
+            hg.onnx.load(path)
+
+
+def test_imported_constants_go_to_the_channels_of_flattened_features(tmp_path):
+    lib = torch()
+    module = _with_buffers(lambda m, x: m.f(m.c(x).flatten(1) * m.s), s=_numbers(4 * 30))
+    module.f = lib.nn.Linear(4 * 30, 2)
+    module = module.double()
+    x = samples(*SHAPE)
+    network = hg.onnx.load(export(module, first(x), tmp_path / "m.onnx", "old", training=True), buffers=["s"])
+    (y,) = predicted(network, x).values()
+    np.testing.assert_allclose(y, last(module(first(x))), rtol=0, atol=1e-12)
+    check_step(network, module, x, rate=0.05)
