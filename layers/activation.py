@@ -324,8 +324,9 @@ class Softmax(Layer):
 
         def backward() -> None:
             dx = context.gradient(0)
-            beside: dict[str, View | None] = {"sums": context.scratch(row, context.wide)}
+            beside: dict[str, View | None] = {name: context.scratch(row, context.wide) for name in ("sums", "center")}
             beside["product"] = context.scratch(context.box.shape, context.wide) if low else dx
+            beside["top"] = context.scratch(context.box.shape, "bool")
             kernel = context.kernel(_softmax_gradient, y=context.y, dy=context.dy, dx=dx, **beside)
             context.run(kernel, timing=context.timing("backward_data"))
 
@@ -347,14 +348,16 @@ class LogSoftmax(Layer):
 
     def lower(self, context: Context) -> Callable[[], None]:
         rows = (*context.box.shape[:-1], 1)
-        largest, sums = (context.scratch(rows, context.wide) for _ in range(2))
-        beside = {"largest": largest, "sums": sums, "work": context.scratch(context.box.shape, context.wide)}
+        beside = {name: context.scratch(rows, context.wide) for name in ("largest", "sums", "ties")}
+        beside["work"] = context.scratch(context.box.shape, context.wide)
+        beside["top"] = context.scratch(context.box.shape, "bool")
         kernel = context.kernel(_log_softmax, x=context.inputs[0].view, y=context.y, **beside)
         context.run(kernel, timing=context.timing("forward"))
 
         def backward() -> None:
-            sums, work = context.scratch(rows, context.wide), context.scratch(context.box.shape, context.wide)
-            views = {"y": context.y, "dy": context.dy, "dx": context.gradient(0), "sums": sums, "work": work}
+            views = {"y": context.y, "dy": context.dy, "dx": context.gradient(0)}
+            views["sums"] = context.scratch(rows, context.wide)
+            views |= {name: context.scratch(context.box.shape, context.wide) for name in ("work", "other")}
             context.run(context.kernel(_log_softmax_gradient, **views), timing=context.timing("backward_data"))
 
         return backward
@@ -379,22 +382,43 @@ def _softmax(environment: Any, x: Any, y: Any, row: Any, copy: Any) -> Callable[
     return run
 
 
-def _softmax_gradient(environment: Any, y: Any, dy: Any, dx: Any, sums: Any, product: Any) -> Callable[[], None]:
-    """``dx = y * (dy - sum_c dy * y)``."""
+def _softmax_gradient(
+    environment: Any, y: Any, dy: Any, dx: Any, sums: Any, center: Any, product: Any, top: Any
+) -> Callable[[], None]:
+    """``dx = y * (d - sum_c d * y)`` with ``d = dy - center``, which is the same for any center.
+
+    That of the largest y (the mean, of several): where it is close to 1, the sum is one of small y alone, with their
+    digits.
+    """
 
     def run() -> None:
         if not y.size:
             return
-        np.multiply(dy, y, out=product)
+        np.copyto(product, y)
+        np.amax(product, axis=-1, keepdims=True, out=center)
+        np.equal(product, center, out=top)
+        np.copyto(product, top)
         np.add.reduce(product, axis=-1, keepdims=True, out=sums)
-        np.subtract(dy, sums, out=dx)
-        np.multiply(dx, y, out=dx)
+        np.multiply(dy, top, out=product)
+        np.add.reduce(product, axis=-1, keepdims=True, out=center)
+        np.divide(center, sums, out=center)
+        np.subtract(dy, center, out=product)
+        np.multiply(product, y, out=product)
+        np.add.reduce(product, axis=-1, keepdims=True, out=sums)
+        np.subtract(dy, center, out=product)
+        np.subtract(product, sums, out=product)
+        np.multiply(product, y, out=dx)
 
     return run
 
 
-def _log_softmax(environment: Any, x: Any, y: Any, largest: Any, sums: Any, work: Any) -> Callable[[], None]:
-    """`work`: of 16 bits are only what comes and goes."""
+def _log_softmax(
+    environment: Any, x: Any, y: Any, largest: Any, sums: Any, ties: Any, work: Any, top: Any
+) -> Callable[[], None]:
+    """`work`: of 16 bits are only what comes and goes.
+
+    The largest exponentials are 1 and summed apart: their sum with small ones, close to 1, would have lost these.
+    """
 
     def run() -> None:
         if not y.size:
@@ -402,9 +426,16 @@ def _log_softmax(environment: Any, x: Any, y: Any, largest: Any, sums: Any, work
         np.copyto(work, x)
         np.amax(work, axis=-1, keepdims=True, out=largest)
         np.subtract(work, largest, out=work)
+        np.equal(work, 0, out=top)
         np.exp(work, out=work)
+        np.add.reduce(work, axis=-1, keepdims=True, out=ties)
+        np.copyto(work, 0, where=top)
         np.add.reduce(work, axis=-1, keepdims=True, out=sums)
-        np.log(sums, out=sums)
+        np.subtract(ties, sums, out=ties)
+        np.rint(ties, out=ties)
+        np.subtract(ties, 1, out=ties)
+        np.add(sums, ties, out=sums)
+        np.log1p(sums, out=sums)
         # Not x - (largest + log): the sum would round off the logarithm where x is large.
         np.copyto(work, x)
         np.subtract(work, largest, out=work)
@@ -413,18 +444,25 @@ def _log_softmax(environment: Any, x: Any, y: Any, largest: Any, sums: Any, work
     return run
 
 
-def _log_softmax_gradient(environment: Any, y: Any, dy: Any, dx: Any, sums: Any, work: Any) -> Callable[[], None]:
-    """``dx = dy - exp(y) * sum_c dy``."""
+def _log_softmax_gradient(
+    environment: Any, y: Any, dy: Any, dx: Any, sums: Any, work: Any, other: Any
+) -> Callable[[], None]:
+    """``dx = dy - exp(y) * sum_c dy``, as ``dy * (1 - exp(y)) - exp(y) * (sum_c dy - dy)``."""
 
     def run() -> None:
         if not y.size:
             return
         np.copyto(work, dy)
         np.add.reduce(work, axis=-1, keepdims=True, out=sums)
+        np.subtract(sums, work, out=other)
         np.copyto(work, y)
         np.exp(work, out=work)
-        np.multiply(work, sums, out=work)
-        np.subtract(dy, work, out=dx)
+        np.multiply(other, work, out=other)
+        np.copyto(work, y)
+        np.expm1(work, out=work)
+        np.multiply(work, dy, out=work)
+        np.add(work, other, out=work)
+        np.negative(work, out=dx)
 
     return run
 

@@ -249,11 +249,16 @@ class _DiceKernel(LocalLoss):
     def _probabilities(self, p: Any) -> None:
         """Apply the activation in place."""
         if self.layer.activation == "sigmoid":
-            # tanh saturates where an exponential would overflow.
-            p *= 0.5
-            np.tanh(p, out=p)
-            p += 1
-            p *= 0.5
+            # Of exp(-|x|), by which small probabilities keep their digits, as their derivatives do.
+            e, sums = (buffer(self.work, name, p.shape, p.dtype) for name in ("e", "1 + e"))
+            negative = np.less(p, 0, out=buffer(self.work, "negative", p.shape, np.bool_))
+            np.abs(p, out=e)
+            np.negative(e, out=e)
+            np.exp(e, out=e)
+            np.add(e, 1, out=sums)
+            np.copyto(p, 1)
+            np.copyto(p, e, where=negative)
+            p /= sums
         elif self.layer.activation == "softmax":
             column = buffer(self.work, "column", p.shape[1:], p.dtype)
             p -= np.amax(p, axis=0, out=column)
@@ -298,12 +303,24 @@ class _DiceKernel(LocalLoss):
             t *= weights
         other = buffer(self.work, "other", p.shape, p.dtype)
         if self.layer.activation == "sigmoid":
-            np.subtract(1, p, out=other)
-            p *= other
+            # p (1 - p) = e / (1 + e)^2, as `_probabilities` left them.
+            e, sums = (buffer(self.work, name, p.shape, p.dtype) for name in ("e", "1 + e"))
+            np.divide(e, sums, out=p)
+            p /= sums
             p *= t
         elif self.layer.activation == "softmax":
+            # The sum over k of p[k] (t[c] - t[k]) does not change with a constant added to all t: with that of the
+            # largest p taken off, which is close to 1, only small p count.
+            column, largest = (buffer(self.work, name, p.shape[1:], p.dtype) for name in ("column", "largest"))
+            larger = buffer(self.work, "mask", p.shape[1:], np.bool_)
+            np.copyto(column, t[0])
+            np.copyto(largest, p[0])
+            for row, probability in zip(t[1:], p[1:]):
+                np.copyto(column, row, where=np.greater(probability, largest, out=larger))
+                np.maximum(probability, largest, out=largest)
+            t -= column
             np.multiply(p, t, out=other)
-            t -= np.sum(other, axis=0, out=buffer(self.work, "column", p.shape[1:], p.dtype))
+            t -= np.sum(other, axis=0, out=column)
             p *= t
         else:
             np.copyto(p, t)

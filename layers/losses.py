@@ -59,8 +59,8 @@ class MeanSquaredError(_ElementwiseLoss):
 class BinaryCrossEntropyWithLogits(_ElementwiseLoss):
     """``mean(-(p * t * log(sigmoid(x)) + (1 - t) * log(1 - sigmoid(x))))`` over all elements of the batch.
 
-    Computed as ``(1 - t) * x + (1 + (p - 1) * t) * (log1p(exp(-|x|)) + max(-x, 0))``, which neither overflows nor
-    cancels for any `x` (torch's form, with the same mean).
+    Computed as ``(1 - t) * softplus(x) + p * t * softplus(-x)`` with ``softplus(x) = max(x, 0) + log1p(exp(-|x|))``,
+    which neither overflows nor cancels for any `x`.
 
     Parameters
     ----------
@@ -268,12 +268,15 @@ class Focal(_Pointwise):
     def terms(self, x: Any, t: Any, slope: Any, work: dict) -> None:
         p, rest, ce, more = (buffer(work, name, x.shape, x.dtype) for name in ("p", "rest", "ce", "more"))
         self._probabilities(x, p, rest, ce, work)
-        # ce += max(-x, 0) + (1 - t) * x
-        np.minimum(x, 0, out=more)
-        ce -= more
+        # ce = (1 - t) * (log + max(x, 0)) + t * (log + max(-x, 0)): no term is negative.
+        np.minimum(x, 0, out=slope)
+        np.subtract(ce, slope, out=slope)
+        slope *= t
+        np.maximum(x, 0, out=more)
+        ce += more
         np.subtract(1, t, out=more)
-        x *= more
-        ce += x
+        ce *= more
+        ce += slope
         # Neither cancels where the target is 0 or 1: p - t = (1 - t) p - t (1 - p), 1 - q = (1 - t) p + t (1 - p).
         more *= p
         np.multiply(t, rest, out=x)
@@ -281,19 +284,18 @@ class Focal(_Pointwise):
         wrong, difference = rest, more
         np.add(more, x, out=wrong)
         difference -= x
-        # dloss/dx = (1 - q)^(gamma - 1) * ((1 - q) (p - t) - gamma ce (2 t - 1) p (1 - p)).
+        # dloss/dx = (1 - q)^gamma * ((p - t) - gamma ce (2 t - 1) p (1 - p) / (1 - q)).
+        np.maximum(wrong, np.finfo(x.dtype).tiny, out=slope)  # where it is 0, so is what is divided by it
+        p /= slope
         np.multiply(t, 2, out=slope)
         slope -= 1
         slope *= p
         slope *= ce
         slope *= -self.gamma
-        difference *= wrong
         slope += difference
-        np.power(wrong, self.gamma, out=x)
-        x *= ce
-        np.maximum(wrong, np.finfo(x.dtype).tiny, out=wrong)  # where it is 0, so is what it is multiplied with
-        np.power(wrong, self.gamma - 1, out=more)
-        slope *= more
+        np.power(wrong, self.gamma, out=wrong)
+        slope *= wrong
+        np.multiply(ce, wrong, out=x)
         if self.alpha is not None:
             t *= 2 * self.alpha - 1
             t += 1 - self.alpha

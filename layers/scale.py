@@ -162,7 +162,9 @@ def _below(environment: Any, x: Any, dy: Any, below: Any, products: Any) -> Call
         if dy.size:
             np.less_equal(x, 0, out=below)
             np.multiply(dy, below, out=below)
-            np.multiply(x, below, out=products)
+            # Not x itself: an infinity times 0 would be NaN.
+            np.minimum(x, 0, out=products)
+            np.multiply(products, below, out=products)
 
     return run
 

@@ -96,42 +96,44 @@ class _MeanSquaredError(_Elementwise):
 
 
 class _BinaryCrossEntropy(_Elementwise):
-    """``(1 - t) * x + (1 + (p - 1) * t) * (log1p(exp(-|x|)) + max(-x, 0))``.
+    """``(1 - t) * softplus(x) + p * t * softplus(-x)``, with ``softplus(x) = max(x, 0) + log1p(exp(-|x|))``.
 
-    Neither overflows nor cancels for any `x` (torch's form).
+    Neither overflows nor cancels for any `x`, as no term is negative; nor does the gradient ``(1 - t) * sigmoid(x) -
+    p * t * sigmoid(-x)`` for targets 0 and 1.
     """
 
     def __init__(self, arrays: LossArrays, pos_weight: Any) -> None:
         super().__init__("binary_cross_entropy", arrays)
-        self._extra = np.asarray(1.0 if pos_weight is None else pos_weight, np.float64) - 1
+        self._pos_weight = np.asarray(1.0 if pos_weight is None else pos_weight, np.float64)
 
     def values(self, x: Any, t: Any, dx: Any | None, scale: float) -> Any:
-        work = self.work
-        e, softplus, weight, negative = (buffer(work, k, x.shape, x.dtype) for k in ("e", "softplus", "weight", "n"))
+        names = ("e", "found", "part", "rest")
+        e, found, part, rest = (buffer(self.work, name, x.shape, x.dtype) for name in names)
         np.negative(np.abs(x, out=e), out=e)
         np.exp(e, out=e)
-        np.log1p(e, out=softplus)
-        np.maximum(np.negative(x, out=negative), 0, out=negative)
-        softplus += negative
-        np.multiply(t, constant(work, "extra", lambda: self._extra, x.dtype), out=weight)
-        weight += 1
-        np.subtract(1, t, out=t)
-        np.multiply(t, x, out=negative)
-        softplus *= weight
-        softplus += negative
+        np.subtract(1, t, out=rest)
+        t *= constant(self.work, "pos weight", lambda: self._pos_weight, x.dtype)
+        np.log1p(e, out=part)
+        np.add(part, np.maximum(x, 0, out=found), out=found)
+        found *= rest
+        part -= np.minimum(x, 0, out=buffer(self.work, "negative", x.shape, x.dtype))
+        part *= t
+        found += part
         if dx is not None:
-            self._gradient(x, t, weight, e, dx, scale)
-        return softplus
+            self._gradient(x, t, rest, e, part, dx, scale)
+        return found
 
-    def _gradient(self, x: Any, rest: Any, weight: Any, e: Any, dx: Any, scale: float) -> None:
-        """``(1 - t) - weight * sigmoid(-x)``, with ``e = exp(-|x|)`` and ``rest = 1 - t``."""
-        mask = buffer(self.work, "mask", x.shape, np.bool_)
-        np.add(e, 1, out=dx)
-        np.less(x, 0, out=mask)
-        np.copyto(e, 1, where=mask)
-        np.divide(e, dx, out=dx)
-        dx *= weight
-        np.subtract(rest, dx, out=dx)
+    def _gradient(self, x: Any, t: Any, rest: Any, e: Any, work: Any, dx: Any, scale: float) -> None:
+        """With ``e = exp(-|x|)``, `t` times the positive weight, and ``rest = 1 - t``; they are modified."""
+        np.greater_equal(x, 0, out=work)
+        np.maximum(e, work, out=work)
+        rest *= work
+        np.less(x, 0, out=work)
+        np.maximum(e, work, out=work)
+        t *= work
+        rest -= t
+        e += 1
+        np.divide(rest, e, out=dx)
         dx *= scale
 
 
@@ -209,6 +211,9 @@ class _SoftmaxCrossEntropy(_OfClasses):
         np.copyto(z, x.T)
         np.amax(z, axis=0, out=column)
         z -= column
+        # The sum of the exponentials is `others` and `own`, that of the label. Neither its logarithm near 1 nor
+        # own / sum - 1 = -others / sum may be formed of the sum alone: it has lost the small ones.
+        flat, own, others = z.reshape(-1), *(buffer(work, name, shape[1:], x.dtype) for name in ("own", "others"))
         # q . z, of which the loss is the negative, up to the logarithm of the sum.
         share = self._smoothing / shape[0]
         taken = buffer(work, "taken", shape[1:], x.dtype)
@@ -220,14 +225,20 @@ class _SoftmaxCrossEntropy(_OfClasses):
         if share:
             self._smooth(z, mass, taken, share, weights)
         np.exp(z, out=z)
-        np.sum(z, axis=0, out=column)
+        take(flat, index, out=own)
+        flat[index] = 0
+        np.sum(z, axis=0, out=others)
         if dx is not None:
-            np.divide(mass, column, out=buffer(work, "ratio", shape[1:], x.dtype))
-            z *= buffer(work, "ratio", shape[1:], x.dtype)
-            self._subtract_target(z, index, weight, share, weights)
+            np.add(others, own, out=column)
+            np.divide(mass, column, out=column)
+            z *= column
+            self._at_the_label(flat, index, mass, weight, own, others, share)
+            self._subtract_smoothing(z, share, weights)
             z *= scale
             np.copyto(dx, z.T)
-        np.log(column, out=column)
+        own -= 1
+        np.add(others, own, out=column)
+        np.log1p(column, out=column)
         column *= mass
         column -= taken
         return total(column)
@@ -250,20 +261,33 @@ class _SoftmaxCrossEntropy(_OfClasses):
         np.copyto(values, 0, where=none)
         values *= weight
 
-    def _subtract_target(self, z: Any, index: Any, weight: Any, share: float, weights: Any | None) -> None:
-        """``z -= q``."""
-        flat, work = z.reshape(-1), self.work
-        taken = buffer(work, "part", weight.shape, z.dtype)
-        moved = buffer(work, "moved", weight.shape, z.dtype)
-        take(flat, index, out=taken)
-        np.multiply(weight, 1 - self._smoothing, out=moved)
-        taken -= moved
-        flat[index] = taken
+    def _at_the_label(
+        self, flat: Any, index: Any, mass: Any, weight: Any, own: Any, others: Any, share: float
+    ) -> None:
+        """Write ``mass * own / sum - (1 - smoothing) * weight`` to the place of the label, as ``(rest * own - taken *
+        others) / sum`` with ``taken = (1 - smoothing) * weight`` and ``rest = mass - taken``.
+        """
+        taken, part = (buffer(self.work, k, weight.shape, flat.dtype) for k in ("moved", "part"))
+        np.multiply(weight, 1 - self._smoothing, out=taken)
         if share:
-            self._counted_positions(moved, weights)
-            for row, w in zip(z, self._class_weights(z.dtype)):
-                np.multiply(moved, share * float(w), out=taken)
-                row -= taken
+            np.subtract(mass, taken, out=part)
+            part *= own
+        else:
+            part.fill(0)
+        taken *= others
+        part -= taken
+        np.add(own, others, out=taken)
+        part /= taken
+        flat[index] = part
+
+    def _subtract_smoothing(self, z: Any, share: float, weights: Any | None) -> None:
+        if not share:
+            return
+        counted, part = (buffer(self.work, k, z.shape[1:], z.dtype) for k in ("moved", "part"))
+        self._counted_positions(counted, weights)
+        for row, w in zip(z, self._class_weights(z.dtype)):
+            np.multiply(counted, share * float(w), out=part)
+            row -= part
 
     def _counted_positions(self, out: Any, weights: Any | None) -> None:
         """Compute the weight of each position: 1 without weights, 0 where the target is ignored."""

@@ -83,6 +83,8 @@ DEVICE Label label_of(const LossParams& p, Index row) {
 DEVICE A class_weight(const LossParams& p, Index c) { return p.weights ? A(p.weights[c]) : A(1); }
 
 // loss = mass * log(sum of exp z) - q . z, with z = x - max, q = (1 - s) w[t] at t plus s / K * w everywhere.
+// The sum is `others` and `own`, the label's. Of the sum alone neither its logarithm near 1 nor own / sum - 1 =
+// -others / sum could be formed: it has lost the small ones.
 BLOCK_KERNEL(softmax_cross_entropy, LossParams) {
     const Index channels = Index(p.channels), lanes = Index(blockDim.x);
     const A share = A(p.smoothing) / A(p.channels), rest = A(1) - A(p.smoothing), scale = gradient_scale(p);
@@ -98,27 +100,32 @@ BLOCK_KERNEL(softmax_cross_entropy, LossParams) {
             largest = Maximum::of(largest, widen(x[c]));
         }
         largest = across_lanes<Maximum>(largest);
-        A sum = 0, taken = 0, mass = 0;
+        A others = 0, own = 0, taken = 0, mass = 0;
         for (Index c = Index(threadIdx.x); active && c < channels; c += lanes) {
             const A z = widen(x[c]) - largest;
             A q = label.counts && p.smoothing != 0 ? share * class_weight(p, c) * label.factor : A(0);
             if (c == Index(label.index)) q += rest * label.weight;
-            sum += exp(z);
+            if (c == Index(label.index)) own += exp(z);
+            else others += exp(z);
             if (q != A(0)) taken += q * z;
             mass += q;
         }
-        sum = across_lanes<Add>(sum);
+        others = across_lanes<Add>(others);
+        own = across_lanes<Add>(own);
         taken = across_lanes<Add>(taken);
         mass = across_lanes<Add>(mass);
         if (!active) continue;
-        if (threadIdx.x == 0 && label.counts) total += double(log(sum) * mass - taken);
+        if (threadIdx.x == 0 && label.counts) total += double(log1p(others + (own - A(1))) * mass - taken);
         if (!p.dx) continue;
+        const A sum = others + own, target = rest * label.weight;
         for (Index c = Index(threadIdx.x); c < channels; c += lanes) {
             A gradient = 0;
             if (label.counts) {
-                gradient = exp(widen(x[c]) - largest) / sum * mass;
-                if (p.smoothing != 0) gradient -= share * class_weight(p, c) * label.factor;
-                if (c == Index(label.index)) gradient -= rest * label.weight;
+                const bool labelled = c == Index(label.index);
+                const A smoothed = p.smoothing != 0 ? share * class_weight(p, c) * label.factor : A(0);
+                if (labelled) gradient = ((p.smoothing != 0 ? mass - target : A(0)) * own - target * others) / sum;
+                else gradient = exp(widen(x[c]) - largest) / sum * mass;
+                gradient -= smoothed;
             }
             narrow(gradient * scale, p.dx[row * channels + c]);
         }
@@ -138,7 +145,8 @@ BLOCK_KERNEL(target_weight, LossParams) {
     leave(p, total);
 }
 
-// (1 - t) x + (1 + (w - 1) t) (log1p(exp(-|x|)) + max(-x, 0)); the scale is divided by the channels by the launcher.
+// (1 - t) softplus(x) + w t softplus(-x), with softplus(x) = max(x, 0) + log1p(exp(-|x|)): no term is negative, so that
+// nothing cancels. The scale is divided by the channels by the launcher.
 BLOCK_KERNEL(binary_cross_entropy, LossParams) {
     const Index channels = Index(p.channels), count = Index(p.rows) * channels, counted = Index(p.counted) * channels;
     const A scale = gradient_scale(p);
@@ -148,10 +156,10 @@ BLOCK_KERNEL(binary_cross_entropy, LossParams) {
         const A factor = i < counted ? factor_of(p, i / channels, i % channels) : A(0);
         if (factor != A(0)) {
             const A x = widen(p.x[i]), t = A(number_at(p.target, p.target_code, i));
-            const A weight = A(1) + (p.weights ? A(p.weights[i % channels] - 1) : A(0)) * t;
-            const A e = exp(x < A(0) ? x : -x);
-            total += double(factor * ((A(1) - t) * x + weight * (log1p(e) + larger(-x, A(0)))));
-            gradient = factor * ((A(1) - t) - weight * ((x < A(0) ? A(1) : e) / (A(1) + e)));
+            const A one = (p.weights ? A(p.weights[i % channels]) : A(1)) * t, zero = A(1) - t;
+            const A e = exp(x < A(0) ? x : -x), part = log1p(e);
+            total += double(factor * (zero * (not_negative(x) + part) + one * (not_negative(-x) + part)));
+            gradient = factor * ((zero * (x < A(0) ? e : A(1)) - one * (x < A(0) ? A(1) : e)) / (A(1) + e));
         }
         if (p.dx) narrow(gradient * scale, p.dx[i]);
     }

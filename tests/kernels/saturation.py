@@ -1,0 +1,132 @@
+"""Activations and their derivatives in extended precision, and the measure of an error in units of rounding.
+
+Closed forms without a difference of nearly equal numbers, in np.longdouble: torch's own float64 loses digits near
+saturation (its ``tanh'`` at 18 is 4e-16, and 0 from 20 on). They share no code with any backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+Long = np.longdouble
+#: What float64 is compared with has more digits.
+EXTENDED = np.finfo(Long).eps < np.finfo(np.float64).eps / 256
+_PI = Long("3.14159265358979323846264338327950288")
+_ROOT = np.sqrt(2 * _PI)
+_LINEAR = 2 * np.sqrt(2 / _PI)
+_CUBIC = _LINEAR * (Long(44715) / 1000000)
+
+#: Allowed error.
+ROUNDINGS = 8
+#: Results below so many of the smallest normal numbers may be anything as small: the exponential alone is subnormal.
+SMALL = 128
+
+
+def _sigmoid(w: Any) -> tuple[Any, Any]:
+    """Value and derivative."""
+    e = np.exp(-np.abs(w))
+    return np.where(w >= 0, 1, e) / (1 + e), e / (1 + e) ** 2
+
+
+def _normal(x: Any) -> tuple[Any, Any]:
+    """The normal distribution and its density: a series near 0, a continued fraction elsewhere."""
+    size = np.minimum(np.abs(x), 150)
+    density = np.exp(-size * size / 2) / _ROOT
+    near = np.minimum(size, 2)
+    term = total = near
+    for n in range(1, 60):
+        term = term * near * near / (2 * n + 1)
+        total = total + term
+    far, fraction = np.maximum(size, 2), np.zeros_like(size)
+    for k in range(400, 0, -1):
+        fraction = k / (far + fraction)
+    tail = np.where(size < 2, Long(1) / 2 - density * total, density / (far + fraction))
+    return np.where(x > 0, 1 - tail, tail), density
+
+
+def _gated(x: Any, gate: tuple[Any, Any], rate: Any) -> tuple[Any, Any]:
+    """Value and derivative of ``x * gate``."""
+    return x * gate[0], gate[0] + x * rate * gate[1]
+
+
+def _gelu_tanh(x: Any) -> tuple[Any, Any]:
+    return _gated(x, _sigmoid(x * (_LINEAR + _CUBIC * x * x)), _LINEAR + 3 * _CUBIC * x * x)
+
+
+def _mish(x: Any) -> tuple[Any, Any]:
+    e = np.exp(-np.abs(x))
+    a, b = np.where(x >= 0, 1, e), np.where(x >= 0, e, 1)
+    n, d = a * (a + 2 * b), a * (a + 2 * b) + 2 * b * b
+    return x * n / d, n / d + x * 4 * a * b * b * (a + b) / d**2
+
+
+def _softplus(x: Any) -> tuple[Any, Any]:
+    return np.maximum(x, 0) + np.log1p(np.exp(-np.abs(x))), _sigmoid(x)[0]
+
+
+#: Value and derivative of every kind.
+EXACT: dict[str, Callable[[Any, Any], tuple[Any, Any]]] = {
+    "relu": lambda x, alpha: (np.maximum(x, 0), np.where(x > 0, 1, Long(0))),
+    "leaky_relu": lambda x, alpha: (np.where(x > 0, x, alpha * x), np.where(x > 0, 1, alpha)),
+    "sigmoid": lambda x, alpha: _sigmoid(x),
+    "tanh": lambda x, alpha: (np.tanh(x), 4 * _sigmoid(2 * x)[1]),
+    "gelu": lambda x, alpha: _gated(x, _normal(x), 1),
+    "silu": lambda x, alpha: _gated(x, _sigmoid(x), 1),
+    "elu": lambda x, alpha: (np.where(x > 0, x, alpha * np.expm1(x)), np.where(x > 0, 1, alpha * np.exp(x))),
+    "hard_sigmoid": lambda x, alpha: (np.clip(x + 3, 0, 6) / 6, np.where(np.abs(x) < 3, Long(1) / 6, 0)),
+    "hard_swish": lambda x, alpha: (
+        x * np.clip(x + 3, 0, 6) / 6,
+        np.where(np.abs(x) < 3, (2 * x + 3) / 6, np.where(x > 0, Long(1), 0)),
+    ),
+    "softplus": lambda x, alpha: _softplus(x),
+    "mish": lambda x, alpha: _mish(x),
+    "gelu_tanh": lambda x, alpha: _gelu_tanh(x),
+}
+ALPHAS = {"leaky_relu": (0.1, 1.5, -0.3), "elu": (1.0, 0.3)}
+
+
+def points(dtype: Any) -> Any:
+    """Numbers from -100 to 100: close together, tiny ones, and the neighbors of those where a formula changes."""
+    info = ml_dtypes.finfo(dtype)
+    sizes = np.concatenate([np.geomspace(float(info.tiny), 1, 300), np.linspace(0.001, 4, 1500)])
+    knees = np.array([0.5, 1, 2, 3, 4, 8.5, 16, 17, 17.5, 20, 36.5, 37, 40, 87, 88, 88.5, 90])
+    knees = np.concatenate([knees * (1 + i * float(info.eps)) for i in (-0.5, 0, 1)])
+    positive = np.unique(np.concatenate([sizes, np.linspace(4, 100, 3000), knees]).astype(dtype))
+    return np.concatenate([-positive[::-1], np.zeros(1, dtype), positive])
+
+
+def bent(f: Callable[[Any], Any], x: Any) -> Any:
+    """``|x f'(x)|``: the change of f where x changes by its own size."""
+    step = Long(2) ** -20
+    return np.abs(f(x * (1 + step)) - f(x * (1 - step))) / (2 * step)
+
+
+def exact(kind: str, x: Any, alpha: float = 0.0) -> tuple[tuple[Any, Any], Any]:
+    """Value and derivative at `x`, and what the error of the derivative is measured by.
+
+    That is its size; close to where a derivative passes through 0 at an argument that is no number (-1.28 of silu),
+    the change that a rounding of the argument makes.
+    """
+    x, alpha = x.astype(Long), Long(alpha)
+    with np.errstate(all="ignore"):
+        value, slope = EXACT[kind](x, alpha)
+        size = np.abs(slope)
+        if kind in ("silu", "mish", "gelu", "gelu_tanh"):
+            near = (x > -2) & (x < -0.4)
+            size = np.where(near, np.maximum(size, bent(lambda v: EXACT[kind](v, alpha)[1], x)), size)
+    return (value, slope), size
+
+
+def roundings(got: Any, expected: Any, size: Any = None) -> Any:
+    """Error of every element in units of the last place of `got`'s dtype, relative to the size of what is expected."""
+    info = ml_dtypes.finfo(got.dtype)
+    least = SMALL * Long(info.tiny)
+    size = np.abs(expected) if size is None else size
+    error = np.abs(got.astype(Long) - expected) / (np.maximum(size, least) * Long(info.eps))
+    small = np.abs(expected) < least
+    # Where both are small the error counts as none.
+    return np.where(small & (np.abs(got.astype(Long)) <= 2 * least), 0, error)
