@@ -79,6 +79,9 @@ class Base(ABC):
         self.close()
 
     @abstractmethod
+    def add(self, xs: Sequence[Any], y: Any, activation: FusedActivation | None = None) -> Kernel: ...
+
+    @abstractmethod
     def activation(
         self, kind: str, x: Any, y: Any, dy: Any, dx: Any, alpha: float = 0.0
     ) -> tuple[Kernel, Kernel | None]: ...
@@ -89,6 +92,10 @@ class Base(ABC):
         if activation is None:
             return made
         return chain(made, self.activation(activation.kind, y, y, None, None, activation.alpha)[0])
+
+    def added(self, made: Kernel, y: Any, residual: Any, activation: FusedActivation | None) -> Kernel:
+        """Return the kernel `made`, which writes `y` and may run again, and behind it ``y = f(y + residual)``."""
+        return chain(made, self.add([y, residual], y, activation))
 
     def _check_dtypes(self, what: str, **arrays: Any) -> None:
         checks.check_dtypes(what, self.dtypes, self.dtype_remedy, **arrays)

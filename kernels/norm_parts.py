@@ -47,8 +47,8 @@ __all__ = [
 class Elementwise(Protocol):
     """The kernels behind a norm; see :class:`halograd.kernels.Backend`."""
 
-    def add(self, xs: Any, y: Any, activation: FusedActivation | None = None) -> Kernel: ...
     def activated(self, made: Kernel, y: Any, activation: FusedActivation | None) -> Kernel: ...
+    def added(self, made: Kernel, y: Any, residual: Any, activation: FusedActivation | None) -> Kernel: ...
     def activation(
         self, kind: str, x: Any, y: Any, dy: Any, dx: Any, alpha: float = 0.0
     ) -> tuple[Kernel, Kernel | None]: ...
@@ -67,7 +67,7 @@ def with_activation(
     if a.residual is None:
         forward = kernels.activated(made.forward, a.y, f)
     else:
-        forward = chain(made.forward, kernels.add([a.y, a.residual], a.y, f))
+        forward = kernels.added(made.forward, a.y, a.residual, f)
     sums = made.backward_sums
     if f is not None and sums is not None and a.residual is not None:
         _, backward = kernels.activation(f.kind, a.y, a.y, a.dy, dz, f.alpha)

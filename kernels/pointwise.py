@@ -12,22 +12,23 @@ from .base import Base
 from .geometry import Geometry, Resampled
 from .kernel import Kernel, KernelError, filled, has_nothing, pool_of_nothing
 
-__all__ = ["ACTIVATIONS", "BY_INPUT", "DropoutMask", "FusedActivation", "Pointwise", "reads_input"]
+__all__ = ["ACTIVATIONS", "BY_OUTPUT", "DropoutMask", "FusedActivation", "Pointwise", "reads_input"]
 
 #: The CUDA kernels know them by their places.
 ACTIVATIONS = (
     *("relu", "leaky_relu", "sigmoid", "tanh", "gelu", "silu", "elu", "hard_sigmoid", "hard_swish", "softplus", "mish"),
     "gelu_tanh",
 )
-#: Those whose derivative cannot be formed from the output.
-BY_INPUT = ("gelu", "silu", "hard_swish", "softplus", "mish", "gelu_tanh")
+#: Those whose derivative is formed from the output. Of others it is not: near saturation the output has been rounded to
+#: its limit, and the derivative, which is small there, would have lost its digits.
+BY_OUTPUT = ("relu", "leaky_relu")
 
 
 def reads_input(kind: str, alpha: float = 0.0) -> bool:
     """Return whether the derivative of an activation is formed from its input, else from its output: the other may be
     gone.
     """
-    return kind in BY_INPUT or (kind == "leaky_relu" and alpha < 0)
+    return kind not in BY_OUTPUT or (kind == "leaky_relu" and alpha < 0)
 
 
 @dataclass(frozen=True)

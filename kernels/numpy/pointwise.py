@@ -1,4 +1,4 @@
-"""Activations, sums of arrays, dropout; and the error function."""
+"""Activations, sums of arrays, dropout."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import numpy as np
 from ..checks import same_elements
 from ..kernel import Kernel, ScratchKernel
 from ..memory import nbytes_of, round_up
-from ..pointwise import DropoutMask, FusedActivation, reads_input
+from ..pointwise import DropoutMask, FusedActivation
+from .activation import KINDS
 from .windows import NumpyWindows
 
-__all__ = ["NumpyPointwise", "erf", "global_counters", "mix64", "mix64_inplace"]
+__all__ = ["NumpyPointwise", "global_counters", "mix64", "mix64_inplace"]
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -25,251 +26,23 @@ _DRAWN = 1 << 14
 #: Elements of an activation at a time, for the same reason.
 _PIECE = 1 << 15
 
-# Of the approximation of GELU, Hendrycks and Gimpel (2016).
-_LINEAR, _CUBIC = math.sqrt(2 / math.pi), 0.044715
-
-Step = Callable[[Any, Any, list[Any], float], None]
-
-
-def _relu(x: Any, y: Any, work: list[Any], alpha: float) -> None:
-    np.maximum(x, 0, out=y)
-
-
-def _relu_gradient(x: Any, y: Any, dy: Any, dx: Any, work: list[Any], alpha: float) -> None:
-    np.greater(y, 0, out=work[0])
-    np.multiply(dy, work[0], out=dx)
-
-
-def _leaky(x: Any, y: Any, work: list[Any], alpha: float) -> None:
-    np.multiply(x, alpha, out=work[0])
-    np.greater(x, 0, out=work[1])
-    # Blended by a mask and not by np.maximum: the slope may exceed 1 or be negative.
-    np.subtract(x, work[0], out=work[2])
-    np.multiply(work[2], work[1], out=work[2])
-    np.add(work[0], work[2], out=y)
-
-
-def _leaky_gradient(x: Any, y: Any, dy: Any, dx: Any, work: list[Any], alpha: float) -> None:
-    np.greater(x if reads_input("leaky_relu", alpha) else y, 0, out=work[0])
-    np.multiply(work[0], 1 - alpha, out=work[0])
-    np.add(work[0], alpha, out=work[0])
-    np.multiply(dy, work[0], out=dx)
-
-
-def _sigmoid(x: Any, y: Any, work: list[Any], alpha: float) -> None:
-    # By tanh, which does not overflow: sigmoid(x) = (1 + tanh(x / 2)) / 2.
-    np.multiply(x, 0.5, out=work[0])
-    np.tanh(work[0], out=work[0])
-    np.multiply(work[0], 0.5, out=work[0])
-    np.add(work[0], 0.5, out=y)
-
-
-def _sigmoid_gradient(x: Any, y: Any, dy: Any, dx: Any, work: list[Any], alpha: float) -> None:
-    np.subtract(1, y, out=work[0])
-    np.multiply(work[0], y, out=work[0])
-    np.multiply(dy, work[0], out=dx)
-
-
-def _tanh(x: Any, y: Any, work: list[Any], alpha: float) -> None:
-    np.tanh(x, out=y)
-
-
-def _tanh_gradient(x: Any, y: Any, dy: Any, dx: Any, work: list[Any], alpha: float) -> None:
-    np.multiply(y, y, out=work[0])
-    np.subtract(1, work[0], out=work[0])
-    np.multiply(dy, work[0], out=dx)
-
-
-def _normal_distribution(x: Any, out: Any, work: list[Any]) -> None:
-    """``out = (1 + erf(x / sqrt(2))) / 2``; overwrites four more buffers."""
-    np.multiply(x, math.sqrt(0.5), out=work[0])
-    erf(work[0], out, work[1 : 1 + BUFFERS])
-    np.add(out, 1, out=out)
-    np.multiply(out, 0.5, out=out)
-
-
-def _gelu(x: Any, y: Any, work: list[Any], alpha: float) -> None:
-    _normal_distribution(x, work[0 + 4], work)
-    np.multiply(x, work[4], out=y)
-
-
-def _gelu_gradient(x: Any, y: Any, dy: Any, dx: Any, work: list[Any], alpha: float) -> None:
-    """``f'(x) = Phi(x) + x * phi(x)``."""
-    _normal_distribution(x, work[4], work)
-    np.multiply(x, x, out=work[0])
-    np.multiply(work[0], -0.5, out=work[0])
-    np.exp(work[0], out=work[0])
-    np.multiply(work[0], x, out=work[0])
-    np.multiply(work[0], 1 / math.sqrt(2 * math.pi), out=work[0])
-    np.add(work[4], work[0], out=work[4])
-    np.multiply(dy, work[4], out=dx)
-
-
-def _silu(x: Any, y: Any, work: list[Any], alpha: float) -> None:
-    _sigmoid(x, work[0], work, alpha)
-    np.multiply(x, work[0], out=y)
-
-
-def _silu_gradient(x: Any, y: Any, dy: Any, dx: Any, work: list[Any], alpha: float) -> None:
-    """``f'(x) = s * (1 + x * (1 - s))`` with ``s = sigmoid(x)``."""
-    _sigmoid(x, work[0], work, alpha)
-    np.subtract(1, work[0], out=work[1])
-    np.multiply(work[1], x, out=work[1])
-    np.add(work[1], 1, out=work[1])
-    np.multiply(work[1], work[0], out=work[1])
-    np.multiply(dy, work[1], out=dx)
-
-
-def _elu(x: Any, y: Any, work: list[Any], alpha: float) -> None:
-    np.minimum(x, 0, out=work[0])
-    np.expm1(work[0], out=work[0])
-    np.multiply(work[0], alpha, out=work[0])
-    np.maximum(x, 0, out=work[1])
-    np.add(work[0], work[1], out=y)
-
-
-def _elu_gradient(x: Any, y: Any, dy: Any, dx: Any, work: list[Any], alpha: float) -> None:
-    """By the output: 1 where it is positive, else ``y + alpha``."""
-    np.minimum(y, 0, out=work[0])
-    np.add(work[0], alpha, out=work[0])
-    np.greater(y, 0, out=work[1])
-    np.multiply(work[1], 1 - alpha, out=work[1])
-    np.add(work[0], work[1], out=work[0])
-    np.multiply(dy, work[0], out=dx)
-
-
-def _hard_sigmoid(x: Any, y: Any, work: list[Any], alpha: float) -> None:
-    np.multiply(x, 1 / 6, out=work[0])
-    np.add(work[0], 0.5, out=work[0])
-    np.clip(work[0], 0, 1, out=y)
-
-
-def _hard_sigmoid_gradient(x: Any, y: Any, dy: Any, dx: Any, work: list[Any], alpha: float) -> None:
-    np.greater(y, 0, out=work[0])
-    np.less(y, 1, out=work[1])
-    np.multiply(work[0], work[1], out=work[0])
-    np.multiply(work[0], 1 / 6, out=work[0])
-    np.multiply(dy, work[0], out=dx)
-
-
-def _hard_swish(x: Any, y: Any, work: list[Any], alpha: float) -> None:
-    _hard_sigmoid(x, work[0], work, alpha)
-    np.multiply(x, work[0], out=y)
-
-
-def _hard_swish_gradient(x: Any, y: Any, dy: Any, dx: Any, work: list[Any], alpha: float) -> None:
-    """``f'(x) = h + x / 6`` where ``0 < h < 1``, else h; h the hard sigmoid."""
-    _hard_sigmoid(x, work[0], work, alpha)
-    np.greater(work[0], 0, out=work[1])
-    np.less(work[0], 1, out=work[2])
-    np.multiply(work[1], work[2], out=work[1])
-    np.multiply(work[1], x, out=work[1])
-    np.multiply(work[1], 1 / 6, out=work[1])
-    np.add(work[0], work[1], out=work[0])
-    np.multiply(dy, work[0], out=dx)
-
-
-def _softplus(x: Any, y: Any, work: list[Any], alpha: float) -> None:
-    """``max(x, 0) + log(1 + exp(-|x|))``, which does not overflow."""
-    np.absolute(x, out=work[0])
-    np.negative(work[0], out=work[0])
-    np.exp(work[0], out=work[0])
-    np.log1p(work[0], out=work[0])
-    np.maximum(x, 0, out=work[1])
-    np.add(work[0], work[1], out=y)
-
-
-def _softplus_gradient(x: Any, y: Any, dy: Any, dx: Any, work: list[Any], alpha: float) -> None:
-    _sigmoid(x, work[0], work, alpha)
-    np.multiply(dy, work[0], out=dx)
-
-
-def _mish(x: Any, y: Any, work: list[Any], alpha: float) -> None:
-    _softplus(x, work[0], work, alpha)
-    np.tanh(work[0], out=work[0])
-    np.multiply(x, work[0], out=y)
-
-
-def _mish_gradient(x: Any, y: Any, dy: Any, dx: Any, work: list[Any], alpha: float) -> None:
-    """``f'(x) = t + x * (1 - t * t) * sigmoid(x)`` with ``t = tanh(softplus(x))``."""
-    _softplus(x, work[1], work, alpha)
-    np.tanh(work[1], out=work[1])
-    _sigmoid(x, work[0], work, alpha)
-    np.multiply(work[0], x, out=work[0])
-    np.multiply(work[1], work[1], out=work[2])
-    np.subtract(1, work[2], out=work[2])
-    np.multiply(work[0], work[2], out=work[0])
-    np.add(work[0], work[1], out=work[0])
-    np.multiply(dy, work[0], out=dx)
-
-
-def _tanh_of_cubic(x: Any, t: Any, work: Any) -> None:
-    """``t = tanh(sqrt(2 / pi) * (x + 0.044715 * x**3))``; overwrites `work`."""
-    np.multiply(x, x, out=work)
-    np.multiply(work, _CUBIC, out=work)
-    np.add(work, 1, out=work)
-    np.multiply(work, _LINEAR, out=work)
-    np.multiply(work, x, out=work)
-    np.tanh(work, out=t)
-
-
-def _gelu_tanh(x: Any, y: Any, work: list[Any], alpha: float) -> None:
-    _tanh_of_cubic(x, work[0], work[1])
-    np.add(work[0], 1, out=work[0])
-    np.multiply(work[0], 0.5, out=work[0])
-    np.multiply(x, work[0], out=y)
-
-
-def _gelu_tanh_gradient(x: Any, y: Any, dy: Any, dx: Any, work: list[Any], alpha: float) -> None:
-    """``f'(x) = (1 + t) * (1 + x * (1 - t) * u') / 2`` with u the argument of the hyperbolic tangent t."""
-    _tanh_of_cubic(x, work[0], work[1])
-    np.multiply(x, x, out=work[1])
-    np.multiply(work[1], 3 * _CUBIC, out=work[1])
-    np.add(work[1], 1, out=work[1])
-    np.multiply(work[1], _LINEAR, out=work[1])
-    np.multiply(work[1], x, out=work[1])
-    np.subtract(1, work[0], out=work[2])
-    np.multiply(work[1], work[2], out=work[1])
-    np.add(work[1], 1, out=work[1])
-    np.add(work[0], 1, out=work[0])
-    np.multiply(work[0], work[1], out=work[0])
-    np.multiply(work[0], 0.5, out=work[0])
-    np.multiply(dy, work[0], out=dx)
-
-
-# Name: forward, gradient, and the number of buffers of the array's shape that they overwrite.
-_KINDS: dict[str, tuple[Step, Callable[..., None], int]] = {
-    "relu": (_relu, _relu_gradient, 1),
-    "leaky_relu": (_leaky, _leaky_gradient, 3),
-    "sigmoid": (_sigmoid, _sigmoid_gradient, 1),
-    "tanh": (_tanh, _tanh_gradient, 1),
-    "gelu": (_gelu, _gelu_gradient, 5),
-    "silu": (_silu, _silu_gradient, 2),
-    "elu": (_elu, _elu_gradient, 2),
-    "hard_sigmoid": (_hard_sigmoid, _hard_sigmoid_gradient, 2),
-    "hard_swish": (_hard_swish, _hard_swish_gradient, 3),
-    "softplus": (_softplus, _softplus_gradient, 2),
-    "mish": (_mish, _mish_gradient, 3),
-    "gelu_tanh": (_gelu_tanh, _gelu_tanh_gradient, 3),
-}
-
-
 class NumpyPointwise(NumpyWindows):
     """By NumPy; arrays of activations and sums may have any strides."""
 
     def _activation(self, kind: str, x: Any, y: Any, dy: Any, dx: Any, alpha: float) -> tuple[Kernel, Kernel | None]:
         """Elementwise function and its gradient."""
-        forward, gradient, buffers = _KINDS[kind]
-        run = self._elementwise(forward, (x, y), buffers, alpha, f"numpy:{kind}")
-        return run, None if dx is None else self._elementwise(gradient, (x, y, dy, dx), buffers, alpha, run.impl)
+        forward, gradient, buffers, wide = KINDS[kind]
+        run = self._elementwise(forward, (x, y), buffers, wide, alpha, f"numpy:{kind}")
+        arrays = (x, y, dy, dx)
+        return run, None if dx is None else self._elementwise(gradient, arrays, buffers, wide, alpha, run.impl)
 
     def _elementwise(
-        self, function: Callable[..., None], arrays: Sequence[Any], buffers: int, alpha: float, impl: str
+        self, function: Callable[..., None], arrays: Sequence[Any], buffers: int, wide: Any, alpha: float, impl: str
     ) -> Kernel:
         """Return a function of arrays and buffers: of packed arrays in pieces that stay in the cache, else of all at
         once.
         """
-        pieces, dtype, scratch = [tuple(arrays)], arrays[0].dtype, self.scratch
+        pieces, dtype, scratch = [tuple(arrays)], wide or arrays[0].dtype, self.scratch
         if all(a.flags.c_contiguous for a in arrays):
             flat = [a.reshape(-1) for a in arrays]
             starts = range(0, flat[0].size, _PIECE)
@@ -283,8 +56,10 @@ class NumpyPointwise(NumpyWindows):
             ]
 
             def run() -> None:
-                for step in steps:
-                    function(*step)
+                # An infinity times 0 is NaN, as it should be, and an exponential may be 0: no reason to warn.
+                with np.errstate(all="ignore"):
+                    for step in steps:
+                        function(*step)
 
             return run
 
@@ -386,62 +161,3 @@ def global_counters(
             total = (total[:, None] + index * np.uint64(step)).reshape(-1)
         parts.append(total)
     return parts[0], parts[1]
-
-
-# Coefficients of W. J. Cody, "Rational Chebyshev approximations for the error function", Math. Comp. 23
-# (1969), highest power first: erf(x) = x P(x^2) / Q(x^2) for small |x|, erfc(x) = exp(-x^2) P(x) / Q(x) beyond.
-_SMALL_P = (1.85777706184603153e-1, 3.16112374387056560e0, 1.13864154151050156e2, 3.77485237685302021e2,
-            3.20937758913846947e3)  # fmt: skip
-_SMALL_Q = (1.0, 2.36012909523441209e1, 2.44024637934444173e2, 1.28261652607737228e3, 2.84423683343917062e3)
-_LARGE_P = (2.15311535474403846e-8, 5.64188496988670089e-1, 8.88314979438837594e0, 6.61191906371416295e1,
-            2.98635138197400131e2, 8.81952221241769090e2, 1.71204761263407058e3, 2.05107837782607147e3,
-            1.23033935479799725e3)  # fmt: skip
-_LARGE_Q = (1.0, 1.57449261107098347e1, 1.17693950891312499e2, 5.37181101862009858e2, 1.62138957456669019e3,
-            3.29079923573345963e3, 4.36261909014324716e3, 3.43936767414372164e3, 1.23033935480374942e3)  # fmt: skip
-_SWITCH = 0.46875
-# Beyond this erfc is below half of float64's eps.
-_END = 5.9
-BUFFERS = 3
-
-
-def _ratio(x: Any, p: tuple[float, ...], q: tuple[float, ...], out: Any, below: Any) -> None:
-    for target, coefficients in ((out, p), (below, q)):
-        target.fill(coefficients[0])
-        for c in coefficients[1:]:
-            np.multiply(target, x, out=target)
-            np.add(target, c, out=target)
-    np.divide(out, below, out=out)
-
-
-def erf(x: Any, out: Any, work: Any) -> None:
-    """``out = erf(x)``, to an absolute error of a few eps; `x` and `out` must not overlap.
-
-    Parameters
-    ----------
-    x, out
-        Arrays of one shape.
-    work
-        :data:`BUFFERS` arrays of that shape, overwritten.
-    """
-    size, p, q = work
-    np.absolute(x, out=size)
-    np.minimum(size, _END, out=size)
-    _ratio(size, _LARGE_P, _LARGE_Q, p, q)
-    np.multiply(size, size, out=q)
-    np.negative(q, out=q)
-    np.exp(q, out=q)
-    np.multiply(p, q, out=p)
-    np.subtract(1, p, out=p)
-    np.copysign(p, x, out=out)
-    np.minimum(size, _SWITCH, out=size)
-    np.multiply(size, size, out=size)
-    _ratio(size, _SMALL_P, _SMALL_Q, p, q)
-    np.absolute(x, out=size)
-    np.minimum(size, _SWITCH, out=q)
-    np.multiply(p, q, out=p)
-    np.copysign(p, x, out=p)
-    # Blended by a mask of the arrays' own dtype: a boolean one would have to be allocated.
-    np.less_equal(size, _SWITCH, out=q)
-    np.subtract(p, out, out=p)
-    np.multiply(p, q, out=p)
-    np.add(out, p, out=out)

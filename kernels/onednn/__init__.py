@@ -10,7 +10,7 @@ import numpy as np
 
 from .. import checks
 from ..geometry import Geometry
-from ..kernel import BatchNormArrays, BatchNormKernels, Kernel, KernelError, Substitute
+from ..kernel import BatchNormArrays, BatchNormKernels, Kernel, KernelError, Substitute, chain
 from ..numpy import BlasLimit, NumpyBackend
 from ..pointwise import FusedActivation
 from . import conv, matmul, pointwise
@@ -31,7 +31,7 @@ DELEGATED = {
     "max_pool": "windows that are dilated, or padding as wide as the window",
     "average_pool": "windows that are dilated, or padding as wide as the window",
     "batch_norm": "one element per channel, or channels and rows that do not join to multiples of 16",
-    "activation": "strided arrays",
+    "activation": "strided arrays; elu, gelu_tanh, hard_sigmoid, hard_swish, mish, and softplus forward",
     "add": "strided arrays, a single term, more than 33, or the output twice among the terms",
 }
 
@@ -108,7 +108,20 @@ class OnednnBackend(NumpyBackend):
     ) -> Kernel:
         if not pointwise.has(activation):
             return self.activated(self._conv_forward(x, w, b, y, geometry, None), y, activation)
-        args = (self._engine, x, w, b, y, geometry, pointwise.operations(activation))
+        if pointwise.is_relu(activation):
+            return pointwise.rectified(
+                self._engine,
+                y,
+                lambda fused: self._conv_fused(x, w, b, y, geometry, activation, fused),
+                lambda: self.activated(self._conv_forward(x, w, b, y, geometry, None), y, activation),
+            )
+        return self._conv_fused(x, w, b, y, geometry, activation, pointwise.operations(activation))
+
+    def _conv_fused(
+        self, x: Any, w: Any, b: Any, y: Any, geometry: Geometry, activation: FusedActivation | None, fused: list[Any]
+    ) -> Kernel:
+        """With the activation as these operations, in the primitive."""
+        args = (self._engine, x, w, b, y, geometry, fused)
         key = ("forward", x.shape, w.shape, b is None, activation, x.dtype.name, w.dtype.name, geometry)
         candidates = {
             "packed": lambda: conv.forward(*args),
@@ -210,8 +223,33 @@ class OnednnBackend(NumpyBackend):
     def _add(self, xs: list[Any], y: Any, activation: FusedActivation | None) -> Kernel:
         if not pointwise.has(activation):
             return self.activated(self._add(xs, y, None), y, activation)
-        args = (xs, y, activation)
-        return self._or_numpy(lambda: pointwise.add(self._engine, *args), partial(super()._add, *args))
+        plain = partial(super()._add, xs, y, activation)
+        if pointwise.is_relu(activation) and not any(checks.same_elements(x, y) for x in xs):
+            return self._or_numpy(lambda: self._rectified_sum(None, xs, y, activation), plain)
+        return self._or_numpy(lambda: pointwise.add(self._engine, xs, y, pointwise.operations(activation)), plain)
+
+    def added(self, made: Kernel, y: Any, residual: Any, activation: FusedActivation | None) -> Kernel:
+        if not pointwise.is_relu(activation):
+            return super().added(made, y, residual, activation)
+        return self._or_numpy(
+            lambda: self._rectified_sum(made, [y, residual], y, activation),
+            partial(super().added, made, y, residual, activation),
+        )
+
+    def _rectified_sum(
+        self, made: Kernel | None, xs: list[Any], y: Any, activation: FusedActivation | None
+    ) -> Kernel:
+        """Return the sum, rectified, behind the kernel that writes `y` if that is one of `xs`."""
+
+        def behind(kernel: Kernel) -> Kernel:
+            return kernel if made is None else chain(made, kernel)
+
+        return pointwise.rectified(
+            self._engine,
+            y,
+            lambda fused: behind(pointwise.add(self._engine, xs, y, fused)),
+            lambda: self.activated(behind(self._add(xs, y, None)), y, activation),
+        )
 
     def _dense_forward(self, x: Any, w: Any, b: Any, y: Any) -> Kernel:
         args = (x, w, b, y)

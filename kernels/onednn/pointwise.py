@@ -2,15 +2,24 @@
 
 NaN stays NaN where oneDNN drops it: its maxima compare, and a comparison with NaN is false.
 
-ReLU, which oneDNN computes as ``max(x, 0)``, is therefore asked for as ``x * min(max(LARGEST * x, 0), 1)``, a product,
-which keeps NaN and takes as long (`abi.KEEPING_RELU`). It differs from ``max(x, 0)`` in that -inf gives NaN, negative
-numbers give -0, and positive ones below 3e-39 become smaller. Pooling and batch norm have no such way: there the input
-is looked at, and where it holds more than numbers NumPy computes.
+ReLU is ``max(x, 0)`` to oneDNN, which makes 0 of NaN. Ours gives NaN for NaN, and the same as ``max(x, 0)`` for all
+numbers and infinities, in one of three ways:
+
+alone           ``max(max(x, 0), x)``, whose second maximum takes its second operand where one is NaN; x is in the cache
+in others       ``x * min(max(LARGEST * x, 0), 1)`` (`abi.KEEPING_RELU`), as fast as ``max(x, 0)``. It makes NaN of
+                -inf, too; the processor flags that as an operation without a result, and then the kernel runs again
+                without ReLU, which is computed apart
+where neither   ELU with the factor 0, which blends x with ``0 * (exp(x) - 1)``: with several threads, of which the flag
+                cannot be read, and in sums that overwrite a term
+
+Pooling and batch norm have no such way: there the input is looked at, and where it holds more than numbers NumPy
+computes. Other activations are oneDNN's where these are exact to a few roundings, near saturation too; else NumPy's.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -20,11 +29,12 @@ import numpy as np
 
 from ..checks import same_elements
 from ..geometry import Geometry, read_part
-from ..kernel import Kernel, deferred, either
+from ..kernel import Kernel, chain, deferred, either, fallback
 from ..pointwise import FusedActivation
 from . import abi as c
 from .abi import dims
 from .conv import geometry_dims, image, image_desc, zero_rest
+from .gelu import gelu
 from .program import OnednnEngine, OnednnMemory, PrimitiveList, ReferenceOnly, packed_strides
 
 __all__ = ["MAX", "Finite", "activation", "add", "average", "max_pool", "pool"]
@@ -148,35 +158,79 @@ def pool(
     return p.kernel(), q.kernel()
 
 
-# Name: algorithm, and the one whose gradient is formed from the output. Those of other kinds would drop NaN.
-_KINDS = {
-    "relu": (c.RELU, c.RELU_BY_OUTPUT),
-    "leaky_relu": (c.RELU, c.RELU_BY_OUTPUT),
-    "sigmoid": (c.LOGISTIC, c.LOGISTIC_BY_OUTPUT),
-    "tanh": (c.TANH, c.TANH_BY_OUTPUT),
-    "gelu": (c.GELU_ERF, None),
-    "silu": (c.SWISH, None),
-    "softplus": (c.SOFT_RELU, None),
-    "mish": (c.MISH, None),
-    "gelu_tanh": (c.GELU_TANH, None),
-}
+# Algorithm of the forward kernels, by kind; others drop NaN, or lose digits where they saturate.
+_FORWARD = {"leaky_relu": c.RELU, "sigmoid": c.LOGISTIC, "tanh": c.TANH, "silu": c.SWISH}
+# Algorithm of the gradients from the input.
+_BY_INPUT = {"leaky_relu": c.RELU, "silu": c.SWISH, "softplus": c.SOFT_RELU}
+# Kinds whose derivative is ``factor * sigmoid'(rate * x)``: rate and factor.
+_BELLS = {"sigmoid": (1.0, 1.0), "tanh": (2.0, 4.0)}
+_SLOPES = {"silu": 1.0, "softplus": 1.0}
+
+
+class Invalid:
+    """The sticky flag of the calling thread's processor for operations without a result: a comparison with NaN, an
+    infinity times 0.
+    """
+
+    _FLAG = 1  # FE_INVALID of x86 and of 64-bit ARM
+
+    def __init__(self) -> None:
+        library = ctypes.PyDLL(None)
+        self._clear, self._test = library.feclearexcept, library.fetestexcept
+
+    def clear(self) -> None:
+        """Take the flag down."""
+        self._clear(self._FLAG)
+
+    def raised(self) -> bool:
+        """Return whether there was one since."""
+        return bool(self._test(self._FLAG))
+
+
+def is_relu(activation: FusedActivation | None) -> bool:
+    """Return whether this activation is ReLU."""
+    return activation is not None and activation.kind == "relu"
 
 
 def has(activation: FusedActivation | None) -> bool:
-    """Return whether the primitives compute this activation themselves."""
-    return activation is None or activation.kind in _KINDS
+    """Return whether a primitive of something else can compute this activation, too."""
+    return activation is None or activation.kind == "relu" or activation.kind in _FORWARD
 
 
-def operations(activation: FusedActivation | None) -> list[tuple[Any, ...]]:
+def operations(activation: FusedActivation | None, relu: tuple[int, float, float] = c.EXACT_RELU) -> list[Any]:
     """Return the activation as what :meth:`PrimitiveList.attributes` takes; NaN stays NaN."""
     if activation is None:
         return []
-    algorithm, slope = _KINDS[activation.kind][0], _slope(activation)
-    return [("eltwise", *(c.KEEPING_RELU if algorithm == c.RELU and slope == 0 else (algorithm, slope, 0.0)))]
+    if activation.kind == "relu":
+        return [("eltwise", *relu)]
+    if activation.kind == "leaky_relu" and activation.alpha == 0:
+        # oneDNN takes it for ReLU. Of -inf this one is NaN, as is 0 * -inf.
+        return [("eltwise", *c.KEEPING_RELU)]
+    return [("eltwise", _FORWARD[activation.kind], _slope(activation), 0.0)]
 
 
 def _slope(activation: FusedActivation) -> float:
-    return {"leaky_relu": activation.alpha, "silu": 1.0, "softplus": 1.0}.get(activation.kind, 0.0)
+    return activation.alpha if activation.kind == "leaky_relu" else _SLOPES.get(activation.kind, 0.0)
+
+
+def rectified(engine: OnednnEngine, y: Any, build: Callable[[Any], Kernel], apart: Callable[[], Kernel]) -> Kernel:
+    """Return a kernel with ReLU in it: `build` makes it of the operations that are fused, `apart` one that computes `y`
+    anew from the same inputs and rectifies it after.
+    """
+    relu = FusedActivation("relu")
+    if engine.threads > 1:
+        return build(operations(relu))
+    fast, invalid = build(operations(relu, c.KEEPING_RELU)), Invalid()
+    flat = y.reshape(-1)
+
+    def failed() -> bool:
+        if not invalid.raised():
+            return False
+        # Elements that no output depends on may have raised it: the output decides.
+        with np.errstate(over="ignore", invalid="ignore"):
+            return flat.dtype != np.float32 or not math.isfinite(np.dot(flat, flat))
+
+    return chain(Kernel(invalid.clear, fast.impl), fallback(fast, failed, deferred(apart)))
 
 
 def _flat(p: PrimitiveList, array: Any) -> OnednnMemory:
@@ -200,50 +254,83 @@ def _packed(*arrays: Any) -> bool:
 def activation(
     engine: OnednnEngine, kind: str, x: Any, y: Any, dy: Any, dx: Any, alpha: float, plain: Callable[[], Pair]
 ) -> Pair:
-    """Elementwise function and its gradient; of strided `x` or `y` the forward kernel is that of `plain`.
+    """Elementwise function and its gradient; the one that oneDNN lacks, and the forward kernel of strided `x` or `y`,
+    is that of `plain`.
 
     Raises
     ------
     ReferenceOnly
-        For strided arrays that are written, and for kinds whose minima and maxima would drop NaN.
+        For strided arrays that are written.
     """
     if not _packed(dy, dx) or (dx is None and not _packed(x, y)):
         raise ReferenceOnly("oneDNN's activations are slow on strided arrays; use packed ones")
     f = FusedActivation(kind, alpha)
+    forward = _forward(engine, f, x, y) if _packed(x, y) else None
+    backward = None if dx is None else _backward(engine, f, x, y, dy, dx)
+    if forward is not None and (dx is None or backward is not None):
+        return forward, backward
+    made = plain()
+    return forward or made[0], backward or made[1]
+
+
+def _forward(engine: OnednnEngine, f: FusedActivation, x: Any, y: Any) -> Kernel | None:
+    """Return the forward kernel, or None: oneDNN has none that keeps its digits."""
+    if f.kind == "gelu":
+        return gelu(engine, x, y)
     if not has(f):
-        raise ReferenceOnly(f"oneDNN's {kind} drops NaN")
-    (algorithm, by_output), slope = _KINDS[kind], _slope(f)
-    # From the output where that is possible: the layer may reuse the memory of its input.
-    from_output = not f.by_input
-    forward = _forward(engine, f, x, y) if _packed(x, y) else plain()[0]
-    if dx is None:
-        return forward, None
-    q = PrimitiveList(engine)
-    data, gradient, result = _read(q, y if from_output else x), _flat(q, dy), _flat(q, dx)
-    backward = by_output if from_output else algorithm
-    hint = q.hint("eltwise_forward", c.FORWARD_TRAINING, backward, data.desc, data.desc, slope, 0.0)
-    descs = (result.desc, gradient.desc, data.desc)
-    pd = q.descriptor("eltwise_backward", backward, *descs, slope, 0.0, hint)
-    index = c.DST if from_output else c.SRC
-    q.step(pd, {index: data, c.DIFF_DST: gradient, c.DIFF_SRC: result})
-    return forward, q.kernel()
-
-
-def _forward(engine: OnednnEngine, activation: FusedActivation, x: Any, y: Any) -> Kernel:
+        return None
     p = PrimitiveList(engine)
     source, target = _flat(p, x), _flat(p, y)
-    ((_, algorithm, *parameters),) = operations(activation)
+    if f.kind == "relu":
+        p.binary(c.BINARY_MAXIMUM, source, p.number(0), target, ("binary", c.BINARY_MAXIMUM, source))
+        return p.kernel()
+    ((_, algorithm, *parameters),) = operations(f)
     pd = p.descriptor("eltwise_forward", c.FORWARD_TRAINING, algorithm, source.desc, target.desc, *parameters)
     p.step(pd, {c.SRC: source, c.DST: target})
     return p.kernel()
+
+
+def _backward(engine: OnednnEngine, f: FusedActivation, x: Any, y: Any, dy: Any, dx: Any) -> Kernel | None:
+    """Return the kernel of the gradient, or None: oneDNN has none that keeps its digits."""
+    if f.kind == "gelu":
+        return gelu(engine, x, dx, dy) if _packed(x) else None
+    if f.by_input and f.kind not in (*_BY_INPUT, *_BELLS):
+        return None
+    q = PrimitiveList(engine)
+    data, gradient, result = _read(q, x if f.by_input else y), _flat(q, dy), _flat(q, dx)
+    if f.kind in _BELLS:
+        return _bell(q, *_BELLS[f.kind], data, gradient, result)
+    # From the output where that is possible: the layer may reuse the memory of its input.
+    algorithm, slope = _BY_INPUT[f.kind] if f.by_input else c.RELU_BY_OUTPUT, _slope(f)
+    hint = q.hint("eltwise_forward", c.FORWARD_TRAINING, algorithm, data.desc, data.desc, slope, 0.0)
+    descs = (result.desc, gradient.desc, data.desc)
+    pd = q.descriptor("eltwise_backward", algorithm, *descs, slope, 0.0, hint)
+    q.step(pd, {c.SRC if f.by_input else c.DST: data, c.DIFF_DST: gradient, c.DIFF_SRC: result})
+    return q.kernel()
+
+
+def _bell(
+    q: PrimitiveList, rate: float, factor: float, x: OnednnMemory, dy: OnednnMemory, dx: OnednnMemory
+) -> Kernel:
+    """``dx = factor * s * (1 - s) * dy`` with ``s = sigmoid(-|rate * x|)``, which loses no digits."""
+    operations = (
+        ("eltwise", c.ABS, 0.0, 0.0),
+        ("eltwise", c.LINEAR, -1.0, 0.0),
+        ("eltwise", c.LOGISTIC, 0.0, 0.0),
+        ("eltwise", c.HARDSWISH, -1.0, 1.0),  # s * min(max(1 - s, 0), 1)
+        ("eltwise", c.LINEAR, factor, 0.0),
+        ("binary", c.BINARY_MULTIPLY, dy),
+    )
+    q.binary(c.BINARY_MULTIPLY, x, q.number(rate), dx, *operations)
+    return q.kernel()
 
 
 #: Two terms, and one in each of the 32 operations that oneDNN takes behind a primitive, less one for an activation.
 _MOST_TERMS = 33
 
 
-def add(engine: OnednnEngine, xs: Sequence[Any], y: Any, activation: FusedActivation | None) -> Kernel:
-    """Sum of two or more arrays; `y` may be one of them.
+def add(engine: OnednnEngine, xs: Sequence[Any], y: Any, fused: Sequence[Any]) -> Kernel:
+    """Sum of two or more arrays, and the operations of an activation; `y` may be one of the arrays.
 
     Raises
     ------
@@ -256,12 +343,6 @@ def add(engine: OnednnEngine, xs: Sequence[Any], y: Any, activation: FusedActiva
     # In place works on the first operand only.
     first, second, *rest = same + [x for x in xs if not any(x is s for s in same)]
     p = PrimitiveList(engine)
-    left, right, out = _flat(p, first), _flat(p, second), _flat(p, y)
-    more = [_flat(p, x) for x in rest]
-    attributes = p.attributes(*(("binary", c.BINARY_ADD, m.desc) for m in more), *operations(activation))
-    pd = p.descriptor("binary", c.BINARY_ADD, left.desc, right.desc, out.desc, attributes=attributes)
-    arguments = {c.SRC: left, c.SRC_1: right, c.DST: out}
-    for i, m in enumerate(more):
-        arguments[c.POST_OPERATION * (i + 1) | c.SRC_1] = m
-    p.step(pd, arguments)
+    more = [("binary", c.BINARY_ADD, _flat(p, x)) for x in rest]
+    p.binary(c.BINARY_ADD, _flat(p, first), _flat(p, second), _flat(p, y), *more, *fused)
     return p.kernel()

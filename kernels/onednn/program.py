@@ -201,6 +201,25 @@ class PrimitiveList:
         if name:
             self.impls.append(self.abi.implementation(descriptor))
 
+    def binary(
+        self, algorithm: int, left: OnednnMemory, right: OnednnMemory, out: OnednnMemory, *operations: tuple[Any, ...]
+    ) -> None:
+        """Add a function of two arrays and, fused behind it, operations as of :meth:`attributes`, but with the memory
+        in place of its descriptor.
+        """
+        arguments, described = {c.SRC: left, c.SRC_1: right, c.DST: out}, list[tuple[Any, ...]]()
+        for i, (kind, *values) in enumerate(operations, 1):
+            if kind == "binary":
+                arguments[c.POST_OPERATION * i | c.SRC_1] = values[-1]
+                values[-1] = values[-1].desc
+            described.append((kind, *values))
+        descs = (left.desc, right.desc, out.desc)
+        self.step(self.descriptor("binary", algorithm, *descs, attributes=self.attributes(*described)), arguments)
+
+    def number(self, value: float) -> OnednnMemory:
+        """Return the memory of one number, float32, that is broadcast."""
+        return self.array(np.full((1,), value, np.float32), self.desc((1,), np.float32, (1,)))
+
     def reorder(self, source: OnednnMemory, target: OnednnMemory) -> None:
         """Add a copy from one format to another (and from one dtype to another)."""
         engine = self.engine.handle

@@ -43,7 +43,7 @@ def layers_of(made, shape=SHAPE):
 @pytest.mark.parametrize("name", _KINDS)
 def test_what_kernels_have_is_no_layer(kind, name):
     shape = (5,) if kind == "Dense" else SHAPE
-    by_output = name in ("relu", "leaky_relu", "sigmoid", "tanh", "elu", "hard_sigmoid")
+    by_output = name in ("relu", "leaky_relu")
     fused = name != "softmax" and kind in (BY_OUTPUT if by_output else NORMS)
     for given in (name, _KINDS[name]()):
         made = LAYERS[kind](given)
@@ -55,7 +55,8 @@ def test_what_kernels_have_is_no_layer(kind, name):
 
 def test_parameters_of_an_activation():
     assert fused_in(hg.Conv(4, 3, activation="leaky_relu")) == FusedActivation("leaky_relu", 0.01)
-    assert fused_in(hg.Add(hg.ELU(0.3))) == FusedActivation("elu", 0.3)
+    assert fused_in(hg.Add(hg.LeakyReLU(0.3))) == FusedActivation("leaky_relu", 0.3)
+    assert fused_in(hg.Add(hg.ELU(0.3))) is None and fused_in(hg.BatchNorm(activation=hg.ELU(0.3))).alpha == 0.3
     assert fused_in(hg.BatchNorm(activation=hg.GELU("tanh"))) == FusedActivation("gelu_tanh")
     assert fused_in(hg.BatchNorm(activation=hg.LeakyReLU(-1))) == FusedActivation("leaky_relu", -1)
     assert fused_in(hg.Conv(4, 3, activation=hg.LeakyReLU(-1))) is None

@@ -77,14 +77,18 @@ def arrays_per_block(*makers, parts=None):
 @pytest.mark.parametrize(
     "norm", [hg.BatchNorm, lambda: hg.GroupNorm(4), lambda: hg.LayerNorm()], ids=["batch", "group", "layer"]
 )
-@pytest.mark.parametrize("activation", [hg.ReLU, hg.LeakyReLU, hg.ELU, hg.Sigmoid, hg.Tanh, hg.HardSigmoid, hg.Clamp])
+@pytest.mark.parametrize("activation", [hg.ReLU, hg.LeakyReLU, hg.Clamp])
 def test_the_input_of_an_activation_is_not_kept(activation, norm):
     """Backward needs the input of the norm and the output of the activation, the input of the next block."""
     assert arrays_per_block(norm, activation) == pytest.approx(2, abs=0.1)
 
 
 @pytest.mark.parametrize(
-    "activation", [hg.GELU, hg.SiLU, hg.HardSwish, hg.Softplus, hg.Mish, lambda: hg.LeakyReLU(-0.1)]
+    "activation",
+    [
+        *(hg.ELU, hg.Sigmoid, hg.Tanh, hg.HardSigmoid, hg.GELU, hg.SiLU, hg.HardSwish, hg.Softplus, hg.Mish),
+        lambda: hg.LeakyReLU(-0.1),
+    ],
 )
 def test_it_is_kept_where_the_gradient_is_formed_from_it(activation):
     assert arrays_per_block(hg.BatchNorm, activation) == pytest.approx(3, abs=0.1)

@@ -1,5 +1,9 @@
 // Activations and their derivatives. A program compiled with ACTIVATION, the number of a kind, has that one in kernels
 // that compute something else: at compile time, so that they take no more registers than they need.
+//
+// No function is formed as a difference of nearly equal numbers, but of exp(-|x|) where there is an exponential: near
+// saturation the result has the relative error of a few roundings. Derivatives are formed of the input for that reason,
+// of ReLU and leaky ReLU also of the output.
 #pragma once
 #include "common.cuh"
 
@@ -7,71 +11,131 @@
 #define ACTIVATION -1
 #endif
 
-// min(max(x / 6 + 1/2, 0), 1), and NaN of NaN.
+// In the order of ACTIVATIONS of kernels/pointwise.py. Neither of the switches below has a default: a compiler that is
+// asked to (-Werror=switch) refuses a kind without a case, and a number that is no kind gives NaN.
+enum Kind {
+    RELU,
+    LEAKY_RELU,
+    SIGMOID,
+    TANH,
+    GELU,
+    SILU,
+    ELU,
+    HARD_SIGMOID,
+    HARD_SWISH,
+    SOFTPLUS,
+    MISH,
+    GELU_TANH,
+};
+static_assert(ACTIVATION <= GELU_TANH, "no such kind of activation");
+
+DEVICE A magnitude(A x) { return x < A(0) ? -x : x; }
+DEVICE A decay(A x) { return exp(-magnitude(x)); }
+
+// Of e = exp(-|x|) the sigmoid of x, and its derivative.
+DEVICE A sigmoid(A x, A e) { return (x < A(0) ? e : A(1)) / (A(1) + e); }
+DEVICE A bell(A e) { return e / (A(1) + e) / (A(1) + e); }
+
+// min(max(x + 3, 0), 6) / 6, and NaN of NaN.
 DEVICE A hard_sigmoid(A x) {
-    const A h = x * A(1.0 / 6) + A(0.5);
-    return h < A(0) ? A(0) : h > A(1) ? A(1) : h;
+    const A h = x + A(3);
+    return h < A(0) ? A(0) : h > A(6) ? A(1) : h / A(6);
 }
 
 // log(1 + exp(x)) without overflow, and NaN of NaN.
-DEVICE A softplus(A x) { return rectify(x) + log1p(exp(x > A(0) ? -x : x)); }
+DEVICE A softplus(A x) { return rectify(x) + log1p(decay(x)); }
 
-// Kinds: 0 relu, 1 leaky_relu, 2 sigmoid, 3 tanh, 4 gelu, 5 silu, 6 elu, 7 hard_sigmoid, 8 hard_swish, 9 softplus,
-// 10 mish, 11 gelu_tanh.
-DEVICE A activated(int64 kind, A x, A alpha) {
-    switch (int(kind)) {
-        case 0: return rectify(x);
-        case 1: return x > A(0) ? x : alpha * x;
-        case 2: return A(0.5) + A(0.5) * tanh(A(0.5) * x);
-        case 3: return tanh(x);
-        case 5: return x * (A(0.5) + A(0.5) * tanh(A(0.5) * x));
-        case 6: return x > A(0) ? x : alpha * expm1(x);
-        case 7: return hard_sigmoid(x);
-        case 8: return x * hard_sigmoid(x);
-        case 9: return softplus(x);
-        case 10: return x * tanh(softplus(x));
-        case 11: return x * (A(0.5) + A(0.5) * tanh(A(0.79788456080286535588) * x * (A(1) + A(0.044715) * x * x)));
-        default: return x * (A(0.5) * erfc(-x * A(0.70710678118654752440)));
-    }
+// exp(-x^2 / 2). The square in two parts: the error of a large exponent would be multiplied by it.
+DEVICE A gaussian(A x) {
+    const A size = magnitude(x), a = size > A(64) ? A(64) : size, square = a * a;
+    return exp(A(-0.5) * square) * (A(1) - A(0.5) * fma(a, a, -square));
 }
 
-// x and y are both what it is formed from: the input for kinds 4, 5 and from 8 on (and a leaky ReLU that turns the
-// sign), else the output.
-DEVICE A slope(int64 kind, A x, A y, A alpha) {
-    switch (int(kind)) {
-        case 0: return y > A(0) ? A(1) : A(0);
-        case 1: return x > A(0) ? A(1) : alpha;
-        case 2: return y * (A(1) - y);
-        case 3: return A(1) - y * y;
-        case 5: {
-            const A s = A(0.5) + A(0.5) * tanh(A(0.5) * x);
-            return s * (A(1) + x * (A(1) - s));
+// The normal distribution, of its density's exponential: 1 - tail, or the tail.
+DEVICE A normal(A x, A gauss) {
+    const A tail = A(0.5) * gauss * erfcx(magnitude(x) * A(0.70710678118654752440));
+    return x < A(0) ? tail : A(1) - tail;
+}
+
+#define GELU_LINEAR 1.5957691216057308
+#define GELU_CUBIC 0.07135481627260025
+// exp(-|w|) with w = GELU_LINEAR x + GELU_CUBIC x^3, the exponent in two parts; the constants, too, have a second one.
+DEVICE A cubic_decay(A x) {
+    const A size = magnitude(x), a = size > A(64) ? A(64) : size;
+    const A linear = A(GELU_LINEAR), cubic = A(GELU_CUBIC);
+    const A linear_rest = A(GELU_LINEAR - double(linear)) + A(-9.96930880911092e-17);
+    const A cubic_rest = A(GELU_CUBIC - double(cubic)) + A(-6.175149918155315e-19);
+    const A square = a * a, square_rest = fma(a, a, -square);
+    const A product = cubic * square;
+    const A product_rest = fma(cubic, square, -product) + cubic * square_rest + cubic_rest * square;
+    const A sum = linear + product, part = sum - linear;
+    const A sum_rest = (linear - (sum - part)) + (product - part) + linear_rest + product_rest;
+    const A w = a * sum;
+    return exp(-w) * (A(1) - (fma(a, sum, -w) + a * sum_rest));
+}
+
+// Mish is x n / d with n = a (a + 2 b), d = n + 2 b^2, a = exp(min(x, 0)) and b = exp(min(-x, 0)).
+struct Mish {
+    A a, b, n, d;
+};
+DEVICE Mish mish_terms(A x) {
+    const A e = decay(x), a = x < A(0) ? e : A(1), b = x < A(0) ? A(1) : e, n = a * (a + A(2) * b);
+    return {a, b, n, n + A(2) * b * b};
+}
+
+DEVICE A activated(Kind kind, A x, A alpha) {
+    switch (kind) {
+        case RELU: return rectify(x);
+        case LEAKY_RELU: return x > A(0) ? x : alpha * x;
+        case SIGMOID: return sigmoid(x, decay(x));
+        case TANH: return tanh(x);
+        case GELU: return x * normal(x, gaussian(x));
+        case SILU: return x * sigmoid(x, decay(x));
+        case ELU: return x > A(0) ? x : alpha * expm1(x);
+        case HARD_SIGMOID: return hard_sigmoid(x);
+        case HARD_SWISH: return x * hard_sigmoid(x);
+        case SOFTPLUS: return softplus(x);
+        case MISH: {
+            const Mish m = mish_terms(x);
+            return x * (m.n / m.d);
         }
-        case 6: return y > A(0) ? A(1) : y + alpha;
-        case 7: return y > A(0) && y < A(1) ? A(1.0 / 6) : A(0);
-        case 8: {
-            const A h = hard_sigmoid(x);
-            return h > A(0) && h < A(1) ? h + x * A(1.0 / 6) : h;
+        case GELU_TANH: return x * sigmoid(x, cubic_decay(x));
+    }
+    return A(INFINITY) - A(INFINITY);
+}
+
+// `from` is the input, of ReLU and of leaky ReLU that keeps the sign also the output.
+DEVICE A slope(Kind kind, A from, A alpha) {
+    const A x = from;
+    switch (kind) {
+        case RELU: return x > A(0) ? A(1) : A(0);
+        case LEAKY_RELU: return x > A(0) ? A(1) : alpha;
+        case SIGMOID: return bell(decay(x));
+        case TANH: return A(4) * bell(decay(A(2) * x));
+        case GELU: {
+            const A gauss = gaussian(x);
+            return normal(x, gauss) + x * (A(0.39894228040143267794) * gauss);
         }
-        case 9: return A(0.5) + A(0.5) * tanh(A(0.5) * x);
-        case 10: {
-            const A t = tanh(softplus(x)), s = A(0.5) + A(0.5) * tanh(A(0.5) * x);
-            return t + x * s * (A(1) - t * t);
+        case SILU: {
+            const A e = decay(x);
+            return sigmoid(x, e) + x * bell(e);
         }
-        case 11: {
-            const A square = A(0.044715) * x * x, t = tanh(A(0.79788456080286535588) * x * (A(1) + square));
-            const A inner = A(0.79788456080286535588) * (A(1) + A(3) * square);
-            return A(0.5) * (A(1) + t) * (A(1) + x * (A(1) - t) * inner);
+        case ELU: return x > A(0) ? A(1) : alpha * exp(x);
+        case HARD_SIGMOID: return magnitude(x) < A(3) ? A(1.0 / 6) : A(0);
+        case HARD_SWISH: return magnitude(x) < A(3) ? (x + x + A(3)) / A(6) : x < A(0) ? A(0) : A(1);
+        case SOFTPLUS: return sigmoid(x, decay(x));
+        case MISH: {
+            const Mish m = mish_terms(x);
+            return (m.n + A(4) * x * m.a * m.b * m.b * (m.a + m.b) / m.d) / m.d;
         }
-        default: {
-            const A density = A(0.39894228040143267794) * exp(A(-0.5) * x * x);
-            return A(0.5) * erfc(-x * A(0.70710678118654752440)) + x * density;
+        case GELU_TANH: {
+            const A e = cubic_decay(x), rate = A(GELU_LINEAR) + A(3 * GELU_CUBIC) * x * x;
+            return sigmoid(x, e) + x * rate * bell(e);
         }
     }
+    return A(INFINITY) - A(INFINITY);
 }
 
 // The activation of this program, and its derivative, at what it is given.
-DEVICE A fused(A x, A alpha) { return ACTIVATION < 0 ? x : activated(ACTIVATION, x, alpha); }
-DEVICE A fused_slope(A x, A alpha) {
-    return ACTIVATION < 0 ? A(1) : slope(ACTIVATION, x, activated(ACTIVATION, x, alpha), alpha);
-}
+DEVICE A fused(A x, A alpha) { return ACTIVATION < 0 ? x : activated(Kind(ACTIVATION), x, alpha); }
+DEVICE A fused_slope(A x, A alpha) { return ACTIVATION < 0 ? A(1) : slope(Kind(ACTIVATION), x, alpha); }

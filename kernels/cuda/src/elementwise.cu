@@ -73,7 +73,7 @@ template <int V> DEVICE void activation_forward(const PointwiseParams& p) {
         A x[V];
         load<V>(p.x + find<V>(item, p.axes, p.shape, p.x_strides), x);
 #pragma unroll
-        for (int k = 0; k < V; ++k) x[k] = activated(p.kind, x[k], A(p.alpha));
+        for (int k = 0; k < V; ++k) x[k] = activated(Kind(p.kind), x[k], A(p.alpha));
         store<V>(x, p.y + find<V>(item, p.axes, p.shape, p.y_strides));
     }
 }
@@ -86,7 +86,7 @@ template <int V> DEVICE void activation_backward(const PointwiseParams& p) {
         else load<V>(p.y + find<V>(item, p.axes, p.shape, p.y_strides), from);
         load<V>(p.dy + find<V>(item, p.axes, p.shape, p.dy_strides), dy);
 #pragma unroll
-        for (int k = 0; k < V; ++k) dy[k] *= slope(p.kind, from[k], from[k], A(p.alpha));
+        for (int k = 0; k < V; ++k) dy[k] *= slope(Kind(p.kind), from[k], A(p.alpha));
         store<V>(dy, p.dx + find<V>(item, p.axes, p.shape, p.dx_strides));
     }
 }

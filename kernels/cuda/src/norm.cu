@@ -112,7 +112,7 @@ template <int V> DEVICE void gradient_sums(const NormParams& p) {
                 for (int k = 0; k < V; ++k) {
                     if (ACTIVATION >= 0) {
                         const A z = normalized(x[k], mean[k], scale[k], shift[k]), alpha = A(p.alpha);
-                        dy[k] *= p.dresidual ? slope(ACTIVATION, y[k], y[k], alpha) : fused_slope(z, alpha);
+                        dy[k] *= fused_slope(p.dresidual ? y[k] : z, alpha);
                     }
                     first[k] += dy[k];
                     second[k] += dy[k] * ((x[k] - mean[k]) * inverse[k]);

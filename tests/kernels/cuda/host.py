@@ -20,7 +20,8 @@ from halograd.kernels.numpy import NumpyBackend
 
 SHIM = Path(__file__).parent / "host_shim.h"
 # The kernels look at elements as vectors of them, which CUDA allows and C++ does not.
-OPTIONS = ("-std=c++17", "-O0", "-shared", "-fPIC", "-fno-strict-aliasing", "-fno-gnu-unique", "-fvisibility=hidden")
+OPTIONS = ("-std=c++17", "-O0", "-shared", "-fPIC", "-fno-strict-aliasing", "-fno-gnu-unique", "-fvisibility=hidden",
+           "-Werror=switch")  # fmt: skip
 FAULTS = {1: "some threads of a block ended while others waited at a barrier", 2: "a barrier in a KERNEL"}
 
 

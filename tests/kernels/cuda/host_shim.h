@@ -145,6 +145,14 @@ static inline float float_of(uint32 u) {
     return f;
 }
 
+// exp(x * x) * erfc(x), as CUDA has it; x86's long double has the digits and the exponents.
+static inline double erfcx(double x) {
+    if (x > 1e2) return 0.56418958354775628695 / x;
+    return double(expl((long double)x * x) * erfcl((long double)x));
+}
+
+static inline float erfcx(float x) { return float(erfcx(double(x))); }
+
 // IEEE 754 binary16, rounded to nearest even.
 DEVICE float widen(Half h) {
     const uint32 sign = uint32(h.bits & 0x8000) << 16, exponent = h.bits >> 10 & 0x1f, mantissa = h.bits & 0x3ff;

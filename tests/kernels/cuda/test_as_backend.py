@@ -66,6 +66,13 @@ from ..test_optimizers import (  # noqa: F401
     test_sgd,
 )
 from ..test_resize import test_a_block_of_the_outputs, test_resize  # noqa: F401
+from ..test_saturation import (  # noqa: F401
+    test_activation_near_saturation,
+    test_activation_of_infinities,
+    test_saturated_binary_cross_entropy,
+    test_saturated_softmax_cross_entropy,
+    test_squared_error_of_small_differences,
+)
 
 
 def test_targets_that_are_no_class_make_the_loss_nan(cuda, arrays):

@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from halograd.kernels import KernelError
+from halograd.kernels import ACTIVATIONS, KernelError
 from halograd.kernels.cuda.launch import Launch
 from halograd.kernels.cuda.sources import ADDED, FOLDER, PROGRAMS, CudaProgram, kernels_of, record_of, text_of
 
 from .conftest import DTYPES
-from .host import HostLauncher
+from .host import HostBackend, HostLauncher, compiler
 from .nvrtc import Nvrtc
 
 #: Each architecture with half of the dtypes: what differs between them is two conversions.
@@ -54,6 +54,40 @@ def test_sources(source):
         assert record.itemsize % 8 == 0 and record.itemsize <= 4096, "arguments are passed by value"
     lines = (FOLDER / f"{source}.cu").read_text().splitlines()
     assert len(lines) < 400 and max(map(len, lines)) <= 120
+
+
+def test_kinds_of_activations_are_numbered_alike():
+    text = (FOLDER / "activation.cuh").read_text()
+    names = re.search(r"^enum Kind \{\n(.*?)^\};", text, re.MULTILINE | re.DOTALL).group(1)
+    assert tuple(name.lower() for name in re.findall(r"\w+", names)) == ACTIVATIONS
+    assert not re.search(r"^\s*default:", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("where, what", [("GELU_TANH,\n", "GELU_TANH,\n    NEW,\n"), ("-1\n#endif", "12\n#endif")])
+def test_a_kind_without_a_case_does_not_compile(tmp_path, where, what):
+    """A kind that has a number and no case, and the number of no kind."""
+    if compiler() is None:
+        pytest.skip("needs g++")
+
+    class Changed(CudaProgram):
+        @property
+        def text(self):
+            assert where in super().text
+            return super().text.replace(where, what, 1)
+
+    message = "NEW" if "NEW" in what else "no such kind of activation"
+    with pytest.raises(AssertionError, match=message):
+        HostLauncher(tmp_path)._compile(Changed("elementwise"))
+
+
+def test_a_number_that_is_no_kind_gives_nan(tmp_path, monkeypatch):
+    if compiler() is None:
+        pytest.skip("needs g++")
+    monkeypatch.setattr("halograd.kernels.cuda.pointwise.ACTIVATIONS", ("none",) * len(ACTIVATIONS) + ("relu",))
+    x, y, dy, dx = (np.ones(4, np.float32) for _ in range(4))
+    for kernel in HostBackend(HostLauncher(tmp_path)).activation("relu", x, y, dy, dx):
+        kernel()
+    assert np.isnan(y).all() and np.isnan(dx).all()
 
 
 def test_what_cupy_adds_to_the_options_is_what_we_say_and_compile_with():

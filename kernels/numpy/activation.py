@@ -1,0 +1,394 @@
+"""Activations and their derivatives, in place of arrays that are given.
+
+Every function is formed without a difference of nearly equal numbers, from ``exp(-|x|)`` where there is an exponential:
+near saturation a result has the relative error of a few roundings, and nothing overflows. Derivatives read the input,
+as an output near its limit has lost its digits; those of ReLU and of leaky ReLU read the output, whose sign is enough.
+
+`x` may be `y` or `dx`, so that what reads `x` comes first. Nothing is allocated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ..pointwise import reads_input
+
+__all__ = ["FAR", "KINDS", "STRETCH", "TAIL"]
+
+# Of the approximation of GELU by tanh (Hendrycks and Gimpel 2016), which is x / (1 + exp(-w)) with
+# w = _LINEAR * x + _CUBIC * x^3. The leading parts have 41 and 20 bits, so that their products below are exact.
+_LINEAR, _CUBIC = 1.5957691216057308, 0.07135481627260025
+_LEADING_LINEAR, _LEADING_CUBIC = 1.5957691216053718, 0.07135474681854248
+_REST_LINEAR, _REST_CUBIC = 3.589464330756845e-13, 6.945405776830759e-08
+
+# exp(x^2 / 2) times the normal distribution at -|x| is t * sum c[k] u^k, with t = 4 / (4 + |x|) and u = 2 t - 1:
+# Chebyshev series in u, of relative error 1e-8 and 1e-16, written in powers.
+STRETCH = 4.0
+# fmt: off
+TAIL = {
+    np.dtype(np.float32): (
+        0.1888212826009449, 0.15197415784155602, 0.09678435049582944, 0.04663053995998785, 0.015099138376033607,
+        0.001884429289920908, -0.0008698875672323031, -0.00040551002638210704, 3.3218383382841254e-05,
+        5.3893444071613026e-05, -2.594697835741231e-07, -5.295746063806165e-06, -5.77669305982438e-08,
+    ),
+    np.dtype(np.float64): (
+        0.18882128260393788, 0.15197416049297302, 0.09678435018555362, 0.04663046448991371, 0.015099143722735808,
+        0.00188504724170631, -0.000869923091901459, -0.0004077046148486465, 3.3336078946850346e-05,
+        5.777373831004859e-05, -4.770724263206537e-07, -8.786198696883388e-06, 1.7921198615865306e-07,
+        1.4801466298892227e-06, -1.5759743076180553e-07, -2.5564010395740095e-07, 6.839223697685725e-08,
+        3.9125591154982764e-08, -2.2096119930768857e-08, -3.6576818514127938e-09, 5.708440017580174e-09,
+        -3.582479600272153e-10, -1.142671616038338e-09, 2.136630474970037e-10, 1.5812988443667057e-10,
+        -2.938697478701935e-11, -1.1238011803143568e-11,
+    ),
+}
+# fmt: on
+#: The exponential of half of its square is 0 in float64.
+FAR = 40.0
+
+Step = Callable[[Any, Any, list[Any], float], None]
+
+
+def _relu(x: Any, y: Any, work: list[Any], alpha: float) -> None:
+    np.maximum(x, 0, out=y)
+
+
+def _relu_gradient(x: Any, y: Any, dy: Any, dx: Any, work: list[Any], alpha: float) -> None:
+    np.greater(y, 0, out=work[0])
+    np.multiply(dy, work[0], out=dx)
+
+
+def _leaky(x: Any, y: Any, work: list[Any], alpha: float) -> None:
+    # One of the terms is 0. No product with a mask: an infinity times 0 would be NaN.
+    np.minimum(x, 0, out=work[0])
+    np.multiply(work[0], alpha, out=work[0])
+    np.maximum(x, 0, out=y)
+    np.add(y, work[0], out=y)
+
+
+def _leaky_gradient(x: Any, y: Any, dy: Any, dx: Any, work: list[Any], alpha: float) -> None:
+    np.greater(x if reads_input("leaky_relu", alpha) else y, 0, out=work[0])
+    _slopes(work[0], alpha, work[1])
+    np.multiply(dy, work[0], out=dx)
+
+
+def _slopes(positive: Any, below: Any, work: Any) -> None:
+    """``positive = 1`` where it is 1, else `below`: a number, or an array, which may be `work`."""
+    np.multiply(np.subtract(1, positive, out=work), below, out=work)
+    np.add(positive, work, out=positive)
+
+
+def _decay(x: Any, e: Any, rate: float = 1.0) -> None:
+    """``e = exp(-rate * |x|)``."""
+    np.absolute(x, out=e)
+    np.multiply(e, -rate, out=e)
+    np.exp(e, out=e)
+
+
+def _sigmoid(x: Any, y: Any, work: list[Any], alpha: float) -> None:
+    e, s = work[:2]
+    _decay(x, e)
+    np.greater_equal(x, 0, out=s)
+    np.maximum(e, s, out=s)
+    np.add(e, 1, out=e)
+    np.divide(s, e, out=y)
+
+
+def _bell(e: Any, work: Any) -> None:
+    """``e = e / (1 + e)^2``: of ``exp(-|x|)`` the derivative of the sigmoid; `work` becomes ``1 + e``."""
+    np.add(e, 1, out=work)
+    np.divide(e, work, out=e)
+    np.divide(e, work, out=e)
+
+
+def _sigmoid_gradient(x: Any, y: Any, dy: Any, dx: Any, work: list[Any], alpha: float) -> None:
+    _decay(x, work[0])
+    _bell(work[0], work[1])
+    np.multiply(dy, work[0], out=dx)
+
+
+def _tanh(x: Any, y: Any, work: list[Any], alpha: float) -> None:
+    np.tanh(x, out=y)
+
+
+def _tanh_gradient(x: Any, y: Any, dy: Any, dx: Any, work: list[Any], alpha: float) -> None:
+    """``f'(x) = 4 sigmoid'(2 x)``."""
+    _decay(x, work[0], 2.0)
+    _bell(work[0], work[1])
+    np.multiply(work[0], 4, out=work[0])
+    np.multiply(dy, work[0], out=dx)
+
+
+def _normal(x: Any, phi: Any, density: Any, work: list[Any]) -> None:
+    """``phi`` = the normal distribution at `x`, ``density = exp(-x^2 / 2)``; overwrites two buffers.
+
+    With h the nearest multiple of 1/16, ``exp(-x^2 / 2) = exp(-h^2 / 2) exp(-(x - h) (x + h) / 2)``, where the first
+    exponent is exact and the second small: the error of a large exponent would be multiplied by it.
+    """
+    size, other = work[:2]
+    np.absolute(x, out=size)
+    np.minimum(size, FAR, out=size)
+    np.multiply(size, 16, out=other)
+    np.rint(other, out=other)
+    np.multiply(other, 1 / 16, out=other)
+    np.multiply(other, other, out=density)
+    np.multiply(density, -0.5, out=density)
+    np.exp(density, out=density)
+    np.subtract(size, other, out=phi)
+    np.add(size, other, out=other)
+    np.multiply(phi, other, out=phi)
+    np.multiply(phi, -0.5, out=phi)
+    np.exp(phi, out=phi)
+    np.multiply(density, phi, out=density)
+    np.add(size, STRETCH, out=size)
+    np.divide(STRETCH, size, out=size)
+    np.multiply(size, 2, out=other)
+    np.subtract(other, 1, out=other)
+    *lower, highest = TAIL[x.dtype]
+    phi.fill(highest)
+    for c in reversed(lower):
+        np.multiply(phi, other, out=phi)
+        np.add(phi, c, out=phi)
+    np.multiply(phi, size, out=phi)
+    np.multiply(phi, density, out=phi)
+    # 1 - tail where x >= 0, else the tail.
+    np.greater_equal(x, 0, out=size)
+    np.subtract(size, phi, out=phi)
+    np.absolute(phi, out=phi)
+
+
+def _gelu(x: Any, y: Any, work: list[Any], alpha: float) -> None:
+    _normal(x, work[2], work[3], work)
+    np.multiply(x, work[2], out=y)
+
+
+def _gelu_gradient(x: Any, y: Any, dy: Any, dx: Any, work: list[Any], alpha: float) -> None:
+    """``f'(x) = Phi(x) + x * phi(x)``."""
+    _normal(x, work[2], work[3], work)
+    np.multiply(work[3], x, out=work[3])
+    np.multiply(work[3], 1 / math.sqrt(2 * math.pi), out=work[3])
+    np.add(work[2], work[3], out=work[2])
+    np.multiply(dy, work[2], out=dx)
+
+
+def _silu(x: Any, y: Any, work: list[Any], alpha: float) -> None:
+    _sigmoid(x, work[0], work, alpha)
+    np.multiply(x, work[0], out=y)
+
+
+def _gated(x: Any, e: Any, s: Any, work: Any, rate: Any) -> None:
+    """``s = sigmoid(w) + x * rate * sigmoid'(w)``, the derivative of ``x * sigmoid(w)``, of ``e = exp(-|w|)``, where w
+    has the sign of x and `rate` is its derivative; modifies `e`.
+    """
+    np.greater_equal(x, 0, out=s)
+    np.maximum(e, s, out=s)
+    _bell(e, work)
+    np.divide(s, work, out=s)
+    np.multiply(e, x, out=e)
+    np.multiply(e, rate, out=e)
+    np.add(s, e, out=s)
+
+
+def _silu_gradient(x: Any, y: Any, dy: Any, dx: Any, work: list[Any], alpha: float) -> None:
+    _decay(x, work[0])
+    _gated(x, work[0], work[1], work[2], 1)
+    np.multiply(dy, work[1], out=dx)
+
+
+def _elu(x: Any, y: Any, work: list[Any], alpha: float) -> None:
+    np.minimum(x, 0, out=work[0])
+    np.expm1(work[0], out=work[0])
+    np.multiply(work[0], alpha, out=work[0])
+    np.maximum(x, 0, out=work[1])
+    np.add(work[0], work[1], out=y)
+
+
+def _elu_gradient(x: Any, y: Any, dy: Any, dx: Any, work: list[Any], alpha: float) -> None:
+    """1 where x is positive, else ``alpha * exp(x)``."""
+    np.minimum(x, 0, out=work[1])
+    np.exp(work[1], out=work[1])
+    np.multiply(work[1], alpha, out=work[1])
+    np.less_equal(x, 0, out=work[0])
+    np.multiply(work[0], work[1], out=work[1])
+    np.subtract(1, work[0], out=work[0])
+    np.add(work[0], work[1], out=work[0])
+    np.multiply(dy, work[0], out=dx)
+
+
+def _hard_sigmoid(x: Any, y: Any, work: list[Any], alpha: float) -> None:
+    # x + 3 is exact where it is small; x / 6 + 1/2 is not.
+    np.add(x, 3, out=work[0])
+    np.clip(work[0], 0, 6, out=work[0])
+    np.divide(work[0], 6, out=y)
+
+
+def _hard_sigmoid_gradient(x: Any, y: Any, dy: Any, dx: Any, work: list[Any], alpha: float) -> None:
+    np.absolute(x, out=work[0])
+    np.less(work[0], 3, out=work[0])
+    np.divide(work[0], 6, out=work[0])
+    np.multiply(dy, work[0], out=dx)
+
+
+def _hard_swish(x: Any, y: Any, work: list[Any], alpha: float) -> None:
+    _hard_sigmoid(x, work[0], work, alpha)
+    np.multiply(x, work[0], out=y)
+
+
+def _hard_swish_gradient(x: Any, y: Any, dy: Any, dx: Any, work: list[Any], alpha: float) -> None:
+    """``f'(x) = (2 x + 3) / 6`` where ``-3 < x < 3``, 0 below and 1 above."""
+    np.clip(x, -3, 3, out=work[0])
+    np.add(work[0], work[0], out=work[0])
+    np.add(work[0], 3, out=work[0])
+    np.divide(work[0], 6, out=work[0])
+    np.absolute(x, out=work[1])
+    np.less(work[1], 3, out=work[1])
+    np.multiply(work[0], work[1], out=work[0])
+    np.greater_equal(x, 3, out=work[1])
+    np.add(work[0], work[1], out=work[0])
+    np.multiply(dy, work[0], out=dx)
+
+
+def _softplus(x: Any, y: Any, work: list[Any], alpha: float) -> None:
+    """``max(x, 0) + log(1 + exp(-|x|))``."""
+    _decay(x, work[0])
+    np.log1p(work[0], out=work[0])
+    np.maximum(x, 0, out=work[1])
+    np.add(work[0], work[1], out=y)
+
+
+def _softplus_gradient(x: Any, y: Any, dy: Any, dx: Any, work: list[Any], alpha: float) -> None:
+    _sigmoid(x, work[0], work, alpha)
+    np.multiply(dy, work[0], out=dx)
+
+
+def _both_decays(x: Any, a: Any, b: Any, work: Any) -> None:
+    """``a = exp(min(x, 0))`` and ``b = exp(min(-x, 0))``."""
+    _decay(x, b)
+    np.greater_equal(x, 0, out=a)
+    np.maximum(b, a, out=a)
+    np.less(x, 0, out=work)
+    np.maximum(b, work, out=b)
+
+
+def _mish(x: Any, y: Any, work: list[Any], alpha: float) -> None:
+    """``tanh(softplus(x)) = n / d`` with ``n = a (a + 2 b)``, ``d = n + 2 b^2``, a and b as of `_both_decays`."""
+    a, b, n = work[:3]
+    _both_decays(x, a, b, n)
+    np.add(b, b, out=n)
+    np.add(n, a, out=n)
+    np.multiply(n, a, out=n)
+    np.multiply(b, b, out=b)
+    np.add(b, b, out=b)
+    np.add(b, n, out=b)
+    np.divide(n, b, out=n)
+    np.multiply(x, n, out=y)
+
+
+def _mish_gradient(x: Any, y: Any, dy: Any, dx: Any, work: list[Any], alpha: float) -> None:
+    """``f'(x) = (n + 4 x a b^2 (a + b) / d) / d``, the terms as in `_mish`."""
+    a, b, n, inner = work[:4]
+    _both_decays(x, a, b, n)
+    np.add(a, b, out=inner)
+    np.multiply(inner, a, out=inner)
+    np.multiply(inner, x, out=inner)
+    np.add(b, b, out=n)
+    np.add(n, a, out=n)
+    np.multiply(n, a, out=n)
+    np.multiply(b, b, out=b)
+    np.add(b, b, out=b)
+    np.multiply(inner, b, out=inner)
+    np.add(inner, inner, out=inner)
+    np.add(b, n, out=b)
+    np.divide(inner, b, out=inner)
+    np.add(inner, n, out=inner)
+    np.divide(inner, b, out=inner)
+    np.multiply(dy, inner, out=dx)
+
+
+def _cubic_decay(x: Any, e: Any, work: list[Any]) -> None:
+    """``e = exp(-|w|)`` with ``w = _LINEAR * x + _CUBIC * x^3``, float64; overwrites four more buffers.
+
+    The error of the exponent is multiplied by it. Of float32 that is nothing in float64; of float64 the exponent is
+    taken apart: h, the nearest multiple of 1/64, and its cube have so few bits that two parts of it are exact.
+    """
+    size, h, cube, rest = work[:4]
+    np.copyto(size, x)
+    np.absolute(size, out=size)
+    if x.dtype == np.float32:
+        np.multiply(size, size, out=e)
+        np.multiply(e, _CUBIC, out=e)
+        np.add(e, _LINEAR, out=e)
+        np.multiply(e, size, out=e)
+        np.negative(e, out=e)
+        np.exp(e, out=e)
+        return
+    np.minimum(size, FAR, out=size)
+    np.multiply(size, 64, out=h)
+    np.rint(h, out=h)
+    np.multiply(h, 1 / 64, out=h)
+    np.multiply(h, h, out=cube)
+    # rest = (size - h) * (linear + cubic * (size^2 + size h + h^2)), and what the leading parts leave out.
+    np.add(size, h, out=rest)
+    np.multiply(rest, size, out=rest)
+    np.add(rest, cube, out=rest)
+    np.multiply(rest, _CUBIC, out=rest)
+    np.add(rest, _LINEAR, out=rest)
+    np.subtract(size, h, out=size)
+    np.multiply(rest, size, out=rest)
+    np.multiply(cube, h, out=cube)
+    np.multiply(cube, _REST_CUBIC, out=size)
+    np.add(rest, size, out=rest)
+    np.multiply(h, _REST_LINEAR, out=size)
+    np.add(rest, size, out=rest)
+    np.multiply(h, -_LEADING_LINEAR, out=e)
+    np.exp(e, out=e)
+    np.multiply(cube, -_LEADING_CUBIC, out=cube)
+    for part in (cube, np.negative(rest, out=rest)):
+        np.exp(part, out=part)
+        np.multiply(e, part, out=e)
+
+
+def _gelu_tanh(x: Any, y: Any, work: list[Any], alpha: float) -> None:
+    e, s = work[4:6]
+    _cubic_decay(x, e, work)
+    np.greater_equal(x, 0, out=s)
+    np.maximum(e, s, out=s)
+    np.add(e, 1, out=e)
+    np.divide(s, e, out=s)
+    np.copyto(e, x)
+    np.multiply(s, e, out=s)
+    np.copyto(y, s, casting="same_kind")
+
+
+def _gelu_tanh_gradient(x: Any, y: Any, dy: Any, dx: Any, work: list[Any], alpha: float) -> None:
+    wide, rate, e, s = work[2:6]
+    _cubic_decay(x, e, work)
+    np.copyto(wide, x)
+    np.multiply(wide, wide, out=rate)
+    np.multiply(rate, 3 * _CUBIC, out=rate)
+    np.add(rate, _LINEAR, out=rate)
+    _gated(wide, e, s, work[0], rate)
+    np.copyto(wide, dy)
+    np.multiply(s, wide, out=s)
+    np.copyto(dx, s, casting="same_kind")
+
+
+#: Name: forward, gradient, and the number and the dtype of the buffers of the array's shape that they overwrite (None:
+#: the dtype of the array).
+KINDS: dict[str, tuple[Step, Callable[..., None], int, Any]] = {
+    "relu": (_relu, _relu_gradient, 1, None),
+    "leaky_relu": (_leaky, _leaky_gradient, 2, None),
+    "sigmoid": (_sigmoid, _sigmoid_gradient, 2, None),
+    "tanh": (_tanh, _tanh_gradient, 2, None),
+    "gelu": (_gelu, _gelu_gradient, 4, None),
+    "silu": (_silu, _silu_gradient, 3, None),
+    "elu": (_elu, _elu_gradient, 2, None),
+    "hard_sigmoid": (_hard_sigmoid, _hard_sigmoid_gradient, 1, None),
+    "hard_swish": (_hard_swish, _hard_swish_gradient, 2, None),
+    "softplus": (_softplus, _softplus_gradient, 2, None),
+    "mish": (_mish, _mish_gradient, 4, None),
+    "gelu_tanh": (_gelu_tanh, _gelu_tanh_gradient, 6, np.dtype(np.float64)),
+}

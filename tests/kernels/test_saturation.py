@@ -1,0 +1,284 @@
+"""Activations and losses from -100 to 100 and at the infinities: a few roundings of the exact result, everywhere."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+
+from halograd.kernels import ACTIVATIONS, ClassTargets, FusedActivation, Geometry, LossArrays, get_backend
+from halograd.kernels.kernel import BatchNormArrays
+
+from .conftest import Arrays
+from .every import norm
+from .saturation import ALPHAS, EXACT, EXTENDED, ROUNDINGS, Long, exact, points, roundings
+
+#: What a maximum makes of more than numbers.
+EXTREMES = np.array([-np.inf, np.inf, np.nan, -3e38, 3e38, -1e-30, 1e-30, 0, -1, 2], np.float32)
+RECTIFIED = np.array([0, np.inf, np.nan, 0, 3e38, 0, 1e-30, 0, 0, 2], np.float32)
+RELU = FusedActivation("relu")
+
+
+def results(arrays, kind, x, alpha):
+    """Value and derivative at a copy of `x`; nothing warns."""
+    x = np.array(x)
+    y, dy, dx = np.full_like(x, np.nan), np.ones_like(x), np.full_like(x, np.nan)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        forward, backward = arrays.backend.activation(kind, x, y, dy, dx, alpha)
+        forward()
+        backward()
+    forward.close()
+    backward.close()
+    return y, dx
+
+
+def needs_more_digits(dtype):
+    if np.dtype(dtype) == np.float64 and not EXTENDED:
+        pytest.skip("needs a long double of more digits than float64")
+
+
+def test_every_activation_has_an_exact_form():
+    assert set(EXACT) == set(ACTIVATIONS)
+
+
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_activation_near_saturation(typed, kind):
+    needs_more_digits(typed.dtype)
+    x = points(typed.dtype)
+    for alpha in ALPHAS.get(kind, (0.0,)):
+        y, dx = results(typed, kind, x, alpha)
+        (value, slope), size = exact(kind, x, alpha)
+        for what, error in (("value", roundings(y, value)), ("derivative", roundings(dx, slope, size))):
+            worst = int(np.argmax(np.where(np.isnan(error), np.inf, error)))
+            assert error[worst] <= ROUNDINGS, f"{what} of {kind}({alpha}) at {x[worst]}: {error[worst]} roundings"
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_the_exact_forms_are_those_of_torch(kind):
+    """Where its float64 has digits: it errs by a rounding of 1, or of x, where it subtracts."""
+    x = points(np.float64)
+    x = x[np.abs(np.abs(x) - 3) > 1e-14]  # the derivative of a hard swish at its corners is a convention
+    for alpha in ALPHAS.get(kind, (0.0,)):
+        (value, slope), _ = exact(kind, x, alpha)
+        for found, want in zip(torch_results(kind, x, alpha), (value, slope)):
+            assert np.all(np.abs(found - want) <= 4e-9 * np.abs(want) + 1e-15 * np.maximum(1, np.abs(x)))
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_activation_of_infinities(typed, kind):
+    """As torch; where that has NaN, an infinity times 0, there is NaN or the limit."""
+    x = np.array([-np.inf, np.inf, np.nan] * 6).astype(typed.dtype)
+    limits = {"value": exact(kind, np.array([-1e4, 1e4]), 0.1)[0][0], "derivative": (0, 1)}
+    for alpha in ALPHAS.get(kind, (0.0,)):
+        pairs = zip(results(typed, kind, x, alpha), torch_results(kind, x.astype(np.float64), alpha), limits)
+        for found, want, what in pairs:
+            for i in (0, 1):
+                number = float(found[i])
+                if np.isnan(want[i]):
+                    assert np.isnan(number) or number == limits[what][i]
+                else:
+                    assert number == want[i] or abs(number - want[i]) <= 1e-2 * abs(want[i])
+                assert np.array_equal(found[i::3], np.repeat(found[i], 6), equal_nan=True)
+            assert what == "derivative" or np.isnan(found[2::3]).all()
+
+
+def torch_results(kind, x, alpha):
+    torch = pytest.importorskip("torch", reason="needs torch as oracle: pip install 'halograd[oracle]'")
+    functional = torch.nn.functional
+    # torch divides by 6 in float32 in the gradient of its own hard sigmoid.
+    others = {
+        "hard_sigmoid": lambda v: functional.relu6(v + 3) / 6,
+        "gelu_tanh": lambda v: functional.gelu(v, approximate="tanh"),
+    }
+    function = others.get(kind) or getattr(functional, kind.replace("_sw", "sw"))
+    given = torch.tensor(x.astype(np.float64), requires_grad=True)
+    made = function(given, alpha) if kind in ALPHAS else function(given)
+    made.sum().backward()
+    return made.detach().numpy(), given.grad.numpy()
+
+
+@pytest.fixture(params=["numpy", "onednn", "onednn on 2 threads"])
+def extremes(backends, request):
+    """float32 arrays of every backend, and of oneDNN also where several threads run a kernel."""
+    if not request.param.endswith("threads"):
+        yield Arrays(backends(request.param), np.float32)
+        return
+    backends("onednn")
+    with get_backend("onednn", threads=2) as made:
+        yield Arrays(made, np.float32)
+
+
+def extreme(arrays, *shape):
+    """An array whose elements are EXTREMES in turn, and what ReLU makes of it."""
+    x = arrays.draw(*shape)
+    x.reshape(-1)[...] = np.resize(EXTREMES, x.size)
+    return x, np.resize(RECTIFIED, x.size).reshape(shape)
+
+
+def assert_rectified(y, want):
+    assert np.array_equal(y, want, equal_nan=True), f"{y.reshape(-1)[:10]} instead of {want.reshape(-1)[:10]}"
+
+
+@pytest.mark.parametrize("in_place", [False, True], ids=["apart", "in place"])
+def test_relu_of_infinities(extremes, in_place):
+    x, want = extreme(extremes, 3, 7, 5, 16)
+    y = x if in_place else extremes.poisoned(*x.shape)
+    extremes.backend.activation("relu", x, y, None, None)[0]()
+    assert_rectified(y, want)
+
+
+@pytest.mark.parametrize("terms", [1, 2, 3])
+@pytest.mark.parametrize("in_place", [False, True], ids=["apart", "in place"])
+def test_relu_of_sums_of_infinities(extremes, in_place, terms):
+    x, want = extreme(extremes, 3, 7, 5, 16)
+    first = x.copy()
+    zeros = [np.zeros_like(x) for _ in range(terms - 1)]
+    y = x if in_place else extremes.poisoned(*x.shape)
+    kernel = extremes.backend.add([x, *zeros], y, RELU)
+    for _ in range(2):
+        x[...] = first
+        kernel()
+        assert_rectified(y, want)
+    x[...] = 1
+    kernel()
+    assert (y == 1).all()
+    kernel.close()
+
+
+@pytest.mark.parametrize("geometry", [Geometry.of((1, 1)), Geometry.of((3, 3), 1, 1)], ids=["1x1", "3x3"])
+@pytest.mark.parametrize("channels", [5, 16, 64])
+def test_relu_of_convolutions_of_infinities(extremes, channels, geometry):
+    """By a bias: of an image, an infinity would meet zeros of the weights, which is NaN."""
+    x, w = extremes.draw(2, 6, 7, channels), extremes.draw(10, *geometry.kernel, channels)
+    b, y = extremes.draw(10), extremes.poisoned(2, 6, 7, 10)
+    kernel = extremes.backend.conv_forward(x, w, b, y, geometry, RELU)
+    apart = extremes.poisoned(2, 6, 7, 10)
+    extremes.backend.conv_forward(x, w, b, apart, geometry)()
+    finite = np.maximum(apart, 0)
+    for _ in range(2):
+        b[...] = 0
+        b[1:4] = EXTREMES[:3]
+        kernel()
+        assert_rectified(y[..., 1:4], np.broadcast_to(RECTIFIED[:3], (2, 6, 7, 3)))
+        assert np.isfinite(y[..., 4:]).all()
+    x[...] = 0
+    b[...] = 2
+    kernel()
+    assert (y == 2).all() and np.isfinite(finite).all()
+    kernel.close()
+
+
+def test_relu_of_a_convolution_of_an_image_of_infinities(extremes):
+    x, want = extreme(extremes, 1, 5, 4, 1)
+    y = extremes.poisoned(1, 5, 4, 1)
+    extremes.backend.conv_forward(x, np.ones((1, 1, 1, 1), np.float32), None, y, Geometry.of((1, 1)), RELU)()
+    assert_rectified(y, want)
+
+
+@pytest.mark.parametrize("channels", [16, 18])
+def test_relu_of_a_norm_and_a_residual_of_infinities(extremes, channels):
+    """The residual decides."""
+    given = norm(extremes, (2, 8, 9, channels), local=False, activation=RELU, dy=None, dx=None)
+    given["x"][...] = 0
+    given["mean"][...], given["beta"][...] = 0, 0
+    given["residual"], want = extreme(extremes, 2, 8, 9, channels)
+    kernels = extremes.backend.batch_norm(BatchNormArrays(**given))
+    for _ in range(2):
+        kernels.forward()
+        assert_rectified(given["y"], want)
+    kernels.close()
+
+
+# ---------------------------------------------------------------------- losses
+def softplus(x):
+    return EXACT["softplus"](x, 0)[0]
+
+
+def sigmoid(x):
+    return EXACT["sigmoid"](x, 0)[0]
+
+
+def assert_few(got, want, what, size=None):
+    error = roundings(got, want, size)
+    worst = np.unravel_index(int(np.argmax(np.where(np.isnan(error), np.inf, error))), error.shape)
+    assert error[worst] <= ROUNDINGS, f"{what}: {got[worst]} for {want[worst]}: {error[worst]} roundings"
+
+
+def each(kernel_of, x):
+    """Loss and gradient of every row of `x` by itself."""
+    losses, gradients = [], np.full_like(x, np.nan)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for i in range(len(x)):
+            loss = np.zeros(1)
+            kernel = kernel_of(i, x[i : i + 1], gradients[i : i + 1], loss)
+            kernel()
+            kernel.close()
+            losses.append(loss[0])
+    return np.array(losses).astype(x.dtype), gradients
+
+
+def some_points(dtype):
+    x = points(dtype)
+    return np.ascontiguousarray(x[:: max(1, len(x) // 150)])
+
+
+@pytest.mark.parametrize("positive", [None, 3.0])
+@pytest.mark.parametrize("target", [0.0, 1.0, 0.25])
+def test_saturated_binary_cross_entropy(typed, target, positive):
+    needs_more_digits(typed.dtype)
+    x = some_points(typed.dtype)[:, None]
+    t = np.full(x.shape, target, x.dtype)
+
+    def kernel(i, x, dx, loss):
+        return typed.backend.binary_cross_entropy(LossArrays(x, t[i : i + 1], dx, loss), positive)
+
+    losses, gradients = each(kernel, x)
+    wide, p = x.astype(Long), positive or 1
+    one, zero = p * Long(target), 1 - Long(target)
+    assert_few(losses, (zero * softplus(wide) + one * softplus(-wide))[:, 0], "loss")
+    up, down = zero * sigmoid(wide), one * sigmoid(-wide)
+    assert_few(gradients, up - down, "gradient", np.maximum(np.maximum(up, down), np.abs(up - down)))
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.125])
+@pytest.mark.parametrize("label", [0, 1])
+@pytest.mark.parametrize("classes", [2, 3, 20])
+def test_saturated_softmax_cross_entropy(typed, classes, label, smoothing):
+    needs_more_digits(typed.dtype)
+    margin = some_points(typed.dtype)
+    x = np.zeros((len(margin), classes), typed.dtype)
+    x[:, 0] = margin
+    t = np.full((1, 1), label, np.int32)
+
+    def kernel(i, x, dx, loss):
+        return typed.backend.softmax_cross_entropy(LossArrays(x, t, dx, loss), ClassTargets(classes), smoothing)
+
+    losses, gradients = each(kernel, x)
+    # The sum of the others, and its own, of every class.
+    z = x.astype(Long) - np.maximum(x[:, :1], 0).astype(Long)
+    e = np.exp(z)
+    others = np.stack([np.delete(e, c, axis=1).sum(axis=1) for c in range(classes)], axis=1)
+    top = np.argmax(z, axis=1)[:, None]
+    q = np.full(classes, Long(smoothing) / classes)
+    q[label] += 1 - Long(smoothing)
+    rest = np.log1p(np.take_along_axis(others, top, axis=1))[:, 0]
+    assert_few(losses, rest - (q * z).sum(axis=1), "loss")
+    probability, missing = e / (e + others), others / (e + others)
+    want = probability * (1 - q) - q * missing
+    assert_few(gradients, want, "gradient", np.maximum(np.abs(want), np.maximum(probability * (1 - q), q * missing)))
+
+
+def test_squared_error_of_small_differences(typed):
+    needs_more_digits(typed.dtype)
+    x = some_points(typed.dtype)[:, None]
+    x = x[(np.abs(x) > 1e-15) | (x == 0)][:, None]
+    zero = np.zeros((1, 1), x.dtype)
+    losses, gradients = each(lambda i, x, dx, loss: typed.backend.mean_squared_error(LossArrays(x, zero, dx, loss)), x)
+    wide = x.astype(Long)
+    assert_few(losses, (wide * wide)[:, 0], "loss")
+    assert_few(gradients, 2 * wide, "gradient")
