@@ -14,6 +14,7 @@ from pathlib import Path
 
 import h5py
 
+from halograd.documents import os_reason, replacing
 from halograd.errors import UserError
 
 __all__ = [
@@ -157,6 +158,7 @@ def one_line(said: object) -> str:
     return " ".join(str(said).split())
 
 
+_ERRNO = re.compile(r"errno = (\d+),")
 _FULL = {
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "the disk quota is used up",
@@ -168,7 +170,8 @@ _FULL = {
 def atomic_path(path: str | os.PathLike[str], needed: int = 0, parents: bool = False) -> Iterator[Path]:
     """Give a path beside `path` to write to; rename it to `path` when the block ends without an error.
 
-    If the block fails, the partial file is removed and what was there before stays.
+    If the block fails, the partial file is removed and what was there before stays. It is
+    :func:`halograd.documents.replacing`, with a check of the free space, and errors of the disk as a DataError.
 
     Parameters
     ----------
@@ -182,23 +185,19 @@ def atomic_path(path: str | os.PathLike[str], needed: int = 0, parents: bool = F
     Raises
     ------
     DataError
-        When the folder is missing or not writable, or the disk is or becomes full.
+        When the folder is missing or not writable, the disk is or becomes full, or any other error of the disk.
     """
     final = Path(path)
-    partial = final.with_name(f".{final.name}.{os.getpid()}.partial")
     with _made(final.parent) if parents else contextlib.nullcontext():
-        _check_place(final, needed)
         try:
-            yield partial
-            _to_disk(partial)
-            os.replace(partial, final)
+            _check_place(final, needed)
+            with replacing(final) as partial:
+                yield partial
         except (OSError, RuntimeError) as error:  # h5py raises either for a failed write
-            reason = _reason(error)
+            reason = _reason(error, final)
             if reason is None:
                 raise
-            raise DataError(f"cannot write {final}: {reason}; nothing was left behind") from error
-        finally:
-            partial.unlink(missing_ok=True)
+            raise DataError(f"cannot write {final}: {reason}") from error
 
 
 @contextlib.contextmanager
@@ -287,20 +286,18 @@ def _check_place(final: Path, needed: int) -> None:
         )
 
 
-def _to_disk(path: Path) -> None:
-    # Some file systems report a full disk only here, and a rename may overtake the data otherwise.
-    descriptor = os.open(path, os.O_RDWR)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _reason(error: OSError | RuntimeError, final: Path) -> str | None:
+    """Return why the disk did not take the data, and the remedy; None for an error of something else.
 
-
-def _reason(error: OSError | RuntimeError) -> str | None:
-    """Return why the disk took no more data, None for another error. HDF5 hides the number in its message."""
-    for number, reason in _FULL.items():
-        if getattr(error, "errno", None) == number or f"errno = {number}," in str(error):
-            return reason
-    if isinstance(error, PermissionError):
-        return "permission denied"
-    return None
+    HDF5 hides the number in its message.
+    """
+    name = getattr(error, "filename", None)
+    elsewhere = isinstance(name, str | os.PathLike) and Path(name).parent != final.parent
+    if elsewhere or isinstance(error, BeingWritten | NotRegular):
+        return None  # an error of a file that the block reads
+    hidden = _ERRNO.search(str(error))
+    number = int(hidden[1]) if hidden else getattr(error, "errno", None)
+    if number in _FULL:
+        return f"{_FULL[number]}; nothing was left behind"
+    reason = None if number is None else os_reason(OSError(number, os.strerror(number)))
+    return None if reason is None else "; nothing was left behind; ".join(reason.split("; ", 1))

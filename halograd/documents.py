@@ -8,12 +8,13 @@ in tables without end, dates, lone surrogates) is refused here. :mod:`halograd.s
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
 import sys
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,12 +24,14 @@ __all__ = [
     "bytes_text",
     "dotted",
     "is_one_line",
+    "os_reason",
     "parse_json",
     "parse_option",
     "parse_pair",
     "parse_toml",
     "read_json",
     "read_toml",
+    "replacing",
     "shown",
     "shown_path",
     "to_toml",
@@ -305,14 +308,68 @@ def write_whole(path: str | Path, text: str) -> None:
     if final.exists() and not final.is_file():
         final.write_text(text, encoding="utf-8")
         return
+    with replacing(final) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def replacing(final: Path) -> Iterator[Path]:
+    """Give a path next to `final` to write to, and rename it to `final` at the end of a block without an error. Local.
+
+    All files that are written whole are written by this. It needs creation, renaming and removal of files, no links.
+
+    Raises
+    ------
+    OSError
+        If the file cannot be written, with its path; what was there before stays, and the partial file is removed.
+    """
     partial = final.with_name(f".{final.name}.{os.getpid()}.partial")
     try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())  # a rename may overtake the data otherwise; some disks say only here they are full
+        yield partial
+        # A rename may overtake the data without this, and some file systems report a full disk only here.
+        descriptor = os.open(partial, os.O_RDWR)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
         os.replace(partial, final)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            error.filename = os.fspath(final)  # errors of a descriptor have none
         raise
+    finally:
+        with contextlib.suppress(OSError):  # the error that ended the block is the one to report
+            partial.unlink(missing_ok=True)
+
+
+#: Remedy of an error of a file system, by its number.
+_REMEDIES = {
+    errno.ENOSPC: "free some space",
+    errno.EDQUOT: "free some space",
+    errno.EFBIG: "choose another file system",
+    errno.EACCES: "change the permissions, or choose another path",
+    errno.EPERM: "change the permissions, or choose another path",
+    errno.EROFS: "mount it to write, or choose another path",
+    errno.EIO: "the disk or its connection fails: look at the log of the system, or choose another file system",
+    errno.ESTALE: "the file server lost the file: mount the file system again, and start again",
+    errno.EXDEV: "this file system cannot rename a file in its folder: choose another",
+    errno.EBUSY: "another process uses it: end that one, or choose another path",
+    errno.ETXTBSY: "another process uses it: end that one, or choose another path",
+    errno.ENAMETOOLONG: "choose a shorter path",
+    errno.ELOOP: "remove the links that point to each other",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.ENFILE: "raise the limit of open files of this machine",
+    errno.ENODEV: "mount the file system again",
+    errno.ENOTCONN: "mount the file system again",
+}
+
+
+def os_reason(error: OSError) -> str | None:
+    """Return reason and remedy of an error of a file system; None for one that is a fault of the program. Local.
+
+    >>> os_reason(OSError(errno.EIO, "Input/output error"))[:25]
+    'input/output error; the d'
+    """
+    if error.errno not in _REMEDIES:
+        return None
+    return f"{(error.strerror or os.strerror(error.errno)).lower()}; {_REMEDIES[error.errno]}"

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import platform
 import sys
 import traceback
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
 from ..comm.boot import INTERRUPTED, boot, end_on_interrupt, launched_size, leave
-from ..documents import shown
+from ..documents import os_reason, shown_path
 from ..errors import TRACEBACK, UserError
 from ..training.signals import ignore_stop_signals
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 __all__ = ["main", "run"]
 
 USER_MISTAKE = 2
+#: Characters of a path in a message.
+LONGEST_PATH = 300
 
 # Typer carries a click of its own since 0.25, an installed one before.
 _UsageError: type[Any] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
@@ -102,10 +104,12 @@ def _mistake(error: MemoryError | OSError) -> UserError | None:
     """Return the user's remedy for an error of the system, None for a fault."""
     if isinstance(error, MemoryError):
         text = f"expected enough memory, got an error: {error}; use more ranks, or smaller samples, batches or networks"
-    elif error.errno == errno.ENAMETOOLONG:
-        text = f"expected a shorter path, got {shown(error.filename)} ({error.strerror})"
     else:
-        return None
+        reason = os_reason(error)
+        if reason is None:
+            return None
+        name = error.filename if isinstance(error.filename, str | Path) else ""  # a descriptor has none
+        text = f"expected files that can be read and written, got {shown_path(name)[:LONGEST_PATH]}: {reason}"
     mistake = UserError(text)
     mistake.__dict__.update(vars(error))  # whether the ranks have agreed on it
     mistake.__cause__ = error
