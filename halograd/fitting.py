@@ -14,6 +14,7 @@ from .layers import Network
 from .models.own import give
 from .training.checkpoint import read_header
 from .training.config import DataConfig, TrainingConfig, check_config
+from .training.directory import checkpoint_of
 from .training.log import read_log
 from .training.monitors import Callback
 from .training.root import on_root
@@ -155,7 +156,7 @@ class TrainedRun:
         path = self.directory / "checkpoints" / f"{which}.h5"
         if which not in ("latest", "best") or not path.exists():
             raise ValueError(f"checkpoint: expected 'latest' or 'best', which there is, got {which!r} in {path.parent}")
-        return path
+        return checkpoint_of(path)
 
     def evaluate(self, samples: str = "validation", which: str = "latest", **options: Any) -> dict[str, Any]:
         """Compute loss and metrics. Collective; see :func:`halograd.training.evaluate`."""

@@ -35,6 +35,7 @@ from ..device import device_of
 from ..layers import Network
 from ..layers.settings import difference, fingerprint
 from .chunk_file import HEADER, ChunkWriter, DamagedFile, NodeReaders, OtherFile, VerifiedFile
+from .directory import checkpoint_of
 from .optimizers import AVERAGE, Optimizer
 from .snapshot import Snapshot, TrainingProgress
 from .store import ParameterStore
@@ -149,7 +150,7 @@ class CheckpointReader:
     Parameters
     ----------
     path
-        The file, or a link to it.
+        The file, or ``latest.h5`` or ``best.h5``, which name one.
     comm
         The ranks that call this together.
     whole
@@ -248,7 +249,7 @@ class CheckpointReader:
     # -- on reading ranks -----------------------------------------------------------------------
 
     def _open(self) -> int:
-        self._raw = VerifiedFile(self.path)
+        self._raw = VerifiedFile(checkpoint_of(self.path))
         return self._raw.identity
 
     def _begin(self, identity: int, whole: bool) -> None:
@@ -329,7 +330,7 @@ class CheckpointReader:
         return DamagedCheckpoint(f"checkpoint {self.path}: it is truncated or damaged ({error}){self._remedy()}")
 
     def _remedy(self) -> str:
-        others = sorted(p.name for p in self.path.parent.glob("step-*.h5") if p.name != self.path.resolve().name)
+        others = sorted(p.name for p in self.path.parent.glob("step-*.h5") if p.name != checkpoint_of(self.path).name)
         return f"; use another one: {others[-1]}" if others else ""
 
     def close(self) -> None:

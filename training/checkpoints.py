@@ -1,7 +1,7 @@
 """The checkpoints of a run: one file per step, when it is written, and which one a run continues from.
 
-``latest.h5`` points to the newest file and ``best.h5`` to the best. A damaged file is set aside under a name that ends
-with ``.damaged`` when a run is resumed, and the one before it is taken.
+``latest.h5`` names the newest file and ``best.h5`` the best, as text. A damaged file is set aside under a name that
+ends with ``.damaged`` when a run is resumed, and the one before it is taken.
 """
 
 from __future__ import annotations
@@ -9,17 +9,18 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from halograd.documents import os_reason, replacing
 from halograd.errors import UserError
 
 from ..comm import Communicator
 from ..comm.errors import mark_agreed
-from ..data.disk import DataError
+from ..data.disk import DataError, check_writable
 from .checkpoint import (
     CheckpointReader,
     DamagedCheckpoint,
@@ -28,6 +29,7 @@ from .checkpoint import (
     UnusableCheckpoint,
     write_checkpoint,
 )
+from .directory import checkpoint_of
 from .pass_loss import CHECKPOINT
 from .root import on_root
 
@@ -45,7 +47,7 @@ Result = TypeVar("Result")
 
 
 class CheckpointFolder:
-    """Folder of files ``step-NNNNNNNN.h5`` and symbolic links ``latest.h5`` and ``best.h5``. Local: rank 0 writes.
+    """Folder of files ``step-NNNNNNNN.h5``, and ``latest.h5`` and ``best.h5``, which name one. Local: rank 0 writes.
 
     Parameters
     ----------
@@ -59,6 +61,8 @@ class CheckpointFolder:
 
     def __init__(self, path: str | Path, keep: int = 3, check: Callable[[], None] | None = None) -> None:
         self.path, self.keep, self._check = Path(path), keep, check
+        self._unnamed: dict[str, str] = {}  # checkpoints that latest.h5 or best.h5 should name, and cannot yet
+        self._warned: set[str] = set()
 
     def path_of(self, step: int) -> Path:
         """Return the path of the checkpoint after `step` updates."""
@@ -67,11 +71,18 @@ class CheckpointFolder:
     @property
     def latest(self) -> Path | None:
         """The newest checkpoint, None if there is none."""
-        link = self.path / "latest.h5"
-        if link.exists():
-            return link
-        files = self._files()
-        return files[-1] if files else None
+        found = self._named("latest")
+        return next(iter([*([] if found is None else [found]), *self._files()[::-1]]), None)
+
+    def check_writable(self) -> None:
+        """Check early that checkpoints can be written. Leaves nothing. Raises UserError."""
+        try:
+            check_writable(self.path_of(0))
+        except DataError as error:
+            raise UserError(
+                f"output.directory: expected {self.path} to be a folder that checkpoints can be written to, got an "
+                f"error ({error}); remove or repair it, or choose another directory"
+            ) from error
 
     def newest_whole(self, comm: Communicator | None = None) -> tuple[CheckpointReader | None, list[str]]:
         """Open the newest undamaged checkpoint; return it with messages about newer ones, None if there is none.
@@ -96,7 +107,7 @@ class CheckpointFolder:
                     faults[-1] += _on_first(comm, partial(self._set_aside, path))
                 continue
             if faults:
-                _on_first(comm, partial(self._point_back, path))
+                _on_first(comm, partial(self._write_name, "latest", path.name))
                 faults.append(f"{path.name} is taken instead")
             return found, faults
         if faults:
@@ -108,10 +119,9 @@ class CheckpointFolder:
         return None, faults
 
     def _candidates(self) -> list[Path]:
-        """List the files, newest first, starting with the one that ``latest.h5`` points to."""
-        files, link = self._files()[::-1], self.path / "latest.h5"
-        target = link.resolve().name if link.exists() else ""
-        return [f for f in files if not target or f.name <= target] or files
+        """List the files, newest first, starting with the one that ``latest.h5`` names."""
+        files, newest = self._files()[::-1], self._named("latest")
+        return [f for f in files if newest is None or f.name <= newest.name] or files
 
     def _set_aside(self, path: Path) -> str:
         aside = path.with_suffix(".damaged")
@@ -122,34 +132,56 @@ class CheckpointFolder:
         return f", set aside as {aside.name}"
 
     def write(self, snapshot: Snapshot, progress: TrainingProgress, config: str, best: bool = False) -> Path:
-        """Write a checkpoint, point ``latest.h5`` (if `best`, ``best.h5`` too) to it, and remove the oldest."""
+        """Write a checkpoint, name it in ``latest.h5`` (if `best`, in ``best.h5`` too), and remove the oldest.
+
+        What fails after the checkpoint is complete is reported once, and tried again with the next one.
+        """
         if self._check is not None:
             self._check()
         self.path.mkdir(parents=True, exist_ok=True)
         path = self.path_of(progress.step)
         write_checkpoint(path, snapshot, progress, config)
-        self._point_to(path)
-        if best:
-            self._point_to(path, "best")
-        chosen = self.path / "best.h5"
-        kept = chosen.resolve().name if chosen.exists() else ""
+        for name, target in {**self._unnamed, "latest": path.name, **({"best": path.name} if best else {})}.items():
+            self._write_name(name, target)
+        chosen = self._named("best")
+        kept = {*self._unnamed.values(), *([] if chosen is None else [chosen.name])}
         # Newer files are of a run that was set back to an earlier step; it will write them again.
-        for old in [f for f in self._files() if f.name <= path.name][: -self.keep]:
-            if old.name != kept:
-                old.unlink()
-        for left in self.path.glob(".step-*.partial"):
-            left.unlink()
+        old = [f for f in self._files() if f.name <= path.name][: -self.keep]
+        self._remove([f for f in old if f.name not in kept])
+        self._remove(self.path.glob(".*.partial"))
         return path
 
-    def _point_to(self, path: Path, name: str = "latest") -> None:
-        link = self.path / f".{name}.new"
-        link.unlink(missing_ok=True)
-        link.symlink_to(path.name)
-        os.replace(link, self.path / f"{name}.h5")
+    def _remove(self, paths: Iterable[Path]) -> None:
+        for path in paths:
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                self._warn("removed", path, error, "it stays, and counts for nothing; the next checkpoint tries again")
 
-    def _point_back(self, path: Path) -> None:
-        with suppress(OSError):  # without the link, the file is found by its name
-            self._point_to(path)
+    def _write_name(self, name: str, target: str) -> None:
+        """Write the name of a checkpoint into ``latest.h5`` or ``best.h5``; without one, no wrong name may stay."""
+        path = self.path / f"{name}.h5"
+        try:
+            with replacing(path) as partial:
+                partial.write_text(f"{target}\n", encoding="ascii")
+            self._unnamed.pop(name, None)
+        except OSError as error:
+            self._unnamed[name] = target
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+            self._warn("written", path, error, f"{target} is complete, and is found by its name")
+
+    def _warn(self, what: str, path: Path, error: OSError, effect: str) -> None:
+        """Warn of what does not end a run, once for each kind."""
+        if what not in self._warned:
+            _log.warning("%s cannot be %s: %s; %s", path, what, os_reason(error) or error.strerror, effect)
+        self._warned.add(what)
+
+    def _named(self, name: str) -> Path | None:
+        """Return the file that ``latest.h5`` or ``best.h5`` names, None if there is none."""
+        path = self.path / f"{name}.h5"
+        found = checkpoint_of(path)
+        return found if os.path.isfile(found) and found.name != path.name else None
 
     def _files(self) -> list[Path]:
         return sorted(path for path in self.path.glob("step-*.h5") if path.is_file())
@@ -193,11 +225,12 @@ class Checkpoints:
         self._settings = config.output
         self._config_text = config.model_dump_json(exclude_unset=True)
         self._at = 0
+        self._written = False
         self._last = time.monotonic()
 
     def resumed(self, unvalidated: bool) -> None:
         """Note that the present state is that of a checkpoint; an unvalidated one is written again. Local."""
-        self._at = -1 if unvalidated else self._optimizer.step
+        self._at, self._written = -1 if unvalidated else self._optimizer.step, True
 
     def vote(self) -> None:
         """Vote with the next pass whether a checkpoint is due by time. Local."""
@@ -245,7 +278,7 @@ class Checkpoints:
         self._session.executor.pulse.at("checkpoint", "")
         try:
             self._session.comm.agree(self._try(unvalidated, best))
-            self._at = self._optimizer.step
+            self._at, self._written = self._optimizer.step, True
             written = self.folder.path_of(self._at)
         except (DataError, OSError) as error:
             if needed:
@@ -287,8 +320,18 @@ class Checkpoints:
 
     def last(self) -> str:
         """Describe which checkpoint a run can continue from. Collective."""
-        latest = self._session.comm.bcast(self.folder.latest)
-        return f"the last good checkpoint is {latest.resolve()}" if latest else "no checkpoint was written yet"
+        return on_root(self._session.comm.mpi, self._last_text)
+
+    def _last_text(self) -> str:
+        try:
+            latest = self.folder.latest
+        except OSError as error:
+            return f"whether {self.folder.path} has a good checkpoint is unknown ({error.strerror})"
+        if latest is not None:
+            return f"the last good checkpoint is {os.path.realpath(latest)}"
+        if not self._written:
+            return "no checkpoint was written yet"
+        return f"the checkpoints that were written are not in {self.folder.path} any more"
 
     def _with_last(self, error: Exception) -> Exception:
         """Return the same error with the name of the previous checkpoint. Collective."""

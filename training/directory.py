@@ -16,10 +16,13 @@ run that lost its lock because it was stopped or cut off finds that before its n
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
 import platform
+import re
+import stat
 import threading
 import time
 import uuid
@@ -30,7 +33,7 @@ from types import TracebackType
 
 from halograd.errors import UserError
 
-__all__ = ["Owner", "RunLock", "job_id", "make_folder"]
+__all__ = ["Owner", "RunLock", "checkpoint_of", "job_id", "make_folder"]
 
 BEAT = 10.0  # time between two touches of an owner [s]
 POLL = 0.5  # time between two readings of the lock of another run [s]
@@ -41,7 +44,25 @@ OLD = 900.0  # a lock that is older needs no waiting: clocks of nodes differ les
 #: Environment variables with the number of a batch job.
 _JOBS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID")
 
+#: Content of ``latest.h5`` and ``best.h5``.
+_POINTER = re.compile(r"(step-\d+\.h5)\n?")
+
 _log = logging.getLogger(__name__)
+
+
+def checkpoint_of(path: Path) -> Path:
+    """Return the checkpoint that ``latest.h5`` or ``best.h5`` names, or else the path itself, without links. Local.
+
+    They are text files with the name of a file in their folder: many file systems have no symbolic links, which older
+    versions made.
+    """
+    found = Path(os.path.realpath(path))
+    with contextlib.suppress(OSError, UnicodeDecodeError):  # whoever opens the file reports what it is
+        status = os.stat(found)
+        if stat.S_ISREG(status.st_mode) and status.st_size < 256:
+            name = _POINTER.fullmatch(found.read_text(encoding="ascii"))
+            return found if name is None else found.with_name(name[1])
+    return found
 
 
 def job_id() -> str | None:
@@ -132,6 +153,7 @@ class RunLock:
         self.path = directory / "run.lock"
         self._me = Owner.this()
         self._made = self._held = False
+        self._folder = -1
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="run lock", daemon=True)
 
@@ -147,6 +169,7 @@ class RunLock:
         """
         self._made = not self.path.parent.exists()
         make_folder(self.path.parent)
+        self._folder = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY)
         begun, first = time.monotonic(), None
         while not self._create(self.path):
             seen = self._look()
@@ -185,15 +208,20 @@ class RunLock:
         )
 
     def check(self) -> None:
-        """Check, before a write, that the lock is still this run's. Local; no-op where it was not acquired.
+        """Check, before a write, that directory and lock are still this run's. Local; no-op where it was not acquired.
 
         Raises
         ------
         UserError
-            If another run has taken the directory over.
+            If another run has taken the directory over, or it was removed or moved.
         """
         if not self._held:
             return
+        if not self._stays():
+            raise UserError(
+                f"output.directory: expected {self.path.parent} to stay while a run writes to it, got one that was "
+                "removed or moved; the run ends here: move it back and go on with --resume, or begin anew"
+            )
         with contextlib.suppress(OSError):  # the next write reports the fault of the disk
             seen = self._look()
             if seen is None:  # removed by hand
@@ -205,6 +233,15 @@ class RunLock:
                     f"output.directory: {self.path.parent} was taken over by {owner}, to which this run looked dead; "
                     "this one ends here"
                 )
+
+    def _stays(self) -> bool:
+        """Return whether the directory has its name still. It is held open: no other one gets its number."""
+        try:
+            return os.path.samestat(os.stat(self.path.parent), os.fstat(self._folder))
+        except FileNotFoundError:
+            return False
+        except OSError:  # the next write reports the fault of the disk
+            return True
 
     def _create(self, path: Path) -> bool:
         """Make a file that names this run; return whether there was none under this name."""
@@ -229,7 +266,7 @@ class RunLock:
         claim = self.path.with_name(f"run.lock.{zlib.crc32(text.encode()):08x}")
         if not self._create(claim):
             with contextlib.suppress(FileNotFoundError):
-                if time.time() - claim.stat().st_mtime >= SILENCE:
+                if time.time() - claim.lstat().st_mtime >= SILENCE:
                     claim.unlink()
             return False
         seen = self._look()
@@ -240,14 +277,32 @@ class RunLock:
         return True
 
     def _look(self) -> tuple[str, float] | None:
-        """Read the lock, and when it was last touched; return None if there is none."""
+        """Read the lock, and when it was last touched; return None if there is none.
+
+        Raises
+        ------
+        OSError
+            If it is no regular file: a link that leads nowhere exists, and yet cannot be read.
+        """
         try:
             # Opened, because NFS then queries the server; non-blocking, in case it is a pipe.
-            descriptor = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
         except FileNotFoundError:
             return None
-        with open(descriptor, "rb") as file:
-            return file.read(1 << 16).decode(errors="replace"), os.fstat(descriptor).st_mtime
+        except OSError as error:
+            if error.errno not in (errno.ELOOP, errno.ENXIO) and not self.path.is_symlink():
+                raise
+            raise self._no_lock() from error
+        try:
+            found = os.fstat(descriptor)
+            if not stat.S_ISREG(found.st_mode):
+                raise self._no_lock()
+            return os.read(descriptor, 1 << 16).decode(errors="replace"), found.st_mtime
+        finally:
+            os.close(descriptor)
+
+    def _no_lock(self) -> OSError:
+        return OSError(errno.EINVAL, "no regular file, so not a lock of a run; remove it", str(self.path))
 
     def _beat(self) -> None:
         while not self._ended.wait(BEAT):
@@ -268,9 +323,12 @@ class RunLock:
             with contextlib.suppress(OSError):
                 if self._is_mine():
                     self.path.unlink()
-        if self._made:
+        if self._made and (self._folder < 0 or self._stays()):
             with contextlib.suppress(OSError):  # something is in it
                 self.path.parent.rmdir()
+        if self._folder >= 0:
+            os.close(self._folder)
+            self._folder = -1
 
     def __enter__(self) -> RunLock:
         return self

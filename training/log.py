@@ -21,7 +21,7 @@ from typing import Any, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from halograd.documents import write_whole
+from halograd.documents import os_reason, write_whole
 from halograd.errors import UserError
 
 from ..comm.terminal import terminal_columns
@@ -72,14 +72,14 @@ class RunLog:
 
     def __init__(self, path: Path, speaks: bool, bar: bool = True) -> None:
         self.path = path
-        self._file = None
+        self._file: TextIO | None = None
         self._followers: list[Callable[[dict[str, Any]], None]] = []
-        self._failing = False
+        self._failing = self._lost = False
         self._speaks, self._bar = speaks and bar, None
         self._console = stderr_console()
         if speaks:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("a", encoding="utf-8")
+            self._file = path.open("a+", encoding="utf-8")
         if self._speaks and self._console.is_terminal:
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
             self._bar = Progress(*columns, console=self._console)
@@ -93,23 +93,47 @@ class RunLog:
     def write(self, event: str, **values: Any) -> None:
         """Write a line ``{"event": event, ..., "time": ...}``, and flush it to the system.
 
-        Lines that a full disk does not accept are kept, and written with a later one.
+        Lines that a full disk does not accept are kept, and written with a later one. A log that was removed or
+        replaced is written again, with a warning.
         """
         if self._file is not None:
             entry = {"event": event, **values, "time": round(time.time(), 3)}
             for follower in self._followers:
                 follower(entry)
             try:
-                self._file.write(json.dumps(entry) + "\n")
-                self._file.flush()
+                file = self._file = self._in_place(self._file)
+                file.write(json.dumps(entry) + "\n")
+                file.flush()
                 self._failing = False
             except OSError as error:
                 self._cannot(error)
 
+    def _in_place(self, file: TextIO) -> TextIO:
+        """Return the file under the log's name: `file`, or a new one with its lines if that was removed or replaced."""
+        mine = os.fstat(file.fileno())
+        try:
+            found = os.stat(self.path)
+        except FileNotFoundError:
+            if not self.path.parent.is_dir():
+                return file  # the whole run was removed or moved: its next checkpoint reports that
+        else:
+            if os.path.samestat(found, mine) or not stat.S_ISREG(found.st_mode):
+                return file
+        new = self.path.open("a+", encoding="utf-8")
+        if os.fstat(new.fileno()).st_size == 0:
+            file.seek(0)
+            new.write(file.read())
+        if not self._lost:
+            _log.warning("%s was removed or replaced while the run writes to it; its lines go to a new one", self.path)
+        self._lost = True
+        file.close()
+        return new
+
     def _cannot(self, error: OSError) -> None:
         """Warn that the log cannot be written, once until it can again; that does not end a run."""
         if not self._failing:
-            _log.warning("the log cannot be written now: %s", error.strerror or error)
+            reason = os_reason(error) or error.strerror or error
+            _log.warning("the log %s cannot be written now: %s", self.path, reason)
         self._failing = True
 
     def say(self, text: str) -> None:
@@ -171,7 +195,8 @@ def rewind_log(path: Path, step: int) -> None:
     try:
         write_whole(path, b"".join(line + b"\n" for line in kept).decode())
     except OSError as error:
-        raise UserError(f"{path}: expected a log that can be continued, got an error: {error.strerror}") from error
+        reason = os_reason(error) or error.strerror
+        raise UserError(f"{path}: expected a log that can be continued, got an error: {reason}") from error
 
 
 # -- lines -----------------------------------------------------------------------------------------

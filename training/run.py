@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from halograd.documents import os_reason
 from halograd.errors import UserError
 
 from ..comm import CommError, Communicator, boot
@@ -21,7 +22,7 @@ from .applying import check_outputs, outputs_of, write_outputs
 from .checkpoint import CheckpointReader, TrainingProgress, read_header
 from .checkpoints import CheckpointFolder
 from .config import Config, check_config, load_config
-from .directory import RunLock, make_folder
+from .directory import RunLock, checkpoint_of, make_folder
 from .epochs import TrainingRun, describe, evaluate_batches
 from .evaluation import Evaluation, check_predictions, write_predictions
 from .log import RankLog, RunLog, rewind_log
@@ -95,6 +96,7 @@ def train(
         lock = stack.enter_context(RunLock(directory))
         on_root(ranks.mpi, lambda: _acquire(lock, directory))
         folder = CheckpointFolder(directory / "checkpoints", config.output.keep, lock.check)
+        on_root(ranks.mpi, folder.check_writable)  # before hours of training, not after them
         if config.output.rank_logs:
             _log_each_rank(ranks, directory / "logs", stack)
         watchdog = stack.enter_context(Watchdog(ranks, config.run.stall_minutes, directory / "log.jsonl"))
@@ -124,7 +126,7 @@ def train(
         if found is not None:
             run.resume(found)
             found.close()
-            log.say(f"resumed at step {run.optimizer.step}, epoch {run.sampler.epoch + 1}, from {found.path.resolve()}")
+            log.say(_resumed(run, found.path))
         log.write("begin", **begin_entry(session, run))
         watchdog.follow(session.executor.pulse)
         interruption.follow(session.executor.pulse)
@@ -133,6 +135,7 @@ def train(
             report_times(session, log, run.steps, directory)
             report_plan(plan, run, log)
             log.write("finished", step=run.optimizer.step)
+        on_root(ranks.mpi, lock.check)  # the caller is told where log and checkpoints are
     return {**result, "directory": str(directory)}
 
 
@@ -271,6 +274,17 @@ def _state(path: Path) -> list[Any]:
     return [str(path), found.st_size, found.st_mtime_ns]
 
 
+def _resumed(run: TrainingRun, path: Path) -> str:
+    """Describe where a run continues, or that nothing is left to do. Local."""
+    step, path = run.optimizer.step, path.resolve()
+    if run.sampler.epoch < run.epochs:
+        return f"resumed at step {step}, epoch {run.sampler.epoch + 1}, from {path}"
+    return (
+        f"complete: {run.sampler.epoch} of {run.epochs} epochs are done, at step {step}, in {path}; raise "
+        "training.epochs to train on"
+    )
+
+
 def _acquire(lock: RunLock, directory: Path) -> None:
     with _writing(directory):
         lock.acquire()
@@ -282,7 +296,8 @@ def _writing(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        path, reason = error.filename or folder, error.strerror or error
+        path = error.filename if isinstance(error.filename, str | Path) else folder  # not a descriptor
+        reason = os_reason(error) or error.strerror or error
         raise UserError(f"output.directory: expected files that can be written, got {path}: {reason}") from error
 
 
@@ -344,7 +359,7 @@ def find_trained(target: Path, overrides: Sequence[str]) -> tuple[Config, Path, 
         checkpoint = target if target.is_file() else CheckpointFolder(target / "checkpoints").latest
     if checkpoint is None:
         raise UserError(f"{target}: expected a trained run (its configuration, directory or a checkpoint), got none")
-    checkpoint = checkpoint.resolve()  # latest.h5 may point to another one soon
+    checkpoint = checkpoint_of(checkpoint)  # latest.h5 may name another one soon
     progress, text = read_header(checkpoint)
     if config is None:
         config = check_config(json.loads(text), overrides, f"configuration in {checkpoint}")

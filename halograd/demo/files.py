@@ -77,9 +77,9 @@ RUN_FILES = (
     "checkpoints/step-*.h5",
     "checkpoints/latest.h5",
     "checkpoints/best.h5",
-    "checkpoints/.latest.new",
+    "checkpoints/.latest.new",  # of older versions
     "checkpoints/.best.new",
-    "checkpoints/.step-*.partial",
+    "checkpoints/.*.partial",
 )
 
 

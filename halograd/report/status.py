@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from ..cli.output import bytes_text
 from ..errors import UserError
+from ..training.directory import checkpoint_of
 from ..training.log import Entry, lines_of, parse_lines, warn_of_lines
 
 __all__ = ["TAIL", "Record", "duration_text", "read_record", "status_of", "status_text"]
@@ -81,7 +82,7 @@ class Record:
     def checkpoint(self) -> Checkpoint | None:
         """The newest one, None if there is none. The run may be under way, and remove it meanwhile."""
         folder = self.directory / "checkpoints"
-        for path in ((folder / "latest.h5").resolve(), *sorted(folder.glob("step-*.h5"), reverse=True)):
+        for path in (checkpoint_of(folder / "latest.h5"), *sorted(folder.glob("step-*.h5"), reverse=True)):
             with suppress(OSError):
                 found, step = path.stat(), path.stem.rpartition("-")[2]
                 return Checkpoint(path, int(step) if step.isdecimal() else None, found.st_mtime, found.st_size)

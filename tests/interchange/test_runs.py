@@ -14,6 +14,7 @@ from halograd.exporting import export_run
 from halograd.interchange import load_weights, save_weights
 from halograd.models import build
 from halograd.training.checkpoint import read_header
+from halograd.training.directory import checkpoint_of
 from halograd.training.run import train
 from tests.interchange.support import predicted
 from tests.training.runs import write_config, write_own, write_shared
@@ -43,7 +44,7 @@ def _latest(folder) -> dict[str, np.ndarray]:
         if isinstance(entry, h5py.Dataset):
             found[name] = entry[()]
 
-    with h5py.File(folder / "out" / "checkpoints" / "latest.h5") as file:
+    with h5py.File(checkpoint_of(folder / "out" / "checkpoints" / "latest.h5")) as file:
         file["params"].visititems(note)
     return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from typing import Any
 
 import halograd
 
-__all__ = ["AtCall", "Injected", "raising"]
+__all__ = ["AtCall", "Injected", "raising", "refusing"]
 
 ROOT = Path(halograd.__file__).parent
 #: Code that raises nothing by itself: the agreement, and arithmetic on a few numbers between two calls of MPI.
@@ -53,6 +54,28 @@ def raising(owner: Any, name: str, number: int = 1) -> Iterator[None]:
     finally:
         setattr(owner, name, original)
     assert calls >= number, f"{name} was called {calls} times only"
+
+
+@contextmanager
+def refusing(name: str, number: int, part: str = "") -> Iterator[list[str]]:
+    """Let every call of ``os.NAME`` whose first argument has `part` in it fail with error `number`, as a system does.
+
+    Yields the arguments of the calls that failed.
+    """
+    original: Callable[..., Any] = getattr(os, name)
+    failed: list[str] = []
+
+    def call(first: Any, *args: Any, **options: Any) -> Any:
+        if part not in str(first):
+            return original(first, *args, **options)
+        failed.append(str(first))
+        raise OSError(number, os.strerror(number), *([] if isinstance(first, int) else [str(first)]))
+
+    setattr(os, name, call)
+    try:
+        yield failed
+    finally:
+        setattr(os, name, original)
 
 
 class AtCall:

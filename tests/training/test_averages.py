@@ -15,6 +15,7 @@ from halograd.kernels import get_backend
 from halograd.layers.reduction_scheme import Scheme
 from halograd.layers.strategy import Strategy
 from halograd.training import evaluate, train
+from halograd.training.directory import checkpoint_of
 from halograd.training.executor import Executor
 from halograd.training.log import read_log
 from halograd.training.optimizers import LARS, SGD, Adam, AdamW
@@ -150,7 +151,7 @@ def test_a_run_is_judged_by_its_averages(comm, shared, config):
     assert abs(found[0]["loss"] - found[1]["loss"]) > 1e-4
     want = results("alone", [], MPI.COMM_SELF)
     assert [one["loss"] for one in found] == pytest.approx([one["loss"] for one in want], rel=1e-9)
-    with h5py.File(shared / "cut/checkpoints/latest.h5") as file:
+    with h5py.File(checkpoint_of(shared / "cut/checkpoints/latest.h5")) as file:
         names = []
         file["params"].visititems(lambda name, item: names.append(name) if isinstance(item, h5py.Dataset) else None)
         assert names and all(file[f"optimizer/average/{name}"].shape == file[f"params/{name}"].shape for name in names)
@@ -166,7 +167,7 @@ def test_averages_that_begin_later_and_end(comm, shared, config):
     averaged = evaluate(shared / "late", comm=comm)
     assert averaged["loss"] != before["loss"]
     train(config, [*plain, "training.epochs=3", "training.average=0"], True, comm=comm)
-    with h5py.File(shared / "late/checkpoints/latest.h5") as file:
+    with h5py.File(checkpoint_of(shared / "late/checkpoints/latest.h5")) as file:
         assert "average" not in file["optimizer"]
 
 

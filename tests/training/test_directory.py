@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -169,15 +170,44 @@ def test_a_lock_that_cannot_be_read(tmp_path, monkeypatch, caplog, text):
     assert "taken over from an unknown process" in caplog.messages[-1]
 
 
-@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
-def test_something_else_in_its_place(tmp_path, make, monkeypatch):
-    monkeypatch.setattr(directory, "SILENCE", 0.05)
+@pytest.mark.parametrize(
+    "make",
+    [os.mkfifo, os.mkdir, *(lambda path, to=to: os.symlink(to, path) for to in ("nowhere", "run.lock", "/dev/zero"))],
+    ids=["pipe", "folder", "dangling link", "link to itself", "link to a device"],
+)
+def test_something_else_in_its_place(tmp_path, make):
+    """A link that leads nowhere can be neither read nor created: that must not be tried without end."""
     make(tmp_path / "run.lock")
-    if make is os.mkfifo:
-        assert acquired(tmp_path)
-    else:
-        with pytest.raises(OSError, match="Is a directory"):
-            acquired(tmp_path)
+    with pytest.raises(OSError, match=r"no regular file, so not a lock of a run; remove it.*/run\.lock"):
+        acquired(tmp_path)
+    assert os.path.lexists(tmp_path / "run.lock")
+
+
+def test_a_claim_that_leads_nowhere(tmp_path, monkeypatch, process):
+    """A link in the place of the claim to a lock is removed like a claim."""
+    process.kill()
+    process.wait()
+    hold(tmp_path, owner_of(process))
+    text = (tmp_path / "run.lock").read_text()
+    (tmp_path / f"run.lock.{zlib.crc32(text.encode()):08x}").symlink_to("nowhere")
+    monkeypatch.setattr(directory, "SILENCE", 0.0)
+    assert acquired(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("change", [shutil.rmtree, lambda path: path.rename(path.with_name("moved"))])
+def test_a_directory_that_is_removed_or_moved(tmp_path, change):
+    """Nothing is written to another directory of the same name, and no lock is left in it."""
+    folder = tmp_path / "out"
+    with RunLock(folder) as lock:
+        lock.acquire()
+        lock.check()
+        change(folder)
+        for _ in range(2):
+            with pytest.raises(UserError, match=r"expected \S+/out to stay .* removed or moved.*--resume"):
+                lock.check()
+            folder.mkdir(exist_ok=True)
+    assert list(folder.iterdir()) == []
 
 
 def test_of_several_one_takes_over(tmp_path, process):

@@ -213,8 +213,7 @@ def test_evaluation_of_a_run_that_goes_on(comm, folder, monkeypatch):
             checkpoints = folder / "out" / "checkpoints"
             (checkpoints / "step-00000003.h5").unlink()
             os.replace(folder / "whole" / "checkpoints" / "step-00000009.h5", checkpoints / "step-00000009.h5")
-            (checkpoints / "latest.h5").unlink()
-            (checkpoints / "latest.h5").symlink_to("step-00000009.h5")
+            (checkpoints / "latest.h5").write_text("step-00000009.h5\n")
         comm.Barrier()
         return make(cls, *args, **kwargs)
 
