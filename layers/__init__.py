@@ -8,12 +8,10 @@ from .activation import (
     HardSigmoid,
     HardSwish,
     LeakyReLU,
-    LogSoftmax,
     Mish,
     ReLU,
     Sigmoid,
     SiLU,
-    Softmax,
     Softplus,
     Tanh,
 )
@@ -38,6 +36,7 @@ from .pooling import AdaptiveAveragePool, AdaptiveMaxPool, AveragePool, MaxPool
 from .reshape import ChannelShuffle, Flatten, PixelShuffle, PixelUnshuffle, Redistribute, Reshape
 from .resize import Resize
 from .scale import PReLU, Scale
+from .softmax import LogSoftmax, Softmax
 from .softmax_cross_entropy import SoftmaxCrossEntropy
 from .strategy import Strategy
 from .total_loss import training_only

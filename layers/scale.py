@@ -113,11 +113,12 @@ class PReLU(Layer):
         context.run(context.kernel(_rectify, y=context.y, work=work, **views), timing=context.timing("forward"))
 
         def backward() -> None:
-            below, products = (context.scratch(context.box.shape, context.wide) for _ in range(2))
-            context.run(context.kernel(_below, x=views["x"], dy=context.dy, below=below, products=products))
+            positive, products = (context.scratch(context.box.shape, dtype) for dtype in ("bool", context.wide))
+            context.run(context.kernel(_below, x=views["x"], dy=context.dy, positive=positive, products=products))
             _sum_into(context, products, context.grads["slope"])
             if context.needs_gradient(0):
-                kernel = context.kernel(_bent, dy=context.dy, below=below, slope=views["slope"], dx=context.gradient(0))
+                given = {"dy": context.dy, "positive": positive, "slope": views["slope"], "factors": products}
+                kernel = context.kernel(_bent, dx=context.gradient(0), **given)
                 context.run(kernel, timing=context.timing("backward_data"))
 
         return backward
@@ -155,27 +156,26 @@ def _rectify(environment: Any, x: Any, slope: Any, y: Any, work: Any) -> Callabl
     return run
 
 
-def _below(environment: Any, x: Any, dy: Any, below: Any, products: Any) -> Callable[[], None]:
-    """Return the kernel for the gradient where ``x <= 0``, and its product with x."""
+def _below(environment: Any, x: Any, dy: Any, positive: Any, products: Any) -> Callable[[], None]:
+    """Return the kernel for ``products = x * dy`` where ``x <= 0``, else 0: selected, as an infinity times 0 is NaN."""
 
     def run() -> None:
         if dy.size:
-            np.less_equal(x, 0, out=below)
-            np.multiply(dy, below, out=below)
-            # Not x itself: an infinity times 0 would be NaN.
-            np.minimum(x, 0, out=products)
-            np.multiply(products, below, out=products)
+            np.greater(x, 0, out=positive)
+            np.copyto(products, dy)
+            np.multiply(products, x, out=products)
+            np.copyto(products, 0, where=positive)
 
     return run
 
 
-def _bent(environment: Any, dy: Any, below: Any, slope: Any, dx: Any) -> Callable[[], None]:
-    """Return the kernel ``dx = dy`` where ``x > 0``, else ``slope * dy``; it overwrites `below`."""
+def _bent(environment: Any, dy: Any, positive: Any, slope: Any, factors: Any, dx: Any) -> Callable[[], None]:
+    """Return the kernel ``dx = dy`` where ``x > 0``, else ``slope * dy``; it overwrites `factors`."""
 
     def run() -> None:
         if dx.size:
-            np.subtract(dy, below, out=dx)
-            np.multiply(below, slope, out=below)
-            np.add(dx, below, out=dx)
+            np.copyto(factors, slope)
+            np.copyto(factors, 1, where=positive)
+            np.multiply(dy, factors, out=dx)
 
     return run

@@ -225,11 +225,18 @@ def _hard_sigmoid(x: Any, y: Any, work: list[Any], alpha: float) -> None:
     np.divide(work[0], 6, out=y)
 
 
+def _masked(slope: Any, dy: Any, dx: Any, work: Any) -> None:
+    """``dx = slope * dy``, and 0 where the slope is 0, for any dy: behind an infinity that may be NaN."""
+    none = np.equal(slope, 0, out=work.view(np.bool_)[..., : slope.shape[-1]])
+    np.multiply(dy, slope, out=dx)
+    np.copyto(dx, 0, where=none)
+
+
 def _hard_sigmoid_gradient(x: Any, y: Any, dy: Any, dx: Any, work: list[Any], alpha: float) -> None:
     np.absolute(x, out=work[0])
     np.less(work[0], 3, out=work[0])
     np.divide(work[0], 6, out=work[0])
-    np.multiply(dy, work[0], out=dx)
+    _masked(work[0], dy, dx, work[1])
 
 
 def _hard_swish(x: Any, y: Any, work: list[Any], alpha: float) -> None:
@@ -248,7 +255,7 @@ def _hard_swish_gradient(x: Any, y: Any, dy: Any, dx: Any, work: list[Any], alph
     np.multiply(work[0], work[1], out=work[0])
     np.greater_equal(x, 3, out=work[1])
     np.add(work[0], work[1], out=work[0])
-    np.multiply(dy, work[0], out=dx)
+    _masked(work[0], dy, dx, work[1])
 
 
 def _softplus(x: Any, y: Any, work: list[Any], alpha: float) -> None:
@@ -386,7 +393,7 @@ KINDS: dict[str, tuple[Step, Callable[..., None], int, Any]] = {
     "gelu": (_gelu, _gelu_gradient, 4, None),
     "silu": (_silu, _silu_gradient, 3, None),
     "elu": (_elu, _elu_gradient, 2, None),
-    "hard_sigmoid": (_hard_sigmoid, _hard_sigmoid_gradient, 1, None),
+    "hard_sigmoid": (_hard_sigmoid, _hard_sigmoid_gradient, 2, None),
     "hard_swish": (_hard_swish, _hard_swish_gradient, 2, None),
     "softplus": (_softplus, _softplus_gradient, 2, None),
     "mish": (_mish, _mish_gradient, 4, None),

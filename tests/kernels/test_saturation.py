@@ -86,6 +86,19 @@ def test_activation_of_infinities(typed, kind):
             assert what == "derivative" or np.isnan(found[2::3]).all()
 
 
+@pytest.mark.parametrize("kind", ["hard_sigmoid", "hard_swish"])
+def test_no_gradient_passes_where_an_activation_is_flat(typed, kind):
+    """Not even NaN, which a loss has behind an infinity."""
+    x = np.array([-np.inf, -4, 4, np.inf] * 4).astype(typed.dtype)
+    for number in (np.nan, np.inf):
+        y, dy, dx = np.full_like(x, np.nan), np.full_like(x, number), np.full_like(x, 7)
+        forward, backward = typed.backend.activation(kind, x, y, dy, dx)
+        forward()
+        backward()
+        passed = 0 if kind == "hard_sigmoid" else number
+        assert np.array_equal(dx.astype(np.float32), np.array([0, 0, passed, passed] * 4), equal_nan=True)
+
+
 def torch_results(kind, x, alpha):
     torch = pytest.importorskip("torch", reason="needs torch as oracle: pip install 'halograd[oracle]'")
     functional = torch.nn.functional

@@ -226,6 +226,16 @@ def test_prelu_of_infinities(slopes, backend, dtype):
 
 
 @EVERYWHERE
+@pytest.mark.parametrize("slopes", ["one", "channel"])
+def test_prelu_of_an_infinite_gradient(slopes, backend, dtype):
+    """That of a square behind an infinity."""
+    x = np.array([np.inf, 1, -1], dtype).reshape(1, 3, 1, 1)
+    gradient = np.array([np.inf, np.inf, 4]).reshape(1, 3, 1, 1)
+    _, _, dx, slope = in_a_network(hg.PReLU(slopes, name="p"), x, backend, dtype, gradient=gradient)
+    assert dx.ravel().tolist() == [np.inf, np.inf, 1] and slope.tolist() == [-4]
+
+
+@EVERYWHERE
 def test_clamp_of_infinities(backend, dtype):
     x = np.array([np.inf, -np.inf, 2], dtype).reshape(1, 3, 1, 1)
     _, y, dx, _ = in_a_network(hg.Clamp(), x, backend, dtype)

@@ -136,6 +136,12 @@ DEVICE A slope(Kind kind, A from, A alpha) {
     return A(INFINITY) - A(INFINITY);
 }
 
+// The gradient with slope `s` of one behind it. Where it is 0 by its formula, so is the product with an infinity or NaN.
+DEVICE A chained(Kind kind, A s, A dy) {
+    const bool flat = kind == HARD_SIGMOID || kind == HARD_SWISH;
+    return flat && s == A(0) ? A(0) : s * dy;
+}
+
 // The activation of this program, and its derivative, at what it is given.
 DEVICE A fused(A x, A alpha) { return ACTIVATION < 0 ? x : activated(Kind(ACTIVATION), x, alpha); }
 DEVICE A fused_slope(A x, A alpha) { return ACTIVATION < 0 ? A(1) : slope(Kind(ACTIVATION), x, alpha); }

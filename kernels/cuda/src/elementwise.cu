@@ -86,7 +86,9 @@ template <int V> DEVICE void activation_backward(const PointwiseParams& p) {
         else load<V>(p.y + find<V>(item, p.axes, p.shape, p.y_strides), from);
         load<V>(p.dy + find<V>(item, p.axes, p.shape, p.dy_strides), dy);
 #pragma unroll
-        for (int k = 0; k < V; ++k) dy[k] *= slope(Kind(p.kind), from[k], A(p.alpha));
+        for (int k = 0; k < V; ++k) {
+            dy[k] = chained(Kind(p.kind), slope(Kind(p.kind), from[k], A(p.alpha)), dy[k]);
+        }
         store<V>(dy, p.dx + find<V>(item, p.axes, p.shape, p.dx_strides));
     }
 }
