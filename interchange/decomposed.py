@@ -148,7 +148,7 @@ def _stacked(graph: Graph, op: OnnxNode) -> None:
         mean = op.changed(kind="Div", inputs=(name, f"{name}::count"), attributes={})
         place = next(i for i, one in enumerate(graph.operations) if one is op)
         graph.operations.insert(place + 1, mean)
-        total = total.changed(outputs=(name,), name=f"{op.name}.sum", scope=f"{op.scope}.sum" if op.scope else "")
+        total = total.part("sum").changed(outputs=(name,))
     graph.replace([*single, joined, op], total)
 
 

@@ -38,8 +38,8 @@ Shape = tuple[int, ...]
 
 #: Remedy where a file does not tell buffers from parameters.
 TELL_BUFFERS = (
-    "this file does not tell parameters from buffers: export with dynamo=True, optimize=False, or name the buffers, "
-    "load(path, buffers=[name for name, _ in module.named_buffers()])"
+    "this file does not tell parameters from buffers: export with dynamo=True, optimize=False, or with "
+    "do_constant_folding=False and name the buffers, load(path, buffers=[name for name, _ in module.named_buffers()])"
 )
 
 
@@ -57,7 +57,8 @@ class OnnxConstant:
         Name of the array in the file, whose axes may be in another order; empty for numbers that the exporter has made.
     origin
         ``"parameter"``; ``"buffer"`` for buffers and other numbers of the source, with and without a name;
-        ``"unknown"`` if the file does not tell which of the two; ``"number"`` for those that the exporter has made.
+        ``"unknown"`` if the file does not tell which of the two, as of arrays that an exporter has computed;
+        ``"number"`` for sizes and single numbers.
     made_of
         Names of the parameters that it is computed from by more than a change of shape or type.
     """
@@ -124,6 +125,10 @@ class OnnxNode:
     def module(self) -> str:
         """Name of the torch module; ``n_1`` is the second use of ``n``."""
         return re.sub(r"_\d+$", "", self.scope)
+
+    def part(self, label: str) -> OnnxNode:
+        """Return a copy with the name of a part: for one of several layers that an operation becomes."""
+        return self.changed(name=f"{self.name}.{label}", scope=self.scope and f"{self.scope}.{label}")
 
     def changed(self, **settings: Any) -> OnnxNode:
         """Return a copy with other settings."""
@@ -323,7 +328,8 @@ class Builder:
             expected, what = "a number, or a sum of two values that depend on the data", "an array of constants"
         for one in found:
             if one.origin == "unknown":
-                return self.refused(op, expected, f"{one.name!r}, a parameter or a buffer", TELL_BUFFERS)
+                array = repr(one.name) if one.name else "an array without a name"
+                return self.refused(op, expected, f"{array}, a parameter or a buffer", TELL_BUFFERS)
             got = f"the parameter {one.name!r} {one.shape}" if one.origin == "parameter" else got or f"{one.shape}"
         return self.refused(op, expected, f"{what}: {got}" if got else what)
 
@@ -377,7 +383,7 @@ class Builder:
         if weights.origin == "buffer":
             remedy = "make it a torch.nn.Parameter, and freeze its layer here (training.freeze)"
             raise self.refused(op, "weights that torch trains", f"a constant, {what}", remedy)
-        if weights.origin == "unknown" and self.graph.by_torch:
+        if weights.origin == "unknown" and weights.name and self.graph.by_torch:
             raise self.refused(op, "weights that torch trains", f"{what}, a parameter or a buffer", TELL_BUFFERS)
 
     def _called_before(

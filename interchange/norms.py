@@ -51,10 +51,10 @@ def _made(
         layer = make(bool(affine), activation)
         layer = layer.initialized(gamma=given[0], beta=given[1]) if affine else layer
         return value.of(build.add(op, layer, value.node, weights=affine))
-    node = build.add(op.changed(scope=f"{op.scope or op.name}.normed"), make(False, None), value.node)
+    node = build.add(op.part("normed"), make(False, None), value.node)
     node = build.add(op, Scale().initialized(gamma=given[0]), node, weights=affine)
     if activation is not None:
-        node = build.add(op.changed(scope=f"{op.scope or op.name}.activation"), activation, node)
+        node = build.add(op.part("activation"), activation, node)
     return value.of(node)
 
 

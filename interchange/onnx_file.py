@@ -128,6 +128,8 @@ class _Folding:
         self.aliases: dict[str, str] = {}
         #: Nodes that make a sequence of the parts of a value.
         self.sequences: dict[str, Any] = {}
+        #: Rows of the inputs for one of a value, by its name.
+        self.strides: dict[str, float] = {}
 
     def graph(self, shapes: Mapping[str, Sequence[int]]) -> Graph:
         file = self.model.graph
@@ -345,7 +347,17 @@ class _Folding:
         attributes = {a.name: _plain(helper.get_attribute_value(a)) for a in node.attribute}
         op = OnnxNode(_title(node), node.op_type, inputs, tuple(node.output), attributes, _scope(node))
         self._check_sizes(op)
+        self.strides |= dict.fromkeys(op.outputs, self._stride(op))
         self.operations.append(op)
+
+    def _stride(self, op: OnnxNode) -> float:
+        """Return how many rows of the inputs of the network a row of the output stands for."""
+        before = max((self.strides.get(name, 1.0) for name in op.inputs if name not in self.constants), default=1.0)
+        step = max(op.attributes.get("strides", ()), default=1) or 1
+        shapes = [_shape_of(self.types[name]) or () for name in (op.inputs[0], op.outputs[0]) if name in self.types]
+        if op.kind == "Resize" and len(shapes) == 2 and len(shapes[1]) > 2 and shapes[1][2]:
+            return before * shapes[0][2] / shapes[1][2]
+        return before / step if op.kind == "ConvTranspose" else before * step
 
     def _check_sizes(self, op: OnnxNode) -> None:
         """Refuse sizes that were computed for the extents of the example, where others are asked for."""
@@ -376,17 +388,30 @@ class _Folding:
             if name in self.constants and int(np.prod(self.constants[name].shape)) <= 64
         }
         versions = {one.domain: one.version for one in self.model.opset_import}
+        if node.op_type == "Celu":  # whose definition has float32 alone, though torch exports others
+            return dict.fromkeys(node.output, known[node.input[0]])
         try:
             schema = self.onnx.defs.get_schema(node.op_type, versions[node.domain], node.domain)
-            return dict(
-                self.onnx.shape_inference.infer_node_outputs(
-                    schema, node, known, small, opset_imports=list(self.model.opset_import)
-                )
-            )
+            opsets = list(self.model.opset_import)
+            infer = self.onnx.shape_inference.infer_node_outputs
+            return dict(infer(schema, node, known, small, opset_imports=opsets))
         except (KeyError, self.onnx.defs.SchemaError) as error:
             raise self._refused(node, "an operator that ONNX does not have") from error
         except Exception as error:
+            self._check_extents(node)
             raise self._refused(node, f"shapes that do not fit ({_line(error)})") from error
+
+    def _check_extents(self, node: Any) -> None:
+        """Refuse values that do not fit because strides do not divide the extents of the inputs."""
+        values = [name for name in node.input if name in self.types and name not in self.constants]
+        shapes = [(_shape_of(self.types[name]) or ())[1:] for name in values]
+        whole = [_shape_of(self.types[one.name]) or () for one in self.model.graph.input if one.name in self.types]
+        factor = math.ceil(max(self.strides.values(), default=1))
+        if len({shape[1:] for shape in shapes}) > 1 and any(n % factor for shape in whole for n in shape[2:]):
+            raise UserError(
+                f"{self.path}: node {_title(node)!r} ({node.op_type}): expected values of one shape (C, *spatial), got "
+                f"{' and '.join(map(str, shapes))}; give inputs whose extents are multiples of {factor}"
+            )
 
     def _refused(self, node: Any, what: str) -> UserError:
         return UserError(

@@ -17,6 +17,7 @@ import numpy as np
 from halograd.errors import UserError
 
 from ..layers import (
+    ELU,
     Add,
     Affine,
     BroadcastAdd,
@@ -94,6 +95,10 @@ def _built(path: Path, graph: Graph, keeping: frozenset[str]) -> Network:
         _, channels, *spatial = graph.shapes[name]
         build.values[name] = Activation(Input((*spatial, channels), name))
     for op in graph.operations:
+        if op.kind in ("MatMul", "Einsum") and sum(name not in graph.constants for name in op.inputs) > 1:
+            remedy = "put convolutions or gates in its place: no layer here computes it"
+            raise build.refused(op, "layers on windows, norms and functions of elements", "attention", remedy)
+    for op in graph.operations:
         if op.kind not in OPERATORS:
             raise build.refused(op, "an operator that has a layer", op.kind)
         with following(path, op):
@@ -123,6 +128,18 @@ def _pointwise(make: Callable[[OnnxNode], Layer]) -> Callable[[Builder, OnnxNode
 
 def _activation(kind: str) -> Callable[[Builder, OnnxNode], Activation]:
     return _pointwise(lambda op: ACTIVATIONS[kind](op.attributes))
+
+
+def _celu(build: Builder, op: OnnxNode) -> Activation:
+    """Import Celu, ``alpha * elu(x / alpha)`` with an ELU of 1."""
+    value, alpha = build.value(op), op.attributes.get("alpha", 1.0)
+    node = value.node
+    if alpha != 1:
+        node = build.add(op.part("argument"), Affine(1 / alpha), node)
+    node = build.add(op, ELU(), node)
+    if alpha != 1:
+        node = build.add(op.part("value"), Affine(alpha), node)
+    return value.of(node)
 
 
 def _hard_sigmoid(build: Builder, op: OnnxNode) -> Activation:
@@ -275,13 +292,24 @@ def _of_two(build: Builder, op: OnnxNode, kind: type[Layer]) -> Activation:
     return large.of(build.add(op, kind(), large.node, small.node))
 
 
+_CIRCULAR = (
+    "for circular padding take F.pad(..., mode='circular') and export with dynamo=True, or put hg.Pad(amounts, "
+    "'circular') in its place"
+)
+
+
 def _concat(build: Builder, op: OnnxNode) -> Activation:
+    if len(op.inputs) == 1:
+        return build.value(op)
     values = _alike(build, op)
     axes = len(build.shape(op.inputs[0]))
     if values[0].spatial:
         raise build.refused(op, "samples with spatial axes", "flattened values")
     if op.attributes["axis"] % axes != (axes - 1 if values[0].last else 1):
-        raise build.refused(op, "values that are joined along the channels", f"axis {op.attributes['axis']}")
+        makers = (build.graph.maker(name) for name in op.inputs)
+        sliced = {one.inputs[0] for one in makers if one is not None and one.kind == "Slice"}
+        remedy = _CIRCULAR if len(sliced) == 1 and sliced <= set(op.inputs) else ""
+        raise build.refused(op, "values that are joined along the channels", f"axis {op.attributes['axis']}", remedy)
     return values[0].of(build.add(op, Concat(), *(value.node for value in values)))
 
 
@@ -334,6 +362,7 @@ OPERATORS: dict[str, Operator] = {
     "Identity": lambda build, op: build.value(op),
     **{kind: _activation(kind) for kind in ACTIVATIONS},
     "HardSigmoid": _hard_sigmoid,
+    "Celu": _celu,
     "Clip": _clip,
     "PRelu": _prelu,
     "Dropout": _dropout,

@@ -19,7 +19,7 @@ def is_named(name: str) -> bool:
 def computed_from(sources: Sequence[OnnxConstant]) -> tuple[str, ...]:
     """Return the names of the parameters that constants are, or are computed from."""
     names = (name for one in sources for name in (one.made_of if one.is_fixed else (one.name,)))
-    return tuple(dict.fromkeys(names))
+    return tuple(dict.fromkeys(name for name in names if name))
 
 
 #: Names of values that the new exporter has folded into a weight, and that tell that it is computed from others.
@@ -39,7 +39,8 @@ class Origins:
     """
 
     def __init__(self, model: Any, buffers: Collection[str] | None) -> None:
-        self.buffers, self.is_ours = buffers, model.producer_name == "halograd"
+        self.buffers = buffers
+        self.by_torch, self.is_ours = (model.producer_name == name for name in ("pytorch", "halograd"))
         self.stored = {
             value.name: {entry.key: entry.value for entry in value.metadata_props} for value in model.graph.value_info
         }
@@ -54,7 +55,7 @@ class Origins:
         kind = stored.get(_KIND, "").lower()
         kind = "buffer" if kind.startswith("constant") else kind
         if not is_named(name) or (folded and count == 1):
-            return {"origin": kind or "number"}
+            return {"origin": kind or ("unknown" if self.by_torch and count > 1 else "number")}
         return {"name": name, "origin": self._origin(name, kind)}
 
     def _origin(self, name: str, kind: str) -> str:

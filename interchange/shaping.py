@@ -25,7 +25,13 @@ def _transpose(build: Builder, op: OnnxNode) -> Activation:
         return replace(value, last=True)
     if order == to_first and value.last:
         return replace(value, last=False)
-    raise build.refused(op, f"channels moved to the last axis {to_last}, or back", f"{order}")
+    reader, remedy = build.graph.only_reader(op.outputs[0]), ""
+    if reader is not None and reader.kind in ("Gather", "GatherND"):
+        remedy = (
+            "an interpolation or an adaptive pooling that the exporter has taken apart: put hg.Resize or "
+            "hg.AdaptiveAveragePool in its place, or export with dynamo=False"
+        )
+    raise build.refused(op, f"channels moved to the last axis {to_last}, or back", f"{order}", remedy)
 
 
 def _reshape(build: Builder, op: OnnxNode) -> Activation:
@@ -34,7 +40,10 @@ def _reshape(build: Builder, op: OnnxNode) -> Activation:
     if before == after:
         return value
     if before[0] != after[0]:
-        raise build.refused(op, f"the samples {before[0]} at axis 0", f"{after}", "export with the batch at axis 0")
+        got, remedy = f"{after}", "keep the batch at axis 0"
+        if op.kind == "Unsqueeze":
+            got, remedy = f"a new axis there, {after}", "a stack can be added up, or joined by torch.cat(..., 1)"
+        raise build.refused(op, f"the samples {before[0]} at axis 0", got, remedy)
     if len(after) == 2:
         return _flattened(build, op, value, before)
     vector = (len(before) == 2 and not value.spatial) or (value.pooled and math.prod(before[2:]) == 1)
@@ -84,8 +93,11 @@ def _slice(build: Builder, op: OnnxNode) -> Activation:
     value, shape = build.with_positions(op), build.shape(op.inputs[0])
     starts, ends = build.numbers(op, 1) or [], build.numbers(op, 2) or []
     axes = [int(axis) % len(shape) for axis in build.numbers(op, 3) or range(len(starts))]
-    if any(step != 1 for step in build.numbers(op, 4) or ()):
-        raise build.refused(op, "a step of 1", f"{build.numbers(op, 4)}", "take every second row by a pooling")
+    steps = build.numbers(op, 4) or ()
+    if any(step < 0 for step in steps):
+        raise build.refused(op, "a step of 1", f"{steps}, a flip", "flip the samples in the data: no layer does it")
+    if any(step != 1 for step in steps):
+        raise build.refused(op, "a step of 1", f"{steps}", "take every second row by a pooling")
     ranges = [(0, n) for n in shape]
     for axis, start, end in zip(axes, starts, ends):
         low, high, _ = slice(int(start), int(end)).indices(shape[axis])

@@ -260,7 +260,7 @@ def _expand(build: Builder, op: OnnxNode) -> Activation:
     node = value.node
     if value.pooled:
         ones = (1,) * (len(after) - 2)
-        node = build.add(op.changed(scope=f"{op.scope or op.name}.positions"), Reshape((*ones, node.shape[-1])), node)
+        node = build.add(op.part("positions"), Reshape((*ones, node.shape[-1])), node)
     return Activation(build.add(op, Resize(size=after[2:], mode="nearest"), node))
 
 

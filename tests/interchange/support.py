@@ -47,6 +47,12 @@ def as_module(function, **layers):
     return FunctionModule()
 
 
+def together(*modules):
+    """Return one module with the outputs of several, joined along the channels: one export in place of many."""
+    lib = torch()
+    return as_module(lambda m, x: lib.cat([one(x) for one in m.parts], 1), parts=lib.nn.ModuleList(modules))
+
+
 def export(module, x, path: Path, exporter: str, training: bool = False, **options) -> Path:
     """Write a module with the input `x`, called ``x``, as docs/torch.md says it."""
     lib = torch()

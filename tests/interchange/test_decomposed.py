@@ -7,7 +7,7 @@ import importlib.util
 import pytest
 
 import halograd as hg
-from tests.interchange.support import EXPORTERS, as_module, check_step, export, first, samples, torch
+from tests.interchange.support import EXPORTERS, as_module, check_step, export, first, samples, together, torch
 
 pytestmark = pytest.mark.torch
 SHAPE = (6, 5, 3)
@@ -34,6 +34,8 @@ def _functions():
         "clamp from above": (lambda m, y: y.clamp(max=0.2), ["Clamp"]),
         "clamp to one": (lambda m, y: y.clamp(0, 1), ["Clamp"]),
         "hardtanh": (lambda m, y: functional.hardtanh(y, -0.7, 0.8), ["Clamp"]),
+        "celu": (lambda m, y: functional.celu(y, 0.5), ["Affine", "ELU", "Affine"]),
+        "celu of one": (lambda m, y: functional.celu(y), ["ELU"]),
         "softplus": (lambda m, y: functional.softplus(y), ["Softplus"]),
         "softplus, steep": (lambda m, y: functional.softplus(y, 3.0), ["Affine", "Softplus", "Affine"]),
         "sum of a stack": (lambda m, y: lib.stack([y, lib.tanh(y), y * 0.5], 1).sum(1), ["Tanh", "Affine", "Add"]),
@@ -47,20 +49,46 @@ def _functions():
     }
 
 
-@pytest.mark.parametrize("exporter", EXPORTERS)
-@pytest.mark.parametrize("name", list(_functions()) if importlib.util.find_spec("torch") else [])
-def test_functions_in_several_operators_are_those_of_torch(name, exporter, tmp_path):
+NAMES = list(_functions()) if importlib.util.find_spec("torch") else []
+
+
+def _module(name):
     nn = torch().nn
-    function, kinds = _functions()[name]
+    function, _ = _functions()[name]
     layers = {"c": nn.Conv2d(3, 4, 3, padding=1)}
     if name in ("attention of channels", "gate that is expanded", "summand that is expanded", "expanded"):
         layers["d"] = nn.Conv2d(4, 4, 1)
-    module, x = as_module(lambda m, x: function(m, m.c(x)), **layers).double(), samples(*SHAPE)
-    network = hg.onnx.load(export(module, first(x), tmp_path / "m.onnx", exporter, training=True))
+    return as_module(lambda m, x: function(m, m.c(x)), **layers).double()
+
+
+def _check(name, module, exporter, folder):
+    """Assert that a module is that of torch, with as few layers as there can be."""
+    x = samples(*SHAPE)
+    network = hg.onnx.load(export(module, first(x), folder / "m.onnx", exporter, training=True))
     assert network.parameter_count == sum(p.numel() for p in module.parameters())
+    _, kinds = _functions().get(name, (None, None))
     if kinds is not None:
         assert [node.layer.kind for node in network.layers.values()][1:] == kinds
     check_step(network, module, x)
+    return network
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_functions_in_several_operators_are_those_of_torch(name, tmp_path):
+    _check(name, _module(name), "old", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["largest over space", "softplus, steep"])
+def test_functions_of_the_new_exporter(name, tmp_path):
+    _check(name, _module(name), "dynamo", tmp_path)
+
+
+def test_all_functions_of_the_new_exporter_in_one_file(tmp_path):
+    names = [name for name in NAMES if name != "largest over space"]
+    network = _check("", together(*map(_module, names)), "dynamo", tmp_path)
+    kinds = [node.layer.kind for node in network.layers.values()]
+    assert kinds.count("Clamp") == 5 and kinds.count("LocalResponseNorm") == kinds.count("Softplus") == 2
+    assert kinds.count("Add") == 4 and kinds.count("GlobalMaxPool") == 1
 
 
 @pytest.mark.parametrize("exporter", EXPORTERS)

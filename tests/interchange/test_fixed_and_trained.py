@@ -9,7 +9,18 @@ import pytest
 
 import halograd as hg
 from halograd.errors import UserError
-from tests.interchange.support import EXPORTERS, as_module, check_step, export, first, last, predicted, samples, torch
+from tests.interchange.support import (
+    EXPORTERS,
+    as_module,
+    check_step,
+    export,
+    first,
+    last,
+    predicted,
+    samples,
+    together,
+    torch,
+)
 
 pytestmark = pytest.mark.torch
 SHAPE = (6, 5, 3)
@@ -61,15 +72,18 @@ def _fixed():
 FIXED = list(_fixed()) if importlib.util.find_spec("torch") else []
 
 
-@pytest.mark.parametrize("exporter", EXPORTERS)
-@pytest.mark.parametrize("name", FIXED)
+@pytest.mark.parametrize(
+    "name, exporter", [*((name, "old") for name in FIXED), ("all", "dynamo"), ("of vectors", "dynamo")]
+)
 def test_constants_of_the_source_are_not_trained(name, exporter, tmp_path):
     """Nor lost on the way back to ONNX."""
-    module = _fixed()[name]().double()
-    x = samples(*SHAPE)
+    names = [one for one in FIXED if one != "of vectors"] if name == "all" else [name]
+    modules = [_fixed()[one]().double() for one in names]
+    module, x = together(*modules) if name == "all" else modules[0], samples(*SHAPE)
     path = export(module, first(x), tmp_path / "m.onnx", exporter, training=True)
     network = hg.onnx.load(path, buffers=[key for key, _ in module.named_buffers()])
-    assert {key.rpartition("/")[0] for key in network.parameters()} == {"c"}
+    assert {key.rpartition("/")[0].rpartition(".")[2] for key in network.parameters()} == {"c"}
+    assert network.parameter_count == sum(p.numel() for p in module.parameters())
     check_step(network, module, x)
     hg.onnx.save(network, None, tmp_path / "again.onnx", dtype="float64")
     again = hg.onnx.load(tmp_path / "again.onnx")
@@ -79,9 +93,8 @@ def test_constants_of_the_source_are_not_trained(name, exporter, tmp_path):
 
 
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("name", ["standardized data", "product", "one number"])
-def test_the_new_exporter_tells_buffers_itself(name, training, tmp_path):
-    module = _fixed()[name]().double()
+def test_the_new_exporter_tells_buffers_itself(training, tmp_path):
+    module = together(*(_fixed()[name]().double() for name in ("standardized data", "product", "one number")))
     x = samples(*SHAPE)
     check_step(hg.onnx.load(export(module, first(x), tmp_path / "m.onnx", "dynamo", training)), module, x)
 
@@ -226,6 +239,15 @@ def test_a_kernel_that_is_no_parameter_is_refused(kind, exporter, tmp_path):
     if (kind, exporter) == ("buffer", "old"):
         with pytest.raises(UserError, match=r"got 'kernel', a parameter or a buffer; this file does not tell"):
             hg.onnx.load(path)
+
+
+@pytest.mark.parametrize("exporter", EXPORTERS)
+def test_a_learned_summand_is_refused_by_name(exporter, tmp_path):
+    lib = torch()
+    module = as_module(lambda m, x: m.c(x) + m.c.bias[:, None, None], c=lib.nn.Conv2d(3, 4, 1))
+    path = export(module, lib.zeros(2, 3, 6, 5), tmp_path / "m.onnx", exporter, training=True)
+    with pytest.raises(UserError, match=r"\(Add\): .*got an array of constants: the parameter 'c.bias' \(4, 1, 1\)"):
+        hg.onnx.load(path)
 
 
 def test_imported_constants_go_to_the_channels_of_flattened_features(tmp_path):

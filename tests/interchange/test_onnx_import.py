@@ -296,6 +296,10 @@ def _refused():
     def slopes_of_rows(m, x):
         return m.slope(m.conv(x).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
+    def tokens(m, x):
+        y = x.flatten(2).transpose(1, 2)
+        return lib.softmax(y @ y.transpose(1, 2), -1) @ y
+
     def flattened_in_two_ways(m, x):
         return m.linear(x[:, :, 1:7, :4].flatten(1)) + m.linear(x[:, :, :4, 1:7].flatten(1))
 
@@ -316,7 +320,25 @@ def _refused():
             lambda m, x: x.reshape(2, 2, 16, 8)
         ),
         r"expected outputs with spatial axes or of dense layers, got '.*', which is flattened": nn.Flatten(),
-        r"\(Slice\): expected a step of 1, got \[2\]": as_module(lambda m, x: x[:, :, ::2]),
+        r"\(Slice\): expected a step of 1, got \[2\]; take every second row by a pooling": as_module(
+            lambda m, x: x[:, :, ::2]
+        ),
+        r"\(Slice\): expected a step of 1, got \[-1\], a flip; flip the samples": as_module(lambda m, x: x.flip(3)),
+        r"\(MatMul\): expected .*, got attention; put convolutions or gates in its place": as_module(tokens),
+        r"\(Concat\): .* joined along the channels, got axis 2; .*dynamo=True, or put hg.Pad\(": as_module(
+            lambda m, x: functional.pad(x, (1, 1, 2, 2), mode="circular")
+        ),
+        r"\(Unsqueeze\): expected the samples 2 at axis 0, got a new axis .*; a stack can be added up": as_module(
+            lambda m, x: lib.stack([x, lib.relu(x)]).amax(0)
+        ),
+        r"\(Mul\): expected .* got an array without a name, a parameter or a buffer; .*constant_folding=": as_module(
+            lambda m, x: m.c(x) * m.c.bias[:, None, None], c=nn.Conv2d(4, 4, 1)
+        ),
+        r"\(Max\): expected an operator that has a layer": as_module(lambda m, x: lib.maximum(x, lib.relu(-x))),
+        r"\(Div\): expected a constant divisor, got one that depends": as_module(lambda m, x: x / (1 + lib.relu(x))),
+        r"\(ReduceSum\): expected a mean over space, or a sum of values that are stacked": as_module(
+            lambda m, x: x.sum((2, 3), keepdim=True)
+        ),
         r"\(ReduceMean\): expected a mean over space, axes \[2, 3\], got axes \[1\]": as_module(lambda m, x: x.mean(1)),
         r"\(Concat\): expected values that are joined along the channels, got axis 2": as_module(
             lambda m, x: lib.cat([x, x], 2)
@@ -338,6 +360,30 @@ def _refused():
             lambda m, x: functional.pad(x, (0, 0, 0, 0, 1, 1))
         ),
     }
+
+
+@pytest.mark.parametrize("exporter", EXPORTERS)
+def test_extents_that_strides_do_not_divide_are_refused_with_what_does(exporter, tmp_path):
+    lib = torch()
+
+    def unet(m, x):
+        y = m.a(x)
+        return lib.cat([m.b(lib.nn.functional.max_pool2d(lib.nn.functional.max_pool2d(y, 2), 2)), y], 1)
+
+    module = as_module(unet, a=lib.nn.Conv2d(3, 4, 3, padding=1), b=lib.nn.ConvTranspose2d(4, 4, 4, 4))
+    path = export(module, lib.zeros(2, 3, 16, 16), tmp_path / "m.onnx", exporter)
+    message = r"\(Concat\): expected values of one shape .*\(4, 48, 68\) and \(4, 50, 70\).* are multiples of 4$"
+    with pytest.raises(UserError, match=message):
+        hg.onnx.load(path, {"x": (50, 70, 3)})
+    assert hg.onnx.load(path, {"x": (52, 72, 3)}).outputs
+
+
+def test_what_the_new_exporter_takes_apart_is_named(tmp_path):
+    lib = torch()
+    module = as_module(lambda m, x: lib.nn.functional.interpolate(x, size=(13, 15), mode="nearest-exact"))
+    path = export(module, lib.zeros(2, 3, 8, 8), tmp_path / "m.onnx", "dynamo", training=True)
+    with pytest.raises(UserError, match=r"\(Transpose\): expected channels .*; an interpolation .* put hg\.Resize"):
+        hg.onnx.load(path)
 
 
 @pytest.mark.parametrize("message", _refused() if importlib.util.find_spec("torch") else [])
