@@ -44,17 +44,23 @@ class _NumpyLoss(LossKernel):
         if self._dx is not None:
             self._dx[counted:] = 0
         found = 0.0
-        for part in chunks(counted, self.width):
-            dx = None if self._dx is None else self._dx[part]
-            x, t, weights = self._x[part], self._target[part], None
-            if self._weights is not None:
-                weights = self._weights[part]
-                none = np.equal(weights, 0, out=buffer(self.work, "none", weights.shape, np.bool_))
-                x, t = masked(x, none, self.work, "masked x"), masked(t, none, self.work, "masked t")
-            found = found + self.chunk(x, t, dx, scale, weights)
-            if dx is not None and arrays.factor is not None:
-                dx *= float(arrays.factor[0])
-        arrays.loss[0] = found * scale
+        # The loss of an infinity may be NaN: who reads the loss notices.
+        with np.errstate(over="ignore", invalid="ignore"):
+            for part in chunks(counted, self.width):
+                found = found + self._chunk(part, scale)
+            arrays.loss[0] = found * scale
+
+    def _chunk(self, part: slice, scale: float) -> float:
+        dx = None if self._dx is None else self._dx[part]
+        x, t, weights = self._x[part], self._target[part], None
+        if self._weights is not None:
+            weights = self._weights[part]
+            none = np.equal(weights, 0, out=buffer(self.work, "none", weights.shape, np.bool_))
+            x, t = masked(x, none, self.work, "masked x"), masked(t, none, self.work, "masked t")
+        found = self.chunk(x, t, dx, scale, weights)
+        if dx is not None and self.arrays.factor is not None:
+            dx *= float(self.arrays.factor[0])
+        return found
 
     @abstractmethod
     def chunk(self, x: Any, t: Any, dx: Any | None, scale: float, weights: Any | None) -> float:

@@ -295,3 +295,35 @@ def test_squared_error_of_small_differences(typed):
     wide = x.astype(Long)
     assert_few(losses, (wide * wide)[:, 0], "loss")
     assert_few(gradients, 2 * wide, "gradient")
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("number", [-np.inf, np.inf])
+@pytest.mark.parametrize("target", [0, 1])
+@pytest.mark.parametrize("kind", ["binary_cross_entropy", "softmax_cross_entropy", "mean_squared_error"])
+def test_losses_of_infinities(typed, kind, target, number):
+    """As torch; where that has NaN, an infinity times 0, there is NaN or an infinite loss."""
+    torch = pytest.importorskip("torch", reason="needs torch as oracle: pip install 'halograd[oracle]'")
+    functional, classes = torch.nn.functional, kind.startswith("softmax")
+    x = np.array([[number, 0, 1] if classes else [number]]).astype(typed.dtype)
+    t = np.array([[target]], np.int32 if classes else np.float32)
+
+    def kernel(i, x, dx, loss):
+        arrays = LossArrays(x, t, dx, loss)
+        made = getattr(typed.backend, kind)
+        return made(arrays, ClassTargets(3)) if classes else made(arrays)
+
+    losses, gradients = each(kernel, x)
+    given = torch.tensor(x.astype(np.float64), requires_grad=True)
+    if classes:
+        want = functional.cross_entropy(given, torch.tensor([target]))
+    elif kind.startswith("binary"):
+        want = functional.binary_cross_entropy_with_logits(given, torch.tensor(t, dtype=torch.float64))
+    else:
+        want = functional.mse_loss(given, torch.tensor(t, dtype=torch.float64))
+    want.backward()
+    found, value = float(losses[0]), want.item()
+    assert np.isnan(found) or found == np.inf if np.isnan(value) else found == pytest.approx(value, rel=1e-2)
+    expected = given.grad.numpy()
+    assert np.array_equal(np.isnan(gradients), np.isnan(expected))
+    assert np.allclose(gradients.astype(np.float64), expected, rtol=1e-2, equal_nan=True)

@@ -69,6 +69,7 @@ from ..test_resize import test_a_block_of_the_outputs, test_resize  # noqa: F401
 from ..test_saturation import (  # noqa: F401
     test_activation_near_saturation,
     test_activation_of_infinities,
+    test_losses_of_infinities,
     test_no_gradient_passes_where_an_activation_is_flat,
     test_saturated_binary_cross_entropy,
     test_saturated_softmax_cross_entropy,
