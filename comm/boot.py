@@ -27,7 +27,7 @@ from .errors import CommError
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["INTERRUPTED", "boot", "end_on_interrupt", "launched_size", "leave", "on_interrupt"]
+__all__ = ["INTERRUPTED", "boot", "end_on_interrupt", "launched_size", "leave", "on_interrupt", "start_text"]
 
 WRONG_LAUNCHER = 64  # exit code (EX_USAGE)
 #: Exit code of a command that SIGINT ended.
@@ -59,6 +59,12 @@ def launched_size(environment: Mapping[str, str] | None = None) -> int | None:
         if environment.get(name, "").isdigit():
             return int(environment[name])
     return None
+
+
+def start_text(ranks: int, multiple: bool = False) -> str:
+    """Write the advice to start so many ranks; a process without a launcher gets the command to put in front. Local."""
+    command = f" (mpirun -n {ranks} ...)" if launched_size() is None else ""
+    return f"start {'a multiple of ' if multiple else ''}{ranks} ranks{command}"
 
 
 def boot() -> MPI.Intracomm:

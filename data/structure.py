@@ -15,6 +15,8 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
+from halograd.documents import shown
+
 from .disk import DataError, one_line
 from .storage import Storage, check_files, dataset_of
 
@@ -197,7 +199,8 @@ def input_kind(inputs: h5py.Dataset, path: Path, layout: str | None) -> Kind:
             f"'NCHW', as its shape {shape} is meant"
         )
     if not isinstance(name, str) or name not in _LAYOUTS:
-        raise DataError(f"{path}: {inputs.name!r}: expected layout 'NHWC' or 'NCHW', got {name!r}; correct it")
+        got = one_line(shown(name))
+        raise DataError(f"{path}: {inputs.name!r}: expected layout 'NHWC' or 'NCHW', got {got}; correct it")
     return _LAYOUTS[name]
 
 
@@ -243,7 +246,7 @@ def channel_names(inputs: h5py.Dataset, path: Path, channels: int) -> list[str]:
     if len(names) != channels or not all(isinstance(n, str) for n in names):
         raise DataError(
             f"{path}: {inputs.name!r}: expected {channels} texts as attribute 'channel_names', one per channel, got "
-            f"{one_line(repr(found))}; correct or remove it"
+            f"{one_line(shown(found))}; correct or remove it"
         )
     return names
 

@@ -22,6 +22,7 @@ from .errors import UserError
 
 __all__ = [
     "bytes_text",
+    "check_output",
     "dotted",
     "is_one_line",
     "os_reason",
@@ -310,6 +311,39 @@ def write_whole(path: str | Path, text: str) -> None:
         return
     with replacing(final) as partial:
         partial.write_text(text, encoding="utf-8")
+
+
+def check_output(path: str | Path, what: str, ending: str = "") -> None:
+    """Check early that `write_whole` can write a file, before work of minutes for it. Local; leaves nothing.
+
+    Parameters
+    ----------
+    what
+        Start of the message, such as an option.
+    ending
+        Of the file's name, where only one form is written.
+
+    Raises
+    ------
+    UserError
+        If it cannot be written, or has another ending.
+    """
+    if ending and Path(path).suffix.lower() != ending:
+        raise UserError(f"{what} {shown_path(path)}: expected a name that ends with {ending}, got another; change it")
+    final = Path(os.path.realpath(path))
+    try:
+        if final.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if final.exists() and not final.is_file():  # a pipe or a device
+            return
+        probe = final.with_name(f".{final.name}.{os.getpid()}.partial")
+        probe.touch()
+        probe.unlink()
+    except (OSError, ValueError) as error:  # ValueError: a null character
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UserError(
+            f"{what} {shown_path(path)}: expected a path that can be written, got an error ({reason}); choose another"
+        ) from error
 
 
 @contextlib.contextmanager

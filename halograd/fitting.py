@@ -12,8 +12,9 @@ from .data import ChannelStatistics, Dataset
 from .errors import UserError
 from .layers import Network
 from .models.own import give
+from .schema import nearest
 from .training.checkpoint import read_header
-from .training.config import DataConfig, TrainingConfig, check_config
+from .training.config import Config, DataConfig, TrainingConfig, check_config
 from .training.directory import checkpoint_of
 from .training.log import read_log
 from .training.monitors import Callback
@@ -96,6 +97,9 @@ def _tables(network: Network | str, data: Data, out: str | Path, given: Mapping[
         for table in (TrainingConfig, DataConfig)
     )
     others = {key: value for key, value in given.items() if key not in {**training, **own_keys}}
+    known = [*TrainingConfig.model_fields, *DataConfig.model_fields, *Config.model_fields]
+    for key in others.keys() - set(known):
+        raise UserError(f"fit(): {key}: unknown key; expected one of {', '.join(known)}{nearest(key, known)}")
     tables: dict[str, Any] = {key: dict(one) if isinstance(one, Mapping) else one for key, one in others.items()}
     source = give(network, network.name) if isinstance(network, Network) else network
     tables["model"] = {**tables.get("model", {}), "file" if ":" in source else "name": source}

@@ -255,9 +255,17 @@ def _known(key: str | int, tables: Iterable[Any]) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return ``; did you mean NAME?`` of the nearest known name, if one is near. Local."""
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {near[0]}?" if near else ""
+    """Return ``; did you mean NAME?`` of the nearest known name, if one is near. Local.
+
+    Of the names that begin with what was given no one is nearer than the others: all are listed.
+
+    >>> nearest("warmup", ["final", "warmup_epochs", "warmup_start"])
+    '; did you mean warmup_epochs or warmup_start?'
+    """
+    names = list(known)
+    longer = [known for known in names if name and known.startswith(f"{name}_")]
+    near = longer if 0 < len(longer) <= 4 else difflib.get_close_matches(name, names, n=1)
+    return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
 def _follow(kind: Any, where: Sequence[int | str]) -> tuple[list[Any], list[int | str]]:

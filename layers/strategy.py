@@ -17,6 +17,7 @@ from halograd.documents import read_json, shown_path, write_whole
 from halograd.errors import UserError
 from halograd.schema import STRICT, As, Count, Shares, Size, Table, build, check_fields
 
+from ..comm.boot import start_text
 from ..dtensor import Layout, axis_names, shared_boundaries
 from .layer import Node
 from .loss import Loss
@@ -158,7 +159,7 @@ class Strategy:
         # A plan for every layer may leave ranks unused; one grid for all layers that does so is a mistake.
         if self.ranks > size or (self.ranks < size and not self._is_plan):
             raise UserError(
-                f"strategy: {self._largest()} needs {self.ranks} ranks, the run has {size}; start {self.ranks} ranks "
+                f"strategy: {self._largest()} needs {self.ranks} ranks, the run has {size}; {start_text(self.ranks)} "
                 f"or choose parts whose product is {size}"
             )
         spatial = {axis for node in network.nodes for axis in _spatial_axes(node)}

@@ -17,6 +17,7 @@ from halograd.documents import read_json, shown, shown_path, write_whole
 from halograd.errors import UserError
 from halograd.schema import STRICT, Bytes, Count, NotNegative, Positive, Text, Whole, build
 
+from ..comm.boot import start_text
 from ..layers import Network, Strategy
 from .machine import Machine
 
@@ -273,7 +274,7 @@ class Plan:
             )
         if ranks != self.ranks:
             raise UserError(
-                f"plan: expected {self.ranks} ranks, which it was made for, got {ranks}; start {self.ranks} ranks or "
+                f"plan: expected {self.ranks} ranks, which it was made for, got {ranks}; {start_text(self.ranks)} or "
                 "run `halograd plan` again"
             )
         if batch is not None and batch != self.batch:

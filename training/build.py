@@ -12,6 +12,7 @@ from halograd.documents import bytes_text, read_json, shown_path
 from halograd.errors import UserError
 from halograd.schema import nearest
 
+from ..comm.boot import start_text
 from ..data.targets import LabelMap
 from ..device import as_dtype
 from ..layers import Loss, Network
@@ -169,17 +170,19 @@ def make_strategy(
     if config.file is not None:
         return _strategy_of_file(config.file, size, network, batch)
     cuts = {axis: getattr(config, axis) for axis in ("depth", "height", "width") if getattr(config, axis) != 1}
+    if network is not None:
+        Strategy(cuts).refuse_empty_blocks(network)  # no number of ranks makes up for too few rows
     spatial = math.prod(counts_of(cuts).values())
     if config.sample is None and size % spatial:
         raise UserError(
-            f"strategy: {spatial} spatial parts do not divide the {size} ranks; start a multiple of {spatial} ranks "
+            f"strategy: {spatial} spatial parts do not divide the {size} ranks; {start_text(spatial, True)} "
             f"or choose other parts{other_cuts(config, size, network, batch)}"
         )
     cuts["sample"] = size // spatial if config.sample is None else config.sample
     needed = math.prod(counts_of(cuts).values())
     if needed != size:
         raise UserError(
-            f"strategy: {cuts_text(cuts)} needs {needed} ranks, the run has {size}; start as many or choose "
+            f"strategy: {cuts_text(cuts)} needs {needed} ranks, the run has {size}; {start_text(needed)} or choose "
             f"other parts{other_cuts(config, size, network, batch)}"
         )
     options: dict[str, Any] = {"halo": config.halo}

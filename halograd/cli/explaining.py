@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..documents import check_output
 from ..errors import UserError
 from .options import Cache
 from .output import bytes_text, cut_text, idle_text, milliseconds, table, time_text, working
@@ -64,6 +65,8 @@ def explain(
     """
     from ..perfmodel.plans import Plan
 
+    if image is not None:
+        check_output(image, "--picture", ".png")
     made = Plan.load(path)
     if program:
         print("\n".join(_program(made, _asked(made, path, cache), rank, layers or ())))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..documents import check_output
 from ..errors import UserError
 from .options import AsJson, Batch, Full, Memory, ModelOptions, Planner, check_counts, parse_options
 from .output import bytes_text, cut_text, idle_text, mebibytes, milliseconds, split_text, table, time_text, working
@@ -76,6 +77,8 @@ def plan(
     from ..planning import baselines_of, check_planner, make_plan, parse_memory
 
     check_planner(how.planner)
+    if out is not None:
+        check_output(out, "--out")
     planning = Planning(how.planner, parse_memory(how.memory), how.full, what.training())
     asked = what.asked()
     with working(f"planning {asked.model} on {ranks} ranks"):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..documents import check_output
 from ..errors import UserError
 from .options import (
     AsJson,
@@ -66,6 +67,8 @@ def predict(
     check_planner(planner)
     counts, limit = parse_ranks(ranks), parse_memory(memory)
     cut = None if grid is None else parse_grid(grid)
+    if plot is not None:
+        check_output(plot, "--plot", ".png")
     predictor = _Predictor(what.asked(), what.training(), cut, planner, limit)
     if len(counts) == 1:
         _one(predictor, counts[0], batch, as_json, plot)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..documents import check_output
 from ..errors import UserError
 from .options import AsJson, Batch, Cache, Options, check_counts, parse_options
 from .output import bytes_text, table
@@ -76,6 +77,9 @@ def profile(
     network = build(model, **parse_options(options or ()))
     check_counts(batch=batch, ranks=ranks, threads=how.threads, budget=how.budget)
     with open_communicator(how.transport) as comm, _backend(how) as backend:
+        with comm.agreement():
+            if comm.rank == 0:
+                check_output(out, "--out")
         cut = ranks or comm.size
         measuring = Measuring(comm, backend, network, batch, cut, how.dtype, how.autotune, how.cache)
         found = measuring.machine()

@@ -29,7 +29,7 @@ WRONG = [
     (("plan", *SMALL, "--machine", "lassen", "--ranks", "many", "--batch", 1), "Invalid value for '--ranks'"),
     (
         ("plan", *SMALL, *LASSEN, "-o", "no/such/plan.json"),
-        "plan no/such/plan.json: expected a path that can be written",
+        "--out no/such/plan.json: expected a path that can be written",
     ),
     (("predict", *SMALL, "--machine", "lassen", "--ranks", "x", "--batch", 1), "--ranks: expected whole numbers"),
     (("predict", *SMALL, *LASSEN, "--grid", "height=3"), "3 ranks, which does not divide --ranks 8"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 import re
 import sys
 from dataclasses import replace
@@ -233,6 +234,43 @@ def test_predict_says_where_nothing_fits(typed):
     limited = ("--machine", "lassen", "--ranks", "1,8", "--batch", "2", "--memory", "1500kB")
     code, out, _ = typed("predict", *SMALL, *limited)
     assert code == 0 and re.search(r"^ +1 +2 .* nothing fits: ", out, re.M), out
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("missing/plan.json", "No such file or directory"),
+        ("", "Is a directory"),
+        ("file/plan.json", "Not a directory"),
+        ("y" * 256, "File name too long"),
+    ],
+)
+def test_an_output_that_cannot_be_written_is_found_first(typed, planned, tmp_path, monkeypatch, path, message):
+    """Before minutes of planning."""
+    monkeypatch.setattr("halograd.planning.make_plan", lambda *_: pytest.fail("it plans"))
+    monkeypatch.setattr("halograd.cli.explaining._asked", lambda *_: pytest.fail("it plans"))
+    monkeypatch.setattr("halograd.cli.profiling.Measuring", lambda *_: pytest.fail("it measures"), raising=False)
+    (tmp_path / "file").write_text("")
+    path = tmp_path / path
+    for option, words in (
+        ("--out", ("plan", *SMALL, *LASSEN, "--out", path)),
+        ("--plot", ("predict", *SMALL, "--machine", "lassen", "--ranks", "2,4", "--batch", 4, "--plot", f"{path}.png")),
+        ("--picture", ("explain", planned, "--picture", f"{path}.png")),
+        ("--out", ("profile", "mesh", "--out", path)),
+    ):
+        if message == "Is a directory" and option != "--out":
+            continue
+        code, _, err = typed(*words)
+        assert code == 2 and f"{option} {path}" in err and f"got an error ({message})" in err, err
+    assert os.listdir(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize("option", ["--picture", "--plot"])
+def test_a_picture_of_another_form_is_refused(typed, planned, tmp_path, option):
+    path = tmp_path / "strip.xyz"
+    words = {"--picture": ("explain", planned), "--plot": ("predict", *SMALL, *LASSEN)}[option]
+    code, _, err = typed(*words, option, path)
+    assert code == 2 and f"{option} {path}: expected a name that ends with .png" in err and not path.exists(), err
 
 
 @pytest.mark.parametrize(

@@ -146,6 +146,17 @@ def test_names_and_groups(path: Path) -> None:
         assert data.fields["x"].channel_names == ["Density", "Pressure", "oddy"]
 
 
+@pytest.mark.parametrize("name", ["channel_names", "layout"])
+@pytest.mark.parametrize("value", ["x" * 10_000, ["y" * 10_000] * 4, list(range(5000))], ids=["text", "list", "long"])
+def test_a_long_attribute_is_not_printed_whole(path: Path, name: str, value: object) -> None:
+    make(path)
+    with h5py.File(path, "a") as file:
+        file["inputs"].attrs[name] = value
+    with pytest.raises(DataError) as caught:
+        Hdf5Dataset(path)
+    assert name in str(caught.value) and len(str(caught.value)) < 400 and "\n" not in str(caught.value)
+
+
 def test_a_missing_file(path: Path) -> None:
     with pytest.raises(DataError, match=r"data\.h5: no such file; correct the path"):
         Hdf5Dataset(path)

@@ -33,7 +33,7 @@ def test_arrays_without_space_are_spread_over_all_ranks():
 @pytest.mark.parametrize(
     ("strategy", "size", "message"),
     [
-        (Strategy({"height": 2}), 3, "needs 2 ranks, the run has 3; start 2 ranks or choose parts"),
+        (Strategy({"height": 2}), 3, "needs 2 ranks, the run has 3; start 2 ranks.* or choose parts"),
         (Strategy({}, {"conv9": {"height": 1}}), 1, "layer 'conv9' is not in network 'mesh'.*another network"),
         (
             Strategy({"hight": 2}),
@@ -120,6 +120,16 @@ def test_parts_may_have_shares():
             Strategy({"height": given}).validate(NETWORK, 2)
     with pytest.raises(UserError, match=r"parts.channel: expected a whole number"):
         Strategy({"channel": [2, 1]}).validate(NETWORK, 2)
+
+
+def test_the_command_is_given_to_a_process_without_a_launcher(monkeypatch):
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_ID"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(UserError, match=r"needs 4 ranks, the run has 1; start 4 ranks \(mpirun -n 4 \.\.\.\) or"):
+        Strategy({"height": 4}).validate(NETWORK, 1)
+    monkeypatch.setenv("PMI_SIZE", "2")
+    with pytest.raises(UserError, match="needs 4 ranks, the run has 2; start 4 ranks or choose"):
+        Strategy({"height": 4}).validate(NETWORK, 2)
 
 
 def test_more_parts_than_rows_are_refused_for_samples():

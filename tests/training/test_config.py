@@ -48,6 +48,8 @@ def test_file(tmp_path):
     assert load_config(path, ["training.batch=8"]).training.batch == 8
 
 
+WARMUP = "unknown key; expected one of kind, learning_rate, warmup_epochs, warmup_start, milestones, factor, final, "
+WARMUP += "factors; did you mean warmup_epochs or warmup_start?"
 ONE_OF_SGD = "kind, momentum, nesterov, weight_decay"
 
 BAD = [
@@ -85,6 +87,7 @@ BAD = [
     ("optimizer.kind=rms", "optimizer.kind: expected one of 'sgd', 'adam', 'adamw', 'lars', got 'rms'"),
     ("optimizer.momentm=0.9", f"optimizer.momentm: unknown key; expected one of {ONE_OF_SGD}"),
     ("optimizer.beta1=0.9", f"optimizer.beta1: unknown key; expected one of {ONE_OF_SGD}"),
+    ("schedule.warmup=1", f"schedule.warmup: {WARMUP}"),
     ("trainig.epochs=3", "trainig: unknown key; expected one of model, data, strategy, reduction, optimizer, "),
 ]
 

@@ -95,6 +95,8 @@ def test_refusals(comm, folder, monkeypatch):
         hg.fit(unet(), data, folder / "out", epochs=1, batch=0, comm=comm)
     with pytest.raises(UserError, match=r"fit\(\): optimiser: unknown key"):
         hg.fit(unet(), data, folder / "out", epochs=1, batch=2, comm=comm, optimiser={"kind": "sgd"})
+    with pytest.raises(UserError, match=r"fit\(\): epoch: unknown key; .*epochs, batch, .*validation, .*mean epochs"):
+        hg.fit(unet(), data, folder / "out", epoch=1, batch=2, comm=comm)
     wrong = {"an object of Notes": Notes(), "the class Notes in it": [Notes], "an object of int in it": [Notes(), 3]}
     for found, callbacks in wrong.items():
         with pytest.raises(

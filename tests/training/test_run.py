@@ -153,7 +153,8 @@ REFUSED = [
     (["training.batch=14"], "training.batch: expected at most 13, the training samples of .*data.h5, got 14; choose"),
     (["training.batch=2147483647"], "training.batch: expected at most 13, the training samples of .*, got 2147483647"),
     (["training.batch=100000000000000000000"], "training.batch: expected a whole number of at most 64 bits, got one"),
-    (["strategy.height=64"], "strategy: 64 spatial parts do not divide the . ranks; start a multiple of 64 ranks"),
+    (["strategy.height=64"], "strategy: 64 parts along 'height', but input 'x' has an extent of 16 there; use at most"),
+    (["strategy.height=16"], r"strategy: 16 spatial parts do not divide the . ranks; start a multiple of 16 ranks"),
     (["strategy.sample=64"], "strategy: .* needs 64 ranks, the run has ."),
     (["strategy={file = 'none.json'}"], "none.json: expected a JSON file to read"),
 ]
