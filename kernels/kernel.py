@@ -11,7 +11,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .memory import Scratch
+import numpy as np
+
+from .guards import GUARDS, room
+from .memory import Scratch, on_host, round_up
 
 if TYPE_CHECKING:
     from .pointwise import FusedActivation
@@ -120,7 +123,8 @@ class Kernel:
     def __init__(
         self, run: Callable[[], Any], impl: str, workspace_bytes: int = 0, close: Callable[[], Any] | None = None
     ) -> None:
-        self._run: Callable[[], Any] = run
+        self._guards = GUARDS if GUARDS.active else None
+        self._run: Callable[[], Any] = run if self._guards is None else self._guards.watched(run, impl)
         self._free: Callable[[], Any] | None = close
         self.impl = impl
         self.workspace_bytes = workspace_bytes
@@ -150,6 +154,8 @@ class ScratchKernel(Kernel):
     bind
         Takes the views anew and returns what is to run. Called at the first call and whenever the
         scratch memory was enlarged since.
+    guards
+        Where guard bytes lie in the scratch memory, with words for their position: ``(start, stop, where)``.
     """
 
     def __init__(
@@ -160,19 +166,32 @@ class ScratchKernel(Kernel):
         impl: str,
         workspace_bytes: int = 0,
         close: Callable[[], Any] | None = None,
+        guards: Sequence[tuple[int, int, str]] = (),
     ) -> None:
+        super().__init__(self._closed, impl, workspace_bytes, close)
+        self._within = guards
+        if self._guards is not None and not guards:  # then one after all that it uses
+            end = round_up(scratch_bytes) + room(scratch_bytes)
+            self._within = ((scratch_bytes, end, f"after its scratch memory of {scratch_bytes} B"),)
+            scratch_bytes = end
         scratch.reserve(scratch_bytes)
         self._bind: Callable[[], Callable[[], Any]] | None = bind
         self._scratch = scratch
         self._generation = -1
         self.scratch_bytes = scratch_bytes
-        super().__init__(self._closed, impl, workspace_bytes, close)
 
     def __call__(self) -> None:
         if self._generation != self._scratch.generation and self._bind is not None:
             self._run = self._bind()
+            if self._guards is not None:
+                self._run = self._guards.watched(self._run, self.impl, self._guard_bytes)
             self._generation = self._scratch.generation
         self._run()
+
+    def _guard_bytes(self) -> list[tuple[Any, str]]:
+        """Return the guard bytes within the scratch memory, with words for their position; none on a device."""
+        parts = [(self._scratch.view((stop - start,), np.uint8, start), where) for start, stop, where in self._within]
+        return [(part, where) for part, where in parts if on_host(part)]
 
     def close(self) -> None:
         self._bind = None

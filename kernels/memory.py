@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..device import HOST, Device, is_low
+from .guards import GUARDS
 
 __all__ = [
     "ALIGNMENT",
@@ -132,6 +133,8 @@ def round_up(nbytes: int) -> int:
 def aligned_empty(shape: Sequence[int], dtype: Any) -> Any:
     """Return the packed NumPy array that begins on a cache line, contents undefined."""
     nbytes = nbytes_of(shape, dtype)
+    if GUARDS.active:
+        return GUARDS.surround(nbytes, ALIGNMENT).view(dtype).reshape(tuple(shape))
     raw = np.empty(nbytes + ALIGNMENT, np.uint8)
     offset = -raw.__array_interface__["data"][0] % ALIGNMENT
     return raw[offset : offset + nbytes].view(dtype).reshape(tuple(shape))

@@ -16,6 +16,7 @@ from ..pointwise import FusedActivation
 from . import conv, matmul, pointwise
 from .abi import Abi, open_library
 from .conv import ConvChoice
+from .faults import FAULTS
 from .norm import OnednnBatchNorm
 from .program import OnednnEngine, ReferenceOnly
 
@@ -52,15 +53,26 @@ class OnednnBackend(NumpyBackend):
     ------
     KernelError
         If oneDNN cannot be loaded, or is of another kind than ours.
+
+    Attributes
+    ----------
+    path : str
+        Path of the library.
+    instruction_set : str
+        Largest instruction set that it uses here; the environment variable ``ONEDNN_MAX_CPU_ISA`` limits it.
+    refused : tuple of str
+        Implementations of it that are not used, where, and why.
     """
 
     name: ClassVar[str] = "onednn"
+    refused: ClassVar[tuple[str, ...]] = tuple(map(str, FAULTS))
 
     def __init__(self, threads: int = 1, autotune: bool = False) -> None:
         loaded, self.path = open_library()
         abi = Abi(loaded, self.path)
         self.xp = np
         self.version = abi.version
+        self.instruction_set = abi.instruction_set()
         self.threads = threads
         self.dtypes = ("float32",)
         self.conv_dtypes = ("float32", "bfloat16")

@@ -84,7 +84,21 @@ _STATUS = {
     5: "runtime error",
     6: "not required",
 }
-UNIMPLEMENTED, INVALID = 3, 2
+UNIMPLEMENTED, INVALID, LAST_IMPLEMENTATION = 3, 2, 4
+# Instruction sets (dnnl_cpu_isa_t), by their bits; later ones contain earlier ones.
+_INSTRUCTION_SETS = {
+    0x1: "SSE4.1",
+    0x3: "AVX",
+    0x7: "AVX2",
+    0xF: "AVX2-VNNI",
+    0x1F: "AVX2-VNNI-2",
+    0x27: "AVX-512",
+    0x67: "AVX-512-VNNI",
+    0xE7: "AVX-512-BF16",
+    0x1EF: "AVX-512-FP16",
+    0xFEF: "AVX-512-AMX",
+    0x1FEF: "AVX-512-AMX-FP16",
+}
 # Threading runtimes whose calls return when the work is done: sequential, OpenMP, TBB.
 _BLOCKING = (1, 2, 4)
 _MAX_DIMS = 12
@@ -189,6 +203,8 @@ class Abi:
         self.append_eltwise = call("dnnl_post_ops_append_eltwise", c_void_p, c_int, c_float, c_float)
         self.append_binary = call("dnnl_post_ops_append_binary", c_void_p, c_int, c_void_p)
         self.primitive = create("dnnl_primitive_create", c_void_p)
+        self.next_implementation = call("dnnl_primitive_desc_next_impl", c_void_p)
+        self._isa = self._raw("dnnl_get_effective_cpu_isa", c_int)
         self._query = call("dnnl_primitive_desc_query", c_void_p, c_int, c_int, c_void_p)
         self.set_data = call("dnnl_memory_set_data_handle", c_void_p, c_void_p)
         self._query_desc = self._raw("dnnl_primitive_desc_query_md", c_void_p, c_void_p, c_int, c_int)
@@ -266,6 +282,11 @@ class Abi:
         text = c_char_p()
         self._query(descriptor, _QUERY_IMPL, 0, ctypes.byref(text))
         return (text.value or b"").decode()
+
+    def instruction_set(self) -> str:
+        """Return the name of the largest instruction set that the library uses here (``ONEDNN_MAX_CPU_ISA``)."""
+        found = self._isa()
+        return _INSTRUCTION_SETS.get(found, f"instruction set {found:#x}")
 
     def argument_desc(self, descriptor: int, argument: int) -> int:
         """Return the borrowed handle of the memory descriptor of one argument; 0 if the primitive has no such argument.

@@ -19,6 +19,7 @@ from ..geometry import Geometry, read_part
 from ..kernel import Kernel
 from . import abi as c
 from .abi import dims
+from .faults import FilterGradient, margin_of, reason
 from .program import OnednnEngine, OnednnMemory, PrimitiveList, ReferenceOnly, packed_strides
 
 __all__ = [
@@ -285,13 +286,7 @@ def backward_data(
 def backward_filter(
     engine: OnednnEngine, x: Any, dy: Any, dw: Any, db: Any, geometry: Geometry, blocked: bool = False
 ) -> PrimitiveList:
-    """``dw`` and ``db`` by one primitive.
-
-    Raises
-    ------
-    ReferenceOnly
-        Also where oneDNN's kernel gives wrong numbers, see :func:`_is_wrong`.
-    """
+    """``dw`` and ``db`` by one primitive, of an implementation without a known fault (`faults.py`)."""
     p = PrimitiveList(engine)
     bias = None if db is None else vector(p, db)
     conv = _Convolution(p, x, dw, dy, bias, geometry)
@@ -299,27 +294,22 @@ def backward_filter(
     filters = p.desc(weight_shape(dw, geometry.groups), dw.dtype)
     shape = geometry_dims(conv.geometry)
     kind = "convolution_backward_weights"
-    pd = p.descriptor(kind, c.CONVOLUTION_DIRECT, source, filters, conv.bias, target, *shape, conv.hint())
-    impl = p.abi.implementation(pd)
-    if impl.startswith("jit:avx") and _is_wrong(conv.spatial, conv.geometry):
-        raise ReferenceOnly(
-            f"oneDNN {p.abi.version}: {impl} gives wrong gradients of weights for {conv.geometry} on {conv.spatial}"
-        )
+    packed = image_desc(p, x, conv.spatial)
+
+    def described(descriptor: int, impl: str) -> FilterGradient:
+        channels_last = p.abi.desc_equal(p.wanted(descriptor, c.SRC), packed)
+        return FilterGradient(impl, x.shape[-1], conv.spatial, dy.shape[1:-1], conv.geometry, channels_last)
+
+    pd = p.descriptor(
+        kind, c.CONVOLUTION_DIRECT, source, filters, conv.bias, target, *shape, conv.hint(),
+        refused=lambda descriptor, impl: reason(described(descriptor, impl)),
+    )  # fmt: skip
     arguments = {
         c.SRC: p.brought_to(conv.input(), p.wanted(pd, c.SRC)),
         c.DIFF_DST: p.brought_to(image(p, dy), p.wanted(pd, c.DIFF_DST)),
     }
     if bias is not None:
         arguments[c.DIFF_BIAS] = bias
-    p.step_into(pd, arguments, c.DIFF_WEIGHTS, conv.weights())
+    margin = margin_of(described(pd, p.abi.implementation(pd)))
+    p.step_into(pd, arguments, c.DIFF_WEIGHTS, conv.weights(), margin)
     return p
-
-
-def _is_wrong(spatial: Sequence[int], geometry: Geometry) -> bool:
-    """Return whether oneDNN's AVX-512 gradient of 3-D weights may be wrong: three rows of padding and more before an
-    axis that ends within the first whole window (found by comparison with NumPy, oneDNN 3.2).
-    """
-    return geometry.ndim == 3 and any(
-        lo > 2 and n < extent + stride
-        for n, (lo, _), extent, stride in zip(spatial, geometry.padding, geometry.extent, geometry.stride)
-    )

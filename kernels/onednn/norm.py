@@ -31,6 +31,7 @@ from ..kernel import (
     fallback,
     idle,
 )
+from ..memory import aligned_empty
 from ..norm_parts import mean_and_variance
 from ..numpy.norms import NumpyBatchNorm, moments, moments_scratch_bytes
 from . import abi as c
@@ -56,7 +57,7 @@ class _Repeated:
         """Return the vector to give to oneDNN in place of `array` ``(C,)``."""
         if self.repeat == 1:
             return array
-        copy = np.empty((self.repeat, array.shape[0]), np.float32)
+        copy = aligned_empty((self.repeat, array.shape[0]), np.float32)
         self._pairs.append((copy, array))
         return copy.reshape(-1)
 
@@ -151,7 +152,7 @@ class OnednnBatchNorm:
             return careful
         x, y = self._image(p, a.x), self._image(p, a.y)
         pd = p.descriptor("batch_normalization_forward", c.FORWARD_TRAINING, x.desc, y.desc, a.eps, 0)
-        found = np.empty((2, self.repeat * a.x.shape[-1]), np.float32)
+        found = aligned_empty((2, self.repeat * a.x.shape[-1]), np.float32)
         p.step(pd, {c.SRC: x, c.DST: y, c.MEAN: vector(p, found[0]), c.VARIANCE: vector(p, found[1])})
         p.call(self._sums_of(found.reshape(2, self.repeat, -1)))
         return fallback(p.kernel(), self._far_from_zero(*found), careful)
@@ -215,7 +216,7 @@ class OnednnBatchNorm:
         a, p, repeated = self.a, PrimitiveList(self.engine), _Repeated(self.repeat)
         x, dy, dx = self._image(p, a.x), self._image(p, a.dy), self._image(p, a.dx)
         pd = p.descriptor("batch_normalization_backward", c.BACKWARD, dx.desc, dy.desc, x.desc, a.eps, self.flags, hint)
-        sums = np.empty((2, self.repeat, a.x.shape[-1]), np.float32)
+        sums = aligned_empty((2, self.repeat, a.x.shape[-1]), np.float32)
         arguments = {c.SRC: x, c.DIFF_DST: dy, c.DIFF_SRC: dx}
         for index, array in ((c.MEAN, a.mean), (c.VARIANCE, a.var), (c.GAMMA, a.gamma)):
             arguments[index] = vector(p, repeated(array))
@@ -231,7 +232,7 @@ class OnednnBatchNorm:
     def _correction(self, means: Any) -> Kernel:
         """Normalization again, with other scale and shift, into scratch that stays in the cache; then a sum."""
         a, p, repeated = self.a, PrimitiveList(self.engine), _Repeated(self.repeat)
-        slope, offset = np.empty((2, a.x.shape[-1]), np.float32)
+        slope, offset = aligned_empty((2, a.x.shape[-1]), np.float32)
         vectors = {
             index: vector(p, repeated(v))
             for index, v in ((c.MEAN, a.mean), (c.VARIANCE, a.var), (c.GAMMA, slope), (c.BETA, offset))

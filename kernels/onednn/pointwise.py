@@ -30,6 +30,7 @@ import numpy as np
 from ..checks import same_elements
 from ..geometry import Geometry, read_part
 from ..kernel import Kernel, chain, deferred, either, fallback
+from ..memory import aligned_empty
 from ..pointwise import FusedActivation
 from . import abi as c
 from .abi import dims
@@ -63,7 +64,7 @@ class Finite:
         p = PrimitiveList(engine)
         rows = math.prod(x.shape[:2])
         length = x.size // rows
-        sums = np.zeros(rows, np.float32)
+        sums = aligned_empty((rows,), np.float32)
         source = p.array(x, p.desc((rows, length), x.dtype, (length, 1)))
         target = p.array(sums, p.desc((rows, 1), np.float32, (1, 1)))
         pd = p.descriptor("reduction", c.REDUCTION_SUM, source.desc, target.desc, 0.0, 0.0)

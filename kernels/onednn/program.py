@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ..guards import GUARDS, SIDE, room
 from ..kernel import Kernel, KernelError, ScratchKernel
 from ..memory import Scratch, aligned_empty, round_up
 from . import abi as c
@@ -74,6 +75,7 @@ class PrimitiveList:
         self._steps: list[Callable[[], Any]] = []
         self._binders: list[Callable[[], tuple[int, Callable[[], Any]]]] = []
         self._scratch_bytes = 0
+        self._guards: list[tuple[int, int, str]] = []
         self.workspace_bytes = 0
         self.impls: list[str] = []
         self.abi.set_threads(engine.threads)
@@ -122,12 +124,19 @@ class PrimitiveList:
         self.engine.workspace_bytes += nbytes
         return self.array(aligned_empty((nbytes,), np.uint8), desc)
 
-    def temporary(self, desc: int) -> OnednnMemory:
-        """Return the scratch memory, undefined at the beginning of every call."""
+    def temporary(self, desc: int, margin: int = 0, what: str = "temporary") -> OnednnMemory:
+        """Return the scratch memory, undefined at the beginning of every call, with `margin` [B] after it."""
         nbytes = self.abi.desc_size(desc)
         handle = self.own("memory", self.abi.memory(desc, self.engine.handle, None))
+        if GUARDS.active:
+            begin, self._scratch_bytes = self._scratch_bytes, self._scratch_bytes + SIDE
+            self._guards.append((begin, self._scratch_bytes, f"in front of a {what} of {nbytes} B"))
         memory = OnednnMemory(handle, desc, None, self._scratch_bytes, nbytes)
-        self._scratch_bytes += round_up(nbytes)
+        end = self._scratch_bytes + nbytes
+        self._scratch_bytes += round_up(nbytes + margin)
+        if GUARDS.active:  # also in the margin: it is there for writes that should not be
+            self._scratch_bytes += room(nbytes)
+            self._guards.append((end, self._scratch_bytes, f"after a {what} of {nbytes} B"))
         self._temporaries.append(memory)
         return memory
 
@@ -157,19 +166,41 @@ class PrimitiveList:
             self.abi.attr_post_operations(attr, post)
         return attr
 
-    def descriptor(self, kind: str, *args: Any, attributes: int | None = None) -> int:
-        """Return the primitive descriptor of a kind of primitive.
+    def descriptor(
+        self, kind: str, *args: Any, attributes: int | None = None, refused: Callable[[int, str], str] | None = None
+    ) -> int:
+        """Return the primitive descriptor of a kind of primitive: the first implementation that is not refused.
+
+        Parameters
+        ----------
+        refused
+            Takes a descriptor and the name of its implementation, and returns why it must not be used, or "".
 
         Raises
         ------
         ReferenceOnly
             If oneDNN would run its reference implementation, or has none.
         """
-        created = self.hint(kind, *args, attributes=attributes)
-        impl = self.abi.implementation(created)
-        if impl.startswith("ref"):
-            raise ReferenceOnly(f"oneDNN {self.abi.version} has only the slow {impl} of {kind} for these arrays")
-        return created
+        created, reasons = self.hint(kind, *args, attributes=attributes), list[str]()
+        while True:
+            impl = self.abi.implementation(created)
+            if impl.startswith("ref"):
+                because = "".join(f"; {reason}" for reason in reasons)
+                raise ReferenceOnly(
+                    f"oneDNN {self.abi.version} has only the slow {impl} of {kind} for these arrays{because}"
+                )
+            reason = refused(created, impl) if refused else ""
+            if not reason:
+                return created
+            reasons.append(f"{impl} is refused: {reason}")
+            try:
+                self.abi.next_implementation(created)
+            except DnnlError as error:
+                if error.status != c.LAST_IMPLEMENTATION:
+                    raise
+                raise ReferenceOnly(
+                    f"oneDNN {self.abi.version} has no {kind} for these arrays; {'; '.join(reasons)}"
+                ) from None
 
     def hint(self, kind: str, *args: Any, attributes: int | None = None) -> int:
         """Return the primitive descriptor that may be slow, as it only serves to make another one."""
@@ -182,11 +213,11 @@ class PrimitiveList:
             raise
         return self.own("primitive_desc", created)
 
-    def step(self, descriptor: int, arguments: dict[int, OnednnMemory], name: bool = True) -> None:
-        """Add a primitive over this memory; its scratchpad is provided."""
+    def step(self, descriptor: int, arguments: dict[int, OnednnMemory], name: bool = True, margin: int = 0) -> None:
+        """Add a primitive over this memory; its scratchpad is provided, with `margin` [B] after it."""
         pad = self.abi.argument_desc(descriptor, c.SCRATCHPAD)
         if pad and self.abi.desc_size(pad):
-            arguments = {**arguments, c.SCRATCHPAD: self.temporary(pad)}
+            arguments = {**arguments, c.SCRATCHPAD: self.temporary(pad, margin, "scratchpad")}
         primitive = self.own("primitive", self.abi.primitive(descriptor))
         table = (Argument * len(arguments))(*(Argument(i, m.handle) for i, m in arguments.items()))
         self._keep.append(table)
@@ -239,12 +270,19 @@ class PrimitiveList:
         """Return the descriptor of the format in which a primitive takes one of its arguments."""
         return self.abi.argument_desc(descriptor, argument)
 
-    def step_into(self, descriptor: int, arguments: dict[int, OnednnMemory], output: int, result: OnednnMemory) -> None:
+    def step_into(
+        self,
+        descriptor: int,
+        arguments: dict[int, OnednnMemory],
+        output: int,
+        result: OnednnMemory,
+        margin: int = 0,
+    ) -> None:
         """Add a primitive that writes `result`, by way of the format it prefers if that is another."""
         desc = self.wanted(descriptor, output)
         direct = self.abi.desc_equal(desc, result.desc)
         target = result if direct else self.temporary(desc)
-        self.step(descriptor, {**arguments, output: target})
+        self.step(descriptor, {**arguments, output: target}, margin=margin)
         if not direct:
             self.reorder(target, result)
 
@@ -267,7 +305,10 @@ class PrimitiveList:
         if not self._scratch_bytes:
             return Kernel(_sequence(self._steps), name, self.workspace_bytes, self.close)
         scratch = self.engine.scratch
-        return ScratchKernel(self._bind, scratch, self._scratch_bytes, name, self.workspace_bytes, self.close)
+        close = self.close
+        return ScratchKernel(
+            self._bind, scratch, self._scratch_bytes, name, self.workspace_bytes, close, self._guards
+        )
 
     def _bind(self) -> Callable[[], Any]:
         """Point all temporaries into the scratch memory as it is now."""

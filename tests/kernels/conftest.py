@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from halograd.kernels import Backend, KernelError, get_backend
+from halograd.kernels.guards import GUARDS
 
 FLOAT32, FLOAT64, BFLOAT16 = np.dtype(np.float32), np.dtype(np.float64), np.dtype(ml_dtypes.bfloat16)
 EPS = {
@@ -58,6 +59,14 @@ def assert_close(got, expected, terms: int, what: str = "", scale: float | None 
     bound = 4 * EPS[np.dtype(got.dtype)] * terms * (largest if scale is None else scale)
     error = np.abs(found - expected).max(initial=0)
     assert error <= bound, f"{what}: error {error:.3e} exceeds {bound:.3e}"
+
+
+@pytest.fixture(autouse=True)
+def guarded() -> Iterator[None]:
+    """Guard bytes around all arrays and scratch memory of a test; none may have changed."""
+    with GUARDS:
+        yield
+        GUARDS.check()
 
 
 @pytest.fixture(scope="session")
