@@ -146,7 +146,11 @@ def test_autotune_takes_the_fastest(onednn, monkeypatch):
     with get_backend("onednn", autotune=True) as backend:
         a, (xs, ws, _, ys) = Arrays(backend, np.float32), CASES[1].shapes
         kernel = backend.conv_backward_filter(a.draw(*xs), a.draw(*ys), a.poisoned(*ws), None, CASES[1].geometry)
-        assert len(order) == 3 and kernel.impl == order[-1] and "brg" in kernel.impl
+        times = {1.0 / (at + 1): impl for at, impl in enumerate(order)}
+        assert len(order) == 3 and kernel.impl == times[min(times)]
+        # Candidates may share an implementation, which depends on the processor: the name of the choice is certain.
+        ((_, found),) = backend.autotuned().items()
+        assert next(iter(found)) == "taps" and min(found.values()) == found["taps"]
 
 
 # ---------------------------------------------------------------------- refused and delegated
@@ -228,7 +232,8 @@ def test_statistics_of_odd_channels_are_fast_too(onednn):
     a = Arrays(onednn, np.float32)
     for channels in (18, 3, 24, 1):
         kernels = onednn.batch_norm(BatchNormArrays(**norm(a, (1, 32, 8, channels), local=False)))
-        assert "bnorm_jit" in kernels.forward.impl and "jit" in kernels.backward_data.impl
+        for kernel in (kernels.forward, kernels.backward_data):
+            assert kernel.impl.startswith("onednn:") and "ref" not in kernel.impl and "numpy" not in kernel.impl
 
 
 @pytest.mark.parametrize("samples", [1, 2])
