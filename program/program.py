@@ -22,7 +22,7 @@ from .views import Value, View
 if TYPE_CHECKING:
     from .compiler import Target
 
-__all__ = ["Program", "Segment", "Step", "lines_of"]
+__all__ = ["Program", "Segment", "Step", "lines_of", "name_of"]
 
 
 @dataclass(eq=False)
@@ -167,12 +167,16 @@ def _text(program: Program, operation: Operation) -> str:
         return f"{operation.end} sum of {one.kind}: {_view(program, one.view)}, {one.groups.members_each} ranks{when}"
     assert isinstance(operation, Run)
     kernel = operation.kernel
-    make = getattr(kernel.make, "func", kernel.make)
-    name = getattr(make, "__name__", str(make)).strip("_") + (f".{operation.method}" if operation.method else "")
     names = kernel.views if operation.uses is None else operation.uses
     used = [(k, v) for k, v in kernel.views.items() if v is not None and k in names]
     more = f", guards {len(operation.guarded)} operations" if operation.guarded else ""
-    return f"{name}({', '.join(f'{k} {_view(program, v)}' for k, v in used)}){more}{when}"
+    return f"{name_of(operation)}({', '.join(f'{k} {_view(program, v)}' for k, v in used)}){more}{when}"
+
+
+def name_of(operation: Run) -> str:
+    """Return the name of the kernel of an operation, and of the method that it runs."""
+    make = getattr(operation.kernel.make, "func", operation.kernel.make)
+    return getattr(make, "__name__", str(make)).strip("_") + (f".{operation.method}" if operation.method else "")
 
 
 def _view(program: Program, view: View) -> str:

@@ -13,9 +13,10 @@ from ..comm.reduction import ReductionSpec
 from ..comm.sums import METHODS
 from ..dtensor import End, Exchange, reductions_in_groups
 from ..kernels import KernelError, Substitute
+from ..kernels.guards import GUARDS
 from . import operations
 from .operations import KernelSpec, Operation, Run, Total, Transfer
-from .program import Program, Segment
+from .program import Program, Segment, name_of
 from .recording import Item
 from .traffic import sums_of
 from .views import Buffer, Region, View
@@ -117,25 +118,34 @@ class Runner:
         Arrays outside the arena, by kind and name: ``arrays["params"]["conv/w"]``.
     mode
         Values that change from step to step.
+    debug
+        Whether arrays have memory of their own, with guard bytes, and messages name the operation.
 
     Attributes
     ----------
     forward, backward
         Calls, layer by layer.
     arena
-        Memory of all other arrays, zeroed.
+        Memory of all other arrays, zeroed; empty with `debug`.
     substitutes
         Kernels that the backend replaced by others, by layer.
     """
 
     def __init__(
-        self, program: Program, comm: Communicator, kernels: Any, arrays: Mapping[str, Mapping[str, Any]], mode: Mode
+        self,
+        program: Program,
+        comm: Communicator,
+        kernels: Any,
+        arrays: Mapping[str, Mapping[str, Any]],
+        mode: Mode,
+        debug: bool = False,
     ) -> None:
+        self._debug = debug
         self.program, self.comm, self.kernels, self.mode = program, comm, kernels, mode
         self.substitutes: list[tuple[str, Substitute]] = []
         self._elsewhere = arrays
         placement = program.placement
-        self.arena = kernels.zeros((placement.size,), np.dtype("uint8"))
+        self.arena = kernels.zeros((0 if debug else placement.size,), np.dtype("uint8"))
         self._arrays: dict[Buffer, Any] = {}
         self._made: dict[object, Any] = {}
         for buffer in placement.offsets:
@@ -163,6 +173,8 @@ class Runner:
             if buffer.place is not None:
                 kind, name = buffer.place
                 self._arrays[buffer] = self._elsewhere[kind][name]
+            elif self._debug:  # in the arena the guards of one array would lie in others, which come later in a step
+                self._arrays[buffer] = self.kernels.zeros(buffer.shape, buffer.dtype)
             else:
                 start = self.program.placement.offsets[buffer]
                 flat = self.arena[start : start + buffer.nbytes].view(buffer.dtype)
@@ -177,7 +189,10 @@ class Runner:
 
     def _call(self, operation: Operation) -> Call:
         if isinstance(operation, Run):
-            return self._run(operation)
+            call = self._run(operation)
+            if not self._debug:
+                return call
+            return partial(_placed, f"layer {operation.layer!r}, {name_of(operation)}", call)
         if isinstance(operation, Transfer):
             return getattr(self._made[operation.exchange], operation.end)
         assert isinstance(operation, Total)
@@ -293,6 +308,14 @@ def _travels(operation: Operation) -> object:
 
 def _nothing() -> None:
     pass
+
+
+def _placed(place: str, call: Call) -> object:
+    """Call, with `place` in messages of guard bytes."""
+    outer, GUARDS.place = GUARDS.place, place
+    result = call()
+    GUARDS.place = outer
+    return result
 
 
 def _guard(call: Call, guarded: Sequence[Call]) -> None:

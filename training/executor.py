@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -15,6 +15,7 @@ from ..comm import Communicator
 from ..comm.errors import is_shared
 from ..device import is_low
 from ..dtensor import Box
+from ..kernels.guards import GUARDS
 from ..layers import Network
 from ..layers.parameter import parameter_blocks
 from ..layers.reduction_chunks import dense_layers, replicable_layers
@@ -24,7 +25,7 @@ from ..program.compiler import Target, compile_program
 from ..program.runner import Mode, Runner
 from ..program.views import Value
 from .graph import GraphedPass, check_graph, drop, graphed_passes
-from .kernels import Memory, check_dtype, report_substitutes
+from .kernels import Memory, check_debug, check_dtype, report_substitutes
 from .pass_loss import PassLoss
 from .reduction import Reducer, check_possible
 from .store import ParameterStore
@@ -80,6 +81,10 @@ class Executor:
     parts
         Number of passes per step. Their gradients are added in arrays of their own, and summed over the ranks once.
         `mode.part` is the number of the pass.
+    debug
+        Whether guard bytes surround every array and all scratch memory until `close`, to find a kernel that writes
+        outside of its memory. Every array then has memory of its own, more than `predicted_bytes` says, and steps are
+        slow. On the host only.
 
     Attributes
     ----------
@@ -97,7 +102,7 @@ class Executor:
     Raises
     ------
     UserError
-        If strategy, network and communicator do not fit.
+        If strategy, network and communicator do not fit, or if `debug` is asked for on a device.
     Exception
         Any other fault of a rank: all ranks raise the same error.
     """
@@ -117,10 +122,16 @@ class Executor:
         graph: bool = False,
         kept: Iterable[str] = (),
         parts: int = 1,
+        debug: bool = False,
     ) -> None:
         self.probed, self._kept, self.parts = frozenset(probed), frozenset(kept), parts
         self.network, self.comm, self.kernels, self.batch = network, comm, kernels, batch
-        with comm.agreement():
+        self.debug = debug
+        with ExitStack() as guards, comm.agreement():
+            if debug:
+                check_debug(kernels)
+                guards.enter_context(GUARDS)
+                GUARDS.each_kernel = True
             self.strategy = strategy or Strategy({"sample": comm.size})
             self.strategy.validate(network, comm.size)
             if comm.rank == 0:
@@ -145,6 +156,7 @@ class Executor:
             if graph:
                 check_graph(comm, self.device)
             self._bind(trainable)
+            self._guards = guards.pop_all()
         self._graphed = graph and trainable
         self._graphs: tuple[GraphedPass, GraphedPass] | None = None
         report_substitutes(comm, self.runner.substitutes)
@@ -183,7 +195,7 @@ class Executor:
         store = self.store
         arrays = {"params": store.params, "copies": store.copies, "grads": store.grads, "state": store.state}
         arrays["rounded"] = store.rounded
-        self.runner = Runner(self.program, self.comm, self.kernels, arrays, self.mode)
+        self.runner = Runner(self.program, self.comm, self.kernels, arrays, self.mode, self.debug)
         for use, nbytes in self.program.placement.uses.items():
             self.memory.count(nbytes, use)
         self.pass_loss = PassLoss(self.comm, self.device, self.loss)
@@ -239,7 +251,8 @@ class Executor:
         """Compute all layers of the batch in the input arrays. Collective.
 
         `training` switches batch statistics and dropout; unchanged if None. The loss becomes known with
-        :meth:`loss_value`. Raises ValueError for a short batch (`mode.valid`) in training with graphs.
+        :meth:`loss_value`. Raises ValueError for a short batch (`mode.valid`) in training with graphs, and with `debug`
+        on all ranks GuardError if a kernel of one of them wrote outside of its memory, as `backward` does.
         """
         if training is not None:
             self.mode.training = training
@@ -251,7 +264,14 @@ class Executor:
             self._graphs[0]()
         else:
             self._compute()
+        self._check_memory()
         self.pass_loss.begin()
+
+    def _check_memory(self) -> None:
+        """With `debug`, raise GuardError on all ranks if a kernel of one of them wrote outside of its memory."""
+        if self.debug:
+            with self.comm.agreement():
+                GUARDS.check()
 
     @property
     def _timed(self) -> bool:
@@ -301,6 +321,7 @@ class Executor:
                 self._run(layer.name, "backward", partial(layer.run, True))
                 self.reducer.ready(layer.name)
         self.reducer.flush()
+        self._check_memory()
 
     def _run(self, name: str, category: str, run: Callable[[], None]) -> None:
         self.pulse.place, self.pulse.phase = name, category
@@ -380,6 +401,7 @@ class Executor:
         self.pass_loss.close()
         if self._made_store and self.store.loss_scale is not None:
             self.store.loss_scale.close()
+        self._guards.close()
 
     def __enter__(self) -> Executor:
         return self

@@ -9,13 +9,15 @@ from mpi4py import MPI
 from halograd import layers
 from halograd.comm import Communicator, communicator, maker
 from halograd.errors import UserError
-from halograd.kernels import KernelError, get_backend
+from halograd.kernels import Kernel, KernelError, get_backend
+from halograd.kernels.guards import GUARDS, GuardError
 from halograd.kernels.numpy import NumpyBackend
 from halograd.layers import BatchNorm, Conv, Input, MeanSquaredError, Network
 from halograd.layers.strategy import Strategy
 from halograd.testing import random_array
 from halograd.training.executor import Executor
 from halograd.training.transfer import Gather
+from tests.support.fake_device import FakeBackend
 from tests.training.steps import copied
 
 SHAPE = (7, 6, 2)
@@ -117,6 +119,62 @@ def test_a_gather_is_made_once_and_run_after_every_step():
                 assert all(np.array_equal(one, other) for one, other in zip(found, expected, strict=True))
                 assert last is None or not np.array_equal(last, found[0])
                 last = found[0].copy()
+
+
+@pytest.mark.mpi
+def test_debug_changes_no_number():
+    """Every array has memory of its own then, with guard bytes until the executor is closed."""
+    with Communicator(MPI.COMM_WORLD) as comm:
+        with executing(comm, seed=3) as executor:
+            want, loss = gradients(executor), executor.loss_value()
+            predicted = executor.predicted_bytes
+            assert not GUARDS.active and len(executor.runner.arena) == executor.program.placement.size
+        with executing(comm, seed=3, debug=True) as executor:
+            assert GUARDS.active
+            found = gradients(executor)
+            assert executor.loss_value() == loss
+            same = ("kernel workspace", "messages")
+            assert {k: v for k, v in executor.predicted_bytes.items() if k not in same} == {
+                k: v for k, v in predicted.items() if k not in same
+            }
+        assert not GUARDS.active
+        assert all(np.array_equal(found[name], want[name]) for name in want)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("way", ["forward", "backward"])
+def test_debug_names_the_layer_and_kernel_that_writes_outside_of_its_memory(way, monkeypatch):
+    """On the last rank only; all ranks raise the error."""
+    make = getattr(NumpyBackend, f"_conv_{'forward' if way == 'forward' else 'backward_data'}")
+
+    def overrunning(self, *arrays):
+        kernel = make(self, *arrays)
+        whole = arrays[3 if way == "forward" else 2]
+        raw = whole
+        while isinstance(raw.base, np.ndarray):
+            raw = raw.base
+        end = whole.__array_interface__["data"][0] - raw.__array_interface__["data"][0] + whole.nbytes
+
+        def run() -> None:
+            kernel()
+            raw[end : end + 3] = 0
+
+        return Kernel(run, "vendor:fast")
+
+    with Communicator(MPI.COMM_WORLD) as comm:
+        if comm.rank == comm.size - 1:
+            monkeypatch.setattr(NumpyBackend, make.__name__, overrunning)
+        pattern = r"layer 'conv', \w*conv\w*: vendor:fast wrote outside of its memory: 3 bytes after an array"
+        with executing(comm, probed=["x"], debug=True) as executor, pytest.raises(GuardError, match=pattern):
+            executor.forward()
+            executor.backward()
+        assert not GUARDS.active
+
+
+def test_debug_is_for_the_host():
+    with Communicator(MPI.COMM_SELF) as comm, pytest.raises(UserError, match="debug: expected kernels on the CPU"):
+        Executor(network(), comm, FakeBackend(), 2, debug=True)
+    assert not GUARDS.active
 
 
 @pytest.mark.mpi(min_size=2)
