@@ -98,15 +98,18 @@ def probe_numpy() -> Iterator[Finding]:
 def probe_onednn() -> Iterator[Finding]:
     """Report oneDNN, and check one convolution against NumPy's. Local."""
     from ..kernels import KernelError, get_backend
+    from ..kernels.onednn import OnednnBackend
 
     try:
-        backend = get_backend("onednn", threads=1)
+        backend = OnednnBackend(threads=1)
     except KernelError as error:
         remedy = "training runs with NumPy kernels, several times slower; pip install onednn-cpu-gomp (x86-64 Linux)"
         yield Finding("oneDNN", "warn", " ".join(str(error).split()), remedy)
         return
     with backend, get_backend("numpy", threads=1) as reference:
-        yield Finding("oneDNN", "ok", backend.describe())
+        yield Finding("oneDNN", "ok", f"{backend.describe()}, instruction set {backend.instruction_set}")
+        for number, fault in enumerate(backend.refused, 1):
+            yield Finding(f"oneDNN refused {number}", "note", fault)
         implementation, difference = convolve(backend, reference)
         # The same sums of 144 products in another order, in float32.
         right = difference < 1e-4 and "ref" not in implementation
