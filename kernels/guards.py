@@ -8,7 +8,7 @@ after. ::
     | guard | array | guard |          | guard | scratchpad | guard | temporary | guard |
 
 A finding is kept until :meth:`Guards.check` raises it: guard bytes belong to no array, so nothing is lost before.
-The pattern is a NaN in every type of floating-point number: a kernel that reads it makes NaN.
+The pattern is a quiet NaN in every type of floating-point number: a kernel that reads it makes NaN.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def _pattern(size: int) -> np.ndarray:
     return _longest[:size]
 
 
-_longest = np.resize(np.array([0xA5, 0xFF], np.uint8), 2 * SIDE)
+_longest = np.resize(np.array([0xFD, 0xFF], np.uint8), 2 * SIDE)
 
 #: Guards of this process.
 GUARDS = Guards()

@@ -19,7 +19,7 @@ from ..geometry import Geometry, read_part
 from ..kernel import Kernel
 from . import abi as c
 from .abi import dims
-from .faults import FilterGradient, margin_of, reason
+from .faults import Candidate, margin_of, reason
 from .program import OnednnEngine, OnednnMemory, PrimitiveList, ReferenceOnly, packed_strides
 
 __all__ = [
@@ -237,6 +237,17 @@ class _Convolution:
         """Return the descriptor of a forward primitive, which oneDNN wants to see when it makes a backward one."""
         return self.p.hint("convolution_forward", *self.forward(*self.images(blocked=True)))
 
+    def candidate(self, kind: str, descriptor: int, impl: str) -> Candidate:
+        """Return what an implementation of a primitive that reads the input would compute."""
+        packed = image_desc(self.p, self.x, self.spatial)
+        channels_last = self.p.abi.desc_equal(self.p.wanted(descriptor, c.SRC), packed)
+        outputs = self.y.shape[1:-1]
+        return Candidate(kind, impl, self.w.shape[-1], self.spatial, outputs, self.geometry, channels_last)
+
+    def refusal(self, kind: str) -> Callable[[int, str], str]:
+        """Return the function that :meth:`PrimitiveList.descriptor` takes as `refused`."""
+        return lambda descriptor, impl: reason(self.candidate(kind, descriptor, impl))
+
     def input(self) -> OnednnMemory:
         return image(self.p, self.x, self.spatial)
 
@@ -253,7 +264,8 @@ def forward(
     bias = None if b is None else vector(p, b)
     conv = _Convolution(p, x, w, y, bias, geometry)
     description = conv.forward(*conv.images(blocked))
-    pd = p.descriptor("convolution_forward", *description, attributes=p.attributes(*behind))
+    kind = "convolution_forward"
+    pd = p.descriptor(kind, *description, attributes=p.attributes(*behind), refused=conv.refusal(kind))
     arguments = {
         c.SRC: p.brought_to(conv.input(), p.wanted(pd, c.SRC)),
         c.WEIGHTS: p.brought_to(conv.weights(), p.wanted(pd, c.WEIGHTS)),
@@ -294,15 +306,9 @@ def backward_filter(
     filters = p.desc(weight_shape(dw, geometry.groups), dw.dtype)
     shape = geometry_dims(conv.geometry)
     kind = "convolution_backward_weights"
-    packed = image_desc(p, x, conv.spatial)
-
-    def described(descriptor: int, impl: str) -> FilterGradient:
-        channels_last = p.abi.desc_equal(p.wanted(descriptor, c.SRC), packed)
-        return FilterGradient(impl, x.shape[-1], conv.spatial, dy.shape[1:-1], conv.geometry, channels_last)
-
     pd = p.descriptor(
         kind, c.CONVOLUTION_DIRECT, source, filters, conv.bias, target, *shape, conv.hint(),
-        refused=lambda descriptor, impl: reason(described(descriptor, impl)),
+        refused=conv.refusal(kind),
     )  # fmt: skip
     arguments = {
         c.SRC: p.brought_to(conv.input(), p.wanted(pd, c.SRC)),
@@ -310,6 +316,6 @@ def backward_filter(
     }
     if bias is not None:
         arguments[c.DIFF_BIAS] = bias
-    margin = margin_of(described(pd, p.abi.implementation(pd)))
+    margin = margin_of(conv.candidate(kind, pd, p.abi.implementation(pd)))
     p.step_into(pd, arguments, c.DIFF_WEIGHTS, conv.weights(), margin)
     return p

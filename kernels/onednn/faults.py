@@ -8,25 +8,29 @@ from dataclasses import dataclass
 
 from ..geometry import Geometry
 
-__all__ = ["FAULTS", "Fault", "FilterGradient", "margin_of", "reason"]
+__all__ = ["FAULTS", "Candidate", "Fault", "margin_of", "reason"]
+
+
+FORWARD, GRADIENT = "convolution_forward", "convolution_backward_weights"
 
 
 @dataclass(frozen=True)
-class FilterGradient:
-    """A gradient of weights as oneDNN would compute it.
+class Candidate:
+    """A convolution, or a gradient of one, as oneDNN would compute it.
 
     Attributes
     ----------
-    impl
-        Name of the implementation.
+    kind, impl
+        Kind of the primitive, and name of the implementation.
     channels, spatial, outputs
-        Number of input channels, spatial extents of input and output.
+        Number of input channels of a group, spatial extents of input and output.
     geometry
         Window, strides and padding.
     channels_last
         Whether the implementation reads the input as ``(N, *spatial, C)``.
     """
 
+    kind: str
     impl: str
     channels: int
     spatial: Sequence[int]
@@ -41,55 +45,70 @@ class FilterGradient:
 
     @property
     def gathers(self) -> bool:
-        """Whether a 1 x 1 kernel first copies the positions that the strides hit to its scratchpad."""
-        return self.impl.startswith("jit_1x1") and set(self.geometry.stride) != {1}
+        """Whether a gradient of 1 x 1 weights first copies the positions that the strides hit to its scratchpad."""
+        return self.kind == GRADIENT and self.impl.startswith("jit_1x1") and set(self.geometry.stride) != {1}
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault of an implementation of the gradient of weights.
+    """A fault of an implementation.
 
     Attributes
     ----------
     impl, where, what
         The implementation, where it is refused, and what it does there: for messages and `halograd doctor`.
     applies
-        Whether a gradient is among those.
+        Whether a candidate is among those.
     """
 
     impl: str
     where: str
     what: str
-    applies: Callable[[FilterGradient], bool]
+    applies: Callable[[Candidate], bool]
 
     def __str__(self) -> str:
         return f"{self.impl} where {self.where}: {self.what}"
 
 
-def _overruns(gradient: FilterGradient) -> bool:
+def _overruns(candidate: Candidate) -> bool:
     # The copy has as many numbers per position as there are channels, and so many are booked. But each step over the
     # positions begins at a multiple of the block of channels, which is a vector (`rp.ws = ... + sp * jcp.ic_block` in
     # jit_avx2_1x1_convolution.cpp and jit_avx512_common_1x1_convolution.cpp, `jcp.is * jcp.ic` in
     # rtus_prepare_space_info): with fewer channels than that the later steps begin after the end. With more they
     # overlap, which is harmless: each step is used before the next one is copied. Blocked images have whole blocks.
     # Whether there is a second step depends on sizes of caches and on the threads, so it is not asked for.
-    return gradient.gathers and gradient.channels_last and gradient.channels < gradient.lanes
+    return candidate.gathers and candidate.channels_last and candidate.channels < candidate.lanes
 
 
-def _is_wrong(gradient: FilterGradient) -> bool:
+def _is_wrong(candidate: Candidate) -> bool:
     # Found by comparison with NumPy.
-    g = gradient.geometry
+    g = candidate.geometry
     return (
-        gradient.impl.startswith("jit:avx")
+        candidate.kind == GRADIENT
+        and candidate.impl.startswith("jit:avx")
         and g.ndim == 3
         and any(
             lo > 2 and n < extent + stride
-            for n, (lo, _), extent, stride in zip(gradient.spatial, g.padding, g.extent, g.stride)
+            for n, (lo, _), extent, stride in zip(candidate.spatial, g.padding, g.extent, g.stride)
         )
     )
 
 
-#: Faults of 3.2.0 and 3.7.1 alike; no version is known to be without them.
+def _loses_taps(candidate: Candidate) -> bool:
+    # Of 3.7.1, found by comparison with NumPy; 3.2.0 calls its implementation "brgconv", and it is right. With one
+    # channel the taps of a row become the channels (`relo_wi` in jit_brgemm_conv_utils.cpp).
+    g = candidate.geometry
+    return (
+        candidate.kind == FORWARD
+        and candidate.impl.startswith("brg_conv_fwd:avx")
+        and candidate.channels == 1
+        and candidate.outputs[-1] == 1
+        and g.kernel[-1] > 1
+        and g.stride[-1] > 1
+    )
+
+
+#: The first two are faults of 3.2.0 and 3.7.1 alike; no version is known to be without them.
 FAULTS = (
     Fault(
         "jit_1x1",
@@ -103,17 +122,23 @@ FAULTS = (
         "its gradient of weights is wrong",
         _is_wrong,
     ),
+    Fault(
+        "brg_conv_fwd",
+        "a convolution of one channel has one output along the last axis, and a stride above 1 there",
+        "its outputs are wrong",
+        _loses_taps,
+    ),
 )
 
 
-def reason(gradient: FilterGradient) -> str:
+def reason(candidate: Candidate) -> str:
     """Return why an implementation must not be used; "" if it may be."""
-    return next((fault.what for fault in FAULTS if fault.applies(gradient)), "")
+    return next((fault.what for fault in FAULTS if fault.applies(candidate)), "")
 
 
-def margin_of(gradient: FilterGradient) -> int:
+def margin_of(candidate: Candidate) -> int:
     """Return the bytes to have after the scratchpad: a vector per output for an implementation of a faulty family.
 
     No write there is known.
     """
-    return 4 * gradient.lanes * math.prod(gradient.outputs) if gradient.gathers else 0
+    return 4 * candidate.lanes * math.prod(candidate.outputs) if candidate.gathers else 0

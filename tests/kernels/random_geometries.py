@@ -211,10 +211,10 @@ def examine(count: int, seed: int = 0) -> Counts:
     counts = Counts()
     reason = faults.reason
 
-    def counted(gradient: faults.FilterGradient) -> str:
-        found = reason(gradient)
+    def counted(candidate: faults.Candidate) -> str:
+        found = reason(candidate)
         if found:
-            counts.refused[f"{gradient.impl}: {found}"] += 1
+            counts.refused[f"{candidate.impl}: {found}"] += 1
         return found
 
     convolutions.reason = counted

@@ -16,6 +16,8 @@ from halograd.kernels.memory import Scratch, aligned_empty
 from halograd.kernels.onednn import OnednnBackend, conv, faults
 from tests.harness.limits import scaled
 
+from . import reference
+from .conftest import Arrays, assert_close
 from .random_geometries import examine
 
 
@@ -106,15 +108,25 @@ def test_the_implementation_that_overruns_is_refused_exactly_where_it_does(onedn
 
 @pytest.mark.parametrize("impl, lanes", [("jit_1x1:avx2", 8), ("jit_1x1:avx512_core", 16)])
 def test_the_refusal_is_for_channels_below_a_vector(impl, lanes):
-    def gradient(channels: int, stride=(2, 2), channels_last=True, impl=impl) -> faults.FilterGradient:
+    def gradient(channels: int, stride=(2, 2), channels_last=True, impl=impl) -> faults.Candidate:
         geometry = Geometry((1, 1), stride, (1, 1), ((0, 0), (0, 0)))
-        return faults.FilterGradient(impl, channels, (8, 8), (4, 4), geometry, channels_last)
+        return faults.Candidate(faults.GRADIENT, impl, channels, (8, 8), (4, 4), geometry, channels_last)
 
     assert [bool(faults.reason(gradient(c))) for c in (1, lanes - 1, lanes, lanes + 1)] == [True, True, False, False]
     assert not faults.reason(gradient(1, stride=(1, 1)))
     assert not faults.reason(gradient(1, channels_last=False))
     assert not faults.reason(gradient(1, impl="jit:avx2"))
     assert faults.margin_of(gradient(lanes)) == 4 * lanes * 16 and faults.margin_of(gradient(1, stride=(1, 1))) == 0
+
+
+def test_a_column_of_one_channel_is_right(onednn):
+    """In oneDNN 3.7.1 an implementation is wrong there."""
+    for stride in (1, 2, 3):
+        geometry = Geometry((3, 4), (1, stride), (1, 1), ((1, 0), (0, 0)))
+        x, w, y = (Arrays(onednn, np.float32).draw(*s) for s in ((3, 12, 4, 1), (33, 3, 4, 1), (3, 11, 1, 33)))
+        y.fill(np.nan)
+        onednn.conv_forward(x, w, None, y, geometry)()
+        assert_close(y, reference.conv(x, w, None, geometry, y.shape), 12)
 
 
 def test_the_next_implementation_is_taken(onednn, monkeypatch):
