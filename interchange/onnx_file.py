@@ -20,7 +20,7 @@ from ..data.disk import one_line, reason_of, regular_size
 from .files import library, tensor_places
 from .graph import Graph, OnnxConstant, OnnxNode, Shape
 from .origins import Origins, computed_from
-from .traced_sizes import SizedOperation, frozen_size
+from .traced_sizes import SizedOperation, frozen_size, stride_of
 
 __all__ = ["read_onnx"]
 
@@ -32,6 +32,8 @@ _OPSET = 13
 _LARGE = 4096
 #: All constants that are computed have together at most this many elements, or some times those in the file.
 _MOST = 1 << 24
+#: Largest extent of a value, of its axes but that of the samples.
+_LONGEST = 1 << 24
 #: Operators whose results differ from run to run, and from rank to rank.
 _RANDOM = {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Multinomial"}
 #: A weight is still that weight behind one of these.
@@ -347,23 +349,21 @@ class _Folding:
         attributes = {a.name: _plain(helper.get_attribute_value(a)) for a in node.attribute}
         op = OnnxNode(_title(node), node.op_type, inputs, tuple(node.output), attributes, _scope(node))
         self._check_sizes(op)
-        self.strides |= dict.fromkeys(op.outputs, self._stride(op))
         self.operations.append(op)
 
-    def _stride(self, op: OnnxNode) -> float:
-        """Return how many rows of the inputs of the network a row of the output stands for."""
-        before = max((self.strides.get(name, 1.0) for name in op.inputs if name not in self.constants), default=1.0)
-        step = max(op.attributes.get("strides", ()), default=1) or 1
-        shapes = [_shape_of(self.types[name]) or () for name in (op.inputs[0], op.outputs[0]) if name in self.types]
-        if op.kind == "Resize" and len(shapes) == 2 and len(shapes[1]) > 2 and shapes[1][2]:
-            return before * shapes[0][2] / shapes[1][2]
-        return before / step if op.kind == "ConvTranspose" else before * step
 
     def _check_sizes(self, op: OnnxNode) -> None:
-        """Refuse sizes that were computed for the extents of the example, where others are asked for."""
+        """Refuse extents that no value has, and those of the example, where others are asked for."""
         x, y = (_shape_of(self.types[name]) if name in self.types else None for name in (op.inputs[0], op.outputs[0]))
         if x is None or y is None:
             return
+        if any(not 0 < n <= _LONGEST for n in y[1:]):
+            raise UserError(
+                f"{self.path}: node {op.name!r} ({op.kind}): expected extents from 1 to {_LONGEST}, got {y[1:]} of "
+                f"{x[1:]}; give inputs of other extents"
+            )
+        before = max((self.strides.get(name, 1.0) for name in op.inputs if name not in self.constants), default=1.0)
+        self.strides |= dict.fromkeys(op.outputs, before * stride_of(op, x, y))
         constants = {i: self.constants[name] for i, name in enumerate(op.inputs) if name in self.constants}
         numbers = {i: one.read().reshape(-1).tolist() for i, one in constants.items() if one.dtype.kind == "i"}
         run = self.runs[op.outputs[0]] = SizedOperation(x, y, numbers)

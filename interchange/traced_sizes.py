@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from .graph import OnnxNode, Shape
 
-__all__ = ["SizedOperation", "frozen_size"]
+__all__ = ["SizedOperation", "frozen_size", "stride_of"]
 
 #: Ends of slices at least this large are the last element of any axis.
 _LAST = 2**31 - 1
@@ -39,6 +39,18 @@ class SizedOperation:
         return [axis for axis, (a, b) in enumerate(zip(self.x, other.x)) if a != b]
 
 
+def stride_of(op: OnnxNode, x: Shape, y: Shape) -> float:
+    """Return how many rows of its input ``x (N, C, *spatial)`` a row of the output ``y`` of an operation stands for.
+
+    >>> stride_of(OnnxNode("pool", "MaxPool", ("x",), ("y",), {"strides": [2, 2]}), (1, 3, 9, 9), (1, 3, 4, 4))
+    2
+    """
+    if op.kind == "Resize" and len(x) == len(y) > 2:
+        return x[2] / y[2]
+    step = max(op.attributes.get("strides", ()), default=1)
+    return 1 / step if op.kind == "ConvTranspose" and step else step
+
+
 def frozen_size(op: OnnxNode, traced: SizedOperation, asked: SizedOperation, moved: Sequence[int]) -> str:
     """Return a description of the sizes of an operation that do not follow the inputs; empty if all do.
 
@@ -55,8 +67,7 @@ def frozen_size(op: OnnxNode, traced: SizedOperation, asked: SizedOperation, mov
 
 def _resized(op: OnnxNode, traced: SizedOperation, asked: SizedOperation, moved: Sequence[int]) -> str:
     """Sizes in numbers along an axis of the inputs that changes: those of the output of a Resize, or an Expand."""
-    at = 3 if op.kind == "Resize" else 1
-    if at not in asked.numbers or asked.numbers[at] != traced.numbers.get(at) or len(asked.x) != len(asked.y):
+    if (3 if op.kind == "Resize" else 1) not in asked.numbers or len(asked.x) != len(asked.y):
         return ""
     for axis in {*moved, *traced.moved(asked)} & set(range(len(asked.x))):
         if asked.y[axis] == traced.y[axis] and (axis in traced.moved(asked) or asked.x[axis] != asked.y[axis]):
@@ -70,12 +81,11 @@ def _reshaped(op: OnnxNode, traced: SizedOperation, asked: SizedOperation, moved
 
 def _cut(op: OnnxNode, traced: SizedOperation, asked: SizedOperation, moved: Sequence[int]) -> str:
     """Rows up to a number, or from one behind the middle: it was counted from the other end."""
-    if any(asked.numbers.get(i) != traced.numbers.get(i) for i in (1, 2)):
-        return ""
-    starts, ends = asked.numbers.get(1, []), asked.numbers.get(2, [])
-    for axis, start, end in zip(asked.numbers.get(3, range(len(starts))), starts, ends):
+    ranges, before = (list(zip(run.numbers.get(1, []), run.numbers.get(2, []))) for run in (asked, traced))
+    for axis, (start, end), own in zip(asked.numbers.get(3, range(len(ranges))), ranges, before):
         axis %= len(asked.x)
-        if axis in traced.moved(asked) and (0 < end < _LAST or 2 * start >= traced.x[axis]):
+        frozen = (0 < end == own[1] and end < _LAST) or (start == own[0] and 2 * start >= traced.x[axis])
+        if axis in traced.moved(asked) and frozen:
             return f"rows {start} to {min(end, traced.x[axis])}"
     return ""
 

@@ -113,6 +113,20 @@ def test_malformed_attributes_are_refused_by_name(kind, attributes, tmp_path):
     assert "\n" not in str(found.value)
 
 
+@pytest.mark.parametrize("attributes", [{"pads": [2**33, 0, 0, 0]}, {"dilations": [9, 1]}])
+def test_extents_that_no_value_has_are_refused(attributes, tmp_path):
+    """Before they are looped over, and before the library of ONNX ends the process at a negative one."""
+    node = _onnx().helper.make_node
+    nodes = [
+        node("MaxPool", ["x"], ["0"], "pool", kernel_shape=[2, 2], **attributes),
+        node("Slice", ["0", "first", "last", "axis"], ["y"], "cut"),
+    ]
+    numbers = {"first": np.array([4]), "last": np.array([2**62]), "axis": np.array([2])}
+    path = _file(tmp_path / "m.onnx", nodes, numbers)
+    with pytest.raises(UserError, match=rf"^{path}: node 'pool' \(MaxPool\): expected extents from 1 to"):
+        hg.onnx.load(path)
+
+
 def _network():
     return hg.Network(hg.Conv(2, 1, name="c")(hg.Input((4, 4, 3), "x")))
 
