@@ -153,7 +153,7 @@ class RunLock:
         self.path = directory / "run.lock"
         self._me = Owner.this()
         self._made = self._held = False
-        self._folder = -1
+        self._folder: int | None = None  # descriptor of the directory, by which the lock is found even if it is moved
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="run lock", daemon=True)
 
@@ -237,7 +237,7 @@ class RunLock:
     def _stays(self) -> bool:
         """Return whether the directory has its name still. It is held open: no other one gets its number."""
         try:
-            return os.path.samestat(os.stat(self.path.parent), os.fstat(self._folder))
+            return self._folder is None or os.path.samestat(os.stat(self.path.parent), os.fstat(self._folder))
         except FileNotFoundError:
             return False
         except OSError:  # the next write reports the fault of the disk
@@ -286,7 +286,8 @@ class RunLock:
         """
         try:
             # Opened, because NFS then queries the server; non-blocking, in case it is a pipe.
-            descriptor = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+            name = self.path if self._folder is None else self.path.name
+            descriptor = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW, dir_fd=self._folder)
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -308,7 +309,7 @@ class RunLock:
         while not self._ended.wait(BEAT):
             with contextlib.suppress(OSError):
                 if self._is_mine():
-                    os.utime(self.path)
+                    os.utime(self.path.name, dir_fd=self._folder)
 
     def _is_mine(self) -> bool:
         seen = self._look()
@@ -322,13 +323,13 @@ class RunLock:
             self._thread.join(BEAT)
             with contextlib.suppress(OSError):
                 if self._is_mine():
-                    self.path.unlink()
-        if self._made and (self._folder < 0 or self._stays()):
+                    os.unlink(self.path.name, dir_fd=self._folder)
+        if self._made and self._stays():
             with contextlib.suppress(OSError):  # something is in it
                 self.path.parent.rmdir()
-        if self._folder >= 0:
+        if self._folder is not None:
             os.close(self._folder)
-            self._folder = -1
+            self._folder = None
 
     def __enter__(self) -> RunLock:
         return self

@@ -207,7 +207,7 @@ def test_a_directory_that_is_removed_or_moved(tmp_path, change):
             with pytest.raises(UserError, match=r"expected \S+/out to stay .* removed or moved.*--resume"):
                 lock.check()
             folder.mkdir(exist_ok=True)
-    assert list(folder.iterdir()) == []
+    assert list(folder.iterdir()) == [] and not list(tmp_path.glob("moved/*"))
 
 
 def test_of_several_one_takes_over(tmp_path, process):

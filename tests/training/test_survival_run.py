@@ -18,6 +18,7 @@ from halograd.training import directory as directory_of_run
 from halograd.training.directory import Owner
 from halograd.training.evaluation import Evaluation
 from halograd.training.log import read_log
+from halograd.training.monitors import Callback
 from halograd.training.run import evaluate, train
 from halograd.training.session import Session
 from halograd.training.trainer import Trainer
@@ -251,4 +252,25 @@ def test_fewer_ranks(comm, folder):
     shown = str(caught.value).split("`")[1].replace("--set ", "").split()
     assert "`--set strategy=auto`" in str(caught.value)
     train(folder / "run.toml", [*cut, *shown], comm=comm)
+    assert_same(curve(folder / "out"), curve(folder / "whole"))
+
+
+@pytest.mark.ranks(2)
+def test_a_directory_that_is_moved_while_the_run_writes(comm, folder):
+    """All ranks end with the same line, and nothing is written to a new directory of the name."""
+
+    class Moving(Callback):
+        def on_step(self, step, loss, learning_rate):
+            if step == 4 and comm.rank == 0:
+                (folder / "out").rename(folder / "moved")
+
+    with pytest.raises(UserError, match=r"expected \S+/out to stay while a run writes to it, .* moved; .*--resume"):
+        train(folder / "run.toml", comm=comm, callbacks=[Moving()])
+    comm.Barrier()
+    assert not (folder / "out").exists()
+    comm.Barrier()
+    if comm.rank == 0:
+        (folder / "moved").rename(folder / "out")
+    comm.Barrier()
+    train(folder / "run.toml", resume=True, comm=comm)
     assert_same(curve(folder / "out"), curve(folder / "whole"))
