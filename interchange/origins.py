@@ -74,4 +74,8 @@ class Origins:
             return "remove the parametrization before the export (torch.nn.utils.parametrize.remove_parametrizations)"
         if all(self.of(name).get("origin") == "unknown" for name in names):
             return TELL_BUFFERS
-        return "compute them once, before the export, or write this layer with halograd's own"
+        stored = self.buffers is not None or any(_KIND in self.stored.get(name, {}) for name in names)
+        return (
+            "compute them once, before the export, or write this layer with halograd's own"
+            + ("" if stored else "; if they are buffers, name them: load(path, buffers=[...])")
+        )

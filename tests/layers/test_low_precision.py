@@ -58,6 +58,7 @@ LAYERS = {
     "softplus": lambda: hg.Softplus(name="l"),
     "mish": lambda: hg.Mish(name="l"),
     "affine": lambda: hg.Affine(-0.5, 0.7, "l"),
+    "affine of channels": lambda: hg.Affine((-0.5, 2, 0, 1), 0.7, "l"),
     "log softmax": lambda: hg.LogSoftmax(name="l"),
     "channel shuffle": lambda: hg.ChannelShuffle(2, "l"),
     "hard swish": lambda: hg.HardSwish(name="l"),
