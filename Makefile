@@ -11,6 +11,11 @@ VENV ?= .venv
 EXTRAS ?= mpich,test
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check --quiet
+# Empty for an environment outside of this clone that this clone has not made: it is used as it is, nothing is installed
+# into it, and it is not removed.
+OWN := $(if $(wildcard $(VENV)/bin/python),$(filter $(CURDIR)/%,$(abspath $(VENV)))$(filter $(CURDIR),$(shell cat "$(VENV)/.stamp-python" 2>/dev/null)),new)
+$(if $(OWN),,$(info == $(VENV) was not made here: nothing is installed into it))
+stamp = $(if $(OWN),$(VENV)/.stamp-$(1))
 
 .DEFAULT_GOAL := help
 .PHONY: help venv oracle nvrtc peers lint-tools docs-tools docs demo test bench-step gpu-check gpu-check-here gpu-check-offline gpu-wheels lint typecheck clean distclean
@@ -23,7 +28,7 @@ $(VENV)/.stamp-python:
 	@for python in "$(PYTHON)" python3.14 python3.13 python3.12 python3.11 python3.10; do \
 	  "$$python" -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || continue; \
 	  echo "== $(VENV) with $$("$$python" --version)"; \
-	  "$$python" -m venv "$(VENV)" && touch $@ && exit 0; \
+	  "$$python" -m venv "$(VENV)" && echo "$(CURDIR)" >$@ && exit 0; \
 	  exit 1; \
 	done; \
 	echo "expected Python >= 3.10 with the venv module, got $$("$(PYTHON)" --version 2>&1); install one (Debian: also python3-venv) or call make PYTHON=/path/to/python3" >&2; \
@@ -40,12 +45,12 @@ $(VENV)/.stamp-lint $(VENV)/.stamp-docs $(VENV)/.stamp-oracle $(VENV)/.stamp-pee
 	@$(PIP) install -e ".[$(EXTRAS),$*]"
 	@touch $@
 
-venv: $(VENV)/.stamp-base
-oracle: $(VENV)/.stamp-oracle
-nvrtc: $(VENV)/.stamp-nvrtc
-peers: $(VENV)/.stamp-peers
-lint-tools: $(VENV)/.stamp-lint
-docs-tools: $(VENV)/.stamp-docs
+venv: $(call stamp,base)
+oracle: $(call stamp,oracle)
+nvrtc: $(call stamp,nvrtc)
+peers: $(call stamp,peers)
+lint-tools: $(call stamp,lint)
+docs-tools: $(call stamp,docs)
 
 demo: venv
 	@$(VENV)/bin/halograd demo --out demo
@@ -55,6 +60,7 @@ test: venv
 
 # From the working tree, without the network. The variable silences an advertisement; --quiet would silence --strict too.
 docs: docs-tools
+	@$(PY) -c "import mkdocs, mkdocstrings" 2>/dev/null || { echo "expected MkDocs and mkdocstrings in $(VENV), got none; call make docs without VENV" >&2; exit 1; }
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 	@echo "site/index.html"
 
@@ -69,7 +75,7 @@ gpu-check-offline:
 
 # The wheels for a GPU are large: only where a driver answers.
 gpu-check-here: venv
-	@if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then $(PIP) install -e ".[$(EXTRAS),gpu]"; fi
+	@if [ -n "$(OWN)" ] && command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then $(PIP) install -e ".[$(EXTRAS),gpu]"; fi
 	@$(PY) -m halograd.gpucheck $(PARTS)
 
 gpu-wheels: venv
@@ -86,4 +92,4 @@ clean:
 	@find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
 distclean: clean
-	@rm -rf $(VENV)
+	@$(if $(OWN),rm -rf $(VENV),echo "$(VENV) stays")

@@ -1,0 +1,69 @@
+"""`make` leaves an environment alone that it has not made."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.harness.limits import LIMIT
+
+ROOT = Path(__file__).resolve().parents[1]
+STAMPS = ("python", "base", "docs", "lint", "oracle", "nvrtc", "peers")
+#: Notes its arguments in place of a Python.
+NOTES = '#!/bin/sh\necho "$@" >>"${0%/*}/../calls"\n'
+
+
+@pytest.fixture
+def clone(tmp_path):
+    if shutil.which("make") is None:
+        pytest.skip("needs make")
+    folder = tmp_path / "clone"
+    folder.mkdir()
+    for name in ("Makefile", "pyproject.toml", "setup.py"):
+        shutil.copy(ROOT / name, folder)
+    return folder
+
+
+def environment(path, made_by=None):
+    """An environment whose packages are older than the sources, so that what installs would install again."""
+    (path / "bin").mkdir(parents=True)
+    (path / "bin" / "python").write_text(NOTES)
+    (path / "bin" / "python").chmod(0o755)
+    for stamp in STAMPS if made_by is not None else ():
+        (path / f".stamp-{stamp}").write_text(f"{made_by}\n" if stamp == "python" else "")
+    return path
+
+
+def make(clone, *words):
+    done = subprocess.run(["make", *words], cwd=clone, capture_output=True, text=True, timeout=LIMIT)
+    calls = [path / "calls" for path in (clone / ".venv", clone.parent / "other")]
+    return done, "".join(path.read_text() for path in calls if path.exists())
+
+
+@pytest.mark.parametrize("made_by", [None, "", "/another/clone"], ids=["make", "an older make", "another clone"])
+@pytest.mark.parametrize("target", ["docs", "venv", "lint", "typecheck"])
+def test_nothing_is_installed_into_another_environment(clone, target, made_by):
+    other = environment(clone.parent / "other", made_by)
+    done, calls = make(clone, target, f"VENV={other}")
+    assert done.returncode == 0 and f"{other} was not made here" in done.stdout, done.stdout + done.stderr
+    assert "pip" not in calls and "venv" not in calls
+    assert ("mkdocs build" in calls) == (target == "docs")
+    assert other.exists() and {p.name for p in other.iterdir()} - {"calls", "bin"} == (
+        set() if made_by is None else {f".stamp-{stamp}" for stamp in STAMPS}
+    )
+
+
+def test_another_environment_is_not_removed(clone):
+    other = environment(clone.parent / "other", "/another/clone")
+    done, _ = make(clone, "distclean", f"VENV={other}")
+    assert done.returncode == 0 and (other / "bin" / "python").exists(), done.stderr
+
+
+@pytest.mark.parametrize("place, made_by", [(".venv", ""), ("../other", "here")])
+def test_its_own_environment_is_kept_up_to_date(clone, place, made_by):
+    own = environment((clone / place).resolve(), clone if made_by == "here" else made_by)
+    (own / ".stamp-base").unlink()
+    done, calls = make(clone, "docs", f"VENV={place}")
+    assert done.returncode == 0 and "was not made here" not in done.stdout, done.stdout + done.stderr
+    assert "pip" in calls and "docs" in calls and "mkdocs build" in calls
