@@ -41,12 +41,18 @@ class Candidate:
     @property
     def lanes(self) -> int:
         """Numbers of float32 in a vector."""
-        return 16 if "avx512" in self.impl or "avx10" in self.impl else 8
+        return 8 if "avx2" in self.impl else 16
+
+    @property
+    def nested(self) -> bool:
+        """Whether it computes by another implementation, whose name is not known."""
+        return self.impl.startswith("jit_uni_ncsp_convolution")
 
     @property
     def gathers(self) -> bool:
         """Whether a gradient of 1 x 1 weights first copies the positions that the strides hit to its scratchpad."""
-        return self.kind == GRADIENT and self.impl.startswith("jit_1x1") and set(self.geometry.stride) != {1}
+        point = set(self.geometry.kernel) == {1} and set(self.geometry.stride) != {1}
+        return self.kind == GRADIENT and point and (self.impl.startswith("jit_1x1") or self.nested)
 
 
 @dataclass(frozen=True)
@@ -77,7 +83,7 @@ def _overruns(candidate: Candidate) -> bool:
     # rtus_prepare_space_info): with fewer channels than that the later steps begin after the end. With more they
     # overlap, which is harmless: each step is used before the next one is copied. Blocked images have whole blocks.
     # Whether there is a second step depends on sizes of caches and on the threads, so it is not asked for.
-    return candidate.gathers and candidate.channels_last and candidate.channels < candidate.lanes
+    return candidate.gathers and candidate.channels < candidate.lanes and (candidate.channels_last or candidate.nested)
 
 
 def _is_wrong(candidate: Candidate) -> bool:
@@ -94,18 +100,12 @@ def _is_wrong(candidate: Candidate) -> bool:
     )
 
 
-def _loses_taps(candidate: Candidate) -> bool:
-    # Of 3.7.1, found by comparison with NumPy; 3.2.0 calls its implementation "brgconv", and it is right. With one
-    # channel the taps of a row become the channels (`relo_wi` in jit_brgemm_conv_utils.cpp).
-    g = candidate.geometry
-    return (
-        candidate.kind == FORWARD
-        and candidate.impl.startswith("brg_conv_fwd:avx")
-        and candidate.channels == 1
-        and candidate.outputs[-1] == 1
-        and g.kernel[-1] > 1
-        and g.stride[-1] > 1
-    )
+def _reads_too_little(candidate: Candidate) -> bool:
+    # Of 3.7.1, found by comparison with NumPy; 3.2.0 calls its implementation "brgconv", and it is right. It is wrong
+    # where it copies the input first (`exec_trans` in jit_brgemm_conv_utils.cpp): with AMX, and with one channel.
+    g, large = candidate.geometry, candidate.impl.startswith(("brg_conv_fwd:avx512", "brg_conv_fwd:avx10"))
+    window = candidate.outputs[-1] == 1 and g.kernel[-1] > 1 and g.stride[-1] > 1
+    return candidate.kind == FORWARD and (large or candidate.nested) and window
 
 
 #: The first two are faults of 3.2.0 and 3.7.1 alike; no version is known to be without them.
@@ -124,9 +124,9 @@ FAULTS = (
     ),
     Fault(
         "brg_conv_fwd",
-        "a convolution of one channel has one output along the last axis, and a stride above 1 there",
+        "a convolution has one output along the last axis, and a stride and a window above 1 there (AVX-512)",
         "its outputs are wrong",
-        _loses_taps,
+        _reads_too_little,
     ),
 )
 
