@@ -61,8 +61,9 @@ class Fault:
 
     Attributes
     ----------
-    impl, where, what
-        The implementation, where it is refused, and what it does there: for messages and `halograd doctor`.
+    impl, where, what, seen
+        The implementation, where it is refused, what it does there, and the versions of oneDNN in which that was seen:
+        for messages and `halograd doctor`. It is refused in all versions.
     applies
         Whether a candidate is among those.
     """
@@ -70,10 +71,11 @@ class Fault:
     impl: str
     where: str
     what: str
+    seen: str
     applies: Callable[[Candidate], bool]
 
     def __str__(self) -> str:
-        return f"{self.impl} where {self.where}: {self.what}"
+        return f"{self.impl} where {self.where}: {self.what} (seen in {self.seen})"
 
 
 def _overruns(candidate: Candidate) -> bool:
@@ -108,24 +110,27 @@ def _reads_too_little(candidate: Candidate) -> bool:
     return candidate.kind == FORWARD and (large or candidate.nested) and window
 
 
-#: The first two are faults of 3.2.0 and 3.7.1 alike; no version is known to be without them.
+#: No version is known to be without the first two.
 FAULTS = (
     Fault(
         "jit_1x1",
         "a 1 x 1 convolution of a stride above 1 has fewer channels than a vector has numbers (8, AVX-512: 16)",
         "its gradient of weights writes outside of its scratchpad",
+        "3.2.0, 3.7.1",
         _overruns,
     ),
     Fault(
         "jit",
         "a 3-D convolution has three rows of padding or more before an axis that ends in the first whole window",
         "its gradient of weights is wrong",
+        "3.2.0, 3.7.1",
         _is_wrong,
     ),
     Fault(
         "brg_conv_fwd",
         "a convolution has one output along the last axis, and a stride and a window above 1 there (AVX-512)",
         "its outputs are wrong",
+        "3.7.1",
         _reads_too_little,
     ),
 )

@@ -1,6 +1,7 @@
 """Random geometries for oneDNN: every direction and algorithm, with guard bytes, compared with NumPy in float64.
 
-``python -m tests.kernels.random_geometries 5000`` tries as many and reports counts; the suite tries some.
+``python -m tests.kernels.random_geometries 5000 2`` tries as many with 2 threads per kernel, and reports counts; the
+suite tries some with one thread.
 ``ONEDNN_MAX_CPU_ISA=AVX2`` limits the instruction set.
 """
 
@@ -206,8 +207,8 @@ class Trial:
         return label
 
 
-def examine(count: int, seed: int = 0) -> Counts:
-    """Try `count` geometries; report what was found."""
+def examine(count: int, seed: int = 0, threads: int = 1) -> Counts:
+    """Try `count` geometries with `threads` per kernel; report what was found."""
     counts = Counts()
     reason = faults.reason
 
@@ -219,7 +220,7 @@ def examine(count: int, seed: int = 0) -> Counts:
 
     convolutions.reason = counted
     try:
-        with OnednnBackend() as onednn, get_backend("numpy") as numpy:
+        with OnednnBackend(threads) as onednn, get_backend("numpy") as numpy:
             for number in range(count):
                 with GUARDS:
                     trial = Trial(onednn, numpy, seed + number, counts)
@@ -240,8 +241,9 @@ def examine(count: int, seed: int = 0) -> Counts:
 
 def main() -> None:
     """Try as many geometries as the command line says, and print the counts."""
-    counts = examine(int(sys.argv[1]) if len(sys.argv) > 1 else 1000)
-    with OnednnBackend() as onednn:
+    count, threads = (*map(int, sys.argv[1:]), *(1000, 1)[len(sys.argv) - 1 :])
+    counts = examine(count, threads=threads)
+    with OnednnBackend(threads) as onednn:
         print(f"{onednn.describe()}, {onednn.instruction_set}")
     print("geometries:", dict(counts.kinds))
     for name, times in counts.implementations.most_common():
