@@ -3,6 +3,7 @@
 #   make test        the whole suite, serially and under 1, 2, 3, 4, 6 and 8 MPI ranks
 #   make bench-step  step times beside torch and JAX (installs them)
 #   make docs        the documentation as a site in site/, broken links as errors
+#   make docs-pages  the tables of docs/configuration.md anew, after a change of a key
 #   make gpu-check   everything there is to check on a GPU (installs CuPy and cuDNN where there is one); PARTS=... some of it
 #   make gpu-wheels  .gpu-wheels/ for gpu-check on a machine that has a GPU and no package index
 PYTHON ?= python3
@@ -18,7 +19,7 @@ $(if $(OWN),,$(info == $(VENV) was not made here: nothing is installed into it))
 stamp = $(if $(OWN),$(VENV)/.stamp-$(1))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv oracle nvrtc peers lint-tools docs-tools docs demo test bench-step gpu-check gpu-check-here gpu-check-offline gpu-wheels lint typecheck clean distclean
+.PHONY: help venv oracle nvrtc peers lint-tools docs-tools docs docs-pages demo test bench-step gpu-check gpu-check-here gpu-check-offline gpu-wheels lint typecheck clean distclean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -63,6 +64,9 @@ docs: docs-tools
 	@$(PY) -c "import mkdocs, mkdocstrings" 2>/dev/null || { echo "expected MkDocs and mkdocstrings in $(VENV), got none; call make docs without VENV" >&2; exit 1; }
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 	@echo "site/index.html"
+
+docs-pages: docs-tools
+	@$(PY) -m docs.generator
 
 bench-step: peers
 	@$(PY) benchmarks/step.py

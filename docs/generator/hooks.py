@@ -15,8 +15,8 @@ if str(ROOT) not in sys.path:
 
 from docs.generator import api, commands, configuration, words  # noqa: E402
 
-#: ``<!-- generated: NAME -->`` in a page, and the line for readers of a clone before it, is replaced by what the
-#: function returns.
+#: ``<!-- generated: NAME -->`` in a page, with the line for readers of a clone before it, or their version of the text
+#: up to ``<!-- end -->`` after it (`__main__` writes it), is replaced by what the function returns.
 REFERENCES = {
     "configuration": configuration.run_tables,
     "machine": configuration.machine_tables,
@@ -25,7 +25,9 @@ REFERENCES = {
     "commands": commands.reference,
     "names": api.names,
 }
-MARK = re.compile(r"^(?:\*Not in a clone[^\n]*\n\n)?<!-- generated: (\w+) -->$", re.M)
+MARK = re.compile(
+    r"^(?:\*Not in a clone[^\n]*\n\n)?<!-- generated: (\w+) -->$(?:(?:(?!<!-- gen).)*?^<!-- end -->$)?", re.M | re.S
+)
 #: A link of a page to a file that is not on the site: ``[the trainer](../training/trainer.py)``.
 SOURCE_LINK = re.compile(r"\[([^\]]+)\]\(\.\./([^)#\s]+)(#[^)\s]*)?\)")
 #: Files beside `docs/` that are pages of the site.

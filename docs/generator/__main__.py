@@ -1,0 +1,38 @@
+"""Write the tables of the configuration into the page that a clone has of it: ``python -m docs.generator``.
+
+The site makes them anew, with links; in the page they are plain Markdown. A test compares the page with the sources.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+from pathlib import Path
+
+from . import configuration
+
+__all__ = ["PAGE", "renewed"]
+
+PAGE = Path(__file__).resolve().parents[1] / "configuration.md"
+TABLES = {
+    "configuration": configuration.run_tables,
+    "machine": configuration.machine_tables,
+    "strategy": configuration.strategy_tables,
+}
+PLACE = re.compile(r"(^<!-- generated: (\w+) -->$).*?(^<!-- end -->$)", re.M | re.S)
+
+
+def renewed(page: str) -> str:
+    """The page with the tables that the sources have now."""
+    return PLACE.sub(lambda match: f"{match[1]}\n\n{plain(TABLES[match[2]]())}\n\n{match[3]}", page)
+
+
+def plain(text: str) -> str:
+    """Markdown of the site as any reader shows it: without anchors, and with names in place of links to them."""
+    text = re.sub(r" ?\{ ?#[^}]*\}", "", text)
+    text = re.sub(r"<autoref [^>]*><code>(.*?)</code></autoref>", lambda match: f"`{html.unescape(match[1])}`", text)
+    return re.sub(r"\n{3,}", "\n\n", text).strip()
+
+
+if __name__ == "__main__":
+    PAGE.write_text(renewed(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

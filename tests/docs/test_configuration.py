@@ -1,0 +1,29 @@
+"""The reference of the configuration that a clone has is that of the sources."""
+
+import pytest
+
+from halograd.training.config import Config
+
+pytest.importorskip("griffe", reason="needs MkDocs: pip install 'halograd[docs]'")
+
+
+def test_the_page_of_a_clone_has_all_keys():
+    from docs.generator import configuration
+    from docs.generator.__main__ import PAGE, renewed
+
+    page = PAGE.read_text(encoding="utf-8")
+    assert page == renewed(page), "expected the tables of the sources, got others; write them by `make docs-pages`"
+    tables = configuration.sections(Config)
+    assert len(tables) > 10 and all(f"| `{key.name}` |" in page for table in tables for key in table.keys)
+    assert not any(sign in page for sign in ("<autoref", "{#", "{ #", "Not in a clone"))
+
+
+def test_the_site_has_its_own_version():
+    """With anchors and links, and nothing of the page's twice."""
+    pytest.importorskip("mkdocs", reason="needs MkDocs: pip install 'halograd[docs]'")
+    from docs.generator.__main__ import PAGE
+    from docs.generator.hooks import MARK, REFERENCES
+
+    page = PAGE.read_text(encoding="utf-8")
+    made = MARK.sub(lambda match: REFERENCES[match[1]](), page)
+    assert made.count("| `epochs`") == 1 and "<!-- " not in made and "{ #training.epochs }" in made
