@@ -163,6 +163,7 @@ _FULL = {
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "the disk quota is used up",
     errno.EFBIG: "the file system does not allow a file of this size",
+    errno.ENOENT: "its folder was removed or moved meanwhile",
 }
 
 
@@ -292,12 +293,13 @@ def _reason(error: OSError | RuntimeError, final: Path) -> str | None:
     HDF5 hides the number in its message.
     """
     name = getattr(error, "filename", None)
-    elsewhere = isinstance(name, str | os.PathLike) and Path(name).parent != final.parent
-    if elsewhere or isinstance(error, BeingWritten | NotRegular):
+    named = isinstance(name, str | os.PathLike)  # a descriptor is no name
+    mine = named and Path(name).parent == final.parent and final.name in Path(name).name
+    if (named and not mine) or isinstance(error, BeingWritten | NotRegular):
         return None  # an error of a file that the block reads
     hidden = _ERRNO.search(str(error))
     number = int(hidden[1]) if hidden else getattr(error, "errno", None)
-    if number in _FULL:
+    if number in _FULL and (mine or number != errno.ENOENT):
         return f"{_FULL[number]}; nothing was left behind"
     reason = None if number is None else os_reason(OSError(number, os.strerror(number)))
     return None if reason is None else "; nothing was left behind; ".join(reason.split("; ", 1))

@@ -149,9 +149,11 @@ def train(
         print(f"stopped after step {result['steps']} ({result['stopped']}); go on with --resume", flush=True)
         return CHECKPOINTED
     done = "trained" if result["diverged"] is None else "diverged, not trained,"
-    best = result["best"]
-    best_text = f" (best {best['name']} {best['value']:.4f}, of step {best['step']}: best.h5)" if best["step"] else ""
-    print(f"{done} to step {result['steps']}; {result['directory']} holds log.jsonl and checkpoints{best_text}")
+    best, folder = result["best"], Path(result["directory"])
+    there = [name for name in ("log.jsonl", "checkpoints") if (folder / name).exists()]
+    named = ": best.h5" if (folder / "checkpoints" / "best.h5").exists() else ""
+    best_text = f" (best {best['name']} {best['value']:.4f}, of step {best['step']}{named})" if best["step"] else ""
+    print(f"{done} to step {result['steps']}; {folder} holds {' and '.join(there) or 'nothing'}{best_text}")
     return 0
 
 

@@ -9,7 +9,8 @@ import shutil
 import pytest
 from mpi4py import MPI
 
-from halograd.data.disk import DataError
+from halograd.cli.run import run as command
+from halograd.data.disk import DataError, atomic_path
 from halograd.errors import UserError
 from halograd.training import checkpoints as module
 from halograd.training.checkpoint import CheckpointReader, Snapshot, TrainingProgress, read_header, write_checkpoint
@@ -99,6 +100,16 @@ def test_what_cannot_be_written_is_named(tmp_path, snapshot, number, call):
     said = str(caught.value)
     assert said.startswith(f"cannot write {path}: {os.strerror(number).lower()}; ") and ERRORS[number] in said
     assert path.read_bytes() == before and names(tmp_path) == [path.name]
+
+
+def test_a_folder_that_is_removed_meanwhile(tmp_path):
+    said = r"cannot write \S+/new/a\.h5: its folder was removed or moved meanwhile; nothing was left behind"
+    with pytest.raises(DataError, match=said), atomic_path(tmp_path / "new" / "a.h5", parents=True) as partial:
+        partial.write_text("half")
+        shutil.rmtree(partial.parent)
+    with pytest.raises(FileNotFoundError, match="other"), atomic_path(tmp_path / "a.h5"):
+        (tmp_path / "other").read_text()  # of another file: not said of this one
+    assert names(tmp_path) == []
 
 
 def test_a_name_that_cannot_be_written(tmp_path, snapshot, caplog):
@@ -240,3 +251,17 @@ def test_a_finished_run_is_resumed(run, capsys):
     said = " ".join(capsys.readouterr().err.split())
     assert "complete: 3 of 3 epochs are done, at step 9" in said and "training.epochs" in said
     assert "resumed at step" not in said
+
+
+@pytest.mark.parametrize("lost", ["log.jsonl", "checkpoints"])
+def test_the_closing_line_claims_what_is_there(run, tmp_path, capsys, monkeypatch, lost):
+    """What another process removes after the last write is not said to be there."""
+    out = tmp_path / "out"
+    result = alone(run)
+    monkeypatch.setattr("halograd.training.run.train", lambda *_, **__: result)
+    assert command(["train", str(run)]) == 0
+    assert f"{out} holds log.jsonl and checkpoints (best loss" in capsys.readouterr().out
+    (shutil.rmtree if (out / lost).is_dir() else os.unlink)(out / lost)
+    assert command(["train", str(run)]) == 0
+    said = capsys.readouterr().out
+    assert lost not in said and (": best.h5" in said) == (lost == "log.jsonl")
