@@ -11,6 +11,7 @@ import shutil
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import h5py
 
@@ -292,7 +293,7 @@ def _reason(error: OSError | RuntimeError, final: Path) -> str | None:
 
     HDF5 hides the number in its message.
     """
-    name = getattr(error, "filename", None)
+    name: Any = getattr(error, "filename", None)
     named = isinstance(name, str | os.PathLike)  # a descriptor is no name
     mine = named and Path(name).parent == final.parent and final.name in Path(name).name
     if (named and not mine) or isinstance(error, BeingWritten | NotRegular):
