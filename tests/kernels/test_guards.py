@@ -14,6 +14,7 @@ from halograd.kernels.guards import GUARDS, SIDE, GuardError, Guards, room
 from halograd.kernels.kernel import ScratchKernel
 from halograd.kernels.memory import Scratch, aligned_empty
 from halograd.kernels.onednn import OnednnBackend, conv, faults
+from halograd.kernels.onednn.program import ReferenceOnly
 from tests.harness.limits import scaled
 
 from . import reference
@@ -136,17 +137,24 @@ def test_a_single_column_of_outputs_is_right(onednn, channels, dtype, filters):
 
 
 def test_the_next_implementation_is_taken(onednn, monkeypatch):
-    """Refused ones are passed over one by one; where all are, it is said why."""
-    monkeypatch.setattr(conv, "reason", lambda gradient: "")
-    first = thin(onednn, 24)
-    monkeypatch.setattr(conv, "reason", lambda g: "for a test" if f"onednn:{g.impl}" == first.impl else "")
-    second = thin(onednn, 24)
-    assert second.impl.startswith("onednn:") and second.impl != first.impl
-    monkeypatch.setattr(conv, "reason", lambda gradient: "for a test")
+    """Refused ones are passed over one by one, however many a processor has; where all are, the message says why."""
+    x, dy, dw = (onednn.zeros(shape, np.float32) for shape in ((1, 8, 8, 24), (1, 4, 4, 8), (8, 1, 1, 24)))
+    args = (onednn._engine, x, dy, dw, None, Geometry.of((1, 1), 2))
+    names = []
+    monkeypatch.setattr(conv, "reason", lambda candidate: names.append(candidate.impl) or "for a test")
+    with pytest.raises(ReferenceOnly, match="is refused: for a test"):
+        conv.backward_filter(*args)
+    assert names
+    for at, name in enumerate(names):
+        refused = set(names[:at])
+        if name not in refused:
+            monkeypatch.setattr(conv, "reason", lambda c, refused=refused: "for a test" if c.impl in refused else "")
+            assert conv.backward_filter(*args).impls == [name]
+    monkeypatch.setattr(conv, "reason", lambda candidate: "for a test")
     onednn.take_substitutes()
-    assert thin(onednn, 24).impl.startswith("numpy:")
+    assert onednn.conv_backward_filter(x, dy, dw, None, Geometry.of((1, 1), 2)).impl.startswith("numpy:")
     (substitute,) = onednn.take_substitutes()
-    assert "is refused: for a test" in substitute.reason and "; " in substitute.reason
+    assert f"{names[0]} is refused: for a test" in substitute.reason
 
 
 def test_random_geometries_stay_within_their_memory():
