@@ -242,14 +242,15 @@ def make_schedule(config: ScheduleConfig, epochs: int, steps_per_epoch: int) -> 
     def steps(count: float) -> int:
         return max(1, round(count * steps_per_epoch))
 
+    warm_up = steps(config.warmup_epochs) if config.warmup_epochs > 0 else 0
     schedule: Schedule = Constant(config.learning_rate)
     if config.kind == "step":
         milestones = sorted({steps(m) for m in config.milestones})
         schedule = StepDecay(config.learning_rate, tuple(milestones), config.factor)
     elif config.kind == "cosine":
-        schedule = Cosine(config.learning_rate, steps(epochs), config.final)
-    if config.warmup_epochs > 0:
-        schedule = WarmUp(schedule, steps(config.warmup_epochs), config.warmup_start)
+        schedule = Cosine(config.learning_rate, steps(epochs), config.final, warm_up)
+    if warm_up:
+        schedule = WarmUp(schedule, warm_up, config.warmup_start)
     return schedule
 
 

@@ -243,9 +243,10 @@ class ScheduleConfig(Table):
     """``[schedule]``: the learning rate over the epochs; epochs may be fractions."""
 
     kind: Literal["constant", "step", "cosine"] = "constant"
-    """How the rate changes: not; by `factor` at every one of `milestones`; as half a cosine to the end of training."""
+    """How the rate changes: not; by `factor` at every one of `milestones`; as half a cosine from the end
+    of the warm-up to the end of training."""
     learning_rate: Positive
-    """The rate at the beginning, behind the warm-up."""
+    """The rate at the beginning, after the warm-up."""
     warmup_epochs: Epochs = 0.0
     """How long the rate rises linearly."""
     warmup_start: Below1 = 0.0

@@ -1,8 +1,8 @@
 """Schedules of the learning rate: pure functions of the step, so that a restart needs the step only.
 
->>> rate = WarmUp(Cosine(0.1, steps=100), steps=10)
->>> [round(rate(s), 4) for s in (0, 9, 55, 100)]
-[0.01, 0.098, 0.0422, 0.0]
+>>> rate = WarmUp(Cosine(0.1, steps=100, begin=10), steps=10)
+>>> [round(rate(s), 4) for s in (0, 9, 10, 55, 100)]
+[0.01, 0.1, 0.1, 0.05, 0.0]
 """
 
 from __future__ import annotations
@@ -52,19 +52,28 @@ class StepDecay:
 
 @dataclass(frozen=True)
 class Cosine:
-    """Half a cosine from `rate` at step 0 to `final` at step `steps`, constant from there
-    (Loshchilov and Hutter 2017, Eq. 5, without restarts)."""
+    """Half a cosine from `rate` at step `begin` to `final` at step `steps`, constant before and after
+    (Loshchilov and Hutter 2017, Eq. 5, without restarts).
+
+    Attributes
+    ----------
+    begin
+        Number of steps of a warm-up: with a cosine that begins at step 0 a warm-up never reaches `rate`.
+    """
 
     rate: float
     steps: int
     final: float = 0.0
+    begin: int = 0
 
     def __post_init__(self) -> None:
         if self.steps < 1:
             raise ValueError(f"steps: expected at least 1, got {self.steps}")
+        if self.begin < 0:
+            raise ValueError(f"begin: expected at least 0, got {self.begin}")
 
     def __call__(self, step: int) -> float:
-        way = min(step, self.steps) / self.steps
+        way = min(1.0, max(0, step - self.begin) / max(1, self.steps - self.begin))
         return self.final + (self.rate - self.final) * (1 + math.cos(math.pi * way)) / 2
 
 
@@ -73,7 +82,7 @@ class WarmUp:
     """Another schedule, times a factor that rises linearly to 1 over the first `steps` steps.
 
     The schedule inside counts from step 0 too, so its milestones stay where they are (Goyal et al. 2017,
-    Section 2.2). Step 0 has the factor ``start + (1 - start) / steps``: no step is without effect.
+    Section 2.2); a cosine takes the same number as its `begin`. Step 0 has the factor ``start + (1 - start) / steps``: no step is without effect.
     """
 
     schedule: Schedule

@@ -4,6 +4,8 @@ import math
 
 import pytest
 
+from halograd.training.build import make_schedule
+from halograd.training.config import ScheduleConfig
 from halograd.training.schedules import Constant, Cosine, StepDecay, WarmUp
 
 
@@ -34,8 +36,23 @@ def test_warm_up_of_warm_up():
     assert [rate(s) for s in range(5)] == pytest.approx([0.5 * 0.25, 0.5, 0.75, 1.0, 1.0])
 
 
+def test_cosine_after_a_warm_up():
+    config = ScheduleConfig(kind="cosine", learning_rate=0.4, warmup_epochs=2, warmup_start=0.1, final=0.1)
+    rate = make_schedule(config, epochs=10, steps_per_epoch=2)
+    assert [rate(s) for s in range(5)] == pytest.approx([0.13, 0.22, 0.31, 0.4, 0.4])
+    assert rate(5) < rate(4) == max(map(rate, range(30)))
+    assert [rate(s) for s in (12, 20, 99)] == pytest.approx([0.25, 0.1, 0.1])
+
+
+@pytest.mark.parametrize("steps", [3, 4, 9])
+def test_warm_up_to_the_end_of_a_cosine(steps):
+    rate = WarmUp(Cosine(1.0, 4, 0.5, begin=steps), steps)
+    assert [rate(s) for s in range(steps)] == pytest.approx([(s + 1) / steps for s in range(steps)])
+    assert rate(steps + 1) == pytest.approx(0.5)
+
+
 def test_no_memory():
-    rate = WarmUp(Cosine(0.1, 50), 5)
+    rate = WarmUp(Cosine(0.1, 50, begin=5), 5)
     forward = [rate(s) for s in range(60)]
     assert [rate(s) for s in reversed(range(60))] == forward[::-1]
 
@@ -44,6 +61,11 @@ def test_no_memory():
 def test_no_steps(make):
     with pytest.raises(ValueError, match="steps: expected at least 1, got 0"):
         make()
+
+
+def test_negative_begin():
+    with pytest.raises(ValueError, match="begin: expected at least 0, got -1"):
+        Cosine(1.0, 4, begin=-1)
 
 
 def test_falling_milestones():
