@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from halograd.documents import is_one_line, parse_option, parse_toml, read_toml, shown, shown_path
 from halograd.errors import UserError
@@ -400,11 +400,6 @@ class Config(Table):
     output: OutputConfig
     run: RunConfig = RunConfig()
 
-    @field_validator("strategy", mode="before")
-    @classmethod
-    def _auto(cls, value: Any) -> Any:
-        return {"auto": True} if value == "auto" else value
-
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read and check a TOML file; `overrides` are ``section.key=value`` and win. Local.
@@ -426,6 +421,9 @@ def check_config(tables: dict[str, Any], overrides: Sequence[str] = (), source: 
     """Check tables of a configuration, as :func:`parse_config`; modifies them."""
     for override in overrides:
         _set(tables, override)
+    if tables.get("strategy") == "auto":
+        # Not by a validator of pydantic: what one returns is checked as Python's objects, where a list is no tuple.
+        tables["strategy"] = {"auto": True}
     return build(Config, tables, source)
 
 

@@ -2,8 +2,9 @@
 
 import pytest
 
+from halograd.documents import parse_toml
 from halograd.errors import UserError
-from halograd.training.config import load_config, parse_config
+from halograd.training.config import check_config, load_config, parse_config
 
 TEXT = """
 [model]
@@ -40,6 +41,30 @@ def test_overrides():
     assert config.schedule.learning_rate == 1.0
     config = parse_config(TEXT, ["optimizer={kind = 'adam', beta1 = 0.5}", "optimizer.beta2=0.6"])
     assert (config.optimizer.beta1, config.optimizer.beta2) == (0.5, 0.6)
+
+
+@pytest.mark.parametrize("shares", [[2, 1, 1], [1, 2], [3]])
+def test_uneven_shares(shares):
+    of_file = parse_config(TEXT.replace("[data]", f"[strategy]\nheight = {shares}\n[data]"))
+    of_option = parse_config(TEXT, [f"strategy.height={shares}"])
+    of_call = check_config({**parse_toml(TEXT, "a"), "strategy": {"height": shares}}, source="fit()")
+    assert of_file.strategy.height == of_option.strategy.height == of_call.strategy.height == tuple(shares)
+
+
+@pytest.mark.parametrize(
+    ("value", "where"),
+    [("[2, 0]", r"strategy.height\[1\]: expected a whole number >= 1, got 0"),
+     ("[1.5, 1]", r"strategy.height\[0\]: expected a whole number, got 1.5"),
+     ("true", "strategy.height: expected a whole number or a list, got true")],
+)  # fmt: skip
+def test_shares_that_are_none(value, where):
+    with pytest.raises(UserError, match=where):
+        parse_config(TEXT, [f"strategy.height={value}"])
+
+
+def test_a_plan_in_place_of_the_table():
+    assert parse_config('strategy = "auto"\n' + TEXT).strategy.auto
+    assert parse_config(TEXT, ["strategy=auto"]).strategy.auto
 
 
 def test_file(tmp_path):
