@@ -82,7 +82,8 @@ class WarmUp:
     """Another schedule, times a factor that rises linearly to 1 over the first `steps` steps.
 
     The schedule inside counts from step 0 too, so its milestones stay where they are (Goyal et al. 2017,
-    Section 2.2); a cosine takes the same number as its `begin`. Step 0 has the factor ``start + (1 - start) / steps``: no step is without effect.
+    Section 2.2); a cosine takes the same number as its `begin`. Step 0 has the factor
+    ``start + (1 - start) / steps``: no step is without effect.
     """
 
     schedule: Schedule
