@@ -57,7 +57,7 @@ def checkpoint_of(path: Path) -> Path:
     versions made.
     """
     found = Path(os.path.realpath(path))
-    with contextlib.suppress(OSError, UnicodeDecodeError):  # whoever opens the file reports what it is
+    with contextlib.suppress(OSError, UnicodeDecodeError):  # an error is reported where the file is opened
         status = os.stat(found)
         if stat.S_ISREG(status.st_mode) and status.st_size < 256:
             name = _POINTER.fullmatch(found.read_text(encoding="ascii"))

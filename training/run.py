@@ -135,7 +135,7 @@ def train(
             report_times(session, log, run.steps, directory)
             report_plan(plan, run, log)
             log.write("finished", step=run.optimizer.step)
-        on_root(ranks.mpi, lock.check)  # the caller is told where log and checkpoints are
+        on_root(ranks.mpi, lock.check)  # the result names log and checkpoints
     return {**result, "directory": str(directory)}
 
 

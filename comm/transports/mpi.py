@@ -157,7 +157,7 @@ def plan_over_mpi(context: TransportContext, flat: np.ndarray, method: Method) -
 
 
 def _in_order(context: TransportContext, flat: np.ndarray, method: Method, nbytes: int) -> ReductionPlan:
-    """Return every rank receives its shard of all summands, adds them up, and sends the sum to all.
+    """Make a sum in which every rank receives its shard of all summands, adds them up, and sends the sum to all.
 
     Reduce-scatter and all-gather with ``2 (P - 1) / P`` times the buffer per rank, as the best all-reduce.
     """

@@ -168,8 +168,8 @@ class NodeMemory:
         return self.signal(places.flags, stamps, dict.fromkeys(stamps, seconds))
 
     def _at_once(self, flat: np.ndarray, method: Method) -> Planning:
-        """Return every rank deposits its summand when it starts, and each adds up all of them: of every element, or its
-        shard.
+        """Make a sum of deposited summands: every rank deposits its own at the start, and then adds up all of them, for
+        every element or for its shard.
 
         To gather, every rank deposits its shard: of any size, as shards of all ranks are no more than one buffer.
 

@@ -131,7 +131,7 @@ class Norm:
         return BatchNormKernels(statistics, forward, self._gradient_sums(), data)
 
     def _local_kernels(self) -> BatchNormKernels:
-        """Return the statistics are those of `x` alone; no sums in between."""
+        """Make kernels whose statistics are those of `x` alone, without sums in between."""
         forward = self._statistics(self._forward())
         if self.a.dx is None:
             return BatchNormKernels(idle(), forward, None, None)

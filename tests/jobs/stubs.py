@@ -29,7 +29,10 @@ case $name in
   srun | mpirun)
     case " $* " in
       *" train "*)
-        [ -z "$STUB_NEWER" ] || { mkdir -p "$STUB_NEWER/checkpoints"; echo step-00000005.h5 >"$STUB_NEWER/checkpoints/latest.h5"; }
+        if [ -n "$STUB_NEWER" ]; then
+            mkdir -p "$STUB_NEWER/checkpoints"
+            echo step-00000005.h5 >"$STUB_NEWER/checkpoints/latest.h5"
+        fi
         exit "${STUB_CODE:-0}"
         ;;
     esac
