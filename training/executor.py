@@ -30,7 +30,7 @@ from .pass_loss import PassLoss
 from .reduction import Reducer, check_possible
 from .store import ParameterStore
 from .timeline import DeviceSpans
-from .transfer import Gather, block_of, check_name
+from .transfer import Gather, block_of, check_name, name_of
 from .watch import Pulse
 
 __all__ = ["Block", "Executor"]
@@ -77,7 +77,8 @@ class Executor:
         Whether training passes are captured, and then replayed as graphs of the device: one graph per pass on one rank,
         else several, with messages between them (with NCCL within them).
     kept
-        Layers whose outputs are kept for `gather`, beside the outputs of the network: other outputs share memory.
+        Layers whose outputs are kept for `gather`, in addition to the outputs of the network: other outputs share
+        memory.
     parts
         Number of passes per step. Their gradients are added in arrays of their own, and summed over the ranks once.
         `mode.part` is the number of the pass.
@@ -102,7 +103,8 @@ class Executor:
     Raises
     ------
     UserError
-        If strategy, network and communicator do not fit, or if `debug` is asked for on a device.
+        If strategy, network and communicator do not fit, if `kept` or `probed` has a name that the network has not, or
+        if `debug` is requested on a device.
     Exception
         Any other fault of a rank: all ranks raise the same error.
     """
@@ -124,10 +126,13 @@ class Executor:
         parts: int = 1,
         debug: bool = False,
     ) -> None:
-        self.probed, self._kept, self.parts = frozenset(probed), frozenset(kept), parts
+        self.probed, self.parts = frozenset(probed), parts
         self.network, self.comm, self.kernels, self.batch = network, comm, kernels, batch
         self.debug = debug
         with ExitStack() as guards, comm.agreement():
+            for name in self.probed:
+                check_name(name, network.inputs)
+            self._kept = frozenset(name_of(network, name) for name in kept)
             if debug:
                 check_debug(kernels)
                 guards.enter_context(GUARDS)
@@ -373,9 +378,10 @@ class Executor:
         self.device.assign(region.array, block)
 
     def gather(self, name: str, gradient: bool = False) -> np.ndarray | None:
-        """Gather the whole output of a layer, or the gradient of a probed input, on rank 0; None elsewhere. Collective.
+        """Gather an output of the network or of a layer, or the gradient of a probed input. Collective.
 
-        For several arrays or repeated calls use :class:`halograd.training.transfer.Gather`.
+        Rank 0 gets the whole array, ``(N, *spatial, C)`` or as the layer gives it, the others None. For several arrays
+        or repeated calls use :class:`halograd.training.transfer.Gather`, which says what is raised.
         """
         with closing(Gather(self, [] if gradient else [name], [name] if gradient else [])) as way:
             return way.run()[0]

@@ -10,17 +10,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from halograd.errors import UserError
+from halograd.schema import nearest
 
 from ..data import LoadedBatch
 from ..device import Ticket, is_low
 from ..dtensor import Box, End, Exchange, Layout
+from ..layers import Network
 from ..program.views import Value
 from .kernels import Memory
 
 if TYPE_CHECKING:
     from .executor import Executor
 
-__all__ = ["DeviceFeed", "Gather", "block_of", "check_name"]
+__all__ = ["DeviceFeed", "Gather", "block_of", "check_name", "name_of"]
+
+_LISTED = 20  # names in a message
 
 
 def check_name(name: str, known: Collection[str]) -> None:
@@ -33,6 +37,26 @@ def check_name(name: str, known: Collection[str]) -> None:
     """
     if name not in known:
         raise UserError(f"input: expected one of {', '.join(map(repr, known))}, got {name!r}")
+
+
+def name_of(network: Network, name: str) -> str:
+    """Return the name of the layer or input that `name` is, or that is the output of this name. Local.
+
+    Raises
+    ------
+    UserError
+        If there is neither; the message lists the names.
+    """
+    nodes = list(network.names.values())
+    if name in nodes:
+        return name
+    if name in network.outputs:
+        return network.names[network.outputs[name]]
+    more = f", and {len(nodes) - _LISTED} more" if len(nodes) > _LISTED else ""
+    raise UserError(
+        f"network {network.name!r}: expected an output ({', '.join(network.outputs)}), or a layer or input "
+        f"({', '.join(nodes[:_LISTED])}{more}), got {name!r}{nearest(name, [*network.outputs, *nodes])}"
+    )
 
 
 def block_of(name: str, array: Any, shape: tuple[int, ...], box: Box, dtype: np.dtype) -> np.ndarray:
@@ -161,14 +185,17 @@ class Gather:
     executor
         Executor of the arrays.
     names
-        Names of layers whose output is kept.
+        Outputs of the network, and layers whose output is kept or inputs. A name of both is that of the layer.
     gradients
         Names of probed inputs (other gradients share memory, and are overwritten when `backward` returns).
 
     Raises
     ------
+    UserError
+        If there is no such name, or it is the loss, which is no array (:meth:`Executor.loss_value`).
     ValueError
-        If an output or a gradient is not kept. Local, the same on all ranks.
+        If an output or a gradient is not kept. All are raised before any communication, from names that all ranks
+        have.
     """
 
     def __init__(self, executor: Executor, names: Sequence[str] = (), gradients: Sequence[str] = ()) -> None:
@@ -198,8 +225,11 @@ class Gather:
 
 
 def _output(executor: Executor, name: str) -> Value:
-    value = executor.values[name]
-    if value.kept or value.read:
+    network, node = executor.network, name_of(executor.network, name)
+    if executor.loss is not None and node == network.names[network.outputs["loss"]]:
+        raise UserError(f"gather(): {name!r} is the loss, a number and no array; call loss_value()")
+    value = executor.values.get(node)
+    if value is not None and (value.kept or value.read):
         return value
     raise ValueError(
         f"gather(): the output of {name!r} is not kept; build the executor with kept=[{name!r}], it has "
@@ -208,8 +238,9 @@ def _output(executor: Executor, name: str) -> Value:
 
 
 def _gradient(executor: Executor, name: str) -> Value:
-    value = executor.values[name]
-    if name in executor.probed and value.gradient is not None:
+    node = name_of(executor.network, name)
+    value = executor.values.get(node)
+    if node in executor.probed and value is not None and value.gradient is not None:
         return value
     raise ValueError(
         f"gather(): the gradient of {name!r} is not kept; build the executor with probed=[...] of inputs "

@@ -102,6 +102,28 @@ def test_refusals_name_what_is_missing():
 
 
 @pytest.mark.mpi
+def test_outputs_have_names_of_their_own():
+    """An output is gathered by the name that the network gives it; unknown names are refused on every rank."""
+    known = r"expected an output \(loss, aside\), or a layer or input \(x, conv, norm, target, mse\), got "
+    with Communicator(MPI.COMM_WORLD) as comm:
+        with executing(comm, probed=["x"]) as executor:
+            gradients(executor)
+            found, layer = executor.gather("aside"), executor.gather("norm")
+            assert (found is None) == (comm.rank > 0) and (found is None or np.array_equal(found, layer))
+            for gradient in (False, True):
+                with pytest.raises(UserError, match=known + "'asid'; did you mean aside"):
+                    executor.gather("asid", gradient)
+            with pytest.raises(UserError, match="'loss' is the loss, a number and no array; call loss_value"):
+                executor.gather("loss")
+            with pytest.raises(ValueError, match=r"gradient of 'aside' is not kept; .*it has \['x'\]"):
+                executor.gather("aside", gradient=True)
+        with pytest.raises(UserError, match=known + "'cnv'; did you mean conv"):
+            executing(comm, kept=["cnv"]).__enter__()
+        with pytest.raises(UserError, match="input: expected one of 'x', 'target', got 'y'"):
+            executing(comm, probed=["y"]).__enter__()
+
+
+@pytest.mark.mpi
 def test_a_gather_is_made_once_and_run_after_every_step():
     with (
         Communicator(MPI.COMM_WORLD) as comm,
