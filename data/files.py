@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+import re
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
@@ -20,7 +21,7 @@ from .disk import DataError
 from .structure import Structure
 from .targets import LabelMap
 
-__all__ = ["FileSet", "check_alike", "find_files", "open_dataset"]
+__all__ = ["FileSet", "check_alike", "find_files", "natural", "open_dataset"]
 
 SUFFIXES = (".h5", ".hdf5", ".hdf", ".he5")
 """Endings of the names of HDF5 files in a folder."""
@@ -30,7 +31,8 @@ _WILD = "*?["
 def find_files(given: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> list[Path]:
     """Find the files of a path, a pattern, a folder, or a list of these, in order. Local.
 
-    A pattern (``runs/*/fields.h5``; ``**`` for any folders) and a folder give files in the order of their names.
+    A pattern (``runs/*/fields.h5``; ``**`` for any folders) and a folder give files in the :func:`natural` order of
+    their names; a list stays in its order.
 
     Raises
     ------
@@ -51,19 +53,34 @@ def find_files(given: str | os.PathLike[str] | Sequence[str | os.PathLike[str]])
     return found
 
 
+def natural(path: str) -> tuple[str, str]:
+    """Return the key by which files are sorted: as text, but with whole numbers by their value. Local.
+
+    >>> sorted(["s10.h5", "s2.h5", "s1.h5", "s.h5"], key=natural)
+    ['s.h5', 's1.h5', 's2.h5', 's10.h5']
+    """
+    return re.sub("[0-9]+", lambda number: _by_value(number[0]), path), path
+
+
+def _by_value(digits: str) -> str:
+    """Return digits that are sorted as text like the number: its length first, of at most 255 in a name."""
+    digits = digits.lstrip("0")
+    return f"{len(digits):03}{digits}"
+
+
 def _expanded(text: str) -> list[Path]:
     if os.path.exists(text) and not os.path.isdir(text):
         return [Path(text)]  # also one with a star in its name
     if os.path.isdir(text):
-        found = sorted(entry.path for entry in os.scandir(text) if entry.name.lower().endswith(SUFFIXES))
+        found = [entry.path for entry in os.scandir(text) if entry.name.lower().endswith(SUFFIXES)]
         kind = f"a folder with HDF5 files ({', '.join(SUFFIXES)})"
     elif any(sign in text for sign in _WILD):
-        found, kind = sorted(path for path in glob.glob(text, recursive=True) if not os.path.isdir(path)), "a pattern"
+        found, kind = [path for path in glob.glob(text, recursive=True) if not os.path.isdir(path)], "a pattern"
     else:
         return [Path(text)]  # not there: opening it says so
     if not found:
         raise DataError(f"data.path: expected files, got none by {text} ({kind})")
-    return [Path(path) for path in found]
+    return [Path(path) for path in sorted(found, key=natural)]
 
 
 def open_dataset(

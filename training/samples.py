@@ -168,10 +168,12 @@ class Samples:
             Alternative remedy, for the message.
         """
         if before not in (None, self.drawn):
+            names = self.dataset.names if isinstance(self.dataset, FileSet) else []
+            by_text = " (or sorted as text, by an older version: list them in that order)" * (names != sorted(names))
             raise UserError(
                 f"data.path: expected the training samples of the checkpoint ({before}), got others ({self.drawn}): "
-                "files were added, removed, renamed or changed, or data.validation, data.split or training.seed; put "
-                f"that back, or {instead}"
+                f"files were added, removed, renamed or changed{by_text}, or data.validation, data.split or "
+                f"training.seed; put that back, or {instead}"
             )
 
 

@@ -1,5 +1,7 @@
 """Samples in many files: read as from one, whatever the order; files that differ are named."""
 
+import re
+
 import h5py
 import numpy as np
 import pytest
@@ -7,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halograd.data import DataError, FileSet, Hdf5Dataset, find_files, open_dataset
+from halograd.data.files import natural
 from halograd.dtensor import Box
 
 LENGTHS = (3, 1, 4, 2)
@@ -89,6 +92,31 @@ def test_what_a_path_stands_for(tmp_path):
         with pytest.raises(DataError, match=message):
             find_files(given_)
     assert isinstance(open_dataset(names[0]), Hdf5Dataset)
+
+
+def test_numbers_in_names_are_sorted_by_value(tmp_path):
+    """Wherever they stand; other names, and numbers of equal width, are sorted as text; a list stays as it is."""
+    want = ["a.h5", "a1.h5", "a01.h5", "a2b3.h5", "a2b20.h5", "a10.h5", "a10b.h5", "b-2.h5", "b.h5", "b0.h5", "b7.h5"]
+    for name in reversed(want):
+        (tmp_path / name).touch()
+    want[1:3] = ["a01.h5", "a1.h5"]  # of equal value: as text
+    assert [path.name for path in find_files(tmp_path)] == want
+    assert [path.name for path in find_files(tmp_path / "*.h5")] == want
+    for run in ("run9", "run10", "run100"):
+        (tmp_path / run).mkdir()
+        (tmp_path / run / "fields.h5").touch()
+    assert [path.parent.name for path in find_files(tmp_path / "run*" / "*")] == ["run9", "run10", "run100"]
+    given_ = [tmp_path / "a10.h5", tmp_path / "a2b3.h5"]
+    assert find_files(given_) == given_
+
+
+@given(st.lists(st.text("ab-._5", max_size=6), max_size=8), st.lists(st.integers(0, 10**30), max_size=8))
+def test_the_order_of_names_is_that_of_text_and_of_numbers(texts, numbers):
+    texts = [re.sub("5+", "5", text) for text in texts]  # numbers of one width
+    assert sorted(texts, key=natural) == sorted(texts)
+    assert sorted([f"a{n}" for n in numbers], key=natural) == [f"a{n}" for n in sorted(numbers)]
+    padded = [f"a{n:040}.h5" for n in numbers]
+    assert sorted(padded, key=natural) == sorted(padded)
 
 
 def test_files_that_differ_are_named(tmp_path):

@@ -1,5 +1,7 @@
 """Runs on samples in many files give what one file gives; whole files can be held out."""
 
+import json
+
 import h5py
 import numpy as np
 import pytest
@@ -115,3 +117,20 @@ def test_splits_that_the_data_do_not_allow(comm, config):
     with pytest.raises(UserError, match=r"data.split: expected a dataset 'simulation'"):
         train(config, ["data.split=group"], comm=comm)
     assert not train(config, ["data.split=file", "data.validation=0"], comm=comm)["validation"]  # nothing is held out
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_run_of_an_older_order_goes_on_by_a_list(comm, config):
+    """Names were sorted as text: 10 before 2. Samples that were held out then stay so, or the run is refused."""
+    folder, names = config.parent / "parts", ("run1.h5", "run10.h5", "run2.h5", "run3.h5")
+    if comm.rank == 0:
+        for number, name in reversed(list(enumerate(names))):
+            (folder / f"run{number}.h5").rename(folder / name)
+    comm.Barrier()
+    older = f"data.path={json.dumps([str(folder / name) for name in names])}"
+    cut = [f"strategy.height={comm.size}"]
+    train(config, [*cut, older, "training.epochs=1"], comm=comm)
+    comm.Barrier()
+    with pytest.raises(UserError, match=r"changed \(or sorted as text, by an older version: list them in that order\)"):
+        train(config, [*cut, f"data.path={folder}"], resume=True, comm=comm)
+    assert train(config, [*cut, older, "training.epochs=2"], resume=True, comm=comm)["stopped"] is None
