@@ -176,6 +176,10 @@ class Hdf5Dataset:
         """Return the place of a sample, for messages."""
         return f"{self.path}, sample {index}"
 
+    def source(self, index: int) -> tuple[str, int]:
+        """Return the path of the file of a sample, and the number of the sample in it."""
+        return str(self.path), self._index(index)
+
     def _examine(
         self, inputs: Mapping[str, str], targets: Mapping[str, str], layout: str | None, allow_external: bool
     ) -> Structure:

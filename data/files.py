@@ -211,6 +211,11 @@ class FileSet:
         file, local = self._place(index)
         return self.parts[file].place(local)
 
+    def source(self, index: int) -> tuple[str, int]:
+        """Return the path of the file of a sample, and the number of the sample in it."""
+        file, local = self._place(index)
+        return self.parts[file].source(local)
+
     @property
     def bytes_read(self) -> int:
         """Bytes requested of all files so far, as stored."""

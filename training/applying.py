@@ -2,13 +2,15 @@
 
 ::
 
-    OUT.h5                               one dataset per output, (N, *spatial, C); on several ranks virtual
+    OUT.h5                               one dataset per output, (N, *spatial, C); on several ranks virtual;
+                                         source_file, source_sample (N,): which sample each prediction is of
     OUT.h5.parts/3f2a90c1/rank-00003.h5  part of rank 3: its box of every sample
 
 Each job has a folder of its own, so an older OUT.h5 does not change until the new one replaces it; then the folders of
-other jobs are removed. An interrupted job continues after the last batch that all ranks have written. The part of a
-killed rank is readable: its datasets have their place in the file before the first batch. A rank holds at most its
-boxes of three batches of an output.
+other jobs are removed. The attribute ``needs`` of a virtual OUT.h5 names the parts, one a line, relative to its folder:
+without them it reads as NaN, or as the largest number of the type of classes, which is no class. An interrupted job
+continues after the last batch that all ranks have written. The part of a killed rank is readable: its datasets have
+their place in the file before the first batch. A rank holds at most its boxes of three batches of an output.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ import numpy as np
 from halograd.errors import UserError
 
 from ..data import DataError
+from ..data.coordinates import SOURCES, write_sources
 from ..data.disk import atomic_path, check_replaceable
 from ..device import is_low
 from ..dtensor import Blocks, Box
@@ -48,6 +51,8 @@ WHAT = ("logits", "probabilities", "classes")
 _WRITTEN_BY = "halograd apply"
 #: Dataset with the simulation of each sample, for data of several simulations.
 _GROUPS = "simulation"
+#: Attributes of the file that are never those of the data.
+_OWN = ("written_by", "network", "needs")
 
 Tell = Callable[[int, int], None]
 
@@ -82,6 +87,11 @@ class Output:
     of_block: Callable[[np.ndarray], np.ndarray]
     attributes: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def fill(self) -> float | int:
+        """What is read where a part is missing: no prediction has this value."""
+        return float("nan") if self.dtype.kind == "f" else int(np.iinfo(self.dtype).max)
+
 
 def check_outputs(out: Path) -> None:
     """Check, before the computation, that `out` can be written (:func:`check_replaceable`). Local."""
@@ -107,10 +117,11 @@ def outputs_of(session: Session, what: str, described: Mapping[str, Mapping[str,
         raise UserError(f"--what: expected one of {', '.join(WHAT)}, got {what!r}")
     network, values = session.network, session.executor.program.values
     loss = network.outputs["loss"]
-    if session.samples.dataset.groups is not None and _GROUPS in network.outputs:
-        raise UserError(
-            f"output {_GROUPS!r}: expected another name, as the file keeps under it which simulation a sample is of"
-        )
+    kept = dict.fromkeys(SOURCES, "which sample a prediction is of")
+    if session.samples.dataset.groups is not None:
+        kept[_GROUPS] = "which simulation a sample is of"
+    for name in kept.keys() & network.outputs.keys():
+        raise UserError(f"output {name!r}: expected another name, as the file keeps under it {kept[name]}")
     judgements = loss.layer.judgements(*(n.shape for n in loss.inputs))
     judged = {loss.inputs[one.prediction]: one for one in reversed(judgements)}  # the first of a prediction counts
     found = []
@@ -150,7 +161,7 @@ def _of_classes(output: Output, judgement: Judgement, what: str) -> Output:
         return output
     if what == "probabilities":
         return replace(output, of_block=softmax if judgement.threshold is None else sigmoid)
-    dtype = np.dtype(np.uint8 if judgement.classes <= 256 else np.uint16)
+    dtype = np.min_scalar_type(judgement.classes)  # its largest number is no class
     if judgement.threshold is not None:
         threshold = judgement.threshold
         return replace(output, dtype=dtype, of_block=lambda block: block > threshold)
@@ -336,7 +347,10 @@ def _finish(
         else:
             with atomic_path(out) as partial, h5py.File(partial, "w", locking=False) as file:
                 for output in outputs:
-                    file.create_virtual_dataset(output.name, _joined(folder, output, count, batch, ranks))
+                    file.create_virtual_dataset(output.name, _joined(folder, output, count, batch, ranks), output.fill)
+                used = [rank for rank in range(ranks) if any(output.boxes[rank].size for output in outputs)]
+                parts = [part_path(folder, rank).relative_to(out.parent).as_posix() for rank in used]
+                file.attrs["needs"] = "\n".join(parts)
                 _describe(file, outputs, session)
         _remove_others(_parts(out), folder if ranks > 1 else None)
 
@@ -378,7 +392,8 @@ def _runs(box: Box, count: int, batch: int) -> Iterator[tuple[int, int]]:
 def _describe(file: h5py.File, outputs: Sequence[Output], session: Session) -> None:
     """Write the attributes that readers need."""
     for name, value in getattr(session.samples.dataset, "attributes", {}).items():
-        file.attrs[name] = value
+        if name not in _OWN:
+            file.attrs[name] = value
     file.attrs.update(written_by=_WRITTEN_BY, network=session.network.name)
     for output in outputs:
         for name, value in output.attributes.items():
@@ -386,6 +401,7 @@ def _describe(file: h5py.File, outputs: Sequence[Output], session: Session) -> N
         file[output.name].attrs["layout"] = {1: "NWC", 2: "NHWC", 3: "NDHWC"}.get(len(output.shape) - 1, "NC")
     if session.samples.dataset.groups is not None:
         file[_GROUPS] = session.samples.dataset.groups
+    write_sources(file, session.samples.dataset, range(len(session.samples.dataset)))
 
 
 @contextmanager

@@ -11,7 +11,8 @@ from typing import Any
 import h5py
 import numpy as np
 
-from ..data import Batch
+from ..data import Batch, Dataset
+from ..data.coordinates import SOURCES, write_sources
 from ..data.disk import atomic_path, check_replaceable
 from ..device import is_low
 from ..layers.needs import operand_blocks
@@ -148,7 +149,7 @@ class JudgedPair:
 
 
 #: Names of datasets that a file of predictions has for the first pair.
-_TAKEN = ("prediction", "target", "sample")
+_TAKEN = ("prediction", "target", "sample", *SOURCES)
 
 
 def judged(executor: Executor) -> list[JudgedPair]:
@@ -236,13 +237,14 @@ def check_predictions(path: Path) -> None:
 
 def _is_ours(file: h5py.File) -> bool:
     names = {"prediction", "target"}
-    others = [file[name] for name in file if name not in names | {"sample"}]
+    others = [file[name] for name in file if name not in _TAKEN]
     return names | {"sample"} <= set(file) and all(isinstance(one, h5py.Group) and set(one) == names for one in others)
 
 
 def write_predictions(session: Session, batches: Sequence[Batch], path: Path) -> None:
     """Write datasets ``prediction``, ``target`` ``(n, *spatial, C)``, ``sample`` ``(n,)``. Collective; rank 0 writes.
 
+    ``sample`` is a number in the data set, ``source_file`` and ``source_sample`` are its file and its number there.
     The second and later predictions that the loss judges are ``NAME/prediction`` and ``NAME/target``. Predictions are
     the inputs of the loss (logits). Rank 0 holds all of them at once, so this is for pictures and small sets.
     """
@@ -265,14 +267,15 @@ def write_predictions(session: Session, batches: Sequence[Batch], path: Path) ->
             samples += batch.indices[: batch.valid]
     try:
         if comm.rank == 0:
-            _write(path, parts, samples)
+            _write(path, parts, samples, session.samples.dataset)
     except Exception as error:  # of any kind, such as too little memory: the other ranks wait for the agreement
         fault = error
     comm.agree(fault)
 
 
-def _write(path: Path, parts: Mapping[str, list[np.ndarray]], samples: list[int]) -> None:
+def _write(path: Path, parts: Mapping[str, list[np.ndarray]], samples: list[int], dataset: Dataset) -> None:
     with atomic_path(path, parents=True) as partial, h5py.File(partial, "w", locking=False) as file:
         for key, arrays in parts.items():
             file[key] = np.concatenate(arrays)
         file["sample"] = np.array(samples, np.int64)
+        write_sources(file, dataset, samples)

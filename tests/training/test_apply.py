@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from functools import partial
 from pathlib import Path
@@ -14,9 +15,10 @@ import pytest
 from mpi4py import MPI
 
 from halograd.cli.run import run
-from halograd.data import DataError
+from halograd.data import DataError, open_dataset
 from halograd.dtensor import Blocks, Box
 from halograd.errors import UserError
+from halograd.layers.targets import Judgement
 from halograd.training import apply, applying, evaluate, train
 from halograd.training.evaluation import check_predictions
 from tests.training.cuts import overrides_of
@@ -62,6 +64,12 @@ def read(path: Path, name: str = "prediction") -> np.ndarray:
         return file[name][()]
 
 
+def sources(out: Path) -> list[tuple[str, int]]:
+    """File of each prediction, and the number of the sample in it."""
+    with h5py.File(out) as file:
+        return list(zip(file["source_file"].asstr()[()], file["source_sample"][()]))
+
+
 def parts(out: Path) -> list[int]:
     """Ranks of which there is a part, of one job."""
     (folder,) = Path(f"{out}.parts").iterdir()
@@ -87,6 +95,7 @@ def test_is_that_of_one_process_under_every_cut(comm, trained, what):
             assert found["samples"] == found["computed"] == sum(FILES)
             np.testing.assert_allclose(read(out), want, rtol=1e-9, atol=1e-12)
             assert read(out).dtype == want.dtype == (np.uint8 if what == "classes" else np.float64)
+            assert sources(out) == [(str(trained / "new" / f"{k}.h5"), n) for k in (0, 1) for n in range(FILES[k])]
 
 
 @pytest.mark.ranks(1, 2)
@@ -96,6 +105,7 @@ def test_is_what_evaluation_predicts(comm, trained):
     evaluate(trained / "out", sets, "all", trained / "judged.h5", comm)
     apply(trained / "out", [str(trained / "data.h5")], trained / "applied.h5", sets, comm=comm)
     order = np.argsort(read(trained / "judged.h5", "sample"))
+    assert [sources(trained / "judged.h5")[k] for k in order] == sources(trained / "applied.h5")
     np.testing.assert_array_equal(read(trained / "applied.h5"), read(trained / "judged.h5")[order])
     with h5py.File(trained / "applied.h5") as file:
         assert file["prediction"].attrs["layout"] == "NHWC" and file.attrs["network"] == "mesh"
@@ -172,6 +182,69 @@ def test_what_is_there_stays_until_another_job_has_ended(comm, trained, monkeypa
     assert parts(out) == [0, 1]
 
 
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("what", ["logits", "classes"])
+def test_without_its_parts_no_number_is_a_prediction(comm, trained, what):
+    """It says which files it needs; with some of them the rest is seen to be missing; with all it is whole."""
+    sets = [f"strategy.height={comm.size}", "strategy.sample=1"]
+    apply(trained / "out", [str(trained / "new")], trained / "p.h5", sets, what, comm)
+    comm.barrier()
+    if comm.rank:
+        return
+    whole, away = read(trained / "p.h5"), trained / "away"
+    away.mkdir()
+    shutil.copy(trained / "p.h5", away)
+    with h5py.File(away / "p.h5") as file:
+        needs = file.attrs["needs"].split("\n")
+        gone = np.isnan if what == "logits" else partial(np.equal, 255)
+        assert gone(file["prediction"][()]).all() and gone(file["prediction"].fillvalue)
+    assert needs == [path.relative_to(trained).as_posix() for path in sorted(trained.glob("p.h5.parts/*/*"))]
+    assert len(needs) == comm.size
+    with pytest.raises(DataError, match=r"takes numbers from p\.h5\.parts.* cannot be read"):
+        open_dataset(away / "p.h5", "prediction", None)
+    rows = EDGE // comm.size + (EDGE % comm.size > 0)
+    for name in needs:
+        (away / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(trained / name, away / name)
+        found = read(away / "p.h5")
+        if name == needs[0]:
+            np.testing.assert_array_equal(found[:, : rows - 1], whole[:, : rows - 1])
+            assert gone(found[:, rows:]).all()
+    np.testing.assert_array_equal(found, whole)
+    assert not gone(whole).any()
+
+
+def test_the_value_of_missing_classes_is_no_class():
+    """The largest number of the type; with 256 classes that is not 255."""
+    boxes = Blocks([((0, 1),)] * 3)
+    for classes, dtype in ((2, "u1"), (255, "u1"), (256, "u2"), (65_535, "u2"), (65_536, "u4")):
+        plain = applying.Output("y", SimpleNamespace(), (4, classes), boxes, np.dtype("f4"), lambda block: block)
+        output = applying._of_classes(plain, Judgement(classes), "classes")
+        assert output.dtype == dtype and classes - 1 < output.fill == np.iinfo(dtype).max
+    assert np.isnan(plain.fill)
+
+
+@pytest.mark.ranks(1, 2)
+def test_samples_are_in_the_natural_order_of_their_files(comm, trained):
+    """One sample per file; the mean of a prediction tells which it is of."""
+    names = [f"s{number}.h5" for number in range(1, 13)]
+    if comm.rank == 0:
+        rng = np.random.default_rng(3)
+        (trained / "many").mkdir()
+        for name in reversed(names):
+            with h5py.File(trained / "many" / name, "w") as file:
+                file["inputs"] = rng.standard_normal((1, EDGE, EDGE, 3))
+                file["inputs"].attrs["layout"] = "NHWC"
+    comm.barrier()
+    sets = [f"strategy.height={comm.size}", "strategy.sample=1"]
+    apply(trained / "out", [str(trained / "many")], trained / "p.h5", sets, comm=comm)
+    assert sources(trained / "p.h5") == [(str(trained / "many" / name), 0) for name in names]
+    for k in (1, 9):
+        only = [str(trained / "many" / names[k])]
+        apply(trained / "out", only, trained / f"{k}.h5", [*sets, "training.batch=1"], comm=comm)
+        np.testing.assert_allclose(read(trained / "p.h5")[k], read(trained / f"{k}.h5")[0], rtol=1e-9, atol=1e-12)
+
+
 def test_parts_of_killed_ranks_are_read(tmp_path):
     """A part holds as many batches as it says, whenever its rank was killed."""
     shape, count, batch = (16, 9, 2), 40, 2
@@ -226,6 +299,9 @@ def test_of_probabilities_they_are_what_it_computes(working):
             file["simulation"] = np.arange(len(file["inputs"]))
     with pytest.raises(UserError, match="output 'simulation': expected another name"):
         apply(working / "out", ["new"], working / "p.h5", comm=MPI.COMM_SELF)
+    train(write_own(working, NET.replace("simulation", "source_file")), ["output.directory=o"], comm=MPI.COMM_SELF)
+    with pytest.raises(UserError, match=r"output 'source_file': expected another name, .* which sample a prediction"):
+        apply(working / "o", ["new"], working / "p.h5", comm=MPI.COMM_SELF)
 
 
 @pytest.mark.ranks(1, 2)
@@ -330,10 +406,9 @@ def test_says_what_the_data_say(comm, working, what):
     apply("out", ["new0.h5"], "one.h5", sets, what, comm)
     if comm.rank == 0:
         with h5py.File("p.h5") as file, h5py.File("one.h5") as one:
-            assert dict(file.attrs) == {
-                **{"title": "Ocean", "year": 2020},
-                **{"written_by": "halograd apply", "network": "said"},
-            }
+            said = {"title": "Ocean", "year": 2020, "written_by": "halograd apply", "network": "said"}
+            found = dict(file.attrs)
+            assert ("needs" in found) == (comm.size > 1) and {**found, "needs": ""} == {**said, "needs": ""}
             assert one.attrs["history"] == "run 0"
             found = dict(file["prediction"].attrs)
             assert found.pop("channel_names").tolist() == ["u", "v"]

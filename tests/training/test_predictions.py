@@ -70,7 +70,8 @@ def test_whatever_keeps_rank_0_from_writing_is_told_to_the_others(tmp_path, monk
     monkeypatch.setattr(evaluation, "judged", lambda executor: [])
     monkeypatch.setattr(evaluation, "Gather", lambda executor, names: SimpleNamespace(close=lambda: None))
     ranks = SimpleNamespace(rank=0, agree=faults.append)
-    session = SimpleNamespace(executor=None, comm=ranks, feed=lambda batches: batches)
+    samples = SimpleNamespace(dataset=None)
+    session = SimpleNamespace(executor=None, comm=ranks, samples=samples, feed=lambda batches: batches)
     write_predictions(session, [], tmp_path / "p.h5")
     assert faults == [fault]
 
@@ -119,5 +120,5 @@ def test_one_prediction_beside_two_targets(tmp_path, monkeypatch):
     assert {"iou", "prediction other iou"} <= set(found) and found["iou"] == found["prediction other iou"]
     with h5py.File(tmp_path / "p.h5") as file:
         np.testing.assert_array_equal(file["prediction"], file["prediction other/prediction"])
-        assert len(file) == 5 and "conv2/target" in file
+        assert len(file) == 7 and "conv2/target" in file
     check_predictions(tmp_path / "p.h5")
