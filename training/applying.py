@@ -4,26 +4,27 @@
 
     OUT.h5                               one dataset per output, (N, *spatial, C); on several ranks virtual;
                                          source_file, source_sample (N,): which sample each prediction is of
-    OUT.h5.parts/3f2a90c1/rank-00003.h5  part of rank 3: its box of every sample
+    OUT.h5.parts/3f2a90c1/rank-00003.h5  part of rank 3: its box of every sample (:mod:`halograd.training.parts`)
 
 Each job has a folder of its own, so an older OUT.h5 does not change until the new one replaces it; then the folders of
 other jobs are removed. The attribute ``needs`` of a virtual OUT.h5 names the parts, one a line, relative to its folder:
 without them it reads as NaN, or as the largest number of the type of classes, which is no class. An interrupted job
-continues after the last batch that all ranks have written. The part of a killed rank is readable: its datasets have
-their place in the file before the first batch. A rank holds at most its boxes of three batches of an output.
+continues after the last batch that all ranks have written, if all parts are undamaged. A rank holds at most its boxes
+of three batches of an output.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import queue
 import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
@@ -34,7 +35,7 @@ import numpy as np
 
 from halograd.errors import UserError
 
-from ..data import DataError
+from ..comm import Communicator
 from ..data.coordinates import SOURCES, write_sources
 from ..data.disk import atomic_path, check_replaceable
 from ..device import is_low
@@ -42,6 +43,7 @@ from ..dtensor import Blocks, Box
 from ..layers.targets import Judgement
 from ..program.views import Value
 from .metrics import sigmoid, softmax
+from .parts import PartArray, PartFile, part_path, writing
 from .session import Session
 
 __all__ = ["WHAT", "Output", "check_outputs", "outputs_of", "write_outputs"]
@@ -53,6 +55,8 @@ _WRITTEN_BY = "halograd apply"
 _GROUPS = "simulation"
 #: Attributes of the file that are never those of the data.
 _OWN = ("written_by", "network", "needs")
+
+_log = logging.getLogger(__name__)
 
 Tell = Callable[[int, int], None]
 
@@ -196,20 +200,27 @@ def write_outputs(session: Session, outputs: Sequence[Output], out: Path, job: d
     DataError
         If a file cannot be written; on all ranks alike.
     """
-    comm, count = session.comm, len(session.samples.dataset)
+    comm, count, size = session.comm, len(session.samples.dataset), session.config.training.at_once
     batches = list(session.in_order(np.arange(count)))
     folder, key = _folder(out, {**job, "samples": count, "ranks": comm.size}, outputs)
+    mine = [output for output in outputs if output.boxes[comm.rank].size]
+    arrays = [PartArray(output.name, output.boxes[comm.rank], output.dtype) for output in mine]
+
+    def describe(file: h5py.File) -> None:
+        if comm.size == 1:  # it becomes `out`
+            _describe(file, outputs, session)
+
     with comm.agreement():
-        part = _Part(part_path(folder, comm.rank), comm.rank, outputs, count, key)
+        part = PartFile(part_path(folder, comm.rank), comm.rank, arrays, count, size, key, describe)
     with part:
-        done = int(comm.allreduce_scalar(part.done, "min"))
-        size, left = session.config.training.at_once, batches[done:]
-        with _Writer(part) as writer:
-            for number, batch in enumerate(session.feed(left), done):
+        _warn_of_damage(comm, folder, part.fault)
+        part.go_back(int(comm.allreduce_scalar(part.done, "min")))
+        left = batches[part.done :]
+        with _Writer(part, mine) as writer:
+            for number, batch in enumerate(session.feed(left), part.done):
                 session.executor.forward(training=False)
-                samples = (number * size, number * size + batch.valid)
-                writer.put(number, samples, [session.executor.device.to_host(_view(session, o)) for o in outputs])
-                tell(samples[1], count)
+                writer.put([session.executor.device.to_host(_view(session, output)) for output in mine])
+                tell(number * size + batch.valid, count)
         comm.agree(writer.fault)
     fault: Exception | None = None
     try:
@@ -219,6 +230,15 @@ def write_outputs(session: Session, outputs: Sequence[Output], out: Path, job: d
         fault = error
     comm.agree(fault)
     return sum(batch.valid for batch in left)
+
+
+def _warn_of_damage(comm: Communicator, folder: Path, fault: str | None) -> None:
+    """Log in one line which parts of an earlier attempt are not continued, and why. Collective."""
+    faults = {rank: text for rank, text in enumerate(comm.allgather_objects(fault)) if text is not None}
+    if faults and comm.rank == 0:
+        rank, text = next(iter(faults.items()))
+        more = f"; nor are {len(faults) - 1} more" if len(faults) > 1 else ""
+        _log.warning("%s is not continued: %s%s; all samples are computed again", part_path(folder, rank), text, more)
 
 
 def _folder(out: Path, job: dict[str, Any], outputs: Sequence[Output]) -> tuple[Path, str]:
@@ -232,83 +252,30 @@ def _view(session: Session, output: Output) -> Any:
     return session.executor.array(output.value)
 
 
-class _Part:
-    """File of one rank. Local."""
-
-    def __init__(self, path: Path, rank: int, outputs: Sequence[Output], count: int, job: str) -> None:
-        self.path, self.outputs, self.rank = path, outputs, rank
-        with _written(path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self.file = self._open(job) or self._make(job, count)
-        self.done = int(self.file.attrs["batches"])
-
-    def _open(self, job: str) -> h5py.File | None:
-        """Open the part of an earlier attempt at the same job."""
-        with suppress(OSError, RuntimeError):  # no file, or an incomplete one of a rank that ended
-            file = h5py.File(self.path, "r+", locking=False)
-            if file.attrs.get("job") == job and "batches" in file.attrs:
-                return file
-            file.close()
-        return None
-
-    def _make(self, job: str, count: int) -> h5py.File:
-        """Create the part with all metadata of HDF5 before the first batch: later writes change numbers only."""
-        file = h5py.File(self.path, "w", locking=False)
-        placed = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-        placed.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
-        placed.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-        for output in self.outputs:
-            box = output.boxes[self.rank]
-            if box.size:
-                file.create_dataset(output.name, (count, *box.shape[1:]), output.dtype, dcpl=placed)
-        file.attrs.update(job=job, batches=0)
-        file.flush()
-        return file
-
-    def write(self, number: int, samples: tuple[int, int], blocks: Sequence[np.ndarray]) -> None:
-        """Write a batch, the samples from `samples[0]` to `samples[1]` of the file."""
-        first, last = samples
-        with _written(self.path):
-            for output, block in zip(self.outputs, blocks):
-                box = output.boxes[self.rank]
-                low, high = first + box.start[0], min(first + box.stop[0], last)
-                if block.size and high > low:
-                    self.file[output.name][low:high] = output.of_block(block[: high - low])
-            self.file.flush()
-            self.file.attrs.modify("batches", number + 1)
-            self.file.flush()
-
-    def __enter__(self) -> _Part:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.file.close()
-
-
 class _Writer:
     """Thread that writes a batch while the next one is computed; it keeps a fault for the agreement of all ranks."""
 
-    def __init__(self, part: _Part) -> None:
-        self.part = part
-        self._given: queue.Queue[tuple[int, tuple[int, int], list[np.ndarray]] | None] = queue.Queue(1)
+    def __init__(self, part: PartFile, outputs: Sequence[Output]) -> None:
+        self._part, self._outputs = part, outputs
+        self._given: queue.Queue[list[np.ndarray] | None] = queue.Queue(1)
         self._thread = threading.Thread(target=self._run, name="halograd-writer", daemon=True)
         self.fault: Exception | None = None
 
-    def put(self, number: int, samples: tuple[int, int], blocks: list[np.ndarray]) -> None:
+    def put(self, blocks: list[np.ndarray]) -> None:
         """Queue a batch; its blocks are copied (16 bits to float32), because the next one overwrites them."""
-        copies = [np.array(block, np.float32 if is_low(block.dtype) else None) for block in blocks]
-        self._given.put((number, samples, copies))
+        self._given.put([np.array(block, np.float32 if is_low(block.dtype) else None) for block in blocks])
 
     def _run(self) -> None:
         while (given := self._given.get()) is not None:
-            if self.fault is not None:
-                continue  # all ranks compute this batch, and wait for this one
-            try:
-                self.part.write(*given)
-            except Exception as error:
-                self.fault = error
+            if self.fault is None:  # else all ranks compute this batch, and wait for this one
+                self._try(lambda: self._part.write([o.of_block(b) for o, b in zip(self._outputs, given)]))
+        self._try(self._part.record)
+
+    def _try(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:
+            self.fault = self.fault or error
 
     def __enter__(self) -> _Writer:
         self._thread.start()
@@ -325,24 +292,12 @@ def _parts(out: Path) -> Path:
     return out.with_name(f"{out.name}.parts")
 
 
-def part_path(folder: Path, rank: int) -> Path:
-    """Return the path of the part of a rank.
-
-    >>> part_path(Path("out.h5.parts/3f2a90c1"), 3).as_posix()
-    'out.h5.parts/3f2a90c1/rank-00003.h5'
-    """
-    return folder / f"rank-{rank:05d}.h5"
-
-
 def _finish(
     out: Path, folder: Path, outputs: Sequence[Output], count: int, batch: int, ranks: int, session: Session
 ) -> None:
     """Make one file of all parts: the only part, or virtual datasets. Local, on rank 0."""
-    with _written(out):
+    with writing(out):
         if ranks == 1:
-            with h5py.File(part_path(folder, 0), "r+", locking=False) as file:
-                del file.attrs["batches"], file.attrs["job"]
-                _describe(file, outputs, session)
             os.replace(part_path(folder, 0), out)
         else:
             with atomic_path(out) as partial, h5py.File(partial, "w", locking=False) as file:
@@ -356,7 +311,10 @@ def _finish(
 
 
 def _remove_others(parts: Path, used: Path | None) -> None:
-    """Remove parts of other jobs, which no file refers to. Local."""
+    """Remove parts of other jobs, which no file refers to, and what killed ranks have left. Local."""
+    for path in () if used is None else used.glob(".*.partial"):
+        with suppress(OSError):
+            path.unlink()
     for folder in parts.iterdir():
         if folder != used and re.fullmatch("[0-9a-f]{8}", folder.name):
             shutil.rmtree(folder, ignore_errors=True)
@@ -402,13 +360,3 @@ def _describe(file: h5py.File, outputs: Sequence[Output], session: Session) -> N
     if session.samples.dataset.groups is not None:
         file[_GROUPS] = session.samples.dataset.groups
     write_sources(file, session.samples.dataset, range(len(session.samples.dataset)))
-
-
-@contextmanager
-def _written(path: Path) -> Iterator[None]:
-    """Turn an OSError into a DataError about the file."""
-    try:
-        yield
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise DataError(f"cannot write {path}: {reason}; free some space, or give another path") from error

@@ -156,6 +156,11 @@ class CheckpointReader:
     whole
         Read and verify all of it now; otherwise each part when it is needed.
 
+    Attributes
+    ----------
+    identity
+        Checksum of the header, and thus of all bytes; the same on all ranks.
+
     Raises
     ------
     DamagedCheckpoint
@@ -173,8 +178,8 @@ class CheckpointReader:
         self._index: dict[str, Any] = {}
         try:
             identity = self._read(self._open)
-            first = self._readers.from_first(identity)
-            self._read(lambda: self._begin(first, whole))
+            self.identity = self._readers.from_first(identity)
+            self._read(lambda: self._begin(self.identity, whole))
         except BaseException:
             self.close()
             raise

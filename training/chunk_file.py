@@ -55,6 +55,8 @@ class OtherFile(Exception):
 class ChunkWriter(io.RawIOBase):
     """New file, for ``h5py.File(writer, "w", userblock_size=HEADER)``. Local. Call `finish` when that is closed.
 
+    Without such a file in it, it has an index only.
+
     A write that fails inside HDF5 (disk full) leaves a file that cannot be closed: the library reports the error again
     when the process ends. Here HDF5 never sees the error: it is kept, later writes are dropped, and the error is raised
     when everything is closed.
@@ -105,7 +107,7 @@ class ChunkWriter(io.RawIOBase):
         self._try(lambda: self._finish(index), None)
 
     def _finish(self, index: bytes) -> None:
-        begin = self._file.seek(0, os.SEEK_END)
+        begin = self._file.seek(max(HEADER, self._file.seek(0, os.SEEK_END)))
         end = begin + self._write_all(memoryview(index))
         table = b"".join(_SUM.pack(self._sum(chunk, end)) for chunk in range(_chunks(end, CHUNK)))
         header = _FIELDS.pack(_SIGNATURE, FORMAT, CHUNK, begin, end, zlib.crc32(table))
@@ -207,7 +209,7 @@ class VerifiedFile:
         if header.startswith(_HDF5_SIGNATURE):
             raise OtherFile(f"an HDF5 file without checksums (format 1, or no checkpoint at all); {_REMEDY}")
         if not header.startswith(_SIGNATURE):
-            raise DamagedFile("it does not begin as a checkpoint")
+            raise DamagedFile("its signature is wrong")
         if len(header) < HEADER or zlib.crc32(header[: -_SUM.size]) != _SUM.unpack(header[-_SUM.size :])[0]:
             raise DamagedFile("the checksum of its header is wrong")
         _, found, self._chunk, self._index, self._end, table_sum = _FIELDS.unpack_from(header)

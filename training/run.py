@@ -11,13 +11,15 @@ from typing import Any
 
 import numpy as np
 
+from halograd import __version__
 from halograd.documents import os_reason
 from halograd.errors import UserError
 
 from ..comm import CommError, Communicator, boot
-from ..data import find_files
+from ..data import Hdf5Dataset, find_files
 from ..layers.reduction_scheme import Scheme
 from ..layers.strategy import Strategy
+from ..models.own import source_of
 from .applying import check_outputs, outputs_of, write_outputs
 from .checkpoint import CheckpointReader, TrainingProgress, read_header
 from .checkpoints import CheckpointFolder
@@ -246,9 +248,8 @@ def apply(
         reader.close()
         with ranks.agreement():
             outputs = outputs_of(session, what, progress.described)
-        own = config.data.file is not None
-        files = list(data) if own else on_root(ranks.mpi, lambda: [_state(path) for path in find_files(list(data))])
-        job = {"checkpoint": str(checkpoint), "step": progress.step, "what": what, "files": files}
+        files = on_root(ranks.mpi, lambda: _files(session))
+        job = {"checkpoint": [str(checkpoint), reader.identity], "what": what, "files": files, **_settings(session)}
         shown = tell if tell is not None and ranks.rank == 0 else lambda done, total: None
         computed = write_outputs(session, outputs, out, job, shown)
         found = {"samples": len(session.samples.dataset), "computed": computed, "step": progress.step}
@@ -268,10 +269,27 @@ def _communicator(config: Config, world: Any) -> Iterator[Communicator]:
         yield ranks
 
 
-def _state(path: Path) -> list[Any]:
-    """Return data that change when a file changes."""
-    found = path.stat()
-    return [str(path), found.st_size, found.st_mtime_ns]
+def _files(session: Session) -> list[Any]:
+    """Return data that change when a file with samples changes, or one that such a file refers to. Local."""
+    data, dataset = session.config.data, session.samples.dataset
+    given = [data.path] if isinstance(data.path, str) else data.path
+    paths = [Path(path) for path in given] if data.file is not None else find_files(given)
+    for part in getattr(dataset, "parts", [dataset]):
+        paths += map(Path, part.structure.files if isinstance(part, Hdf5Dataset) else ())
+    found = [(str(path), path.stat() if path.exists() else None) for path in paths]
+    return [[path, state and [state.st_size, state.st_mtime_ns]] for path, state in found]
+
+
+def _settings(session: Session) -> dict[str, Any]:
+    """Return what predictions depend on beside checkpoint and samples, as plain data. Local."""
+    config = session.config
+    tables = config.model_dump(
+        mode="json",
+        include={"model": True, "data": True, "training": True, "backend": {"kernels", "precision"}},
+        exclude={"data": {"path", "prefetch", "open_files"}},
+    )
+    own = None if config.data.file is None else source_of(config.data.file)
+    return {"version": __version__, "config": tables, "network": session.source, "data": own}
 
 
 def _resumed(run: TrainingRun, path: Path) -> str:

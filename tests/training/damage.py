@@ -38,6 +38,7 @@ from halograd.training.kernels import Memory
 from halograd.training.optimizers import Adam
 from halograd.training.store import ParameterStore
 from tests.harness.limits import scaled
+from tests.launch import find_mpiexec
 from tests.training.conftest import HOST_KERNELS, small_network
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -149,13 +150,14 @@ def lines(process: subprocess.Popen[str]) -> Iterator[str]:
         yield line.rstrip("\n")
 
 
-def campaign(count: int, seed: int = 1) -> Counter[str]:
-    """So many cases; how many came out how."""
+def campaign(count: int, seed: int = 1, program: str = "tests.training.damage", ranks: int = 1) -> Counter[str]:
+    """So many cases of a program such as this one; how many came out how."""
+    launch = [find_mpiexec(), "-n", str(ranks)] if ranks > 1 else []
     counted: Counter[str] = Counter()
     case = 0
     while case < count:
         with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, "-m", "tests.training.damage", "--work", folder]
+            command = [*launch, sys.executable, "-m", program, "--work", folder]
             command += [str(number) for number in (seed, case, count)]
             process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, bufsize=1)
             for line in lines(process):

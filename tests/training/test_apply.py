@@ -20,7 +20,9 @@ from halograd.dtensor import Blocks, Box
 from halograd.errors import UserError
 from halograd.layers.targets import Judgement
 from halograd.training import apply, applying, evaluate, train
+from halograd.training import parts as training_parts
 from halograd.training.evaluation import check_predictions
+from halograd.training.parts import PartArray, PartFile
 from tests.training.cuts import overrides_of
 from tests.training.runs import EDGE, write_config, write_own
 
@@ -73,7 +75,7 @@ def sources(out: Path) -> list[tuple[str, int]]:
 def parts(out: Path) -> list[int]:
     """Ranks of which there is a part, of one job."""
     (folder,) = Path(f"{out}.parts").iterdir()
-    return sorted(int(path.stem.removeprefix("rank-")) for path in folder.iterdir())
+    return sorted(int(path.stem.removeprefix("rank-")) for path in folder.glob("*.h5"))
 
 
 @pytest.mark.mpi
@@ -130,20 +132,20 @@ def test_goes_on_where_it_was_interrupted(comm, trained, monkeypatch):
     new, sets = [str(trained / "new")], [f"strategy.height={comm.size}", "strategy.sample=1", "training.batch=2"]
     apply(trained / "out", new, trained / "whole.h5", sets, comm=comm)
     written = []
-    write = applying._Part.write
+    write = PartFile.write
 
-    def failing(self, number, samples, blocks):
-        written.append(number)
-        if number == 2 and self.rank == comm.size - 1:
+    def failing(self, blocks):
+        written.append(self.done)
+        if self.done == 2 and comm.rank == comm.size - 1:
             raise OSError(28, "No space left on device")
-        write(self, number, samples, blocks)
+        write(self, blocks)
 
-    monkeypatch.setattr(applying._Part, "write", failing)
+    monkeypatch.setattr(PartFile, "write", failing)
     with pytest.raises((OSError, DataError), match="No space left on device"):
         apply(trained / "out", new, trained / "out.h5", sets, comm=comm)
     assert not (trained / "out.h5").exists() and parts(trained / "out.h5") == list(range(comm.size))
     written.clear()
-    monkeypatch.setattr(applying._Part, "write", lambda *a: (written.append(a[1]), write(*a)))
+    monkeypatch.setattr(PartFile, "write", lambda self, blocks: (written.append(self.done), write(self, blocks)))
     found = apply(trained / "out", new, trained / "out.h5", sets, comm=comm)
     assert written == [2, 3] and found["computed"] == 4
     np.testing.assert_array_equal(read(trained / "out.h5"), read(trained / "whole.h5"))
@@ -166,14 +168,14 @@ def test_what_is_there_stays_until_another_job_has_ended(comm, trained, monkeypa
     before = read(out)
     assert np.isfinite(before).all() and before.std() > 0
 
-    def failing(self, number, samples, blocks):
-        write(self, number, samples, [np.full_like(block, 7) for block in blocks])
-        if number:
+    def failing(self, blocks):
+        write(self, [np.full_like(block, 7) for block in blocks])
+        if self.done > 1:
             raise OSError(28, "No space left on device")
 
-    write = applying._Part.write
+    write = PartFile.write
     with monkeypatch.context() as patched, pytest.raises((OSError, DataError), match="No space left on device"):
-        patched.setattr(applying._Part, "write", failing)
+        patched.setattr(PartFile, "write", failing)
         apply(trained / "out", new, out, sets, "probabilities", comm)
     np.testing.assert_array_equal(read(out), before)
     apply(trained / "out", new, out, sets, "classes", comm)
@@ -198,7 +200,7 @@ def test_without_its_parts_no_number_is_a_prediction(comm, trained, what):
         needs = file.attrs["needs"].split("\n")
         gone = np.isnan if what == "logits" else partial(np.equal, 255)
         assert gone(file["prediction"][()]).all() and gone(file["prediction"].fillvalue)
-    assert needs == [path.relative_to(trained).as_posix() for path in sorted(trained.glob("p.h5.parts/*/*"))]
+    assert needs == [path.relative_to(trained).as_posix() for path in sorted(trained.glob("p.h5.parts/*/*.h5"))]
     assert len(needs) == comm.size
     with pytest.raises(DataError, match=r"takes numbers from p\.h5\.parts.* cannot be read"):
         open_dataset(away / "p.h5", "prediction", None)
@@ -245,24 +247,22 @@ def test_samples_are_in_the_natural_order_of_their_files(comm, trained):
         np.testing.assert_allclose(read(trained / "p.h5")[k], read(trained / f"{k}.h5")[0], rtol=1e-9, atol=1e-12)
 
 
-def test_parts_of_killed_ranks_are_read(tmp_path):
-    """A part holds as many batches as it says, whenever its rank was killed."""
+def test_parts_of_killed_ranks_are_continued(tmp_path, monkeypatch):
+    """A part holds as many batches as its progress says, whenever its rank was killed."""
+    monkeypatch.setattr(training_parts, "RECORD_SECONDS", 0.0)
     shape, count, batch = (16, 9, 2), 40, 2
-    box = Box.of_shape((batch, *shape))
-    value = SimpleNamespace(layout=None)
-    boxes = Blocks([((low, high),) for low, high in box.ranges])
-    output = applying.Output("prediction", value, shape, boxes, np.dtype(np.float32), lambda block: block)
-    rng = np.random.default_rng(5)
+    array = PartArray("prediction", Box.of_shape((batch, *shape)), np.dtype(np.float32))
 
     def work(path, begun=lambda: None):
-        with applying._Part(path, 0, [output], count, "job") as part:
+        with PartFile(path, 0, [array], count, batch, "job") as part:
             for number in range(part.done, count // batch):
                 begun()
-                part.write(number, (number * batch, number * batch + batch), [np.full((batch, *shape), number + 1.0)])
+                part.write([np.full((batch, *shape), number + 1.0)])
+            part.record()
 
-    done = []
+    rng, done = np.random.default_rng(5), []
     for attempt in range(40):
-        path = tmp_path / f"{attempt}.h5"
+        path = tmp_path / "job" / f"{attempt}.h5"
         heard, said = os.pipe()
         child = os.fork()
         if not child:
@@ -274,14 +274,42 @@ def test_parts_of_killed_ranks_are_read(tmp_path):
         os.waitpid(child, 0)
         os.close(heard)
         os.close(said)
-        with applying._Part(path, 0, [output], count, "job") as part:
+        with PartFile(path, 0, [array], count, batch, "job") as part:
             done.append(part.done)
-            array = part.file["prediction"][: part.done * batch] if part.done else np.zeros((0, *shape))
-        for number in range(done[-1]):
-            assert (array[number * batch : (number + 1) * batch] == number + 1).all()
+            assert part.fault is None or part.fault == "there is no record of its progress"
+            assert part.done or part.fault
+        found = read(path)[: done[-1] * batch]
+        assert found.tobytes() == np.repeat(np.arange(done[-1]) + 1.0, batch * np.prod(shape)).astype("f4").tobytes()
         work(path)
-        assert h5py.File(path)["prediction"][-1].min() == count // batch
+        assert read(path)[-1].min() == count // batch
     assert min(done) < max(done), "otherwise this would show nothing"
+
+
+@pytest.mark.parametrize("fails", ["fsync", "pwrite", "replace", "open"])
+def test_progress_is_not_ahead_of_the_disk(tmp_path, monkeypatch, fails):
+    """Data are on the disk before the progress says so; what fails leaves the progress of before."""
+    monkeypatch.setattr(training_parts, "RECORD_SECONDS", 0.0)
+    array = PartArray("prediction", Box.of_shape((2, 3)), np.dtype(np.float64))
+    path, calls = tmp_path / "job" / "rank-00000.h5", []
+    with PartFile(path, 0, [array], 8, 2, "job") as part:
+        part.write([np.ones((2, 3))])
+        with monkeypatch.context() as patched:
+            for name in ("pwrite", "fsync", "replace", "open"):
+                patched.setattr(os, name, partial(called, calls, name, getattr(os, name), name == fails))
+            with pytest.raises(DataError, match=r"rank-00000.*input/output error; the disk or its connection fails"):
+                part.write([np.full((2, 3), 2.0)])
+    order = ["pwrite", "fsync", "open", "fsync", "replace"]
+    assert calls == order[: order.index(fails) + 1] and not list(path.parent.glob(".*"))
+    with PartFile(path, 0, [array], 8, 2, "job") as part:
+        assert (part.done, part.fault) == (1, None)
+
+
+def called(calls, name, function, fails, *arguments, **options):
+    """Call a function, or fail as a broken disk does; either is noted."""
+    calls.append(name)
+    if fails:
+        raise OSError(5, os.strerror(5), *arguments[:1] * isinstance(arguments[0], Path))
+    return function(*arguments, **options)
 
 
 def test_of_probabilities_they_are_what_it_computes(working):

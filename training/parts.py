@@ -1,0 +1,352 @@
+"""Parts of predictions: the blocks that one rank writes, verified before an interrupted job continues with them.
+
+::
+
+    rank-00003.h5        HDF5 file of rank 3: its box of every sample
+    rank-00003.progress  how many batches are on the disk, and the checksum of these and of the structure of the file
+
+The structure of the HDF5 file is complete before the first batch; then HDF5 is not used any more. Batches are written
+at their offsets, and the progress is replaced (:func:`halograd.documents.replacing`) after the data are on the disk. It
+is a file of checksums, as a checkpoint is (:mod:`halograd.training.chunk_file`).
+
+A part is continued if its bytes have the checksum. Otherwise it is begun anew, as a new file: what the name referred to
+(a link, a pipe, a file with a second name) is neither written nor followed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+
+import h5py
+import numpy as np
+
+from halograd import schema
+from halograd.documents import os_reason, parse_json, replacing
+from halograd.errors import UserError
+
+from ..data.disk import DataError, atomic_path
+from ..dtensor import Box
+from .chunk_file import CHUNK, ChunkWriter, DamagedFile, OtherFile, VerifiedFile
+
+__all__ = ["PartArray", "PartFile", "check_folder", "part_path", "writing"]
+
+#: Age of the progress at which it is recorded again [s]: a rank that is killed loses no more than this, and a batch.
+RECORD_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class PartArray:
+    """Array of a part: the box of this rank of each batch, one batch after the other.
+
+    Attributes
+    ----------
+    name
+        Name of the dataset.
+    box
+        Box ``(N, *spatial, C)`` of this rank, in the coordinates of a batch.
+    dtype
+        Dtype in the file.
+    """
+
+    name: str
+    box: Box
+    dtype: np.dtype
+
+    @property
+    def row(self) -> int:
+        """Size of a sample [B]."""
+        return int(np.prod(self.box.shape[1:])) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class PartRecord:
+    """Record of what is on the disk.
+
+    Attributes
+    ----------
+    job, rank
+        Key of the job, and the rank.
+    size
+        Size of the HDF5 file [B].
+    offsets
+        Position of each array that has numbers [B].
+    batches
+        Number of complete batches.
+    checksum
+        CRC-32 of all bytes outside of the arrays, and then of the batches in order.
+    """
+
+    __pydantic_config__ = schema.STRICT
+
+    job: schema.Text
+    rank: schema.Whole
+    size: schema.Bytes
+    offsets: tuple[schema.Bytes, ...]
+    batches: schema.Whole
+    checksum: schema.Bytes
+
+
+class PartFile:
+    """File of one rank, open to write batches in order. Local.
+
+    Parameters
+    ----------
+    path
+        The file, in a folder that is made if it is missing.
+    rank
+        This rank.
+    arrays
+        Its arrays, none of size 0.
+    count, batch
+        Numbers of all samples, and of those of a batch.
+    job
+        Text that distinguishes this job from others.
+    describe
+        Called with the new file, to add what belongs to its structure.
+
+    Attributes
+    ----------
+    done
+        Number of batches that the part has.
+    fault
+        Why an earlier attempt at this part is not continued; None if it is, or if there was none.
+
+    Raises
+    ------
+    DataError
+        Also by all methods: if the files cannot be written.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        rank: int,
+        arrays: Sequence[PartArray],
+        count: int,
+        batch: int,
+        job: str,
+        describe: Callable[[h5py.File], None] = lambda file: None,
+    ) -> None:
+        self.path, self._record = path, path.with_suffix(".progress")
+        self._job, self._rank, self._count, self._batch = job, rank, count, batch
+        self._arrays = list(arrays)
+        self.done, self._recorded, self._at = 0, 0, time.monotonic()
+        self.fault: str | None = None
+        self._file = -1
+        try:
+            with writing(path):
+                check_folder(path.parent)
+                if not self._continue():
+                    self._begin(describe)
+        except BaseException:
+            self.close()
+            raise
+
+    # -- opening ---------------------------------------------------------------------------------
+
+    def _continue(self) -> bool:
+        """Open and verify the part of an earlier attempt; return whether this one continues with it."""
+        try:
+            found = self._progress()
+            if found is None:
+                return False
+            self._file = os.open(self.path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            self._verify(found)
+            return True
+        except DamagedFile as error:
+            self.fault = str(error)
+        except OSError as error:
+            self.fault = f"it cannot be opened ({error.strerror})"
+        self.close()
+        return False
+
+    def _progress(self) -> PartRecord | None:
+        """Return the record of an earlier attempt; None if there was none."""
+        try:
+            if not stat.S_ISREG(os.lstat(self._record).st_mode):
+                raise DamagedFile("its progress is a link, a folder or a pipe")
+        except FileNotFoundError:
+            if os.path.lexists(self.path):
+                raise DamagedFile("there is no record of its progress") from None
+            return None
+        try:
+            with closing(VerifiedFile(self._record)) as file:
+                return schema.build(PartRecord, parse_json(file.index().decode(), "record"), "record")
+        except (DamagedFile, OtherFile, UserError, UnicodeDecodeError) as error:
+            raise DamagedFile(f"its progress is damaged ({str(error).partition(';')[0]})") from error
+
+    def _verify(self, found: PartRecord) -> None:
+        """Read the part, and raise DamagedFile unless its bytes are those of the record."""
+        status = os.fstat(self._file)
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
+            raise DamagedFile("it is no regular file of one name")
+        if (found.job, found.rank) != (self._job, self._rank):
+            raise DamagedFile("its progress is of another job or rank")
+        if status.st_size != found.size:
+            raise DamagedFile(f"expected {found.size} bytes, got {status.st_size}")
+        if len(found.offsets) != len(self._arrays) or found.batches > self._batches:
+            raise DamagedFile("its progress does not fit the job")
+        self._offsets, self._size = found.offsets, found.size
+        self._sums = [self._structure()]  # of the first batches, by their number
+        for number in range(found.batches):
+            checksum = self._sums[-1]
+            for array, offset, (low, high) in zip(self._arrays, self._offsets, self._rows(number)):
+                checksum = self._sum(offset + low * array.row, offset + high * array.row, checksum)
+            self._sums.append(checksum)
+        if self._sums[-1] != found.checksum:
+            raise DamagedFile(f"the checksum of its structure and of {found.batches} batches is wrong")
+        self.done = self._recorded = found.batches
+
+    def _begin(self, describe: Callable[[h5py.File], None]) -> None:
+        """Create the file with all metadata of HDF5, under its name when it is complete."""
+        for path in (self.path, self._record):
+            if path.is_dir() and not path.is_symlink():
+                raise DataError(f"cannot write {path}: expected a file, got a folder; remove it, or give another path")
+        self._record.unlink(missing_ok=True)  # it would belong to another file
+        placed = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        placed.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+        placed.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+        with atomic_path(self.path) as partial:
+            with h5py.File(partial, "w", locking=False) as file:
+                datasets = [
+                    file.create_dataset(array.name, (self._count, *array.box.shape[1:]), array.dtype, dcpl=placed)
+                    for array in self._arrays
+                ]
+                describe(file)
+                file.flush()
+                self._offsets = tuple(dataset.id.get_offset() for dataset in datasets)
+            self._file = os.open(partial, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        self._size = os.fstat(self._file).st_size
+        self._sums = [self._structure()]
+
+    @property
+    def _batches(self) -> int:
+        return -(-self._count // self._batch)
+
+    def _rows(self, number: int) -> Iterator[tuple[int, int]]:
+        """Yield for each array which samples of the file are those of a batch."""
+        first = number * self._batch
+        for array in self._arrays:
+            low, high = array.box.ranges[0]
+            yield min(first + low, self._count), min(first + high, self._count)
+
+    def _structure(self) -> int:
+        """Return the checksum of all bytes outside of the arrays."""
+        checksum, start = 0, 0
+        for offset, array in sorted(zip(self._offsets, self._arrays), key=lambda pair: pair[0]):
+            checksum = self._sum(start, offset, checksum)
+            start = offset + self._count * array.row
+        return self._sum(start, self._size, checksum)
+
+    def _sum(self, start: int, stop: int, checksum: int) -> int:
+        """Continue a checksum by the bytes from `start` to `stop`."""
+        while start < stop:
+            try:
+                data = os.pread(self._file, min(CHUNK, stop - start), start)
+            except OSError as error:
+                raise DamagedFile(f"its bytes from {start} cannot be read ({error.strerror})") from error
+            if not data:
+                raise DamagedFile(f"it ends at byte {start}")
+            checksum, start = zlib.crc32(data, checksum), start + len(data)
+        return checksum
+
+    # -- writing ---------------------------------------------------------------------------------
+
+    def go_back(self, done: int) -> None:
+        """Continue after the first `done` batches, which the part must have."""
+        del self._sums[done + 1 :]
+        self.done = done
+
+    def write(self, blocks: Sequence[np.ndarray]) -> None:
+        """Write the next batch: host arrays ``(N, *spatial, C)`` in the order of `arrays`.
+
+        Samples beyond the last one are not written.
+        """
+        checksum = self._sums[self.done]
+        with writing(self.path):
+            for array, offset, block, (low, high) in zip(self._arrays, self._offsets, blocks, self._rows(self.done)):
+                data = np.ascontiguousarray(block[: high - low], array.dtype).reshape(-1).view(np.uint8).data
+                position = offset + low * array.row
+                for start in range(0, len(data), CHUNK):
+                    _write_all(self._file, data[start : start + CHUNK], position + start)
+                checksum = zlib.crc32(data, checksum)
+            self._sums.append(checksum)
+            self.done += 1
+            if time.monotonic() - self._at >= RECORD_SECONDS:
+                self.record()
+
+    def record(self) -> None:
+        """Record the progress, when the batches are on the disk; does nothing if that is done already."""
+        if self.done == self._recorded:
+            return
+        with writing(self.path):
+            os.fsync(self._file)
+            now = PartRecord(self._job, self._rank, self._size, self._offsets, self.done, self._sums[self.done])
+            with replacing(self._record) as partial, ChunkWriter(partial) as raw:
+                raw.finish(json.dumps(asdict(now)).encode())
+        self._recorded, self._at = self.done, time.monotonic()
+
+    def close(self) -> None:
+        """Close the file, without a record of batches that were not recorded; idempotent."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def __enter__(self) -> PartFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def part_path(folder: Path, rank: int) -> Path:
+    """Return the path of the part of a rank.
+
+    >>> part_path(Path("out.h5.parts/3f2a90c1"), 3).as_posix()
+    'out.h5.parts/3f2a90c1/rank-00003.h5'
+    """
+    return folder / f"rank-{rank:05d}.h5"
+
+
+def check_folder(folder: Path) -> None:
+    """Make the folder of a job, within the one of all parts. Local.
+
+    Raises
+    ------
+    DataError
+        If one of them is a file, or a link, through which parts of another job would be replaced.
+    """
+    for path in (folder.parent, folder):
+        if path.is_symlink() or (path.exists() and not path.is_dir()):
+            raise DataError(
+                f"cannot write {path}: expected a folder, got a file or a link; remove it, or give another path"
+            )
+    folder.mkdir(parents=True, exist_ok=True)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn an OSError into a DataError about the file. Local."""
+    try:
+        yield
+    except OSError as error:
+        where = error.filename if isinstance(error.filename, str | os.PathLike) else path
+        reason = os_reason(error) or f"{(error.strerror or str(error)).lower()}; remove it, or give another path"
+        raise DataError(f"cannot write {os.fspath(where)}: {reason}") from error
+
+
+def _write_all(file: int, data: memoryview, position: int) -> None:
+    done = 0
+    while done < len(data):
+        done += os.pwrite(file, data[done:], position + done)
