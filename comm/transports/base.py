@@ -10,7 +10,7 @@ from mpi4py import MPI
 
 from ..progress import Progress
 
-__all__ = ["ALIGNMENT", "Pattern", "TransportContext", "aligned_bytes", "numbered", "split_node"]
+__all__ = ["ALIGNMENT", "Pattern", "TransportContext", "aligned", "aligned_bytes", "numbered", "split_node"]
 
 ALIGNMENT = 64  # [B], a cache line: neighbors do not share one, and copies use full vectors
 
@@ -86,10 +86,13 @@ def numbered(keys: Sequence[int]) -> tuple[int, ...]:
     return tuple(numbers.setdefault(key, len(numbers)) for key in keys)
 
 
+def aligned(memory: np.ndarray) -> np.ndarray:
+    """Return bytes (1-D, uint8) from their first cache line on, as a view. Local."""
+    return memory[-memory.ctypes.data % ALIGNMENT :]
+
+
 def aligned_bytes(nbytes: int) -> np.ndarray:
     """Return zeros: ``(nbytes,)`` uint8, aligned to a cache line. Local."""
-    raw = np.empty(nbytes + ALIGNMENT, np.uint8)
-    first = -raw.ctypes.data % ALIGNMENT
-    aligned = raw[first : first + nbytes]
-    aligned.fill(0)  # commit the pages now, not in the first exchange
-    return aligned
+    zeros = aligned(np.empty(nbytes + ALIGNMENT, np.uint8))[:nbytes]
+    zeros.fill(0)  # commit the pages now, not in the first exchange
+    return zeros

@@ -14,7 +14,7 @@ from mpi4py import MPI
 from ..errors import CommError
 from ..progress import Stage, rest
 from ..reduction import ReductionPlan
-from .base import ALIGNMENT
+from .base import ALIGNMENT, aligned
 
 __all__ = ["FLAG_BYTES", "Arena", "Chunk", "Flags", "Places", "Planning", "Signal", "rounded"]
 
@@ -35,10 +35,17 @@ def rounded(nbytes: int, multiple: int = ALIGNMENT) -> int:
 class Chunk:
     """One window: a segment of shared memory per rank of the node. Collective over the node to make and free.
 
+    Parameters
+    ----------
+    node
+        Ranks of the node.
+    sizes
+        What every rank allocates [B], a cache line more than it can use.
+
     Attributes
     ----------
     sizes
-        Bytes of the segment of every rank [B].
+        Bytes of the segment of every rank, which begins on a cache line [B].
     used
         Of this rank's, how many are given out [B].
     """
@@ -50,7 +57,8 @@ class Chunk:
         self._window = MPI.Win.Allocate_shared(int(sizes[node.rank]), 1, info, node)
         info.Free()
         self._window.Lock_all(MPI.MODE_NOCHECK)  # an epoch for Sync; there are no RMA calls
-        self._rank, self.sizes = node.rank, sizes
+        # Open MPI keeps records of its own in front of the first segment, so that none of them begins on a cache line.
+        self._rank, self.sizes = node.rank, sizes - ALIGNMENT
         self._segments: dict[int, np.ndarray] = {}
         self.used = self._live = 0
 
@@ -67,10 +75,11 @@ class Chunk:
             self.used = 0
 
     def segment(self, rank: int) -> np.ndarray:
-        """Return the memory of a rank of the node: ``(bytes,)`` uint8, shared. Local."""
+        """Return the memory of a rank of the node: ``(bytes,)`` uint8, aligned to a cache line, shared. Local."""
         if rank not in self._segments:
             memory, _ = self._window.Shared_query(rank)
-            self._segments[rank] = np.asarray(memory.cast("B"))
+            # All ranks find the same first byte: memory is mapped by whole pages, of many cache lines.
+            self._segments[rank] = aligned(np.asarray(memory.cast("B")))[: self.sizes[rank]]
         return self._segments[rank]
 
     def sync(self) -> None:
@@ -125,7 +134,7 @@ class Arena:
             On all ranks of a node that has not enough shared memory; to be agreed on with other nodes.
         """
         self._agree(None)  # a rank may be lost to a fault since the last collective of a set-up
-        size = rounded(max(sum(requests), SMALLEST, self._nbytes), PAGE)
+        size = rounded(max(sum(requests) + ALIGNMENT, SMALLEST, self._nbytes), PAGE)
         mine = [*requests, size, _free(), *(chunk.used for chunk in self._chunks)]
         everywhere = np.empty((self.node.size, len(mine)), np.int64)
         self.node.Allgather(np.array(mine, np.int64), everywhere)

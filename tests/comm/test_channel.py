@@ -6,9 +6,11 @@ from types import SimpleNamespace
 import ml_dtypes
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 from halograd.comm import CommError, Communicator
 from halograd.comm.channel import ChannelSpec
+from halograd.comm.transports import memory
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -127,6 +129,42 @@ def test_buffers_stay_where_they_are_and_are_aligned(communicator):
     assert addresses() == before
     assert not channel.recv_buffer(peer, 0).flags.writeable
     assert channel.send_buffer(peer, 0).shape == (5,)
+
+
+class Between:
+    """`MPI` whose shared segments begin between two cache lines, as those of Open MPI do."""
+
+    def __init__(self, wrapped, **replaced):
+        self._wrapped = wrapped
+        self.__dict__.update(replaced)
+
+    def __getattr__(self, name):
+        return getattr(self._wrapped, name)
+
+    @classmethod
+    def allocate(cls, size, *more):
+        window = MPI.Win.Allocate_shared(size + 24, *more)
+
+        def query(rank):
+            memory, unit = window.Shared_query(rank)
+            return memory.cast("B")[24:], unit
+
+        return cls(window, Shared_query=query)
+
+
+def test_buffers_are_aligned_wherever_mpi_begins_its_segments(comm, monkeypatch):
+    monkeypatch.setattr(memory, "MPI", Between(MPI, Win=Between(MPI.Win, Allocate_shared=Between.allocate)))
+    with Communicator(comm, "shared") as communicator:
+        channel = open_channel(communicator, np.full((comm.size, comm.size), 40_000))
+        for peer in channel.peers:
+            buffers = [f(peer, slot) for f in (channel.send_buffer, channel.recv_buffer) for slot in (0, 1)]
+            assert [buffer.ctypes.data % 64 for buffer in buffers] == [0] * 4
+        for step in range(3):
+            pack(channel, comm.rank, step)
+            channel.start()
+            channel.finish()
+            check(channel, comm.rank, step)
+            channel.release()
 
 
 def test_a_channel_without_peers_is_free(communicator):
