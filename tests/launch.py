@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 
-from tests.harness import jobs
+from tests.harness import jobs, mpi
 from tests.harness.limits import LIMIT, scaled
 
 __all__ = ["PATIENT", "command_line", "find_mpiexec", "mpiexec"]
@@ -24,7 +25,9 @@ PATIENT = (
 
 
 def find_mpiexec() -> str:
-    """Path of the mpiexec beside this Python, else of the first on PATH."""
+    """Path of the mpiexec that the run of the suite names, else beside this Python, else of the first on PATH."""
+    if named := os.environ.get(mpi.LAUNCHER):
+        return named
     beside = Path(sys.executable).with_name("mpiexec")
     found = str(beside) if beside.exists() else shutil.which("mpiexec")
     if found is None:

@@ -11,6 +11,7 @@ hangs is killed with all its ranks and counts as failed, with the tracebacks of 
     python tests/run_suite.py --runs 2,4 tests/comm   these tests, under 2 and 4 ranks only
     python tests/run_suite.py --runs serial -k box    other arguments go to pytest
     python tests/run_suite.py --slowest 20            the 20 files of each run that took longest
+    python tests/run_suite.py --mpi openmpi           tests of communication, and a run that is killed, under Open MPI
 """
 
 from __future__ import annotations
@@ -34,13 +35,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tests.harness import jobs, record  # noqa: E402  (needs the line above)
+from tests.harness import jobs, mpi, record  # noqa: E402  (needs the line above)
 from tests.harness.limits import LIMIT, TEST_LIMIT, scaled, slowness  # noqa: E402
 from tests.harness.sizes import files_for  # noqa: E402
 from tests.harness.watchdog import ask_for_stacks  # noqa: E402
 from tests.launch import find_mpiexec  # noqa: E402
 
 RUNS = ("serial", "1", "2", "3", "4", "6", "8")
+#: Where only a part of the tests is run, under another MPI.
+RUNS_OF_A_PART = ("serial", "2", "4")
 #: What some tests need, by the target of the Makefile that installs it.
 INSTALLED_BY = {"torch": "oracle", "vtk": "oracle", "tensorboard": "oracle", "onnx": "oracle", "mkdocs": "docs-tools"}
 ENDED_WELL = (0, 5)  # exit codes of pytest: all passed, nothing was selected
@@ -112,12 +115,16 @@ def execute(name: str, options: argparse.Namespace, folder: Path, half: str = ""
 
 
 def execute_all(options: argparse.Namespace, folder: Path) -> list[Run]:
-    """Do all runs, of the whole suite in two lanes: what takes one core is beside the rest of the serial tests."""
-    if not options.whole or "serial" not in options.runs:
+    """Do all runs; those of the whole suite, and those under another MPI, in two lanes."""
+    if not (options.whole or options.mpi) or "serial" not in options.runs:
         return each(options.runs, options, folder)
-    alone = [name for name in options.runs if name == "1"]
-    print("\n== serial, and programs beside it", flush=True)
     with ThreadPoolExecutor(1) as pool:
+        if not options.whole:  # these programs wait a lot, too
+            serial = pool.submit(each, ["serial"], options, folder)
+            runs = each([name for name in options.runs if name != "serial"], options, folder)
+            return [*serial.result(), *runs]
+        alone = [name for name in options.runs if name == "1"]
+        print("\n== serial, and programs beside it", flush=True)
         beside = pool.submit(lambda: [execute("serial", options, folder, "programs"), *each(alone, options, folder)])
         rest = execute("serial", options, folder, "rest")
         runs = each([name for name in options.runs if name not in ("serial", *alone)], options, folder)
@@ -223,27 +230,36 @@ def summarize(runs: list[Run], slowest: int = 0) -> bool:
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Options of this script; what it does not know is for pytest."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", default=",".join(RUNS), help="comma-separated list of 'serial' and rank counts")
+    parser.add_argument("--runs", help=f"comma-separated list of 'serial' and rank counts (default {','.join(RUNS)})")
+    parser.add_argument("--mpi", choices=sorted(mpi.INSTALLATIONS), help="in place of the environment's own")
     limits = "on an idle machine [s] (default %(default)g)"
     parser.add_argument("--limit", type=float, default=3600, help=f"wall-clock limit of a run {limits}")
     parser.add_argument("--test-limit", type=float, default=TEST_LIMIT, help=f"limit of a test {limits}")
     parser.add_argument("--slowest", type=int, default=0, help="how many files of each run to name, the slowest first")
     parser.add_argument("--directory", type=Path, default=ROOT, help="where to run pytest (default: the repository)")
     options, options.arguments = parser.parse_known_args(arguments)
-    options.runs = options.runs.split(",")
+    installation = mpi.INSTALLATIONS.get(options.mpi)
+    options.runs = options.runs.split(",") if options.runs else list(RUNS_OF_A_PART if installation else RUNS)
     unknown = [name for name in options.runs if name != "serial" and not name.isdigit()]
     if unknown:
         parser.error(f"--runs: expected 'serial' or rank counts, got {unknown}")
     paths = [a for a in options.arguments if (options.directory / a.partition("::")[0]).exists()]
-    options.whole = not paths
+    options.whole = not paths and installation is None
     if not paths:
-        options.arguments.append("tests")
+        options.arguments += ["tests"] if installation is None else installation.tests
     return options
 
 
 def main() -> int:
     """Run what the command line asks for."""
     options = parse()
+    if options.mpi is not None:
+        try:
+            os.environ.update(mpi.INSTALLATIONS[options.mpi].variables())
+        except mpi.NotInstalled as missing:
+            print(f"skipped: {missing}\n\n0 passed, 0 failed, 1 skipped")
+            return 0
+        print(f"{options.mpi}: {find_mpiexec()}")
     print(f"limits are {slowness():g} times those of an idle machine", flush=True)
     with tempfile.TemporaryDirectory(prefix="halograd-suite-", ignore_cleanup_errors=True) as folder:
         runs = execute_all(options, Path(folder))

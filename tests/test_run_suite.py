@@ -14,9 +14,10 @@ from types import SimpleNamespace
 import pytest
 
 from tests import run_suite as runner
-from tests.harness import jobs
+from tests.harness import jobs, mpi
 from tests.harness.limits import GRACE_VARIABLE, LIMIT, SLOWNESS_VARIABLE, scaled
 from tests.harness.record import VARIABLE
+from tests.launch import find_mpiexec
 
 ROOT = Path(__file__).resolve().parent.parent
 HEAD = """
@@ -27,10 +28,12 @@ world = MPI.COMM_WORLD
 """
 
 
-def run_suite(folder: Path, body: str, runs: str, grace: float = 100) -> tuple[int, str, tuple[int, int, int]]:
+def run_suite(
+    folder: Path, body: str, runs: str, grace: float = 100, more: tuple[str, ...] = ()
+) -> tuple[int, str, tuple[int, int, int]]:
     """Run the runner on one test file; return exit code, output and (passed, failed, skipped)."""
     (folder / "test_fake.py").write_text(HEAD + textwrap.dedent(body))
-    arguments = ["--runs", runs, "--directory", str(folder), "-p", "tests.conftest", "test_fake.py"]
+    arguments = [*more, "--runs", runs, "--directory", str(folder), "-p", "tests.conftest", "test_fake.py"]
     inherited = {k: v for k, v in os.environ.items() if k != VARIABLE}
     done = subprocess.run(
         [sys.executable, ROOT / "tests" / "run_suite.py", *arguments],
@@ -264,3 +267,65 @@ def test_no_tests_at_all_is_a_failure(tmp_path):
     code, output, counts = run_suite(tmp_path, "", "serial")
     assert code == 1 and counts == (0, 1, 0)
     assert "expected at least one test, got none" in output
+
+
+def launcher(folder: Path, name: str, version: str) -> Path:
+    """A program that says only which version it is."""
+    folder.mkdir(exist_ok=True)
+    path = folder / name
+    path.write_text(f"#!/bin/sh\necho '{version}'\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_the_launcher_of_another_mpi_is_known_by_its_version(tmp_path):
+    """Debian's names it after itself, modules do not, and an environment's own comes first on PATH."""
+    openmpi = mpi.INSTALLATIONS["openmpi"]
+    first, second = tmp_path / "first", tmp_path / "second"
+    launcher(first, "mpirun", "HYDRA build details:")
+    with pytest.raises(mpi.NotInstalled, match=r"expected one of mpirun.openmpi, .* got none; apt-get install"):
+        openmpi.variables(str(first))
+    module = launcher(second, "mpiexec", "mpiexec (Open MPI) 5.0.7")
+    path = os.pathsep.join(map(str, (first, second)))
+    assert openmpi.variables(path)[mpi.LAUNCHER] == str(module)
+    debian = launcher(first, "mpirun.openmpi", "mpirun.openmpi (OpenRTE) 4.1.4")
+    assert openmpi.variables(path)[mpi.LAUNCHER] == str(debian)
+
+
+def test_the_environment_comes_before_the_path(tmp_path, monkeypatch):
+    """Unless a run of the suite says otherwise."""
+    environment, site = tmp_path / "environment", launcher(tmp_path / "site", "mpiexec", "Open MPI")
+    monkeypatch.setattr(sys, "executable", str(environment / "python"))
+    monkeypatch.setenv("PATH", str(site.parent))
+    monkeypatch.delenv(mpi.LAUNCHER, raising=False)
+    assert find_mpiexec() == str(site)
+    own = launcher(environment, "mpiexec", "HYDRA")
+    assert find_mpiexec() == str(own)
+    monkeypatch.setenv(mpi.LAUNCHER, str(site))
+    assert find_mpiexec() == str(site)
+
+
+def test_under_open_mpi(tmp_path):
+    """Ranks, more of them than cores, and the jobs that serial tests start."""
+    try:
+        mpi.INSTALLATIONS["openmpi"].variables()
+    except mpi.NotInstalled as missing:
+        pytest.skip(f"needs Open MPI: {missing}")
+    body = """
+    from tests.launch import mpiexec
+    @pytest.mark.ranks(4)
+    def test_vendor(): assert (MPI.get_vendor()[0], world.size) == ("Open MPI", 4)
+    def test_job():
+        done = mpiexec(3, ["-c", "from mpi4py import MPI; print(MPI.get_vendor()[0], MPI.COMM_WORLD.size)"])
+        assert done.stdout.splitlines() == ["Open MPI 3"] * 3
+    """
+    code, output, counts = run_suite(tmp_path, body, "serial,4", more=("--mpi", "openmpi"))
+    assert (code, counts) == (0, (2, 0, 0)), output
+
+
+def test_an_mpi_that_is_missing_is_skipped(monkeypatch, capsys):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(sys, "argv", ["run_suite.py", "--mpi", "openmpi"])
+    assert runner.main() == 0
+    first, *_, last = capsys.readouterr().out.splitlines()
+    assert first.startswith("skipped: expected one of mpirun.openmpi") and last == "0 passed, 0 failed, 1 skipped"

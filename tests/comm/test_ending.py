@@ -183,8 +183,7 @@ def test_ranks_that_all_leave_by_an_error_they_catch_go_on_alone(tmp_path):
     """One of them may take its time after that: here until the other process is gone from the Python level."""
     text = START + "try:\n    with hg.Communicator(MPI.COMM_WORLD, 'mpi') as comm: raise ValueError\n"
     text += "except ValueError:\n    pass\n"
-    text += "from halograd.comm import ending\nending.PATIENCE.update({1: 0.0, 2: 0.0})\n"
-    text += "MPI.COMM_WORLD.Barrier()\nif comm.rank == 0: MPI.COMM_WORLD.recv(source=1)\n"
+    text += PATIENT + "MPI.COMM_WORLD.Barrier()\nif comm.rank == 0: MPI.COMM_WORLD.recv(source=1)\n"
     text += "else:\n    import atexit\n    atexit.unregister(ending._on_exit)\n"
     text += "    atexit.register(lambda: MPI.COMM_WORLD.send(0, dest=0))\n    atexit.register(ending._on_exit)\n"
     assert run(tmp_path, text) == (0, "", "")
@@ -232,7 +231,9 @@ def test_a_test_harness_catches_what_it_wants(tmp_path):
         "        thread = threading.Thread(target=lambda: 1 / 0)\n        thread.start()\n        thread.join()\n"
         "        comm.barrier()\n"
     )
-    options = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), str(tmp_path / "test_it.py")]
+    # Open MPI gives its ranks a terminal.
+    options = ["-m", "pytest", "-q", "--color=no", "-p", "no:cacheprovider", "--rootdir", str(tmp_path)]
+    options.append(str(tmp_path / "test_it.py"))
     done = mpiexec(2, options, LIMIT)
     assert done.returncode == 1 and done.stdout.count("1 failed, 2 passed") == 2, done.stdout + done.stderr
     assert "the job ends" not in done.stderr

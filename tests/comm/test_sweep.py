@@ -14,6 +14,7 @@ from halograd.comm import sweep as module
 from halograd.comm.sweep import sweep
 from tests.harness import jobs
 from tests.harness.limits import LIMIT
+from tests.harness.mpi import LAUNCHER
 from tests.launch import find_mpiexec, mpiexec
 
 PROGRAM = """
@@ -115,7 +116,9 @@ def test_by_hand():
 
 
 def test_nothing_of_a_job_has_a_name():
-    """After `boot` no segment of MPI has one, whatever is done: a job that is killed as a whole leaves nothing."""
+    """After `boot` no segment of MPICH has one, whatever is done: a job that is killed as a whole leaves nothing."""
+    if os.environ.get(LAUNCHER):
+        pytest.skip("needs MPICH: Open MPI looks its names up again, and removes them itself when the job ends")
     body = "import numpy as np\nfrom halograd.comm import boot, Communicator\nworld = boot()\n"
     body += "with Communicator(world) as comm:\n    r = comm.reduction(np.ones(9)); r.run(); assert r.buffer[0] == 3\n"
     body += "    names = [l.split(maxsplit=5)[-1].strip() for l in open('/proc/self/maps') if '/dev/shm/' in l]\n"

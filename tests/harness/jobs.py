@@ -33,6 +33,8 @@ TEST_ENVIRONMENT = {
     "MPLBACKEND": "Agg",
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",  # version 4
+    "OMPI_MCA_orte_execute_quiet": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
 }
 
