@@ -13,6 +13,7 @@ from .errors import UserError
 from .layers import Network
 from .models.own import give
 from .schema import nearest
+from .signatures import check_methods
 from .training.checkpoint import read_header
 from .training.config import Config, DataConfig, TrainingConfig, check_config
 from .training.directory import checkpoint_of
@@ -88,6 +89,8 @@ def _check_callbacks(callbacks: Any) -> None:
         raise UserError(
             f"fit(): callbacks: expected a list of objects of halograd.Callback, got {found}{' in it' * several}"
         )
+    for one in callbacks:
+        check_methods(one)
 
 
 def _tables(network: Network | str, data: Data, out: str | Path, given: Mapping[str, Any]) -> dict[str, Any]:

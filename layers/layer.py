@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from halograd.signatures import check_methods
+
 from ..dtensor import Blocks, Box, Layout, Window, input_box
 from .needs import Shape, Stencil, all_of, probe, sliding
 from .parameter import GivenValues, Parameter, given
@@ -180,6 +182,7 @@ class Layer(TargetReader):
 
     def __call__(self, *inputs: Node) -> Node:
         self._refuse_others(inputs)
+        check_methods(self, len(inputs))
         node = Node(self, inputs)
         return node if self.behind is None else self.behind(node)
 

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from halograd.signatures import check_methods
+
 from ..device import is_low
 from ..dtensor import Blocks, Groups, Layout
 from ..kernels import LossArrays
@@ -126,6 +128,7 @@ class Loss(Layer):
 
     def __call__(self, *inputs: Node) -> LossNode:
         self._refuse_others(inputs)
+        check_methods(self, len(inputs), {"check": 2}, ["weights"] if self.takes_weights and len(inputs) > 2 else ())
         return LossNode(self, inputs)
 
     def output_shape(self, *shapes: Shape) -> Shape:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from halograd.errors import UserError
+from halograd.signatures import check_methods
 
 from ..comm import Communicator
 from ..data import (
@@ -243,6 +244,7 @@ def _open_own(data: DataConfig, network: Network, labelled: bool) -> Dataset:
             f"data.file: expected {data.file} to return a halograd.data.Dataset, got {type(found).__name__} without "
             f"{lacks[0]!r}"
         )
+    check_methods(found, base=Dataset)
     wanted = [name for name in network.inputs if labelled or name not in network.targets]
     missing = [name for name in wanted if name not in found.fields]
     if missing:

@@ -1,0 +1,81 @@
+"""Methods of the user's own classes, held against the calls of the library before it makes them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from .errors import UserError
+
+__all__ = ["check_methods"]
+
+
+def check_methods(
+    made: Any,
+    several: int = 0,
+    counts: Mapping[str, int] | None = None,
+    optional: Collection[str] = (),
+    base: type | None = None,
+) -> None:
+    """Check that methods of a user's class take what the methods take that they override. Local.
+
+    Methods that the library wrote, and those that take any keywords, are not looked at.
+
+    Parameters
+    ----------
+    made
+        An object; nothing is checked of the library's own classes.
+    several
+        Number of arguments that ``*shapes`` stands for; of some methods it is another one, in `counts`.
+    optional
+        Arguments with defaults that the library gives, by name.
+    base
+        Class of the library, or protocol, with the methods; None: the one that the object's class is derived from.
+
+    Raises
+    ------
+    UserError
+        For the first method that takes something else: what was expected, what it takes.
+    """
+    base = base or next((one for one in type(made).__mro__ if _is_ours(one)), object)
+    for name, method in inspect.getmembers(base, inspect.isfunction):
+        own = inspect.getattr_static(type(made), name, None)
+        if own is method or name.startswith("_") or _is_ours(own):
+            continue
+        call = _call_of(method, (counts or {}).get(name, several), optional)
+        if call is not None:
+            _check(f"{type(made).__name__}.{name}", getattr(made, name), *call)
+
+
+def _is_ours(thing: Any) -> bool:
+    return str(getattr(thing, "__module__", "")).startswith("halograd.")
+
+
+def _call_of(
+    method: Callable[..., Any], several: int, optional: Collection[str]
+) -> tuple[list[str], dict[str, None]] | None:
+    """Return what the library gives to a method, by position and by name; None if any keywords."""
+    fixed, named = list[str](), dict[str, None]()
+    for one in list(inspect.signature(method).parameters.values())[1:]:
+        if one.kind is one.VAR_KEYWORD:
+            return None
+        if one.kind is one.VAR_POSITIONAL:
+            stem = one.name.removesuffix("s")
+            fixed += [f"{stem}{k}" if several > 1 else stem for k in range(several)]
+        elif one.default is one.empty:
+            fixed.append(one.name)
+        elif one.name in optional:
+            named[one.name] = None
+    return fixed, named
+
+
+def _check(place: str, method: Any, fixed: list[str], named: dict[str, None]) -> None:
+    got = repr(method)
+    try:
+        taken = inspect.signature(method)
+        got = f"(self, {str(taken)[1:]}" if taken.parameters else "(self)"
+        taken.bind(*fixed, **named)
+    except (TypeError, ValueError) as error:
+        wanted = ", ".join(["self", *fixed, *(f"{name}=None" for name in named)])
+        raise UserError(f"{place}: expected a method that takes ({wanted}), got {got}: {error}") from None

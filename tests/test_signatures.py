@@ -1,0 +1,162 @@
+"""Classes of the user's own: methods that do not take what the library gives are refused before it calls them."""
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import halograd as hg
+from halograd.data import ArrayDataset
+from halograd.errors import UserError
+from halograd.layers import Loss
+from halograd.models.own import build_own
+from halograd.signatures import check_methods
+from tests.support.refusals import refusals
+from tests.training.runs import OPTIONS, unet
+
+X, T, W = hg.Input((4, 4, 1), "x"), hg.Input((4, 4, 1), "t"), hg.Input((4, 4, 1), "w")
+
+
+def method(name, function, base=hg.Layer, **attributes):
+    """Return an object of a class with one method of its own."""
+    return type("Own", (base,), {name: function, **attributes})()
+
+
+class Positional(Loss):
+    """As the documentation has it, with other names, and a default in place of one of them."""
+
+    takes_weights = True
+
+    def local(self, y, t, gradient, factor, buffers=None, weights=None):
+        return 0.0
+
+
+class Anything(Loss):
+    takes_weights = True
+
+    def local(self, *arguments, **more):
+        return 0.0
+
+    def check(self, prediction, target):
+        pass
+
+
+class OneInput(hg.Layer):
+    def parameters(self, shape):
+        return {}
+
+    def forward(self, inputs, params, box, extra=0):
+        return inputs[0]
+
+    backward = hg.Layer.backward
+    flops = staticmethod(lambda shape: 0)
+
+
+class Narrow(hg.Conv):
+    """Of a layer of the library: the first method that it has differs."""
+
+    def parameters(self, shape):
+        return super().parameters(shape)
+
+
+def test_what_takes_the_arguments_is_fine():
+    """Under any names, with defaults, gathered, of one input as the layers of the documentation."""
+    for loss in (Positional(), Anything()):
+        assert loss(X, T).shape == (1,) and loss(X, T, W).shape == (1,)
+    assert OneInput()(X).shape == X.shape and Narrow(2, 3)(X).shape == (2, 2, 2)
+    check_methods(object())
+
+
+test_losses = refusals(
+    (
+        lambda: method("local", lambda self, x, t: 0.0, Loss)(X, T),
+        "Own.local: expected a method that takes (self, prediction, target, dx, scale, work), got (self, x, t): "
+        "too many positional arguments",
+    ),
+    (
+        lambda: method("local", lambda self, x, t, dx, scale: 0.0, hg.MeanSquaredError)(X, T),
+        "takes (self, prediction, target, dx, scale, work), got (self, x, t, dx, scale): too many",
+    ),
+    (
+        lambda: method("local", lambda self, x, t, dx, scale, work: 0.0, Loss, takes_weights=True)(X, T, W),
+        "Own.local: expected a method that takes (self, prediction, target, dx, scale, work, weights=None), got ",
+    ),
+    (
+        lambda: method("local", lambda self, x, t, dx, scale, work, *, smooth: 0.0, Loss)(X, T),
+        "got (self, x, t, dx, scale, work, *, smooth): missing a required argument: 'smooth'",
+    ),
+    (lambda: method("local", 3, Loss)(X, T), "Own.local: expected a method that takes (self, prediction, "),
+    (
+        lambda: method("check", lambda self, x: None, Loss)(X, T),
+        "Own.check: expected a method that takes (self, shape0, shape1), got (self, x)",
+    ),
+    (
+        lambda: method("judged", lambda self: (), Loss)(X, T),
+        "Own.judged: expected a method that takes (self, prediction, target), got (self)",
+    ),
+    error=UserError,
+    literal=True,
+)
+
+test_layers = refusals(
+    (
+        lambda: method("forward", lambda self, x: x)(X),
+        "Own.forward: expected a method that takes (self, inputs, params, box), got (self, x)",
+    ),
+    (
+        lambda: method("backward", lambda self, dy, inputs: dy)(X),
+        "Own.backward: expected a method that takes (self, dy, inputs, params, box), got (self, dy, inputs)",
+    ),
+    (
+        lambda: method("parameters", lambda self, shape: {})(X, T),
+        "Own.parameters: expected a method that takes (self, shape0, shape1), got (self, shape)",
+    ),
+    (
+        lambda: method("output_shape", lambda self: (4, 4, 1))(X),
+        "Own.output_shape: expected a method that takes (self, shape), got (self)",
+    ),
+    error=UserError,
+    literal=True,
+)
+
+
+class Late(hg.Callback):
+    def on_epoch(self, epoch):
+        pass
+
+
+def test_callbacks(tmp_path):
+    """Before the run: an epoch later is hours later."""
+    with pytest.raises(UserError, match=r"Late\.on_epoch: .* \(self, epoch, scores\), got \(self, epoch\)"):
+        hg.fit(unet(), "none.h5", tmp_path / "out", comm=MPI.COMM_SELF, callbacks=[Late()], **OPTIONS)
+    assert not (tmp_path / "out").exists()
+
+
+class Whole(ArrayDataset):
+    def read(self, name, indices):
+        return self.arrays[name][indices]
+
+
+def test_data_sets(tmp_path):
+    data = Whole({"x": np.zeros((8, 16, 16, 3)), "target": np.zeros((8, 16, 16, 1))})
+    with pytest.raises(UserError, match=r"Whole\.read: .* \(self, name, indices, box, out\), got \(self, name, ind"):
+        hg.fit(unet(), data, tmp_path / "out", comm=MPI.COMM_SELF, **OPTIONS)
+
+
+NET = """
+import halograd as hg
+
+class Mean(hg.layers.Loss):
+    def local(self, prediction, target):
+        return abs(prediction - target).mean()
+
+def build():
+    y = hg.Conv(1, 3, padding=1)(hg.Input((8, 8, 1), "x"))
+    return hg.Network({"prediction": y, "loss": Mean()(y, hg.Input((8, 8, 1), "target"))})
+"""
+
+
+def test_one_line_with_the_place(tmp_path):
+    (tmp_path / "net.py").write_text(NET)
+    with pytest.raises(UserError, match=r"Mean\.local: .*, got \(self, prediction, target\).*, line 10\)$") as error:
+        build_own(f"{tmp_path / 'net.py'}:build", {})
+    assert "\n" not in str(error.value)
