@@ -39,6 +39,7 @@ from .scale import PReLU, Scale
 from .softmax import LogSoftmax, Softmax
 from .softmax_cross_entropy import SoftmaxCrossEntropy
 from .strategy import Strategy
+from .targets import Judgement
 from .total_loss import training_only
 from .transposed import ConvTranspose
 
@@ -74,6 +75,7 @@ __all__ = [
     "Huber",
     "Input",
     "InstanceNorm",
+    "Judgement",
     "Layer",
     "LayerNorm",
     "LeakyReLU",

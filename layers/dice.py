@@ -17,6 +17,7 @@ from .targets import Judgement
 if TYPE_CHECKING:
     from ..program.context import Context
     from ..program.operations import KernelSpec
+    from ..program.views import View
 
 __all__ = ["Dice", "Tversky"]
 
@@ -112,7 +113,7 @@ class Dice(Loss):
     def block_type(self) -> type[LossBlock]:
         return _DiceKernel
 
-    def lower_passes(self, context: Context, kernel: KernelSpec, term: LossTerm) -> None:
+    def lower_passes(self, context: Context, kernel: KernelSpec, term: LossTerm) -> View | None:
         prediction = term.prediction.layout.shape
         groups = prediction[0] if self.reduction == "sample" else 1
         sums = context.keep((groups, 3, prediction[-1]), "float64", "loss")
@@ -120,6 +121,7 @@ class Dice(Loss):
         context.run(kernel, "sum_up")
         context.add_up(context.sum(Groups.whole(context.size), sums, "loss", [sums.nbytes]))
         context.run(kernel, "forward", timing=term.timing)
+        return None
 
 
 class Tversky(Dice):

@@ -225,7 +225,7 @@ class Loss(Layer):
         positions = math.prod(shape[1:-1])
         place = LossPlace(self, prediction.box.start[0], shape[0], positions, shape[-1], context.rank, term.weight)
         kernel = context.kernel(partial(block, place), **views)
-        self.lower_passes(context, kernel, term)
+        context.terms.append((term.value, self.lower_passes(context, kernel, term)))
 
         def backward(gradient: View) -> None:
             kernel.add(dx=gradient)
@@ -238,15 +238,21 @@ class Loss(Layer):
         """Return the class that computes the loss of a block: :class:`LossOfKernel` if there is a :meth:`kernel`."""
         return LocalLoss
 
-    def lower_passes(self, context: Context, kernel: KernelSpec, term: LossTerm) -> None:
-        """Add the kernels of the loss, with sums over all ranks in between."""
+    def lower_passes(self, context: Context, kernel: KernelSpec, term: LossTerm) -> View | None:
+        """Add the kernels of the loss, with sums over all ranks in between.
+
+        Returns
+        -------
+        View of the sum of weights over all ranks that divides the loss, float64 ``(1,)``; None: no such sum does.
+        """
+        weight: View | None = None
         if self.divides(term.weights is not None):
             weight = context.keep((1,), "float64", "loss")
             kernel.add(divisor=weight)
-            context.divided.append((term.value, weight))
             context.run(kernel, "weigh")
             context.add_up(context.sum(Groups.whole(context.size), weight, "loss", [8], f"{context.name} (weights)"))
         context.run(kernel, "forward", timing=term.timing)
+        return weight
 
 
 def check_counts(option: str, counts: Sequence[int], ignored: int | None = None) -> tuple[int, ...]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from .needs import Shape
 
@@ -34,6 +34,9 @@ class Judgement:
     weights
         Number of the input of the loss that holds weights of positions: where a weight is 0, nothing is judged; None:
         there are no weights.
+    counter
+        Class of a :class:`halograd.training.Counter` of one's own, or a function that makes one; None: those of the
+        library count.
     """
 
     classes: int | None = None
@@ -43,6 +46,7 @@ class Judgement:
     target: int = 1
     probabilities: bool = False
     weights: int | None = None
+    counter: Callable[[], Any] | None = None
 
 
 class TargetReader:

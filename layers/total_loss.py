@@ -149,12 +149,13 @@ class TotalLoss(Loss):
             prediction, target, *others = self._of(term, context.inputs)
             # Weights are gathered in evaluation too: another term may read them.
             weights = weights_view(context, prediction, term.inputs[2]) if others else None
-            first, divided = len(context.operations), len(context.divided)
+            first, before = len(context.operations), len(context.terms)
             own = LossTerm(prediction, target, value, term.weight, weights=weights)
             backwards.append(term.layer.lower_term(context, own))
-            for operation in context.operations[first:] if term.training_only else ():
-                operation.when = "training"
-            del context.divided[divided if term.training_only else len(context.divided) :]
+            if term.training_only:
+                del context.terms[before:]
+                for operation in context.operations[first:]:
+                    operation.when = "training"
         left_out = tuple(term.training_only for term in self.terms)
         kernel = context.kernel(partial(_Total, left_out), total=context.loss, **values)
         context.run(kernel, timing=loss_timing(context))

@@ -242,7 +242,7 @@ class _Compiler:
         context = self._context(step)
         self._contexts[step.name] = context, step.layer.lower(context)
         if context.loss is not None and step.name == self._loss_name:
-            self.program.loss, self.program.divided = context.loss, context.divided
+            self.program.loss, self.program.terms = context.loss, context.terms
         if context.exposed is not None:
             self.program.exposed[step.name] = context.exposed
         return context.operations

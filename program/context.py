@@ -86,8 +86,8 @@ class Context:
         self.settling: Callable[[], None] | None = None
         #: A loss sets this: the view of its value, float64 ``(1,)``.
         self.loss: View | None = None
-        #: A loss adds its terms that are divided by a sum of weights: views of the term and of the sum.
-        self.divided: list[tuple[View, View]] = []
+        #: A loss adds its terms: views of the value, and of the sum of weights that divides it, if one does.
+        self.terms: list[tuple[View, View | None]] = []
         #: Buffers that backward passes of layers behind this one read.
         self.reread: Collection[Buffer] = ()
         #: A dense layer whose gradient may be that of the whole batch sets this: code outside the program runs it too.

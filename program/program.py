@@ -102,9 +102,9 @@ class Program:
         Operations of the two passes, layer by layer.
     loss
         View of the loss of this rank's block, float64 ``(1,)``; None if there is no loss.
-    divided
-        Terms of the loss that are divided by a sum of weights over all ranks: views of this rank's part and of the
-        sum, both float64 ``(1,)``. Terms of training alone are not among them.
+    terms
+        Terms of the loss that count in evaluation: views of this rank's part, and of the sum of weights over all ranks
+        by which the term is divided, both float64 ``(1,)``; None: it is not divided by such a sum.
     exposed
         Kernels that code outside the program runs too, by layer.
     """
@@ -117,7 +117,7 @@ class Program:
     forward: list[Segment] = field(default_factory=list)
     backward: list[Segment] = field(default_factory=list)
     loss: View | None = None
-    divided: list[tuple[View, View]] = field(default_factory=list)
+    terms: list[tuple[View, View | None]] = field(default_factory=list)
     exposed: dict[str, KernelSpec] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[Operation]:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .config import Config, load_config
     from .evaluation import Evaluation
     from .executor import Executor
-    from .metrics import Confusion
+    from .metrics import Confusion, Counter
     from .optimizers import LARS, SGD, Adam, AdamW, Optimizer
     from .run import apply, evaluate, train
     from .schedules import Constant, Cosine, StepDecay, WarmUp
@@ -31,6 +31,7 @@ __all__ = [
     "Confusion",
     "Constant",
     "Cosine",
+    "Counter",
     "Diverged",
     "Evaluation",
     "Executor",
@@ -57,7 +58,7 @@ _HOMES = {
     "config": ("Config", "load_config"),
     "evaluation": ("Evaluation",),
     "executor": ("Executor",),
-    "metrics": ("Confusion",),
+    "metrics": ("Confusion", "Counter"),
     "optimizers": ("LARS", "SGD", "Adam", "AdamW", "Optimizer"),
     "run": ("apply", "evaluate", "train"),
     "schedules": ("Constant", "Cosine", "StepDecay", "WarmUp"),

@@ -288,7 +288,7 @@ class TrainingConfig(Table):
     """Gradients are scaled down to this global norm; else as they are."""
     patience: Whole = 0
     """Training ends when so many validations in turn were no better than the best one before, by the score
-    `output.best`; 0: it goes on to the last epoch."""
+    `output.best`; those in which it is undefined do not count. 0: it goes on to the last epoch."""
     accumulate: Count = 1
     """Every batch is computed in so many parts, one after the other, whose gradients are added up: the step of the
     whole batch with the memory of a part. What is computed of several samples together is of a part then: the
@@ -367,7 +367,8 @@ class OutputConfig(Table):
     """How many of the last checkpoints are kept."""
     best: Text | None = None
     """The score by which the checkpoint with the best validation is kept too: ``"loss"``, ``"iou"``, ...; ``"none"``:
-    by no score. By default the loss, where every epoch has a checkpoint anyway."""
+    by no score. By default the loss, where every epoch has a checkpoint anyway and held-out targets are of several
+    classes. A validation without the score is not judged."""
     timeline: bool = False
     """Measure every step of every rank: ``timeline.json``, and how much of the communication was hidden."""
     rank_logs: bool = False

@@ -24,8 +24,7 @@ from .checkpoints import CheckpointFolder, Checkpoints
 from .config import Config, ScheduleConfig
 from .evaluation import Evaluation
 from .log import Entry, RunLog, read_log
-from .metrics import Errors
-from .monitors import BestScore, Callback, LossWatch
+from .monitors import BestScore, Callback, LossWatch, is_defined
 from .pass_loss import STOP
 from .session import Session
 from .signals import CHECKPOINTED, StopSignals
@@ -35,6 +34,8 @@ from .trainer import Diverged, Trainer
 __all__ = ["TrainingRun", "evaluate_batches"]
 
 _log = logging.getLogger(__name__)
+
+_REMEDY = "hold out other samples (data.validation, data.split, training.seed), or choose another score (output.best)"
 
 
 class TrainingRun:
@@ -75,13 +76,13 @@ class TrainingRun:
         if self.trainer.auto is not None:
             report_to(log, self.trainer.auto, lambda: self.optimizer.step)
         self.evaluation = Evaluation(executor)
-        self.watch = LossWatch(session.samples.target_scale if isinstance(self.evaluation.counted, Errors) else 0.0)
+        self.watch = LossWatch(session.samples.target_scale if self.evaluation.of_numbers else 0.0)
         self._held_out: Sequence[Batch] = (
             session.in_order(session.samples.validation) if len(session.samples.validation) else []
         )
-        names = self.evaluation.names if self._held_out else []
+        names = self.evaluation.names if self._held_out else {}
         self.best = BestScore(_score(config), names, config.training.patience)
-        self._unvalidated = False
+        self._unvalidated = self._warned = False
         self.checkpoints = Checkpoints(session, folder, log, self.optimizer, self.sampler, self.best, self.trainer.auto)
         self.step_times: StepTimes | None = None
         self.steps = 0
@@ -163,6 +164,8 @@ class TrainingRun:
             raise self._diverged(error) from None
         if self.stopped_by is not None:
             self.log.write("stopped", step=self.optimizer.step, reason=self.stopped_by, code=CHECKPOINTED)
+        elif self.sampler.epoch == self.epochs:
+            self._report_missing()
         result |= {"steps": self.optimizer.step, "validation": self.validation, "best": self.best.state_dict()}
         return {**result, "stopped": self.stopped_by, "diverged": self.watch.diverged}
 
@@ -268,7 +271,7 @@ class TrainingRun:
             if found is None:
                 self._stop(unvalidated=True)
                 return  # scores of a part are no validation
-            self.validation, better = found, self.best.judge(found, self.optimizer.step)
+            self.validation, better = found, self._is_best(found, epoch)
             self.log.write("validation", epoch=epoch, step=self.optimizer.step, **self.validation)
             text += ", validation " + describe(self.validation) + (" (best)" if better and epoch else "")
         self.log.say(text)
@@ -282,6 +285,29 @@ class TrainingRun:
         if self.best.exhausted:
             self._give_up()
         self._unvalidated = False
+
+    def _is_best(self, found: dict[str, Any], epoch: int) -> bool:
+        """Return whether a validation is the best so far; warn, once, if it cannot be judged. Local.
+
+        Where all targets are alike, a model that always answers with them has the best loss. So such a validation is
+        judged only if `output.best` names the score.
+        """
+        best, lacking = self.best, self.evaluation.lacking_text
+        judged = {} if self.evaluation.blind and self.session.config.output.best is None else found
+        undefined = best.name != "none" and not is_defined(judged.get(best.name))
+        if (lacking or undefined) and not self._warned:
+            self._warned = True
+            no = ": it is no candidate for best.h5, and training.patience does not count it" if undefined else ""
+            cause = lacking or f"{best.name} is undefined"
+            _log.warning("validation after epoch %d: %s%s; %s", epoch + 1, cause, no, _REMEDY)
+        return best.judge(judged, self.optimizer.step)
+
+    def _report_missing(self) -> None:
+        """Report at the end that no validation could be judged. Local."""
+        if self.validation and self.best.name != "none" and not self.best.step:
+            cause = self.evaluation.lacking_text or f"{self.best.name} was undefined in every validation"
+            self.log.write("no_best", step=self.optimizer.step, reason=cause)
+            _log.warning("there is no best.h5: %s; %s", cause, _REMEDY)
 
     def _give_up(self) -> None:
         """Report that the run ends before its last epoch. Local."""

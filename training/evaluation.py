@@ -19,7 +19,7 @@ from ..layers.needs import operand_blocks
 from ..layers.targets import Judgement
 from ..program.views import Value, View
 from .executor import Executor
-from .metrics import Calibration, Confusion, Errors
+from .metrics import Calibration, Confusion, Counter, Errors, own_counter
 from .session import Session
 from .transfer import Gather
 
@@ -60,15 +60,33 @@ class Evaluation:
         self._loss = MeanLoss(executor)
 
     @property
-    def names(self) -> list[str]:
-        """Names of the scores of :meth:`finish`."""
-        scores = [(one.name, one.counter.scores()) for one in self._judged]
-        return ["loss", *(key if not n else f"{name} {key}" for n, (name, own) in enumerate(scores) for key in own)]
+    def names(self) -> dict[str, str | None]:
+        """Names of the scores of :meth:`finish`, and which is better, "lower" or "higher"; None: it is not declared."""
+        found: dict[str, str | None] = {"loss": "lower"}
+        for one in self._judged:
+            found |= {f"{one.prefix}{key}": one.counter.better.get(key) for key in one.counter.scores()}
+        return found
 
     @property
-    def counted(self) -> Confusion | Errors:
+    def counted(self) -> Counter:
         """Counts of the first prediction."""
         return self._judged[0].counter
+
+    @property
+    def of_numbers(self) -> bool:
+        """Whether the first prediction is a regression."""
+        return self._judged[0].judgement.classes is None
+
+    @property
+    def blind(self) -> bool:
+        """Whether the counts of :meth:`finish` cannot tell good predictions from bad ones (:meth:`Counter.lacking`)."""
+        return all(one.counter.lacking() for one in self._judged)
+
+    @property
+    def lacking_text(self) -> str:
+        """Which predictions they cannot tell, and why; "" if they can tell all."""
+        found = [(one.name, one.counter.lacking()) for one in self._judged]
+        return "; ".join(f"of {name!r} {text}" for name, text in found if text)
 
     def begin(self) -> None:
         """Set all counts to zero."""
@@ -88,20 +106,22 @@ class Evaluation:
                 # Counted on the host: the counts are the same for every device.
                 to_host, view = self._executor.device.to_host, self._executor.runner.view
                 arrays = (to_host(view(array)[:count]) for array in one.views)
-                one.counter.add(*(a.astype(np.float32) if is_low(a.dtype) else a for a in arrays))
+                prediction, target, *weights = (a.astype(np.float32) if is_low(a.dtype) else a for a in arrays)
+                one.counter.add(prediction, target, **({"weights": weights[0]} if weights else {}))
         return loss
 
     def finish(self) -> dict[str, float | None]:
-        """Compute the mean loss per sample and the scores, the same on all ranks.
+        """Compute the mean loss per sample and the scores, the same on all ranks. None: undefined.
 
         Scores of the second and later predictions have its name in front: ``"mask iou"``.
         """
-        found: dict[str, float | None] = {"loss": self._loss.result()}
+        loss = self._loss.result()
         for reduction in self._reductions:
             reduction.run()
-        for number, one in enumerate(self._judged):
-            scores = one.counter.scores()
-            found |= {f"{one.name} {key}": score for key, score in scores.items()} if number else scores
+        found = {"loss": None if all(one.counter.empty for one in self._judged) else loss}
+        for one in self._judged:
+            for key, score in one.counter.scores().items():
+                found[f"{one.prefix}{key}"] = None if score is None else float(score)
         return found
 
     def details(self) -> list[dict[str, Any]]:
@@ -126,19 +146,25 @@ class JudgedPair:
     ----------
     name
         Name of the output, or of the layer that makes it; followed by that of the target where another pair has it.
+    prefix
+        Of the names of its scores: the name, or "" of the first pair.
     nodes
         Names of both in the network.
     prediction, target
         Values that the loss reads.
+    judgement, counter
+        How it is judged, and what counts it.
     weights
         Weights of this rank's block, with extents of 1 where they are broadcast; None: all elements count.
     """
 
     name: str
+    prefix: str
     nodes: tuple[str, str]
     prediction: Value
     target: Value
-    counter: Confusion | Errors
+    judgement: Judgement
+    counter: Counter
     weights: View | None = None
 
     @property
@@ -171,12 +197,15 @@ def judged(executor: Executor) -> list[JudgedPair]:
             name = outputs.get(made, nodes[0])
             if found and (name in _TAKEN or any(name == other.name for other in found)):
                 name = f"{name} {nodes[1]}"
-            found.append(JudgedPair(name, nodes, *values, _counter(one), weights))
+            prefix = f"{name} " if found else ""
+            found.append(JudgedPair(name, prefix, nodes, *values, one, _counter(one, name), weights))
         return found
     raise ValueError(f"network {executor.network.name!r} has no loss layer, so there is nothing to compare with")
 
 
-def _counter(judgement: Judgement) -> Confusion | Errors:
+def _counter(judgement: Judgement, name: str) -> Counter:
+    if judgement.counter is not None:
+        return own_counter(judgement.counter, name)
     if judgement.classes is None:
         return Errors()
     return Confusion(judgement.classes, judgement.threshold, judgement.ignored, judgement.probabilities)
@@ -186,15 +215,18 @@ class MeanLoss:
     """Sum of the losses of batches, whose mean does not depend on how samples are put into batches.
 
     A loss is a mean over samples, so batches of fewer samples count less. A term that is divided by a sum of weights
-    becomes the quotient of both sums over all batches; a batch without weight does not count. Losses that are no means
-    (Dice of a batch) are averaged over the batches.
+    becomes the quotient of both sums over all batches; a batch without weight does not count, and neither does a term
+    that has none in all batches: without any other term the loss is undefined. Losses that are no means (Dice of a
+    batch) are averaged over the batches.
 
     Communication: one sum of 16 B per divided term in :meth:`result`.
     """
 
     def __init__(self, executor: Executor) -> None:
         view, self._to_host = executor.runner.view, executor.device.to_host
-        self._divided = [(view(value), view(divisor)) for value, divisor in executor.program.divided]
+        terms = executor.program.terms
+        self._divided = [(view(value), view(divisor)) for value, divisor in terms if divisor is not None]
+        self._only_divided = 0 < len(self._divided) == len(terms)
         #: By divided term: this rank's part times the samples of a batch, and times the divisor.
         self._own = np.zeros((len(self._divided), 2))
         self._sum = executor.comm.reduction(self._own, kind="metrics") if self._divided else None
@@ -216,10 +248,10 @@ class MeanLoss:
             self._divisors[k] += divisor
 
     def result(self) -> float | None:
-        """Compute the mean, the same on all ranks; None without samples. Collective; once after :meth:`begin`."""
+        """Compute the mean, the same on all ranks; None: undefined. Collective; once after :meth:`begin`."""
         if self._sum is not None:
             self._sum.run()
-        if not self._samples:
+        if not self._samples or (self._only_divided and not self._divisors.any()):
             return None
         quotients = [total / divisor for (_, total), divisor in zip(self._own, self._divisors) if divisor > 0]
         return (self._total - float(self._own[:, 0].sum())) / self._samples + float(sum(quotients))

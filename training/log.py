@@ -339,6 +339,7 @@ _NEEDED: dict[str, tuple[str, ...]] = {
     "stopped": ("reason",),
     "diverged": ("step", "reason"),
     "early_stop": ("step", "reason"),
+    "no_best": ("step", "reason"),
     "prediction": ("steps", "predicted_step_seconds", "measured_step_seconds", "data_seconds", "waits", "layers"),
 }
 

@@ -1,20 +1,24 @@
 """Counts of right and wrong predictions, the scores that follow from them, and the file that holds both.
 
-Counts are integers, so a score does not depend on the decomposition in any digit.
+Counts are integers, so a score does not depend on the decomposition in any digit. A metric of one's own is a
+:class:`Counter`.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from halograd.documents import read_json
 from halograd.errors import UserError
+from halograd.signatures import check_methods
 
 from ..data.disk import atomic_path, check_writable
 
@@ -22,9 +26,12 @@ __all__ = [
     "BINS",
     "Calibration",
     "Confusion",
+    "Counter",
     "Errors",
     "by_class",
     "check_details",
+    "counted",
+    "own_counter",
     "read_details",
     "scores",
     "sigmoid",
@@ -33,7 +40,89 @@ __all__ = [
 ]
 
 
-class Confusion:
+NOTHING = "no position counts: all are ignored, or have the weight 0"
+
+
+class Counter(ABC):
+    """Counts of a prediction and its target, and the scores that follow from them. Base of metrics.
+
+    One of one's own is named by a loss: ``Judgement(counter=RelativeError)``. Every rank counts its blocks, the counts
+    are summed over the ranks, and all ranks compute the scores from the sums.
+
+    Attributes
+    ----------
+    counts
+        int64 or float64, of any shape, contiguous. Whole numbers do not depend on the decomposition in any digit.
+    """
+
+    #: For every score whether ``"lower"`` or ``"higher"`` is better. One that is not here cannot be `output.best`.
+    better: Mapping[str, str] = MappingProxyType({})
+    counts: np.ndarray
+
+    @abstractmethod
+    def add(self, prediction: Any, target: Any, weights: Any = None) -> None:
+        """Add a block to the counts. Local.
+
+        Parameters
+        ----------
+        prediction, target
+            Blocks ``(N, *spatial, C)`` of NumPy arrays; do not modify them.
+        weights
+            Those of the elements (:func:`counted`), where the loss has some.
+        """
+
+    @abstractmethod
+    def scores(self) -> dict[str, float | None]:
+        """Compute the scores of the counts by name, always of the same names; None: undefined."""
+
+    def details(self) -> dict[str, Any]:
+        """Return plain data on the counts, for ``halograd evaluate --details``."""
+        return {"kind": "own", "counts": self.counts.tolist()}
+
+    @property
+    def empty(self) -> bool:
+        """Whether the targets had nothing that counts, so that there is no loss either."""
+        return False
+
+    def lacking(self) -> str:
+        """Return why these targets cannot tell good predictions from bad ones, in words; "" if they can."""
+        return NOTHING if self.empty else ""
+
+
+def own_counter(make: Any, name: str) -> Counter:
+    """Return the counter that a judgement of the prediction `name` makes, checked. Local; every rank calls it.
+
+    Raises
+    ------
+    UserError
+        If it is no :class:`Counter`, or a method or an attribute is not as that says.
+    """
+    made = make()
+    if not isinstance(made, Counter):
+        raise UserError(f"counter of {name!r}: expected a halograd.training.Counter, got {type(made).__name__}")
+    kind, counts = f"counter {type(made).__name__} of {name!r}", getattr(made, "counts", None)
+    check_methods(made, optional=["weights"])
+    if not (isinstance(counts, np.ndarray) and counts.dtype in (np.int64, np.float64) and counts.flags.c_contiguous):
+        got = f"an array of {counts.dtype}" if isinstance(counts, np.ndarray) else type(counts).__name__
+        raise UserError(f"{kind}: expected `counts` to be a contiguous array of int64 or float64, got {got}")
+    try:
+        with np.errstate(all="ignore"):
+            scores = dict(made.scores())
+    except Exception as error:
+        raise UserError(f"{kind}: expected scores() of nothing, None where undefined, got {error!r}") from error
+    wrong = [key for key in scores if not isinstance(key, str) or key == "loss"]
+    if wrong or not scores:
+        raise UserError(f'{kind}: expected scores() by name, and none named "loss", got {wrong or "none"}')
+    for key, better in made.better.items():
+        if key not in scores or better not in ("lower", "higher"):
+            raise UserError(
+                f'{kind}: better: expected scores ({", ".join(scores)}) and "lower" or "higher" for each, got '
+                f"{key!r}: {better!r}"
+            )
+    return made
+
+
+class Confusion(Counter):
     """Confusion counts of a classification of samples, pixels or cells.
 
     Parameters
@@ -57,6 +146,7 @@ class Confusion:
         Counts of probabilities; None where they are not counted.
     """
 
+    better = MappingProxyType(dict.fromkeys(("accuracy", "iou", "f1", "precision", "recall"), "higher"))
     calibration: Calibration | None = None
 
     def __init__(
@@ -112,17 +202,28 @@ class Confusion:
         found = {"kind": "classes", "confusion": self.counts.tolist(), "by_class": by_class(self.counts)}
         return found if self.calibration is None else {**found, "calibration": self.calibration.result()}
 
+    @property
+    def empty(self) -> bool:
+        return not self.counts.any()
+
+    def lacking(self) -> str:
+        true = self.counts.sum(axis=1)
+        if np.count_nonzero(true) != 1:
+            return super().lacking()
+        return f"all {true.sum()} positions that count are of class {true.argmax()}"
+
 
 def scores(counts: np.ndarray) -> dict[str, float | None]:
     """Compute accuracy, IoU, F1, precision and recall of confusion counts; None where a score is not defined.
 
-    With two classes they are those of the second one, else the mean over the classes that occur or were predicted.
+    With two classes they are those of the second one, and defined where it occurs in the targets; else the mean over
+    the classes that occur or were predicted.
 
     >>> scores(np.array([[5, 1], [2, 4]]))["iou"]
     0.5714285714285714
     """
     total, classes = int(counts.sum()), by_class(counts)
-    chosen = classes[1:] if len(classes) == 2 else classes
+    chosen = [one for one in classes[1:] if one["count"]] if len(classes) == 2 else classes
     means = {key: _mean([one[key] for one in chosen]) for key in ("iou", "f1", "precision", "recall")}
     return {"accuracy": int(np.trace(counts)) / total if total else None, **means}
 
@@ -171,7 +272,7 @@ def _ratio(above: int, below: int) -> float | None:
     return above / below if below else None
 
 
-class Errors:
+class Errors(Counter):
     """Sums of differences, for regression.
 
     Attributes
@@ -179,6 +280,8 @@ class Errors:
     counts
         ``(3,)`` float64: elements, sum of absolute differences, sum of squares.
     """
+
+    better = MappingProxyType({"mae": "lower", "rmse": "lower"})
 
     def __init__(self) -> None:
         self.counts = np.zeros(3)
@@ -199,6 +302,10 @@ class Errors:
     def details(self) -> dict[str, Any]:
         """Return how many numbers were compared."""
         return {"kind": "numbers", "count": int(self.counts[0])}
+
+    @property
+    def empty(self) -> bool:
+        return not self.counts[0]
 
 
 BINS = 15

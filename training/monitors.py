@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, SupportsFloat
+from typing import Any, SupportsFloat, TypeGuard
 
 from halograd.errors import UserError
 
-__all__ = ["FACTOR", "BestScore", "Callback", "LossWatch"]
+__all__ = ["FACTOR", "BestScore", "Callback", "LossWatch", "is_defined"]
 
 FACTOR = 1000.0
 """A loss so many times the first one has diverged."""
@@ -94,52 +94,59 @@ class LossWatch:
         return self.diverged
 
 
-#: Ends of names of scores that are better when smaller; all other scores are better when larger.
-_LESS = ("loss", "mae", "rmse")
+def is_defined(score: float | None) -> TypeGuard[float]:
+    """Return whether a score is a number: neither None nor NaN."""
+    return score is not None and not math.isnan(score)
 
 
 class BestScore:
     """The best validation by one score, and early stopping. Local, alike on all ranks, as validations are.
+
+    A validation in which the score is undefined, None or NaN, is no evidence: it is neither better nor worse.
 
     Parameters
     ----------
     name
         Name of the score, one of `names`; ``"none"``: no validation is the best.
     names
-        Names of the scores of a validation; empty: no samples are held out.
+        Names of the scores of a validation, and whether "lower" or "higher" is better; empty: no samples are held out.
     patience
         Number of validations without improvement after which training ends; 0: it does not.
 
     Raises
     ------
     UserError
-        If the name is another one, or `patience` is set without validations or without a score.
+        If the name is another one, its direction is not declared, or `patience` is set without validations or without
+        a score.
     """
 
-    def __init__(self, name: str, names: Collection[str], patience: int = 0) -> None:
+    def __init__(self, name: str, names: Mapping[str, str | None], patience: int = 0) -> None:
         if names and name not in (*names, "none"):
             raise UserError(f"output.best: expected one of {', '.join([*names, 'none'])}, got {name!r}")
+        if names and name != "none" and names[name] is None:
+            raise UserError(
+                f"output.best: expected a score whose better direction is known, got {name!r}; declare it in the class "
+                'of its counter: better = {"NAME": "lower"}, or "higher"'
+            )
         if patience and (not names or name == "none"):
             wrong = "none" if names else "data.validation = 0"
             raise UserError(
                 f"training.patience: expected held-out samples and a score to judge them by (output.best), got {wrong}"
             )
         self.name, self.patience = name, patience
+        self._lower = names.get(name) == "lower"
         self.value, self.step, self.waited = math.nan, 0, 0
 
     def judge(self, scores: Mapping[str, float | None], step: int) -> bool:
         """Return whether this validation, after update number `step`, is the best so far."""
         value = scores.get(self.name)
-        if self.name == "none":
+        if self.name == "none" or not is_defined(value):
             return False
         self.waited += 1
-        if value is None or math.isnan(value) or not (math.isnan(self.value) or self._better(value)):
+        if not (math.isnan(self.value) or (value < self.value if self._lower else value > self.value)):
             return False
         self.value, self.step, self.waited = value, step, 0
         return True
-
-    def _better(self, value: float) -> bool:
-        return value < self.value if self.name.endswith(_LESS) else value > self.value
 
     @property
     def exhausted(self) -> bool:

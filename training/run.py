@@ -191,6 +191,8 @@ def evaluate(
         evaluation = Evaluation(session.executor, calibrated=details is not None)
         result = evaluate_batches(session, evaluation, batches)
         assert result is not None, "it is not interrupted"
+        if evaluation.lacking_text:
+            _log.warning("%s samples: %s", samples, evaluation.lacking_text)
         if predictions is not None:
             write_predictions(session, batches, Path(predictions))
         if details is not None:

@@ -29,7 +29,7 @@ from .timeline import about_timeline, draw_timeline, hidden_text, phase_tables
 __all__ = ["read_masks", "write_page"]
 
 #: What the table of events shows, oldest first.
-SHOWN = ("begin", "stopped", "interrupted", "failed", "checkpoint_failed", "early_stop", "finished")
+SHOWN = ("begin", "stopped", "interrupted", "failed", "checkpoint_failed", "early_stop", "no_best", "finished")
 #: What is shown of a line ``begin``, if it is all there.
 ABOUT = {
     *("network", "parameters", "samples", "held_out", "batch", "ranks"),

@@ -180,7 +180,7 @@ def test_what_the_command_line_says_last(comm, config, capsys):
 
 #: Validations go up and down.
 STEEP = ("schedule.learning_rate=0.3", 'schedule.kind="constant"')
-NAMES = ("loss", "iou", "flow rmse")
+NAMES = {"loss": "lower", "iou": "higher", "flow rmse": "lower", "flow drag": "lower", "drift": None}
 
 
 @pytest.mark.parametrize(
@@ -189,6 +189,7 @@ NAMES = ("loss", "iou", "flow rmse")
         ("loss", [0.5, 0.4, 0.45, 0.4, 0.3], 5),
         ("iou", [0.5, 0.4, 0.45, 0.5], 1),
         ("flow rmse", [3.0, 2.0, math.nan, 2.5], 2),
+        ("flow drag", [3.0, 2.0, 2.5], 2),
         ("iou", [None, math.nan, 0.1], 3),
         ("none", [0.5, 0.4], 0),
         ("loss", [math.inf, 1.0], 2),
@@ -208,12 +209,14 @@ def test_which_is_the_best(name, values, best):
 
 
 def test_patience():
+    """A validation in which the score is undefined is no evidence, neither for nor against the model."""
     score = BestScore("loss", NAMES, 2)
-    for step, value, ended in ((1, 0.5, False), (2, 0.6, False), (3, 0.4, False), (4, 0.5, False), (5, None, True)):
+    values = [None, math.nan, None, 0.5, 0.6, 0.4, 0.5, None, math.nan, 0.4]
+    for step, value in enumerate(values, 1):
         score.judge({"loss": value}, step)
-        assert score.exhausted == ended
-    assert score.describe() == "best loss 0.4000 at step 3"
-    for names, name, wrong in (((), "loss", "data.validation = 0"), (NAMES, "none", "none")):
+        assert score.exhausted == (step == len(values))
+    assert score.describe() == "best loss 0.4000 at step 6"
+    for names, name, wrong in (({}, "loss", "data.validation = 0"), (NAMES, "none", "none")):
         with pytest.raises(UserError, match=rf"training.patience: expected held-out samples .*, got {wrong}"):
             BestScore(name, names, 3)
 
