@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
 
@@ -171,7 +171,7 @@ class Augmentation:
                     f"of {field.shape[:-1]} beside {first[:-1]}; choose another resolution of the network"
                 )
             spatial.append(n * window // base)
-        return Field(field.dataset, field.kind, (*spatial, field.shape[-1]), field.channel_names, field.is_target)
+        return replace(field, shape=(*spatial, field.shape[-1]))
 
     def _check(self) -> None:
         for key in ("flips", "shifts"):

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..dtensor.box import Box
+from .chunks import CACHE
 from .dataset import Hdf5Dataset
 from .disk import DataError
 from .structure import Structure
@@ -160,7 +161,13 @@ class FileSet:
         self.file_of = np.repeat(np.arange(len(self.parts), dtype=np.int64), lengths)
         self.groups = _groups(self.parts)
         self._open: OrderedDict[int, None] = OrderedDict()
+        # Decompressed chunks of all open files share the memory for them.
         self._most_open = max(1, most_open)
+        for part in self.parts:
+            part.share = CACHE // min(self._most_open, len(self.parts))
+        needed = max(part.cached for part in self.parts)
+        if needed:
+            self._most_open = min(self._most_open, max(1, CACHE // needed))
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -205,6 +212,12 @@ class FileSet:
         """What all files say of themselves alike."""
         first, *others = [part.attributes for part in self.parts]
         return {name: v for name, v in first.items() if all(other.get(name) == v for other in others)}
+
+    def slow_chunks(self, name: str, box: Box, shuffled: bool) -> str:
+        """See :meth:`Hdf5Dataset.slow_chunks`; of the first file that has some, with the number of others."""
+        found = [text for part in self.parts if (text := part.slow_chunks(name, box, shuffled))]
+        more = f"; and of {len(found) - 1} more files" if len(found) > 1 else ""
+        return found[0] + more if found else ""
 
     def place(self, index: int) -> str:
         """Return the place of a sample, for messages."""

@@ -45,7 +45,7 @@ LARGEST = 1e6
 """``metric`` sees nothing above this: a clamped 1e30 must not be an outlier of its own."""
 CLIP = 5.0
 """Standard deviations at which ``clip`` cuts."""
-_RULES = 2  # version of what the rules mean
+_RULES = 3  # version of what the numbers mean: since 2 "metric" is no "log", since 3 packed numbers are unpacked
 _ROWS = 64
 _CACHED_ROWS = 16
 _LONG = 8e9  # bytes that one rank reads in ten seconds or more
@@ -142,11 +142,16 @@ class ChannelStatistics:
             "rules": _RULES,
         }
 
+    @staticmethod
+    def unpacked(state: Mapping[str, Any]) -> bool:
+        """Return whether a state is of a version that unpacks packed numbers."""
+        return bool(state.get("rules", 1) >= _RULES)
+
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> ChannelStatistics:
         mean, std = (np.asarray(state[key], dtype=np.float64) for key in ("mean", "std"))
         # In checkpoints before the rule "metric" was, "log" meant it.
-        renamed = {} if state.get("rules") == _RULES else {"log": "metric"}
+        renamed = {} if state.get("rules", 1) >= 2 else {"log": "metric"}
         return cls(mean, std, tuple(renamed.get(rule, rule) for rule in state["transforms"]), int(state["count"]))
 
 

@@ -15,8 +15,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from ..dtensor.box import Box
 from .disk import DataError
+from .packing import packing_of
 from .structure import Field
-from .targets import LabelMap, TargetRange, check_values
+from .targets import LabelMap, TargetRange, check_values, kept_labels
 
 __all__ = [
     "ArrayDataset",
@@ -77,7 +78,8 @@ class ArrayDataset:
     ----------
     arrays : mapping
         By the name of the network's input: ``(N, *spatial, C)``, or ``(N,)``, a number per sample. An array has
-        ``shape`` and is read as ``array[index, a:b, c:d, ...]``, by the thread that reads ahead.
+        ``shape`` and ``dtype``, and is read as ``array[index, a:b, c:d, ...]``, by the thread that reads ahead. Packed
+        numbers (:class:`Packing`) are unpacked if it has ``attrs`` that describe them, as those of h5py and Zarr.
     targets : collection of str
         Names of the arrays that predictions are compared with.
     channel_names : mapping, optional
@@ -131,7 +133,9 @@ class ArrayDataset:
         names = [f"channel {k}" for k in range(shape[-1])] if channels is None else list(channels)
         if len(names) != shape[-1]:
             raise DataError(f"{self.path}: expected {shape[-1]} names of channels of {name!r}, got {len(names)}")
-        return Field(name, "channels last", tuple(shape), names, is_target)
+        attributes, where = getattr(self.arrays[name], "attrs", {}), f"{self.path}: {name!r}"
+        packing = packing_of(attributes, np.dtype(self.arrays[name].dtype), where) if attributes else None
+        return Field(name, "channels last", tuple(shape), names, is_target, packing=packing)
 
     def __len__(self) -> int:
         return int(next(iter(self.arrays.values())).shape[0])
@@ -149,16 +153,27 @@ class ArrayDataset:
             return tuple(slice(0, 0) for _ in filled)
         where: tuple[slice, ...] = part.slices()[1:] if len(array.shape) > 1 else ()
         for k in range(*part.ranges[0]):
-            values = np.asarray(array[(int(indices[k]), *where)])
-            self.bytes_read += values.nbytes
+            values = array[(int(indices[k]), *where)]
+            stored = np.asarray(values)
             at: Any = (k - box.start[0], *filled[1:])
-            out[at] = values
+            self.bytes_read += stored.nbytes
+            self._write(name, stored.reshape(out[at].shape), np.ma.getmask(values), out[at])
         if name in self.labels:
             self.labels[name].apply(out[filled])
         if name not in self.lenient:
             limits = self.ranges.get(name, TargetRange()) if field.is_target else None
             check_values(self.path, field, limits, out[filled], indices, part.start)
         return filled
+
+    def _write(self, name: str, stored: NDArray[Any], masked: Any, out: NDArray[Any]) -> None:
+        """Write the values of stored numbers to `out`; masked ones (as of netCDF4) are NaN, unless they are labels."""
+        packing, kept = self.fields[name].packing, kept_labels(name, self.ranges, self.labels)
+        if packing is None:
+            np.copyto(out, stored, casting="unsafe")
+        else:
+            packing.unpack(stored, out, kept)
+        if np.any(masked):
+            out[masked.reshape(out.shape) & ~np.isin(stored, kept)] = np.nan
 
     def close(self) -> None:
         """Do nothing: no file is open."""

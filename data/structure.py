@@ -17,7 +17,9 @@ from numpy.typing import NDArray
 
 from halograd.documents import shown
 
+from .chunks import Chunks, chunks_of
 from .disk import DataError, one_line
+from .packing import Packing, packing_of
 from .storage import Storage, check_files, dataset_of
 
 __all__ = [
@@ -72,6 +74,10 @@ class Field:
         Whether predictions are compared with it.
     attributes : dict
         Attributes that describe the numbers: units, long_name, ...
+    packing : Packing or None
+        How numbers are stored; None: as they are.
+    chunks : Chunks or None
+        Compressed chunks that they lie in; None: any part is read by itself.
     """
 
     dataset: str
@@ -80,6 +86,8 @@ class Field:
     channel_names: list[str]
     is_target: bool = False
     attributes: dict[str, Any] = attribute(default_factory=dict)
+    packing: Packing | None = None
+    chunks: Chunks | None = None
 
     def channel(self, k: int) -> str:
         """Return number and name of a channel, for messages."""
@@ -117,8 +125,11 @@ def examine(
     targets: Mapping[str, str],
     layout: str | None,
     allow_external: bool = False,
+    unpack: bool = True,
 ) -> Structure:
     """Examine an open file: axes of its datasets, whether they fit each other, and where they lie. Local.
+
+    Without `unpack` no field has a packing.
 
     The first of the inputs has the grid by which the others, and targets, are judged.
 
@@ -139,7 +150,9 @@ def examine(
             shape = shape_of(dataset, own)
             names = channel_names(dataset, path, shape[-1]) if name in inputs else numbered(shape[-1])
             said = plain_attributes(dataset, OF_NUMBERS)
-            fields[name] = Field({**inputs, **targets}[name], own, shape, names, name in targets, said)
+            packing = _packing(dataset, path) if unpack else None
+            source, chunks = {**inputs, **targets}[name], chunks_of(dataset, 2 if own == "channels first" else 1)
+            fields[name] = Field(source, own, shape, names, name in targets, said, packing, chunks)
         together = groups(file, path, len(first), storage)
         check_files(path, storage.files)
     return Structure(fields, len(first), together, storage.files, plain_attributes(file))
@@ -267,13 +280,26 @@ def groups(file: h5py.File, path: Path, samples: int, storage: Storage) -> NDArr
             path, found.shape, samples,
         )  # fmt: skip
         return None
-    numbers = found[()]
+    packing, numbers = _packing(found, path), found[()]
+    if packing is not None:
+        absent = packing.absent(numbers.view(packing.dtype))
+        if packing.scales or absent.any():
+            what = "scale_factor or add_offset" if packing.scales else f"a missing value for sample {absent.argmax()}"
+            raise DataError(
+                f"{path}: dataset 'simulation': expected a whole number per sample, got {what}; correct it, or give it "
+                "another name"
+            )
+        numbers = numbers.view(packing.dtype)
     if numbers.dtype.kind == "f" and not np.all((numbers % 1 == 0) & (np.abs(numbers) < 2.0**53)):
         raise DataError(
             f"{path}: dataset 'simulation': expected a whole number per sample, got others; correct them, or give it "
             "another name"
         )
     return np.asarray(numbers, dtype=np.int64)
+
+
+def _packing(dataset: h5py.Dataset, path: Path) -> Packing | None:
+    return packing_of(dataset.attrs, dataset.dtype, f"{path}: {dataset.name!r}")
 
 
 def _text(value: Any) -> Any:

@@ -26,6 +26,7 @@ __all__ = [
     "TargetReduction",
     "check_numbers",
     "check_values",
+    "kept_labels",
 ]
 
 Axes = tuple[int, ...]
@@ -96,15 +97,18 @@ def check_values(
         return
     at = tuple(np.argwhere(~good)[0])
     sample, *where = (int(a + low) for a, low in zip(at, origin))
+    value = f"{float(values[at]):g}"
+    if np.isnan(values[at]) and field.packing is not None and field.packing.masks:
+        value += f" (a missing value by {', '.join(field.packing.names)})"
     if limits is None:
         raise DataError(
-            f"{path}: {float(values[at])} in sample {indices[sample]}, {field.channel(where[-1])} at "
+            f"{path}: {value} in sample {indices[sample]}, {field.channel(where[-1])} at "
             f"{tuple(where[:-1])}; expected finite numbers: repair or leave out that sample, or set data.invalid to "
             '"skip" or "fill"'
         )
     other = " or choose another loss" if limits.high < np.inf else ""
     raise DataError(
-        f"{path}: target {float(values[at]):g} in sample {indices[sample]} of {field.dataset!r} at {tuple(where)}; "
+        f"{path}: target {value} in sample {indices[sample]} of {field.dataset!r} at {tuple(where)}; "
         f"expected {limits}: repair the data{other}"
     )
 
@@ -186,6 +190,16 @@ class LabelMap:
         if len(np.unique(values)) < len(values):
             return found
         return {key: [int(one) for one in values] if key == "flag_values" else attributes[key] for key in attributes}
+
+
+def kept_labels(name: str, ranges: Mapping[str, TargetRange], labels: Mapping[str, LabelMap]) -> list[float]:
+    """Return the numbers of a field that are labels even where a file says that they are missing values. Local.
+
+    They are what the loss ignores, and what a map of labels replaces.
+    """
+    ignored = ranges[name].ignored if name in ranges else None
+    mapped: list[float] = [*labels[name].numbers] if name in labels else []
+    return mapped if ignored is None else [*mapped, ignored]
 
 
 # -- patches ---------------------------------------------------------------------------------------------

@@ -78,6 +78,10 @@ class DataConfig(Table):
     allow_external: bool = False
     """Numbers may lie in files outside the folder of the file, to which its virtual datasets, external links and
     external datasets refer."""
+    unpack: bool = True
+    """Apply the attributes of packed data: ``scale_factor``, ``add_offset``, ``_Unsigned``; and ``_FillValue``,
+    ``missing_value``, ``valid_range``, ``valid_min`` and ``valid_max``, by which numbers are missing: they are NaN, see
+    `invalid`. Without, numbers are read as they are stored."""
     split: Literal["auto", "random", "group", "file"] = "auto"
     """What `validation` holds out: samples at random, whole groups (of one number in the dataset ``simulation``), or
     whole files; ``"auto"``: groups where there are some, else samples."""

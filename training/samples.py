@@ -35,6 +35,7 @@ from ..data.files import check_alike
 from ..data.structure import Field, Structure
 from ..data.survey import LOOKS, count_classes, find_invalid, look_at_data
 from ..data.targets import LabelMap, TargetRange
+from ..dtensor import Box
 from ..layers import Input, Network
 from ..models.own import call_own
 from .build import check_batch, datasets_of, label_maps, weights_of
@@ -120,6 +121,8 @@ class Samples:
         check_batch(config, len(training) if trainable else len(dataset), trainable)
         wanted, known = _normalized(data, dataset), normalization or {}
         known = {wanted[0]: known} if wanted and "mean" in known else known  # format of earlier versions
+        if comm.rank == 0:
+            _warn_of_stored(dataset, known, wanted)
         computed = _statistics(data, dataset, [name for name in wanted if name not in known], training, comm)
         statistics = {
             name: computed[name] if name in computed else ChannelStatistics.from_state_dict(known[name])
@@ -158,6 +161,24 @@ class Samples:
         mark = zlib.crc32(self.training.tobytes(), zlib.crc32("\n".join(names).encode()))
         return f"{len(self.training)} of {len(self.dataset)} samples{files}, {mark:08x}"
 
+    def warn_of_chunks(self, boxes: Mapping[str, Box], shuffled: bool) -> None:
+        """Warn of files whose compressed chunks are much larger than what this rank reads of them. Local.
+
+        Parameters
+        ----------
+        boxes
+            Boxes of this rank in a batch, by name of the input.
+        shuffled
+            Whether samples are read in a random order.
+        """
+        if not isinstance(self.dataset, Hdf5Dataset | FileSet):
+            return
+        for name, box in boxes.items():
+            reduction = self.reductions.get(name)
+            slow = self.dataset.slow_chunks(name, reduction.fine_box(box) if reduction else box, shuffled)
+            if slow:
+                _log.warning("%s", slow)
+
     def check_drawn(self, before: str | None, instead: str) -> None:
         """Raise a UserError if the run of a checkpoint trained on other samples. Local.
 
@@ -175,6 +196,19 @@ class Samples:
                 f"data.path: expected the training samples of the checkpoint ({before}), got others ({self.drawn}): "
                 f"files were added, removed, renamed or changed{by_text}, or data.validation, data.split or "
                 f"training.seed; put that back, or {instead}"
+            )
+
+
+def _warn_of_stored(dataset: Dataset, known: Mapping[str, Any], names: Sequence[str]) -> None:
+    """Warn of inputs that are unpacked, if the statistics of a checkpoint may be those of the stored numbers. Local."""
+    for name in names:
+        packing = dataset.fields[name].packing
+        if name in known and not ChannelStatistics.unpacked(known[name]) and packing is not None and packing.scales:
+            _log.warning(
+                "data.unpack: %s is unpacked by %s, which its run did not do if it read packed numbers too; if so, "
+                "set data.unpack = false, or train it anew",
+                name,
+                ", ".join(packing.names),
             )
 
 
@@ -214,7 +248,7 @@ def _open_dataset(data: DataConfig, network: Network, comm: Communicator, labell
     limits = _ranges(network)
 
     def open_(number: int, structure: Structure | None = None) -> Hdf5Dataset:
-        return Hdf5Dataset(paths[number], *names, data.layout, limits, structure, data.allow_external)
+        return Hdf5Dataset(paths[number], *names, data.layout, limits, structure, data.allow_external, data.unpack)
 
     opened: dict[int, Hdf5Dataset] = {}
     fault: DataError | None = None

@@ -138,6 +138,8 @@ class Session:
             )
         )
         inputs = {name: executor.input(name) for name in samples.dataset.fields}
+        if comm.rank == 0:
+            samples.warn_of_chunks({name: made.box for name, made in inputs.items()}, trainable and data.shuffle)
         slots, device, ahead = data.prefetch + 1, executor.device, None
         if not device.is_host:
             arrays = {name: made.array for name, made in inputs.items()}

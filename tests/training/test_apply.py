@@ -421,7 +421,7 @@ def test_says_what_the_data_say(comm, working, what):
             file["v"], file["label"] = rng.random((12, EDGE, EDGE, 2)), rng.integers(0, 3, (12, EDGE, EDGE))
             for name, said in (("v", SPEED), ("label", MASK)):
                 file[name].attrs.update(said)
-            file["v"].attrs["valid_range"] = np.zeros((2, 2))
+            file["v"].attrs["comment"] = np.zeros((2, 2))
         for number in range(2):
             with h5py.File(f"new{number}.h5", "w") as file:
                 file.create_dataset("u", data=rng.random((4, EDGE, EDGE, 3))).attrs["layout"] = "NHWC"

@@ -1,0 +1,263 @@
+"""Packed numbers: stored numbers, and the values that they stand for, by the conventions of netCDF and CF.
+
+::
+
+    stored  --(_FillValue, missing_value, valid_range)-->  NaN, or  --(scale_factor, add_offset)-->  value
+
+References
+----------
+CF Conventions 1.11, Sections 2.5.1 (missing data) and 8.1 (packed data); NetCDF Users Guide, Attribute Conventions.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from halograd.documents import shown
+
+from .disk import DataError, one_line
+
+__all__ = ["Packing", "packing_of"]
+
+_log = logging.getLogger(__name__)
+
+#: Elements that are unpacked at a time: their values in float64 stay in the cache.
+_AT_ONCE = 1 << 15
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Map from the stored numbers of a dataset to values: ``scale * stored + offset``, or NaN where there is no value.
+
+    Attributes
+    ----------
+    dtype : str
+        Dtype of the stored numbers; under the attribute ``_Unsigned`` of the other sign than in the file.
+    scale, offset : float
+    missing : tuple of numbers
+        Stored numbers without a value.
+    low, high : number or None
+        Smaller and larger stored numbers have no value either.
+    names : tuple of str
+        Attributes that this comes from, for messages.
+    """
+
+    dtype: str
+    scale: float = 1.0
+    offset: float = 0.0
+    missing: tuple[float, ...] = ()
+    low: float | None = None
+    high: float | None = None
+    names: tuple[str, ...] = ()
+
+    @property
+    def scales(self) -> bool:
+        """Whether values differ from the stored numbers."""
+        return (self.scale, self.offset) != (1.0, 0.0)
+
+    @property
+    def masks(self) -> bool:
+        """Whether some stored numbers have no value."""
+        return bool(self.missing) or self.low is not None or self.high is not None
+
+    def unpack(self, stored: NDArray[Any], out: NDArray[Any], kept: Collection[float] = ()) -> None:
+        """Write the values of stored numbers to `out`, a float array of their shape. Local.
+
+        Values are computed in float64 and rounded once, to the dtype of `out`. Stored numbers in `kept` have a value
+        in any case.
+        """
+        stored = stored.view(self.dtype)
+        with np.errstate(all="ignore"):  # a value that overflows is infinite, and is refused as such
+            for part in _parts(stored.shape):
+                some, target = stored[part], out[part]
+                values = some
+                if self.scales:
+                    values = some.astype(np.float64)
+                    values *= self.scale
+                    values += self.offset
+                np.copyto(target, values, casting="unsafe")
+                if self.masks:
+                    np.copyto(target, np.nan, where=self.absent(some, kept), casting="unsafe")
+
+    def absent(self, stored: NDArray[Any], kept: Collection[float] = ()) -> NDArray[np.bool_]:
+        """Return which stored numbers, of :attr:`dtype`, have no value. Local."""
+        found = np.zeros(stored.shape, np.bool_)
+        for number in self.missing:
+            found |= stored == number
+        if self.low is not None:
+            found |= stored < self.low
+        if self.high is not None:
+            found |= stored > self.high
+        for number in kept if found.any() else ():
+            found &= stored != number
+        return found
+
+
+def _parts(shape: Sequence[int]) -> Iterator[Any]:
+    """Yield indices, along leading axes, of parts of an array of about `_AT_ONCE` elements at most.
+
+    >>> list(_parts((2, 3, 20_000)))[:2]
+    [(0, slice(0, 1, None)), (0, slice(1, 2, None))]
+    """
+    rest = math.prod(shape[1:])
+    if not shape:
+        yield ...
+    elif rest > _AT_ONCE:
+        yield from ((k, *inner) for k in range(shape[0]) for inner in _parts(shape[1:]))
+    else:
+        step = max(1, _AT_ONCE // max(1, rest))
+        yield from ((slice(first, first + step),) for first in range(0, shape[0], step))
+
+
+def packing_of(attributes: Any, dtype: np.dtype[Any], where: str) -> Packing | None:
+    """Return the packing that attributes of a dataset describe; None if its numbers are the values. Local.
+
+    Parameters
+    ----------
+    attributes : mapping
+        ``name in attributes`` and ``attributes[name]``, as of h5py and Zarr.
+    dtype
+        Dtype of the stored numbers.
+    where
+        File and dataset, for messages.
+
+    Raises
+    ------
+    DataError
+        An attribute that is not what the conventions say: a factor per channel, a text, NaN, a factor of 0.
+    """
+    names = ("scale_factor", "add_offset", "_FillValue", "missing_value", "valid_range", "valid_min", "valid_max")
+    given = {name: _numbers(attributes[name], name, where) for name in names if name in attributes}
+    given = {name: numbers for name, numbers in given.items() if numbers.size}
+    scale = _number(given, "scale_factor", 1.0, where)
+    offset = _number(given, "add_offset", 0.0, where)
+    if scale == 0:
+        raise _error("scale_factor", "a number other than 0", scale, where)
+    own = _signed(attributes, dtype, where)
+    missing = [
+        _stored(number, own, own != dtype, name, where)
+        for name in ("_FillValue", "missing_value")
+        for number in given.get(name, ())
+    ]
+    known = tuple(dict.fromkeys(number for number in missing if number is not None))
+    low, high = _limits(given, own, own != dtype, (scale, offset), where)
+    found = Packing(own.str, scale, offset, known, low, high, tuple(given))
+    return found if found.scales or found.masks or own != dtype else None
+
+
+def _error(name: str, expected: str, got: Any, where: str) -> DataError:
+    return DataError(
+        f"{where}: attribute {name!r}: expected {expected}, got {one_line(shown(got))}; correct or remove it, or set "
+        "data.unpack = false, which reads numbers as they are stored"
+    )
+
+
+def _numbers(value: Any, name: str, where: str) -> NDArray[Any]:
+    """Return the numbers of an attribute, ``(n,)``."""
+    if isinstance(value, h5py.Empty):
+        return np.empty(0)
+    found = np.asarray(value)
+    if found.dtype.kind not in "iufb":
+        raise _error(name, "a number", value, where)
+    return found.reshape(-1)
+
+
+def _number(given: Mapping[str, NDArray[Any]], name: str, default: float, where: str) -> float:
+    """Return the only number of an attribute."""
+    numbers = given.get(name)
+    if numbers is None:
+        return default
+    if numbers.size != 1 or not np.isfinite(numbers[0]):
+        raise _error(name, "one finite number for the whole dataset", numbers.tolist(), where)
+    return float(numbers[0])
+
+
+def _signed(attributes: Any, dtype: np.dtype[Any], where: str) -> np.dtype[Any]:
+    """Return the dtype of stored integers under the attribute ``_Unsigned``: most in netCDF-3 are signed."""
+    if "_Unsigned" not in attributes or dtype.kind not in "iu":
+        return dtype
+    value = attributes["_Unsigned"]
+    text = value.decode("utf-8", "replace") if isinstance(value, bytes) else value
+    if not isinstance(text, str) or text.lower() not in ("true", "false"):
+        raise _error("_Unsigned", "'true' or 'false'", value, where)
+    kind = "u" if text.lower() == "true" else "i"
+    return np.dtype(f"{dtype.str[0]}{kind}{dtype.itemsize}")
+
+
+def _stored(number: Any, dtype: np.dtype[Any], turned: bool, name: str, where: str) -> float | None:
+    """Return a number of an attribute as a stored one; None for NaN, and with a warning if no stored one is equal.
+
+    `turned`: integers have another sign in the file than in `dtype`, and so may the number.
+    """
+    value = number.item()
+    if value != value:
+        return None
+    found: float | None = None
+    if dtype.kind == "f":
+        with np.errstate(all="ignore"):
+            found = np.asarray(value).astype(dtype).item()
+        if math.isinf(found) and not math.isinf(value):
+            found = None
+    elif math.isfinite(value) and value == int(value):
+        low, high = _extremes(dtype)
+        found = _turned(int(value), dtype) if turned else int(value)
+        if not low <= found <= high:
+            found = None
+    if found is None:
+        _log.warning("%s: attribute %r marks nothing: no number of type %s is %s", where, name, dtype, value)
+    return found
+
+
+def _turned(number: float, dtype: np.dtype[Any]) -> float:
+    """Return the integer of `dtype` with the bits of one of the other sign; an integer of `dtype` as it is."""
+    low, high = _extremes(dtype)
+    return number if low <= number <= high else number + (high - low + 1) * (1 if number < low else -1)
+
+
+def _extremes(dtype: np.dtype[Any]) -> tuple[int, int]:
+    return (0, 1) if dtype.kind == "b" else (int(np.iinfo(dtype).min), int(np.iinfo(dtype).max))
+
+
+def _limits(
+    given: Mapping[str, NDArray[Any]], dtype: np.dtype[Any], turned: bool, factors: tuple[float, float], where: str
+) -> tuple[float | None, float | None]:
+    """Return the smallest and the largest stored number with a value, where they exclude some.
+
+    Limits of the type of the factors, which is not that of the stored numbers, are those of values.
+    """
+    found = {"low": -math.inf, "high": math.inf}
+    types = [given[name].dtype for name in ("scale_factor", "add_offset") if name in given]
+    for name, sides in (("valid_min", ["low"]), ("valid_max", ["high"]), ("valid_range", ["low", "high"])):
+        numbers = given.get(name)
+        if numbers is None:
+            continue
+        limits = numbers.tolist()
+        of_values = types and numbers.dtype == np.result_type(*types) and numbers.dtype.kind != dtype.kind
+        if turned and not of_values:
+            limits = [_turned(limit, dtype) for limit in limits]
+        if len(limits) != len(sides) or not all(a <= b for a, b in zip(limits, limits[-1:] * len(limits))):
+            raise _error(name, "one number" if len(sides) == 1 else "two rising numbers", numbers.tolist(), where)
+        found |= _packed(dict(zip(sides, limits)), dtype, *factors) if of_values else dict(zip(sides, limits))
+    low, high = found["low"], found["high"]
+    if dtype.kind == "f":
+        return (low if low > -math.inf else None), (high if high < math.inf else None)
+    least, most = _extremes(dtype)
+    first = math.ceil(min(max(low, least), most + 1))
+    last = math.floor(max(min(high, most), least - 1))
+    return (first if first > least else None), (last if last < most else None)
+
+
+def _packed(limits: Mapping[str, float], dtype: np.dtype[Any], scale: float, offset: float) -> dict[str, float]:
+    """Return limits of values as limits of stored numbers, which are not excluded by rounding."""
+    slack = 0.0 if dtype.kind == "f" else 1e-3
+    other = {"low": "high", "high": "low"}
+    found = {side if scale > 0 else other[side]: (limit - offset) / scale for side, limit in limits.items()}
+    return {side: number + (slack if side == "high" else -slack) for side, number in found.items()}
