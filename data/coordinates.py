@@ -1,19 +1,44 @@
-"""What a file of predictions says about its samples: the file and the number there that each is of."""
+"""What a file of predictions says about its samples: the file of each, and the coordinates of its axes.
+
+Coordinates are what HDF5, netCDF and CF define: dimension scales of the axes of an input (`time`, `lat`, `lon`), the
+datasets that its attribute ``coordinates`` names, their ``bounds``, and its ``grid_mapping`` (`crs`)::
+
+    input (N, H, W, C)                 predictions (N, H, W, K)
+           |  |  |                                  |  |  |
+      time-+ lat lon  + coordinates, crs  -->  time-+ lat lon  + coordinates, crs
+
+They are copied as they are stored, with their attributes. Along the samples those of all files are joined. Others are
+written once where all files have the same, else once per sample. What could be wrong is left out: coordinates of an
+axis that predictions have with another extent, numbers in other units than those of the first file.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+import posixpath
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain, count
+from typing import Any
 
 import h5py
 import numpy as np
+from numpy.typing import NDArray
 
+from .dataset import Hdf5Dataset
+from .disk import DataError, one_line, open_file
 from .source import Dataset
+from .structure import HDF5_FAULTS, Field
+from .variables import BOUNDS, NO_VARIABLE, SAMPLE, Axes, Surroundings, Variable, mappings_of, mark
 
-__all__ = ["SOURCES", "write_sources"]
+__all__ = ["SOURCES", "write_coordinates", "write_sources"]
 
 #: Datasets of :func:`write_sources`.
 SOURCES = ("source_file", "source_sample")
+
+_SPATIAL = ("depth", "height", "width")
+#: Attributes without which a number means something else.
+_MEANING = ("units", "calendar", "scale_factor", "add_offset", "_FillValue", "missing_value", "_Unsigned")
 
 
 def write_sources(file: h5py.File, dataset: Dataset, samples: Iterable[int]) -> None:
@@ -34,3 +59,308 @@ def write_sources(file: h5py.File, dataset: Dataset, samples: Iterable[int]) -> 
     names = np.array([os.fsencode(name) for name, _ in found], object)
     file.create_dataset(SOURCES[0], data=names, dtype=h5py.string_dtype())
     file[SOURCES[1]] = np.array([number for _, number in found], np.int64)
+
+
+def write_coordinates(
+    file: h5py.File, dataset: Dataset, outputs: Mapping[str, tuple[int, ...]], allow_external: bool = False
+) -> list[str]:
+    """Write the coordinates of all samples, and attach them to the predictions that have them. Local.
+
+    The coordinates are those of the first input whose grid some predictions have. If its axes have dimension scales,
+    all axes in `file` get one, so that programs for netCDF read it.
+
+    Parameters
+    ----------
+    file
+        Open to write; has the datasets of predictions, and others of ``(N,)``, whose first axes are samples.
+    dataset
+        Samples of HDF5 files. Others have no coordinates.
+    outputs
+        Shape ``(*spatial, C)`` of a sample, by the name of the dataset of predictions.
+    allow_external
+        As for :class:`Hdf5Dataset`.
+
+    Returns
+    -------
+    list of str : names of what was left out, each with the reason.
+    """
+    parts = [part for part in getattr(dataset, "parts", [dataset]) if isinstance(part, Hdf5Dataset)]
+    if not parts or not outputs:
+        return []
+    try:
+        joined = _JoinedVariables(parts, _on_the_grid_of(parts[0].fields, outputs), allow_external)
+    except (DataError, *HDF5_FAULTS) as error:
+        return [f"all ({one_line(error)})"]
+    _CoordinateWriter(file, joined, outputs).write()
+    return [f"{name} ({why})" for name, why in joined.faults.items()]
+
+
+def _on_the_grid_of(fields: Mapping[str, Field], outputs: Mapping[str, tuple[int, ...]]) -> str:
+    """Return the first input with the grid of an output, else the first input."""
+    inputs = [name for name, one in fields.items() if not one.is_target]
+    grids = [shape[:-1] for shape in outputs.values() if len(shape) > 1]
+    return next((name for name in inputs if fields[name].shape[:-1] in grids), inputs[0])
+
+
+# -- all files -------------------------------------------------------------------------------------
+
+
+class _JoinedVariables:
+    """The variables of all files. Local.
+
+    Attributes
+    ----------
+    variables
+        By name, as in the first file, with the attributes that are alike in all.
+    values
+        Values of those without an axis of samples that are the same in all files.
+    faults
+        By name, why something is left out.
+    samples
+        Number of samples of all files.
+    """
+
+    def __init__(self, parts: Sequence[Hdf5Dataset], name: str, allow_external: bool) -> None:
+        self._parts, self._input = parts, parts[0].fields[name].dataset
+        self.samples, self.spatial = sum(map(len, parts)), parts[0].fields[name].shape[:-1]
+        self.values = dict[str, NDArray[Any]]()
+        self._paths = dict[str, list[str]]()
+        for part in parts:
+            with open_file(part.path) as file:
+                around = Surroundings(file, part, name, allow_external)
+                if part is parts[0]:
+                    self._begin(around)
+                else:
+                    self._join(around, part)
+
+    def _begin(self, first: Surroundings) -> None:
+        self.variables, self.faults, self.scales = first.variables, first.faults, first.scales
+        self.dimensions, self.has_scales, self.mapping = first.dimensions, first.has_scales, first.mapping
+        for name, variable in list(self.variables.items()):
+            self._paths[name] = [variable.path]
+            if not variable.is_of_samples and not variable.mapping:
+                value = self.read(name, 0)
+                if value is not None:
+                    self.values[name] = value
+
+    def _join(self, other: Surroundings, part: Hdf5Dataset) -> None:
+        for name in other.variables.keys() - self.variables.keys() - self.faults.keys():
+            self.faults[name] = f"{self._parts[0].path} has none"
+        self.dimensions = dict(self.dimensions.items() & other.dimensions.items())
+        for name in list(self.variables):
+            if name not in self.variables:
+                continue  # bounds of what was left out
+            mine = self.variables[name]
+            theirs = other.variables.get(name)
+            why = other.faults.get(name, "it is not there") if theirs is None else _difference(mine, theirs)
+            if theirs is None or why:
+                self.leave_out(name, f"in {part.path}: {why}")
+                continue
+            same = {k: v for k, v in mine.attributes.items() if mark(v) == mark(theirs.attributes.get(k))}
+            dtype = mine.dtype if mine.dtype == theirs.dtype else np.result_type(mine.dtype, theirs.dtype)
+            self.variables[name] = replace(mine, attributes=same, dtype=dtype)
+            self._paths[name].append(theirs.path)
+            value = self.read(name, len(self._paths[name]) - 1) if name in self.values else None
+            if value is not None and not _equal(self.values[name], value):
+                del self.values[name]  # it is written per sample
+
+    def read(self, name: str, number: int) -> NDArray[Any] | None:
+        """Read a variable from a file, by number; leave it out and return None if it cannot be read."""
+        path = self._parts[number].path
+        try:
+            with open_file(path) as file:
+                return np.asarray(file[self._input].file[self._paths[name][number]][()])
+        except (DataError, *HDF5_FAULTS) as error:
+            self.leave_out(name, f"in {path}: {one_line(error)}")
+            return None
+
+    def leave_out(self, name: str, why: str) -> None:
+        """Leave out a variable, and its bounds."""
+        self.faults[name] = why
+        for gone in [name, *(other for other, one in self.variables.items() if one.bounds_of == name)]:
+            del self.variables[gone]
+            self.values.pop(gone, None)
+
+    def is_per_sample(self, name: str) -> bool:
+        """Return whether a variable without an axis of samples differs between files."""
+        variable = self.variables[name]
+        return not (name in self.values or variable.is_of_samples or variable.mapping)
+
+    @property
+    def ranges(self) -> list[slice]:
+        """Samples of each file."""
+        ends = np.cumsum([0, *map(len, self._parts)]).tolist()
+        return [slice(*ends[k : k + 2]) for k in range(len(self._parts))]
+
+
+def _difference(mine: Variable, theirs: Variable) -> str:
+    """Return why variables of two files cannot be one; empty if they can."""
+    fixed = [[n for axis, n in zip(one.axes, one.shape) if axis != SAMPLE] for one in (mine, theirs)]
+    if mine.axes != theirs.axes or fixed[0] != fixed[1]:
+        return f"its shape is {theirs.shape}, not {mine.shape}"
+    if mine.dtype != theirs.dtype and any(one.dtype.kind not in "iuf" for one in (mine, theirs)):
+        return f"its type is {theirs.dtype}, not {mine.dtype}"
+    if mark(mine.value) != mark(theirs.value):
+        return f"it is {theirs.value}, not {mine.value}"
+    keys = {*mine.attributes, *theirs.attributes} if mine.mapping else _MEANING
+    other = [key for key in keys if mark(mine.attributes.get(key)) != mark(theirs.attributes.get(key))]
+    return f"it has another {min(other)!r}" if other else ""
+
+
+def _equal(mine: NDArray[Any], theirs: NDArray[Any]) -> bool:
+    return bool(np.array_equal(mine, theirs, equal_nan=mine.dtype.kind == "f" == theirs.dtype.kind))
+
+
+def _base(path: Any) -> str:
+    return posixpath.basename(path) if isinstance(path, str) else ""
+
+
+# -- the file of predictions -----------------------------------------------------------------------
+
+
+class _CoordinateWriter:
+    """Coordinates beside predictions. Local."""
+
+    def __init__(self, file: h5py.File, joined: _JoinedVariables, outputs: Mapping[str, tuple[int, ...]]) -> None:
+        self._file, self._joined = file, joined
+        self._of_samples = [name for name, one in file.items() if getattr(one, "shape", None) == (joined.samples,)]
+        self._axes = {name: _axes_of_output(shape, joined.spatial) for name, shape in outputs.items()}
+        self._dimensions = dict[int, str]()  # by axis: scales without coordinates
+
+    def write(self) -> None:
+        """Write all variables, then attach them."""
+        self._choose()
+        self._write_values()
+        for name in self._axes:
+            self._name_in_attributes(name)
+        if self._joined.has_scales or self._scales:
+            self._attach()
+            return
+        for name, axes in self._axes.items():
+            for k, axis in enumerate(axes):
+                if axis in self._joined.dimensions:
+                    self._file[name].dims[k].label = self._joined.dimensions[axis]
+
+    def _choose(self) -> None:
+        """Leave out what no prediction has an axis for, and names that are in use."""
+        joined, spatial = self._joined, [self._file[name].shape[1:-1] for name in self._axes]
+        for name in list(joined.variables):
+            variable = joined.variables.get(name)
+            if variable is None:
+                continue  # bounds of what was left out
+            if name in self._file:
+                joined.leave_out(name, "predictions have a dataset of this name")
+            elif not any(self._has(output, variable) for output in self._axes):
+                joined.leave_out(name, f"samples are {joined.spatial}, predictions {_texts(spatial)}")
+            elif variable.bounds_of and joined.is_per_sample(name) != joined.is_per_sample(variable.bounds_of):
+                joined.leave_out(name, f"they differ between files, unlike {variable.bounds_of}")
+
+    def _has(self, output: str, variable: Variable) -> bool:
+        """Return whether an output has all axes of a variable; of a grid mapping, the whole grid."""
+        axes = range(len(self._joined.spatial)) if variable.mapping else variable.axes
+        return all(axis is None or axis in self._axes[output] for axis in axes)
+
+    def _write_values(self) -> None:
+        joined, written = self._joined, list(self._joined.variables)
+        for name in written:
+            if name not in joined.variables:
+                continue
+            variable = joined.variables[name]
+            shape = [joined.samples if axis == SAMPLE else n for axis, n in zip(variable.axes, variable.shape)]
+            if joined.is_per_sample(name):
+                shape = [joined.samples, *shape]
+            made = self._file.create_dataset(name, tuple(shape), variable.dtype)
+            if name in joined.values:
+                made[()] = joined.values[name]
+            elif variable.mapping:
+                made[()] = variable.value
+            else:
+                self._fill(made, name)
+        for name in set(written) - joined.variables.keys():
+            if name in self._file:
+                del self._file[name]
+        for name, variable in joined.variables.items():
+            for key, value in variable.attributes.items():
+                if key not in BOUNDS:
+                    self._file[name].attrs[key] = value
+                elif _base(value) in joined.variables:
+                    self._file[name].attrs[key] = _base(value)
+
+    def _fill(self, made: h5py.Dataset, name: str) -> None:
+        """Write the values of all files, one after the other."""
+        joined = self._joined
+        at = 0 if joined.is_per_sample(name) else joined.variables[name].axes.index(SAMPLE)
+        for number, samples in enumerate(joined.ranges):
+            values = joined.read(name, number)
+            if values is None:
+                return
+            made[(slice(None),) * at + (samples,)] = values
+
+    def _scales_of(self, axis: int | None) -> list[str]:
+        """Return the scales of an axis that were written."""
+        if axis is None:
+            return []
+        shape = (self._joined.samples if axis == SAMPLE else self._joined.spatial[axis],)
+        names = [name for name in self._joined.scales.get(axis, ()) if name in self._joined.variables]
+        return [name for name in names if self._file[name].shape == shape]
+
+    @property
+    def _scales(self) -> set[str]:
+        return {name for axis in self._joined.scales for name in self._scales_of(axis)}
+
+    def _name_in_attributes(self, output: str) -> None:
+        """Write the attributes by which CF finds coordinates that are no dimensions, and the grid mapping."""
+        joined, attributes = self._joined, self._file[output].attrs
+        has = [name for name, one in joined.variables.items() if self._has(output, one)]
+        variables = [joined.variables[name] for name in has if name not in self._scales]
+        others = [one.name for one in variables if not (one.mapping or one.bounds_of)]
+        if others:
+            attributes["coordinates"] = " ".join(others)
+        mappings = mappings_of(joined.mapping)
+        if mappings and all(_base(path) in has for path in mappings):
+            attributes["grid_mapping"] = " ".join(map(posixpath.basename, joined.mapping.split()))
+
+    def _attach(self) -> None:
+        """Attach a dimension scale to every axis."""
+        joined, scales = self._joined, self._scales
+        for name in scales:
+            self._file[name].make_scale(name)
+        datasets = {**self._axes, **dict.fromkeys(self._of_samples, (SAMPLE,))}
+        for name, one in joined.variables.items():
+            if name not in scales:
+                datasets[name] = (SAMPLE, *one.axes) if joined.is_per_sample(name) else one.axes
+        for name, axes in datasets.items():
+            for k, axis in enumerate(axes):
+                for scale in self._scales_of(axis) or [self._dimension(name, axis, k)]:
+                    self._file[name].dims[k].attach_scale(self._file[scale])
+
+    def _dimension(self, name: str, axis: int | None, k: int) -> str:
+        """Return the scale of an axis without coordinates; make it if it is the first of this axis."""
+        size = self._file[name].shape[k]
+        last = f"{name}_channel" if k + 1 == self._file[name].ndim else f"{name}_{k}"
+        if axis is None:
+            names = [last]
+        elif axis in self._dimensions:
+            return self._dimensions[axis]
+        else:
+            usual = ("sample", *_SPATIAL[-len(self._joined.spatial) :])[axis + 1]
+            names = [self._joined.dimensions.get(axis, usual), usual, last]
+        chosen = next(one for one in chain(names, (f"{last}_{n}" for n in count(2))) if one not in self._file)
+        self._file.create_dataset(chosen, (size,), ">f4").make_scale(f"{NO_VARIABLE} {size:10d}")
+        if axis is not None:
+            self._dimensions[axis] = chosen
+        return chosen
+
+
+def _axes_of_output(shape: tuple[int, ...], spatial: tuple[int, ...]) -> Axes:
+    """Return the axes of predictions ``(N, *shape)``: those that have the extent of the samples.
+
+    >>> _axes_of_output((64, 32, 3), (64, 64)), _axes_of_output((10,), (64, 64))
+    ((-1, 0, None, None), (-1, None))
+    """
+    alike = len(shape) == len(spatial) + 1
+    return (SAMPLE, *(k if alike and n == spatial[k] else None for k, n in enumerate(shape[:-1])), None)
+
+
+def _texts(some: Sequence[object]) -> str:
+    return ", ".join(dict.fromkeys(map(str, some)))

@@ -89,6 +89,8 @@ class Storage:
         That file.
     allow_external : bool
         Whether numbers may come from outside the folder of that file.
+    texts : bool
+        Whether datasets of texts may be used too.
 
     Attributes
     ----------
@@ -96,8 +98,8 @@ class Storage:
         Other files that numbers come from, ``{absolute path: size [B]}``.
     """
 
-    def __init__(self, path: Path, allow_external: bool = False) -> None:
-        self._path, self._allow_external = path, allow_external
+    def __init__(self, path: Path, allow_external: bool = False, texts: bool = False) -> None:
+        self._path, self._allow_external, self._texts = path, allow_external, texts
         # A path may be a symbolic link into another folder, in which the rest lies.
         self._folders = {Path(os.path.realpath(path)).parent, Path(os.path.realpath(path.parent))}
         self.files: dict[str, int] = {}
@@ -114,12 +116,12 @@ class Storage:
             the folder though this is not allowed; nothing was ever written.
         """
         with ExitStack() as stack:
-            found = self._follow(file, name, stack)
+            found = self.follow(file, name, stack)
             if isinstance(found, h5py.Dataset):
                 self._check_storage(found)
             return isinstance(found, h5py.Dataset)
 
-    def _follow(self, file: h5py.File, name: str, stack: ExitStack) -> h5py.HLObject | None:
+    def follow(self, file: h5py.File, name: str, stack: ExitStack) -> h5py.HLObject | None:
         """Follow links to their end; files of external links stay open as long as `stack`."""
         ahead, found, links = deque(name.split("/")), file["/"], 0
         while ahead:
@@ -150,7 +152,7 @@ class Storage:
         key = os.path.realpath(dataset.file.filename), h5py.h5o.get_info(dataset.id).addr
         if key in self._checked:
             return
-        if not _is_of_numbers(dataset):
+        if not (_is_of_numbers(dataset) or (self._texts and h5t.check_string_dtype(dataset.dtype) is not None)):
             found = _type_of(dataset)
             raise DataError(f"{self._where(dataset)}: expected numbers, got {found}; write numbers, or name others")
         if not dataset.size:  # no elements, or no dataspace
@@ -246,7 +248,7 @@ class Storage:
         """Check that a source has as many numbers as the virtual dataset takes from it."""
         what = f"{self._where(dataset)}: its source {part.dataset!r} in {other.filename}"
         with ExitStack() as stack:
-            found = self._follow(other, part.dataset, stack)
+            found = self.follow(other, part.dataset, stack)
             if not isinstance(found, h5py.Dataset) or found.shape is None:
                 raise DataError(f"{what} is not there, HDF5 would read zeros; bring it back, or write the data anew")
             shape = tuple(found.shape)

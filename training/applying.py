@@ -36,7 +36,7 @@ import numpy as np
 from halograd.errors import UserError
 
 from ..comm import Communicator
-from ..data.coordinates import SOURCES, write_sources
+from ..data.coordinates import SOURCES, write_coordinates, write_sources
 from ..data.disk import atomic_path, check_replaceable
 from ..device import is_low
 from ..dtensor import Blocks, Box
@@ -360,3 +360,7 @@ def _describe(file: h5py.File, outputs: Sequence[Output], session: Session) -> N
     if session.samples.dataset.groups is not None:
         file[_GROUPS] = session.samples.dataset.groups
     write_sources(file, session.samples.dataset, range(len(session.samples.dataset)))
+    shapes = {output.name: output.shape for output in outputs}
+    left_out = write_coordinates(file, session.samples.dataset, shapes, session.config.data.allow_external)
+    if left_out:
+        _log.warning("predictions are written without coordinates that the data have: %s", "; ".join(left_out))

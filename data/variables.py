@@ -1,0 +1,280 @@
+"""The datasets around an input of one HDF5 file that say where and when its samples are, and what their axes are."""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import h5py
+import numpy as np
+
+from .dataset import Hdf5Dataset
+from .disk import DataError, one_line
+from .storage import Storage
+from .structure import HDF5_FAULTS, Field
+
+__all__ = ["BOUNDS", "NO_VARIABLE", "SAMPLE", "Axes", "Surroundings", "Variable", "mappings_of", "mark"]
+
+SAMPLE = -1
+"""The axis of samples; spatial axes have the numbers 0, 1, 2, other axes None."""
+Axes = tuple[int | None, ...]
+
+NO_VARIABLE = "This is a netCDF dimension but not a netCDF variable."
+"""Beginning of the name of a dimension scale that has no numbers."""
+BOUNDS = ("bounds", "climatology")
+"""Attributes of a coordinate that name the bounds of its cells."""
+#: Attributes that libraries keep for themselves, and those that name datasets which are not copied.
+_INTERNAL = (
+    *("CLASS", "NAME", "REFERENCE_LIST", "DIMENSION_LIST", "DIMENSION_LABELS", "_Netcdf4Dimid", "_Netcdf4Coordinates"),
+    *("_NCProperties", "_nc3_strict", "coordinates", "formula_terms", "ancillary_variables"),
+)
+_MOST, _LONGEST = 64, 60_000  # attributes of a dataset, bytes of one
+
+
+@dataclass(frozen=True)
+class Variable:
+    """A dataset that goes with an input.
+
+    Attributes
+    ----------
+    name
+        Its name in the file of predictions.
+    path
+        Its name in its own file.
+    axes
+        What its axes are.
+    shape, dtype
+        As stored.
+    attributes
+        All that other programs read.
+    bounds_of
+        Name of the coordinate whose bounds it has; empty for others.
+    mapping
+        Whether it is a grid mapping, of which the attributes count.
+    value
+        Number in a grid mapping.
+    """
+
+    name: str
+    path: str
+    axes: Axes
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    attributes: dict[str, Any] = field(default_factory=dict)
+    bounds_of: str = ""
+    mapping: bool = False
+    value: Any = 0
+
+    @property
+    def is_of_samples(self) -> bool:
+        """Whether one of its axes is that of the samples."""
+        return SAMPLE in self.axes
+
+
+class Surroundings:
+    """The variables around an input of one open file. Local.
+
+    Attributes
+    ----------
+    sizes
+        Extents of the samples of the file, by axis.
+    scales
+        Names of the dimension scales of an axis, the first of which names the dimension.
+    dimensions
+        Names of dimensions, by axis.
+    variables, faults
+        By name: what was found, and why something named cannot be used.
+    """
+
+    def __init__(self, file: h5py.File, part: Hdf5Dataset, name: str, allow_external: bool) -> None:
+        own = part.fields[name]
+        self._inputs = file[own.dataset]
+        self._file = self._inputs.file  # another one, if the input is a link into it
+        self._storage = Storage(part.path, allow_external, texts=True)
+        self._axes = _axes_of(own, self._inputs.ndim)
+        self.sizes = {axis: n for axis, n in zip(self._axes, self._inputs.shape) if axis is not None}
+        self.variables, self.faults = dict[str, Variable](), dict[str, str]()
+        self.scales, self.dimensions = dict[int, list[str]](), dict[int, str]()
+        self._attached = [(axis, s) for axis, dim in zip(self._axes, self._inputs.dims) for s in dim.values() if s.name]
+        self.has_scales = bool(self._attached)
+        self.mapping = self._text("grid_mapping")
+        for axis, dim in zip(self._axes, self._inputs.dims):
+            if axis is not None:  # predictions have other channels than the input
+                self._add_scales(axis, dim.label)
+        for path in self._text("coordinates").split():
+            self._add(path, self._axes_by_scale_or_shape)
+        for of in list(self.variables.values()):
+            for key in BOUNDS:
+                if isinstance(of.attributes.get(key), str):
+                    self._add(of.attributes[key], partial(_axes_of_bounds, of=of), of.name)
+        for path in mappings_of(self.mapping):
+            self._add_mapping(path)
+
+    def _text(self, name: str) -> str:
+        """Return an attribute of the input, or else of the file."""
+        return _text(self._inputs, name) or _text(self._file, name)
+
+    def _add_scales(self, axis: int, label: str) -> None:
+        """Add the scales of an axis; without one, the dataset that the label of the axis names."""
+        attached = [scale for own, scale in self._attached if own == axis]
+        paths = [scale.name for scale in attached if not _text(scale, "NAME").startswith(NO_VARIABLE)]
+        if attached or label:
+            self.dimensions[axis] = posixpath.basename(attached[0].name if attached else label)
+        if not attached and label and self._find(label) is not None:
+            paths = [label]
+        for path in paths:
+            self._add(path, lambda found: self._axes_of_scale(found, axis))
+        self.scales[axis] = [posixpath.basename(path) for path in paths]
+
+    def _axes_of_scale(self, found: h5py.Dataset, axis: int) -> Axes:
+        if found.shape != (self.sizes[axis],):
+            raise DataError(f"its shape is {found.shape}, that of its axis ({self.sizes[axis]},)")
+        return (axis,)
+
+    def _axes_by_scale_or_shape(self, found: h5py.Dataset) -> Axes:
+        """Return the axes by dimension scales that the dataset shares with the input, else by its shape."""
+        own = [list(dim.values()) for dim in found.dims]
+        if own and all(own):
+            fits = [tuple(next((axis for axis, s in self._attached if s == scales[0]), None) for scales in own)]
+        else:
+            fits = list(_in_order(found.shape, list(zip(self._axes, self._inputs.shape))))
+        if len(fits) != 1:
+            raise DataError(f"its shape {found.shape} fits {'several' if fits else 'no'} axes of the samples")
+        if None in fits[0]:
+            raise DataError("it has an axis that predictions have not")
+        return fits[0]
+
+    def _add(self, path: str, axes_of: Callable[[h5py.Dataset], Axes], bounds_of: str = "") -> None:
+        """Add the dataset at `path`, or note why it cannot be used."""
+        name = posixpath.basename(path)
+        if name in self.variables:
+            return
+        try:
+            found = self._find(path)
+            if found is None or not self._storage.check(self._file, found):
+                raise DataError("it is not there")
+            at = self._file[found]
+            if at.shape is None:
+                raise DataError("it is empty")
+            self.variables[name] = Variable(name, found, axes_of(at), at.shape, at.dtype, _attributes(at), bounds_of)
+        except (DataError, *HDF5_FAULTS) as error:
+            self.faults[name] = one_line(error)
+
+    def _add_mapping(self, path: str) -> None:
+        name = posixpath.basename(path)
+        with ExitStack() as stack:
+            try:
+                found = self._find(path)
+                at = None if found is None else self._storage.follow(self._file, found, stack)
+                if not isinstance(at, h5py.Dataset):
+                    raise DataError("it is not there")
+                value = _number(at)
+                self.variables[name] = Variable(name, "", (), (), value.dtype, _attributes(at), "", True, value)
+            except (DataError, *HDF5_FAULTS) as error:
+                self.faults[name] = one_line(error)
+
+    def _find(self, path: str) -> str | None:
+        """Return the full name of what an attribute of the input names: in its group, or in one above."""
+        group = posixpath.dirname(self._inputs.name)
+        while True:
+            there = posixpath.join(group, path)
+            if _has_link(self._file, there):
+                return there
+            if group == "/":
+                return None
+            group = posixpath.dirname(group)
+
+
+def _number(found: h5py.Dataset) -> Any:
+    """Return the number in a scalar dataset, 0 for others: texts, arrays, numbers of other files."""
+    if found.shape != () or found.is_virtual or found.external or found.dtype.kind not in "iuf":
+        return np.int32(0)
+    return found[()]
+
+
+def mappings_of(text: str) -> list[str]:
+    """Return the names in an attribute ``grid_mapping``, which may say which coordinates each is of.
+
+    >>> mappings_of("crs"), mappings_of("utm: x y wgs84: lat lon")
+    (['crs'], ['utm', 'wgs84'])
+    """
+    words = text.split()
+    return [word[:-1] for word in words if word.endswith(":")] or words
+
+
+def _has_link(file: h5py.File, path: str) -> bool:
+    """Return whether there is a link of this full name; opens no other file."""
+    group: Any = file["/"]
+    *folders, name = path.strip("/").split("/")
+    for folder in folders:
+        group = group[folder] if isinstance(group.get(folder, getlink=True), h5py.HardLink) else None
+        if not isinstance(group, h5py.Group):
+            return False
+    return group.get(name, getlink=True) is not None
+
+
+def _axes_of_bounds(found: h5py.Dataset, of: Variable) -> Axes:
+    if found.shape[:-1] != of.shape:
+        raise DataError(f"its shape is {found.shape}, that of {of.name} {of.shape}")
+    return (*of.axes, None)
+
+
+def _axes_of(own: Field, ndim: int) -> Axes:
+    spatial = tuple(range(len(own.shape) - 1))
+    if own.kind == "channels first":
+        return (SAMPLE, None, *spatial)
+    return (SAMPLE, *spatial, None)[:ndim]
+
+
+def _in_order(shape: Sequence[int], sizes: Sequence[tuple[int | None, int]]) -> Iterator[Axes]:
+    """Yield the axes, in order, that have these extents.
+
+    >>> list(_in_order((4, 6), [(-1, 9), (0, 4), (1, 6)])), list(_in_order((4,), [(0, 4), (1, 4)]))
+    ([(0, 1)], [(0,), (1,)])
+    """
+    if not shape:
+        yield ()
+    for k, (axis, size) in enumerate(sizes if shape else ()):
+        if size == shape[0]:
+            yield from ((axis, *rest) for rest in _in_order(shape[1:], sizes[k + 1 :]))
+
+
+def _attributes(item: h5py.Dataset) -> dict[str, Any]:
+    """Return the attributes that other programs read, as they are stored; those of strange types are left out."""
+    names = [name for name in item.attrs if name not in _INTERNAL][:_MOST]
+    found = {name: _attribute(item, name) for name in names}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _attribute(item: h5py.HLObject, name: str) -> Any:
+    """Return an attribute that is a text, numbers or texts; None without one, or if it is of another type."""
+    try:
+        value = item.attrs.get(name)
+    except HDF5_FAULTS:
+        return None
+    if isinstance(value, str | bytes):
+        return value if len(value) <= _LONGEST else None
+    if not isinstance(value, np.ndarray | np.generic) or value.nbytes > _LONGEST:
+        return None
+    if value.dtype.kind == "O":
+        return value if all(isinstance(one, str | bytes) for one in value.ravel()) else None
+    return value if value.dtype.kind in "iufbS" else None
+
+
+def _text(item: h5py.HLObject, name: str) -> str:
+    """Return an attribute that is a text, else an empty one."""
+    value = _attribute(item, name)
+    value = value.decode("utf-8", "replace") if isinstance(value, bytes) else value
+    return value if isinstance(value, str) else ""
+
+
+def mark(value: Any) -> Any:
+    """Return what is equal for equal attributes or arrays; NaN equals NaN."""
+    if isinstance(value, np.ndarray | np.generic):
+        plain = value.tolist() if value.dtype.kind == "O" else value.tobytes()
+        return value.dtype.str, value.shape, plain
+    return value
