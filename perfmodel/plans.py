@@ -24,7 +24,7 @@ from .machine import Machine
 __all__ = ["Alternative", "LayerRecord", "Plan", "Prediction", "Ranks", "Request", "is_plan"]
 
 _MARK = "halograd_plan"
-_VERSION = 1
+_VERSION = 2
 #: What `Prediction.as_dict`, and `halograd plan --json`, say beside what they know.
 _DERIVED = ("units", "memory_bytes")
 _PRINTED = ("step_seconds", "baselines")
@@ -62,9 +62,10 @@ class LayerRecord:
     halo_algorithm
         ``"pad"``, ``"overlap"``, or "" where no halo travels.
     messages, sent
-        What the rank that sends most sends, gradients not included: messages, and [B].
-    memory
-        Parameters, gradients, optimizer state, activations and halo copies of the layer [B].
+        What the rank :attr:`Prediction.sender` sends for the layer in a step, and for changes of layout before it:
+        messages, and [B]. Sums of gradients and of the loss are not among them.
+    output
+        Output of the layer [B].
     """
 
     __pydantic_config__ = STRICT
@@ -86,7 +87,7 @@ class LayerRecord:
     halo_algorithm: Literal["", "pad", "overlap"] = ""
     messages: Bytes = 0
     sent: Bytes = 0
-    memory: Bytes = 0
+    output: Bytes = 0
 
     @property
     def seconds(self) -> float:
@@ -119,6 +120,9 @@ class Prediction:
         Bytes of the fullest rank by use, as `Executor.predicted_bytes` [B].
     traffic
         Per kind of communication, messages and bytes [B] of the rank that sends most.
+    sender
+        The first rank that sends most for all layers together, whose messages are in the records. Traffic, and these
+        messages, are left out of predictions of time alone.
     """
 
     __pydantic_config__ = STRICT
@@ -137,6 +141,7 @@ class Prediction:
     update_seconds: NotNegative
     memory: Mapping[str, Bytes] = field(default_factory=dict)
     traffic: Mapping[str, tuple[Bytes, Bytes]] = field(default_factory=dict)
+    sender: Whole = 0
 
     @property
     def memory_bytes(self) -> int:
@@ -155,7 +160,7 @@ class Prediction:
     def as_dict(self) -> dict[str, Any]:
         """Return everything as plain data, for JSON."""
         data = asdict(self)
-        data["units"] = {"seconds": "s", "memory": "B", "sent": "B", "traffic": "[messages, B]"}
+        data["units"] = {"seconds": "s", "memory": "B", "output": "B", "sent": "B", "traffic": "[messages, B]"}
         data["memory_bytes"] = self.memory_bytes
         return data
 

@@ -202,22 +202,31 @@ class Sender(Protocol):
 
 
 class Ledger:
-    """Traffic of all ranks by kind, added up."""
+    """Traffic of all ranks by kind, and by layer, added up.
+
+    Attributes
+    ----------
+    layers
+        Traffic of all kinds by the layer, or redistribution, whose operations send it.
+    """
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
         self._kinds: dict[str, ExchangeTraffic] = {}
+        self.layers: dict[str, ExchangeTraffic] = {}
 
-    def book(self, items: Iterable[Sender]) -> None:
-        """Add what these send."""
+    def book(self, items: Iterable[Sender], layer: str | None = None) -> None:
+        """Add what these send; `layer` is None where no layer's operations do."""
         for item in items:
             sent = item.sent(self.ranks)
-            if item.kind not in self._kinds:
-                zero = np.zeros(self.ranks, np.int64)
-                self._kinds[item.kind] = ExchangeTraffic(zero, zero.copy())
-            total = self._kinds[item.kind]
-            total.messages[:] += sent.messages
-            total.bytes[:] += sent.bytes
+            for totals, key in ((self._kinds, item.kind), (self.layers, layer)):
+                if key is None:
+                    continue
+                if key not in totals:
+                    zero = np.zeros(self.ranks, np.int64)
+                    totals[key] = ExchangeTraffic(zero, zero.copy())
+                totals[key].messages[:] += sent.messages
+                totals[key].bytes[:] += sent.bytes
 
     @property
     def kinds(self) -> dict[str, ExchangeTraffic]:
@@ -225,8 +234,8 @@ class Ledger:
         return {kind: total for kind, total in self._kinds.items() if total.messages.any()}
 
 
-def messages_of(program: Program) -> Iterator[Sender]:
-    """Yield what the operations of a training step send, on all ranks.
+def messages_of(program: Program) -> Iterator[tuple[str, Sender]]:
+    """Yield what the operations of a training step send, on all ranks, each with the name of its layer.
 
     The counts are those of `comm.counters`: an exchange is one message per peer, a reduction one message of its buffer,
     an all-gather one message of the rank's part. Guarded operations are left out, as they are not known beforehand: the
@@ -237,10 +246,11 @@ def messages_of(program: Program) -> Iterator[Sender]:
             continue
         if isinstance(operation, Transfer) and operation.end == "start":
             made = operation.exchange
-            yield Move(made.sources, made.targets, made.itemsize, made.kind)
+            yield operation.layer, Move(made.sources, made.targets, made.itemsize, made.kind)
         elif isinstance(operation, Total) and operation.end == "start":
-            yield _summed(operation.sum)
-    yield from map(_summed, dict.fromkeys(one for run in program if isinstance(run, Run) for one in run.sums()))
+            yield operation.layer, _summed(operation.sum)
+    within = {one: run.layer for run in program if isinstance(run, Run) for one in run.sums()}
+    yield from ((layer, _summed(one)) for one, layer in within.items())
 
 
 def sums_of(program: Program) -> list[Sum]:

@@ -263,9 +263,10 @@ class Explainer:
         alike = sum(_likeness(r) == _likeness(record) for r in self.chosen.layers) - 1
         more = f" and {alike} like it" if alike else ""
         took = f"{time_text(record.seconds)}{' each' if alike else ''}, {share:.1%} of the step"
+        sent = f", {record.messages} messages of {bytes_text(record.sent)} sent" if record.messages else ""
         lines = [
             f"{name}{more} ({record.kind}): {cut_text(record.parts)} on {record.ranks} ranks{halo}",
-            f"  {took}; output {bytes_text(record.memory)} per rank",
+            f"  {took}; output {bytes_text(record.output)} per rank{sent}",
             f"  of it {_terms(record)}",
         ]
         if not rivals:
@@ -315,7 +316,7 @@ class Explainer:
 
 def _likeness(record: LayerRecord) -> object:
     """Return a key that is equal for layers of equal time under the same cut, up to sums of gradients."""
-    return record.kind, tuple(record.parts.items()), record.forward, record.backward, record.halo, record.memory
+    return record.kind, tuple(record.parts.items()), record.forward, record.backward, record.halo, record.output
 
 
 def _terms(record: LayerRecord) -> str:

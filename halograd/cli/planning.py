@@ -170,18 +170,17 @@ def _headline(plan: Plan) -> list[str]:
 
 def _layers(plan: Plan) -> list[str]:
     digits = 3 if plan.step_seconds < 1 else 1
-    heading = ["layer", "cut", "ranks", "forward", "backward", "halo", "all-reduce", "redistr.", "other", "memory"]
+    heading = ["layer", "cut", "ranks", "forward", "backward", "halo", "all-reduce", "redistr.", "other", "output"]
     units = ["", "", "", *["[ms]"] * 6, "[MiB]"]
     rows = [units]
     for r in plan.prediction.layers:
         other = r.channel + r.statistics + r.packing
         times = (r.forward, r.backward, r.halo, r.allreduce, r.redistribution, other)
         cells = [milliseconds(t, digits) for t in times]
-        rows.append([r.name, cut_text(r.parts), str(r.ranks), *cells, mebibytes(r.memory)])
+        rows.append([r.name, cut_text(r.parts), str(r.ranks), *cells, mebibytes(r.output)])
     total = [plan.prediction.total(t) for t in ("forward", "backward", "halo", "allreduce", "redistribution")]
     total.append(sum(plan.prediction.total(t) for t in ("channel", "statistics", "packing")))
-    memory = mebibytes(plan.prediction.total("memory"))
-    rows.append(["sum", "", "", *(milliseconds(t, digits) for t in total), memory])
+    rows.append(["sum", "", "", *(milliseconds(t, digits) for t in total), mebibytes(plan.prediction.total("output"))])
     return table(heading, rows, left=2)
 
 

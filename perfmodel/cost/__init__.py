@@ -1,7 +1,7 @@
 """What a network costs under a strategy: time, traffic and memory per rank, by arithmetic over axes."""
 
 from ..plans import LayerRecord, Prediction
-from .account import count_step, memory_of, program_of
+from .account import count_program, count_step, memory_of, program_of
 from .layer_cost import LayerCost, Pricing, price_layer
 from .simulate import Training, simulate
 from .timeline import buckets_of
@@ -15,6 +15,7 @@ __all__ = [
     "Training",
     "Wires",
     "buckets_of",
+    "count_program",
     "count_step",
     "memory_of",
     "price_layer",

@@ -272,21 +272,22 @@ def count_step(
     program = program_of(network, strategy, Target(batch, size, dtype=as_dtype(dtype)), blocks)
     itemsize = as_dtype(dtype).itemsize
     buckets = buckets_of(network, blocks, itemsize, strategy)
-    return count_program(program, buckets, strategy, per_node or size)
+    return count_program(program, buckets, strategy, per_node or size).kinds
 
 
 def count_program(
     program: Program, buckets: Sequence[PricedBucket], strategy: Strategy, per_node: int
-) -> dict[str, ExchangeTraffic]:
-    """Count what every rank sends in one step of a compiled program with these buckets, by kind."""
+) -> Ledger:
+    """Count what every rank sends in one step of a compiled program with these buckets."""
     ranks, itemsize = program.target.size, program.target.dtype.itemsize
     ledger = Ledger(ranks)
-    ledger.book(messages_of(program))
+    for layer, item in messages_of(program):
+        ledger.book([item], layer)
     for bucket in buckets:
         ledger.book(booked(bucket, strategy.reduction, per_node, itemsize))
     if program.loss is not None:
         ledger.book([GroupSum.of("loss", Groups.whole(ranks), [LOSS_BYTES])])
-    return ledger.kinds
+    return ledger
 
 
 def memory_of(
@@ -342,7 +343,7 @@ def _message_buffers(program: Program) -> int:
     """Return the bytes of message buffers of all exchanges, of the sums within layers and of the loss [B]."""
     rank = program.target.rank
     total = LOSS_BYTES if program.target.size > 1 else 0
-    for move in (item for item in messages_of(program) if isinstance(item, Move)):
+    for move in (item for _, item in messages_of(program) if isinstance(item, Move)):
         total += int(move.peers(rank)[1].sum()) + int(move.adjoint.peers(rank)[1].sum())
     for one in sums_of(program):
         color, together = one.groups.color(rank), one.groups.members_each

@@ -18,6 +18,7 @@ from ...layers.reduction_scheme import Scheme
 from ...layers.strategy import Strategy, layout_of
 from ...program.compiler import Alone, Target, outline
 from ...program.program import Program, Step
+from ...program.traffic import Ledger
 from ..plans import LayerRecord, Prediction
 from .account import Keeping, add_sums, count_program, layers_memory, price, program_of
 from .layer_cost import LayerCost, Pricing
@@ -300,17 +301,19 @@ class Simulation:
         """Return everything; memory and traffic if `account`."""
         step = self._play()
         timeline = step.timeline
-        traffic = {}
+        traffic = Ledger(self.ranks)
         if account:
             program, per_node = self._program(self._rank), self.pricing.wires.per_node
             traffic = count_program(program, self._buckets(), self.strategy, per_node)
+        sender = int(sum((t.bytes for t in traffic.layers.values()), np.zeros(self.ranks, np.int64)).argmax())
+        sent = {name: (int(t.messages[sender]), int(t.bytes[sender])) for name, t in traffic.layers.items()}
         return Prediction(
             network=self.network.name,
             machine=self.pricing.wires.machine.name,
             batch=self.batch,
             ranks=self.ranks,
             dtype=self.training.dtype,
-            layers=tuple(_records(self.network, self._outline.steps, step)),
+            layers=tuple(_records(self.network, self._outline.steps, step, sent)),
             step_seconds=timeline.seconds + self.pricing.wires.machine.runtime.step,
             forward_seconds=timeline.forward,
             backward_seconds=timeline.backward,
@@ -318,7 +321,8 @@ class Simulation:
             allreduce_exposed=sum(timeline.waits) + sum(timeline.replicated),
             update_seconds=timeline.update,
             memory=self.memory if account else {},
-            traffic={kind: (int(t.messages.max()), int(t.bytes.max())) for kind, t in traffic.items()},
+            traffic={kind: (int(t.messages.max()), int(t.bytes.max())) for kind, t in traffic.kinds.items()},
+            sender=sender,
         )
 
 
@@ -329,17 +333,23 @@ def _middle(network: Network, strategy: Strategy, batch: int, ranks: int) -> int
     return middle_rank(max(layouts, key=lambda boxes: boxes.placed))
 
 
-def _records(network: Network, steps: Sequence[Step], step: _Played) -> list[LayerRecord]:
+def _records(
+    network: Network, steps: Sequence[Step], step: _Played, sent: Mapping[str, tuple[int, int]]
+) -> list[LayerRecord]:
+    """Make the record of every layer; changes of layout are in that of the next layer. `sent`: messages, and [B]."""
     shares = _shares(network, steps, step)
     whole = {r.layer: r.compute for r in step.replications}
-    records, before = [], 0.0
+    records, before, messages, nbytes = [], 0.0, 0, 0
     for one, cost in zip(steps, step.costs):
+        own = sent.get(one.name, (0, 0))
+        messages, nbytes = messages + own[0], nbytes + own[1]
         if one.name not in network.layers:
             before += cost.seconds
             continue
         record = _record(one, cost, before, shares.get(one.name, (0.0, 0.0)))
-        records.append(replace(record, backward=record.backward + whole.get(one.name, 0.0)))
-        before = 0.0
+        backward = record.backward + whole.get(one.name, 0.0)
+        records.append(replace(record, backward=backward, messages=messages, sent=nbytes))
+        before, messages, nbytes = 0.0, 0, 0
     return records
 
 
@@ -360,7 +370,7 @@ def _record(one: Step, cost: LayerCost, before: float, share: tuple[float, float
         allreduce=share[0],
         allreduce_exposed=share[1],
         halo_algorithm=("overlap" if cost.overlaps else "pad") if cost.halo_forward else "",
-        memory=one.output.layout.boxes.fullest * one.output.dtype.itemsize,
+        output=one.output.layout.boxes.fullest * one.output.dtype.itemsize,
     )
 
 

@@ -67,7 +67,7 @@ def test_plan_is_a_table_with_totals_and_baselines(typed):
     assert lines[0] == "mesh on 8 ranks of lassen, batch 2, float32, at most 16 GiB per rank"
     assert lines[1].startswith("planner ") and lines[1].endswith("kernel times: roofline of lassen")
     heading = next(line for line in lines if line.startswith("layer "))
-    columns = ("cut", "ranks", "forward", "backward", "halo", "all-reduce", "redistr.", "other", "memory")
+    columns = ("cut", "ranks", "forward", "backward", "halo", "all-reduce", "redistr.", "other", "output")
     assert all(column in heading for column in columns)
     for layer in ("conv1_1", "bn1_1", "predict", "bce", "sum"):
         row = next(line for line in lines if line.startswith(layer))
@@ -279,8 +279,8 @@ def test_a_picture_of_another_form_is_refused(typed, planned, tmp_path, option):
         ("no json", "expected valid JSON, got an error: Expecting value"),
         ("[1, 2]", "got other JSON"),
         ('{"parts": {}, "layers": {}}', "got a strategy without a plan"),
-        ('{"halograd_plan": 1}', "network: expected a value, got nothing; this key is required"),
-        ('{"halograd_plan": 7}', "expected version 1, got 7"),
+        ('{"halograd_plan": 2}', "network: expected a value, got nothing; this key is required"),
+        ('{"halograd_plan": 7}', "expected version 2, got 7"),
     ],
 )
 def test_what_is_no_plan_is_refused(typed, tmp_path, text, message):

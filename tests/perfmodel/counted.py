@@ -4,6 +4,7 @@ import random
 
 import halograd as hg
 from halograd.layers.strategy import AXES, Strategy
+from halograd.perfmodel.cost.account import LOSS_BYTES
 from halograd.perfmodel.cuts import candidates
 from halograd.testing import grids
 from tests.layers.graphs import Gate
@@ -84,3 +85,13 @@ def differing(found, want, rank):
         if have != expected:
             faults.append(f"{kind}: predicted {expected}, counted {have}")
     return faults
+
+
+def differing_layers(found, ledger, rank):
+    """What layers send in all, where it is not what was counted but for gradients and the sum of the loss."""
+    own = [traffic for kind, traffic in found.items() if kind != "allreduce"]
+    have = sum(t.messages for t in own), sum(t.bytes for t in own)
+    layers, several = ledger.layers.values(), ledger.ranks > 1
+    expected = [sum(int(getattr(t, field)[rank]) for t in layers) for field in ("messages", "bytes")]
+    expected = expected[0] + several, expected[1] + several * LOSS_BYTES
+    return [] if have == expected else [f"layers: predicted {expected}, counted {have}"]

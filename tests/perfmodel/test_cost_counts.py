@@ -6,11 +6,11 @@ from mpi4py import MPI
 from halograd.comm import Communicator
 from halograd.kernels import get_backend
 from halograd.layers.parameter import parameter_blocks
-from halograd.perfmodel.cost import buckets_of, count_step, memory_of, program_of
+from halograd.perfmodel.cost import buckets_of, count_program, count_step, memory_of, program_of
 from halograd.program.compiler import Target
 from halograd.training.executor import Executor
 from tests.layers.norms import step
-from tests.perfmodel.counted import BATCH, CASES, differing, strategies
+from tests.perfmodel.counted import BATCH, CASES, differing, differing_layers, strategies
 from tests.training.steps import fill
 
 
@@ -27,12 +27,15 @@ def test_messages_bytes_and_memory(name):
                 step(executor)
                 comm.counters.reset()
                 step(executor)
-                faults += differing(comm.counters.snapshot(), count_step(network, strategy, BATCH), comm.rank)
+                counted = comm.counters.snapshot()
+                faults += differing(counted, count_step(network, strategy, BATCH), comm.rank)
                 held = {k: v for k, v in executor.predicted_bytes.items() if k != "kernel workspace"}
             target = Target(BATCH, comm.size, comm.rank, overlaps=comm.waits_for_network)
             program = program_of(network, strategy, target)
             blocks = parameter_blocks(network, strategy, comm.size)
-            want = memory_of(program, blocks, buckets_of(network, blocks, 4, strategy), strategy)
+            buckets = buckets_of(network, blocks, 4, strategy)
+            faults += differing_layers(counted, count_program(program, buckets, strategy, comm.size), comm.rank)
+            want = memory_of(program, blocks, buckets, strategy)
             if {k: v for k, v in want.items() if v} != {k: v for k, v in held.items() if v}:
                 faults.append(f"memory: predicted {want}, found {held} under {strategy}")
         comm.agree(AssertionError(f"rank {comm.rank}: " + "; ".join(faults[:4])) if faults else None)

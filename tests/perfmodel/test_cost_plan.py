@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 
 from halograd.errors import UserError
@@ -10,7 +11,7 @@ from halograd.models import build, lenet5, mesh, resnet, unet
 from halograd.perfmodel.contenders import planned_schemes
 from halograd.perfmodel.cost import Pricing, Training, Wires, simulate
 from halograd.perfmodel.cost import network_costs as problem_module
-from halograd.perfmodel.cost.account import memory_of
+from halograd.perfmodel.cost.account import memory_of, program_of
 from halograd.perfmodel.cost.network_costs import network_costs
 from halograd.perfmodel.cost.simulate import Simulation
 from halograd.perfmodel.cuts import BASELINES, baseline
@@ -20,6 +21,7 @@ from halograd.perfmodel.planners import PLANNERS
 from halograd.perfmodel.plans import Plan
 from halograd.perfmodel.predict import Planning, plan_network
 from halograd.program.compiler import Target, compile_program
+from halograd.program.traffic import messages_of
 from tests.layers.cuts import random_strategy
 from tests.models.gated import gated
 from tests.perfmodel.pricing import priced
@@ -53,6 +55,31 @@ def test_a_step_is_the_sum_of_its_layers(name, machine):
         assert found.total("allreduce") == pytest.approx(found.allreduce_seconds)
         assert found.total("halo_exposed") <= found.total("halo") + 1e-15
         assert [record.name for record in found.layers] == list(network.layers)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_messages_of_records_are_those_of_operations(name):
+    """Of the rank that sends most; changes of layout count for the layer behind them."""
+    network = NETWORKS[name]()
+    cuts = [baseline(which, network, 8, 8) for which in BASELINES]
+    for strategy in [*cuts, *(random_strategy(network, 8, seed) for seed in range(3))]:
+        found = simulate(network, strategy, 8, priced(LASSEN), ranks=8)
+        program = program_of(network, strategy, Target(8, 8))
+        sent = np.zeros((2, len(program.steps), 8), int)
+        places = {step.name: k for k, step in enumerate(program.steps)}
+        for layer, item in messages_of(program):
+            one = item.sent(8)
+            sent[:, places[layer]] += one.messages, one.bytes
+        assert found.sender == sent[1].sum(axis=0).argmax()
+        ends = [places[record.name] + 1 for record in found.layers]
+        want = [sent[:, a:b, found.sender].sum(axis=1).tolist() for a, b in zip([0, *ends], ends)]
+        assert [[record.messages, record.sent] for record in found.layers] == want
+        kinds = {item.kind for _, item in messages_of(program)} & found.traffic.keys() - {"loss"}
+        assert all(found.total("sent") >= found.traffic[kind][1] > 0 for kind in kinds)
+        for record in found.layers:
+            output = program.values[record.name]
+            assert record.output == output.layout.boxes.fullest * output.dtype.itemsize
+    assert found.total("sent") > 0, "otherwise this shows nothing"
 
 
 def memory_of_every_rank(made):
