@@ -12,6 +12,7 @@ import numpy as np
 from mpi4py import MPI
 
 from ..device import HOST, Device
+from . import contexts
 from .boot import begin
 from .channel import Channel, ChannelSpec
 from .counters import Instruments
@@ -67,10 +68,15 @@ class Communicator:
     Raises
     ------
     CommError
-        If the transport is not known, MPI has not THREAD_MULTIPLE, or the launcher started another number of ranks.
+        If the transport is not known, MPI has not THREAD_MULTIPLE, the launcher started another number of ranks, or too
+        many communicators are open.
 
     Notes
     -----
+    Close each one, by `close` or by ``with``; nothing closes it when it is no longer referenced, as to close is
+    collective. One that is not closed keeps some communicators and windows of MPI, of which a process may hold
+    so many (:mod:`halograd.comm.contexts`), and memory that ranks share.
+
     While a communicator of several ranks is open, an exception that nothing catches on one of them, in a thread too,
     ends the job with its traceback (:mod:`halograd.comm.ending`); not before a prompt (``python -i``, Jupyter).
     Only channels and reductions are counted, recorded and (by the emulated network) delayed, not `bcast` and the like.
@@ -85,7 +91,10 @@ class Communicator:
         parse_transport(transport)
         if mpi_comm == MPI.COMM_WORLD:
             begin()
-        self._set_up(mpi_comm.Dup(), transport, Progress(), Instruments(), tuple(range(mpi_comm.size)), DeviceLinks())
+        ranks = tuple(range(mpi_comm.size))
+        agree(mpi_comm, ranks, contexts.shortage())
+        own = contexts.hold(mpi_comm.Dup())
+        self._set_up(own, transport, Progress(), Instruments(), ranks, DeviceLinks())
         self._is_root = True
         self._guard = Guard(mpi_comm)
 
@@ -239,11 +248,12 @@ class Communicator:
         communicator closes those split from it.
         """
         self._check_open()
-        self.agree(None)
+        self.agree(contexts.shortage())
         part = self.mpi.Split(MPI.UNDEFINED if color is None else color, key)
         if part == MPI.COMM_NULL:
             return None
         assert isinstance(part, MPI.Intracomm)
+        contexts.hold(part)
         ranks = tuple(part.allgather(self.ranks[self.rank]))
         child = Communicator.__new__(Communicator)
         child._set_up(part, self.transport, self._progress, self.instruments, ranks, self.devices)
@@ -326,7 +336,7 @@ class Communicator:
         self._open.clear()
         self.devices.leave(self._context)
         self._transport.close()
-        self.mpi.Free()
+        contexts.free(self.mpi)
         if self._is_root:
             self.devices.close()
             self._progress.close()

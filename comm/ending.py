@@ -36,6 +36,7 @@ from mpi4py import MPI
 
 from halograd.errors import TRACEBACK, UserError
 
+from . import contexts
 from .errors import is_agreed
 
 __all__ = ["Guard", "end", "refuse"]
@@ -66,7 +67,7 @@ class Guard:
     """
 
     def __init__(self, mpi_comm: MPI.Intracomm) -> None:
-        self._mpi = mpi_comm.Dup()  # the ranks that go on have collectives under way on the other ones
+        self._mpi = contexts.hold(mpi_comm.Dup())  # the ranks that go on have collectives under way on the other ones
         self._marks = np.zeros(2, np.int64)
         self._request: MPI.Request | None = None
         self.rank, self.size, self.process = mpi_comm.rank, mpi_comm.size, os.getpid()
@@ -101,7 +102,7 @@ class Guard:
             self._start(0)
         assert self._request is not None
         self._request.Wait()
-        self._mpi.Free()
+        contexts.free(self._mpi)
         _guards.remove(self)
 
     def _start(self, mark: int) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from mpi4py import MPI
 
+from .. import contexts
 from ..progress import Progress
 
 __all__ = ["ALIGNMENT", "Pattern", "TransportContext", "aligned", "aligned_bytes", "numbered", "split_node"]
@@ -74,10 +75,10 @@ class Pattern:
 
 
 def split_node(mpi_comm: MPI.Intracomm) -> MPI.Intracomm:
-    """Return the ranks that share memory with this one, in the same order. Collective; the caller frees it."""
+    """Return the ranks that share memory with this one, in the same order. Collective; `contexts.free` frees it."""
     node = mpi_comm.Split_type(MPI.COMM_TYPE_SHARED, mpi_comm.rank)
     assert isinstance(node, MPI.Intracomm)
-    return node
+    return contexts.hold(node)
 
 
 def numbered(keys: Sequence[int]) -> tuple[int, ...]:

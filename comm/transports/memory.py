@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from .. import contexts
 from ..errors import CommError
 from ..progress import Stage, rest
 from ..reduction import ReductionPlan
@@ -54,7 +55,7 @@ class Chunk:
         # Separate segments begin on pages of their own, near the rank that first touches them.
         info = MPI.Info.Create()
         info.Set("alloc_shared_noncontig", "true")
-        self._window = MPI.Win.Allocate_shared(int(sizes[node.rank]), 1, info, node)
+        self._window = contexts.hold(MPI.Win.Allocate_shared(int(sizes[node.rank]), 1, info, node))
         info.Free()
         self._window.Lock_all(MPI.MODE_NOCHECK)  # an epoch for Sync; there are no RMA calls
         # Open MPI keeps records of its own in front of the first segment, so that none of them begins on a cache line.
@@ -90,7 +91,7 @@ class Chunk:
         """Collective over the node."""
         self._segments.clear()
         self._window.Unlock_all()
-        self._window.Free()
+        contexts.free(self._window)
 
 
 class Arena:
@@ -131,19 +132,21 @@ class Arena:
         Raises
         ------
         CommError
-            On all ranks of a node that has not enough shared memory; to be agreed on with other nodes.
+            On all ranks of a node that has not enough shared memory, or too many windows; to be agreed on with other
+            nodes.
         """
         self._agree(None)  # a rank may be lost to a fault since the last collective of a set-up
         size = rounded(max(sum(requests) + ALIGNMENT, SMALLEST, self._nbytes), PAGE)
-        mine = [*requests, size, _free(), *(chunk.used for chunk in self._chunks)]
+        mine = [*requests, size, _free(), contexts.held(), *(chunk.used for chunk in self._chunks)]
         everywhere = np.empty((self.node.size, len(mine)), np.int64)
         self.node.Allgather(np.array(mine, np.int64), everywhere)
-        wanted, sizes, free, used = np.split(everywhere, np.cumsum([len(requests), 1, 1]), axis=1)
+        wanted, sizes, free, held, used = np.split(everywhere, np.cumsum([len(requests), 1, 1, 1]), axis=1)
         starts = np.concatenate([np.zeros((len(everywhere), 1), np.int64), wanted.cumsum(axis=1)], axis=1)
         fits = (i for i, chunk in enumerate(self._chunks) if (used[:, i] + starts[:, -1] <= chunk.sizes).all())
         index = next(fits, None)
         if index is None:
             _check_room(int(sizes.sum()), int(free.min()))
+            contexts.check(int(held.max()))
             self._chunks.append(Chunk(self.node, sizes[:, 0]))
             self._nbytes += size
             chunk, before = self._chunks[-1], np.zeros(len(everywhere), np.int64)
@@ -164,7 +167,7 @@ class Arena:
             chunk.free()
         self._chunks.clear()
         if self.node != MPI.COMM_NULL:
-            self.node.Free()
+            contexts.free(self.node)
 
 
 def _free() -> int:

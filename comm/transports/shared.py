@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from .. import contexts
 from ..channel import Channel
 from ..counters import Meter
 from ..progress import Stage, StagedOperation
@@ -80,7 +81,7 @@ class NodeMemory:
         """Return the arena, made at the first call (collective): many communicators only reduce."""
         if self._arena is None:
             comm = self.context.mpi
-            self.context.agree(None)
+            self.context.agree(contexts.shortage())
             node = base.split_node(comm)
             everybody, here = comm.Get_group(), node.Get_group()
             self._node_ranks = list(everybody.Translate_ranks(range(comm.size), here))

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from mpi4py import MPI
 
+from .. import contexts
 from ..channel import Channel
 from ..counters import Meter
 from ..errors import CommError
@@ -61,7 +62,7 @@ class Transport:
         alone = node.size == mpi.size
         first = 0 if alone else node.bcast(mpi.rank, root=0)
         if self._memory is None:
-            node.Free()
+            contexts.free(node)
         return (0,) * mpi.size if alone else numbered(mpi.allgather(first))
 
     def neighbors(self) -> set[int]:
@@ -131,14 +132,16 @@ class Transport:
         mine, size = memory.node.rank, memory.node.size
         leaders: MPI.Comm = MPI.COMM_NULL
         if size < mpi.size:
-            self._context.agree(None)
+            self._context.agree(contexts.shortage())
             leaders = mpi.Split(0 if mine == 0 else MPI.UNDEFINED, mpi.rank)
+            if leaders != MPI.COMM_NULL:
+                contexts.hold(leaders)
         return Team(mine, range(size), (0,), leaders)
 
     def close(self) -> None:
         """Free what the transport holds, after its channels. Collective over the communicator."""
         if self._team is not None and self._team.leaders != MPI.COMM_NULL:
-            self._team.leaders.Free()
+            contexts.free(self._team.leaders)
         if self._memory is not None:
             self._memory.close()
 
@@ -149,7 +152,7 @@ class Transport:
         self._context.agree(None)
         node = base.split_node(self._context.mpi)
         here, all_ranks = node.size, self._context.mpi.size
-        node.Free()
+        contexts.free(node)
         fault = None
         if here != all_ranks:
             fault = CommError(
