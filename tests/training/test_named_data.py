@@ -64,7 +64,8 @@ def test_trains_and_judges_as_one_process_does(comm, config):
         assert {"accuracy", "iou", "flow mae", "kind of accuracy"} <= set(want)
         for number in range(len(CUTS[comm.size])):
             with h5py.File(f"{number}.h5") as mine, h5py.File("alone.h5") as theirs:
-                assert set(mine) == {"prediction", "target", "sample", "flow", "kind of"} == set(theirs)
+                names = {"prediction", "target", "sample", "source_file", "source_sample", "flow", "kind of"}
+                assert set(mine) == names == set(theirs)
                 for name in ("prediction", "target", "flow/prediction", "flow/target", "kind of/prediction"):
                     np.testing.assert_allclose(mine[name][()], theirs[name][()], rtol=1e-8, atol=1e-10)
         progress, _ = read_header(Path("alone/checkpoints/latest.h5"))
