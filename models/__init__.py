@@ -13,7 +13,7 @@ from halograd.errors import UserError
 from ..layers import Network
 from .inception import googlenet, inception_v3
 from .mesh import mesh, mesh_1k, mesh_2k
-from .own import build_own, is_own
+from .own import build_own, is_own, options_of_own
 from .plain import alexnet, lenet5, vgg, vgg16, vgg128, vgg256, vgg512, vgg_a
 from .resnet import resnet, resnet50, resnet152
 from .unet import unet, unet2d, unet3d
@@ -23,6 +23,7 @@ __all__ = [
     "alexnet",
     "build",
     "googlenet",
+    "has_option",
     "inception_v3",
     "lenet5",
     "makers",
@@ -79,6 +80,15 @@ def options_of(name: str) -> tuple[str, ...]:
     ('depths', 'classes', 'channels', 'resolution', 'width', 'statistics', 'name', 'class_weights')
     """
     return tuple(_table(name).model_fields)
+
+
+def has_option(name: str, option: str) -> bool:
+    """Return whether the model `name`, or the function at ``FILE.py:NAME`` or ``MODULE:NAME``, has an option.
+
+    >>> has_option("resnet50", "resolution")
+    True
+    """
+    return option in (options_of_own(name) if is_own(name) else options_of(name))
 
 
 def build(name: str, /, **given: Any) -> Network:

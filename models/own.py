@@ -22,7 +22,7 @@ from halograd.errors import UserError
 
 from ..layers import Network
 
-__all__ = ["build_own", "call_own", "give", "is_own", "load_function", "source_of"]
+__all__ = ["build_own", "call_own", "give", "is_own", "load_function", "options_of_own", "source_of"]
 
 #: Stands in place of a file for objects that a script has made.
 _SCRIPT = "script"
@@ -67,6 +67,11 @@ def build_own(where: str, given: Mapping[str, Any]) -> Network:
             f"model: {where}: expected a function that returns a halograd.Network, got {type(made).__name__}"
         )
     return made
+
+
+def options_of_own(where: str) -> tuple[str, ...]:
+    """Return the names of the options that a function of the user takes; those of a network of a script are none."""
+    return () if where in _MADE else tuple(inspect.signature(load_function(where)).parameters)
 
 
 def call_own(where: str, key: str, *arguments: Any, **options: Any) -> Any:

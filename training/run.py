@@ -20,6 +20,7 @@ from ..data import Hdf5Dataset, find_files
 from ..layers.reduction_scheme import Scheme
 from ..layers.strategy import Strategy
 from ..models.own import source_of
+from .adapting import adapted
 from .applying import check_outputs, outputs_of, write_outputs
 from .checkpoint import CheckpointReader, TrainingProgress, read_header
 from .checkpoints import CheckpointFolder
@@ -152,6 +153,8 @@ def evaluate(
 ) -> dict[str, Any]:
     """Compute loss and metrics of a trained network. Collective over all ranks of the job.
 
+    Other data (``data.path``) may have larger or smaller samples, as for :func:`apply`.
+
     Parameters
     ----------
     target
@@ -170,7 +173,12 @@ def evaluate(
     if samples not in SAMPLES:
         raise UserError(f"samples: expected one of {', '.join(SAMPLES)}, got {samples!r}")
     world = boot() if comm is None else comm
-    config, checkpoint, progress, drawn_alike = on_root(world, lambda: find_trained(Path(target), overrides))
+
+    def find() -> tuple[Config, list[str], Path, TrainingProgress, bool]:
+        config, checkpoint, progress, drawn_alike = find_trained(Path(target), overrides)
+        return (*adapted(config, overrides, world.size, labelled=True), checkpoint, progress, drawn_alike)
+
+    config, settings, checkpoint, progress, drawn_alike = on_root(world, find)
     if predictions is not None:
         on_root(world, lambda: check_predictions(Path(predictions)))
     if details is not None:
@@ -184,7 +192,7 @@ def evaluate(
         )
         if samples != "all" and drawn_alike:
             session.samples.check_drawn(progress.drawn, 'evaluate "all" samples')
-        reader.restore(session.executor.store, averaged=config.training.average > 0)
+        reader.restore(session.executor.store, extents=False, averaged=config.training.average > 0)
         reader.close()
         chosen = _chosen(session, samples)
         batches = session.in_order(chosen)
@@ -199,6 +207,8 @@ def evaluate(
             about = {"samples": samples, "count": len(chosen), "step": progress.step, "loss": result["loss"]}
             on_root(ranks.mpi, lambda: write_details(Path(details), about, evaluation.details()))
         if ranks.rank == 0:
+            if settings:
+                print(f"for these data and ranks: {' '.join(settings)}")
             print(f"{samples}: {len(chosen)} samples, step {progress.step}: {describe(result)}")
     return {**result, "step": progress.step, "checkpoint": str(checkpoint)}
 
@@ -215,8 +225,9 @@ def apply(
 ) -> dict[str, Any]:
     """Predict data without labels by a trained network. Collective over all ranks of the job.
 
-    Samples may be larger or smaller than those of the training, where the network allows it, by an override such as
-    ``model.resolution=2048``. An interrupted job continues when it is started again.
+    Samples may be larger or smaller than those of the training, where the network allows it. What the overrides do not
+    set follows from the data and the ranks: :mod:`halograd.training.adapting`. An interrupted job continues when it is
+    started again.
 
     Parameters
     ----------
@@ -234,11 +245,17 @@ def apply(
     Returns
     -------
     dict
-        Numbers of ``samples`` and of samples ``computed`` by this job, ``step`` and ``checkpoint``.
+        Numbers of ``samples`` and of samples ``computed`` by this job, ``step``, ``checkpoint``, and ``settings`` that
+        data and ranks made necessary (:func:`halograd.training.adapting.adapted`).
     """
     world, out = boot() if comm is None else comm, Path(out)
-    config, checkpoint, progress, _ = on_root(world, lambda: find_trained(Path(target), overrides))
-    config = config.model_copy(update={"data": config.data.model_copy(update={"path": list(data)})})
+
+    def find() -> tuple[Config, list[str], Path, TrainingProgress]:
+        config, checkpoint, progress, _ = find_trained(Path(target), overrides)
+        config = config.model_copy(update={"data": config.data.model_copy(update={"path": list(data)})})
+        return (*adapted(config, overrides, world.size, labelled=False), checkpoint, progress)
+
+    config, settings, checkpoint, progress = on_root(world, find)
     on_root(world, lambda: check_outputs(out))
     with _communicator(config, world) as ranks, ExitStack() as stack:
         reader = stack.enter_context(CheckpointReader(checkpoint, ranks))
@@ -255,7 +272,7 @@ def apply(
         shown = tell if tell is not None and ranks.rank == 0 else lambda done, total: None
         computed = write_outputs(session, outputs, out, job, shown)
         found = {"samples": len(session.samples.dataset), "computed": computed, "step": progress.step}
-    return {**found, "checkpoint": str(checkpoint)}
+    return {**found, "checkpoint": str(checkpoint), "settings": settings}
 
 
 @contextmanager

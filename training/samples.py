@@ -351,9 +351,12 @@ def _fit_together(data: DataConfig, fields: Mapping[str, Field], network: Networ
             rule = "fraction" if name in weights_of(network) else data.rule
             reductions[name] = _reduction(data, field, wanted, rule)
         elif field.shape != wanted:
+            remedy = "change the options of [model] or the data"
+            if len(field.shape) == len(wanted) - 1:  # the first axis of the dataset was taken for that of samples
+                remedy = f"give {field.dataset!r} an axis of samples before the others, (1, ...) for one"
             raise UserError(
                 f"data.path: expected samples of shape {wanted} for {name!r} of model {network.name!r}, got "
-                f"{field.shape} in {data.where}; change the options of [model] or the data"
+                f"{field.shape} in {data.where}; {remedy}"
             )
     return reductions
 

@@ -177,6 +177,7 @@ def evaluate(
     Examples:
       halograd evaluate runs/mesh
       mpiexec -n 2 halograd evaluate runs/mesh --set strategy.height=2 --predictions predicted.h5
+      halograd evaluate runs/mesh --set data.path=large.h5 --samples all
       halograd evaluate runs/mesh --details runs/mesh/evaluation.json && halograd report runs/mesh
     """
     from ..auto import plan_run
@@ -196,12 +197,14 @@ def apply(
 ) -> None:
     """Predict data without labels with a trained network, on any number of ranks.
 
-    Each rank writes its own blocks; on several, OUT.h5 joins the parts beside it. A job that was interrupted goes on.
+    Samples may be one or many, and of another size than in training: resolution, batch and cut follow from them and
+    from the ranks. Each rank writes its own blocks; on several, OUT.h5 joins the parts beside it. A job that was
+    interrupted goes on.
 
     \b
     Examples:
       halograd apply runs/mesh new.h5 -o predicted.h5 --what classes
-      mpiexec -n 4 halograd apply runs/mesh 'new/*.h5' -o out.h5 --set strategy.height=4 --set model.resolution=2048
+      mpiexec -n 4 halograd apply runs/mesh 'new/*.h5' -o out.h5 --set strategy.height=4
     """
     from ..auto import plan_run
     from ..comm.boot import boot
@@ -214,6 +217,8 @@ def apply(
     if world.rank == 0:
         before = found["samples"] - found["computed"]
         more = f", {before} of them before" if before else ""
+        if found["settings"]:
+            print(f"for these data and ranks: {' '.join(found['settings'])}")
         print(f"{out}: {found['samples']} samples{more}, by step {found['step']}", flush=True)
 
 

@@ -348,7 +348,7 @@ def test_refusals(comm, trained):
     with pytest.raises(DataError, match="no such file"):
         apply(trained / "out", [str(trained / "none.h5")], out, sets, comm=comm)
     with pytest.raises(UserError, match=r"training.batch: expected at most 3, the samples of .*0.h5, got 4"):
-        apply(trained / "out", [str(trained / "new/0.h5")], out, sets, comm=comm)
+        apply(trained / "out", [str(trained / "new/0.h5")], out, [*sets, "training.batch=4"], comm=comm)
     assert not (trained / "missing").exists()
     apply(trained / "out", new, out, sets, comm=comm)
     assert len(read(out)) == sum(FILES)

@@ -1,0 +1,182 @@
+"""Settings of a trained run that other data, or another number of ranks, make necessary.
+
+A run was trained on samples of one size, in batches, on so many ranks. To predict or evaluate others, what the user did
+not set follows from the files and the ranks:
+
+- ``model.resolution``, where the model has that option, and the same parameters with it: the extents of the samples;
+- ``data.layout``, where the file does not say it and one axis alone has the channels of the network;
+- ``training.batch``: at most as many samples as there are;
+- ``strategy``: the cut most like that of the run which the ranks, the batch and the samples allow.
+
+Predictions do not depend on the cut, nor on the batch. Everything else is checked where it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from halograd.documents import to_toml
+from halograd.errors import UserError
+
+from ..data import find_files
+from ..data.disk import open_file
+from ..data.storage import Storage
+from ..data.structure import find, input_kind, looking_into, shape_of
+from ..layers import Network
+from ..layers.settings import difference, fingerprint
+from ..layers.strategy import counts_of
+from ..models import has_option
+from ..models.own import call_own
+from .build import AXES, MOST_RANKS, datasets_of, fitting_cuts, make_network, make_strategy
+from .config import Config, check_config
+
+__all__ = ["adapted"]
+
+
+def adapted(config: Config, overrides: Sequence[str], ranks: int, labelled: bool) -> tuple[Config, list[str]]:
+    """Return the configuration that fits its data and so many ranks, and what is new in it. Local.
+
+    Parameters
+    ----------
+    config
+        Configuration of a trained run, with the data to read.
+    overrides
+        ``section.key=value`` that it contains; what they set is not changed.
+    labelled
+        Whether targets are read, so that samples may be cropped.
+
+    Returns
+    -------
+    config, settings
+        `settings` are ``section.key=value``.
+
+    Raises
+    ------
+    UserError, DataError
+        If files cannot be examined, or no network can be made for their samples.
+    """
+    keys = [override.partition("=")[0].strip() for override in overrides]
+    settings: list[str] = []
+
+    def free(*wanted: str) -> bool:
+        pairs = [(f"{one}.", f"{key}.") for one in keys for key in wanted]
+        return not any(one.startswith(key) or key.startswith(one) for one, key in pairs)
+
+    def change(section: str, values: dict[str, Any], without: Collection[str] = ()) -> None:
+        nonlocal config
+        config = _changed(config, section, values, without)
+        settings.extend(f"{section}.{key}={to_toml(value)}" for key, value in values.items())
+
+    network = make_network(config)
+    looked = _look_at_own(config, network) if config.data.file is not None else _look(config, network)
+    if looked.layout is not None and free("data.layout"):
+        change("data", {"layout": looked.layout})
+    crops = labelled and config.data.augment is not None and config.data.augment.crop
+    extents = looked.extents
+    if extents and not crops and free("model.resolution") and has_option(config.model.source, "resolution"):
+        resolution = {"resolution": extents[0] if len({*extents}) == 1 else list(extents)}
+        other = make_network(_changed(config, "model", resolution))
+        if difference(fingerprint(network), fingerprint(other), extents=False) is None:
+            change("model", resolution)
+            network = other
+    if looked.samples < config.training.at_once and free("training.batch", "training.accumulate"):
+        change("training", {"batch": looked.samples}, without=["accumulate"])
+    if free("strategy") and not config.strategy.auto:
+        cut = _other_cut(config, network, ranks)
+        if cut is not None:
+            change("strategy", cut, without=[*AXES, "file"])
+    return config, settings
+
+
+def _changed(config: Config, section: str, values: dict[str, Any], without: Collection[str] = ()) -> Config:
+    """Return the configuration with other values in a section, and without some of its keys."""
+    tables = config.model_dump(mode="json", exclude_unset=True)
+    kept = {key: value for key, value in tables.get(section, {}).items() if key not in without}
+    return check_config({**tables, section: {**kept, **values}})
+
+
+@dataclass(frozen=True)
+class _Looked:
+    """What data have that the configuration may lack.
+
+    Attributes
+    ----------
+    samples
+        Number of samples; those beyond a batch of the configuration may not be counted.
+    extents
+        Spatial extents of a sample if they are not those of the network, else empty.
+    layout
+        Order of axes, where the file does not say it and the channels show it; else None.
+    """
+
+    samples: int
+    extents: tuple[int, ...] = ()
+    layout: Literal["NHWC", "NCHW"] | None = None
+
+
+def _look(config: Config, network: Network) -> _Looked:
+    """Look at the first input in the files, of which the first has the extents. Local."""
+    data, looked = config.data, _Looked(0)
+    inputs, _ = datasets_of(data, network)
+    name, dataset = next(iter(inputs.items()))
+    wanted = network.inputs[name].shape
+    for path in find_files(data.path):
+        with open_file(path) as file, looking_into(path):
+            found = find(file, path, dataset, Storage(path, data.allow_external))
+            if not looked.samples:
+                shown = _shown_layout(found.shape, wanted) if "layout" not in found.attrs else None
+                layout = data.layout or shown
+                have = shape_of(found, input_kind(found, path, layout))
+                looked = _Looked(0, _others(have, wanted), None if data.layout else shown)
+            looked = replace(looked, samples=looked.samples + len(found))
+        if looked.samples >= config.training.at_once:
+            break
+    return looked
+
+
+def _look_at_own(config: Config, network: Network) -> _Looked:
+    """Look at the data set of a function of the user, and at its first input. Local."""
+    data = config.data
+    assert data.file is not None
+    own = call_own(data.file, "data.file", data.path, **data.options)
+    try:
+        name = next((name for name in network.inputs if name in own.fields and name not in network.targets), None)
+        extents = () if name is None else _others(own.fields[name].shape, network.inputs[name].shape)
+        return _Looked(len(own), extents)
+    except (AttributeError, TypeError):
+        return _Looked(config.training.at_once)  # no data set, which is reported where it is opened to be read
+    finally:
+        with suppress(AttributeError):
+            own.close()
+
+
+def _shown_layout(shape: tuple[int, ...], wanted: tuple[int, ...]) -> Literal["NHWC", "NCHW"] | None:
+    """Return the order of axes in which one axis alone has the channels of a sample of the shape `wanted`."""
+    if len(shape) != len(wanted) + 1 or (shape[1] == wanted[-1]) == (shape[-1] == wanted[-1]):
+        return None
+    return "NHWC" if shape[-1] == wanted[-1] else "NCHW"
+
+
+def _others(have: tuple[int, ...], wanted: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the extents of samples of as many axes and channels as wanted, if they are others; else nothing."""
+    fits = len(have) == len(wanted) > 1 and have[-1] == wanted[-1]
+    return have[:-1] if fits and have != wanted else ()
+
+
+def _other_cut(config: Config, network: Network, ranks: int) -> dict[str, int] | None:
+    """Return another cut than that of the run, the most like it; None if that fits, or if none does."""
+    own, batch = config.strategy, config.training.at_once
+    try:
+        strategy = make_strategy(own, ranks, network, batch)
+        strategy.validate(network, ranks)
+        strategy.refuse_empty_blocks(network)
+        if max(strategy.parts_of(name)["sample"] for name in network.layers) <= batch:
+            return None
+    except UserError:
+        pass
+    wanted = counts_of({axis: getattr(own, axis) or 1 for axis in AXES})
+    cuts = fitting_cuts(network, ranks, batch, wanted) if ranks <= MOST_RANKS else []
+    return {axis: parts for axis, parts in cuts[0].items() if parts > 1 or axis == "sample"} if cuts else None
