@@ -1,5 +1,7 @@
 """What a program that may be one rank of many does before anything else, and last of all.
 
+0. MPICH crashes, without a message, when the memory that ranks share does not suffice for its start: a line says so
+   before.
 1. Launcher and MPI library must agree on the number of ranks: a mismatch gives N independent programs
    that each believe to be rank 0 of 1.
 2. A fault on one rank must end the job (:mod:`halograd.comm.ending`).
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import signal
 import sys
 import threading
@@ -27,7 +30,17 @@ from .errors import CommError
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["INTERRUPTED", "boot", "end_on_interrupt", "launched_size", "leave", "on_interrupt", "start_text"]
+__all__ = [
+    "INTERRUPTED",
+    "boot",
+    "end_on_interrupt",
+    "launched_size",
+    "leave",
+    "on_interrupt",
+    "shared_memory_fault",
+    "start_text",
+    "warn_of_shared_memory",
+]
 
 WRONG_LAUNCHER = 64  # exit code (EX_USAGE)
 #: Exit code of a command that SIGINT ended.
@@ -35,11 +48,15 @@ INTERRUPTED = 130
 TURN = 0.5  # how long other ranks leave it to rank 0 to speak: a terminal interrupts all ranks at once [s]
 LAST = 2.0  # until a rank ends itself where MPI does not end the job [s]
 
+# Of /dev/shm, MPICH 5 takes 1.0 MiB per rank, or ends by SIGBUS; UCX below it takes 4.1 MiB more where it finds them,
+# and when they are nearly there it ends by SIGSEGV: seen from 16 MiB on, with 8 ranks up to 48, with 16 at 64. [MiB]
+OF_MPICH, OF_UCX, NEARLY = 1.1, 4.2, 16.0
+
 #: What to say, None if another rank has said it.
 Words = Callable[[], "str | None"]
 _words: Words = lambda: "interrupted"  # noqa: E731
 
-_begun = _booted = False
+_begun = _booted = _warned = False
 
 
 def launched_size(environment: Mapping[str, str] | None = None) -> int | None:
@@ -67,6 +84,50 @@ def start_text(ranks: int, multiple: bool = False) -> str:
     return f"start {'a multiple of ' if multiple else ''}{ranks} ranks{command}"
 
 
+def shared_memory_fault(free: int, environment: Mapping[str, str] | None = None) -> str | None:
+    """Return what is wrong if MPICH may crash for want of shared memory, on one rank of each node. Local.
+
+    Open MPI reports it by itself, and goes on.
+
+    Parameters
+    ----------
+    free
+        Shared memory that the node can still give [B].
+    environment
+        By default that of the process, before MPI begins.
+    """
+    environment = os.environ if environment is None else environment
+    first, here = (
+        re.findall(r"(?:^|,)(\d+)", next((environment[name] for name in names if name in environment), ""))
+        for names in (("MPI_LOCALRANKID", "SLURM_LOCALID"), ("MPI_LOCALNRANKS", "SLURM_STEP_TASKS_PER_NODE"))
+    )
+    if "OMPI_COMM_WORLD_SIZE" in environment or any(map(int, first)):
+        return None
+    ranks = max(map(int, here), default=1)  # Slurm's is of all nodes: "4(x2),3"
+    least, remedy = OF_MPICH * ranks, "give the container more (docker run --shm-size=1g)"
+    needed = least
+    if "UCX_TLS" not in environment:
+        needed += OF_UCX * ranks + NEARLY
+        remedy += f", or set UCX_TLS=^posix, with which {least:.0f} MiB are enough to start"
+    if free >= needed * 2**20:
+        return None
+    return (
+        f"shared memory: expected {needed:.0f} MiB free in /dev/shm for {ranks} ranks on this node, got "
+        f"{free / 2**20:.1f} MiB, with which MPICH may crash when it starts; {remedy}"
+    )
+
+
+def warn_of_shared_memory() -> None:
+    """Print a line if MPI may crash when it starts; before that. Local; once is enough."""
+    from .sweep import free_memory
+
+    global _warned
+    text = None if _warned or "mpi4py.MPI" in sys.modules else shared_memory_fault(free_memory())
+    _warned = True
+    if text is not None:
+        _say(f"warning: {text}")
+
+
 def boot() -> MPI.Intracomm:
     """Initialize MPI, and watch over all ranks until the process ends. Collective over all that were launched.
 
@@ -82,6 +143,7 @@ def boot() -> MPI.Intracomm:
     -----
     Ends the process with exit code 64 if the launcher started another number of ranks than MPI sees.
     """
+    warn_of_shared_memory()
     from mpi4py import MPI  # keep the default THREAD_MULTIPLE: MPICH yields the core at that level only
 
     from .ending import Guard

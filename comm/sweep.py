@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-__all__ = ["sweep", "unname"]
+__all__ = ["SHARED_MEMORY", "free_memory", "sweep", "unname"]
 
 SHARED_MEMORY = Path("/dev/shm")
 # A segment younger than this may belong to a job that is just starting and has not mapped it yet.
@@ -72,6 +72,17 @@ def unname() -> list[Path]:
                 path.unlink()
                 removed.append(path)
     return removed
+
+
+def free_memory() -> int:
+    """Return shared memory that this node can still give [B]: to find out by touching it would be a bus error. Local.
+
+    Without limit where MPI has to put it elsewhere.
+    """
+    if not SHARED_MEMORY.is_dir():
+        return 1 << 62
+    status = os.statvfs(SHARED_MEMORY)
+    return status.f_bavail * status.f_frsize
 
 
 def _segments() -> list[Path]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Generator, Iterable, Sequence
 from itertools import count as counting
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,13 +13,13 @@ from .. import contexts
 from ..errors import CommError
 from ..progress import Stage, rest
 from ..reduction import ReductionPlan
+from ..sweep import SHARED_MEMORY, free_memory
 from .base import ALIGNMENT, aligned
 
 __all__ = ["FLAG_BYTES", "Arena", "Chunk", "Flags", "Places", "Planning", "Signal", "rounded"]
 
 PAGE = 4096  # [B]
 SMALLEST = 64 * 1024  # [B] per rank
-SHARED_MEMORY = Path("/dev/shm")
 FLAG_BYTES = ALIGNMENT  # a cache line each: a rank that polls does not disturb the writer of another flag
 
 # Polls before the core is offered to others: with a core per rank a peer is seldom later than that (some 10 us).
@@ -137,7 +135,7 @@ class Arena:
         """
         self._agree(None)  # a rank may be lost to a fault since the last collective of a set-up
         size = rounded(max(sum(requests) + ALIGNMENT, SMALLEST, self._nbytes), PAGE)
-        mine = [*requests, size, _free(), contexts.held(), *(chunk.used for chunk in self._chunks)]
+        mine = [*requests, size, free_memory(), contexts.held(), *(chunk.used for chunk in self._chunks)]
         everywhere = np.empty((self.node.size, len(mine)), np.int64)
         self.node.Allgather(np.array(mine, np.int64), everywhere)
         wanted, sizes, free, held, used = np.split(everywhere, np.cumsum([len(requests), 1, 1, 1]), axis=1)
@@ -168,14 +166,6 @@ class Arena:
         self._chunks.clear()
         if self.node != MPI.COMM_NULL:
             contexts.free(self.node)
-
-
-def _free() -> int:
-    """Shared memory that this node can still give [B]: to find out by touching it would be a bus error."""
-    if not SHARED_MEMORY.is_dir():
-        return 1 << 62
-    status = os.statvfs(SHARED_MEMORY)
-    return status.f_bavail * status.f_frsize
 
 
 def _check_room(nbytes: int, free: int) -> None:

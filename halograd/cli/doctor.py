@@ -12,14 +12,14 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from ..comm.boot import launched_size
+from ..comm.boot import launched_size, warn_of_shared_memory
+from ..comm.sweep import SHARED_MEMORY
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -147,7 +147,6 @@ def probe_hdf5() -> Iterator[Finding]:
     yield Finding("h5py", "ok", f"{h5py.__version__}, HDF5 {h5py.version.hdf5_version}, {parallel}")
 
 
-SHARED_MEMORY = Path("/dev/shm")
 # Enough for MPI's own segments and the halo windows of small networks; containers often give 64 MiB in all.
 ENOUGH_PER_RANK = 64 << 20  # [B]
 
@@ -219,7 +218,8 @@ def probe_shared_memory(ranks_on_node: int) -> Iterator[Finding]:
     if not os.access(SHARED_MEMORY, os.W_OK):
         yield Finding("shared memory", "fail", "no write access to /dev/shm", "ask for it, or set TMPDIR for MPI")
     elif usage.free < ranks_on_node * ENOUGH_PER_RANK:
-        remedy = "give the container more (docker run --shm-size=2g), or train with the transport mpi"
+        remedy = "give the container more (docker run --shm-size=2g), or train with the transport mpi, "
+        remedy += "and set UCX_TLS=^posix if MPICH crashes when it starts"
         yield Finding("shared memory", "warn", value, remedy)
     else:
         yield Finding("shared memory", "ok", value)
@@ -324,6 +324,7 @@ STYLES = {"ok": "green", "note": "dim", "warn": "yellow", "fail": "bold red"}
 
 def examine() -> int:
     """Examine this machine and print the report on rank 0; return 1 if training cannot run. Collective."""
+    warn_of_shared_memory()
     findings = [*careful("Python", probe_python), *careful("mpi4py", probe_mpi)]
     world = _world(findings)
     on_node = 1

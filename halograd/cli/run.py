@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
-from ..comm.boot import INTERRUPTED, boot, end_on_interrupt, launched_size, leave
+from ..comm.boot import INTERRUPTED, boot, end_on_interrupt, launched_size, leave, warn_of_shared_memory
 from ..documents import os_reason, shown_path
 from ..errors import TRACEBACK, UserError
 from ..training.signals import ignore_stop_signals
@@ -93,6 +93,7 @@ def _world(arguments: Sequence[str]) -> MPI.Intracomm | None:
         return None
     if "doctor" not in arguments[:1]:
         return boot()
+    warn_of_shared_memory()
     try:  # the doctor reports a wrong launcher instead of dying of it
         from mpi4py import MPI
     except (ImportError, RuntimeError):

@@ -2,14 +2,17 @@
 
 import os
 import platform
+import shutil
 import subprocess
 import sys
 
 import pytest
 
 from halograd.comm import ending, launched_size
+from halograd.comm.boot import shared_memory_fault
+from tests.harness import jobs, mpi
 from tests.harness.limits import LIMIT
-from tests.launch import mpiexec
+from tests.launch import find_mpiexec, mpiexec
 from tests.support.clock import DrivenClock
 
 START = "from halograd.comm import boot, leave\nworld = boot()\n"
@@ -118,3 +121,64 @@ def test_pure_arithmetic_does_not_start_mpi():
     check = "import halograd.comm as c; c.nonsense"
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=LIMIT)
     assert "AttributeError: module 'halograd.comm' has no attribute 'nonsense'" in done.stderr
+
+
+HYDRA = {"PMI_SIZE": "8", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "4"}
+SLURM = {"SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "1,4(x2),3"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "needed"),
+    [
+        ({}, 21),
+        (HYDRA, 37),
+        (SLURM, 37),
+        ({**SLURM, **HYDRA, "MPI_LOCALNRANKS": "1"}, 21),
+        ({**HYDRA, "UCX_TLS": "^posix"}, 4),
+        ({**HYDRA, "MPI_LOCALRANKID": "3"}, None),
+        ({**SLURM, "SLURM_LOCALID": "1"}, None),
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, None),
+    ],
+)
+def test_shared_memory_that_does_not_suffice_to_start(environment, needed):
+    """By the ranks of a node, of which one speaks; Open MPI speaks for itself."""
+    found = shared_memory_fault(0, environment)
+    assert shared_memory_fault(100 << 20, environment) is None
+    if needed is None:
+        assert found is None
+        return
+    assert f"expected {needed} MiB free in /dev/shm for " in found and "got 0.0 MiB" in found and "--shm-size" in found
+    assert ("set UCX_TLS=^posix" in found) == ("UCX_TLS" not in environment)
+    assert shared_memory_fault((needed - 1) << 20, environment) is not None
+    assert shared_memory_fault((needed + 1) << 20, environment) is None
+
+
+def in_small_memory(mebibytes, *command, **variables):
+    """Run a command where /dev/shm has so little space, in a name space of its own."""
+    script = f'mount -t tmpfs -o size={mebibytes}m tmpfs /dev/shm && exec "$@"'
+    isolated = ["unshare", "--mount", "--map-root-user", "sh", "-c", script, "sh"]
+    if shutil.which("unshare") is None or subprocess.run([*isolated, "true"], capture_output=True).returncode:
+        pytest.skip("needs unshare, and leave to mount in a name space of its own")
+    environment = jobs.job_environment(jobs.new_mark(), variables)
+    return subprocess.run([*isolated, *command], capture_output=True, text=True, timeout=LIMIT, env=environment)
+
+
+@pytest.mark.skipif(mpi.LAUNCHER in os.environ, reason="needs MPICH: Open MPI reports it by itself")
+@pytest.mark.parametrize("ranks", [0, 1, 2])
+def test_a_line_before_mpi_crashes_for_want_of_shared_memory(ranks):
+    """It is there whether MPICH then crashes or not: once, by the first rank of the node."""
+    launcher = [find_mpiexec(), "-n", str(ranks)] if ranks else []
+    command = [*launcher, sys.executable, "-m", "halograd", "doctor"]
+    done = in_small_memory(16, *command)
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("halograd: ")]
+    needed = {0: 21, 1: 21, 2: 27}[ranks]
+    assert f"warning: shared memory: expected {needed} MiB free in /dev/shm for {ranks or 1} ranks on this node" in line
+    sound = in_small_memory(16, *command, UCX_TLS="^posix")
+    assert sound.returncode == 0 and "halograd: " not in sound.stderr, sound.stdout + sound.stderr
+    assert "train with the transport mpi, and set UCX_TLS=^posix" in sound.stdout
+
+
+@pytest.mark.skipif(mpi.LAUNCHER in os.environ, reason="needs MPICH: Open MPI reports it by itself")
+def test_a_program_says_it_too():
+    done = in_small_memory(1, find_mpiexec(), "-n", "2", sys.executable, "-c", START + "leave(0)")
+    assert done.returncode != 0 and "warning: shared memory: expected 27 MiB free in /dev/shm" in done.stderr
