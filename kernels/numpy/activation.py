@@ -57,8 +57,23 @@ def _relu(x: Any, y: Any, work: list[Any], alpha: float) -> None:
 
 
 def _relu_gradient(x: Any, y: Any, dy: Any, dx: Any, work: list[Any], alpha: float) -> None:
-    np.greater(y, 0, out=work[0])
-    np.multiply(dy, work[0], out=dx)
+    passes = np.greater(y, 0, out=_flags(work[0]))
+    _select(passes, dy, dx)
+
+
+def _flags(work: Any) -> Any:
+    """Return booleans of the shape of `work`, in its memory."""
+    return work.view(np.bool_)[..., : work.shape[-1]]
+
+
+def _select(passes: Any, dy: Any, dx: Any) -> None:
+    """``dx = dy`` where `passes`, else 0, for any dy: an infinity or NaN times 0 would be NaN. Overwrites `passes`.
+
+    The bits of numbers are masked, which takes no more time than a product.
+    """
+    bits = f"i{dy.itemsize}"
+    mask = np.negative(passes.view(np.int8), out=passes.view(np.int8))
+    np.bitwise_and(dy.view(bits), mask, out=dx.view(bits))
 
 
 def _leaky(x: Any, y: Any, work: list[Any], alpha: float) -> None:
@@ -227,9 +242,9 @@ def _hard_sigmoid(x: Any, y: Any, work: list[Any], alpha: float) -> None:
 
 def _masked(slope: Any, dy: Any, dx: Any, work: Any) -> None:
     """``dx = slope * dy``, and 0 where the slope is 0, for any dy: behind an infinity that may be NaN."""
-    none = np.equal(slope, 0, out=work.view(np.bool_)[..., : slope.shape[-1]])
+    passes = np.not_equal(slope, 0, out=_flags(work))
     np.multiply(dy, slope, out=dx)
-    np.copyto(dx, 0, where=none)
+    _select(passes, dx, dx)
 
 
 def _hard_sigmoid_gradient(x: Any, y: Any, dy: Any, dx: Any, work: list[Any], alpha: float) -> None:

@@ -12,6 +12,9 @@ in others       ``x * min(max(LARGEST * x, 0), 1)`` (`abi.KEEPING_RELU`), as fas
 where neither   ELU with the factor 0, which blends x with ``0 * (exp(x) - 1)``: with several threads, of which the flag
                 cannot be read, and in sums that overwrite a term
 
+The gradient of ReLU is a product with 0 or 1, and where the processor flags it NumPy selects. With several threads, and
+of NaN, which is not flagged, it stays a product.
+
 Pooling and batch norm have no such way: there the input is looked at, and where it holds more than numbers NumPy
 computes. Other activations are oneDNN's where these are exact to a few roundings, near saturation too; else NumPy's.
 """
@@ -231,7 +234,12 @@ def rectified(engine: OnednnEngine, y: Any, build: Callable[[Any], Kernel], apar
         with np.errstate(over="ignore", invalid="ignore"):
             return flat.dtype != np.float32 or not math.isfinite(np.dot(flat, flat))
 
-    return chain(Kernel(invalid.clear, fast.impl), fallback(fast, failed, deferred(apart)))
+    return _watched(fast, invalid, failed, apart)
+
+
+def _watched(fast: Kernel, invalid: Invalid, failed: Callable[[], bool], exact: Callable[[], Any]) -> Kernel:
+    """Return `fast`, and where it `failed`, by the flag, the kernel that `exact` makes after it."""
+    return chain(Kernel(invalid.clear, fast.impl), fallback(fast, failed, deferred(exact)))
 
 
 def _flat(p: PrimitiveList, array: Any) -> OnednnMemory:
@@ -268,6 +276,10 @@ def activation(
     f = FusedActivation(kind, alpha)
     forward = _forward(engine, f, x, y) if _packed(x, y) else None
     backward = None if dx is None else _backward(engine, f, x, y, dy, dx)
+    if backward is not None and f.kind == "relu" and engine.threads == 1 and not same_elements(dy, dx):
+        # A product with the slope: of an infinity and 0 it is flagged.
+        invalid = Invalid()
+        backward = _watched(backward, invalid, invalid.raised, lambda: plain()[1])
     if forward is not None and (dx is None or backward is not None):
         return forward, backward
     made = plain()

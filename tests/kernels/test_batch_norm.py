@@ -87,6 +87,23 @@ def test_on_its_statistics(typed, shape, f, local):
     p.k.close()
 
 
+@pytest.mark.parametrize("local", [False, True], ids=["sums", "local"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_no_gradient_passes_where_the_relu_is_flat(typed, shape, local):
+    """Not even an infinity: the same as if it were 0 there."""
+    if typed.backend.name == "onednn" and typed.dtype == np.float32:
+        pytest.skip("needs a backend that selects: oneDNN multiplies by the slope")
+    p = Problem(typed, shape, RELU, local)
+    p.forward(local)
+    p.dy[reference.batch_norm(p.x, p.dy, p.gamma, p.beta, BN_EPS, None)["y"] <= -1e-2] = np.inf
+    p.k.backward_sums()
+    if not local:
+        np.divide(p.sums, p.count, out=p.means)
+    p.k.backward_data()
+    p.check_backward()
+    p.k.close()
+
+
 @pytest.mark.parametrize("f", FUSED, ids=str)
 def test_statistics_of_others(typed, f):
     """Mean, variance and the correction come from more elements than are here."""

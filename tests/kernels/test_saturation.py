@@ -86,11 +86,12 @@ def test_activation_of_infinities(typed, kind):
             assert what == "derivative" or np.isnan(found[2::3]).all()
 
 
-@pytest.mark.parametrize("kind", ["hard_sigmoid", "hard_swish"])
+@pytest.mark.parametrize("kind", ["relu", "hard_sigmoid", "hard_swish"])
 def test_no_gradient_passes_where_an_activation_is_flat(typed, kind):
-    """Not even NaN, which a loss has behind an infinity."""
+    """Not even NaN, which a loss has behind an infinity; of ReLU with oneDNN an infinity alone."""
     x = np.array([-np.inf, -4, 4, np.inf] * 4).astype(typed.dtype)
-    for number in (np.nan, np.inf):
+    onednn = kind == "relu" and typed.backend.name == "onednn" and typed.dtype == np.float32
+    for number in (np.inf, -np.inf) if onednn else (np.inf, -np.inf, np.nan):
         y, dy, dx = np.full_like(x, np.nan), np.full_like(x, number), np.full_like(x, 7)
         forward, backward = typed.backend.activation(kind, x, y, dy, dx)
         forward()

@@ -138,10 +138,12 @@ DEVICE A slope(Kind kind, A from, A alpha) {
 
 // The gradient with slope `s` of one behind it. Where it is 0 by its formula, so is the product with an infinity or NaN.
 DEVICE A chained(Kind kind, A s, A dy) {
-    const bool flat = kind == HARD_SIGMOID || kind == HARD_SWISH;
+    const bool flat = kind == RELU || kind == HARD_SIGMOID || kind == HARD_SWISH;
     return flat && s == A(0) ? A(0) : s * dy;
 }
 
-// The activation of this program, and its derivative, at what it is given.
+// The activation of this program at what it is given, and the gradient of one behind it.
 DEVICE A fused(A x, A alpha) { return ACTIVATION < 0 ? x : activated(Kind(ACTIVATION), x, alpha); }
-DEVICE A fused_slope(A x, A alpha) { return ACTIVATION < 0 ? A(1) : slope(Kind(ACTIVATION), x, alpha); }
+DEVICE A fused_gradient(A x, A alpha, A dy) {
+    return ACTIVATION < 0 ? dy : chained(Kind(ACTIVATION), slope(Kind(ACTIVATION), x, alpha), dy);
+}

@@ -55,7 +55,7 @@ DEVICE A gradient(const ChannelNormParams& p, Index at, Index c, A xhat) {
     const A gamma = p.gamma ? parameter(p.gamma, p.gamma_float, c) : A(1), dy = widen(p.dy[at]);
     if (ACTIVATION < 0) return dy * gamma;
     const A z = p.gamma ? xhat * gamma + parameter(p.beta, p.beta_float, c) : xhat;
-    return dy * fused_slope(z, A(p.alpha)) * gamma;
+    return fused_gradient(z, A(p.alpha), dy) * gamma;
 }
 
 // dx = inverse * (g - mean of g - xhat * mean of g * xhat), g = gamma * dy'.

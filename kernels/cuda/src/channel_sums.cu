@@ -43,7 +43,7 @@ template <int V> DEVICE void row_sums(const ChannelSumsParams& p) {
 #pragma unroll
                 for (int k = 0; k < V; ++k) {
                     const A xhat = p.moments ? (x[k] - p.moments[2 * r]) * p.moments[2 * r + 1] : A(0);
-                    const A gradient = dy[k] * fused_slope(xhat * gamma[k] + beta[k], A(p.alpha));
+                    const A gradient = fused_gradient(xhat * gamma[k] + beta[k], A(p.alpha), dy[k]);
                     first[k] += gradient;
                     second[k] += gradient * xhat;
                 }

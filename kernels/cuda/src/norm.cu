@@ -112,7 +112,7 @@ template <int V> DEVICE void gradient_sums(const NormParams& p) {
                 for (int k = 0; k < V; ++k) {
                     if (ACTIVATION >= 0) {
                         const A z = normalized(x[k], mean[k], scale[k], shift[k]), alpha = A(p.alpha);
-                        dy[k] *= fused_slope(p.dresidual ? y[k] : z, alpha);
+                        dy[k] = fused_gradient(p.dresidual ? y[k] : z, alpha, dy[k]);
                     }
                     first[k] += dy[k];
                     second[k] += dy[k] * ((x[k] - mean[k]) * inverse[k]);
@@ -230,7 +230,7 @@ template <int V> DEVICE void gradient_data(const NormParams& p) {
 #pragma unroll
             for (int k = 0; k < V; ++k) {
                 const A z = normalized(x[t][k], mean[k], scale[k], shift[k]);
-                const A gradient = dy[t][k] * fused_slope(z, A(p.alpha));
+                const A gradient = fused_gradient(z, A(p.alpha), dy[t][k]);
                 dy[t][k] = gradient * scale[k] - offset[k] - (x[t][k] - mean[k]) * slope[k];
             }
             store<V>(dy[t], p.dx + element(at, r));

@@ -8,6 +8,7 @@ from ..test_batch_norm import (  # noqa: F401
     test_a_residual_in_evaluation,
     test_forward_only,
     test_gradient_belongs_to_the_last_forward,
+    test_no_gradient_passes_where_the_relu_is_flat,
     test_on_its_statistics,
     test_statistics_of_others,
     test_training,
