@@ -295,15 +295,20 @@ def _both_decays(x: Any, a: Any, b: Any, work: Any) -> None:
     np.maximum(b, work, out=b)
 
 
-def _mish(x: Any, y: Any, work: list[Any], alpha: float) -> None:
-    """``tanh(softplus(x)) = n / d`` with ``n = a (a + 2 b)``, ``d = n + 2 b^2``, a and b as of `_both_decays`."""
-    a, b, n = work[:3]
-    _both_decays(x, a, b, n)
+def _mish_terms(a: Any, b: Any, n: Any) -> None:
+    """``n = a (a + 2 b)`` and ``b = 2 b^2``."""
     np.add(b, b, out=n)
     np.add(n, a, out=n)
     np.multiply(n, a, out=n)
     np.multiply(b, b, out=b)
     np.add(b, b, out=b)
+
+
+def _mish(x: Any, y: Any, work: list[Any], alpha: float) -> None:
+    """``tanh(softplus(x)) = n / d`` with ``n = a (a + 2 b)``, ``d = n + 2 b^2``, a and b as of `_both_decays`."""
+    a, b, n = work[:3]
+    _both_decays(x, a, b, n)
+    _mish_terms(a, b, n)
     np.add(b, n, out=b)
     np.divide(n, b, out=n)
     np.multiply(x, n, out=y)
@@ -316,11 +321,7 @@ def _mish_gradient(x: Any, y: Any, dy: Any, dx: Any, work: list[Any], alpha: flo
     np.add(a, b, out=inner)
     np.multiply(inner, a, out=inner)
     np.multiply(inner, x, out=inner)
-    np.add(b, b, out=n)
-    np.add(n, a, out=n)
-    np.multiply(n, a, out=n)
-    np.multiply(b, b, out=b)
-    np.add(b, b, out=b)
+    _mish_terms(a, b, n)
     np.multiply(inner, b, out=inner)
     np.add(inner, inner, out=inner)
     np.add(b, n, out=b)

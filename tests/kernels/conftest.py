@@ -8,8 +8,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from halograd.kernels import Backend, KernelError, get_backend
+from halograd.kernels import Backend
 from halograd.kernels.guards import GUARDS
+from tests.support.onednn import onednn, opened  # noqa: F401
 
 FLOAT32, FLOAT64, BFLOAT16 = np.dtype(np.float32), np.dtype(np.float64), np.dtype(ml_dtypes.bfloat16)
 EPS = {
@@ -72,18 +73,15 @@ def guarded() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def backends() -> Iterator[Callable[[str], Backend]]:
     """A function that gives the backend of a name, opened once."""
-    opened: dict[str, Backend] = {}
+    made: dict[str, Backend] = {}
 
     def get(name: str) -> Backend:
-        if name not in opened:
-            try:
-                opened[name] = get_backend(name)
-            except KernelError as error:
-                pytest.skip(f"needs the backend {name}: {error}")
-        return opened[name]
+        if name not in made:
+            made[name] = opened(name)
+        return made[name]
 
     yield get
-    for backend in opened.values():
+    for backend in made.values():
         backend.close()
 
 

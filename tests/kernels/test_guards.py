@@ -13,7 +13,7 @@ from halograd.kernels import Geometry, Kernel, KernelError
 from halograd.kernels.guards import GUARDS, SIDE, GuardError, Guards, room
 from halograd.kernels.kernel import ScratchKernel
 from halograd.kernels.memory import Scratch, aligned_empty
-from halograd.kernels.onednn import OnednnBackend, conv, faults
+from halograd.kernels.onednn import conv, faults
 from halograd.kernels.onednn.program import ReferenceOnly
 from tests.harness.limits import scaled
 
@@ -66,16 +66,6 @@ def test_nothing_is_guarded_outside_of_the_context():
         assert guards.active
     assert not guards.active
     assert room(1) > SIDE
-
-
-@pytest.fixture
-def onednn():
-    try:
-        opened = OnednnBackend()
-    except KernelError as error:
-        pytest.skip(f"needs oneDNN: {error}")
-    with opened:
-        yield opened
 
 
 def thin(backend, channels: int, extents=(64, 64), stride=(2, 2)):

@@ -12,7 +12,7 @@ import threadpoolctl
 
 from halograd.kernels import Geometry, KernelError, get_backend
 from halograd.kernels.kernel import BatchNormArrays
-from halograd.kernels.onednn import DELEGATED, OnednnBackend, matmul
+from halograd.kernels.onednn import DELEGATED, matmul
 from halograd.kernels.onednn.abi import Abi, DnnlError
 from halograd.kernels.onednn.program import PrimitiveList, ReferenceOnly
 
@@ -21,17 +21,6 @@ from .conftest import EPS, Arrays, assert_close
 from .every import G2, G, norm, text_of
 from .geometries import CASES
 from .test_convolution import check
-
-
-@pytest.fixture(scope="module")
-def onednn():
-    """oneDNN with one thread."""
-    try:
-        opened = OnednnBackend()
-    except KernelError as error:
-        pytest.skip(f"needs oneDNN: {error}")
-    with opened:
-        yield opened
 
 
 def refuse(monkeypatch, impl="ref:any"):

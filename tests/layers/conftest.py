@@ -3,14 +3,14 @@
 import pytest
 
 from halograd.comm import Communicator
-from tests.layers.norms import needs
 from tests.support import freed
+from tests.support.onednn import onednn, opened  # noqa: F401
 
 
 @pytest.fixture(autouse=True)
 def _onednn(request):
     if "onednn" in request.node.name:
-        needs("onednn")
+        opened("onednn").close()
 
 
 @pytest.fixture(autouse=True)

@@ -3,21 +3,12 @@
 import contextlib
 
 import numpy as np
-import pytest
 
-from halograd.kernels import KernelError, get_backend
+from halograd.kernels import get_backend
 from halograd.layers import Input, Loss, Network
 from halograd.layers.strategy import Strategy
 from halograd.testing import grids, random_array, run_layer
 from halograd.training.executor import Executor
-
-
-def needs(backend):
-    """Skip the test, and say why, where the backend cannot be had."""
-    try:
-        get_backend(backend).close()
-    except KernelError as error:
-        pytest.skip(f"needs oneDNN: {error}")
 
 
 class Probe(Loss):

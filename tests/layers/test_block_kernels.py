@@ -15,7 +15,7 @@ import pytest
 from mpi4py import MPI
 
 from halograd.comm import Communicator
-from halograd.kernels import KernelError, get_backend
+from halograd.kernels import get_backend
 from halograd.kernels.onednn import OnednnBackend
 from halograd.kernels.onednn.program import ReferenceOnly
 from halograd.layers import Conv, ConvTranspose, Input, MeanSquaredError, Network
@@ -50,16 +50,6 @@ def _some():
         return GEOMETRIES
     chosen = np.random.default_rng(11).choice(len(GEOMETRIES), int(COUNT), replace=False)
     return [(9, 2, 17, 12, "grid"), (11, 4, 40, 33, "rows"), *(GEOMETRIES[i] for i in sorted(chosen))]
-
-
-@pytest.fixture(scope="module")
-def onednn():
-    try:
-        opened = OnednnBackend()
-    except KernelError as error:
-        pytest.skip(f"needs oneDNN: {error}")
-    with opened:
-        yield opened
 
 
 def draw(layer, shape):

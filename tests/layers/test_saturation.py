@@ -160,15 +160,13 @@ def test_overlap_of_sigmoids(kind, target, backend, dtype):
 @EVERYWHERE
 @pytest.mark.parametrize("label", [0, 1])
 def test_overlap_of_softmax(label, backend, dtype):
-    margin = some_points(dtype)
-    x = np.zeros((1, len(margin), 1, 3), dtype)
-    x[0, :, 0, 0] = margin
-    target = np.full((1, len(margin), 1, 1), label)
+    x = margins(dtype)
+    target = np.full((1, x.shape[1], 1, 1), label)
     _, _, dx, _ = in_a_network(layers.Dice("softmax"), x, backend, dtype, target=target)
     p = _probabilities(x)
     t = np.zeros(3, Long)
     t[label] = 1
-    sums = (p.sum(axis=(0, 1, 2)), (p * t).sum(axis=(0, 1, 2)), t * len(margin))
+    sums = (p.sum(axis=(0, 1, 2)), (p * t).sum(axis=(0, 1, 2)), t * x.shape[1])
     divisor = sums[0] + sums[2] + 1
     rate = ((2 * sums[1] + 1) / divisor**2 - 2 * t / divisor) / 3
     want = sum(p * p[..., k : k + 1] * (rate - rate[k]) for k in range(3))
@@ -176,23 +174,34 @@ def test_overlap_of_softmax(label, backend, dtype):
     assert_few(dx, want, "gradient", np.maximum(np.abs(want), size))
 
 
+def margins(dtype):
+    """Logits of three classes, of which the first is larger by one of the points."""
+    margin = some_points(dtype)
+    x = np.zeros((1, len(margin), 1, 3), dtype)
+    x[0, :, 0, 0] = margin
+    return x
+
+
 def _probabilities(x):
     z = x.astype(Long) - x.max(axis=-1, keepdims=True).astype(Long)
     return np.exp(z) / np.exp(z).sum(axis=-1, keepdims=True)
+
+
+def _of_others(p):
+    """The sum of the other two probabilities, of each."""
+    return np.stack([p[..., [k for k in range(3) if k != c]].sum(axis=-1) for c in range(3)], axis=-1)
 
 
 # ---------------------------------------------------------------------- layers that are no kernel
 @EVERYWHERE
 def test_softmax(backend, dtype):
     """The gradient of one probability."""
-    margin = some_points(dtype)
-    x = np.zeros((1, len(margin), 1, 3), dtype)
-    x[0, :, 0, 0] = margin
+    x = margins(dtype)
     for of in range(3):
         _, y, dx, _ = in_a_network(hg.Softmax(), x, backend, dtype, gradient=np.eye(3)[of])
         p = _probabilities(x)
         assert_few(y, p, "value")
-        others = np.stack([p[..., [k for k in range(3) if k != c]].sum(axis=-1) for c in range(3)], axis=-1)
+        others = _of_others(p)
         want = np.where(np.arange(3) == of, p * others, -p * p[..., of : of + 1])
         assert_few(dx, want, "gradient")
 
@@ -200,13 +209,11 @@ def test_softmax(backend, dtype):
 @EVERYWHERE
 def test_log_softmax(backend, dtype):
     """The gradient of one logarithm."""
-    margin = some_points(dtype)
-    x = np.zeros((1, len(margin), 1, 3), dtype)
-    x[0, :, 0, 0] = margin
+    x = margins(dtype)
     for of in range(3):
         _, y, dx, _ = in_a_network(hg.LogSoftmax(), x, backend, dtype, gradient=np.eye(3)[of])
         p = _probabilities(x)
-        others = np.stack([p[..., [k for k in range(3) if k != c]].sum(axis=-1) for c in range(3)], axis=-1)
+        others = _of_others(p)
         value = np.where(others < 0.5, np.log1p(-np.minimum(others, 0.5)), np.log(p))
         assert_few(y, value, "value")
         want = np.where(np.arange(3) == of, others, -p)
