@@ -14,7 +14,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from getpass import getuser
 from pathlib import Path
@@ -76,6 +76,10 @@ def available() -> bool:
     return all(shutil.which(program, path=SBIN) for program in ("sbatch", "slurmctld", "slurmd", "munged"))
 
 
+class CannotStart(Exception):
+    """A daemon has ended by itself; what it wrote last."""
+
+
 class PrivateSlurm:
     """Daemons, and the commands of a user.
 
@@ -118,28 +122,41 @@ class PrivateSlurm:
         for i in range(gpus):
             (self.folder / "dev" / f"nvidia{i}").symlink_to("/dev/null")
         (self.folder / "gres.conf").write_text(f"Name=gpu File={self.folder}/dev/nvidia[0-{gpus - 1}]\n")
-        (self.folder / "cgroup.conf").write_text("CgroupAutomount=no\n")
+        # Not looked for: where none are mounted slurmd would end. Nothing here uses them.
+        (self.folder / "cgroup.conf").write_text("CgroupAutomount=no\nCgroupPlugin=cgroup/v1\n")
         key = self.folder / "munge.key"
         key.touch(0o600)
         key.write_bytes(os.urandom(128))
 
     def start(self) -> None:
-        """Start everything, and wait until the nodes can be used."""
+        """Start everything, and wait until the nodes can be used. Raises CannotStart."""
         folder = self.folder
         munge = ["--foreground", "--force", "--num-threads=2", f"--key-file={folder}/munge.key"]
         munge += [f"--{name}={folder}/munge.{name.split('-')[0]}" for name in ("socket", "pid-file", "log-file")]
         self._start("munged", *munge, f"--seed-file={folder}/munge.seed")
-        wait_until((folder / "munge.socket").exists, "the socket of munged")
+        self._await((folder / "munge.socket").exists, "the socket of munged")
         self._start("slurmctld", "-D", "-c")
         for node in range(1, self.nodes + 1):
             self.start_node(f"n{node}")
         self._watcher.start()
 
     def start_node(self, node: str) -> None:
-        """Start the daemon of a node, and wait until jobs can run there."""
+        """Start the daemon of a node, and wait until jobs can run there. Raises CannotStart."""
         (self.folder / "spool" / node).mkdir(exist_ok=True)
         self._start("slurmd", "-D", "-N", node, name=node, extra={NODE: node})
-        wait_until(lambda: self.call("sinfo", "-hNn", node, "-o%t", check=False).split()[:1] == ["idle"], node)
+        self._await(lambda: self.call("sinfo", "-hNn", node, "-o%t", check=False).split()[:1] == ["idle"], node)
+
+    def _await(self, condition: Callable[[], bool], what: str) -> None:
+        """Wait for what daemons do, as long as all of them are there."""
+
+        def over() -> bool:
+            for name, daemon in self._daemons.items():
+                if daemon.poll() is not None:
+                    lines = (self.folder / f"{name}.out").read_text(errors="replace").splitlines()
+                    raise CannotStart(f"{name} ended with code {daemon.returncode}: {'; '.join(lines[-3:])}")
+            return condition()
+
+        wait_until(over, what)
 
     def _start(self, program: str, *options: str, name: str = "", extra: Mapping[str, str] | None = None) -> None:
         path = shutil.which(program, path=SBIN)
