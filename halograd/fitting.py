@@ -2,30 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import ArrayLike
 
 from .auto import plan_run, rank_schemes_of
 from .comm import boot
-from .data import ChannelStatistics, Dataset
+from .comm.errors import agree
+from .data import ArrayDataset, ChannelStatistics, Dataset
 from .errors import UserError
 from .layers import Network
 from .models.own import give
 from .schema import nearest
 from .signatures import check_methods
+from .training.build import make_network
 from .training.checkpoint import read_header
 from .training.config import Config, DataConfig, TrainingConfig, check_config
 from .training.directory import checkpoint_of
 from .training.log import read_log
 from .training.monitors import Callback
 from .training.root import on_root
-from .training.run import apply, evaluate, train
+from .training.run import apply, evaluate, find_trained, train
 
 __all__ = ["TrainedRun", "fit"]
 
 Data = str | Path | Sequence[str | Path] | Mapping[str, Any] | Dataset
 _ADAM = {"kind": "adam"}
+_OTHER_DATA = "apply(): data: expected the array of rank 0, got something else; send it to all ranks, or write a file"
+_EXPECTED = {
+    "fit()": "files, a table [data] or a data set, got {}; make a data set of arrays: "
+    'halograd.data.ArrayDataset({{"x": x, "target": t}})',
+    "apply()": "files, an array of samples, arrays by the names of inputs or a data set, got {}",
+}
+
+Result = TypeVar("Result")
 
 
 def fit(
@@ -106,20 +120,81 @@ def _tables(network: Network | str, data: Data, out: str | Path, given: Mapping[
     tables: dict[str, Any] = {key: dict(one) if isinstance(one, Mapping) else one for key, one in others.items()}
     source = give(network, network.name) if isinstance(network, Network) else network
     tables["model"] = {**tables.get("model", {}), "file" if ":" in source else "name": source}
-    tables["data"] = {**own_keys, **_data(data)}
+    tables["data"] = {**own_keys, **_data(data, "fit()")}
     tables["training"] = {**training, **tables.get("training", {})}
     tables["output"] = {**tables.get("output", {}), "directory": str(out)}
     return {"optimizer": dict(_ADAM), "schedule": {"kind": "constant", "learning_rate": 1e-3}, **tables}
 
 
-def _data(data: Data) -> dict[str, Any]:
-    if isinstance(data, Mapping):
+def _data(data: Any, call: str) -> dict[str, Any]:
+    """Return the table ``[data]`` of what `call` was given."""
+    if isinstance(data, Mapping) and not any(map(_is_array, data.values())):
         return dict(data)
     if isinstance(data, str | Path):
         return {"path": str(data)}
-    if isinstance(data, Sequence):
+    if isinstance(data, Sequence) and all(isinstance(path, str | Path) for path in data):
         return {"path": [str(path) for path in data]}
-    return {"path": str(data.path), "file": give(data, "data")}
+    if all(hasattr(data, name) for name in ("path", "fields", "read")):
+        return {"path": str(data.path), "file": give(data, "data")}
+    raise UserError(f"{call}: data: expected {_EXPECTED[call]}".format(_kind(data)))
+
+
+def _is_array(data: object) -> bool:
+    """Return whether this is an array of any library, which no data set is."""
+    return hasattr(data, "__array__") and not hasattr(data, "fields")
+
+
+def _kind(data: object) -> str:
+    shape = getattr(data, "shape", None)
+    return type(data).__name__ + (f" of shape {tuple(shape)}" if isinstance(shape, Sequence) else "")
+
+
+def _dataset_of(arrays: Any, network: Network) -> ArrayDataset:
+    """Return the data set of an array, or of arrays by the name of the network's input, of samples or of one sample.
+
+    Raises UserError if they are not what the network reads. Local.
+    """
+    inputs = {name: node for name, node in network.inputs.items() if name not in network.targets}
+    several = ", ".join(f"{name!r}: ..." for name in inputs)
+    if not isinstance(arrays, Mapping):
+        if len(inputs) > 1:
+            raise UserError(f"apply(): data: expected arrays {{{several}}}, got one, {_kind(arrays)}")
+        arrays = dict.fromkeys(inputs, arrays)
+    if arrays.keys() != inputs.keys():
+        raise UserError(f"apply(): data: expected arrays {{{several}}}, got {', '.join(map(repr, arrays)) or 'none'}")
+    return ArrayDataset(
+        {name: _samples_of(name, arrays[name], node.shape) for name, node in inputs.items()}, (), path="array"
+    )
+
+
+def _samples_of(name: str, given: Any, shape: tuple[int, ...]) -> np.ndarray:
+    """Return an array ``(N, *spatial, C)``, or ``(N,)``, for an input of this sample shape."""
+    if np.ma.is_masked(given):
+        raise UserError(
+            f"apply(): data: {name!r}: expected an array without masked elements, got some; fill them first"
+        )
+    array = np.asarray(given)
+    if array.dtype.kind not in "biuf":
+        raise UserError(f"apply(): data: {name!r}: expected an array of real numbers, got one of {array.dtype}")
+    if array.ndim == len(shape) and shape != (1,):
+        array = array[None]
+    fits = array.ndim == len(shape) + 1 and array.shape[-1] == shape[-1]
+    if not (fits or (shape == (1,) and array.ndim == 1)) or not array.size:
+        grid = ", ".join(map(str, shape))
+        raise UserError(
+            f"apply(): data: {name!r}: expected samples of shape (N, {grid}), or one of ({grid}), channels last (the "
+            f"network may take other extents), got {np.shape(given)}"
+        )
+    return array
+
+
+def _checksum(dataset: ArrayDataset) -> int:
+    """Return the CRC-32 of names, shapes, types and bytes of all arrays."""
+    checksum = 0
+    for name, array in dataset.arrays.items():
+        checksum = zlib.crc32(f"{name} {array.shape} {array.dtype}".encode(), checksum)
+        checksum = zlib.crc32(np.ascontiguousarray(array).data, checksum)
+    return checksum
 
 
 class TrainedRun:
@@ -171,17 +246,56 @@ class TrainedRun:
 
     def apply(
         self,
-        data: str | Path | Sequence[str | Path] | Dataset,
+        data: str | Path | Sequence[str | Path] | Dataset | ArrayLike | Mapping[str, ArrayLike],
         out: str | Path,
         what: str = "logits",
         which: str = "latest",
         overrides: Sequence[str] = (),
     ) -> dict[str, Any]:
-        """Write predictions of data without labels to `out`. Collective; see :func:`halograd.training.apply`."""
-        table = _data(data)
+        """Write predictions of data without labels to `out`. Collective; see :func:`halograd.training.apply`.
+
+        Parameters
+        ----------
+        data
+            Files, patterns or folders; a data set; or samples in an array ``(N, *spatial, C)``, or one sample
+            ``(*spatial, C)``, the same on all ranks. They are normalized as those of the training were. For a network
+            of several inputs a mapping of arrays by the name of the input.
+        out, what, overrides
+            As of :func:`halograd.training.apply`.
+        which
+            Checkpoint: ``"latest"`` or ``"best"``.
+
+        Raises
+        ------
+        UserError, DataError
+            On all ranks: something the user can put right, such as arrays of other shapes, or others on another rank.
+        """
+        checkpoint = self._given(which)
+        table = self._agreed_table(data, checkpoint, overrides)
         paths = [table["path"]] if isinstance(table["path"], str) else table["path"]
         sets = [*overrides, *([f'data.file="{table["file"]}"'] if "file" in table else [])]
-        return apply(self._given(which), paths, out, sets, what, self._comm)
+        return apply(checkpoint, paths, out, sets, what, self._comm)
+
+    def _agreed_table(self, data: Any, checkpoint: Path, overrides: Sequence[str]) -> dict[str, Any]:
+        """Return the table ``[data]`` for `apply`; arrays must be the same on all ranks. Collective."""
+        arrays = _is_array(data) or (isinstance(data, Mapping) and any(map(_is_array, data.values())))
+        table = self._agreed(lambda: {} if arrays else _data(data, "apply()"), lambda _: int(arrays))
+        if not arrays:
+            return table
+        config = on_root(self._comm, lambda: find_trained(checkpoint, overrides)[0])
+        return _data(self._agreed(lambda: _dataset_of(data, make_network(config)), _checksum), "apply()")
+
+    def _agreed(self, make: Callable[[], Result], mark_of: Callable[[Result], int]) -> Result:
+        """Return what `make` returns on this rank; an error of one rank, or other marks, is one of all. Collective."""
+        fault: Exception | None = None
+        try:
+            made = make()
+            mark = mark_of(made)
+        except Exception as error:
+            fault, mark = error, 0
+        marks = agree(self._comm, range(self._comm.size), fault, mark)
+        agree(self._comm, range(self._comm.size), None if mark == marks[0] else UserError(_OTHER_DATA))
+        return made
 
     def export(self, out: str | Path, to: str = "onnx", which: str = "latest", normalize: bool = False) -> None:
         """Write the network for other programs, on rank 0. Collective; see :func:`halograd.exporting.export_run`."""

@@ -22,7 +22,7 @@ from halograd.errors import UserError
 
 from ..layers import Network
 
-__all__ = ["build_own", "call_own", "give", "is_own", "load_function", "options_of_own", "source_of"]
+__all__ = ["build_own", "call_own", "give", "is_made", "is_own", "load_function", "options_of_own", "source_of"]
 
 #: Stands in place of a file for objects that a script has made.
 _SCRIPT = "script"
@@ -43,6 +43,11 @@ def give(made: Any, name: str) -> str:
     where = f"{_SCRIPT}:{name}"
     _MADE[where] = made
     return where
+
+
+def is_made(where: str) -> bool:
+    """Return whether this text stands for an object that a script has made (:func:`give`)."""
+    return where in _MADE
 
 
 def build_own(where: str, given: Mapping[str, Any]) -> Network:
@@ -71,7 +76,7 @@ def build_own(where: str, given: Mapping[str, Any]) -> Network:
 
 def options_of_own(where: str) -> tuple[str, ...]:
     """Return the names of the options that a function of the user takes; those of a network of a script are none."""
-    return () if where in _MADE else tuple(inspect.signature(load_function(where)).parameters)
+    return () if is_made(where) else tuple(inspect.signature(load_function(where)).parameters)
 
 
 def call_own(where: str, key: str, *arguments: Any, **options: Any) -> Any:

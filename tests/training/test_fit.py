@@ -6,8 +6,10 @@ import pytest
 from mpi4py import MPI
 
 import halograd as hg
+from halograd.data import ArrayDataset, DataError
 from halograd.errors import UserError
 from halograd.training import evaluate, train
+from halograd.training.parts import PartFile
 from tests.training.runs import EDGE, OPTIONS, unet, write_config, write_data
 
 
@@ -109,3 +111,123 @@ def test_refusals(comm, folder, monkeypatch):
     monkeypatch.setattr("halograd.models.own._MADE", {})  # as in another process
     with pytest.raises(UserError, match=r"model\.file: 'mine' was made by a script, not by a function in a file"):
         evaluate(folder / "out", comm=comm)
+
+
+def predictions(path, name="prediction"):
+    with h5py.File(path) as file:
+        return file[name][()]
+
+
+@pytest.mark.ranks(1, 2, 4)
+def test_arrays_are_applied_like_files(comm, folder):
+    """With a batch axis or one sample without, of any type and layout in memory; normalized like the training."""
+    cut = {"height": 2, "width": comm.size // 2} if comm.size > 1 else {}
+    run = hg.fit(unet(), str(folder / "data.h5"), folder / "out", comm=comm, strategy=cut, **OPTIONS)
+    with h5py.File(folder / "data.h5") as file:
+        x = file["inputs"][()]
+    run.apply(str(folder / "data.h5"), folder / "files.h5", "probabilities")
+    want = predictions(folder / "files.h5")
+    backwards = np.moveaxis(np.ascontiguousarray(np.moveaxis(x, -1, 1)), 1, -1)[::-1]
+    for number, (given, expected) in enumerate(
+        [(x, want), ({"x": backwards}, want[::-1]), (x.astype(">f8")[3:9], want[3:9])]
+    ):
+        found = run.apply(given, folder / f"{number}.h5", "probabilities")
+        assert found["samples"] == found["computed"] == len(expected)
+        np.testing.assert_allclose(predictions(folder / f"{number}.h5"), expected, rtol=1e-12)
+        assert set(predictions(folder / f"{number}.h5", "source_file")) == {b"array"}
+        assert predictions(folder / f"{number}.h5", "source_sample").tolist() == list(range(len(expected)))
+    run.apply(x[5], folder / "one.h5", "probabilities")
+    np.testing.assert_allclose(predictions(folder / "one.h5"), want[5:6], rtol=1e-12)
+    whole = (10 * x).astype(np.int16)
+    run.apply(whole, folder / "whole.h5")
+    run.apply(whole.astype(np.float64), folder / "float.h5")
+    np.testing.assert_array_equal(predictions(folder / "whole.h5"), predictions(folder / "float.h5"))
+
+
+@pytest.mark.ranks(1, 2)
+def test_arrays_of_several_inputs_have_names(comm, folder):
+    def network():
+        x, depth = hg.Input((EDGE, EDGE, 3), "x"), hg.Input((1,), "depth")
+        y = hg.Conv(2, 3, padding=1)(x) * hg.Dense(2)(depth)
+        loss = hg.MeanSquaredError()(y, hg.Input(y.shape, "target"))
+        return hg.Network({"prediction": y, "loss": loss}, name="two")
+
+    rng = np.random.default_rng(3)
+    x, depth = rng.standard_normal((12, EDGE, EDGE, 3)), rng.standard_normal(12)
+    data = ArrayDataset({"x": x, "depth": depth, "target": x[..., :2] * depth[:, None, None, None]})
+    run = hg.fit(network(), data, folder / "out", comm=comm, strategy={"height": comm.size}, **OPTIONS)
+    run.apply(data, folder / "set.h5")
+    for given in ({"depth": depth, "x": x}, {"x": x, "depth": depth[:, None]}):
+        run.apply(given, folder / "arrays.h5")
+        np.testing.assert_array_equal(predictions(folder / "arrays.h5"), predictions(folder / "set.h5"))
+    run.apply({"x": x[7], "depth": depth[7:8]}, folder / "one.h5")
+    np.testing.assert_allclose(predictions(folder / "one.h5")[0], predictions(folder / "set.h5")[7], rtol=1e-12)
+    names = r"expected arrays \{'x': ..., 'depth': ...\}, got "
+    for given, message in (
+        (x, names + r"one, ndarray of shape \(12, 16, 16, 3\)"),
+        ({"x": x}, names + "'x'"),
+        ({"x": x, "depth": depth, "target": x}, names + "'x', 'depth', 'target'"),
+        ({"x": x, "depth": depth[:4]}, r"expected arrays of as many samples each, got .*12.*4"),
+    ):
+        with pytest.raises(UserError, match=message):
+            run.apply(given, folder / "no.h5")
+    assert not (folder / "no.h5").exists()
+
+
+@pytest.mark.ranks(1, 2)
+def test_what_is_no_data_is_refused_on_all_ranks(comm, folder):
+    """Also where one rank alone has it; before anything is computed, or waits."""
+    run = hg.fit(unet(), str(folder / "data.h5"), folder / "out", comm=comm, strategy={"height": comm.size}, **OPTIONS)
+    x = np.ones((5, EDGE, EDGE, 3))
+    expected = "apply.*: data: expected files, an array of samples, arrays by the names of inputs or a data set, got "
+    shapes = r"'x': expected samples of shape \(N, 16, 16, 3\), or one of \(16, 16, 3\), channels last .*, got "
+    wrong = [
+        (3, expected + "int"),
+        (None, expected + "NoneType"),
+        ([x, x], expected + "list"),
+        (x[..., :2], shapes + r"\(5, 16, 16, 2\)"),
+        (np.moveaxis(x, -1, 1), shapes + r"\(5, 3, 16, 16\)"),
+        (x[..., 0], shapes + r"\(5, 16, 16\)"),
+        (x[:0], shapes + r"\(0, 16, 16, 3\)"),
+        (np.float64(3), shapes + r"\(\)"),
+        (x + 1j, "'x': expected an array of real numbers, got one of complex128"),
+        (np.ma.masked_array(x, x > 0), "'x': expected an array without masked elements, got some"),
+    ]
+    later = [
+        (x + np.nan, "array: nan in sample 0"),
+        (x[:, :9], r"expected samples of shape \(16, 16, 3\) for 'x' of model 'mine', got \(9, 16, 3\)"),
+    ]
+    for given, message in wrong + later:
+        with pytest.raises(UserError, match=message):
+            run.apply(given, folder / "p.h5")
+    if comm.size > 1:
+        other = "expected the array of rank 0, got something else; send it to"
+        some = [x[:4], x + comm.rank, x.astype(np.float32), str(folder / "data.h5")]
+        for given, message in wrong + [(given, other) for given in some]:
+            with pytest.raises(UserError, match=f"rank 1: .*{message}"):
+                run.apply(given if comm.rank else x, folder / "p.h5")
+    for given, kind in ((x, r"ndarray of shape \(5, 16, 16, 3\)"), ({"x": x, "target": x}, "dict"), (7, "int")):
+        with pytest.raises(UserError, match=rf"fit\(\): data: expected files, .*, got {kind}; make .*ArrayDataset"):
+            hg.fit(unet(), given, folder / "other", comm=comm, **OPTIONS)
+    assert not (folder / "p.h5").exists() and not (folder / "other").exists()
+
+
+@pytest.mark.ranks(1, 2)
+def test_objects_of_a_script_are_never_continued(comm, folder, monkeypatch):
+    """An interrupted job does not know whether an array is the one that it had."""
+    run = hg.fit(unet(), str(folder / "data.h5"), folder / "out", comm=comm, strategy={"height": comm.size}, **OPTIONS)
+    x = np.random.default_rng(1).standard_normal((12, EDGE, EDGE, 3))
+    run.apply(x, folder / "whole.h5")
+    write = PartFile.write
+
+    def failing(self, blocks):
+        if self.done == 2:
+            raise DataError("the disk is full")
+        write(self, blocks)
+
+    for make in (lambda x: x, lambda x: ArrayDataset({"x": x}, ())):
+        with monkeypatch.context() as patched, pytest.raises(DataError, match="the disk is full"):
+            patched.setattr(PartFile, "write", failing)
+            run.apply(make(x + 1), folder / "p.h5")
+        assert run.apply(make(x), folder / "p.h5")["computed"] == 12
+        np.testing.assert_array_equal(predictions(folder / "p.h5"), predictions(folder / "whole.h5"))
