@@ -24,11 +24,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..dtensor.box import Box
+from .absent import check_read
 from .chunks import CACHE, SLOW, Chunks, open_cached
 from .disk import DataError, one_line, open_file
 from .storage import check_files
 from .structure import HDF5_FAULTS, Field, Kind, Structure, examine, find, looking_into, shape_of
-from .targets import LabelMap, TargetRange, check_values, kept_labels
+from .targets import LabelMap, TargetRange, kept_labels
 
 __all__ = ["Hdf5Dataset", "named"]
 
@@ -85,6 +86,8 @@ class Hdf5Dataset:
     labels : mapping of LabelMap
         Label maps by name, applied before values are checked; none at first. A number that is mapped, or ignored by
         the loss, is a label even if it is a missing value.
+    weighted : mapping of names
+        Names of the weights of a target, by its name; none at first. Where all of them are 0, no number is invalid.
     share : int
         Memory for decompressed chunks [B], :meth:`Chunks.cache`; read when a file is opened.
     bytes_read : int
@@ -115,6 +118,7 @@ class Hdf5Dataset:
         self.ranges = dict(ranges or {})
         self.lenient: frozenset[str] = frozenset()
         self.labels: Mapping[str, LabelMap] = {}
+        self.weighted: Mapping[str, Sequence[str]] = {}
         self.share = CACHE
         self._scratch = np.empty(0, np.uint8)
         self._file: h5py.File | None = None
@@ -181,15 +185,8 @@ class Hdf5Dataset:
             raise DataError(
                 f"{self.path}: expected one of {', '.join(self.fields)}, got {name!r}; open it with that too"
             )
-        field = self.fields[name]
         filled = self._read(name, indices, box, out)
-        if name in self.labels:
-            self.labels[name].apply(out[filled])
-        if name in self.lenient:
-            return filled
-        limits = self.ranges.get(name, TargetRange()) if field.is_target else None
-        origin = [low + s.start for low, s in zip(box.start, filled)]
-        check_values(self.path, field, limits, out[filled], indices, origin)
+        check_read(self, name, indices, box & Box.of_shape((len(indices), *self.fields[name].shape)), out[filled])
         return filled
 
     @property

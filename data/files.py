@@ -208,6 +208,16 @@ class FileSet:
             part.labels = maps
 
     @property
+    def weighted(self) -> Mapping[str, Sequence[str]]:
+        """See :class:`Hdf5Dataset`; the same of all files."""
+        return self.parts[0].weighted
+
+    @weighted.setter
+    def weighted(self, names: Mapping[str, Sequence[str]]) -> None:
+        for part in self.parts:
+            part.weighted = names
+
+    @property
     def attributes(self) -> dict[str, Any]:
         """What all files say of themselves alike."""
         first, *others = [part.attributes for part in self.parts]

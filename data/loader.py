@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from ..dtensor.box import Box
+from .absent import has_no_weight
 from .augment import Augmentation
 from .disk import DataError
 from .normalize import ChannelStatistics, mark_absent
@@ -181,8 +182,9 @@ class Loader:
     def _fill(self, name: str, batch: Batch, array: NDArray[Any]) -> None:
         box, reduction = self._boxes[name], self._reductions.get(name)
         if reduction is not None:
-            self._read(name, batch, reduction.fine_box(box), self._cells[name])
-            reduction.apply(self._cells[name], array)
+            cells = reduction.fine_box(box)
+            self._read(name, batch, cells, self._cells[name])
+            reduction.apply(self._cells[name], array, self._absent(name, batch, cells))
             return
         part = array[self._read(name, batch, box, array)]
         absent = mark_absent(part) if name in self._dataset.lenient else None
@@ -193,6 +195,14 @@ class Loader:
             self.absent += int(np.count_nonzero(absent))
         if self._augmentation is not None:
             self._augmentation.alter(name, batch, box, part)
+
+    def _absent(self, name: str, batch: Batch, box: Box) -> NDArray[np.bool_] | None:
+        """Return which elements of a box have the weight 0; None without weights."""
+        weights = getattr(self._dataset, "weighted", {}).get(name)
+        if not weights or not box.size:
+            return None
+        fields = self._dataset.fields if self._augmentation is None else self._augmentation.fields
+        return has_no_weight(lambda other, part, out: self._read(other, batch, part, out), fields, name, weights, box)
 
     def _read(self, name: str, batch: Batch, box: Box, out: NDArray[Any]) -> tuple[slice, ...]:
         if self._augmentation is None:

@@ -14,10 +14,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ..dtensor.box import Box
+from .absent import check_read
 from .disk import DataError
 from .packing import packing_of
 from .structure import Field
-from .targets import LabelMap, TargetRange, check_values, kept_labels
+from .targets import LabelMap, TargetRange, kept_labels
 
 __all__ = [
     "ArrayDataset",
@@ -91,7 +92,7 @@ class ArrayDataset:
 
     Notes
     -----
-    Attributes are those of :class:`Dataset`, and `ranges` and `labels` as of :class:`Hdf5Dataset`.
+    Attributes are those of :class:`Dataset`, and `ranges`, `labels` and `weighted` as of :class:`Hdf5Dataset`.
 
     Raises
     ------
@@ -121,6 +122,7 @@ class ArrayDataset:
             raise DataError(f"{path}: expected a group per sample, ({len(self)},), got {self.groups.shape}")
         self.lenient: frozenset[str] = frozenset()
         self.labels: Mapping[str, LabelMap] = {}
+        self.weighted: Mapping[str, Sequence[str]] = {}
         self.ranges: dict[str, TargetRange] = {}
         self.bytes_read = 0
         names = channel_names or {}
@@ -158,11 +160,7 @@ class ArrayDataset:
             at: Any = (k - box.start[0], *filled[1:])
             self.bytes_read += stored.nbytes
             self._write(name, stored.reshape(out[at].shape), np.ma.getmask(values), out[at])
-        if name in self.labels:
-            self.labels[name].apply(out[filled])
-        if name not in self.lenient:
-            limits = self.ranges.get(name, TargetRange()) if field.is_target else None
-            check_values(self.path, field, limits, out[filled], indices, part.start)
+        check_read(self, name, indices, part, out[filled])
         return filled
 
     def _write(self, name: str, stored: NDArray[Any], masked: Any, out: NDArray[Any]) -> None:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..dtensor.box import Box
+from .absent import has_no_weight
 from .disk import DataError
 from .normalize import ChannelStatistics, SampleRows
 from .source import Dataset
@@ -40,13 +41,28 @@ _NAMED = 6  # channels named in a message
 def _read(
     dataset: Dataset, name: str, sample: int, box: Box, reduction: TargetReduction | None = None
 ) -> NDArray[np.float32]:
-    """Read a box of one sample, ``(1, *spatial, C)``; with `reduction` a box of patches."""
+    """Read a box of one sample, ``(1, *spatial, C)``; with `reduction` a box of patches. What has no weight is NaN."""
     out = np.empty(box.shape, np.float32)
-    if reduction is None:
-        dataset.read(name, [sample], box, out)
-    else:
-        reduction.apply(_read(dataset, name, sample, reduction.fine_box(box)), out)
+    cells = box if reduction is None else reduction.fine_box(box)
+    values = out if reduction is None else np.empty(cells.shape, np.float32)
+    dataset.read(name, [sample], cells, values)
+    absent = _absent(dataset, name, sample, cells)
+    if reduction is not None:
+        reduction.apply(values, out, absent)
+        if absent is not None:
+            gone = np.empty(box.shape, np.float32)
+            replace(reduction, rule="all").apply(absent, gone)
+            absent = gone > 0
+    if absent is not None:
+        out[absent] = np.nan
     return out
+
+
+def _absent(dataset: Dataset, name: str, sample: int, box: Box) -> NDArray[np.bool_] | None:
+    weights = getattr(dataset, "weighted", {}).get(name)
+    if not weights:
+        return None
+    return has_no_weight(lambda *read: dataset.read(read[0], [sample], *read[1:]), dataset.fields, name, weights, box)
 
 
 # -- channels and targets without information --------------------------------------------------------------
@@ -86,10 +102,12 @@ def look_at(dataset: Dataset, name: str, least: int = 1) -> Look:
     chosen = np.unique(np.linspace(0, samples - 1, min(samples, LOOKS)).astype(np.int64))
     for seen, sample in enumerate(chosen, 1):
         values = _part(dataset, name, int(sample), (seen - 1) / max(1, len(chosen) - 1)).reshape(-1, shape[-1])
-        np.minimum(low, values.min(axis=0), out=low)
-        np.maximum(high, values.max(axis=0), out=high)
-        magnitude = np.abs(values, dtype=np.float64)
-        scale = max(scale, float(magnitude.mean()), float(np.square(magnitude).mean()))
+        # What is NaN is not there.
+        np.fmin(low, np.fmin.reduce(values, axis=0), out=low)
+        np.fmax(high, np.fmax.reduce(values, axis=0), out=high)
+        magnitude = np.abs(values[~np.isnan(values)], dtype=np.float64)
+        if magnitude.size:
+            scale = max(scale, float(magnitude.mean()), float(np.square(magnitude).mean()))
         if seen >= least and (low < high).all():
             break
     alone = samples * math.prod(shape[:-1]) == 1  # one number is no sign of anything
@@ -234,8 +252,13 @@ def _first_invalid(
     dataset: Dataset, index: int, rows: Mapping[str, SampleRows], limits: Mapping[str, TargetRange]
 ) -> str:
     for name, field in dataset.fields.items():
+        last = 0
         for block in rows[name].of_sample(index):
+            first, last = last, last + block.shape[1]
             good = limits[name].allows(block)
+            if not good.all():
+                absent = _absent(dataset, name, index, Box.of_shape((1, *field.shape)).replace(1, first, last))
+                good |= False if absent is None else absent
             if not good.all():
                 at = tuple(np.argwhere(~good)[0])
                 where = f"target {field.dataset!r}" if field.is_target else field.channel(int(at[-1]))
@@ -254,7 +277,8 @@ def count_classes(
     Parameters
     ----------
     dataset, name
-        Dataset, and the target that is read. Class indices outside ``0 .. classes - 1`` (ignored ones) do not count.
+        Dataset, and the target that is read. Class indices outside ``0 .. classes - 1`` (ignored ones), and
+        positions of weight 0, do not count.
     classes
         Number of classes.
     samples

@@ -69,10 +69,11 @@ def check_values(
     field: Field,
     limits: TargetRange | None,
     values: NDArray[Any],
+    good: NDArray[np.bool_],
     indices: Sequence[int],
     origin: Sequence[int],
 ) -> None:
-    """Refuse numbers that were read and are invalid. Local.
+    """Refuse numbers that were read and are not `good`. Local.
 
     Parameters
     ----------
@@ -82,6 +83,8 @@ def check_values(
         Range of a target; None for an input, which may be any finite number.
     values
         A box of a batch, ``(N, *spatial, C)``.
+    good
+        Which of them are valid.
     indices
         Samples of the batch.
     origin
@@ -92,7 +95,6 @@ def check_values(
     DataError
         Names the first invalid number, its sample and its place.
     """
-    good = np.isfinite(values) if limits is None else limits.allows(values)
     if good.all():
         return
     at = tuple(np.argwhere(~good)[0])
@@ -109,7 +111,7 @@ def check_values(
     other = " or choose another loss" if limits.high < np.inf else ""
     raise DataError(
         f"{path}: target {value} in sample {indices[sample]} of {field.dataset!r} at {tuple(where)}; "
-        f"expected {limits}: repair the data{other}"
+        f"expected {limits}: repair the data{other}, or give it the weight 0 there (loss(prediction, target, weights))"
     )
 
 
@@ -205,22 +207,40 @@ def kept_labels(name: str, ranges: Mapping[str, TargetRange], labels: Mapping[st
 # -- patches ---------------------------------------------------------------------------------------------
 
 
-def _center(cells: NDArray[Any], axes: Axes) -> NDArray[Any]:
+def _center(cells: NDArray[Any], there: NDArray[np.bool_], axes: Axes) -> NDArray[Any]:
     """Return the value of the cell in the middle of the patch (the lower one of two)."""
     for axis in sorted(axes, reverse=True):
         cells = np.take(cells, (cells.shape[axis] - 1) // 2, axis=axis)
     return cells
 
 
-RULES: dict[str, Callable[[NDArray[Any], Axes], Any]] = {
-    "any": lambda cells, axes: np.any(cells > 0.5, axis=axes),
-    "all": lambda cells, axes: np.all(cells > 0.5, axis=axes),
-    "majority": lambda cells, axes: (cells > 0.5).mean(axis=axes) > 0.5,
-    "fraction": lambda cells, axes: cells.mean(axis=axes, dtype=np.float64),
-    "max": lambda cells, axes: cells.max(axis=axes),
+def _majority(cells: NDArray[Any], there: NDArray[np.bool_], axes: Axes) -> NDArray[Any]:
+    return 2 * np.sum((cells > 0.5) & there, axis=axes) > np.sum(there, axis=axes)
+
+
+def _fraction(cells: NDArray[Any], there: NDArray[np.bool_], axes: Axes) -> NDArray[Any]:
+    # Absent cells are added up as zeros, so that the order of the sum does not depend on other patches.
+    total = np.where(there, cells, 0).sum(axis=axes, dtype=np.float64)
+    return total / np.maximum(np.sum(there, axis=axes), 1)
+
+
+def _max(cells: NDArray[Any], there: NDArray[np.bool_], axes: Axes) -> NDArray[Any]:
+    found = np.max(cells, axis=axes, where=there, initial=-np.inf)
+    return np.where(np.any(there, axis=axes), found, 0)
+
+
+RULES: dict[str, Callable[[NDArray[Any], NDArray[np.bool_], Axes], Any]] = {
+    "any": lambda cells, there, axes: np.any((cells > 0.5) & there, axis=axes),
+    "all": lambda cells, there, axes: np.all((cells > 0.5) | ~there, axis=axes),
+    "majority": _majority,
+    "fraction": _fraction,
+    "max": _max,
     "center": _center,
 }
-"""``any``, ``all``, ``majority`` (more than half) give 0 or 1; ``fraction`` the mean; ``max``; ``center`` one cell."""
+"""``any``, ``all``, ``majority`` (more than half) give 0 or 1; ``fraction`` the mean; ``max``; ``center`` one cell.
+
+They take cells, which of them are there, and the axes of a patch. All but ``center`` see those that are there only.
+"""
 
 
 @dataclass(frozen=True)
@@ -263,10 +283,16 @@ class TargetReduction:
         scale = (1, *self.factors, 1)
         return Box(tuple(a * s for a, s in zip(box.start, scale)), tuple(b * s for b, s in zip(box.stop, scale)))
 
-    def apply(self, cells: NDArray[Any], out: NDArray[Any]) -> None:
+    @property
+    def skips(self) -> bool:
+        """Whether the rule can leave out cells."""
+        return self.rule != "center"
+
+    def apply(self, cells: NDArray[Any], out: NDArray[Any], absent: NDArray[np.bool_] | None = None) -> None:
         """Reduce cells ``(N, *spatial, C)`` patch by patch to out ``(N, *patches, C)``. Local.
 
-        A patch depends on its own cells only, so that any cut along patches gives the same values.
+        A patch depends on its own cells only, so that any cut along patches gives the same values. Cells that are
+        `absent` do not count; a patch without others is 0, or 1 by the rule ``all``.
         """
         n, *patches, channels = out.shape
         if cells.shape != (n, *(p * f for p, f in zip(patches, self.factors)), channels):
@@ -277,4 +303,5 @@ class TargetReduction:
         for p, f in zip(patches, self.factors):
             split += [p, f]
         axes = tuple(2 + 2 * k for k in range(len(patches)))
-        out[...] = RULES[self.rule](cells.reshape(*split, channels), axes)
+        there = np.broadcast_to(np.True_, cells.shape) if absent is None else ~absent
+        out[...] = RULES[self.rule](cells.reshape(*split, channels), there.reshape(*split, channels), axes)

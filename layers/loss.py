@@ -175,6 +175,9 @@ class Loss(Layer):
     def weighs(self, i: int) -> bool:
         return i == 2
 
+    def weights_of(self, i: int, count: int) -> Sequence[int]:
+        return (2,) if i == 1 and count == 3 else ()
+
     def target_range(self, i: int, *shapes: Shape) -> tuple[float, float] | None:
         return (0.0, math.inf) if self.weighs(i) else None
 

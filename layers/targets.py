@@ -67,6 +67,13 @@ class TargetReader:
         """Return whether the target `i` holds weights: how much a position counts."""
         return False
 
+    def weights_of(self, i: int, count: int) -> Sequence[int]:
+        """Return the numbers of the weights of the target `i`, of `count` inputs: where all are 0, it is absent.
+
+        Empty: every element of it counts.
+        """
+        return ()
+
     def counted_classes(self, i: int, *shapes: Shape) -> int:
         """Return the number of classes of input `i` that are counted over the training samples; 0: none are."""
         return 0

@@ -98,6 +98,11 @@ class TotalLoss(Loss):
     def weighs(self, i: int) -> bool:
         return all(layer.weighs(k) for k, layer in self._readers(i))
 
+    def weights_of(self, i: int, count: int) -> Sequence[int]:
+        terms = [(term, k) for term in self.terms for k, own in enumerate(term.inputs) if own == i]
+        found = [[term.inputs[w] for w in term.layer.weights_of(k, len(term.inputs))] for term, k in terms]
+        return list(dict.fromkeys(w for some in found for w in some)) if all(found) else ()
+
     def counted_classes(self, i: int, *shapes: Shape) -> int:
         found = [
             term.layer.counted_classes(k, *self._of(term, shapes))

@@ -15,7 +15,7 @@ from halograd.schema import nearest
 from ..comm.boot import start_text
 from ..data.targets import LabelMap
 from ..device import as_dtype
-from ..layers import Loss, Network
+from ..layers import Input, Loss, Network
 from ..layers.parameter import parameter_blocks
 from ..layers.strategy import Strategy, counts_of, cuts_text
 from ..models import build
@@ -42,6 +42,7 @@ __all__ = [
     "make_schedule",
     "make_strategy",
     "other_cuts",
+    "weighted_targets",
     "weights_of",
     "with_reduction",
 ]
@@ -113,6 +114,19 @@ def weights_of(network: Network) -> frozenset[str]:
     """Return the names of the inputs that only weight positions in the loss."""
     loss = network.outputs["loss"]
     return frozenset(network.names[n] for i, n in enumerate(loss.inputs) if loss.layer.weighs(i))
+
+
+def weighted_targets(network: Network) -> dict[str, list[str]]:
+    """Return, by the name of each target that has weights wherever it is read, the names of all of them.
+
+    Weights that the network computes are not known: a target under such weights is left out.
+    """
+    loss, found = network.outputs["loss"], {}
+    for i, node in enumerate(loss.inputs):
+        weights = [loss.inputs[w] for w in loss.layer.weights_of(i, len(loss.inputs))]
+        if weights and network.names[node] in network.targets and all(isinstance(w, Input) for w in weights):
+            found[network.names[node]] = [network.names[w] for w in weights]
+    return found
 
 
 def label_maps(data: DataConfig, network: Network) -> dict[str, LabelMap]:

@@ -38,7 +38,7 @@ from ..data.targets import LabelMap, TargetRange
 from ..dtensor import Box
 from ..layers import Input, Network
 from ..models.own import call_own
-from .build import check_batch, datasets_of, label_maps, weights_of
+from .build import check_batch, datasets_of, label_maps, weighted_targets, weights_of
 from .config import Config, DataConfig
 from .root import agreed_root
 
@@ -108,6 +108,10 @@ class Samples:
             augmentation = _augmentation(config, dataset, network) if labelled else None
             fields = dataset.fields if augmentation is None else augmentation.fields
             reductions = _fit_together(data, fields, network)
+            if labelled and hasattr(dataset, "weighted"):
+                skipped = {name for name, reduction in reductions.items() if not reduction.skips}
+                weighted = weighted_targets(network)
+                dataset.weighted = {name: weighted[name] for name in weighted if name not in skipped}
         invalid = _look_for_invalid(data, dataset, network, comm) if labelled else {}
         if data.invalid == "fill":
             dataset.lenient = frozenset(name for name, field in dataset.fields.items() if not field.is_target)
@@ -118,6 +122,8 @@ class Samples:
                 _warn_of_neighbors(data, dataset, training, validation)
         if data.invalid == "skip":
             training, validation = (np.setdiff1d(some, list(invalid)) for some in (training, validation))
+            left = training if trainable else np.union1d(training, validation)
+            _check_left(config, dataset, invalid, len(left), trainable)
         check_batch(config, len(training) if trainable else len(dataset), trainable)
         wanted, known = _normalized(data, dataset), normalization or {}
         known = {wanted[0]: known} if wanted and "mean" in known else known  # format of earlier versions
@@ -235,6 +241,18 @@ def _look_for_invalid(data: DataConfig, dataset: Dataset, network: Network, comm
             f"; and {len(found) - _NAMED} more" if len(found) > _NAMED else "",
         )
     return found
+
+
+def _check_left(config: Config, dataset: Dataset, invalid: Mapping[int, str], left: int, trainable: bool) -> None:
+    """Raise a UserError if too few samples are left without the invalid ones. Local, the same on every rank."""
+    needed = config.training.batch if trainable else 1
+    if invalid and left < needed:
+        first, what = next(iter(invalid.items()))
+        some = f"{needed} samples for a batch of training" if trainable else "samples"
+        raise UserError(
+            f'data.invalid: expected {some}, got {left}: "skip" leaves out {len(invalid)} of all {len(dataset)} '
+            f'({dataset.place(first)}: {what}); repair them, "fill" inputs, or give targets the weight 0 there'
+        )
 
 
 def _open_dataset(data: DataConfig, network: Network, comm: Communicator, labelled: bool) -> Dataset:
