@@ -285,11 +285,22 @@ class PartFile:
                 self.record()
 
     def record(self) -> None:
-        """Record the progress, when the batches are on the disk; does nothing if that is done already."""
+        """Record the progress, when the batches are on the disk; does nothing if that is done already.
+
+        Raises
+        ------
+        DataError
+            Also if the file is no longer the one under its name: a second job of the same kind has begun anew.
+        """
         if self.done == self._recorded:
             return
         with writing(self.path):
             os.fsync(self._file)
+            if not os.path.samestat(os.fstat(self._file), os.lstat(self.path)):
+                raise DataError(
+                    f"cannot write {self.path}: expected the file that this job made, got that of another job; wait "
+                    "for that one, or give another path"
+                )
             now = PartRecord(self._job, self._rank, self._size, self._offsets, self.done, self._sums[self.done])
             with replacing(self._record) as partial, ChunkWriter(partial) as raw:
                 raw.finish(json.dumps(asdict(now)).encode())

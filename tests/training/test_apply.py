@@ -304,6 +304,23 @@ def test_progress_is_not_ahead_of_the_disk(tmp_path, monkeypatch, fails):
         assert (part.done, part.fault) == (1, None)
 
 
+def test_two_jobs_do_not_share_a_part(tmp_path):
+    """The second one begins anew where the first has recorded nothing yet; that one may not finish by its file."""
+    array = PartArray("prediction", Box.of_shape((2, 3)), np.dtype(np.float64))
+    path = tmp_path / "job" / "rank-00000.h5"
+    with PartFile(path, 0, [array], 4, 2, "job") as first:
+        first.write([np.ones((2, 3))])
+        with PartFile(path, 0, [array], 4, 2, "job") as second:
+            assert second.fault == "there is no record of its progress"
+            second.write([np.ones((2, 3))])
+            with pytest.raises(DataError, match=r"rank-00000.h5: expected the file that this job made, got that of"):
+                first.record()
+            assert not path.with_suffix(".progress").exists()
+            second.record()
+    with PartFile(path, 0, [array], 4, 2, "job") as third:
+        assert (third.done, third.fault) == (1, None)
+
+
 def called(calls, name, function, fails, *arguments, **options):
     """Call a function, or fail as a broken disk does; either is noted."""
     calls.append(name)
