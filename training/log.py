@@ -46,6 +46,7 @@ _warned: set[tuple[Path, int]] = set()
 Entry = dict[str, Any]
 Check = Callable[[Any], bool]
 
+STAMPS = ("event", "time", "epoch", "step")  # keys of a validation that are no scores
 MOST = 1 << 53  # limit of integers in a log
 DEEPEST = 16  # most levels of nesting in a line
 LATEST = 1e11  # limit of times, so that each has a date [s]
@@ -248,8 +249,8 @@ def parse_line(line: bytes) -> Entry | None:
     if not isinstance(entry, dict) or not isinstance(entry.get("event"), str) or not _shallow(entry, DEEPEST):
         return None
     event = entry["event"]
-    metric = _or_none(_number) if event == "validation" else None  # their names are open
-    fits = all(_KEYS.get(key, metric or _any)(value) for key, value in entry.items() if key != "event")
+    checks, other = (_STAMPS, _or_none(_number)) if event == "validation" else (_KEYS, _any)  # names of scores are open
+    fits = all(checks.get(key, other)(value) for key, value in entry.items() if key != "event")
     return entry if fits and all(key in entry for key in _NEEDED.get(event, ())) else None
 
 
@@ -330,6 +331,8 @@ _KEYS: dict[str, Check] = {
     "waits": _table_of(_finite),
     "config": _config,
 }
+#: Those of a validation that are no scores.
+_STAMPS = {key: _KEYS[key] for key in STAMPS if key != "event"}
 #: Keys that readers expect, by event.
 _NEEDED: dict[str, tuple[str, ...]] = {
     "step": ("step", "loss", "learning_rate", "seconds", "samples_per_second"),

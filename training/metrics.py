@@ -21,6 +21,7 @@ from halograd.errors import UserError
 from halograd.signatures import check_methods
 
 from ..data.disk import atomic_path, check_writable
+from .log import STAMPS
 
 __all__ = [
     "BINS",
@@ -110,9 +111,10 @@ def own_counter(make: Any, name: str) -> Counter:
             scores = dict(made.scores())
     except Exception as error:
         raise UserError(f"{kind}: expected scores() of nothing, None where undefined, got {error!r}") from error
-    wrong = [key for key in scores if not isinstance(key, str) or key == "loss"]
+    wrong = [key for key in scores if not isinstance(key, str) or key in ("loss", *STAMPS)]
     if wrong or not scores:
-        raise UserError(f'{kind}: expected scores() by name, and none named "loss", got {wrong or "none"}')
+        taken = ", ".join(("loss", *STAMPS))
+        raise UserError(f"{kind}: expected scores() by other names than {taken}, got {wrong or 'none'}")
     for key, better in made.better.items():
         if key not in scores or better not in ("lower", "higher"):
             raise UserError(

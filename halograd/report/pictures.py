@@ -157,7 +157,8 @@ def _draw_loss(axes: Any, steps: Entries, validations: Entries, per_epoch: int) 
     label = "training, mean of the epoch"
     axes.plot(np.array(ended) - 0.5, means, color=BLUE, marker="o", markersize=3, label=label)
     if validations:
-        x, y = [v["step"] / per_epoch for v in validations], [v["loss"] for v in validations]
+        x = [v["step"] / per_epoch for v in validations]
+        y = [np.nan if v["loss"] is None else v["loss"] for v in validations]
         axes.plot(x, y, color=ORANGE, marker="s", markersize=3, label="held-out samples")
     if losses.min() > 0 and losses.max() > 2 * losses.min():
         axes.set(yscale="log")

@@ -235,8 +235,10 @@ def _state(record: Record, age: float, pace: float | None) -> tuple[str, str]:
             return "interrupted", f"{entry['reason']} on {entry['host']}; go on with --resume"
     for entry in reversed(record.since_begin):
         if entry["event"] == "finished":
-            diverged = record.last("diverged") or {"step": None}
-            return "finished", f"but diverged: {diverged['reason']}" if diverged["step"] == entry["step"] else ""
+            diverged = record.last("diverged")
+            if diverged is None or diverged["step"] != entry.get("step"):
+                return "finished", ""
+            return "finished", f"but diverged: {diverged['reason']}"
         if entry["event"] == "failed":
             return "failed", f"rank {entry['rank']} on {entry['host']}: {entry['cause']}"
         if entry["event"] == "stopped":  # with a code if a signal came, without if the loss is not finite any more

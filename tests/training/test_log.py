@@ -35,6 +35,7 @@ PREDICTION |= {"data_seconds": 0.0, "waits": {"halo": 0.1}, "layers": {"a": {"pr
 FAILED = {"event": "failed", "rank": 1, "host": "n17", "cause": "gone", "at_step": 2}
 GOOD = [STEP, VALIDATION, PHASES, BEGIN, PREDICTION, FAILED, {"event": "stopped", "reason": "SIGTERM", "code": 75}]
 GOOD += [{"event": "finished"}, {"event": "of another version", "what": [1, {"deep": 2}]}, {**STEP, "loss": np.nan}]
+GOOD += [{**VALIDATION, "loss": None}, {**VALIDATION, "samples": 0.5, "cut": None}]
 DEEP = b'{"event": "x", "a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
 NOT_LINES = [b"[1,2]", b"12", b'"step"', b"null", b"{}", b'{"event": 3}', b'{"event": "step"', DEEP, b"\0" * 512]
 NOT_LINES += [b'{"event": "x", "a": ' + b"[" * 20 + b"]" * 20 + b"}", b'{"event": "x", "step": 1' + b"0" * 5000 + b"}"]
@@ -53,6 +54,7 @@ BAD = [*NOT_LINES]
 BAD += [changed(STEP, step=v) for v in ("1", 1.5, True, None, -1, 10**30, [1], float("nan"))]
 BAD += [changed(STEP, time=v) for v in ("now", None, float("inf"), float("nan"), 1e30, -1.0)]
 BAD += [changed(STEP, seconds=float("nan")), changed(STEP, loss="0.5"), changed(STEP, learning_rate=None)]
+BAD += [changed(STEP, loss=None), changed(VALIDATION, loss="0.5"), changed(VALIDATION, step=None)]
 BAD += [without(STEP, key) for key in ("step", "loss", "learning_rate", "seconds", "samples_per_second")]
 BAD += [without(VALIDATION, "epoch"), changed(VALIDATION, iou="good"), changed(VALIDATION, f1=[1])]
 BAD += [changed(PHASES, phases=v) for v in (None, [1], {"halo": 1}, {"halo": {"overlap": 1.0}}, {"forward": {}})]
@@ -104,6 +106,20 @@ def test_every_reader(tmp_path, caplog, capsys):
     write_page(record, tmp_path / "page.html")
     assert run(["status", str(tmp_path)]) == 0 and "finished, step 6 of 6" in capsys.readouterr().out
     assert run(["report", str(tmp_path)]) == 0
+
+
+def test_a_validation_without_a_loss_and_an_end_without_a_step(tmp_path, caplog):
+    """Undefined scores are drawn as gaps, and written as none."""
+    path, times = tmp_path / "log.jsonl", iter(range(10**9, 10**9 + 99))
+    entries = [BEGIN, *({**STEP, "step": k} for k in (1, 2, 3)), {**VALIDATION, "loss": None}]
+    entries += [*({**STEP, "step": k, "epoch": 1} for k in (4, 5, 6)), {**VALIDATION, "epoch": 1, "step": 6}]
+    entries += [{"event": "no_best", "step": 6, "reason": "no position counts"}, {"event": "finished"}]
+    path.write_text("".join(json.dumps({**entry, "time": next(times)}) + "\n" for entry in entries))
+    record = read_record(tmp_path)
+    assert [entry["loss"] for entry in record.all("validation")] == [None, 0.25] and not caplog.messages
+    assert "finished" in status_text(status_of(record))[0]
+    write_page(record, tmp_path / "page.html")
+    assert "no position counts" in (tmp_path / "page.html").read_text()
 
 
 def test_rewinding_leaves_good_lines_as_they_are(tmp_path, caplog):

@@ -9,6 +9,7 @@ import halograd as hg
 from halograd.comm import Communicator
 from halograd.kernels import get_backend
 from halograd.layers.strategy import Strategy
+from halograd.report.status import read_record, status_of, status_text
 from halograd.testing import grids
 from halograd.training import evaluate
 from halograd.training.epochs import TrainingRun, describe
@@ -17,7 +18,7 @@ from halograd.training.executor import Executor
 from halograd.training.log import read_log
 from halograd.training.metrics import Confusion, Errors
 from halograd.training.run import train
-from tests.training.runs import EDGE
+from tests.training.runs import EDGE, write_named, write_shared
 
 SHAPE, BATCH, K = (4, 6), 3, 3
 
@@ -189,3 +190,35 @@ def test_ranks_without_positives_do_not_matter(comm, config):
     whole = read_log(config.parent / f"alone{comm.rank}/log.jsonl", "validation")
     assert [entry["iou"] for entry in cut] == [entry["iou"] for entry in whole] and cut[-1]["iou"] is not None
     assert found["best"] == alone["best"] and found["best"]["step"]
+
+
+MASKED = f"""
+import halograd as hg
+
+def build():
+    x, t, w = (hg.Input(({EDGE}, {EDGE}, n), name=name) for n, name in ((3, "x"), (1, "target"), (1, "w")))
+    y = hg.Conv(1, 3, padding=1)(x)
+    return hg.Network({{"prediction": y, "loss": hg.MeanSquaredError()(y, t, w)}})
+"""
+
+
+def write_masked(folder):
+    rng = np.random.default_rng(2)
+    fields = {"inputs": rng.standard_normal((8, EDGE, EDGE, 3)), "t": rng.standard_normal((8, EDGE, EDGE))}
+    arrays = {name: array.astype(np.float32) for name, array in fields.items()}
+    arrays["w"] = np.zeros((8, EDGE, EDGE), np.float32)
+    table = 'validation = 0.25\ntargets = {target = "t", w = "w"}\n'
+    write_named(folder, MASKED, table, arrays, inputs="NHWC")
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_run_without_any_position_that_counts(comm, working, caplog):
+    """Its log can be read, its state shown; a loss of nothing has no direction to get worse in either."""
+    config = write_shared(comm, working, write_masked)
+    result = train(config, [f"strategy.height={comm.size}", "training.patience=1"], comm=comm)
+    comm.barrier()
+    found = read_log(working / "out/log.jsonl", "validation")
+    assert [entry["loss"] for entry in found] == [None] * 3 and result["best"]["value"] is None
+    assert not [text for text in caplog.messages if "cannot be read" in text]
+    assert "finished" in status_text(status_of(read_record(working / "out")))[0]
+    assert caplog.messages[-1].startswith("there is no best.h5: of 'prediction' no position counts: ")
