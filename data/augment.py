@@ -199,6 +199,11 @@ class Augmentation:
                 found |= {k: (axis, channels) for axis, k in enumerate(channels)}
         return found
 
+    @property
+    def window(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Extents of the window that is read of every sample, and of the samples of the file."""
+        return tuple(self._window), tuple(self._files[self._moved[0]].shape[:-1])
+
     # -- what is drawn -------------------------------------------------------------------------------
 
     def placement(self, batch: Batch, index: int) -> SamplePlacement:

@@ -15,7 +15,7 @@ from typing import Any
 
 import h5py
 
-from halograd.documents import os_reason, replacing
+from halograd.documents import bytes_text, os_reason, replacing
 from halograd.errors import UserError
 
 __all__ = [
@@ -282,9 +282,11 @@ def _check_place(final: Path, needed: int) -> None:
         raise DataError(f"cannot write {final}: the folder {final.parent} does not exist; make it first")
     free = shutil.disk_usage(final.parent).free
     if needed > free:
+        texts = bytes_text(needed), bytes_text(free)
+        wanted, there = texts if texts[0] != texts[1] else (f"{needed:,} B", f"{free:,} B")
         raise DataError(
-            f"cannot write {final}: expected {needed / 1e6:,.1f} MB of free disk, got {free / 1e6:,.1f} MB; "
-            "free some space, or ask for fewer or smaller samples"
+            f"cannot write {final}: expected {wanted} of free disk, got {there}; free some space, or ask for fewer or "
+            "smaller samples"
         )
 
 

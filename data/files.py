@@ -27,6 +27,7 @@ __all__ = ["FileSet", "check_alike", "find_files", "natural", "open_dataset"]
 SUFFIXES = (".h5", ".hdf5", ".hdf", ".he5")
 """Endings of the names of HDF5 files in a folder."""
 _WILD = "*?["
+_ONE_SIZE = "pad samples to one size, with weights of 0 there (docs/data.md, Samples of several sizes)"
 
 
 def find_files(given: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> list[Path]:
@@ -118,14 +119,14 @@ def check_alike(paths: Sequence[Path], structures: Sequence[Structure]) -> None:
     for path, other in zip(paths, structures):
         for name, field in first.fields.items():
             same = other.fields[name]
-            for what, mine, theirs in (
-                ("samples of shape", field.shape, same.shape),
-                ("the channels", field.channel_names, same.channel_names),
+            for what, mine, theirs, remedy in (
+                ("samples of shape", field.shape, same.shape, _ONE_SIZE),
+                ("the channels", field.channel_names, same.channel_names, "correct its attribute 'channel_names'"),
             ):
                 if mine != theirs:
                     raise DataError(
-                        f"{path}: {field.dataset!r}: expected {what} {mine} as in {paths[0]}, got {theirs}; leave that "
-                        "file out"
+                        f"{path}: {field.dataset!r}: expected {what} {mine} as in {paths[0]}, got {theirs}; {remedy}, "
+                        "or leave that file out"
                     )
 
 

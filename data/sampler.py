@@ -82,7 +82,11 @@ def split(
     count = samples if names is None else len(names)
     held = 0 if fraction == 0 else min(max(1, round(fraction * count)), count - 1)
     if fraction > 0 and held < 1:
-        raise DataError(f"cannot hold out a part of {count} group of samples; expected two simulations or more")
+        what = "one sample" if labels is None else f"one group of samples (simulation or file) with all {samples}"
+        raise DataError(
+            f"data.validation: expected two or more, of which one is held out, got {what}; set data.validation = 0"
+            + ("" if labels is None or samples < 2 else ', or data.split = "random"')
+        )
     chosen = np.random.default_rng([seed, _SPLIT]).permutation(samples if names is None else names)[:held].copy()
     if labels is None:
         out = np.zeros(samples, bool)

@@ -223,7 +223,8 @@ def field_kind(dataset: h5py.Dataset, path: Path, inputs: h5py.Dataset, kind: Ki
     if len(shape) < 1 or shape[0] != samples:
         raise DataError(
             f"{path}: {inputs.name!r} has {samples} samples, {dataset.name!r} the shape {shape}; expected as many on "
-            "the first axis"
+            "the first axis; map a field that all samples share to each of them, by a virtual dataset (docs/data.md, "
+            "Fields that all samples share)"
         )
     stated = _text(dataset.attrs.get("layout"))
     if isinstance(stated, str) and stated in _LAYOUTS and len(stated) == len(shape):

@@ -12,6 +12,7 @@ from typing import Any, SupportsFloat
 
 import numpy as np
 
+from halograd.documents import bytes_text
 from halograd.errors import UserError
 from halograd.schema import build
 
@@ -331,7 +332,7 @@ class TrainingRun:
         """Log times of phases and their overlap, where measured, and the reads of this rank."""
         session, step = self.session, self.optimizer.step
         waited, read = session.loader.seconds_waited, session.samples.dataset.bytes_read
-        _log.info("step %d: waited %.3f s for data so far; %.1f MB read", step, waited, read / 1e6)
+        _log.info("step %d: waited %.3f s for data so far; %s read", step, waited, bytes_text(read))
         timeline = session.timeline
         if timeline is None or not session.config.output.timeline or not self.steps:
             return

@@ -210,6 +210,8 @@ def evaluate(
         if ranks.rank == 0:
             if settings:
                 print(f"for these data and ranks: {' '.join(settings)}")
+            if session.samples.evaluated_part:
+                print(session.samples.evaluated_part)
             print(f"{samples}: {len(chosen)} samples, step {progress.step}: {describe(result)}")
     return {**result, "step": progress.step, "checkpoint": str(checkpoint)}
 

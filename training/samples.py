@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -155,6 +156,19 @@ class Samples:
             if one.is_target and one.attributes:
                 found[name] = maps[name].described(one.attributes) if name in maps else dict(one.attributes)
         return {name: attributes for name, attributes in found.items() if attributes}
+
+    @property
+    def evaluated_part(self) -> str:
+        """Say which part of a sample is evaluated; empty if it is the whole sample. Local."""
+        window, whole = ((), ()) if self.augmentation is None else self.augmentation.window
+        if window == whole:
+            return ""
+        share = math.prod(window) / math.prod(whole)
+        sizes = " of ".join("x".join(map(str, extents)) for extents in (window, whole))
+        return (
+            f"evaluated is the middle window of every sample, {sizes} ({100 * share:.3g} %), by data.augment.crop; "
+            "`halograd evaluate --set data.augment.crop=false` evaluates whole samples"
+        )
 
     @cached_property
     def drawn(self) -> str:

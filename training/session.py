@@ -285,10 +285,11 @@ def headline(session: Session) -> str:
 def data_lines(session: Session) -> list[str]:
     """Describe treatments of the data that the configuration does not show, in a line each. Local.
 
-    They are the channels that are transformed before normalization, some because of their names; and for targets with
-    class counts, how often each class occurs, and its weight.
+    They are the channels that are transformed before normalization, some because of their names; for targets with
+    class counts, how often each class occurs, and its weight; and which part of the samples is validated.
     """
-    return [*_transforms(session), *_balances(session)]
+    part = session.samples.evaluated_part if len(session.samples.validation) else ""
+    return [*_transforms(session), *_balances(session), *([part] if part else [])]
 
 
 def _transforms(session: Session) -> Iterator[str]:

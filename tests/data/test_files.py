@@ -126,7 +126,18 @@ def test_files_that_differ_are_named(tmp_path):
         del file["inputs"], file["mask"]
         file["inputs"], file["mask"] = x, np.zeros(x.shape[:-1], np.uint8)
         file["inputs"].attrs["layout"] = "NHWC"
-    message = r"run2.h5: 'inputs': expected samples of shape \(5, 6, 3\) as in .*run0.h5, got \(4, 6, 3\); leave"
+    message = r"run2.h5: 'inputs': expected samples of shape \(5, 6, 3\) as in .*run0.h5, got \(4, 6, 3\); pad "
+    with pytest.raises(
+        DataError,
+        match=message + r"samples to one size, with weights of 0 there \(docs/data.md, Samples of several sizes",
+    ):
+        open_dataset(tmp_path)
+    write(tmp_path)
+    with h5py.File(tmp_path / "run3.h5", "r+") as file:
+        file["inputs"].attrs["channel_names"] = ["a", "b", "c"]
+    message = (
+        r"run3.h5: 'inputs': expected the channels .* got \['a', 'b', 'c'\]; correct its attribute 'channel_names', or "
+    )
     with pytest.raises(DataError, match=message):
         open_dataset(tmp_path)
 

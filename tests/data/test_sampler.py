@@ -137,7 +137,16 @@ def test_what_takes_long_is_announced(caplog: pytest.LogCaptureFixture, monkeypa
 
 test_wrong_arguments = refusals(
     (lambda: split(4, 1), "validation fraction: expected 0 or more and less than 1, got 1"),
-    (lambda: split(4, 0.5, groups=[0, 0, 0, 0]), "cannot hold out a part of 1 group of samples"),
+    (
+        lambda: split(4, 0.5, groups=[0, 0, 0, 0]),
+        r"two or more, of which one is held out, got one group of samples "
+        r"\(simulation or file\) with all 4; set data.validation = 0, or data.split = \"random\"",
+    ),
+    (lambda: split(1, 0.5), r"got one sample; set data.validation = 0$"),
+    (
+        lambda: split(1, 0.5, groups=[7]),
+        r"got one group of samples \(simulation or file\) with all 1; set data.validation = 0$",
+    ),
     (lambda: split(4, 0.5, groups=[0, 0, 0]), r"groups: expected one per sample, shape \(4,\), got \(3,\)"),
     (lambda: Sampler(range(4), 8), "expected at least 8 samples to draw from, got 4"),
     (lambda: Sampler(range(4), 0), "batch: expected 1 or more samples, got 0"),

@@ -1,0 +1,124 @@
+"""Remedies that messages and docs/data.md name for data that do not fit: tried as they stand there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from halograd.data import DataError, Hdf5Dataset
+from halograd.dtensor import Box
+from halograd.errors import UserError
+from halograd.training import evaluate, train
+from tests.training.runs import write_own
+
+DOCS = Path(__file__).parents[2] / "docs/data.md"
+
+
+def code(heading: str) -> str:
+    """The example below a heading of the page."""
+    return re.split(r"```python\n|```", DOCS.read_text(encoding="utf-8").split(f"### {heading}\n")[1])[1]
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("shape", [(6, 8), (6, 1), (1, 6, 8), (1, 6, 8, 1)])
+def test_fields_that_all_samples_share(comm, working, shape):
+    rng = np.random.default_rng(0)
+    with h5py.File("data.h5", "w") as file:
+        file["fields"], file["orography"] = rng.random((5, 6, 8, 2)), rng.random(shape)
+        file["fields"].attrs["layout"] = "NHWC"
+        once = file["orography"][()]
+    message = r"'/fields' has 5 samples, '/orography' the shape .* \(docs/data.md, Fields that all samples share\)"
+    with pytest.raises(DataError, match=message):
+        Hdf5Dataset("data.h5", {"x": "fields", "o": "orography"}, None)
+    example = code("Fields that all samples share")
+    exec(example if shape[0] > 1 else example.replace("once.shape", "once.shape[1:]").replace("(once)", "(once)[0]"))
+    with Hdf5Dataset("data.h5", {"x": "fields", "o": "orography of each"}, None) as dataset:
+        out = np.empty((5, *dataset.fields["o"].shape))
+        dataset.read("o", range(5), Box.of_shape(out.shape), out)
+        assert (out.reshape(5, *np.squeeze(once).shape) == np.squeeze(once)).all()
+
+
+PADDED = """
+import halograd as hg
+
+def build():
+    x, target, inside = (hg.Input((8, 8, 8, 1), name) for name in ("x", "target", "inside"))
+    y = hg.Conv(1, 3, padding=1)(x)
+    loss = hg.BinaryCrossEntropyWithLogits(normalization="weights")(y, target, inside)
+    return hg.Network({"prediction": y, "loss": loss}, name="padded")
+"""
+
+
+@pytest.mark.ranks(1, 2)
+def test_samples_of_several_sizes(comm, working):
+    """The loss is the mean over the voxels that are there."""
+    sizes, rng = [(4, 6, 5), (8, 4, 8), (7, 8, 6), (8, 8, 8)], np.random.default_rng(0)
+    if comm.rank == 0:
+        with h5py.File("patients.h5", "w") as file:
+            for patient, extents in enumerate(sizes):
+                file[f"{patient}/image"] = rng.random((*extents, 1))
+                file[f"{patient}/mask"] = rng.integers(0, 2, (*extents, 1))
+        Path("data.py").write_text(code("Samples of several sizes"))
+        table = '[data]\npath = "patients.h5"\nfile = "data.py:open_padded"\nvalidation = 0\nnormalize = false\n'
+        write_own(working, PADDED, table)
+    comm.barrier()
+    sets = ["training.epochs=1", f"strategy.height={comm.size}"]
+    train("run.toml", sets, comm=comm)
+    found = evaluate("run.toml", sets, "all", "p.h5", comm)
+    if comm.rank == 0:
+        with h5py.File("p.h5") as file:
+            losses = []
+            for k, sample in enumerate(file["sample"]):
+                inside = tuple(slice(n) for n in sizes[sample])
+                y, t = (file[name][k][inside].astype(float) for name in ("prediction", "target"))
+                losses.append((np.logaddexp(0, y) - t * y).ravel())
+        assert found["loss"] == pytest.approx(np.concatenate(losses).mean(), rel=1e-6)
+
+
+NET = """
+import halograd as hg
+
+def build(resolution: int = 16):
+    x, t = hg.Input((resolution, resolution, 3), name="x"), hg.Input((resolution, resolution, 1), name="target")
+    y = hg.Conv(1, 3, padding=1)(x)
+    return hg.Network({"prediction": y, "loss": hg.BinaryCrossEntropyWithLogits()(y, t)}, name="window")
+"""
+
+
+def write(folder):
+    write_own(folder, NET, settings="resolution = 8\n")
+
+
+@pytest.mark.ranks(1, 2)
+def test_the_middle_window_is_told_of(comm, config, capfd):
+    crop, line = "data.augment={crop=true}", "evaluated is the middle window of every sample, 8x8 of 16x16 (25 %)"
+    for sets, said in (([crop], True), (["model.resolution=16", crop, "output.directory=whole"], False)):
+        sets = [*sets, "training.epochs=1", f"strategy.height={comm.size}"]
+        train(config, [*sets, "output.progress=true"], comm=comm)
+        printed = capfd.readouterr()
+        assert (line in printed.out + printed.err) == (said and comm.rank == 0)
+        evaluate(config, sets, "all", comm=comm)
+        assert (line in capfd.readouterr().out) == (said and comm.rank == 0)
+    whole = ["data.augment.crop=false", f"strategy.height={comm.size}"]
+    found = evaluate("out", whole, "all", comm=comm)
+    printed = capfd.readouterr().out
+    assert np.isfinite(found["loss"]) and "middle window" not in printed
+
+
+@pytest.mark.ranks(1)
+def test_one_sample(comm, config):
+    with h5py.File("data.h5", "r+") as file:
+        x, t = file["inputs"][:1], file["mask"][:1]
+        del file["inputs"], file["mask"]
+        file["inputs"], file["mask"] = x, t
+        file["inputs"].attrs["layout"] = "NHWC"
+    sets = ["model.resolution=16", "training.epochs=1", "training.batch=1"]
+    with pytest.raises(
+        UserError, match=r"data.validation: expected two or more.*got one sample; set data.validation = 0"
+    ):
+        train(config, sets, comm=comm)
+    assert np.isfinite(train(config, [*sets, "data.validation=0"], comm=comm)["loss"])
