@@ -12,9 +12,9 @@ from tests.training.part_damage import GOOD, MUTATIONS, Job, case_of, outcome
 
 def test_no_damage_is_accepted():
     """A child process makes the cases, so that a hang or a crash is a failure of this test."""
-    counted = campaign(6 * len(MUTATIONS), program="tests.training.part_damage")
-    assert set(counted) <= GOOD and counted.total() == 6 * len(MUTATIONS), counted
-    assert counted["anew"] > 45 and counted["refused"] > 3, counted
+    counted = campaign(4 * len(MUTATIONS), program="tests.training.part_damage")
+    assert set(counted) <= GOOD and counted.total() == 4 * len(MUTATIONS), counted
+    assert counted["anew"] > 30 and counted["refused"] > 2, counted
 
 
 @pytest.mark.ranks(2)
