@@ -31,6 +31,7 @@ from .errors import UserError
 from .kernels import KernelError, get_backend
 from .layers import Network, Strategy
 from .layers.reduction_scheme import BY_NODES, Scheme
+from .limits import usable_cores
 from .measuring import Measuring, StepTrial, measure_steps, rivals, settle
 from .perfmodel.contenders import candidate_schemes, rank_schemes
 from .perfmodel.cost import Pricing, Training, Wires, simulate
@@ -55,7 +56,7 @@ from .training.schedules import Constant
 from .training.step_times import Measured
 from .training.trainer import Trainer
 
-__all__ = ["plan_run", "rank_schemes_of", "rests_on", "try_run", "usable_cores"]
+__all__ = ["plan_run", "rank_schemes_of", "rests_on", "try_run"]
 
 #: What one rank may take of the memory that is free, to be tried.
 SPARE = 0.8
@@ -284,7 +285,7 @@ class _Planner:
         alone = self.comm.split(self.comm.rank)
         assert alone is not None
         with self.comm.agreement():
-            if on_one_host and self.comm.rank == 0 and threads <= usable_cores() and self._fits_alone():
+            if on_one_host and self.comm.rank == 0 and threads <= usable_cores().count and self._fits_alone():
                 self._say(f"trying steps of {split_text(1, threads)}")
                 # The run does not need it: what one rank cannot do here is no reason to end.
                 with (
@@ -345,9 +346,6 @@ class _Planner:
             print(text, file=sys.stderr, flush=True)
 
 
-def usable_cores() -> int:
-    """Return the cores that this process may run on. Local."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def as_run(strategy: Strategy, config: Config) -> Strategy:

@@ -34,7 +34,7 @@ BELOW: dict[str, set[str]] = {
 }
 # What is handed to a folder from above: it may be named in annotations, and is never imported when the program runs.
 HANDED_DOWN = {"layers": {f"halograd.program.{name}" for name in ("context", "operations", "views")}}
-FOR_ALL = {"documents", "errors", "schema", "signatures", "__version__"}  # of `halograd/`, below everything
+FOR_ALL = {"documents", "errors", "limits", "schema", "signatures", "__version__"}  # of `halograd/`, below everything
 
 # Everything else is arithmetic or goes through `comm` and `kernels`, and is tested without MPI and without a GPU.
 MAY_IMPORT = {

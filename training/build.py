@@ -18,10 +18,10 @@ from ..device import as_dtype
 from ..layers import Input, Loss, Network
 from ..layers.parameter import parameter_blocks
 from ..layers.strategy import Strategy, counts_of, cuts_text
+from ..limits import memory_size
 from ..models import build
 from ..perfmodel.cost import buckets_of, memory_of, program_of
 from ..perfmodel.plans import Plan, is_plan
-from ..perfmodel.profile.device import memory_size
 from ..program.compiler import Target
 from .config import AdamConfig, Config, DataConfig, LARSConfig, ScheduleConfig, StrategyConfig
 from .optimizers import LARS, SGD, Adam, AdamW, Optimizer, factors_of

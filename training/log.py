@@ -25,6 +25,7 @@ from halograd.documents import os_reason, write_whole
 from halograd.errors import UserError
 
 from ..comm.terminal import terminal_columns
+from ..limits import usable_cores
 from .timeline import BUSY
 
 __all__ = [
@@ -434,13 +435,13 @@ class _Both:
 
 
 def _cores() -> str:
-    """Describe the cores that this process may use, in ranges."""
-    if not hasattr(os, "sched_getaffinity"):
-        return "unknown"
+    """Describe the cores that this process may use, in ranges, and how many of them if not all."""
+    cores = usable_cores()
     runs: list[list[int]] = []
-    for core in sorted(os.sched_getaffinity(0)):
+    for core in sorted(cores.bound):
         if runs and core == runs[-1][-1] + 1:
             runs[-1].append(core)
         else:
             runs.append([core])
-    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+    ranges = ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+    return ranges if cores.count == len(cores.bound) else f"{ranges} ({cores.count} at a time)"

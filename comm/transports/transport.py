@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 import numpy as np
 from mpi4py import MPI
+
+from halograd.limits import usable_cores
 
 from .. import contexts
 from ..channel import Channel
@@ -48,7 +49,7 @@ class Transport:
         if network is not None:
             node_of = numbered([rank // network.node for rank in context.ranks])
         if shares:
-            crowded = context.mpi.size > len(os.sched_getaffinity(0))
+            crowded = context.mpi.size > usable_cores().count
             self._memory = NodeMemory(context, network, node_of, crowded)
         self._node_of, self._one_machine = node_of, network is None
         self._team: Team | None = None

@@ -20,6 +20,7 @@ from rich.table import Table
 
 from ..comm.boot import launched_size, warn_of_shared_memory
 from ..comm.sweep import SHARED_MEMORY
+from ..limits import Cores, usable_cores
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -71,9 +72,9 @@ def probe_python() -> Iterator[Finding]:
     yield Finding("Python", "ok", f"{platform.python_version()}, {sys.executable}")
 
 
-def probe_threads(ranks_on_node: int) -> Iterator[Finding]:
-    """Compare the cores of this process with the threads of all ranks of its node. Local."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def probe_threads(on_node: Sequence[Cores]) -> Iterator[Finding]:
+    """Compare the cores of all ranks of a node with their threads. Local."""
+    ranks_on_node, cores = len(on_node), Cores.together(on_node)
     given = os.environ.get("OMP_NUM_THREADS", "")
     threads = int(given) if given.isdigit() and int(given) > 0 else 1
     source = f"OMP_NUM_THREADS={given}" if given else "OMP_NUM_THREADS is not set"
@@ -327,12 +328,12 @@ def examine() -> int:
     warn_of_shared_memory()
     findings = [*careful("Python", probe_python), *careful("mpi4py", probe_mpi)]
     world = _world(findings)
-    on_node = 1
+    on_node = [usable_cores()]
     if world is not None:
         findings += careful("ranks", lambda: probe_ranks(world))
-        on_node = _ranks_on_node(world)
+        on_node = _cores_of_node(world)
     findings += careful("threads", lambda: probe_threads(on_node))
-    findings += careful("shared memory", lambda: probe_shared_memory(on_node))
+    findings += careful("shared memory", lambda: probe_shared_memory(len(on_node)))
     findings += careful("numpy", probe_numpy)
     findings += careful("onednn-cpu-gomp", probe_onednn, "warn")
     findings += careful("h5py", probe_hdf5)
@@ -352,13 +353,15 @@ def _world(findings: Sequence[Finding]) -> MPI.Intracomm | None:
     return MPI.COMM_WORLD
 
 
-def _ranks_on_node(world: MPI.Intracomm) -> int:
+def _cores_of_node(world: MPI.Intracomm) -> list[Cores]:
+    """Return the cores of every rank of the node of this one."""
     from mpi4py import MPI
 
     node = world.Split_type(MPI.COMM_TYPE_SHARED)
-    size = node.size
+    assert isinstance(node, MPI.Intracomm)
+    found: list[Cores] = node.allgather(usable_cores())
     node.Free()
-    return size
+    return found
 
 
 def merge(everyone: Sequence[Sequence[Finding]]) -> list[Finding]:

@@ -23,6 +23,7 @@ from ..data.lagrangian import CHANNELS, UNITS
 from ..data.logistic import LogisticModel, best_threshold, fit, predict
 from ..data.storage import dataset_of
 from ..dtensor.box import Box
+from ..limits import usable_cores
 from ..report.document import Block, Code, Heading, Picture, TableBlock, Text, to_html, to_markdown
 from ..report.pictures import Masks, Quality, best_to_worst, draw_curves, draw_masks
 from ..report.timeline import about_timeline, draw_timeline, hidden_text, phase_tables
@@ -178,7 +179,7 @@ def describe_machine() -> list[tuple[str, str]]:
     """Return name and value of what determines the times of a report. Local."""
     return [
         ("processor", _processor()),
-        ("cores for this process", str(_cores())),
+        ("cores for this process", str(usable_cores().count)),
         ("memory", _memory()),
         ("system", platform.platform()),
         ("halograd", __version__),
@@ -186,10 +187,6 @@ def describe_machine() -> list[tuple[str, str]]:
         *((finding.name, finding.value) for finding in probe_mpi() if finding.status == "ok"),
         *_versions("numpy", "h5py", "onednn-cpu-gomp"),
     ]
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _processor() -> str:

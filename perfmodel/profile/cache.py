@@ -29,6 +29,7 @@ from ... import device as device_package
 from ... import kernels as kernels_package
 from ... import layers as layers_package
 from ... import program as program_package
+from ...limits import Cores, usable_cores
 
 if TYPE_CHECKING:
     from ...comm import Communicator
@@ -66,18 +67,19 @@ class Crowd:
         return cls.among([_place(kernels)] * ranks, kernels.threads)
 
     @classmethod
-    def among(cls, places: Iterable[tuple[str, frozenset[int]]], threads: int) -> Crowd:
+    def among(cls, places: Iterable[tuple[str, Cores | None]], threads: int) -> Crowd:
         """From the host and the cores of every rank, which may be bound to some or share them all. Local.
 
-        >>> Crowd.among([("a", frozenset({0, 1}))] * 4, threads=1)
+        >>> Crowd.among([("a", Cores(frozenset({0, 1})))] * 4, threads=1)
         Crowd(ranks=4, cores=2)
-        >>> Crowd.among([("a", frozenset({0})), ("a", frozenset({1}))], threads=1)
+        >>> Crowd.among([("a", Cores(frozenset({0}))), ("a", Cores(frozenset({1})))], threads=1)
         Crowd(ranks=2, cores=0)
         """
-        hosts: dict[str, list[frozenset[int]]] = {}
+        hosts: dict[str, list[Cores | None]] = {}
         for host, cores in places:
             hosts.setdefault(host, []).append(cores)
-        counts = [(len(some), len(frozenset().union(*some))) for some in hosts.values()]
+        known = {host: [cores for cores in some if cores is not None] for host, some in hosts.items()}
+        counts = [(len(some), Cores.together(known[host]) if known[host] else 0) for host, some in hosts.items()]
         in_turn = [cls(ranks, cores) for ranks, cores in counts if ranks * threads > cores > 0]
         if in_turn:
             return max(in_turn, key=lambda crowd: crowd.ranks / crowd.cores)
@@ -93,10 +95,9 @@ class Crowd:
         return time.process_time() * self.ranks / self.cores if self.in_turn else time.perf_counter()
 
 
-def _place(kernels: Any) -> tuple[str, frozenset[int]]:
-    """Return the host, and cores this process computes on; none with a device, or where the system does not tell."""
-    tells = kernels.device.is_host and hasattr(os, "sched_getaffinity")
-    return platform.node(), frozenset(os.sched_getaffinity(0)) if tells else frozenset()
+def _place(kernels: Any) -> tuple[str, Cores | None]:
+    """Return the host, and cores this process computes on; none with a device."""
+    return platform.node(), usable_cores() if kernels.device.is_host else None
 
 
 #: Environment variable with the folder of the cache.

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ...kernels import Geometry
+from ...limits import memory_size
 from ..machine import Efficiency, Link, Machine
 from .cache import Crowd, device_name
 from .messages import LARGE, SIZES, MessageTimer, Nodes, fit_copy
@@ -21,7 +20,7 @@ from .record import Fit, Profile, fit_line
 if TYPE_CHECKING:
     from ...comm import Communicator
 
-__all__ = ["group_sizes", "measure_machine", "memory_size"]
+__all__ = ["group_sizes", "measure_machine"]
 
 ROUNDS = 7
 #: Rows of the square matrices whose product tells the peak rate.
@@ -224,60 +223,3 @@ def _efficiency(kernels: Any, clock: Callable[..., float], peak: float, launch: 
     compute = min(1.0, 1 / (line.beta * peak)) if line.beta else 1.0
     half = max(0.0, line.alpha - launch) * peak * compute
     return Efficiency(compute=compute, half=half, least=_LEAST)
-
-
-def memory_size(ranks: int, root: Path = Path("/"), environment: Mapping[str, str] = os.environ) -> int:
-    """Return the memory of one of the ranks that share this node [B]: the least of all limits.
-
-    These are the memory that there is, the limits of the control groups of this process and of all groups above them
-    (versions 1 and 2), and what Slurm gave the job on this node.
-
-    Parameters
-    ----------
-    ranks
-        Number of ranks on the node.
-    root
-        Directory of ``proc`` and ``sys``.
-    environment
-        Variables of the process.
-    """
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for path in _memory_files(root):
-        try:
-            text = path.read_text().strip()
-        except OSError:
-            continue
-        if text.isdigit():  # not "max"
-            limits.append(int(text))
-    # In MiB; 0 is all of the node.
-    per_node, per_cpu, cpus = (
-        environment.get(f"SLURM_{name}", "") for name in ("MEM_PER_NODE", "MEM_PER_CPU", "CPUS_ON_NODE")
-    )
-    if per_node.isdigit() and int(per_node):
-        limits.append(int(per_node) << 20)
-    if per_cpu.isdigit() and cpus.isdigit() and int(per_cpu) * int(cpus):
-        limits.append(int(per_cpu) * int(cpus) << 20)
-    return min(limits) // ranks
-
-
-def _memory_files(root: Path) -> Iterator[Path]:
-    """Yield the files that may limit the memory of this process, of its control groups and of all above them."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        lines = []
-    groups = root / "sys/fs/cgroup"
-    found = {(groups, "memory.max", "/"), (groups / "memory", "memory.limit_in_bytes", "/")}
-    for line in lines:
-        number, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if number == "0" and not controllers:  # version 2, where both versions are mounted below a folder of its own
-            found |= {(groups, "memory.max", path), (groups / "unified", "memory.max", path)}
-        elif "memory" in controllers.split(","):
-            found.add((groups / "memory", "memory.limit_in_bytes", path))
-    for folder, name, path in sorted(found):
-        group = PurePosixPath("/", path).relative_to("/")
-        if ".." in group.parts:  # above what this process sees
-            continue
-        for ancestor in (group, *group.parents):
-            yield folder / ancestor / name

@@ -19,6 +19,7 @@ from halograd.comm import Communicator
 from halograd.errors import UserError
 from halograd.kernels import KernelError
 from halograd.layers import Conv
+from halograd.limits import Cores
 from halograd.measuring import measure_steps, rivals, settle
 from halograd.models import build
 from halograd.perfmodel.cost import Training, simulate
@@ -227,7 +228,7 @@ def test_a_run_settles_on_what_was_faster(known, monkeypatch):
             return {name: 1.0 - 0.5 * (name == tried[0][-1]) for name in strategies}
 
         monkeypatch.setattr(auto, "measure_steps", measured)
-        monkeypatch.setattr(auto, "usable_cores", lambda: 1)
+        monkeypatch.setattr(auto, "usable_cores", lambda: Cores(frozenset({0})))
         monkeypatch.setattr(auto, "rivals", lambda plan: ["model" if plan.planner != "model" else "data"])
         run = plan_run(config, comm)
         ((favorite, rival),) = tried
@@ -260,7 +261,7 @@ def test_a_plan_rests_on_measured_times(known, monkeypatch):
         monkeypatch.setattr(LayerTimer, "measure", measure)
         monkeypatch.setattr(auto, "make_plan", curious)
         monkeypatch.setattr(auto, "rivals", lambda plan: [])
-        monkeypatch.setattr(auto, "usable_cores", lambda: 1)
+        monkeypatch.setattr(auto, "usable_cores", lambda: Cores(frozenset({0})))
         config = parse_config(AUTO, [f"output.directory={known / 'out'}"])
         plan = plan_run(config, comm).plan
         counts = Counter(measured)
@@ -303,7 +304,7 @@ def test_what_one_rank_cannot_do_ends_no_run(known, monkeypatch, fault):
 
     with Communicator(MPI.COMM_WORLD) as comm:
         monkeypatch.setattr(auto, "measure_steps", measured)
-        monkeypatch.setattr(auto, "usable_cores", lambda: 8)
+        monkeypatch.setattr(auto, "usable_cores", lambda: Cores(frozenset(range(8))))
         trial = auto.try_run(parse_config(AUTO, [UNMEASURED, f"output.directory={known / 'out'}"]), comm)
         assert trial.alone is None and trial.seconds
         assert not any("1 rank" in line for line in trial.lines(1))

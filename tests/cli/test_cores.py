@@ -11,6 +11,7 @@ from halograd.auto import try_run
 from halograd.cli.run import run
 from halograd.comm import Communicator
 from halograd.errors import UserError
+from halograd.limits import Cores
 from halograd.local import CoreSplit, try_splits
 from halograd.measuring import StepTrial
 from halograd.perfmodel.plans import Plan
@@ -104,7 +105,7 @@ def test_refusals(jobs, capsys, options, message):
 
 @pytest.mark.ranks(1, 2)
 def test_steps_are_tried_of_the_plan_the_grid_and_one_rank(known, monkeypatch):
-    monkeypatch.setattr(auto, "usable_cores", lambda: 2)
+    monkeypatch.setattr(auto, "usable_cores", lambda: Cores(frozenset({0, 1})))
     monkeypatch.setattr(measuring, "SECONDS", 0.01)
     with Communicator(MPI.COMM_WORLD) as comm:
         config = parse_config(AUTO, [UNMEASURED, f"output.directory={known / 'out'}"])

@@ -1,6 +1,5 @@
 """Layers on their own: bound as in an executor, timed, and kept; what is measured of a network."""
 
-import os
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,6 +10,7 @@ from halograd import layers as L
 from halograd.comm import Communicator
 from halograd.kernels import get_backend
 from halograd.layers import BatchNorm, Conv, Dropout, Input, MaxPool, Network, SoftmaxCrossEntropy, Strategy
+from halograd.limits import Cores, usable_cores
 from halograd.models import build
 from halograd.perfmodel.cost import simulate
 from halograd.perfmodel.cost.network_costs import network_costs, works_of
@@ -210,7 +210,8 @@ def test_a_budget_leaves_layers(alone):
     ],
 )
 def test_ranks_take_turns_where_they_are_more_than_the_cores(places, threads, expected):
-    assert Crowd.among([(host, frozenset(cores)) for host, cores in places], threads) == expected
+    found = [(host, Cores(frozenset(cores)) if cores else None) for host, cores in places]
+    assert Crowd.among(found, threads) == expected
 
 
 def test_ranks_in_turn_are_timed_by_what_they_compute(monkeypatch):
@@ -225,7 +226,7 @@ def test_the_host_has_cores_for_those_that_work_on_a_device():
     on_device = SimpleNamespace(threads=1, device=SimpleNamespace(is_host=False))
     assert Crowd.here(10_000, on_device) == Crowd(10_000)
     on_host = SimpleNamespace(threads=1, device=SimpleNamespace(is_host=True))
-    assert Crowd.here(10_000, on_host).cores == len(os.sched_getaffinity(0))
+    assert Crowd.here(10_000, on_host).cores == Cores.together([usable_cores()] * 10_000)
 
 
 @pytest.mark.ranks(2)

@@ -1,0 +1,138 @@
+"""What of its machine this process may use, memory and cores: the least of all limits.
+
+Containers and batch systems limit processes by control groups (versions 1 and 2), each within its ancestors, and Slurm
+says in variables what it gave.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+__all__ = ["Cores", "memory_size", "usable_cores"]
+
+ROOT = Path("/")
+
+
+def memory_size(ranks: int, root: Path = ROOT, environment: Mapping[str, str] = os.environ) -> int:
+    """Return the memory of one of the ranks that share this node [B]: the least of all limits. Local.
+
+    These are the memory that there is, the limits of the control groups of this process and of all groups above them,
+    and what Slurm gave the job on this node.
+
+    Parameters
+    ----------
+    ranks
+        Number of ranks on the node.
+    root
+        Directory of ``proc`` and ``sys``.
+    environment
+        Variables of the process.
+    """
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for group, version in _groups(root, "memory"):
+        text = _read(group / ("memory.max" if version == 2 else "memory.limit_in_bytes"))
+        if text.isdigit():  # not "max"
+            limits.append(int(text))
+    # In MiB; 0 is all of the node.
+    per_node, per_cpu, cpus = (
+        environment.get(f"SLURM_{name}", "") for name in ("MEM_PER_NODE", "MEM_PER_CPU", "CPUS_ON_NODE")
+    )
+    if per_node.isdigit() and int(per_node):
+        limits.append(int(per_node) << 20)
+    if per_cpu.isdigit() and cpus.isdigit() and int(per_cpu) * int(cpus):
+        limits.append(int(per_cpu) * int(cpus) << 20)
+    return min(limits) // ranks
+
+
+@dataclass(frozen=True)
+class Cores:
+    """Cores that a process may use.
+
+    Attributes
+    ----------
+    bound
+        Numbers of those that it may run on.
+    quota
+        Of how many its control groups give it the time, together with the other processes there.
+    task
+        How many Slurm gave to this process alone.
+    """
+
+    bound: frozenset[int]
+    quota: float = math.inf
+    task: float = math.inf
+
+    @property
+    def count(self) -> int:
+        """How many the process may use, at least 1."""
+        return Cores.together([self])
+
+    @staticmethod
+    def together(processes: Sequence[Cores]) -> int:
+        """Return how many processes of one host may use together, at least 1. Local.
+
+        >>> Cores.together([Cores(frozenset({0, 1, 2, 3}), quota=2.5)] * 4)
+        2
+        >>> Cores.together([Cores(frozenset({0})), Cores(frozenset({1}))])
+        2
+        """
+        bound = frozenset[int]().union(*(cores.bound for cores in processes))
+        given = sum(cores.task for cores in processes)
+        return max(1, int(min(len(bound), given, *(cores.quota for cores in processes))))
+
+
+def usable_cores(root: Path = ROOT, environment: Mapping[str, str] = os.environ) -> Cores:
+    """Return the cores that this process may use. Local.
+
+    These are the ones that it may run on, as many as the quotas of its control groups and of all groups above them
+    give the time of (``docker run --cpus``), and no more than Slurm gave a task (``--cpus-per-task``).
+
+    Parameters
+    ----------
+    root
+        Directory of ``proc`` and ``sys``.
+    environment
+        Variables of the process.
+    """
+    affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    quota = math.inf
+    for group, version in _groups(root, "cpu"):
+        if version == 2:
+            time, period = (*_read(group / "cpu.max").split(), "", "")[:2]
+        else:
+            time, period = _read(group / "cpu.cfs_quota_us"), _read(group / "cpu.cfs_period_us")
+        if time.isdigit() and period.isdigit() and int(period):  # not "max", not -1
+            quota = min(quota, int(time) / int(period))
+    task = environment.get("SLURM_CPUS_PER_TASK", "")
+    return Cores(frozenset(affinity), quota, int(task) if task.isdigit() and int(task) else math.inf)
+
+
+def _read(path: Path) -> str:
+    """Return the text of a file, empty if there is none."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _groups(root: Path, controller: str) -> Iterator[tuple[Path, int]]:
+    """Yield the control groups that may limit this process, with all above them, and their version."""
+    mounted = root / "sys/fs/cgroup"
+    found = {(mounted, 2, "/"), (mounted / controller, 1, "/")}
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if number == "0" and not controllers:  # where both versions are mounted, 2 is below a folder of its own
+            found |= {(mounted, 2, path), (mounted / "unified", 2, path)}
+        elif controller in controllers.split(","):
+            found |= {(mounted / controller, 1, path), (mounted / controllers, 1, path)}
+    for folder, version, path in sorted(found):
+        group = PurePosixPath("/", path).relative_to("/")
+        if ".." in group.parts:  # above what this process sees
+            continue
+        for ancestor in (group, *group.parents):
+            yield folder / ancestor, version

@@ -1,0 +1,134 @@
+"""Memory and cores of a rank: the least of the machine, its control groups and what Slurm gave."""
+
+import math
+import os
+from types import SimpleNamespace
+
+import pytest
+
+from halograd.cli.doctor import probe_threads
+from halograd.limits import Cores, memory_size, usable_cores
+from halograd.perfmodel.profile.cache import Crowd
+from halograd.training import log
+
+MIB = 1 << 20
+JOB = "system.slice/slurmstepd.scope/job_7"
+STEP = f"/{JOB}/step_0/user/task_0"
+V1 = "5:cpu,cpuacct:/other\n4:memory:{}\n"
+V2 = "0::{}\n"
+
+
+def tree(root, lines, limits):
+    """A directory with ``proc/self/cgroup`` and these limits of control groups."""
+    for name, text in {"proc/self/cgroup": lines, **{f"sys/fs/cgroup/{k}": v for k, v in limits.items()}}.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{text}\n")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("lines", "limits", "least"),
+    [
+        (V2.format("/"), {"memory.max": 40 * MIB}, 40),
+        (V2.format(STEP), {f"{STEP[1:]}/memory.max": 9 * MIB, "memory.max": "max"}, 9),
+        (V2.format(STEP), {f"{JOB}/memory.max": 8 * MIB, f"{STEP[1:]}/memory.max": "max"}, 8),
+        (V2.format("/a/b"), {"a/memory.max": 5 * MIB, "a/b/memory.max": 7 * MIB}, 5),
+        (V2.format("/a/b"), {"unified/a/memory.max": 5 * MIB}, 5),
+        (V1.format("/slurm/uid_0/job_7"), {"memory/slurm/uid_0/memory.limit_in_bytes": 6 * MIB}, 6),
+        (V1.format("/a"), {"memory/a/memory.limit_in_bytes": 2**63 - 4096, "memory/memory.limit_in_bytes": 3 * MIB}, 3),
+        (V1.format("/a") + V2.format("/b"), {"memory/a/memory.limit_in_bytes": 4 * MIB, "b/memory.max": 2 * MIB}, 2),
+        (V1.format("/a"), {"other/memory.limit_in_bytes": MIB, "memory/a/memory.limit_in_bytes": 4 * MIB}, 4),
+        (V2.format("/../../up"), {"memory.max": 11 * MIB}, 11),
+    ],
+)  # fmt: skip
+def test_the_least_of_all_groups_above(tmp_path, lines, limits, least):
+    root = tree(tmp_path, lines, limits)
+    assert memory_size(1, root, {}) == least * MIB
+    assert memory_size(4, root, {}) == least * MIB // 4
+
+
+@pytest.mark.parametrize(
+    ("variables", "least"),
+    [
+        ({"SLURM_MEM_PER_NODE": "20"}, 20),
+        ({"SLURM_MEM_PER_CPU": "7", "SLURM_CPUS_ON_NODE": "3"}, 21),
+        ({"SLURM_MEM_PER_NODE": "0"}, 40),
+        ({"SLURM_MEM_PER_NODE": "90"}, 40),
+        ({"SLURM_MEM_PER_NODE": "many", "SLURM_MEM_PER_CPU": "7"}, 40),
+    ],
+)
+def test_what_slurm_gave(tmp_path, variables, least):
+    root = tree(tmp_path, V2.format("/a"), {"a/memory.max": 40 * MIB})
+    assert memory_size(1, root, variables) == least * MIB
+
+
+def test_no_limit(tmp_path):
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert memory_size(1, tmp_path, {}) == whole
+    assert memory_size(2, tree(tmp_path, V2.format("/"), {"memory.max": "max"}), {}) == whole // 2
+
+
+V1_CPU = "7:cpu,cpuacct:{}\n4:memory:/other\n"
+
+
+def quota(folder, time, period=100_000):
+    """Files of a control group of version 1."""
+    return {f"{folder}/cpu.cfs_quota_us": time, f"{folder}/cpu.cfs_period_us": period}
+
+
+@pytest.mark.parametrize(
+    ("lines", "limits", "cores"),
+    [
+        (V2.format("/"), {"cpu.max": "150000 100000"}, 1.5),
+        (V2.format("/"), {"cpu.max": "max 100000"}, math.inf),
+        (V2.format(STEP), {f"{STEP[1:]}/cpu.max": "max 100000", f"{JOB}/cpu.max": "40000 20000"}, 2),
+        (V2.format("/a/b"), {"a/cpu.max": "300000 100000", "a/b/cpu.max": "700000 100000"}, 3),
+        (V2.format("/a/b"), {"unified/a/cpu.max": "300000 100000"}, 3),
+        (V1_CPU.format("/a/b"), quota("cpu/a", 250_000) | quota("cpu/a/b", -1), 2.5),
+        (V1_CPU.format("/a"), quota("cpu,cpuacct/a", 400_000), 4),
+        (V1_CPU.format("/a") + V2.format("/b"), quota("cpu/a", 400_000) | {"b/cpu.max": "200000 100000"}, 2),
+        (V1_CPU.format("/a"), quota("cpu/a", 100_000, 0) | quota("cpu/other", 100_000), math.inf),
+        (V2.format("/"), {"cpu.max": ""}, math.inf),
+    ],
+)  # fmt: skip
+def test_the_least_quota_of_cores_of_all_groups_above(tmp_path, lines, limits, cores):
+    assert usable_cores(tree(tmp_path, lines, limits), {}).quota == cores
+
+
+def test_cores_without_a_limit_are_those_that_the_process_may_run_on(tmp_path):
+    found = usable_cores(tmp_path, {})
+    assert found == Cores(frozenset(os.sched_getaffinity(0))) and found.count == len(os.sched_getaffinity(0))
+    assert usable_cores(tmp_path, {"SLURM_CPUS_PER_TASK": "1"}).count == 1
+    assert usable_cores(tmp_path, {"SLURM_CPUS_PER_TASK": "4096"}).count == len(os.sched_getaffinity(0))
+    assert usable_cores(tmp_path, {"SLURM_CPUS_PER_TASK": "many"}).task == math.inf
+
+
+@pytest.mark.parametrize(
+    ("processes", "count"),
+    [
+        ([Cores(frozenset(range(16)), quota=2.0)] * 4, 2),  # of a container, together
+        ([Cores(frozenset(range(16)), quota=0.5)], 1),
+        ([Cores(frozenset(range(16)), task=2)] * 4, 8),  # of Slurm, each
+        ([Cores(frozenset(range(4)), task=2)] * 4, 4),
+        ([Cores(frozenset({0})), Cores(frozenset({1}), quota=9.0)], 2),
+    ],
+)
+def test_cores_of_the_ranks_of_a_node(processes, count):
+    assert Cores.together(processes) == count
+
+
+@pytest.fixture
+def container(monkeypatch, tmp_path):
+    """A quota of one core, as `docker run --cpus=1` gives, for all that asks for the cores of this process."""
+    root = tree(tmp_path, V2.format("/"), {"cpu.max": "100000 100000"})
+    monkeypatch.setattr(usable_cores, "__defaults__", (root, {}))
+
+
+def test_who_chooses_by_cores_sees_the_quota(container):
+    several = SimpleNamespace(threads=1, device=SimpleNamespace(is_host=True))
+    assert Crowd.here(2, several) == Crowd(2, cores=1)
+    (finding,) = probe_threads([usable_cores()] * 2)
+    assert finding.status == "warn" and finding.value.endswith("2 ranks on this node, 1 cores")
+    some = len(os.sched_getaffinity(0))
+    assert log._cores().endswith(" (1 at a time)") == (some > 1)
