@@ -346,8 +346,6 @@ class _Planner:
             print(text, file=sys.stderr, flush=True)
 
 
-
-
 def as_run(strategy: Strategy, config: Config) -> Strategy:
     """Return the strategy with the scheme of the configuration, unless that is chosen while training."""
     return strategy if config.reduction.scheme().kind.searches else with_reduction(strategy, config)

@@ -422,7 +422,6 @@ def _ranges(network: Network) -> dict[str, TargetRange]:
     return found
 
 
-
 def _looks(dataset: Dataset, network: Network) -> int:
     """Return how many samples to read for the size of targets: one if the losses bound all targets."""
     ranges = _ranges(network)
