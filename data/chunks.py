@@ -1,8 +1,8 @@
-"""Compressed chunks of an HDF5 dataset: how many of them are kept in memory, and what reading by blocks costs.
+"""Chunks of an HDF5 dataset that are read as a whole: how many are kept in memory, what reading by blocks costs.
 
-HDF5 decompresses a whole chunk for any number in it. The chunks that were used last stay in a cache; one that does not
-fit is decompressed again for every read. A rank reads its box of one sample after the other, in a random order: a chunk
-of many samples, or of more than the box, is decompressed many times over.
+HDF5 reads, and decompresses, a whole chunk for any number in it. The chunks that were used last stay in its cache; one
+that is not compressed and does not fit into the cache is read in part. A rank reads its box of one sample after the
+other, in a random order: a chunk of many samples, or of more than the box, is read many times over.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from h5py import h5d, h5p
 __all__ = ["CACHE", "SLOW", "Chunks", "chunks_of", "open_cached"]
 
 CACHE = 256 << 20
-"""Memory of a rank for decompressed chunks of all open files [B]. A single dataset may need more, for one sample."""
+"""Memory of a rank for chunks of several samples, of all open files [B]. A dataset may need more for one sample."""
 SLOW = 4.0
-"""Decompressed numbers per number that is used, from which on reading is called slow."""
+"""Numbers that are read per number that is used, from which on reading is called slow."""
+_LEAST = 8 << 20  # for chunks of a sample [B]
 _LARGEST = 256 << 10  # of a chunk that is suggested [B]
 _SLOTS = (1009, 10_007, 100_003, 1_000_003)  # primes: places of chunks follow from their numbers modulo one of these
 
 
 @dataclass(frozen=True)
 class Chunks:
-    """Compressed chunks of a dataset. Axes are those of the file, samples first.
+    """Chunks of a dataset that are read as a whole. Axes are those of the file, samples first.
 
     Attributes
     ----------
@@ -44,24 +45,28 @@ class Chunks:
     itemsize: int
 
     def cache(self, share: int) -> int:
-        """Return the memory to keep decompressed chunks in [B]: `share`, and at least what a sample needs at a time.
+        """Return the memory to keep chunks in [B].
 
-        Samples are read one by one, and each by rows. A chunk of several samples is kept until the next sample.
+        A sample is read by rows: of chunks of one sample it needs a row of chunks at a time, and 8 MiB (as HDF5 has)
+        where it reads some again. Chunks of several samples are used again by others: as many as `share` holds, and
+        those of one sample at least.
         """
         padded = [-(-n // c) * c for n, c in zip(self.whole, self.shape)]
         total = math.prod(padded) * self.itemsize
         padded[0] = self.shape[0]
-        if self.shape[0] == 1 and len(padded) > 1:
-            padded[self.rows] = self.shape[self.rows]
-        return min(total, max(share, math.prod(padded) * self.itemsize))
+        sample = math.prod(padded) * self.itemsize
+        if self.shape[0] > 1:
+            return min(total, max(share, sample))
+        padded[self.rows] = self.shape[self.rows]
+        return max(math.prod(padded) * self.itemsize, min(sample, _LEAST))
 
     def factor(self, ranges: Sequence[tuple[int, int]], cache: int, shuffled: bool) -> float:
-        """Return how many numbers are decompressed for each that is read, on average.
+        """Return how many numbers are read for each that is used, on average.
 
         Parameters
         ----------
         ranges
-            What is read of every sample, on the axes behind the samples.
+            What is used of every sample, on the axes behind the samples.
         cache
             Memory for chunks [B].
         shuffled
@@ -87,14 +92,17 @@ class Chunks:
 
 
 def chunks_of(dataset: h5py.Dataset, rows: int) -> Chunks | None:
-    """Return the chunks of a dataset; None if it is not compressed, so that HDF5 reads any part by itself. Local."""
-    if dataset.is_virtual or dataset.chunks is None or dataset.id.get_create_plist().get_nfilters() == 0:
+    """Return the chunks of a dataset; None if HDF5 reads any part by itself. Local."""
+    if dataset.is_virtual or dataset.chunks is None:
         return None
-    return Chunks(tuple(dataset.chunks), tuple(dataset.shape), rows, dataset.dtype.itemsize)
+    found = Chunks(tuple(dataset.chunks), tuple(dataset.shape), min(rows, dataset.ndim - 1), dataset.dtype.itemsize)
+    filtered = dataset.id.get_create_plist().get_nfilters() > 0
+    fits = math.prod(found.shape) * found.itemsize <= dataset.file.id.get_access_plist().get_cache()[2]
+    return found if filtered or fits else None
 
 
 def open_cached(file: h5py.File, name: str, nbytes: int, chunks: Chunks) -> h5py.Dataset:
-    """Open a dataset with this memory for its decompressed chunks; it must not be open yet. Local."""
+    """Open a dataset with this memory for its chunks; it must not be open yet. Local."""
     count = nbytes // (math.prod(chunks.shape) * chunks.itemsize)
     slots = next((prime for prime in _SLOTS if prime >= 10 * count), _SLOTS[-1])
     access = h5p.create(h5p.DATASET_ACCESS)

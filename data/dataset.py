@@ -89,7 +89,7 @@ class Hdf5Dataset:
     weighted : mapping of names
         Names of the weights of a target, by its name; none at first. Where all of them are 0, no number is invalid.
     share : int
-        Memory for decompressed chunks [B], :meth:`Chunks.cache`; read when a file is opened.
+        Memory for chunks of several samples [B], :meth:`Chunks.cache`; read when a file is opened.
     bytes_read : int
         Bytes requested of the file so far, as stored.
 
@@ -196,7 +196,7 @@ class Hdf5Dataset:
 
     @property
     def cached(self) -> int:
-        """Memory for decompressed chunks when the file is open [B]."""
+        """Memory for chunks when the file is open [B]."""
         return sum(self._memory(field.chunks) for field in self.fields.values() if field.chunks is not None)
 
     def _memory(self, chunks: Chunks) -> int:
@@ -216,7 +216,7 @@ class Hdf5Dataset:
             return ""
         better = "x".join(map(str, field.chunks.better(ranges)))
         return (
-            f"{self.path}: {field.dataset!r} is compressed in chunks {field.chunks.shape}; reading decompresses "
+            f"{self.path}: {field.dataset!r} is stored in chunks {field.chunks.shape}; a run reads (and decompresses) "
             f"{factor:.0f} x the numbers that it uses: write smaller chunks, "
             f"`h5repack -l {field.dataset}:CHUNK={better} {self.path} NEW.h5`"
         )

@@ -162,7 +162,7 @@ class FileSet:
         self.file_of = np.repeat(np.arange(len(self.parts), dtype=np.int64), lengths)
         self.groups = _groups(self.parts)
         self._open: OrderedDict[int, None] = OrderedDict()
-        # Decompressed chunks of all open files share the memory for them.
+        # Chunks of all open files share the memory for them.
         self._most_open = max(1, most_open)
         for part in self.parts:
             part.share = CACHE // min(self._most_open, len(self.parts))

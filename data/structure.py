@@ -77,7 +77,7 @@ class Field:
     packing : Packing or None
         How numbers are stored; None: as they are.
     chunks : Chunks or None
-        Compressed chunks that they lie in; None: any part is read by itself.
+        Chunks that are read as a whole; None: any part is read by itself.
     """
 
     dataset: str
