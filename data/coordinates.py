@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 import posixpath
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import chain, count
 from typing import Any
@@ -113,7 +114,7 @@ class _JoinedVariables:
     variables
         By name, as in the first file, with the attributes that are alike in all.
     values
-        Values of those without an axis of samples that are the same in all files.
+        Values of those that are the same in all files, or a number (or text) per sample.
     faults
         By name, why something is left out.
     samples
@@ -125,25 +126,28 @@ class _JoinedVariables:
         self.samples, self.spatial = sum(map(len, parts)), parts[0].fields[name].shape[:-1]
         self.values = dict[str, NDArray[Any]]()
         self._paths = dict[str, list[str]]()
+        self._pieces = dict[str, list[NDArray[Any]]]()  # values of samples, by file
         for part in parts:
             with open_file(part.path) as file:
                 around = Surroundings(file, part, name, allow_external)
                 if part is parts[0]:
-                    self._begin(around)
+                    self._begin(around, file)
                 else:
-                    self._join(around, part)
+                    self._join(around, part, file)
+        for name in self._pieces.keys() & self.values.keys():
+            self.values[name] = np.concatenate(self._pieces[name])
 
-    def _begin(self, first: Surroundings) -> None:
+    def _begin(self, first: Surroundings, file: h5py.File) -> None:
         self.variables, self.faults, self.scales = first.variables, first.faults, first.scales
         self.dimensions, self.has_scales, self.mapping = first.dimensions, first.has_scales, first.mapping
         for name, variable in list(self.variables.items()):
             self._paths[name] = [variable.path]
-            if not variable.is_of_samples and not variable.mapping:
-                value = self.read(name, 0)
+            if variable.axes == (SAMPLE,) or not (variable.is_of_samples or variable.mapping):
+                value = self.read(name, 0, file)
                 if value is not None:
                     self.values[name] = value
 
-    def _join(self, other: Surroundings, part: Hdf5Dataset) -> None:
+    def _join(self, other: Surroundings, part: Hdf5Dataset, file: h5py.File) -> None:
         for name in other.variables.keys() - self.variables.keys() - self.faults.keys():
             self.faults[name] = f"{self._parts[0].path} has none"
         self.dimensions = dict(self.dimensions.items() & other.dimensions.items())
@@ -160,15 +164,24 @@ class _JoinedVariables:
             dtype = mine.dtype if mine.dtype == theirs.dtype else np.result_type(mine.dtype, theirs.dtype)
             self.variables[name] = replace(mine, attributes=same, dtype=dtype)
             self._paths[name].append(theirs.path)
-            value = self.read(name, len(self._paths[name]) - 1) if name in self.values else None
-            if value is not None and not _equal(self.values[name], value):
-                del self.values[name]  # it is written per sample
+            if name in self.values:
+                self._compare(name, file)
 
-    def read(self, name: str, number: int) -> NDArray[Any] | None:
+    def _compare(self, name: str, file: h5py.File) -> None:
+        """Join the values of the next file to those of the samples before; compare others."""
+        value = self.read(name, len(self._paths[name]) - 1, file)
+        if value is None:
+            return
+        if self.variables[name].is_of_samples:
+            self._pieces.setdefault(name, [self.values[name]]).append(value)
+        elif not _equal(self.values[name], value):
+            del self.values[name]  # it is written per sample
+
+    def read(self, name: str, number: int, opened: h5py.File | None = None) -> NDArray[Any] | None:
         """Read a variable from a file, by number; leave it out and return None if it cannot be read."""
         path = self._parts[number].path
         try:
-            with open_file(path) as file:
+            with open_file(path) if opened is None else nullcontext(opened) as file:
                 return np.asarray(file[self._input].file[self._paths[name][number]][()])
         except (DataError, *HDF5_FAULTS) as error:
             self.leave_out(name, f"in {path}: {one_line(error)}")

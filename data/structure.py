@@ -30,6 +30,7 @@ __all__ = [
     "Structure",
     "examine",
     "find",
+    "is_text",
     "looking_into",
     "plain_attributes",
 ]
@@ -323,7 +324,8 @@ def plain_attributes(item: h5py.HLObject, wanted: Collection[str] | None = None)
         Names; None: all, but those of other libraries (``_NCProperties``).
     """
     try:
-        names = [name for name in item.attrs if (name in wanted if wanted is not None else not name.startswith("_"))]
+        texts = [name for name in item.attrs if is_text(name)]
+        names = [name for name in texts if (name in wanted if wanted is not None else not name.startswith("_"))]
     except (OSError, RuntimeError, KeyError):
         return {}
     found = {name: _attribute(item, name) for name in names[:_MOST]}
@@ -347,11 +349,19 @@ def _attribute(item: h5py.HLObject, name: str) -> Any:
     return _plain(value)
 
 
+def is_text(value: Any) -> bool:
+    """Return whether this is a text that HDF5 can store. Local.
+
+    h5py reads wrong UTF-8 as surrogates, and cannot write them.
+    """
+    return isinstance(value, str) and "\0" not in value and not any("\ud800" <= sign <= "\udfff" for sign in value)
+
+
 def _plain(value: Any) -> str | int | float | None:
     if isinstance(value, bytes):
         value = value.decode("utf-8", "replace")
     if isinstance(value, str):
-        return value if len(value) <= _LONGEST and "\0" not in value else None
+        return value if len(value) <= _LONGEST and is_text(value) else None
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, bool | int):

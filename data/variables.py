@@ -15,7 +15,7 @@ import numpy as np
 from .dataset import Hdf5Dataset
 from .disk import DataError, one_line
 from .storage import Storage
-from .structure import HDF5_FAULTS, Field
+from .structure import HDF5_FAULTS, Field, is_text
 
 __all__ = ["BOUNDS", "NO_VARIABLE", "SAMPLE", "Axes", "Surroundings", "Variable", "mappings_of", "mark"]
 
@@ -99,12 +99,12 @@ class Surroundings:
         self.sizes = {axis: n for axis, n in zip(self._axes, self._inputs.shape) if axis is not None}
         self.variables, self.faults = dict[str, Variable](), dict[str, str]()
         self.scales, self.dimensions = dict[int, list[str]](), dict[int, str]()
-        self._attached = [(axis, s) for axis, dim in zip(self._axes, self._inputs.dims) for s in dim.values() if s.name]
+        self._attached = [(axis, s) for axis, scales in zip(self._axes, _scales_of(self._inputs)) for s in scales]
         self.has_scales = bool(self._attached)
         self.mapping = self._text("grid_mapping")
-        for axis, dim in zip(self._axes, self._inputs.dims):
+        for axis, label in zip(self._axes, _labels_of(self._inputs)):
             if axis is not None:  # predictions have other channels than the input
-                self._add_scales(axis, dim.label)
+                self._add_scales(axis, label)
         for path in self._text("coordinates").split():
             self._add(path, self._axes_by_scale_or_shape)
         for of in list(self.variables.values()):
@@ -137,7 +137,7 @@ class Surroundings:
 
     def _axes_by_scale_or_shape(self, found: h5py.Dataset) -> Axes:
         """Return the axes by dimension scales that the dataset shares with the input, else by its shape."""
-        own = [list(dim.values()) for dim in found.dims]
+        own = _scales_of(found)
         if own and all(own):
             fits = [tuple(next((axis for axis, s in self._attached if s == scales[0]), None) for scales in own)]
         else:
@@ -187,6 +187,34 @@ class Surroundings:
             if group == "/":
                 return None
             group = posixpath.dirname(group)
+
+
+def _scales_of(found: h5py.Dataset) -> list[list[h5py.Dataset]]:
+    """Return the dimension scales of each axis, without those that were deleted.
+
+    They are read from the attribute: HDF5's own function frees memory twice in damaged files.
+    """
+    given = found.attrs.get("DIMENSION_LIST")
+    if not isinstance(given, np.ndarray) or given.shape != (found.ndim,) or given.dtype.kind != "O":
+        return [[] for _ in found.shape]
+    targets = [[_target(found.file, one) for one in row] for row in given]
+    return [[one for one in row if isinstance(one, h5py.Dataset) and is_text(one.name)] for row in targets]
+
+
+def _target(file: h5py.File, reference: Any) -> h5py.HLObject | None:
+    try:
+        return file[reference] if isinstance(reference, h5py.Reference) and reference else None
+    except HDF5_FAULTS:
+        return None
+
+
+def _labels_of(found: h5py.Dataset) -> list[str]:
+    """Return the labels of the axes, empty where there are none."""
+    given = found.attrs.get("DIMENSION_LABELS")
+    if not isinstance(given, np.ndarray) or given.shape != (found.ndim,):
+        return [""] * found.ndim
+    texts = [one.decode("utf-8", "replace") if isinstance(one, bytes) else one for one in given.tolist()]
+    return [one if is_text(one) else "" for one in texts]
 
 
 def _number(found: h5py.Dataset) -> Any:
@@ -245,7 +273,7 @@ def _in_order(shape: Sequence[int], sizes: Sequence[tuple[int | None, int]]) -> 
 
 def _attributes(item: h5py.Dataset) -> dict[str, Any]:
     """Return the attributes that other programs read, as they are stored; those of strange types are left out."""
-    names = [name for name in item.attrs if name not in _INTERNAL][:_MOST]
+    names = [name for name in item.attrs if name not in _INTERNAL and is_text(name)][:_MOST]
     found = {name: _attribute(item, name) for name in names}
     return {name: value for name, value in found.items() if value is not None}
 
@@ -257,11 +285,11 @@ def _attribute(item: h5py.HLObject, name: str) -> Any:
     except HDF5_FAULTS:
         return None
     if isinstance(value, str | bytes):
-        return value if len(value) <= _LONGEST else None
+        return value if len(value) <= _LONGEST and (is_text(value) or isinstance(value, bytes)) else None
     if not isinstance(value, np.ndarray | np.generic) or value.nbytes > _LONGEST:
         return None
     if value.dtype.kind == "O":
-        return value if all(isinstance(one, str | bytes) for one in value.ravel()) else None
+        return value if all(is_text(one) or isinstance(one, bytes) for one in value.ravel()) else None
     return value if value.dtype.kind in "iufbS" else None
 
 

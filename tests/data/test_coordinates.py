@@ -311,6 +311,36 @@ def test_one_that_cannot_be_read_is_left_out_with_the_reason(tmp_path, make, why
         assert "near" not in file and "coordinates" not in file["prediction"].attrs
 
 
+def test_scales_that_were_deleted_are_none(tmp_path):
+    """What refers to them stays in the file."""
+    with h5py.File(write(tmp_path / "data.h5"), "a") as file:
+        del file["lat"]
+    out, left_out = predicted(tmp_path, tmp_path / "data.h5")
+    assert left_out == []
+    with h5py.File(out) as file:
+        assert names_of(file, "prediction") == [["time"], ["height"], ["lon"], ["prediction_channel"]]
+
+
+def test_texts_that_are_not_utf8_are_not_copied(tmp_path):
+    """h5py reads them, and cannot write them."""
+    wrong = b"\xff\xfe"
+    with h5py.File(write(tmp_path / "data.h5"), "a") as file:
+        for item, name in ((file["lat"], b"long_name"), (file["lat"], wrong), (file, b"title"), (file, wrong)):
+            kind = h5py.h5t.py_create(h5py.string_dtype(), logical=True)
+            made = h5py.h5a.create(item.id, name, kind, h5py.h5s.create(h5py.h5s.SCALAR))
+            made.write(np.array(wrong, object))
+        file.attrs["history"] = "Größe"
+        h5py.h5ds.set_label(file["inputs"].id, 1, wrong)
+        file["inputs"].attrs["coordinates"] = "gone"
+    with open_dataset(tmp_path / "data.h5", targets=None) as dataset:
+        assert dataset.attributes == {"history": "Größe"}
+    out, left_out = predicted(tmp_path, tmp_path / "data.h5")
+    assert left_out == ["gone (it is not there)"]
+    with h5py.File(out) as file:
+        assert {"units", "valid_range"} <= set(file["lat"].attrs) and "long_name" not in file["lat"].attrs
+        assert names_of(file, "prediction")[1] == ["lat"]
+
+
 def test_names_that_are_in_use(tmp_path):
     """An output, and what the file keeps, come before a coordinate of that name."""
     write(tmp_path / "data.h5")
