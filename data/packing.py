@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import h5py
@@ -47,7 +47,7 @@ class Packing:
     low, high : number or None
         Smaller and larger stored numbers have no value either.
     names : tuple of str
-        Attributes that this comes from, for messages.
+        Attributes that this comes from, for messages; two packings may differ in them and be equal.
     """
 
     dtype: str
@@ -56,7 +56,7 @@ class Packing:
     missing: tuple[float, ...] = ()
     low: float | None = None
     high: float | None = None
-    names: tuple[str, ...] = ()
+    names: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def scales(self) -> bool:

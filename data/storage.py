@@ -24,6 +24,7 @@ from h5py import h5d, h5l, h5s, h5t, h5z
 
 from .disk import DataError, open_file, reason_of, regular_size
 from .hyperslab import Hyperslab, hyperslabs
+from .packing import Packing, packing_of
 
 __all__ = ["Storage", "check_files", "dataset_of"]
 
@@ -91,20 +92,27 @@ class Storage:
         Whether numbers may come from outside the folder of that file.
     texts : bool
         Whether datasets of texts may be used too.
+    unpack : bool
+        Whether packings of sources are looked at.
 
     Attributes
     ----------
     files : dict
         Other files that numbers come from, ``{absolute path: size [B]}``.
+    packings : list
+        Packings of the sources of the virtual dataset that was checked last, each once, None among them where numbers
+        are the values.
     """
 
-    def __init__(self, path: Path, allow_external: bool = False, texts: bool = False) -> None:
-        self._path, self._allow_external, self._texts = path, allow_external, texts
+    def __init__(self, path: Path, allow_external: bool = False, texts: bool = False, unpack: bool = False) -> None:
+        self._path, self._allow_external, self._texts, self._unpack = path, allow_external, texts, unpack
         # A path may be a symbolic link into another folder, in which the rest lies.
         self._folders = {Path(os.path.realpath(path)).parent, Path(os.path.realpath(path.parent))}
         self.files: dict[str, int] = {}
         self._under_way: list[tuple[str, int]] = []
         self._checked: set[tuple[str, int]] = set()
+        self._looked_at: set[tuple[str, int]] = set()
+        self.packings: list[Packing | None] = []
 
     def check(self, file: h5py.File, name: str) -> bool:
         """Check where the numbers of a dataset come from; False if there is no dataset of this name.
@@ -149,7 +157,7 @@ class Storage:
 
     def _check_storage(self, dataset: h5py.Dataset) -> None:
         """Check one dataset, and those that it consists of, each once."""
-        key = os.path.realpath(dataset.file.filename), h5py.h5o.get_info(dataset.id).addr
+        key = _key(dataset)
         if key in self._checked:
             return
         if not (_is_of_numbers(dataset) or (self._texts and h5t.check_string_dtype(dataset.dtype) is not None)):
@@ -261,6 +269,18 @@ class Storage:
                     f"{what} has the shape {shape}, which is not what it takes from there; write the data anew"
                 )
             self._check_storage(found)
+            self._look_at_packing(dataset, found)
+
+    def _look_at_packing(self, dataset: h5py.Dataset, source: h5py.Dataset) -> None:
+        """Add the packing of a source, in the type to which HDF5 converts its numbers."""
+        key = _key(source)
+        if key in self._looked_at:
+            return
+        self._looked_at.add(key)
+        packing = packing_of(source.attrs, dataset.dtype, self._where(source)) if self._unpack else None
+        known = packing in self.packings or (packing is None and source.is_virtual)  # which has sources of its own
+        if not known:
+            self.packings.append(packing)
 
     def _check_external(self, dataset: h5py.Dataset) -> None:
         """Check that external files are as long as the numbers in them: HDF5 reads zeros behind their end."""
@@ -319,6 +339,10 @@ def _link(group: h5py.Group, word: str) -> h5py.HardLink | h5py.SoftLink | h5py.
         file, name = links.get_val(key)
         return h5py.ExternalLink(os.fsdecode(file), name.decode("utf-8", "surrogateescape"))
     return h5py.HardLink() if kind == h5l.TYPE_HARD else None
+
+
+def _key(dataset: h5py.Dataset) -> tuple[str, int]:
+    return os.path.realpath(dataset.file.filename), h5py.h5o.get_info(dataset.id).addr
 
 
 def _holds(shape: tuple[int, ...], slab: Hyperslab, filled: Hyperslab, whole: tuple[int, ...]) -> bool:

@@ -268,3 +268,43 @@ def test_arrays_that_say_how_they_are_packed(tmp_path):
     masked = ArrayDataset({"x": stored, "target": np.ma.masked_equal(labels, 2)})
     masked.ranges = {"target": TargetRange(0, 1, whole=True, ignored=2)}
     np.testing.assert_array_equal(read(masked, "target"), labels)
+
+
+@pytest.mark.parametrize("virtual", ["i2", "f4"])
+def test_virtual_datasets_have_the_packing_of_their_sources(tmp_path, virtual):
+    """HDF5 copies the numbers, and none of the attributes."""
+    rng = np.random.default_rng(0)
+    stored = rng.integers(0, 9, (2, *SHAPE)).astype(np.int16)
+    said = {"scale_factor": 0.5, "_FillValue": np.int16(4)}
+    for number in range(2):
+        write(tmp_path / f"part{number}.h5", stored[number], **said)
+    layout = h5py.VirtualLayout((2 * N, *SHAPE[1:]), virtual)
+    for number in range(2):
+        source = h5py.VirtualSource(str(tmp_path / f"part{number}.h5"), "inputs", SHAPE)
+        for sample in range(N):  # each source many times
+            layout[number * N + sample] = source[sample]
+    path = tmp_path / "all.h5"
+    with h5py.File(path, "w") as file:
+        file.create_virtual_dataset("inputs", layout).attrs["layout"] = "NHWC"
+        file["mask"] = np.zeros(2 * N)
+    want = np.where(stored == 4, np.nan, 0.5 * stored).reshape(2 * N, *SHAPE[1:])
+    np.testing.assert_array_equal(read(lenient(path)), want)
+    np.testing.assert_array_equal(read(lenient(path, unpack=False)), stored.reshape(want.shape))
+    with h5py.File(path, "r+") as file:
+        file["inputs"].attrs.update(scale_factor=0.5, _FillValue=np.array(4, virtual))
+    np.testing.assert_array_equal(read(lenient(path)), want)
+    message = "all.h5: '/inputs' takes numbers from datasets that are packed in several ways, or otherwise than it says"
+    with h5py.File(path, "r+") as file:
+        file["inputs"].attrs["scale_factor"] = 0.25
+    with pytest.raises(DataError, match=message):
+        Hdf5Dataset(path)
+    with h5py.File(path, "r+") as file:
+        del file["inputs"].attrs["scale_factor"], file["inputs"].attrs["_FillValue"]
+    with h5py.File(tmp_path / "part1.h5", "r+") as file:
+        del file["inputs"].attrs["scale_factor"]
+    with pytest.raises(DataError, match=message):
+        Hdf5Dataset(path)
+    with h5py.File(tmp_path / "part1.h5", "r+") as file:
+        del file["inputs"].attrs["_FillValue"]
+    with pytest.raises(DataError, match=message):
+        Hdf5Dataset(path)
