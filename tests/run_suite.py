@@ -64,7 +64,8 @@ class Run:
 
 def command(name: str, limit: float, arguments: list[str]) -> list[str]:
     """Command line of a run."""
-    pytest = [sys.executable, "-m", "pytest", "-q", "--no-header", "--tb=short", "-r", "fE"]
+    # Open MPI gives its ranks a terminal, in which pytest would write in colors.
+    pytest = [sys.executable, "-m", "pytest", "-q", "--color=no", "--no-header", "--tb=short", "-r", "fE"]
     pytest += ["--continue-on-collection-errors", f"--timeout={limit:g}"]
     if name == "serial":
         return [*pytest, "--timeout-method=signal", "-m", "not mpi", *arguments]
