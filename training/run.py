@@ -218,7 +218,7 @@ def evaluate(
 
 def apply(
     target: str | Path,
-    data: Sequence[str],
+    data: str | Path | Sequence[str | Path],
     out: str | Path,
     overrides: Sequence[str] = (),
     what: str = "logits",
@@ -237,7 +237,7 @@ def apply(
     target, overrides, comm, planner
         As for :func:`evaluate`.
     data
-        Files, patterns or folders with the inputs of the network; other datasets are ignored.
+        Files, patterns or folders with the inputs of the network, or one of these; other datasets are ignored.
     out
         File to write, see :mod:`halograd.training.applying`. One of an earlier job is replaced.
     what
@@ -252,10 +252,17 @@ def apply(
         data and ranks made necessary (:func:`halograd.training.adapting.adapted`).
     """
     world, out = boot() if comm is None else comm, Path(out)
+    given = [data] if isinstance(data, str | Path) else list(data)
+    if not all(isinstance(path, str | Path) for path in given):
+        raise UserError(
+            f"data: expected files, patterns or folders, got {type(data).__name__}; for arrays and data sets of a "
+            "script use halograd.fit(...).apply"
+        )
+    paths = [str(path) for path in given]
 
     def find() -> tuple[Config, list[str], Path, TrainingProgress]:
         config, checkpoint, progress, _ = find_trained(Path(target), overrides)
-        config = config.model_copy(update={"data": config.data.model_copy(update={"path": list(data)})})
+        config = config.model_copy(update={"data": config.data.model_copy(update={"path": paths})})
         return (*adapted(config, overrides, world.size, labelled=False), checkpoint, progress)
 
     config, settings, checkpoint, progress = on_root(world, find)

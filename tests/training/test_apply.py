@@ -366,8 +366,11 @@ def test_refusals(comm, trained):
         apply(trained / "out", [str(trained / "none.h5")], out, sets, comm=comm)
     with pytest.raises(UserError, match=r"training.batch: expected at most 3, the samples of .*0.h5, got 4"):
         apply(trained / "out", [str(trained / "new/0.h5")], out, [*sets, "training.batch=4"], comm=comm)
+    for data in (np.ones((2, EDGE, EDGE, 3)), [trained / "new", 3]):
+        with pytest.raises(UserError, match=r"data: expected files, patterns or folders, got (ndarray|list); for arr"):
+            apply(trained / "out", data, out, sets, comm=comm)
     assert not (trained / "missing").exists()
-    apply(trained / "out", new, out, sets, comm=comm)
+    apply(trained / "out", trained / "new", out, sets, comm=comm)
     assert len(read(out)) == sum(FILES)
 
 
