@@ -25,7 +25,13 @@ from halograd.documents import shown
 
 from .disk import DataError, one_line
 
-__all__ = ["Packing", "packing_of"]
+__all__ = ["ATTRIBUTES", "Packing", "packing_of"]
+
+ATTRIBUTES = (
+    *("scale_factor", "add_offset", "_FillValue", "missing_value", "valid_range", "valid_min", "valid_max"),
+    "_Unsigned",
+)
+"""Attributes of packed data: the numbers, and the text ``_Unsigned``."""
 
 _log = logging.getLogger(__name__)
 
@@ -134,8 +140,7 @@ def packing_of(attributes: Any, dtype: np.dtype[Any], where: str) -> Packing | N
     DataError
         An attribute that is not what the conventions say: a factor per channel, a text, NaN, a factor of 0.
     """
-    names = ("scale_factor", "add_offset", "_FillValue", "missing_value", "valid_range", "valid_min", "valid_max")
-    given = {name: _numbers(attributes[name], name, where) for name in names if name in attributes}
+    given = {name: _numbers(attributes[name], name, where) for name in ATTRIBUTES[:-1] if name in attributes}
     given = {name: numbers for name, numbers in given.items() if numbers.size}
     scale = _number(given, "scale_factor", 1.0, where)
     offset = _number(given, "add_offset", 0.0, where)

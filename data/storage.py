@@ -15,16 +15,18 @@ import resource
 from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import h5py
+import numpy as np
 from h5py import h5d, h5l, h5s, h5t, h5z
 
 from .disk import DataError, open_file, reason_of, regular_size
 from .hyperslab import Hyperslab, hyperslabs
-from .packing import Packing, packing_of
+from .packing import ATTRIBUTES, Packing, packing_of
 
 __all__ = ["Storage", "check_files", "dataset_of"]
 
@@ -36,6 +38,8 @@ DEEPEST = 16
 """Virtual datasets of virtual datasets."""
 _SPARE = 64  # files that a process may open beside those of its data
 _SLOW = 10**7  # chunks that take seconds to count
+
+_Key = tuple[str, int]  # path of the file, and address in it
 
 
 def check_files(path: Path, files: dict[str, int]) -> None:
@@ -79,6 +83,16 @@ class _Source:
     elements: int
 
 
+@dataclass(frozen=True)
+class _Checked:
+    """Dataset that was checked: its type, its attributes of packed data, and the `sources` of a virtual one."""
+
+    where: str
+    attributes: dict[str, Any]
+    dtype: np.dtype
+    sources: dict[_Key, None] = field(default_factory=dict)  # an ordered set
+
+
 class Storage:
     """Check of where the numbers of datasets of one open file come from. Local.
 
@@ -92,27 +106,21 @@ class Storage:
         Whether numbers may come from outside the folder of that file.
     texts : bool
         Whether datasets of texts may be used too.
-    unpack : bool
-        Whether packings of sources are looked at.
 
     Attributes
     ----------
     files : dict
         Other files that numbers come from, ``{absolute path: size [B]}``.
-    packings : list
-        Packings of the sources of the virtual dataset that was checked last, each once, None among them where numbers
-        are the values.
     """
 
-    def __init__(self, path: Path, allow_external: bool = False, texts: bool = False, unpack: bool = False) -> None:
-        self._path, self._allow_external, self._texts, self._unpack = path, allow_external, texts, unpack
+    def __init__(self, path: Path, allow_external: bool = False, texts: bool = False) -> None:
+        self._path, self._allow_external, self._texts = path, allow_external, texts
         # A path may be a symbolic link into another folder, in which the rest lies.
         self._folders = {Path(os.path.realpath(path)).parent, Path(os.path.realpath(path.parent))}
         self.files: dict[str, int] = {}
-        self._under_way: list[tuple[str, int]] = []
-        self._checked: set[tuple[str, int]] = set()
-        self._looked_at: set[tuple[str, int]] = set()
-        self.packings: list[Packing | None] = []
+        self._under_way: list[_Key] = []
+        self._checked: dict[_Key, _Checked] = {}
+        self._packings: dict[tuple[_Key, np.dtype], Packing | None] = {}
 
     def check(self, file: h5py.File, name: str) -> bool:
         """Check where the numbers of a dataset come from; False if there is no dataset of this name.
@@ -128,6 +136,46 @@ class Storage:
             if isinstance(found, h5py.Dataset):
                 self._check_storage(found)
             return isinstance(found, h5py.Dataset)
+
+    def packing(self, dataset: h5py.Dataset) -> Packing | None:
+        """Return the packing of a dataset that was checked; a virtual one without attributes has that of its sources.
+
+        Raises
+        ------
+        DataError
+            Attributes that cannot be applied; a virtual dataset whose sources are packed in several ways, or otherwise
+            than it says.
+        """
+        return self._packing(_key(dataset), dataset.dtype)
+
+    def _packing(self, key: _Key, dtype: np.dtype) -> Packing | None:
+        """Return the packing of a dataset whose numbers HDF5 converts to `dtype`."""
+        if (key, dtype) not in self._packings:
+            self._packings[key, dtype] = self._find_packing(self._checked[key], dtype)
+        return self._packings[key, dtype]
+
+    def _find_packing(self, found: _Checked, dtype: np.dtype) -> Packing | None:
+        own = packing_of(found.attributes, dtype, found.where)
+        if (dtype.kind, dtype.itemsize) != (found.dtype.kind, found.dtype.itemsize):
+            stored = packing_of(found.attributes, found.dtype, found.where)
+            if stored is not None and np.dtype(stored.dtype) != found.dtype:
+                raise DataError(
+                    f"{found.where}: attribute '_Unsigned': expected virtual datasets of its type {found.dtype}, got "
+                    f"one of {dtype}, to which HDF5 converts its numbers with their signs; make it of that type, or "
+                    "set data.unpack = false, which reads numbers as they are stored"
+                )
+        packings = dict.fromkeys(self._packing(source, dtype) for source in found.sources)
+        if own is None and len(packings) == 1:
+            return next(iter(packings))
+        others = [packing for packing in packings if packing not in (None, own)]
+        if others:
+            names = dict.fromkeys(name for packing in others for name in packing.names)
+            raise DataError(
+                f"{found.where} takes numbers from datasets that are packed in several ways, or otherwise than it says "
+                f"({', '.join(names)}); take each part from its own file (data.path), write the values, or set "
+                "data.unpack = false, which reads numbers as they are stored"
+            )
+        return own
 
     def follow(self, file: h5py.File, name: str, stack: ExitStack) -> h5py.HLObject | None:
         """Follow links to their end; files of external links stay open as long as `stack`."""
@@ -163,7 +211,10 @@ class Storage:
         if not (_is_of_numbers(dataset) or (self._texts and h5t.check_string_dtype(dataset.dtype) is not None)):
             found = _type_of(dataset)
             raise DataError(f"{self._where(dataset)}: expected numbers, got {found}; write numbers, or name others")
+        attributes = {name: dataset.attrs[name] for name in ATTRIBUTES if name in dataset.attrs}
+        checked = _Checked(self._where(dataset), attributes, dataset.dtype)
         if not dataset.size:  # no elements, or no dataspace
+            self._checked[key] = checked
             return
         if key in self._under_way or len(self._under_way) == DEEPEST:
             raise DataError(
@@ -172,13 +223,13 @@ class Storage:
             )
         self._under_way.append(key)
         if dataset.is_virtual:
-            self._check_virtual(dataset)
+            self._check_virtual(dataset, checked)
         elif dataset.external:
             self._check_external(dataset)
         else:
             self._check_written(dataset)
         self._under_way.pop()
-        self._checked.add(key)
+        self._checked[key] = checked
 
     def _check_written(self, dataset: h5py.Dataset) -> None:
         self._check_filters(dataset)
@@ -212,13 +263,13 @@ class Storage:
         where = self._where(dataset)
         _log.warning("%s: %s; what is missing reads as %s: write it, unless this is meant", where, gap, value)
 
-    def _check_virtual(self, dataset: h5py.Dataset) -> None:
+    def _check_virtual(self, dataset: h5py.Dataset, checked: _Checked) -> None:
         mapped = h5s.create_simple(dataset.shape)
         mapped.select_none()
         for name, parts in groupby(self._sources(dataset), key=lambda source: source.file):
             with self._source_file(dataset, name) as other:
                 for part in parts:
-                    self._check_source(dataset, other, part)
+                    checked.sources[self._check_source(dataset, other, part)] = None
                     if part.filled.size(dataset.shape):
                         inside = part.filled.within(dataset.shape)
                         mapped.select_hyperslab(inside.start, inside.count, inside.stride, inside.block, h5s.SELECT_OR)
@@ -252,8 +303,8 @@ class Storage:
             with self._open(dataset.file, name, "HDF5_VDS_PREFIX", f"{dataset.name!r} takes numbers from") as other:
                 yield other
 
-    def _check_source(self, dataset: h5py.Dataset, other: h5py.File, part: _Source) -> None:
-        """Check that a source has as many numbers as the virtual dataset takes from it."""
+    def _check_source(self, dataset: h5py.Dataset, other: h5py.File, part: _Source) -> _Key:
+        """Check that a source has as many numbers as the virtual dataset takes from it; return its key."""
         what = f"{self._where(dataset)}: its source {part.dataset!r} in {other.filename}"
         with ExitStack() as stack:
             found = self.follow(other, part.dataset, stack)
@@ -269,18 +320,7 @@ class Storage:
                     f"{what} has the shape {shape}, which is not what it takes from there; write the data anew"
                 )
             self._check_storage(found)
-            self._look_at_packing(dataset, found)
-
-    def _look_at_packing(self, dataset: h5py.Dataset, source: h5py.Dataset) -> None:
-        """Add the packing of a source, in the type to which HDF5 converts its numbers."""
-        key = _key(source)
-        if key in self._looked_at:
-            return
-        self._looked_at.add(key)
-        packing = packing_of(source.attrs, dataset.dtype, self._where(source)) if self._unpack else None
-        known = packing in self.packings or (packing is None and source.is_virtual)  # which has sources of its own
-        if not known:
-            self.packings.append(packing)
+            return _key(found)
 
     def _check_external(self, dataset: h5py.Dataset) -> None:
         """Check that external files are as long as the numbers in them: HDF5 reads zeros behind their end."""
@@ -341,7 +381,7 @@ def _link(group: h5py.Group, word: str) -> h5py.HardLink | h5py.SoftLink | h5py.
     return h5py.HardLink() if kind == h5l.TYPE_HARD else None
 
 
-def _key(dataset: h5py.Dataset) -> tuple[str, int]:
+def _key(dataset: h5py.Dataset) -> _Key:
     return os.path.realpath(dataset.file.filename), h5py.h5o.get_info(dataset.id).addr
 
 

@@ -19,7 +19,7 @@ from halograd.documents import shown
 
 from .chunks import Chunks, chunks_of
 from .disk import DataError, one_line
-from .packing import Packing, packing_of
+from .packing import Packing
 from .storage import Storage, check_files, dataset_of
 
 __all__ = [
@@ -140,12 +140,9 @@ def examine(
         Dataset missing, of wrong rank or type; inputs and targets that do not fit each other; numbers that are not
         there, or outside the folder of the file though that is not allowed (:class:`Storage`); a damaged file.
     """
-    storage = Storage(path, allow_external, unpack=unpack)
+    storage = Storage(path, allow_external)
     with looking_into(path):
-        found, packings = {}, {}
-        for name, source in {**inputs, **targets}.items():
-            found[name] = find(file, path, source, storage)
-            packings[name] = _packing(found[name], path, storage.packings) if unpack else None
+        found = {name: find(file, path, dataset, storage) for name, dataset in {**inputs, **targets}.items()}
         first = found[next(iter(inputs))]
         kind = input_kind(first, path, layout)
         fields = {}
@@ -154,8 +151,9 @@ def examine(
             shape = shape_of(dataset, own)
             names = channel_names(dataset, path, shape[-1]) if name in inputs else numbered(shape[-1])
             said = plain_attributes(dataset, OF_NUMBERS)
+            packing = storage.packing(dataset) if unpack else None
             source, chunks = {**inputs, **targets}[name], chunks_of(dataset, 2 if own == "channels first" else 1)
-            fields[name] = Field(source, own, shape, names, name in targets, said, packings[name], chunks)
+            fields[name] = Field(source, own, shape, names, name in targets, said, packing, chunks)
         together = groups(file, path, len(first), storage)
         check_files(path, storage.files)
     return Structure(fields, len(first), together, storage.files, plain_attributes(file))
@@ -284,7 +282,7 @@ def groups(file: h5py.File, path: Path, samples: int, storage: Storage) -> NDArr
             path, found.shape, samples,
         )  # fmt: skip
         return None
-    packing, numbers = _packing(found, path, storage.packings), found[()]
+    packing, numbers = storage.packing(found), found[()]
     if packing is not None:
         absent = packing.absent(numbers.view(packing.dtype))
         if packing.scales or absent.any():
@@ -300,24 +298,6 @@ def groups(file: h5py.File, path: Path, samples: int, storage: Storage) -> NDArr
             "another name"
         )
     return np.asarray(numbers, dtype=np.int64)
-
-
-def _packing(dataset: h5py.Dataset, path: Path, sources: Sequence[Packing | None]) -> Packing | None:
-    """Return the packing of a dataset; of a virtual one without such attributes that of its `sources`."""
-    own = packing_of(dataset.attrs, dataset.dtype, f"{path}: {dataset.name!r}")
-    if not sources:
-        return own
-    packed = [packing for packing in sources if packing is not None]
-    if own is None and len(sources) == 1:
-        return sources[0]
-    if any(packing != own for packing in packed):
-        names = dict.fromkeys(name for packing in packed for name in packing.names)
-        raise DataError(
-            f"{path}: {dataset.name!r} takes numbers from datasets that are packed in several ways, or otherwise than "
-            f"it says ({', '.join(names)}); take each part from its own file (data.path), write the values, or set "
-            "data.unpack = false, which reads numbers as they are stored"
-        )
-    return own
 
 
 def _text(value: Any) -> Any:

@@ -308,3 +308,67 @@ def test_virtual_datasets_have_the_packing_of_their_sources(tmp_path, virtual):
         del file["inputs"].attrs["_FillValue"]
     with pytest.raises(DataError, match=message):
         Hdf5Dataset(path)
+
+
+def _view(file: h5py.File, name: str, source: h5py.VirtualSource, dtype: str = "i2") -> h5py.Dataset:
+    """A virtual dataset of all that a source has."""
+    layout = h5py.VirtualLayout(SHAPE, dtype)
+    layout[:] = source
+    made = file.create_virtual_dataset(name, layout)
+    made.attrs["layout"] = "NHWC"
+    return made
+
+
+def test_each_dataset_has_the_packing_of_its_own_sources(tmp_path):
+    """Whatever was examined before: others with the same source, of other types, through others, or none at all."""
+    stored = np.arange(np.prod(SHAPE)).reshape(SHAPE).astype("i2")
+    packed = {"scale_factor": 0.25, "add_offset": 3.0}
+    write(tmp_path / "packed.h5", stored, **packed)
+    write(tmp_path / "plain.h5", stored)
+    with h5py.File(tmp_path / "between.h5", "w") as file:
+        _view(file, "packed", h5py.VirtualSource("packed.h5", "inputs", SHAPE))
+        _view(file, "says", h5py.VirtualSource("plain.h5", "inputs", SHAPE)).attrs.update(packed)
+    makes = {
+        "plain": lambda file, name: file.create_dataset(name, data=stored).attrs.update(layout="NHWC"),
+        "packed": lambda file, name: _view(file, name, h5py.VirtualSource("packed.h5", "inputs", SHAPE)),
+        "float": lambda file, name: _view(file, name, h5py.VirtualSource("packed.h5", "inputs", SHAPE), "f8"),
+        "between": lambda file, name: _view(file, name, h5py.VirtualSource("between.h5", "packed", SHAPE), "i4"),
+        "says": lambda file, name: _view(file, name, h5py.VirtualSource("between.h5", "says", SHAPE)),
+        "virtual": lambda file, name: _view(file, name, h5py.VirtualSource("plain.h5", "inputs", SHAPE)),
+    }
+    for one, make in makes.items():
+        for other, make_other in makes.items():
+            with h5py.File(tmp_path / f"{one} {other}.h5", "w") as file:
+                make(file, "inputs")
+                make_other(file, "mask")
+            with open_dataset(tmp_path / f"{one} {other}.h5", "inputs", "mask") as dataset:
+                for name, kind in (("x", one), ("target", other)):
+                    expected = stored if kind in ("plain", "virtual") else stored * 0.25 + 3
+                    np.testing.assert_array_equal(read(dataset, name), expected, f"{name} of {one}, {other}")
+
+
+def test_a_virtual_dataset_that_says_the_same_in_other_attributes(tmp_path):
+    stored = np.ones(SHAPE, "i2")
+    write(tmp_path / "packed.h5", stored, scale_factor=0.5, add_offset=0.0, missing_value=np.int16(7))
+    with h5py.File(tmp_path / "data.h5", "w") as file:
+        view = _view(file, "inputs", h5py.VirtualSource("packed.h5", "inputs", SHAPE))
+        view.attrs.update(scale_factor=np.float32(0.5), _FillValue=np.int16(7))
+        file["mask"] = np.zeros(SHAPE[:-1], "u1")
+    with Hdf5Dataset(tmp_path / "data.h5") as dataset:
+        assert (read(dataset) == 0.5).all()
+
+
+def test_numbers_without_a_sign_in_a_virtual_dataset_of_another_type(tmp_path):
+    """HDF5 converts the byte 255 to -1, which is not 255 in a wider type either."""
+    write(tmp_path / "packed.h5", np.full(SHAPE, -1, "i1"), _Unsigned="true")
+    for dtype in ("i1", "i2", "f4"):
+        with h5py.File(tmp_path / f"{dtype}.h5", "w") as file:
+            _view(file, "inputs", h5py.VirtualSource("packed.h5", "inputs", SHAPE), dtype)
+            file["mask"] = np.zeros(SHAPE[:-1], "u1")
+    with Hdf5Dataset(tmp_path / "i1.h5") as dataset:
+        assert (read(dataset) == 255).all()
+    for dtype, found in (("i2", "int16"), ("f4", "float32")):
+        with pytest.raises(DataError, match=f"_Unsigned.*type int8, got one of {found}"):
+            Hdf5Dataset(tmp_path / f"{dtype}.h5")
+    with Hdf5Dataset(tmp_path / "i2.h5", unpack=False) as dataset:
+        assert (read(dataset) == -1).all()
