@@ -317,7 +317,7 @@ def test_under_open_mpi(tmp_path):
     def test_vendor(): assert (MPI.get_vendor()[0], world.size) == ("Open MPI", 4)
     def test_job():
         done = mpiexec(3, ["-c", "from mpi4py import MPI; print(MPI.get_vendor()[0], MPI.COMM_WORLD.size)"])
-        assert done.stdout.splitlines() == ["Open MPI 3"] * 3
+        assert done.stdout.count("Open MPI 3") == 3, done  # a launcher may join lines of several ranks
     """
     code, output, counts = run_suite(tmp_path, body, "serial,4", more=("--mpi", "openmpi"))
     assert (code, counts) == (0, (2, 0, 0)), output
