@@ -74,6 +74,11 @@ class Packing:
         """Whether some stored numbers have no value."""
         return bool(self.missing) or self.low is not None or self.high is not None
 
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Attributes that say which numbers have no value."""
+        return tuple(name for name in self.names if name not in ("scale_factor", "add_offset"))
+
     def unpack(self, stored: NDArray[Any], out: NDArray[Any], kept: Collection[float] = ()) -> None:
         """Write the values of stored numbers to `out`, a float array of their shape. Local.
 

@@ -100,8 +100,9 @@ def check_values(
     at = tuple(np.argwhere(~good)[0])
     sample, *where = (int(a + low) for a, low in zip(at, origin))
     value = f"{float(values[at]):g}"
-    if np.isnan(values[at]) and field.packing is not None and field.packing.masks:
-        value += f" (a missing value by {', '.join(field.packing.names)})"
+    is_missing = np.isnan(values[at]) and field.packing is not None and field.packing.masks
+    if is_missing and field.packing is not None:
+        value += f" (a missing value by {', '.join(field.packing.marks)})"
     if limits is None:
         raise DataError(
             f"{path}: {value} in sample {indices[sample]}, {field.channel(where[-1])} at "
@@ -109,6 +110,8 @@ def check_values(
             '"skip" or "fill"'
         )
     other = " or choose another loss" if limits.high < np.inf else ""
+    if is_missing and limits.whole:
+        other = ", or, if the number is a class, remove that attribute or set data.unpack = false"
     raise DataError(
         f"{path}: target {value} in sample {indices[sample]} of {field.dataset!r} at {tuple(where)}; "
         f"expected {limits}: repair the data{other}, or give it the weight 0 there (loss(prediction, target, weights))"
