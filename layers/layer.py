@@ -383,7 +383,10 @@ class Input(Node):
 
     def __init__(self, shape: Sequence[int], name: str = "x", dtype: str = "compute") -> None:
         if dtype != "compute" and dtype not in INTEGERS:
-            raise ValueError(f"input {name!r}: expected a dtype of compute, {', '.join(INTEGERS)}, got {dtype!r}")
+            raise ValueError(
+                f"input {name!r}: expected an integer dtype ({', '.join(INTEGERS)}), got {dtype!r}; leave it out for "
+                "numbers, which have the dtype of the computation"
+            )
         if not 1 <= len(shape) <= 4 or min(shape) < 1:
             raise ValueError(
                 f"input {name!r}: expected a shape (*spatial, C) of at least 1 each, with at most 3 spatial axes, got "

@@ -212,7 +212,8 @@ def evaluate(
                 print(f"for these data and ranks: {' '.join(settings)}")
             if session.samples.evaluated_part:
                 print(session.samples.evaluated_part)
-            print(f"{samples}: {len(chosen)} samples, step {progress.step}: {describe(result)}")
+            count = f"{len(chosen)} of {len(session.samples.dataset)} samples"
+            print(f"{samples}: {count}, step {progress.step}: {describe(result)}")
     return {**result, "step": progress.step, "checkpoint": str(checkpoint)}
 
 
