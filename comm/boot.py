@@ -21,7 +21,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn
 
@@ -45,7 +45,7 @@ __all__ = [
 WRONG_LAUNCHER = 64  # exit code (EX_USAGE)
 #: Exit code of a command that SIGINT ended.
 INTERRUPTED = 130
-TURN = 0.5  # how long other ranks leave it to rank 0 to speak: a terminal interrupts all ranks at once [s]
+TURN = 0.5  # how long ranks leave it to one of them to speak, or to the launcher to pass on what it said [s]
 LAST = 2.0  # until a rank ends itself where MPI does not end the job [s]
 
 # Of /dev/shm, MPICH 5 takes 1.0 MiB per rank, or ends by SIGBUS; UCX below it takes 4.1 MiB more where it finds them,
@@ -85,7 +85,7 @@ def start_text(ranks: int, multiple: bool = False) -> str:
 
 
 def shared_memory_fault(free: int, environment: Mapping[str, str] | None = None) -> str | None:
-    """Return what is wrong if MPICH may crash for want of shared memory, on one rank of each node. Local.
+    """Return what is wrong if MPICH may crash for want of shared memory on this node. Local.
 
     Open MPI reports it by itself, and goes on.
 
@@ -97,13 +97,10 @@ def shared_memory_fault(free: int, environment: Mapping[str, str] | None = None)
         By default that of the process, before MPI begins.
     """
     environment = os.environ if environment is None else environment
-    first, here = (
-        re.findall(r"(?:^|,)(\d+)", next((environment[name] for name in names if name in environment), ""))
-        for names in (("MPI_LOCALRANKID", "SLURM_LOCALID"), ("MPI_LOCALNRANKS", "SLURM_STEP_TASKS_PER_NODE"))
-    )
-    if "OMPI_COMM_WORLD_SIZE" in environment or any(map(int, first)):
+    if "OMPI_COMM_WORLD_SIZE" in environment:
         return None
-    ranks = max(map(int, here), default=1)  # Slurm's is of all nodes: "4(x2),3"
+    here = _first_of(("MPI_LOCALNRANKS", "SLURM_STEP_TASKS_PER_NODE"), environment)
+    ranks = max(map(int, re.findall(r"(?:^|,)(\d+)", here)), default=1)  # Slurm's is of all nodes: "4(x2),3"
     least, remedy = OF_MPICH * ranks, "give the container more (docker run --shm-size=1g)"
     needed = least
     if "UCX_TLS" not in environment:
@@ -117,15 +114,25 @@ def shared_memory_fault(free: int, environment: Mapping[str, str] | None = None)
     )
 
 
+def _first_of(names: Sequence[str], environment: Mapping[str, str]) -> str:
+    """Return the first of these variables that is set, an empty text without one."""
+    return next((environment[name] for name in names if name in environment), "")
+
+
 def warn_of_shared_memory() -> None:
-    """Print a line if MPI may crash when it starts; before that. Local; once is enough."""
+    """Print a line if MPI may crash when it starts, on one rank of the node; before that. Local; once is enough."""
     from .sweep import free_memory
 
     global _warned
     text = None if _warned or "mpi4py.MPI" in sys.modules else shared_memory_fault(free_memory())
     _warned = True
-    if text is not None:
+    if text is None:
+        return
+    if _first_of(("MPI_LOCALRANKID", "SLURM_LOCALID"), os.environ) in ("", "0"):
         _say(f"warning: {text}")
+        time.sleep(TURN)
+    else:  # the launcher kills the rank that has the word as soon as another one crashes
+        time.sleep(4 * TURN)
 
 
 def boot() -> MPI.Intracomm:
