@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
+import halograd
 from halograd import SGD, Communicator, Constant, Executor, Trainer, get_backend
 from halograd.layers import Strategy
 from halograd.models import vgg_a
+from halograd.training.evaluation import Evaluation
 
 DOCS = Path(__file__).parent.parent / "docs"
 
@@ -32,7 +34,7 @@ def test_custom_layer_tutorial():
 @pytest.mark.mpi(min_size=1)
 def test_networks_of_ones_own_train():
     """Those of the page, on the ranks of this run; the loss goes down."""
-    first, part, _, again, second, weighted = blocks("networks.md")
+    first, part, _, again, second, weighted, _ = blocks("networks.md")
     space: dict = {}
     exec(compile(first, "networks.md", "exec"), space)
     exec(compile(part, "networks.md", "exec"), space)
@@ -53,6 +55,31 @@ def test_networks_of_ones_own_train():
                     executor.set_input(name, values if node.dtype == "compute" else np.floor(4 * values))
                 losses = [trainer.step() for _ in range(10)]
                 assert losses[-1] < losses[0]
+
+
+@pytest.mark.mpi(min_size=1)
+def test_a_metric_of_ones_own_counts():
+    """That of the page, on the ranks of this run, against NumPy; it says which scores are better."""
+    space: dict = {"hg": halograd}
+    exec(compile(blocks("networks.md")[-1], "networks.md", "exec"), space)
+    x, target = halograd.Input((9, 4, 1), "x"), halograd.Input((9, 4, 1), "target")
+    y = halograd.Clamp(-1, 1)(x)
+    network = halograd.Network({"prediction": y, "loss": space["Height"]()(y, target)})
+    values, wanted = np.random.default_rng(1).normal(size=(2, 2, 9, 4, 1))
+    with Communicator(MPI.COMM_WORLD) as comm:
+        strategy = Strategy({"height": comm.size})
+        with Executor(network, comm, get_backend("numpy"), 2, strategy, "float64", trainable=False) as executor:
+            evaluation = Evaluation(executor)
+            executor.set_input("x", values)
+            executor.set_input("target", wanted)
+            evaluation.begin()
+            executor.forward(training=False)
+            evaluation.add()
+            found = evaluation.finish()
+            assert evaluation.names["relative error"] == "lower"
+            evaluation.close()
+    expected = np.abs(np.clip(values, -1, 1) - wanted).sum() / np.abs(wanted).sum()
+    np.testing.assert_allclose(found["relative error"], expected, rtol=1e-12)
 
 
 @pytest.mark.mpi(min_size=1)
