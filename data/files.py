@@ -56,7 +56,7 @@ def find_files(given: str | os.PathLike[str] | Sequence[str | os.PathLike[str]])
 
 
 def natural(path: str) -> tuple[str, str]:
-    """Return the key by which files are sorted: as text, but with whole numbers by their value. Local.
+    """Return the sort key of a file name: its text, with whole numbers in it compared by value. Local.
 
     >>> sorted(["s10.h5", "s2.h5", "s1.h5", "s.h5"], key=natural)
     ['s.h5', 's1.h5', 's2.h5', 's10.h5']

@@ -52,7 +52,7 @@ class OneInput(hg.Layer):
 
 
 class Narrow(hg.Conv):
-    """Of a layer of the library: the first method that it has differs."""
+    """The first method of a layer of the library differs."""
 
     def parameters(self, shape):
         return super().parameters(shape)

@@ -186,8 +186,7 @@ class NcclTransport:
         self._links: dict[int, NcclLink] = {}
 
     def link(self, urgent: bool) -> NcclLink:
-        """Return the link for what is waited for at once, or that for large sums. Collective at the first call of each.
-        """
+        """Return the link for urgent messages, or the one for large sums. Collective at the first call of each."""
         which = 0 if urgent else 1
         if which not in self._links:
             self._links[which] = NcclLink(self._nccl, self._lanes[which], self._context, self._watchdog)

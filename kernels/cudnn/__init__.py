@@ -196,7 +196,7 @@ class CudnnBackend(CudaKernels):
     def _conv_forward(
         self, x: Any, w: Any, b: Any, y: Any, geometry: Geometry, activation: FusedActivation | None
     ) -> Kernel:
-        """Return a ReLU is in the plan; other activations are kernels behind it."""
+        """Return a kernel whose plan contains a ReLU; other activations are kernels after it."""
         relu = activation is not None and activation.kind == "relu"
         made = conv.forward(self._engine, x, w, b, y, geometry, relu)
         return made if relu else self.activated(made, y, activation)

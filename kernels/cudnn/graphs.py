@@ -348,7 +348,7 @@ class Candidates:
             raise self.none(one_line(error)) from error
 
     def none(self, reason: str = "") -> KernelError:
-        """Return the error that says that there is no plan, and why."""
+        """Return the error for a convolution without a plan, with its reason."""
         reason = reason or self._last or "no engine is left"
         return KernelError(
             f"conv {self.key.direction}: expected a convolution that cuDNN {self.frontend.cudnn_version} has a plan "

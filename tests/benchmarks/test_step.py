@@ -144,8 +144,8 @@ def test_torch_refuses_what_it_would_compute_otherwise():
     """In a process of its own: the module keeps MPI from being started."""
     pytest.importorskip("torch", reason="needs torch as oracle: pip install 'halograd[oracle]'")
     done = subprocess.run([sys.executable, "-c", WITH_TORCH], capture_output=True, text=True, timeout=LIMIT)
-    told = [line.rpartition("got ")[2] for line in done.stdout.splitlines()]
-    assert told == ["'leaky_relu'", "'gelu'", "'leaky_relu'"], done.stdout + done.stderr
+    refused = [line.rpartition("got ")[2] for line in done.stdout.splitlines()]
+    assert refused == ["'leaky_relu'", "'gelu'", "'leaky_relu'"], done.stdout + done.stderr
 
 
 def test_contestants_take_part_in_what_they_can_do():

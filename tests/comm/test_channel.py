@@ -48,6 +48,16 @@ def check(channel, rank, step):
         np.testing.assert_array_equal(received, message(peer, rank, step, count, channel.dtype))
 
 
+def exchange(channel, rank, steps):
+    """Pack, send and check messages of several steps."""
+    for step in range(steps):
+        pack(channel, rank, step)
+        channel.start()
+        channel.finish()
+        check(channel, rank, step)
+        channel.release()
+
+
 @pytest.mark.parametrize("seed", [0, 1])
 def test_random_patterns_with_ranks_out_of_step(communicator, seed):
     rank = communicator.rank
@@ -103,12 +113,7 @@ DTYPES = [np.float64, np.float32, ml_dtypes.bfloat16, np.int64, np.int8, np.comp
 def test_every_dtype_odd_counts_and_large_messages(communicator, dtype, count):
     channel = open_channel(communicator, np.full((communicator.size, communicator.size), count), dtype)
     assert channel.dtype == np.dtype(dtype)
-    for step in range(4):
-        pack(channel, communicator.rank, step)
-        channel.start()
-        channel.finish()
-        check(channel, communicator.rank, step)
-        channel.release()
+    exchange(channel, communicator.rank, 4)
 
 
 def test_buffers_stay_where_they_are_and_are_aligned(communicator):
@@ -159,12 +164,7 @@ def test_buffers_are_aligned_wherever_mpi_begins_its_segments(comm, monkeypatch)
         for peer in channel.peers:
             buffers = [f(peer, slot) for f in (channel.send_buffer, channel.recv_buffer) for slot in (0, 1)]
             assert [buffer.ctypes.data % 64 for buffer in buffers] == [0] * 4
-        for step in range(3):
-            pack(channel, comm.rank, step)
-            channel.start()
-            channel.finish()
-            check(channel, comm.rank, step)
-            channel.release()
+        exchange(channel, comm.rank, 3)
 
 
 def test_a_channel_without_peers_is_free(communicator):

@@ -85,7 +85,7 @@ def test_rows_of_a_sample_need_one_row_of_chunks():
 @pytest.mark.parametrize("layout", ["NHWC", "NCHW"])
 @pytest.mark.parametrize("link", ["", "soft", "external"])
 def test_memory_for_chunks(tmp_path, layout, link):
-    """Of a dataset behind links too; the numbers are right; large chunks without compression are read in part."""
+    """Chunks behind links are found too; the numbers are right; large uncompressed chunks are read in part."""
     x = np.random.default_rng(0).integers(0, 9, (6, 64, 64, 8)).astype(np.float32)
     stored = x if layout == "NHWC" else np.moveaxis(x, -1, 1)
     name = "inputs"
@@ -157,7 +157,7 @@ SLOW_LINE = r"a.h5: 'inputs' is stored in chunks \((.*)\); a run reads \(and dec
 
 @pytest.mark.parametrize("layout", ["NHWC", "NCHW"])
 def test_slow_chunks_and_the_remedy(tmp_path, monkeypatch, layout):
-    """Of a quarter of a sample, and of more samples than are kept; what is suggested is fast."""
+    """Chunks that a rank uses a quarter of, and chunks of many samples; the suggested chunks are fast."""
     x = np.zeros((64, 64, 96, 2), np.float32)
     stored = x if layout == "NHWC" else np.moveaxis(x, -1, 1)
     path = write(tmp_path / "a.h5", stored, (4, *stored.shape[1:]), layout=layout)

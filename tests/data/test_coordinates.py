@@ -67,7 +67,7 @@ def names_of(file: h5py.File, name: str) -> list[list[str]]:
 
 @pytest.mark.parametrize("first", [False, True])
 def test_they_are_those_of_the_samples(tmp_path, first):
-    """Of any storage order; with all attributes, in their types; the channels of the input are not those predicted."""
+    """Coordinates are copied for any storage order, with attributes in their types; input channels are not."""
     path = write(tmp_path / "data.h5", first=first)
     add_mapping(path, inverse_flattening=np.float32(298.25), towgs84=np.arange(7.0))
     out, left_out = predicted(tmp_path, path)

@@ -46,7 +46,7 @@ INTEGERS, FLOATS = ("i1", "u1", "i2", ">u2", ">i4", "u4", "i8"), ("f2", "f4", ">
 
 @given(st.data())
 def test_values_are_those_of_the_formula(tmp_path_factory, data):
-    """Of any type, layout and box, in float32 and float64: computed in float64 and rounded once."""
+    """Any type, layout and box, in float32 and float64: values are computed in float64 and rounded once."""
     dtype = np.dtype(data.draw(st.sampled_from(INTEGERS + FLOATS)))
     rng = np.random.default_rng(data.draw(st.integers(0, 9)))
     stored = rng.integers(0, 100, SHAPE).astype(dtype)

@@ -59,7 +59,7 @@ def test_a_step_is_the_sum_of_its_layers(name, machine):
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_messages_of_records_are_those_of_operations(name):
-    """Of the rank that sends most; changes of layout count for the layer behind them."""
+    """Messages are those of the rank that sends most; changes of layout count for the layer after them."""
     network = NETWORKS[name]()
     cuts = [baseline(which, network, 8, 8) for which in BASELINES]
     for strategy in [*cuts, *(random_strategy(network, 8, seed) for seed in range(3))]:

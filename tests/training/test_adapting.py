@@ -107,7 +107,7 @@ def test_what_the_user_sets_stays(comm, trained, sets, message):
 
 
 def test_a_cut_that_fits_stays(trained):
-    """Of the same ranks and size nothing changes, with a short file only the batch."""
+    """With the same ranks and size nothing changes, with a short file only the batch."""
     write_samples(Path("few.h5"), (3, EDGE, EDGE, 3))
     write_samples(Path("many.h5"), (4, EDGE, EDGE, 3))
     assert apply("out", ["many.h5"], "p.h5", comm=MPI.COMM_SELF)["settings"] == []
@@ -176,7 +176,7 @@ def test_networks_of_one_size(working):
 
 
 def test_windows_stay_windows(trained):
-    """Of samples that are cropped evaluation takes the window in the middle, `apply` whole samples."""
+    """Evaluation takes the middle window of cropped samples, `apply` whole samples."""
     crop = ["data.path=large.h5", "data.augment={crop = true}", "output.directory=crop"]
     train("run.toml", ["training.epochs=1", "training.batch=2", *crop], comm=MPI.COMM_SELF)
     evaluate("crop", ["training.batch=1"], "all", "judged.h5", MPI.COMM_SELF)

@@ -96,7 +96,7 @@ def test_a_score_without_a_direction_is_refused(comm, config):
 
 
 class Sum(Counter):
-    """Of the weights that count, and of what is predicted there."""
+    """Sums of the weights that count, and of the predictions there."""
 
     def __init__(self):
         self.counts = np.zeros(2)

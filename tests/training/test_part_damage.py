@@ -32,7 +32,7 @@ def test_of_one_of_two_ranks(comm, working):
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("other", ["seed", "sources", "settings"])
 def test_of_another_job_nothing_is_continued(comm, working, other):
-    """Of a run of as many steps that has taken the place of the first; another loss of precision; other data."""
+    """Another run of as many steps in its place, other files of the samples, or other settings."""
     job = Job(working, comm, others=False)
     changed = {"seed": job.exchange, "sources": job.touch, "settings": lambda: None}[other]
     sets = ["data.normalize=false"] if other == "settings" else []
