@@ -9,11 +9,12 @@ from typing import Any
 from halograd import schema
 from halograd.documents import shown
 from halograd.errors import UserError
+from halograd.user_code import is_location
 
 from ..layers import Network
 from .inception import googlenet, inception_v3
 from .mesh import mesh, mesh_1k, mesh_2k
-from .own import build_own, is_own, options_of_own
+from .own import build_own, options_of_own
 from .plain import alexnet, lenet5, vgg, vgg16, vgg128, vgg256, vgg512, vgg_a
 from .resnet import resnet, resnet50, resnet152
 from .unet import unet, unet2d, unet3d
@@ -88,7 +89,7 @@ def has_option(name: str, option: str) -> bool:
     >>> has_option("resnet50", "resolution")
     True
     """
-    return option in (options_of_own(name) if is_own(name) else options_of(name))
+    return option in (options_of_own(name) if is_location(name) else options_of(name))
 
 
 def build(name: str, /, **given: Any) -> Network:
@@ -100,7 +101,7 @@ def build(name: str, /, **given: Any) -> Network:
         If there is no such model, if it has no option of a given name, type or size, or if no network can be made of
         the options.
     """
-    if is_own(name):
+    if is_location(name):
         return build_own(name, given)
     if name not in MODELS:
         near = difflib.get_close_matches(name.lower().replace("-", "_"), MODELS, n=3, cutoff=0.5)

@@ -34,7 +34,8 @@ BELOW: dict[str, set[str]] = {
 }
 # What is handed to a folder from above: it may be named in annotations, and is never imported when the program runs.
 HANDED_DOWN = {"layers": {f"halograd.program.{name}" for name in ("context", "operations", "views")}}
-FOR_ALL = {"documents", "errors", "limits", "schema", "signatures", "__version__"}  # of `halograd/`, below everything
+# Modules of `halograd/` that are below everything.
+FOR_ALL = {"documents", "errors", "limits", "registry", "schema", "signatures", "user_code", "__version__"}
 
 # Everything else is arithmetic or goes through `comm` and `kernels`, and is tested without MPI and without a GPU.
 MAY_IMPORT = {

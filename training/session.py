@@ -15,6 +15,7 @@ import numpy as np
 
 from halograd import __version__
 from halograd.errors import UserError
+from halograd.user_code import is_location
 
 from ..comm import Communicator
 from ..data import (
@@ -27,7 +28,7 @@ from ..device import device_of
 from ..interchange.weights import WeightsFile
 from ..layers import GivenValues, Network, Strategy
 from ..layers.strategy import cuts_text
-from ..models.own import is_own, source_of
+from ..models.own import source_of
 from .build import check_memory, make_network, make_strategy, with_reduction
 from .config import Config
 from .directory import job_id
@@ -170,7 +171,7 @@ class Session:
     def source(self) -> str | None:
         """Function of a network of the user's own with a checksum of its file; else None. Local."""
         name = self.config.model.source
-        return " ".join(source_of(name)) if is_own(name) else None
+        return " ".join(source_of(name)) if is_location(name) else None
 
     def warn_of_changes(self, before: str | None) -> None:
         """Warn if the file of the network, which may define layers, has changed since a checkpoint. Local."""

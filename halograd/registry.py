@@ -1,0 +1,118 @@
+"""Registries: what a user or a contributor adds is a class with a name, in one registry per kind."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from functools import cached_property
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Generic, TypeVar
+
+from .documents import shown
+from .errors import UserError
+from .schema import build, nearest
+from .user_code import describe, is_location, load
+
+__all__ = ["Registry"]
+
+Kind = TypeVar("Kind")
+
+
+class Registry(Generic[Kind]):
+    """Classes of one kind by name, from three sources. Local. ::
+
+        CODECS = Registry("codec", Codec, key="reduction.payload")
+
+        @CODECS.register
+        @dataclass(frozen=True)
+        class BFloat16(Codec):       # in the library
+            name = "bfloat16"
+
+        CODECS["bfloat16"]           # this class
+        CODECS["codec.py:Mine"]      # a class in a file or module of the user, which needs no registration
+        CODECS["mine"]               # one of an installed package, by its entry point in the group "halograd.codec"
+
+    The settings of a class are its fields: it is a frozen dataclass with ``__pydantic_config__ = STRICT``, or it has
+    such a class as its attribute ``Settings``.
+
+    Parameters
+    ----------
+    kind
+        Name of the kind, for messages and for the group of entry points.
+    base
+        Class that all of them inherit from.
+    key
+        Entry of the configuration that names one, for messages.
+    """
+
+    def __init__(self, kind: str, base: type[Kind], key: str) -> None:
+        self.kind, self.base, self.key = kind, base, key
+        self._classes: dict[str, type[Kind]] = {}
+
+    def register(self, cls: type[Kind]) -> type[Kind]:
+        """Add a class under its attribute `name`, and return it. Raises ValueError if the name is taken."""
+        name = getattr(cls, "name", "")
+        if not isinstance(name, str) or not name or is_location(name):
+            raise ValueError(f"{cls.__name__}.name: expected a text without ':', got {name!r}")
+        if self._classes.get(name, cls) is not cls:
+            other = self._classes[name].__name__
+            raise ValueError(f"{self.kind} {name!r}: expected a name that is not taken, got that of {other}")
+        self._classes[name] = cls
+        return cls
+
+    @cached_property
+    def _installed(self) -> Mapping[str, EntryPoint]:
+        return {point.name: point for point in entry_points(group=f"halograd.{self.kind}")}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the registered classes, then those of installed packages."""
+        return tuple(dict.fromkeys([*self._classes, *self._installed]))
+
+    def __contains__(self, name: object) -> bool:
+        """Return whether `name` is registered or installed, or has the form of a location."""
+        return isinstance(name, str) and (name in self.names or is_location(name))
+
+    def __getitem__(self, name: str) -> type[Kind]:
+        """Return the class of this name, or at this location. Local.
+
+        Raises
+        ------
+        UserError
+            If there is none, if it cannot be imported, or if it is not derived from `base`, or abstract.
+        """
+        if name in self._classes:
+            return self._classes[name]
+        if is_location(name):
+            return self._checked(load(name, self.key, "class"), name)
+        if name in self._installed:
+            try:
+                found = self._installed[name].load()
+            except Exception as error:
+                raise UserError(f"{self.key}: {shown(name)} cannot be imported: {describe(error)}") from error
+            return self._checked(found, name)
+        raise UserError(f"{self.key}: expected {self._expected()}, got {shown(name)}{nearest(name, self.names)}")
+
+    def _expected(self) -> str:
+        return f'{", ".join(self.names)}, or "FILE.py:CLASS"'
+
+    def _checked(self, found: Any, name: str) -> type[Kind]:
+        if not (isinstance(found, type) and issubclass(found, self.base)):
+            raise UserError(f"{self.key}: {name}: expected a class derived from {self.base.__name__}, got {found!r}")
+        missing = sorted(getattr(found, "__abstractmethods__", ())) if inspect.isabstract(found) else []
+        if missing:
+            raise UserError(f"{self.key}: {name}: expected a class that defines {', '.join(missing)}")
+        return found
+
+    def settings_class(self, name: str) -> type[Any]:
+        """Return the class of the settings: the attribute ``Settings`` of the class of this name, else the class."""
+        cls = self[name]
+        return getattr(cls, "Settings", cls)
+
+    def settings(self, name: str, values: Mapping[str, Any], at: str = "", source: str = "") -> Any:
+        """Return settings made of plain data. Local.
+
+        `at` is the entry of the configuration that has the values, `source` its file. Raises UserError as
+        :func:`halograd.schema.build` does.
+        """
+        return build(self.settings_class(name), dict(values), source, at)

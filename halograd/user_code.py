@@ -1,0 +1,117 @@
+"""Functions and classes of the user: in a file (``net.py:build``) or in a module (``package.module:build``)."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+import traceback
+import zlib
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from .documents import shown
+from .errors import UserError
+
+__all__ = ["describe", "is_location", "load"]
+
+
+def is_location(name: str) -> bool:
+    """Return whether a name is the location of an object of the user. Local.
+
+    >>> is_location("net.py:build"), is_location("resnet50")
+    (True, False)
+    """
+    return ":" in name
+
+
+def load(where: str, key: str, kind: str = "function") -> Any:
+    """Return the function or class at ``FILE.py:NAME`` or ``MODULE:NAME``. Local.
+
+    A file may import others from its folder. Repeated calls execute it once, unless it has changed.
+
+    Parameters
+    ----------
+    where
+        Location.
+    key
+        Entry of the configuration that names it, for messages.
+    kind
+        What is expected there, for messages: ``"function"`` or ``"class"``.
+
+    Raises
+    ------
+    UserError
+        If there is no such file, module or callable object, or it raises an error while it is imported.
+    """
+    location, _, name = where.rpartition(":")
+    if not location or not name.isidentifier():
+        place = kind.upper()
+        raise UserError(f'{key}: expected "FILE.py:{place}" or "MODULE:{place}", got {shown(where)}')
+    module = _module_of_file(Path(location), key) if location.endswith(".py") else _module(location, key)
+    found = getattr(module, name, None)
+    if not callable(found) or isinstance(found, type) != (kind == "class"):
+        own = [k for k, v in vars(module).items() if getattr(v, "__module__", "") == module.__name__ and callable(v)]
+        there = [k for k in own if not k.startswith("_") and isinstance(getattr(module, k), type) == (kind == "class")]
+        raise UserError(
+            f"{key}: expected a {kind} {name!r} in {location}, got {', '.join(there) or 'none'}; name one of these"
+        )
+    return found
+
+
+def _module(name: str, key: str) -> ModuleType:
+    here = os.getcwd()
+    if here not in sys.path:
+        sys.path.insert(0, here)  # `python -m` adds it; the installed command does not
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        raise UserError(f"{key}: {shown(name)} cannot be imported: {describe(error)}") from error
+
+
+def _module_of_file(path: Path, key: str) -> ModuleType:
+    try:
+        real = path.resolve(strict=True)
+        state = real.stat()
+    except OSError as error:
+        raise UserError(
+            f"{key}: expected a Python file, got {shown(str(path))} ({(error.strerror or '').lower()}); a path is "
+            f"relative to the working folder, {os.getcwd()}"
+        ) from error
+    # The name is unique for a file in one state.
+    mark = zlib.crc32(f"{real} {state.st_mtime_ns} {state.st_size}".encode())
+    name = f"halograd_own_{real.stem}_{mark:08x}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, real)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    if str(real.parent) not in sys.path:
+        sys.path.append(str(real.parent))
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise UserError(f"{key}: {path} cannot be imported: {describe(error)}") from error
+    return module
+
+
+#: Folders and files of the library. Files of the user may lie beside them, in a clone.
+_LIBRARY = [path.resolve() for path in Path(__file__).parent.iterdir()]
+
+
+def describe(error: Exception) -> str:
+    """Return an error as one line, with the line of the user's code that raised it. Local."""
+    what = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(": ")
+    own = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not any(_is_inside(frame.filename, folder) for folder in _LIBRARY) and "importlib" not in frame.filename
+    ]
+    return what if not own else f"{what} ({own[-1].filename}, line {own[-1].lineno})"
+
+
+def _is_inside(name: str, folder: Path) -> bool:
+    return Path(name).resolve().is_relative_to(folder)
