@@ -129,11 +129,10 @@ def try_run(config: Config, comm: Communicator) -> StepTrial:
 
 
 def rank_schemes_of(config: Config, comm: Communicator, strategy: Strategy) -> list[Scheme]:
-    """Return the rank schemes of gradient reduction that are worth a try in a run, the best predicted first.
-    Collective.
+    """Return the schemes of gradient reduction that are worth trying in a run, ordered by predicted time. Collective.
 
-    By the machine of the configuration, or what is known of this one; nothing is measured for it. Where nothing is
-    known there is no order, and the result is empty.
+    The prediction uses the machine of the configuration, or the stored measurement of this machine; nothing is measured
+    here. Without either, the result is empty.
     """
     network = make_network(config)
     with open_kernels(config.backend, comm) as kernels:

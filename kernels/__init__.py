@@ -1,4 +1,4 @@
-"""Local compute on plain arrays: the same kernels by NumPy, by oneDNN, and by cuDNN and our own on a GPU."""
+"""Local compute on plain arrays: the same kernels in NumPy, in oneDNN, and in cuDNN and our own CUDA code on a GPU."""
 
 from .backend import Backend, get_backend
 from .geometry import Geometry, Resampled, Resampling

@@ -1,13 +1,13 @@
 """The interface of local compute, and the choice of a backend by name.
 
-Factories take arrays bound at build time and return a :class:`Kernel`. They check here, once for all backends, and then
-call the backend's own method of the same name with an underscore. ::
+A factory takes arrays and returns a :class:`Kernel` that is bound to them. The factory checks the arrays, once for all
+backends, and then calls the backend's own method: the same name with an underscore. ::
 
-    convolution.py  pointwise.py  norms.py  losses.py  updates.py     what there is, and what is refused
-    numpy/          the reference: all of it, on the CPU
-    onednn/         the same, with oneDNN's kernels where it has fast ones
+    convolution.py  pointwise.py  norms.py  losses.py  updates.py     the factories and their checks
+    numpy/          the reference: all kernels, on the CPU
+    onednn/         NumPy's kernels, replaced by oneDNN's where these are fast
     cudnn/          convolutions and products by cuDNN and cuBLAS, on a GPU
-    cuda/           all the rest there
+    cuda/           all other kernels on a GPU
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _cudnn(threads: int, autotune: bool, precision: str, deterministic: bool, de
     return CudnnBackend(threads, autotune, precision, deterministic, device)
 
 
-# A further backend gets its line here or in `get_backend`, and "auto" its place below.
+# Register a further backend here or in `get_backend`, and set its order for "auto" below.
 _ON_CPU: dict[str, Callable[[int, bool], Backend]] = {"numpy": _numpy, "onednn": _onednn}
 _NAMES = ("auto", *_ON_CPU, "cudnn")
 _warned = False
@@ -86,8 +86,8 @@ def get_backend(
 ) -> Backend:
     """Return the backend called `name`, with `threads` threads per kernel.
 
-    ``auto`` is oneDNN, or NumPy after one warning line per process (logger ``halograd.kernels``) where
-    oneDNN cannot be loaded; a GPU is used only if asked for, by ``cudnn``.
+    ``auto`` is oneDNN. If oneDNN cannot be loaded, it is NumPy, with one warning per process (logger
+    ``halograd.kernels``). A GPU is used only by ``cudnn``.
 
     Parameters
     ----------
@@ -98,7 +98,7 @@ def get_backend(
     deterministic
         Two runs must agree in every bit. Kernels on the CPU always do.
     device
-        Number of the GPU among those visible; means nothing on a CPU.
+        Number of the GPU among those visible; ignored on a CPU.
 
     Raises
     ------

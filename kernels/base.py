@@ -1,4 +1,4 @@
-"""What all parts of a backend share: arrays, dtypes and life time."""
+"""Common part of all backends: arrays, dtypes and lifetime."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Self = TypeVar("Self", bound="Base")
 
 
 class Base(ABC):
-    """Arrays, dtypes and life time of a backend; see :class:`halograd.kernels.Backend`."""
+    """Arrays, dtypes and lifetime of a backend; see :class:`halograd.kernels.Backend`."""
 
     name: ClassVar[str]
     xp: ModuleType
@@ -42,32 +42,38 @@ class Base(ABC):
         return array
 
     def synchronize(self) -> None:
-        """Return when all kernels called so far have finished; CPU kernels already have."""
+        """Wait until all kernels called so far have finished. A no-op on a CPU, where a call returns after it has
+        finished.
+        """
         return
 
     def before_capture(self) -> None:
-        """Call before kernels are recorded into a graph: no memory that they work in is freed any more."""
+        """Prepare for the capture of kernels into a graph: from now on no scratch memory or workspace is freed."""
         return
 
     @property
     @abstractmethod
     def held_bytes(self) -> int:
-        """What the open kernels hold besides the arrays given to them: scratch and workspaces [B]."""
+        """Memory that open kernels hold in addition to their arguments: scratch and workspaces [B]."""
 
     @abstractmethod
     def close(self) -> None:
-        """Free what the backend holds; its kernels must be closed before. May be called twice."""
+        """Free the memory and handles of the backend. Close its kernels first. May be called twice."""
 
     def take_substitutes(self) -> list[Substitute]:
-        """Return kernels that another library makes for want of a fast one, of those built since the last call."""
+        """Return the kernels built since the last call that come from another library, because this one has no fast
+        one.
+        """
         return []
 
     def describe(self) -> str:
-        """Return one line for the log: what runs, and where it came from."""
+        """Return one line for the log: the library and its version."""
         return f"{self.name} {self.version}, {self.threads} thread(s) per rank"
 
     def describe_arithmetic(self, dtype: str) -> str:
-        """For the log: how products of this dtype are made where one may choose, and how; else nothing."""
+        """Return a text for the log: how products of this dtype are computed and how to choose. Empty if there is no
+        choice.
+        """
         return ""
 
     def __enter__(self: Self) -> Self:
@@ -87,14 +93,13 @@ class Base(ABC):
     ) -> tuple[Kernel, Kernel | None]: ...
 
     def activated(self, made: Kernel, y: Any, activation: FusedActivation | None) -> Kernel:
-        """Return the kernel `made`, which writes `y`, and behind it ``y = f(y)``: for kernels without `f` of their own.
-        """
+        """Return kernel `made`, which writes `y`, followed by ``y = f(y)``. For kernels that cannot fuse `f`."""
         if activation is None:
             return made
         return chain(made, self.activation(activation.kind, y, y, None, None, activation.alpha)[0])
 
     def added(self, made: Kernel, y: Any, residual: Any, activation: FusedActivation | None) -> Kernel:
-        """Return the kernel `made`, which writes `y` and may run again, and behind it ``y = f(y + residual)``."""
+        """Return kernel `made`, which writes `y` and may run again, followed by ``y = f(y + residual)``."""
         return chain(made, self.add([y, residual], y, activation))
 
     def _check_dtypes(self, what: str, **arrays: Any) -> None:

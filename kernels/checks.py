@@ -1,4 +1,4 @@
-"""Checks of the arrays that a kernel is built on, the same for every backend."""
+"""Checks of the arrays that a kernel is built on; common to all backends."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = [
 
 
 def same_elements(a: Any, b: Any) -> bool:
-    """Return whether two arrays of one shape are the same elements of memory in the same order, on any device."""
+    """Return whether two arrays of one shape share the same memory in the same order, on any device."""
     return _address(a) == _address(b) and a.strides == b.strides
 
 
@@ -36,7 +36,7 @@ def _address(array: Any) -> int:
 
 
 def check_packed(what: str, **arrays: Any) -> None:
-    """Check that every array given is C-contiguous; None stands for one that is not there."""
+    """Check that every given array is C-contiguous. None stands for an absent array."""
     for name, a in arrays.items():
         if a is not None and not a.flags.c_contiguous:
             raise KernelError(
@@ -46,7 +46,7 @@ def check_packed(what: str, **arrays: Any) -> None:
 
 
 def check_dtypes(what: str, allowed: Sequence[str], remedy: str, **arrays: Any) -> None:
-    """Check that all arrays given have the same dtype, one of `allowed`."""
+    """Check that all given arrays have the same dtype, one of `allowed`."""
     found = {name: np.dtype(a.dtype).name for name, a in arrays.items() if a is not None}
     if len(set(found.values())) > 1:
         text = ", ".join(f"{name} {dtype}" for name, dtype in found.items())
@@ -57,7 +57,7 @@ def check_dtypes(what: str, allowed: Sequence[str], remedy: str, **arrays: Any) 
 
 
 def check_same_shape(what: str, **arrays: Any) -> None:
-    """Check that all arrays given have the same shape."""
+    """Check that all given arrays have the same shape."""
     shapes = {name: tuple(a.shape) for name, a in arrays.items() if a is not None}
     if len(set(shapes.values())) > 1:
         text = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
@@ -78,7 +78,7 @@ def _expect_rank(what: str, name: str, a: Any, ndim: int) -> None:
 
 
 def _expect_output(what: str, x: Any, y: Any, geometry: Geometry) -> None:
-    """`y` has the samples and the spatial shape that follow from `x`; a rank with nothing is left alone."""
+    """Check that samples and spatial shape of `y` follow from `x`. Empty arrays are not checked."""
     if 0 in x.shape or 0 in y.shape:
         return
     spatial = geometry.output_shape(x.shape[1:-1])
@@ -90,7 +90,7 @@ def _expect_output(what: str, x: Any, y: Any, geometry: Geometry) -> None:
 
 
 def check_conv(what: str, x: Any, w: Any, b: Any, y: Any, geometry: Geometry, room: int = 0) -> None:
-    """Shapes and strides of a convolution, or of its gradients; in memory `x` may have `room` channels."""
+    """Check shapes and strides of a convolution or of its gradients. In memory, `x` may have `room` channels."""
     for name, a in (("input", x), ("weights", w), ("output", y)):
         _expect_rank(what, name, a, geometry.ndim + 2)
     check_packed(what, weights=w, bias=b, output=y)
@@ -110,7 +110,7 @@ def check_conv(what: str, x: Any, w: Any, b: Any, y: Any, geometry: Geometry, ro
 
 
 def check_pool(what: str, x: Any, y: Any, dy: Any, dx: Any, geometry: Geometry) -> None:
-    """Shapes and strides of a pooling and of its gradient."""
+    """Check shapes and strides of a pooling and of its gradient."""
     for name, a in (("x", x), ("y", y)):
         _expect_rank(what, name, a, geometry.ndim + 2)
     if (dy is None) != (dx is None):
@@ -126,7 +126,7 @@ def check_pool(what: str, x: Any, y: Any, dy: Any, dx: Any, geometry: Geometry) 
 
 
 def check_batch_norm(x: Any, y: Any, dy: Any, dx: Any, vectors: dict[str, Any], sums: dict[str, Any]) -> None:
-    """Shapes and strides of a batch norm: ``vectors`` are (C,), ``sums`` float64 (2, C)."""
+    """Check shapes and strides of a batch norm: `vectors` are (C,), `sums` float64 (2, C)."""
     what = "batch_norm"
     if (dy is None) != (dx is None):
         raise KernelError(f"{what}: expected both dy and dx or neither, got one; pass both for a backward kernel")
@@ -150,13 +150,15 @@ def check_batch_norm(x: Any, y: Any, dy: Any, dx: Any, vectors: dict[str, Any], 
 
 
 def check_residual(a: BatchNormArrays) -> None:
-    """Shapes and strides of what is added to a batch norm, and whether its gradient is asked for where it is made."""
+    """Check shapes and strides of the residual of a batch norm, and that `dresidual` is given exactly where it is
+    needed.
+    """
     check_packed("batch_norm", residual=a.residual, dresidual=a.dresidual)
     check_same_shape("batch_norm", x=a.x, residual=a.residual, dresidual=a.dresidual)
     if a.residual is not None and a.dx is not None and a.activation is not None and a.activation.by_input:
         raise KernelError(
             f"batch_norm: expected an activation whose derivative follows from its output with a residual, got "
-            f"{a.activation.kind}; apply it behind"
+            f"{a.activation.kind}; apply it after the batch norm"
         )
     wanted = a.residual is not None and a.activation is not None and a.dx is not None
     if wanted != (a.dresidual is not None):
@@ -167,13 +169,13 @@ def check_residual(a: BatchNormArrays) -> None:
 
 
 def check_bias(what: str, y: Any, b: Any) -> None:
-    """Check for one value per channel of a packed array ``(..., C)``."""
+    """Check that `b` has one value per channel of the packed array `y` ``(..., C)``."""
     check_packed(what, y=y, b=b)
     _expect_shape(what, "b", b, (y.shape[-1],), "it has one value per channel")
 
 
 def check_scalars(what: str, **arrays: Any) -> None:
-    """Numbers that stay on a device: float64 (1,), or None."""
+    """Check that scalars in device memory are float64 (1,), or None."""
     for name, a in arrays.items():
         if a is not None and (tuple(a.shape) != (1,) or np.dtype(a.dtype) != np.float64):
             found = f"{np.dtype(a.dtype).name} {tuple(a.shape)}"
@@ -181,7 +183,7 @@ def check_scalars(what: str, **arrays: Any) -> None:
 
 
 def check_dense(what: str, x: Any, w: Any, b: Any, y: Any) -> None:
-    """Shapes and strides of a dense layer: x (N, F), w (K, F), b (K,), y (N, K), or their gradients."""
+    """Check the shapes of a dense layer: x (N, F), w (K, F), b (K,), y (N, K), or those of their gradients."""
     for name, a in (("input", x), ("weights", w), ("output", y)):
         if len(a.shape) != 2:
             raise KernelError(

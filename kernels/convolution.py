@@ -1,4 +1,4 @@
-"""Convolutions, dense layers and bias: the interface."""
+"""Interface of convolutions, dense layers and bias."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ __all__ = ["Convolutions"]
 
 
 class Convolutions(Base):
-    """Products of arrays with weights, and their adjoints."""
+    """Factories of convolutions and dense products, and of their adjoints."""
 
     def padded_channels(self, channels: int, dtype: Any) -> int:
-        """Return channels that the input of a convolution should have in memory; those behind its own must be zero.
+        """Return the number of channels that the input of a convolution should have in memory.
 
-        `conv_forward` and `conv_backward_filter` take `x` so: a view of the leading channels of a packed array.
+        Channels added for this must be zero. `conv_forward` and `conv_backward_filter` then take as `x` a view of the
+        leading channels of the packed array.
         """
         return channels
 
     def conv_forward(
         self, x: Any, w: Any, b: Any, y: Any, geometry: Geometry, activation: FusedActivation | None = None
     ) -> Kernel:
-        """``y[n, o, k] = f(b[k] + sum_{t, c} w[k, t, c] * x[n, o * stride - lo + dilation * t, c])``.
+        """Build ``y[n, o, k] = f(b[k] + sum_{t, c} w[k, t, c] * x[n, o * stride - lo + dilation * t, c])``.
 
         Parameters
         ----------
         x, w, b, y
-            ``(N, *spatial, C)``, ``(K, *kernel, C / groups)``, ``(K,)`` or None, ``(N, *outputs, K)``; local. `x` may
-            lie as :meth:`padded_channels` says if there is one group.
+            ``(N, *spatial, C)``, ``(K, *kernel, C / groups)``, ``(K,)`` or None, ``(N, *outputs, K)``; local. With one
+            group, `x` may be padded in memory as :meth:`padded_channels` returns.
         """
         self._check_conv_dtypes("conv_forward", x, y, w, b)
         if has_nothing(x, y):
@@ -42,7 +43,7 @@ class Convolutions(Base):
         return self._conv_forward(x, w, b, y, geometry, activation)
 
     def conv_backward_data(self, dy: Any, w: Any, dx: Any, geometry: Geometry) -> Kernel:
-        """``dx`` from ``dy``: the adjoint of :meth:`conv_forward` in `x`. Rows that no output reads get 0."""
+        """Build ``dx`` from ``dy``, the adjoint of :meth:`conv_forward` in `x`. Rows that no output reads become 0."""
         self._check_conv_dtypes("conv_backward_data", dx, dy, w, None)
         if has_nothing(dy, dx):
             return filled(0, dx)
@@ -50,7 +51,8 @@ class Convolutions(Base):
         return self._conv_backward_data(dy, w, dx, geometry)
 
     def conv_backward_filter(self, x: Any, dy: Any, dw: Any, db: Any, geometry: Geometry) -> Kernel:
-        """``dw`` and, if not None, ``db`` from ``x`` and ``dy``: the adjoint of :meth:`conv_forward` in `w`, `b`."""
+        """Build ``dw`` and, if not None, ``db`` from `x` and `dy`: the adjoint of :meth:`conv_forward` in `w` and `b`.
+        """
         self._check_conv_dtypes("conv_backward_filter", x, dy, dw, db)
         if has_nothing(x, dy):
             return filter_of_nothing(self.xp, dy, dw, db)
@@ -61,12 +63,12 @@ class Convolutions(Base):
         checks.check_dtypes(what, self.conv_dtypes, self.dtype_remedy, input=x, output=y, weights=w, bias=b)
 
     def bias(self, y: Any, b: Any) -> Kernel:
-        """``y = y + b`` in place; y ``(..., C)``, b ``(C,)``, or nothing where y is."""
+        """Build ``y = y + b`` in place; y ``(..., C)``, b ``(C,)``. A no-op if `y` is empty."""
         self._check_bias("bias", y, b)
         return filled(0) if has_nothing(y) else self._bias(y, b)
 
     def bias_gradient(self, dy: Any, db: Any) -> Kernel:
-        """``db`` = sum of dy ``(..., C)`` over all but the channels, of the ranks that have nothing 0."""
+        """Build ``db = sum of dy`` over all axes but the channels, dy ``(..., C)``. 0 if `dy` is empty."""
         self._check_bias("bias_gradient", dy, db)
         return filled(0, db) if has_nothing(dy) else self._bias_gradient(dy, db)
 
@@ -76,7 +78,7 @@ class Convolutions(Base):
             checks.check_bias(what, y, b)
 
     def dense_forward(self, x: Any, w: Any, b: Any, y: Any) -> Kernel:
-        """``y = x w^T + b``; x ``(N, F)``, w ``(K, F)``, b ``(K,)`` or None, y ``(N, K)``."""
+        """Build ``y = x w^T + b``; x ``(N, F)``, w ``(K, F)``, b ``(K,)`` or None, y ``(N, K)``."""
         self._check_dtypes("dense_forward", x=x, w=w, b=b, y=y)
         if has_nothing(x, y):
             return bias_only(b, y)
@@ -84,7 +86,7 @@ class Convolutions(Base):
         return self._dense_forward(x, w, b, y)
 
     def dense_backward_data(self, dy: Any, w: Any, dx: Any) -> Kernel:
-        """``dx = dy w``."""
+        """Build ``dx = dy w``."""
         self._check_dtypes("dense_backward_data", dy=dy, w=w, dx=dx)
         if has_nothing(dy, dx):
             return filled(0, dx)
@@ -92,7 +94,7 @@ class Convolutions(Base):
         return self._dense_backward_data(dy, w, dx)
 
     def dense_backward_filter(self, x: Any, dy: Any, dw: Any, db: Any) -> Kernel:
-        """``dw = dy^T x`` and, if not None, ``db = sum over samples of dy``."""
+        """Build ``dw = dy^T x`` and, if not None, ``db = sum over samples of dy``."""
         self._check_dense_gradients("dense_backward_filter", x, dy, dw, db)
         if has_nothing(x, dy):
             return filter_of_nothing(self.xp, dy, dw, db)
@@ -103,7 +105,7 @@ class Convolutions(Base):
         self._check_dtypes(what, x=x, dy=dy, dw=dw, db=db)
 
     def _room(self, x: Any, geometry: Geometry) -> int:
-        """Return channels that the input of a convolution may have in memory."""
+        """Return the number of channels that the input of a convolution may have in memory."""
         return self.padded_channels(x.shape[-1], x.dtype) if geometry.groups == 1 else x.shape[-1]
 
     @abstractmethod

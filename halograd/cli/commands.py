@@ -277,9 +277,9 @@ def status(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN_DIR...", help="Directories of runs.")],
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per run and line, for scripts.")] = False,
 ) -> int:
-    """Return the progress, speed, time left, last checkpoint and overlap ratio of a run, from its log.
+    """Print the progress, speed, remaining time, last checkpoint and overlap ratio of runs, from their logs.
 
-    It may be running, on whatever machine: nothing but the directory is looked at.
+    A run may still be running, on any machine: the command reads its directory only.
 
     \b
     Examples:

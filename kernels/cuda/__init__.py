@@ -1,4 +1,4 @@
-"""Our own CUDA kernels: everything but convolutions and matrix products, bound to arrays once and then launched."""
+"""Our own CUDA kernels: all kernels but convolutions and matrix products."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ __all__ = ["Boxes", "CudaKernels", "CupyLauncher", "Launcher"]
 
 
 class CudaKernels(CudaBias, CudaPointwise, CudaNorms, CudaLosses, CudaUpdates, Backend):
-    """All of a backend but its products. What its factories return runs on the current stream, without a host
-    synchronization and without allocating.
+    """All kernels of a GPU backend except its products.
 
-    Arrays are float32, float64, float16 or bfloat16. Arithmetic on the last two is done in float32; sums over many
-    elements are finished in float64, always in the same order. Kernels that sum share `scratch`: those of one
-    backend must not run at the same time on two streams.
+    A call enqueues its work on the current stream; it neither synchronizes with the host nor allocates.
+
+    Arrays are float32, float64, float16 or bfloat16. Arithmetic on the 16-bit types is done in float32. Sums over many
+    elements are finished in float64, always in the same order. Kernels that sum share `scratch`: kernels of one backend
+    must not run at the same time on two streams.
 
     Attributes
     ----------
     launcher : Launcher
-        Where the kernels run.
+        The device interface that compiles and launches the kernels.
     scratch : Scratch
         Shared memory for partial sums.
     """

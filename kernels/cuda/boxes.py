@@ -1,4 +1,4 @@
-"""Copies between lists of strided boxes, and margins: one launch for a whole list."""
+"""Copies, sums and fills of lists of strided boxes, one launch per list."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from .sources import CudaProgram, dtype_name
 
 __all__ = ["AXES", "Boxes", "Joined", "join", "joined_bytes", "joined_elements"]
 
-#: Axes that the kernels can tell apart.
+#: Largest number of axes in the kernels.
 AXES = 5
 WORDS_PER_BLOCK = 1024
-#: Members of ``Piece`` in pieces.cuh.
+#: Members of the struct ``Piece`` in pieces.cuh.
 COLUMNS = 4 + 3 * AXES
 
 
 @dataclass(frozen=True)
 class Boxes:
-    """Copies and sums of views of any strides on a device, in few launches."""
+    """Factories of copies, sums and fills of strided device views, in few launches."""
 
     launcher: Launcher
 
     def copy(self, pairs: Sequence[tuple[Any, Any]]) -> Kernel:
         """Copy every source view to its target view; source and target of all pairs must not overlap.
 
-        By bytes, or converted where their dtypes differ: one launch for all of the same two dtypes.
+        Elements are converted where the dtypes of a pair differ. Pairs of the same two dtypes share one launch.
         """
         groups: dict[tuple[str, ...], list[tuple[Any, Any]]] = {}
         for source, target in _checked("copy", pairs):
@@ -62,9 +62,9 @@ class Boxes:
         )
 
     def fill(self, value: float, *arrays: Any) -> Kernel:
-        """Write `value` into every array or view, whatever its dtype; for margins and sums that begin.
+        """Write `value` into every array or view, of any dtype. Used for margins and for sums that start at 0.
 
-        One launch for all that are as wide as each other: a word holds whole elements.
+        Views that allow the same access width share one launch.
         """
         views = [a for a in arrays if a is not None and a.size]
         widths: dict[int, list[tuple[Any, Joined]]] = {}
@@ -101,12 +101,12 @@ def _heads(pairs: Sequence[tuple[Any, Any]]) -> list[tuple[int, int]]:
 
 
 def is_long(joined: Sequence[Joined]) -> bool:
-    """Return whether the words of a piece have to be counted in 64 bits."""
+    """Return whether the items of a box must be counted in 64 bits."""
     return max(j.items for j in joined) >= LARGE
 
 
 def _pattern(value: float, array: Any) -> int:
-    """Return the eight bytes of the value, repeated."""
+    """Return the value in the array's dtype, repeated to eight bytes, as an integer."""
     one = np.full((1,), value, array.dtype).tobytes()
     if 8 % len(one):
         raise KernelError(f"fill: expected elements of 1, 2, 4 or 8 bytes, got {len(one)}; fill it as another dtype")
@@ -144,7 +144,7 @@ def _kernel(
 
 @dataclass(frozen=True)
 class Joined:
-    """Arrays over the same items.
+    """Arrays of one shape, with their axes joined where memory is contiguous.
 
     Attributes
     ----------
@@ -171,17 +171,17 @@ class Joined:
         return len(self.shape)
 
     def in_words(self) -> Joined:
-        """Return the same with strides in items, of arrays whose last axis is packed unless an item is one element."""
+        """Return the same arrays with strides in items. The last axis must be packed unless an item is one element."""
         strides = tuple((*(s // self.lanes for s in f[:-1]), f[-1]) for f in self.strides)
         return Joined(self.shape, strides, self.lanes)
 
     def padded(self, values: Sequence[int], fill: int) -> tuple[int, ...]:
-        """`values`, one per axis, made up to :data:`AXES` with `fill`."""
+        """Return `values`, one per axis, extended with `fill` to length :data:`AXES`."""
         return (*values, *(fill,) * (AXES - len(values)))
 
 
 def join(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> tuple[list[int], list[list[int]]]:
-    """Drop axes of extent 1 and join neighbors that every array runs through without a gap.
+    """Drop axes of extent 1 and join neighboring axes that are contiguous in every array.
 
     >>> join((2, 3, 4), [(12, 4, 1), (24, 4, 1)])
     ([2, 12], [[12, 1], [24, 1]])
@@ -204,9 +204,10 @@ def join(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> tuple[list[i
 
 
 def joined_elements(what: str, *arrays: Any, lanes: Sequence[int] | None = None) -> Joined:
-    """Return the arrays of one shape, items as wide as alignment permits: the first of `lanes` elements that fits.
+    """Return arrays of one shape with joined axes. An item is the first number of elements in `lanes` that alignment
+    permits.
 
-    By default 16 bytes of the first array or one element. Strides in elements.
+    By default an item is 16 bytes of the first array or one element. Strides are in elements.
     """
     sizes = [np.dtype(a.dtype).itemsize for a in arrays]
     strides = [[s // size for s in a.strides] for a, size in zip(arrays, sizes)]
@@ -224,12 +225,11 @@ def joined_elements(what: str, *arrays: Any, lanes: Sequence[int] | None = None)
 
 
 def joined_bytes(what: str, *arrays: Any, lanes: Sequence[int] = (16, 8, 4, 2, 1)) -> Joined:
-    """Return the arrays of one shape and element size as words of bytes, the widest of `lanes` that fits; strides in
-    words.
+    """Return arrays of one shape and element size as words of bytes, the widest of `lanes` that fits; strides in words.
     """
     size = np.dtype(arrays[0].dtype).itemsize
     shape, found = join((*arrays[0].shape, size), [(*a.strides, 1) for a in arrays])
-    if any(f[-1] != 1 for f in found):  # elements of one byte, apart from each other
+    if any(f[-1] != 1 for f in found):  # elements of one byte with gaps between them
         shape, found = [*shape, 1], [[*f, 1] for f in found]
     for word in lanes:
         gaps = [s for f in found for s in f[:-1]]

@@ -1,4 +1,4 @@
-"""Grids of the kernels that go down the rows of ``(batch, rows, channels)``, sums per channel, and bias."""
+"""Grids of the kernels that walk down the rows of ``(batch, rows, channels)``; sums per channel; bias."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from .sources import dtype_name
 __all__ = ["FINISH_BLOCK", "ColumnsGrid", "CudaBias", "row_sums", "with_partial"]
 
 TILE = 8
-#: Threads of the kernels that add partial sums up: (channels, threads per channel).
+#: Block of the kernels that finish partial sums: (channels, threads per channel).
 FINISH_BLOCK = (8, 32)
 
 
@@ -44,7 +44,7 @@ class ColumnsGrid:
     lanes
         Channels per thread: 16 bytes' worth, or 1.
     suffix
-        Of the kernel's name.
+        Suffix of the kernel's name, for one or several elements per access.
     """
 
     batch: int
@@ -73,7 +73,7 @@ class ColumnsGrid:
 
     @property
     def chunks(self) -> int:
-        """Partial sums per channel."""
+        """Number of partial sums per channel."""
         return self.grid[1]
 
     @property
@@ -88,12 +88,12 @@ class ColumnsGrid:
 
     @property
     def finish_grid(self) -> tuple[int, int, int]:
-        """Grid of the kernels that add the partial sums up."""
+        """Grid of the kernels that finish the partial sums."""
         return (math.ceil(self.channels / FINISH_BLOCK[0]), 1, self.batch)
 
 
 def with_partial(scratch: Scratch, grid: ColumnsGrid, impl: str, *launches: Launch, uses: int = 2) -> Kernel:
-    """Return a kernel whose first `uses` launches leave and read partial sums in scratch memory."""
+    """Return a kernel whose first `uses` launches write and read partial sums in scratch memory."""
     run = run_all(launches)
 
     def bind() -> Callable[[], Any]:
@@ -115,7 +115,7 @@ def row_sums(
     activation: FusedActivation | None = None,
     **members: Any,
 ) -> Kernel:
-    """Return the column sums of dy' and, with `moments`, of ``dy' * xhat``; see channel_sums.cu."""
+    """Return a kernel for the column sums of dy' and, if `second` is given, of ``dy' * xhat``; see channel_sums.cu."""
     channels = dy.shape[-1]
     rows = dy.size // channels
     arrays = [a for a in (dy, members.get("x")) if a is not None]
@@ -134,7 +134,7 @@ def row_sums(
 
 
 def _code(dy: Any, out: Any) -> int:
-    """0: of the dtype of the data, 1: float32, 2: float64."""
+    """Return the code of the output's dtype: 0 for the dtype of the data, 1 for float32, 2 for float64."""
     if out is None:
         return 0
     name = dtype_name(out)
@@ -144,7 +144,7 @@ def _code(dy: Any, out: Any) -> int:
 
 
 class CudaBias(Convolutions):
-    """By our own kernels."""
+    """Bias kernels in CUDA."""
 
     launcher: Launcher
     scratch: Scratch

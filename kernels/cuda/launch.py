@@ -1,4 +1,4 @@
-"""Launches of kernels: a device, a kernel, its grid and its record of arguments, made once."""
+"""Kernel launches: a device, a compiled kernel, its grid and its argument record, prepared once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = [
     "vector_lanes",
 ]  # fmt: skip
 
-#: Offsets are 32 bits wide below this: a step of a grid beyond the end must not overflow.
+#: Arrays below this extent use 32-bit offsets. The margin keeps a grid step beyond the end from overflowing.
 LARGE = 1 << 30
 #: Bytes of the widest access.
 ACCESS = 16
@@ -33,12 +33,12 @@ Extents = tuple[int, int, int]
 
 
 class Launcher(ABC):
-    """Memory, compiled programs and launches of a CUDA device, or of a double of one. All methods are local.
+    """Memory, compiled programs and launches of a CUDA device, or of its test double. All methods are local.
 
     Attributes
     ----------
     units : int
-        Multiprocessors, by which grids are sized.
+        Number of multiprocessors, by which grids are sized.
     """
 
     units: int
@@ -49,18 +49,18 @@ class Launcher(ABC):
 
     @abstractmethod
     def upload(self, array: np.ndarray) -> Any:
-        """Copy of a host array on the device. May synchronize: for build time."""
+        """Return a device copy of a host array. May synchronize, so call it at build time."""
 
     @abstractmethod
     def function(self, program: CudaProgram, name: str) -> Function:
-        """Return a kernel of a program, which is compiled when first asked for."""
+        """Return a kernel of a program. The program is compiled at the first request."""
 
     @abstractmethod
     def bind(self, function: Function, grid: Extents, block: Extents, record: np.ndarray) -> Callable[[], Any]:
-        """Return what enqueues one launch on the current stream and returns at once.
+        """Return a function that enqueues one launch on the current stream and returns at once.
 
-        Everything but the stream is prepared here, so that a call costs the host little more than the driver's own
-        time. The kernel takes the bytes of `record` by value as they are at the call; the caller keeps the array.
+        Everything but the stream is prepared here, so a call takes little more host time than the driver itself. The
+        kernel takes the bytes of `record` by value at the time of the call; the caller keeps the array alive.
         """
 
     @abstractmethod
@@ -68,7 +68,7 @@ class Launcher(ABC):
         """Return one line for the log."""
 
     def blocks(self, per_unit: int) -> int:
-        """Return blocks that keep the device busy, `per_unit` on each multiprocessor."""
+        """Return the number of blocks that keep the device busy, `per_unit` on each multiprocessor."""
         return self.units * per_unit
 
 
@@ -76,17 +76,17 @@ def address(array: Any) -> int:
     """Return the address of an array's first element on its own device; 0 for None."""
     if array is None:
         return 0
-    # Not array.data of a NumPy array: there is no buffer of bfloat16.
+    # Not array.data: NumPy has no buffer protocol for bfloat16.
     if isinstance(array, np.ndarray):
         return int(array.__array_interface__["data"][0])
     return int(array.data.ptr)
 
 
 class CupyLauncher(Launcher):
-    """That of the CUDA device that is current when this is made, by CuPy; kernels go to CuPy's current stream.
+    """Launcher of the CUDA device that is current when this object is made, by CuPy, on CuPy's current stream.
 
-    Programs are compiled by NVRTC when a kernel of theirs is first bound; CuPy keeps the result on disk, so that
-    the next process loads it.
+    NVRTC compiles a program when one of its kernels is first bound. CuPy caches the result on disk, so the next process
+    loads it.
 
     Raises
     ------
@@ -128,8 +128,8 @@ class CupyLauncher(Launcher):
 
     def bind(self, function: Function, grid: Extents, block: Extents, record: np.ndarray) -> Callable[[], None]:
         launch, stream = self._cupy.cuda.driver.launchKernel, self._cupy.cuda.get_current_stream
-        # What cuLaunchKernel calls `kernelParams`: the address of each parameter. CuPy's own way to it asks NumPy to
-        # describe the fields of the record at every launch, 12-15 us.
+        # `kernelParams` of cuLaunchKernel: the address of each parameter. CuPy's own call would inspect the fields of
+        # the record at every launch, which takes 12-15 us.
         parameters = np.array([address(record)], np.uint64)
         pointer, place, extents = int(function.ptr), address(parameters), (*grid, *block)
 
@@ -143,7 +143,7 @@ class CupyLauncher(Launcher):
 
 
 class Launch:
-    """One kernel with its grid and arguments; calling it enqueues it and allocates nothing on the device.
+    """One kernel with its grid and arguments. A call enqueues it and allocates nothing on the device.
 
     Parameters
     ----------
@@ -170,18 +170,18 @@ class Launch:
         self.set(**members)
 
     def set(self, **members: Any) -> None:
-        """Change arguments of the launches to come."""
+        """Change arguments of later launches."""
         for name, value in members.items():
             self._kept[name] = value
             self._record[name] = _number(value)
 
     @property
     def blocks(self) -> int:
-        """Blocks of the grid."""
+        """Number of blocks of the grid."""
         return math.prod(self._grid)
 
     def keep(self, arrays: Any) -> None:
-        """Keep alive what the arguments refer to indirectly."""
+        """Keep alive the arrays that the arguments refer to indirectly."""
         self._kept["kept"] = arrays
 
     def __call__(self) -> None:
@@ -196,7 +196,7 @@ def _three(extents: Sequence[int]) -> tuple[int, int, int]:
 
 
 def _number(value: Any) -> Any:
-    """Return what a record holds for an argument."""
+    """Return the value that a record stores for an argument."""
     if value is None or hasattr(value, "shape"):
         return address(value)
     if isinstance(value, list | tuple):
@@ -210,29 +210,30 @@ def is_float(array: Any) -> bool:
 
 
 def is_large(*arrays: Any) -> bool:
-    """Return whether offsets into these arrays need 64 bits."""
+    """Return whether offsets into any of the arrays need 64 bits."""
     return max((_extent(a) for a in arrays if a is not None), default=0) >= LARGE
 
 
 def _extent(array: Any) -> int:
-    """Return elements from the first to the last of a strided array."""
+    """Return the number of elements from the first to the last of a strided array."""
     return 1 + sum((n - 1) * abs(s) for n, s in zip(array.shape, array.strides)) // np.dtype(array.dtype).itemsize
 
 
 def scalar_program(source: str, *arrays: Any, activation: FusedActivation | None = None) -> CudaProgram:
-    """Return the program for the dtype of the first array, with offsets for all of them."""
+    """Return the program for the dtype of the first array, with offsets wide enough for all arrays."""
     given = [a for a in arrays if a is not None]
     return CudaProgram(source, (dtype_name(given[0]),), is_large(*given), activation.kind if activation else None)
 
 
 def alpha_of(activation: FusedActivation | None) -> float:
-    """Parameter of an activation, or of none."""
+    """Return the parameter of an activation; 0 without activation."""
     return activation.alpha if activation else 0.0
 
 
 def vector_lanes(extent: int, *arrays: Any, lanes: int | None = None) -> int:
-    """Return elements per access: `lanes` (default: 16 bytes' worth) if `extent` and all addresses are multiples, else
-    1.
+    """Return the elements per access: `lanes` (default: 16 bytes' worth) if alignment permits, else 1.
+
+    Alignment permits it if `extent` and all addresses are multiples of `lanes` elements.
     """
     given = [a for a in arrays if a is not None]
     if lanes is None:
@@ -242,25 +243,25 @@ def vector_lanes(extent: int, *arrays: Any, lanes: int | None = None) -> int:
 
 
 def items_grid(launcher: Launcher, items: int, per_unit: int = 16) -> tuple[int]:
-    """Return blocks for a loop over items: enough to keep the device busy, no more than there is work."""
+    """Return the grid of a loop over items: enough blocks to keep the device busy, and no more than there are items."""
     return (max(1, min(math.ceil(items / THREADS), launcher.blocks(per_unit))),)
 
 
 def power_of_two(least: int, most: int) -> int:
-    """Return the smallest power of two that is at least `least`, at most `most`."""
+    """Return the smallest power of two that is at least `least`, limited to `most`."""
     return min(most, 1 << max(0, least - 1).bit_length())
 
 
 def sequence(impl: str, *launches: Launch, workspace_bytes: int = 0) -> Kernel:
-    """Return a kernel of several launches in this order."""
+    """Return a kernel that runs several launches in this order."""
     return Kernel(run_all(launches), f"cuda:{impl}", workspace_bytes)
 
 
 def accumulator(dtype: str) -> np.dtype:
-    """Return the dtype that arithmetic on `dtype` is done in (`A` in the sources)."""
+    """Return the dtype of the arithmetic on `dtype` (`A` in the sources)."""
     return np.dtype(np.float64 if ELEMENTS[dtype] == "double" else np.float32)
 
 
 def suffix(lanes: int) -> str:
-    """Ending of the name of a kernel that takes elements one by one, or several at once."""
+    """Return the suffix of a kernel's name: ``"1"`` for one element per access, ``"v"`` for several."""
     return "1" if lanes == 1 else "v"

@@ -1,4 +1,4 @@
-"""Losses: scalar and gradient in one pass, the scalar left on the device."""
+"""CUDA losses: scalar and gradient in one pass; the scalar stays on the device."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ __all__ = ["CudaLosses"]
 
 
 class CudaLoss(ScratchKernel, LossKernel):
-    """A kernel that writes a loss of which not all samples count.
+    """A loss kernel that can leave out samples.
 
     Parameters
     ----------
     rows
-        Positions of one sample.
+        Positions per sample.
     divisor
-        By which every scale is divided (elements per position).
+        Number by which every scale is divided (elements per position).
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class CudaLoss(ScratchKernel, LossKernel):
 
 
 class CudaLosses(Losses):
-    """By our own kernels: scalar and gradient in one pass, the scalar left on the device."""
+    """Loss kernels in CUDA."""
 
     launcher: Launcher
     scratch: Scratch
@@ -83,7 +83,7 @@ class CudaLosses(Losses):
         return self._elementwise("mean_squared_error", arrays, None)
 
     def _elementwise(self, name: str, arrays: LossArrays, weights: Any) -> LossKernel:
-        """Return means over channels; `weights`: of the positive class."""
+        """Return a loss that averages over channels; `weights` belong to the positive class."""
         a, channels = arrays, arrays.x.shape[-1]
         members = {**_members(a), "channels": channels, "rows": a.x.size // channels}
         members.update(target_code=CODES[dtype_name(a.target)], weights=self._weights(weights, channels))
@@ -102,7 +102,7 @@ class CudaLosses(Losses):
         }
 
     def _weights(self, weights: Any, channels: int) -> Any:
-        """Return one float64 number per channel on the device, or None."""
+        """Return one float64 weight per channel on the device, or None."""
         if weights is None:
             return None
         return self.launcher.upload(np.ascontiguousarray(np.broadcast_to(np.asarray(weights, np.float64), (channels,))))
@@ -117,7 +117,7 @@ class CudaLosses(Losses):
         items: int,
         divisor: int = 1,
     ) -> LossKernel:
-        """`items`: what the threads of a block are spread over, `block[1]` (or all threads of it) at a time."""
+        """Return a loss kernel. The threads of a block share `items`: `block[1]` at a time, or one per thread."""
         per_block = block[1] if block[1] > 1 else THREADS
         blocks = max(1, min(math.ceil(items / per_block), self.launcher.blocks(8)))
         first = Launch(self.launcher, program, name, (blocks,), block, **members)
@@ -131,7 +131,7 @@ def _members(arrays: LossArrays) -> dict[str, Any]:
 
 
 def _factors(arrays: LossArrays) -> dict[str, Any]:
-    """Return the weights of positions or elements, as the kernels read them."""
+    """Return the weights of positions or elements as members of the kernel's struct."""
     weights = arrays.weights
     if weights is None:
         return {}

@@ -1,4 +1,4 @@
-"""Batch norm, norms of single samples by the same kernels with a leading sample axis, and norms over channels."""
+"""CUDA norms: batch norm, per-sample norms (the same kernels with a leading sample axis), and norms over channels."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ __all__ = ["CudaNorms"]
 
 @dataclass(frozen=True)
 class Norm:
-    """One norm.
+    """Launches of one norm.
 
     Attributes
     ----------
     a
-        Its x, y, dy, dx are (batch, rows, channels) in memory; gamma and beta ``(channels,)``, mean and var
+        Arguments. x, y, dy, dx are (batch, rows, channels) in memory; gamma and beta ``(channels,)``, mean and var
         ``(batch, channels)``, sums and means float64 ``(batch, 2, channels)``.
     premultiplied
-        The means are of ``gamma * dy'``, as group norm has them.
+        Whether the means are of ``gamma * dy'``, as in group norm.
     """
 
     launcher: Launcher
@@ -55,7 +55,7 @@ class Norm:
 
     @property
     def rows(self) -> int:
-        """Elements of a channel that share statistics."""
+        """Number of elements of a channel that share statistics."""
         return self.a.rows // self.batch
 
     def _grid(self, *arrays: Any, per_unit: int) -> ColumnsGrid:
@@ -64,7 +64,7 @@ class Norm:
     def _launch(
         self, name: str, grid: ColumnsGrid, finish: bool = False, fused: bool = False, **members: Any
     ) -> Launch:
-        """`fused`: with the activation."""
+        """Return a launch of the kernel `name`; `fused` applies the activation in it."""
         a = self.a
         vectors = {"gamma": a.gamma, "beta": a.beta, "mean": a.mean, "var": a.var}
         given = {
@@ -86,7 +86,9 @@ class Norm:
         return with_partial(self.scratch, grid, "norm statistics", *launches, *then)
 
     def _forward(self) -> Launch:
-        """With mean and variance from `sums` where these are known by then: one launch less."""
+        """Return the forward launch. It derives mean and variance from `sums` if these are complete, which saves a
+        launch.
+        """
         a, t = self.a, self.a.training
         name = "forward" if a.residual is None else "residual_forward"
         grid = self._grid(a.x, a.y, a.residual, per_unit=8)
@@ -108,7 +110,8 @@ class Norm:
         return with_partial(self.scratch, grid, "norm gradient sums", sums, finish, *then)
 
     def _gradient_data(self) -> Launch:
-        """With the means that are given, or those that follow from the sums; of dy', where that was kept."""
+        """Return the launch that writes `dx`, from the given means or from the sums, and from dy' if that was stored.
+        """
         a, members = self.a, dict[str, Any]()
         if a.dresidual is not None:
             members.update(dy=a.dresidual)
@@ -120,7 +123,8 @@ class Norm:
         return self._launch("gradient_data", self._grid(a.x, dy, a.dx, per_unit=8), fused=fused, **members)
 
     def kernels(self) -> BatchNormKernels:
-        """Return all four; statistics and their corrections leave the process between them, unless they are local."""
+        """Return the four kernels. Unless statistics are local, the caller reduces them between processes in between.
+        """
         if self.a.local:
             return self._local_kernels()
         statistics = self._statistics()
@@ -131,7 +135,7 @@ class Norm:
         return BatchNormKernels(statistics, forward, self._gradient_sums(), data)
 
     def _local_kernels(self) -> BatchNormKernels:
-        """Make kernels whose statistics are those of `x` alone, without sums in between."""
+        """Return the kernels for statistics of `x` alone, without intermediate sums."""
         forward = self._statistics(self._forward())
         if self.a.dx is None:
             return BatchNormKernels(idle(), forward, None, None)
@@ -139,7 +143,7 @@ class Norm:
 
 
 def _launch(launcher: Launcher, name: str, items: int, data: Any, **members: Any) -> Kernel:
-    """`data`: an array of the dtype that per-channel vectors have if they are not float32."""
+    """Return a kernel of one launch over `items`. Per-channel vectors that are not float32 have the dtype of `data`."""
     if items == 0:
         return idle()
     program = CudaProgram("norm", (dtype_name(data) if data is not None else "float32",))
@@ -147,7 +151,9 @@ def _launch(launcher: Launcher, name: str, items: int, data: Any, **members: Any
 
 
 def group_totals(launcher: Launcher, sums: Any, totals: Any, gamma: Any, scale: float) -> Kernel:
-    """``totals[n, q, g] = scale * sum over channels c of group g of sums[n, q, c] * gamma[c]``, in float64."""
+    """Return a kernel for ``totals[n, q, g] = scale * sum over channels c of group g of sums[n, q, c] * gamma[c]``, in
+    float64.
+    """
     batch, _, channels = sums.shape
     given = {"sums": sums, "totals": totals, "gamma": gamma, "gamma_float": is_float(gamma), "scale": scale}
     given.update(batch=batch, channels=channels, groups=totals.shape[-1])
@@ -155,7 +161,9 @@ def group_totals(launcher: Launcher, sums: Any, totals: Any, gamma: Any, scale: 
 
 
 def group_moments(launcher: Launcher, totals: Any, mean: Any, var: Any, scale: float) -> Kernel:
-    """mean and biased variance ``(N, C)`` from ``scale * totals = [E x, E x^2]``, float64 ``(N, 2, G)``."""
+    """Return a kernel for mean and biased variance ``(N, C)`` from ``scale * totals = [E x, E x^2]``, float64 ``(N, 2,
+    G)``.
+    """
     batch, channels = mean.shape
     given = {"totals": totals, "mean": mean, "var": var, "mean_float": is_float(mean), "var_float": is_float(var)}
     given.update(batch=batch, channels=channels, groups=totals.shape[-1], scale=scale)
@@ -163,14 +171,14 @@ def group_moments(launcher: Launcher, totals: Any, mean: Any, var: Any, scale: f
 
 
 def group_spread(launcher: Launcher, totals: Any, means: Any) -> Kernel:
-    """``means[n, q, c] = totals[n, q, group of c]``, in float64."""
+    """Return a kernel for ``means[n, q, c] = totals[n, q, group of c]``, in float64."""
     batch, _, channels = means.shape
     given = {"totals": totals, "means": means, "batch": batch, "channels": channels, "groups": totals.shape[-1]}
     return _launch(launcher, "group_spread", means.size, None, **given)
 
 
 def sum_samples(launcher: Launcher, sums: Any, first: Any, second: Any) -> Kernel:
-    """``first = sum over samples of sums[:, 0]``, ``second`` of ``sums[:, 1]``; ``(C,)``."""
+    """Return a kernel for ``first = sum over samples of sums[:, 0]`` and ``second`` of ``sums[:, 1]``; ``(C,)``."""
     batch, _, channels = sums.shape
     given = {"sums": sums, "first": first, "second": second, "batch": batch, "channels": channels}
     given.update(first_float=is_float(first), second_float=is_float(second), groups=1)
@@ -178,10 +186,11 @@ def sum_samples(launcher: Launcher, sums: Any, first: Any, second: Any) -> Kerne
 
 
 class CudaGroupNorm(GroupNormKernels):
-    """All samples at once; every part is one launch or two, whatever their number, and the host waits for none.
+    """Group norm of all samples at once. Each part is one or two launches for any number of samples, without a host
+    wait.
 
-    Variances come of sums in float64 without looking whether they cancel: for float32 and 16 bits, where that costs
-    digits if ``mean^2 / var`` exceeds 5e8. In float64, which is for proofs, they are always taken about the means.
+    Variances in float32 and 16 bits come from float64 sums of squares; this loses digits if ``mean^2 / var`` exceeds
+    5e8. In float64, which serves as the reference, variances are always taken about the means.
     """
 
     def __init__(self, launcher: Launcher, scratch: Scratch, device: Device, arrays: GroupNormArrays) -> None:
@@ -226,7 +235,7 @@ class CudaGroupNorm(GroupNormKernels):
 
 
 class CudaNorms(Norms):
-    """By our own kernels."""
+    """Norm kernels in CUDA."""
 
     launcher: Launcher
     scratch: Scratch

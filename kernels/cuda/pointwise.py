@@ -1,4 +1,4 @@
-"""Activations, sums of arrays, pooling, resizing by tables per axis, and dropout by global indices."""
+"""CUDA kernels of activations, sums of arrays, pooling, resizing by tables per axis, and dropout by global indices."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from .sources import CudaProgram
 
 __all__ = ["CudaPointwise", "readers"]
 
-#: Arrays that one launch adds up.
+#: Largest number of arrays that one launch adds.
 TERMS = 12
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
 class CudaPointwise(Pointwise):
-    """By our own kernels."""
+    """Pointwise, pooling and resize kernels in CUDA."""
 
     launcher: Launcher
 
@@ -43,7 +43,7 @@ class CudaPointwise(Pointwise):
         )
 
     def _add(self, xs: list[Any], y: Any, activation: FusedActivation | None) -> Kernel:
-        # What is stored in y goes first: later launches find a partial sum there.
+        # Terms that share memory with y come first: later launches find a partial sum there.
         terms = sorted(xs, key=lambda x: not same_elements(x, y))
         if sum(same_elements(x, y) for x in terms) > TERMS:
             raise KernelError(f"add: expected the output at most {TERMS} times among the terms, got more; scale it")
@@ -59,7 +59,7 @@ class CudaPointwise(Pointwise):
             terms.insert(0, y)
 
     def _max_pool(self, x: Any, y: Any, dy: Any, dx: Any, geometry: Geometry) -> tuple[Kernel, Kernel | None]:
-        """Backward gathers by the remembered positions, one or four bytes per output."""
+        """Build max pooling. Backward gathers by the stored positions, one or four bytes per output."""
         members = _members(x, y, dy, dx, geometry)
         kept = 0
         if dx is not None:
@@ -76,7 +76,7 @@ class CudaPointwise(Pointwise):
         return _pair(self.launcher, "average", (x, y, dy, dx), members, 0)
 
     def _resize(self, x: Any, y: Any, dy: Any, dx: Any, axes: Sequence[Resampled]) -> tuple[Kernel, Kernel | None]:
-        """By tables per axis, all axes in one launch; the missing ones of three resample one position."""
+        """Build a resize by tables per axis, all axes in one launch. Missing axes (of three) have one position."""
         trivial = (np.zeros(1, np.int32), np.ones((1, 1)))
         tables = [*(trivial,) * (3 - len(axes)), *(axis.table() for axis in axes)]
         inputs, outputs = three(x.shape[1:-1], 1), three(y.shape[1:-1], 1)
@@ -92,7 +92,7 @@ class CudaPointwise(Pointwise):
         return _pair(self.launcher, "resize", (x, y, dy, dx), members, kept)
 
     def _dropout(self, x: Any, y: Any, dy: Any, dx: Any, mask: DropoutMask) -> tuple[Kernel, Kernel | None]:
-        """Backward draws the mask again."""
+        """Build dropout. Backward draws the mask again."""
         if len(x.shape) > AXES:
             raise KernelError(f"dropout: expected at most {AXES} axes, got {len(x.shape)}; join some")
         return self._dropped(x, y, mask), None if dx is None else self._dropped(dy, dx, mask)
@@ -115,7 +115,7 @@ class CudaPointwise(Pointwise):
 
 
 def _axes(joined: Joined, **strides: Sequence[int]) -> dict[str, Any]:
-    """Return members that describe the joined axes."""
+    """Return the struct members that describe the joined axes."""
     found: dict[str, Any] = {f"{name}_strides": joined.padded(s, 0) for name, s in strides.items()}
     return {**found, "shape": joined.padded(joined.shape, 1), "axes": joined.axes, "items": joined.items}
 
@@ -152,7 +152,7 @@ def _one_sum(
 
 
 def three(values: Any, fill: int) -> tuple[int, ...]:
-    """Return the numbers of up to three axes as of three, the missing ones in front."""
+    """Return up to three numbers, one per axis, as three; missing leading axes get `fill`."""
     return (*(fill,) * (3 - len(values)), *(int(v) for v in values))
 
 
@@ -192,7 +192,8 @@ def _pair(
 
 
 def readers(first: Any, weights: Any, inputs: int) -> Any:
-    """Per input the outputs ``[start, stop)`` among which all its readers are, int32 ``(inputs, 2)``.
+    """Return, for each input, the range of outputs ``[start, stop)`` that contains all its readers, int32 ``(inputs,
+    2)``.
 
     >>> readers(np.array([0, 0, 1]), np.array([[1, 0], [0.5, 0.5], [1, 0]]), 3).tolist()
     [[0, 2], [1, 3], [0, 0]]

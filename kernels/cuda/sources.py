@@ -1,7 +1,7 @@
-"""The CUDA C++ sources as text: programs, their kernels, and the layout of the struct that each kernel takes.
+"""CUDA C++ sources as text: programs, their kernels, and the layout of the struct that each kernel takes.
 
-The struct in the source is the one declaration of a kernel's arguments. All its members are 8 bytes long, so a
-NumPy record of the same members has the same layout.
+The struct in the source is the only declaration of a kernel's arguments. All its members are 8 bytes long, so a NumPy
+record of the same members has the same layout.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FOLDER = Path(__file__).parent / "src"
 
 #: C++ type of each dtype of data.
 ELEMENTS = {"float32": "float", "float64": "double", "float16": "Half", "bfloat16": "Bfloat16"}
-#: What ``number_at`` in common.cuh calls the dtypes of targets.
+#: Codes of the target dtypes in ``number_at`` of common.cuh.
 CODES = {
     "float32": 0,
     "float64": 1,
@@ -51,10 +51,10 @@ CODES = {
     "int64": 10,
     "uint64": 11,
 }
-#: Type of an offset, by whether arrays are large.
+#: Offset type of small (False) and large (True) arrays.
 INDEX = {False: "int", True: "int64"}
 
-#: Numbers of float32 below 1.2e-38 are read and written as zero. CuPy lets no module do without it.
+#: Flush float32 denormals (below 1.2e-38) to zero. CuPy adds this option to every module.
 ADDED = ("-ftz=true",)
 
 _INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
@@ -66,24 +66,24 @@ _NUMBERS = {"int64": np.int64, "uint64": np.uint64, "double": np.float64}
 
 
 def dtype_name(array: Any) -> str:
-    """Return the name of the dtype of an array, or of a dtype: ``"float32"``, ``"bfloat16"``."""
+    """Return the dtype name of an array or of a dtype: ``"float32"``, ``"bfloat16"``."""
     return str(np.dtype(getattr(array, "dtype", array)).name)
 
 
 @dataclass(frozen=True)
 class CudaProgram:
-    """A source compiled for certain element types.
+    """A source compiled for given element types.
 
     Parameters
     ----------
     source
         Name of a file without ``.cu``.
     dtypes
-        Of ``SCALAR``, ``SECOND`` and ``THIRD``, as many as the source uses.
+        Types for the macros ``SCALAR``, ``SECOND`` and ``THIRD``, as many as the source uses.
     large
         Whether offsets need 64 bits.
     activation
-        Kind of the activation in its kernels, None: none.
+        Kind of the fused activation, or None.
     """
 
     source: str
@@ -107,7 +107,7 @@ class CudaProgram:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """Options for NVRTC besides the architecture and :data:`ADDED`, which CuPy appends to those of every module.
+        """NVRTC options, without the architecture and without :data:`ADDED`, which CuPy appends to every module.
 
         No other fast math: NaN and rounding are part of the contract.
         """
@@ -115,7 +115,7 @@ class CudaProgram:
 
     @property
     def text(self) -> str:
-        """The source with its includes in place."""
+        """The source with its includes expanded."""
         return text_of(self.source)
 
     def __str__(self) -> str:
@@ -125,7 +125,7 @@ class CudaProgram:
 
 @cache
 def text_of(source: str) -> str:
-    """Return a source with its includes in place, each once."""
+    """Return a source with its includes expanded, each once."""
     return _expand((FOLDER / f"{source}.cu").read_text(encoding="utf-8"), set())
 
 
@@ -143,7 +143,7 @@ def _expand(text: str, seen: set[str]) -> str:
 
 @cache
 def kernels_of(source: str) -> Mapping[str, str]:
-    """Return the kernels of a source: name and the struct that each takes."""
+    """Return the kernels of a source: the struct that each kernel takes, by the kernel's name."""
     return dict(_KERNEL.findall(text_of(source)))
 
 
@@ -154,7 +154,7 @@ def record_of(source: str, struct: str) -> np.dtype:
     Raises
     ------
     AssertionError
-        If a member is not of the types that are 8 bytes long.
+        If a member's type is not 8 bytes long.
     """
     text = text_of(source)
     sizes = {name: int(value) for name, value in _DEFINE.findall(text)}
@@ -175,7 +175,7 @@ def record_of(source: str, struct: str) -> np.dtype:
     return np.dtype(fields)
 
 
-#: Sources and the number of dtypes that each is compiled for.
+#: Number of dtypes that each source is compiled for.
 PROGRAMS = {
     "boxes": 1,
     "boxes_add": 1,

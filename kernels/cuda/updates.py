@@ -1,4 +1,4 @@
-"""Updates of flat buckets of parameters, one launch each; sums of whole arrays, and scaling of the loss."""
+"""CUDA updates of flat parameter buckets, one launch each; sums of whole arrays; loss scaling."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _CHUNKS = 256
 
 
 class CudaUpdates(Updates):
-    """By our own kernels; all numbers that change from step to step lie on the device."""
+    """Update kernels in CUDA. Per-step scalars are kept in device memory."""
 
     launcher: Launcher
     scratch: Scratch
@@ -52,7 +52,7 @@ class CudaUpdates(Updates):
         return self._update("average", arrays)
 
     def _update(self, rule: str, arrays: UpdateArrays, **members: Any) -> Kernel:
-        """See optimizer.cu for the members."""
+        """Build an update; see optimizer.cu for the members."""
         a = arrays
         lanes = min(vector_lanes(4, array, lanes=4) for array in (a.p, a.g, a.copy, *a.state) if array is not None)
         given = {**_members(a), **self._decays(a.p.size, a.decays), **members}
@@ -60,7 +60,7 @@ class CudaUpdates(Updates):
         return sequence(rule, Launch(self.launcher, _program(a), f"{rule}_{lanes}", grid, **given))
 
     def _decays(self, count: int, decays: Sequence[tuple[int, int, bool]]) -> dict[str, Any]:
-        """Return which of `count` elements have weight decay: the leading ones, or those of a mask."""
+        """Return the members for weight decay of `count` elements: a number of leading elements, or a mask."""
         flags = np.zeros(-(-count // 4) * 4, np.uint8)
         for start, stop, decayed in decays:
             flags[start:stop] = bool(decayed)
@@ -91,7 +91,7 @@ class CudaUpdates(Updates):
 
     # ------------------------------------------------------------------ norms and scales
     def _sum_of_squares(self, terms: Sequence[tuple[Any, int]], out: Any) -> Kernel:
-        """Return a launch per array, which leaves partial sums, and one that adds them up."""
+        """Build a sum of squares: one launch per array for partial sums, and one that adds them."""
         joined = _joined(terms)
         if not joined:
             return Kernel(lambda: out.fill(0), "empty")
@@ -137,7 +137,7 @@ class CudaUpdates(Updates):
 
 
 def _members(a: UpdateArrays) -> dict[str, Any]:
-    """Return the arrays as the kernels name them: `v` is the momentum, or the first moment, `m` the second."""
+    """Return the arrays as struct members: `v` is the momentum or the first moment, `m` the second moment."""
     v, m = (*a.state, None, None)[:2]
     given = {"p": a.p, "g": a.g, "v": v, "m": m, "scalars": a.scalars, "copy": a.copy, "skip": a.skip}
     return {**given, "count": a.p.size}
@@ -149,14 +149,12 @@ def _program(a: UpdateArrays) -> CudaProgram:
 
 
 def _reads(x: Any) -> str:
-    """Return the kernels have a tail of their own: only the address must be aligned."""
+    """Return the suffix of a kernel for reading `x`. Only the address must be aligned: the kernels handle the tail."""
     return suffix(vector_lanes(0, x))
 
 
 def _joined(terms: Sequence[tuple[Any, int]]) -> list[tuple[Any, int, int]]:
-    """Return the arrays of one dtype and divisor that lie one behind the other as one: ``(first array, size,
-    divisor)``.
-    """
+    """Join arrays of one dtype and divisor that are adjacent in memory: ``(first array, size, divisor)``."""
     found: list[tuple[Any, int, int]] = []
     for array, divisor in terms:
         if found:

@@ -38,27 +38,27 @@ class CudnnBackend(CudaKernels):
     Parameters
     ----------
     threads
-        Of host code; kernels on the GPU take none.
+        Number of host threads; kernels on the GPU do not use them.
     autotune
-        Whether convolutions are chosen among cuDNN's plans by measurement when they are built, some of each engine.
-        What was found is kept on disk.
+        Whether to choose the plan of each convolution by measurement when the kernel is built, from several plans per
+        engine. The results are stored on disk.
     precision
-        Of float32, see :class:`Arithmetic`.
+        Precision of float32 products, see :class:`Arithmetic`.
     deterministic
         Whether two runs must agree in every bit.
     device
         Number of the GPU among those visible.
     workspace_limit
-        Largest workspace of one convolution [B], None for any.
+        Largest workspace of one convolution [B]; None: no limit.
     store
-        File in which plans are kept, by default ``cudnn_plans.jsonl`` in $HALOGRAD_CACHE or ~/.cache/halograd.
+        File that stores the plans, by default ``cudnn_plans.jsonl`` in $HALOGRAD_CACHE or ~/.cache/halograd.
     runtime
-        Device and libraries; by default those that are found.
+        Device and libraries; by default the installed ones.
 
     Attributes
     ----------
     device : Device
-        The GPU, with its streams; lists of copies between its arrays are one launch.
+        The GPU, with its streams. A list of copies between its arrays is one launch.
     device_name : str
         Model of the GPU.
     arithmetic : Arithmetic
@@ -66,7 +66,7 @@ class CudnnBackend(CudaKernels):
     Raises
     ------
     KernelError
-        If CuPy, cuDNN or a device is missing or of a version that was not examined, or the options exclude each other.
+        If CuPy, cuDNN or a device is missing, has an untested version, or the options exclude each other.
     """
 
     name: ClassVar[str] = "cudnn"
@@ -85,8 +85,8 @@ class CudnnBackend(CudaKernels):
         self.arithmetic = Arithmetic(precision, deterministic)
         if deterministic and autotune:
             raise KernelError(
-                "cudnn: expected no autotune in deterministic mode, got both; which plan is the fastest differs from "
-                "run to run, and sums with it: give up one of them"
+                "cudnn: expected autotune or deterministic mode, got both; the fastest plan, and with it the order of "
+                "sums, differs from run to run: switch one of them off"
             )
         self.threads = threads
         self.runtime = Runtime.find(device) if runtime is None else runtime
@@ -101,7 +101,7 @@ class CudnnBackend(CudaKernels):
         self.xp, self.launcher, self.device = runtime.cupy, runtime.boxes.launcher, runtime.device
         self.scratch = Scratch(self.launcher.empty)
         self.device_name = runtime.name
-        # With all that times depend on: they are kept under it.
+        # The measured times depend on all of this, so the store files them under it.
         mode = ", deterministic" if self.arithmetic.deterministic else ""
         libraries = f"{runtime.frontend.cudnn_version} (frontend {runtime.frontend.version})"
         self.version = f"{libraries}, float32 {self.arithmetic.precision}{mode}"
@@ -124,7 +124,7 @@ class CudnnBackend(CudaKernels):
         )
 
     def _check_capability(self) -> None:
-        """Tensor cores that take bfloat16 and TF32 came with compute capability 8.0."""
+        """Check the compute capability: TF32 and bfloat16 need tensor cores of 8.0 or later."""
         major, minor = self.runtime.capability
         new = (major, minor) >= _AMPERE
         if not new and self.arithmetic.precision == "tf32":
@@ -165,17 +165,24 @@ class CudnnBackend(CudaKernels):
         return self.arithmetic.describe(dtype)
 
     def autotuned(self) -> dict[Any, dict[str, float]]:
-        """Per convolution the times of the plans compared [s], the chosen one first."""
+        """Return, for each convolution that was tuned, the times of the compared plans [s], the chosen plan first."""
         return {(key.direction, key.describe()): times for key, times in self._engine.plans.found.items()}
 
     # ------------------------------------------------------------------ convolution
     def _check_conv_dtypes(self, what: str, x: Any, y: Any, w: Any, b: Any) -> None:
-        """Beside images of 16 bits the weights, the bias and their gradients may be float32: converted at each call."""
+        """Check the dtypes of a convolution.
+
+        With images of 16 bits, the weights, the bias and their gradients may be float32; they are converted at each
+        call.
+        """
         checks.check_dtypes(what, self.conv_dtypes, self.dtype_remedy, input=x, output=y)
         self._check_beside(what, x, w, b)
 
     def _check_dense_gradients(self, what: str, x: Any, dy: Any, dw: Any, db: Any) -> None:
-        """Gradients may be float32 beside activations of 16 bits: cuBLAS writes what it has summed up."""
+        """Check the dtypes of the gradients of a dense layer.
+
+        With activations of 16 bits, the gradients may be float32: cuBLAS writes its float32 sums.
+        """
         checks.check_dtypes(what, self.dtypes, self.dtype_remedy, x=x, dy=dy)
         self._check_beside(what, x, dw, db)
 
@@ -196,7 +203,7 @@ class CudnnBackend(CudaKernels):
     def _conv_forward(
         self, x: Any, w: Any, b: Any, y: Any, geometry: Geometry, activation: FusedActivation | None
     ) -> Kernel:
-        """Return a kernel whose plan contains a ReLU; other activations are kernels after it."""
+        """Return a convolution kernel. Its cuDNN plan contains a ReLU; any other activation is a second kernel."""
         relu = activation is not None and activation.kind == "relu"
         made = conv.forward(self._engine, x, w, b, y, geometry, relu)
         return made if relu else self.activated(made, y, activation)

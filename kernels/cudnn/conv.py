@@ -1,4 +1,4 @@
-"""Kernels of convolutions: a plan, a table of addresses, and copies where an array does not suit cuDNN."""
+"""Convolution kernels: a cuDNN plan, a table of addresses, and copies of arrays that cuDNN cannot take directly."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ __all__ = ["ConvSettings", "backward_data", "backward_filter", "forward", "outsi
 
 @dataclass
 class ConvSettings:
-    """What the convolutions of one backend share.
+    """Settings shared by all convolutions of a backend.
 
     Attributes
     ----------
     boxes
         Copies and fills of views.
     empty
-        Gives a packed device array of a shape and dtype, aligned to 256 B.
+        Returns a packed device array of a shape and dtype, aligned to 256 B.
     kernel_bytes
-        What open kernels hold for themselves [B].
+        Memory that open kernels hold for themselves [B].
     """
 
     plans: Plans
@@ -55,12 +55,12 @@ class ConvSettings:
 
 
 class _Operands:
-    """The arrays of one kernel as cuDNN may be given them.
+    """The arrays of one kernel in the form that cuDNN requires.
 
-    All have the dtype of the images and an address divisible by 16. Weights in float32 beside arrays of 16 bits are
-    converted at every call, gradients of them back; an array that begins elsewhere (rows of a block whose rows are
-    not multiples of 16 B) is copied. Where the image has more channels in memory than it counts, weights and their
-    gradients are given as many, zeros in front of zeros.
+    All have the dtype of the images and an address divisible by 16. With 16-bit images, float32 weights are converted
+    at every call, and their gradients are converted back. An array at another address (rows of a block whose size is
+    not a multiple of 16 B) is copied. If the image is padded with zero channels in memory, weights and their gradients
+    get the same number of channels, zero for the added ones.
     """
 
     def __init__(self, engine: ConvSettings, dtype: Any) -> None:
@@ -72,7 +72,7 @@ class _Operands:
         self.nbytes = 0
 
     def image(self, uid: int, array: Any) -> int:
-        """Return an input that may have more channels in memory; their number."""
+        """Add an input that may have more channels in memory than it counts. Return the number in memory."""
         room = channels_in_memory(array)
         if room is None or array.data.ptr % ALIGNMENT:
             self.input(uid, array)
@@ -93,13 +93,16 @@ class _Operands:
         self._enter(uid, suited)
 
     def zeros(self, uid: int, shape: Sequence[int]) -> None:
-        """An input of zeros."""
+        """Add an input of zeros."""
         array = self._own(shape)
         array.fill(0)
         self._enter(uid, array)
 
     def _suited(self, array: Any, channels: int | None) -> tuple[Any, Any]:
-        """Return the array or one of its own for it, of so many channels, and the part of that which stands for it."""
+        """Return an array with `channels` channels that cuDNN can take, and the part of it that holds `array`.
+
+        This is `array` itself if possible, else a new array.
+        """
         *outer, count = array.shape
         aligned, wanted = array.data.ptr % ALIGNMENT == 0, channels or count
         if aligned and np.dtype(array.dtype) == self._dtype and wanted == count:
@@ -124,7 +127,7 @@ class _Operands:
 
 
 def outside(array: Any, part: Sequence[int]) -> list[Any]:
-    """Return the views of what lies outside the leading part, of spatial extents `part`, corners once."""
+    """Return views that cover all elements outside the leading part of spatial extents `part`, each element once."""
     rest = []
     at: list[slice] = [slice(None)]
     for n, inner in zip(array.shape[1:-1], part):
@@ -135,7 +138,7 @@ def outside(array: Any, part: Sequence[int]) -> list[Any]:
 
 
 def forward(engine: ConvSettings, x: Any, w: Any, b: Any, y: Any, geometry: Geometry, relu: bool) -> Kernel:
-    """``y = conv(x, w) + b``, with a ReLU or without, by one plan."""
+    """Return a kernel for ``y = conv(x, w) + b``, with or without ReLU, in one plan."""
     operands = _Operands(engine, x.dtype)
     channels = operands.image(X, x)
     operands.input(W, w, _of_group(channels, geometry))
@@ -149,7 +152,7 @@ def forward(engine: ConvSettings, x: Any, w: Any, b: Any, y: Any, geometry: Geom
 
 
 def backward_data(engine: ConvSettings, dy: Any, w: Any, dx: Any, geometry: Geometry) -> Kernel:
-    """``dx`` by one plan; rows that no output reads are zeroed."""
+    """Return a kernel for ``dx`` in one plan. Rows that no output reads become zero."""
     operands = _Operands(engine, dx.dtype)
     operands.input(Y, dy)
     operands.input(W, w)
@@ -162,7 +165,7 @@ def backward_data(engine: ConvSettings, dy: Any, w: Any, dx: Any, geometry: Geom
 
 
 def backward_filter(engine: ConvSettings, x: Any, dy: Any, dw: Any, geometry: Geometry) -> Kernel:
-    """``dw`` by one plan."""
+    """Return a kernel for ``dw`` in one plan."""
     operands = _Operands(engine, x.dtype)
     channels = operands.image(X, x)
     operands.input(Y, dy)
@@ -175,7 +178,8 @@ def _of_group(channels: int, geometry: Geometry) -> int:
 
 
 def _shapes(x: Any, w: Any, y: Any, channels: int, geometry: Geometry) -> Shapes:
-    """Return the convolution of an image with so many channels in memory, and weights for all of them."""
+    """Return the shapes of a convolution whose image has `channels` channels in memory, with weights for all of them.
+    """
     weights = (*w.shape[:-1], _of_group(channels, geometry))
     return Shapes.of((*x.shape[:-1], channels), weights, y.shape, geometry)
 
@@ -189,7 +193,7 @@ def _kernel(
     plan = engine.plans.get(key, table)
     handles, workspaces, arrays = engine.handles, engine.workspaces, operands.arrays
 
-    def run(keep: Any = arrays) -> None:  # the table holds addresses only
+    def run(keep: Any = arrays) -> None:  # the table holds addresses only, so keep the arrays alive
         handle, stream = handles.current()
         plan.run(table, handle, stream, workspaces)
 

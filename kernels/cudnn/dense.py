@@ -1,11 +1,11 @@
-"""Dense layers as matrix products by cuBLAS, on integer addresses, with the arithmetic named explicitly.
+"""Dense layers as cuBLAS matrix products on integer addresses, with an explicit arithmetic.
 
 cuBLAS stores matrices by columns: our packed ``(rows, columns)`` array is its ``columns x rows`` matrix with leading
 dimension ``columns``.
 
-It is called by its C interface, because what CuPy has of it refuses a stream that is captured into a graph.
-A product in a graph must not let cuBLAS allocate, and products on two streams repeat every bit only if their workspaces
-differ: so the workspace is the caller's, and the handles are not those of CuPy, which sets their stream at every call.
+The products call cuBLAS's C interface, because CuPy's wrapper refuses a stream that is being captured into a graph. In
+a graph, cuBLAS must not allocate, and products on two streams are reproducible only with separate workspaces: so the
+caller owns the workspace. The handles are our own too, because CuPy sets the stream of its handle at every call.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ _ARGUMENTS = {
         *(_INT, _INT),
     ),
 }
-#: CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION: products of 16 bits are summed in float32 throughout.
+#: CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION: 16-bit products are summed in float32 only.
 _MATH = 16
 
 
 def workspace_bytes(capability: tuple[int, int]) -> int:
-    """Return what cuBLAS is at its best with [B], for a compute capability."""
+    """Return the workspace size at which cuBLAS performs best [B], for a compute capability."""
     return (32 if capability >= (9, 0) else 8) << 20
 
 
 class Cublas:
-    """The library, loaded when it is first used; makes handles for :class:`Handles`.
+    """The cuBLAS library, loaded at first use; creates handles for :class:`Handles`.
 
     Parameters
     ----------
     load
-        Gives the C functions by name, :class:`ctypes.CDLL` or a double.
+        Returns the C functions by name: :class:`ctypes.CDLL` or a test double.
     """
 
     def __init__(self, load: Callable[[], Any]) -> None:
@@ -74,7 +74,7 @@ class Cublas:
         if status:
             raise KernelError(f"cudnn: expected cuBLAS to do {name}, got status {status}; see cublasStatus_t")
 
-    # ------------------------------------------------------------------ as `Handles` asks for them
+    # ------------------------------------------------------------------ interface for `Handles`
     def create_handle(self) -> int:
         """Return a handle on the current device."""
         made = ctypes.c_void_p()
@@ -83,23 +83,24 @@ class Cublas:
         return int(made.value or 0)
 
     def destroy_handle(self, handle: int) -> None:
-        """Free it; nothing of it may be under way."""
+        """Free a handle. No work of it may be pending."""
         self._workspaces.pop(handle, None)
         self._call("cublasDestroy_v2", handle)
 
     def set_stream(self, *, handle: int, stream: int) -> None:
-        """Products of this handle go to this stream from now on. cuBLAS forgets the workspace with that."""
+        """Set the stream of later products of this handle. cuBLAS then forgets the handle's workspace."""
         self._workspaces.pop(handle, None)
         self._call("cublasSetStream_v2", handle, stream)
 
     # ------------------------------------------------------------------ products
     def gemm(self, handle: int, workspace: int, nbytes: int, *arguments: Any) -> None:
-        """``cublasGemmEx_64`` with the workspace of `nbytes` [B] at an address; the stream's own.
+        """Call ``cublasGemmEx_64`` with a workspace of `nbytes` [B] at address `workspace`, which belongs to the
+        stream.
 
         Raises
         ------
         KernelError
-            If cuBLAS refuses it.
+            If cuBLAS returns an error.
         """
         if self._workspaces.get(handle) != workspace:
             self._call("cublasSetWorkspace_v2", handle, workspace, nbytes)
@@ -115,12 +116,12 @@ _TYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 14}
 
 @dataclass(frozen=True)
 class Products:
-    """What matrix products need.
+    """Settings of matrix products.
 
     Attributes
     ----------
     handles
-        Of cuBLAS, per thread.
+        cuBLAS handles, one per thread.
     nbytes
         Workspace of a product [B].
     """
@@ -138,31 +139,31 @@ class Products:
         b: tuple[Any, int, int],
         c: tuple[Any, int],
     ) -> Kernel:
-        """``C = op(A) op(B)``, matrices by columns.
+        """Return a kernel for ``C = op(A) op(B)``; matrices are stored by columns.
 
         Parameters
         ----------
         sizes
             Rows of C, columns of C, length of the sums.
         a, b
-            Array, 0 as it is or 1 transposed, leading dimension.
+            Array, 0 (as it is) or 1 (transposed), leading dimension.
         c
-            Array, leading dimension. Of the dtype of A and B, or float32 where those have 16 bits.
+            Array, leading dimension. Its dtype is that of A and B, or float32 if those have 16 bits.
         """
         dtype = np.dtype(a[0].dtype).name
         kind, number, compute = _TYPES[dtype], _TYPES[np.dtype(c[0].dtype).name], self.arithmetic.compute_type(dtype)
-        # Factors on the host, in the type of the sums.
+        # The factors alpha and beta are on the host, in the type of the sums.
         factors = np.array([1, 0], np.float64 if dtype == "float64" else np.float32)
         one, zero = factors.ctypes.data, factors.ctypes.data + factors.itemsize
         pointers = [array.data.ptr for array in (a[0], b[0], c[0])]
         current, address, nbytes, gemm = self.handles.current, self.workspaces.address, self.nbytes, self.cublas.gemm
-        current()  # cuBLAS is loaded and its handle made now, not in a step
+        current()  # load cuBLAS and create its handle now, not during a step
         self.workspaces.reserve(nbytes)
         m, n, k = sizes
         first, second = (a[1], b[1], m, n, k, one), (zero, pointers[2], number, c[1], compute, _DEFAULT)
         left, right = (pointers[0], kind, a[2]), (pointers[1], kind, b[2])
 
-        def run(keep: Any = (factors, a, b, c)) -> None:  # the call holds addresses only
+        def run(keep: Any = (factors, a, b, c)) -> None:  # the call holds addresses only, so keep the arrays alive
             handle, stream = current()
             gemm(handle, address(stream, nbytes), nbytes, *first, *left, *right, *second)
 
@@ -170,21 +171,21 @@ class Products:
 
 
 def forward(products: Products, x: Any, w: Any, y: Any) -> Kernel:
-    """``y = x w^T``."""
+    """Return a kernel for ``y = x w^T``."""
     (samples, outputs), inputs = y.shape, x.shape[1]
     left, right = (w, _TRANSPOSED, inputs), (x, _PLAIN, inputs)
     return products.product((outputs, samples, inputs), left, right, (y, outputs))
 
 
 def backward_data(products: Products, dy: Any, w: Any, dx: Any) -> Kernel:
-    """``dx = dy w``."""
+    """Return a kernel for ``dx = dy w``."""
     (samples, outputs), inputs = dy.shape, dx.shape[1]
     left, right = (w, _PLAIN, inputs), (dy, _PLAIN, outputs)
     return products.product((inputs, samples, outputs), left, right, (dx, inputs))
 
 
 def backward_filter(products: Products, x: Any, dy: Any, dw: Any) -> Kernel:
-    """``dw = dy^T x``."""
+    """Return a kernel for ``dw = dy^T x``."""
     (samples, outputs), inputs = dy.shape, x.shape[1]
     left, right = (x, _PLAIN, inputs), (dy, _TRANSPOSED, outputs)
     return products.product((inputs, outputs, samples), left, right, (dw, inputs))

@@ -1,9 +1,9 @@
-"""The one adapter for `nvidia-cudnn-frontend`, whose interface changes several times a year.
+"""The only adapter for `nvidia-cudnn-frontend`, whose interface changes several times a year.
 
-Nothing else in the library knows its versions, its handles or how its graphs are run. It is called with integer
-addresses only: given a CuPy array it would make the default stream wait for the current one at every call.
+No other file depends on its versions, its handles or the way its graphs are run. The adapter passes integer addresses
+only: with a CuPy array, the frontend would make the default stream wait for the current stream at every call.
 
-What plans need while they run lies in one arena per stream, which only grows (:class:`Workspaces`).
+Plans on one stream share one growing workspace (:class:`Workspaces`).
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ class _Arena(NamedTuple):
 class Workspaces:
     """Workspaces of the streams of one device.
 
-    Kernels on one stream run one after the other and share its arena; kernels on two streams may run at the same
-    time and have one each. An arena is made when its stream first needs it, as large as the most demanding kernel
-    built so far, so that it grows at most once if all kernels are built before the first runs.
+    Kernels on one stream run one after the other and share its arena. Kernels on two streams may run at the same time
+    and have one arena each. An arena is made when its stream first needs it, as large as the largest kernel built so
+    far needs; so it grows at most once if all kernels are built before the first one runs.
 
     Parameters
     ----------
     allocate
-        Gives an array of so many bytes in device memory, aligned to 256 B, on the current stream. What was allocated
-        there and is freed may be handed out again to later work of the same stream only (CuPy's pool does so).
+        Returns an array of so many bytes in device memory, aligned to 256 B, on the current stream. Memory that is
+        freed may be reused by later work of the same stream only (as in CuPy's pool).
 
     Attributes
     ----------
     reserved
-        Bytes that the most demanding kernel needs [B].
+        Workspace that the largest kernel needs [B].
     """
 
     def __init__(self, allocate: Callable[[int], Any]) -> None:
@@ -66,15 +66,15 @@ class Workspaces:
 
     @property
     def nbytes(self) -> int:
-        """What is held on all streams [B]."""
+        """Memory held for all streams [B]."""
         return sum(arena.nbytes for arena in (*self._arenas.values(), *self._kept))
 
     def reserve(self, nbytes: int) -> None:
-        """Give every arena made from now on at least `nbytes` [B]."""
+        """Make every arena created from now on at least `nbytes` [B] large."""
         self.reserved = max(self.reserved, nbytes)
 
     def address(self, stream: int, nbytes: int) -> int:
-        """Return where `nbytes` [B] may be used on `stream`, which is the current one; 0 for none."""
+        """Return the address of `nbytes` [B] of workspace for `stream`, which is the current one; 0 for 0 bytes."""
         if nbytes == 0:
             return 0
         arena = self._arenas.get(stream)
@@ -83,10 +83,10 @@ class Workspaces:
         return arena.address
 
     def before_capture(self, stream: int) -> None:
-        """Call before `stream`, the current one, is captured into a graph.
+        """Prepare for the capture of `stream`, the current one, into a graph.
 
-        The arena is made now, not while capturing, and from now on no arena is freed before :meth:`close`: the
-        graph remembers its address.
+        The arena is allocated now, not during capture. From now on no arena is freed before :meth:`close`, because the
+        graph keeps its address.
         """
         self._keep = True
         self.address(stream, self.reserved)
@@ -108,11 +108,11 @@ class Workspaces:
         self._keep, self.reserved = False, 0
 
 
-#: Versions that were examined: from the first up to, not including, the second. 1.27 replaced the compiled graph by
-#: an interpreted one, 1.28 changed the handles.
+#: Tested versions: from the first up to, not including, the second. 1.27 replaced the compiled graph by an interpreted
+#: one; 1.28 changed the handles.
 FRONTEND = ((1, 23), (1, 27))
 CUDNN = (91900, 100000)
-#: What cuDNN's engines may assume of every address [B]; the frontend's default, which it does not let one change.
+#: Alignment that cuDNN's engines assume for every address [B]; the frontend's fixed default.
 ALIGNMENT = 16
 INSTALL = "pip install 'halograd[gpu]'"
 
@@ -120,7 +120,7 @@ Launch = Callable[["AddressTable", int, Any], None]
 
 
 def one_line(error: BaseException) -> str:
-    """Return the message of an exception in one line, with its type if it says nothing itself."""
+    """Return the message of an exception in one line, or its type if the message is empty."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
@@ -146,7 +146,7 @@ def load(name: str = "cudnn") -> ModuleType:
 
 
 class AddressTable:
-    """Addresses of the arrays of one kernel, in the order in which the frontend wants them. Host memory.
+    """Addresses of the arrays of one kernel, in the order that the frontend expects. Host memory.
 
     Parameters
     ----------
@@ -164,22 +164,22 @@ class AddressTable:
 
 
 class Frontend:
-    """Versions, graphs and their launch.
+    """The frontend module: versions, graphs and their launch.
 
     Parameters
     ----------
     module
-        ``cudnn``, as :func:`load` gives it.
+        ``cudnn``, as returned by :func:`load`.
 
     Attributes
     ----------
     version, cudnn_version : str
-        Of the frontend and of cuDNN itself.
+        Versions of the frontend and of cuDNN.
 
     Raises
     ------
     KernelError
-        If either is of a version that was not examined, or libcudnn cannot be found.
+        If a version is untested, or libcudnn cannot be found.
     """
 
     def __init__(self, module: Any) -> None:
@@ -203,7 +203,7 @@ class Frontend:
     def _backend_version(self) -> int:
         try:
             number = int(self.module.backend_version())
-        except Exception as error:  # a RuntimeError where there is no library; a broken one raises what it likes
+        except Exception as error:  # RuntimeError without a library; a broken library may raise anything
             raise KernelError(
                 f"cudnn: expected libcudnn 9, got none ({one_line(error)}); {INSTALL}, or put a site's libcudnn.so.9 "
                 "on LD_LIBRARY_PATH"
@@ -216,20 +216,21 @@ class Frontend:
             )
         return number
 
-    # ------------------------------------------------------------------ what things are called
+    # ------------------------------------------------------------------ names in the frontend
     def data_type(self, dtype: str) -> Any:
         """Return the frontend's name of an element type."""
         names = {"float32": "FLOAT", "float64": "DOUBLE", "float16": "HALF", "bfloat16": "BFLOAT16"}
         return getattr(self.module.data_type, names[dtype])
 
     def notes(self, names: tuple[str, ...]) -> list[Any]:
-        """Return the numerical notes by name; one that this version does not have, no engine of it carries."""
+        """Return the numerical notes by name. A note that this version lacks is left out, as no engine can have it."""
         known = self.module.numerical_note
         return [getattr(known, name) for name in names if hasattr(known, name)]
 
     # ------------------------------------------------------------------ graphs
     def plan(self, graph: Any, refused: tuple[str, ...], workspace_limit: int | None) -> None:
-        """Ask for the execution plans of a finished graph, the most promising first, and drop those refused."""
+        """Create the execution plans of a finished graph, in cuDNN's order of preference, and drop the `refused` ones.
+        """
         modes = self.module.heur_mode
         graph.validate()
         graph.build_operation_graph()
@@ -241,16 +242,18 @@ class Frontend:
             graph.deselect_workspace_greater_than(workspace_limit)
 
     def compiled_at_run_time(self, graph: Any, index: int) -> bool:
-        """Return whether building the plan ran a compiler: some tenths of a second that are worth keeping."""
+        """Return whether building the plan ran a compiler. That takes some tenths of a second, so such plans are
+        stored.
+        """
         note = self.module.behavior_note.RUNTIME_COMPILATION
         return note in graph.get_behavior_notes_for_plan_at_index(index)
 
     def launcher(self, graph: Any, uids: tuple[int, ...]) -> Launch:
-        """Return a function that runs the plan last built of `graph` on a :class:`AddressTable`, workspace address and
+        """Return a function that runs the last built plan of `graph` on an :class:`AddressTable`, a workspace and a
         handle.
 
-        The way with a table of addresses is private in the frontend, though its own Python code goes it; where it is
-        missing the public way is taken, which costs some microseconds more.
+        The call with a table of addresses is private in the frontend, though its own Python code uses it. Without it,
+        the function uses the public call, which takes some microseconds more.
         """
         raw = getattr(graph, "_execute_with_raw_ptrs", None)
         if raw is not None and self._takes_table(graph, uids):
@@ -266,15 +269,16 @@ class Frontend:
         try:
             prepare()
             return tuple(order()) == tuple(sorted(uids))
-        except Exception:  # of a restored graph, perhaps: then the public way
+        except Exception:  # may fail for a restored graph: then use the public call
             return False
 
     def saved(self, graph: Any) -> bytes:
-        """Return the plan of a graph, for :meth:`restored`."""
+        """Return the plan of a graph as bytes, for :meth:`restored`."""
         return bytes(graph.serialize())
 
     def restored(self, blob: bytes, handle: Any) -> Any:
-        """Return the graph of a saved plan, ready to be launched; what is raised where the library is another, varies.
+        """Return the graph of a saved plan, ready to launch. With another library version, this raises various
+        exceptions.
         """
         graph = self.module.pygraph(handle=handle)
         graph.deserialize(list(blob))
@@ -290,16 +294,17 @@ class _Handle:
 
 
 class Handles:
-    """cuDNN's handles on one device: one per thread; a stream is set only when it changed.
+    """cuDNN handles on one device, one per thread. A handle's stream is set only when it changes.
 
     Parameters
     ----------
     module
         ``cudnn``.
     current_stream
-        Gives the address of the current stream.
+        Returns the address of the current stream.
     check_device
-        Raises unless the device of this backend is current in this thread: a handle belongs to the current one.
+        Raises unless the device of this backend is current in this thread, because a handle belongs to the current
+        device.
     """
 
     def __init__(self, module: Any, current_stream: Callable[[], int], check_device: Callable[[], None]) -> None:
@@ -326,7 +331,7 @@ class Handles:
         except Exception as error:
             raise KernelError(
                 f"cudnn: expected a handle on this device, got an error ({one_line(error)}); see what `halograd "
-                "doctor` says of driver, device and cuDNN"
+                "doctor` prints about driver, device and cuDNN"
             ) from error
         with self._lock:
             self._open.append(raw)

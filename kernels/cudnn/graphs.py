@@ -1,6 +1,6 @@
-"""Convolutions as graphs of cuDNN's, and the execution plans it proposes for them.
+"""Convolutions as cuDNN graphs, and the execution plans that cuDNN proposes for them.
 
-:class:`Arithmetic` names how exactly products are computed; :class:`Shapes` says how our packed arrays look to cuDNN,
+:class:`Arithmetic` sets the permitted precision of products; :class:`Shapes` translates our packed arrays to cuDNN,
 whose logical axes are (N, C, *spatial) and (K, C, *kernel).
 """
 
@@ -51,46 +51,46 @@ def _channels_first(values: Sequence[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Tensor:
-    """An array as cuDNN describes it: logical extents (N, C, *spatial), and strides in elements."""
+    """Description of an array for cuDNN: logical extents (N, C, *spatial), and strides in elements."""
 
     dims: tuple[int, ...]
     strides: tuple[int, ...]
 
     @classmethod
     def packed(cls, shape: Sequence[int]) -> Tensor:
-        """Return a packed array ``(N, *spatial, C)`` or ``(K, *kernel, C)``."""
+        """Return the description of a packed array ``(N, *spatial, C)`` or ``(K, *kernel, C)``."""
         return cls.leading(shape, shape[1:-1])
 
     @classmethod
     def leading(cls, shape: Sequence[int], spatial: Sequence[int]) -> Tensor:
-        """Return the leading part, of extents `spatial`, of a packed array."""
+        """Return the description of the leading part, of extents `spatial`, of a packed array."""
         n, *_, channels = shape
         strides = list(packed_strides(shape))
         if n == 1:
-            # Of one sample the leading rows are packed too; its own stride must say so, or engines take them for
+            # The leading rows of a single sample are packed. The sample stride must show this, or engines treat them as
             # strided and copy them first.
             strides[0] = packed_strides((n, *spatial, channels))[0]
         return cls((n, channels, *spatial), _channels_first(strides))
 
     @property
     def is_packed(self) -> bool:
-        """Whether nothing lies between the elements."""
+        """Whether the elements are contiguous."""
         n, channels, *spatial = self.dims
         return self.strides == _channels_first(packed_strides((n, *spatial, channels)))
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """A convolution as cuDNN describes it.
+    """Description of a convolution for cuDNN.
 
     Attributes
     ----------
     x, w, y
-        Image, weights and output, or their gradients. A 1-D convolution is a 2-D one of one row.
+        Image, weights and output, or their gradients. A 1-D convolution is a 2-D convolution with one row.
     before, behind, stride, dilation
-        One number per spatial axis; the paddings are at least 0.
+        One number per spatial axis; `before` and `behind` are the paddings, at least 0.
     part
-        The leading spatial extents of `x` that are read (of our array: 1-D stays 1-D).
+        The leading spatial extents of `x` that are read (in our array: 1-D stays 1-D).
     """
 
     x: Tensor
@@ -104,7 +104,9 @@ class Shapes:
 
     @classmethod
     def of(cls, x: Sequence[int], w: Sequence[int], y: Sequence[int], geometry: Geometry) -> Shapes:
-        """From shapes of arrays ``(N, *spatial, C)``, ``(K, *kernel, C / groups)`` and ``(N, *outputs, K)``."""
+        """Return the description for arrays ``(N, *spatial, C)``, ``(K, *kernel, C / groups)`` and ``(N, *outputs,
+        K)``.
+        """
         part, read = read_part(x[1:-1], geometry)
         before, behind = zip(*read.padding)
         rows = (1,) if geometry.ndim == 1 else ()
@@ -128,7 +130,7 @@ class Shapes:
 PRECISIONS = ("strict", "tf32")
 HALF = ("float16", "bfloat16")
 
-# Engines that multiply rounded inputs, or compute other sums than the plain ones.
+# Notes of engines that round their inputs, or that transform the sums.
 _ROUNDED = ("TENSOR_CORE", "DOWN_CONVERT_INPUTS")
 _TRANSFORMED = ("FFT", "WINOGRAD", "WINOGRAD_TILE_4x4", "WINOGRAD_TILE_6x6", "WINOGRAD_TILE_13x13")
 
@@ -138,16 +140,16 @@ _COMPUTE_32F, _COMPUTE_64F, _COMPUTE_TF32 = 68, 70, 77
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """What an algorithm may do to be fast.
+    """Permitted arithmetic of an algorithm.
 
     Parameters
     ----------
     precision
-        Of float32: ``"strict"`` computes plain float32 sums of float32 products; ``"tf32"`` may round the factors to
-        11 significant bits, which tensor cores take. float16 and bfloat16 are always summed in float32, float64 in
-        float64.
+        Precision of float32: ``"strict"`` computes plain float32 sums of float32 products; ``"tf32"`` may round the
+        factors to 11 significant bits, as tensor cores need. float16 and bfloat16 are always summed in float32, float64
+        in float64.
     deterministic
-        Whether two runs must agree in every bit. Sums by atomic addition are left out then.
+        Whether two runs must agree in every bit. This excludes sums by atomic addition.
 
     Raises
     ------
@@ -166,7 +168,7 @@ class Arithmetic:
             )
 
     def refused(self, dtype: str) -> tuple[str, ...]:
-        """Return the names of the numerical notes of cuDNN whose engines may not be used for arrays of `dtype`."""
+        """Return the names of cuDNN's numerical notes that are not permitted for arrays of `dtype`."""
         notes: tuple[str, ...] = ()
         if dtype == "float32" and self.precision == "strict":
             notes = _ROUNDED + _TRANSFORMED
@@ -175,7 +177,8 @@ class Arithmetic:
         return (*notes, "NONDETERMINISTIC") if self.deterministic else notes
 
     def describe(self, dtype: str) -> str:
-        """Return how products of float32 are made, and how to choose otherwise; nothing of dtypes without a choice."""
+        """Return the arithmetic of float32 products and how to change it; empty for other dtypes, which have no choice.
+        """
         if dtype != "float32":
             return ""
         if self.precision == "tf32":
@@ -183,7 +186,7 @@ class Arithmetic:
         return 'float32 without tensor cores (backend.precision = "tf32" to use them: factors of 11 bits)'
 
     def compute_type(self, dtype: str) -> int:
-        """cuBLAS's number of the arithmetic for arrays of `dtype`."""
+        """Return cuBLAS's number of the arithmetic for arrays of `dtype`."""
         if dtype == "float64":
             return _COMPUTE_64F
         return _COMPUTE_TF32 if dtype == "float32" and self.precision == "tf32" else _COMPUTE_32F
@@ -197,22 +200,23 @@ _OUTPUT = {FORWARD: Y, BACKWARD_DATA: X, BACKWARD_FILTER: W}
 
 @dataclass(frozen=True)
 class PlanKey:
-    """All that a plan depends on, besides the device and the versions of the libraries.
+    """Everything that a plan depends on, except the device and the versions of the libraries.
 
-    The addresses need not be part of it: all are divisible by 16, or aligned copies are taken.
+    Addresses are not part of the key: all are divisible by 16, or aligned copies are used.
 
     Parameters
     ----------
     direction
         One of the three directions of a convolution.
     dtype
-        Of all arrays.
+        Dtype of all arrays.
     bias, relu
-        What is fused behind a forward convolution. A ReLU comes with a bias: only together they have compiled engines.
+        Operations fused after a forward convolution. A ReLU comes with a bias: only both together have compiled
+        engines.
     workspace_limit
-        Largest workspace that is acceptable [B], None for any.
+        Largest acceptable workspace [B], None: no limit.
     tuned
-        Whether the plan was, or is to be, chosen by measurement.
+        Whether the plan is chosen by measurement.
     """
 
     direction: str
@@ -235,11 +239,11 @@ class PlanKey:
 
     @property
     def text(self) -> str:
-        """One line of JSON, the same in every process."""
+        """The key as one line of JSON, the same in every process."""
         return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
 
     def describe(self) -> str:
-        """For messages: dtype, extents (N, C, spatial...), and the window."""
+        """Return a text for messages: dtype, extents (N, C, spatial...), and the window."""
         s = self.shapes
         padding = tuple(zip(s.before, s.behind))
         fused = " + bias" * self.bias + " + relu" * self.relu
@@ -249,7 +253,7 @@ class PlanKey:
         )
 
     def remedy(self) -> str:
-        """Return what may be allowed to have more plans to choose from."""
+        """Return which options the user can relax to get more plans."""
         allowed = []
         if self.workspace_limit is not None:
             allowed.append(f"a workspace above {self.workspace_limit} B")
@@ -261,8 +265,7 @@ class PlanKey:
 
 
 def convolution(frontend: Frontend, key: PlanKey, where: Mapping[str, Any]) -> Any:
-    """Return the graph of a convolution, without plans yet. `where` is ``{"handle": ...}`` or ``{"device_property":
-    ...}``.
+    """Return the graph of a convolution, without plans. `where` is ``{"handle": ...}`` or ``{"device_property": ...}``.
     """
     io = frontend.data_type(key.dtype)
     sums = frontend.data_type("float64" if key.dtype == "float64" else "float32")
@@ -294,28 +297,28 @@ def convolution(frontend: Frontend, key: PlanKey, where: Mapping[str, Any]) -> A
 
 
 def _vector(y: Tensor) -> Tensor:
-    """Return one value per channel of `y`."""
+    """Return the description of one value per channel of `y`."""
     return Tensor.packed((1, *(1 for _ in y.dims[2:]), y.dims[1]))
 
 
 @dataclass(frozen=True)
 class Built:
-    """An execution plan that is ready to be launched.
+    """An execution plan that is ready to launch.
 
     Attributes
     ----------
     index
-        Its place among the candidates; -1 for one restored from disk.
+        Index among the candidates; -1 for a plan restored from disk.
     name
         Engine and its settings, e.g. ``eng62_k2=..``.
     workspace_bytes
-        What it needs while it runs [B].
+        Workspace of a run [B].
     launch
-        Runs it on a table of addresses, workspace and handle; belongs to its graph's latest built plan only.
+        Runs the plan on a table of addresses, a workspace and a handle. It runs the plan last built on the graph.
     graph
-        What is saved on disk.
+        The graph, which is saved on disk.
     compiled
-        Whether a compiler ran when it was built.
+        Whether the build ran a compiler.
     """
 
     index: int
@@ -327,12 +330,12 @@ class Built:
 
 
 class Candidates:
-    """The plans that cuDNN proposes for a convolution, in its order, built when asked for. Local.
+    """The plans that cuDNN proposes for a convolution, in its order; each is built on request. Local.
 
     Raises
     ------
     KernelError
-        If it proposes none.
+        If cuDNN proposes no plan.
     """
 
     def __init__(self, frontend: Frontend, key: PlanKey, where: Mapping[str, Any]) -> None:
@@ -351,22 +354,22 @@ class Candidates:
         """Return the error for a convolution without a plan, with its reason."""
         reason = reason or self._last or "no engine is left"
         return KernelError(
-            f"conv {self.key.direction}: expected a convolution that cuDNN {self.frontend.cudnn_version} has a plan "
-            f"for, got {self.key.describe()}: {reason}; {self.key.remedy()}"
+            f"conv {self.key.direction}: expected a convolution with a plan in cuDNN {self.frontend.cudnn_version}, "
+            f"got {self.key.describe()}: {reason}; {self.key.remedy()}"
         )
 
     def all(self, start: int = 0) -> Iterator[Built]:
-        """Yield those that can be built, from the candidate of number `start` on."""
+        """Yield the candidates that can be built, from number `start` on."""
         for index in range(start, self._count):
             built = self.build(index)
             if built is not None:
                 yield built
 
     def each_engine(self) -> Iterator[Built]:
-        """Yield those that can be built: the first of every engine in cuDNN's order, then the second of every engine,
-        ...
+        """Yield the candidates that can be built: the first of every engine in cuDNN's order, then the second of every
+        engine, ...
 
-        cuDNN lists an engine with many settings of its knobs one after the other, which differ little.
+        cuDNN lists an engine with many similar settings in sequence.
         """
         turns: dict[str, int] = {}
         order = []
@@ -387,14 +390,15 @@ class Candidates:
         return None
 
     def build(self, index: int) -> Built | None:
-        """Build a candidate, or build one again, so that its graph launches it; None if it cannot be."""
+        """Build a candidate so that its graph launches it, also if it was built before. Return None if the build fails.
+        """
         graph = self._graph
         try:
             graph.build_plan_at_index(index)
             nbytes = int(graph.get_workspace_size_plan_at_index(index))
             launch = self.frontend.launcher(graph, self.key.uids)
             compiled = self.frontend.compiled_at_run_time(graph, index)
-        except Exception as error:  # refused by a filter, or not supported after all
+        except Exception as error:  # refused by a filter, or not supported
             self._last = one_line(error)
             return None
         return Built(index, self._name(index), nbytes, launch, graph, compiled)
@@ -402,5 +406,5 @@ class Candidates:
     def _name(self, index: int) -> str:
         try:
             return str(self._graph.get_plan_name_at_index(index))
-        except Exception:  # only needed to find it again
+        except Exception:  # needed only to find the plan again
             return f"plan {index}"

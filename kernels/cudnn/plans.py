@@ -1,5 +1,6 @@
-"""Plans by key: made once, kept in memory and on disk, replaced where the device refuses one; chosen by measurement on
-the device if asked for."""
+"""Plans by key: built once, kept in memory and on disk, replaced if the device refuses one, and chosen by measurement
+if the user requests it.
+"""
 
 from __future__ import annotations
 
@@ -14,28 +15,28 @@ from .store import Entry, PlanStore
 __all__ = ["TRIED", "CudnnPlan", "EventTimer", "Plans", "fastest"]
 
 
-#: Candidates that are measured, of as many engines as there are; each that needs a compiler takes 0.2-4 s to build.
+#: Number of measured candidates, spread over all engines. A candidate that needs a compiler takes 0.2-4 s to build.
 TRIED = 12
 _ROUNDS = 5
-_ENOUGH = 2e-3  # [s] per round: a launch takes some microseconds, which a shorter round would mostly measure
+_ENOUGH = 2e-3  # [s] per round: a launch takes some microseconds and would dominate a shorter round
 
 Timer = Callable[[Callable[[], Any]], float]
 
 
 class EventTimer:
-    """Times by events on the current stream.
+    """Timer by events on the current stream.
 
     Parameters
     ----------
     cuda
-        ``cupy.cuda``, or what has its ``Event`` and ``get_elapsed_time``.
+        ``cupy.cuda``, or a double with its ``Event`` and ``get_elapsed_time``.
     """
 
     def __init__(self, cuda: Any) -> None:
         self._cuda = cuda
 
     def __call__(self, run: Callable[[], Any]) -> float:
-        """Return the shortest mean time of a call over a few rounds [s], after two calls that are not counted."""
+        """Return the shortest mean time of a call over a few rounds [s], after two warm-up calls."""
         run()
         once = self._round(run, 1)
         calls = max(1, min(100, int(_ENOUGH / max(once, 1e-7))))
@@ -59,20 +60,20 @@ def fastest(
     Parameters
     ----------
     trial
-        Makes of a candidate a function that launches it on the arrays of the kernel. Outputs are overwritten, inputs
-        are not.
+        Returns, for a candidate, a function that launches it on the arrays of the kernel. Outputs are overwritten,
+        inputs are not.
 
     Raises
     ------
     KernelError
-        If none can be built and launched.
+        If no candidate can be built and launched.
     """
     found: dict[int, tuple[float, str]] = {}
     reason = ""
     for built in candidates.each_engine():
         try:
             found[built.index] = (timer(trial(built)), built.name)
-        except Exception as error:  # refused by cuDNN when launched, or its workspace does not fit
+        except Exception as error:  # cuDNN refuses the launch, or the workspace does not fit
             reason = one_line(error)
         if len(found) == TRIED:
             break
@@ -87,15 +88,15 @@ _log = logging.getLogger("halograd.kernels")
 
 
 class CudnnPlan:
-    """A convolution as cuDNN executes it, shared by all kernels of its key.
+    """A cuDNN plan, shared by all kernels of its key.
 
-    A plan that could be built may still be refused when it is launched. Until it has run once, a refusal is logged
-    and the next candidate takes its place, as in PyTorch.
+    A plan that could be built may still be refused when it is launched. Until the plan has run once, a refusal is
+    logged and the next candidate replaces it, as in PyTorch.
 
     Parameters
     ----------
     propose
-        Gives the candidates anew; called if the first is refused and came from disk.
+        Returns new candidates; called if the plan came from disk and is refused.
     """
 
     def __init__(
@@ -108,21 +109,21 @@ class CudnnPlan:
 
     @property
     def name(self) -> str:
-        """Engine and settings."""
+        """Engine and settings of the plan."""
         return self._built.name
 
     @property
     def workspace_bytes(self) -> int:
-        """What it needs while it runs [B]."""
+        """Workspace of a run [B]."""
         return self._built.workspace_bytes
 
     def run(self, table: AddressTable, handle: Any, stream: int, workspaces: Workspaces) -> None:
-        """Launch it on the arrays of `table`; `handle` is set to `stream`, the current one.
+        """Launch the plan on the arrays of `table`; `handle` is set to `stream`, the current one.
 
         Raises
         ------
         KernelError
-            If no candidate is accepted by the device.
+            If the device accepts no candidate.
         """
         if not self._proven:
             self._prove(table, handle, stream, workspaces)
@@ -135,7 +136,7 @@ class CudnnPlan:
             try:
                 self._built.launch(table, workspace, handle)
                 self._proven = True
-            except Exception as error:  # what the frontend raises differs between its versions
+            except Exception as error:  # the exception type differs between versions of the frontend
                 self._replace(one_line(error))
 
     def _replace(self, reason: str) -> None:
@@ -148,7 +149,7 @@ class CudnnPlan:
                 _log.warning(text, self.name, self.key.direction, reason, built.name)
                 self._built = built
                 return
-        raise self._candidates.none(f"all were refused when launched, the last because: {reason}")
+        raise self._candidates.none(f"all launches failed, the last one with: {reason}")
 
 
 class Plans:
@@ -157,14 +158,14 @@ class Plans:
     Parameters
     ----------
     allocate
-        Workspace for a measurement: an array of so many bytes on the current stream.
+        Returns the workspace for a measurement: an array of so many bytes on the current stream.
     release
-        Gives the device what such arrays have left in a pool; some candidates take a gigabyte.
+        Returns the pool's free memory to the device; some candidates take a gigabyte.
 
     Attributes
     ----------
     found
-        Per key chosen by measurement, the times of the candidates [s], the fastest first.
+        For each key chosen by measurement, the times of the candidates [s], the fastest first.
     """
 
     def __init__(
@@ -185,13 +186,12 @@ class Plans:
         return len(self._known)
 
     def get(self, key: PlanKey, table: AddressTable) -> CudnnPlan:
-        """Return the plan of a key; if it is chosen by measurement, then on the arrays of `table`, whose output it
-        overwrites.
+        """Return the plan of a key. A choice by measurement runs on the arrays of `table` and overwrites its output.
 
         Raises
         ------
         KernelError
-            If cuDNN has none.
+            If cuDNN has no plan.
         """
         plan = self._known.get(key)
         if plan is None:
@@ -206,7 +206,7 @@ class Plans:
         return CudnnPlan(key, built, candidates, lambda: self._propose(key))
 
     def _kept(self, key: PlanKey) -> CudnnPlan | None:
-        """Return the plan that is on disk, if this library still takes it."""
+        """Return the plan stored on disk, or None if there is none or this library rejects it."""
         entry = self._store.get(key.text)
         if entry is None:
             return None
@@ -225,8 +225,8 @@ class Plans:
         try:
             graph = self._frontend.restored(blob, handle)
             launch = self._frontend.launcher(graph, key.uids)
-        except Exception as error:  # another build of the same version, a damaged file: planned again
-            _log.debug("kernels: a kept plan of cuDNN is not used: %s", one_line(error))
+        except Exception as error:  # another build of the same version or a damaged file: plan again
+            _log.debug("kernels: ignoring a stored cuDNN plan: %s", one_line(error))
             return None
         return Built(-1, entry.name, entry.workspace_bytes, launch, graph, compiled=True)
 
@@ -240,7 +240,8 @@ class Plans:
             finally:
                 self._release()
             self.found[key] = seconds
-            # A graph keeps all that was built of it, code on the device too: from here on one with this plan alone.
+            # A graph keeps everything that was built from it, device code included. Continue with a graph of this plan
+            # alone.
             built, candidates = self._propose(key).named(built.name) or built, None
         else:
             first = next(candidates.all(), None)
@@ -252,7 +253,7 @@ class Plans:
         return self._plan(key, built, candidates)
 
     def _trial(self, built: Built, table: AddressTable) -> Callable[[], Any]:
-        """Launches a candidate on a workspace of its own, which is freed with the function."""
+        """Return a function that launches a candidate on its own workspace, which is freed with the function."""
         handle, _ = self._handles.current()
         space = self._allocate(built.workspace_bytes) if built.workspace_bytes else None
         address = 0 if space is None else int(space.data.ptr)

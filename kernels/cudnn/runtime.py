@@ -1,4 +1,4 @@
-"""The device and the libraries a backend reaches it through, found or refused with one line."""
+"""The GPU and the libraries that a backend uses, with one-line errors if one is missing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _cupy() -> Any:
 def _check_count(cupy: Any) -> None:
     try:
         count = int(cupy.cuda.runtime.getDeviceCount())
-    except Exception as error:  # CUDARuntimeError: no driver, or one too old
+    except Exception as error:  # CUDARuntimeError: no driver, or the driver is too old
         raise KernelError(
             f"cudnn: expected a CUDA device, got an error ({one_line(error)}); run where there is a GPU and its "
             f"driver, {_ELSE}"
@@ -39,20 +39,20 @@ def _check_count(cupy: Any) -> None:
 
 @dataclass(frozen=True)
 class Runtime:
-    """One device, and the libraries on it.
+    """One device and the libraries for it.
 
     Attributes
     ----------
     cupy
         The module ``cupy``.
     frontend
-        cuDNN.
+        The cuDNN adapter.
     boxes
         Our own kernels that copy, add and fill views, with their launcher.
     device
-        Where the arrays live.
+        Device that owns the arrays.
     ordinal
-        Its number among those visible.
+        Number of the device among those visible.
     """
 
     cupy: Any
@@ -68,17 +68,17 @@ class Runtime:
         open_device: Callable[[int], Device] | None = None,
         open_boxes: Callable[[], Boxes] = lambda: Boxes(CupyLauncher()),
     ) -> Runtime:
-        """Return a device with everything on it; its compute stream becomes the current one of this thread.
+        """Open a device and its libraries. The device's compute stream becomes the current stream of this thread.
 
         Parameters
         ----------
         open_device, open_boxes
-            Make the device, None for that of ``device``, and our own kernels on it.
+            Open the device (None: as ``device`` does) and our own kernels on it.
 
         Raises
         ------
         KernelError
-            If something is missing, or of a version that was not examined.
+            If a library is missing or untested.
         DeviceError
             If there is no device of this number.
         """
@@ -108,7 +108,7 @@ class Runtime:
 
     @property
     def conditions(self) -> str:
-        """What a kept plan depends on besides its key."""
+        """Device, driver and library versions, on which a stored plan depends besides its key."""
         driver = self.cupy.cuda.runtime.driverGetVersion()
         major, minor = self.capability
         return (
@@ -121,7 +121,7 @@ class Runtime:
         return int(self.cupy.cuda.get_current_stream().ptr)
 
     def check_device(self) -> None:
-        """Raise unless our device is current in this thread."""
+        """Raise KernelError unless our device is current in this thread."""
         current = int(self.cupy.cuda.runtime.getDevice())
         if current != self.ordinal:
             raise KernelError(
@@ -131,7 +131,7 @@ class Runtime:
 
     def load_cublas(self) -> Any:
         """Return the C functions of the library that CuPy has loaded."""
-        # The symbols of a module are looked for in what it is linked with, too.
+        # The lookup of a symbol includes the libraries that the module is linked with.
         return ctypes.CDLL(self.cupy.cuda.cublas.__file__)
 
     def bytes(self, nbytes: int) -> Any:
@@ -139,7 +139,7 @@ class Runtime:
         return self.cupy.empty(nbytes, "uint8")
 
     def release(self) -> None:
-        """Give the device back what CuPy's pool holds for arrays to come."""
+        """Return the free blocks of CuPy's memory pool to the device."""
         self.cupy.get_default_memory_pool().free_all_blocks()
 
 
@@ -150,13 +150,15 @@ def _open_device(ordinal: int) -> Device:
 
 
 def _connect(device: Any, boxes: Boxes) -> None:
-    """Let the device copy and add boxes by our own kernels; it says (target, source), they (source, target)."""
+    """Let the device copy and add boxes by our own kernels. The device passes (target, source), the kernels (source,
+    target).
+    """
 
     def copies(pairs: Sequence[tuple[Any, Any]]) -> Kernel:
         return boxes.copy([(source, target) for target, source in pairs])
 
     def sums(pairs: Sequence[tuple[Any, Any]]) -> Kernel:
-        # One launch each: the targets of one launch must not overlap, and those of one exchange may, at corners.
+        # One launch per pair: targets of one launch must not overlap, but those of one halo exchange may, at corners.
         return chain(*(boxes.add_into([(source, target)]) for target, source in pairs))
 
     device.fused_copies, device.fused_sums = copies, sums

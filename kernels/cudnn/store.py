@@ -1,4 +1,4 @@
-"""Plans on disk: one line of JSON each, appended, so that several ranks may write at once."""
+"""Plans on disk: one appended line of JSON per plan, so that several ranks may write at once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _log = logging.getLogger("halograd.kernels")
 
 
 def store_path() -> Path:
-    """Return the file: in $HALOGRAD_CACHE, else below $XDG_CACHE_HOME or ~/.cache."""
+    """Return the path of the plan file: in $HALOGRAD_CACHE, else below $XDG_CACHE_HOME or ~/.cache."""
     chosen = os.environ.get("HALOGRAD_CACHE")
     if chosen:
         return Path(chosen) / "cudnn_plans.jsonl"
@@ -27,18 +27,18 @@ def store_path() -> Path:
 
 @dataclass(frozen=True)
 class Entry:
-    """What is kept of a plan.
+    """A stored plan.
 
     Attributes
     ----------
     name
-        Of the execution plan: its number changes from version to version, its name says what it is.
+        Name of the execution plan. Its number differs between versions; its name does not.
     workspace_bytes
-        What it needs while it runs [B].
+        Workspace of a run [B].
     blob
-        The plan itself where building it took a compiler, else None.
+        The serialized plan if its build ran a compiler, else None.
     seconds
-        Where it was chosen by measurement, the times of the candidates by name [s].
+        Times of the candidates by name [s] if the plan was chosen by measurement.
     """
 
     name: str
@@ -47,13 +47,13 @@ class Entry:
     seconds: Mapping[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, object]:
-        """Return numbers and texts only."""
+        """Return the entry as numbers and texts."""
         blob = None if self.blob is None else base64.b64encode(self.blob).decode("ascii")
         return {"name": self.name, "workspace": self.workspace_bytes, "blob": blob, "seconds": dict(self.seconds)}
 
     @classmethod
     def from_json(cls, found: dict[str, object]) -> Entry:
-        """Return what :meth:`to_json` wrote; raises ValueError, TypeError or KeyError if it did not."""
+        """Return the entry that :meth:`to_json` wrote. Raises ValueError, TypeError or KeyError for other input."""
         blob, seconds = found["blob"], found["seconds"]
         if not isinstance(found["name"], str) or not isinstance(seconds, dict):
             raise ValueError("expected a name and times")
@@ -63,18 +63,18 @@ class Entry:
 
 
 class PlanStore:
-    """Plans found under one set of conditions. Local.
+    """Plans stored under one set of conditions. Local.
 
-    The file is a convenience: what cannot be read is planned again, what cannot be written is lost with one warning.
-    A line that is damaged (of a run that was killed, of a full disk) is skipped; of two lines for one key the later
-    counts. What other processes add meanwhile is read when a plan is missing: ranks share what one of them compiled.
+    The file is only a cache. A plan that cannot be read is made again; a plan that cannot be written is lost, with one
+    warning. A damaged line (from a killed run or a full disk) is skipped. The later of two lines for one key counts. If
+    a plan is missing, the store reads what other processes have added meanwhile: ranks share what one of them compiled.
 
     Parameters
     ----------
     path
-        The file; it and its folder are made when the first plan is written. None: in memory only.
+        The file. It and its folder are created with the first plan. None: memory only.
     conditions
-        Versions of cuDNN, its frontend and the driver, and the device: plans of others are not ours.
+        Versions of cuDNN, its frontend and the driver, and the device. Plans under other conditions are ignored.
     """
 
     def __init__(self, path: Path | None, conditions: str) -> None:
@@ -87,13 +87,13 @@ class PlanStore:
         return len(self._entries)
 
     def get(self, key: str) -> Entry | None:
-        """Return what is kept under a key."""
+        """Return the plan stored under a key, or None."""
         if key not in self._entries:
             self._read()
         return self._entries.get(key)
 
     def put(self, key: str, entry: Entry) -> None:
-        """Keep a plan, in memory and on disk."""
+        """Store a plan in memory and on disk."""
         self._entries[key] = entry
         if self.path is None:
             return
@@ -116,7 +116,7 @@ class PlanStore:
         except OSError as error:
             self._warn(f"kept plans are not used: {self.path} cannot be read ({error.strerror})")
             return
-        # A line without an end is being written, or was left by a run that was killed: read again next time.
+        # A line without an end is still being written, or a killed run left it: read it again next time.
         whole = added[: added.rfind(b"\n") + 1]
         self._seen += len(whole)
         for line in whole.decode("utf-8", errors="replace").splitlines():
@@ -137,7 +137,7 @@ class PlanStore:
 
 
 def _append(path: Path, line: str) -> None:
-    """Append one whole line under a lock. What a killed run has left without an end gets one."""
+    """Append one whole line under a lock. Terminates an unfinished line of a killed run first."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -147,4 +147,4 @@ def _append(path: Path, line: str) -> None:
         while data:
             data = data[os.write(handle, data) :]
     finally:
-        os.close(handle)  # gives the lock back
+        os.close(handle)  # releases the lock
