@@ -1,4 +1,4 @@
-"""Ways for messages to travel, by name.
+"""Transports by name: how messages travel between ranks.
 
 ``mpi``
     One persistent message per peer.
@@ -7,9 +7,11 @@
 ``auto``
     ``shared`` between ranks of the same node, ``mpi`` between nodes.
 ``emulated:alpha=A,beta=B``
-    Shared memory, but a message of n bytes takes ``A + B * n`` seconds and no CPU; ranks of one machine only.
+    Shared memory, but a message of n bytes takes ``A + B * n`` seconds and no CPU time. All ranks must be on one
+    machine.
 ``emulated:alpha=A,beta=B,node=K``
-    The same, as if ranks 0 to K-1 were on one node, the next K on another and so on: shared memory within each.
+    The same, with emulated nodes: ranks 0 to K-1 are on the first node, the next K ranks on the second, and so on.
+    Ranks of one emulated node use shared memory without delay.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from .transport import Transport
 
 __all__ = ["Transport", "TransportContext", "make_transport", "parse_transport"]
 
-#: Whether ranks of a node share memory, and whether others exchange messages of MPI.
+#: Whether ranks of a node share memory, and whether other ranks exchange MPI messages.
 _PLAIN = {"auto": (True, True), "mpi": (False, True), "shared": (True, False)}
 _EXPECTED = "expected 'auto', 'mpi', 'shared' or 'emulated:alpha=SECONDS,beta=SECONDS_PER_BYTE'"
 _NODE = f"{_EXPECTED}, for the last also ',node=RANKS'"
@@ -59,7 +61,7 @@ def parse_transport(text: str) -> tuple[str, dict[str, float]]:
 
 
 def make_transport(text: str, context: TransportContext) -> Transport:
-    """Return the transport of this name on one communicator. Local; the transport may be collective to use."""
+    """Return the transport with this name for one communicator. Local; its methods may be collective."""
     name, options = parse_transport(text)
     if name == "emulated":
         return Transport(

@@ -1,4 +1,4 @@
-"""What a transport is given, and what links between ranks have in common."""
+"""Context that a transport receives, and helpers that all transports use."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ ALIGNMENT = 64  # [B], a cache line: neighbors do not share one, and copies use 
 
 @dataclass(eq=False)
 class TransportContext:
-    """What a communicator gives its transport.
+    """Communicator resources that a transport uses.
 
     Attributes
     ----------
     mpi
-        The communicator's own clone; messages on it are the transport's alone.
+        A clone of the communicator. Only the transport sends messages on it.
     progress
         The progress thread.
     agree
-        `Communicator.agree`: raise everywhere what failed somewhere. Collective.
+        `Communicator.agree`: raises on all ranks an exception that one rank passes. Collective.
     ranks
         Rank in the root communicator of each rank.
     tags_taken
-        How many tags.
+        Number of tags that `tag` has returned.
     """
 
     mpi: MPI.Intracomm
@@ -41,20 +41,24 @@ class TransportContext:
     tags_taken: int = 0
 
     def tag(self) -> int:
-        """Return a tag of no other message under way. Local; ranks that ask equally often get equal tags."""
-        # Wraps only where the first channels are long gone. (MPI keeps its limits as attributes of COMM_WORLD.)
+        """Return a tag that no other message in flight has. Local; ranks that call it equally often get equal tags."""
+        # When the tags wrap, the first channels are long closed. (MPI keeps its limits as attributes of COMM_WORLD.)
         self.tags_taken += 1
         return self.tags_taken % (MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767)
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """Who sends how much to whom: elements per peer, none of them zero.
+    """Messages of one channel: the number of elements per peer, none of them zero.
 
     Attributes
     ----------
+    sends, recvs
+        Number of elements that this rank sends to each peer, and receives from each peer.
+    dtype
+        NumPy dtype of the elements.
     tag
-        Tag of the messages, the same on all ranks and of no other channel.
+        Tag of the messages: the same on all ranks, and different from that of every other channel.
     """
 
     sends: Mapping[int, int]
@@ -63,37 +67,40 @@ class Pattern:
     tag: int
 
     def among(self, peers: set[int]) -> Pattern:
-        """Return the part of the pattern that concerns these peers."""
+        """Return the part of the pattern that concerns the ranks in `peers`."""
         sends = {peer: count for peer, count in self.sends.items() if peer in peers}
         recvs = {peer: count for peer, count in self.recvs.items() if peer in peers}
         return Pattern(sends, recvs, self.dtype, self.tag)
 
     @property
     def peers(self) -> tuple[int, ...]:
-        """Ranks that are sent to or received from, in order."""
+        """Ranks that this rank sends to or receives from, in order."""
         return tuple(sorted(self.sends.keys() | self.recvs.keys()))
 
 
 def split_node(mpi_comm: MPI.Intracomm) -> MPI.Intracomm:
-    """Return the ranks that share memory with this one, in the same order. Collective; `contexts.free` frees it."""
+    """Return a communicator of the ranks that share memory with this one, in the same order.
+
+    Collective over `mpi_comm`. The caller frees it with `contexts.free`.
+    """
     node = mpi_comm.Split_type(MPI.COMM_TYPE_SHARED, mpi_comm.rank)
     assert isinstance(node, MPI.Intracomm)
     return contexts.hold(node)
 
 
 def numbered(keys: Sequence[int]) -> tuple[int, ...]:
-    """Return the keys replaced by 0, 1, ... in the order in which they appear. Local."""
+    """Replace the keys by 0, 1, ... in the order in which they first appear. Local."""
     numbers: dict[int, int] = {}
     return tuple(numbers.setdefault(key, len(numbers)) for key in keys)
 
 
 def aligned(memory: np.ndarray) -> np.ndarray:
-    """Return bytes (1-D, uint8) from their first cache line on, as a view. Local."""
+    """Return a view of the bytes ``(n,)`` (uint8) from the first cache line boundary on. Local."""
     return memory[-memory.ctypes.data % ALIGNMENT :]
 
 
 def aligned_bytes(nbytes: int) -> np.ndarray:
-    """Return zeros: ``(nbytes,)`` uint8, aligned to a cache line. Local."""
+    """Allocate zeros: ``(nbytes,)`` uint8, aligned to a cache line. Local."""
     zeros = aligned(np.empty(nbytes + ALIGNMENT, np.uint8))[:nbytes]
     zeros.fill(0)  # commit the pages now, not in the first exchange
     return zeros

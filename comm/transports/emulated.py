@@ -1,12 +1,12 @@
-"""The emulated network: shared memory of one machine that takes the time of another network.
+"""The emulated network: shared memory of one machine with the message times of another network.
 
-A message of n bytes that was started at time t is there at ``t + alpha + beta * n``, not earlier; no rank
-uses the CPU meanwhile (but for the last 0.1 ms before, where there is a core for every rank). Messages travel
-independently of each other (full duplex, no contention). It shows overlap where there is one machine only, and
-checks the performance model for networks that are not there.
+A message of n bytes that starts at time t arrives at ``t + alpha + beta * n``. Until then the waiting ranks use no CPU
+time, except for the last 0.1 ms if there is a core for every rank. Messages travel independently of each other (full
+duplex, no contention). The emulation shows overlap on a single machine, and validates the performance model for
+networks that are not available.
 
-The time a message was sent lies beside it and is compared with the receiver's clock (CLOCK_MONOTONIC, which all
-processes of a machine share): ranks on several nodes are refused.
+The sender stores its send time next to the message, and the receiver compares it with its own clock (CLOCK_MONOTONIC,
+which all processes of a machine share). So ranks on several machines are rejected.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ __all__ = ["EmulatedNetwork", "Stamped", "Stamps", "ring_seconds", "sleep_until"
 LATE = 1e-4  # [s]
 NAP = 1e-5  # [s]
 
-#: A float64 of one rank, of the first, third, ... exchange, and of the others.
+#: Timestamps of one rank, one float64 each: of the first, third, ... exchange, and of the second, fourth, ... one.
 Stamps = tuple[np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True)
 class EmulatedNetwork:
-    """Messages of ``alpha + beta * bytes`` seconds.
+    """Network whose messages take ``alpha + beta * bytes`` seconds.
 
     Attributes
     ----------
@@ -42,8 +42,9 @@ class EmulatedNetwork:
     beta
         Inverse bandwidth [s/B].
     node
-        So many consecutive ranks of the root communicator are on one node: between them it is shared memory, without
-        delay. A collective among ranks of several nodes takes the time of a ring whose links all cross the network.
+        Number of consecutive ranks of the root communicator on one emulated node. Ranks of one node use shared memory
+        without delay. A collective among ranks of several nodes takes the time of a ring all of whose links cross the
+        network.
     """
 
     alpha: float
@@ -51,28 +52,31 @@ class EmulatedNetwork:
     node: int = 1
 
     def message(self, nbytes: int) -> float:
-        """Return the time of a message [s]."""
+        """Return the time of a message of `nbytes` [s]."""
         return self.alpha + self.beta * nbytes
 
     def collective(self, method: Method, ranks: int, nbytes: int) -> float:
-        """Return the time of a sum of `nbytes` among ranks of several nodes [s]: that of a ring, or of half of one."""
+        """Return the time of a collective of `nbytes` among `ranks` on several nodes [s].
+
+        An all-reduce takes the time of a ring; a reduce-scatter or an all-gather takes half of it.
+        """
         seconds = ring_seconds(ranks, method.payload(nbytes), self.alpha, self.beta)
         return seconds if method.adds and method.gathers else seconds / 2
 
 
 class Stamped(Signal):
-    """A signal that says when it was given, and that the others see when it would have arrived.
+    """A signal with a timestamp: other ranks see it only at its emulated arrival time.
 
     Parameters
     ----------
     own
-        Where this rank notes the time.
+        Timestamps of this rank.
     stamps
-        Where others have (and this one, if it counts), and how long theirs takes to arrive [s].
+        Timestamps of the awaited ranks (and of this one, if it counts), each with the travel time of its data [s].
     nap
-        Whether a rank that waits must leave its core alone all the time.
+        Whether a waiting rank must always leave its core to other ranks.
     now
-        Gives the time that is noted; by default the clock.
+        Function that returns the send time; by default `time.perf_counter`.
     """
 
     def __init__(
@@ -121,15 +125,15 @@ def ring_seconds(size: int, nbytes: int, alpha: float, beta: float) -> float:
     References
     ----------
     Thakur, Rabenseifner, Gropp, Optimization of Collective Communication Operations in MPICH (2005),
-    Section 4.5, without the time of the additions, which are really done.
+    Section 4.5, without the time of the additions: the emulation does perform them.
     """
     return 2 * (size - 1) * alpha + 2 * (size - 1) / size * beta * nbytes
 
 
 def sleep_until(deadline: float, nap: bool = True) -> None:
-    """Return at `deadline` (`time.perf_counter` [s]), using the CPU for the last 0.1 ms at most.
+    """Sleep until `deadline` (`time.perf_counter` [s]); use the CPU for the last 0.1 ms at most.
 
-    With `nap` not even then: it may be 0.1 ms later.
+    With `nap`, the CPU is not used in that time either, and the function may return 0.1 ms late.
     """
     remaining = deadline - time.perf_counter()
     if remaining > LATE:

@@ -1,4 +1,4 @@
-"""Memory that the ranks of a node share: windows that grow together, places in them, and flags."""
+"""Memory that the ranks of a node share: windows, allocations in them, and flags."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ PAGE = 4096  # [B]
 SMALLEST = 64 * 1024  # [B] per rank
 FLAG_BYTES = ALIGNMENT  # a cache line each: a rank that polls does not disturb the writer of another flag
 
-# Polls before the core is offered to others: with a core per rank a peer is seldom later than that (some 10 us).
+# Polls before the rank yields its core: with a core per rank, peers are rarely later than that (some 10 us).
 SPINS = 200
 
 
 def rounded(nbytes: int, multiple: int = ALIGNMENT) -> int:
-    """Return the smallest multiple that is not below `nbytes`. Local."""
+    """Return the smallest multiple of `multiple` that is at least `nbytes`. Local."""
     return -(-nbytes // multiple) * multiple
 
 
 class Chunk:
-    """One window: a segment of shared memory per rank of the node. Collective over the node to make and free.
+    """One window: a segment of shared memory per rank of the node. Creating and freeing it is collective over the node.
 
     Parameters
     ----------
     node
         Ranks of the node.
     sizes
-        What every rank allocates [B], a cache line more than it can use.
+        Bytes that every rank allocates: one cache line more than it can use [B].
 
     Attributes
     ----------
     sizes
-        Bytes of the segment of every rank, which begins on a cache line [B].
+        Usable bytes in the segment of every rank; each segment begins on a cache line [B].
     used
-        Of this rank's, how many are given out [B].
+        Bytes of this rank's segment that are allocated [B].
     """
 
     def __init__(self, node: MPI.Intracomm, sizes: np.ndarray) -> None:
@@ -62,31 +62,34 @@ class Chunk:
         self.used = self._live = 0
 
     def take(self, requests: Sequence[int]) -> None:
-        """Take so many bytes each [B], to be given back one by one; zeroed. Local."""
+        """Allocate one block per entry of `requests` [B] in this rank's segment, and zero them. Local.
+
+        Each block is freed by one call of `give_back`.
+        """
         first, self.used = self.used, self.used + sum(requests)
         self._live += len(requests)
         self.segment(self._rank)[first : self.used].fill(0)  # commit the pages now, not in a step
 
     def give_back(self) -> None:
-        """Give one request back; the segment is used afresh once all are given back. Local."""
+        """Free one block; the segment is reused as soon as all blocks are free. Local."""
         self._live -= 1
         if not self._live:
             self.used = 0
 
     def segment(self, rank: int) -> np.ndarray:
-        """Return the memory of a rank of the node: ``(bytes,)`` uint8, aligned to a cache line, shared. Local."""
+        """Return the segment of a rank of the node: ``(bytes,)`` uint8, aligned to a cache line, shared. Local."""
         if rank not in self._segments:
             memory, _ = self._window.Shared_query(rank)
-            # All ranks find the same first byte: memory is mapped by whole pages, of many cache lines.
+            # All ranks get the same first byte: memory is mapped in whole pages, each of many cache lines.
             self._segments[rank] = aligned(np.asarray(memory.cast("B")))[: self.sizes[rank]]
         return self._segments[rank]
 
     def sync(self) -> None:
-        """Memory fence between what this rank wrote or read and its next message. Local."""
+        """Insert a memory fence between the reads and writes of this rank and its next message. Local."""
         self._window.Sync()
 
     def free(self) -> None:
-        """Collective over the node."""
+        """Free the window. Collective over the node."""
         self._segments.clear()
         self._window.Unlock_all()
         contexts.free(self._window)
@@ -100,13 +103,11 @@ class Arena:
     node
         Communicator of the ranks of this node; freed by `close`.
     agree
-        Raises on all ranks of all nodes what failed on one of them. Collective.
+        `Communicator.agree`: raises on all ranks of all nodes an exception that one rank passes. Collective.
 
-    Notes
-    -----
-    A window per channel would cost an MPI context and some milliseconds each; this makes a number of windows that
-    grows with the logarithm of the memory. MPI takes the names of the segments away as soon as all ranks
-    have mapped them, so they cannot outlive the run.
+    Notes ----- A window per channel would cost an MPI context and some milliseconds each. The number of windows of an
+    arena grows with the logarithm of the memory. MPI unlinks the names of the segments as soon as all ranks have mapped
+    them, so the segments cannot outlive the run.
     """
 
     def __init__(self, node: MPI.Intracomm, agree: Callable[[Exception | None], None]) -> None:
@@ -116,22 +117,22 @@ class Arena:
         self._nbytes = 0
 
     def reserve(self, requests: Sequence[int]) -> tuple[Chunk, np.ndarray]:
-        """Return a chunk, the same on all ranks of the node, and where in it the requests [B] of every rank lie.
+        """Reserve memory for `requests` [B], and return the chunk and the offsets in it.
 
-        Collective over the ranks of all nodes, with as many requests each, of any size.
+        Collective over the ranks of all nodes. All ranks pass the same number of requests; the sizes may differ.
 
         Returns
         -------
         chunk
-            Which each request is given back to.
+            Chunk that holds the blocks, the same on all ranks of the node. Free each request with its `give_back`.
         offsets
-            ``(ranks of the node, requests)``, in the segment of each rank [B].
+            ``(ranks of the node, requests)``: offset of each block in the segment of its rank [B].
 
         Raises
         ------
         CommError
-            On all ranks of a node that has not enough shared memory, or too many windows; to be agreed on with other
-            nodes.
+            On all ranks of a node that has too little shared memory, or too many windows. The caller must agree on it
+            with the other nodes.
         """
         self._agree(None)  # a rank may be lost to a fault since the last collective of a set-up
         size = rounded(max(sum(requests) + ALIGNMENT, SMALLEST, self._nbytes), PAGE)
@@ -150,17 +151,20 @@ class Arena:
             chunk, before = self._chunks[-1], np.zeros(len(everywhere), np.int64)
         else:
             chunk, before = self._chunks[index], used[:, index]
-        # Zeroed before the agreement that ends every set-up: no rank looks at the flags of another one before that.
+        # Zeroed before the agreement that ends every set-up: no rank reads the flags of another rank before that.
         chunk.take(requests)
         return chunk, before[:, None] + starts[:, :-1]
 
     def places(self, wanted: Sequence[int]) -> list[Places]:
-        """Return so many bytes each [B], ranks may differ, in the segment of every rank. Collective, as `reserve`."""
+        """Reserve one block per entry of `wanted` [B] in the segment of every rank; sizes may differ between ranks.
+
+        Collective, as `reserve`.
+        """
         chunk, offsets = self.reserve([FLAG_BYTES + nbytes for nbytes in wanted])
         return [Places(chunk, at, self.node.rank) for at in offsets.T.tolist()]
 
     def close(self) -> None:
-        """Free all windows; idempotent. Collective over the node."""
+        """Free all windows. Idempotent. Collective over the node."""
         for chunk in reversed(self._chunks):
             chunk.free()
         self._chunks.clear()
@@ -169,7 +173,7 @@ class Arena:
 
 
 def _check_room(nbytes: int, free: int) -> None:
-    """Raise CommError if the node cannot hold `nbytes` more of shared memory. Local."""
+    """Raise CommError if the node has less than `nbytes` of shared memory free. Local."""
     if nbytes > free:
         raise CommError(
             f"shared transport: expected {nbytes / 2**20:.1f} MiB free in {SHARED_MEMORY}, got {free / 2**20:.1f} MiB; "
@@ -178,26 +182,26 @@ def _check_room(nbytes: int, free: int) -> None:
 
 
 class Flags:
-    """One counter per rank of the node; a rank raises its own and looks at those of others.
+    """One counter per rank of the node. A rank increments its own and reads those of the others.
 
-    What a rank wrote to shared memory before a fence (`sync`) and its count is seen by every rank that has seen the
-    count and passed a fence.
+    A rank writes to shared memory, passes a fence (`sync`), and raises its counter. Every rank that has seen the new
+    count, and then passed a fence, sees what was written.
 
     Parameters
     ----------
     chunk
-        Window that the counters lie in.
+        Window that holds the counters.
     offsets
-        Offset [B] of the counter of this rank and of every other one that is looked at, by rank on the node.
+        Offset of the counter of this rank, and of every other rank whose counter is read, by rank on the node [B].
     mine
-        This rank on the node.
+        Rank of this process on the node.
 
     Attributes
     ----------
     count
-        To which this rank has counted.
+        Last count of this rank.
     own
-        Its counter.
+        Counter of this rank.
     """
 
     def __init__(self, chunk: Chunk, offsets: dict[int, int], mine: int) -> None:
@@ -206,12 +210,12 @@ class Flags:
         self.own = self._counters[mine]
 
     def others(self, ranks: Iterable[int] | None = None) -> list[memoryview]:
-        """Return the counters of these ranks, this one left out; by default of all."""
+        """Return the counters of these ranks without the own one; by default, of all ranks."""
         wanted = self._counters if ranks is None else ranks
         return [self._counters[rank] for rank in wanted if rank != self._mine]
 
     def reached(self, count: int, counters: Iterable[memoryview]) -> bool:
-        """Return whether these have come to `count`. Does not wait."""
+        """Return whether all of these counters have reached `count`. Does not wait."""
         for counter in counters:
             if counter[0] < count:
                 return False
@@ -220,21 +224,21 @@ class Flags:
 
 
 class Signal(Stage):
-    """A move through memory that ranks share: raise the own flag by one, and wait for those of others.
+    """A stage that increments the own flag and waits for the flags of other ranks.
 
-    All ranks count alike: one that raises no flag counts on all the same.
+    All ranks keep the same count: a rank that does not raise its flag increments its count too.
 
     Parameters
     ----------
     others
-        Ranks whose flags are waited for; by default all.
+        Ranks whose flags are awaited; by default all.
     raises
-        Whether this rank has something to say.
+        Whether this rank raises its flag.
 
     Attributes
     ----------
     arrived
-        Since when all were there (`time.perf_counter` [s]); 0 if not known.
+        Time at which all flags had arrived (`time.perf_counter` [s]); 0 if unknown.
     """
 
     arrived = 0.0
@@ -261,14 +265,16 @@ class Signal(Stage):
 
 
 class Places:
-    """Memory in the segment of every rank of the node, behind a flag each; made by `Arena.places`.
+    """A block of memory in the segment of every rank of the node, each with a flag in front; made by `Arena.places`.
 
     Attributes
     ----------
-    mine, ranks
-        This rank on the node, and how many there are.
+    mine
+        Rank of this process on the node.
+    ranks
+        Number of ranks on the node.
     flags
-        The flags of these places.
+        Flags of these blocks.
     """
 
     def __init__(self, chunk: Chunk, offsets: Sequence[int], mine: int) -> None:
@@ -278,26 +284,30 @@ class Places:
         self.ranks = len(self._offsets)
 
     def view(self, rank: int, first: int, nbytes: int, dtype: Any = np.uint8) -> np.ndarray:
-        """Return the bytes ``[first, first + nbytes)`` of one rank, shared; `first` is a multiple of a cache line."""
+        """Return the bytes ``[first, first + nbytes)`` of one rank's block, shared; `first` is a multiple of a cache
+        line.
+        """
         assert first % ALIGNMENT == 0, first
         start = self._offsets[rank] + FLAG_BYTES + first
         return self._chunk.segment(rank)[start : start + nbytes].view(dtype)
 
     def views(self, first: int, nbytes: int, dtype: Any = np.uint8) -> list[np.ndarray]:
-        """Return the same of every rank."""
+        """Return the same view of every rank's block, in the order of the ranks."""
         return [self.view(rank, first, nbytes, dtype) for rank in range(self.ranks)]
 
     def give_back(self) -> None:
-        """Free the memory. Local, but all ranks do it."""
+        """Free the memory. Local, but all ranks must call it."""
         self._chunk.give_back()
 
 
-#: A set-up that asks for bytes [B] in memory that ranks share, gets places, and returns the plan of a sum.
+#: A set-up that requests bytes [B] of shared memory, receives `Places`, and returns the plan of a sum.
 Planning = Generator[int, Places, ReductionPlan]
 
 
 def _counter(chunk: Chunk, rank: int, offset: int) -> memoryview:
-    """Return the counter as a memoryview of one integer: read and written in one instruction, without making an array.
+    """Return the counter as a memoryview of one integer.
+
+    It is read and written in one instruction, without allocating an array.
     """
     counter: Any = chunk.segment(rank)[offset : offset + 8].view(np.int64)
     return memoryview(counter)

@@ -1,4 +1,4 @@
-"""Messages of MPI: channels of one persistent message per peer, and the moves of sums."""
+"""MPI transport: channels of one persistent message per peer, and the stages of sums."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ _WORDS = {8: MPI.UINT64_T, 4: MPI.UINT32_T, 2: MPI.UINT16_T, 1: MPI.UINT8_T}
 
 
 def words(memory: np.ndarray) -> tuple[np.ndarray, MPI.Datatype]:
-    """Return the bytes as words as long as their number allows, for MPI to send: a count of bytes would pass
-    2^31, which some MPI refuse, eight times earlier."""
+    """Return the bytes as the longest words that divide their number, with their MPI datatype.
+
+    MPI counts are limited to 2^31 in some libraries; a count of bytes would reach this limit eight times earlier.
+    """
     for size, datatype in _WORDS.items():
         if memory.nbytes % size == 0:
             return memory.view(f"u{size}"), datatype
@@ -51,7 +53,7 @@ class Messages(Stage):
         MPI.Request.Waitall(self._requests)
 
     def free(self) -> None:
-        """Free the requests; none is under way."""
+        """Free the requests. None may be active."""
         for request in self._requests:
             request.Free()
         self._requests.clear()
@@ -74,7 +76,7 @@ class Native(Stage):
 
 
 class MpiChannel(Channel):
-    """One buffer per peer for both slots; the messages start in `start`, `finish` waits for them.
+    """Channel with one buffer per peer for both slots. `start` starts the messages, `finish` waits for them.
 
     One buffer is enough: `finish` waits for the sends too, and the next receive begins in the next `start`.
     """
@@ -125,10 +127,11 @@ class MpiChannel(Channel):
 
 
 def plan_over_mpi(context: TransportContext, flat: np.ndarray, method: Method) -> ReductionPlan:
-    """Return how a flat buffer is summed by messages of MPI; of several ranks, not empty, not by nodes.
+    """Return the plan of the sum of a flat buffer by MPI messages.
 
-    A sum in the order of the ranks is a room of messages; all others are a collective of the MPI library, which may
-    add up in any order, and in another one for another number of bytes. The progress thread drives both.
+    The buffer is not empty, there are several ranks, and the sum is not hierarchical. A sum in rank order consists of
+    messages. Any other sum is a collective of the MPI library, whose order of additions is unspecified and may depend
+    on the number of bytes. The progress thread drives both.
     """
     mpi = context.mpi
     parts = shards(flat.size, mpi.size, flat.itemsize)
@@ -142,12 +145,12 @@ def plan_over_mpi(context: TransportContext, flat: np.ndarray, method: Method) -
         stages: list[Stage] = [Native(lambda: mpi.Iallreduce(MPI.IN_PLACE, flat, MPI.SUM))]
         direct = partial(mpi.Allreduce, MPI.IN_PLACE, flat, MPI.SUM)
     elif method.adds:
-        # In place, MPI would put the sum where the buffer begins, over the summands of another rank.
+        # In place, MPI would write the sum to the start of the buffer, over the summands of another rank.
         total, counts = np.empty_like(flat[own]), [part.stop - part.start for part in parts]
         native = Native(lambda: mpi.Ireduce_scatter(flat, total, counts, MPI.SUM))
         stages = [native, Work([lambda: np.copyto(flat[own], total)])]
     else:
-        # As words: what is gathered need not be of a type that MPI knows (bfloat16).
+        # As words: MPI has no datatype for some element types (bfloat16).
         size = math.gcd(flat.itemsize, max(_WORDS))
         each = flat.itemsize // size
         counts, places = [(p.stop - p.start) * each for p in parts], [p.start * each for p in parts]
@@ -157,9 +160,10 @@ def plan_over_mpi(context: TransportContext, flat: np.ndarray, method: Method) -
 
 
 def _in_order(context: TransportContext, flat: np.ndarray, method: Method, nbytes: int) -> ReductionPlan:
-    """Make a sum in which every rank receives its shard of all summands, adds them up, and sends the sum to all.
+    """Return the plan of a sum in rank order, in which every rank adds up one shard.
 
-    Reduce-scatter and all-gather with ``2 (P - 1) / P`` times the buffer per rank, as the best all-reduce.
+    Every rank receives the summands of its shard from all ranks, adds them up, and sends the sum to all ranks. This is
+    a reduce-scatter and an all-gather: each rank sends ``2 (P - 1) / P`` times the buffer, as in the best all-reduce.
     """
     mpi, rounds = context.mpi, method.codec == "bfloat16"
     wire = np.zeros(flat.size, np.uint16) if rounds else flat
@@ -177,7 +181,7 @@ def _in_order(context: TransportContext, flat: np.ndarray, method: Method, nbyte
     copies = [(wire, flat)] if rounds else []
     room = Room(copies, scatter, received, own, gather, [(flat, wire)] if rounds else [])
     stages = room.stages(codec or Plain())
-    # The owner encodes and decodes; the thread, or the rank in `finish`, does what lies between.
+    # The owner encodes and decodes; the progress thread, or the rank in `finish`, does the steps between.
     operation = StagedOperation(stages, first=1, last=len(room.returns))
     held = wire.nbytes + sum(one.nbytes for one in received) - own.nbytes if rounds else nbytes
     return ReductionPlan(operation, context.progress, codec=codec, nbytes=held, close=[scatter.free, gather.free])

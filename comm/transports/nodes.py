@@ -1,13 +1,16 @@
-"""Sums within nodes in shared memory, then across nodes by one rank of each, made while the ranks compute. ::
+"""Hierarchical sums: within nodes in shared memory, then across nodes by one rank of each. They overlap with
+computation.
+
+::
 
     every rank      deposit   its summand, in its part of shared memory
     every rank      add       its shard of all summands of the node            after all deposits on the node
     the first rank  send      the node's total to the first ranks of others    after all additions on the node
-    the first rank  collect   their totals                                     when they are there
+    the first rank  collect   the totals of the other nodes                    when they have arrived
     every rank      return    the result to its buffer                         when the first rank has collected
 
-One flag per rank says how far it is. The progress thread does all of it, or all but the first and the last copy; of the
-sums that wait for the same it looks at the first only, because all ranks start the same sums in the same order.
+One flag per rank holds its progress. The progress thread runs all steps, or all but the first and the last copy. Of
+several sums that wait for the same stage it polls only the first, because all ranks start the sums in the same order.
 """
 
 from __future__ import annotations
@@ -28,27 +31,27 @@ from .mpi import Native
 
 __all__ = ["Attempt", "Team", "plan_by_nodes"]
 
-STAMPS = 4 * ALIGNMENT  # [B]: when sums were sent, and when they were there, each for two sums in turn
+STAMPS = 4 * ALIGNMENT  # [B]: send times and arrival times, each for two sums that alternate
 
 
 @dataclass(frozen=True)
 class Team:
-    """The ranks of one sum by nodes, by their numbers in what shares memory.
+    """The ranks of one hierarchical sum, by their numbers in the communicator that shares memory.
 
     Attributes
     ----------
     mine
-        This one.
+        Rank of this process.
     here
-        Those of the node of this one, in order.
+        Ranks on the node of this process, in order.
     heads
-        The first ranks of all nodes, as far as they share memory (on an emulated network), else that of this one.
+        First rank of every node on an emulated network, where all nodes share memory; else the first rank of this node.
     leaders
-        The first ranks of nodes that share no memory; COMM_NULL on others, and where there is one node.
+        Communicator of the first ranks of nodes that share no memory; COMM_NULL on other ranks, and for a single node.
     network
-        Between emulated nodes.
+        Emulated network between the nodes; None without one.
     line
-        Of all these sums of a communicator.
+        Queue of all hierarchical sums of a communicator.
     """
 
     mine: int
@@ -70,7 +73,7 @@ class Team:
 
 
 class Attempt(Stage):
-    """A stage that may fail on one rank, where the others of its node have to go on. The fault is kept."""
+    """A stage that may fail on one rank while the other ranks of its node continue. It keeps the exception."""
 
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
@@ -94,34 +97,36 @@ class Attempt(Stage):
             return True
 
     def settle(self) -> None:
-        """Raise the fault, once."""
+        """Raise the kept exception once."""
         fault, self.fault = self.fault, None
         if fault is not None:
             raise fault
 
 
 class _Room:
-    """The shared memory of one sum; `lie` says where it is. ::
+    """The shared memory of one sum; `lie` creates the views.
+
+    ::
 
         first rank of a node   | stamps | total, ... | summand |
         other ranks            | stamps | summand |
 
     A rank that is alone on its node deposits into the total, and has no summand. One summand per rank is enough: it is
     read before the node's total is sent, and written again after `finish`. Between emulated nodes there are totals for
-    two sums in turn, and the result: the total of sum n + 2 is made after all ranks of the node have finished sum
-    n + 1, thus after all first ranks have sent sum n + 1; they did that after their nodes had finished sum n, for which
-    they had read everything.
+    two alternating sums, and the result. A total is safe to overwrite: the total of sum n + 2 is made after all ranks
+    of the node have finished sum n + 1, so all first ranks have sent sum n + 1. They sent it after their nodes had
+    finished sum n, and had then read everything of sum n.
     """
 
     def __init__(self, team: Team, flat: np.ndarray) -> None:
         self._team, self._flat, self._size = team, flat, rounded(flat.nbytes)
         self._totals = 3 if team.emulated else 1
         arrays = (len(team.here) > 1) + (self._totals if team.leads else 0)
-        #: Bytes of shared memory that this rank needs, and those of them that a caller sees [B].
+        #: Bytes of shared memory that this rank needs, and the part of them that it reports as buffers [B].
         self.wanted, self.nbytes = STAMPS + arrays * self._size, arrays * flat.nbytes
 
     def lie(self, places: Places) -> None:
-        """Make the views."""
+        """Create the views into the shared memory."""
         self.places, team = places, self._team
         self.result = self.total(team.here[0], 2 if team.emulated else 0)
         self.totals = [self.total(team.here[0], turn) if team.emulated else self.result for turn in (0, 1)]
@@ -129,12 +134,12 @@ class _Room:
         self.summands = [self._array(r, self._totals if r == team.here[0] else 0) for r in team.here if several]
 
     def stamps(self, rank: int, pair: int) -> Stamps:
-        """Return the times that a rank notes: when it sent, or when sums were there."""
+        """Return the timestamps of a rank: of its sends (pair 0), or of the arrivals (pair 1)."""
         first, second = (self.places.view(rank, (2 * pair + i) * ALIGNMENT, 8, np.float64) for i in range(2))
         return first, second
 
     def total(self, rank: int, number: int) -> np.ndarray:
-        """Return a total of the first rank of a node."""
+        """Return total number `number` of the first rank of a node."""
         return self._array(rank, number)
 
     def _array(self, rank: int, number: int) -> np.ndarray:
@@ -142,13 +147,13 @@ class _Room:
 
 
 def plan_by_nodes(flat: np.ndarray, method: Method, team: Team, progress: Progress) -> Planning:
-    """Return how a flat buffer is summed by nodes; of several ranks, not empty."""
+    """Return the plan of the hierarchical sum of a flat, non-empty buffer over several ranks."""
     room, here, codec = _Room(team, flat), team.here, Plain()
     places = yield room.wanted
     room.lie(places)
     flags, me = room.places.flags, here.index(team.mine)
     share = shards(flat.size, len(here), flat.itemsize)[me]
-    # All ranks have the same signals, whether they are waited for or not: so they count alike.
+    # All ranks have the same signals, awaited or not, so that their counts agree.
     deposited, added = Signal(flags, here), Signal(flags, here if team.leads else ())
     sent, attempt = _sent(room, team), None
     across: list[list[Stage]] = [[sent], [sent]]
@@ -168,7 +173,7 @@ def plan_by_nodes(flat: np.ndarray, method: Method, team: Team, progress: Progre
             stages.append(codec.add([one[share] for one in room.summands], total[share]))
         stages += [added, *between, arrived, codec.give_back([(flat, room.result)])]
         turns.append(stages if attempt is None else [*stages, Work([attempt.settle])])
-    # In the background all is done but to raise a fault; otherwise the owner makes the first and the last copy.
+    # The background does everything except raising exceptions; otherwise the owner makes the first and the last copy.
     copies = 0 if method.in_background else 1
     operation = StagedOperation(*turns, first=copies, last=copies + (attempt is not None), line=team.line)
     nbytes = room.nbytes + (flat.nbytes if attempt is not None else 0)
@@ -176,7 +181,7 @@ def plan_by_nodes(flat: np.ndarray, method: Method, team: Team, progress: Progre
 
 
 def _sent(room: _Room, team: Team) -> Signal:
-    """Return the signal that the node's total can be read; between emulated nodes the move of a ring."""
+    """Return the signal that the node's total can be read. Between emulated nodes it takes the time of a ring."""
     flags = room.places.flags
     if team.network is None or not (team.leads and team.emulated):
         return Signal(flags, (), raises=team.leads)

@@ -1,4 +1,4 @@
-"""Memory that the ranks of a node share: peers read each other's send buffers, and sums are made there without MPI."""
+"""Shared-memory transport: peers on a node read each other's send buffers, and sums need no MPI messages."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from .memory import FLAG_BYTES, Arena, Chunk, Flags, Places, Planning, Signal, r
 
 __all__ = ["NodeMemory", "WindowChannel", "Windows", "blocks"]
 
-STAGE_BYTES = 256 * 1024  # of a large sum that is on the stage at once, per rank [B]: fits the cache of a core
+STAGE_BYTES = 256 * 1024  # part of a large sum that is on the stage at once, per rank [B]: fits the cache of a core
 
 
 class NodeMemory:
-    """What the ranks of a communicator that share memory do by it. Collective over the communicator to use.
+    """Channels and sums of the ranks of a communicator that share memory. Its use is collective over the communicator.
 
     Parameters
     ----------
     network
-        Whose time messages between its nodes take; None: there is no network between ranks that share memory.
+        Emulated network between the nodes; None without one.
     node_of
         Number of the emulated node of every rank.
     crowded
-        Whether there are more ranks than cores: then a rank that waits must leave its core alone.
+        Whether there are more ranks than cores. A waiting rank must then yield its core.
     """
 
     def __init__(
@@ -53,32 +53,32 @@ class NodeMemory:
         self._stage: _CommonStage | None = None
 
     def neighbors(self) -> set[int]:
-        """Return ranks on the node of this one. Collective at the first call."""
+        """Return the ranks on the node of this rank. Collective at the first call."""
         self._open()
         return {rank for rank, here in enumerate(self._node_ranks) if here != MPI.UNDEFINED}
 
     @property
     def node(self) -> MPI.Intracomm:
-        """The ranks that share memory. Collective at the first call."""
+        """Communicator of the ranks that share memory. Collective at the first call."""
         return self._open().node
 
     def places(self, wanted: Sequence[int]) -> list[Places]:
-        """Return so many bytes each [B] in the segment of every rank of this node."""
+        """Reserve one block per entry of `wanted` [B] in the segment of every rank of this node. Collective."""
         return self._open().places(wanted)
 
     @property
     def buffer_bytes(self) -> int:
-        """Memory of this rank that its large sums have in common [B]."""
+        """Memory of this rank that all its large sums use in common [B]."""
         return 0 if self._stage is None else self._stage.nbytes
 
     def close(self) -> None:
-        """Free the memory; idempotent."""
+        """Free the memory. Idempotent."""
         if self._arena is not None:
             self._arena.close()
             self._arena = self._stage = None
 
     def _open(self) -> Arena:
-        """Return the arena, made at the first call (collective): many communicators only reduce."""
+        """Return the arena. The first call creates it (collective), because many communicators only reduce."""
         if self._arena is None:
             comm = self.context.mpi
             self.context.agree(contexts.shortage())
@@ -93,14 +93,14 @@ class NodeMemory:
     def signal(
         self, flags: Flags, stamps: dict[int, Stamps], seconds: dict[int, float], others: Sequence[int] | None = None
     ) -> Signal:
-        """Return a move that every rank awaits; one that takes time if there is a network.
+        """Return a signal that every rank awaits. With an emulated network it takes time.
 
         Parameters
         ----------
         stamps
-            Of this rank and of those from which something comes, by their number on the node.
+            Timestamps of this rank and of the ranks that send to it, by rank on the node.
         seconds
-            How long what comes from each is under way [s].
+            Travel time of the data from each rank [s].
         """
         if self.network is None:
             return Signal(flags, others)
@@ -110,12 +110,12 @@ class NodeMemory:
     # -- channels ------------------------------------------------------------------------------
 
     def channels(self, patterns: Sequence[Pattern], meters: Sequence[Meter]) -> list[WindowChannel]:
-        """Return the channels of patterns all of whose peers share memory."""
+        """Return one channel per pattern. All peers of the patterns share memory."""
         arena, local = self._open(), self._node_ranks
         slots = [_slots({local[peer]: count * p.dtype.itemsize for peer, count in p.sends.items()}) for p in patterns]
         places, sizes = [places for places, _ in slots], [nbytes for _, nbytes in slots]
         chunk, offsets = arena.reserve(sizes)
-        slots_of = arena.node.allgather(places)  # nothing before it that may fail on one rank alone
+        slots_of = arena.node.allgather(places)  # no statement before it may fail on a single rank
         return [
             self._channel(pattern, meter, chunk, offsets[:, i], [places[i] for places in slots_of])
             for i, (pattern, meter) in enumerate(zip(patterns, meters))
@@ -124,8 +124,9 @@ class NodeMemory:
     def _channel(
         self, pattern: Pattern, meter: Meter, chunk: Chunk, offsets: np.ndarray, slots_of: Sequence[Mapping[int, int]]
     ) -> WindowChannel:
-        """Return a channel whose ranks have memory at `offsets` and say there for whom is what; by rank on the node.
-        Local.
+        """Return a channel whose buffers are at `offsets` in the segments of the ranks. Local.
+
+        `slots_of` holds, per rank on the node, where in its block the data for each reader begins.
         """
         mine, local = self._node_ranks[self.context.mpi.rank], self._node_ranks
 
@@ -148,7 +149,7 @@ class NodeMemory:
         return WindowChannel(pattern, meter, Windows(sends, recvs, (move, move), [chunk.give_back]))
 
     def _seconds(self, peer: int, nbytes: int) -> float:
-        """Return how long a message from a peer takes [s]."""
+        """Return the travel time of a message from a peer [s]."""
         if self.network is None or self.node_of[peer] == self.node_of[self.context.mpi.rank]:
             return 0.0
         return self.network.message(nbytes)
@@ -156,27 +157,31 @@ class NodeMemory:
     # -- sums ----------------------------------------------------------------------------------
 
     def plan(self, flat: np.ndarray, method: Method) -> Planning:
-        """Return how ranks that all share memory sum a flat buffer; of several ranks, not empty, not by nodes."""
+        """Return the plan of the sum of a flat, non-empty buffer over several ranks that all share memory.
+
+        The sum is not hierarchical.
+        """
         if method.codec == "plain" and (flat.nbytes <= LARGEST_AT_ONCE or not method.adds):
             return self._at_once(flat, method)
         return self._staged(flat, method)
 
     def _travel(self, places: Places, method: Method, nbytes: int) -> Signal:
-        """Return a move of a collective, whose stamps are the first two cache lines of the places."""
+        """Return the signal of a collective. Its timestamps are in the first two cache lines of the places."""
         far = self.network is not None and max(self.node_of) > 0
         seconds = self.network.collective(method, places.ranks, nbytes) if self.network is not None and far else 0.0
         stamps = {rank: _stamps(places, rank) for rank in range(places.ranks)}
         return self.signal(places.flags, stamps, dict.fromkeys(stamps, seconds))
 
     def _at_once(self, flat: np.ndarray, method: Method) -> Planning:
-        """Make a sum of deposited summands: every rank deposits its own at the start, and then adds up all of them, for
-        every element or for its shard.
+        """Plan a sum of deposited summands: every rank deposits its own, then adds up all of them.
 
-        To gather, every rank deposits its shard: of any size, as shards of all ranks are no more than one buffer.
+        A rank adds up all elements, or the elements of its shard. For an all-gather, every rank deposits its shard,
+        whatever its size: the shards of all ranks together are no longer than one buffer.
 
-        Sum n uses slot n mod 2 and raises the flag to n + 1. *What is read is what was deposited*: `finish` waits for
-        n + 1 of all. *Nothing is overwritten while it is read*: a rank deposits sum n + 2 after its finish n + 1, so
-        all others have started n + 1, and they did that after their finish n: they have read everything of sum n.
+        Sum n uses slot n mod 2 and raises the flag to n + 1. *Data are read after they were deposited*: `finish` waits
+        for n + 1 of all ranks. *Data are not overwritten while they are read*: a rank deposits sum n + 2 after its
+        finish n + 1, so all others have started n + 1. They did that after their finish n, so they have read everything
+        of sum n.
         """
         ranks, me = self.node.size, self.node.rank
         parts = shards(flat.size, ranks, flat.itemsize)
@@ -202,20 +207,20 @@ class NodeMemory:
         return ReductionPlan(StagedOperation(*turns, first=1), arrival=arrival, nbytes=nbytes, close=[places.give_back])
 
     def _staged(self, flat: np.ndarray, method: Method) -> Planning:
-        """Return a large sum, made in `finish` by the ranks together: piece by piece, each adds up its share of a
-        piece.
+        """Plan a large sum that `finish` makes in pieces: in each piece, every rank adds up its share.
 
-        ``start`` only notes that the buffer is ready. The ranks of a node have no network to wait for: the sum is work
-        of the cores, wherever it is done, and done here it does not interrupt the kernels of backward. A piece is
-        copied to the stage (in the cache), every rank adds up its share of all summands, and copies the shares of the
-        others back, with two meetings.
+        ``start`` only records that the buffer is ready. The ranks of a node do not wait for a network: the sum is work
+        of the cores, and in `finish` it does not interrupt the kernels of the backward pass. For each piece, every rank
+        copies its summand to the stage (in the cache), adds up its share of all summands, and copies the shares of the
+        others back. Two barriers separate these steps.
 
-        *Nothing is overwritten while it is read*: summands are read between the first and the second meeting of a
-        piece, and written before the first; sums are written between them, and read after the second and before the
-        first of the next piece. So every write is parted by a meeting from all reads before it and after it.
+        *Data are not overwritten while they are read*: summands are read between the first and the second barrier of a
+        piece, and written before the first. Sums are written between the two barriers, and read after the second and
+        before the first barrier of the next piece. So a barrier separates every write from all reads before it and
+        after it.
 
-        Sums pass the stage in the order in which they were started, which is that of all ranks: to finish one is to
-        finish those before it too, so ranks may call `finish` in different orders.
+        Sums pass the stage in the order in which they were started, which is the same on all ranks. To finish a sum
+        also finishes the sums before it, so ranks may call `finish` in different orders.
         """
         stage, stages = self._common(), list[Stage]()
         plan = ReductionPlan(queue=stage.waiting)
@@ -235,7 +240,7 @@ class NodeMemory:
         return plan
 
     def _common(self) -> _CommonStage:
-        """Return the stage of all large sums, made at the first (collective)."""
+        """Return the stage of all large sums. The first call creates it (collective)."""
         if self._stage is None:
             ranks = self.context.mpi.size
             share = rounded(STAGE_BYTES // ranks + ALIGNMENT)
@@ -246,7 +251,7 @@ class NodeMemory:
 
 @dataclass(frozen=True)
 class _StagePiece:
-    """Part of a buffer that is on the stage at once: what of it is deposited, and every rank's share."""
+    """Part of a buffer that is on the stage at once: the slices that ranks deposit, and the share of every rank."""
 
     deposited: Sequence[slice]
     shares: Sequence[slice]
@@ -263,7 +268,7 @@ class _CommonStage:
     Attributes
     ----------
     waiting
-        Sums that were started and not made yet, in the order of their starts: the same on all ranks.
+        Sums that were started and are not finished, in the order of their starts: the same on all ranks.
     """
 
     def __init__(self, places: Places, share: int) -> None:
@@ -272,7 +277,7 @@ class _CommonStage:
         self._views: dict[tuple[int, int, int, np.dtype], np.ndarray] = {}
 
     def pieces(self, flat: np.ndarray, itemsize: int) -> list[_StagePiece]:
-        """Return the runs of the buffer, with a block per rank."""
+        """Return the pieces of an all-reduce: consecutive parts of the buffer, each with one block per rank."""
         step, ranks = STAGE_BYTES // itemsize, self.places.ranks
         found = []
         for i in range(0, flat.size, step):
@@ -282,7 +287,9 @@ class _CommonStage:
         return found
 
     def parts(self, flat: np.ndarray) -> list[_StagePiece]:
-        """Return a part of every rank's shard, as long as all of them fit on the stage together."""
+        """Return the pieces of a reduce-scatter or all-gather: each holds a part of every rank's shard, and fits the
+        stage.
+        """
         whole = shards(flat.size, self.places.ranks, flat.itemsize)
         longest = max(part.stop - part.start for part in whole)
         step = STAGE_BYTES // self.places.ranks // ALIGNMENT * ALIGNMENT // flat.itemsize
@@ -293,8 +300,9 @@ class _CommonStage:
         return found
 
     def room(self, piece: _StagePiece, flat: np.ndarray, dtype: np.dtype, gathers: bool) -> Room:
-        """Return where a piece lies: deposits one behind the other, the sums of the shares behind them, or in the
-        buffer.
+        """Return the buffers of a piece.
+
+        Deposits follow one another on the stage. The sums of the shares follow them, or lie in the buffer itself.
         """
         size, own, deposits, first = dtype.itemsize, piece.own, [], 0
         for part in piece.deposited:
@@ -314,7 +322,7 @@ class _CommonStage:
         return Room(deposits, summands=summands, total=totals[piece.mine], returns=returns)
 
     def _view(self, rank: int, first: int, nbytes: int, dtype: np.dtype) -> np.ndarray:
-        """Return the memory of a rank on the stage, from any element on: the same array for most pieces of all sums."""
+        """Return a view of a rank's memory on the stage that may begin at any element. Views are cached."""
         key = rank, first, nbytes, dtype
         if key not in self._views:
             line = first // ALIGNMENT * ALIGNMENT
@@ -327,18 +335,18 @@ _Views = dict[int, tuple[Any, Any]]
 
 @dataclass
 class Windows:
-    """Memory of one channel that its ranks share.
+    """Shared memory of one channel.
 
     Attributes
     ----------
     sends, recvs
-        Per peer the two buffers that this rank packs into, and those that the peer does.
+        Per peer, the two buffers that this rank packs into, and the two that the peer packs into.
     moves
-        Per slot the move of an exchange.
+        Per slot, the signal of an exchange.
     give_back
-        Frees it all.
+        Functions that free the memory.
     on_device
-        Where it is.
+        Whether the buffers are in device memory.
     """
 
     sends: _Views
@@ -349,25 +357,25 @@ class Windows:
 
 
 class WindowChannel(Channel):
-    """Send buffers in shared memory, receive buffers that are those of the peers, one flag per rank.
+    """Channel with send buffers in shared memory and one flag per rank. A receive buffer is the send buffer of the
+    peer.
 
-    ``start`` number n raises this rank's flag to n + 1, behind what was packed (fence); ``finish`` number n waits until
-    the flags of all peers, of those that are sent to and of those received from, have come to n + 1 (fence).
-    Exchange n uses slot n mod 2.
+    ``start`` number n raises this rank's flag to n + 1, after the data were packed (fence). ``finish`` number n waits
+    until the flags of all peers, senders and receivers, have reached n + 1 (fence). Exchange n uses slot n mod 2.
 
-    *What is read is what was packed.* Rank q reads slot n mod 2 of p between its finish n and its release n.
-    Then p has raised its flag to n + 1, which it did after it had packed exchange n. So p has packed at least n; it
-    must not have begun to pack n+2, the next in the same slot:
+    *Data are read after they were packed.* Rank q reads slot n mod 2 of p between its finish n and its release n. At
+    that time p has raised its flag to n + 1, which it did after it had packed exchange n. So p has packed at least n.
+    It must not have begun to pack n + 2, the next exchange in the same slot:
 
-    *Nothing is overwritten while it is read.* Rank p packs exchange n+2 after its finish n+1, so the flag of every peer
-    q, also of those that only receive, has come to n + 2. Rank q raised it in its start n+1, thus after its release n:
-    it has read everything of exchange n.  With one slot p would have to wait once more for that. ::
+    *Data are not overwritten while they are read.* Rank p packs exchange n + 2 after its finish n + 1, so the flag of
+    every peer q, also of a peer that only receives, has reached n + 2. Rank q raised it in its start n + 1, thus after
+    its release n: it has read everything of exchange n. With one slot, p would have to wait once more for that. ::
 
         p:  pack 0a | start 0 --flag 1-->  ...                 finish 1 | pack 0b
                                \\                              ^
         q:                      finish 0 | read 0a | start 1 --flag 2
 
-    On devices (CUDA IPC) the same holds of what is enqueued: see `halograd.comm.gpu.ipc.EventMove`.
+    On devices (CUDA IPC) the same holds for the enqueued work: see `halograd.comm.gpu.ipc.EventMove`.
     """
 
     def __init__(self, pattern: Pattern, meter: Meter, windows: Windows) -> None:
@@ -384,7 +392,7 @@ class WindowChannel(Channel):
 
     @property
     def _nbytes(self) -> int:
-        return 2 * sum(self.send_counts.values()) * self.dtype.itemsize  # two slots; received where it was sent from
+        return 2 * sum(self.send_counts.values()) * self.dtype.itemsize  # two slots; receivers read them
 
     def _send_buffer(self, peer: int, slot: int) -> Any:
         return self._windows.sends[peer][slot]
@@ -411,14 +419,15 @@ class WindowChannel(Channel):
 
 
 def _stamps(places: Places, rank: int) -> Stamps:
-    """Return the first two cache lines of the places of a rank."""
+    """Return the timestamps in the first two cache lines of the places of a rank."""
     first, second = (places.view(rank, i * ALIGNMENT, 8, np.float64) for i in range(2))
     return first, second
 
 
 def _slots(wanted: Mapping[int, int]) -> tuple[dict[int, int], int]:
-    """Return where two slots of so many bytes [B] for every reader begin, behind a flag and two stamps; and the end of
-    all.
+    """Return the offset of the two slots of every reader, and the end of all slots [B].
+
+    `wanted` holds the bytes of one slot per reader. A flag and two timestamps come first.
     """
     places, end = dict[int, int](), FLAG_BYTES + 2 * ALIGNMENT
     for reader, nbytes in wanted.items():
@@ -433,7 +442,7 @@ def _both(segment: np.ndarray, offsets: tuple[int, int], count: int, dtype: np.d
 
 
 def blocks(size: int, parts: int) -> list[tuple[int, int]]:
-    """``(start, stop)`` of `parts` blocks of about equal size.
+    """Return the ``(start, stop)`` pairs of `parts` blocks of about equal size.
 
     >>> blocks(5, 2)
     [(0, 2), (2, 5)]

@@ -1,4 +1,4 @@
-"""How arrays of the host travel between the ranks of a communicator: shared memory, messages of MPI, or both."""
+"""Host transport: arrays travel between the ranks of a communicator by shared memory, MPI messages, or both."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ __all__ = ["Transport"]
 
 
 class Transport:
-    """Makes channels and sums on one communicator.
+    """Factory of channels and sums on one communicator.
 
     Parameters
     ----------
     shares
-        Whether ranks that share memory use it.
+        Whether ranks of one node use shared memory.
     messages
-        Whether channels between other ranks go by MPI; else they are refused.
+        Whether channels between other ranks use MPI messages. Without them, such channels are rejected.
     network
-        That shared memory stands for; None: it is no network.
+        Emulated network, for which shared memory stands; None without one.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Transport:
         self._team: Team | None = None
 
     def nodes(self) -> tuple[int, ...]:
-        """Return the number of the node of every rank, counted from 0 as they appear. Collective."""
+        """Return the node number of every rank, counted from 0 in order of appearance. Collective."""
         if self._network is not None:
             return self._node_of
         mpi = self._context.mpi
@@ -67,7 +67,7 @@ class Transport:
         return (0,) * mpi.size if alone else numbered(mpi.allgather(first))
 
     def neighbors(self) -> set[int]:
-        """Return ranks that are reached by shared memory. Collective at the first call."""
+        """Return the ranks that this rank reaches by shared memory. Collective at the first call."""
         return set() if self._memory is None else self._memory.neighbors()
 
     @property
@@ -76,7 +76,8 @@ class Transport:
         return 0 if self._memory is None else self._memory.buffer_bytes
 
     def channels(self, patterns: Sequence[Pattern], meters: Sequence[Meter]) -> list[Channel]:
-        """Return the channels of these (valid and matching) patterns. Collective over the communicator."""
+        """Return one channel per pattern; patterns are valid and match between ranks. Collective over the communicator.
+        """
         self._check_clock()
         if self._memory is None:
             return [MpiChannel(self._context, pattern, meter) for pattern, meter in zip(patterns, meters)]
@@ -85,7 +86,7 @@ class Transport:
         if not self._messages:
             far = set().union(*beyond)
             self._context.agree(_refusal(min(far)) if far else None)
-        # Collective over the node, so made also where no peer is near.
+        # Collective over the node, so a rank without peers on its node takes part.
         shared = self._memory.channels([pattern.among(near) for pattern in patterns], meters)
         return [
             MixedChannel(pattern, meter, one, MpiChannel(self._context, pattern.among(far), meter)) if far else one
@@ -93,8 +94,9 @@ class Transport:
         ]
 
     def plans(self, wanted: Sequence[tuple[np.ndarray, Method, str]]) -> list[ReductionPlan]:
-        """Return how buffers are summed, and under which names; of several ranks, not empty. Collective over the
-        communicator.
+        """Return the plans of the sums of several named buffers. Collective over the communicator.
+
+        There are several ranks, and no buffer is empty.
 
         Raises
         ------
@@ -124,7 +126,7 @@ class Transport:
         return plan_over_mpi(self._context, flat, method)
 
     def _make_team(self, memory: NodeMemory) -> Team:
-        """Return the ranks of sums by nodes. Collective."""
+        """Return the ranks of hierarchical sums. Collective."""
         mpi, nodes = self._context.mpi, self._node_of
         if self._network is not None:
             here = [rank for rank in range(mpi.size) if nodes[rank] == nodes[mpi.rank]]
@@ -140,14 +142,14 @@ class Transport:
         return Team(mine, range(size), (0,), leaders)
 
     def close(self) -> None:
-        """Free what the transport holds, after its channels. Collective over the communicator."""
+        """Free the resources of the transport, after its channels were closed. Collective over the communicator."""
         if self._team is not None and self._team.leaders != MPI.COMM_NULL:
             contexts.free(self._team.leaders)
         if self._memory is not None:
             self._memory.close()
 
     def _check_clock(self) -> None:
-        """Raise on all ranks if they are on an emulated network and do not share a clock. Collective once."""
+        """Raise on all ranks if the network is emulated and the ranks share no clock. Collective at the first call."""
         if self._one_machine:
             return
         self._context.agree(None)
@@ -169,7 +171,7 @@ class MixedChannel(Channel):
 
     def __init__(self, pattern: Pattern, meter: Meter, near: WindowChannel, far: MpiChannel) -> None:
         super().__init__(pattern.sends, pattern.recvs, pattern.dtype, meter)
-        self._parts: tuple[Channel, Channel] = (far, near)  # far first: these messages take longer
+        self._parts: tuple[Channel, Channel] = (far, near)  # far peers first: their messages take longer
         self._part_of = {peer: part for part in self._parts for peer in part.peers}
 
     def _send_buffer(self, peer: int, slot: int) -> np.ndarray:
@@ -178,7 +180,7 @@ class MixedChannel(Channel):
     def _recv_buffer(self, peer: int, slot: int) -> np.ndarray:
         return self._part_of[peer]._recv_buffer(peer, slot)
 
-    # The parts' own hooks, not their public calls: the meter and the state are kept here, once.
+    # Call the hooks of the parts, not their public methods: this channel alone keeps the meter and the state.
     def _start(self) -> None:
         for part in self._parts:
             part._start()
