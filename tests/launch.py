@@ -15,13 +15,19 @@ from pathlib import Path
 from tests.harness import jobs, mpi
 from tests.harness.limits import LIMIT, scaled
 
-__all__ = ["PATIENT", "command_line", "find_mpiexec", "mpiexec"]
+__all__ = ["PATIENT", "FinishedJob", "command_line", "find_mpiexec", "mpiexec"]
 
 #: ``-m halograd`` for ranks that all fail alike: they wait for each other however slow this machine is now.
 PATIENT = (
     "-c",
     "from halograd.cli import main; from halograd.comm import ending; ending.PATIENCE[2] = ending.AGREED = 1e6; main()",
 )
+
+
+class FinishedJob(subprocess.CompletedProcess[str]):
+    """An MPI job that has ended: `stderr` has what its ranks wrote, `launcher` what mpiexec wrote there itself."""
+
+    launcher = ""
 
 
 def find_mpiexec() -> str:
@@ -48,8 +54,10 @@ def mpiexec(
     timeout: float | None = None,
     env: Mapping[str, str] | None = None,
     cwd: str | PathLike[str] | None = None,
-) -> subprocess.CompletedProcess[str]:
-    """Run ``mpiexec -n N python ARGS`` and return its exit code, stdout and stderr as text.
+) -> FinishedJob:
+    """Run ``mpiexec -n N python ARGS`` and return its exit code, stdout and the stderr of its ranks as text.
+
+    What mpiexec writes itself to stderr goes to that of the test, which pytest shows where the test fails.
 
     ``mpiexec(4, ["-m", "halograd", "doctor"])``. After `timeout` (on an idle machine [s]; by default `LIMIT`) the whole
     job is killed and `subprocess.TimeoutExpired` raised, with what was printed so far. A job that ends by itself with
@@ -83,7 +91,10 @@ def mpiexec(
             jobs.end(mark)
             watcher.join()
     _judge(process.returncode, left, seen, stderr)
-    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+    done = FinishedJob(command, process.returncode, stdout)
+    done.stderr, done.launcher = mpi.split_stderr(stderr)
+    sys.stderr.write(done.launcher)
+    return done
 
 
 def _watch(process: subprocess.Popen[str], mark: str, seen: set[str]) -> None:

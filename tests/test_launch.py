@@ -4,8 +4,9 @@ import subprocess
 
 import pytest
 
-from tests.harness import jobs
+from tests.harness import jobs, mpi
 from tests.harness.limits import GRACE_VARIABLE, wait_until
+from tests.harness.mpi import split_stderr
 from tests.launch import mpiexec
 
 
@@ -21,6 +22,59 @@ def test_result_of_a_job(tmp_path):
     done = mpiexec(2, script(tmp_path, body), env={"WORD": "moon"}, cwd=tmp_path)
     assert done.returncode == 3
     assert sorted(done.stdout.splitlines()) == [f"rank {r} of 2 moon {tmp_path}" for r in (0, 1)]
+
+
+EPOLL = (
+    "[warn] Epoll MOD(1) on fd 25 failed. Old events were 6; read change was 0 (none); write change was 2 (del); "
+    "close change was 0 (none): Bad file descriptor\n"
+)
+DASHES = 74 * "-" + "\n"
+ABORTED = f"{DASHES}MPI_ABORT was invoked on rank 1 in communicator MPI_COMM_WORLD\nwith errorcode 3.\n\n{DASHES}"
+FRAMES = f"{DASHES}mpirun could not.\n{DASHES}{ABORTED}"
+AGGREGATED = (
+    "[n1:7] 1 more process has sent help message help-mpi-api.txt / mpi-abort\n"
+    '[n1:7] Set MCA parameter "orte_base_help_aggregate" to 0 to see all help / error messages\n'
+)
+HYDRA = "[proxy:0:0@n1] HYD_pmcd_pmip_control_cmd_cb (proxy/pmip_cb.c:480): assert (!closed) failed\n"
+OURS = "halograd: error: no such moon (script.py, line 9)\n"
+
+
+@pytest.mark.parametrize("noise", [EPOLL, ABORTED, FRAMES, AGGREGATED, HYDRA, "[mpiexec@n1] Timeout\n"])
+def test_what_a_launcher_writes_is_told_from_what_ranks_write(noise):
+    """Wherever it stands; libevent's warning within a line of a rank, too."""
+    assert split_stderr(noise) == ("", noise)
+    assert split_stderr(OURS + noise + OURS) == (OURS + OURS, noise)
+    assert split_stderr(noise + OURS + noise) == (OURS, noise + noise)
+    assert split_stderr(f"halograd: er{EPOLL}ror\n") == ("halograd: error\n", EPOLL)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "no newline",
+        "[warn] Epoll is not what this rank waits with\n",
+        "[warn] of a rank\n",
+        "[rank 1 of 2] ValueError: [mpiexec@n1] is no rank\n",
+        f"{DASHES}a table\n",
+        f"{DASHES[1:]}a table\n{DASHES[1:]}",
+        "Abort(3) on node 1 (rank 1 in comm 0): application called MPI_Abort(MPI_COMM_WORLD, 3) - process 1\n",
+        "[n1:7] 1 more process has ended\n",
+    ],
+)
+def test_nothing_that_ranks_write_is_lost(text):
+    assert split_stderr(text) == (text, "")
+
+
+def test_the_stderr_of_a_job_is_that_of_its_ranks(tmp_path, monkeypatch, capfd):
+    """Under the MPI of a cluster that says more; what it says is shown with a test that fails."""
+    launcher = tmp_path / "mpiexec"
+    launcher.write_text(f"#!/bin/sh\nshift 2\n\"$@\"\ncode=$?\nprintf '%s' '{EPOLL}' >&2\nexit $code\n")
+    launcher.chmod(0o755)
+    monkeypatch.setenv(mpi.LAUNCHER, str(launcher))
+    done = mpiexec(1, ["-c", f"import sys; sys.stderr.write({OURS!r}); sys.exit(2)"])
+    assert (done.returncode, done.stderr, done.launcher) == (2, OURS, EPOLL)
+    assert capfd.readouterr().err == EPOLL
 
 
 def test_job_that_hangs_is_killed_with_all_its_ranks(tmp_path, monkeypatch):

@@ -22,17 +22,21 @@ PATIENT = "from halograd.comm import ending\nending.PATIENCE.update({1: 200.0, 2
 BRISK = "from halograd.comm import ending\nending.PATIENCE.update({1: 0.1, 2: 0.1})\n"
 
 
-def run(tmp_path, text, ranks=2, options=(), env=None):
-    """Exit code, stdout and stderr of a script on so many ranks; 0: without a launcher."""
+def finish(tmp_path, text, ranks=2, options=(), env=None):
+    """A script that has ended on so many ranks; 0: without a launcher."""
     script = tmp_path / "script.py"
     script.write_text(text)
     arguments = [*options, str(script)]
     if ranks:
-        done = mpiexec(ranks, arguments, LIMIT, env)
-    else:
-        command, environment = [sys.executable, *arguments], job_environment(new_mark(), env)
-        stdin = subprocess.DEVNULL
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, env=environment, stdin=stdin)
+        return mpiexec(ranks, arguments, LIMIT, env)
+    command, environment = [sys.executable, *arguments], job_environment(new_mark(), env)
+    stdin = subprocess.DEVNULL
+    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, env=environment, stdin=stdin)
+
+
+def run(*script, **options):
+    """Exit code and stdout of a script, and what its ranks wrote to stderr."""
+    done = finish(*script, **options)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -122,10 +126,10 @@ def test_an_agreed_error_is_told_where_it_arose(tmp_path, kind):
     """The ``with`` closes the communicator, all ranks together; then nothing has to be aborted."""
     kind = "hg.UserError" if kind == "UserError" else kind
     body = f"comm.agree({kind}('bad disk') if rank == 1 else None)"
-    code, _, stderr = run(tmp_path, PATIENT + WITHIN + body)
-    assert code == (2 if "User" in kind else 1)
-    assert "bort" not in stderr and "[rank 0 of 2]" not in stderr
-    (line,) = ours(stderr)
+    done = finish(tmp_path, PATIENT + WITHIN + body)
+    assert done.returncode == (2 if "User" in kind else 1)
+    assert "bort" not in done.stderr + done.launcher and "[rank 0 of 2]" not in done.stderr
+    (line,) = ours(done.stderr)
     assert "rank 1: bad disk" in line
 
 

@@ -1,8 +1,12 @@
-"""Another MPI than that of the environment, for all ranks that the suite starts: ``run_suite.py --mpi openmpi``."""
+"""Launchers of MPI: what they write themselves, and another MPI than that of the environment for all ranks.
+
+``run_suite.py --mpi openmpi`` selects the other MPI.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,10 +14,28 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["INSTALLATIONS", "LAUNCHER", "Installation", "NotInstalled"]
+__all__ = ["INSTALLATIONS", "LAUNCHER", "Installation", "NotInstalled", "split_stderr"]
 
 #: Path of the launcher; by default that of the environment.
 LAUNCHER = "HALOGRAD_TEST_MPIEXEC"
+
+# Forms that no rank writes: a line of a rank that only resembles one of them is kept.
+_OF_A_LAUNCHER = re.compile(
+    # Open MPI: libevent's warning of a rank's pipe that was closed while it was watched.
+    r"\[warn\] Epoll \w+\(\d+\) on fd \d+ failed\. Old events were \d+;(?: \w+ change was \d+ \(\w+\)[;:])+ [^\n]*\n"
+    # Open MPI: a help text in its frame, then the number of processes that have sent the same one.
+    r"|^-{74}\n(?s:.+?)^-{74}\n"
+    r"|^\[[^\s\]]+:\d+\] \d+ more process(?:es)? ha(?:s|ve) sent help message \S+ / [^\n]*\n"
+    r"|^\[[^\s\]]+:\d+\] Set MCA parameter \"\w+_base_help_aggregate\" to 0 to see all help / error messages\n"
+    # Hydra (MPICH): its launcher and its proxy on each node.
+    r"|^\[(?:mpiexec|proxy:\d+(?::\d+)?)@[^\s\]]+\] [^\n]*\n",
+    re.MULTILINE,
+)
+
+
+def split_stderr(text: str) -> tuple[str, str]:
+    """Return what the ranks have written to the stderr of a job, and what its launcher has written there."""
+    return _OF_A_LAUNCHER.sub("", text), "".join(_OF_A_LAUNCHER.findall(text))
 
 
 class NotInstalled(Exception):
