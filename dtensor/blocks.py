@@ -1,7 +1,7 @@
-"""Blocks: one box per rank, as a product of intervals, one list per axis. Pure arithmetic.
+"""Blocks: one box per rank, as a product of intervals, with one list of intervals per axis. Pure arithmetic.
 
-The parts of an array that ranks own, need or read are cut axis by axis. So nothing here holds a box per rank, and the
-elements that a rank has in common with all others follow from one axis at a time::
+The parts of an array that ranks own, need or read are cut axis by axis. So no box per rank is stored, and the elements
+that a rank shares with all others follow from one axis at a time::
 
     array of 4 x 6, grid 2 x 3           rank = 3 * row + column
       axis 0: [0, 2) [2, 4)
@@ -27,7 +27,7 @@ Intervals = tuple[Interval, ...]
 
 
 def balanced_boundaries(size: int, parts: int) -> tuple[int, ...]:
-    """Return the ``parts + 1`` boundaries of a balanced split: the first ``size % parts`` blocks hold one more.
+    """Return the ``parts + 1`` boundaries of a balanced split: the first ``size % parts`` blocks have one element more.
 
     >>> balanced_boundaries(10, 4)
     (0, 3, 6, 8, 10)
@@ -39,10 +39,10 @@ def balanced_boundaries(size: int, parts: int) -> tuple[int, ...]:
 
 
 def shared_boundaries(size: int, shares: Sequence[int]) -> tuple[int, ...]:
-    """Return the boundaries of a split into parts in proportion to their shares, each rounded to the nearest.
+    """Return the boundaries of a split into parts in proportion to their shares, each rounded to the nearest integer.
 
-    An array of half the size has half the boundaries, but for the rounding: behind a strided layer, blocks stay at the
-    same place.
+    An array of half the size has half the boundaries, up to rounding. So blocks stay at the same relative position
+    after a strided layer.
 
     >>> shared_boundaries(10, (3, 1, 1)), shared_boundaries(5, (3, 1, 1))
     ((0, 6, 8, 10), (0, 3, 4, 5))
@@ -55,7 +55,7 @@ def shared_boundaries(size: int, shares: Sequence[int]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=65536)
 def intervals(size: int, parts: int) -> Intervals:
-    """Return the blocks of a balanced split.
+    """Return the intervals of a balanced split.
 
     >>> intervals(5, 2)
     ((0, 3), (3, 5))
@@ -66,22 +66,22 @@ def intervals(size: int, parts: int) -> Intervals:
 class Blocks(Sequence[Box]):
     """One box per rank: the product of one interval per axis.
 
-    It is a sequence of the boxes of all ranks.
+    A `Blocks` object is a sequence of the boxes of all ranks.
 
     Parameters
     ----------
     axes
-        Per axis of the array, the intervals of its parts. They may be empty, overlap, or be repeated (replicas).
+        Per axis of the array, the intervals of its parts. Intervals may be empty, overlap, or repeat (replicas).
         Ranks ``0 .. placed - 1`` are numbered row-major over the parts.
     size
-        Number of ranks, including those that hold nothing; by default, the number of ranks with a place.
+        Number of ranks, including ranks without a box; by default `placed`.
 
     Attributes
     ----------
     grid
         Parts per axis.
     placed
-        Number of ranks with a place.
+        Number of ranks that have a position in the grid.
 
     Examples
     --------
@@ -97,7 +97,7 @@ class Blocks(Sequence[Box]):
         self.size = self.placed if size is None else size
         if self.size < self.placed:
             raise ValueError(f"{self.grid} parts need {self.placed} ranks, there are {self.size}")
-        self._last: tuple[int, Box] | None = None  # a program looks up one rank again and again
+        self._last: tuple[int, Box] | None = None  # a program looks up the same rank many times
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, Blocks) and self.size == other.size and self.axes == other.axes)
@@ -107,7 +107,7 @@ class Blocks(Sequence[Box]):
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.axes, self.size))  # blocks are looked up far more often than made, and are long
+        return hash((self.axes, self.size))  # blocks are long, and are hashed far more often than created
 
     def __repr__(self) -> str:
         return f"Blocks({self.axes}, {self.size})"
@@ -138,15 +138,16 @@ class Blocks(Sequence[Box]):
 
     @cached_property
     def nothing(self) -> Box:
-        """Box of a rank without a place: no samples, but the usual sample shape, so that channels fit weights."""
+        """Box of a rank outside the grid: no samples, but the usual sample shape, so that channels match the weights.
+        """
         return Box((0,) * len(self.axes), (0, *(max(b for _, b in axis) for axis in self.axes[1:])))
 
     def box(self, rank: int) -> Box:
-        """Return the box of a rank, also of one beyond `size`."""
+        """Return the box of a rank; the rank may be larger than `size`."""
         return self[rank] if rank < self.size else self.nothing
 
     def coordinates(self, rank: int) -> tuple[int, ...] | None:
-        """Return the place of a rank in the grid; None for a rank without one."""
+        """Return the coordinates of a rank in the grid; None for a rank outside it."""
         if rank >= self.placed:
             return None
         found = []
@@ -176,7 +177,7 @@ class Blocks(Sequence[Box]):
 
     @cached_property
     def overlapping(self) -> bool:
-        """Whether an element lies in the boxes of two ranks."""
+        """Whether the boxes of two ranks have an element in common."""
         return any(_overlap(axis) for axis in self.axes) and self.fullest > 0
 
     def covers(self, shape: Sequence[int]) -> bool:
@@ -184,7 +185,7 @@ class Blocks(Sequence[Box]):
         return all(_covers(axis, n) for axis, n in zip(self.axes, shape, strict=True))
 
     def contain(self, others: Blocks) -> bool:
-        """Return whether the box of every rank holds that of the same rank in `others`."""
+        """Return whether the box of every rank contains the box of the same rank in `others`."""
         if self.axes == others.axes:
             return True
         if self.grid == others.grid:
@@ -210,7 +211,9 @@ class Blocks(Sequence[Box]):
         return Blocks(axes, self.size)
 
     def joined(self, others: Sequence[Blocks]) -> Blocks:
-        """Return, per rank and axis, the smallest interval that holds those of all; grids are equal."""
+        """Return, per rank and axis, the smallest interval that holds the intervals of `self` and `others`; all grids
+        are equal.
+        """
         axes = []
         for d, axis in enumerate(self.axes):
             rows = {axis, *(other.axes[d] for other in others)}
@@ -219,7 +222,7 @@ class Blocks(Sequence[Box]):
 
 
 def outer(axes: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the product over the axes of one number per part: one number per rank with a place."""
+    """Return the product over the axes of one number per part: one number per rank of the grid."""
     total = np.ones(1, axes[0].dtype)
     for axis in axes:
         total = (total[:, None] * axis).reshape(-1)
@@ -227,7 +230,7 @@ def outer(axes: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def padded(values: np.ndarray, size: int) -> np.ndarray:
-    """Extend the values of the first ranks by zeros for the others."""
+    """Extend the values of the first ranks by zeros for the other ranks."""
     return np.concatenate([values, np.zeros(max(0, size - len(values)), values.dtype)])[:size]
 
 

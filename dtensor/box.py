@@ -1,16 +1,15 @@
 """Boxes and windows: index ranges, and the ranges that a sliding operation relates. Pure arithmetic.
 
 Every block, halo, strip and message of halograd is a :class:`Box` in global indices. A :class:`Window` gives, on one
-axis, the inputs that an output needs and the outputs that an input reaches. Strides, dilation, padding and even kernels
-of every sliding operation live in this one class; the halo of a block follows from it (DistDL's pair of range
-functions)::
+axis, the inputs that an output needs and the outputs that an input reaches. It handles the strides, dilation, padding
+and even kernels of every sliding operation; the halo of a block follows from it (DistDL's pair of range functions)::
 
     outputs           o0 o1 o2 o3            kernel 3, stride 2, padding (1, 0)
     inputs   . 0 1 2 3 4 5 6 7
              [---]                           o0 needs [-1, 2): -1 is padding
                  [---]                       o1 needs [1, 4)
 
-Both are tested against brute force.
+Tests compare both ranges with brute force.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ class Box:
         return Box(tuple(map(max, self.start, other.start)), tuple(map(min, self.stop, other.stop)))
 
     def contains(self, other: Box) -> bool:
-        """Return whether every element of `other` lies in this box (an empty box lies in any)."""
+        """Return whether every element of `other` lies in this box; an empty box lies in any box."""
         if other.size == 0:
             return True
         return all(map(operator.le, self.start, other.start)) and all(map(operator.ge, self.stop, other.stop))
@@ -106,13 +105,13 @@ class Box:
 
 
 def hull(boxes: Sequence[Box]) -> Box:
-    """Return the smallest box that holds all of `boxes`; empty ones do not count.
+    """Return the smallest box that contains all of `boxes`; empty boxes are ignored.
 
     >>> hull([Box((0,), (2,)), Box((5,), (6,)), Box((9,), (9,))])
     Box((0,), (6,))
     """
     if not boxes:
-        raise ValueError("the hull of no boxes is not defined: pass at least one")
+        raise ValueError("boxes: expected at least one box, got none")
     full = [b for b in boxes if b.size] or [boxes[0]]
     return Box(
         tuple(min(b.start[d] for b in full) for d in range(full[0].ndim)),
@@ -143,7 +142,7 @@ class Window:
 
     @property
     def extent(self) -> int:
-        """Inputs from the first to the last tap, both included."""
+        """Number of inputs from the first to the last tap, both included."""
         return self.dilation * (self.kernel - 1) + 1
 
     def output_size(self, size: int) -> int:
@@ -160,9 +159,9 @@ class Window:
     def output_range(self, start: int, stop: int, outputs: int) -> tuple[int, int]:
         """Return the outputs in ``[0, outputs)`` from which the gradient of the inputs ``[start, stop)`` follows.
 
-        These are all outputs that read one of the inputs. Where a stride leaves gaps, one output more on the left is
-        among them, so that the range of inputs read never begins after `start` (the vendor libraries reject a negative
-        padding on the left).
+        These are all outputs that read one of the inputs. If a stride leaves gaps, the range includes one more output
+        on the left, so that the inputs read never begin after `start` (the vendor libraries reject negative padding on
+        the left).
         """
         if stop <= start:
             return 0, 0

@@ -1,6 +1,6 @@
-"""Distributed tensors: a layout, this rank's block, and the exchanges between layouts.
+"""Distributed tensors: a layout, the block of this rank, and the exchanges between layouts.
 
-Usable without the rest of halograd, by a stencil code for instance (``examples/heat_equation.py``).
+The module is usable without the rest of halograd, for example by a stencil code (``examples/heat_equation.py``).
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class DistTensor:
     comm
         Communicator of the ranks of `layout`.
     layout
-        Boxes that the ranks own. A `partial` layout holds summands.
+        Boxes that the ranks own. In a `partial` layout, every rank holds a summand.
     dtype
         NumPy dtype of the elements.
     margin
-        Per axis ``(lo, hi)`` elements kept beside the owned box, clipped at the ends of the array.
+        Per axis, the ``(lo, hi)`` numbers of elements stored next to the owned box, clipped at the ends of the array.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class DistTensor:
     def exchange_to(self, other: DistTensor, kind: str = "redistribute") -> Exchange:
         """Return the exchange that fills `other`'s owned boxes with the values of this tensor. Collective.
 
-        A partial tensor is summed on the way. Build the exchange once, `run` it as often as needed.
+        The exchange sums a partial tensor. Build the exchange once and `run` it as often as needed.
         Adjoint: ``other.exchange_to(self)`` for layouts that own each element once.
         """
         if other.shape != self.shape:
@@ -145,11 +145,11 @@ class _Grow:
 
 
 class Halo:
-    """Halo exchange of a tensor with margins: fills the margins with the values of their owners.
+    """Halo exchange of a tensor with margins: it fills the margins with the values of their owners.
 
-    Corners are filled too. A margin wider than the neighbor's block reaches the ranks behind it. There is one message
-    per rank. Building it is collective. `add_back` is the adjoint: it adds the contents of the margins to the owned
-    boxes of their owners, and does not change the margins.
+    Corners are filled too. A margin wider than the neighbor's block gets values from the ranks beyond it. Each pair of
+    ranks exchanges one message. The constructor is collective. `add_back` is the adjoint: it adds the contents of the
+    margins to the owned boxes of their owners, and does not change the margins.
     """
 
     def __init__(self, tensor: DistTensor) -> None:
@@ -163,7 +163,7 @@ class Halo:
         self._comm = tensor.comm
 
     def start(self) -> None:
-        """Pack and send the faces. The owned box may change when this has returned."""
+        """Pack and send the faces. The owned box may be modified as soon as `start` has returned."""
         self._fill.start()
 
     def finish(self) -> None:

@@ -1,10 +1,10 @@
 """Exchanges: move data from owned boxes to needed boxes.
 
-Halo exchange, redistribution, scatter, gather and their adjoints are all this one object; nothing else in halograd
-moves tensor data. An exchange is built once, over fixed arrays, and then only runs::
+Halo exchange, redistribution, scatter, gather and their adjoints are instances of one class; no other code in halograd
+moves tensor data. An exchange is built once, over fixed arrays, and run many times::
 
     exchange.start()     # pack one message per neighbor and send it; copy what stays local
-    ...                  # compute what does not need it
+    ...                  # compute what does not need the data
     exchange.finish()    # wait and unpack
 """
 
@@ -31,17 +31,17 @@ __all__ = ["End", "Exchange"]
 
 @dataclass(frozen=True)
 class End:
-    """Source or target of the data of an exchange.
+    """Source or target of an exchange.
 
     Attributes
     ----------
     blocks
         Box per rank, in global indices.
     array
-        Array of this rank, on the host or on a device; None where its box is empty.
+        Array of this rank, on the host or on a device; None if its box is empty.
     origin
-        Global index of the array's element ``[0, ...]``; by default the start of this rank's box. An array may hold
-        more than its box, such as margins.
+        Global index of the array's element ``[0, ...]``; by default the start of this rank's box. An array may be
+        larger than its box, for example by margins.
     """
 
     blocks: Blocks
@@ -54,27 +54,27 @@ class End:
 
 
 class Exchange:
-    """Transfer that fills the target's array with boxes of all ranks. Building and running it is collective.
+    """Transfer that fills the target's array with boxes of all ranks. To build and to run it is collective.
 
     Parameters
     ----------
     comm
         Communicator; all its ranks build the exchange, in the same order.
     source, target
-        Both arrays are on the host or on one device, and have the dtype that travels. Boxes that reach outside the
-        global array are clipped to what is owned: the rest of the target is not touched.
+        Both arrays are on the host or on one device, and have the dtype of the messages. Elements of the target that
+        no rank owns (outside the global array) are not modified.
     combine
-        ``"assign"``: each element of the target is set once. ``"sum"``: sources are summands, the
-        target box is overwritten with their sum, in the order of the ranks.
+        ``"assign"``: each element of the target is set once. ``"sum"``: sources are summands, and the target box is
+        overwritten with their sum, added in rank order.
     kind, name
         Kind in `comm.counters` of the messages and bytes, and name for the recorder.
 
     Notes
     -----
     Adjoint: the exchange with sources and targets swapped and ``combine="sum"``.
-    Communication per process: one message per rank with a common box, ``itemsize`` bytes per element.
-    Modifies the target's array only. `start` packs the source's array, which may be overwritten when it has returned
-    (on a device: by work that is enqueued then).
+    Communication per process: one message per rank with a common box, ``itemsize`` bytes per element. The exchange
+    modifies only the target's array. `start` packs the source's array, which may be overwritten after `start` has
+    returned (on a device: by work that is enqueued later).
 
     Attributes
     ----------
@@ -96,9 +96,9 @@ class Exchange:
 
     @classmethod
     def together(cls, comm: Communicator, many: Sequence[Mapping[str, Any]]) -> list[Exchange]:
-        """Build several exchanges with the collectives of one. Collective.
+        """Build several exchanges with the number of collectives of one. Collective.
 
-        `many` holds the arguments of each. Their arrays are all on the host, or all on one device.
+        `many` holds the keyword arguments of each exchange. All arrays are on the host, or all on one device.
         """
         if not many:
             return []
@@ -117,7 +117,7 @@ class Exchange:
         kind: str = "halo",
         name: str | None = None,
     ) -> Generator[ChannelSpec, Channel, None]:
-        """Set the exchange up: yields the specification of its channel, and receives the channel."""
+        """Set up the exchange: yield the specification of its channel, and receive the channel."""
         if combine not in ("assign", "sum"):
             raise ValueError(f"combine: expected 'assign' or 'sum', got {combine!r}")
         self._sum = combine == "sum"
@@ -163,11 +163,11 @@ class Exchange:
 
     @property
     def idle(self) -> bool:
-        """Whether this rank has nothing to do at all, not even a local copy."""
+        """Whether this rank has nothing to do, not even a local copy."""
         return not (self.communicates or self._copies or self._clear is not None)
 
     def start(self) -> None:
-        """Pack and send; then copy local pieces. Does not wait."""
+        """Pack and send, then copy the local pieces. Does not wait."""
         channel = self._channel
         self._pack[channel.slot]()
         channel.start()

@@ -1,7 +1,7 @@
-"""Groups: the ranks of a grid that share something, such as samples, or a block of a parameter.
+"""Groups: the ranks of a grid that share something, such as samples or a block of a parameter.
 
-Ranks are numbered row-major over a grid. Those of a group agree along some axes and take all places along others, so a
-group is found by arithmetic, whatever the number of ranks::
+Ranks are numbered row-major over a grid. The ranks of a group have the same coordinates along some axes, and all
+coordinates along the others. So arithmetic finds a group for any number of ranks::
 
     grid 2 x 3, agreeing along the first axis: (0 1 2) (3 4 5);  along the second: (0 3) (1 4) (2 5)
 
@@ -28,7 +28,7 @@ __all__ = ["Groups", "group_of", "in_group", "reductions_in_groups", "sample_gro
 
 Made = TypeVar("Made")
 
-#: The communicators of the groups, by their parent and the grouping; None on a rank without a group.
+#: Communicators of the groups, by parent communicator and grouping; None on a rank without a group.
 _made: WeakKeyDictionary[Communicator, dict[Groups, Communicator | None]] = WeakKeyDictionary()
 
 
@@ -39,11 +39,11 @@ class Groups:
     Attributes
     ----------
     runs
-        ``(parts, place)`` from the slowest axis to the fastest; neighboring axes of one kind are joined. ``"each"``:
+        ``(parts, kind)`` from the slowest axis to the fastest; neighboring axes of one kind are joined. ``"each"``:
         each part has groups of its own. ``"all"``: all parts are in one group. ``"first"``: the first part is in a
-        group, the others are in none.
+        group, and the other parts are in none.
     size
-        Number of ranks; those beyond the grid are in no group.
+        Number of ranks; ranks beyond the grid are in no group.
 
     Examples
     --------
@@ -64,7 +64,10 @@ class Groups:
 
     @classmethod
     def agreeing(cls, grid: Sequence[int], axes: Collection[int], size: int, first: Collection[int] = ()) -> Groups:
-        """Return groups of ranks that agree along `axes` of a grid; along `first`, only first places have a group."""
+        """Return groups of ranks that have the same coordinates along `axes` of a grid.
+
+        Along an axis in `first`, only ranks with coordinate 0 are in a group.
+        """
         places = ["each" if d in axes else "first" if d in first else "all" for d in range(len(grid))]
         runs: list[tuple[int, str]] = []
         for parts, place in zip(grid, places):
@@ -82,7 +85,7 @@ class Groups:
 
     @cached_property
     def placed(self) -> int:
-        """Number of ranks that have a place in the grid."""
+        """Number of ranks that have a position in the grid."""
         return math.prod(parts for parts, _ in self.runs)
 
     @cached_property
@@ -92,7 +95,7 @@ class Groups:
 
     @cached_property
     def members_each(self) -> int:
-        """Number of ranks of every group."""
+        """Number of ranks in each group."""
         return math.prod(parts for parts, place in self.runs if place == "all")
 
     @property
@@ -119,7 +122,7 @@ class Groups:
         Raises
         ------
         ValueError
-            If they are not equally spaced: a group takes all places along two axes that are not neighbors.
+            If they are not equally spaced, because a group spans two axes that are not neighbors.
         """
         first, step, count, stride = 0, 1, 1, 1
         for parts, place in reversed(self.runs):
@@ -140,9 +143,9 @@ class Groups:
 
 
 def sample_groups(boxes: Blocks) -> Groups:
-    """Return groups of ranks with boxes ``(N, *spatial, C)`` of the same samples and channels.
+    """Return groups of ranks whose boxes ``(N, *spatial, C)`` hold the same samples and channels.
 
-    Sums "per sample" run over these groups.
+    Per-sample sums run over these groups.
 
     >>> groups = sample_groups(Blocks((((0, 2), (2, 3)), ((0, 4), (4, 8)), ((0, 3),)), 5))
     >>> [groups.color(rank) for rank in range(5)]
@@ -154,8 +157,8 @@ def sample_groups(boxes: Blocks) -> Groups:
 def group_of(comm: Communicator, groups: Groups) -> Communicator | None:
     """Return the communicator of this rank's group, None if it has no group. Collective over `comm`.
 
-    It is `comm` itself if all ranks are in one group; else it is made once per communicator and grouping, and `comm`
-    closes it.
+    If all ranks are in one group, the result is `comm` itself. Otherwise it is created once per communicator and
+    grouping, and `comm` closes it.
     """
     if groups.is_whole:
         return comm
@@ -168,16 +171,16 @@ def group_of(comm: Communicator, groups: Groups) -> Communicator | None:
 def in_group(comm: Communicator, groups: Groups, make: Callable[[Communicator], Made]) -> Made | None:
     """Call `make` with the communicator of this rank's group; None for a rank without one. Collective over `comm`.
 
-    While operators and reducers are built, groups set up their collectives here and nowhere else. A rank with a fault
-    waits for an agreement of `comm`, and its group would wait for the rank. So all ranks of `comm` agree before the
-    work in groups begins, and after it has ended.
+    While operators and reducers are built, groups set up their collectives only here. A rank with a fault waits in an
+    agreement of `comm` while its group would wait for the rank. So all ranks of `comm` agree before the work in groups
+    begins, and after it has ended.
 
     Parameters
     ----------
     groups
-        The same grouping on all ranks.
+        Grouping, the same on all ranks.
     make
-        Function of the group's communicator. Collective over it.
+        Function of the group's communicator; it may be collective over the group.
     """
     group = group_of(comm, groups)
     if group is comm:
@@ -191,7 +194,7 @@ def in_group(comm: Communicator, groups: Groups, make: Callable[[Communicator], 
 
 
 def reductions_in_groups(comm: Communicator, specs: Sequence[tuple[Groups, ReductionSpec]]) -> list[Reduction | None]:
-    """Make the sums over the groups of this rank, those of each grouping together. Collective over `comm`.
+    """Create the sums over the groups of this rank, all sums of one grouping together. Collective over `comm`.
 
     Returns
     -------

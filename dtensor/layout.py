@@ -1,7 +1,7 @@
 """Layouts: the boxes of a global array that the ranks own. Pure arithmetic.
 
 A layout is a product of intervals (:class:`Blocks`) that covers the array. Two layouts are equal exactly if all their
-boundaries are equal: blocks of different height are different layouts, though both are cut along height.
+boundaries are equal: layouts with different block heights differ, although both are cut along height.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def axis_names(ndim: int) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Layout:
-    """Boxes of a global array over the ranks ``0 .. size-1`` of a communicator.
+    """Boxes of a global array on the ranks ``0 .. size-1`` of a communicator.
 
     Attributes
     ----------
@@ -64,7 +64,7 @@ class Layout:
         size: int,
         boundaries: Mapping[int, Sequence[int]] | None = None,
     ) -> Layout:
-        """Cut every axis into contiguous blocks, ranks in row-major order of the blocks.
+        """Cut every axis into contiguous blocks; ranks are in row-major order of the blocks.
 
         Parameters
         ----------
@@ -75,7 +75,7 @@ class Layout:
         size
             Number of ranks.
         boundaries
-            Per axis, the ``parts + 1`` boundaries of uneven blocks; balanced where not given.
+            Per axis, the ``parts + 1`` boundaries of uneven blocks; by default blocks are balanced.
 
         Examples
         --------
@@ -99,7 +99,7 @@ class Layout:
 
     @classmethod
     def on_rank(cls, shape: Sequence[int], rank: int, size: int) -> Layout:
-        """Return the layout in which one rank holds the whole array, the others nothing."""
+        """Return the layout in which one rank holds the whole array and the others hold nothing."""
         return cls._along_first(shape, [shape[0] if r == rank else 0 for r in range(size)])
 
     @classmethod
@@ -114,11 +114,11 @@ class Layout:
 
     @property
     def overlapping(self) -> bool:
-        """Whether an element lies in the boxes of two ranks."""
+        """Whether the boxes of two ranks have an element in common."""
         return self.boxes.overlapping
 
     def summed(self) -> Layout:
-        """Return the layout with the same boxes as summands of the array (a pending sum)."""
+        """Return the layout whose boxes hold summands of the array (a pending sum)."""
         return Layout(self.shape, self.boxes, partial=True)
 
 

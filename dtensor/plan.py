@@ -1,12 +1,13 @@
 """Exchange plans: the boxes that travel between ranks. Pure arithmetic, no communication.
 
-Every rank computes its plan from the same blocks, so nothing is negotiated. Blocks are products of intervals, so the
-ranks that a box meets are a product too, of the parts that it meets along each axis: a rank finds its peers without a
-loop over all ranks. A halo wider than the neighbor's block is no special case: its box meets more than one owner.
+Every rank computes its plan from the same blocks, so the ranks negotiate nothing. Blocks are products of intervals, so
+the ranks whose boxes intersect a given box are a product of the intersecting parts of each axis: a rank finds its peers
+without a loop over all ranks. A halo wider than the neighbor's block needs no special code: its box intersects the
+boxes of several owners.
 
-Every element of a target comes from one source. A rank that owns its whole target copies it. Otherwise, where several
+Every element of a target comes from one source. A rank that owns its whole target copies it. Otherwise, if several
 ranks own an element, the first part of each axis that holds it sends it. Elements that no rank owns (padding) are not
-touched.
+modified.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ __all__ = ["Piece", "owners", "plan_exchange"]
 
 @dataclass(frozen=True, order=True)
 class Piece:
-    """Box that travels from rank `source` to rank `target` (the same rank: a local copy)."""
+    """Box that travels from rank `source` to rank `target`; a local copy if they are the same rank."""
 
     source: int
     target: int
@@ -37,17 +38,17 @@ def plan_exchange(sources: Blocks, targets: Blocks, rank: int, *, summed: bool =
     Parameters
     ----------
     sources, targets
-        Box per rank, in the same global indices. Sources may overlap (replicas), targets may too.
+        Box per rank, in the same global indices. Sources may overlap (replicas), and so may targets.
     rank
-        Rank of the pieces; the pieces of all ranks are the whole exchange.
+        Rank whose pieces are returned; the pieces of all ranks form the whole exchange.
     summed
-        Whether sources are summands: then every overlap travels, and the target is the sum.
+        Whether sources are summands. If so, every overlap travels, and the target is their sum.
 
     Raises
     ------
     ValueError
-        If blocks are for different numbers of ranks or axes, or replicas overlap in part along an axis and are not
-        consecutive.
+        If the blocks have different numbers of ranks or axes, or if replicas overlap partially along an axis and are
+        not consecutive.
     """
     if sources.size != targets.size or len(sources.axes) != len(targets.axes):
         raise ValueError(
@@ -71,7 +72,7 @@ def plan_exchange(sources: Blocks, targets: Blocks, rank: int, *, summed: bool =
 
 
 def meeting(blocks: Blocks, box: Box) -> Iterable[tuple[int, Box]]:
-    """Yield the ranks whose boxes have elements in common with this box, and the common box."""
+    """Yield the ranks whose boxes intersect this box, each with the common box."""
     if not box.size:
         return
     met = [_meet(axis, interval) for axis, interval in zip(blocks.axes, box.ranges)]
@@ -84,14 +85,14 @@ def meeting(blocks: Blocks, box: Box) -> Iterable[tuple[int, Box]]:
 
 @lru_cache(maxsize=65536)
 def _meet(axis: Intervals, interval: Interval) -> tuple[tuple[int, Interval], ...]:
-    """Return the parts of an axis that meet an interval, and the common interval of each."""
+    """Return the parts of an axis that intersect an interval, each with the common interval."""
     start, stop = interval
     found = ((k, (max(a, start), min(b, stop))) for k, (a, b) in enumerate(axis))
     return tuple((k, (a, b)) for k, (a, b) in found if b > a)
 
 
 def owners(blocks: Blocks) -> Blocks:
-    """Return the blocks without elements that an earlier part of an axis holds: every element has one rank.
+    """Return the blocks without elements that an earlier part of an axis holds, so that one rank owns each element.
 
     >>> owners(Blocks((((0, 4), (0, 4), (3, 6)),)))[2]
     Box((4,), (6,))

@@ -52,7 +52,7 @@ def test_box_slices_select_the_box_from_an_array_that_begins_elsewhere():
 def test_box_and_hull_refuse_nonsense():
     with pytest.raises(ValueError, match="as many starts as stops"):
         Box((0,), (1, 2))
-    with pytest.raises(ValueError, match="hull of no boxes"):
+    with pytest.raises(ValueError, match="expected at least one box"):
         hull([])
 
 
