@@ -1,7 +1,7 @@
 """Communication: communicators over mpi4py, transports, progress and reductions.
 
-Importing this package does not initialize MPI: the names that need it are loaded when first used,
-so that pure arithmetic (planners, :func:`shards`) runs where there is no MPI.
+Importing this package does not initialize MPI. Names that need MPI are loaded at first use, so that pure arithmetic
+(planners, :func:`shards`) runs without MPI.
 """
 
 from __future__ import annotations

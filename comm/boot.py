@@ -1,15 +1,14 @@
-"""What a program that may be one rank of many does before anything else, and last of all.
+"""Start and end of a program that may be one rank of many.
 
-0. MPICH crashes, without a message, when the memory that ranks share does not suffice for its start: a line says so
-   before.
-1. Launcher and MPI library must agree on the number of ranks: a mismatch gives N independent programs
-   that each believe to be rank 0 of 1.
-2. A fault on one rank must end the job (:mod:`halograd.comm.ending`).
+0. MPICH crashes without a message if shared memory is too small for its start: a warning is printed before it starts.
+1. Launcher and MPI library must agree on the number of ranks: a mismatch gives N independent programs, each of which
+   runs as rank 0 of 1.
+2. An exception on one rank must end the job (:mod:`halograd.comm.ending`).
 3. A deliberate exit code must survive: finalize first, then exit (srun loses the code of MPI_Abort).
-4. The first Ctrl-C on any rank ends all of them, whatever they are doing. Python runs its handlers in the main thread,
-   between two of its own instructions: a rank that waits in MPI may never get there, and one that unwinds meets
-   collectives that the others do not enter. So the handler of the system writes a byte into a pipe, and a thread that
-   reads it ends the job.
+4. The first Ctrl-C on any rank ends all ranks, whatever they are doing. Python runs signal handlers in the main thread,
+   between two of its own instructions: a rank that waits in MPI may never run them, and a rank that unwinds its stack
+   enters collectives that the others do not enter. So the C-level handler writes a byte to a pipe, and a thread that
+   reads the pipe ends the job.
 """
 
 from __future__ import annotations
@@ -45,14 +44,14 @@ __all__ = [
 WRONG_LAUNCHER = 64  # exit code (EX_USAGE)
 #: Exit code of a command that SIGINT ended.
 INTERRUPTED = 130
-TURN = 0.5  # how long ranks leave it to one of them to speak, or to the launcher to pass on what it said [s]
-LAST = 2.0  # until a rank ends itself where MPI does not end the job [s]
+TURN = 0.5  # time for one rank to print, or for the launcher to forward what it printed [s]
+LAST = 2.0  # time until a rank ends itself if MPI does not end the job [s]
 
-# Of /dev/shm, MPICH 5 takes 1.0 MiB per rank, or ends by SIGBUS; UCX below it takes 4.1 MiB more where it finds them,
-# and when they are nearly there it ends by SIGSEGV: seen from 16 MiB on, with 8 ranks up to 48, with 16 at 64. [MiB]
+# MPICH 5 needs 1.0 MiB of /dev/shm per rank, or ends by SIGBUS. UCX below it uses 4.1 MiB more if they are free, and
+# ends by SIGSEGV if they are nearly free: seen from 16 MiB on, with 8 ranks up to 48, with 16 ranks at 64. [MiB]
 OF_MPICH, OF_UCX, NEARLY = 1.1, 4.2, 16.0
 
-#: What to say, None if another rank has said it.
+#: Function that returns the text to print; None if another rank has printed it.
 Words = Callable[[], "str | None"]
 _words: Words = lambda: "interrupted"  # noqa: E731
 
@@ -60,10 +59,10 @@ _begun = _booted = _warned = False
 
 
 def launched_size(environment: Mapping[str, str] | None = None) -> int | None:
-    """Return the number of ranks the launcher says it started, None without a launcher. Local.
+    """Return the number of ranks that the launcher started, None without a launcher. Local.
 
-    Open MPI's mpirun says so in OMPI_COMM_WORLD_SIZE, hydra and ``srun --mpi=pmi2`` in PMI_SIZE, srun
-    without either in SLURM_STEP_NUM_TASKS (SLURM_NTASKS belongs to the allocation, not to this step).
+    Open MPI's mpirun sets OMPI_COMM_WORLD_SIZE, hydra and ``srun --mpi=pmi2`` set PMI_SIZE, and srun without either
+    sets SLURM_STEP_NUM_TASKS (SLURM_NTASKS belongs to the allocation, not to this step).
 
     >>> launched_size({"PMI_SIZE": "4", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"})
     4
@@ -79,28 +78,28 @@ def launched_size(environment: Mapping[str, str] | None = None) -> int | None:
 
 
 def start_text(ranks: int, multiple: bool = False) -> str:
-    """Write the advice to start so many ranks; a process without a launcher gets the command to put in front. Local."""
+    """Return the advice to start `ranks` ranks. Without a launcher it includes the command to prepend. Local."""
     command = f" (mpirun -n {ranks} ...)" if launched_size() is None else ""
     return f"start {'a multiple of ' if multiple else ''}{ranks} ranks{command}"
 
 
 def shared_memory_fault(free: int, environment: Mapping[str, str] | None = None) -> str | None:
-    """Return what is wrong if MPICH may crash for want of shared memory on this node. Local.
+    """Return a message if MPICH may crash because this node has too little shared memory; else None. Local.
 
-    Open MPI reports it by itself, and goes on.
+    Open MPI reports this itself, and continues.
 
     Parameters
     ----------
     free
-        Shared memory that the node can still give [B].
+        Free shared memory of the node [B].
     environment
-        By default that of the process, before MPI begins.
+        Environment variables; by default those of the process. Call it before MPI is initialized.
     """
     environment = os.environ if environment is None else environment
     if "OMPI_COMM_WORLD_SIZE" in environment:
         return None
     here = _first_of(("MPI_LOCALNRANKS", "SLURM_STEP_TASKS_PER_NODE"), environment)
-    ranks = max(map(int, re.findall(r"(?:^|,)(\d+)", here)), default=1)  # Slurm's is of all nodes: "4(x2),3"
+    ranks = max(map(int, re.findall(r"(?:^|,)(\d+)", here)), default=1)  # Slurm lists all nodes: "4(x2),3"
     least, remedy = OF_MPICH * ranks, "give the container more (docker run --shm-size=1g)"
     needed = least
     if "UCX_TLS" not in environment:
@@ -115,12 +114,15 @@ def shared_memory_fault(free: int, environment: Mapping[str, str] | None = None)
 
 
 def _first_of(names: Sequence[str], environment: Mapping[str, str]) -> str:
-    """Return the first of these variables that is set, an empty text without one."""
+    """Return the value of the first of these variables that is set; an empty text if none is."""
     return next((environment[name] for name in names if name in environment), "")
 
 
 def warn_of_shared_memory() -> None:
-    """Print a line if MPI may crash when it starts, on one rank of the node; before that. Local; once is enough."""
+    """Print a warning if MPI may crash when it starts, on one rank of the node. Local; only the first call acts.
+
+    Call it before MPI is initialized.
+    """
     from .sweep import free_memory
 
     global _warned
@@ -131,24 +133,24 @@ def warn_of_shared_memory() -> None:
     if _first_of(("MPI_LOCALRANKID", "SLURM_LOCALID"), os.environ) in ("", "0"):
         _say(f"warning: {text}")
         time.sleep(TURN)
-    else:  # the launcher kills the rank that has the word as soon as another one crashes
+    else:  # the launcher kills the rank that prints as soon as another rank crashes
         time.sleep(4 * TURN)
 
 
 def boot() -> MPI.Intracomm:
-    """Initialize MPI, and watch over all ranks until the process ends. Collective over all that were launched.
+    """Initialize MPI, and monitor all ranks until the process ends. Collective over all launched ranks.
 
-    What a :class:`~halograd.comm.Communicator` of all ranks does while it is open (:mod:`halograd.comm.ending`), boot
-    does for the whole program: an exception that nothing catches on one rank ends the job.
+    From then on, an uncaught exception on one rank ends the job. A :class:`~halograd.comm.Communicator` of all ranks
+    does the same while it is open (:mod:`halograd.comm.ending`); `boot` does it for the whole program.
 
     Returns
     -------
     MPI.Intracomm
-        The communicator of all ranks, for a :class:`~halograd.comm.Communicator` to clone.
+        Communicator of all ranks, for a :class:`~halograd.comm.Communicator` to clone.
 
     Notes
     -----
-    Ends the process with exit code 64 if the launcher started another number of ranks than MPI sees.
+    Ends the process with exit code 64 if the launcher started another number of ranks than MPI reports.
     """
     warn_of_shared_memory()
     from mpi4py import MPI  # keep the default THREAD_MULTIPLE: MPICH yields the core at that level only
@@ -161,7 +163,7 @@ def boot() -> MPI.Intracomm:
     except CommError as error:
         sys.stderr.write(f"halograd: {error}\n")
         sys.stderr.flush()
-        MPI.Finalize()  # removes the segments of this process, which os._exit would leave
+        MPI.Finalize()  # removes the segments of this process, which os._exit would leave behind
         os._exit(WRONG_LAUNCHER)
     if not _booted:
         _booted = True
@@ -170,15 +172,16 @@ def boot() -> MPI.Intracomm:
 
 
 def begin() -> None:
-    """Check the launcher, and see to it that no shared memory stays. Collective over `MPI.COMM_WORLD`; once is enough.
+    """Check the launcher, and ensure that no shared memory stays. Collective over `MPI.COMM_WORLD`; only the first call
+    acts.
 
-    One rank per node removes shared-memory segments that killed runs have left behind, and the name of that of this
-    job: whatever ends it, nothing stays.
+    One rank per node removes shared-memory segments that killed runs have left behind, and unlinks the segment of this
+    job, so that it disappears however the job ends.
 
     Raises
     ------
     CommError
-        If the launcher started another number of ranks than MPI sees.
+        If the launcher started another number of ranks than MPI reports.
     """
     from mpi4py import MPI
 
@@ -191,7 +194,7 @@ def begin() -> None:
     launched = launched_size()
     if launched not in (None, world.size):
         raise CommError(
-            f"expected {launched} ranks (the launcher says so), got {world.size} from {MPI.get_vendor()[0]}; use "
+            f"expected {launched} ranks (as the launcher reports), got {world.size} from {MPI.get_vendor()[0]}; use "
             f"the mpiexec of the same MPI, or `srun --mpi=pmi2` (MPICH) or `srun --mpi=pmix` (Open MPI)"
         )
     node = world.Split_type(MPI.COMM_TYPE_SHARED)
@@ -202,20 +205,23 @@ def begin() -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """End the program with an exit code. Collective over all ranks: every one calls it with the same code."""
+    """End the program with an exit code. Collective over all ranks; all pass the same code."""
     from mpi4py import MPI
 
     sys.stdout.flush()
     sys.stderr.flush()
     if not MPI.Is_finalized():
         MPI.Finalize()
-    # Not os._exit: mpiexec takes a rank that skips the destructors of the MPI library for one that failed.
+    # Not os._exit: mpiexec treats a rank that skips the destructors of the MPI library as failed.
     sys.exit(code)
 
 
 @contextmanager
 def on_interrupt(words: Words) -> Iterator[None]:
-    """While it lasts `words`, called in a thread, gives the line that is printed at SIGINT. Local."""
+    """Within the context, print the line that `words` returns when SIGINT arrives. Local.
+
+    `words` is called in a thread.
+    """
     global _words
     before, _words = _words, words
     try:
@@ -225,9 +231,10 @@ def on_interrupt(words: Words) -> Iterator[None]:
 
 
 def end_on_interrupt(comm: MPI.Intracomm | None) -> None:
-    """From here on SIGINT to this rank ends the job with code 130. Local, in the main thread.
+    """Let SIGINT to this rank end the job with code 130 from now on. Local; call it in the main thread.
 
-    One process alone gets KeyboardInterrupt, which cleans up. A process that ignores or handles SIGINT keeps that.
+    A single process gets KeyboardInterrupt instead, which cleans up. A process that ignores or handles SIGINT keeps its
+    setting.
     """
     if signal.getsignal(signal.SIGINT) not in (signal.default_int_handler, signal.SIG_DFL):
         return
@@ -242,7 +249,7 @@ def end_on_interrupt(comm: MPI.Intracomm | None) -> None:
 
 
 def _await_interrupt(comm: MPI.Intracomm, pipe: int) -> NoReturn:
-    while signal.SIGINT not in os.read(pipe, 64):  # other signals have their bytes, too
+    while signal.SIGINT not in os.read(pipe, 64):  # other signals write bytes, too
         pass
     from .ending import end  # commands of one process may run where there is no MPI
 

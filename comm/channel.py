@@ -1,4 +1,4 @@
-"""Channels: a fixed pattern of messages between ranks, made once and run many times."""
+"""Channels: a fixed pattern of messages between ranks, built once and run many times."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ IDLE, STARTED, FINISHED = "idle", "started", "finished"
 
 
 class Channel(ABC):
-    """Moves one message to and from each peer, over and over; made by `Communicator.channel`.
+    """Fixed set of messages, one to and one from each peer, sent repeatedly; made by `Communicator.channel`.
 
-    One exchange is, on every rank of the communicator that has a peer::
+    Every rank of the communicator that has a peer runs an exchange like this::
 
         s = channel.slot
         pack into channel.send_buffer(peer, s)      # for every peer of send_counts
@@ -33,23 +33,23 @@ class Channel(ABC):
         ...                                         # compute; leave the buffers alone
         channel.finish()                            # waits
         read channel.recv_buffer(peer, s)           # for every peer of recv_counts
-        channel.release()                           # free and local: flips `slot`
+        channel.release()                           # local, costs nothing: flips `slot`
 
     Rules:
 
-    - `slot` is 0 or 1 and changes in `release` only, so it is the same from packing to unpacking.
-      All buffers exist from the beginning and stay: prebuild your views for both slots. A transport may
-      return the same buffer for both.
-    - A send buffer may be written from `release` (or creation) to `start` only.
-    - A receive buffer may be read from `finish` to `release` only. It is read-only: with the `shared`
+    - `slot` is 0 or 1 and changes only in `release`, so it is the same from packing to unpacking.
+    All buffers are allocated at the beginning and stay: prebuild your views for both slots. A transport may
+    return the same buffer for both slots.
+    - A send buffer may be written only from `release` (or creation) to `start`.
+    - A receive buffer may be read only from `finish` to `release`. It is read-only: with the `shared`
       transport it *is* the send buffer of the peer.
-    - All ranks start and finish their channels in the same order; several channels may be under way at once.
+    - All ranks start and finish their channels in the same order; several channels may be active at once.
       A rank that only sends waits in `finish` too, until its peers have started.
 
     Attributes
     ----------
     send_counts, recv_counts : dict of int to int
-        Elements per peer, without the peers that get none.
+        Elements per peer, without peers that have none.
     dtype : numpy.dtype
         Type of the elements.
     """
@@ -68,18 +68,18 @@ class Channel(ABC):
 
     @property
     def buffer_bytes(self) -> int:
-        """Memory of this rank that the messages take [B]."""
+        """Host memory of this rank's message buffers [B]."""
         elements = sum(self.send_counts.values()) + sum(self.recv_counts.values())
         return elements * self.dtype.itemsize
 
     @property
     def device_bytes(self) -> int:
-        """Memory of a device that the messages take on this rank [B]."""
+        """Device memory of this rank's message buffers [B]."""
         return 0
 
     @property
     def slot(self) -> int:
-        """The slot of the current exchange, 0 or 1."""
+        """Slot of the current exchange, 0 or 1."""
         return self._slot
 
     @property
@@ -89,21 +89,21 @@ class Channel(ABC):
 
     @property
     def peers(self) -> tuple[int, ...]:
-        """Ranks that this one sends to or receives from, in order."""
+        """Ranks that this rank sends to or receives from, in order."""
         return tuple(sorted(self.send_counts.keys() | self.recv_counts.keys()))
 
     def send_buffer(self, peer: int, slot: int) -> np.ndarray:
-        """Return what goes to `peer`: ``(send_counts[peer],)``, `dtype`, host, 64-byte aligned. Local."""
+        """Return the buffer to `peer`: ``(send_counts[peer],)``, `dtype`, host, 64-byte aligned. Local."""
         self._check(peer, slot, self.send_counts, "send_counts")
         return self._send_buffer(peer, slot)
 
     def recv_buffer(self, peer: int, slot: int) -> np.ndarray:
-        """Return what came from `peer`: ``(recv_counts[peer],)``, `dtype`, host, 64-byte aligned, read-only. Local."""
+        """Return the buffer from `peer`: ``(recv_counts[peer],)``, `dtype`, host, 64-byte aligned, read-only. Local."""
         self._check(peer, slot, self.recv_counts, "recv_counts")
         return self._recv_buffer(peer, slot)
 
     def start(self) -> None:
-        """Send what was packed into the send buffers of the current slot. Does not wait."""
+        """Send the contents of the send buffers of the current slot. Does not wait."""
         self._expect(IDLE, "start")
         self._state = STARTED
         self._started_at = time.perf_counter()
@@ -111,7 +111,7 @@ class Channel(ABC):
         self._start()
 
     def finish(self) -> None:
-        """Return when the receive buffers of the current slot hold the data of this exchange.
+        """Wait until the receive buffers of the current slot hold the data of this exchange.
 
         Raises
         ------
@@ -127,15 +127,15 @@ class Channel(ABC):
         self._meter.took(self._started_at, before, arrived or after, after)
 
     def release(self) -> None:
-        """Give the receive buffers back and go to the other slot. Local, costs nothing."""
+        """Release the receive buffers and switch to the other slot. Local, costs nothing."""
         self._expect(FINISHED, "release")
         self._state = IDLE
         self._slot = 1 - self._slot
 
     def close(self) -> None:
-        """Free what the channel holds; idempotent. Local, but all ranks do it.
+        """Free the resources of the channel; idempotent. Local, but all ranks must call it.
 
-        An exchange under way is finished first. The buffers must not be used any more.
+        An active exchange is finished first. The buffers must not be used afterwards.
         """
         if self._closed:
             return
@@ -170,14 +170,14 @@ class Channel(ABC):
 
     @abstractmethod
     def _finish(self) -> float:
-        """Wait; return when the last message arrived (`time.perf_counter` [s]), 0 if not known."""
+        """Wait; return when the last message arrived (`time.perf_counter` [s]), 0 if unknown."""
 
     @abstractmethod
     def _close(self) -> None: ...
 
 
 def check_counts(counts: Mapping[int, int], name: str, rank: int, size: int) -> None:
-    """Raise CommError unless these are numbers of elements for other ranks. Local."""
+    """Raise CommError unless `counts` holds valid numbers of elements for other ranks. Local."""
     for peer, count in counts.items():
         if peer == rank or not 0 <= peer < size:
             raise CommError(f"{name}: expected peers other than {rank} in 0 <= peer < {size}, got {peer}")
@@ -187,19 +187,19 @@ def check_counts(counts: Mapping[int, int], name: str, rank: int, size: int) -> 
 
 @dataclass(frozen=True)
 class ChannelSpec:
-    """What a channel is to carry.
+    """Specification of a channel.
 
     Attributes
     ----------
     sends, recvs
-        Elements per peer (another rank of the communicator); zeros mean no message. What a rank sends its peer expects:
-        ``sends[q]`` here is ``recvs[p]`` on rank q. May be empty.
+        Elements per peer (another rank of the communicator); zero means no message. Both sides must agree: ``sends[q]``
+        on rank p is ``recvs[p]`` on rank q. May be empty.
     dtype
         Type of the elements, the same on all ranks.
     kind, name
-        What the counters book it under, and what the recorder is given (by default the kind).
+        Kind for the traffic counters, and name for the recorder (by default the kind).
     device
-        Where the buffers are; the same kind of device on all ranks.
+        Device of the buffers; the same kind of device on all ranks.
     """
 
     sends: Mapping[int, int]
@@ -211,9 +211,9 @@ class ChannelSpec:
 
 
 def expectations(size: int, specs: Sequence[ChannelSpec]) -> tuple[np.ndarray, np.ndarray]:
-    """Return one number for each of `size` ranks, of what is sent to it and of what is expected from it. Local.
+    """Return two arrays with one number per rank: what this rank sends to it, and what it expects from it. Local.
 
-    Of one channel the bytes; of several a sum in which every channel counts by its place.
+    For one channel the numbers are bytes; for several, sums in which each channel has a weight of its own.
     """
     totals = [0] * size, [0] * size
     for place, spec in enumerate(specs):
@@ -228,8 +228,10 @@ def expectations(size: int, specs: Sequence[ChannelSpec]) -> tuple[np.ndarray, n
 def check_matching(
     mpi_comm: MPI.Intracomm, announced: np.ndarray, awaited: np.ndarray, specs: Sequence[ChannelSpec]
 ) -> None:
-    """Raise CommError where this rank does not expect what a peer sends; totals are `expectations`. Collective, to be
-    agreed on."""
+    """Raise CommError if this rank does not expect what a peer sends. Collective; the caller agrees on the error.
+
+    `announced` and `awaited` are the `expectations`.
+    """
     sent = np.empty_like(announced)
     mpi_comm.Alltoall(announced, sent)
     differing = np.flatnonzero(sent != awaited)
@@ -238,8 +240,8 @@ def check_matching(
     peer = int(differing[0])
     if len(specs) > 1:
         raise CommError(
-            f"recv_counts: expected in {len(specs)} channels what rank {peer} sends, got other counts; give both "
-            "ranks the same counts"
+            f"recv_counts: expected in {len(specs)} channels the counts that rank {peer} sends, got other counts; give "
+            "both ranks the same counts"
         )
     nbytes, itemsize = int(sent[peer]), np.dtype(specs[0].dtype).itemsize
     raise CommError(
@@ -252,5 +254,5 @@ _MASK = (1 << 64) - 1
 
 
 def _weight(place: int) -> int:
-    """Return an odd number of 64 bits, different for every place; 1 for the first."""
+    """Return an odd number of 64 bits, different for every position; 1 for the first."""
     return place * 0x9E3779B97F4A7C15 * 2 + 1 & _MASK

@@ -27,19 +27,19 @@ from .transports import Transport, TransportContext, make_transport, parse_trans
 
 __all__ = ["Communicator"]
 
-#: What a communicator closes with itself.
+#: Objects that a communicator closes when it is closed.
 Kept = TypeVar("Kept", "Communicator", Channel, Reduction)
 
 _OPERATIONS = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}
 
 
 class Communicator:
-    """A group of ranks that exchange data. Collective to make and to close.
+    """A group of ranks that exchange data. To create and to close it is collective.
 
     Parameters
     ----------
     mpi_comm
-        Cloned once; the caller's communicator is not used afterwards.
+        MPI communicator; it is cloned once, and not used afterwards.
     transport
         ``"auto"``, ``"mpi"``, ``"shared"`` or ``"emulated:alpha=SECONDS,beta=SECONDS_PER_BYTE"``, for the last also
         ``",node=RANKS"`` (see `halograd.comm.transports`).
@@ -47,39 +47,40 @@ class Communicator:
     Attributes
     ----------
     rank, size : int
-        This rank, and how many there are.
+        Rank of this process, and number of ranks.
     ranks : tuple of int
         Rank in the root communicator of each rank of this one.
     transport : str
-        As given.
+        The argument.
     mpi
-        The clone, for libraries that want an MPI communicator (parallel HDF5). Do not free it.
+        The clone, for libraries that need an MPI communicator (parallel HDF5). Do not free it.
     counters
-        Traffic of this process, shared by the root communicator and all split from it.
+        Traffic of this process, shared by the root communicator and all communicators split from it.
     instruments
-        These counters; ``instruments.recorder``, which gets the times of waits and communications (None: they are not
-        recorded); and ``instruments.waiting``, what the main thread waits for now (an exchange or a sum, as
-        ``"kind: name"``), for another thread to ask.
+        The counters; ``instruments.recorder``, which receives the times of waits and communications (None: times are
+        not recorded); and ``instruments.waiting``, the exchange or sum that the main thread waits for now (as
+        ``"kind: name"``), which another thread may read.
     devices
-        How arrays of devices travel; `choice` is None before `use_device`.
+        Transport of device arrays; `choice` is None before `use_device`.
     closed
         Whether `close` was called.
 
     Raises
     ------
     CommError
-        If the transport is not known, MPI has not THREAD_MULTIPLE, the launcher started another number of ranks, or too
+        If the transport is unknown, MPI lacks THREAD_MULTIPLE, the launcher started another number of ranks, or too
         many communicators are open.
 
     Notes
     -----
-    Close each one, by `close` or by ``with``; nothing closes it when it is no longer referenced, as to close is
-    collective. One that is not closed keeps some communicators and windows of MPI, of which a process may hold
-    so many (:mod:`halograd.comm.contexts`), and memory that ranks share.
+    Close each communicator, by `close` or by ``with``. Closing is collective, so the garbage collector cannot do it. An
+    open communicator holds MPI communicators and windows, whose number per process is limited
+    (:mod:`halograd.comm.contexts`), and shared memory.
 
-    While a communicator of several ranks is open, an exception that nothing catches on one of them, in a thread too,
-    ends the job with its traceback (:mod:`halograd.comm.ending`); not before a prompt (``python -i``, Jupyter).
-    Only channels and reductions are counted, recorded and (by the emulated network) delayed, not `bcast` and the like.
+    While a communicator of several ranks is open, an uncaught exception on one of them, also in a thread, ends the job
+    with its traceback (:mod:`halograd.comm.ending`). Interactive sessions (``python -i``, Jupyter) are not ended.
+    Only channels and reductions are counted, recorded and (by the emulated network) delayed; `bcast` and similar calls
+    are not.
     """
 
     def __init__(self, mpi_comm: MPI.Intracomm, transport: str = "auto") -> None:
@@ -121,13 +122,15 @@ class Communicator:
     def waits_for_network(self) -> bool:
         """Whether messages cross a (real or emulated) network. Collective at first use.
 
-        Then there is time to compute meanwhile; ranks that read each other's memory copy a halo without a message.
+        If so, ranks can compute while messages travel. Otherwise ranks read each other's memory, and copy a halo
+        without a message.
         """
         return max(self.nodes) > 0
 
     @cached_property
     def nodes(self) -> tuple[int, ...]:
-        """Number of the (real or emulated) node of every rank, counted from 0 as they appear. Collective at first use.
+        """Number of the (real or emulated) node of every rank, counted from 0 in order of appearance. Collective at
+        first use.
 
         Ranks of one node share memory.
         """
@@ -136,7 +139,7 @@ class Communicator:
 
     @property
     def buffer_bytes(self) -> int:
-        """Memory that the messages of all open channels and reductions take on this rank [B].
+        """Memory of the messages of all open channels and reductions on this rank [B].
 
         A sum by MPI takes its own size again, inside the MPI library.
         """
@@ -144,19 +147,20 @@ class Communicator:
 
     @property
     def device_bytes(self) -> int:
-        """Memory on a device that the messages of open channels take on this rank [B]; `buffer_bytes` is the host's."""
+        """Device memory of the messages of open channels on this rank [B]; `buffer_bytes` is host memory."""
         return sum(item.device_bytes for item in self._open if not item.closed)
 
     def use_device(self, device: Device, transport: str = "auto", timeout: float | None = None) -> Choice:
-        """Choose how arrays of a device travel, here and in all that is split from it. Collective; before any does.
+        """Choose the transport of device arrays, here and in all communicators split from this one. Collective.
 
-        `transport` is ``"auto"`` or a name of `halograd.comm.gpu`. Without this call, and for sums that the host makes
-        (by nodes, or rounded), they go by way of pinned host memory. What NCCL has not done after `timeout` [s] counts
-        as lost; None for ``HALOGRAD_GPU_TIMEOUT``, or 600 s. Raises CommError on all ranks if it cannot work.
+        Call it before any device array travels. `transport` is ``"auto"`` or a name of `halograd.comm.gpu`. Without
+        this call, device arrays travel by way of pinned host memory; sums that the host makes (hierarchical or rounded)
+        always do. `timeout` [s] is the time after which NCCL operations count as lost; None means
+        ``HALOGRAD_GPU_TIMEOUT``, or 600 s. Raises CommError on all ranks if the transport cannot work.
         """
         self._check_open()
         if not self._is_root:
-            raise CommError("use_device(): expected the communicator that the others are split from, got one of those")
+            raise CommError("use_device(): expected the root communicator, got one that was split from it")
         return self.devices.choose(self, device, transport, timeout)
 
     def channel(
@@ -169,7 +173,7 @@ class Communicator:
         name: str | None = None,
         device: Device = HOST,
     ) -> Channel:
-        """Return a channel that moves one message to and from each peer. Collective over this communicator.
+        """Return a channel with one message to and one from each peer. Collective over this communicator.
 
         Parameters
         ----------
@@ -179,14 +183,15 @@ class Communicator:
         Raises
         ------
         CommError
-            On all ranks alike, if the counts are not valid or do not match.
+            On all ranks, if the counts are invalid or do not match.
         """
         return self.channels([ChannelSpec(send_counts, recv_counts, dtype, kind, name, device)])[0]
 
     def channels(self, specs: Sequence[ChannelSpec]) -> list[Channel]:
-        """Return several channels at once, for the price of one: see :meth:`channel`. Collective, in the same order.
+        """Return several channels with the collectives of one; see :meth:`channel`. Collective, in the same order on
+        all ranks.
 
-        All are made for arrays of the host, or all for the same kind of device.
+        The channels are all for arrays of the host, or all for the same kind of device.
         """
         self._check_open()
         return self._keep(self._maker.channels(specs))
@@ -199,53 +204,56 @@ class Communicator:
         Parameters
         ----------
         buffer
-            Array of the same shape and dtype on all ranks (float32, float64, int32 or int64), packed, on the host or
-            on a device. Modified by each run.
+            C-contiguous array of the same shape and dtype on all ranks (float32, float64, int32 or int64), on the host
+            or on a device. Modified by each run.
         kind, name
-            What the counters book it under, and what the recorder is given (by default the kind).
+            Kind for the traffic counters, and name for the recorder (by default the kind).
         method
             ``"allreduce"``
-                The sum, by the algorithm of the transport.
+                Sum by the algorithm of the transport.
             ``"ordered"``
-                The sum, added up in the order of the ranks: the same bits whatever the transport, and whatever else is
-                in the buffer.
+                Sum in the order of the ranks: the bits depend neither on the transport nor on other elements of
+                the buffer.
             ``"rounded"``
-                The sum of float32, in this order, that travels as bfloat16 with half the bytes. The reduction's
-                `codec` can :meth:`~halograd.comm.rounding.Rounded.compensate` for what that takes away.
+                Sum of float32 in the order of the ranks; messages are bfloat16, with half the bytes. The reduction's
+                `codec` can :meth:`~halograd.comm.rounding.Rounded.compensate` for the rounding error.
             ``"reduce_scatter"``
                 Afterwards this rank's shard (:func:`halograd.comm.shards`) holds the sum; the others are undefined.
             ``"all_gather"``
-                No sum: every rank's shard goes to that place of the buffers of all ranks. Any dtype.
+                No sum: every rank's shard is copied to the same position in the buffers of all ranks. Any dtype.
             ``"hierarchical"``
-                The sum: within each node in shared memory, then across by one rank per node, then back. `start` and
-                `finish` copy the buffer to shared memory and back, the progress thread does the rest.
+                Sum within each node in shared memory, then across nodes by one rank per node, then back. `start` and
+                `finish` copy the buffer to shared memory and back; the progress thread does the rest.
             ``"accumulate"``
-                The same, but the progress thread copies too: the sum may be back long before `finish`.
+                As ``"hierarchical"``, but the progress thread also copies: the result may be in the buffer long before
+                `finish`.
 
         Raises
         ------
         CommError
-            On all ranks alike, if the buffers are not valid or differ, or the transport shares no memory and the method
-            needs it.
+            On all ranks, if the buffers are invalid or differ, or if the method needs shared memory and the transport
+            has none.
 
         Notes
         -----
-        Booked per run, on a group of several ranks: one message of this rank's contribution, which is the buffer, for
-        an all-gather its shard, for a rounded sum half the bytes. The last two methods book it under `kind` on the
-        first rank of each node if there are several, and the buffer under ``"node"`` on ranks that share a node.
+        Traffic per run, on a group of several ranks: one message of this rank's contribution. This is the buffer; for
+        an all-gather, its shard; for a rounded sum, half the bytes. The last two methods count it under `kind` on the
+        first rank of each node if there are several nodes, and the buffer under ``"node"`` on ranks that share a node.
         """
         return self.reductions([ReductionSpec(buffer, kind, name, method)])[0]
 
     def reductions(self, specs: Sequence[ReductionSpec]) -> list[Reduction]:
-        """Return several sums at once, for the price of one: see :meth:`reduction`. Collective, in the same order."""
+        """Return several sums with the collectives of one; see :meth:`reduction`. Collective, in the same order on all
+        ranks.
+        """
         self._check_open()
         return self._keep(self._maker.reductions(specs))
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         """Return the communicator of the ranks with the same color, ordered by key. Collective.
 
-        Ranks with color None get None. Transport, progress thread, counters and recorder are shared; this
-        communicator closes those split from it.
+        Ranks with color None get None. The new communicator shares the transport, progress thread, counters and
+        recorder of this one, which closes it.
         """
         self._check_open()
         self.agree(contexts.shortage())
@@ -262,15 +270,15 @@ class Communicator:
     def agree(self, fault: Exception | None) -> None:
         """Raise on all ranks if any rank has a fault. Collective.
 
-        Each rank passes its own fault or None. All ranks raise an error of the same type and text, that of
-        the lowest rank with a fault; its text names that rank (by its number in the root communicator). A fault that
-        is the same on all ranks is raised as it is. The error has attributes ``agreed``, how many ranks raise it, and
-        ``arose_here``.
+        Each rank passes its own fault or None. All ranks raise an error with the type and text of the fault on the
+        lowest rank that has one; the text names that rank (by its number in the root communicator). A fault that is
+        the same on all ranks is raised unchanged. The error has the attributes ``agreed`` (number of ranks that raise
+        it) and ``arose_here``.
 
         Raises
         ------
         Exception
-            Of the type of the fault; a CommError if that type cannot be made from a text alone.
+            An exception of the type of the fault; a CommError if that type cannot be constructed from a text alone.
         """
         agree(self.mpi, self.ranks, fault)
 
@@ -278,14 +286,14 @@ class Communicator:
     def agreement(self) -> Iterator[None]:
         """Run the body, and raise on all ranks if it raises on any. Collective.
 
-        The body may make channels, reductions, groups and agreements of this communicator, and nothing else that
-        communicates: each of these begins with :meth:`agree`. So a rank whose body raises, which goes to the agreement
-        at the end, meets there those that go on to the next of these. ::
+        The body may create channels, reductions, groups and agreements of this communicator, and do nothing else that
+        communicates: each of these begins with :meth:`agree`. So a rank whose body raises enters the agreement at the
+        end, and the other ranks enter the agreement of their next call: both are the same collective. ::
 
             rank 0   | compute | channel: agree, ...                 raises what rank 1 raised
             rank 1   | compute: a fault -> agree                     raises it
 
-        Agreements within agreements are one: an error that all ranks have is raised on.
+        Agreements may be nested: an error that all ranks raise passes through the outer one.
         """
         fault: Exception | None = None
         try:
@@ -297,7 +305,7 @@ class Communicator:
         self.agree(fault)
 
     def bcast(self, value: Any, root: int = 0) -> Any:
-        """Return the small object that `root` passes. Collective."""
+        """Broadcast a small object from `root` and return it. Collective."""
         return self.mpi.bcast(value, root=root)
 
     def allgather_objects(self, value: Any) -> list[Any]:
@@ -305,7 +313,8 @@ class Communicator:
         return self.mpi.allgather(value)
 
     def allreduce_scalar(self, value: float, operation: str = "sum") -> float:
-        """Sum (or ``"max"``, ``"min"``) of a number over all ranks, the same bits on all. Collective.
+        """Return the sum (or ``"max"``, ``"min"``) of a number over all ranks, with the same bits on all ranks.
+        Collective.
 
         Integers stay integers. All ranks pass the same type.
         """
@@ -316,7 +325,7 @@ class Communicator:
         return buffer[0].item()
 
     def barrier(self) -> None:
-        """Return when all ranks have called it. Collective."""
+        """Wait until all ranks have called `barrier`. Collective."""
         self.mpi.Barrier()
 
     def abort(self, code: int = 1) -> NoReturn:
@@ -324,13 +333,13 @@ class Communicator:
         end(self.mpi, code)
 
     def close(self) -> None:
-        """Free channels, reductions, split communicators, windows and the clone; idempotent. Collective."""
+        """Free channels, reductions, split communicators, windows and the clone. Idempotent. Collective."""
         if self.closed:
             return
         self.closed = True
         if self._is_root:
             self.devices.drop_graphs()
-        # Last in, first out: the order of making was the same on all ranks, and so is that of closing.
+        # Last in, first out: all ranks created these objects in the same order, so they close them in the same order.
         for item in reversed(self._open):
             item.close()
         self._open.clear()
@@ -351,13 +360,13 @@ class Communicator:
         if is_shared(value, self.size):
             self.close()
         elif self._is_root and value is not None:
-            # The other ranks know nothing of this fault: to free anything together would hang.
+            # The other ranks do not have this exception: a collective close would hang.
             self._guard.leave(value)
             self.devices.abort()
             self._progress.close()
 
     def _keep(self, items: list[Kept]) -> list[Kept]:
-        """Remember what to close, and forget what its owner has closed."""
+        """Add objects to close later, and drop those that are closed already."""
         self._open = [*(other for other in self._open if not other.closed), *items]
         return items
 

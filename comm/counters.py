@@ -1,4 +1,4 @@
-"""What was sent, by kind, and the recorder of how long it took."""
+"""Traffic counters by kind, and the recorder of communication times."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Traffic:
 class Counters:
     """Traffic of this process by kind (``"halo"``, ``"allreduce"``, ...). Local.
 
-    A channel books one message per peer it sends to and the bytes of the payload: synchronization
-    tokens and the headers of the emulated network are not booked, so that all transports count alike.
-    A reduction books one message and the bytes of its buffer per call, whatever algorithm MPI takes.
+    A channel counts one message per peer that it sends to, and the bytes of the payload. Synchronization tokens and the
+    headers of the emulated network are not counted, so that all transports give the same numbers. A reduction counts
+    one message and the bytes of its buffer per call, whatever algorithm MPI uses.
 
     >>> counters = Counters()
     >>> counters.add("halo", messages=2, nbytes=64)
@@ -33,7 +33,7 @@ class Counters:
         self._traffic: dict[str, Traffic] = {}
 
     def add(self, kind: str, messages: int, nbytes: int) -> None:
-        """Book `messages` that carry `nbytes` [B] in all."""
+        """Count `messages` that carry `nbytes` [B] in total."""
         traffic = self._traffic.get(kind)
         if traffic is None:
             traffic = self._traffic[kind] = Traffic()
@@ -48,23 +48,23 @@ class Counters:
         return {kind: replace(traffic) for kind, traffic in self._traffic.items()}
 
     def reset(self) -> None:
-        """Forget everything booked so far."""
+        """Set all counters to zero."""
         self._traffic.clear()
 
 
 class Recorder(Protocol):
-    """Gets spans of time, always from the thread that calls `finish()`."""
+    """Receiver of time spans, always called by the thread that calls `finish()`."""
 
     def span(self, name: str, category: str, t0: float, t1: float) -> None:
-        """Category ``"communication"`` (from start to arrival) or ``"wait"``; `time.perf_counter` [s].
+        """Record a span of category ``"communication"`` (from start to arrival) or ``"wait"``; `time.perf_counter` [s].
 
-        `name` is ``"kind: name"`` of the channel or reduction, or its kind alone if it has no name.
+        `name` is ``"kind: name"`` of the channel or reduction, or only its kind if it has no name.
         """
 
 
 @dataclass
 class Instruments:
-    """Counters and recorder that a root communicator shares with those split from it.
+    """Counters and recorder that a root communicator shares with the communicators split from it.
 
     `waiting` is the label of the exchange or sum that the main thread waits for now.
     """
@@ -75,16 +75,16 @@ class Instruments:
 
 
 class Meter:
-    """Books the traffic and the times of one channel or reduction.
+    """Traffic and times of one channel or reduction.
 
     Parameters
     ----------
     kind
-        Name under which the counters book.
+        Kind for the traffic counters.
     name
-        Name of the channel or reduction; with the kind, what the recorder is given.
+        Name of the channel or reduction; the recorder gets it together with the kind.
     messages, nbytes
-        Traffic per exchange [B].
+        Traffic per exchange: number of messages, and bytes [B].
     """
 
     def __init__(self, instruments: Instruments, kind: str, name: str, messages: int, nbytes: int) -> None:
@@ -96,16 +96,16 @@ class Meter:
         self.nbytes = nbytes
 
     def sent(self) -> None:
-        """Book one exchange."""
+        """Count one exchange."""
         if self.messages:
             self._instruments.counters.add(self.kind, self.messages, self.nbytes)
 
     def waits(self) -> None:
-        """Note that the caller waits for this exchange, until :meth:`took` is called."""
+        """Mark that the caller waits for this exchange, until :meth:`took` is called."""
         self._instruments.waiting = self.label
 
     def took(self, started: float, waited_from: float, arrived: float, waited_to: float) -> None:
-        """Record one exchange: when it travelled and when a rank waited for it [s]."""
+        """Record one exchange: when it travelled, and when this rank waited for it [s]."""
         self._instruments.waiting = None
         recorder = self._instruments.recorder
         if recorder is not None:

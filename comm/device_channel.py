@@ -1,17 +1,17 @@
-"""Channels and sums of arrays on a device; by way of pinned host memory, if the transport of the host is to carry them.
+"""Channels and sums of device arrays; they go by way of pinned host memory if the host transport carries them.
 
-The one place that knows how device memory gets into a message; transports that reach device memory themselves
-(NCCL, CUDA-aware MPI, IPC) make channels and reductions of their own behind the same two calls of `Communicator`. ::
+Only this module knows how device memory gets into a host message. Transports that reach device memory themselves
+(NCCL, CUDA-aware MPI, IPC) make their own channels and reductions behind the same two calls of `Communicator`. ::
 
     start    pack -> [device buffer] --download--> [pinned]  (enqueued, the host does not wait)
              ... kernels that do not need it are enqueued ...
     finish   wait for the download; host channel, start and finish;
              [pinned] --upload--> [device buffer] -> unpack (enqueued, the host does not wait)
 
-The host is ahead of the device: it comes to `finish` while the kernels in between have hardly begun, and the message
-travels meanwhile. Were it sent in `start`, the device would have nothing to do until the host has seen the copy. The
-host waits for copies in two places: in `finish` until what is to be sent has come, and before pinned memory is written
-again, which the copies of the exchange before the last one have left long ago. A sum waits in `start`, because the
+The host runs ahead of the device: it reaches `finish` when the kernels in between have hardly begun, and the message
+travels while they run. If `start` sent the message, the device would be idle until the host had seen the copy. The
+host waits for copies twice: in `finish`, until the data to send have arrived, and before it writes pinned memory
+again; the copies of the exchange before the last one have long left that memory. A sum waits in `start`, because the
 ranks may finish sums in any order.
 """
 
@@ -29,11 +29,11 @@ from .reduction import ReductionPlan
 
 __all__ = ["DeviceChannel", "StagedChannel", "staged", "staging"]
 
-_ALIGNMENT = 64  # [B]: copies and kernels of a device want messages to begin so
+_ALIGNMENT = 64  # [B]: alignment of messages for the copies and kernels of a device
 
 
 class DeviceChannel(Channel):
-    """A channel with one buffer of a device per direction, which serves both slots. How they travel is left open."""
+    """A channel with one device buffer per direction for both slots. Subclasses define the transport."""
 
     def __init__(
         self,
@@ -50,12 +50,12 @@ class DeviceChannel(Channel):
 
     @property
     def buffer_bytes(self) -> int:
-        """Memory of the host: none [B]."""
+        """Host memory: none [B]."""
         return 0
 
     @property
     def device_bytes(self) -> int:
-        """Memory of the device [B]; what a library keeps for itself is not counted."""
+        """Device memory [B]; internal memory of a library is not counted."""
         return int(self._out.nbytes + self._in.nbytes)
 
     def _send_buffer(self, peer: int, slot: int) -> Any:
@@ -66,9 +66,9 @@ class DeviceChannel(Channel):
 
 
 class StagedChannel(DeviceChannel):
-    """A channel whose buffers are on a device, around a channel of the host.
+    """A channel with buffers on a device, around a channel of the host.
 
-    Both slots use one device buffer (what is enqueued runs in order) and two pinned ones.
+    Both slots use one device buffer (enqueued work runs in order) and two pinned buffers.
     """
 
     def __init__(self, inner: Channel, device: Device, meter: Meter) -> None:
@@ -81,17 +81,17 @@ class StagedChannel(DeviceChannel):
 
     @property
     def buffer_bytes(self) -> int:
-        """Memory of the host: pinned, and of the inner channel [B]."""
+        """Host memory: pinned buffers, and those of the inner channel [B]."""
         return self._out_pinned.nbytes + sum(a.nbytes for a in self._in_pinned) + self._inner.buffer_bytes
 
-    # The hooks of the inner channel, not its public calls: the meter and the state are kept here, once.
+    # Call the hooks of the inner channel, not its public methods: this channel alone keeps the meter and the state.
     def _start(self) -> None:
         if self._sends:
             self._device.download(self._out, self._out_pinned)
             self._downloaded = self._device.mark()
 
     def _send(self) -> None:
-        """Start the host's channel, with what has been downloaded."""
+        """Start the host channel with the downloaded data."""
         if self._downloaded is not None:
             self._downloaded.wait()
             self._downloaded = None
@@ -100,7 +100,7 @@ class StagedChannel(DeviceChannel):
         self._inner._start()
 
     def _finish(self) -> float:
-        # All ranks finish their channels in the same order, so no two wait here for what the other sends later.
+        # All ranks finish their channels in the same order, so no two ranks wait here for messages sent later.
         self._send()
         arrived = self._inner._finish()
         if self._recvs:
@@ -121,20 +121,23 @@ class StagedChannel(DeviceChannel):
 
 
 def staging(buffer: Any) -> np.ndarray:
-    """Return what the host sums in the place of an array: pinned memory like it; the array itself if it is the host's.
+    """Return the host array that is summed instead of `buffer`: pinned memory of its shape, or `buffer` if it is on the
+    host.
     """
     device = on_device(buffer)
     return buffer if device is None else device.pinned(buffer.shape, buffer.dtype)
 
 
 def staged(buffer: Any, pinned: np.ndarray, plan: ReductionPlan) -> ReductionPlan:
-    """Return the plan of a sum of `pinned` (`staging`), with copies from the array there before and back behind."""
+    """Return the plan of a sum of `pinned` (from `staging`) with copies from the device array before it and back after
+    it.
+    """
     device = on_device(buffer)
     if device is None:
         return plan
 
     def fetch() -> None:
-        # The upload of the sum before, enqueued first, has run when this returns.
+        # The upload of the previous sum was enqueued before, so it is complete when this returns.
         device.download(buffer, pinned)
         device.mark().wait()
 
@@ -145,7 +148,7 @@ def staged(buffer: Any, pinned: np.ndarray, plan: ReductionPlan) -> ReductionPla
 
 
 def places(counts: Mapping[int, int], dtype: np.dtype) -> dict[int, slice]:
-    """Return where the message of each peer lies in one buffer for all. Local.
+    """Return the slice of each peer's message in one buffer for all messages. Local.
 
     >>> places({1: 3, 4: 20}, np.dtype("float64"))
     {1: slice(0, 3, None), 4: slice(8, 28, None)}
@@ -159,5 +162,5 @@ def places(counts: Mapping[int, int], dtype: np.dtype) -> dict[int, slice]:
 
 
 def end_of(where: Mapping[int, slice]) -> int:
-    """Return the elements of a buffer that holds these. Local."""
+    """Return the number of elements of a buffer that holds these slices. Local."""
     return max((part.stop for part in where.values()), default=0)

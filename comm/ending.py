@@ -1,16 +1,16 @@
-"""How a job of several ranks ends when ranks fail.
+"""End of a job of several ranks when ranks fail.
 
-While a communicator of several ranks is open, the others wait for this rank in their next collective. So a rank that
-fails alone ends the job. Where all ranks fail alike, one of them speaks, and each ends by itself.
+While a communicator of several ranks is open, the other ranks wait for this rank in their next collective. So a rank
+that fails alone ends the job. If all ranks fail with the same error, one of them prints it, and each rank exits.
 
 ::
 
-    an error leaves `with Communicator`, or nothing catches it
+    an error leaves `with Communicator`, or is not caught
       |
-    Guard.leave: compare with the other ranks, without a wait
+    Guard.leave: compare with the other ranks, without waiting
       |
-    end of the program     all ranks have left -> one of them speaks; a user's mistake finalizes MPI and exits with 2
-    (hook, or exit)        not within PATIENCE -> this rank speaks, and aborts the job
+    end of the program     all ranks have left -> one rank prints; a user's mistake finalizes MPI and exits with 2
+    (hook, or exit)        not within PATIENCE -> this rank prints, and aborts the job
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from .errors import is_agreed
 __all__ = ["Guard", "end", "refuse"]
 
 FAULT, MISTAKE, INTERRUPTED = 1, 2, 130  # exit codes
-# How long a rank that fails waits for the others to fail alike [s]. All ranks find most mistakes of the user.
+# Time that a failing rank waits for the others to fail with the same error [s]. All ranks find most mistakes of users.
 PATIENCE = {FAULT: 1.0, MISTAKE: 5.0, INTERRUPTED: 0.0}
-AGREED = 30.0  # where the others are known to fail, too, unless they catch the error [s]
-READING = 5.0  # for the launcher to read what was printed [s]
-FORWARDING = 0.2  # and to pass it on [s]
+AGREED = 30.0  # the same if the others are known to fail too, unless they catch the error [s]
+READING = 5.0  # time for the launcher to read what was printed [s]
+FORWARDING = 0.2  # time for the launcher to forward it [s]
 
 _guards: list[Guard] = []
 _print = sys.__excepthook__  # the hook that was there before
@@ -54,20 +54,20 @@ _installed = False
 
 
 class Guard:
-    """Finds out whether all ranks of a communicator leave it by an error. Collective to make and to close.
+    """Detector of whether all ranks of a communicator leave it by an error. To create and to close it is collective.
 
-    Every root communicator has one. The first one replaces `sys.excepthook`, and `threading.excepthook` if that is
-    Python's own.
+    Every root communicator has one guard. The first guard replaces `sys.excepthook`, and `threading.excepthook` if it
+    is Python's own.
 
     Attributes
     ----------
     left
-        Mark, exit code and text of the error by which this rank has left; None before. Not the error itself: what its
-        traceback holds is to be freed before the process ends (HDF5 crashes then if a file is open).
+        Mark, exit code and text of the error by which this rank has left; None before. The error itself is not kept:
+        objects in its traceback must be freed before the process ends (HDF5 crashes then if a file is open).
     """
 
     def __init__(self, mpi_comm: MPI.Intracomm) -> None:
-        self._mpi = contexts.hold(mpi_comm.Dup())  # the ranks that go on have collectives under way on the other ones
+        self._mpi = contexts.hold(mpi_comm.Dup())  # the other ranks may be in collectives on other communicators
         self._marks = np.zeros(2, np.int64)
         self._request: MPI.Request | None = None
         self.rank, self.size, self.process = mpi_comm.rank, mpi_comm.size, os.getpid()
@@ -76,13 +76,13 @@ class Guard:
         _install()
 
     def leave(self, error: BaseException) -> None:
-        """Note that this rank leaves by an error; the first one counts. Local: does not wait."""
+        """Record that this rank leaves by an error; only the first call counts. Local; does not wait."""
         if self.left is None and self.process == os.getpid():
             self.left = _mark(error), _code(error), _cause(error)
             self._start(self.left[0])
 
     def wait(self, seconds: float) -> bool:
-        """Return whether all ranks have left, within so many seconds."""
+        """Wait at most `seconds` for all ranks to leave; return whether they have left."""
         assert self._request is not None
         deadline = time.monotonic() + seconds
         while not self._request.Test():
@@ -93,11 +93,11 @@ class Guard:
 
     @property
     def alike(self) -> bool:
-        """Whether all ranks have left by the same error; defined when they have left."""
+        """Whether all ranks have left by the same error; defined once they have left."""
         return bool(self._marks[0] == -self._marks[1])
 
     def close(self) -> None:
-        """Watch no more. Ranks that have left before close it too."""
+        """Stop the guard. Ranks that have left before close it too."""
         if self._request is None:
             self._start(0)
         assert self._request is not None
@@ -111,20 +111,20 @@ class Guard:
 
 
 def end(comm: MPI.Intracomm, code: int) -> NoReturn:
-    """End all ranks of the job at once with this exit code. Local. Does not return."""
+    """End all ranks of the job at once with this exit code. Local; does not return."""
     sys.stdout.flush()
     sys.stderr.flush()
     if comm.size > 1 and not MPI.Is_finalized():
-        # Abort takes the launcher's relay of this rank with it: let it read what was printed, and pass it on.
+        # Abort ends the launcher's relay of this rank too: let it read and forward what was printed.
         await_reader(1, 2)
         time.sleep(FORWARDING)
-        # Of MPICH, only an abort of COMM_WORLD reaches mpiexec as one, with its code; else it may pass on SIGKILL.
+        # With MPICH, mpiexec reports the exit code only of an abort of COMM_WORLD; else it may report SIGKILL.
         (MPI.COMM_WORLD if comm.size == MPI.COMM_WORLD.size else comm).Abort(code)
     os._exit(code)
 
 
 def await_reader(*files: int) -> None:
-    """Return when those of the files (descriptors) that are pipes have been read empty, or after `READING`. Local."""
+    """Wait until those of the files (descriptors) that are pipes are empty, for `READING` at most. Local."""
     deadline = time.monotonic() + READING
     for file in files:
         while _unread(file) and time.monotonic() < deadline:
@@ -132,7 +132,7 @@ def await_reader(*files: int) -> None:
 
 
 def _unread(file: int) -> int:
-    """Return bytes that wait in a pipe; 0 for anything else."""
+    """Return the number of unread bytes in a pipe; 0 for anything else."""
     count = array.array("i", [0])
     with contextlib.suppress(OSError):
         if stat.S_ISFIFO(os.fstat(file).st_mode):
@@ -141,12 +141,12 @@ def _unread(file: int) -> int:
 
 
 def refuse(error: UserError, where: str = "") -> None:
-    """Print a user's mistake in one line, on one rank. A rank that is alone with it ends the job.
+    """Print a user's mistake in one line, on one rank. A rank that has it alone ends the job.
 
     Parameters
     ----------
     where
-        Line of the user's code, if there is one.
+        Location in the user's code, if known.
     """
     together, speaks = _meet(error)
     places = [place for place in ("" if together else _rank(), where) if place]
@@ -159,10 +159,10 @@ def refuse(error: UserError, where: str = "") -> None:
 
 
 def _meet(error: BaseException) -> tuple[bool, bool]:
-    """Return whether all ranks end by an error, and whether this one speaks. Returns within `PATIENCE`.
+    """Return whether all ranks end by an error, and whether this rank prints it. Returns within `PATIENCE`.
 
-    Of an error that all ranks agreed on, the rank where it arose speaks; else the first one, or every one where the
-    errors differ.
+    If all ranks agreed on the error, the rank where it arose prints it. Otherwise the first rank does, or every rank if
+    the errors differ.
     """
     agreed = _is_agreed(error)
     deadline = time.monotonic() + (AGREED if agreed else PATIENCE[_code(error)])
@@ -189,7 +189,7 @@ def _install() -> None:
 
 
 def _on_exception(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
-    """Python's hook for an exception that nothing catches."""
+    """Handle an uncaught exception (`sys.excepthook`)."""
     if not _concerns(value):
         _print(kind, value, trace)
         return
@@ -203,12 +203,12 @@ def _on_exception(kind: type[BaseException], value: BaseException, trace: Traceb
     if together and not _open_guards():  # communicators are closed, so nothing is under way
         sys.exit(FAULT)
     if not speaks:
-        time.sleep(PATIENCE[MISTAKE])  # the rank that speaks ends the job meanwhile
+        time.sleep(PATIENCE[MISTAKE])  # the rank that prints ends the job in this time
     end(MPI.COMM_WORLD, _code(value))
 
 
 def _concerns(error: BaseException) -> bool:
-    """Return whether the end by an error is not as in any other Python program."""
+    """Return whether this module handles the error, rather than Python's own hook."""
     if MPI.Is_finalized() or _is_interactive():
         return False
     guards, agreed = _open_guards(), _is_agreed(error)
@@ -218,7 +218,7 @@ def _concerns(error: BaseException) -> bool:
 
 
 def _on_thread_exception(args: threading.ExceptHookArgs) -> None:
-    """Python's hook for an exception that ends a thread: the main thread may wait for that thread for ever."""
+    """Handle an exception that ends a thread; the main thread may wait for that thread forever."""
     if args.exc_type is SystemExit or _is_interactive() or not _of_several(_open_guards()):
         threading.__excepthook__(args)
         return
@@ -228,16 +228,16 @@ def _on_thread_exception(args: threading.ExceptHookArgs) -> None:
 
 
 def _on_exit() -> None:
-    """End the job if this rank has left alone by an error that something caught, or by `sys.exit` with a code."""
+    """End the job if this rank alone has left by an error that was caught, or by `sys.exit` with a code."""
     for guard in [] if _is_interactive() else _open_guards():
         if guard.left is not None and not guard.wait(PATIENCE[MISTAKE]):
             _, code, cause = guard.left
-            _write(f"halograd: {_rank()}: ended after {cause}, the others have not; the job ends\n")
+            _write(f"halograd: {_rank()}: ended after {cause}, the other ranks have not ended; the job ends\n")
             end(MPI.COMM_WORLD, code)
 
 
 def _open_guards() -> list[Guard]:
-    """Return those of this process; a process that was forked from it has no part in them."""
+    """Return the open guards of this process; a forked process has none."""
     return [] if MPI.Is_finalized() else [guard for guard in _guards if guard.process == os.getpid()]
 
 
@@ -247,7 +247,7 @@ def _is_agreed(error: BaseException) -> bool:
 
 
 def _widest(guards: list[Guard]) -> Guard | MPI.Intracomm:
-    """Return that of the most ranks; all ranks that were launched if there is none."""
+    """Return the guard with the most ranks; without guards, the communicator of all launched ranks."""
     return max(guards, key=lambda guard: guard.size, default=MPI.COMM_WORLD)
 
 
@@ -256,7 +256,7 @@ def _of_several(guards: list[Guard]) -> bool:
 
 
 def _is_interactive() -> bool:
-    """Return whether the process has a prompt, now or when the script is over: ``python -i``, IPython, Jupyter."""
+    """Return whether the process has a prompt, now or after the script: ``python -i``, IPython, Jupyter."""
     return hasattr(sys, "ps1") or bool(sys.flags.inspect)
 
 
@@ -269,7 +269,7 @@ def _code(error: BaseException) -> int:
 
 
 def _mark(error: BaseException) -> int:
-    """Return a number that is the same for errors of one type and text; not 0."""
+    """Return a nonzero number that is the same for errors of the same type and text."""
     return zlib.crc32(f"{type(error).__qualname__}: {error}".encode()) + 1
 
 
@@ -278,7 +278,7 @@ def _rank() -> str:
 
 
 def _speak(error: BaseException, who: str) -> None:
-    """Print the traceback of an error, and what came of it."""
+    """Print the traceback of an error, and a line about the end of the job."""
     last = f"halograd: {who}: {_cause(error)}; the job ends\n"
     if _print is sys.__excepthook__:
         _write(f"{_numbered(error)}{last}")
@@ -288,7 +288,7 @@ def _speak(error: BaseException, who: str) -> None:
 
 
 def _numbered(error: BaseException) -> str:
-    """Return the traceback of an error; of several ranks, each line names this one."""
+    """Return the traceback of an error; with several ranks, each line names this rank."""
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     world = MPI.COMM_WORLD
     if world.size == 1:
@@ -306,7 +306,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def _place(trace: TracebackType | None) -> str:
-    """File and line of the innermost call that is the user's code, not this package's or Python's."""
+    """Return file and line of the innermost call in the user's code, outside this package and Python's library."""
     others = {"halograd", *sys.stdlib_module_names}
     found = ""
     for frame, line in traceback.walk_tb(trace):
@@ -316,7 +316,7 @@ def _place(trace: TracebackType | None) -> str:
 
 
 def _write(text: str) -> None:
-    """Print on stderr, in one write: lines of several ranks do not mix."""
+    """Print to stderr in one write, so that lines of several ranks do not mix."""
     sys.stdout.flush()
     sys.stderr.write(text)
     sys.stderr.flush()

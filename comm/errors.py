@@ -1,4 +1,4 @@
-"""The one error of the communication layer, and faults of one rank that all ranks raise."""
+"""The error of the communication layer, and the agreement of ranks on errors."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ __all__ = ["CommError", "agree", "describe", "is_agreed", "is_shared", "mark_agr
 
 
 class CommError(RuntimeError):
-    """Communication was asked for in a way that cannot work, or it failed.
+    """Communication was requested in a way that cannot work, or it failed.
 
-    The text says what was expected, what came, and what to do about it.
+    The text gives what was expected, what was received, and the remedy.
     """
 
 
 def mark_agreed(error: BaseException, arose_here: bool, ranks: int, needs_no_rank: bool = False) -> None:
-    """Note how many ranks raise this error, whether it arose here, and whether its text needs no rank. Local."""
+    """Record in an error how many ranks raise it, whether it arose here, and whether its text needs no rank. Local."""
     vars(error).update(agreed=ranks, arose_here=arose_here, needs_no_rank=needs_no_rank)
 
 
 def is_agreed(error: BaseException, ranks: int) -> bool:
-    """Return whether all of so many ranks raise this error, not only those of a smaller group. Local."""
+    """Return whether at least `ranks` ranks raise this error, not only those of a smaller group. Local."""
     return int(getattr(error, "agreed", 0)) >= ranks
 
 
 def is_shared(leaving: BaseException | None, ranks: int) -> bool:
-    """Return whether all of so many ranks leave a ``with`` by this, so that its end may be collective. Local.
+    """Return whether all `ranks` ranks leave a ``with`` block the same way, so that its end may be collective. Local.
 
-    No error, an agreed one, `sys.exit` without a code.
+    They do without an error, with an agreed one, and with `sys.exit` without a code.
     """
     if isinstance(leaving, SystemExit):
         return not leaving.code
@@ -46,12 +46,12 @@ def is_shared(leaving: BaseException | None, ranks: int) -> bool:
 def agree(mpi_comm: MPI.Intracomm, ranks: Sequence[int], fault: Exception | None, mark: int = 0) -> np.ndarray:
     """Raise on all ranks if any rank has a fault; see `Communicator.agree`. Collective over `mpi_comm`.
 
-    `ranks` are their numbers in messages. Returns the marks of all ranks, of 63 bits.
+    `ranks` are the rank numbers for messages. Returns the marks of all ranks, of 63 bits each.
     """
     marks = np.zeros(mpi_comm.size, np.int64)
     request = mpi_comm.Iallgather(np.array([mark if fault is None else -1], np.int64), marks)
     polls = 0
-    while not request.Test():  # with many ranks on few cores, one that spins keeps others from coming here
+    while not request.Test():  # with many ranks on few cores, a spinning rank would delay the others
         rest(polls)
         polls += 1
     faulty = marks < 0
@@ -70,18 +70,19 @@ def agree(mpi_comm: MPI.Intracomm, ranks: Sequence[int], fault: Exception | None
 
 
 def describe(fault: Exception) -> tuple[str, str, str, bool]:
-    """Return the module and name of the type of a fault, its text, and whether that names a rank already. Local."""
+    """Return the module and name of the type of a fault, its text, and whether the text names a rank already. Local."""
     kind = type(fault)
     text = str(fault.args[0]) if isinstance(fault, KeyError) and fault.args else str(fault)
     return kind.__module__, kind.__qualname__, text, bool(getattr(fault, "needs_no_rank", False))
 
 
 def recreate(module: str, name: str, text: str, where: str) -> Exception:
-    """Return an error of this type that says where it arose; decided alike on all ranks. Local."""
+    """Return an error of this type whose text names where it arose; CommError if the type cannot be constructed. Local.
+    """
     try:
         error = getattr(importlib.import_module(module), name)(f"{where}{text}")
         if isinstance(error, Exception):
             return error
-    except Exception:  # the type is not to be had, or wants more, such as UnicodeDecodeError
+    except Exception:  # the type cannot be imported, or needs more arguments, such as UnicodeDecodeError
         pass
     return CommError(f"{where}{name}: {text}")

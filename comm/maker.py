@@ -1,4 +1,4 @@
-"""How channels and sums of a communicator are made: all that the ranks agree on before the first message."""
+"""Construction of the channels and sums of a communicator: the ranks agree on everything before the first message."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ __all__ = ["Maker"]
 
 
 class Maker:
-    """Makes channels and sums over one communicator. Every call is collective, in the same order on all ranks.
+    """Factory of channels and sums over one communicator. Every call is collective, in the same order on all ranks.
 
-    A call validates locally, then agrees once that no rank has a fault and that all want the same; what differs is
-    looked for only then.
+    A call validates locally, then agrees once that no rank has a fault and that all ranks request the same. Only if
+    they differ does it search for the difference.
     """
 
     def __init__(self, comm: Communicator, context: TransportContext, transport: Transport) -> None:
         self._comm, self._context, self._transport = comm, context, transport
 
     def channels(self, specs: Sequence[ChannelSpec]) -> list[Channel]:
-        """See `Communicator.channels`."""
+        """Return one channel per specification; see `Communicator.channels`."""
         comm, fault, totals = self._comm, None, (np.zeros(0), np.zeros(0))
         try:
             for spec in specs:
@@ -76,7 +76,7 @@ class Maker:
         return channels
 
     def reductions(self, specs: Sequence[ReductionSpec]) -> list[Reduction]:
-        """See `Communicator.reductions`."""
+        """Return one sum per specification; see `Communicator.reductions`."""
         comm, fault, mine, mark = self._comm, None, list[str](), 0
         try:
             for spec in specs:
@@ -92,9 +92,9 @@ class Maker:
             return self._reductions(specs)
 
     def _meet(self, fault: Exception | None, mark: int = 0) -> bool:
-        """Begin a set-up: raise a fault everywhere; whether all ranks have the same mark of 32 bits. Collective.
+        """Begin a set-up: raise a fault on all ranks, and return whether all have the same mark of 32 bits. Collective.
 
-        Ranks may have taken different numbers of tags in a set-up that failed: all go on from the largest.
+        After a failed set-up, ranks may have taken different numbers of tags: all continue from the largest.
         """
         marks = agree(self._comm.mpi, self._comm.ranks, fault, self._context.tags_taken << 32 | mark)
         self._context.tags_taken = int(marks.max() >> 32)
@@ -105,7 +105,9 @@ class Maker:
         return Meter(self._comm.instruments, spec.kind, spec.name or spec.kind, len(pattern.sends), nbytes)
 
     def _meters(self, spec: ReductionSpec) -> list[Meter]:
-        """Return what books a sum: by nodes what goes to other nodes, and what goes through shared memory. Collective.
+        """Return the meters of a sum. Collective.
+
+        A hierarchical sum has two: one for messages to other nodes, and one for traffic through shared memory.
         """
         comm, method, buffer = self._comm, METHODS[spec.method], spec.buffer
         booked = [(spec.kind, method.sent(buffer.size, buffer.itemsize, comm.size, comm.rank))]
@@ -116,7 +118,9 @@ class Maker:
         return [Meter(comm.instruments, kind, name, int(nbytes > 0), nbytes) for kind, nbytes in booked]
 
     def _link(self, spec: ReductionSpec) -> DeviceTransport | None:
-        """Return what makes the sum without the host, if anything does. Collective where the array is on a device."""
+        """Return the device transport that makes the sum without the host, or None. Collective if the array is on a
+        device.
+        """
         device, link = on_device(spec.buffer), None
         if device is not None and METHODS[spec.method].on_devices:
             link = self._comm.devices.transport(self._context, device)
@@ -124,7 +128,7 @@ class Maker:
         return link
 
     def _reductions(self, specs: Sequence[ReductionSpec]) -> list[Reduction]:
-        """Return sums that are alike on all ranks. Collective."""
+        """Return sums whose specifications are the same on all ranks. Collective."""
         links = [self._link(spec) for spec in specs]
         meters = [self._meters(spec) for spec in specs]
         idle = [self._comm.size == 1 or not spec.buffer.size for spec in specs]
@@ -143,5 +147,5 @@ class Maker:
 
 
 def _positive(counts: Mapping[int, int]) -> dict[int, int]:
-    """Return elements per peer, in order, without the zeros."""
+    """Return the nonzero numbers of elements per peer, in order."""
     return {peer: int(count) for peer, count in sorted(counts.items()) if count}

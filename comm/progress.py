@@ -1,7 +1,7 @@
-"""Operations that go on in stages, and the thread that lets them proceed while the main thread computes.
+"""Operations in stages, and the thread that drives them while the main thread computes.
 
-No MPI library progresses by itself: a non-blocking all-reduce or a long message waits until the process
-calls MPI. The thread polls whatever is pending and sleeps in between.
+MPI libraries do not progress by themselves: a non-blocking all-reduce or a long message waits until the process calls
+MPI. The thread polls all pending operations and sleeps in between.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from collections.abc import Callable, Sequence
 
 __all__ = ["Line", "Progress", "Stage", "StagedOperation", "Work", "rest"]
 
-# After how long without a change [s] the thread sleeps how long between two polls [s]. Short at first, so that the
-# rounds of an all-reduce follow each other; what pends for long waits for a late rank, and a wake-up takes some 50 us
-# of a core: 0.8 ms between them would be 4 to 7 % of it, 2 ms is half of that. A rank that waits polls by itself.
+# Pairs of (time since the last change, sleep between two polls) [s]. Sleeps are short at first, so that the rounds of
+# an all-reduce follow each other. An operation that pends for long waits for a late rank, and a wake-up takes some
+# 50 us of a core: a sleep of 0.8 ms would cost 4 to 7 % of it, 2 ms half of that. A waiting rank polls by itself.
 INTERVALS = ((2e-2, 2e-4), (2e-1, 8e-4), (float("inf"), 2e-3))
-# After so many offers of the core (some 0.1 ms on an idle one) a waiter sleeps between two polls: the peer may want
-# this very core, and other threads of this process too. Woken some 60 us later, it loses a fraction of its wait.
+# After this many yields of the core (some 0.1 ms on an idle core) a waiting thread sleeps between two polls: the peer,
+# or another thread of this process, may need this core. It wakes some 60 us late, a fraction of its wait.
 OFFERS = 200
 NAP = 1e-5  # [s]
-# After so many naps (some ms) they become longer: hardly any CPU is used then.
+# After this many naps (some ms) naps become longer, and hardly use any CPU.
 NAPS = 50
 LONG_NAP = 2e-4  # [s]
-PATIENCE = 1e-4  # [s] to wait for the other thread before looking whether it has done what is waited for
+PATIENCE = 1e-4  # [s] to wait for the lock that the other thread holds, before checking the operation again
 
 
 def rest(polls: int) -> None:
-    """Wait a little before looking again, longer when that was in vain many times."""
+    """Wait a little before the next poll; longer after many polls."""
     if polls < OFFERS:
         os.sched_yield()
     else:
@@ -37,23 +37,23 @@ def rest(polls: int) -> None:
 
 
 class Stage:
-    """One stage of an operation: it begins when the one before is over. This one is over at once."""
+    """One stage of an operation; it begins when the previous stage is over. This base class is over at once."""
 
     works = False  # whether `over` does a piece of work when it returns False
 
     def begin(self) -> None:
-        """Begin. Does not wait."""
+        """Begin the stage. Does not wait."""
 
     def over(self) -> bool:
-        """Return whether it is over. Does not wait; called until it is."""
+        """Return whether the stage is over. Does not wait; it is called until it returns True."""
         return True
 
     def wait(self) -> None:
-        """Return when it is over."""
+        """Wait until the stage is over."""
 
 
 class Work(Stage):
-    """Calls, one after the other; `over` makes one of them."""
+    """Calls that run one after the other; each `over` runs one of them."""
 
     works = True
 
@@ -79,8 +79,9 @@ _Calls = list[Callable[[], object]]
 
 
 def _calls(stages: Sequence[Stage]) -> _Calls:
-    """Return what a thread calls that waits for stages of which the first has begun: a list is quicker to run than
-    stages.
+    """Return the calls that a waiting thread makes for stages of which the first has begun.
+
+    A list of calls runs faster than a list of stages.
     """
     found: _Calls = []
     for stage in stages:
@@ -91,27 +92,27 @@ def _calls(stages: Sequence[Stage]) -> _Calls:
 
 
 class StagedOperation:
-    """Stages one after the other, driven by the progress thread or by their owner, never by both at once.
+    """Stages that run one after the other, driven by the progress thread or by their owner, never by both at once.
 
     Parameters
     ----------
     turns
-        The stages of every first, second, ... run.
+        Lists of stages; runs use them in turn.
     first
-        So many stages :meth:`start` does itself.
+        Number of stages that :meth:`start` runs itself.
     last
-        So many stages at the end are left to the owner.
+        Number of stages at the end that only the owner runs.
     line
-        Whose order it keeps to; None: it goes on independently of others.
+        Queue whose order the operation keeps; None: it is independent of other operations.
     prepare
-        Called before a thread goes on with it.
+        Function that a thread calls before it drives the operation.
 
     Attributes
     ----------
     at
-        Number of the stage that it is in.
+        Number of the current stage.
     completed_at
-        When all stages but the last ones were over (`time.perf_counter` [s]).
+        Time at which all stages but the last ones were over (`time.perf_counter` [s]).
     """
 
     def __init__(
@@ -133,17 +134,17 @@ class StagedOperation:
 
     @property
     def over(self) -> bool:
-        """Whether the run that was started last is over."""
+        """Whether the last started run is over."""
         return self.at == len(self._stages)
 
     @property
     def arrived(self) -> bool:
-        """Whether it is over but for the stages that are left to the owner."""
+        """Whether all stages are over, except those left to the owner."""
         return self.at >= len(self._stages) - self._last
 
     @property
     def idle(self) -> bool:
-        """Whether only the owner can go on with it."""
+        """Whether only the owner can continue the operation."""
         return self.arrived or self.fault is not None
 
     def start(self) -> None:
@@ -164,9 +165,9 @@ class StagedOperation:
             self._stages[self.at].begin()
 
     def poll(self, limit: float = float("inf")) -> bool:
-        """Go on, to the stage of this number and by one piece of work at most; whether only the owner can go on.
+        """Advance the operation, up to stage `limit`, by one piece of work at most. Does not wait.
 
-        Sets `worked` if something was done. Does not wait.
+        Returns whether only the owner can continue. Sets `worked` if something was done.
         """
         if self._prepare is not None:
             self._prepare()
@@ -181,10 +182,10 @@ class StagedOperation:
         return self.at >= until
 
     def wait(self) -> None:
-        """Go on to the end in the calling thread (lowest latency, uses the core)."""
+        """Run the operation to its end in the calling thread (lowest latency, uses the core)."""
         if self._prepare is not None:
             self._prepare()
-        if self.at == self._first and not self._last:  # nothing was done yet: all of it in one go
+        if self.at == self._first and not self._last:  # nothing was done yet: run all of it at once
             for call in self._behind:
                 call()
             self.at, self.completed_at = len(self._stages), time.perf_counter()
@@ -201,10 +202,11 @@ class StagedOperation:
 
 
 class Line:
-    """Operations that all ranks start in the same order, and that begin every stage in that order.
+    """Queue of operations that all ranks start in the same order, and that begin every stage in that order.
 
-    So a stage may be a collective. Only the first that waits in a stage is looked at: a poll costs the same however
-    many wait. The progress thread drives the line, and a thread that waits for one of its operations.
+    So a stage may be a collective. Only the first operation in each stage is polled: a poll costs the same for any
+    number of waiting operations. The progress thread drives the queue, and so does a thread that waits for one of its
+    operations.
     """
 
     def __init__(self) -> None:
@@ -217,7 +219,8 @@ class Line:
         return not self.operations
 
     def poll(self) -> bool:
-        """Let operations go on, but do one piece of work at most; whether none is left. Called with the lock held."""
+        """Advance the operations, by one piece of work at most; return whether none is left. The caller holds the lock.
+        """
         limit, self.worked = float("inf"), False
         for operation in tuple(self.operations):
             if operation.at >= limit:
@@ -231,11 +234,11 @@ class Line:
         return self.idle
 
     def complete(self, operation: StagedOperation) -> None:
-        """Return when only the owner can go on with an operation, driving the line meanwhile."""
+        """Drive the queue until only the owner can continue an operation."""
         polls = 0
         while operation in self.operations:
             if not self.lock.acquire(timeout=PATIENCE):
-                continue  # the thread does a piece, and then perhaps another
+                continue  # the thread does a piece of work, and perhaps another one
             try:
                 self.poll()
                 polls = 0 if self.worked else polls + 1
@@ -246,7 +249,7 @@ class Line:
 
 
 def _poll(operation: StagedOperation, *limit: float) -> bool:
-    """`StagedOperation.poll`; a fault is kept until a thread waits for the operation."""
+    """Call `StagedOperation.poll`; an exception is kept until a thread waits for the operation."""
     operation.worked = False
     try:
         return operation.fault is not None or operation.poll(*limit)
@@ -256,9 +259,9 @@ def _poll(operation: StagedOperation, *limit: float) -> bool:
 
 
 class Progress:
-    """The progress thread of a root communicator and those split from it. All methods are local.
+    """The progress thread of a root communicator and of all communicators split from it. All methods are local.
 
-    Started with the first operation; sleeps on a condition while there is nothing to do.
+    The thread starts with the first operation, and sleeps on a condition while nothing is pending.
     """
 
     def __init__(self) -> None:
@@ -270,9 +273,9 @@ class Progress:
         self._closing = False
 
     def submit(self, operation: StagedOperation) -> None:
-        """Start an operation, and see to it that it proceeds."""
+        """Start an operation, and let the thread drive it."""
         line = operation.line
-        with (line or operation).lock:  # the thread may look at it once more, although it was complete
+        with (line or operation).lock:  # the thread may poll it once more although it was complete
             operation.start()
             if line is not None:
                 line.operations.append(operation)
@@ -287,12 +290,12 @@ class Progress:
             self._work.notify()
 
     def complete(self, operation: StagedOperation) -> None:
-        """Return when the operation is complete: drive it in the calling thread if it is not yet (lowest latency).
+        """Wait until the operation is complete; drive it in the calling thread if it is not (lowest latency).
 
         Raises
         ------
         Exception
-            What the operation failed with, on this thread or on the progress thread.
+            The exception of the operation, from this thread or from the progress thread.
         """
         if operation.line is not None:
             operation.line.complete(operation)
@@ -307,7 +310,7 @@ class Progress:
             operation.wait()
 
     def close(self) -> None:
-        """End the thread; idempotent. Operations still pending are left alone."""
+        """End the thread; idempotent. Pending operations are not continued."""
         with self._lock:
             self._closing = True
             self._work.notify()
@@ -318,8 +321,8 @@ class Progress:
         self._closing = False
 
     def _launch(self) -> None:
-        # A daemon, so that a communicator that was not closed does not keep the process alive; joined
-        # at exit, before mpi4py finalizes MPI under its feet (exit handlers run last in, first out).
+        # A daemon, so that a communicator that was not closed does not keep the process alive. It is joined at exit,
+        # before mpi4py finalizes MPI (exit handlers run last in, first out).
         self._thread = threading.Thread(target=self._run, name="halograd-progress", daemon=True)
         atexit.register(self.close)
         self._thread.start()
@@ -338,7 +341,7 @@ class Progress:
                 time.sleep(next(interval for limit, interval in INTERVALS if waited < limit))
 
     def _advance(self, pending: Sequence[StagedOperation | Line]) -> bool:
-        """Poll once all that is pending; whether something was done."""
+        """Poll all pending operations once; return whether one of them changed."""
         changed = False
         for item in pending:
             if not item.lock.acquire(blocking=False):  # its owner drives it
@@ -354,6 +357,6 @@ class Progress:
 
     def _forget(self, item: StagedOperation | Line) -> None:
         with self._lock:
-            # Since it was polled, a line may have got another operation, and an operation have been started anew.
+            # After the poll, a queue may have received another operation, or an operation may have been started again.
             if item in self._pending and item.idle:
                 self._pending.remove(item)

@@ -1,15 +1,15 @@
-"""Sums over all ranks of a communicator, in place, while the ranks compute: one algorithm over every link.
+"""Sums over all ranks of a communicator, in place, while the ranks compute: one algorithm for every link.
 
 ::
 
-    deposit    encode this rank's summand where its peers get it from
-    scatter    a move of the link: the own part of all summands is here
-    add        in the order of the ranks
-    gather     a move of the link: the sums of all parts are here
-    give back  decode them to the buffer
+    deposit    encode this rank's summand where its peers read it
+    scatter    a stage of the link: this rank's part of all summands has arrived
+    add        add them up in the order of the ranks
+    gather     a stage of the link: the sums of all parts have arrived
+    give back  decode them into the buffer
 
-A link says in a `Room` where all of this lies, and how what is deposited moves; a codec, what travels. Where nothing
-has to be copied, a step is left out; a reduce-scatter has no gather, an all-gather no scatter.
+A link describes these arrays in a `Room`, and how deposited data move; a codec defines the format of the data. A step
+that has nothing to copy is left out. A reduce-scatter has no gather, an all-gather no scatter.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Plain", "Reduction", "ReductionPlan", "ReductionSpec", "Room", "add_up", "check_alike", "check_spec", "cut"]
 
-#: Types of arrays that are summed, if a link does not say otherwise.
+#: Dtypes that a link sums by default.
 REDUCIBLE: tuple[str, ...] = ("float32", "float64", "int32", "int64")
-# Worked on at once [B]: fits the cache of a core, and a rank that waits for the thread does not wait long.
+# Bytes per piece of work: a piece fits the cache of a core, and a rank waits only briefly for the thread.
 PIECE = 256 * 1024
 
 Pairs = Sequence[tuple[Any, Any]]
@@ -44,22 +44,22 @@ Pairs = Sequence[tuple[Any, Any]]
 
 @dataclass
 class Room:
-    """Where a sum, or a piece of one, lies on this rank. All arrays are flat.
+    """Arrays of a sum, or of a piece of one, on this rank. All arrays are flat.
 
     Attributes
     ----------
     deposits
-        Targets and sources: what this rank copies where its peers get it from.
+        Pairs (target, source) of what this rank copies to where its peers read it.
     scatter
-        After it `summands` can be read; None: there is nothing to add.
+        Stage after which `summands` can be read; None: there is nothing to add.
     summands
         This rank's part of the summands of all ranks, in order. If `total` is one of them, they are overwritten.
     total
-        Where their sum goes.
+        Target of their sum.
     gather
-        After it the sources of `returns` can be read, and summands may be overwritten; None: no rank waits.
+        Stage after which the sources of `returns` can be read, and summands may be overwritten; None: no rank waits.
     returns
-        Targets and sources: what this rank copies back.
+        Pairs (target, source) of what this rank copies back.
     """
 
     deposits: Pairs = ()
@@ -80,10 +80,10 @@ class Room:
 
 
 class Codec(Protocol):
-    """What travels, and the arithmetic on it."""
+    """Format of the data that travel, and the arithmetic on it."""
 
     def deposit(self, pairs: Pairs) -> Stage:
-        """Copy summands, or parts of them, to where they travel from."""
+        """Copy summands, or parts of them, to where peers read or receive them."""
         ...
 
     def add(self, summands: Sequence[Any], total: Any) -> Stage:
@@ -91,12 +91,12 @@ class Codec(Protocol):
         ...
 
     def give_back(self, pairs: Pairs) -> Stage:
-        """Copy what has travelled to the buffer."""
+        """Copy received data to the buffer."""
         ...
 
 
 class Plain:
-    """Elements as they are, on the host."""
+    """Codec that leaves elements unchanged, on the host."""
 
     def deposit(self, pairs: Pairs) -> Stage:
         return Work([partial(np.copyto, t[part], s[part]) for t, s in pairs for part in cut(t)])
@@ -104,7 +104,7 @@ class Plain:
     give_back = deposit
 
     def add(self, summands: Sequence[np.ndarray], total: np.ndarray) -> Stage:
-        # If the sum goes where another summand than the first lies, it is made in the place of the first.
+        # If the target of the sum is a summand other than the first, the sum is made in the array of the first.
         within = any(one is total for one in summands[1:])
         result = summands[0] if within else total
         calls = [partial(add_up, [one[part] for one in summands], result[part]) for part in cut(total)]
@@ -113,29 +113,28 @@ class Plain:
 
 @dataclass
 class ReductionPlan:
-    """How a sum is made on this rank; nothing is done without an operation.
+    """Operations and memory of a sum on this rank. Without an operation, the sum does nothing.
 
     Attributes
     ----------
     operation
-        The stages of a run.
+        Stages of a run.
     progress
-        Drives them while the ranks compute; None: `finish` does.
+        Progress thread that drives them while the ranks compute; None: `finish` drives them.
     queue
-        Where operations wait that use the same memory one after the other, driven by `finish` in the order of their
-        starts.
+        Queue of operations that use the same memory one after the other; `finish` drives it in the order of the starts.
     arrival
-        A move that knows since when the sum was there (`arrived`); None: when the operation was complete.
+        Stage with the arrival time of the sum (`arrived`); None: the sum arrived when the operation was complete.
     direct
-        Makes the sum at once, for `Reduction.run`; None: `start` and `finish` do.
+        Function that makes the sum at once, for `Reduction.run`; None: `start` and `finish` do.
     codec
-        With ``"bfloat16"``: what rounding takes away (:class:`halograd.comm.rounding.Rounded`).
+        With ``"bfloat16"``, the codec with the rounding errors (:class:`halograd.comm.rounding.Rounded`).
     nbytes, device_nbytes
-        Memory beside the buffer, on the host and on a device [B].
+        Memory in addition to the buffer, on the host and on a device [B].
     fetch, put
-        Copy the buffer from a device before, and back afterwards.
+        Functions that copy the buffer from a device before the sum, and back after it.
     close
-        Gives back what the sum holds.
+        Functions that free the resources of the sum.
     """
 
     operation: StagedOperation | None = None
@@ -153,7 +152,7 @@ class ReductionPlan:
 
 @dataclass(frozen=True, eq=False)
 class ReductionSpec:
-    """What is to be summed, and how; see `Communicator.reduction`."""
+    """Specification of a sum; see `Communicator.reduction`."""
 
     buffer: Any
     kind: str = "allreduce"
@@ -171,15 +170,15 @@ class Reduction:
         ...                   # compute; leave the buffer alone
         reduction.finish()    # waits: the buffer holds the sum
 
-    Collective: all ranks start their reductions in the same order; any number may be under way, and they
-    may be finished in any order. The algorithm is the transport's choice; the result has the same bits on all ranks.
-    `finish` may be where the ranks of a node meet and add up: until all have called it, none returns.
-    Adjoint: the sum of the adjoints, that is, itself.
+    Collective: all ranks start their reductions in the same order. Any number may be active, and they may be finished
+    in any order. The transport chooses the algorithm; the result has the same bits on all ranks. `finish` may be a
+    barrier, where the ranks of a node add up: it returns only after all ranks have called it. Adjoint: the sum of the
+    adjoints, that is, itself.
 
     Attributes
     ----------
     codec
-        Of a rounded sum of several ranks: what rounding took away. None: nothing is rounded.
+        Codec of a rounded sum of several ranks, with the rounding errors. None: nothing is rounded.
     """
 
     def __init__(self, buffer: Any, meters: Sequence[Meter], plan: ReductionPlan) -> None:
@@ -191,26 +190,26 @@ class Reduction:
 
     @property
     def buffer_bytes(self) -> int:
-        """Memory that the sum takes beside the buffer on this rank's host, in MPI or in shared memory [B]."""
+        """Host memory of the sum on this rank in addition to the buffer, in MPI or in shared memory [B]."""
         return self._plan.nbytes + (0 if self.codec is None else self.codec.nbytes)
 
     @property
     def device_bytes(self) -> int:
-        """Memory that the sum takes beside the buffer on a device [B]."""
+        """Device memory of the sum in addition to the buffer [B]."""
         return self._plan.device_nbytes
 
     @property
     def summed(self) -> bool:
-        """Whether the sum that was started last has been made: `finish` does not wait for other ranks."""
+        """Whether the last started sum is complete, so that `finish` does not wait for other ranks."""
         return self._plan.operation is None or self._plan.operation.arrived
 
     def start(self) -> None:
-        """Begin to sum the buffer. Does not wait.
+        """Start to sum the buffer. Does not wait.
 
         Raises
         ------
         CommError
-            If it is under way, or closed: what it held may serve another sum by now.
+            If the reduction is active or closed. (Another sum may use the memory of a closed one.)
         """
         self._expect_idle("start", ", got another start()")
         self.under_way = True
@@ -231,12 +230,12 @@ class Reduction:
             plan.queue.append(plan.operation)
 
     def finish(self) -> None:
-        """Return when the buffer holds the sum over all ranks.
+        """Wait until the buffer holds the sum over all ranks.
 
         Raises
         ------
         CommError
-            If the reduction was not started, or failed, be it on the progress thread.
+            If the reduction was not started, or has failed, also on the progress thread.
         """
         if not self.under_way:
             raise CommError(f"finish(): expected start() of {self._meter.name} before")
@@ -250,7 +249,7 @@ class Reduction:
             self._plan.put()
 
     def run(self) -> None:
-        """`start` and `finish` at once, for small buffers that are needed now."""
+        """Run `start` and `finish`, for small buffers that are needed now."""
         self._expect_idle("run")
         plan = self._plan
         if plan.direct is None:
@@ -269,7 +268,7 @@ class Reduction:
             plan.put()
 
     def close(self) -> None:
-        """Finish if under way; idempotent. Local, but all ranks do it."""
+        """Free the reduction; finish it first if it is active. Idempotent. Local, but all ranks must call it."""
         if self.under_way:
             self.finish()
         if not self.closed:
@@ -285,7 +284,7 @@ class Reduction:
             raise CommError(f"{call}(): expected finish() of {self._meter.name} before{got}")
 
     def _complete(self) -> float:
-        """Wait; return when the sum was there (`time.perf_counter` [s]), 0 if not known."""
+        """Wait; return when the sum arrived (`time.perf_counter` [s]), 0 if unknown."""
         plan, operation = self._plan, self._plan.operation
         if operation is None:
             return 0.0
@@ -310,7 +309,7 @@ class Reduction:
 
 
 def cut(array: np.ndarray) -> list[slice]:
-    """Return the slices of a flat array of at most `PIECE` bytes each."""
+    """Return slices of at most `PIECE` bytes that cover a flat array."""
     step = max(1, PIECE // array.itemsize)
     if 0 < array.size <= step:
         return [slice(0, array.size)]
@@ -318,7 +317,7 @@ def cut(array: np.ndarray) -> list[slice]:
 
 
 def add_up(summands: Sequence[np.ndarray], out: np.ndarray) -> None:
-    """``out = summands[0] + summands[1] + ...``, in this order; at least two. Overflow gives inf, as in MPI."""
+    """Compute ``out = summands[0] + summands[1] + ...``, in this order; at least two. Overflow gives inf, as in MPI."""
     with np.errstate(all="ignore"):
         np.add(summands[0], summands[1], out=out)
         for other in summands[2:]:
@@ -326,7 +325,7 @@ def add_up(summands: Sequence[np.ndarray], out: np.ndarray) -> None:
 
 
 def check_spec(spec: ReductionSpec) -> None:
-    """Raise CommError unless this is a sum that this rank can give. Local."""
+    """Raise CommError unless this rank can make the sum. Local."""
     buffer, on_host = spec.buffer, on_device(spec.buffer) is None
     if spec.method not in METHODS:
         raise CommError(f"method: expected one of {', '.join(METHODS)}, got {spec.method!r}")
@@ -344,14 +343,14 @@ def check_spec(spec: ReductionSpec) -> None:
 
 
 def check_type(spec: ReductionSpec, summable: Sequence[str] = REDUCIBLE) -> None:
-    """Raise CommError unless the link sums arrays of this type. Local."""
+    """Raise CommError unless the link sums arrays of this dtype. Local."""
     dtype = spec.buffer.dtype
     if METHODS[spec.method].adds and dtype.name not in summable:
         raise CommError(f"buffer: expected one of {', '.join(summable)}, got {dtype}; convert it to float32")
 
 
 def likeness(specs: Sequence[ReductionSpec]) -> list[str]:
-    """Return what ranks must have in common, a text per sum. Local."""
+    """Return a text per sum of the properties that must be the same on all ranks. Local."""
     return [
         f"shape {spec.buffer.shape} and {spec.buffer.dtype.name} by {spec.method!r} on "
         f"{'the host' if on_device(spec.buffer) is None else 'a device'}"
@@ -360,8 +359,10 @@ def likeness(specs: Sequence[ReductionSpec]) -> list[str]:
 
 
 def check_alike(mpi_comm: MPI.Intracomm, first: int, mine: Sequence[str]) -> None:
-    """Raise CommError unless `likeness` is that of the first rank, which is called `first`. Collective, to be agreed
-    on."""
+    """Raise CommError unless `mine` (from `likeness`) is the same as on the first rank. Collective.
+
+    Messages call that rank `first`. The caller agrees on the error.
+    """
     wanted = mpi_comm.bcast(mine, root=0)
     if len(mine) != len(wanted):
         raise CommError(f"buffers: expected {len(wanted)} as on rank {first}, got {len(mine)}")

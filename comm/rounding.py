@@ -1,4 +1,4 @@
-"""Rounding of float32 to bfloat16, half the bytes, and what it takes away. Pure arithmetic on host arrays."""
+"""Rounding of float32 to bfloat16, which halves the bytes, and the rounding errors. Pure arithmetic on host arrays."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from .reduction import Pairs, cut
 
 __all__ = ["PIECE", "Rounded", "Rounding"]
 
-#: Elements that are worked on in one go: three arrays of so many stay in the cache.
+#: Elements per piece of work: three arrays of this size stay in the cache.
 PIECE = 1 << 14
 # Multiplied by this, a float32 splits into its 8 leading bits and the rest (Veltkamp, see `Rounding`).
 _SPLIT = np.float32((1 << 16) + 1)
 
 
 class Rounding:
-    """Rounds to the nearest bfloat16 and back. Local; allocates when made only.
+    """Conversion to the nearest bfloat16 and back. Local; it allocates only when it is created.
 
     A bfloat16 is the upper half of a float32: 8 significant bits. `encode` splits a number ``v`` after Veltkamp:
     ``c = (2**16 + 1) * v; high = c - (c - v)`` holds its 8 leading bits, rounded to nearest. NaN stays NaN; numbers
-    from 2**111 on overflow to NaN, infinity too: a training that has them has diverged.
+    from 2**111 on overflow to NaN, and so does infinity: a training with such numbers has diverged.
 
     References
     ----------
@@ -39,7 +39,7 @@ class Rounding:
         return self._a.nbytes + self._b.nbytes
 
     def encode(self, values: np.ndarray, wire: np.ndarray, error: np.ndarray | None = None) -> None:
-        """``wire = rounded(values + error)``, and `error` becomes what was rounded away.
+        """Compute ``wire = rounded(values + error)``, and set `error` to the rounding error.
 
         Parameters
         ----------
@@ -48,7 +48,7 @@ class Rounding:
         wire
             ``(n,)`` uint16; overwritten.
         error
-            ``(n,)`` float32, added and overwritten; None: nothing is added, and what is lost is lost.
+            ``(n,)`` float32, added and overwritten; None: nothing is added, and the rounding error is discarded.
         """
         with np.errstate(all="ignore"):
             for part in _pieces(values.size):
@@ -66,12 +66,12 @@ class Rounding:
                 np.copyto(wire[part], bits, casting="unsafe")
 
     def decode(self, wire: np.ndarray, out: np.ndarray) -> None:
-        """``out = wire``: ``(n,)`` uint16 to ``(n,)`` float32, exact."""
+        """Convert ``wire`` ``(n,)`` uint16 to ``out`` ``(n,)`` float32; exact."""
         for part in _pieces(out.size):
             _widen(wire[part], out[part])
 
     def add(self, wire: np.ndarray, out: np.ndarray) -> None:
-        """``out += wire``: ``(n,)`` uint16 to ``(n,)`` float32."""
+        """Compute ``out += wire``: ``(n,)`` uint16 added to ``(n,)`` float32."""
         with np.errstate(all="ignore"):
             for part in _pieces(out.size):
                 a = self._a[: part.stop - part.start]
@@ -80,23 +80,24 @@ class Rounding:
 
 
 class Rounded:
-    """The codec of sums of float32 that travel as bfloat16, added up in float32.
+    """Codec of float32 sums whose messages are bfloat16; additions are in float32.
 
-    Summands are rounded where they are, parts of the sum where they were added up; all ranks get the same bits.
+    The owner of a summand rounds it, and the rank that adds up a part of the sum rounds that part. All ranks get the
+    same bits.
 
     Parameters
     ----------
     owned
-        Where in the buffer the parts lie that this rank adds up. They follow each other, and so do the parts that are
-        sources of `deposit`.
+        Slices of the buffer that this rank adds up. They follow each other, and so do the sources of `deposit`.
 
     Attributes
     ----------
     error
-        ``(n,)`` float32: what rounding took from this rank's summands so far, added to the next ones. None: it is lost,
-        until :meth:`compensate` is called.
+        ``(n,)`` float32: accumulated rounding error of this rank's summands, added to the next ones. None: the error is
+        discarded, until :meth:`compensate` is called.
     share_error
-        The same for the parts of the sum that this rank rounds, one behind the other.
+        The accumulated rounding error of the parts of the sum that this rank rounds, concatenated.
+
     References
     ----------
     Tang et al. 2019, *DoubleSqueeze*, Algorithm 1: both sides compensate for their own errors.
@@ -106,7 +107,7 @@ class Rounded:
         self.owned = list(owned)
         self.error: np.ndarray | None = None
         self.share_error: np.ndarray | None = None
-        # Two: the main thread rounds one sum while the progress thread adds up another.
+        # Two objects: the main thread rounds one sum while the progress thread adds up another.
         self._rounding, self._adding = Rounding(), Rounding()
         self._total = np.zeros(max((part.stop - part.start for part in self.owned), default=0), np.float32)
         self._deposited = self._added = 0
@@ -118,12 +119,13 @@ class Rounded:
         return kept + self._total.nbytes + self._rounding.nbytes + self._adding.nbytes
 
     def compensate(self, error: np.ndarray) -> None:
-        """From now on add to the summands what was rounded away from those before: `error`, ``(n,)`` float32. Local."""
+        """Add the rounding error of earlier summands to the next ones from now on; `error` is ``(n,)`` float32. Local.
+        """
         self.error = error.reshape(-1)
         self.share_error = np.zeros(sum(part.stop - part.start for part in self.owned), np.float32)
 
     def collect(self) -> None:
-        """Move what was rounded away from this rank's parts of sums to `error`. Local."""
+        """Add the rounding errors of this rank's parts of sums to `error`. Local."""
         taken = 0
         assert self.error is not None and self.share_error is not None
         for part in self.owned:
@@ -133,7 +135,7 @@ class Rounded:
         self.share_error.fill(0)
 
     def forget_faults(self) -> None:
-        """Drop what is not finite: what was taken from infinity or NaN would spoil all sums to come. Local."""
+        """Set non-finite rounding errors to zero: errors of infinity or NaN would spoil all later sums. Local."""
         for kept in (self.error, self.share_error):
             if kept is not None:
                 kept[~np.isfinite(kept)] = 0

@@ -1,7 +1,7 @@
-"""Set-ups side by side: generators that ask for something, whose questions of a round are answered together.
+"""Set-ups that share their collectives: generators that yield requests, and get the replies of each round together.
 
-To set one thing up, ranks meet some times; a program has hundreds of them, and many ranks on few cores take long to
-meet. Written as a generator that yields what it asks for, a set-up shares its meetings with all others.
+A set-up needs several collectives. A program has hundreds of set-ups, and a collective takes long with many ranks on
+few cores. A set-up that is a generator, and yields its requests, shares its collectives with all others.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ Made = TypeVar("Made")
 def side_by_side(
     steps: Sequence[Generator[Question, Answer, Made]], answer: Callable[[list[Question]], Sequence[Answer]]
 ) -> list[Made]:
-    """Return what the generators return, in their order.
+    """Run the generators, and return their return values in order.
 
-    Collective if `answer` is, which is given the questions of a round and is called as long as there are some.
+    `answer` gets the requests of a round and returns the replies; it is called as long as there are requests. The
+    function is collective if `answer` is.
 
     >>> def area(name):
     ...     width = yield name + " wide"
@@ -36,7 +37,7 @@ def side_by_side(
     [81, 81]
     """
     made: dict[int, Made] = {}
-    answers: dict[int, Any] = dict.fromkeys(range(len(steps)))  # to send None begins a generator
+    answers: dict[int, Any] = dict.fromkeys(range(len(steps)))  # sending None starts a generator
     while answers:
         asked: dict[int, Question] = {}
         for number, given in answers.items():

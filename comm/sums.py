@@ -1,8 +1,8 @@
-"""What a sum over ranks is, as data: which halves it has, in which order it adds, as what it travels. Pure arithmetic.
+"""Descriptions of sums over ranks: their halves, the order of additions, and the data format. Pure arithmetic.
 
-A sum is made in three steps: every rank *scatters* its summand, the part of each rank to that rank; *adds* up its part
-of all summands; and *gathers* the sums of all parts. What `Communicator.reduction` calls a method chooses among these.
-The communicator runs a sum, and the performance model predicts what it sends and holds, by the same description.
+A sum has three steps. Every rank *scatters* its summand: it sends each rank that rank's part. It *adds* up its own part
+of all summands. It *gathers* the sums of all parts. A method of `Communicator.reduction` chooses among these steps. The
+communicator runs a sum by this description, and the performance model predicts its traffic and memory from it.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from itertools import pairwise
 __all__ = ["LARGEST_AT_ONCE", "METHODS", "Method", "NodeShare", "node_shares", "shards"]
 
 ALIGNMENT = 64  # [B]: a shard begins on a cache line if the array does
-#: Up to here [B] a sum in shared memory is deposited when it starts; larger ones go through a common stage, piece by
+#: Largest sum in shared memory that is deposited when it starts [B]; larger sums go through a common stage, piece by
 #: piece.
 LARGEST_AT_ONCE = 64 * 1024
 
 
 def shards(size: int, ranks: int, itemsize: int) -> list[slice]:
-    """Per rank its part of `size` elements of `itemsize` [B]: about equal, whole cache lines but for the last. Local.
+    """Return each rank's part of `size` elements of `itemsize` [B]: about equal, in whole cache lines except the last.
+    Local.
 
     >>> shards(100, 3, 8)
     [slice(0, 32, None), slice(32, 64, None), slice(64, 100, None)]
@@ -35,21 +36,22 @@ def shards(size: int, ranks: int, itemsize: int) -> list[slice]:
 
 @dataclass(frozen=True)
 class Method:
-    """One way to sum a buffer over ranks.
+    """Method to sum a buffer over ranks.
 
     Attributes
     ----------
     adds, gathers
-        Which halves there are: a reduce-scatter adds only, an all-gather gathers only.
+        Which halves the sum has: a reduce-scatter only adds, an all-gather only gathers.
     ordered
-        Summands are added from the first rank to the last, so that the bits depend on nothing else. Otherwise a link
-        that has a collective of its own (`MPI_Iallreduce`, `ncclAllReduce`) may add in the order of that.
+        Whether summands are added from the first rank to the last, so that the bits depend on nothing else. Otherwise
+        a link may use its own collective (`MPI_Iallreduce`, `ncclAllReduce`) and the order of that.
     codec
-        ``"plain"``: elements travel as they are. ``"bfloat16"``: float32 travels rounded, with half the bytes.
+        ``"plain"``: messages hold the elements. ``"bfloat16"``: messages hold float32 rounded to bfloat16.
     by_nodes
-        The ranks of each node sum in shared memory first; then the first ranks of the nodes sum among themselves.
+        Whether the sum is hierarchical: the ranks of each node sum in shared memory, then the first ranks of the nodes
+        sum among themselves.
     in_background
-        The progress thread copies the buffer to shared memory and back, too.
+        Whether the progress thread also copies the buffer to shared memory and back.
     """
 
     adds: bool = True
@@ -61,15 +63,15 @@ class Method:
 
     @property
     def on_devices(self) -> bool:
-        """Whether transports of devices make it; the host makes the others, by way of pinned memory."""
+        """Whether device transports make the sum; the host makes the others, by way of pinned memory."""
         return self.codec == "plain" and not self.by_nodes
 
     def payload(self, nbytes: int) -> int:
-        """Return bytes that a contribution of `nbytes` takes on its way [B]."""
+        """Return the bytes of the messages of a contribution of `nbytes` [B]."""
         return nbytes // 2 if self.codec == "bfloat16" else nbytes
 
     def sent(self, size: int, itemsize: int, ranks: int, rank: int) -> int:
-        """Return the bytes of the one message that a rank is booked with, of a sum that is not by nodes [B]."""
+        """Return the bytes that the counters count for a rank, for a sum that is not hierarchical [B]."""
         if ranks < 2:
             return 0
         if self.adds:
@@ -78,25 +80,26 @@ class Method:
         return (own.stop - own.start) * itemsize
 
     def held(self, nbytes: int, ranks: int, share: int, feedback: bool = False) -> int:
-        """Return the memory that a sum by messages, not by nodes, takes on a rank beside its buffer, in MPI or here
-        [B].
+        """Return the memory of a sum by messages on a rank in addition to its buffer, in MPI or here [B].
+
+        The sum is not hierarchical.
 
         Parameters
         ----------
         share
             Bytes of the rank's shard.
         feedback
-            Whether what rounding takes away is kept.
+            Whether the rounding error is kept.
         """
         if self.codec == "bfloat16":
-            # What travels, what was received, the sum of the own share and what rounding took of it.
+            # The rounded buffer, the received parts, the sum of the own share, and its rounding error.
             return nbytes // 2 + (ranks - 1) * share // 2 + share * (1 + feedback)
         if self.ordered:
             return (ranks - 1) * share
         return nbytes + share * (self.adds and not self.gathers)
 
 
-#: By name, for `Communicator.reduction`.
+#: Methods by name, for `Communicator.reduction`.
 METHODS = {
     "allreduce": Method(),
     "ordered": Method(ordered=True),
@@ -110,14 +113,14 @@ METHODS = {
 
 @dataclass(frozen=True)
 class NodeShare:
-    """What a rank has to do with a sum by nodes.
+    """Part of a rank in a hierarchical sum.
 
     Attributes
     ----------
     shares
-        Whether others of its node are in it.
+        Whether other ranks of its node take part.
     leads
-        Whether it is the first of its node.
+        Whether the rank is the first of its node.
     far
         Whether there are several nodes.
     """
@@ -127,20 +130,22 @@ class NodeShare:
     far: bool
 
     def within(self, nbytes: int) -> int:
-        """Return bytes through the memory of the node [B]."""
+        """Return the bytes through the memory of the node [B]."""
         return nbytes if self.shares else 0
 
     def across(self, nbytes: int) -> int:
-        """Return bytes to other nodes [B]."""
+        """Return the bytes to other nodes [B]."""
         return nbytes if self.leads and self.far else 0
 
     def held(self, nbytes: int) -> int:
-        """Return the memory beside the buffer [B]: the summand, the total of the node, and what MPI takes for that."""
+        """Return the memory in addition to the buffer [B]: the summand, the total of the node, and the buffer inside
+        MPI.
+        """
         return nbytes * (self.shares + self.leads + (self.leads and self.far))
 
 
 def node_shares(node_of: Sequence[int]) -> list[NodeShare]:
-    """Per rank its share of a sum by nodes, of the node of every rank."""
+    """Return each rank's part in a hierarchical sum; `node_of` is the node of every rank."""
     first: dict[int, int] = {}
     count: dict[int, int] = {}
     for rank, node in enumerate(node_of):

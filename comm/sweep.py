@@ -1,9 +1,9 @@
-"""Remove shared-memory segments that killed MPI runs have left behind, and leave none.
+"""Removal of shared-memory segments that killed MPI runs have left behind.
 
-MPICH names the segment that the ranks of a node share and unlinks it when they finalize: ranks that are killed or
-aborted leave it (1-4 MB), and a job that Slurm restarts under the same number meets it and hangs. `unname` takes the
-name away as soon as all ranks have it mapped. Before a job that follows one without that run
-``python -m halograd.comm.sweep 0`` on each node; the number is the least age [s].
+MPICH names the segment that the ranks of a node share, and unlinks it when they finalize. Ranks that are killed or
+aborted leave it behind (1-4 MB), and a job that Slurm restarts under the same number finds it and hangs. `unname`
+unlinks the segment of this job as soon as all ranks have mapped it. A job that follows one without `unname` should
+first run ``python -m halograd.comm.sweep 0`` on each node; the number is the minimum age [s].
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["SHARED_MEMORY", "free_memory", "sweep", "unname"]
 SHARED_MEMORY = Path("/dev/shm")
 # A segment younger than this may belong to a job that is just starting and has not mapped it yet.
 AGE = 60.0  # [s]
-# All ranks of a node map it in MPI_Init, and its name is not looked up again (MPICH 5.0; finalizing does not mind).
+# All ranks of a node map it in MPI_Init, and MPICH 5.0 does not use its name again, except to unlink it at the end.
 UNNAMED = "mpich_shm_*"
 PATTERNS = ("mpich_shm_*", "mpich_shar_tmp*", "sm_segment.*", "ucx_shm_*", "vader_segment.*")
 
@@ -30,17 +30,16 @@ def sweep(min_age: float = AGE) -> list[Path]:
     Parameters
     ----------
     min_age
-        Leave segments younger than this alone [s]: a job that is just starting creates its segments
-        before it maps them.
+        Minimum age of a segment [s]: a job that is just starting creates its segments before it maps them.
 
     Returns
     -------
     list of Path
-        What was removed.
+        The removed segments.
 
     Notes
     -----
-    Removing a segment takes its name away, not its memory: a process that has it mapped keeps it.
+    Removal unlinks the name of a segment; a process that has mapped the segment keeps the memory.
     """
     oldest = time.time() - min_age
     candidates = [path for path in _segments() if _ours(path, oldest)]
@@ -55,15 +54,15 @@ def sweep(min_age: float = AGE) -> list[Path]:
 
 
 def unname() -> list[Path]:
-    """Remove the names of MPI's own segments that this process has mapped. Local, one rank per node.
+    """Unlink MPI's own segments that this process has mapped. Local, one rank per node.
 
-    All ranks of the node have left MPI_Init. Their memory stays until the last process that has it mapped ends, however
-    it ends.
+    Call it when all ranks of the node have left MPI_Init. The memory stays until the last process that has mapped it
+    ends.
 
     Returns
     -------
     list of Path
-        What was removed.
+        The removed segments.
     """
     removed = []
     for path in map(Path, sorted(_named_in(Path("/proc/self/maps")))):
@@ -75,9 +74,9 @@ def unname() -> list[Path]:
 
 
 def free_memory() -> int:
-    """Return shared memory that this node can still give [B]: to find out by touching it would be a bus error. Local.
+    """Return the free shared memory of this node [B]. Local.
 
-    Without limit where MPI has to put it elsewhere.
+    An access beyond it is a bus error. Without /dev/shm, MPI uses other storage, and the result is a very large number.
     """
     if not SHARED_MEMORY.is_dir():
         return 1 << 62
@@ -98,7 +97,7 @@ def _ours(path: Path, oldest: float) -> bool:
 
 
 def _mapped() -> set[str]:
-    """Return paths in shared memory that some process has mapped, as far as this user may look."""
+    """Return paths in shared memory that some process has mapped, as far as this user may read."""
     found: set[str] = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         found |= _named_in(maps)
@@ -106,7 +105,7 @@ def _mapped() -> set[str]:
 
 
 def _named_in(maps: Path) -> set[str]:
-    """Return paths in shared memory that a process has mapped; none of one that is gone, or another user's."""
+    """Return paths in shared memory that a process has mapped; none for an ended process or another user's."""
     with contextlib.suppress(OSError):
         names = {line.split(maxsplit=5)[-1] for line in maps.read_text(errors="replace").splitlines()}
         return {name for name in names if name.startswith(f"{SHARED_MEMORY}/")}

@@ -1,4 +1,4 @@
-"""The terminal that shows what this process writes to stderr, also through the pipes of a launcher. Linux; no MPI."""
+"""The terminal that shows this process's stderr, also through the pipes of a launcher. Linux; no MPI."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Iterator
 
 __all__ = ["terminal_columns"]
 
-#: Processes that pass on what ranks write, by the beginnings of their names.
+#: Processes that forward the output of ranks, by the beginnings of their names.
 LAUNCHERS = re.compile(r"mpiexec|mpirun|hydra_|orte|prte")
-MOST = 16  # ancestors that are looked at
+MOST = 16  # maximum number of ancestors to examine
 
 
 def terminal_columns() -> int | None:
-    """Return the columns of the terminal where stderr of this process ends; None where it ends in a file or in another
-    program.
+    """Return the columns of the terminal at the end of this process's stderr; None for a file or another program.
+    Local.
 
-    Launchers read what a rank writes from a pipe and write it to their own stderr, so ``isatty()`` is false for a rank
-    whose words a user sees. Local.
+    Launchers read the output of a rank from a pipe and write it to their own stderr, so ``isatty()`` is false for a
+    rank although a user sees its output.
     """
     path = _end(os.getpid())
     if path is None:
@@ -34,7 +34,7 @@ def terminal_columns() -> int | None:
 
 
 def _end(process: int) -> str | None:
-    """Return the device in which stderr of a process ends."""
+    """Return the device at the end of a process's stderr."""
     stderr = _files(process).get("2", "")
     for ancestor, name in _ancestors(process):
         if not stderr.startswith("pipe:"):
@@ -46,7 +46,7 @@ def _end(process: int) -> str | None:
 
 
 def _ancestors(process: int) -> Iterator[tuple[int, str]]:
-    """Yield the number and name of the process that started this one, and so on."""
+    """Yield number and name of the parent process, of its parent, and so on."""
     for _ in range(MOST):
         try:
             with open(f"/proc/{process}/stat", encoding="utf-8", errors="replace") as file:
@@ -58,7 +58,7 @@ def _ancestors(process: int) -> Iterator[tuple[int, str]]:
 
 
 def _files(process: int) -> dict[str, str]:
-    """Return what the open files of a process are, by number; empty for a process of another user."""
+    """Return the targets of the open files of a process, by number; empty for a process of another user."""
     found, folder = {}, f"/proc/{process}/fd"
     try:
         for number in os.listdir(folder):
