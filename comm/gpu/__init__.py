@@ -1,15 +1,15 @@
-"""Ways for arrays of a device to travel, by name. `Communicator.use_device` chooses one for a run.
+"""Transports of device arrays, by name. `Communicator.use_device` chooses one for a run.
 
 ``nccl``
-    NCCL, on streams of its own that events order beside that of the kernels. The host never waits.
+    NCCL on its own streams, which events order relative to the stream of the kernels. The host never waits.
 ``cuda-ipc``
-    Ranks of one node map each other's send buffers and read them, ordered by events of CUDA.
+    Ranks of one node map each other's send buffers and read them, ordered by CUDA events.
 ``mpi-cuda``
-    Messages of an MPI that reaches device memory, and was seen to.
+    Messages of an MPI library that was proven to reach device memory.
 ``mpi-staged``
-    By way of pinned host memory and the transport of the host; always works (:mod:`halograd.comm.device_channel`).
+    Pinned host memory and the transport of the host; always works (:mod:`halograd.comm.device_channel`).
 ``auto``
-    The first of these that can work, by the rule of :func:`halograd.comm.gpu.choice.choose`.
+    The first of these that works, by the rule of :func:`halograd.comm.gpu.choice.choose`.
 
 Importing this package imports neither CuPy nor NCCL.
 """

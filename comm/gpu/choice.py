@@ -1,4 +1,4 @@
-"""Which transport carries arrays of devices. Pure arithmetic on what every rank knows of itself."""
+"""Choice of the transport of device arrays. Pure arithmetic on facts that every rank reports."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from ..errors import CommError
 
 __all__ = ["MULTI_RANK_VERSION", "NAMES", "Choice", "RankFacts", "check_name", "choose", "version_text"]
 
-#: What `Communicator.use_device` takes beside ``"auto"``.
+#: Names that `Communicator.use_device` accepts in addition to ``"auto"``.
 NAMES = ("nccl", "mpi-cuda", "mpi-staged", "cuda-ipc")
-MULTI_RANK_VERSION = 23003  # NCCL from which ranks may share a GPU, as ``ncclGetVersion`` counts
-OLDEST_NCCL = 20700  # the first with send and recv
+MULTI_RANK_VERSION = 23003  # first NCCL with which ranks may share a GPU, as ``ncclGetVersion`` counts
+OLDEST_NCCL = 20700  # first NCCL with send and recv
 
 
 @dataclass(frozen=True)
 class RankFacts:
-    """What one rank knows of itself.
+    """Facts that one rank reports about itself.
 
     Attributes
     ----------
@@ -28,13 +28,13 @@ class RankFacts:
     reachable
         Addresses of the GPUs of this node whose memory this rank can read, its own included.
     nccl
-        Version of NCCL as ``ncclGetVersion`` counts: 23203 is 2.32.3. 0: there is none.
+        Version of NCCL as ``ncclGetVersion`` counts: 23203 is 2.32.3. 0: NCCL is not available.
     nccl_fault
-        Why there is none.
+        Reason why NCCL is not available.
     shares
         Whether NCCL lets ranks share a GPU (``NCCL_MULTI_RANK_GPU_ENABLE=1``).
     mpi_fault
-        Why MPI does not reach device memory; empty if it was proven to.
+        Reason why MPI does not reach device memory; empty if it was proven to.
     """
 
     node: int
@@ -48,14 +48,14 @@ class RankFacts:
 
 @dataclass(frozen=True)
 class Choice:
-    """A transport, and why it was taken."""
+    """A transport, and the reason for it."""
 
     name: str
     reason: str
 
     @property
     def captures(self) -> bool:
-        """Whether what it enqueues in a step can be part of a CUDA graph: with the others the host takes part."""
+        """Whether the work of a step can be part of a CUDA graph; with the other transports the host takes part."""
         return self.name == "nccl"
 
     def describe(self) -> str:
@@ -64,13 +64,13 @@ class Choice:
 
 
 def check_name(wanted: str) -> None:
-    """Raise CommError unless there is a transport of this name, or it is ``"auto"``. Local."""
+    """Raise CommError unless `wanted` is ``"auto"`` or the name of a transport. Local."""
     if wanted not in ("auto", *NAMES):
         raise CommError(f"device transport: expected 'auto', {', '.join(map(repr, NAMES))}, got {wanted!r}")
 
 
 def version_text(version: int) -> str:
-    """Return a version of NCCL as it is written.
+    """Return the text of an NCCL version number.
 
     >>> version_text(23203), version_text(20805)
     ('2.32.3', '2.8.5')
@@ -81,14 +81,14 @@ def version_text(version: int) -> str:
 def choose(wanted: str, facts: Sequence[RankFacts]) -> Choice:
     """Return the transport for arrays on the devices of these ranks, in order of rank. Local; the same on all ranks.
 
-    ``"auto"`` takes the first of these that can work: ``nccl``, if every rank has a GPU of its own or NCCL lets ranks
-    share one (from 2.30.3 on, if asked to by ``NCCL_MULTI_RANK_GPU_ENABLE=1``); ``cuda-ipc``, if all ranks are on
-    one node and reach each other's GPUs; ``mpi-cuda``, if MPI was proven to reach device memory; ``mpi-staged``.
+    ``"auto"`` takes the first of these that works: ``nccl``, if every rank has a GPU of its own or NCCL lets ranks
+    share one (from 2.30.3 on, with ``NCCL_MULTI_RANK_GPU_ENABLE=1``); ``cuda-ipc``, if all ranks are on one node and
+    reach each other's GPUs; ``mpi-cuda``, if MPI was proven to reach device memory; ``mpi-staged``.
 
     Raises
     ------
     CommError
-        If a transport was asked for by name that cannot work; the text says why.
+        If the requested transport cannot work; the text gives the reason.
     """
     check_name(wanted)
     if wanted != "auto":
@@ -129,7 +129,7 @@ def _nccl_fault(facts: Sequence[RankFacts]) -> str:
 
 
 def _sharing_fault(facts: Sequence[RankFacts]) -> str:
-    """Return why ranks that share a GPU cannot use NCCL; empty if none share."""
+    """Return the reason why ranks that share a GPU cannot use NCCL; empty if none share."""
     first: dict[tuple[int, str], int] = {}
     for rank, fact in enumerate(facts):
         other = first.setdefault((fact.node, fact.gpu), rank)

@@ -1,7 +1,7 @@
 """The `cuda-ipc` transport: ranks of one node map each other's device memory, and order their streams by events.
 
-It is the device counterpart of `halograd.comm.transports.shared`: the same channels, with other moves. A rank shares
-memory and interprocess events (`IpcMemory`); peers read its send buffers on the device, behind those events.
+It is the device counterpart of `halograd.comm.transports.shared`: the same channels, with other stages. A rank exports
+memory and interprocess events (`IpcMemory`); peers read its send buffers on the device, after those events.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from .streams import Cuda, Join, Lane, LaneCodec, LaneMeter, LaneSpans
 
 __all__ = ["EventMove", "Exchanged", "IpcMemory", "IpcTransport", "PeerEvent"]
 
-# CUDA shares whole blocks of 2 MiB, whatever else lies in them; so what is shared gets blocks of its own.
+# CUDA shares whole blocks of 2 MiB, whatever else is in them; so shared memory gets blocks of its own.
 GRAIN = 2 << 20  # [B]
 ALIGNMENT = 256  # [B]
-# Containers that share a GPU can map each other's memory, and yet not open each other's events.
+# Containers that share a GPU can map each other's memory, but cannot always open each other's events.
 SHM = "events need one /dev/shm: ranks in containers of their own have to share it"
 
 
 class PeerEvent:
-    """An event of another process, for `Stream.wait_event`."""
+    """An event of another process, as an argument of `Stream.wait_event`."""
 
     def __init__(self, ptr: int) -> None:
         self.ptr = ptr
 
 
 class DeviceChunk:
-    """One allocation of this rank, given out piece by piece. Local."""
+    """One allocation of this rank, from which pieces are taken. Local."""
 
     def __init__(self, cuda: Cuda, nbytes: int) -> None:
         self._cuda, self.nbytes, self._used, self._live = cuda, nbytes, 0, 0
-        # Not from CuPy's pool: a handle stands for a whole allocation of cudaMalloc.
+        # Not from CuPy's pool: a handle refers to a whole allocation of cudaMalloc.
         self.ptr = int(cuda.cupy.cuda.runtime.malloc(nbytes))
         self.handle: bytes = cuda.cupy.cuda.runtime.ipcGetMemHandle(self.ptr)
 
@@ -52,14 +52,14 @@ class DeviceChunk:
         return self._used + nbytes <= self.nbytes
 
     def take(self, nbytes: int) -> int:
-        """Return the offset of unused memory [B]."""
+        """Take `nbytes` of unused memory, and return their offset [B]."""
         first = self._used
         self._used += nbytes
         self._live += 1
         return first
 
     def give_back(self) -> None:
-        """Undo one `take`; the memory is used again once all pieces are given back."""
+        """Undo one `take`; the memory is reused once all pieces are free."""
         self._live -= 1
         if not self._live:
             self._used = 0
@@ -69,14 +69,14 @@ class DeviceChunk:
 
 
 class Exchanged:
-    """Memory and events that the ranks share for one channel or sum. Local to use.
+    """Memory and events that the ranks share for one channel or sum. Its methods are local.
 
     Attributes
     ----------
     rank
-        This rank.
+        Rank of this process.
     events
-        Of this rank, to be recorded.
+        Events of this rank, which it records.
     """
 
     def __init__(self, memory: IpcMemory, chunk: DeviceChunk, first: int, events: list[Any]) -> None:
@@ -85,22 +85,25 @@ class Exchanged:
         self._peer_events: dict[int, list[PeerEvent]] = {}
 
     def open(self, exports: Sequence[tuple[bytes, int, list[bytes]]], peers: Sequence[int] | None = None) -> None:
-        """Map what `peers` export (None: all others): handle of the chunk, offset, handles of the events."""
+        """Map the exports of `peers` (None: of all other ranks).
+
+        An export is the handle of the chunk, the offset, and the handles of the events.
+        """
         for rank, (handle, first, events) in enumerate(exports):
             if rank != self.rank and (peers is None or rank in peers):
                 self._bases[rank] = self._memory.map(rank, handle) + first
                 self._peer_events[rank] = [PeerEvent(self._memory.runtime.ipcOpenEventHandle(e)) for e in events]
 
     def array(self, rank: int, offset: int, count: int, dtype: np.dtype) -> Any:
-        """Return an array ``(count,)`` in the memory of a rank, `offset` [B] behind the start of its part."""
+        """Return an array ``(count,)`` in the memory of a rank, `offset` [B] after the start of its part."""
         return self._memory.view(self._bases[rank] + offset, count, dtype)
 
     def peer_events(self, which: int, peers: Sequence[int] | None = None) -> list[PeerEvent]:
-        """Return event number `which` of these ranks, by default of all others."""
+        """Return event number `which` of these ranks; by default of all other ranks."""
         return [self._peer_events[rank][which] for rank in (self._peer_events if peers is None else peers)]
 
     def close(self) -> None:
-        """Give back the memory and the events of other ranks. Local; all ranks call it."""
+        """Free the memory, and the events of other ranks. Local; all ranks must call it."""
         for events in self._peer_events.values():
             for event in events:
                 self._memory.runtime.eventDestroy(event.ptr)
@@ -109,7 +112,7 @@ class Exchanged:
 
 
 class IpcMemory:
-    """Memory of one communicator, all of whose ranks are on one node. Collective to make parts of and to close."""
+    """Shared device memory of one communicator on one node. To create shares of it, and to close it, is collective."""
 
     def __init__(self, cuda: Cuda, mpi: MPI.Intracomm, agree: Callable[[Exception | None], None]) -> None:
         self._cuda, self._mpi, self._agree = cuda, mpi, agree
@@ -119,25 +122,25 @@ class IpcMemory:
 
     @property
     def nbytes(self) -> int:
-        """Return the device memory of this rank that is shared [B]."""
+        """Shared device memory of this rank [B]."""
         return sum(chunk.nbytes for chunk in self._chunks)
 
     def share(self, nbytes: int, events: int, peers: Sequence[int] | None = None) -> Exchanged:
-        """Return the share `nbytes` of this rank [B], which other ranks read, and a number of events. Collective.
+        """Share `nbytes` of this rank's memory [B] and a number of events with other ranks. Collective.
 
         Parameters
         ----------
         peers
-            Whose memory and events this rank opens, by default those of all others. A driver has some ten thousand
-            events for several processes, and a network some hundred exchanges.
+            Ranks whose memory and events this rank opens, by default all others. A driver has about ten thousand events
+            for several processes, and a network some hundred exchanges.
 
         Raises
         ------
         CommError
-            On all ranks, if memory cannot be had or mapped.
+            On all ranks, if memory cannot be allocated or mapped.
         """
-        # Memory that is used afresh may still be read by what another rank has enqueued: no rank goes on before all
-        # devices are done. This is when things are built, not a step.
+        # Enqueued work of another rank may still read memory that is reused here: no rank continues before all devices
+        # are done. This happens while channels are built, not in a step.
         self._cuda.device.synchronize()
         part, fault = self._attempt(lambda: self._reserve(nbytes, events), "memory that other processes can map")
         self._agree(fault)
@@ -159,7 +162,7 @@ class IpcMemory:
         nbytes = max(ALIGNMENT, -(-nbytes // ALIGNMENT) * ALIGNMENT)
         chunk = next((chunk for chunk in self._chunks if chunk.fits(nbytes)), None)
         if chunk is None:
-            # As much again as there is: the number of mappings grows with the logarithm of the memory.
+            # Double the memory: the number of mappings grows with its logarithm.
             chunk = DeviceChunk(self._cuda, -(-max(nbytes, self.nbytes) // GRAIN) * GRAIN)
             self._chunks.append(chunk)
         first = chunk.take(nbytes)
@@ -169,14 +172,14 @@ class IpcMemory:
         return Exchanged(self, chunk, first, own), (chunk.handle, first, handles)
 
     def map(self, rank: int, handle: bytes) -> int:
-        """Return the address of a chunk of another rank; it is mapped once."""
+        """Map a chunk of another rank once, and return its address."""
         key = (rank, handle)
         if key not in self._mapped:
             self._mapped[key] = int(self.runtime.ipcOpenMemHandle(handle))
         return self._mapped[key]
 
     def view(self, address: int, count: int, dtype: np.dtype) -> Any:
-        """Return an array at an address. It does not keep the memory alive: `close` frees all of it."""
+        """Return an array at an address. It does not keep the memory alive: `close` frees all memory."""
         cupy, nbytes = self._cuda.cupy, count * dtype.itemsize
         memory = cupy.cuda.UnownedMemory(address, max(nbytes, 1), self, self._cuda.device.ordinal)
         return cupy.ndarray((count,), dtype, cupy.cuda.MemoryPointer(memory, 0))
@@ -195,25 +198,25 @@ class IpcMemory:
 
 
 class EventMove(Signal):
-    """A move between devices: record an event in a stream, and let the stream wait for those of other ranks.
+    """A stage between devices: record an event in a stream, and let the stream wait for the events of other ranks.
 
-    What a process records, another can wait for only once it *has been* recorded, or it waits for the time before. So a
-    flag in shared host memory says that; no host waits for a device.
+    A process can wait for an event of another process only after it *has been* recorded; otherwise it waits for the
+    record before. So a flag in shared host memory reports the record. No host waits for a device.
 
-    Of a channel, whose exchange n uses event n mod 2: *what is read is what was packed*, as the stream has waited for
-    the event that was recorded behind it. It is that one and no later one: the peer records this event again in its
-    start n+2, behind its finish n+1, for which this rank has to have called start n+1, thus finish n. *Nothing is
-    overwritten while it is read*: rank p packs exchange n+2 on its stream behind the events of n+1 of all peers. Rank q
-    recorded that of n+1 behind what reads exchange n, on the same stream.
+    In a channel, exchange n uses event n mod 2. *Data are read after they were packed*: the stream has waited for the
+    event that was recorded after them. It is this event and no later one: the peer records it again in its start n + 2,
+    after its finish n + 1, for which this rank must have called start n + 1, thus finish n. *Data are not overwritten
+    while they are read*: rank p packs exchange n + 2 on its stream after the events n + 1 of all peers. Rank q recorded
+    its event n + 1 after the reads of exchange n, on the same stream.
 
     Parameters
     ----------
     which
         Number of the event.
     stream
-        Gives the stream.
+        Function that returns the stream.
     peers
-        Whose events are waited for; by default those of all others.
+        Ranks whose events are awaited; by default all others.
     """
 
     def __init__(
@@ -243,14 +246,14 @@ class EventMove(Signal):
         self.follow()
 
     def follow(self) -> None:
-        """Let the stream wait for the events of the others; all of them have been recorded."""
+        """Let the stream wait for the events of the other ranks; all of them have been recorded."""
         stream = self._stream()
         for event in self._events:
             stream.wait_event(event)
 
 
 class IpcTransport:
-    """Messages that are read where they were packed; sums of which each rank adds up its shard."""
+    """Transport that reads messages in the sender's buffer, and sums in which each rank adds up its shard."""
 
     summable = REDUCIBLE
 
@@ -285,20 +288,21 @@ class IpcTransport:
         return WindowChannel(pattern, meter, Windows(sends, recvs, (first, second), close, on_device=True))
 
     def reduction(self, buffer: Any, meter: Meter, method: Method) -> Reduction:
-        """Make a sum in the order of the ranks, or half of it, on the lane. ::
+        """Make a sum in the order of the ranks, or half of it, on the communication stream. ::
 
             start    copy the summands to shared memory                         event 0, flag 2 n - 1
-            then     behind all events 0: add up the own shard of all           event 1, flag 2 n
-            then     behind all events 1: copy the shards of all
+            then     after all events 0: add up the own shard of all ranks      event 1, flag 2 n
+            then     after all events 1: copy the shards of all ranks
 
-        A step can be enqueued when all flags are up; the progress thread sees to that, or `finish`. A reduce-scatter
-        adds up straight into the buffer, an all-gather begins with the second copy; both end behind all events 1.
+        A step can be enqueued when all flags are up; the progress thread does that, or `finish`. A reduce-scatter adds
+        up straight into the buffer, an all-gather begins with the second copy; both end after all events 1.
 
-        *Nothing is overwritten while it is read*: the summands of run n + 1 are copied on a lane behind events 1 of run
-        n of all others, which are behind what reads the summands. A shard of run n + 1 is written behind events 0 of
-        run n + 1 of all others, which are behind what copies the shards of run n. An event is recorded again only when
-        all others wait for it already: run n + 1 starts when flags 2 n are up, raised behind their waiting for event 0;
-        and event 1 is recorded again when flags 2 n + 1 are up, raised behind their waiting for event 1.
+        *Data are not overwritten while they are read*: the summands of run n + 1 are copied on a stream after events 1
+        of run n of all other ranks, which follow the reads of the summands. A shard of run n + 1 is written after
+        events 0 of run n + 1 of all other ranks, which follow the copies of the shards of run n. An event is recorded
+        again only when all other ranks' streams wait for it already: run n + 1 starts when flags 2 n are up, which are
+        raised after the wait for event 0; and event 1 is recorded again when flags 2 n + 1 are up, which are raised
+        after the wait for event 1.
         """
         mpi, flat = self._context.mpi, buffer.reshape(-1)
         parts = shards(flat.size, mpi.size, flat.itemsize)

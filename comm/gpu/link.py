@@ -1,4 +1,4 @@
-"""How a communicator and all split from it reach the memory of devices: chosen once, by all ranks together."""
+"""Access of a communicator, and of all communicators split from it, to device memory; all ranks choose it together."""
 
 from __future__ import annotations
 
@@ -35,31 +35,34 @@ __all__ = ["DeviceLinks", "DeviceTransport", "gpu_address", "rank_facts", "reach
 
 
 class DeviceTransport(Protocol):
-    """Makes channels and sums whose buffers are on a device, on one communicator.
+    """Factory of channels and sums with buffers on a device, on one communicator.
 
     Attributes
     ----------
     summable
-        Types of arrays that it sums.
+        Dtypes that it sums.
     """
 
     summable: tuple[str, ...]
 
     def channels(self, patterns: Sequence[Pattern], meters: Sequence[Meter]) -> list[Channel]:
-        """Return the channels of these (valid and matching) patterns. Collective over the communicator."""
+        """Return one channel per pattern; patterns are valid and match between ranks. Collective over the communicator.
+        """
         ...
 
     def reduction(self, buffer: Any, meter: Meter, method: Method) -> Reduction:
-        """Return a sum of several ranks, not empty, of a method that devices make. Collective over the communicator."""
+        """Return a sum over several ranks by a method that devices support; not empty. Collective over the
+        communicator.
+        """
         ...
 
     def close(self) -> None:
-        """Free what the transport holds, after its channels. Collective over the communicator."""
+        """Free the resources of the transport, after its channels were closed. Collective over the communicator."""
 
 
 @dataclass
 class _Opened:
-    """The device that was chosen for, and what all communicators share on it."""
+    """The chosen transport, its device, and the objects on it that all communicators share."""
 
     choice: Choice
     cuda: Cuda
@@ -69,7 +72,7 @@ class _Opened:
     spans: LaneSpans
 
     def make(self, context: TransportContext) -> DeviceTransport:
-        """Return the transport of one communicator. Collective over it."""
+        """Return the transport for one communicator. Collective over it."""
         if self.choice.name == "nccl":
             return NcclTransport(self.lanes, context, self.watchdog, self.nccl, self.spans)
         if self.choice.name == "cuda-ipc":
@@ -78,12 +81,12 @@ class _Opened:
 
 
 class DeviceLinks:
-    """The choice of a root communicator, shared with those split from it.
+    """Device transport of a root communicator, shared with the communicators split from it.
 
     Attributes
     ----------
     choice
-        None until `choose` was called: then arrays of devices go through the host.
+        The chosen transport. None until `choose` is called: device arrays then go through the host.
     """
 
     def __init__(self) -> None:
@@ -92,12 +95,12 @@ class DeviceLinks:
         self._transports: dict[TransportContext, DeviceTransport] = {}
 
     def choose(self, comm: Communicator, device: Device, wanted: str, timeout: float | None = None) -> Choice:
-        """Choose, and prepare what is shared. Collective over the root communicator.
+        """Choose the transport, and prepare the shared objects. Collective over the root communicator.
 
         Raises
         ------
         CommError
-            On all ranks, if what was asked for cannot work, or another choice was made before.
+            On all ranks, if the requested transport cannot work, or another choice was made before.
         """
         fault: Exception | None = None
         try:
@@ -119,7 +122,7 @@ class DeviceLinks:
         return choice
 
     def transport(self, context: TransportContext, device: Device) -> DeviceTransport | None:
-        """Return the transport of one communicator for arrays of this device; None: through the host.
+        """Return the transport of one communicator for arrays of this device; None: they go through the host.
 
         Collective over the communicator at the first call.
         """
@@ -137,31 +140,32 @@ class DeviceLinks:
         return self._transports[context]
 
     def launched(self, label: str) -> Callable[[], None]:
-        """Return what is to be called behind each launch of a graph with messages in it: the watchdog sees whether it
-        ends.
+        """Return the function to call after each launch of a graph that contains messages.
+
+        It lets the watchdog detect whether the graph ends.
         """
         opened = self._opened
         return _nothing if opened is None else Launched(opened.cuda, opened.watchdog.under_way, label)
 
     def drop_graphs(self) -> None:
-        """Free graphs that hold messages, before the transports that made them. Local."""
+        """Free graphs that contain messages, before the transports that created them. Local."""
         if self._opened is not None and self._opened.choice.captures:
             self._opened.cuda.device.drop_graphs()
 
     def leave(self, context: TransportContext) -> None:
-        """Free the transport of a communicator, if it has one. Collective over it."""
+        """Close the transport of a communicator, if it has one. Collective over it."""
         transport = self._transports.pop(context, None)
         if transport is not None:
             transport.close()
 
     def abort(self) -> None:
-        """Give up everything under way, without the other ranks. Local."""
+        """Abort all active operations, without the other ranks. Local."""
         if self._opened is not None:
             self._opened.watchdog.abort()
         self.close()
 
     def close(self) -> None:
-        """End what is shared, behind all transports. Local."""
+        """Close the shared objects, after all transports. Local."""
         if self._opened is not None:
             self._opened.watchdog.close()
             self._opened = None
@@ -172,7 +176,7 @@ def _nothing() -> None:
 
 
 def timeout_from(environment: Any) -> float:
-    """Return seconds after which something under way counts as lost: ``HALOGRAD_GPU_TIMEOUT``, or ten minutes.
+    """Return the time after which an operation counts as lost: ``HALOGRAD_GPU_TIMEOUT``, or ten minutes [s].
 
     >>> timeout_from({}), timeout_from({"HALOGRAD_GPU_TIMEOUT": "30"})
     (600.0, 30.0)
@@ -196,7 +200,7 @@ def _decide(comm: Communicator, device: Device, wanted: str) -> Choice:
     choice = _choose(comm, wanted, facts)
     if choice.name != "mpi-cuda":
         return choice
-    # The first rank of each node proves it for the others; takes seconds, so only where it would be used.
+    # The first rank of each node runs the proof for the others; it takes seconds, so only if it would be used.
     leads = comm.nodes.index(node) == comm.rank
     faults = _gathered(comm, lambda: prove(cast(Any, device).ordinal) if leads else "")
     return _choose(comm, wanted, [replace(fact, mpi_fault=fault) for fact, fault in zip(facts, faults)])
@@ -206,13 +210,13 @@ def _choose(comm: Communicator, wanted: str, facts: Sequence[RankFacts]) -> Choi
     try:
         return choose(wanted, facts)
     except CommError as error:
-        # The same on all ranks: they had the same facts. The first speaks for all.
+        # The error is the same on all ranks, because they have the same facts. The first rank prints it.
         mark_agreed(error, comm.rank == 0, comm.size)
         raise
 
 
 def _gathered(comm: Communicator, ask: Callable[[], Any]) -> list[Any]:
-    """Return what every rank has found out; faults are agreed upon. Collective."""
+    """Return the result of `ask` on every rank; the ranks agree on errors. Collective."""
     found, fault = None, None
     try:
         found = ask()
@@ -237,7 +241,7 @@ def _open(comm: Communicator, device: Device, choice: Choice, timeout: float) ->
 
 
 def rank_facts(device: Device, node: int, on_node: list[str]) -> RankFacts:
-    """Return what this rank knows of itself. Local.
+    """Return the facts of this rank. Local.
 
     Parameters
     ----------
@@ -252,14 +256,15 @@ def rank_facts(device: Device, node: int, on_node: list[str]) -> RankFacts:
         version = int(load_nccl().get_version())
     except CommError as error:
         fault = str(error)
-    except Exception as error:  # a library that does not answer
-        fault = f"it does not tell its version: {error}"
+    except Exception as error:  # a library that fails
+        fault = f"its version is unknown: {error}"
     shares = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
     return RankFacts(node, gpu, reachable_gpus(device, on_node), version, fault, shares, claim_fault(MPI))
 
 
 def gpu_address(device: Any) -> str:
-    """PCI address of a CUDA device, the same in all processes of a node; empty for any other device. Local."""
+    """Return the PCI address of a CUDA device, the same in all processes of a node; empty for any other device. Local.
+    """
     cupy = getattr(device, "cupy", None)
     if cupy is None:
         return ""
@@ -268,7 +273,7 @@ def gpu_address(device: Any) -> str:
 
 
 def reachable_gpus(device: Any, addresses: list[str]) -> tuple[str, ...]:
-    """Return those of the GPUs whose memory this device can read: itself, and its peers. Local."""
+    """Return the GPUs whose memory this device can read: itself, and its peers. Local."""
     runtime, own = device.cupy.cuda.runtime, gpu_address(device)
     found = []
     for address in sorted(set(addresses)):

@@ -1,7 +1,7 @@
-"""Whether MPI reaches device memory: what it says of itself, and the proof, in a process that may crash.
+"""Whether MPI reaches device memory: what the library reports, and a proof in a process that may crash.
 
-An MPI that does not reach device memory takes its address for one of the host: the process dies. One that was built
-for it may lack a driver, a switch or a network plugin. So nothing is believed that was not seen.
+An MPI library without CUDA support takes a device address for a host address, and the process dies. A library that was
+built with CUDA support may lack a driver, a switch or a network plugin. So only a successful transfer counts.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from typing import Any
 
 __all__ = ["PROOF_SECONDS", "claim_fault", "clean_environment", "prove"]
 
-SIZES = (8, 1 << 20)  # [B]: messages that are sent at once, and by rendezvous
+SIZES = (8, 1 << 20)  # [B]: an eager message and a rendezvous message
 PROOF_SECONDS = 120.0  # [s]: CuPy and CUDA start slowly on a busy node
 SWITCHES = ("MPICH_GPU_SUPPORT_ENABLED", "MV2_USE_CUDA", "HALOGRAD_MPI_CUDA")
-# By these a launcher tells a process that it is a rank; the proof must be a program of its own.
+# Launchers set variables with these prefixes for their ranks; the proof must be a program of its own.
 _LAUNCHERS = ("PMI_", "PMIX_", "OMPI_", "PRTE_", "HYDRA_", "HYDI_", "MPI_LOCAL", "SLURM_", "PALS_")
 
 
 def claim_fault(mpi: Any, environment: Mapping[str, str] | None = None) -> str:
-    """Return why MPI is not CUDA-aware by its own account; empty if it is. Local.
+    """Return the reason why MPI does not report CUDA support; empty if it does. Local.
 
-    Asked are ``MPIX_Query_cuda_support`` (MPICH, Open MPI), the memory kinds of MPI 4.1, and the switches of vendors
-    whose MPI answers neither: ``MPICH_GPU_SUPPORT_ENABLED``, ``MV2_USE_CUDA``, or our own ``HALOGRAD_MPI_CUDA=1``.
+    The function reads ``MPIX_Query_cuda_support`` (MPICH, Open MPI), the memory kinds of MPI 4.1, and the switches of
+    vendors whose MPI provides neither: ``MPICH_GPU_SUPPORT_ENABLED``, ``MV2_USE_CUDA``, or our own
+    ``HALOGRAD_MPI_CUDA=1``.
 
     Parameters
     ----------
@@ -41,8 +42,8 @@ def claim_fault(mpi: Any, environment: Mapping[str, str] | None = None) -> str:
         return ""
     name, version = mpi.get_vendor()
     return (
-        f"{name} {'.'.join(map(str, version))} does not say that it is CUDA-aware (if it is all the same, set "
-        "HALOGRAD_MPI_CUDA=1: then it is tried)"
+        f"{name} {'.'.join(map(str, version))} does not report that it is CUDA-aware (if it is, set "
+        "HALOGRAD_MPI_CUDA=1: then it is tested)"
     )
 
 
@@ -63,7 +64,7 @@ def _memory_kinds(mpi: Any) -> str:
 
 
 def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a process that is no rank of this job. Local.
+    """Return the environment without the launcher's variables, for a process that is no rank of this job. Local.
 
     >>> clean_environment({"PMI_RANK": "1", "PATH": "/bin", "CUDA_VISIBLE_DEVICES": "2"})
     {'PATH': '/bin', 'CUDA_VISIBLE_DEVICES': '2'}
@@ -72,9 +73,9 @@ def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def prove(ordinal: int, seconds: float = PROOF_SECONDS) -> str:
-    """Return why MPI cannot send device memory to itself; empty if it was seen to. Local; takes some seconds.
+    """Return the reason why MPI cannot send device memory to itself; empty if it can. Local; takes some seconds.
 
-    Runs this module (``python -m halograd.comm.gpu.mpi_aware``) on the device of this number, as a program of one rank.
+    It runs this module (``python -m halograd.comm.gpu.mpi_aware``) on the device `ordinal`, as a program of one rank.
     """
     command = [sys.executable, "-m", "halograd.comm.gpu.mpi_aware", str(ordinal)]
     try:
@@ -89,7 +90,7 @@ def prove(ordinal: int, seconds: float = PROOF_SECONDS) -> str:
 
 
 def judge(code: int, out: str, err: str) -> str:
-    """Return what the proof has shown, from its exit code and what it printed; empty if all is well. Local."""
+    """Return the fault that the proof has shown, from its exit code and output; empty if there is none. Local."""
     if code == 0 and "proven" in out:
         return ""
     if code < 0:
@@ -99,9 +100,9 @@ def judge(code: int, out: str, err: str) -> str:
 
 
 def main(ordinal: int) -> int:
-    """Return the proof, a program of its own: does MPI send device memory to itself? Prints ``proven`` if so; may die.
+    """Run the proof, a program of its own: MPI sends device memory to itself. Prints ``proven`` on success; may crash.
 
-    Returns 0 if what was sent came back as it was, 2 if not.
+    Returns 0 if the data came back unchanged, 2 if not.
     """
     from mpi4py import MPI
 

@@ -1,11 +1,11 @@
-"""The `mpi-cuda` transport: MPI sends and receives device memory itself. For an MPI that was proven to.
+"""The `mpi-cuda` transport: an MPI library that was proven to reach device memory sends and receives it itself.
 
-MPI knows nothing of streams: it may be called when what it is to send has been computed, and what it has received is
-there when it says so. So the host has to see both: in the progress thread, and in the thread that calls `finish`. ::
+MPI does not know streams: it may be called only when the data to send have been computed, and received data are valid
+when MPI reports them. So the host must observe both, in the progress thread and in the thread that calls `finish`. ::
 
-    start    pack -> [device buffer], ticket           (no wait)
-    thread   ticket done: MPI_Startall; MPI_Testall ...
-    finish   waits for the messages, then whatever unpacks is enqueued
+    start    pack -> [device buffer], event            (no wait)
+    thread   event done: MPI_Startall; MPI_Testall ...
+    finish   wait for the messages, then the unpacking is enqueued
 """
 
 from __future__ import annotations
@@ -29,13 +29,15 @@ __all__ = ["MpiCudaChannel", "MpiCudaTransport", "raw"]
 
 
 def raw(address: int, nbytes: int) -> tuple[Any, MPI.Datatype]:
-    """Return bytes at an address, for MPI; mpi4py does not look at them. (An array of CuPy would make it synchronize.)
+    """Return bytes at an address as an MPI buffer.
+
+    mpi4py does not inspect them. (For a CuPy array it would synchronize the device.)
     """
     return MPI.buffer.fromaddress(address, nbytes), MPI.BYTE
 
 
 class Computed(Stage):
-    """Over when the device has done what was enqueued so far."""
+    """Stage that is over when the device has finished all work enqueued so far."""
 
     def __init__(self, device: Any) -> None:
         self._device = device
@@ -52,13 +54,13 @@ class Computed(Stage):
 
 
 class Added(Stage):
-    """Over when the lane has done what it was given: MPI sends it then."""
+    """Stage that is over when the communication stream has finished its work, so that MPI can send the result."""
 
     def __init__(self, passage: Passage, work: Stage) -> None:
         self._passage, self._work = passage, work
 
     def begin(self) -> None:
-        # The host has seen that all summands are there: the lane need not wait for anything.
+        # The host has observed that all summands have arrived: the stream need not wait for anything.
         self._work.wait()
         self._passage.leave()
 
@@ -70,16 +72,17 @@ class Added(Stage):
 
 
 class AwaitedCodec(LaneCodec):
-    """Sums on a lane that the host sees the end of."""
+    """Codec that adds up on a communication stream, and whose end the host observes."""
 
     def add(self, summands: Sequence[Any], total: Any) -> Stage:
         return Added(Passage(self.lane), super().add(summands, total))
 
 
 class MpiCudaTransport:
-    """Persistent messages of device memory; sums by such messages, added up on the device in the order of the ranks.
+    """Persistent messages of device memory, and sums by such messages, added up on the device in the order of the
+    ranks.
 
-    Not ``MPI_Iallreduce``: libraries that reach device memory by point-to-point messages often do not by that.
+    It does not use ``MPI_Iallreduce``: many libraries support device memory only in point-to-point messages.
     """
 
     summable = REDUCIBLE
@@ -94,7 +97,11 @@ class MpiCudaTransport:
         return MpiCudaChannel(self._cuda, self._context, pattern, meter)
 
     def reduction(self, buffer: Any, meter: Meter, method: Method) -> Reduction:
-        """Shards to those who add them up, on a lane, and the sums back; of a half, one of them."""
+        """Return a sum: every rank sends shards to the ranks that add them up, on a communication stream, and receives
+        the sums.
+
+        A reduce-scatter or all-gather has one of these two steps.
+        """
         mpi, flat, device = self._context.mpi, buffer.reshape(-1), self._cuda.device
         parts = [flat[part] for part in shards(flat.size, mpi.size, flat.itemsize)]
         own, tags = parts[mpi.rank], (self._context.tag(), self._context.tag())
@@ -119,14 +126,14 @@ class MpiCudaTransport:
         return Reduction(buffer, [meter], plan)
 
     def close(self) -> None:
-        """Do nothing: its channels and sums are all there is to free."""
+        """Do nothing: only channels and sums hold resources."""
 
     def _message(self, array: Any) -> tuple[Any, MPI.Datatype]:
         return raw(self._cuda.device.address(array), array.nbytes)
 
 
 class MpiCudaChannel(DeviceChannel):
-    """One buffer per direction for both slots: `finish` waits for the sends too."""
+    """Channel with one buffer per direction for both slots: `finish` waits for the sends too."""
 
     def __init__(self, cuda: Cuda, context: TransportContext, pattern: Pattern, meter: Meter) -> None:
         super().__init__(pattern.sends, pattern.recvs, pattern.dtype, meter, cuda.device)
@@ -146,7 +153,7 @@ class MpiCudaChannel(DeviceChannel):
 
     def _start(self) -> None:
         if self.peers:
-            # Behind the unpacking of the exchange before, too: receives may begin as soon as the ticket is done.
+            # The event also follows the previous exchange's unpacking, so receives may begin as soon as it is done.
             self._progress.submit(self._operation)
 
     def _finish(self) -> float:

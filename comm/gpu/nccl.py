@@ -1,4 +1,4 @@
-"""The `nccl` transport: messages and sums by NCCL, on streams of their own, ordered by events. The host never waits."""
+"""The `nccl` transport: messages and sums by NCCL, on their own streams, ordered by events. The host never waits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .watchdog import DeviceWatchdog
 
 __all__ = ["SUMMABLE", "NcclChannel", "NcclLink", "NcclTransport", "aborting", "load_nccl", "nccl_sum"]
 
-#: Types that NCCL sums, and its names for them.
+#: Dtypes that NCCL sums, and NCCL's names for them.
 SUMMABLE = {
     "float32": "NCCL_FLOAT32",
     "float64": "NCCL_FLOAT64",
@@ -31,35 +31,36 @@ SUMMABLE = {
     "float16": "NCCL_FLOAT16",
     "bfloat16": "NCCL_BFLOAT16",
 }
-#: Sums up to this size are waited for at once, like messages, and do not queue behind large ones [B].
+#: Sums up to this size are needed at once, like messages, and do not queue after large sums [B].
 URGENT = 64 * 1024
 
 
 def load_nccl() -> Any:
-    """Return the module ``cupy.cuda.nccl``; it finds the wheel nvidia-nccl-cu13, or a library of the system.
+    """Return the module ``cupy.cuda.nccl``, with the wheel nvidia-nccl-cu13 or a library of the system.
 
     Raises
     ------
     CommError
-        In one line, if there is none.
+        If NCCL is not available.
     """
     try:
-        # Kernels of several communicators that wait for each other's room would do so for ever; with this, NCCL starts
-        # them in the order of the host's calls, which is that of all ranks.
+        # Kernels of several communicators could wait forever for each other's resources on the GPU. With this setting,
+        # NCCL starts them in the order of the host's calls, which is the same on all ranks.
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
         nccl = importlib.import_module("cupy.cuda.nccl")
         if getattr(nccl, "available", True):
             return nccl
         reason = "CuPy was built without it, or found no library"
-    except Exception as error:  # no CuPy, or libraries that do not fit
+    except Exception as error:  # no CuPy, or incompatible libraries
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
     raise CommError(f"nccl: expected cupy.cuda.nccl, got none ({reason}); pip install 'halograd[gpu]' nvidia-nccl-cu13")
 
 
 class NcclLink:
-    """One communicator of NCCL and the lane that all its calls go to. Collective over `context.mpi` to make and close.
+    """One NCCL communicator and the stream of all its calls. To create and to close it is collective over
+    `context.mpi`.
 
-    NCCL runs the calls of a communicator one after the other, so what should overtake has a link of its own.
+    NCCL runs the calls of a communicator one after the other, so urgent calls have a link of their own.
     """
 
     def __init__(self, nccl: Any, lane: Lane, context: TransportContext, watchdog: DeviceWatchdog) -> None:
@@ -82,12 +83,13 @@ class NcclLink:
 
     @contextmanager
     def group(self) -> Iterator[Any]:
-        """The communicator, for calls that NCCL makes one operation of: sends and receives must be in one.
+        """Return a context with the communicator, whose calls NCCL merges into one operation; sends and receives need
+        it.
 
         Raises
         ------
         CommError
-            If NCCL refuses a call.
+            If NCCL rejects a call.
         """
         self._watchdog.raise_fault()
         fault: Exception | None = None
@@ -97,17 +99,17 @@ class NcclLink:
         except Exception as error:
             fault = error
         try:
-            self.nccl.groupEnd()  # also behind a fault: the next group would lie within this one
+            self.nccl.groupEnd()  # also after a fault: otherwise the next group would be nested in this one
         except Exception as error:
             fault = fault or error
         if fault is not None:
             raise _wrapped(fault, "to enqueue messages or sums") from fault
 
     def leave(self, passage: Passage, label: str) -> None:
-        """Leave the lane, and let the watchdog know.
+        """Leave the communication stream, and notify the watchdog.
 
-        Not while a graph is recorded: an event that was recorded in one cannot be asked from then on, so that what was
-        under way before, and is perhaps over, would count as lost in the end.
+        The watchdog is not notified while a graph is recorded: an event that was recorded in a graph can no longer be
+        queried, so an earlier operation with this event, although complete, would eventually count as lost.
         """
         recording = self.lane.cuda.compute.is_capturing()
         if recording:
@@ -117,35 +119,35 @@ class NcclLink:
             self._watchdog.under_way(passage, label)
 
     def raise_fault(self) -> None:
-        """Raise what the watchdog has found."""
+        """Raise the fault that the watchdog has found, if any."""
         self._watchdog.raise_fault()
 
     def forget(self, passage: Passage) -> None:
-        """Let the watchdog forget it."""
+        """Let the watchdog ignore an operation."""
         self._watchdog.forget(passage)
 
     def check(self) -> None:
-        """Raise what has gone wrong meanwhile."""
+        """Raise the asynchronous error of the communicator, if it has one."""
         comm = self._comm
         if comm is not None:
             comm.check_async_error()
 
     def abort(self) -> None:
-        """End all kernels of it, on this rank."""
+        """End all kernels of the communicator, on this rank."""
         comm = self._taken()
         if comm is not None:
             comm.abort()
 
     def _taken(self) -> Any:
-        """Return the communicator, for the one who ends it: this thread or the watchdog's."""
+        """Return the communicator to the thread that ends it: this thread or the watchdog's."""
         with self._taking:
             comm, self._comm = self._comm, None
         return comm
 
     def close(self) -> None:
-        """Wait for what is under way and free it; idempotent."""
+        """Wait for active operations and free the communicator. Idempotent."""
         if self._comm is not None:
-            self.lane.stream.synchronize()  # watched: if a peer is gone, this returns because of an abort
+            self.lane.stream.synchronize()  # the watchdog monitors it: if a peer is gone, it aborts this
         self._watchdog.remove(self)
         comm = self._taken()
         if comm is not None:
@@ -154,8 +156,8 @@ class NcclLink:
 
 @contextmanager
 def aborting(nccl: Any, device: Any) -> Iterator[None]:
-    """Abort, in the body, all communicators of a device as one call: one by one they wait for each other."""
-    device.drop_graphs()  # NCCL would wait for their end
+    """Abort, in the body, all communicators of a device in one group: single aborts would wait for each other."""
+    device.drop_graphs()  # otherwise NCCL would wait for the graphs
     grouped = nccl.get_version() >= 22200
     if grouped:
         nccl.groupStart()
@@ -167,13 +169,13 @@ def aborting(nccl: Any, device: Any) -> Iterator[None]:
 
 
 class NcclTransport:
-    """Messages and small sums on one lane, large sums on another, each with a link of its own.
+    """Messages and small sums on one communication stream, large sums on another, each with its own link.
 
     Parameters
     ----------
     lanes
-        The two lanes, of the root communicator and all split from it: what communicators that share ranks enqueue on
-        a lane runs in that order, which is the same on all ranks, so that no two wait for each other.
+        The two streams, of the root communicator and all communicators split from it. Communicators that share ranks
+        enqueue on a stream in the same order on all ranks, so that they do not wait for each other.
     """
 
     summable = tuple(SUMMABLE)
@@ -186,7 +188,7 @@ class NcclTransport:
         self._links: dict[int, NcclLink] = {}
 
     def link(self, urgent: bool) -> NcclLink:
-        """Return the link for urgent messages, or the one for large sums. Collective at the first call of each."""
+        """Return the link for urgent operations, or the link for large sums. Collective at the first call of each."""
         which = 0 if urgent else 1
         if which not in self._links:
             self._links[which] = NcclLink(self._nccl, self._lanes[which], self._context, self._watchdog)
@@ -208,11 +210,11 @@ class NcclTransport:
 
 
 class NcclChannel(DeviceChannel):
-    """One group of sends and receives on the lane.
+    """Channel of one group of sends and receives on the communication stream.
 
-    ``start``: the lane waits for what the kernels' stream was given, so for the packing; one group; ``finish``: the
-    kernels' stream waits for the group. So one buffer serves both slots: it is packed again behind the `finish`,
-    behind which everything of it was sent.
+    In ``start``, this stream waits for all work enqueued on the kernels' stream, thus for the packing, and runs one
+    group. In ``finish``, the kernels' stream waits for the group. One buffer serves both slots: it is packed again
+    after `finish`, when all of it has been sent.
     """
 
     def __init__(self, link: NcclLink, pattern: Pattern, meter: LaneMeter) -> None:
@@ -222,7 +224,7 @@ class NcclChannel(DeviceChannel):
         self._from = self._pointers(self._in, self._recvs)
 
     def _pointers(self, array: Any, where: dict[int, slice]) -> list[tuple[int, int, int]]:
-        """Return the peer, address and length [B] of every message."""
+        """Return peer, address and length [B] of every message."""
         device, size = self._link.lane.cuda.device, self.dtype.itemsize
         first = device.address(array) if array.size else 0
         return [(peer, first + s.start * size, (s.stop - s.start) * size) for peer, s in where.items()]
@@ -251,10 +253,10 @@ class NcclChannel(DeviceChannel):
 
 
 def nccl_sum(link: NcclLink, buffer: Any, meter: LaneMeter, method: Method) -> Reduction:
-    """Return a sum by NCCL, in place, all of it enqueued on the lane by `start`. The host never waits.
+    """Return an in-place sum by NCCL; `start` enqueues all of it on the communication stream. The host never waits.
 
-    By a collective of NCCL, whose bits are the same on all ranks and depend on how many there are; or in the order of
-    the ranks, by messages: then the bits are those of all other links.
+    An unordered sum is a collective of NCCL; its bits are the same on all ranks and depend on the number of ranks. A
+    sum in the order of the ranks uses messages; its bits are those of all other links.
     """
     passage, calls = meter.passage(link.lane), _Calls(link, buffer)
     label = f"sum {meter.label!r} of {buffer.nbytes} bytes"
@@ -266,7 +268,7 @@ def nccl_sum(link: NcclLink, buffer: Any, meter: LaneMeter, method: Method) -> R
 
 
 class _Calls:
-    """Calls of NCCL on a buffer and its shards, each one group."""
+    """NCCL calls on a buffer and its shards, each one group."""
 
     def __init__(self, link: NcclLink, buffer: Any) -> None:
         self._link, self._flat = link, buffer.reshape(-1)
@@ -279,7 +281,7 @@ class _Calls:
         self._bytes, self._stream = link.nccl.NCCL_UINT8, link.lane.ptr
 
     def native(self, method: Method) -> Callable[[], None]:
-        """Return the collective for a method."""
+        """Return the collective of a method."""
         if not method.adds:
             return self._gather
         return self._reduce if method.gathers else self._scatter
@@ -317,7 +319,10 @@ class _Calls:
         return int(getattr(self._link.nccl, SUMMABLE[self._flat.dtype.name]))
 
     def in_order(self) -> tuple[list[Stage], int]:
-        """Shards to those who add them up, and the sums back; and the memory of the device that takes [B]."""
+        """Return the stages of a sum in rank order, and their device memory [B].
+
+        Every rank sends shards to the ranks that add them up, and receives the sums.
+        """
         link, own = self._link, self._flat[self._parts[self._link.rank]]
         received = link.lane.cuda.device.zeros((link.size, own.size), own.dtype)
         summands = [own if r == link.rank else received[r] for r in range(link.size)]
@@ -332,7 +337,7 @@ class _Calls:
                 for peer, at, nbytes in back:
                     comm.recv(at, nbytes, self._bytes, peer, self._stream)
 
-        # What the lane is given runs in order: its moves are over as soon as they are enqueued.
+        # Work on the stream runs in order: its stages are over as soon as they are enqueued.
         room = Room(scatter=Work([scatter]), summands=summands, total=own, gather=Work([self._gather]))
         return room.stages(LaneCodec(link.lane)), int(received.nbytes)
 

@@ -1,4 +1,4 @@
-"""Streams beside that of the kernels, the events that order them, the times they tell, and sums of arrays on them.
+"""Communication streams: the events that order them with the kernels' stream, their times, and sums of arrays on them.
 
 ::
 
@@ -34,13 +34,13 @@ __all__ = [
     "add_up",
 ]
 
-# Lower is higher; CUDA clamps what is out of its range. Blocks of a message are placed before those of kernels that
-# wait for room, or a halo would travel when the kernel that should hide it is over.
+# A lower number is a higher priority; CUDA clamps it to its range. The thread blocks of a message run before waiting
+# blocks of kernels; otherwise a halo would travel only after the kernel that should hide it.
 HIGHEST = -100
 
 
 class Cuda:
-    """CuPy, and one device of it. Local.
+    """CuPy and one of its devices. Local.
 
     Attributes
     ----------
@@ -59,11 +59,11 @@ class Cuda:
         return self.device.compute
 
     def event(self) -> Any:
-        """Return an event without a time."""
+        """Return an event without timing."""
         return self.cupy.cuda.Event(disable_timing=True)
 
     def arrived(self, event: Any) -> bool:
-        """Return whether the device has come to it; raises what has gone wrong there. Does not wait."""
+        """Return whether the device has reached the event. Does not wait; raises a fault of the device."""
         return arrived(self.cupy, event)
 
     def lane(self) -> Lane:
@@ -73,7 +73,7 @@ class Cuda:
 
 
 class Lane:
-    """A stream on which messages or sums travel, in the order in which they were enqueued. Local."""
+    """A stream on which messages or sums run in the order in which they were enqueued. Local."""
 
     def __init__(self, cuda: Cuda, stream: Any) -> None:
         self.cuda, self.stream = cuda, stream
@@ -85,9 +85,9 @@ class Lane:
 
 
 class Passage:
-    """The way of one message or sum from the stream of the kernels to a lane and back. Local.
+    """Ordering of one message or sum: from the kernels' stream to a communication stream and back. Local.
 
-    Its two events are made once: an event that is recorded again leaves those alone who wait for it already.
+    Its two events are created once: when an event is recorded again, streams that already wait for it are not affected.
     """
 
     def __init__(self, lane: Lane) -> None:
@@ -95,12 +95,12 @@ class Passage:
         self._before, self._behind = lane.cuda.event(), lane.cuda.event()
 
     def enter(self) -> None:
-        """Let the lane wait for what the kernels' stream has been given so far."""
+        """Let the communication stream wait for all work enqueued on the kernels' stream so far."""
         self._before.record(self.lane.cuda.compute)
         self.lane.stream.wait_event(self._before)
 
     def leave(self) -> None:
-        """Mark what the lane has been given so far: `join` waits for it."""
+        """Mark all work enqueued on the communication stream so far: `join` waits for it."""
         self._behind.record(self.lane.stream)
 
     def join(self) -> None:
@@ -109,21 +109,21 @@ class Passage:
 
     @property
     def done(self) -> bool:
-        """Whether the lane has come to the last `leave`. Does not wait; may be asked from another thread.
+        """Whether the communication stream has reached the last `leave`. Does not wait; any thread may read it.
 
-        Raises what has gone wrong on the device.
+        Raises a fault of the device.
         """
         return self.lane.cuda.arrived(self._behind)
 
     def wait(self) -> None:
-        """Return when the lane has come to the last `leave`: for those who have to see it on the host."""
+        """Block the host until the communication stream has reached the last `leave`."""
         self._behind.synchronize()
 
 
 class Launched:
-    """A graph with messages in it; the watchdog is notified of its launches. Local.
+    """A graph that contains messages; the watchdog is notified of its launches. Local.
 
-    The watchdog cannot look at what is recorded in a graph: its events cannot be queried.
+    The watchdog cannot query the operations in a graph, because their events were recorded there.
     """
 
     def __init__(self, cuda: Cuda, under_way: Callable[[Any, str], None], label: str) -> None:
@@ -135,14 +135,14 @@ class Launched:
 
     @property
     def done(self) -> bool:
-        """Whether the last one is over. Does not wait."""
+        """Whether the last launch is complete. Does not wait."""
         return self._cuda.arrived(self._event)
 
 
 class LaneSpans:
-    """Events whose times go to a recorder when the device has come there. Local; the host does not wait.
+    """Events whose times go to a recorder when the device has reached them. Local; the host does not wait.
 
-    Times are those of the device, counted from a moment that host and device shared.
+    Times are device times, relative to an instant that is known on host and device.
     """
 
     def __init__(self, cuda: Cuda) -> None:
@@ -152,7 +152,7 @@ class LaneSpans:
         self._began = 0.0
 
     def prepare(self) -> None:
-        """Begin to count. Waits for the device once; for when things are built, not for a step."""
+        """Set the origin of times. Waits for the device once; call it while channels are built, not in a step."""
         if self._origin is None:
             self._cuda.device.synchronize()
             self._origin, self._began = self.stamp(self._cuda.compute), time.perf_counter()
@@ -163,13 +163,16 @@ class LaneSpans:
         return self._origin is not None
 
     def stamp(self, stream: Any) -> Any:
-        """Return an event with a time, behind what the stream was given so far."""
+        """Return a timing event after all work enqueued on the stream so far."""
         event = self._cuda.cupy.cuda.Event()
         event.record(stream)
         return event
 
     def put(self, meter: LaneMeter, stamps: list[Any]) -> None:
-        """Tell of these later: begin and end on the lane, begin and end of waiting. And of what is done by now."""
+        """Queue four events for the recorder: begin and end on the stream, begin and end of waiting.
+
+        Queued events that the device has reached are recorded.
+        """
         self._waiting.append((meter, stamps))
         while self._waiting and self._cuda.arrived(self._waiting[0][1][-1]):
             whose, events = self._waiting.popleft()
@@ -178,7 +181,7 @@ class LaneSpans:
 
 
 class LaneMeter(Meter):
-    """Books the traffic of something on a lane; the device gives its times, not the host."""
+    """Meter of an operation on a communication stream; its times come from the device, not from the host."""
 
     def __init__(self, meter: Meter, spans: LaneSpans) -> None:
         super().__init__(meter._instruments, meter.kind, meter.name, meter.messages, meter.nbytes)
@@ -187,21 +190,21 @@ class LaneMeter(Meter):
             spans.prepare()
 
     def passage(self, lane: Lane) -> Passage:
-        """Return a way to the lane and back that is timed while there is a recorder."""
+        """Return a passage that is timed while there is a recorder."""
         return TimedPassage(lane, self, self._spans)
 
     @property
     def timed(self) -> bool:
-        """Whether there is a recorder of times."""
+        """Whether there is an active recorder of times."""
         recorder = self._instruments.recorder
         return recorder is not None and self._spans.ready and not getattr(recorder, "paused", False)
 
     def took(self, started: float, waited_from: float, arrived: float, waited_to: float) -> None:
-        # What the host took to enqueue is of no interest.
+        # The time that the host takes to enqueue work is not recorded.
         self._instruments.waiting = None
 
     def tell(self, times: list[float]) -> None:
-        """Tell the recorder: begin and end on the lane, begin and end of waiting [s]."""
+        """Report times to the recorder: begin and end on the stream, begin and end of waiting [s]."""
         recorder = self._instruments.recorder
         if recorder is not None:
             recorder.span(self.label, "communication", times[0], times[1])
@@ -209,7 +212,7 @@ class LaneMeter(Meter):
 
 
 class TimedPassage(Passage):
-    """A passage with stamps on both streams. No stamps without a recorder."""
+    """A passage with timing events on both streams. Without a recorder it has none."""
 
     def __init__(self, lane: Lane, meter: LaneMeter, spans: LaneSpans) -> None:
         super().__init__(lane)
@@ -237,7 +240,7 @@ class TimedPassage(Passage):
 
 
 class Join(Stage):
-    """The kernels' stream goes on behind what the lane was given; checked for faults before."""
+    """Stage that lets the kernels' stream wait for the communication stream, after a check for faults."""
 
     def __init__(self, passage: Passage, check: Callable[[], None] = lambda: None) -> None:
         self._passage, self._check = passage, check
@@ -248,7 +251,9 @@ class Join(Stage):
 
 
 class LaneCodec:
-    """Elements as they are, on a lane: arithmetic is enqueued there, and runs behind what the lane was given."""
+    """Codec that leaves elements unchanged; its arithmetic is enqueued on a communication stream, after earlier work
+    there.
+    """
 
     def __init__(self, lane: Lane) -> None:
         self.lane = lane
@@ -270,9 +275,10 @@ class LaneCodec:
 
 
 def add_up(device: Device, summands: Sequence[Any], total: Any) -> Callable[[], None]:
-    """Return what enqueues, on the current stream, ``total = summands[0] + summands[1] + ...`` in this order. Local.
+    """Return a function that enqueues ``total = summands[0] + summands[1] + ...``, in this order, on the current
+    stream.
 
-    `total` may be one of the summands; if it is not the first, the first is overwritten.
+    Local. `total` may be one of the summands; if it is not the first, the first is overwritten.
     """
     first, *others = summands
     at = next((i for i, summand in enumerate(summands) if summand is total), None)
@@ -285,7 +291,7 @@ def add_up(device: Device, summands: Sequence[Any], total: Any) -> Callable[[], 
 
 
 def both(one: Callable[[], None], two: Callable[[], None]) -> Callable[[], None]:
-    """Return one, then the other."""
+    """Return a function that calls `one`, then `two`."""
 
     def run() -> None:
         one()

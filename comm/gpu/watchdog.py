@@ -1,8 +1,8 @@
-"""A thread that notices when a peer is gone: messages and sums of NCCL would wait for it for ever, on the device.
+"""A thread that detects lost peers: NCCL messages and sums would wait for them forever on the device.
 
-It asks every communicator for errors (``ncclCommGetAsyncError``), and every message and sum under way how long it has
-been so. When there is a fault it aborts all communicators, which ends the kernels that wait, so that the host comes
-out of whatever it waits for; the next call to communicate raises the fault. If no such call comes, the job is ended.
+It polls every communicator for errors (``ncclCommGetAsyncError``), and every active message and sum for its duration.
+On a fault it aborts all communicators. This ends the kernels that wait, so that the host returns from whatever it waits
+for; the next communication call raises the fault. If there is no such call, the thread ends the job.
 """
 
 from __future__ import annotations
@@ -18,39 +18,40 @@ from ..errors import CommError
 
 __all__ = ["TIMEOUT", "DeviceWatchdog", "Monitored"]
 
-TIMEOUT = 600.0  # [s], the time of a very slow rank rather than that of a message
-GRACE = 30.0  # [s] that the main thread has to raise a fault
-PATIENCE = 10.0  # [s] for communicators to be aborted: a call to NCCL that never returns must not block
-IN_PROGRESS = 7  # ncclInProgress, which CuPy has no text for: KeyError(7)
+TIMEOUT = 600.0  # [s]: allows for a very slow rank, not only for a message
+GRACE = 30.0  # [s]: time for the main thread to raise a fault
+PATIENCE = 10.0  # [s]: time to abort communicators; an NCCL call that never returns must not block
+IN_PROGRESS = 7  # ncclInProgress; CuPy has no text for it, and raises KeyError(7)
 
 
 class Monitored(Protocol):
-    """What may fail while the host does something else."""
+    """Object that may fail while the host does something else."""
 
     def check(self) -> None:
-        """Raise what has gone wrong. Does not wait."""
+        """Raise its fault, if any. Does not wait."""
 
     def abort(self) -> None:
-        """End everything under way. May be called from another thread than the owner's, and twice."""
+        """End all its active operations. Any thread may call it, also twice."""
 
 
 class DeviceWatchdog:
-    """Watches communicators, and what is under way on them. Local; its methods may be called from any thread.
+    """Monitor of communicators and their active operations. Local; any thread may call its methods.
 
     Parameters
     ----------
     who
         ``"rank 1 of 4"``, for messages.
     timeout
-        After how long something under way counts as lost [s].
+        Time after which an active operation counts as lost [s].
     interval
-        Between two looks [s].
+        Time between two polls [s].
     end
-        Called with a text if no rank raises a fault; prints it by default. A caller that can end the job does so here.
+        Function that is called with a text if no rank raises a fault; by default it prints the text. A caller that can
+        end the job does so here.
     begin
-        Called first in its threads: makes the device of this rank the thread's.
+        Function that each of its threads calls first: it selects the device of this rank.
     together
-        A context in which all communicators are aborted: as one call, since the kernels of one may wait for another's.
+        Context in which all communicators are aborted in one group, because the kernels of one may wait for another's.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class DeviceWatchdog:
         self._thread: threading.Thread | None = None
 
     def add(self, monitored: Monitored) -> None:
-        """Watch a communicator from now on."""
+        """Monitor a communicator from now on."""
         with self._lock:
             self._monitored.append(monitored)
             if self._thread is None:
@@ -84,22 +85,22 @@ class DeviceWatchdog:
                 self._thread.start()
 
     def remove(self, monitored: Monitored) -> None:
-        """Watch it no more; one that is not watched is ignored."""
+        """Stop monitoring a communicator; an unknown one is ignored."""
         with self._lock:
             self._monitored = [other for other in self._monitored if other is not monitored]
 
     def under_way(self, passage: Any, label: str) -> None:
-        """`passage`, whose ``done`` says whether, was just started again."""
-        # One assignment, of a key that is there from the second time on: no lock in a step.
+        """Record that `passage` was just started again; its attribute ``done`` reports its end."""
+        # One assignment, to a key that exists from the second time on: no lock in a step.
         self._under_way[id(passage)] = (passage, label, time.monotonic())
 
     def forget(self, passage: Any) -> None:
-        """It is not under way any more; one that never was is ignored."""
+        """Remove a passage from the active operations; an unknown one is ignored."""
         self._under_way.pop(id(passage), None)
 
     @contextmanager
     def watching(self, label: str) -> Iterator[None]:
-        """Watch the body, which blocks: nothing can be aborted, so that the job ends if it takes too long."""
+        """Time the body, which blocks. It cannot be aborted, so the job ends if it takes too long."""
         timer = threading.Timer(self.timeout, lambda: self._end(self._lost(label, self.timeout)))
         timer.daemon = True
         timer.start()
@@ -109,19 +110,19 @@ class DeviceWatchdog:
             timer.cancel()
 
     def raise_fault(self) -> None:
-        """Raise what was found, if anything was.
+        """Raise the fault that was found, if any.
 
         Raises
         ------
         CommError
-            Not agreed upon: the other ranks may be gone.
+            The ranks have not agreed on it: the other ranks may be gone.
         """
         if self._fault is not None:
             self._raised = True
             raise CommError(self._fault)
 
     def look(self) -> None:
-        """Look at everything once. Called by the thread."""
+        """Poll all communicators and operations once. The thread calls it."""
         fault = self._failed() or self._overdue()
         if fault is None or self._fault is not None:
             return
@@ -131,7 +132,7 @@ class DeviceWatchdog:
             self._end(fault)
 
     def abort(self) -> None:
-        """End everything under way on this rank; returns when that is done, or takes too long."""
+        """End all active operations on this rank; returns when that is done, or takes too long."""
         with self._lock:
             monitored = tuple(self._monitored)
         if monitored:
@@ -143,7 +144,7 @@ class DeviceWatchdog:
         self._begin()
         with self._together():
             for each in monitored:
-                with suppress(Exception):  # the others have to be aborted all the same
+                with suppress(Exception):  # the other communicators must be aborted too
                     each.abort()
 
     def close(self) -> None:
@@ -174,7 +175,7 @@ class DeviceWatchdog:
 
     def _overdue(self) -> str | None:
         now = time.monotonic()
-        # A copy, made in one instruction: the main thread adds meanwhile.
+        # A copy, made in one instruction, because the main thread may add items now.
         for key, item in list(self._under_way.items()):
             passage, label, since = item
             try:

@@ -47,7 +47,7 @@ def test_a_launcher_of_another_mpi_is_refused():
     command = [sys.executable, "-c", START + "print('went on')"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 64
-    assert "expected 4 ranks (the launcher says so), got 1 from" in done.stderr
+    assert "expected 4 ranks (as the launcher reports), got 1 from" in done.stderr
     assert "went on" not in done.stdout
 
 

@@ -21,7 +21,7 @@ from tests.support.gpu_ranks import gpu_ranks
 A, B = "0000:3b:00.0", "0000:86:00.0"
 NEW, OLD = 23203, 22809
 BEST = RankFacts(0, A, (A, B), NEW)
-NO_MPI = "MPICH 5.0.2 does not say that it is CUDA-aware"
+NO_MPI = "MPICH 5.0.2 does not report that it is CUDA-aware"
 
 
 def ranks(*changes, **common):
@@ -163,7 +163,7 @@ def test_devices_that_are_not_of_cuda_go_by_the_host(monkeypatch):
         with pytest.raises(CommError, match="device transport: expected 'auto', 'nccl'"):
             comm.use_device(device, "smoke")
         part = comm.split(0)
-        with pytest.raises(CommError, match="expected the communicator that the others are split from"):
+        with pytest.raises(CommError, match="expected the root communicator"):
             part.use_device(device)
         assert comm.use_device(device).name == "mpi-staged" and comm.use_device(HOST).name == "mpi-staged"
     device.close()

@@ -24,7 +24,7 @@ def fake_mpi(kinds="mpi,system"):
 def test_what_mpi_says_of_itself(monkeypatch):
     monkeypatch.setattr(mpi_aware, "_says_so", lambda mpi: False)
     assert claim_fault(fake_mpi(), {}).startswith(
-        "MPICH 5.0.2 does not say that it is CUDA-aware (if it is all the same"
+        "MPICH 5.0.2 does not report that it is CUDA-aware (if it is, set"
     )
     assert claim_fault(fake_mpi("mpi,system,cuda:device"), {}) == ""
     assert claim_fault(fake_mpi(None), {}) != ""
