@@ -18,9 +18,9 @@ from typing import TypeVar
 from halograd.dtensor import plan_exchange
 from halograd.layers.parameter import parameter_blocks
 from halograd.layers.strategy import Strategy
+from halograd.lowering.operations import Transfer
 from halograd.models import build
 from halograd.program.compiler import Target, compile_program
-from halograd.program.operations import Transfer
 
 Result = TypeVar("Result")
 Job = tuple[str, int, int]

@@ -204,6 +204,13 @@ class Blocks(Sequence[Box]):
         """Return the blocks clipped to an array of this shape."""
         return Blocks([_clip(axis, n) for axis, n in zip(self.axes, shape, strict=True)], self.size)
 
+    def ended(self, owned: Blocks, slack: Sequence[int]) -> Blocks:
+        """Return the blocks with each interval extended to the end of the owned one, where that is at most `slack` of
+        its axis behind.
+        """
+        axes = [_ended(axis, own, more) for axis, own, more in zip(self.axes, owned.axes, slack, strict=True)]
+        return Blocks(axes, self.size)
+
     def replace(self, axis: int, parts: Intervals) -> Blocks:
         """Return the blocks with other intervals along one axis."""
         axes = list(self.axes)
@@ -265,6 +272,11 @@ def _covers(axis: Intervals, size: int) -> bool:
 @lru_cache(maxsize=16384)
 def _contains(axis: Intervals, other: Intervals) -> bool:
     return all(d <= c or (a <= c and d <= b) for (a, b), (c, d) in zip(axis, other))
+
+
+@lru_cache(maxsize=16384)
+def _ended(axis: Intervals, owned: Intervals, slack: int) -> Intervals:
+    return tuple((a, d if a < b <= d <= b + slack else b) for (a, b), (_, d) in zip(axis, owned))
 
 
 @lru_cache(maxsize=16384)

@@ -5,17 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..kernels.pointwise import FusedActivation, reads_input
+from ..lowering.context import Context
 from .layer import Layer, Passes, Shape
 from .lowering import Pair
 from .softmax import Softmax
-
-if TYPE_CHECKING:
-    from ..program.context import Context
 
 __all__ = [
     "ELU",

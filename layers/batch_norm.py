@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -15,13 +15,11 @@ from ..kernels.kernel import BatchNormArrays, BatchNormKernels, BatchNormTrainin
 from ..kernels.memory import Workspace
 from ..kernels.norm_parts import cancellation_limit, cancels, centered_squares
 from ..kernels.pointwise import FusedActivation
+from ..lowering.context import Context
+from ..lowering.views import View
 from .activation import activated, fused, inside
 from .layer import Layer, Node, Passes, Shape
 from .parameter import Parameter
-
-if TYPE_CHECKING:
-    from ..program.context import Context
-    from ..program.views import View
 
 __all__ = ["STATISTICS", "BatchNorm"]
 

@@ -5,19 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..dtensor import Blocks, Box, Layout, Window, input_box, output_box
 from ..kernels import Geometry
 from ..kernels.pointwise import FusedActivation
+from ..lowering.context import Context
 from .activation import activated, fused
 from .layer import Layer, Passes, Shape
 from .lowering import cuts_channels, gradient_of, lower_contraction, lower_strips
 from .needs import Stencil, all_of, reaching
 from .parameter import Parameter, lower_weight_norm, with_lengths
-
-if TYPE_CHECKING:
-    from ..program.context import Context
 
 __all__ = ["Conv", "LocalGeometry", "local_geometry"]
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ..dtensor import Box
 from ..kernels.pointwise import FusedActivation
+from ..lowering.context import Context
 from .activation import activated
 from .layer import Layer, Passes, Shape
 from .lowering import cuts_channels, lower_contraction
 from .parameter import Parameter, lower_weight_norm, with_lengths
 from .replicated_dense import lower_replicated
-
-if TYPE_CHECKING:
-    from ..dtensor import Box
-    from ..program.context import Context
 
 __all__ = ["Dense"]
 

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..dtensor import Groups
 from ..kernels.memory import buffer, chunks, masked, on_host, rows
 from ..kernels.memory import total as total_of
+from ..lowering.context import Context
+from ..lowering.operations import KernelSpec
+from ..lowering.views import View
 from .layer import Shape
 from .loss import LocalLoss, Loss, LossBlock, LossTerm
 from .targets import Judgement
-
-if TYPE_CHECKING:
-    from ..program.context import Context
-    from ..program.operations import KernelSpec
-    from ..program.views import View
 
 __all__ = ["Dice", "Tversky"]
 

@@ -6,17 +6,15 @@ import math
 import zlib
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..dtensor import Box
 from ..kernels import DropoutMask
+from ..lowering.context import Context
 from .layer import Layer, Passes, Shape
 from .merge import product
-
-if TYPE_CHECKING:
-    from ..program.context import Context
 
 __all__ = ["Dropout", "StochasticDepth"]
 

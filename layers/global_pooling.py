@@ -7,17 +7,15 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..dtensor import Blocks, Interval, Layout
+from ..lowering.context import Context
+from ..lowering.views import View
 from .layer import Layer, Passes, Shape
 from .needs import without_space
-
-if TYPE_CHECKING:
-    from ..program.context import Context
-    from ..program.views import View
 
 __all__ = ["GlobalAveragePool", "GlobalMaxPool", "Search", "in_wide", "number_dtype"]
 

@@ -5,20 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..dtensor import sample_groups
 from ..kernels import ChannelNormArrays, GroupNormArrays
+from ..lowering.context import Context
 from .activation import activated, fused
 from .batch_norm import affine_parameters, lower_affine
 from .layer import Layer, Passes, Shape
 from .lowering import Pair
 from .parameter import Parameter
-
-if TYPE_CHECKING:
-    from ..program.context import Context
 
 __all__ = ["GroupNorm", "InstanceNorm", "LayerNorm"]
 

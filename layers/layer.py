@@ -17,19 +17,17 @@ import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from halograd.signatures import check_methods
 
 from ..dtensor import Blocks, Box, Layout, Window, input_box
+from ..lowering.context import Context
 from .needs import Shape, Stencil, all_of, probe, sliding
 from .parameter import GivenValues, Parameter, given
 from .targets import TargetReader
-
-if TYPE_CHECKING:
-    from ..program.context import Context
 
 __all__ = ["Input", "Layer", "Node", "Passes", "Shape"]
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..kernels.memory import Workspace, buffer, chunks, widened
+from ..lowering.context import Context
 from .layer import Layer, Passes, Shape
-
-if TYPE_CHECKING:
-    from ..program.context import Context
 
 __all__ = ["LocalResponseNorm"]
 

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -17,14 +17,12 @@ from ..device import is_low
 from ..dtensor import Blocks, Groups, Layout
 from ..kernels import LossArrays
 from ..kernels.memory import Workspace, buffer
+from ..lowering.context import Context
+from ..lowering.operations import KernelSpec, Timing
+from ..lowering.views import Value, View
 from .layer import Layer, Node, Passes, Shape
 from .needs import is_broadcast, operand_blocks, with_axes
 from .targets import Judgement
-
-if TYPE_CHECKING:
-    from ..program.context import Context
-    from ..program.operations import KernelSpec, Timing
-    from ..program.views import Value, View
 
 __all__ = [
     "BALANCED",

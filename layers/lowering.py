@@ -15,10 +15,10 @@ import numpy as np
 
 from ..dtensor import Blocks, Box, Layout, Window, input_box, intervals
 from ..kernels.pointwise import FusedActivation
+from ..lowering.context import Context, Gathered
 from .parameter import block_channels
 
 if TYPE_CHECKING:
-    from ..program.context import Context, Gathered
     from .layer import Layer
 
 __all__ = [

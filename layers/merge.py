@@ -6,20 +6,18 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..dtensor import Blocks, Box, Interval, Layout
 from ..kernels.pointwise import FusedActivation
+from ..lowering.context import Context
+from ..lowering.views import View
 from .activation import activated, fused
 from .layer import Layer, Passes, Shape
 from .lowering import gradient_of
 from .needs import is_broadcast, operand_blocks, with_axes
-
-if TYPE_CHECKING:
-    from ..program.context import Context
-    from ..program.views import View
 
 __all__ = ["Add", "BroadcastAdd", "Concat", "Multiply", "product", "summing"]
 

@@ -16,21 +16,18 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from numbers import Integral
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from halograd.errors import UserError
 
 from ..dtensor import Blocks, Box, Interval, Intervals, Window
-
-if TYPE_CHECKING:
-    from ..program.views import View
+from ..lowering.views import View
 
 __all__ = [
     "Shape",
     "Stencil",
     "all_of",
     "check_spatial",
-    "ended",
     "is_broadcast",
     "operand_blocks",
     "probe",
@@ -182,17 +179,6 @@ def _reach(window: Window, axis: Intervals, outputs: int) -> Intervals:
 def all_of(axis: Intervals, size: int) -> Intervals:
     """Return the whole of an axis of this size for every part that is not empty."""
     return tuple((0, size) if b > a else (0, 0) for a, b in axis)
-
-
-def ended(blocks: Blocks, owned: Blocks, slack: Sequence[int]) -> Blocks:
-    """Extend each interval to the end of the owned one, where that ends at most `slack` later."""
-    axes = [_ended(axis, own, more) for axis, own, more in zip(blocks.axes, owned.axes, slack, strict=True)]
-    return Blocks(axes, blocks.size)
-
-
-@lru_cache(maxsize=16384)
-def _ended(axis: Intervals, owned: Intervals, slack: int) -> Intervals:
-    return tuple((a, d if a < b <= d <= b + slack else b) for (a, b), (_, d) in zip(axis, owned))
 
 
 def probe(of: Callable[[Box], Box], blocks: Blocks, ndim: int, what: str, check: bool) -> Blocks:

@@ -5,19 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..dtensor import Blocks, Interval, Layout, axis_names
+from ..lowering.context import Context
+from ..lowering.operations import Timing
+from ..lowering.views import View
 from .layer import Layer, Node, Passes, Shape
 from .merge import summing
 from .needs import check_spatial
-
-if TYPE_CHECKING:
-    from ..program.context import Context
-    from ..program.operations import Timing
-    from ..program.views import View
 
 __all__ = ["MODES", "Copied", "Pad", "Slice"]
 

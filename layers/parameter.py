@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..dtensor import Blocks, Groups, Intervals, balanced_boundaries, intervals
+from ..lowering.context import Context
 
 if TYPE_CHECKING:
-    from ..program.context import Context
     from .network import Network
     from .strategy import Strategy
 

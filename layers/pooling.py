@@ -10,11 +10,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..dtensor import Window
+from ..lowering.context import Context
+from ..lowering.views import View
 from .convolution import LocalGeometry, local_geometry
 from .global_pooling import GlobalAveragePool, GlobalMaxPool, Search, in_wide, number_dtype
 from .layer import Layer, Node, Passes, Shape
@@ -23,10 +25,6 @@ from .needs import Stencil
 from .padding import Pad
 from .reshape import Reshape
 from .resize import Resize
-
-if TYPE_CHECKING:
-    from ..program.context import Context
-    from ..program.views import View
 
 __all__ = ["AdaptiveAveragePool", "AdaptiveMaxPool", "AveragePool", "MaxPool"]
 

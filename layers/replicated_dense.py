@@ -16,12 +16,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..dtensor import Groups
-
-if TYPE_CHECKING:
-    from ..program.context import Context
+from ..lowering.context import Context
 
 __all__ = ["ReplicatedDense", "RowGather", "lower_replicated", "padded_rows"]
 

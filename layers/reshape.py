@@ -10,17 +10,15 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..dtensor import Blocks, Box, Interval, Layout
+from ..lowering.context import Context
+from ..lowering.views import View
 from .layer import Layer, Passes, Shape
 from .padding import Copied
-
-if TYPE_CHECKING:
-    from ..program.context import Context
-    from ..program.views import View
 
 __all__ = ["ChannelShuffle", "Flatten", "PixelShuffle", "PixelUnshuffle", "Redistribute", "Reshape"]
 

@@ -6,16 +6,14 @@ import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..dtensor import Box
 from ..kernels import Resampled, Resampling
 from ..kernels.geometry import MODES
+from ..lowering.context import Context
 from .layer import Layer, Passes, Shape
 from .lowering import Pair
-
-if TYPE_CHECKING:
-    from ..program.context import Context
 
 __all__ = ["Resize"]
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from ..lowering.context import Context
+from ..lowering.views import View
 from .layer import Layer, Passes, Shape
 from .merge import product, summing
 from .parameter import Parameter
-
-if TYPE_CHECKING:
-    from ..program.context import Context
-    from ..program.views import View
 
 __all__ = ["PReLU", "Scale"]
 

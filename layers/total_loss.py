@@ -7,19 +7,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..dtensor import Blocks, Layout
+from ..lowering.context import Context
+from ..lowering.views import View
 from .layer import Node, Shape
 from .loss import Loss, LossNode, LossTerm, loss_timing, weights_view
 from .needs import operand_blocks
 from .targets import Judgement
-
-if TYPE_CHECKING:
-    from ..program.context import Context
-    from ..program.views import View
 
 __all__ = ["Term", "TotalLoss", "total_of", "training_only", "weighted"]
 

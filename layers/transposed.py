@@ -5,17 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..dtensor import Box, Window, input_box, output_box
+from ..lowering.context import Context, Gathered
 from .activation import activated
 from .convolution import LocalGeometry, conv_data, conv_filter, conv_forward, local_geometry, zeroing
 from .layer import Layer, Passes, Shape
 from .needs import check_spatial, spread
 from .parameter import Parameter
-
-if TYPE_CHECKING:
-    from ..program.context import Context, Gathered
 
 __all__ = ["ConvTranspose"]
 

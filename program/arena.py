@@ -15,8 +15,8 @@ import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .operations import Operation
-from .views import Buffer
+from ..lowering.operations import Operation
+from ..lowering.views import Buffer
 
 __all__ = ["ALIGNMENT", "Placement", "place"]
 

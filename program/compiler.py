@@ -17,10 +17,10 @@ from ..dtensor import Blocks
 from ..layers import Input, Network, Node, Redistribute
 from ..layers.parameter import ParameterBlocks, blocks_of, parameter_blocks
 from ..layers.strategy import Cut, Strategy, counts_of, layout_of
-from .context import Context
-from .operations import KernelSpec, Operation, Run
+from ..lowering.context import Context
+from ..lowering.operations import KernelSpec, Operation, Run
+from ..lowering.views import Buffer, Value, View
 from .program import Program, Segment, Step
-from .views import Buffer, Value, View
 
 __all__ = ["Alone", "Target", "compile_program", "outline"]
 

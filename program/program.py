@@ -15,9 +15,9 @@ import numpy as np
 from ..device import wide
 from ..layers.layer import Layer
 from ..layers.parameter import Parameter
+from ..lowering.operations import KernelSpec, Operation, Run, Total, Transfer
+from ..lowering.views import Value, View
 from .arena import Placement, place
-from .operations import KernelSpec, Operation, Run, Total, Transfer
-from .views import Value, View
 
 if TYPE_CHECKING:
     from .compiler import Target

@@ -14,12 +14,11 @@ from ..comm.sums import METHODS
 from ..dtensor import End, Exchange, reductions_in_groups
 from ..kernels import KernelError, Substitute
 from ..kernels.guards import GUARDS
-from . import operations
-from .operations import KernelSpec, Operation, Run, Total, Transfer
+from ..lowering.operations import ExchangeSpec, KernelSpec, Operation, Run, Total, Transfer
+from ..lowering.views import Buffer, Region, View
 from .program import Program, Segment, name_of
 from .recording import Item
 from .traffic import sums_of
-from .views import Buffer, Region, View
 
 if TYPE_CHECKING:
     from ..comm import Communicator
@@ -262,7 +261,7 @@ class Runner:
         for total, reduction in zip(sums, reductions_in_groups(self.comm, specs)):
             self._made[total] = None if reduction is None else UnderWay(reduction)
 
-    def _arguments(self, made: operations.ExchangeSpec) -> dict[str, Any]:
+    def _arguments(self, made: ExchangeSpec) -> dict[str, Any]:
         return {
             "source": End(made.sources, self.view(made.source), made.source_origin),
             "target": End(made.targets, self.view(made.target), made.target_origin),

@@ -16,7 +16,7 @@ import numpy as np
 
 from ..dtensor import Groups
 from ..dtensor.blocks import Blocks, Interval, Intervals, outer, padded
-from .operations import Run, Sum, Total, Transfer
+from ..lowering.operations import Run, Sum, Total, Transfer
 from .program import Program
 
 __all__ = ["ExchangeTraffic", "GroupSum", "Ledger", "Move", "Sender", "messages_of", "sums_of"]

@@ -30,7 +30,7 @@ def load(name):
     for found in pkgutil.iter_modules(package.__path__, name + "."):
         load(found.name) if found.ispkg else importlib.import_module(found.name)
 
-for name in ("perfmodel", "layers", "models", "program", "dtensor", "jobs"):
+for name in ("perfmodel", "layers", "models", "program", "lowering", "dtensor", "jobs"):
     load(f"halograd.{name}")
 """
 COMMAND = """

@@ -41,7 +41,7 @@ from ..data.disk import atomic_path, check_replaceable
 from ..device import is_low
 from ..dtensor import Blocks, Box
 from ..layers.targets import Judgement
-from ..program.views import Value
+from ..lowering.views import Value
 from .metrics import sigmoid, softmax
 from .parts import PartArray, PartFile, part_path, writing
 from .session import Session

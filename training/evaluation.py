@@ -17,7 +17,7 @@ from ..data.disk import atomic_path, check_replaceable
 from ..device import is_low
 from ..layers.needs import operand_blocks
 from ..layers.targets import Judgement
-from ..program.views import Value, View
+from ..lowering.views import Value, View
 from .executor import Executor
 from .metrics import Calibration, Confusion, Counter, Errors, own_counter
 from .session import Session

@@ -21,9 +21,9 @@ from ..layers.parameter import parameter_blocks
 from ..layers.reduction_chunks import dense_layers, replicable_layers
 from ..layers.reduction_scheme import Scheme
 from ..layers.strategy import Strategy
+from ..lowering.views import Value
 from ..program.compiler import Target, compile_program
 from ..program.runner import Mode, Runner
-from ..program.views import Value
 from .graph import GraphedPass, check_graph, drop, graphed_passes
 from .kernels import Memory, check_debug, check_dtype, report_substitutes
 from .pass_loss import PassLoss

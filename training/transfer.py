@@ -16,7 +16,7 @@ from ..data import LoadedBatch
 from ..device import Ticket, is_low
 from ..dtensor import Box, End, Exchange, Layout
 from ..layers import Network
-from ..program.views import Value
+from ..lowering.views import Value
 from .kernels import Memory
 
 if TYPE_CHECKING:

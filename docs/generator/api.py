@@ -20,8 +20,8 @@ __all__ = ["FOLDERS", "names", "page", "public"]
 ROOT = Path(__file__).resolve().parent.parent.parent
 #: Folders with a page of their own. `cli`, `demo` and `report` are commands: see commands.md.
 FOLDERS = (
-    *("comm", "data", "device", "dtensor", "interchange", "jobs", "kernels", "layers", "models", "perfmodel"),
-    *("program", "training"),
+    *("comm", "data", "device", "dtensor", "interchange", "jobs", "kernels", "layers", "lowering", "models"),
+    *("perfmodel", "program", "training"),
 )
 #: Modules beside the folders that scripts import.
 TOP = ("halograd.onnx", "halograd.testing", "halograd.auto")

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from ...program.operations import Operation, Run, Timing, Total, Transfer
+from ...lowering.operations import Operation, Run, Timing, Total, Transfer
 from ...program.program import Step
 from ...program.traffic import GroupSum, Move
 from ..kernel_times import KernelTimes, LayerTime, LayerWork

@@ -30,9 +30,9 @@ from ...device import as_dtype
 from ...layers import Input, Network, Node, Strategy
 from ...layers.parameter import blocks_of
 from ...layers.strategy import AXES, layout_of
+from ...lowering.views import Value
 from ...program.compiler import Alone, Target, compile_program
 from ...program.program import Step
-from ...program.views import Value
 from ..cuts import Parts, candidates, grids, shared_alike
 from ..kernel_times import LayerWork, Recorded, RooflineTimes
 from ..machine import Machine

@@ -13,9 +13,9 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ...layers import Add, Network
+from ...lowering.views import Value
 from ...program.compiler import Alone
 from ...program.program import Program, Step
-from ...program.views import Value
 from .layer_cost import LayerCost, Pricing, price_layer
 
 __all__ = ["apart", "price_steps"]

@@ -12,11 +12,11 @@ from ...device import device_of, wide
 from ...dtensor import Layout
 from ...layers import Layer
 from ...layers.strategy import AXES
+from ...lowering.operations import Run
+from ...lowering.views import Value
 from ...program.compiler import Alone, Target
-from ...program.operations import Run
 from ...program.program import Program, Segment, Step
 from ...program.runner import Mode, Runner
-from ...program.views import Value
 
 if TYPE_CHECKING:
     from ...comm import Communicator

@@ -28,6 +28,7 @@ from halograd.schema import NotNegative
 from ... import device as device_package
 from ... import kernels as kernels_package
 from ... import layers as layers_package
+from ... import lowering as lowering_package
 from ... import program as program_package
 from ...limits import Cores, usable_cores
 
@@ -251,7 +252,7 @@ def _sources() -> int:
     """Return the checksum of the code that runs when a layer runs, CUDA's with it: between two releases it changes too.
     """
     total = 0
-    for package in (device_package, kernels_package, layers_package, program_package):
+    for package in (device_package, kernels_package, layers_package, lowering_package, program_package):
         for path in sorted(Path(package.__path__[0]).rglob("*")):
             if path.suffix in (".py", ".cu", ".cuh"):
                 total = zlib.crc32(path.read_bytes(), total)

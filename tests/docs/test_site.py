@@ -70,7 +70,8 @@ def public_names() -> Iterator[str]:
         yield from (f"halograd.{module}.{n}" for n in importlib.import_module(f"halograd.{module}").__all__)
     for found in pkgutil.walk_packages(halograd.__path__, "halograd."):
         parent = ".".join(found.name.split(".")[:2])
-        if parent in COMMANDS or not (found.ispkg or parent in ("halograd.perfmodel", "halograd.program")):
+        by_module = parent in ("halograd.lowering", "halograd.perfmodel", "halograd.program")
+        if parent in COMMANDS or not (found.ispkg or by_module):
             continue
         above = importlib.import_module(found.name.rpartition(".")[0])
         if found.ispkg or not hasattr(above, "__all__"):

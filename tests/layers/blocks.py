@@ -14,11 +14,11 @@ from halograd.dtensor import Box
 from halograd.kernels import Backend
 from halograd.layers import Layer
 from halograd.layers.strategy import AXES, layout_of
+from halograd.lowering.operations import Transfer
+from halograd.lowering.views import Value
 from halograd.program.compiler import Alone, Target
-from halograd.program.operations import Transfer
 from halograd.program.program import Program, Segment, Step
 from halograd.program.runner import Mode, Runner
-from halograd.program.views import Value
 
 __all__ = ["computed_in_blocks"]
 

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 
 from halograd.layers import Add, Conv, Input, Layer, MeanSquaredError, Network
+from halograd.lowering.operations import Run
 from halograd.perfmodel.cost import Pricing, Wires, price_layer
 from halograd.perfmodel.cost.steps import price_steps
 from halograd.perfmodel.cuts import BASELINES, baseline
 from halograd.perfmodel.kernel_times import RooflineTimes
 from halograd.perfmodel.machine import Machine
 from halograd.program.compiler import Target, compile_program, outline
-from halograd.program.operations import Run
 from tests.layers.cuts import random_strategy
 from tests.layers.graphs import Gate, Graphs
 from tests.perfmodel.counted import BATCH, strategies

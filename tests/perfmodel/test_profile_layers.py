@@ -11,6 +11,7 @@ from halograd.comm import Communicator
 from halograd.kernels import get_backend
 from halograd.layers import BatchNorm, Conv, Dropout, Input, MaxPool, Network, SoftmaxCrossEntropy, Strategy
 from halograd.limits import Cores, usable_cores
+from halograd.lowering.operations import Total
 from halograd.models import build
 from halograd.perfmodel.cost import simulate
 from halograd.perfmodel.cost.network_costs import network_costs, works_of
@@ -21,7 +22,6 @@ from halograd.perfmodel.profile import cache
 from halograd.perfmodel.profile.bound import BoundLayer
 from halograd.perfmodel.profile.cache import Conditions, Crowd, TimeCache
 from halograd.perfmodel.profile.layers import LayerTimer, measure_layers
-from halograd.program.operations import Total
 from halograd.training import Executor
 from tests.perfmodel.pricing import priced
 from tests.support.fake_device import FakeBackend

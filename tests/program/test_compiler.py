@@ -8,8 +8,8 @@ import pytest
 import halograd as hg
 from halograd.dtensor import Box
 from halograd.layers.strategy import Strategy
+from halograd.lowering.views import is_packed
 from halograd.program.compiler import Target, compile_program
-from halograd.program.views import is_packed
 
 
 def compiled(network, strategy, rank, size, batch=1):

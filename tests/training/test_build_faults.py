@@ -16,10 +16,10 @@ from halograd.kernels.onednn import OnednnBackend
 from halograd.layers import lowering as lowering_module
 from halograd.layers.reduction_scheme import Scheme
 from halograd.layers.strategy import Strategy
+from halograd.lowering.context import Context
+from halograd.lowering.views import Value
 from halograd.program import program as program_module
-from halograd.program.context import Context
 from halograd.program.runner import Runner
-from halograd.program.views import Value
 from halograd.training import executor as executor_module
 from halograd.training import train as train_run
 from halograd.training.evaluation import Evaluation

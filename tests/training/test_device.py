@@ -8,8 +8,8 @@ from halograd.comm import Communicator
 from halograd.errors import UserError
 from halograd.kernels.numpy import NumpyBackend
 from halograd.layers.strategy import Strategy
+from halograd.lowering.operations import Transfer
 from halograd.models import alexnet
-from halograd.program.operations import Transfer
 from halograd.training.executor import Executor
 from halograd.training.optimizers import SGD
 from halograd.training.schedules import Constant

@@ -7,8 +7,8 @@ from mpi4py import MPI
 from halograd.comm import Communicator
 from halograd.kernels import get_backend
 from halograd.layers import Add, Conv, Input, MeanSquaredError, Network, Strategy
+from halograd.lowering.operations import Run, Transfer
 from halograd.program.compiler import Target, compile_program
-from halograd.program.operations import Run, Transfer
 from halograd.testing import random_array
 from halograd.training.executor import Executor
 

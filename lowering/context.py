@@ -3,21 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from ..device import wide
-from ..dtensor import Blocks, Box, Groups, plan_exchange
-from ..layers.needs import ended
-from ..layers.strategy import AXES
+from ..dtensor import Blocks, Box, Groups, Layout, plan_exchange
 from .operations import ExchangeSpec, KernelSpec, Operation, Run, Sum, Timing, Total, Transfer
-from .views import Buffer, Region, View
+from .views import Buffer, Region, Value, View
 
-if TYPE_CHECKING:
-    from .program import Step
+__all__ = ["Context", "Gathered", "LoweredLayer", "LoweredStep", "Returned"]
 
-__all__ = ["Context", "Gathered", "Returned"]
+
+class LoweredLayer(Protocol):
+    """What a context asks of the layer that lowers itself; see :class:`halograd.layers.Layer`."""
+
+    @property
+    def kind(self) -> str: ...
+
+    def needed_blocks(self, i: int, inputs: Sequence[Layout], output: Layout) -> Blocks: ...
+
+    def gradient_blocks(self, x: Layout, output: Layout) -> Blocks | None: ...
+
+
+class LoweredStep(Protocol):
+    """One layer in the order of computation; see :class:`halograd.program.program.Step`."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def layer(self) -> LoweredLayer: ...
+
+    @property
+    def inputs(self) -> Sequence[Value]: ...
+
+    @property
+    def output(self) -> Value: ...
+
+    @property
+    def options(self) -> Mapping[str, Any]: ...
+
+    @property
+    def parts(self) -> Mapping[str, int]: ...
+
+    @property
+    def frozen(self) -> bool: ...
 
 
 class Context:
@@ -61,7 +92,7 @@ class Context:
 
     def __init__(
         self,
-        step: Step,
+        step: LoweredStep,
         arrays: Mapping[str, Mapping[str, View]],
         *,
         trainable: bool = True,
@@ -70,7 +101,7 @@ class Context:
     ) -> None:
         self.layer, self.name = step.layer, step.name
         self.inputs, self.output = tuple(step.inputs), step.output
-        self.parts, self.options = {**dict.fromkeys(AXES, 1), **step.parts}, step.options
+        self.parts, self.options = step.parts, step.options
         self.params, self.grads, self.state = arrays["params"], arrays["grads"], arrays["state"]
         self.rank, self.size, self.box = self.output.rank, self.output.layout.size, self.output.box
         self.shapes = [v.layout.shape[1:] for v in self.inputs]
@@ -133,7 +164,7 @@ class Context:
         """
         layout = self.inputs[i].layout
         blocks = self.needed(i).clipped(layout.shape)
-        return blocks if slack is None else ended(blocks, layout.boxes, slack)
+        return blocks if slack is None else blocks.ended(layout.boxes, slack)
 
     @property
     def gradient_blocks(self) -> Blocks:
