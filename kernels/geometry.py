@@ -35,10 +35,11 @@ LANES = 8
 
 
 def tensor_core_channels(channels: int, dtype: Any) -> int:
-    """As many channels as the input of a convolution should have for tensor cores, which take 16 bits by eights.
+    """Return the number of channels that a convolution input should have for tensor cores: a multiple of 8 for 16-bit
+    types.
 
-    Up to eight channels stay: cuDNN has engines for first layers. Of others it would make a padded copy itself, in its
-    workspace and at every call (measured by planning 18 channels of 2048 x 2048: 192 MiB, and none of 24).
+    Up to eight channels stay as they are: cuDNN has engines for first layers. For other counts, cuDNN would make a
+    padded copy in its workspace at every call (measured on 2048 x 2048: 192 MiB for 18 channels, none for 24).
 
     >>> [tensor_core_channels(n, "float16") for n in (1, 3, 8, 18, 24)], tensor_core_channels(18, "float32")
     ([1, 3, 8, 24, 24], 18)
@@ -47,8 +48,9 @@ def tensor_core_channels(channels: int, dtype: Any) -> int:
 
 
 def channels_in_memory(array: Any) -> int | None:
-    """Return channels from one position of an array ``(N, *spatial, C)`` to the next; None if it is not packed but for
-    these.
+    """Return the distance between two positions of an array ``(N, *spatial, C)`` in channels.
+
+    None if the array is not packed apart from extra channels.
 
     >>> a = np.zeros((2, 5, 4, 24))
     >>> channels_in_memory(a), channels_in_memory(a[..., :18]), channels_in_memory(a[:, 1:, :, :18])
@@ -77,12 +79,13 @@ MODES = ("nearest", "nearest-exact", "linear", "cubic", "area")
 
 @dataclass(frozen=True)
 class StridedRun:
-    """`count` outputs ``start + k * step``; each is the sum over `taps` of ``weight * x[first + k * input_step]``.
+    """Outputs ``start + k * step`` for `count` values of k; each is the sum over taps of ``weight * x[first + k *
+    input_step]``.
 
     Attributes
     ----------
     taps
-        ``(first, weight)``; a single one has the weight 1.
+        Pairs ``(first, weight)``; a single tap has the weight 1.
     """
 
     start: int
@@ -92,19 +95,19 @@ class StridedRun:
     taps: tuple[tuple[int, float], ...]
 
     def outputs(self, origin: int = 0) -> slice:
-        """Return the outputs in an array that begins at global `origin`."""
+        """Return the outputs as a slice of an array that begins at global `origin`."""
         first = self.start - origin
         return slice(first, first + (self.count - 1) * self.step + 1, self.step)
 
     def inputs(self, tap: int, origin: int = 0) -> slice:
-        """Return the inputs of one tap in an array that begins at global `origin`."""
+        """Return the inputs of one tap as a slice of an array that begins at global `origin`."""
         first = self.taps[tap][0] - origin
         return slice(first, first + (self.count - 1) * self.input_step + 1, self.input_step)
 
 
 @dataclass(frozen=True)
 class Resampling:
-    """One axis of `size` inputs and `outputs` outputs, `ratio` inputs per output.
+    """Resampling of one axis of `size` inputs to `outputs` outputs, with `ratio` inputs per output.
 
     Attributes
     ----------
@@ -113,9 +116,9 @@ class Resampling:
         ends. ``"cubic"``: the same position between four inputs, by the kernel of Keys (1981) with a = -3/4; the first
         and the last input stand for those outside. ``"nearest-exact"``: the input under the centre,
         ``floor((o + 1/2) * ratio)``. ``"nearest"``: ``floor(o * ratio)``. ``"area"``: the mean of the inputs from
-        ``floor(o * ratio)`` to ``ceil((o + 1) * ratio) - 1``. All as in torch.
+        ``floor(o * ratio)`` to ``ceil((o + 1) * ratio) - 1``. All modes match torch.
     aligned
-        Of linear and cubic: the position is ``o * ratio`` (corners are aligned).
+        For linear and cubic: the position is ``o * ratio`` (corners are aligned).
     """
 
     size: int
@@ -125,7 +128,7 @@ class Resampling:
     aligned: bool = False
 
     def taps(self, o: int) -> tuple[tuple[int, float], ...]:
-        """``(input, weight)`` of one output, neighbors in rising order."""
+        """Return pairs ``(input, weight)`` of one output, in rising order of inputs."""
         if self.mode in ("linear", "cubic"):
             return self._between(o * self.ratio if self.aligned else (o + _HALF) * self.ratio - _HALF)
         if self.mode == "area":
@@ -135,7 +138,9 @@ class Resampling:
         return ((min(int(position), self.size - 1), 1.0),)
 
     def _between(self, position: Fraction) -> tuple[tuple[int, float], ...]:
-        """Return two or four inputs around a position; those outside count as the last ones inside."""
+        """Return the two or four inputs around a position with their weights. Inputs outside are replaced by the
+        outermost ones.
+        """
         if self.mode == "linear":
             position = max(Fraction(0), position)
         first, last = math.floor(position), self.size - 1
@@ -151,14 +156,14 @@ class Resampling:
         return tuple((i, float(own)) for i, own in found.items())
 
     def input_range(self, start: int, stop: int) -> tuple[int, int]:
-        """Return inputs that the outputs ``[start, stop)`` read, as a half-open range; always inside the array."""
+        """Return the inputs that the outputs ``[start, stop)`` read, as a half-open range inside the array."""
         if stop <= start:
             return 0, 0
         return self.taps(start)[0][0], self.taps(stop - 1)[-1][0] + 1
 
     def runs(self, start: int, stop: int) -> list[StridedRun]:
-        """Return the outputs ``[start, stop)`` as runs, each output in exactly one."""
-        # Where all outputs read one input, no run has two outputs.
+        """Return the outputs ``[start, stop)`` as strided runs; each output is in exactly one run."""
+        # If all outputs read one input, every run has one output.
         step, input_step = self.ratio.denominator, max(1, self.ratio.numerator)
         found = []
         for phase in range(start, min(stop, start + step)):
@@ -194,13 +199,13 @@ def _cubic(t: Fraction) -> tuple[Fraction, Fraction, Fraction, Fraction]:
 
 
 def _next(run: StridedRun) -> tuple[tuple[int, float], ...]:
-    """Return the taps that would continue the run."""
+    """Return the taps of the next output of a run."""
     return tuple((first + run.count * run.input_step, weight) for first, weight in run.taps)
 
 
 @dataclass(frozen=True)
 class Resampled:
-    """One axis of a block: the outputs ``[start, stop)``, of inputs in an array that begins at `origin`."""
+    """Resampling of one axis of a block: outputs ``[start, stop)`` from an input array that begins at `origin`."""
 
     resampling: Resampling
     start: int
@@ -209,22 +214,25 @@ class Resampled:
 
     @property
     def runs(self) -> list[StridedRun]:
-        """The outputs as runs."""
+        """Runs of the outputs."""
         return self.resampling.runs(self.start, self.stop)
 
     @property
     def longest(self) -> int:
-        """Outputs of the longest run that has several taps."""
+        """Number of outputs of the longest run with several taps."""
         return max((run.count for run in self.runs if len(run.taps) > 1), default=0)
 
     def input_range(self) -> tuple[int, int]:
-        """Return inputs that are read, as positions in the array."""
+        """Return the range of inputs that are read, as positions in the array."""
         first, last = self.resampling.input_range(self.start, self.stop)
         return first - self.origin, last - self.origin
 
     def table(self) -> tuple[Any, Any]:
-        """Per output the first of the neighboring inputs, as a position in the array, and their weights
-        ``(outputs, taps)``, zeros behind those that there are; host arrays."""
+        """Return, for each output, the first input that it reads (position in the array) and the weights ``(outputs,
+        taps)``.
+
+        Missing weights are 0. Host arrays.
+        """
         taps = [self.resampling.taps(o) for o in range(self.start, self.stop)]
         weights = np.zeros((len(taps), max((len(some) for some in taps), default=1)))
         for row, some in zip(weights, taps):
@@ -244,8 +252,8 @@ class Geometry:
     kernel, stride, dilation
         One number per spatial axis, at least 1 each.
     padding
-        ``(lo, hi)`` per spatial axis. ``lo`` is at least 0; a negative ``hi`` drops that many rows at
-        the end (the vendor libraries know the same rule, and none accepts a negative ``lo``).
+        ``(lo, hi)`` per spatial axis. ``lo`` is at least 0; a negative ``hi`` drops that many rows at the end (vendor
+        libraries follow the same rule and reject a negative ``lo``).
     groups
         Number of groups the channels of a convolution are divided into; pooling ignores it.
 
@@ -339,11 +347,10 @@ class Geometry:
 
 
 def read_part(spatial: Sequence[int], geometry: Geometry) -> tuple[tuple[int, ...], Geometry]:
-    """Return the leading part of an array of extents `spatial` that is read, and the geometry on it, without negative
-    padding.
+    """Return the leading extents that are read of an array of extents `spatial`, and the geometry on them.
 
-    No library is given a negative padding: cuDNN knows none, and oneDNN's gradients of weights read outputs that the
-    dropped rows would have. Where the stride skips these rows anyway, there is nothing to drop.
+    This geometry has no negative padding, which libraries do not support: cuDNN has none, and oneDNN's weight gradients
+    read outputs of the dropped rows. Nothing is dropped if the stride skips these rows anyway.
 
     >>> read_part((9, 9), Geometry.of((3, 3), 2, ((1, -2), (1, -1))))[0]
     (7, 9)

@@ -1,14 +1,14 @@
-"""Guard bytes: memory in front of and after arrays that no kernel may change, to find writes outside of arrays.
+"""Guard bytes: memory before and after arrays that no kernel may change. They detect writes outside of arrays.
 
 While ``with GUARDS:`` is open, :func:`halograd.kernels.memory.aligned_empty` surrounds every array with guard bytes.
-:meth:`Guards.check` looks at them all; with `each_kernel` every kernel made in the meantime does so after each call.
-Scratch memory is shared by all kernels, so its guards hold during one call: a kernel writes them before and checks them
-after. ::
+:meth:`Guards.check` checks all guard bytes. With `each_kernel`, every kernel that is built meanwhile checks them after
+each call. All kernels share scratch memory, so its guards hold during one call: a kernel writes them before the call
+and checks them after it. ::
 
     | guard | array | guard |          | guard | scratchpad | guard | temporary | guard |
 
-A finding is kept until :meth:`Guards.check` raises it: guard bytes belong to no array, so nothing is lost before.
-The pattern is a quiet NaN in every type of floating-point number: a kernel that reads it makes NaN.
+A violation is stored until :meth:`Guards.check` raises it. The pattern is a quiet NaN in every floating-point type, so
+a kernel that reads it returns NaN.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ __all__ = ["GUARDS", "GuardError", "Guards", "room"]
 
 
 class GuardError(RuntimeError):
-    """A kernel wrote outside of its memory."""
+    """Raised if a kernel wrote outside of its memory."""
 
 
-#: Guard bytes on either side of an array [B].
+#: Size of the guard on each side of an array [B].
 SIDE = 1 << 12
-#: Those after a temporary: as many times its size, as vectors with a wrong stride leave gaps, up to a limit [B].
+#: Size of the guard after a temporary: this multiple of its size, because writes with a wrong stride leave gaps, up to
+#: a limit [B].
 TIMES, MOST = 8, 1 << 17
 
 
@@ -39,17 +40,18 @@ def room(nbytes: int) -> int:
 
 
 class Guards:
-    """Arrays with guard bytes, and what was found. Local; one for a process, since memory is the process's.
+    """Arrays with guard bytes, and the violations found. Local. One object per process, because memory belongs to the
+    process.
 
-    A context manager: arrays and kernels that are made in the meantime are guarded. Contexts may be nested and may end
+    A context manager: arrays and kernels that are made while it is open are guarded. Contexts may be nested and may end
     in any order.
 
     Attributes
     ----------
     place
-        What runs, for messages: set by the code that runs kernels.
+        Current operation, for messages; set by the code that runs kernels.
     each_kernel
-        Whether the guards of all arrays are looked at after each kernel, which names it in messages and takes time.
+        Whether to check the guards of all arrays after each kernel. Messages then name the kernel; this takes time.
     """
 
     def __init__(self) -> None:
@@ -61,7 +63,7 @@ class Guards:
 
     @property
     def active(self) -> bool:
-        """Whether arrays and kernels that are made now are guarded."""
+        """Whether new arrays and kernels are guarded."""
         return self._open > 0
 
     def __enter__(self) -> Guards:
@@ -77,7 +79,7 @@ class Guards:
 
     # ------------------------------------------------------------------ arrays
     def surround(self, nbytes: int, alignment: int) -> np.ndarray:
-        """Return uint8 ``(nbytes,)`` at an address that `alignment` divides, contents undefined, with guard bytes."""
+        """Return a guarded uint8 array ``(nbytes,)``, contents undefined, at an address that `alignment` divides."""
         raw = np.empty(nbytes + 2 * SIDE + alignment, np.uint8)
         start = SIDE + -(_address(raw) + SIDE) % alignment
         stop = start + nbytes
@@ -88,7 +90,7 @@ class Guards:
         return raw[start:stop]
 
     def look(self, who: str) -> None:
-        """Note which arrays have other guard bytes than they should, as found after `who`; write them again."""
+        """Check the guards of all arrays. Record changes, attributed to `who`, and restore the guard bytes."""
         for reference, start, stop in list(self._arrays.values()):
             raw = reference()
             if raw is not None:
@@ -96,8 +98,8 @@ class Guards:
                 self.compare(raw[stop:], who, f"after an array of {stop - start} B")
 
     def compare(self, guard: np.ndarray, who: str, where: str) -> None:
-        """Note if guard bytes have changed, as found after `who`; write them again."""
-        # A comparison by NumPy would clear the flags of the processor, which a kernel may be followed by a look at.
+        """Check one guard. Record a change, attributed to `who`, and restore the guard bytes."""
+        # A NumPy comparison would clear the processor's floating-point flags, which may be read after a kernel.
         if _same(_address(guard), _address(_pattern(guard.size)), guard.size) == 0:
             return
         changed = np.flatnonzero(guard != _pattern(guard.size))
@@ -108,12 +110,12 @@ class Guards:
         mark(guard)
 
     def check(self) -> None:
-        """Raise what was found since the last call.
+        """Raise the violations found since the last call.
 
         Raises
         ------
         GuardError
-            If guard bytes were changed. It names the kernel and its implementation.
+            If guard bytes were changed. The message names the kernel and its implementation.
         """
         self.look("a kernel or a copy")
         found, self._found = self._found, []
@@ -125,9 +127,9 @@ class Guards:
     def watched(
         self, run: Callable[[], Any], who: str, scratch: Callable[[], Sequence[tuple[np.ndarray, str]]] | None = None
     ) -> Callable[[], Any]:
-        """Return `run` with a look at guard bytes after it.
+        """Return `run` followed by a check of the guard bytes.
 
-        `scratch` returns guard bytes that hold for this call only, with words for their position.
+        `scratch` returns guard bytes that hold for this call only, each with a text for its position.
         """
 
         def call() -> None:
@@ -152,7 +154,7 @@ def _address(array: np.ndarray) -> int:
 
 
 def mark(guard: np.ndarray) -> None:
-    """Write guard bytes."""
+    """Write the guard pattern."""
     guard[...] = _pattern(guard.size)
 
 
@@ -165,5 +167,5 @@ def _pattern(size: int) -> np.ndarray:
 
 _longest = np.resize(np.array([0xFD, 0xFF], np.uint8), 2 * SIDE)
 
-#: Guards of this process.
+#: The guards of this process.
 GUARDS = Guards()

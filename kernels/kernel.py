@@ -1,8 +1,8 @@
-"""What a backend's factories return: arrays and geometry bound at build time, ready to be called.
+"""Kernels: computations bound to arrays and geometry at build time, with the kernels of empty blocks.
 
-A rank that owns nothing (no input, or no output) has kernels of its own, the same on every device.
-Sums over nothing are zero. An output without any input reads padding only: a convolution gives its bias,
-a maximum -inf. Shapes are not checked: an empty block has no channels worth the name.
+A rank without input or output elements has kernels of its own, the same on every device. Sums over an empty set are
+zero. An output without input reads padding only: a convolution returns its bias, a maximum -inf. Shapes of empty blocks
+are not checked, because their channel count has no meaning.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ __all__ = [
 
 
 class KernelError(ValueError):
-    """A kernel cannot be built as asked; the message says what to do instead."""
+    """Raised if a kernel cannot be built as requested; the message contains the remedy."""
 
 
 _EMPTY = "empty"
 
 
 def has_nothing(*arrays: Any) -> bool:
-    """Return whether one of the arrays has no elements."""
+    """Return whether any of the arrays is empty."""
     return any(0 in a.shape for a in arrays)
 
 
 def filled(value: float, *arrays: Any) -> Kernel:
-    """Writes `value` into every array that is not None."""
+    """Return a kernel that writes `value` into every array that is not None."""
     targets = [a for a in arrays if a is not None and 0 not in a.shape]
 
     def run() -> None:
@@ -66,7 +66,7 @@ def filled(value: float, *arrays: Any) -> Kernel:
 
 
 def bias_only(b: Any, y: Any) -> Kernel:
-    """Return the output of a convolution or dense layer that has no input."""
+    """Return the forward kernel of a convolution or dense layer whose input is empty."""
     if b is None or has_nothing(y):
         return filled(0, y)
 
@@ -77,7 +77,9 @@ def bias_only(b: Any, y: Any) -> Kernel:
 
 
 def filter_of_nothing(xp: Any, dy: Any, dw: Any, db: Any) -> Kernel:
-    """Return the weight gradients without input; the bias gradient still sums the output's, should there be any."""
+    """Return the kernel of the weight gradients for an empty input. The bias gradient still sums `dy` if it has
+    elements.
+    """
     if db is None or has_nothing(dy):
         return filled(0, dw, db)
     axes = tuple(range(len(dy.shape) - 1))
@@ -90,12 +92,12 @@ def filter_of_nothing(xp: Any, dy: Any, dw: Any, db: Any) -> Kernel:
 
 
 def pool_of_nothing(value: float, y: Any, dx: Any) -> tuple[Kernel, Kernel | None]:
-    """Pooling of padding alone."""
+    """Return the kernels of a pooling whose input is empty."""
     return filled(value, y), None if dx is None else filled(0, dx)
 
 
 def batch_norm_of_nothing(a: BatchNormArrays) -> BatchNormKernels:
-    """Batch norm of a rank without elements: its sums are zero."""
+    """Return the batch norm kernels of a rank without elements: its sums are zero."""
     forward = filled(0, a.mean, a.var) if a.local else idle()
     statistics = idle() if a.local else filled(0, a.sums)
     if a.dx is None:
@@ -104,16 +106,16 @@ def batch_norm_of_nothing(a: BatchNormArrays) -> BatchNormKernels:
 
 
 class Kernel:
-    """A computation on arrays bound at build time; calling it runs it, allocating nothing.
+    """A computation on arrays bound at build time. A call runs it and allocates nothing.
 
     Attributes
     ----------
     impl : str
-        Which implementation runs, e.g. ``"numpy:im2col"`` or ``"onednn:brgconv:avx512_core"``.
+        Name of the implementation, e.g. ``"numpy:im2col"`` or ``"onednn:brgconv:avx512_core"``.
     workspace_bytes : int
-        Memory this kernel alone holds besides its arguments [B].
+        Memory that this kernel alone holds in addition to its arguments [B].
     scratch_bytes : int
-        Memory it needs while it runs, shared with all kernels of its backend [B].
+        Memory needed during a call, shared with all kernels of its backend [B].
     """
 
     impl: str = "nothing"
@@ -133,7 +135,7 @@ class Kernel:
         self._run()
 
     def close(self) -> None:
-        """Free what the kernel holds; it cannot run any more. May be called twice."""
+        """Free the kernel's memory; it cannot run any more. May be called twice."""
         free, self._free = self._free, None
         self._run = self._closed
         if free is not None:
@@ -147,15 +149,15 @@ class Kernel:
 
 
 class ScratchKernel(Kernel):
-    """A kernel that takes views of its backend's :class:`Scratch` before it runs first.
+    """A kernel that takes views of its backend's :class:`Scratch` before its first run.
 
     Parameters
     ----------
     bind
-        Takes the views anew and returns what is to run. Called at the first call and whenever the
-        scratch memory was enlarged since.
+        Takes new views and returns the function to run. Called at the first call, and again after the scratch memory
+        has grown.
     guards
-        Where guard bytes lie in the scratch memory, with words for their position: ``(start, stop, where)``.
+        Guard bytes in the scratch memory, with a text for their position: ``(start, stop, where)``.
     """
 
     def __init__(
@@ -170,7 +172,7 @@ class ScratchKernel(Kernel):
     ) -> None:
         super().__init__(self._closed, impl, workspace_bytes, close)
         self._within = guards
-        if self._guards is not None and not guards:  # then one after all that it uses
+        if self._guards is not None and not guards:  # then one guard after all memory that the kernel uses
             end = round_up(scratch_bytes) + room(scratch_bytes)
             self._within = ((scratch_bytes, end, f"after its scratch memory of {scratch_bytes} B"),)
             scratch_bytes = end
@@ -189,7 +191,7 @@ class ScratchKernel(Kernel):
         self._run()
 
     def _guard_bytes(self) -> list[tuple[Any, str]]:
-        """Return the guard bytes within the scratch memory, with words for their position; none on a device."""
+        """Return the guard bytes in the scratch memory with a text for their position; empty on a device."""
         parts = [(self._scratch.view((stop - start,), np.uint8, start), where) for start, stop, where in self._within]
         return [(part, where) for part, where in parts if on_host(part)]
 
@@ -199,7 +201,7 @@ class ScratchKernel(Kernel):
 
 
 def run_all(calls: Iterable[Callable[[], Any]]) -> Callable[[], Any]:
-    """Return several calls as one function."""
+    """Return one function that makes several calls."""
     parts = tuple(calls)
     if len(parts) == 1:
         return parts[0]
@@ -212,12 +214,12 @@ def run_all(calls: Iterable[Callable[[], Any]]) -> Callable[[], Any]:
 
 
 def idle() -> Kernel:
-    """Return a step that another kernel does already."""
+    """Return a no-op kernel, for a step that another kernel includes."""
     return Kernel(lambda: None, "idle")
 
 
 def chain(*kernels: Kernel) -> Kernel:
-    """Return several kernels as one, run in this order; it closes them."""
+    """Return one kernel that runs several kernels in this order and closes them."""
     parts = tuple(kernels)
     close = run_all([k.close for k in parts])
     whole = Kernel(run_all(parts), " + ".join(k.impl for k in parts), sum(k.workspace_bytes for k in parts), close)
@@ -226,7 +228,7 @@ def chain(*kernels: Kernel) -> Kernel:
 
 
 def fallback(first: Kernel, failed: Callable[[], bool], second: Kernel) -> Kernel:
-    """`first`, and where it turns out that it `failed`, `second` after it; it closes both."""
+    """Return a kernel that runs `first` and then, if it `failed`, `second`. It closes both."""
     both = chain(first, second)
 
     def run() -> None:
@@ -240,7 +242,9 @@ def fallback(first: Kernel, failed: Callable[[], bool], second: Kernel) -> Kerne
 
 
 def either(first: Kernel, otherwise: Callable[[], bool], second: Kernel, *asked: Kernel) -> Kernel:
-    """`first`, or `second` in its place where `otherwise` says so; it closes both, and the kernels `asked` by it."""
+    """Return a kernel that runs `second` if `otherwise` returns True, else `first`. It closes both and the kernels
+    `asked`.
+    """
     both = chain(first, second, *asked)
     whole = Kernel(lambda: second() if otherwise() else first(), first.impl, both.workspace_bytes, both.close)
     whole.scratch_bytes = both.scratch_bytes
@@ -248,7 +252,7 @@ def either(first: Kernel, otherwise: Callable[[], bool], second: Kernel, *asked:
 
 
 def deferred(make: Callable[[], Kernel]) -> Kernel:
-    """Return a kernel that is made when it first runs. What hardly ever runs takes no memory before."""
+    """Return a kernel that is built at its first run. A kernel that rarely runs takes no memory until then."""
     made: list[Kernel] = []
 
     def run() -> None:
@@ -265,7 +269,7 @@ def deferred(make: Callable[[], Kernel]) -> Kernel:
 
 @dataclass(frozen=True)
 class Substitute:
-    """A kernel that another library makes, because the backend's own has no fast one.
+    """A kernel from another library, used because the backend has no fast one.
 
     Attributes
     ----------
@@ -274,7 +278,7 @@ class Substitute:
     by
         The other library.
     reason
-        Why, in one line.
+        Reason, in one line.
     """
 
     what: str
@@ -284,21 +288,21 @@ class Substitute:
 
 @dataclass(frozen=True)
 class BatchNormTraining:
-    """What the kernels of a batch norm do in training between the sums and the rest.
+    """Additional work of batch norm kernels in training.
 
     Attributes
     ----------
     count
-        Elements per channel, on all processes, that mean and variance are of.
+        Number of elements per channel, over all processes, behind mean and variance.
     from_sums
-        Whether ``forward()`` takes mean and variance from `sums`, which then hold those of all processes; else as they
-        are in `mean` and `var`. Without meaning where the statistics are local.
+        Whether ``forward()`` derives mean and variance from `sums`, which then cover all processes; else it reads
+        `mean` and `var`. Ignored if statistics are local.
     momentum
         Weight of this batch in the running statistics.
     running_mean, running_var
-        ``(C,)``, in which ``forward()`` takes up mean and unbiased variance; None: in no array.
+        ``(C,)``, updated by ``forward()`` with mean and unbiased variance; None: not updated.
     dgamma, dbeta
-        ``(C,)``, which ``backward_sums()`` writes: the sums of this process; None: nowhere.
+        ``(C,)``, written by ``backward_sums()``: the sums of this process; None: not written.
     """
 
     count: int
@@ -311,7 +315,7 @@ class BatchNormTraining:
 
     @property
     def unbiased(self) -> float:
-        """Factor that makes the biased variance an unbiased one."""
+        """Factor that turns the biased variance into the unbiased one."""
         return self.count / max(self.count - 1, 1)
 
     @property
@@ -328,12 +332,12 @@ class BatchNormArrays:
     Attributes
     ----------
     x, y, dy, dx
-        ``(N, *spatial, C)``; `dy` and `dx` are None for a forward that is never differentiated. Backward reads `y` only
-        with a residual and an activation: else what the activation `f` was given follows from `x` again.
+        ``(N, *spatial, C)``; `dy` and `dx` are None without a backward pass. Backward reads `y` only with a residual
+        and an activation; else it recomputes the input of the activation `f` from `x`.
     gamma, beta, mean, var
         ``(C,)``, of the dtype of `x` or float32; `var` is the biased variance.
     sums, means
-        float64 ``(2, C)``: what this process adds up, and what all processes found.
+        float64 ``(2, C)``: sums over this process, and means over all processes.
     local
         False: ``statistics()`` writes ``sums = [sum x, sum x^2]`` (two passes over blocks, combined in
         float64, or no less accurately than the local statistics) and may use `y` as it likes; ``forward()``
@@ -344,11 +348,10 @@ class BatchNormArrays:
         True: ``forward()`` writes `mean` and `var` too, ``backward_sums()`` writes `dx` and `sums`, the
         other two do nothing.
     training
-        What the kernels do besides: mean and variance from sums over all processes, running statistics, gradients
-        of the parameters. Then ``backward_data()`` divides `sums` by ``training.count`` itself, and may use `means`
-        as it likes.
+        Additional work: mean and variance from sums over all processes, running statistics, gradients of the
+        parameters. Then ``backward_data()`` divides `sums` by ``training.count`` itself, and may overwrite `means`.
     residual, dresidual
-        Of the shape of `x`, or None. With a residual and an activation, whose derivative must follow from its output,
+        Shape of `x`, or None. With a residual and an activation, whose derivative must follow from its output,
         ``backward_sums()`` writes ``dresidual = dy'``, which ``backward_data()`` reads; without activation the
         residual's gradient is `dy`, and `dresidual` None.
     """
@@ -378,7 +381,7 @@ class BatchNormArrays:
 
 @dataclass(frozen=True)
 class BatchNormKernels:
-    """The four steps of a batch norm; the two backward ones are None where no gradient was asked for."""
+    """The four steps of a batch norm. The backward steps are None without a backward pass."""
 
     statistics: Kernel
     forward: Kernel
@@ -386,7 +389,7 @@ class BatchNormKernels:
     backward_data: Kernel | None
 
     def close(self) -> None:
-        """Close all four."""
+        """Close all four kernels."""
         kernels: Sequence[Kernel | None] = (self.statistics, self.forward, self.backward_sums, self.backward_data)
         for kernel in kernels:
             if kernel is not None:

@@ -1,4 +1,4 @@
-"""Losses: a scalar, and the gradient of the prediction with it. The interface."""
+"""Interface of losses: a kernel that computes a scalar and the gradient of the prediction."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ __all__ = ["ClassTargets", "LossArrays", "LossKernel", "Losses"]
 
 
 _INTEGERS = tuple(f"{sign}int{bits}" for bits in (8, 16, 32, 64) for sign in ("", "u"))
-#: Dtypes of targets.
+#: Supported dtypes of targets.
 TARGETS = ("float32", "float64", "float16", "bfloat16", "bool", *_INTEGERS)
 
 
 class LossKernel(Kernel, ABC):
-    """A kernel that writes a loss of which not all samples may count; all of them do until :meth:`set` is called."""
+    """A loss kernel that can leave out samples. All samples count until :meth:`set` is called."""
 
     @abstractmethod
     def set(self, samples: int, scale: float) -> None:
-        """`samples` leading samples count, the others get a gradient of 0; the sum is multiplied by `scale`."""
+        """Count the `samples` leading samples only; the gradient of the others is 0. Multiply the sum by `scale`."""
 
 
 class _LossOfNothing(LossKernel):
-    """The loss of a rank without elements: 0."""
+    """Loss of a rank without elements: 0."""
 
     def set(self, samples: int, scale: float) -> None:
         return
 
 
 class _Packed(LossKernel):
-    """A loss of packed copies of what is not packed."""
+    """A loss kernel on packed copies of strided arrays."""
 
     def __init__(self, copy: Kernel, loss: LossKernel, nbytes: int) -> None:
         self._loss, whole = loss, chain(copy, loss)
@@ -48,23 +48,23 @@ class _Packed(LossKernel):
 
 @dataclass(frozen=True)
 class LossArrays:
-    """What a loss reads and writes; local.
+    """Arrays that a loss reads and writes; local.
 
     Attributes
     ----------
     x, target
-        Prediction and target, of equally many samples and positions. The target may have another dtype.
+        Prediction and target, with the same samples and positions. The target may have another dtype.
     dx
         Gradient of the prediction, packed, or None.
     loss
-        float64 ``(1,)``: the sum over what counts, times the scale.
+        float64 ``(1,)``: the sum over all counted samples, times the scale.
     factor
         float64 ``(1,)`` or None: multiplied into `dx` only (a loss scale).
     divisor
-        float64 ``(1,)`` or None: loss and `dx` are divided by it, where it is above 0; else they are 0.
+        float64 ``(1,)`` or None: loss and `dx` are divided by it if it is above 0; else they are 0.
     weights
-        Of the loss per position, ``(N, *spatial, 1)``, or, of losses that compare element by element, of the shape of
-        `x`; numbers >= 0 of any dtype, or None. Where one is 0, loss and `dx` are, whatever `x` and target hold there.
+        Weights of the loss, numbers >= 0 of any dtype, or None. Per position: ``(N, *spatial, 1)``; for elementwise
+        losses also of the shape of `x`. Where a weight is 0, loss and `dx` are 0 for any values of `x` and target.
     """
 
     x: Any
@@ -78,7 +78,7 @@ class LossArrays:
 
 @dataclass(frozen=True)
 class ClassTargets:
-    """How class indices are read: one weight per class (None: 1 each), and an index without loss and weight."""
+    """Interpretation of class indices: one weight per class (None: 1 each), and an index that is ignored."""
 
     classes: int
     weights: tuple[float, ...] | None = None
@@ -86,33 +86,42 @@ class ClassTargets:
 
 
 class Losses(Base):
-    """Losses that are sums over positions. A target that is no class is refused when the kernel runs; on a device,
-    where the host does not look, the loss becomes NaN instead."""
+    """Losses that are sums over positions.
+
+    On a CPU, a target outside of the classes raises an error when the kernel runs. On a device, which the host does not
+    wait for, the loss becomes NaN instead.
+    """
 
     def softmax_cross_entropy(
         self, arrays: LossArrays, targets: ClassTargets, label_smoothing: float = 0.0
     ) -> LossKernel:
-        """Sum over positions of the cross-entropy, see :class:`halograd.layers.SoftmaxCrossEntropy`; x
-        ``(N, *spatial, K)``, target ``(N, *spatial, 1)``."""
+        """Build the sum over positions of the cross-entropy, see :class:`halograd.layers.SoftmaxCrossEntropy`.
+
+        `x` is ``(N, *spatial, K)``, the target ``(N, *spatial, 1)``.
+        """
         self._check("softmax_cross_entropy", arrays, (*arrays.x.shape[:-1], 1))
         self._check_weights("softmax_cross_entropy", arrays, elementwise=False)
         return self._of_packed(arrays, lambda a: self._softmax_cross_entropy(a, targets, label_smoothing))
 
     def target_weight(self, target: Any, total: Any, targets: ClassTargets, weights: Any = None) -> LossKernel:
-        """``total`` float64 ``(1,)`` = the sum of the weights of all targets of the samples that count; of each class
-        times `weights` at the position, as in :class:`LossArrays`."""
+        """Build ``total``, float64 ``(1,)``: the sum of the class weights of all targets of the counted samples.
+
+        Each weight is multiplied by `weights` at its position, as in :class:`LossArrays`.
+        """
         self._check_target(target)
         arrays = LossArrays(target, target, None, total, weights=weights)
         self._check_weights("target_weight", arrays, elementwise=False)
         return self._of_packed(arrays, lambda a: self._target_weight(a, targets))
 
     def binary_cross_entropy(self, arrays: LossArrays, pos_weight: float | Sequence[float] | None = None) -> LossKernel:
-        """Sum over positions of the mean over channels, of logits; `pos_weight` one number or one per channel."""
+        """Build the sum over positions of the mean over channels, from logits; `pos_weight` is one number or one per
+        channel.
+        """
         self._check("binary_cross_entropy", arrays, arrays.x.shape)
         return self._of_packed(arrays, lambda a: self._binary_cross_entropy(a, pos_weight))
 
     def mean_squared_error(self, arrays: LossArrays) -> LossKernel:
-        """Sum over positions of the mean over channels of ``(x - target)^2``."""
+        """Build the sum over positions of the mean over channels of ``(x - target)^2``."""
         self._check("mean_squared_error", arrays, arrays.x.shape)
         return self._of_packed(arrays, self._mean_squared_error)
 
@@ -141,7 +150,7 @@ class Losses(Base):
             raise KernelError(f"loss: expected targets out of {', '.join(TARGETS)}, got {found}; convert them")
 
     def _of_packed(self, arrays: LossArrays, make: Any) -> LossKernel:
-        """Return the kernel for packed arrays, of copies where they are not."""
+        """Return the kernel on packed arrays; strided arrays are copied at each call."""
         if not arrays.x.size or not arrays.target.size:
             return _LossOfNothing(lambda: arrays.loss.fill(0), "empty")
         packed, pairs = {}, []

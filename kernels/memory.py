@@ -1,5 +1,7 @@
-"""Memory of kernels: aligned arrays, scratch memory that all kernels of a backend share, and, for elementwise work in
-chunks that stay in the cache, buffers by name that are made once."""
+"""Memory of kernels: aligned arrays, scratch memory shared by all kernels of a backend, and named buffers.
+
+Named buffers are made once. They serve elementwise work in chunks that stay in the cache.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ CHUNK = HOST.chunk
 
 
 class Workspace(dict):
-    """Buffers of one layer by name, kept from step to step, on its device."""
+    """Named buffers of one layer on its device, kept from step to step."""
 
     def __init__(self, device: Device = HOST) -> None:
         super().__init__()
@@ -45,7 +47,8 @@ class Workspace(dict):
 
 
 def buffer(work: dict, name: str, shape: tuple[int, ...], dtype: Any) -> Any:
-    """Return an array of `work` with undefined contents; made at the first call, larger if a call wants more."""
+    """Return an array of `work` with undefined contents. It is made at the first call, and again if a call needs more.
+    """
     count = int(np.prod(shape))
     array = work.get(name)
     if array is None or array.size < count or array.dtype != dtype:
@@ -54,7 +57,7 @@ def buffer(work: dict, name: str, shape: tuple[int, ...], dtype: Any) -> Any:
 
 
 def constant(work: dict, name: str, values: Callable[[], Any], dtype: Any) -> Any:
-    """Return an array of `work` that never changes; `values` is called the first time only."""
+    """Return a constant array of `work`. `values` is called the first time only."""
     found = work.get(name)
     if found is None:
         found = work[name] = getattr(work, "device", HOST).array(values(), dtype)
@@ -62,7 +65,7 @@ def constant(work: dict, name: str, values: Callable[[], Any], dtype: Any) -> An
 
 
 def rows(array: Any, work: dict, name: str) -> Any:
-    """``(N, *spatial, C)`` as ``(positions, C)``: a view, or a copy in `work` where the array is not packed."""
+    """Return ``(N, *spatial, C)`` as ``(positions, C)``: a view, or a copy in `work` if the array is not packed."""
     if not array.flags.c_contiguous:
         packed = buffer(work, name, array.shape, array.dtype)
         np.copyto(packed, array)
@@ -71,7 +74,7 @@ def rows(array: Any, work: dict, name: str) -> Any:
 
 
 def chunks(count: int, width: int, work: dict | None = None) -> Iterator[slice]:
-    """Yield the slices of `count` rows of `width` elements; as long as the device of `work` wants them.
+    """Yield slices of `count` rows of `width` elements. The device of `work` sets their length.
 
     >>> [(s.start, s.stop) for s in chunks(5, CHUNK // 2)]
     [(0, 2), (2, 4), (4, 5)]
@@ -82,12 +85,12 @@ def chunks(count: int, width: int, work: dict | None = None) -> Iterator[slice]:
 
 
 def on_host(array: Any) -> bool:
-    """Return whether an array is NumPy's: its values may be looked at without waiting for a device."""
+    """Return whether an array is a NumPy array, whose values can be read without a wait for a device."""
     return isinstance(array, np.ndarray)
 
 
 def widened(array: Any, work: dict, name: str) -> Any:
-    """Return the array, or a copy in float32 in `work` where it has 16 bits: to compute with."""
+    """Return the array, or for a 16-bit array a float32 copy in `work`, to compute with."""
     if not is_low(array.dtype):
         return array
     copy = buffer(work, name, array.shape, np.float32)
@@ -104,15 +107,15 @@ def masked(array: Any, none: Any, work: dict, name: str) -> Any:
 
 
 def total(array: Any) -> Any:
-    """Sum of all elements in float64: a number, of an array on a device an array of no axes there."""
+    """Return the sum of all elements in float64: a number, or for a device array a 0-d array on that device."""
     found = np.sum(array, dtype=np.float64)
     return float(found) if on_host(array) else found
 
 
 def take(array: Any, index: Any, out: Any) -> None:
-    """``out = array[index]`` of a flat array, for indices that are all inside."""
+    """Compute ``out = array[index]`` for a flat array. All indices must be inside."""
     if on_host(array):
-        np.take(array, index, out=out, mode="clip")  # NumPy would copy `out` to raise errors
+        np.take(array, index, out=out, mode="clip")  # "raise" would copy `out`
     else:
         np.take(array, index, out=out)
 
@@ -126,12 +129,12 @@ def nbytes_of(shape: Sequence[int], dtype: Any) -> int:
 
 
 def round_up(nbytes: int) -> int:
-    """`nbytes` rounded up to a cache line, so that what follows in a buffer is aligned [B]."""
+    """Return `nbytes` rounded up to a cache line, so that the next array in a buffer is aligned [B]."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def aligned_empty(shape: Sequence[int], dtype: Any) -> Any:
-    """Return the packed NumPy array that begins on a cache line, contents undefined."""
+    """Return a packed NumPy array that begins on a cache line, contents undefined."""
     nbytes = nbytes_of(shape, dtype)
     if GUARDS.active:
         return GUARDS.surround(nbytes, ALIGNMENT).view(dtype).reshape(tuple(shape))
@@ -141,16 +144,16 @@ def aligned_empty(shape: Sequence[int], dtype: Any) -> Any:
 
 
 class Scratch:
-    """One buffer as large as the most demanding kernel needs.
+    """One buffer as large as the largest kernel needs.
 
-    A kernel calls :meth:`reserve` when it is built, and takes its views when it runs first; it must
-    take them anew where :attr:`generation` has changed, because a later kernel reserved more.
-    Nothing in it outlives a call. Not for kernels that run at the same time in several threads.
+    A kernel calls :meth:`reserve` when it is built and takes its views at its first run. It must take new views after
+    :attr:`generation` has changed, because a later kernel reserved more. Contents are undefined between calls. Kernels
+    that run at the same time in several threads must not share it.
 
     Attributes
     ----------
     nbytes, held_bytes
-        Size of the buffer, and with it of those that captured graphs still use [B].
+        Size of the buffer, and total size with the old buffers that captured graphs still use [B].
     """
 
     def __init__(self, allocate: Callable[[Sequence[int], Any], Any]) -> None:
@@ -165,11 +168,11 @@ class Scratch:
         return self.nbytes + sum(buffer.nbytes for buffer in self._kept)
 
     def before_capture(self) -> None:
-        """Free no buffer any more before :meth:`release`: a captured graph remembers its address."""
+        """Keep all buffers until :meth:`release`, because a captured graph keeps their addresses."""
         self._keeps = True
 
     def reserve(self, nbytes: int) -> None:
-        """Make sure that at least `nbytes` [B] are there."""
+        """Make the buffer at least `nbytes` [B] large."""
         if nbytes > self.nbytes:
             if self._keeps and self._buffer is not None:
                 self._kept.append(self._buffer)
@@ -178,7 +181,7 @@ class Scratch:
             self.generation += 1
 
     def view(self, shape: Sequence[int], dtype: Any, offset: int = 0) -> Any:
-        """Return the array of `shape` over the bytes from `offset` [B] on; contents undefined."""
+        """Return an array of `shape` over the bytes from `offset` [B] on; contents undefined."""
         size = nbytes_of(shape, dtype)
         if offset + size > self.nbytes:
             raise AssertionError(f"scratch of {self.nbytes} bytes asked for {offset} + {size}")

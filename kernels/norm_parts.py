@@ -1,8 +1,8 @@
-"""What norms do around kernels: residuals, training, and variances whose difference of sums cancels.
+"""Parts of norms around their kernels: residuals, training, and variances in which the difference of sums cancels.
 
-By NumPy's functions, which an array of a device answers itself.
+The code calls NumPy functions, which device arrays dispatch to their own library.
 
-Group, instance and layer norm are kernels of single samples around sums over groups of channels, and over ranks::
+Group, instance and layer norm combine per-sample kernels with sums over groups of channels and over ranks::
 
     statistics     sums of x, x^2 per channel -> totals of groups -> summed over ranks
     cancels        means and variances; whether E[x^2] - E[x]^2 has lost its digits. If so:
@@ -12,10 +12,9 @@ Group, instance and layer norm are kernels of single samples around sums over gr
     backward_sums  sums of dy, dy * xhat -> gradients of gamma, beta; totals of groups, with gamma -> over ranks
     backward_data  means -> dx
 
-Gradient: with ``g = dy * gamma`` (behind an activation ``f' * dy * gamma``), ``dx = (g - A - xhat * B) / std``, where A
-and B are the means of ``g`` and ``g * xhat`` over the group. The kernels of a sample compute
-``gamma * (dy - A' - xhat * B') / std`` with one A' and B' per channel: all of it if groups are channels, else the first
-term.
+Gradient: with ``g = dy * gamma`` (``f' * dy * gamma`` with an activation), ``dx = (g - A - xhat * B) / std``, where A
+and B are the means of ``g`` and ``g * xhat`` over the group. The kernels of a sample compute ``gamma * (dy - A' - xhat
+* B') / std`` with one A' and B' per channel: all of it if groups are channels, else the first term.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ __all__ = [
 
 
 class Elementwise(Protocol):
-    """The kernels behind a norm; see :class:`halograd.kernels.Backend`."""
+    """Elementwise kernels that follow a norm; see :class:`halograd.kernels.Backend`."""
 
     def activated(self, made: Kernel, y: Any, activation: FusedActivation | None) -> Kernel: ...
     def added(self, made: Kernel, y: Any, residual: Any, activation: FusedActivation | None) -> Kernel: ...
@@ -57,9 +56,10 @@ class Elementwise(Protocol):
 def with_activation(
     a: BatchNormArrays, batch_norm: Callable[[BatchNormArrays], BatchNormKernels], kernels: Elementwise
 ) -> BatchNormKernels:
-    """``y = f(y + residual)`` behind a batch norm, and before its backward ``f' * dy``, in `dresidual` or `dx`.
+    """Add ``y = f(y + residual)`` after a batch norm, and ``f' * dy`` (in `dresidual` or `dx`) before its backward
+    pass.
 
-    What `f` was given is computed again: nothing is kept for it. Behind a residual its output does.
+    The input of `f` is recomputed and not stored. With a residual, the derivative comes from the output.
     """
     f, dz = a.activation, a.dx if a.residual is None else a.dresidual
     alone = replace(a, activation=None, residual=None, dresidual=None)
@@ -80,17 +80,15 @@ def with_activation(
 
 
 def differentiated(f: FusedActivation, z: Any, dy: Any, kernels: Elementwise) -> Kernel:
-    """``z = f'(z) * dy``; `z` and `dy` are apart."""
-    # A forward that is not called needs an array for its output: `z` may lie where the output of the norm has been.
+    """Return a kernel for ``z = f'(z) * dy``; `z` and `dy` must not overlap."""
+    # The forward kernel is not called but needs an output array: `z` may be the memory of the norm's output.
     forward, backward = kernels.activation(f.kind, z, dy if f.by_input else z, dy, z, f.alpha)
     assert backward is not None
     return backward if f.by_input else chain(forward, backward)
 
 
 def with_training(a: BatchNormArrays, made: BatchNormKernels, device: Device) -> BatchNormKernels:
-    """Return what `a.training` asks for, around `made`: vectors of a number per channel, on `device`, by NumPy's
-    functions.
-    """
+    """Add the work of `a.training` to the kernels `made`, by NumPy functions on per-channel vectors on `device`."""
     t = a.training
     if t is None:
         return made
@@ -127,7 +125,7 @@ def mean_and_variance(a: BatchNormArrays, count: int, device: Device = HOST) -> 
 
 
 def _running(a: BatchNormArrays, t: BatchNormTraining, device: Device) -> Callable[[], None]:
-    """Return a function that takes `mean` and the unbiased variance into the running statistics."""
+    """Return a function that updates the running statistics with `mean` and the unbiased variance."""
     part = device.empty(a.mean.shape, np.float64)
     both = ((t.running_mean, a.mean, t.momentum), (t.running_var, a.var, t.momentum * t.unbiased))
 
@@ -142,7 +140,7 @@ def _running(a: BatchNormArrays, t: BatchNormTraining, device: Device) -> Callab
 
 
 def _gradients(a: BatchNormArrays, t: BatchNormTraining) -> Callable[[], None]:
-    """Return a function that writes the gradients of the parameters, which the sums are."""
+    """Return a function that copies the sums to the gradients of the parameters."""
 
     def run() -> None:
         np.copyto(t.dbeta, a.sums[0], casting="same_kind")
@@ -154,17 +152,17 @@ def _gradients(a: BatchNormArrays, t: BatchNormTraining) -> Callable[[], None]:
 def cancellation_limit(dtype: np.dtype) -> float:
     """Return the largest ``mean^2 / var`` for which ``sum x^2 / n - mean^2`` in float64 is good enough for `dtype`.
 
-    The difference has a relative error of ``mean^2 / var`` roundings of float64. In float32 no more than one of
-    its own roundings is let in; in float64 four of sixteen digits are.
+    The difference has a relative error of ``mean^2 / var`` roundings of float64. The limit permits an error of one
+    rounding in float32, and of four of sixteen digits in float64.
     """
     return float(max(2.0**12, np.finfo(dtype).eps / np.finfo(np.float64).eps))
 
 
 def cancels(mean: Any, var: Any, eps: float, limit: float, work: Any) -> bool:
-    """Return whether ``mean^2 > limit * (var + eps)`` anywhere. `work`: two float64 arrays of that shape, modified.
+    """Return whether ``mean^2 > limit * (var + eps)`` anywhere. `work` is two float64 arrays of that shape, modified.
 
-    On a device the host does not look, as it would have to wait: the answer is yes. There only float64, which is for
-    proofs, comes here; in float32 ``mean^2 / var`` above 5e8 costs digits of the variance.
+    On a device the result is always True, because the host does not wait for the values. There only float64, the
+    reference, calls this; in float32, ``mean^2 / var`` above 5e8 costs digits of the variance.
     """
     if not mean.size:
         return False
@@ -177,7 +175,7 @@ def cancels(mean: Any, var: Any, eps: float, limit: float, work: Any) -> bool:
 
 
 def centered_squares(x: Any, mean: Any, out: Any, work: dict) -> None:
-    """``out[c] = sum (x - mean)^2`` over all positions of x ``(positions, C)``, in float64. Local."""
+    """Compute ``out[c] = sum (x - mean)^2`` over all positions of x ``(positions, C)``, in float64. Local."""
     out.fill(0)
     column = buffer(work, "column", out.shape, np.float64)
     for part in chunks(x.shape[0], x.shape[1], work):
@@ -194,8 +192,7 @@ class GroupNormArrays:
     Attributes
     ----------
     x, y, dy, dx
-        ``(N, *spatial, C)``; `dy` and `dx` None for a forward that is never differentiated. Backward does not
-        read `y`.
+        ``(N, *spatial, C)``; `dy` and `dx` are None without a backward pass. Backward does not read `y`.
     gamma, beta, dgamma, dbeta
         ``(C,)``, of the dtype of `x` or float32; gradients may be None.
     mean, var
@@ -203,9 +200,9 @@ class GroupNormArrays:
     sums, means
         float64 ``(N, 2, C)``, for the kernels.
     totals
-        float64 ``(N, 2, G)``: what this process adds up, to be summed over the ranks that share samples.
+        float64 ``(N, 2, G)``: sums over this process, to be reduced over the ranks that share samples.
     count
-        Elements of a group of one sample, on all ranks.
+        Number of elements in a group of one sample, over all ranks.
     """
 
     x: Any
@@ -227,7 +224,10 @@ class GroupNormArrays:
 
 
 class GroupNormKernels:
-    """The parts, by the batch-norm kernels of every sample (of a rank without elements: none) and NumPy's functions."""
+    """The parts of a group norm, from the batch-norm kernels of each sample and NumPy functions.
+
+    A rank without elements has no kernels.
+    """
 
     def __init__(self, arrays: GroupNormArrays, device: Device, kernels: Sequence[BatchNormKernels]) -> None:
         self.a, self._kernels, self._work = arrays, kernels, Workspace(device)
@@ -238,7 +238,7 @@ class GroupNormKernels:
         self._squares = device.empty((2, self._samples, self._groups), np.float64)
         self._gradient = device.empty((self._channels,), np.float64)
         self._grouped = (self._samples, 2, self._groups, self._channels // self._groups)
-        # A rank that the layer does without holds none of the parameters.
+        # A rank outside of the layer's ranks holds no parameters.
         given = ((0, arrays.dbeta), (1, arrays.dgamma))
         self._grads = [(i, array) for i, array in given if array is not None and array.size]
 
@@ -250,18 +250,20 @@ class GroupNormKernels:
         self._group(self.a.sums)
 
     def _group(self, sums: Any) -> None:
-        """Sums over each group of what is summed per channel."""
+        """Sum the per-channel sums over each group."""
         np.sum(sums.reshape(self._grouped), axis=-1, out=self.a.totals)
 
     def cancels(self) -> bool:
-        """Return means and variances; whether these are good for nothing. All ranks of the group go the same way. A
-        step may leave it out, with the two parts that follow from it.
+        """Compute means and variances. Return whether these have lost their digits; all ranks of the group get the same
+        result.
+
+        A step may leave out this part and the two parts that follow from it.
         """
         mean, var = self._moments()
         return cancels(mean, var, self.a.eps, self._limit, self._squares)
 
     def _moments(self) -> tuple[Any, Any]:
-        """Return the mean and variance of each group, in place of the totals."""
+        """Compute mean and variance of each group in place of the totals, and return both."""
         self._settled, totals = True, self.a.totals
         totals /= self.a.count
         mean, var = totals[:, 0], totals[:, 1]
@@ -292,7 +294,7 @@ class GroupNormKernels:
             kernel.forward()
 
     def _spread_moments(self) -> None:
-        """Mean and variance per channel, from those of the groups."""
+        """Copy mean and variance of the groups to their channels."""
         n, _, groups, members = self._grouped
         for total, array in ((self.a.totals[:, 0], self.a.mean), (self.a.totals[:, 1], self.a.var)):
             np.copyto(array.reshape(n, groups, members), total[:, :, None], casting="same_kind")
@@ -322,7 +324,7 @@ class GroupNormKernels:
             self._subtract_means()
 
     def _subtract_means(self) -> None:
-        """``dx -= (A + xhat * B) / std``, in chunks."""
+        """Compute ``dx -= (A + xhat * B) / std``, in chunks."""
         a = self.a
         np.copyto(a.means.reshape(self._grouped), a.totals[..., None])
         for i in range(len(self._kernels)):

@@ -1,4 +1,4 @@
-"""Norms of batches, groups and channels: the interface."""
+"""Interface of batch norm, group norm and channel norm."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class ChannelNormArrays:
     Attributes
     ----------
     x, y, dy, dx
-        Packed ``(..., C)``; without `dy` there is no backward kernel, without `dx` only the gradients of the parameters
-        are wanted, which with an activation needs `dx` too. Backward does not read `y`.
+        Packed ``(..., C)``. Without `dy` there is no backward kernel. Without `dx` the backward kernel computes the
+        gradients of the parameters only; with an activation it needs `dx`. Backward does not read `y`.
     gamma, beta, dgamma, dbeta
         ``(C,)``, of the dtype of `x` or float32, or None.
     """
@@ -50,13 +50,13 @@ class ChannelNormArrays:
 
 
 class Norms(Base):
-    """Batch, group and channel norm."""
+    """Factories of batch, group and channel norm."""
 
-    #: Whether its kernels do themselves what `activation`, `residual` and `training` ask for.
+    #: Whether the backend's kernels include `activation`, `residual` and `training`.
     fuses_norms: bool = False
 
     def batch_norm(self, arrays: BatchNormArrays) -> BatchNormKernels:
-        """``y = f(gamma * xhat + beta + residual?)``, ``xhat = (x - mean) / sqrt(var + eps)``, with its adjoint.
+        """Build ``y = f(gamma * xhat + beta + residual?)``, ``xhat = (x - mean) / sqrt(var + eps)``, and its adjoint.
 
         A backward kernel belongs to the last ``forward()`` of the same call.
         """
@@ -75,7 +75,9 @@ class Norms(Base):
         return with_training(a, self._with_activation(replace(a, training=None)), self.device)
 
     def group_norm(self, arrays: GroupNormArrays) -> GroupNormKernels:
-        """Norm over groups of channels of each sample, in parts around sums over the ranks that share the sample."""
+        """Build a norm over groups of channels of each sample, in parts around sums over the ranks that share the
+        sample.
+        """
         a = arrays
         self._check_dtypes("group_norm", x=a.x, y=a.y, dy=a.dy, dx=a.dx)
         if has_nothing(a.x):
@@ -89,13 +91,15 @@ class Norms(Base):
             found = tuple(getattr(a, name).shape)
             if found != shape:
                 raise KernelError(
-                    f"group_norm: expected {name} of shape {shape}, got {found}; statistics are of every sample"
+                    f"group_norm: expected {name} of shape {shape}, got {found}; each sample has its own statistics"
                 )
         return self._group_norm(arrays)
 
     def channel_norm(self, arrays: ChannelNormArrays) -> tuple[Kernel, Kernel | None]:
-        """``y = f(gamma * (x - mean) / sqrt(var + eps) + beta)`` with mean and variance over the channels of each
-        position, and its adjoint."""
+        """Build ``y = f(gamma * (x - mean) / sqrt(var + eps) + beta)`` and its adjoint.
+
+        Mean and variance are over the channels of each position.
+        """
         a = arrays
         self._check_dtypes("channel_norm", x=a.x, y=a.y, dy=a.dy, dx=a.dx)
         if (a.gamma is None) != (a.beta is None) or (a.dgamma is None) != (a.dbeta is None):
@@ -109,7 +113,7 @@ class Norms(Base):
         if f is None or self.fuses_norms:
             return self._channel_norm(a)
         if a.dy is not None and a.dx is None:
-            raise KernelError("channel_norm: expected dx with an activation and dy, got none; pass an array to work in")
+            raise KernelError("channel_norm: expected dx with an activation and dy, got none; pass a work array")
         forward, backward = self._channel_norm(replace(a, activation=None, dy=a.dx))
         forward = self.activated(forward, a.y, f)
         if a.dy is None or backward is None:
@@ -117,16 +121,16 @@ class Norms(Base):
         again, _ = self._channel_norm(replace(a, activation=None, y=a.dx, dy=None, dx=None))
         return forward, chain(again, differentiated(f, a.dx, a.dy, self), backward)
 
-    # ------------------------------------------------------------------ what a backend implements
+    # ------------------------------------------------------------------ implemented by a backend
     def _with_activation(self, arrays: BatchNormArrays) -> BatchNormKernels:
-        """By the batch norm without residual and activation."""
+        """Build a batch norm with residual and activation from the one without."""
         return with_activation(arrays, self._batch_norm, self)
 
     @abstractmethod
     def _batch_norm(self, arrays: BatchNormArrays) -> BatchNormKernels: ...
 
     def _group_norm(self, arrays: GroupNormArrays) -> GroupNormKernels:
-        """By the batch-norm kernels of each sample."""
+        """Build a group norm from the batch-norm kernels of each sample."""
         a, samples = arrays, len(arrays.mean)
         kernels = []
         for n in range(samples):
@@ -140,6 +144,6 @@ class Norms(Base):
     @abstractmethod
     def _channel_norm(self, arrays: ChannelNormArrays) -> tuple[Kernel, Kernel | None]: ...
 
-    # ------------------------------------------------------------------ needed from the other parts
+    # ------------------------------------------------------------------ provided by the other parts
     @abstractmethod
     def add(self, xs: Any, y: Any, activation: FusedActivation | None = None) -> Kernel: ...

@@ -1,4 +1,4 @@
-"""Pooling, elementwise functions, resizing and dropout: the interface."""
+"""Interface of pooling, elementwise functions, resizing and dropout."""
 
 from __future__ import annotations
 
@@ -14,31 +14,32 @@ from .kernel import Kernel, KernelError, filled, has_nothing, pool_of_nothing
 
 __all__ = ["ACTIVATIONS", "BY_OUTPUT", "DropoutMask", "FusedActivation", "Pointwise", "reads_input"]
 
-#: The CUDA kernels know them by their places.
+#: The CUDA kernels identify activations by their index here.
 ACTIVATIONS = (
     *("relu", "leaky_relu", "sigmoid", "tanh", "gelu", "silu", "elu", "hard_sigmoid", "hard_swish", "softplus", "mish"),
     "gelu_tanh",
 )
-#: Those whose derivative is formed from the output. Of others it is not: near saturation the output has been rounded to
-#: its limit, and the derivative, which is small there, would have lost its digits.
+#: Activations whose derivative is computed from the output. For the others, the output near saturation is rounded to
+#: its limit, and the derivative, which is small there, would lose its digits.
 BY_OUTPUT = ("relu", "leaky_relu")
 
 
 def reads_input(kind: str, alpha: float = 0.0) -> bool:
-    """Return whether the derivative of an activation is formed from its input, else from its output: the other may be
-    gone.
+    """Return whether the derivative of an activation is computed from its input (True) or its output (False).
+
+    The other array may have been overwritten.
     """
     return kind not in BY_OUTPUT or (kind == "leaky_relu" and alpha < 0)
 
 
 @dataclass(frozen=True)
 class FusedActivation:
-    """An elementwise function that a kernel applies to what it computes, before it writes it.
+    """An elementwise function that a kernel applies to its result before it writes it.
 
     Attributes
     ----------
     kind, alpha
-        As of :meth:`Pointwise.activation`.
+        Arguments of :meth:`Pointwise.activation`.
     """
 
     kind: str
@@ -46,13 +47,13 @@ class FusedActivation:
 
     @property
     def by_input(self) -> bool:
-        """Whether its derivative is formed from its input."""
+        """Whether the derivative is computed from the input."""
         return reads_input(self.kind, self.alpha)
 
 
 @dataclass(frozen=True)
 class DropoutMask:
-    """Which elements of a block are dropped; it depends on their positions in the global array only.
+    """Mask of dropped elements of a block. It depends only on their positions in the global array.
 
     An element is dropped if ``hash(key + GOLDEN * index) < rate * 2**64``, with the finaliser of SplitMix64 as hash,
     `index` the element's position in the global array in row-major order, and `key` a hash of seed, step and `salt`.
@@ -62,11 +63,11 @@ class DropoutMask:
     rate
         Share of the elements to drop, in ``[0, 1)``.
     salt
-        Of the layer.
+        Number that distinguishes layers.
     shape, start
-        Of the global array, and where the block begins in it.
+        Shape of the global array, and start of the block in it.
     state
-        uint64 ``(2,)`` where the kernels run: seed and step, read when a kernel runs.
+        uint64 ``(2,)`` on the kernels' device: seed and step, read when a kernel runs.
     """
 
     rate: float
@@ -77,14 +78,13 @@ class DropoutMask:
 
 
 class Pointwise(Base):
-    """Functions of single elements and of windows, without weights."""
+    """Factories of elementwise functions and of functions of windows, without weights."""
 
     def max_pool(self, x: Any, y: Any, dy: Any, dx: Any, geometry: Geometry) -> tuple[Kernel, Kernel | None]:
-        """Return the forward and backward of the maximum over windows; of equal elements the first gets the gradient.
+        """Build the maximum over windows, forward and backward. The first of equal elements gets the gradient.
 
-        Padding counts as -inf. The backward kernel uses what the forward kernel of the pair remembered, and neither `x`
-        nor `y`.
-        Without `dy` and `dx` (None) the backward kernel is None.
+        Padding counts as -inf. The backward kernel uses the positions that the forward kernel stored, and reads neither
+        `x` nor `y`. Without `dy` and `dx` (None) the backward kernel is None.
         """
         self._check_dtypes("max_pool", x=x, y=y, dy=dy, dx=dx)
         if has_nothing(x, y):
@@ -95,10 +95,9 @@ class Pointwise(Base):
     def average_pool(
         self, x: Any, y: Any, dy: Any, dx: Any, geometry: Geometry, count_include_pad: bool
     ) -> tuple[Kernel, Kernel | None]:
-        """Return the forward and backward of the mean over windows, over all taps or over those inside `x`.
+        """Build the mean over windows, over all taps or over those inside `x`, forward and backward.
 
-        Backward reads neither `x` nor `y`.
-        Without `dy` and `dx` (None) the backward kernel is None.
+        Backward reads neither `x` nor `y`. Without `dy` and `dx` (None) the backward kernel is None.
         """
         self._check_dtypes("average_pool", x=x, y=y, dy=dy, dx=dx)
         if has_nothing(x, y):
@@ -109,13 +108,13 @@ class Pointwise(Base):
     def activation(
         self, kind: str, x: Any, y: Any, dy: Any, dx: Any, alpha: float = 0.0
     ) -> tuple[Kernel, Kernel | None]:
-        """Elementwise ``y = f(x)`` and ``dx = f'(x) * dy``; the arrays may be strided, `x` may be `y`.
+        """Build ``y = f(x)`` and ``dx = f'(x) * dy``, elementwise. The arrays may be strided, and `x` may be `y`.
 
         `kind` is relu, leaky_relu (slope `alpha` below 0), sigmoid, tanh, gelu (by erf), silu (``x * sigmoid(x)``), elu
-        (``alpha * (exp(x) - 1)`` below 0, `alpha` >= 0), hard_sigmoid (``min(max(x / 6 + 1/2, 0), 1)``), hard_swish
-        (x times that), softplus (``log(1 + exp(x))``), mish (``x * tanh(softplus(x))``) or gelu_tanh (gelu approximated
-        by tanh). The gradient reads `x` or `y`, as :func:`reads_input` says, and not the other.
-        Without `dy` and `dx` (None) the backward kernel is None.
+        (``alpha * (exp(x) - 1)`` below 0, `alpha` >= 0), hard_sigmoid (``min(max(x / 6 + 1/2, 0), 1)``), hard_swish (x
+        times that), softplus (``log(1 + exp(x))``), mish (``x * tanh(softplus(x))``) or gelu_tanh (gelu approximated by
+        tanh). The gradient reads either `x` or `y`, see :func:`reads_input`. Without `dy` and `dx` (None) the backward
+        kernel is None.
         """
         if kind not in ACTIVATIONS:
             raise KernelError(f"activation: expected one of {', '.join(ACTIVATIONS)}, got {kind!r}; choose one")
@@ -128,11 +127,11 @@ class Pointwise(Base):
         if kind == "elu" and not alpha >= 0:
             raise KernelError(f"activation: expected alpha >= 0 of elu, got {alpha}; it would not be monotonous")
         if dy is not None and checks.same_elements(x, y) and reads_input(kind, alpha):
-            raise KernelError(f"activation: expected x and y apart for the gradient of {kind}, got one array; use two")
+            raise KernelError(f"activation: expected separate x and y for the gradient of {kind}, got one array; use two")
         return self._activation(kind, x, y, dy, dx, alpha)
 
     def add(self, xs: Sequence[Any], y: Any, activation: FusedActivation | None = None) -> Kernel:
-        """``y = f(sum of xs)``; the arrays may be strided, and `y` may be one of `xs`."""
+        """Build ``y = f(sum of xs)``. The arrays may be strided, and `y` may be one of `xs`."""
         if not xs:
             raise KernelError("add: expected at least one array to add, got none; pass the terms of the sum")
         named = {f"xs[{i}]": x for i, x in enumerate(xs)}
@@ -143,10 +142,10 @@ class Pointwise(Base):
         return self._add(list(xs), y, activation)
 
     def resize(self, x: Any, y: Any, dy: Any, dx: Any, axes: Sequence[Resampled]) -> tuple[Kernel, Kernel | None]:
-        """Return the forward and backward of an interpolation, axis after axis; arrays packed ``(N, *spatial, C)``.
+        """Build an interpolation, axis after axis, forward and backward; arrays are packed ``(N, *spatial, C)``.
 
-        `axes`: one per spatial axis, for the outputs that `y` holds and the inputs that `x` holds. Without `dy` and
-        `dx` (None) the backward kernel is None.
+        `axes` has one entry per spatial axis, for the outputs in `y` and the inputs in `x`. Without `dy` and `dx`
+        (None) the backward kernel is None.
         """
         self._check_dtypes("resize", x=x, y=y, dy=dy, dx=dx)
         if has_nothing(x, y):
@@ -166,10 +165,10 @@ class Pointwise(Base):
         return self._resize(x, y, dy, dx, axes)
 
     def dropout(self, x: Any, y: Any, dy: Any, dx: Any, mask: DropoutMask) -> tuple[Kernel, Kernel | None]:
-        """``y = x / (1 - rate)`` where kept, else 0, and ``dx`` of ``dy`` alike; packed. Without `dy` and `dx` (None)
-        the backward kernel is None.
+        """Build ``y = x / (1 - rate)`` for kept elements, else 0, and the same from `dy` to `dx`; packed.
 
-        The backward kernel belongs to the last run of the forward kernel.
+        Without `dy` and `dx` (None) the backward kernel is None. The backward kernel belongs to the last run of the
+        forward kernel.
         """
         self._check_dtypes("dropout", x=x, y=y, dy=dy, dx=dx)
         checks.check_packed("dropout", x=x, y=y, dy=dy, dx=dx)

@@ -1,4 +1,4 @@
-"""Updates of parameters, norms of gradients and scaling of the loss: the interface."""
+"""Interface of parameter updates, gradient norms and loss scaling."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ __all__ = ["UpdateArrays", "Updates"]
 
 @dataclass(frozen=True)
 class UpdateArrays:
-    """One bucket of parameters, or a shard of it; flat and packed.
+    """Arrays of an update: one bucket of parameters, or a shard of it; flat and packed.
 
     Attributes
     ----------
     p, g
         Parameters, float32 or float64 (modified), and their summed gradients (read), which may have 16 bits.
     state
-        Arrays of the optimizer, of the dtype of `p` (modified).
+        Arrays of the optimizer, in the dtype of `p` (modified).
     scalars
-        float64 ``(5,)``, read when the kernel runs: learning rate, factor on the gradients, what Adam divides its first
-        moment, and the root of its second moment, by, and the weight of new parameters in their average.
+        float64 ``(5,)``, read when the kernel runs: learning rate; factor on the gradients; Adam's divisor of the first
+        moment; Adam's divisor of the root of the second moment; weight of new parameters in their average.
     decays
-        ``(start, stop, decayed)`` of ranges that cover all elements: which have weight decay. For LARS the ranges of
-        the parameters; outside of them nothing is updated.
+        Ranges ``(start, stop, decayed)`` that cover all elements: which elements have weight decay. For LARS, the
+        ranges of the parameters; elements outside of them are not updated.
     copy
-        The parameters in another dtype, written with them; None: there is none.
+        A copy of the parameters in another dtype, written together with them; None: no copy.
     skip
-        int32 ``(1,)``, read when the kernel runs: nothing is updated unless it is 0. None: always.
+        int32 ``(1,)``, read when the kernel runs: the update runs only if it is 0. None: it always runs.
     """
 
     p: Any
@@ -48,35 +48,38 @@ class UpdateArrays:
 
 
 class Updates(Base):
-    """What happens to summed gradients. Nothing here makes a device wait for the host, or the host for it."""
+    """Kernels for summed gradients. They run without a wait between device and host."""
 
     # ------------------------------------------------------------------ optimizers
     def sgd(self, arrays: UpdateArrays, momentum: float, nesterov: bool, weight_decay: float) -> Kernel:
-        """Return one step of :class:`halograd.training.SGD`; there is no state without momentum."""
+        """Build one step of :class:`halograd.training.SGD`; there is no state without momentum."""
         return self._sgd(arrays, momentum, nesterov, weight_decay) if self._is_update(arrays) else idle()
 
     def adam(
         self, arrays: UpdateArrays, betas: tuple[float, float], epsilon: float, weight_decay: float, decoupled: bool
     ) -> Kernel:
-        """Return one step of Adam or (`decoupled`) AdamW; the state is the first and the second moment."""
+        """Build one step of Adam or (`decoupled`) AdamW; the state is the first and the second moment."""
         return self._adam(arrays, betas, epsilon, weight_decay, decoupled) if self._is_update(arrays) else idle()
 
     def lars(self, arrays: UpdateArrays, momentum: float, trust: float, weight_decay: float) -> Kernel:
-        """Return one step of LARS, with the norms of each parameter; what lies in no range of `decays` stays."""
+        """Build one step of LARS, with the norms of each parameter. Elements in no range of `decays` are not updated.
+        """
         return self._lars(arrays, momentum, trust, weight_decay) if self._is_update(arrays) else idle()
 
     def average(self, arrays: UpdateArrays) -> Kernel:
-        """``p += weight * (g - p)`` of moving averages `p` and parameters `g`; there is no state."""
+        """Build ``p += weight * (g - p)`` for moving averages `p` and parameters `g`; there is no state."""
         return self._average(arrays) if self._is_update(arrays) else idle()
 
     @staticmethod
     def _is_update(a: UpdateArrays) -> bool:
-        """Return whether there is anything to update; refuses arrays that do not go together."""
+        """Return whether there are elements to update. Raises KernelError if the arrays do not match."""
         others = {"g": a.g, **{f"state {i}": s for i, s in enumerate(a.state)}, "copy": a.copy}
         checks.check_packed("optimizer", p=a.p, **others)
         if np.dtype(a.p.dtype).name not in ("float32", "float64"):
             found = np.dtype(a.p.dtype).name
-            raise KernelError(f"optimizer: expected parameters of float32 or float64, got {found}; keep masters")
+            raise KernelError(
+                f"optimizer: expected parameters of float32 or float64, got {found}; keep a float32 master copy"
+            )
         for array in others.values():
             if array is not None and array.size != a.p.size:
                 raise KernelError(
@@ -89,36 +92,40 @@ class Updates(Base):
 
     # ------------------------------------------------------------------ norms and scales
     def sum_of_squares(self, terms: Sequence[tuple[Any, int]], out: Any) -> Kernel:
-        """``out`` float64 ``(1,)`` = sum over the terms, packed arrays and divisors, of sum of squares / divisor."""
+        """Build ``out``, float64 ``(1,)``: the sum over terms (packed array, divisor) of sum of squares / divisor."""
         arrays = [array for array, _ in terms]
         checks.check_packed("sum_of_squares", **{f"array {i}": a for i, a in enumerate(arrays)})
         checks.check_scalars("sum_of_squares", out=out)
         return self._sum_of_squares([(array, divisor) for array, divisor in terms if array.size], out)
 
     def clip(self, squares: Any, inverse: Any, max_norm: float, norm: Any, factor: Any) -> Kernel:
-        """``norm = sqrt(squares) * inverse?``, ``factor = min(1, max_norm / (norm + 1e-6))``; all float64 ``(1,)``.
+        """Build ``norm = sqrt(squares) * inverse?``, ``factor = min(1, max_norm / (norm + 1e-6))``; all float64
+        ``(1,)``.
 
-        `inverse` is that of a loss scale, or None. The factor is that of torch.nn.utils.clip_grad_norm_.
+        `inverse` is the inverse of a loss scale, or None. The factor equals that of torch.nn.utils.clip_grad_norm_.
         """
         checks.check_scalars("clip", squares=squares, inverse=inverse, norm=norm, factor=factor)
         return self._clip(squares, inverse, max_norm, norm, factor)
 
     def find_nonfinite(self, arrays: Sequence[Any], flag: Any) -> Kernel:
-        """Set ``flag`` int32 ``(1,)`` to 1 if any element of the packed arrays is infinite or NaN; else leave it."""
+        """Build a kernel that sets `flag`, int32 ``(1,)``, to 1 if any element of the packed arrays is infinite or NaN.
+        """
         checks.check_packed("find_nonfinite", **{f"array {i}": a for i, a in enumerate(arrays)})
         return self._find_nonfinite([a for a in arrays if a.size], flag)
 
     def update_loss_scale(
         self, state: Any, flag: Any, growth: float = 2.0, backoff: float = 0.5, interval: int = 2000
     ) -> Kernel:
-        """Dynamic loss scaling: ``state`` float64 ``(3,)`` = [scale, good steps, 1 / scale]; clears `flag`.
+        """Build dynamic loss scaling: `state` float64 ``(3,)`` = [scale, good steps, 1 / scale]; the kernel clears
+        `flag`.
 
-        After a step with ``flag`` set the scale is multiplied by `backoff` (at least 1), after `interval` good ones by
-        `growth` (at most 2^24), as in Micikevicius et al., "Mixed precision training", ICLR 2018, Section 3.2.
+        After a step with `flag` set, the scale is multiplied by `backoff` (result at least 1); after `interval` good
+        steps, by `growth` (result at most 2^24), as in Micikevicius et al., "Mixed precision training", ICLR 2018,
+        Section 3.2.
         """
         return self._update_loss_scale(state, flag, growth, backoff, interval)
 
-    # ------------------------------------------------------------------ what a backend implements
+    # ------------------------------------------------------------------ implemented by a backend
     @abstractmethod
     def _sgd(self, arrays: UpdateArrays, momentum: float, nesterov: bool, weight_decay: float) -> Kernel: ...
 

@@ -1,4 +1,4 @@
-"""The reference backend: NumPy, everywhere, in float32 and float64."""
+"""The reference backend: NumPy, on every machine, in float32 and float64."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from .updates import NumpyUpdates
 __all__ = ["BlasLimit", "NumpyBackend"]
 
 
-#: The BLAS of NumPy, which is there since NumPy is: looking through all libraries of the process takes milliseconds.
+#: NumPy's BLAS, looked up once: a search through all libraries of the process takes milliseconds.
 _loaded = lru_cache(threadpoolctl.ThreadpoolController)
 
 
 class BlasLimit:
-    """Holds the BLAS of NumPy to `threads`, until :meth:`close`.
+    """Limit of NumPy's BLAS to `threads`, until :meth:`close`.
 
-    Local. The limit belongs to the process, so of several open at a time the last one made counts.
+    Local. The limit belongs to the process; of several open limits, the last one made applies.
     """
 
     def __init__(self, threads: int) -> None:
@@ -35,21 +35,21 @@ class BlasLimit:
         self._open = True
 
     def close(self) -> None:
-        """Give BLAS its former number of threads back. May be called twice."""
+        """Restore BLAS's former number of threads. May be called twice."""
         if self._open:
             self._open = False
             self._limits.restore_original_limits()
 
 
 class NumpyBackend(NumpyConvolutions, NumpyPointwise, NumpyNorms, NumpyLosses, NumpyUpdates, Backend):
-    """Kernels by NumPy; `threads` is that of its BLAS.
+    """NumPy kernels.
 
     Parameters
     ----------
     threads
-        Threads of matrix products; everything else runs on one.
+        BLAS threads of matrix products; everything else runs on one thread.
     column_bytes
-        Bound of the memory of an unfolded input [B].
+        Upper bound of the memory of an unfolded input [B].
     """
 
     name: ClassVar[str] = "numpy"

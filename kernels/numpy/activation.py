@@ -1,10 +1,10 @@
-"""Activations and their derivatives, in place of arrays that are given.
+"""Activations and their derivatives, written into given arrays.
 
-Every function is formed without a difference of nearly equal numbers, from ``exp(-|x|)`` where there is an exponential:
-near saturation a result has the relative error of a few roundings, and nothing overflows. Derivatives read the input,
-as an output near its limit has lost its digits; those of ReLU and of leaky ReLU read the output, whose sign is enough.
+No function subtracts nearly equal numbers, and every exponential is computed from ``exp(-|x|)``: near saturation a
+result has the relative error of a few roundings, and nothing overflows. Derivatives read the input, because an output
+near its limit has lost its digits. Those of ReLU and leaky ReLU read the output, whose sign is enough.
 
-`x` may be `y` or `dx`, so that what reads `x` comes first. Nothing is allocated.
+`x` may be `y` or `dx`, so each function reads `x` before it writes them. Nothing is allocated.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from ..pointwise import reads_input
 
 __all__ = ["FAR", "KINDS", "STRETCH", "TAIL"]
 
-# Of the approximation of GELU by tanh (Hendrycks and Gimpel 2016), which is x / (1 + exp(-w)) with
-# w = _LINEAR * x + _CUBIC * x^3. The leading parts have 41 and 20 bits, so that their products below are exact.
+# Constants of the approximation of GELU by tanh (Hendrycks and Gimpel 2016), which is x / (1 + exp(-w)) with w =
+# _LINEAR * x + _CUBIC * x^3. The leading parts have 41 and 20 bits, so that their products below are exact.
 _LINEAR, _CUBIC = 1.5957691216057308, 0.07135481627260025
 _LEADING_LINEAR, _LEADING_CUBIC = 1.5957691216053718, 0.07135474681854248
 _REST_LINEAR, _REST_CUBIC = 3.589464330756845e-13, 6.945405776830759e-08
@@ -46,7 +46,7 @@ TAIL = {
     ),
 }
 # fmt: on
-#: The exponential of half of its square is 0 in float64.
+#: exp(-FAR^2 / 2) is 0 in float64.
 FAR = 40.0
 
 Step = Callable[[Any, Any, list[Any], float], None]
@@ -62,14 +62,14 @@ def _relu_gradient(x: Any, y: Any, dy: Any, dx: Any, work: list[Any], alpha: flo
 
 
 def _flags(work: Any) -> Any:
-    """Return booleans of the shape of `work`, in its memory."""
+    """Return the memory of `work` as booleans of the same shape."""
     return work.view(np.bool_)[..., : work.shape[-1]]
 
 
 def _select(passes: Any, dy: Any, dx: Any) -> None:
-    """``dx = dy`` where `passes`, else 0, for any dy: an infinity or NaN times 0 would be NaN. Overwrites `passes`.
+    """Compute ``dx = dy`` where `passes`, else 0, also for infinite and NaN dy (which times 0 would be NaN).
 
-    The bits of numbers are masked, which takes no more time than a product.
+    Overwrites `passes`. The bits of the numbers are masked, which takes no more time than a product.
     """
     bits = f"i{dy.itemsize}"
     mask = np.negative(passes.view(np.int8), out=passes.view(np.int8))
@@ -77,7 +77,7 @@ def _select(passes: Any, dy: Any, dx: Any) -> None:
 
 
 def _leaky(x: Any, y: Any, work: list[Any], alpha: float) -> None:
-    # One of the terms is 0. No product with a mask: an infinity times 0 would be NaN.
+    # One of the terms is 0. A product with a mask would turn an infinity times 0 into NaN.
     np.minimum(x, 0, out=work[0])
     np.multiply(work[0], alpha, out=work[0])
     np.maximum(x, 0, out=y)
@@ -91,13 +91,13 @@ def _leaky_gradient(x: Any, y: Any, dy: Any, dx: Any, work: list[Any], alpha: fl
 
 
 def _slopes(positive: Any, below: Any, work: Any) -> None:
-    """``positive = 1`` where it is 1, else `below`: a number, or an array, which may be `work`."""
+    """Compute ``positive = 1`` where it is 1, else `below`: a number or an array, which may be `work`."""
     np.multiply(np.subtract(1, positive, out=work), below, out=work)
     np.add(positive, work, out=positive)
 
 
 def _decay(x: Any, e: Any, rate: float = 1.0) -> None:
-    """``e = exp(-rate * |x|)``."""
+    """Compute ``e = exp(-rate * |x|)``."""
     np.absolute(x, out=e)
     np.multiply(e, -rate, out=e)
     np.exp(e, out=e)
@@ -113,7 +113,7 @@ def _sigmoid(x: Any, y: Any, work: list[Any], alpha: float) -> None:
 
 
 def _bell(e: Any, work: Any) -> None:
-    """``e = e / (1 + e)^2``: of ``exp(-|x|)`` the derivative of the sigmoid; `work` becomes ``1 + e``."""
+    """Compute ``e = e / (1 + e)^2``, the derivative of the sigmoid if ``e = exp(-|x|)``; `work` becomes ``1 + e``."""
     np.add(e, 1, out=work)
     np.divide(e, work, out=e)
     np.divide(e, work, out=e)
@@ -130,7 +130,7 @@ def _tanh(x: Any, y: Any, work: list[Any], alpha: float) -> None:
 
 
 def _tanh_gradient(x: Any, y: Any, dy: Any, dx: Any, work: list[Any], alpha: float) -> None:
-    """``f'(x) = 4 sigmoid'(2 x)``."""
+    """Compute the gradient of tanh: ``f'(x) = 4 sigmoid'(2 x)``."""
     _decay(x, work[0], 2.0)
     _bell(work[0], work[1])
     np.multiply(work[0], 4, out=work[0])
@@ -138,10 +138,10 @@ def _tanh_gradient(x: Any, y: Any, dy: Any, dx: Any, work: list[Any], alpha: flo
 
 
 def _normal(x: Any, phi: Any, density: Any, work: list[Any]) -> None:
-    """``phi`` = the normal distribution at `x`, ``density = exp(-x^2 / 2)``; overwrites two buffers.
+    """Compute `phi`, the normal distribution at `x`, and ``density = exp(-x^2 / 2)``; overwrites two buffers.
 
-    With h the nearest multiple of 1/16, ``exp(-x^2 / 2) = exp(-h^2 / 2) exp(-(x - h) (x + h) / 2)``, where the first
-    exponent is exact and the second small: the error of a large exponent would be multiplied by it.
+    With h the nearest multiple of 1/16, ``exp(-x^2 / 2) = exp(-h^2 / 2) exp(-(x - h) (x + h) / 2)``. The first exponent
+    is exact and the second small; a large rounded exponent would multiply its error into the result.
     """
     size, other = work[:2]
     np.absolute(x, out=size)
@@ -181,7 +181,7 @@ def _gelu(x: Any, y: Any, work: list[Any], alpha: float) -> None:
 
 
 def _gelu_gradient(x: Any, y: Any, dy: Any, dx: Any, work: list[Any], alpha: float) -> None:
-    """``f'(x) = Phi(x) + x * phi(x)``."""
+    """Compute the gradient of GELU: ``f'(x) = Phi(x) + x * phi(x)``."""
     _normal(x, work[2], work[3], work)
     np.multiply(work[3], x, out=work[3])
     np.multiply(work[3], 1 / math.sqrt(2 * math.pi), out=work[3])
@@ -195,8 +195,10 @@ def _silu(x: Any, y: Any, work: list[Any], alpha: float) -> None:
 
 
 def _gated(x: Any, e: Any, s: Any, work: Any, rate: Any) -> None:
-    """``s = sigmoid(w) + x * rate * sigmoid'(w)``, the derivative of ``x * sigmoid(w)``, of ``e = exp(-|w|)``, where w
-    has the sign of x and `rate` is its derivative; modifies `e`.
+    """Compute ``s = sigmoid(w) + x * rate * sigmoid'(w)``, the derivative of ``x * sigmoid(w)``, from ``e =
+    exp(-|w|)``.
+
+    `w` has the sign of `x`, and `rate` is its derivative; modifies `e`.
     """
     np.greater_equal(x, 0, out=s)
     np.maximum(e, s, out=s)
@@ -222,7 +224,7 @@ def _elu(x: Any, y: Any, work: list[Any], alpha: float) -> None:
 
 
 def _elu_gradient(x: Any, y: Any, dy: Any, dx: Any, work: list[Any], alpha: float) -> None:
-    """1 where x is positive, else ``alpha * exp(x)``."""
+    """Compute the gradient of ELU: ``f'(x) = 1`` where x is positive, else ``alpha * exp(x)``."""
     np.minimum(x, 0, out=work[1])
     np.exp(work[1], out=work[1])
     np.multiply(work[1], alpha, out=work[1])
@@ -241,7 +243,7 @@ def _hard_sigmoid(x: Any, y: Any, work: list[Any], alpha: float) -> None:
 
 
 def _masked(slope: Any, dy: Any, dx: Any, work: Any) -> None:
-    """``dx = slope * dy``, and 0 where the slope is 0, for any dy: behind an infinity that may be NaN."""
+    """Compute ``dx = slope * dy``, and 0 where the slope is 0, also for infinite and NaN dy."""
     passes = np.not_equal(slope, 0, out=_flags(work))
     np.multiply(dy, slope, out=dx)
     _select(passes, dx, dx)
@@ -260,7 +262,7 @@ def _hard_swish(x: Any, y: Any, work: list[Any], alpha: float) -> None:
 
 
 def _hard_swish_gradient(x: Any, y: Any, dy: Any, dx: Any, work: list[Any], alpha: float) -> None:
-    """``f'(x) = (2 x + 3) / 6`` where ``-3 < x < 3``, 0 below and 1 above."""
+    """Compute the gradient of hard swish: ``f'(x) = (2 x + 3) / 6`` where ``-3 < x < 3``, 0 below and 1 above."""
     np.clip(x, -3, 3, out=work[0])
     np.add(work[0], work[0], out=work[0])
     np.add(work[0], 3, out=work[0])
@@ -274,7 +276,7 @@ def _hard_swish_gradient(x: Any, y: Any, dy: Any, dx: Any, work: list[Any], alph
 
 
 def _softplus(x: Any, y: Any, work: list[Any], alpha: float) -> None:
-    """``max(x, 0) + log(1 + exp(-|x|))``."""
+    """Compute softplus as ``max(x, 0) + log(1 + exp(-|x|))``."""
     _decay(x, work[0])
     np.log1p(work[0], out=work[0])
     np.maximum(x, 0, out=work[1])
@@ -287,7 +289,7 @@ def _softplus_gradient(x: Any, y: Any, dy: Any, dx: Any, work: list[Any], alpha:
 
 
 def _both_decays(x: Any, a: Any, b: Any, work: Any) -> None:
-    """``a = exp(min(x, 0))`` and ``b = exp(min(-x, 0))``."""
+    """Compute ``a = exp(min(x, 0))`` and ``b = exp(min(-x, 0))``."""
     _decay(x, b)
     np.greater_equal(x, 0, out=a)
     np.maximum(b, a, out=a)
@@ -296,7 +298,7 @@ def _both_decays(x: Any, a: Any, b: Any, work: Any) -> None:
 
 
 def _mish_terms(a: Any, b: Any, n: Any) -> None:
-    """``n = a (a + 2 b)`` and ``b = 2 b^2``."""
+    """Compute ``n = a (a + 2 b)`` and ``b = 2 b^2``."""
     np.add(b, b, out=n)
     np.add(n, a, out=n)
     np.multiply(n, a, out=n)
@@ -305,7 +307,9 @@ def _mish_terms(a: Any, b: Any, n: Any) -> None:
 
 
 def _mish(x: Any, y: Any, work: list[Any], alpha: float) -> None:
-    """``tanh(softplus(x)) = n / d`` with ``n = a (a + 2 b)``, ``d = n + 2 b^2``, a and b as of `_both_decays`."""
+    """Compute mish with ``tanh(softplus(x)) = n / d``, ``n = a (a + 2 b)``, ``d = n + 2 b^2``, a and b from
+    `_both_decays`.
+    """
     a, b, n = work[:3]
     _both_decays(x, a, b, n)
     _mish_terms(a, b, n)
@@ -315,7 +319,7 @@ def _mish(x: Any, y: Any, work: list[Any], alpha: float) -> None:
 
 
 def _mish_gradient(x: Any, y: Any, dy: Any, dx: Any, work: list[Any], alpha: float) -> None:
-    """``f'(x) = (n + 4 x a b^2 (a + b) / d) / d``, the terms as in `_mish`."""
+    """Compute the gradient of mish: ``f'(x) = (n + 4 x a b^2 (a + b) / d) / d``, with the terms of `_mish`."""
     a, b, n, inner = work[:4]
     _both_decays(x, a, b, n)
     np.add(a, b, out=inner)
@@ -332,10 +336,11 @@ def _mish_gradient(x: Any, y: Any, dy: Any, dx: Any, work: list[Any], alpha: flo
 
 
 def _cubic_decay(x: Any, e: Any, work: list[Any]) -> None:
-    """``e = exp(-|w|)`` with ``w = _LINEAR * x + _CUBIC * x^3``, float64; overwrites four more buffers.
+    """Compute ``e = exp(-|w|)`` with ``w = _LINEAR * x + _CUBIC * x^3``, float64; overwrites four more buffers.
 
-    The error of the exponent is multiplied by it. Of float32 that is nothing in float64; of float64 the exponent is
-    taken apart: h, the nearest multiple of 1/64, and its cube have so few bits that two parts of it are exact.
+    The exponential multiplies the error of its exponent by the exponent's size. For float32 input, float64 is accurate
+    enough. For float64 input the exponent is split: h, the nearest multiple of 1/64, and its cube have so few bits that
+    two parts are exact.
     """
     size, h, cube, rest = work[:4]
     np.copyto(size, x)
@@ -353,7 +358,7 @@ def _cubic_decay(x: Any, e: Any, work: list[Any]) -> None:
     np.rint(h, out=h)
     np.multiply(h, 1 / 64, out=h)
     np.multiply(h, h, out=cube)
-    # rest = (size - h) * (linear + cubic * (size^2 + size h + h^2)), and what the leading parts leave out.
+    # rest = (size - h) * (linear + cubic * (size^2 + size h + h^2)), plus the remainder of the leading parts.
     np.add(size, h, out=rest)
     np.multiply(rest, size, out=rest)
     np.add(rest, cube, out=rest)
@@ -399,8 +404,8 @@ def _gelu_tanh_gradient(x: Any, y: Any, dy: Any, dx: Any, work: list[Any], alpha
     np.copyto(dx, s, casting="same_kind")
 
 
-#: Name: forward, gradient, and the number and the dtype of the buffers of the array's shape that they overwrite (None:
-#: the dtype of the array).
+#: By name: forward, gradient, and number and dtype of their work buffers, which have the array's shape (None: the dtype
+#: of the array).
 KINDS: dict[str, tuple[Step, Callable[..., None], int, Any]] = {
     "relu": (_relu, _relu_gradient, 1, None),
     "leaky_relu": (_leaky, _leaky_gradient, 2, None),

@@ -37,14 +37,14 @@ Block = tuple[slice, slice, slice]
 
 
 class Columns:
-    """The unfolded input of one convolution; pure bookkeeping until views are taken.
+    """Block layout of the unfolded input of one convolution; no memory of its own.
 
     Parameters
     ----------
     shape
         Shape of the input, ``(N, *spatial, C)``.
     geometry, dtype
-        Of the convolution.
+        Geometry and dtype of the convolution.
     limit
         Upper bound of the memory of the matrix [B]; exceeded only if one row of outputs takes more.
 
@@ -61,7 +61,7 @@ class Columns:
         self.outputs = geometry.output_shape(shape[1:-1])
         self.depth = geometry.taps * shape[-1] // geometry.groups
         self.margins = Margins(shape, geometry.padding)
-        # A 1x1 convolution reads x as it lies.
+        # A 1x1 convolution reads x without unfolding.
         self.direct = (
             geometry.taps == 1 and set(geometry.stride) == {1} and self.outputs == tuple(shape[1:-1])
             and geometry.groups == 1 and self.margins.none
@@ -74,7 +74,7 @@ class Columns:
         self.scratch_bytes = self._padded_offset + padded
 
     def _split(self, limit: int) -> list[Block]:
-        """Return the whole samples per block if one fits `limit`, else rows of one sample."""
+        """Return blocks of whole samples if one sample fits `limit`, else blocks of rows of one sample."""
         samples, rows = self.shape[0], self.outputs[0]
         inner = math.prod(self.outputs[1:])
         row_bytes = inner * self.depth * self.geometry.groups * self.dtype.itemsize
@@ -95,8 +95,8 @@ class Columns:
         ]
 
     def matrix(self, scratch: Scratch, block: Block, x: Any = None) -> Any:
-        """Return the matrix ``(groups, rows, depth)`` of a block: scratch memory, or `x` itself where nothing is to be
-        done.
+        """Return the matrix ``(groups, rows, depth)`` of a block: scratch memory, or a view of `x` if it needs no
+        unfolding.
         """
         rows = block[2].stop - block[2].start
         if self.direct and x is not None:
@@ -104,7 +104,7 @@ class Columns:
         return scratch.view((self.geometry.groups, rows, self.depth), self.dtype)
 
     def unfold(self, x: Any, scratch: Scratch) -> tuple[Callable[[], None], list[Callable[[], None]]]:
-        """Return what to call once before all blocks, and once per block to fill its matrix from `x`."""
+        """Return a function to call once before all blocks, and one per block that fills its matrix from `x`."""
         if self.direct:
             return _idle, [_idle for _ in self.blocks]
         prepare, source = self._padded_input(x, scratch)
@@ -124,7 +124,7 @@ class Columns:
         return prepare, padded
 
     def _windows(self, source: Any, block: Block) -> Any:
-        """Return the read-only view ``(groups, n, *outputs, *kernel, C / groups)`` of a padded input."""
+        """Return a read-only view ``(groups, n, *outputs, *kernel, C / groups)`` of a padded input."""
         samples, rows, _ = block
         g = self.geometry
         first = source[samples, rows.start * g.stride[0] :]
@@ -149,7 +149,7 @@ class Columns:
     def fold(
         self, dx: Any, scratch: Scratch
     ) -> tuple[Callable[[], None], list[Callable[[], None]], Callable[[], None]]:
-        """Return what to call before all blocks, per block to add its matrix up in `dx`, and after all blocks."""
+        """Return functions to call before all blocks, per block (adds its matrix to `dx`), and after all blocks."""
         if self.direct:
             return _idle, [_idle for _ in self.blocks], _idle
         target = dx if self.margins.none else scratch.view(self.margins.shape, self.dtype, self._padded_offset)
@@ -170,7 +170,7 @@ class Columns:
         outputs = (rows.stop - rows.start, *self.outputs[1:])
         count = samples.stop - samples.start
         columns = self.matrix(scratch, block).reshape(g.groups, count, *outputs, *g.kernel, channels)
-        # Axes (n, *outputs, groups, C / groups), as in the target.
+        # Axes (n, *outputs, groups, C / groups), in the order of the target.
         columns = np.moveaxis(columns, 0, -2)
         grouped = target.reshape(*target.shape[:-1], g.groups, channels)
         pairs = []
@@ -194,7 +194,7 @@ def _idle() -> None:
 
 
 class Margins:
-    """Margins of a packed array ``(N, *spatial, C)``; negative padding adds none, as its rows are not read.
+    """Margins of a packed array ``(N, *spatial, C)``. Negative padding adds none, as its rows are not read.
 
     Attributes
     ----------
@@ -212,7 +212,7 @@ class Margins:
         self.none = self.shape == tuple(shape)
 
     def interior(self, padded: Any) -> Any:
-        """Return the view of the array proper."""
+        """Return the view without margins."""
         return padded[(slice(None), *(slice(lo, lo + n) for lo, n in zip(self._lo, self._inner)))]
 
     def edges(self, padded: Any) -> list[Any]:
@@ -225,12 +225,13 @@ class Margins:
         return [view for view in views if view.size]
 
 
-# An unfolded 3x3 convolution of 128 channels on 256^2 takes 300 MB; beyond this it is done in blocks [B].
+# Limit of an unfolded input [B]; larger ones are split in blocks. A 3x3 convolution of 128 channels on 256^2 takes 300
+# MB.
 COLUMN_BYTES = 1 << 29
 
 
 class NumpyConvolutions(Convolutions):
-    """By NumPy; `column_bytes` bounds the memory of an unfolded input [B]."""
+    """Convolutions and dense layers in NumPy; `column_bytes` limits the memory of an unfolded input [B]."""
 
     scratch: Scratch
     column_bytes: int = COLUMN_BYTES
@@ -238,7 +239,7 @@ class NumpyConvolutions(Convolutions):
     def _conv_forward(
         self, x: Any, w: Any, b: Any, y: Any, geometry: Geometry, activation: FusedActivation | None
     ) -> Kernel:
-        """``y = columns(x) w^T + b``."""
+        """Build ``y = columns(x) w^T + b``."""
         columns = Columns(x.shape, geometry, x.dtype, self.column_bytes)
         groups, scratch = geometry.groups, self.scratch
         weights = _weights(w, groups).transpose(0, 2, 1)
@@ -266,7 +267,7 @@ class NumpyConvolutions(Convolutions):
         return self.activated(made, y, activation)
 
     def _conv_backward_data(self, dy: Any, w: Any, dx: Any, geometry: Geometry) -> Kernel:
-        """``dx = fold(dy w)``."""
+        """Build ``dx = fold(dy w)``."""
         columns = Columns(dx.shape, geometry, dx.dtype, self.column_bytes)
         groups, scratch = geometry.groups, self.scratch
         weights = _weights(w, groups)
@@ -291,7 +292,7 @@ class NumpyConvolutions(Convolutions):
         return ScratchKernel(bind, scratch, columns.scratch_bytes, _name(columns))
 
     def _conv_backward_filter(self, x: Any, dy: Any, dw: Any, db: Any, geometry: Geometry) -> Kernel:
-        """``dw = dy^T columns(x)``, ``db = sum of dy``."""
+        """Build ``dw = dy^T columns(x)``, ``db = sum of dy``."""
         columns = Columns(x.shape, geometry, x.dtype, self.column_bytes)
         groups, scratch = geometry.groups, self.scratch
         gradients = _by_group(dy, groups).transpose(0, 2, 1)
@@ -324,7 +325,7 @@ class NumpyConvolutions(Convolutions):
         return ScratchKernel(bind, scratch, scratch_bytes, _name(columns))
 
     def _dense_forward(self, x: Any, w: Any, b: Any, y: Any) -> Kernel:
-        """``y = x w^T + b``."""
+        """Build ``y = x w^T + b``."""
         weights = w.T
 
         def run() -> None:
@@ -335,11 +336,11 @@ class NumpyConvolutions(Convolutions):
         return Kernel(run, "numpy:gemm")
 
     def _dense_backward_data(self, dy: Any, w: Any, dx: Any) -> Kernel:
-        """``dx = dy w``."""
+        """Build ``dx = dy w``."""
         return Kernel(lambda: np.matmul(dy, w, out=dx), "numpy:gemm")
 
     def _dense_backward_filter(self, x: Any, dy: Any, dw: Any, db: Any) -> Kernel:
-        """``dw = dy^T x``, ``db = sum of dy``."""
+        """Build ``dw = dy^T x``, ``db = sum of dy``."""
         gradient = dy.T
         bias = None if db is None else column_sums(dy, db)
 

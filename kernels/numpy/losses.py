@@ -1,4 +1,4 @@
-"""Losses in chunks that stay in the cache."""
+"""Losses in NumPy, in chunks that stay in the cache."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["NumpyLosses"]
 
 
 class _NumpyLoss(LossKernel):
-    """A sum over ``(positions, C)``, chunk by chunk.
+    """A loss summed over ``(positions, C)``, chunk by chunk.
 
-    Subclasses say in `chunk` what a chunk of rows of `width` elements adds. Where a weight is 0, it sees zeros.
+    Subclasses compute the contribution of a chunk of positions in `chunk`. Where a weight is 0, `chunk` gets zeros.
     """
 
-    #: Whether the scale is divided by the channels.
+    #: Whether the scale is divided by the number of channels.
     mean_over_channels = True
 
     def __init__(self, name: str, arrays: LossArrays) -> None:
@@ -38,13 +38,13 @@ class _NumpyLoss(LossKernel):
     def _compute(self) -> None:
         arrays, counted, scale = self.arrays, self._counted, self._scale
         if arrays.divisor is not None:
-            # A NumPy float64 would make float32 arrays compute in float64.
+            # A NumPy float64 scalar would promote float32 arrays to float64.
             divisor = float(arrays.divisor[0])
             scale = scale * (1.0 / divisor) if divisor > 0 else 0.0
         if self._dx is not None:
             self._dx[counted:] = 0
         found = 0.0
-        # The loss of an infinity may be NaN: who reads the loss notices.
+        # The loss of an infinity may be NaN: the check of the loss detects it, so no warning.
         with np.errstate(over="ignore", invalid="ignore"):
             for part in chunks(counted, self.width):
                 found = found + self._chunk(part, scale)
@@ -64,11 +64,11 @@ class _NumpyLoss(LossKernel):
 
     @abstractmethod
     def chunk(self, x: Any, t: Any, dx: Any | None, scale: float, weights: Any | None) -> float:
-        """Sum of the loss over some positions, times their weights; `scale` times its gradient into `dx`."""
+        """Return the weighted sum of the loss over some positions; write `scale` times its gradient to `dx`."""
 
 
 class _Elementwise(_NumpyLoss):
-    """A function of every element of prediction and target."""
+    """A loss that is a function of each element of prediction and target."""
 
     def chunk(self, x: Any, t: Any, dx: Any | None, scale: float, weights: Any | None) -> float:
         found = self.values(x, self._typed(x, t), dx, scale)
@@ -80,7 +80,8 @@ class _Elementwise(_NumpyLoss):
 
     @abstractmethod
     def values(self, x: Any, t: Any, dx: Any | None, scale: float) -> Any:
-        """Return the loss of every element, in a buffer; `scale` times its gradient into `dx`; `t` may be used up."""
+        """Return the loss of every element, in a buffer; write `scale` times its gradient to `dx`. May overwrite `t`.
+        """
 
     def _typed(self, x: Any, t: Any) -> Any:
         """Return a copy of the targets in the dtype of the prediction."""
@@ -102,9 +103,9 @@ class _MeanSquaredError(_Elementwise):
 
 
 class _BinaryCrossEntropy(_Elementwise):
-    """``(1 - t) * softplus(x) + p * t * softplus(-x)``, with ``softplus(x) = max(x, 0) + log1p(exp(-|x|))``.
+    """The loss ``(1 - t) * softplus(x) + p * t * softplus(-x)``, with ``softplus(x) = max(x, 0) + log1p(exp(-|x|))``.
 
-    Neither overflows nor cancels for any `x`, as no term is negative; nor does the gradient ``(1 - t) * sigmoid(x) -
+    It neither overflows nor cancels for any `x`, as no term is negative; nor does the gradient ``(1 - t) * sigmoid(x) -
     p * t * sigmoid(-x)`` for targets 0 and 1.
     """
 
@@ -130,7 +131,10 @@ class _BinaryCrossEntropy(_Elementwise):
         return found
 
     def _gradient(self, x: Any, t: Any, rest: Any, e: Any, work: Any, dx: Any, scale: float) -> None:
-        """With ``e = exp(-|x|)``, `t` times the positive weight, and ``rest = 1 - t``; they are modified."""
+        """Write the gradient to `dx`, from ``e = exp(-|x|)``, `t` times the positive weight, and ``rest = 1 - t``.
+
+        `e`, `t` and `rest` are modified.
+        """
         np.greater_equal(x, 0, out=work)
         np.maximum(e, work, out=work)
         rest *= work
@@ -144,7 +148,7 @@ class _BinaryCrossEntropy(_Elementwise):
 
 
 class _OfClasses(_NumpyLoss):
-    """With class indices as targets."""
+    """A loss with class indices as targets."""
 
     mean_over_channels = False
 
@@ -153,8 +157,7 @@ class _OfClasses(_NumpyLoss):
         super().__init__(name, arrays)
 
     def _labels(self, t: Any, dtype: np.dtype, weights: Any | None) -> tuple[Any, Any]:
-        """Return the class index (0 where ignored) and its weight times that of the position (0 where ignored), per
-        position.
+        """Return, for each position, the class index and its weight times that of the position; both 0 where ignored.
         """
         targets, work = self.targets, self.work
         label = buffer(work, "label", t.shape, np.int64)
@@ -181,7 +184,7 @@ class _OfClasses(_NumpyLoss):
         return label, weight
 
     def _class_weights(self, dtype: np.dtype) -> Any:
-        """Return the weight per class."""
+        """Return the weights of the classes."""
         given = self.targets.weights
         return constant(
             self.work,
@@ -201,7 +204,9 @@ class _TargetWeight(_OfClasses):
 
 
 class _SoftmaxCrossEntropy(_OfClasses):
-    """Class by class, ``(K, positions)``: there are many more positions than classes in what is large."""
+    """Softmax cross-entropy on arrays ``(K, positions)``, class by class: large data have many more positions than
+    classes.
+    """
 
     def __init__(self, arrays: LossArrays, targets: ClassTargets, label_smoothing: float) -> None:
         super().__init__("softmax_cross_entropy", arrays, targets)
@@ -217,10 +222,10 @@ class _SoftmaxCrossEntropy(_OfClasses):
         np.copyto(z, x.T)
         np.amax(z, axis=0, out=column)
         z -= column
-        # The sum of the exponentials is `others` and `own`, that of the label. Neither its logarithm near 1 nor
-        # own / sum - 1 = -others / sum may be formed of the sum alone: it has lost the small ones.
+        # The sum of the exponentials is `own`, that of the label, plus `others`. Its logarithm near 1, and own / sum -
+        # 1 = -others / sum, need `others` separately: the rounded sum has lost the small terms.
         flat, own, others = z.reshape(-1), *(buffer(work, name, shape[1:], x.dtype) for name in ("own", "others"))
-        # q . z, of which the loss is the negative, up to the logarithm of the sum.
+        # The loss is the logarithm of the sum minus q . z.
         share = self._smoothing / shape[0]
         taken = buffer(work, "taken", shape[1:], x.dtype)
         take(z.reshape(-1), index, out=taken)
@@ -250,7 +255,7 @@ class _SoftmaxCrossEntropy(_OfClasses):
         return total(column)
 
     def _smooth(self, z: Any, mass: Any, taken: Any, share: float, weights: Any | None) -> None:
-        """Add what label smoothing spreads over the classes to q . z and to the sum of q."""
+        """Add the share that label smoothing spreads over the classes to q . z and to the sum of q."""
         of_classes = self._class_weights(z.dtype)
         part, counts = (buffer(self.work, k, taken.shape, z.dtype) for k in ("part", "counted"))
         self._counted_positions(counts, weights)
@@ -262,7 +267,9 @@ class _SoftmaxCrossEntropy(_OfClasses):
         mass += counts
 
     def _times(self, values: Any, weight: Any) -> None:
-        """``values *= weight``, 0 where the weight is: a logit of -inf at an ignored position must not become NaN."""
+        """Compute ``values *= weight``, and 0 where the weight is 0: a logit of -inf at an ignored position must not
+        give NaN.
+        """
         none = np.equal(weight, 0, out=buffer(self.work, "none", weight.shape, np.bool_))
         np.copyto(values, 0, where=none)
         values *= weight
@@ -270,8 +277,10 @@ class _SoftmaxCrossEntropy(_OfClasses):
     def _at_the_label(
         self, flat: Any, index: Any, mass: Any, weight: Any, own: Any, others: Any, share: float
     ) -> None:
-        """Write ``mass * own / sum - (1 - smoothing) * weight`` to the place of the label, as ``(rest * own - taken *
-        others) / sum`` with ``taken = (1 - smoothing) * weight`` and ``rest = mass - taken``.
+        """Write ``mass * own / sum - (1 - smoothing) * weight`` to the element of the label.
+
+        It is computed as ``(rest * own - taken * others) / sum`` with ``taken = (1 - smoothing) * weight`` and ``rest =
+        mass - taken``.
         """
         taken, part = (buffer(self.work, k, weight.shape, flat.dtype) for k in ("moved", "part"))
         np.multiply(weight, 1 - self._smoothing, out=taken)
@@ -306,14 +315,14 @@ class _SoftmaxCrossEntropy(_OfClasses):
 
 
 def _positions(count: int, work: dict) -> Any:
-    """``0 .. count - 1``."""
+    """Return the array ``0 .. count - 1``."""
     if "positions" in work and work["positions"].size < count:
         del work["positions"]
     return constant(work, "positions", lambda: np.arange(count), np.int64)[:count]
 
 
 class NumpyLosses(Losses):
-    """By NumPy."""
+    """Losses in NumPy."""
 
     def _softmax_cross_entropy(self, arrays: LossArrays, targets: ClassTargets, label_smoothing: float) -> LossKernel:
         return _SoftmaxCrossEntropy(arrays, targets, label_smoothing)

@@ -1,8 +1,8 @@
-"""Batch norm in blocks of rows that stay in the cache, and norms over channels in chunks of positions.
+"""Batch norm in NumPy, in blocks of rows that stay in the cache, and channel norm in chunks of positions.
 
-A loop of NumPy over C = 18 channels at a time would mostly pay for starting loops. So a block of rows is
-looked at as fewer, longer rows, ``(rows / R, R * C)``, with per-channel vectors repeated R times; sums
-over rows are matrix-vector products.
+A NumPy loop over C = 18 channels at a time would spend most time on starting loops. So a block of rows is viewed as
+fewer, longer rows, ``(rows / R, R * C)``, with per-channel vectors repeated R times. Sums over rows are matrix-vector
+products.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ LONG = 2048
 
 
 class RowBlock:
-    """Some rows of the matrix, seen as ``(height, width)`` with ``width = repeat * C``."""
+    """Some rows of the matrix, viewed as ``(height, width)`` with ``width = repeat * C``."""
 
     def __init__(self, start: int, stop: int, repeat: int, channels: int) -> None:
         self.start, self.stop, self.repeat, self.channels = start, stop, repeat, channels
         self.shape = ((stop - start) // repeat, repeat * channels)
 
     def view(self, array: Any) -> Any:
-        """Return this piece of a packed ``(..., C)`` array."""
+        """Return this block of a packed ``(..., C)`` array."""
         return array.reshape(-1, self.channels)[self.start : self.stop].reshape(self.shape)
 
 
 class RowBlocks:
-    """How the rows of packed arrays of one shape ``(..., C)`` are cut into pieces.
+    """Split of the rows of packed arrays of one shape ``(..., C)`` into blocks.
 
     Attributes
     ----------
     pieces
-        In order; the last may be lower or narrower than the others.
+        The blocks in order; the last may be lower or narrower than the others.
     repeat
-        Length that per-channel vectors must be repeated to, in rows.
+        Number of times that per-channel vectors are repeated along a row.
     largest
-        Elements of the largest piece.
+        Elements of the largest block.
     """
 
     def __init__(self, array: Any) -> None:
@@ -65,7 +65,7 @@ class RowBlocks:
         self.tallest = max((p.shape[0] for p in self.pieces), default=0)
 
     def vectors(self, count: int, dtype: Any) -> Any:
-        """``(count, repeat, C)`` array for per-channel vectors repeated along long rows."""
+        """Return a ``(count, repeat, C)`` array for per-channel vectors repeated along long rows."""
         return np.zeros((count, self.repeat, self.channels), dtype)
 
 
@@ -102,11 +102,10 @@ def moments_scratch_bytes(x: Any) -> int:
 def moments(x: Any, sums: Any, scratch: Scratch) -> Callable[[], None]:
     """Return a function that writes ``[sum x, sum x^2]`` per channel into `sums`, float64 ``(2, C)``.
 
-    Each block of rows, small enough for the cache, is gone over twice: for its mean, and for the sum of
-    squares about that mean. The blocks are combined in float64 (Chan, Golub, LeVeque, "Updating formulae
-    and a pairwise algorithm for computing sample variances", 1979), so ``E[x^2] - mean^2`` formed in
-    float64 is right even where the mean is many times the standard deviation: what the sum of a block errs
-    by enters the variance squared.
+    Each block of rows fits the cache and is read twice: for its mean, and for the sum of squares about that mean. The
+    blocks are combined in float64 (Chan, Golub, LeVeque, "Updating formulae and a pairwise algorithm for computing
+    sample variances", 1979), so ``E[x^2] - mean^2`` formed in float64 is accurate even if the mean is many times the
+    standard deviation: the error of a block's sum enters the variance squared.
     """
     blocks = RowBlocks(x)
     ones = np.ones(blocks.tallest, x.dtype)
@@ -126,7 +125,7 @@ def moments(x: Any, sums: Any, scratch: Scratch) -> Callable[[], None]:
             np.multiply(deviation, deviation, out=deviation)
             np.matmul(one, deviation, out=long)
             np.add.reduce(by_channel, axis=0, dtype=np.float64, out=second)
-            np.copyto(mean, shift[0])  # what was really subtracted
+            np.copyto(mean, shift[0])  # the mean as rounded, which was subtracted
             _accumulate(sums, count, mean, first, second, extra)
 
     return run
@@ -158,7 +157,7 @@ def _accumulate(sums: Any, count: int, mean: Any, first: Any, second: Any, extra
 
 
 class NumpyBatchNorm:
-    """Builds the kernels of one batch norm, without activation and residual; see :meth:`Norms.batch_norm`."""
+    """Builder of the kernels of one batch norm without activation and residual; see :meth:`Norms.batch_norm`."""
 
     def __init__(self, arrays: BatchNormArrays, scratch: Scratch) -> None:
         self.a, self.scratch = arrays, scratch
@@ -248,7 +247,9 @@ class NumpyBatchNorm:
         return run
 
     def _bind_data(self, means: Any) -> Callable[[], None]:
-        """``dx = scale * (dy - means[0] - (x - mean) * slope)``, ``slope = means[1] / sqrt(var + eps)``."""
+        """Return a function for ``dx = scale * (dy - means[0] - (x - mean) * slope)``, ``slope = means[1] / sqrt(var +
+        eps)``.
+        """
         a = self.a
         vectors = self.blocks.vectors(4, a.x.dtype)  # mean, slope, means[0], scale
         steps = []
@@ -286,7 +287,7 @@ class NumpyBatchNorm:
 
 
 class ChannelNorm:
-    """The kernels of one norm over channels: chunk by chunk.
+    """Kernels of one channel norm, chunk by chunk.
 
     Backward computes mean and variance again, which costs less than to store and load them.
     """
@@ -298,7 +299,7 @@ class ChannelNorm:
         self._sums, self._work = np.empty((2, channels)), Workspace()
 
     def kernels(self) -> tuple[Kernel, Kernel | None]:
-        """Return the forward and backward."""
+        """Return the forward kernel, and the backward kernel or None."""
         forward = Kernel(self._forward, "numpy:channel_norm", close=self._work.clear)
         return forward, None if self.dy is None else Kernel(self._backward, "numpy:channel_norm")
 
@@ -311,7 +312,7 @@ class ChannelNorm:
                 y += self.a.beta
 
     def _normalize(self, x: Any, out: Any) -> Any:
-        """`out` = xhat; returns 1 / std per position."""
+        """Write xhat to `out`; return 1 / std per position."""
         mean, std = (buffer(self._work, k, (len(x), 1), x.dtype) for k in ("mean", "std"))
         square = buffer(self._work, "square", x.shape, x.dtype)
         np.mean(x, axis=1, keepdims=True, out=mean)
@@ -358,7 +359,7 @@ def _rows(array: Any, channels: int) -> Any:
 
 
 class NumpyNorms(Norms):
-    """By NumPy."""
+    """Norms in NumPy."""
 
     scratch: Scratch
 

@@ -1,4 +1,4 @@
-"""Activations, sums of arrays, dropout."""
+"""Activations, sums of arrays, and dropout in NumPy."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _SHIFTS = (30, 27, 31)
-#: Elements hashed at a time: the buffers stay in the second-level cache.
+#: Elements hashed at a time, so that the buffers stay in the second-level cache.
 _DRAWN = 1 << 14
-#: Elements of an activation at a time, for the same reason.
+#: Elements of an activation computed at a time, for the same reason.
 _PIECE = 1 << 15
 
 class NumpyPointwise(NumpyWindows):
-    """By NumPy; arrays of activations and sums may have any strides."""
+    """Elementwise kernels in NumPy; arrays of activations and sums may have any strides."""
 
     def _activation(self, kind: str, x: Any, y: Any, dy: Any, dx: Any, alpha: float) -> tuple[Kernel, Kernel | None]:
-        """Elementwise function and its gradient."""
+        """Build an elementwise function and its gradient."""
         forward, gradient, buffers, wide = KINDS[kind]
         run = self._elementwise(forward, (x, y), buffers, wide, alpha, f"numpy:{kind}")
         arrays = (x, y, dy, dx)
@@ -39,8 +39,8 @@ class NumpyPointwise(NumpyWindows):
     def _elementwise(
         self, function: Callable[..., None], arrays: Sequence[Any], buffers: int, wide: Any, alpha: float, impl: str
     ) -> Kernel:
-        """Return a function of arrays and buffers: of packed arrays in pieces that stay in the cache, else of all at
-        once.
+        """Build a function of arrays and buffers. Packed arrays are computed in pieces that stay in the cache, others
+        at once.
         """
         pieces, dtype, scratch = [tuple(arrays)], wide or arrays[0].dtype, self.scratch
         if all(a.flags.c_contiguous for a in arrays):
@@ -56,7 +56,7 @@ class NumpyPointwise(NumpyWindows):
             ]
 
             def run() -> None:
-                # An infinity times 0 is NaN, as it should be, and an exponential may be 0: no reason to warn.
+                # An infinity times 0 is NaN by definition, and an exponential may be 0: no warnings.
                 with np.errstate(all="ignore"):
                     for step in steps:
                         function(*step)
@@ -66,7 +66,7 @@ class NumpyPointwise(NumpyWindows):
         return ScratchKernel(bind, scratch, buffers * size, impl)
 
     def _add(self, xs: list[Any], y: Any, activation: FusedActivation | None) -> Kernel:
-        """Sum of arrays; `y` may be one of them, or several."""
+        """Build a sum of arrays; `y` may be one or several of them."""
         into = [x for x in xs if same_elements(x, y)]
         terms = [x for x in xs if not same_elements(x, y)]
 
@@ -78,7 +78,7 @@ class NumpyPointwise(NumpyWindows):
         return self.activated(Kernel(run, "numpy:add"), y, activation)
 
     def _dropout(self, x: Any, y: Any, dy: Any, dx: Any, mask: DropoutMask) -> tuple[Kernel, Kernel | None]:
-        """Backward draws the mask again."""
+        """Build dropout. Backward draws the mask again."""
         return self._dropped(x, y, mask), None if dx is None else self._dropped(dy, dx, mask)
 
     def _dropped(self, x: Any, y: Any, mask: DropoutMask) -> Kernel:
@@ -106,7 +106,7 @@ class NumpyPointwise(NumpyWindows):
                     mix64_inplace(z, work)
                     np.less(z, threshold, out=out)
                     np.multiply(given, factor, out=found)
-                    # Set, not multiplied by zero: an infinite element that is dropped must not become NaN.
+                    # Assign 0 instead of multiplying by 0: a dropped infinite element must not become NaN.
                     np.copyto(found, 0, where=out)
 
             return run
@@ -116,7 +116,7 @@ class NumpyPointwise(NumpyWindows):
 
 
 def _start(into: list[Any], terms: list[Any], y: Any) -> None:
-    """Make `y` the sum of what it stands for already, or of the first one or two terms."""
+    """Write to `y` the multiple of itself that the sum contains, or else the sum of the first one or two terms."""
     if into:
         if len(into) > 1:
             np.multiply(y, len(into), out=y)
@@ -146,10 +146,10 @@ def mix64_inplace(z: Any, work: Any) -> None:
 def global_counters(
     shape: Sequence[int], start: Sequence[int], extents: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return two arrays, of the outer axes and of the last two, whose sums are ``GOLDEN * index`` modulo 2**64.
+    """Return two arrays, over the outer axes and over the last two, whose sums are ``GOLDEN * index`` modulo 2**64.
 
-    `index` is the row-major position in an array of `shape` of each element of the block of `extents` that begins
-    at `start`, in the order of the block.
+    `index` is the row-major position in an array of `shape` of each element of the block of `extents` that begins at
+    `start`, in the order of the block.
     """
     split = max(1, len(shape) - 2)
     parts = []

@@ -1,4 +1,4 @@
-"""Updates of parameters in pieces that stay in the cache, norms of gradients and scaling of the loss."""
+"""Parameter updates in NumPy, in pieces that stay in the cache; gradient norms and loss scaling."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ..updates import UpdateArrays, Updates
 
 __all__ = ["NumpyUpdates"]
 
-# Elements per piece: parameter, gradient, two states and two scratch arrays of it fit a 1 MiB cache.
+# Elements per piece: parameter, gradient, two states and two scratch arrays fit a 1 MiB cache.
 PIECE = 1 << 15
-_ROW, _ROWS = 1 << 10, 1 << 8  # elements of a scalar product in float32, and how many are taken at once
+_ROW, _ROWS = 1 << 10, 1 << 8  # elements of one float32 scalar product, and number of products at once
 
 
 @dataclass
 class _Range:
-    """A range that is updated in one go: views made once.
+    """A range that is updated in one pass, as views made once.
 
     Attributes
     ----------
@@ -42,7 +42,7 @@ class _Range:
     decayed: bool
 
     def gradient(self, scale: float, weight_decay: float) -> Any:
-        """``scale * g + weight_decay * p``, in `a` where it differs from `g`."""
+        """Return ``scale * g + weight_decay * p``, in `a` unless it equals `g`."""
         g = self.g
         if scale != 1.0:
             g = np.multiply(self.g, scale, out=self.a)
@@ -52,12 +52,12 @@ class _Range:
         return g
 
 
-#: Updates a piece, with the numbers of `UpdateArrays.scalars`.
+#: Function that updates a piece, with the values of `UpdateArrays.scalars`.
 Rule = Callable[[_Range, float, float, float, float, float], None]
 
 
 class NumpyUpdates(Updates):
-    """By NumPy."""
+    """Updates in NumPy."""
 
     scratch: Scratch
 
@@ -134,7 +134,9 @@ class NumpyUpdates(Updates):
     def _update(
         self, name: str, arrays: UpdateArrays, rule: Rule, adapted: Callable[[int, int, float], float] | None = None
     ) -> Kernel:
-        """Range by range, each in pieces; with `adapted` the rate of every range that decays is its own."""
+        """Build an update, range by range in pieces. `adapted` returns a factor on the learning rate of a range with
+        decay.
+        """
         itemsize, scalars = arrays.p.itemsize, arrays.scalars
         size = round_up(min(PIECE, arrays.p.size) * itemsize)
 
@@ -210,9 +212,9 @@ class NumpyUpdates(Updates):
 
 
 def _squares(flat: Any) -> float:
-    """Sum of squares, in float64 over rows: a scalar product of millions in float32 would lose three digits.
+    """Return the sum of squares, in float64 over rows: a float32 scalar product of millions would lose three digits.
 
-    How many partial sums BLAS has differs between processors: with few, it loses two digits within a million.
+    The number of partial sums in BLAS differs between processors: with few, it loses two digits within a million.
     """
     whole = flat.size - flat.size % _ROW
     rest = flat[whole:]

@@ -1,4 +1,4 @@
-"""Pooling as one pass over the array per position in the window, and resizing as a few passes per axis."""
+"""Pooling in NumPy, as one pass per window position, and resizing as a few passes per axis."""
 
 from __future__ import annotations
 
@@ -65,12 +65,12 @@ class _Taps:
 
 
 class NumpyWindows(Pointwise):
-    """By NumPy."""
+    """Pooling and resizing in NumPy."""
 
     scratch: Scratch
 
     def _max_pool(self, x: Any, y: Any, dy: Any, dx: Any, geometry: Geometry) -> tuple[Kernel, Kernel | None]:
-        """Maximum over windows, and its gradient by the remembered position."""
+        """Build the maximum over windows, and its gradient by the stored position."""
         taps, scratch = _Taps(x, y, geometry), self.scratch
         small = geometry.taps <= np.iinfo(np.uint8).max
         position = None if dx is None else np.empty(y.shape, np.uint8 if small else np.int32)
@@ -91,7 +91,7 @@ class NumpyWindows(Pointwise):
                     position.fill(0)
                 for i, view in enumerate(views[1:], 1):
                     np.greater(view, y, out=better)
-                    np.isnan(view, out=undefined)  # a NaN wins, as in torch: it must not vanish
+                    np.isnan(view, out=undefined)  # NaN takes precedence, as in torch, so that it does not vanish
                     np.logical_or(better, undefined, out=better)
                     np.copyto(y, view, where=better)
                     if position is not None:
@@ -122,7 +122,7 @@ class NumpyWindows(Pointwise):
     def _average_pool(
         self, x: Any, y: Any, dy: Any, dx: Any, geometry: Geometry, count_include_pad: bool
     ) -> tuple[Kernel, Kernel | None]:
-        """Return the mean over windows, and its gradient."""
+        """Build the mean over windows, and its gradient."""
         taps, scratch = _Taps(x, y, geometry), self.scratch
         if count_include_pad:
             factor = np.full((1,) * y.ndim, 1 / geometry.taps, x.dtype)
@@ -165,7 +165,7 @@ class NumpyWindows(Pointwise):
         return forward, ScratchKernel(bind_backward, scratch, scratch_bytes, impl)
 
     def _resize(self, x: Any, y: Any, dy: Any, dx: Any, axes: Sequence[Resampled]) -> tuple[Kernel, Kernel | None]:
-        """Return axis after axis: arrays in between, and one for a tap of an axis, in scratch memory."""
+        """Build a resize, axis after axis. Intermediate arrays and one work array per axis are in scratch memory."""
         shapes, works, shape = [], [], list(x.shape)
         for i, axis in enumerate(axes, start=1):
             works.append((*shape[:i], axis.longest, *shape[i + 1 :]))
@@ -194,7 +194,7 @@ class NumpyWindows(Pointwise):
 
 
 class _Axis:
-    """Resampling of one axis between two arrays that stay, as views made once."""
+    """Resampling of one axis between two fixed arrays, as views made once."""
 
     def __init__(self, resampled: Resampled, axis: int, source: Any, target: Any, work: Any) -> None:
         before = (slice(None),) * axis
@@ -208,7 +208,7 @@ class _Axis:
             self.views.append((out, taps, work[(*before, slice(0, run.count))]))
 
     def apply(self) -> None:
-        """target <- resampled source."""
+        """Write the resampled source to the target."""
         for out, taps, work in self.views:
             (first, weight), *more = taps
             if not more:
@@ -220,7 +220,7 @@ class _Axis:
                 np.add(out, work, out=out)
 
     def apply_adjoint(self) -> None:
-        """source <- transposed resampling of target."""
+        """Write the transposed resampling of the target to the source."""
         self.source.fill(0)
         for out, taps, work in self.views:
             for view, weight in taps:
@@ -232,7 +232,8 @@ class _Axis:
 
 
 def tap_counts(spatial: tuple[int, ...], outputs: tuple[int, ...], geometry: Geometry) -> Any:
-    """Return taps inside an array of extents `spatial`, float64 ``(*outputs, 1)``; 1 where there is none."""
+    """Return the number of taps inside an array of extents `spatial`, float64 ``(*outputs, 1)``; 1 where there is none.
+    """
     counts = np.ones((1,))
     g = geometry
     for n, o, k, s, d, (lo, _) in zip(spatial, outputs, g.kernel, g.stride, g.dilation, g.padding):

@@ -1,4 +1,4 @@
-"""The CPU backend: oneDNN 3 through its C interface, in float32, convolutions also in bfloat16."""
+"""The CPU backend: oneDNN 3 through its C interface, in float32, with convolutions also in bfloat16."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from .program import OnednnEngine, ReferenceOnly
 __all__ = ["DELEGATED", "OnednnBackend"]
 
 
-# What NumPy does, because oneDNN has nothing but its reference implementation for it, hundreds of times slower than its
-# other ones. Such kernels say so in their `impl`. Convolutions and dense layers are substitutes too, worth a warning:
-# whether oneDNN has one depends on the block of a rank, and a layer that one process can compute must not depend on it.
+# Cases that NumPy computes, because oneDNN has only its reference implementation, which is hundreds of times slower.
+# The `impl` of such kernels names NumPy. For convolutions and dense layers there is a warning as well: whether oneDNN
+# has a fast kernel depends on the block of a rank, but whether a layer can be computed must not depend on it.
 DELEGATED = {
     "convolution": "few channels and padding that is wide against the block, in part; whatever else has no kernel",
     "dense": "whatever has no kernel; nothing is known",
@@ -40,28 +40,28 @@ T = TypeVar("T")
 
 
 class OnednnBackend(NumpyBackend):
-    """Kernels by oneDNN on the CPU, and by NumPy where it has none, or none that is fast.
+    """Kernels by oneDNN on the CPU, or by NumPy where oneDNN has no fast kernel.
 
     Parameters
     ----------
     threads
-        Threads per kernel. They are fixed when a kernel is built, by the thread of control that builds it.
+        Threads per kernel. They are fixed when a kernel is built, by the thread that builds it.
     autotune
         Whether convolutions are chosen among several algorithms by measurement when they are built.
 
     Raises
     ------
     KernelError
-        If oneDNN cannot be loaded, or is of another kind than ours.
+        If oneDNN cannot be loaded or is an unsupported build.
 
     Attributes
     ----------
     path : str
         Path of the library.
     instruction_set : str
-        Largest instruction set that it uses here; the environment variable ``ONEDNN_MAX_CPU_ISA`` limits it.
+        Largest instruction set that oneDNN uses here; the environment variable ``ONEDNN_MAX_CPU_ISA`` limits it.
     refused : tuple of str
-        Implementations of it that are not used, where, and why.
+        oneDNN implementations that are not used, with the cases and reasons.
     """
 
     name: ClassVar[str] = "onednn"
@@ -81,7 +81,7 @@ class OnednnBackend(NumpyBackend):
         self._engine = OnednnEngine(abi, threads)
         self.scratch = self._engine.scratch
         self._choice = ConvChoice(autotune, threads)
-        # One pool of threads per process: NumPy's own would fight oneDNN's for the same cores.
+        # One thread pool per process: NumPy's own pool would compete with oneDNN's for the same cores.
         self._blas = BlasLimit(1)
 
     @property
@@ -100,12 +100,16 @@ class OnednnBackend(NumpyBackend):
         return taken
 
     def autotuned(self) -> dict[Any, dict[str, float]]:
-        """Per convolution the times of the algorithms compared [s], the chosen one first."""
+        """Return, for each convolution, the times of the compared algorithms [s], the chosen one first."""
         return self._choice.found
 
     # ------------------------------------------------------------------ convolution
     def _check_conv_dtypes(self, what: str, x: Any, y: Any, w: Any, b: Any) -> None:
-        """In bfloat16 the weights, the bias and their gradients may also be float32, to be summed and updated so."""
+        """Check the dtypes of a convolution.
+
+        With bfloat16 images, the weights, the bias and their gradients may be float32, as gradient sums and updates
+        need.
+        """
         checks.check_dtypes(what, self.conv_dtypes, self.dtype_remedy, input=x, output=y)
         for name, a in (("weights", w), ("bias", b)):
             allowed = {np.dtype(x.dtype).name, "float32"}
@@ -132,7 +136,7 @@ class OnednnBackend(NumpyBackend):
     def _conv_fused(
         self, x: Any, w: Any, b: Any, y: Any, geometry: Geometry, activation: FusedActivation | None, fused: list[Any]
     ) -> Kernel:
-        """With the activation as these operations, in the primitive."""
+        """Build a convolution with the activation fused into the primitive, as the operations `fused`."""
         args = (self._engine, x, w, b, y, geometry, fused)
         key = ("forward", x.shape, w.shape, b is None, activation, x.dtype.name, w.dtype.name, geometry)
         candidates = {
@@ -177,21 +181,22 @@ class OnednnBackend(NumpyBackend):
         )
 
     def _convolution(self, what: str, key: Any, candidates: Any, plain: Callable[[], Kernel]) -> Kernel:
-        """Return the chosen candidate; the kernel of NumPy, which knows no bfloat16, where oneDNN has no fast one."""
+        """Return the chosen candidate, or NumPy's kernel where oneDNN has no fast one. NumPy has no bfloat16."""
         if "bfloat16" not in key:
             return self._or_numpy(lambda: self._choice.kernel(key, candidates), plain, what)
         try:
             return self._choice.kernel(key, candidates)
         except ReferenceOnly as error:
             raise KernelError(
-                f"{what}: expected a bfloat16 convolution that oneDNN has a fast implementation of, got {key[1:]}: "
+                f"{what}: expected a bfloat16 convolution with a fast implementation in oneDNN, got {key[1:]}: "
                 f"{error}; use float32"
             ) from None
 
-    # ------------------------------------------------------------------ the rest
+    # ------------------------------------------------------------------ all other kernels
     def _or_numpy(self, fast: Callable[[], T], plain: Callable[[], T], what: str | None = None) -> T:
-        """Return what oneDNN has, or by name (see DELEGATED) what NumPy has; noted as a substitute for `what`, if
-        given.
+        """Return oneDNN's kernel `fast`, or NumPy's kernel `plain` where oneDNN has no fast one (see DELEGATED).
+
+        With `what`, the second case is recorded as a substitute.
         """
         try:
             return fast()
@@ -216,7 +221,9 @@ class OnednnBackend(NumpyBackend):
         )
 
     def _with_activation(self, arrays: BatchNormArrays) -> BatchNormKernels:
-        """Return a ReLU alone is in the kernels of the norm."""
+        """Build a batch norm with activation. The norm's kernels include a ReLU without residual; other cases use more
+        kernels.
+        """
         apart = partial(super()._with_activation, arrays)
         if arrays.activation is None or arrays.activation.kind != "relu" or arrays.residual is not None:
             return apart()
@@ -251,7 +258,9 @@ class OnednnBackend(NumpyBackend):
     def _rectified_sum(
         self, made: Kernel | None, xs: list[Any], y: Any, activation: FusedActivation | None
     ) -> Kernel:
-        """Return the sum, rectified, behind the kernel that writes `y` if that is one of `xs`."""
+        """Return a kernel for the sum with a fused ReLU. It runs after `made`, the kernel that writes `y`, if that is
+        given.
+        """
 
         def behind(kernel: Kernel) -> Kernel:
             return kernel if made is None else chain(made, kernel)

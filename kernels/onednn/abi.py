@@ -1,6 +1,6 @@
-"""The C interface of oneDNN 3 by ctypes: constants, prototypes, error codes. Nothing else knows them.
+"""The C interface of oneDNN 3 by ctypes: constants, prototypes, error codes. No other file depends on them.
 
-The numbers are those of the public headers; from 3.2 to 3.13 they only grew.
+The numbers are those of the public headers; versions 3.2 to 3.13 only added to them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ _REMEDY = f"pip install onednn-cpu-gomp (x86-64 Linux), or set {ENVIRONMENT} to 
 
 
 def candidates() -> list[str]:
-    """Return paths to try, in order: the environment variable alone if it is set; else this Python, conda, the system.
+    """Return the paths to try, in order: the environment variable alone if it is set; else this Python, conda, the
+    system.
     """
     named = os.environ.get(ENVIRONMENT)
     if named:
@@ -34,12 +35,12 @@ def candidates() -> list[str]:
 
 
 def open_library() -> tuple[ctypes.CDLL, str]:
-    """Return the library and the path it was found under.
+    """Return the library and its path.
 
     Raises
     ------
     KernelError
-        If none can be loaded, with the reason for each path.
+        If no library can be loaded; the message has the reason for each path.
     """
     reasons = []
     for path in candidates():
@@ -58,7 +59,8 @@ FORWARD_TRAINING, FORWARD_INFERENCE, BACKWARD, BACKWARD_DATA = 64, 96, 128, 160
 CONVOLUTION_DIRECT = 0x1
 RELU, TANH, ELU, ABS, LINEAR, SOFT_RELU, LOGISTIC, SWISH = 0x20, 0x21, 0x22, 0x24, 0x26, 0x27, 0x29, 0x2C
 EXP, CLIP, POWER, ROUND, HARDSWISH = 0x2A, 0x2E, 0x30, 0x32, 0x34
-# ReLU by which NaN stays NaN: algorithm and its two parameters. The second makes NaN of -inf (see `pointwise.py`).
+# ReLU that preserves NaN: algorithm and its two parameters. The second variant turns -inf into NaN (see
+# `pointwise.py`).
 EXACT_RELU = (ELU, 0.0, 0.0)
 KEEPING_RELU = (HARDSWISH, 3.4028234663852886e38, 0.0)
 RELU_BY_OUTPUT = 0x100
@@ -72,7 +74,7 @@ GLOBAL_STATISTICS, SCALE, SHIFT, FUSE_RELU = 1, 2, 4, 8
 SRC, SRC_1, DST, WEIGHTS, BIAS = 1, 2, 17, 33, 41
 MEAN, VARIANCE, GAMMA, BETA, WORKSPACE, SCRATCHPAD = 49, 50, 51, 52, 64, 80
 DIFF_SRC, DIFF_DST, DIFF_WEIGHTS, DIFF_BIAS, DIFF_GAMMA, DIFF_BETA = 129, 145, 161, 169, 255, 256
-POST_OPERATION = 32768  # of operation i: POST_OPERATION * (i + 1) | SRC_1
+POST_OPERATION = 32768  # argument of operation i: POST_OPERATION * (i + 1) | SRC_1
 # Queries (dnnl_query_t).
 _QUERY_IMPL, _QUERY_ARGUMENT = 8, 255
 _ANY_FORMAT, _CPU, _IN_ORDER, _USER_SCRATCHPAD = 1, 1, 1, 1
@@ -85,7 +87,7 @@ _STATUS = {
     6: "not required",
 }
 UNIMPLEMENTED, INVALID, LAST_IMPLEMENTATION = 3, 2, 4
-# Instruction sets (dnnl_cpu_isa_t), by their bits; later ones contain earlier ones.
+# Instruction sets (dnnl_cpu_isa_t) by their bits; each includes the earlier ones.
 _INSTRUCTION_SETS = {
     0x1: "SSE4.1",
     0x3: "AVX",
@@ -99,7 +101,7 @@ _INSTRUCTION_SETS = {
     0xFEF: "AVX-512-AMX",
     0x1FEF: "AVX-512-AMX-FP16",
 }
-# Threading runtimes whose calls return when the work is done: sequential, OpenMP, TBB.
+# Threading runtimes whose calls block until the work is done: sequential, OpenMP, TBB.
 _BLOCKING = (1, 2, 4)
 _MAX_DIMS = 12
 
@@ -108,12 +110,12 @@ _Dims = POINTER(c_int64)
 
 
 class DnnlError(KernelError):
-    """oneDNN answered a call with an error code.
+    """Raised if a call of oneDNN returned an error code.
 
     Attributes
     ----------
     status : int
-        The code.
+        The error code.
     """
 
     def __init__(self, function: str, status: int) -> None:
@@ -122,7 +124,7 @@ class DnnlError(KernelError):
 
 
 class Argument(ctypes.Structure):
-    """``dnnl_exec_arg_t``: which argument, and its memory."""
+    """``dnnl_exec_arg_t``: the number of an argument and its memory."""
 
     _fields_ = [("index", c_int), ("memory", c_void_p)]
 
@@ -139,12 +141,12 @@ class _Version(ctypes.Structure):
 
 
 def dims(values: Any) -> Any:
-    """``dnnl_dims_t``."""
+    """Return the values as ``dnnl_dims_t``."""
     return (c_int64 * _MAX_DIMS)(*values)
 
 
 _DESCRIPTORS: dict[str, tuple[Any, ...]] = {
-    "reorder": (c_void_p, c_void_p, c_void_p),  # its first argument is a descriptor where others have the engine
+    "reorder": (c_void_p, c_void_p, c_void_p),  # takes a descriptor in place of the engine
     "binary": (c_int, c_void_p, c_void_p, c_void_p),
     "matmul": (c_void_p, c_void_p, c_void_p, c_void_p),
     "convolution_forward": (c_int, c_int, *(c_void_p,) * 4, *(_Dims,) * 4),
@@ -251,7 +253,7 @@ class Abi:
 
         return created
 
-    # ------------------------------------------------------------------ calls with constants of this file
+    # ------------------------------------------------------------------ calls that use constants of this file
     def cpu_engine(self) -> int:
         """Return the handle of an engine for the CPU."""
         return self.engine(_CPU, 0)
@@ -261,24 +263,24 @@ class Abi:
         return self.stream(engine, _IN_ORDER)
 
     def desc(self, shape: Any, dtype: str, strides: Any = None) -> int:
-        """Return the handle of a memory descriptor; without strides the primitive chooses the format."""
+        """Return the handle of a memory descriptor. Without strides the primitive chooses the format."""
         kind = TYPES[dtype]
         if strides is None:
             return self._desc_tag(len(shape), dims(shape), kind, _ANY_FORMAT)
         return self._desc_strides(len(shape), dims(shape), kind, dims(strides))
 
     def desc_equal(self, a: int, b: int) -> bool:
-        """Return whether two descriptors mean the same bytes."""
+        """Return whether two descriptors describe the same memory layout."""
         return bool(self._desc_equal(a, b))
 
     def attributes(self) -> int:
-        """Return the handle of attributes under which the scratchpad is ours."""
+        """Return the handle of attributes that leave the scratchpad to the caller."""
         attr = self._attr()
         self._attr_scratchpad(attr, _USER_SCRATCHPAD)
         return attr
 
     def implementation(self, descriptor: int) -> str:
-        """Return the name of the implementation a primitive descriptor stands for."""
+        """Return the name of the implementation of a primitive descriptor."""
         text = c_char_p()
         self._query(descriptor, _QUERY_IMPL, 0, ctypes.byref(text))
         return (text.value or b"").decode()
@@ -294,14 +296,14 @@ class Abi:
         return self._query_desc(descriptor, _QUERY_ARGUMENT, argument) or 0
 
     def set_threads(self, threads: int) -> None:
-        """Threads of primitives created from now on by this thread of control (OpenMP builds only).
+        """Set the number of threads of primitives that this thread creates from now on (OpenMP builds only).
 
-        Looked up through the library itself, so that it is the OpenMP which that library was linked with.
+        The function is looked up in oneDNN itself, so it belongs to the OpenMP runtime that oneDNN is linked with.
         """
         function = getattr(self._library, "omp_set_num_threads", None)
         if function is not None:
             function(c_int(threads))
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        # Only for the type checker: the attributes set in _declare are found before this.
+        # Only for the type checker: attributes set in _declare take precedence.
         raise AttributeError(name)

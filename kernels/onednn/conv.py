@@ -1,11 +1,10 @@
 """Convolutions by oneDNN's convolution primitives.
 
-Weights come packed and change at every step, so each call brings them to the format the primitive likes
-(a reorder, unless they have it already). Images are taken as they lie, or (``blocked``) brought to
-oneDNN's own format and back.
+Weights are packed and change at every step, so each call reorders them to the format of the primitive, unless they have
+it already. Images are used in place, or (``blocked``) reordered to oneDNN's own format and back.
 
-oneDNN's logical axes are (N, C, *spatial) and (K, C, *kernel). The algorithm is oneDNN's own choice, or that of a
-measurement (:class:`ConvChoice`).
+oneDNN's logical axes are (N, C, *spatial) and (K, C, *kernel). oneDNN chooses the algorithm, or a measurement does
+(:class:`ConvChoice`).
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ def _logical(array: Any, spatial: Sequence[int] | None) -> tuple[int, ...]:
 
 
 def image_desc(program: PrimitiveList, array: Any, spatial: Sequence[int] | None = None, free: bool = False) -> int:
-    """Return the descriptor of a packed array of the samples, channels and dtype of `array`; `free` leaves the format
+    """Return the descriptor of a packed array with the samples, channels and dtype of `array`; `free` leaves the format
     open.
     """
     n, channels, *inner = shape = _logical(array, spatial)
@@ -59,17 +58,18 @@ def image_desc(program: PrimitiveList, array: Any, spatial: Sequence[int] | None
 
 
 def image(program: PrimitiveList, array: Any, spatial: Sequence[int] | None = None) -> OnednnMemory:
-    """Return the memory over a packed array ``(N, *spatial, C)``, or over its leading part of extents `spatial`."""
+    """Return the memory of a packed array ``(N, *spatial, C)``, or of its leading part of extents `spatial`."""
     n, channels, *inner = shape = _logical(array, spatial)
     strides = list(_channels_first(packed_strides(array.shape)))
     if n == 1:
-        # Of one sample the leading rows are packed too; its own stride must say so, or oneDNN takes them for strided.
+        # The leading rows of a single sample are packed. The sample stride must show this, or oneDNN treats them as
+        # strided.
         strides[0] = packed_strides((n, *inner, channels))[0]
     return program.array(array, program.desc(shape, array.dtype, strides))
 
 
 def zero_rest(program: PrimitiveList, array: Any, spatial: Sequence[int]) -> None:
-    """Add a step that zeroes what lies outside the leading part, corners included."""
+    """Add a step that zeroes the elements outside the leading part, corners included."""
     rest = []
     at: list[slice] = [slice(None)]
     for n, part in zip(array.shape[1:-1], spatial):
@@ -86,9 +86,9 @@ def zero_rest(program: PrimitiveList, array: Any, spatial: Sequence[int]) -> Non
 
 
 def flat_shape(array: Any) -> tuple[int, int, int, int]:
-    """Return the shape (N, 1, rows, C) with all spatial axes made one, for what does not look at neighbours.
+    """Return the shape (N, 1, rows, C) with all spatial axes merged, for primitives that do not read neighbors.
 
-    Samples of one row each become the rows of one sample: oneDNN has no fast implementation for them.
+    Samples of one row each become the rows of one sample, because oneDNN has no fast implementation for them.
     """
     n, *spatial, channels = array.shape
     rows = math.prod(spatial)
@@ -96,8 +96,8 @@ def flat_shape(array: Any) -> tuple[int, int, int, int]:
 
 
 def weight_shape(w: Any, groups: int) -> tuple[int, ...]:
-    """Return the logical shape of weights ``(K, *kernel, C / groups)``: with a leading axis of groups if there are
-    several.
+    """Return the logical shape of weights ``(K, *kernel, C / groups)``: with a leading axis if there are several
+    groups.
     """
     filters, *kernel, channels = w.shape
     if groups == 1:
@@ -106,7 +106,7 @@ def weight_shape(w: Any, groups: int) -> tuple[int, ...]:
 
 
 def weights(program: PrimitiveList, w: Any, groups: int) -> OnednnMemory:
-    """Return the memory over packed weights."""
+    """Return the memory of packed weights."""
     strides = _channels_first(packed_strides(w.shape))
     if groups > 1:
         strides = (strides[0] * (w.shape[0] // groups), *strides)
@@ -114,13 +114,13 @@ def weights(program: PrimitiveList, w: Any, groups: int) -> OnednnMemory:
 
 
 def vector(program: PrimitiveList, array: Any, shape: tuple[int, ...] | None = None) -> OnednnMemory:
-    """Return the memory over a packed vector ``(C,)``, as such or broadcast as (1, C, 1, 1) or the like."""
+    """Return the memory of a packed vector ``(C,)``, plain or broadcast, for example as (1, C, 1, 1)."""
     dimensions = shape or array.shape
     return program.array(array, program.desc(dimensions, array.dtype, packed_strides(dimensions)))
 
 
 def geometry_dims(geometry: Geometry) -> tuple[Any, Any, Any, Any]:
-    """Return strides, dilations (oneDNN counts the gaps), paddings before and behind."""
+    """Return strides, dilations (oneDNN counts the gaps), and paddings before and after."""
     return (
         dims(geometry.stride),
         dims(d - 1 for d in geometry.dilation),
@@ -136,7 +136,7 @@ ENOUGH = 0.1  # [s] per candidate
 
 
 def measure(kernel: Kernel, clock: Callable[[], float]) -> float:
-    """Return the shortest time of a few calls [s], after one that is not counted."""
+    """Return the shortest time of a few calls [s], after one warm-up call."""
     kernel()
     best, spent = float("inf"), 0.0
     for _ in range(REPEATS):
@@ -150,18 +150,17 @@ def measure(kernel: Kernel, clock: Callable[[], float]) -> float:
 
 
 class ConvChoice:
-    """Picks among named candidates: the first one, or (``tune``) the fastest.
+    """Choice among named candidates: the first one, or (``tune``) the fastest.
 
-    What was found is remembered under a key for the life of this object, so that layers of one shape are
-    measured once. Candidates run on the arrays as they are when the kernel is built: outputs are
-    overwritten, inputs are not.
+    The result is stored under a key for the life of this object, so that layers of one shape are measured once.
+    Candidates run on the arrays as they are when the kernel is built: outputs are overwritten, inputs are not.
 
-    With one thread per kernel its processor time counts, which other processes on the machine disturb little.
+    With one thread per kernel the processor time counts, which other processes hardly disturb.
 
     Attributes
     ----------
     found
-        Per key the times of the candidates [s], the chosen one first.
+        For each key, the times of the candidates [s], the chosen one first.
     """
 
     def __init__(self, tune: bool, threads: int) -> None:
@@ -216,11 +215,11 @@ class _Convolution:
         self.p, self.x, self.w, self.y = p, x, w, y
         self.bias = None if bias is None else bias.desc
         self.spatial, self.geometry = read_part(x.shape[1:-1], geometry)
-        # Weights of the type of the images: masters in float32 are converted on the way.
+        # Weights in the dtype of the images: float32 master weights are converted by the reorder.
         self.filters = p.desc(weight_shape(w, geometry.groups), x.dtype)
 
     def images(self, blocked: bool) -> tuple[int, int]:
-        """Return the descriptors of input and output: as they lie, or left to the primitive."""
+        """Return the descriptors of input and output: packed, or left to the primitive."""
         return (
             image_desc(self.p, self.x, self.spatial, free=blocked),
             image_desc(self.p, self.y, free=blocked),
@@ -234,18 +233,18 @@ class _Convolution:
         )  # fmt: skip
 
     def hint(self) -> int:
-        """Return the descriptor of a forward primitive, which oneDNN wants to see when it makes a backward one."""
+        """Return the descriptor of a forward primitive, which oneDNN requires to create a backward one."""
         return self.p.hint("convolution_forward", *self.forward(*self.images(blocked=True)))
 
     def candidate(self, kind: str, descriptor: int, impl: str) -> Candidate:
-        """Return what an implementation of a primitive that reads the input would compute."""
+        """Return the description of a convolution and of the implementation that would compute it."""
         packed = image_desc(self.p, self.x, self.spatial)
         channels_last = self.p.abi.desc_equal(self.p.wanted(descriptor, c.SRC), packed)
         outputs = self.y.shape[1:-1]
         return Candidate(kind, impl, self.w.shape[-1], self.spatial, outputs, self.geometry, channels_last)
 
     def refusal(self, kind: str) -> Callable[[int, str], str]:
-        """Return the function that :meth:`PrimitiveList.descriptor` takes as `refused`."""
+        """Return the `refused` function for :meth:`PrimitiveList.descriptor`."""
         return lambda descriptor, impl: reason(self.candidate(kind, descriptor, impl))
 
     def input(self) -> OnednnMemory:
@@ -258,8 +257,10 @@ class _Convolution:
 def forward(
     engine: OnednnEngine, x: Any, w: Any, b: Any, y: Any, geometry: Geometry, behind: Sequence, blocked: bool = False
 ) -> PrimitiveList:
-    """``y = f(conv(x, w) + b)`` by one primitive, with the operations `behind` that :meth:`PrimitiveList.attributes`
-    takes."""
+    """Return ``y = f(conv(x, w) + b)`` as one primitive with the fused operations `behind`.
+
+    These have the form that :meth:`PrimitiveList.attributes` takes.
+    """
     p = PrimitiveList(engine)
     bias = None if b is None else vector(p, b)
     conv = _Convolution(p, x, w, y, bias, geometry)
@@ -279,7 +280,7 @@ def forward(
 def backward_data(
     engine: OnednnEngine, dy: Any, w: Any, dx: Any, geometry: Geometry, blocked: bool = False
 ) -> PrimitiveList:
-    """``dx`` by one primitive."""
+    """Return ``dx`` as one primitive."""
     p = PrimitiveList(engine)
     conv = _Convolution(p, dx, w, dy, None, geometry)
     source, target = conv.images(blocked)
@@ -298,7 +299,7 @@ def backward_data(
 def backward_filter(
     engine: OnednnEngine, x: Any, dy: Any, dw: Any, db: Any, geometry: Geometry, blocked: bool = False
 ) -> PrimitiveList:
-    """``dw`` and ``db`` by one primitive, of an implementation without a known fault (`faults.py`)."""
+    """Return ``dw`` and ``db`` as one primitive, with an implementation without a known fault (`faults.py`)."""
     p = PrimitiveList(engine)
     bias = None if db is None else vector(p, db)
     conv = _Convolution(p, x, dw, dy, bias, geometry)

@@ -1,4 +1,5 @@
-"""Implementations of oneDNN that are refused, and exactly where: the next legal one is used instead."""
+"""Faulty implementations of oneDNN and the exact cases in which they are refused; the next legal one is used instead.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ FORWARD, GRADIENT = "convolution_forward", "convolution_backward_weights"
 
 @dataclass(frozen=True)
 class Candidate:
-    """A convolution, or a gradient of one, as oneDNN would compute it.
+    """A convolution, or a gradient of one, and the oneDNN implementation that would compute it.
 
     Attributes
     ----------
@@ -40,17 +41,17 @@ class Candidate:
 
     @property
     def lanes(self) -> int:
-        """Numbers of float32 in a vector."""
+        """float32 numbers per vector register."""
         return 8 if "avx2" in self.impl else 16
 
     @property
     def nested(self) -> bool:
-        """Whether it computes by another implementation, whose name is not known."""
+        """Whether the implementation calls another one, whose name oneDNN does not report."""
         return self.impl.startswith("jit_uni_ncsp_convolution")
 
     @property
     def gathers(self) -> bool:
-        """Whether a gradient of 1 x 1 weights first copies the positions that the strides hit to its scratchpad."""
+        """Whether a gradient of 1 x 1 weights first copies the positions that the strides select to its scratchpad."""
         point = set(self.geometry.kernel) == {1} and set(self.geometry.stride) != {1}
         return self.kind == GRADIENT and point and (self.impl.startswith("jit_1x1") or self.nested)
 
@@ -62,10 +63,10 @@ class Fault:
     Attributes
     ----------
     impl, where, what, seen
-        The implementation, where it is refused, what it does there, and the versions of oneDNN in which that was seen:
-        for messages and `halograd doctor`. It is refused in all versions.
+        The implementation, the cases in which it is refused, its wrong behavior, and the versions of oneDNN that showed
+        it: for messages and `halograd doctor`. It is refused in all versions.
     applies
-        Whether a candidate is among those.
+        Returns whether a candidate is one of these cases.
     """
 
     impl: str
@@ -79,12 +80,12 @@ class Fault:
 
 
 def _overruns(candidate: Candidate) -> bool:
-    # The copy has as many numbers per position as there are channels, and so many are booked. But each step over the
-    # positions begins at a multiple of the block of channels, which is a vector (`rp.ws = ... + sp * jcp.ic_block` in
+    # The copy needs one number per position and channel, and that much is allocated. But each step over the positions
+    # starts at a multiple of the channel block, which is one vector (`rp.ws = ... + sp * jcp.ic_block` in
     # jit_avx2_1x1_convolution.cpp and jit_avx512_common_1x1_convolution.cpp, `jcp.is * jcp.ic` in
-    # rtus_prepare_space_info): with fewer channels than that the later steps begin after the end. With more they
+    # rtus_prepare_space_info). With fewer channels than a vector, later steps start beyond the end. With more they
     # overlap, which is harmless: each step is used before the next one is copied. Blocked images have whole blocks.
-    # Whether there is a second step depends on sizes of caches and on the threads, so it is not asked for.
+    # Whether a second step occurs depends on cache sizes and threads, so the check ignores it.
     return candidate.gathers and candidate.channels < candidate.lanes and (candidate.channels_last or candidate.nested)
 
 
@@ -103,14 +104,14 @@ def _is_wrong(candidate: Candidate) -> bool:
 
 
 def _reads_too_little(candidate: Candidate) -> bool:
-    # Of 3.7.1, found by comparison with NumPy; 3.2.0 calls its implementation "brgconv", and it is right. It is wrong
-    # where it copies the input first (`exec_trans` in jit_brgemm_conv_utils.cpp): with AMX, and with one channel.
+    # In 3.7.1, found by comparison with NumPy. In 3.2.0 the implementation is called "brgconv" and is correct. It is
+    # wrong where it copies the input first (`exec_trans` in jit_brgemm_conv_utils.cpp): with AMX, and with one channel.
     g, large = candidate.geometry, candidate.impl.startswith(("brg_conv_fwd:avx512", "brg_conv_fwd:avx10"))
     window = candidate.outputs[-1] == 1 and g.kernel[-1] > 1 and g.stride[-1] > 1
     return candidate.kind == FORWARD and (large or candidate.nested) and window
 
 
-#: No version is known to be without the first two.
+#: All known versions have the first two.
 FAULTS = (
     Fault(
         "jit_1x1",
@@ -137,13 +138,13 @@ FAULTS = (
 
 
 def reason(candidate: Candidate) -> str:
-    """Return why an implementation must not be used; "" if it may be."""
+    """Return the reason why an implementation must not be used; "" if it may be used."""
     return next((fault.what for fault in FAULTS if fault.applies(candidate)), "")
 
 
 def margin_of(candidate: Candidate) -> int:
-    """Return the bytes to have after the scratchpad: a vector per output for an implementation of a faulty family.
+    """Return the margin after the scratchpad [B]: a vector per output for implementations of a faulty family, else 0.
 
-    No write there is known.
+    No write in the margin is known.
     """
     return 4 * candidate.lanes * math.prod(candidate.outputs) if candidate.gathers else 0

@@ -1,10 +1,12 @@
-"""GELU by sums and products of oneDNN, whose own loses all digits below -5: its ``1 + erf(x / sqrt(2))`` cancels.
+"""GELU as sums and products in oneDNN. oneDNN's own GELU loses all digits below -5: its ``1 + erf(x / sqrt(2))``
+cancels.
 
-As :func:`halograd.kernels.numpy.activation` has it: with ``a = |x|``, h the nearest multiple of 1/16, and l = a - h,
+The formula of :mod:`halograd.kernels.numpy.activation`: with ``a = |x|``, h the nearest multiple of 1/16, and l = a -
+h,
 
     density = exp(-h^2 / 2) exp(-l (l + 2 h) / 2)        tail = density t (c[0] + c[1] u + c[2] u^2 + ...)
 
-and ``Phi = tail`` below 0, else ``1 - tail``. Each line is a primitive with others fused behind it, in pieces whose
+and ``Phi = tail`` below 0, else ``1 - tail``. Each line is one primitive with fused operations, on pieces whose
 intermediate results stay in the cache.
 """
 
@@ -22,13 +24,13 @@ from .program import OnednnEngine, OnednnMemory, PrimitiveList
 
 __all__ = ["gelu"]
 
-#: Elements of a piece, per thread, and the largest number of pieces: each has primitives of its own.
+#: Elements of a piece per thread, and the largest number of pieces (each piece has its own primitives).
 _PIECE, _PIECES = 1 << 15, 64
 _BUFFERS = 4
 
 
 def gelu(engine: OnednnEngine, x: Any, out: Any, dy: Any = None) -> Kernel:
-    """Return the kernel ``out = x Phi(x)``, or ``out = (Phi(x) + x phi(x)) dy``; packed arrays, `out` may be `x`."""
+    """Return a kernel for ``out = x Phi(x)``, or ``out = (Phi(x) + x phi(x)) dy``; packed arrays, `out` may be `x`."""
     p = PrimitiveList(engine)
     length = min(x.size, max(_PIECE * engine.threads, -(-x.size // _PIECES)))
     scratch = [p.temporary(p.desc((length,), np.float32, (1,))) for _ in range(_BUFFERS)]

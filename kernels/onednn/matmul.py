@@ -5,9 +5,9 @@
     y, dy   o0 o1 o2             dw[tap 0] = dy^T x[rows from 0 on]
     x       i0 i1 i2 i3 i4       dw[tap 1] = dy^T x[rows from 1 on]   ...
 
-With more than one axis the rows of `dy` are brought to the row length of `x`, with zeros where no output is, so that
-every tap is again a shift. (oneDNN has no fast filter gradient in packed channels-last for all shapes; products of
-long matrices are faster for some.)
+With more than one axis, the rows of `dy` are extended to the row length of `x`, with zeros where there is no output, so
+that every tap is again a shift. (oneDNN has no fast filter gradient in packed channels-last layout for all shapes;
+products of long matrices are faster for some.)
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _product(
 
 
 def dense_forward(engine: OnednnEngine, x: Any, w: Any, b: Any, y: Any) -> PrimitiveList:
-    """``y = x w^T + b``."""
+    """Return ``y = x w^T + b`` as a list of primitives."""
     p = PrimitiveList(engine)
     bias = None if b is None else p.array(b, p.desc((1, b.shape[0]), b.dtype, (b.shape[0], 1)))
     _product(p, _matrix(p, x), _matrix(p, w, transposed=True), _matrix(p, y), bias)
@@ -50,14 +50,14 @@ def dense_forward(engine: OnednnEngine, x: Any, w: Any, b: Any, y: Any) -> Primi
 
 
 def dense_backward_data(engine: OnednnEngine, dy: Any, w: Any, dx: Any) -> PrimitiveList:
-    """``dx = dy w``."""
+    """Return ``dx = dy w`` as a list of primitives."""
     p = PrimitiveList(engine)
     _product(p, _matrix(p, dy), _matrix(p, w), _matrix(p, dx))
     return p
 
 
 def dense_backward_filter(engine: OnednnEngine, x: Any, dy: Any, dw: Any, db: Any) -> PrimitiveList:
-    """``dw = dy^T x``, ``db = sum of dy``."""
+    """Return ``dw = dy^T x``, ``db = sum of dy`` as a list of primitives."""
     p = PrimitiveList(engine)
     _product(p, _matrix(p, dy, transposed=True), _matrix(p, x), _matrix(p, dw))
     if db is not None:
@@ -68,7 +68,7 @@ def dense_backward_filter(engine: OnednnEngine, x: Any, dy: Any, dw: Any, db: An
 def backward_filter_by_taps(
     engine: OnednnEngine, x: Any, dy: Any, dw: Any, db: Any, geometry: Geometry
 ) -> PrimitiveList:
-    """``dw`` and ``db`` of a convolution of stride 1 without groups.
+    """Return ``dw`` and ``db`` of a convolution of stride 1 without groups as a list of primitives.
 
     Raises
     ------
@@ -82,7 +82,7 @@ def backward_filter_by_taps(
     padded = margins.shape
     steps = packed_strides(padded[:-1])  # [rows] per sample and spatial axis
     channels, filters, outputs = x.shape[-1], dy.shape[-1], dy.shape[1:-1]
-    # Rows from the first to the last output, both included: the last tap of the last output is still inside.
+    # Rows from the first to the last output, both included: the last tap of the last output is inside.
     rows = (x.shape[0] - 1) * steps[0] + sum((o - 1) * s for o, s in zip(outputs, steps[1:])) + 1
     shifts = [
         sum(t * d * s for t, d, s in zip(tap, geometry.dilation, steps[1:]))
@@ -111,7 +111,7 @@ def backward_filter_by_taps(
 
 
 def _rows(p: PrimitiveList, array: Any, shape: tuple[int, ...], margins: Margins) -> OnednnMemory:
-    """Return the array with margins of zeros, packed: itself if it has none."""
+    """Return the array with zero margins as a packed matrix: the array itself if it has no margins, else a copy."""
     desc = p.desc((math.prod(shape[:-1]), shape[-1]), array.dtype, (shape[-1], 1))
     if margins.none:
         return p.array(array, desc)

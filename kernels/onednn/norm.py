@@ -1,13 +1,13 @@
-"""Batch norm by oneDNN, ReLU fused, on its own statistics or on given ones.
+"""Batch norm by oneDNN with fused ReLU, with computed or given statistics.
 
-On other statistics oneDNN's backward primitive leaves out the gradient through mean and variance. It writes
-``scale * dy'`` and the sums; when all processes have agreed on the sums, one more pass adds the rest::
+With given statistics, oneDNN's backward primitive leaves out the gradient through mean and variance. It writes ``scale
+* dy'`` and the sums; after the sums are reduced over all processes, one more pass adds the rest::
 
     dx += (x - mean) / sqrt(var + eps) * slope + offset      slope  = -gamma * means[1] / sqrt(var + eps)
                                                              offset = -gamma * means[0] / sqrt(var + eps)
 
-Its fast kernels take multiples of 16 channels. With 18, eight rows are shown to it as one of 144 channels,
-with the per-channel vectors repeated eight times; the statistics are then always given: ours.
+oneDNN's fast kernels take multiples of 16 channels. Eight rows of 18 channels are passed as one row of 144, with the
+per-channel vectors repeated eight times; then our own code computes the statistics.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ from .program import OnednnEngine, OnednnMemory, PrimitiveList, ReferenceOnly
 __all__ = ["OnednnBatchNorm"]
 
 LANES = 16
-FAR = 100.0  # mean^2 / var from which on float32 is not trusted with the mean
-BLOCK_BYTES = 1 << 18  # of the correction per thread [B]: it is read again at once
+FAR = 100.0  # limit of mean^2 / var, above which a float32 mean is too inaccurate
+BLOCK_BYTES = 1 << 18  # piece of the correction per thread [B], small because it is read again at once
 
 
 class _Repeated:
-    """Per-channel vectors repeated along rows shown as longer ones; the vectors themselves where they are not."""
+    """Per-channel vectors repeated along merged rows; the vectors themselves if rows are not merged."""
 
     def __init__(self, repeat: int) -> None:
         self.repeat = repeat
         self._pairs: list[tuple[Any, Any]] = []
 
     def __call__(self, array: Any) -> Any:
-        """Return the vector to give to oneDNN in place of `array` ``(C,)``."""
+        """Return the vector that oneDNN takes in place of `array` ``(C,)``."""
         if self.repeat == 1:
             return array
         copy = aligned_empty((self.repeat, array.shape[0]), np.float32)
@@ -62,18 +62,18 @@ class _Repeated:
         return copy.reshape(-1)
 
     def refresh(self) -> None:
-        """Take the present values."""
+        """Copy the current values of the vectors."""
         for copy, array in self._pairs:
             np.copyto(copy, array)
 
 
 class OnednnBatchNorm:
-    """Builds the kernels of one batch norm; see :meth:`Backend.batch_norm`.
+    """Builder of the kernels of one batch norm; see :meth:`Backend.batch_norm`.
 
     Raises
     ------
     ReferenceOnly
-        Where rows cannot be joined to multiples of 16 channels, or there is one element per channel.
+        If rows cannot be merged to multiples of 16 channels, or there is one element per channel.
     """
 
     def __init__(self, engine: OnednnEngine, arrays: BatchNormArrays) -> None:
@@ -88,7 +88,7 @@ class OnednnBatchNorm:
                 f"divides, or rows that {self.repeat} divides"
             )
         self.shape = (n, 1, rows // self.repeat, channels * self.repeat)
-        # Whether the primitive computes the statistics.
+        # Whether oneDNN's primitive computes the statistics.
         self.own = arrays.local and self.repeat == 1
         self.flags = c.SCALE | c.SHIFT
         self.flags |= 0 if self.own else c.GLOBAL_STATISTICS
@@ -117,10 +117,11 @@ class OnednnBatchNorm:
         return BatchNormKernels(statistics, forward, sums, idle())
 
     def _keeping_nan(self, forward: Kernel) -> Kernel:
-        """Return the forward kernel, whose ReLU makes 0 of NaN; or NumPy's where there is one.
+        """Return a forward kernel that preserves NaN: oneDNN's, whose ReLU turns NaN into 0, or NumPy's if there is a
+        NaN.
 
-        Statistics of `x` are NaN where it is. Those given to a kernel without gradient may be of other data: there `x`
-        is looked at.
+        Statistics of `x` are NaN if an element is. Statistics given without gradient may belong to other data, so there
+        the kernel checks `x`.
         """
         a = self.a
         if a.activation is None:
@@ -134,17 +135,17 @@ class OnednnBatchNorm:
         return either(forward, lambda: self._vectors_fail() or finite.fails(), plain, *finite.kernels)
 
     def _vectors_fail(self) -> bool:
-        """Return whether a number of a channel is not finite (or their products are not)."""
+        """Return whether a per-channel value, or the sum of their products, is not finite."""
         a = self.a
         return not math.isfinite(float(np.dot(a.mean, a.var)) + float(np.dot(a.gamma, a.beta)))
 
     def _statistics(self) -> Kernel:
-        """Return the mean and variance of this block by the primitive, about its own mean, as sums in float64.
+        """Return the kernel of this block's mean and variance, computed by the primitive and converted to float64 sums.
 
-        It normalizes too, into `y`, which `forward` writes after it: still a third of the time of sums by NumPy.
-        Its mean is a sum in float32. An error `e` of it costs the combined variance of several blocks some
-        ``2 e (mean - mean of all)``: no more than it costs the normalized values anyway, but where the data lie
-        far from zero that is too much, and NumPy does it.
+        The primitive also normalizes into `y`, which `forward` overwrites later. This still takes a third of the time
+        of sums in NumPy. Its mean is a float32 sum. An error `e` of the mean changes the combined variance of several
+        blocks by about ``2 e (mean - mean of all)``. That is no more than the error in the normalized values, except if
+        the data are far from zero: then NumPy computes the sums.
         """
         a, p = self.a, PrimitiveList(self.engine)
         careful = self._statistics_by_numpy()
@@ -158,7 +159,7 @@ class OnednnBatchNorm:
         return fallback(p.kernel(), self._far_from_zero(*found), careful)
 
     def _far_from_zero(self, mean: Any, var: Any) -> Callable[[], bool]:
-        """Return a function that tells whether any channel's mean is many times its deviation."""
+        """Return a function that returns whether any channel's mean is many times its deviation."""
         left, right = (np.empty(mean.shape, np.float32) for _ in range(2))
 
         def ask() -> bool:
@@ -196,7 +197,7 @@ class OnednnBatchNorm:
     def _forward(self) -> tuple[PrimitiveList, int]:
         a, p, repeated = self.a, PrimitiveList(self.engine), _Repeated(self.repeat)
         x, y = self._image(p, a.x), self._image(p, a.y)
-        # Inference would take mean and variance as given even where they are to be computed.
+        # In inference mode the primitive would take mean and variance as given, even if it must compute them.
         inference = a.dx is None and not self.own
         kind = c.FORWARD_INFERENCE if inference else c.FORWARD_TRAINING
         pd = p.descriptor("batch_normalization_forward", kind, x.desc, y.desc, a.eps, self.flags)
@@ -230,7 +231,10 @@ class OnednnBatchNorm:
         return p.kernel()
 
     def _correction(self, means: Any) -> Kernel:
-        """Normalization again, with other scale and shift, into scratch that stays in the cache; then a sum."""
+        """Return the kernel that adds ``(x - mean) / sqrt(var + eps) * slope + offset`` to `dx`.
+
+        It normalizes again with other scale and shift, in scratch that stays in the cache, and adds the result.
+        """
         a, p, repeated = self.a, PrimitiveList(self.engine), _Repeated(self.repeat)
         slope, offset = aligned_empty((2, a.x.shape[-1]), np.float32)
         vectors = {

@@ -1,22 +1,22 @@
-"""Activations and sums of packed arrays, one pass each, and pooling, by oneDNN.
+"""Activations and sums of packed arrays in one pass each, and pooling, by oneDNN.
 
-NaN stays NaN where oneDNN drops it: its maxima compare, and a comparison with NaN is false.
+These kernels preserve NaN. oneDNN alone drops it: its maxima compare, and a comparison with NaN is false.
 
-ReLU is ``max(x, 0)`` to oneDNN, which makes 0 of NaN. Ours gives NaN for NaN, and the same as ``max(x, 0)`` for all
-numbers and infinities, in one of three ways:
+oneDNN's ReLU is ``max(x, 0)``, which turns NaN into 0. Ours returns NaN for NaN, and ``max(x, 0)`` for all numbers and
+infinities, in one of three ways:
 
-alone           ``max(max(x, 0), x)``, whose second maximum takes its second operand where one is NaN; x is in the cache
-in others       ``x * min(max(LARGEST * x, 0), 1)`` (`abi.KEEPING_RELU`), as fast as ``max(x, 0)``. It makes NaN of
-                -inf, too; the processor flags that as an operation without a result, and then the kernel runs again
-                without ReLU, which is computed apart
-where neither   ELU with the factor 0, which blends x with ``0 * (exp(x) - 1)``: with several threads, of which the flag
+alone           ``max(max(x, 0), x)``: the second maximum returns its second operand if one is NaN; x is in the cache
+fused           ``x * min(max(LARGEST * x, 0), 1)`` (`abi.KEEPING_RELU`), as fast as ``max(x, 0)``. It makes NaN of
+                -inf, too; the processor flags that as an invalid operation, and then the kernel runs again
+                without ReLU, which is applied separately
+otherwise       ELU with the factor 0, which blends x with ``0 * (exp(x) - 1)``: with several threads, whose flags
                 cannot be read, and in sums that overwrite a term
 
-The gradient of ReLU is a product with 0 or 1, and where the processor flags it NumPy selects. With several threads, and
-of NaN, which is not flagged, it stays a product.
+The gradient of ReLU is a product with 0 or 1. If the processor flags it as invalid, NumPy selects elements instead.
+With several threads, and for NaN, which is not flagged, it stays a product.
 
-Pooling and batch norm have no such way: there the input is looked at, and where it holds more than numbers NumPy
-computes. Other activations are oneDNN's where these are exact to a few roundings, near saturation too; else NumPy's.
+Pooling and batch norm check their input, and NumPy computes them if an element is not finite. Other activations use
+oneDNN where it is exact to a few roundings, also near saturation; else NumPy.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ __all__ = ["MAX", "Finite", "activation", "add", "average", "max_pool", "pool"]
 
 
 class Finite:
-    """Looks whether all elements of a packed array ``(N, *spatial, C)`` are finite, by a sum: reads it once.
+    """Check that all elements of a packed array ``(N, *spatial, C)`` are finite, by a sum that reads the array once.
 
-    One thread takes the scalar product of the array with itself by BLAS, several take sums by oneDNN.
+    One thread computes the scalar product of the array with itself in BLAS; several threads compute sums in oneDNN.
 
     Attributes
     ----------
     kernels
-        Those that it runs.
+        Kernels that the check runs.
     """
 
     def __init__(self, engine: OnednnEngine, x: Any) -> None:
@@ -76,14 +76,14 @@ class Finite:
         self._first, self._second = sums, np.ones_like(sums)
 
     def fails(self) -> bool:
-        """Return whether an element of the array, as it is now, is not finite (or the sum of large ones is not)."""
+        """Return whether an element of the array is not finite now (or the sum of large ones overflows)."""
         for kernel in self.kernels:
             kernel()
         self._failed = not math.isfinite(np.dot(self._first, self._second))
         return self._failed
 
     def failed(self) -> bool:
-        """Return what `fails` said last."""
+        """Return the last result of `fails`."""
         return self._failed
 
 
@@ -93,21 +93,21 @@ Pair = tuple[Kernel, Kernel | None]
 
 
 def average(count_include_pad: bool) -> int:
-    """Return the algorithm of an average pooling."""
+    """Return oneDNN's algorithm of an average pooling."""
     return c.POOLING_AVERAGE_INCLUDE if count_include_pad else c.POOLING_AVERAGE_EXCLUDE
 
 
 def max_pool(
     engine: OnednnEngine, x: Any, y: Any, dy: Any, dx: Any, geometry: Geometry, plain: Callable[[], Pair]
 ) -> Pair:
-    """Return the maxima and their gradient: by oneDNN, or by what `plain` makes where an element of `x` is not finite.
+    """Return the maximum over windows and its gradient, by oneDNN, or by `plain` if an element of `x` is not finite.
 
-    Of a window oneDNN takes the largest number and drops NaN, and -inf is -3e38 to it.
+    oneDNN returns the largest number of a window: it drops NaN and treats -inf as -3e38.
 
     Raises
     ------
     ReferenceOnly
-        As :func:`pool`.
+        As in :func:`pool`.
     """
     forward, backward = pool(engine, MAX, x, y, dy, dx, geometry)
     finite = Finite(engine, x)
@@ -127,12 +127,12 @@ def max_pool(
 def pool(
     engine: OnednnEngine, algorithm: int, x: Any, y: Any, dy: Any, dx: Any, geometry: Geometry
 ) -> tuple[Kernel, Kernel | None]:
-    """Return the forward and backward; the positions of the maxima lie in memory that the forward kernel owns.
+    """Return the forward and backward kernel. The forward kernel owns the memory with the positions of the maxima.
 
     Raises
     ------
     ReferenceOnly
-        For windows that are dilated or reach further into the padding than they are long.
+        For dilated windows, or padding as wide as the window.
     """
     spatial, g = read_part(x.shape[1:-1], geometry)
     if any(max(lo, hi) >= k for k, (lo, hi) in zip(g.kernel, g.padding)) or set(g.dilation) != {1}:
@@ -162,19 +162,17 @@ def pool(
     return p.kernel(), q.kernel()
 
 
-# Algorithm of the forward kernels, by kind; others drop NaN, or lose digits where they saturate.
+# Algorithm of the forward kernels, by kind. oneDNN's other activations drop NaN or lose digits near saturation.
 _FORWARD = {"leaky_relu": c.RELU, "sigmoid": c.LOGISTIC, "tanh": c.TANH, "silu": c.SWISH}
-# Algorithm of the gradients from the input.
+# Algorithm of the gradients that read the input.
 _BY_INPUT = {"leaky_relu": c.RELU, "silu": c.SWISH, "softplus": c.SOFT_RELU}
-# Kinds whose derivative is ``factor * sigmoid'(rate * x)``: rate and factor.
+# Rate and factor of kinds whose derivative is ``factor * sigmoid'(rate * x)``.
 _BELLS = {"sigmoid": (1.0, 1.0), "tanh": (2.0, 4.0)}
 _SLOPES = {"silu": 1.0, "softplus": 1.0}
 
 
 class Invalid:
-    """The sticky flag of the calling thread's processor for operations without a result: a comparison with NaN, an
-    infinity times 0.
-    """
+    """The calling thread's sticky processor flag for invalid operations: a comparison with NaN, an infinity times 0."""
 
     _FLAG = 1  # FE_INVALID of x86 and of 64-bit ARM
 
@@ -183,11 +181,11 @@ class Invalid:
         self._clear, self._test = library.feclearexcept, library.fetestexcept
 
     def clear(self) -> None:
-        """Take the flag down."""
+        """Clear the flag."""
         self._clear(self._FLAG)
 
     def raised(self) -> bool:
-        """Return whether there was one since."""
+        """Return whether the flag has been set since it was cleared."""
         return bool(self._test(self._FLAG))
 
 
@@ -197,18 +195,18 @@ def is_relu(activation: FusedActivation | None) -> bool:
 
 
 def has(activation: FusedActivation | None) -> bool:
-    """Return whether a primitive of something else can compute this activation, too."""
+    """Return whether another primitive can fuse this activation."""
     return activation is None or activation.kind == "relu" or activation.kind in _FORWARD
 
 
 def operations(activation: FusedActivation | None, relu: tuple[int, float, float] = c.EXACT_RELU) -> list[Any]:
-    """Return the activation as what :meth:`PrimitiveList.attributes` takes; NaN stays NaN."""
+    """Return the activation as operations for :meth:`PrimitiveList.attributes`; NaN stays NaN."""
     if activation is None:
         return []
     if activation.kind == "relu":
         return [("eltwise", *relu)]
     if activation.kind == "leaky_relu" and activation.alpha == 0:
-        # oneDNN takes it for ReLU. Of -inf this one is NaN, as is 0 * -inf.
+        # oneDNN would use ReLU for it. This one returns NaN for -inf, as 0 * -inf does.
         return [("eltwise", *c.KEEPING_RELU)]
     return [("eltwise", _FORWARD[activation.kind], _slope(activation), 0.0)]
 
@@ -218,8 +216,10 @@ def _slope(activation: FusedActivation) -> float:
 
 
 def rectified(engine: OnednnEngine, y: Any, build: Callable[[Any], Kernel], apart: Callable[[], Kernel]) -> Kernel:
-    """Return a kernel with ReLU in it: `build` makes it of the operations that are fused, `apart` one that computes `y`
-    anew from the same inputs and rectifies it after.
+    """Return a kernel with a fused ReLU.
+
+    `build` builds it from the fused operations. `apart` builds a kernel that computes `y` again from the same inputs
+    and applies ReLU afterwards.
     """
     relu = FusedActivation("relu")
     if engine.threads > 1:
@@ -230,7 +230,7 @@ def rectified(engine: OnednnEngine, y: Any, build: Callable[[Any], Kernel], apar
     def failed() -> bool:
         if not invalid.raised():
             return False
-        # Elements that no output depends on may have raised it: the output decides.
+        # Elements that no output depends on may have set the flag, so check the output.
         with np.errstate(over="ignore", invalid="ignore"):
             return flat.dtype != np.float32 or not math.isfinite(np.dot(flat, flat))
 
@@ -238,7 +238,7 @@ def rectified(engine: OnednnEngine, y: Any, build: Callable[[Any], Kernel], apar
 
 
 def _watched(fast: Kernel, invalid: Invalid, failed: Callable[[], bool], exact: Callable[[], Any]) -> Kernel:
-    """Return `fast`, and where it `failed`, by the flag, the kernel that `exact` makes after it."""
+    """Return a kernel that runs `fast` and then, if `failed` returns True, the kernel that `exact` builds."""
     return chain(Kernel(invalid.clear, fast.impl), fallback(fast, failed, deferred(exact)))
 
 
@@ -247,7 +247,7 @@ def _flat(p: PrimitiveList, array: Any) -> OnednnMemory:
 
 
 def _read(p: PrimitiveList, array: Any) -> OnednnMemory:
-    """Return the elements of an array one behind the other: its own, or those of a copy made at every call."""
+    """Return the elements of an array as contiguous memory: the array's own, or a copy made at every call."""
     if _packed(array):
         return _flat(p, array)
     strides = [step // array.itemsize for step in array.strides]
@@ -263,8 +263,9 @@ def _packed(*arrays: Any) -> bool:
 def activation(
     engine: OnednnEngine, kind: str, x: Any, y: Any, dy: Any, dx: Any, alpha: float, plain: Callable[[], Pair]
 ) -> Pair:
-    """Elementwise function and its gradient; the one that oneDNN lacks, and the forward kernel of strided `x` or `y`,
-    is that of `plain`.
+    """Return an elementwise function and its gradient.
+
+    `plain` provides kernels that oneDNN lacks, and the forward kernel for strided `x` or `y`.
 
     Raises
     ------
@@ -277,7 +278,7 @@ def activation(
     forward = _forward(engine, f, x, y) if _packed(x, y) else None
     backward = None if dx is None else _backward(engine, f, x, y, dy, dx)
     if backward is not None and f.kind == "relu" and engine.threads == 1 and not same_elements(dy, dx):
-        # A product with the slope: of an infinity and 0 it is flagged.
+        # A product with the slope: infinity times 0 sets the flag.
         invalid = Invalid()
         backward = _watched(backward, invalid, invalid.raised, lambda: plain()[1])
     if forward is not None and (dx is None or backward is not None):
@@ -287,7 +288,7 @@ def activation(
 
 
 def _forward(engine: OnednnEngine, f: FusedActivation, x: Any, y: Any) -> Kernel | None:
-    """Return the forward kernel, or None: oneDNN has none that keeps its digits."""
+    """Return the forward kernel, or None if oneDNN has none that keeps its digits."""
     if f.kind == "gelu":
         return gelu(engine, x, y)
     if not has(f):
@@ -304,7 +305,7 @@ def _forward(engine: OnednnEngine, f: FusedActivation, x: Any, y: Any) -> Kernel
 
 
 def _backward(engine: OnednnEngine, f: FusedActivation, x: Any, y: Any, dy: Any, dx: Any) -> Kernel | None:
-    """Return the kernel of the gradient, or None: oneDNN has none that keeps its digits."""
+    """Return the gradient kernel, or None if oneDNN has none that keeps its digits."""
     if f.kind == "gelu":
         return gelu(engine, x, dx, dy) if _packed(x) else None
     if f.by_input and f.kind not in (*_BY_INPUT, *_BELLS):
@@ -313,7 +314,7 @@ def _backward(engine: OnednnEngine, f: FusedActivation, x: Any, y: Any, dy: Any,
     data, gradient, result = _read(q, x if f.by_input else y), _flat(q, dy), _flat(q, dx)
     if f.kind in _BELLS:
         return _bell(q, *_BELLS[f.kind], data, gradient, result)
-    # From the output where that is possible: the layer may reuse the memory of its input.
+    # Use the output if possible: the layer may reuse the memory of its input.
     algorithm, slope = _BY_INPUT[f.kind] if f.by_input else c.RELU_BY_OUTPUT, _slope(f)
     hint = q.hint("eltwise_forward", c.FORWARD_TRAINING, algorithm, data.desc, data.desc, slope, 0.0)
     descs = (result.desc, gradient.desc, data.desc)
@@ -325,7 +326,8 @@ def _backward(engine: OnednnEngine, f: FusedActivation, x: Any, y: Any, dy: Any,
 def _bell(
     q: PrimitiveList, rate: float, factor: float, x: OnednnMemory, dy: OnednnMemory, dx: OnednnMemory
 ) -> Kernel:
-    """``dx = factor * s * (1 - s) * dy`` with ``s = sigmoid(-|rate * x|)``, which loses no digits."""
+    """Return a kernel for ``dx = factor * s * (1 - s) * dy`` with ``s = sigmoid(-|rate * x|)``, which loses no digits.
+    """
     operations = (
         ("eltwise", c.ABS, 0.0, 0.0),
         ("eltwise", c.LINEAR, -1.0, 0.0),
@@ -338,12 +340,12 @@ def _bell(
     return q.kernel()
 
 
-#: Two terms, and one in each of the 32 operations that oneDNN takes behind a primitive, less one for an activation.
+#: Two terms, plus one per fused operation (oneDNN takes 32), minus one for an activation.
 _MOST_TERMS = 33
 
 
 def add(engine: OnednnEngine, xs: Sequence[Any], y: Any, fused: Sequence[Any]) -> Kernel:
-    """Sum of two or more arrays, and the operations of an activation; `y` may be one of the arrays.
+    """Return a kernel for the sum of two or more arrays with the operations `fused`; `y` may be one of the arrays.
 
     Raises
     ------
@@ -353,7 +355,7 @@ def add(engine: OnednnEngine, xs: Sequence[Any], y: Any, fused: Sequence[Any]) -
     same = [x for x in xs if same_elements(x, y)]
     if not 2 <= len(xs) <= _MOST_TERMS or len(same) > 1 or not _packed(*xs, y):
         raise ReferenceOnly(f"oneDNN's sums: expected 2 to {_MOST_TERMS} packed arrays, y at most once among them")
-    # In place works on the first operand only.
+    # Only the first operand can be overwritten in place.
     first, second, *rest = same + [x for x in xs if not any(x is s for s in same)]
     p = PrimitiveList(engine)
     more = [("binary", c.BINARY_ADD, _flat(p, x)) for x in rest]

@@ -1,4 +1,4 @@
-"""Programs: primitives in sequence over bound memory, with everything they own."""
+"""Lists of primitives that run in sequence over bound memory, with all the handles that they own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["OnednnEngine", "OnednnMemory", "PrimitiveList", "ReferenceOnly", "pa
 
 
 class ReferenceOnly(KernelError):
-    """oneDNN has nothing but its reference implementation, hundreds of times slower than the others."""
+    """Raised if oneDNN has only its reference implementation, which is hundreds of times slower than the others."""
 
 
 class OnednnEngine:
@@ -27,7 +27,7 @@ class OnednnEngine:
     Attributes
     ----------
     workspace_bytes : int
-        What the kernels hold each for itself [B].
+        Memory that kernels hold individually [B].
     """
 
     def __init__(self, abi: Abi, threads: int) -> None:
@@ -47,7 +47,7 @@ class OnednnEngine:
 
 
 class OnednnMemory:
-    """A memory object of oneDNN over an array, or over scratch memory from `offset` on."""
+    """A oneDNN memory object over an array, or over scratch memory from `offset` on."""
 
     def __init__(self, handle: int, desc: int, array: Any = None, offset: int = 0, nbytes: int = 0) -> None:
         self.handle, self.desc, self.array, self.offset, self.nbytes = handle, desc, array, offset, nbytes
@@ -62,9 +62,9 @@ def packed_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 class PrimitiveList:
-    """Steps to be run one after the other; build it, then take its :meth:`kernel`.
+    """A sequence of steps. Build it, then take its :meth:`kernel`.
 
-    Every handle created is destroyed by :meth:`close`, in reverse order.
+    :meth:`close` destroys every handle that was created, in reverse order.
     """
 
     def __init__(self, engine: OnednnEngine) -> None:
@@ -80,14 +80,14 @@ class PrimitiveList:
         self.impls: list[str] = []
         self.abi.set_threads(engine.threads)
 
-    # ------------------------------------------------------------------ what it owns
+    # ------------------------------------------------------------------ owned handles
     def own(self, kind: str, handle: int) -> int:
-        """Take charge of a handle of this kind; returns it."""
+        """Take ownership of a handle of this kind and return it."""
         self._owned.append((getattr(self.abi, f"destroy_{kind}"), handle))
         return handle
 
     def close(self) -> None:
-        """Destroy everything. May be called twice."""
+        """Destroy all owned handles. May be called twice."""
         owned, self._owned = self._owned, []
         if owned:
             self.engine.workspace_bytes -= self.workspace_bytes
@@ -100,32 +100,32 @@ class PrimitiveList:
 
     # ------------------------------------------------------------------ descriptors and memory
     def desc(self, shape: Sequence[int], dtype: Any, strides: Sequence[int] | None = None) -> int:
-        """Return the memory descriptor; without strides the primitive chooses the format."""
+        """Return a memory descriptor. Without strides the primitive chooses the format."""
         return self.own("memory_desc", self.abi.desc(shape, np.dtype(dtype).name, strides))
 
     def size(self, desc: int) -> int:
-        """Return the size of what a descriptor describes [B]."""
+        """Return the memory size of a descriptor [B]."""
         return self.abi.desc_size(desc)
 
     def borrowed(self, desc: int) -> int:
-        """Return a copy of its own of a descriptor that belongs to another program or primitive."""
+        """Return an owned copy of a descriptor that belongs to another list or primitive."""
         return self.own("memory_desc", self.abi.desc_clone(desc))
 
     def array(self, array: Any, desc: int) -> OnednnMemory:
-        """Return the memory over an array's own bytes."""
+        """Return a memory object over an array."""
         self._keep.append(array)
         pointer = array.__array_interface__["data"][0]
         return OnednnMemory(self.own("memory", self.abi.memory(desc, self.engine.handle, pointer)), desc, array)
 
     def kept(self, desc: int) -> OnednnMemory:
-        """Return the memory of the program's own, undefined at first, kept between its steps and calls."""
+        """Return memory owned by this list. It is undefined at first and kept between steps and calls."""
         nbytes = self.abi.desc_size(desc)
         self.workspace_bytes += nbytes
         self.engine.workspace_bytes += nbytes
         return self.array(aligned_empty((nbytes,), np.uint8), desc)
 
     def temporary(self, desc: int, margin: int = 0, what: str = "temporary") -> OnednnMemory:
-        """Return the scratch memory, undefined at the beginning of every call, with `margin` [B] after it."""
+        """Return scratch memory, undefined at the beginning of every call, with `margin` [B] after it."""
         nbytes = self.abi.desc_size(desc)
         handle = self.own("memory", self.abi.memory(desc, self.engine.handle, None))
         if GUARDS.active:
@@ -134,14 +134,14 @@ class PrimitiveList:
         memory = OnednnMemory(handle, desc, None, self._scratch_bytes, nbytes)
         end = self._scratch_bytes + nbytes
         self._scratch_bytes += round_up(nbytes + margin)
-        if GUARDS.active:  # also in the margin: it is there for writes that should not be
+        if GUARDS.active:  # cover the margin too: it exists for invalid writes
             self._scratch_bytes += room(nbytes)
             self._guards.append((end, self._scratch_bytes, f"after a {what} of {nbytes} B"))
         self._temporaries.append(memory)
         return memory
 
     def part(self, whole: OnednnMemory, desc: int, start: int) -> OnednnMemory:
-        """Return the memory over the bytes of `whole` from `start` on."""
+        """Return the memory of `whole` from byte `start` on."""
         if whole.array is not None:
             pointer = whole.array.__array_interface__["data"][0] + start
             return OnednnMemory(
@@ -154,7 +154,7 @@ class PrimitiveList:
 
     # ------------------------------------------------------------------ steps
     def attributes(self, *operations: tuple[Any, ...]) -> int:
-        """Attributes with these operations fused behind the primitive.
+        """Return attributes that fuse these operations after the primitive.
 
         Each is ``("eltwise", algorithm, alpha, beta)`` or ``("binary", algorithm, descriptor)``.
         """
@@ -169,12 +169,12 @@ class PrimitiveList:
     def descriptor(
         self, kind: str, *args: Any, attributes: int | None = None, refused: Callable[[int, str], str] | None = None
     ) -> int:
-        """Return the primitive descriptor of a kind of primitive: the first implementation that is not refused.
+        """Return the primitive descriptor of the first implementation that is not refused.
 
         Parameters
         ----------
         refused
-            Takes a descriptor and the name of its implementation, and returns why it must not be used, or "".
+            Takes a descriptor and the name of its implementation, and returns the reason not to use it, or "".
 
         Raises
         ------
@@ -203,7 +203,7 @@ class PrimitiveList:
                 ) from None
 
     def hint(self, kind: str, *args: Any, attributes: int | None = None) -> int:
-        """Return the primitive descriptor that may be slow, as it only serves to make another one."""
+        """Return a primitive descriptor that only serves to create another one, so it may be slow."""
         attr = self.attributes() if attributes is None else attributes
         try:
             created = getattr(self.abi, kind)(self.engine.handle, *args, attr)
@@ -214,7 +214,7 @@ class PrimitiveList:
         return self.own("primitive_desc", created)
 
     def step(self, descriptor: int, arguments: dict[int, OnednnMemory], name: bool = True, margin: int = 0) -> None:
-        """Add a primitive over this memory; its scratchpad is provided, with `margin` [B] after it."""
+        """Add a primitive on this memory, with its scratchpad and `margin` [B] after it."""
         pad = self.abi.argument_desc(descriptor, c.SCRATCHPAD)
         if pad and self.abi.desc_size(pad):
             arguments = {**arguments, c.SCRATCHPAD: self.temporary(pad, margin, "scratchpad")}
@@ -235,8 +235,9 @@ class PrimitiveList:
     def binary(
         self, algorithm: int, left: OnednnMemory, right: OnednnMemory, out: OnednnMemory, *operations: tuple[Any, ...]
     ) -> None:
-        """Add a function of two arrays and, fused behind it, operations as of :meth:`attributes`, but with the memory
-        in place of its descriptor.
+        """Add a function of two arrays with fused operations.
+
+        The operations are those of :meth:`attributes`, with the memory in place of its descriptor.
         """
         arguments, described = {c.SRC: left, c.SRC_1: right, c.DST: out}, list[tuple[Any, ...]]()
         for i, (kind, *values) in enumerate(operations, 1):
@@ -248,18 +249,19 @@ class PrimitiveList:
         self.step(self.descriptor("binary", algorithm, *descs, attributes=self.attributes(*described)), arguments)
 
     def number(self, value: float) -> OnednnMemory:
-        """Return the memory of one number, float32, that is broadcast."""
+        """Return the memory of one float32 number that is broadcast."""
         return self.array(np.full((1,), value, np.float32), self.desc((1,), np.float32, (1,)))
 
     def reorder(self, source: OnednnMemory, target: OnednnMemory) -> None:
-        """Add a copy from one format to another (and from one dtype to another)."""
+        """Add a copy from one format (and dtype) to another."""
         engine = self.engine.handle
         pd = self.abi.reorder(source.desc, engine, target.desc, engine, self.attributes())
         self.own("primitive_desc", pd)
         self.step(pd, {c.SRC: source, c.DST: target}, name=False)
 
     def brought_to(self, source: OnednnMemory, desc: int) -> OnednnMemory:
-        """`source` in another format: itself if it has that format, else a copy made at every call."""
+        """Return `source` in the format `desc`: `source` itself if it has that format, else a copy made at every call.
+        """
         if self.abi.desc_equal(source.desc, desc):
             return source
         target = self.temporary(desc)
@@ -267,7 +269,7 @@ class PrimitiveList:
         return target
 
     def wanted(self, descriptor: int, argument: int) -> int:
-        """Return the descriptor of the format in which a primitive takes one of its arguments."""
+        """Return the descriptor of the format that a primitive requires for an argument."""
         return self.abi.argument_desc(descriptor, argument)
 
     def step_into(
@@ -278,7 +280,7 @@ class PrimitiveList:
         result: OnednnMemory,
         margin: int = 0,
     ) -> None:
-        """Add a primitive that writes `result`, by way of the format it prefers if that is another."""
+        """Add a primitive that writes `result`, through a temporary if it requires another format."""
         desc = self.wanted(descriptor, output)
         direct = self.abi.desc_equal(desc, result.desc)
         target = result if direct else self.temporary(desc)
@@ -291,7 +293,9 @@ class PrimitiveList:
         self._steps.append(function)
 
     def call_on(self, memory: OnednnMemory, dtype: Any, bind: Callable[[Any], Callable[[], Any]]) -> None:
-        """Add a step in Python on a temporary: `bind` takes its flat array and returns what to run."""
+        """Add a step in Python on a temporary: `bind` takes the temporary as a flat array and returns the function to
+        run.
+        """
         at = len(self._steps)
         self._steps.append(_unbound)
         shape = (memory.nbytes // np.dtype(dtype).itemsize,)
@@ -300,7 +304,7 @@ class PrimitiveList:
 
     # ------------------------------------------------------------------ the result
     def kernel(self, impl: str | None = None) -> Kernel:
-        """Return the program as a kernel, which owns it."""
+        """Return a kernel that runs the steps and owns this list."""
         name = "onednn:" + (impl or "+".join(dict.fromkeys(self.impls)))
         if not self._scratch_bytes:
             return Kernel(_sequence(self._steps), name, self.workspace_bytes, self.close)
@@ -311,7 +315,7 @@ class PrimitiveList:
         )
 
     def _bind(self) -> Callable[[], Any]:
-        """Point all temporaries into the scratch memory as it is now."""
+        """Point all temporaries to the current scratch memory and return the function that runs the steps."""
         whole = self.engine.scratch.view((self._scratch_bytes,), np.uint8)
         address = whole.__array_interface__["data"][0]
         for memory in self._temporaries:
@@ -336,4 +340,4 @@ def _sequence(steps: Sequence[Callable[[], Any]]) -> Callable[[], Any]:
 
 
 def _unbound() -> None:
-    raise AssertionError("a step on scratch memory was run before the memory was there")
+    raise AssertionError("a step on scratch memory ran before the memory was allocated")

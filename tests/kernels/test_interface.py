@@ -133,8 +133,8 @@ def test_wrong_arguments_of_elementwise_and_dense(arrays):
     assert f"expected one of {', '.join(ACTIVATIONS)}, got 'swish'" in text_of(
         lambda: b.activation("swish", x, y, None, None)
     )
-    assert "expected x and y apart for the gradient of gelu" in text_of(lambda: b.activation("gelu", x, x, y, y))
-    assert "expected x and y apart for the gradient of leaky_relu" in text_of(
+    assert "expected separate x and y for the gradient of gelu" in text_of(lambda: b.activation("gelu", x, x, y, y))
+    assert "expected separate x and y for the gradient of leaky_relu" in text_of(
         lambda: b.activation("leaky_relu", x, x, y, y, -0.5)
     )
     assert "expected alpha >= 0 of elu, got -1" in text_of(lambda: b.activation("elu", x, y, None, None, -1))

@@ -165,7 +165,7 @@ def test_any_length_and_address(backend, count, start):
 def test_refused(backend):
     half, single = np.zeros(4, np.float16), np.zeros(4, np.float32)
     for p, g, scalars, words in (
-        (half, half, np.ones(4), "expected parameters of float32 or float64, got float16; keep masters"),
+        (half, half, np.ones(4), "expected parameters of float32 or float64, got float16; keep a float32 master"),
         (single, single[:3], np.ones(4), "expected arrays of 4 elements, got 3"),
         (single, single, single, r"expected scalars float64 \(5,\), got float32 \(4,\)"),
     ):
