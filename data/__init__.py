@@ -1,4 +1,4 @@
-"""Data: HDF5 datasets read by blocks, prefetch, normalisation, and the mesh-tangling generator."""
+"""Datasets read by blocks, prefetch, augmentation, normalization, and the mesh-tangling generator."""
 
 from .augment import Augmentation, Rules
 from .dataset import Hdf5Dataset

@@ -1,4 +1,4 @@
-"""Targets of weight 0: they are absent, whatever number is stored there, so no check, count or reduction sees them."""
+"""Absent targets: elements of weight 0. Checks, counts and reductions ignore the number that is stored there."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Read = Callable[[str, Box, NDArray[Any]], object]
 
 
 class Checked(Protocol):
-    """Data set that :func:`check_read` is called by, with the attributes of :class:`Hdf5Dataset`."""
+    """The attributes of a data set that :func:`check_read` reads, as in :class:`Hdf5Dataset`."""
 
     path: Path
     fields: dict[str, Field]
@@ -39,9 +39,10 @@ class Checked(Protocol):
 
 
 def check_read(dataset: Checked, name: str, indices: Sequence[int], box: Box, values: NDArray[Any]) -> None:
-    """Replace labels in a box that was read, and refuse numbers that are invalid. Local; modifies `values`.
+    """Apply the label map to a box that was read, and check its numbers. Local; modifies `values`.
 
-    An invalid target of weight 0 is no fault. In place of a class it becomes 0, which integers hold.
+    Invalid targets of weight 0 are permitted. An invalid class index of weight 0 becomes 0, which integers can
+    represent.
 
     Parameters
     ----------
@@ -51,7 +52,7 @@ def check_read(dataset: Checked, name: str, indices: Sequence[int], box: Box, va
     Raises
     ------
     DataError
-        As :func:`check_values`.
+        As in :func:`check_values`.
     """
     field = dataset.fields[name]
     if name in dataset.labels:
@@ -82,8 +83,9 @@ def has_no_weight(read: Read, fields: Mapping[str, Field], name: str, weights: S
     box
         Box within the batch ``(N, *spatial, C)`` of the target.
 
-    Weights may have an extent of 1 on any axis, be a number per sample, or lie on a grid that is coarser or finer by
-    whole factors; finer ones are 0 where all of them are. No element is absent under weights on another grid.
+    Weights may have an extent of 1 on any axis, be a number per sample, or have a grid that is coarser or finer by
+    whole factors. An element under finer weights has the weight 0 if all of them are 0. Weights on another grid are
+    ignored.
     """
     found = np.ones(box.shape, np.bool_)
     for one in weights:
@@ -100,7 +102,7 @@ def _is_zero(read: Read, name: str, target: Sequence[int], own: Sequence[int], b
     for (low, high), n, m in zip(box.ranges[1:], target, grid):
         first, last = low * m // n, -(-high * m // n)
         ranges.append((first, last))
-        # Of coarser weights the one that covers each element; of finer ones the first of those that it covers.
+        # The index of the coarser weight that covers each element, or of the first finer weight under it.
         taken.append(np.arange(low, high) * m // n - first)
     part = Box.of_ranges([ranges[0], (0, 1)] if per_sample else ranges)
     values = np.empty(part.shape, np.float32)

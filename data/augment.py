@@ -1,7 +1,7 @@
-"""Augmentation: samples are turned, mirrored, shifted and altered at random in training.
+"""Augmentation: random turns, mirroring, shifts and changes of numbers of samples in training.
 
-The change of a sample is drawn from the seed, the epoch and the index of the sample, never from a rank, so that it is
-the same on every decomposition. A rank reads the box of the file that its own box shows: for a mirrored sample, the
+The changes of a sample depend on the seed, the epoch and the index of the sample, and not on the rank, so they are the
+same for every decomposition. A rank reads the box of the file that its own box maps to: for a mirrored sample, the
 mirrored box. So no rank reads more than without augmentation, and there is no communication.
 
 ::
@@ -31,7 +31,7 @@ __all__ = ["AXES", "Augmentation", "Rules", "SamplePlacement"]
 
 AXES = ("depth", "height", "width")
 """Spatial axes; a sample has the last ones of them."""
-_PLACE, _ALTER, _NOISE = 3, 4, 5  # keep the random streams apart from each other and from those of the sampler
+_PLACE, _ALTER, _NOISE = 3, 4, 5  # separate the random streams from each other and from those of the sampler
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,12 @@ class Rules:
     flips
         Axes along which a sample is mirrored, each with the probability 1/2.
     turns
-        Whether it is turned by 0 to 3 quarters in the plane of height and width.
+        Whether a sample is turned by 0 to 3 quarters in the plane of height and width.
     shifts
-        Axes along which it is shifted by any distance; what leaves at one end comes in at the other.
+        Axes along which a sample is shifted cyclically by any distance.
     crop
-        Whether samples may be larger than the network reads: a window at random in training, the middle one else.
+        Whether samples may be larger than the network's input: training reads a random window, evaluation the middle
+        one.
     noise
         Standard deviation of the noise that is added to every number of an input, after normalization.
     brightness
@@ -55,8 +56,8 @@ class Rules:
     contrast
         Every channel is multiplied by a factor of ``1 - contrast`` to ``1 + contrast``, after normalization.
     vectors
-        Names of the channels of a dataset that are components of a vector, along the spatial axes in their order: they
-        change sign when mirrored, and places when turned.
+        Names of the channels of a dataset that are components of a vector, along the spatial axes in their order:
+        mirroring changes their sign, and turning exchanges them.
     """
 
     flips: Sequence[str] = ()
@@ -71,16 +72,16 @@ class Rules:
 
 @dataclass(frozen=True)
 class SamplePlacement:
-    """Map from elements of a sample to elements of a file; per axis of the sample.
+    """Map from elements of a sample to elements of the file, per axis of the sample.
 
     Attributes
     ----------
     axes
         The axis of the file.
     mirrored
-        Whether it runs backwards.
+        Whether the axis is reversed.
     starts
-        Where the window begins, per axis of the file and in units of `units`; it goes on at the other end.
+        Start of the window, per axis of the file and in units of `units`; the window wraps around at the end.
     """
 
     axes: tuple[int, ...]
@@ -88,9 +89,10 @@ class SamplePlacement:
     starts: tuple[int, ...]
 
     def pieces(self, axis: int, low: int, high: int, extent: int, whole: int, start: int) -> Iterator[_Piece]:
-        """Yield the parts of an interval of the sample along an axis that are contiguous in the file.
+        """Yield the contiguous parts in the file of an interval of the sample along an axis.
 
-        `extent`: length of the sample along the axis; `whole`: of the file; `start`: where the window begins there.
+        `extent` and `whole` are the lengths of the axis in the sample and in the file; `start` is the window's start
+        there.
         """
         if self.mirrored[axis]:
             low, high = extent - high, extent - low
@@ -113,10 +115,10 @@ class Augmentation:
     rules
         Changes that are drawn.
     fields
-        Fields of the data set. Those with spatial axes are moved alike, each on its own grid; vectors per sample are
-        not moved.
+        Fields of the data set. Fields with spatial axes get the same turns and shifts, each on its own grid; vectors
+        per sample do not.
     wanted : mapping of shapes
-        Shapes that the network reads, by name of the input: the size of the window if `crop` is set.
+        Shapes of the network's inputs, by name: the size of the window if `crop` is set.
     seed : int
 
     Attributes
@@ -127,8 +129,8 @@ class Augmentation:
     Raises
     ------
     DataError
-        An axis that samples lack; turns of samples that are not square; grids with which windows or shifts do not fit;
-        names of channels that there are not.
+        Axes that samples lack; turns of samples that are not square; grids that do not fit windows or shifts; unknown
+        names of channels.
     """
 
     def __init__(
@@ -144,8 +146,8 @@ class Augmentation:
         if uneven:
             raise DataError(f"data.augment: expected samples of {self._rank} spatial axes, got {uneven[0]!r} of others")
         self._names = AXES[len(AXES) - self._rank :]
-        # Extents that all grids have in common: windows begin, and shifts end, where all of them have a boundary.
-        # What has one row or column (weights) is the same everywhere along it.
+        # Common divisor of all grids: windows and shifts start at boundaries that all grids have. An axis of extent 1
+        # (of weights) does not count.
         self._units = tuple(reduce(math.gcd, [n for n in e if n > 1] or [1]) for e in zip(*shapes.values()))
         first = self._moved[0]
         self._window = wanted[first][:-1] if rules.crop else shapes[first]
@@ -153,7 +155,7 @@ class Augmentation:
         self._check()
         self._vectors = {name: self._components(field) for name, field in fields.items()}
 
-    # -- what fits -----------------------------------------------------------------------------------
+    # -- checks --------------------------------------------------------------------------------------
 
     def _cropped(self, name: str, field: Field) -> Field:
         """Return the field within the window."""
@@ -191,7 +193,7 @@ class Augmentation:
                 )
 
     def _components(self, field: Field) -> dict[int, tuple[int, tuple[int, ...]]]:
-        """Find the axis of each channel that is a component of a vector, and the channels of all components."""
+        """Return, for each channel that is a component of a vector, its axis and the channels of all components."""
         found: dict[int, tuple[int, tuple[int, ...]]] = {}
         for vector in self.rules.vectors:
             if set(vector) <= set(field.channel_names):
@@ -201,13 +203,13 @@ class Augmentation:
 
     @property
     def window(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Extents of the window that is read of every sample, and of the samples of the file."""
+        """Extents of the window that is read of every sample, and extents of the samples in the file."""
         return tuple(self._window), tuple(self._files[self._moved[0]].shape[:-1])
 
-    # -- what is drawn -------------------------------------------------------------------------------
+    # -- random placement ----------------------------------------------------------------------------
 
     def placement(self, batch: Batch, index: int) -> SamplePlacement:
-        """Return the place of a sample of a batch in the file."""
+        """Return the placement of a sample of a batch in the file."""
         axes, free = tuple(range(self._rank)), self._free()
         if not batch.augmented:
             return SamplePlacement(axes, (False,) * self._rank, tuple(n // 2 for n in free))
@@ -221,14 +223,14 @@ class Augmentation:
         return SamplePlacement(axes, tuple(mirrored), tuple(starts))
 
     def _free(self) -> list[int]:
-        """Return the range of positions of the window, in units of all grids, per axis of the file."""
+        """Return, per axis of the file, the range of window positions, in multiples of the units of all grids."""
         whole = self._files[self._moved[0]].shape
         return [unit - unit * window // n for unit, window, n in zip(self._units, self._window, whole)]
 
     # -- reading -------------------------------------------------------------------------------------
 
     def read(self, dataset: Dataset, name: str, batch: Batch, box: Box, out: NDArray[Any]) -> tuple[slice, ...]:
-        """Read as :meth:`Dataset.read`, with the samples of a batch varied."""
+        """Read a box as :meth:`Dataset.read` does, with the samples of the batch augmented."""
         if name not in self._moved or not (batch.augmented or self.rules.crop):
             return dataset.read(name, batch.indices, box, out)
         part = box & Box.of_shape((len(batch.indices), *self.fields[name].shape))
@@ -309,7 +311,8 @@ class Augmentation:
     def _add_noise(
         self, sample: NDArray[Any], ranges: Sequence[tuple[int, int]], shape: Sequence[int], key: Sequence[int]
     ) -> None:
-        """Add noise. Every row of a sample has its own random stream, of which each rank takes its columns."""
+        """Add noise. Every row of a sample has its own random stream, so a rank draws the same numbers for its columns.
+        """
         if len(shape) == 1:
             sample, ranges, shape = sample[None], [(0, 1), *ranges], (1, *shape)
         *leading, columns, channels = ranges

@@ -1,8 +1,8 @@
-"""Chunks of an HDF5 dataset that are read as a whole: how many are kept in memory, what reading by blocks costs.
+"""HDF5 chunks: the memory to keep them in, and the cost of reading by blocks.
 
-HDF5 reads, and decompresses, a whole chunk for any number in it. The chunks that were used last stay in its cache; one
-that is not compressed and does not fit into the cache is read in part. A rank reads its box of one sample after the
-other, in a random order: a chunk of many samples, or of more than the box, is read many times over.
+HDF5 reads, and decompresses, a whole chunk for any number in it. Its cache keeps the chunks used last; an uncompressed
+chunk that does not fit the cache is read in part. A rank reads its box of one sample after the other, in a random
+order: so a chunk of many samples, or larger than the box, is read many times.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ __all__ = ["CACHE", "SLOW", "Chunks", "chunks_of", "open_cached"]
 CACHE = 256 << 20
 """Memory of a rank for chunks of several samples, of all open files [B]. A dataset may need more for one sample."""
 SLOW = 4.0
-"""Numbers that are read per number that is used, from which on reading is called slow."""
+"""Limit of numbers read per number used, above which reading counts as slow."""
 _LEAST = 8 << 20  # for chunks of a sample [B]
-_LARGEST = 256 << 10  # of a chunk that is suggested [B]
-_SLOTS = (1009, 10_007, 100_003, 1_000_003)  # primes: places of chunks follow from their numbers modulo one of these
+_LARGEST = 256 << 10  # size of a suggested chunk [B]
+_SLOTS = (1009, 10_007, 100_003, 1_000_003)  # primes: the slot of a chunk is its number modulo one of these
 
 
 @dataclass(frozen=True)
 class Chunks:
-    """Chunks of a dataset that are read as a whole. Axes are those of the file, samples first.
+    """Layout of a chunked dataset whose chunks are read as a whole. Axes are those of the file, samples first.
 
     Attributes
     ----------
     shape, whole : tuple of int
         Shape of a chunk, and of the dataset.
     rows : int
-        Axis along which a sample is read part by part: the first one of space.
+        Axis along which a sample is read part by part: the first spatial axis.
     itemsize : int
         Size of an element [B].
     """
@@ -45,11 +45,11 @@ class Chunks:
     itemsize: int
 
     def cache(self, share: int) -> int:
-        """Return the memory to keep chunks in [B].
+        """Return the memory for cached chunks [B].
 
-        A sample is read by rows: of chunks of one sample it needs a row of chunks at a time, and 8 MiB (as HDF5 has)
-        where it reads some again. Chunks of several samples are used again by others: as many as `share` holds, and
-        those of one sample at least.
+        A sample is read by rows. With chunks of one sample, a row of chunks is needed at a time, and 8 MiB (HDF5's
+        default) if some chunks are read again. Chunks of several samples are used again by other samples: `share`
+        limits their number, but at least the chunks of one sample are kept.
         """
         padded = [-(-n // c) * c for n, c in zip(self.whole, self.shape)]
         total = math.prod(padded) * self.itemsize
@@ -61,16 +61,16 @@ class Chunks:
         return max(math.prod(padded) * self.itemsize, min(sample, _LEAST))
 
     def factor(self, ranges: Sequence[tuple[int, int]], cache: int, shuffled: bool) -> float:
-        """Return how many numbers are read for each that is used, on average.
+        """Return how many numbers are read for each number used, on average.
 
         Parameters
         ----------
         ranges
-            What is used of every sample, on the axes behind the samples.
+            Part that is used of every sample, per axis after the sample axis.
         cache
             Memory for chunks [B].
         shuffled
-            Whether samples are read in a random order; otherwise those of a chunk follow one another.
+            Whether samples are read in a random order; else the samples of a chunk follow one another.
         """
         touched = math.prod((-(-high // c) - low // c) * c for (low, high), c in zip(ranges, self.shape[1:]))
         used = math.prod(high - low for low, high in ranges)
@@ -83,7 +83,7 @@ class Chunks:
         return max(1.0, again) * touched / used
 
     def better(self, ranges: Sequence[tuple[int, int]]) -> tuple[int, ...]:
-        """Return the shape of chunks of which reading these ranges of every sample needs few."""
+        """Return a chunk shape for which these ranges of every sample need few chunks."""
         shape = [1, *(high - low for low, high in ranges)]
         while math.prod(shape) * self.itemsize > _LARGEST and max(shape) > 1:
             longest = shape.index(max(shape))

@@ -1,15 +1,15 @@
-"""What a file of predictions says about its samples: the file of each, and the coordinates of its axes.
+"""Coordinates in a file of predictions: the source file of each sample, and the coordinates of its axes.
 
-Coordinates are what HDF5, netCDF and CF define: dimension scales of the axes of an input (`time`, `lat`, `lon`), the
-datasets that its attribute ``coordinates`` names, their ``bounds``, and its ``grid_mapping`` (`crs`)::
+Coordinates follow HDF5, netCDF and CF: dimension scales of the axes of an input (`time`, `lat`, `lon`), the datasets in
+its attribute ``coordinates``, their ``bounds``, and its ``grid_mapping`` (`crs`)::
 
     input (N, H, W, C)                 predictions (N, H, W, K)
            |  |  |                                  |  |  |
       time-+ lat lon  + coordinates, crs  -->  time-+ lat lon  + coordinates, crs
 
-They are copied as they are stored, with their attributes. Along the samples those of all files are joined. Others are
-written once where all files have the same, else once per sample. What could be wrong is left out: coordinates of an
-axis that predictions have with another extent, numbers in other units than those of the first file.
+They are copied as stored, with their attributes. Coordinates along the samples are concatenated over all files. Others
+are written once if all files agree, else once per sample. Coordinates that could be wrong are left out: those of an
+axis whose extent differs in the predictions, and those with other units than in the first file.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ __all__ = ["SOURCES", "write_coordinates", "write_sources"]
 SOURCES = ("source_file", "source_sample")
 
 _SPATIAL = ("depth", "height", "width")
-#: Attributes without which a number means something else.
+#: Attributes that change the meaning of a number.
 _MEANING = ("units", "calendar", "scale_factor", "add_offset", "_FillValue", "missing_value", "_Unsigned")
 
 
 def write_sources(file: h5py.File, dataset: Dataset, samples: Iterable[int]) -> None:
-    """Write the datasets :data:`SOURCES`: path, and number in that file (from 0), of each of these samples. Local.
+    """Write the datasets :data:`SOURCES`, one entry per sample: path, and number in that file (from 0). Local.
 
     Parameters
     ----------
     file
-        Open to write.
+        File, open for writing.
     dataset
-        Has a method ``source(index)``, which returns both, or all samples are of its ``path``.
+        Has a method ``source(index)`` that returns both; without it, all samples belong to its ``path``.
     samples
         Numbers in the data set, in the order of the predictions.
     """
     source = getattr(dataset, "source", lambda index: (str(dataset.path), index))
     found = [source(int(index)) for index in samples]
-    # Bytes: a name on the disk need not be valid UTF-8.
+    # As bytes, because a file name need not be valid UTF-8.
     names = np.array([os.fsencode(name) for name, _ in found], object)
     file.create_dataset(SOURCES[0], data=names, dtype=h5py.string_dtype())
     file[SOURCES[1]] = np.array([number for _, number in found], np.int64)
@@ -65,25 +65,26 @@ def write_sources(file: h5py.File, dataset: Dataset, samples: Iterable[int]) -> 
 def write_coordinates(
     file: h5py.File, dataset: Dataset, outputs: Mapping[str, tuple[int, ...]], allow_external: bool = False
 ) -> list[str]:
-    """Write the coordinates of all samples, and attach them to the predictions that have them. Local.
+    """Write the coordinates of all samples, and attach them to the predictions on the same grid. Local.
 
-    The coordinates are those of the first input whose grid some predictions have. If its axes have dimension scales,
-    all axes in `file` get one, so that programs for netCDF read it.
+    The coordinates are those of the first input with the grid of a prediction. If its axes have dimension scales, all
+    axes in `file` get one, so that netCDF programs can read it.
 
     Parameters
     ----------
     file
-        Open to write; has the datasets of predictions, and others of ``(N,)``, whose first axes are samples.
+        File, open for writing. It has the datasets of predictions, and others of ``(N,)``; their first axes are
+        samples.
     dataset
         Samples of HDF5 files. Others have no coordinates.
     outputs
         Shape ``(*spatial, C)`` of a sample, by the name of the dataset of predictions.
     allow_external
-        As for :class:`Hdf5Dataset`.
+        As in :class:`Hdf5Dataset`.
 
     Returns
     -------
-    list of str : names of what was left out, each with the reason.
+    list of str : names of the variables left out, each with the reason.
     """
     parts = [part for part in getattr(dataset, "parts", [dataset]) if isinstance(part, Hdf5Dataset)]
     if not parts or not outputs:
@@ -112,11 +113,11 @@ class _JoinedVariables:
     Attributes
     ----------
     variables
-        By name, as in the first file, with the attributes that are alike in all.
+        Variables by name, as in the first file, with the attributes that are equal in all files.
     values
-        Values of those that are the same in all files, or a number (or text) per sample.
+        Values of the variables that are equal in all files, or of those with one number (or text) per sample.
     faults
-        By name, why something is left out.
+        Reason why a variable is left out, by name.
     samples
         Number of samples of all files.
     """
@@ -168,17 +169,17 @@ class _JoinedVariables:
                 self._compare(name, file)
 
     def _compare(self, name: str, file: h5py.File) -> None:
-        """Join the values of the next file to those of the samples before; compare others."""
+        """Append the values of the next file for a variable along samples; compare the values of others."""
         value = self.read(name, len(self._paths[name]) - 1, file)
         if value is None:
             return
         if self.variables[name].is_of_samples:
             self._pieces.setdefault(name, [self.values[name]]).append(value)
         elif not _equal(self.values[name], value):
-            del self.values[name]  # it is written per sample
+            del self.values[name]  # it differs, so it is written per sample
 
     def read(self, name: str, number: int, opened: h5py.File | None = None) -> NDArray[Any] | None:
-        """Read a variable from a file, by number; leave it out and return None if it cannot be read."""
+        """Read a variable from the file of this number. If it cannot be read, leave it out and return None."""
         path = self._parts[number].path
         try:
             with open_file(path) if opened is None else nullcontext(opened) as file:
@@ -188,7 +189,7 @@ class _JoinedVariables:
             return None
 
     def leave_out(self, name: str, why: str) -> None:
-        """Leave out a variable, and its bounds."""
+        """Remove a variable and its bounds, and record the reason."""
         self.faults[name] = why
         for gone in [name, *(other for other, one in self.variables.items() if one.bounds_of == name)]:
             del self.variables[gone]
@@ -201,13 +202,13 @@ class _JoinedVariables:
 
     @property
     def ranges(self) -> list[slice]:
-        """Samples of each file."""
+        """Range of samples of each file."""
         ends = np.cumsum([0, *map(len, self._parts)]).tolist()
         return [slice(*ends[k : k + 2]) for k in range(len(self._parts))]
 
 
 def _difference(mine: Variable, theirs: Variable) -> str:
-    """Return why variables of two files cannot be one; empty if they can."""
+    """Return the reason why variables of two files cannot be joined; empty if they can."""
     fixed = [[n for axis, n in zip(one.axes, one.shape) if axis != SAMPLE] for one in (mine, theirs)]
     if mine.axes != theirs.axes or fixed[0] != fixed[1]:
         return f"its shape is {theirs.shape}, not {mine.shape}"
@@ -232,7 +233,7 @@ def _base(path: Any) -> str:
 
 
 class _CoordinateWriter:
-    """Coordinates beside predictions. Local."""
+    """Writer of coordinates into a file of predictions. Local."""
 
     def __init__(self, file: h5py.File, joined: _JoinedVariables, outputs: Mapping[str, tuple[int, ...]]) -> None:
         self._file, self._joined = file, joined
@@ -255,7 +256,7 @@ class _CoordinateWriter:
                     self._file[name].dims[k].label = self._joined.dimensions[axis]
 
     def _choose(self) -> None:
-        """Leave out what no prediction has an axis for, and names that are in use."""
+        """Leave out variables whose axes no prediction has, and names that are in use."""
         joined, spatial = self._joined, [self._file[name].shape[1:-1] for name in self._axes]
         for name in list(joined.variables):
             variable = joined.variables.get(name)
@@ -269,7 +270,7 @@ class _CoordinateWriter:
                 joined.leave_out(name, f"they differ between files, unlike {variable.bounds_of}")
 
     def _has(self, output: str, variable: Variable) -> bool:
-        """Return whether an output has all axes of a variable; of a grid mapping, the whole grid."""
+        """Return whether an output has all axes of a variable (for a grid mapping, the whole grid)."""
         axes = range(len(self._joined.spatial)) if variable.mapping else variable.axes
         return all(axis is None or axis in self._axes[output] for axis in axes)
 
@@ -310,7 +311,7 @@ class _CoordinateWriter:
             made[(slice(None),) * at + (samples,)] = values
 
     def _scales_of(self, axis: int | None) -> list[str]:
-        """Return the scales of an axis that were written."""
+        """Return the written scales of an axis."""
         if axis is None:
             return []
         shape = (self._joined.samples if axis == SAMPLE else self._joined.spatial[axis],)
@@ -322,7 +323,7 @@ class _CoordinateWriter:
         return {name for axis in self._joined.scales for name in self._scales_of(axis)}
 
     def _name_in_attributes(self, output: str) -> None:
-        """Write the attributes by which CF finds coordinates that are no dimensions, and the grid mapping."""
+        """Write CF's attributes for coordinates that are not dimensions, and for the grid mapping."""
         joined, attributes = self._joined, self._file[output].attrs
         has = [name for name, one in joined.variables.items() if self._has(output, one)]
         variables = [joined.variables[name] for name in has if name not in self._scales]
@@ -348,7 +349,7 @@ class _CoordinateWriter:
                     self._file[name].dims[k].attach_scale(self._file[scale])
 
     def _dimension(self, name: str, axis: int | None, k: int) -> str:
-        """Return the scale of an axis without coordinates; make it if it is the first of this axis."""
+        """Return the scale of an axis without coordinates; create it at the first use of the axis."""
         size = self._file[name].shape[k]
         last = f"{name}_channel" if k + 1 == self._file[name].ndim else f"{name}_{k}"
         if axis is None:
@@ -366,7 +367,7 @@ class _CoordinateWriter:
 
 
 def _axes_of_output(shape: tuple[int, ...], spatial: tuple[int, ...]) -> Axes:
-    """Return the axes of predictions ``(N, *shape)``: those that have the extent of the samples.
+    """Return the axes of predictions ``(N, *shape)``: spatial axes with the extent of the samples, else None.
 
     >>> _axes_of_output((64, 32, 3), (64, 64)), _axes_of_output((10,), (64, 64))
     ((-1, 0, None, None), (-1, None))

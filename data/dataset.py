@@ -1,13 +1,13 @@
-"""Any HDF5 file with datasets for the inputs of a network, of which each process reads only its own box.
+"""Samples of any HDF5 file with datasets for the inputs of a network. Each process reads only its own box.
 
-Arrays of halograd are ``(N, *spatial, C)``; on disk a dataset may be that (``layout="NHWC"``) or
-``(N, C, *spatial)`` (``"NCHW"``), with 1, 2 or 3 spatial axes. Targets are one of
+Arrays of halograd are ``(N, *spatial, C)``. On disk a dataset has this order (``layout="NHWC"``) or ``(N, C,
+*spatial)`` (``"NCHW"``), with 1, 2 or 3 spatial axes. A target is one of
 
 - a value per cell, ``(N, *spatial)``, or with a channel axis, in the layout of the inputs; the grid may be coarser
   than that of the inputs by a whole factor per axis;
 - a label per sample, ``(N,)``, or a vector ``(N, K)``.
 
-Further inputs may be any of these too.
+Further inputs may have any of these shapes too.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from .targets import LabelMap, TargetRange, kept_labels
 
 __all__ = ["Hdf5Dataset", "named"]
 
-#: Elements of a part of a sample, all channels of which are converted one after the other.
+#: Elements of a part of a sample; its channels are converted one after the other.
 _IN_CACHE = 1 << 18
 
 Names = str | Mapping[str, str] | None
 
 
 def named(given: Names, alone: str) -> dict[str, str]:
-    """Return datasets by the name of the network's input; a single dataset gets the name `alone`.
+    """Return datasets by the name of the network's input. A single dataset gets the name `alone`.
 
     >>> named("fields", "x"), named({"mask": "label"}, "target"), named(None, "target")
     ({'x': 'fields'}, {'mask': 'label'}, {})
@@ -58,14 +58,14 @@ class Hdf5Dataset:
     path : path
     inputs, targets : str or mapping
         Names of the datasets, by the name of the network's input; a single one is ``x``, or ``target``.
-        ``targets=None`` for a file without.
+        ``targets=None``: no targets.
     layout : {"NHWC", "NCHW"}, optional
         Order of axes on disk, for any number of spatial axes. Default: the attribute ``layout`` of the first input.
     ranges : mapping of TargetRange, optional
-        Ranges by name. Targets outside, and fractions in place of class indices, are refused when they are read.
+        Ranges by name. Reading raises an error for targets outside, and for fractions in place of class indices.
     structure : Structure, optional
         Structure that another rank found in this file (:attr:`structure`). The file is then opened at the first read,
-        and `inputs`, `targets` and `layout` do not count.
+        and `inputs`, `targets` and `layout` are ignored.
     allow_external : bool
         Whether virtual datasets, external links and external files may take numbers from outside the folder of the
         file (:class:`Storage`).
@@ -78,28 +78,28 @@ class Hdf5Dataset:
     structure : Structure
         Content of the file, as plain data.
     fields : dict of Field
-        By name, the inputs first: shapes of one sample and names of channels.
+        Fields by name, inputs first: shapes of one sample and names of channels.
     groups : int64 array ``(N,)`` or None
-        The dataset ``simulation``, where there is one: samples that belong together.
+        The dataset ``simulation``, if present: samples of one group belong together.
     lenient : frozenset of str
-        Names of fields whose NaN, infinity and targets out of range are passed on; none at first.
+        Names of fields in which NaN, infinity and targets out of range are permitted; initially empty.
     labels : mapping of LabelMap
-        Label maps by name, applied before values are checked; none at first. A number that is mapped, or ignored by
-        the loss, is a label even if it is a missing value.
+        Label maps by name, applied before values are checked; initially empty. A number that is mapped, or ignored by
+        the loss, is a label even if the file marks it as a missing value.
     weighted : mapping of names
-        Names of the weights of a target, by its name; none at first. Where all of them are 0, no number is invalid.
+        Names of the weights of a target, by its name; initially empty. Where all weights are 0, no number is invalid.
     share : int
         Memory for chunks of several samples [B], :meth:`Chunks.cache`; read when a file is opened.
     bytes_read : int
-        Bytes requested of the file so far, as stored.
+        Bytes read from the file so far, as stored.
 
     Raises
     ------
     DataError
-        File missing, not HDF5 or truncated; dataset missing, of wrong rank or type, or never written; inputs and
-        targets that do not fit each other; a source of a virtual dataset that is missing or may not be used; packed
-        class indices, and attributes of packed data that cannot be applied. Reading raises it for NaN or infinity, and
-        for targets out of range.
+        The file is missing, not HDF5 or truncated; a dataset is missing, has a wrong rank or type, or was never
+        written; inputs and targets do not fit each other; a source of a virtual dataset is missing or not permitted;
+        class indices are packed; attributes of packed data cannot be applied. Reading raises it for NaN or infinity,
+        and for targets out of range.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class Hdf5Dataset:
         self.close()
 
     def close(self) -> None:
-        """Close the file; twice does no harm, and what is read afterwards opens it again."""
+        """Close the file. May be called twice; a later read opens it again."""
         if self._file is not None:
             self._file.close()
         self._file, self._datasets = None, {}
@@ -168,9 +168,9 @@ class Hdf5Dataset:
             Samples of the whole (global) batch, in order.
         box : Box
             In the batch's coordinates ``(N, *spatial, C)``, of a label per sample ``(N, 1)``. May reach outside the
-            array: what lies there is left as it is in `out` (margins that hold padding).
+            array; `out` is not changed there (margins that hold padding).
         out : array of shape ``box.shape``, host
-            Filled within; float32 or float64 (others are converted), any strides; C-contiguous is fastest.
+            Filled inside the array; float32 or float64 (others are converted), any strides; C-contiguous is fastest.
 
         Returns
         -------
@@ -179,7 +179,7 @@ class Hdf5Dataset:
         Raises
         ------
         DataError
-            NaN or infinity in what was read, a target out of range; a file that cannot be read any more.
+            NaN or infinity in the box, a target out of range, or a file that cannot be read any more.
         """
         if name not in self.fields:
             raise DataError(
@@ -191,12 +191,12 @@ class Hdf5Dataset:
 
     @property
     def attributes(self) -> dict[str, Any]:
-        """What the file says of itself."""
+        """Attributes of the file."""
         return self.structure.attributes
 
     @property
     def cached(self) -> int:
-        """Memory for chunks when the file is open [B]."""
+        """Memory for chunks while the file is open [B]."""
         return sum(self._memory(field.chunks) for field in self.fields.values() if field.chunks is not None)
 
     def _memory(self, chunks: Chunks) -> int:
@@ -204,7 +204,7 @@ class Hdf5Dataset:
         return chunks.cache(self.share // several)
 
     def slow_chunks(self, name: str, box: Box, shuffled: bool) -> str:
-        """Describe chunks of which reading this box of every sample uses a small part; empty if it is fast. Local."""
+        """Return a warning if reading this box of every sample uses a small part of the chunks; else "". Local."""
         field = self.fields[name]
         part = box & Box.of_shape((box.stop[0], *field.shape))
         if field.chunks is None or not part.size:
@@ -222,15 +222,15 @@ class Hdf5Dataset:
         )
 
     def place(self, index: int) -> str:
-        """Return the place of a sample, for messages."""
+        """Return the file and number of a sample, for messages."""
         return f"{self.path}, sample {index}"
 
     def source(self, index: int) -> tuple[str, int]:
-        """Return the path of the file of a sample, and the number of the sample in it."""
+        """Return the path of a sample's file, and the sample's number in it."""
         return str(self.path), self._index(index)
 
     def _dataset(self, name: str) -> h5py.Dataset:
-        """Return one of the datasets; all of them are opened if they are not yet."""
+        """Return one of the datasets; open all of them at the first call."""
         if not self._datasets:
             try:
                 if self._file is None:
@@ -255,7 +255,7 @@ class Hdf5Dataset:
             )
         if field.chunks is None:
             return found
-        found.id.close()  # a dataset that is open shares its memory for chunks
+        found.id.close()  # a dataset that is already open would keep its old chunk cache
         return open_cached(file, field.dataset, self._memory(field.chunks), field.chunks)
 
     def _read(self, name: str, indices: Sequence[int], box: Box, out: NDArray[Any]) -> tuple[slice, ...]:
@@ -290,7 +290,7 @@ class Hdf5Dataset:
         self.bytes_read += math.prod(extent) * dtype.itemsize
         direct = field.kind in ("channels last", "vector") and field.packing is None
         direct &= dtype == out.dtype and bool(out.flags.c_contiguous)
-        # In the type of the file: HDF5 converts numbers 2 to 180 times slower than NumPy.
+        # Read in the type of the file, because HDF5 converts numbers 2 to 180 times slower than NumPy.
         stored = out if direct else self._scratch_array(dtype, extent)
         try:
             source.read_direct(stored, where)
@@ -303,11 +303,11 @@ class Hdf5Dataset:
             if field.packing is not None:
                 field.packing.unpack(part, target, kept)
             else:
-                with np.errstate(all="ignore"):  # a number that overflows is infinite, and is refused as such
+                with np.errstate(all="ignore"):  # a number that overflows becomes infinite, which the check finds
                     np.copyto(target, part, casting="unsafe")
 
     def _scratch_array(self, dtype: np.dtype[Any], extent: tuple[int, ...]) -> NDArray[Any]:
-        """Return a reused array of this shape: reading must not allocate in every step."""
+        """Return a reused array of this shape, so that reading does not allocate at every step."""
         nbytes = math.prod(extent) * dtype.itemsize
         if self._scratch.size < nbytes:
             self._scratch = np.empty(nbytes, np.uint8)
@@ -330,13 +330,14 @@ def _selection(kind: Kind, index: int, where: tuple[slice, ...]) -> tuple[int | 
 
 
 def _parts(stored: NDArray[Any], out: NDArray[Any], kind: Kind) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
-    """Yield parts of a sample as it is stored, each with its part of `out` ``(*spatial, C)``."""
+    """Yield parts of a stored sample, each with its part of `out` ``(*spatial, C)``."""
     if kind == "no channels":
         yield stored, out[..., 0]
     elif kind != "channels first":
         yield stored, out
     else:
-        # Channel by channel, as NumPy converts short rows slowly; by rows that stay in the cache with all channels.
+        # Channel by channel, because NumPy converts short rows slowly; in blocks of rows whose channels fit the cache
+        # together.
         rows = max(1, _IN_CACHE * len(out) // out.size)
         for first in range(0, len(out), rows):
             for channel, values in enumerate(stored):

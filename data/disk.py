@@ -1,4 +1,4 @@
-"""Files on disk: HDF5 files opened to read, with file locks or without, and files that are written whole."""
+"""Files on disk: HDF5 files opened for reading, with or without file locks, and files that are written atomically."""
 
 from __future__ import annotations
 
@@ -35,37 +35,37 @@ __all__ = [
 _log = logging.getLogger(__name__)
 
 _LOCK = re.compile(r"unable to lock file, errno = (\d+)")
-# This process has it open already, as a file without locks.
+# Error if this process has the file open already without locks.
 _OPEN_WITHOUT = "flag values don't match"
-# Results of flock when another process holds the lock; any other error means that there are no locks.
+# flock errors if another process holds the lock; any other error means that the file system has no locks.
 _HELD = (errno.EAGAIN, errno.EWOULDBLOCK, errno.EACCES)
 _told = False
 
 
 class DataError(UserError):
-    """Data that cannot be used, or a file that cannot be written."""
+    """Raised if data cannot be used or a file cannot be written."""
 
 
 class BeingWritten(OSError):
-    """Error for a file that another process has open to write."""
+    """Raised if another process has the file open for writing."""
 
 
 class NotRegular(OSError):
-    """Error for a folder, a pipe or a device: opening a pipe blocks, reading a device may never end."""
+    """Raised for a folder, a pipe or a device: opening a pipe blocks, and reading a device may never end."""
 
 
 _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket"}
 
 
 def regular_size(path: Path | str) -> int:
-    """Return the size of a regular file [B]; symbolic links are followed. Local; opens nothing.
+    """Return the size of a regular file [B]. Symbolic links are followed; nothing is opened. Local.
 
     Raises
     ------
     NotRegular
-        It is something else.
+        The path is not a regular file.
     OSError
-        There is none, or it cannot be looked up.
+        The path does not exist or cannot be examined.
     """
     found = os.stat(path)
     if not stat.S_ISREG(found.st_mode):
@@ -75,12 +75,12 @@ def regular_size(path: Path | str) -> int:
 
 
 def open_file(path: Path) -> h5py.File:
-    """Open to read.
+    """Open an HDF5 file for reading.
 
     Raises
     ------
     DataError
-        File missing, not a regular one, not HDF5, truncated, being written.
+        The file is missing, not regular, not HDF5, truncated, or being written.
     """
     try:
         size = regular_size(path)
@@ -88,13 +88,13 @@ def open_file(path: Path) -> h5py.File:
         raise DataError(
             f"{path}: no such file; correct the path (data.path), or generate it (halograd generate)"
         ) from error
-    except (OSError, ValueError) as error:  # a null character in the name is a ValueError
+    except (OSError, ValueError) as error:  # ValueError: a null character in the name
         raise DataError(f"{path}: {reason_of(error)}; correct the path") from error
     try:
         return open_to_read(path)
     except BeingWritten as error:
         raise DataError(
-            f"{path}: cannot be opened, another process is writing to it; wait until it is complete, or end that one"
+            f"{path}: cannot be opened, another process is writing to it; wait until it is complete, or end it"
         ) from error
     except PermissionError as error:
         raise DataError(f"{path}: cannot be opened, permission denied; have it made readable") from error
@@ -107,18 +107,19 @@ def open_file(path: Path) -> h5py.File:
 
 
 def open_to_read(path: Path) -> h5py.File:
-    """Open a file to read, with a lock where the file system has locks, else without one and with a message. Local.
+    """Open an HDF5 file for reading, with a lock if the file system has locks, else without one and with a warning.
+    Local.
 
-    A lock keeps others from writing while we read. Many Lustre and NFS mounts have none, and answer an attempt with
-    one of several errors; HDF5 itself gets over just one of these. The environment variable ``HDF5_USE_FILE_LOCKING``
-    (``FALSE``: no locks at all) wins over what is done here.
+    A lock keeps other processes from writing while we read. Many Lustre and NFS mounts have no locks, and return one of
+    several errors; HDF5 itself handles only one of these. The environment variable ``HDF5_USE_FILE_LOCKING``
+    (``FALSE``: no locks at all) takes precedence.
 
     Raises
     ------
     BeingWritten
-        Another process has it open to write.
+        Another process has the file open for writing.
     NotRegular
-        It is no regular file.
+        The file is not regular.
     OSError
         Any other error of h5py.
     """
@@ -137,11 +138,11 @@ def open_to_read(path: Path) -> h5py.File:
 
 
 def _tell(path: Path, number: int) -> None:
-    """Warn once in a process; only messages of rank 0 are shown."""
+    """Warn once per process; only messages of rank 0 are shown."""
     global _told
     if not _told:
         _log.warning(
-            "%s: this file system has no file locks (%s); reading without: no program may write to it meanwhile "
+            "%s: this file system has no file locks (%s); reading without locks: no program may write to it meanwhile "
             "(HDF5_USE_FILE_LOCKING=FALSE: without this message)",
             path,
             errno.errorcode.get(number, number),
@@ -150,12 +151,12 @@ def _tell(path: Path, number: int) -> None:
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the reason of an error of a file, without a capital."""
+    """Return the reason of a file error, in lower case."""
     return (getattr(error, "strerror", None) or one_line(error)).lower()
 
 
 def one_line(said: object) -> str:
-    """Return the message of an error, or another text, without its line breaks."""
+    """Return a text or the message of an error without line breaks."""
     return " ".join(str(said).split())
 
 
@@ -170,24 +171,24 @@ _FULL = {
 
 @contextlib.contextmanager
 def atomic_path(path: str | os.PathLike[str], needed: int = 0, parents: bool = False) -> Iterator[Path]:
-    """Give a path beside `path` to write to; rename it to `path` when the block ends without an error.
+    """Yield a temporary path next to `path`; rename it to `path` when the block ends without an error.
 
-    If the block fails, the partial file is removed and what was there before stays. It is
-    :func:`halograd.documents.replacing`, with a check of the free space, and errors of the disk as a DataError.
+    If the block fails, the partial file is removed and an existing file at `path` is not changed. This is
+    :func:`halograd.documents.replacing` with a check of the free space, and disk errors raised as DataError.
 
     Parameters
     ----------
     path : path
         Final name. Its folder must exist.
     needed : int
-        Size of the file to come [B]; refused beforehand if the disk has less.
+        Size of the file to come [B]; an error is raised first if the disk has less.
     parents : bool
-        Whether a missing folder is made instead, and removed again if the block fails.
+        Whether to create a missing folder, which is removed again if the block fails.
 
     Raises
     ------
     DataError
-        When the folder is missing or not writable, the disk is or becomes full, or any other error of the disk.
+        The folder is missing or not writable, the disk is or becomes full, or another disk error.
     """
     final = Path(path)
     with _made(final.parent) if parents else contextlib.nullcontext():
@@ -204,7 +205,7 @@ def atomic_path(path: str | os.PathLike[str], needed: int = 0, parents: bool = F
 
 @contextlib.contextmanager
 def _made(folder: Path, keep: bool = True) -> Iterator[None]:
-    """Make a folder for the block; what of it is new is removed if the block fails, or if it is not to be kept."""
+    """Create a folder for the block. Remove the new folders if the block fails, or if ``keep=False``."""
     new = [path for path in (folder, *folder.parents) if not os.path.exists(path)]
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -214,12 +215,12 @@ def _made(folder: Path, keep: bool = True) -> Iterator[None]:
         raise
     finally:
         for path in new if not keep else ():
-            with contextlib.suppress(OSError):  # it has contents, or was not made
+            with contextlib.suppress(OSError):  # it is not empty, or does not exist
                 path.rmdir()
 
 
 def check_replaceable(path: str | os.PathLike[str], ours: str, is_ours: Callable[[h5py.File], bool]) -> None:
-    """Check early that a file can be written, and replaces nothing else. Leaves nothing.
+    """Check early that a file can be written at `path` without replacing a foreign file. Leaves nothing behind.
 
     Parameters
     ----------
@@ -233,7 +234,7 @@ def check_replaceable(path: str | os.PathLike[str], ours: str, is_ours: Callable
     Raises
     ------
     DataError
-        If it cannot be written, or if another file exists there, which is not replaced.
+        The path cannot be written, or a foreign file exists there.
     """
     check_writable(path)
     try:
@@ -250,7 +251,7 @@ def check_replaceable(path: str | os.PathLike[str], ours: str, is_ours: Callable
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:
-    """Check early that a file can be written at `path`, in a folder that may be missing. Leaves nothing.
+    """Check early that a file can be written at `path`, in a folder that may be missing. Leaves nothing behind.
 
     Parameters
     ----------
@@ -260,7 +261,7 @@ def check_writable(path: str | os.PathLike[str]) -> None:
     Raises
     ------
     DataError
-        If it cannot be written.
+        The path cannot be written.
     """
     final = Path(path)
     partial = final.with_name(f".{final.name}.{os.getpid()}.partial")
@@ -291,12 +292,12 @@ def _check_place(final: Path, needed: int) -> None:
 
 
 def _reason(error: OSError | RuntimeError, final: Path) -> str | None:
-    """Return why the disk did not take the data, and the remedy; None for an error of something else.
+    """Return the reason and remedy of a disk error at `final`; None for any other error.
 
-    HDF5 hides the number in its message.
+    HDF5 puts the error number into its message only.
     """
     name: Any = getattr(error, "filename", None)
-    named = isinstance(name, str | os.PathLike)  # a descriptor is no name
+    named = isinstance(name, str | os.PathLike)  # a file descriptor is not a name
     mine = named and Path(name).parent == final.parent and final.name in Path(name).name
     if (named and not mine) or isinstance(error, BeingWritten | NotRegular):
         return None  # an error of a file that the block reads

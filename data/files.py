@@ -1,4 +1,4 @@
-"""Samples in many files: one per simulation, per day or per sample, numbered over all of them."""
+"""Samples in several files, numbered over all of them: for example one file per simulation, per day or per sample."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ _ONE_SIZE = "pad samples to one size, with weights of 0 there (docs/data.md, Sam
 
 
 def find_files(given: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> list[Path]:
-    """Find the files of a path, a pattern, a folder, or a list of these, in order. Local.
+    """Return the files of a path, a pattern, a folder, or a list of these, in order. Local.
 
     A pattern (``runs/*/fields.h5``; ``**`` for any folders) and a folder give files in the :func:`natural` order of
-    their names; a list stays in its order.
+    their names; a list keeps its order.
 
     Raises
     ------
     DataError
-        A pattern or a folder without a file; a file that comes twice, be it by a link.
+        A pattern or a folder matches no file, or a file occurs twice (also through a link).
     """
     several = [given] if isinstance(given, str | os.PathLike) else list(given)
     found = [path for one in several for path in _expanded(os.fspath(one))]
@@ -47,7 +47,7 @@ def find_files(given: str | os.PathLike[str] | Sequence[str | os.PathLike[str]])
         raise DataError("data.path: expected a file, a pattern, a folder, or a list of these, got an empty list")
     seen: dict[Path, Path] = {}
     for path in found:
-        file = Path(os.path.realpath(path))  # whose samples would else be held out and trained on
+        file = Path(os.path.realpath(path))  # its samples would be in both training and validation
         if file in seen:
             same = "twice" if path == seen[file] else f"and {seen[file]}, which are one"
             raise DataError(f"data.path: expected every file once, got {path} {same}; name it once")
@@ -65,21 +65,21 @@ def natural(path: str) -> tuple[str, str]:
 
 
 def _by_value(digits: str) -> str:
-    """Return digits that are sorted as text like the number: its length first, of at most 255 in a name."""
+    """Return the digits prefixed by their count (names have at most 255), so that texts sort by the number's value."""
     digits = digits.lstrip("0")
     return f"{len(digits):03}{digits}"
 
 
 def _expanded(text: str) -> list[Path]:
     if os.path.exists(text) and not os.path.isdir(text):
-        return [Path(text)]  # also one with a star in its name
+        return [Path(text)]  # also a file with a star in its name
     if os.path.isdir(text):
         found = [entry.path for entry in os.scandir(text) if entry.name.lower().endswith(SUFFIXES)]
         kind = f"a folder with HDF5 files ({', '.join(SUFFIXES)})"
     elif any(sign in text for sign in _WILD):
         found, kind = [path for path in glob.glob(text, recursive=True) if not os.path.isdir(path)], "a pattern"
     else:
-        return [Path(text)]  # not there: opening it says so
+        return [Path(text)]  # missing: opening it raises the error
     if not found:
         raise DataError(f"data.path: expected files, got none by {text} ({kind})")
     return [Path(path) for path in sorted(found, key=natural)]
@@ -88,14 +88,14 @@ def _expanded(text: str) -> list[Path]:
 def open_dataset(
     given: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], *arguments: Any, **options: Any
 ) -> Hdf5Dataset | FileSet:
-    """Open the samples of all files of `given`, and examine each file. Local.
+    """Open the samples of all files of `given`, and check each file. Local.
 
     Other arguments are those of :class:`Hdf5Dataset`.
 
     Raises
     ------
     DataError
-        As of :func:`find_files`, :class:`Hdf5Dataset` and :func:`check_alike`.
+        As in :func:`find_files`, :class:`Hdf5Dataset` and :func:`check_alike`.
     """
     paths = find_files(given)
     parts = [Hdf5Dataset(path, *arguments, **options) for path in paths]
@@ -108,12 +108,12 @@ def open_dataset(
 
 
 def check_alike(paths: Sequence[Path], structures: Sequence[Structure]) -> None:
-    """Refuse files whose samples differ, naming the first that does. Local.
+    """Check that the samples of all files have the same fields. Local.
 
     Raises
     ------
     DataError
-        Other shapes or other channels than in the first file.
+        Shapes or channels differ from the first file; the message names the file.
     """
     first = structures[0]
     for path, other in zip(paths, structures):
@@ -136,17 +136,17 @@ class FileSet:
     Parameters
     ----------
     parts
-        The files, whose samples are alike (:func:`check_alike`), opened or not.
+        The files, opened or not. Their samples have the same fields (:func:`check_alike`).
     most_open
-        Files that this process keeps open at a time: the one that was not read for longest is closed.
+        Largest number of files that this process keeps open; the least recently read one is closed.
 
     Attributes
     ----------
     path
         Path of the first file, and the number of further files.
     groups
-        As in the files, numbered anew so that no two files share a group; a file without them counts as samples that
-        do not belong together. None if no file has any.
+        Groups of the files, renumbered so that no two files share a group. Each sample of a file without groups is its
+        own group. None if no file has groups.
     file_of : int64 array ``(N,)``
         Number of the file of every sample.
     """
@@ -162,7 +162,7 @@ class FileSet:
         self.file_of = np.repeat(np.arange(len(self.parts), dtype=np.int64), lengths)
         self.groups = _groups(self.parts)
         self._open: OrderedDict[int, None] = OrderedDict()
-        # Chunks of all open files share the memory for them.
+        # All open files share the memory for chunks.
         self._most_open = max(1, most_open)
         for part in self.parts:
             part.share = CACHE // min(self._most_open, len(self.parts))
@@ -183,14 +183,14 @@ class FileSet:
 
     @property
     def names(self) -> list[str]:
-        """Each file, from where their paths part, and its number of samples."""
+        """Each file, as the part of its path that differs, and its number of samples."""
         paths = [part.path.parts for part in self.parts]
         common = sum(1 for _ in takewhile(lambda level: len(set(level)) == 1, zip(*paths)))
         return [f"{'/'.join(path[common:])} {len(part)}" for path, part in zip(paths, self.parts)]
 
     @property
     def lenient(self) -> frozenset[str]:
-        """See :class:`Hdf5Dataset`; the same of all files."""
+        """See :class:`Hdf5Dataset`; the same for all files."""
         return self.parts[0].lenient
 
     @lenient.setter
@@ -200,7 +200,7 @@ class FileSet:
 
     @property
     def labels(self) -> Mapping[str, LabelMap]:
-        """See :class:`Hdf5Dataset`; the same of all files."""
+        """See :class:`Hdf5Dataset`; the same for all files."""
         return self.parts[0].labels
 
     @labels.setter
@@ -210,7 +210,7 @@ class FileSet:
 
     @property
     def weighted(self) -> Mapping[str, Sequence[str]]:
-        """See :class:`Hdf5Dataset`; the same of all files."""
+        """See :class:`Hdf5Dataset`; the same for all files."""
         return self.parts[0].weighted
 
     @weighted.setter
@@ -220,39 +220,40 @@ class FileSet:
 
     @property
     def attributes(self) -> dict[str, Any]:
-        """What all files say of themselves alike."""
+        """Attributes that are equal in all files."""
         first, *others = [part.attributes for part in self.parts]
         return {name: v for name, v in first.items() if all(other.get(name) == v for other in others)}
 
     def slow_chunks(self, name: str, box: Box, shuffled: bool) -> str:
-        """See :meth:`Hdf5Dataset.slow_chunks`; of the first file that has some, with the number of others."""
+        """Return :meth:`Hdf5Dataset.slow_chunks` of the first file with a warning, with the number of other such files.
+        """
         found = [text for part in self.parts if (text := part.slow_chunks(name, box, shuffled))]
         more = f"; and of {len(found) - 1} more files" if len(found) > 1 else ""
         return found[0] + more if found else ""
 
     def place(self, index: int) -> str:
-        """Return the place of a sample, for messages."""
+        """Return the file and number of a sample, for messages."""
         file, local = self._place(index)
         return self.parts[file].place(local)
 
     def source(self, index: int) -> tuple[str, int]:
-        """Return the path of the file of a sample, and the number of the sample in it."""
+        """Return the path of a sample's file, and the sample's number in it."""
         file, local = self._place(index)
         return self.parts[file].source(local)
 
     @property
     def bytes_read(self) -> int:
-        """Bytes requested of all files so far, as stored."""
+        """Bytes read from all files so far, as stored."""
         return sum(part.bytes_read for part in self.parts)
 
     def close(self) -> None:
-        """Close all files; what is read afterwards opens them again."""
+        """Close all files; a later read opens them again."""
         for part in self.parts:
             part.close()
         self._open.clear()
 
     def read(self, name: str, indices: Sequence[int], box: Box, out: NDArray[Any]) -> tuple[slice, ...]:
-        """See :meth:`Hdf5Dataset.read`; messages name the file, and the sample in it."""
+        """Read as :meth:`Hdf5Dataset.read` does; messages name the file and the sample in it."""
         shape = self.fields[name].shape
         if box.ndim != len(shape) + 1 or out.shape != box.shape:
             raise DataError(

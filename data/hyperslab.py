@@ -1,4 +1,4 @@
-"""Arithmetic of regular selections, of which virtual datasets consist.
+"""Arithmetic of regular HDF5 selections, which virtual datasets consist of.
 
 An axis of a selection takes `count` blocks of `block` indices, whose starts are `stride` apart::
 
@@ -40,30 +40,30 @@ class Hyperslab:
 
     @property
     def stop(self) -> tuple[int | None, ...]:
-        """One behind the last index, per axis; None where there is no last one."""
+        """One past the last index, per axis; None where the axis has no end."""
         ends = (a + (n - 1) * s + b for a, s, n, b in zip(self.start, self.stride, self.count, self.block))
         return tuple(None if n == h5s.UNLIMITED else end for n, end in zip(self.count, ends))
 
     @property
     def block_size(self) -> int:
-        """Number of elements that are selected; along an unlimited axis by one block."""
+        """Number of selected elements; an unlimited axis counts one block."""
         counts = (1 if n == h5s.UNLIMITED else n for n in self.count)
         return math.prod(n * b for n, b in zip(counts, self.block))
 
     def within(self, shape: Indices) -> Hyperslab:
-        """Return the same selection with only the blocks that begin within an array of this shape."""
+        """Return this selection without the blocks that begin outside an array of this shape."""
         begins = (max(0, -(-(n - a) // s)) for n, a, s in zip(shape, self.start, self.stride))
         return replace(self, count=tuple(min(n, most) for n, most in zip(self.count, begins)))
 
     def selected(self, shape: Indices) -> Indices:
-        """Return the number of indices that are selected within an array of this shape, per axis."""
+        """Return the number of selected indices within an array of this shape, per axis."""
         inside = self.within(shape)
         full = (n * b for n, b in zip(inside.count, self.block))
         beyond = (max(0, end - n) if end is not None else 0 for end, n in zip(inside.stop, shape))
         return tuple(max(0, n - out) for n, out in zip(full, beyond))
 
     def part(self, axis: int, number: int) -> Hyperslab:
-        """Return block `number` along an axis alone."""
+        """Return the selection of block `number` alone along an axis."""
         start = self.start[axis] + number * self.stride[axis]
         return replace(
             self,
@@ -72,12 +72,12 @@ class Hyperslab:
         )
 
     def size(self, shape: Indices) -> int:
-        """Return the number of elements that are selected within an array of this shape."""
+        """Return the number of selected elements within an array of this shape."""
         return math.prod(self.selected(shape))
 
 
 def hyperslabs(space: h5s.SpaceID, shape: Indices) -> list[Hyperslab]:
-    """Return a selection as regular ones; an irregular one block by block.
+    """Return a selection as regular ones. An irregular selection becomes one per block.
 
     `shape` is the shape of the array, for a selection of all of it.
 

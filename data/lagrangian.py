@@ -1,8 +1,7 @@
 """The Lagrangian mesh of a mesh-tangling simulation, and the flow that moves it.
 
-Nodes move with the flow, cells keep their mass. Everything is local to a block of cell rows, because the path of a node
-depends on that node alone: a 2048 x 2048 mesh is computed a few rows at a time, and the result does not depend on the
-blocks.
+Nodes move with the flow, and cells keep their mass. The path of a node depends on that node alone, so a block of cell
+rows is computed by itself: a 2048 x 2048 mesh takes a few rows at a time, and the result does not depend on the blocks.
 
 The flow is analytic, unsteady and confined to the unit square. Its velocity is the sum of three parts, drawn at random
 per simulation:
@@ -55,9 +54,9 @@ UNITS = tuple(
 
 INITIAL_PRESSURE = 1.0
 SLICE = 16384
-"""Nodes that are moved together: the work arrays of one slice stay in the cache."""
+"""Nodes that are moved together, so that the work arrays of one slice stay in the cache."""
 SUBCELLS = 8
-"""Samples per axis that measure how much of a cell is bubble."""
+"""Sample points per axis of a cell for its share of the bubble."""
 LEAST_AREA = 0.1
 """Least area of a cell for the density, relative to its initial area: a tangled cell has no area or a negative one."""
 HIGHEST_WAVE = 7
@@ -121,7 +120,7 @@ class Flow:
     Parameters
     ----------
     rng : numpy.random.Generator
-        Its state decides everything.
+        Random generator; its state determines the flow.
     bubble : Bubble
     dt, steps : float, int
         Time step [s] and number of steps of the Runge-Kutta scheme that will use the flow: the vortex
@@ -200,7 +199,7 @@ class VelocityField:
         self._work = np.empty((6, n))
 
     def evaluate(self, flow: FrozenFlow, at: Array, out: Array) -> None:
-        """Compute out <- velocity [m/s] at `at`; both ``(2, n)``, C-contiguous rows. Local."""
+        """Write the velocity [m/s] at `at` to `out`; both ``(2, n)``, C-contiguous rows. Local."""
         self._harmonics(at[0], self._sx, self._cx)
         self._harmonics(at[1], self._sy, self._cy)
         out[:] = 0.0
@@ -247,7 +246,7 @@ class VelocityField:
         gauss *= strength
         np.multiply(self._sx[1], self._sy[1], out=wall)
         wall *= -1.0 / width**2
-        # u = d psi / dy = gauss * (-dy / s^2 * wall + pi sin(pi x) cos(pi y)); v = -d psi / dx alike.
+        # u = d psi / dy = gauss * (-dy / s^2 * wall + pi sin(pi x) cos(pi y)); v = -d psi / dx in the same way.
         for distance, s, c, row, sign in (
             (dy, self._sx[1], self._cy[1], out[0], 1.0),
             (dx, self._sy[1], self._cx[1], out[1], -1.0),
@@ -262,7 +261,7 @@ class VelocityField:
 
 
 def _draw_cells(rng: np.random.Generator) -> Waves:
-    """Draw standing vortices with a root-mean-square velocity of 0.35 to 0.5 m/s together."""
+    """Draw standing vortices with a total root-mean-square velocity of 0.35 to 0.5 m/s."""
     pairs = [(m, n) for m in range(1, HIGHEST_WAVE + 1) for n in range(1, HIGHEST_WAVE + 1) if 4 <= np.hypot(m, n) <= 7]
     chosen = rng.choice(len(pairs), CELLS, replace=False)
     m, n = np.array([pairs[k] for k in chosen]).T
@@ -324,7 +323,7 @@ class MeshBlock:
             field = self._field(n)
             origin = self._at[:, start : start + n]
             at[:] = origin
-            # (frozen instant, weight of this slope, distance at which the next one is taken)
+            # (frozen instant, weight of this slope, distance to the point of the next slope)
             for instant, weight, ahead in ((0, 1, 0.5), (1, 2, 0.5), (1, 2, 1.0), (2, 1, 0.0)):
                 field.evaluate(frozen[instant], at, velocity)
                 if instant == 0:
@@ -343,7 +342,7 @@ class MeshBlock:
         return scaled_jacobian(Quads(self.nodes, normal="up"))
 
     def channels(self, out: NDArray[np.float32]) -> None:
-        """Compute out ``(rows, resolution, 18)`` <- the state now, see :data:`CHANNELS`."""
+        """Write the current state to out ``(rows, resolution, 18)``, see :data:`CHANNELS`."""
         quads = Quads(self.nodes)
         out[..., 0], out[..., 1] = self._density_and_pressure()
         out[..., 2] = self._average_velocity()
@@ -352,7 +351,8 @@ class MeshBlock:
             out[..., 4 + k] = metric(quads)
 
     def volume_fractions(self) -> Array:
-        """Compute the share of bubble per cell: constant in time, as matter does not leave a Lagrangian cell."""
+        """Compute the bubble's share of each cell. It is constant in time, as matter does not leave a Lagrangian cell.
+        """
         return bubble_fractions(self._flow.bubble, self._resolution, self._first, self._first + self._rows)
 
     def _density_and_pressure(self) -> tuple[Array, Array]:
@@ -384,7 +384,7 @@ class MeshBlock:
 
 
 def bubble_fractions(bubble: Bubble, resolution: int, first: int, last: int) -> Array:
-    """Compute the share of bubble of the cells of rows ``[first, last)``, by 8 x 8 points per cell."""
+    """Compute the bubble's share of the cells of rows ``[first, last)``, from 8 x 8 points per cell."""
     centre = (np.arange(resolution) + 0.5) / resolution
     dx = centre[None, :] - bubble.x
     dy = centre[first:last, None] - bubble.y

@@ -1,4 +1,4 @@
-"""Prefetch: a thread reads the next batches while the step computes."""
+"""Prefetch: a thread reads the next batches during the current step."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ __all__ = ["Ahead", "LoadedBatch", "Loader"]
 
 
 class LoadRecorder(Protocol):
-    """Recorder that is called after every read, with seconds of ``time.perf_counter``."""
+    """Recorder of reads; called after every read, with times of ``time.perf_counter`` [s]."""
 
     def span(self, name: str, category: str, t0: float, t1: float) -> None: ...
 
 
 class Ahead(Protocol):
-    """Consumer that moves a batch further (to a device) from the reading thread, while the step computes."""
+    """Consumer that copies a batch on (to a device) from the reading thread, during the current step."""
 
     def before_fill(self, slot: int) -> None:
-        """Return when the buffers of a slot may be written again."""
+        """Wait until the buffers of a slot may be overwritten."""
 
     def after_fill(self, slot: int, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Take the batch that the buffers of a slot hold now."""
+        """Take the batch in the buffers of a slot."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class LoadedBatch:
     Attributes
     ----------
     arrays : dict
-        By the name of the network's input, of the shape of its box: inputs are normalised, and 0 outside the sample
-        (padding); targets with a reduction are reduced to patches.
+        Arrays by the name of the network's input, with the shape of its box. Inputs are normalized, and 0 outside the
+        sample (padding). Targets with a reduction are reduced to patches.
     batch : Batch
     slot : int
         Number of the set of buffers.
@@ -61,14 +61,14 @@ class LoadedBatch:
 
 
 class Loader:
-    """Loader of the local boxes of global batches, in order, read ahead by a thread. Local.
+    """Loader of the local boxes of global batches, in order; a thread reads ahead. Local.
 
-    Buffers are made once: a batch that :meth:`iterate` yields is overwritten when the next batch is requested.
+    Buffers are reused: a batch that :meth:`iterate` yields is overwritten when the next batch is requested.
 
     Parameters
     ----------
     dataset : Dataset
-        Used by the thread only, while a loop runs.
+        Data set; only the thread reads it while a loop runs.
     boxes : dict of Box
         Boxes of the global batch ``(N, *spatial, C)`` by name: the owned box with the halo that the first layer needs.
         They may reach outside. The box of a target with a reduction counts patches.
@@ -77,24 +77,25 @@ class Loader:
     reductions : dict of TargetReduction, optional
         Reductions of targets from cells to patches, by name.
     dtype : float32 or float64
+        Dtype of the buffers.
     augmentation : optional
         Random changes of samples.
     depth : int
         Sets of buffers: one is in use, the others are being filled.
     recorder : optional
-        Its ``span("read", "io", t0, t1)`` is called, from the thread, for every batch.
+        The thread calls its ``span("read", "io", t0, t1)`` for every batch.
     allocate
-        Makes the buffers, as `numpy.zeros` does (pinned, where a device copies from them).
+        Allocates the buffers as `numpy.zeros` does (pinned if a device copies from them).
     ahead : optional
-        Consumer that moves batches further, from the thread.
+        Consumer that copies batches on, called by the thread.
 
     Attributes
     ----------
     seconds_waited : float
-        Time the consumer has waited for data so far [s].
+        Time that the consumer has waited for data so far [s].
     absent : int
-        Numbers that were NaN or infinite so far, where the dataset passes them on: they count as the mean of their
-        channel, and as 0 where that is not normalised.
+        Count of NaN and infinite numbers so far, where the dataset permits them. They are replaced by the mean of their
+        channel, or by 0 without normalization.
     """
 
     def __init__(
@@ -135,11 +136,11 @@ class Loader:
     def iterate(self, batches: Iterable[Batch | Sequence[int]]) -> Generator[LoadedBatch, None, None]:
         """Load these batches in order; the thread requests them one by one.
 
-        An error of the thread is raised when its batch is due. The thread ends when the loop ends, breaks or fails.
-        One loop at a time.
+        An error in the thread is raised when its batch is due. The thread ends when the loop ends, breaks or fails.
+        Only one loop may run at a time.
         """
         if self._running is not None:
-            raise DataError("this loader is already in a loop; end that one first, or make another loader")
+            raise DataError("this loader is already in a loop; end that loop first, or make another loader")
         worker = self._running = _Worker(self, batches)
         worker.thread.start()
         try:
@@ -155,13 +156,13 @@ class Loader:
                 yield LoadedBatch(self._slots[slot], batch, slot)
                 worker.free.put(slot)
         finally:
-            # Not close(): by the time a forgotten loop is collected, another may run.
+            # Not close(): when an abandoned loop is garbage-collected, another loop may be running.
             worker.stop()
             if self._running is worker:
                 self._running = None
 
     def close(self) -> None:
-        """Stop the thread, if one runs, and wait for it; twice does no harm. Leaves the dataset open."""
+        """Stop the thread, if it runs, and wait for it. May be called twice. Leaves the dataset open."""
         worker, self._running = self._running, None
         if worker is not None:
             worker.stop()
@@ -211,7 +212,7 @@ class Loader:
 
 
 class _Worker:
-    """Thread of one loop and its two queues of slots: `free` to fill, `ready` to use."""
+    """The thread of one loop and its two queues of slots: `free` to fill, `ready` to use."""
 
     def __init__(self, loader: Loader, batches: Iterable[Batch | Sequence[int]]) -> None:
         self._loader, self._batches = loader, batches
@@ -228,7 +229,7 @@ class _Worker:
         self.free.put(None)
         if self.thread.ident is not None:
             self.thread.join()
-        # Ends a loop that goes on after close() instead of leaving it waiting for ever.
+        # Ends a loop that continues after close(), which would wait for ever.
         self.ready.put(None)
 
     def _run(self) -> None:

@@ -1,4 +1,4 @@
-"""Logistic regression per cell: a baseline for networks, on the same channels."""
+"""Logistic regression per cell: a baseline for networks on the same channels."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def fit(blocks: Blocks, ridge: float = 1e-6, iterations: int = 30, tolerance: fl
     ridge : float
         Penalty ``ridge / 2 |weights|^2`` on the mean loss; keeps collinear channels solvable.
     iterations : int
-        Most Newton steps.
+        Largest number of Newton steps.
     tolerance : float
-        Stops when the loss falls by less than this fraction.
+        The fit stops when the loss falls by less than this fraction.
 
     Raises
     ------
     ValueError
-        When there is no data.
+        If there is no data.
 
     Reference
     ---------
@@ -80,25 +80,25 @@ def predict(model: LogisticModel, x: ArrayLike) -> Array:
     values = np.asarray(x, dtype=np.float64)
     if values.shape[-1] != len(model.weights):
         raise ValueError(
-            f"expected {len(model.weights)} channels last, got shape {values.shape}; pass what the model was fitted to"
+            f"expected {len(model.weights)} channels last, got shape {values.shape}; pass the channels of the fit"
         )
     return _sigmoid(values @ model.weights + model.bias)
 
 
 def intersection_over_union(probability: ArrayLike, y: ArrayLike, threshold: float = 0.5) -> float:
-    """Compute ``|P & Y| / |P | Y|`` of the cells above `threshold` and the true ones; 1 where both are empty."""
+    """Compute ``|P & Y| / |P | Y|`` of the cells above `threshold` and the true cells; 1 if both sets are empty."""
     positive, true = np.asarray(probability) > threshold, np.asarray(y) > 0.5
     union = np.count_nonzero(positive | true)
     return 1.0 if union == 0 else np.count_nonzero(positive & true) / union
 
 
 def best_threshold(model: LogisticModel, blocks: Blocks) -> tuple[float, float]:
-    """Find the threshold of 0.01, 0.02, ... 0.99 with the highest intersection over union, and that value."""
+    """Return the threshold among 0.01, 0.02, ... 0.99 with the highest intersection over union, and that value."""
     both, positive, true = np.zeros(len(THRESHOLDS)), np.zeros(len(THRESHOLDS)), 0.0
     for x, y in blocks():
         probability = predict(model, x).ravel()
         mask = np.asarray(y).ravel() > 0.5
-        # Cells above a threshold, counted for all thresholds at once.
+        # Count the cells above each threshold, for all thresholds at once.
         both += _counts_above(probability[mask])
         positive += _counts_above(probability)
         true += float(np.count_nonzero(mask))
@@ -121,7 +121,9 @@ def _width(blocks: Blocks) -> int:
 def _line_search(
     blocks: Blocks, theta: Array, step: Array, loss: float, ridge: float
 ) -> tuple[Array, tuple[float, Array, Array]] | None:
-    """Find the first of theta - step, theta - step / 2, ... with a lower loss, and its derivatives."""
+    """Return the first of theta - step, theta - step / 2, ... with a lower loss, and its derivatives; None if there is
+    none.
+    """
     for halvings in range(12):
         trial = theta - step * 0.5**halvings
         derivatives = _derivatives(blocks, trial, ridge)

@@ -1,13 +1,13 @@
 """Generate mesh-tangling samples: Lagrangian meshes in an unsteady flow, and the cells about to tangle.
 
 A *simulation* is one random flow and bubble that carries one mesh (:mod:`.lagrangian`). A *sample* is one simulation at
-one instant t: 18 channels of state and cell quality at t, and the mask of the cells that need relaxation now, i.e.
-whose scaled Jacobian falls below the limit within the next interval ``[t, t + interval]`` if nothing interferes. Most
-of these cells still look healthy at t: where the velocity around them shears, they will not for long.
+one instant t: 18 channels of state and cell quality at t, and the mask of the cells that need relaxation now: cells
+whose scaled Jacobian falls below the limit within the next interval ``[t, t + interval]`` without relaxation. Most of
+these cells still have a good quality at t; the shear of the velocity around them will deform them.
 
-The instants are chosen such that about 2 to 30 % of the cells are masked. This is judged on a coarse copy of the
-mesh: so the instants do not depend on the resolution, and neither they nor the flow depend on how many samples or
-row blocks there are.
+The instants are chosen such that about 2 to 30 % of the cells are masked. A coarse copy of the mesh decides this, so
+the instants do not depend on the resolution. Neither the instants nor the flow depend on the number of samples or row
+blocks.
 
 File format 1 (HDF5)::
 
@@ -58,18 +58,18 @@ class Settings:
     samples, seed : int
         Number of samples, and the seed of all randomness.
     samples_per_simulation : int
-        Instants taken of each simulation.
+        Number of instants per simulation.
     limit : float
         Scaled Jacobian below which a cell needs relaxation.
     time_step : float
-        Step of the Runge-Kutta scheme [s]; the quality is watched after every step.
+        Step of the Runge-Kutta scheme [s]; the quality is computed after every step.
     interval_steps : int
         Length of the next interval, in steps.
     most_steps : int
-        A simulation ends here at the latest.
+        Largest number of steps of a simulation.
     least_masked, most_masked : float
-        Share of masked cells of the coarse mesh between which an instant is taken, if it can be had. A finer
-        mesh has up to a fifth fewer: these values give 2 to 30 % at resolution 128.
+        Range of the share of masked cells of the coarse mesh at the chosen instants, if possible. A finer mesh has up
+        to a fifth fewer masked cells: these values give 2 to 30 % at resolution 128.
     """
 
     resolution: int
@@ -108,7 +108,7 @@ class MeshSimulation:
     ----------
     settings : Settings
     index : int
-        Number of the simulation: with the seed, it decides everything.
+        Number of the simulation; with the seed, it determines the flow and the mesh.
     """
 
     def __init__(self, settings: Settings, index: int) -> None:
@@ -146,19 +146,19 @@ class MeshSimulation:
         return inputs, mask
 
     def _choose_steps(self, rng: np.random.Generator) -> list[int]:
-        """Choose instants, in order: one from each equal part of the steps with the wanted share of masked cells."""
+        """Choose instants, in order: one from each equal part of the steps whose share of masked cells is in range."""
         s = self.settings
         share = self._pilot()
         wanted = np.flatnonzero((share >= s.least_masked) & (share <= s.most_masked))
-        wanted = wanted[wanted > 0]  # at rest, nothing is to be seen yet
+        wanted = wanted[wanted > 0]  # no instant at rest, where nothing has moved
         if len(wanted) < s.samples_per_simulation:
-            # A flow that tangles all at once, or hardly: the instants nearest to the wanted share.
+            # The flow tangles all cells at once, or hardly any: take the instants nearest to the range.
             off = np.maximum(s.least_masked - share, share - s.most_masked)[1:]
             wanted = 1 + np.sort(np.argsort(off, kind="stable")[: s.samples_per_simulation])
         return [int(rng.choice(part)) for part in np.array_split(wanted, s.samples_per_simulation)]
 
     def _pilot(self) -> NDArray[np.float64]:
-        """Compute the share of masked cells of the coarse mesh, per step at which an interval may begin."""
+        """Compute the share of masked cells of the coarse mesh, for each step at which an interval may begin."""
         s = self.settings
         mesh = MeshBlock(self.flow, PILOT, 0, PILOT, s.time_step)
         recent: deque[NDArray[np.bool_]] = deque(maxlen=s.interval_steps + 1)
@@ -184,13 +184,13 @@ def generate(
 ) -> Settings:
     """Write a data set of mesh-tangling samples. Local.
 
-    The file is written beside `path` and renamed when it is complete. Memory does not grow with the number of
-    samples, and only linearly with the resolution. The same arguments give the same data.
+    A temporary file next to `path` is renamed when it is complete. Memory does not grow with the number of samples, and
+    only linearly with the resolution. The same arguments give the same data.
 
     Parameters
     ----------
     path : path
-        The HDF5 file to write; one that exists is replaced at the end.
+        The HDF5 file to write; an existing file is replaced at the end.
     resolution, samples, seed, samples_per_simulation : int
         See :class:`Settings`.
     progress : callable, optional
@@ -198,12 +198,12 @@ def generate(
 
     Returns
     -------
-    Settings : all that decided the data set.
+    Settings : the settings of the data set.
 
     Raises
     ------
     DataError
-        Arguments out of range, no such folder, disk full.
+        An argument is out of range, the folder is missing, or the disk is full.
     """
     settings = Settings(resolution, samples, seed, samples_per_simulation)
     needed = samples * resolution**2 * (4 * len(CHANNELS) + 1)
@@ -215,8 +215,8 @@ def generate(
 
 @contextlib.contextmanager
 def _hdf5(path: Path) -> Iterator[h5py.File]:
-    """Open a new HDF5 file; the first error wins over those that closing a broken file adds."""
-    # No chunk cache: every write reaches the file at once, so that a full disk is noticed by the write that met it.
+    """Open a new HDF5 file. The first error is raised, and not those of closing a broken file."""
+    # No chunk cache: every write reaches the file at once, so the write that fills the disk fails.
     file = h5py.File(path, "w", libver="v110", rdcc_nbytes=0, locking=False)
     try:
         yield file
@@ -230,7 +230,7 @@ def _hdf5(path: Path) -> Iterator[h5py.File]:
 def _create(file: h5py.File, settings: Settings) -> None:
     n, r = settings.samples, settings.resolution
     side = min(BLOCK, r)
-    # Written in whole: no fill value first.
+    # Every element is written, so do not write fill values first.
     inputs = file.create_dataset(
         "inputs", (n, r, r, len(CHANNELS)), np.float32, chunks=(1, side, side, len(CHANNELS)), fillvalue=None
     )

@@ -1,8 +1,9 @@
-"""Per-channel normalisation, computed once in parallel and the same for every number of ranks.
+"""Per-channel normalization, computed once in parallel; the result is the same for every number of ranks.
 
-A channel is first transformed by a named rule, then its mean is subtracted and it is divided by its standard
-deviation. The mean of values that spread over orders of magnitude says little: densities and pressures take ``log`` by
-default. Quality metrics explode where a cell tangles (Verdict clamps them to 1e30): they take ``metric``.
+A channel is first transformed by a named rule. Then its mean is subtracted, and it is divided by its standard
+deviation. The mean of values that spread over orders of magnitude has little meaning, so densities and pressures take
+the rule ``log`` by default. Quality metrics become huge where a cell tangles (Verdict clamps them to 1e30); they take
+``metric``.
 """
 
 from __future__ import annotations
@@ -39,26 +40,26 @@ DEFAULT_RULES = {
     **dict.fromkeys(("Density", "Pressure"), "log"),
     **dict.fromkeys(("aspectRatio", "conditionNumber", "oddy", "taper", "stretch"), "metric"),
 }
-"""Rules of channels of these names; others take ``none``."""
+"""Default rules by channel name; other channels take ``none``."""
 
 LARGEST = 1e6
-"""``metric`` sees nothing above this: a clamped 1e30 must not be an outlier of its own."""
+"""Limit at which ``metric`` clips, so that a clamped 1e30 is not an outlier."""
 CLIP = 5.0
 """Standard deviations at which ``clip`` cuts."""
-_RULES = 3  # version of what the numbers mean: since 2 "metric" is no "log", since 3 packed numbers are unpacked
+_RULES = 3  # version of the numbers' meaning: 2 separates "metric" from "log", 3 unpacks packed numbers
 _ROWS = 64
 _CACHED_ROWS = 16
-_LONG = 8e9  # bytes that one rank reads in ten seconds or more
+_LONG = 8e9  # bytes that one rank needs ten seconds or more to read
 
 
 def _log(x: NDArray[Any]) -> None:
-    """Compute x <- sign(x) log(1 + |x|)."""
+    """Replace x by ``sign(x) log(1 + |x|)``."""
     magnitude = np.log1p(np.abs(x))
     np.copysign(magnitude, x, out=x)
 
 
 def _metric(x: NDArray[Any]) -> None:
-    """Clip to the largest metric that a cell can have, then compute as `_log`."""
+    """Clip x to the largest metric of a cell, then apply `_log`."""
     np.clip(x, -LARGEST, LARGEST, out=x)
     _log(x)
 
@@ -89,7 +90,7 @@ def transform(x: NDArray[Any], rules: Sequence[str]) -> None:
 
 
 def mark_absent(x: NDArray[Any]) -> NDArray[np.bool_]:
-    """Find where x is NaN or infinite, and set it to NaN there, which no transform changes. Local."""
+    """Return where x is NaN or infinite, and set it to NaN there, which no transform changes. Local."""
     absent = ~np.isfinite(x)
     x[absent] = np.nan
     return absent
@@ -97,7 +98,7 @@ def mark_absent(x: NDArray[Any]) -> NDArray[np.bool_]:
 
 @dataclass(frozen=True)
 class ChannelStatistics:
-    """Mean and standard deviation of the transformed channels, and their application.
+    """Mean and standard deviation of the transformed channels.
 
     Attributes
     ----------
@@ -106,7 +107,7 @@ class ChannelStatistics:
     transforms : tuple of str
         Keys of :data:`TRANSFORMS`, one per channel.
     count : int
-        Cells per channel they come from.
+        Number of cells per channel behind them.
     """
 
     mean: Array
@@ -122,7 +123,7 @@ class ChannelStatistics:
         scale = np.divide(1.0, std, out=np.zeros_like(std), where=std > 0).astype(x.dtype)
         mean = self.mean[mine].astype(x.dtype)
         for sample in x if x.ndim > 2 else x[:, None]:
-            # Rows that fit the cache: every rule passes over them.
+            # Blocks of rows that fit the cache, because every rule reads them again.
             for first in range(0, len(sample), _CACHED_ROWS):
                 rows = sample[first : first + _CACHED_ROWS]
                 transform(rows, rules)
@@ -144,13 +145,13 @@ class ChannelStatistics:
 
     @staticmethod
     def unpacked(state: Mapping[str, Any]) -> bool:
-        """Return whether a state is of a version that unpacks packed numbers."""
+        """Return whether a state comes from a version that unpacks packed numbers."""
         return bool(state.get("rules", 1) >= _RULES)
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> ChannelStatistics:
         mean, std = (np.asarray(state[key], dtype=np.float64) for key in ("mean", "std"))
-        # In checkpoints before the rule "metric" was, "log" meant it.
+        # In checkpoints older than the rule "metric", "log" meant "metric".
         renamed = {} if state.get("rules", 1) >= 2 else {"log": "metric"}
         return cls(mean, std, tuple(renamed.get(rule, rule) for rule in state["transforms"]), int(state["count"]))
 
@@ -161,12 +162,12 @@ def _raise(fault: Exception | None) -> None:
 
 
 def check_transforms(dataset: Dataset, transforms: Mapping[str, str]) -> None:
-    """Refuse unknown rules, and names that neither an input nor a channel of one has. Local.
+    """Check the names and rules of transforms. Local.
 
     Raises
     ------
     DataError
-        Names the valid ones.
+        A rule is unknown, or a name is neither an input nor a channel of one; the message lists the valid ones.
     """
     inputs = {name: field for name, field in dataset.fields.items() if not field.is_target}
     channels = dict.fromkeys(channel for field in inputs.values() for channel in field.channel_names)
@@ -200,9 +201,9 @@ def channel_statistics(
 ) -> ChannelStatistics:
     """Compute mean and standard deviation per channel of one input over these samples.
 
-    Collective over the ranks that `allreduce` joins: each reads every `size`-th sample, then one array of 3 C
-    numbers is summed. The result differs between numbers of ranks by rounding only (1e-12): sums are taken in float64
-    of values shifted by a first estimate of the mean that all ranks read alike, so that nothing cancels.
+    Collective over the ranks that `allreduce` joins: each reads every `size`-th sample, then one array of 3 C numbers
+    is summed. The result depends on the number of ranks by rounding only (1e-12): the float64 sums are over values
+    shifted by an estimate of the mean, the same on all ranks, so that nothing cancels.
 
     Parameters
     ----------
@@ -215,15 +216,16 @@ def channel_statistics(
     allreduce : callable
         ``allreduce(a)`` returns the sum over the ranks of the float64 array `a` of one axis.
     agree : callable
-        ``agree(fault)`` raises on all ranks if a rank passes a fault of reading instead of None, before sums are taken.
+        ``agree(fault)`` raises on all ranks if any rank passes a read error instead of None. Called before the sums are
+        reduced.
     transforms : dict, optional
-        Rule per name of a channel, or of this input for all its channels that have none, in place of the default
-        (:data:`DEFAULT_RULES`, else ``none``); names of others do not count (:func:`check_transforms`).
+        Rule by the name of a channel, or by the name of this input for its other channels. They replace the defaults
+        (:data:`DEFAULT_RULES`, else ``none``). Other names are ignored (:func:`check_transforms`).
 
     Raises
     ------
     DataError
-        No samples; NaN in the data.
+        There are no samples, or a channel has no finite number.
     """
     if len(indices) == 0:
         raise DataError(f"{dataset.path}: expected samples to compute the normalisation from, got none")
@@ -248,14 +250,14 @@ def channel_statistics(
         )
     mean = sums / count
     variance = np.maximum(squares / count - mean**2, 0.0)
-    # A constant channel leaves rounding; it must not be blown up to order one.
+    # The deviation of a constant channel is only rounding; dividing by it would scale that to order one.
     scale = np.maximum(np.abs(shift + mean), 1e-300)
     variance[np.sqrt(variance) < 1e-7 * scale] = 0.0
     return ChannelStatistics(shift + mean, np.sqrt(variance), rules, int(count.max()))
 
 
 def _announce(dataset: Dataset, name: str, samples: int, size: int) -> None:
-    """Warn before what takes long."""
+    """Log a warning before a long read."""
     nbytes = samples * math.prod(dataset.fields[name].shape) * np.dtype(np.float32).itemsize
     if nbytes > _LONG * size:
         _logger.warning(
@@ -265,7 +267,7 @@ def _announce(dataset: Dataset, name: str, samples: int, size: int) -> None:
 
 
 def _mean(x: NDArray[Any]) -> Array:
-    """Compute the mean of every channel over its numbers that are there; 0 where there are none."""
+    """Compute the mean of every channel without NaN; 0 for a channel of NaN only."""
     there = ~np.isnan(x)
     return np.where(there, x, 0).sum(axis=0, dtype=np.float64) / np.maximum(there.sum(axis=0), 1)
 
@@ -284,7 +286,7 @@ def _add_up(buffer: SampleRows, indices: Sequence[int] | NDArray[np.int64], shif
 
 
 class SampleRows:
-    """Transformed blocks of rows of one sample at a time, in one buffer. Invalid numbers become NaN."""
+    """Reader of blocks of rows of one sample, transformed, in one buffer. Invalid numbers become NaN."""
 
     def __init__(self, dataset: Dataset, name: str, rules: tuple[str, ...] = ()) -> None:
         self._dataset, self._name, self._rules = dataset, name, rules

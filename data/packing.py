@@ -1,4 +1,4 @@
-"""Packed numbers: stored numbers, and the values that they stand for, by the conventions of netCDF and CF.
+"""Packed numbers: the map from stored numbers to values, by the conventions of netCDF and CF.
 
 ::
 
@@ -35,7 +35,7 @@ ATTRIBUTES = (
 
 _log = logging.getLogger(__name__)
 
-#: Elements that are unpacked at a time: their values in float64 stay in the cache.
+#: Elements unpacked at a time, so that their float64 values stay in the cache.
 _AT_ONCE = 1 << 15
 
 
@@ -46,14 +46,14 @@ class Packing:
     Attributes
     ----------
     dtype : str
-        Dtype of the stored numbers; under the attribute ``_Unsigned`` of the other sign than in the file.
+        Dtype of the stored numbers; the attribute ``_Unsigned`` changes the signedness of the file's dtype.
     scale, offset : float
     missing : tuple of numbers
         Stored numbers without a value.
     low, high : number or None
-        Smaller and larger stored numbers have no value either.
+        Range of stored numbers with a value.
     names : tuple of str
-        Attributes that this comes from, for messages; two packings may differ in them and be equal.
+        Names of the attributes behind this packing, for messages; ignored in comparisons.
     """
 
     dtype: str
@@ -76,17 +76,17 @@ class Packing:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """Attributes that say which numbers have no value."""
+        """Attributes that mark numbers without a value."""
         return tuple(name for name in self.names if name not in ("scale_factor", "add_offset"))
 
     def unpack(self, stored: NDArray[Any], out: NDArray[Any], kept: Collection[float] = ()) -> None:
         """Write the values of stored numbers to `out`, a float array of their shape. Local.
 
-        Values are computed in float64 and rounded once, to the dtype of `out`. Stored numbers in `kept` have a value
-        in any case.
+        Values are computed in float64 and rounded once, to the dtype of `out`. Stored numbers in `kept` always have a
+        value.
         """
         stored = stored.view(self.dtype)
-        with np.errstate(all="ignore"):  # a value that overflows is infinite, and is refused as such
+        with np.errstate(all="ignore"):  # a value that overflows becomes infinite, which a later check finds
             for part in _parts(stored.shape):
                 some, target = stored[part], out[part]
                 values = some
@@ -113,7 +113,7 @@ class Packing:
 
 
 def _parts(shape: Sequence[int]) -> Iterator[Any]:
-    """Yield indices, along leading axes, of parts of an array of about `_AT_ONCE` elements at most.
+    """Yield indices, along leading axes, of parts of an array with at most about `_AT_ONCE` elements.
 
     >>> list(_parts((2, 3, 20_000)))[:2]
     [(0, slice(0, 1, None)), (0, slice(1, 2, None))]
@@ -134,7 +134,7 @@ def packing_of(attributes: Any, dtype: np.dtype[Any], where: str) -> Packing | N
     Parameters
     ----------
     attributes : mapping
-        ``name in attributes`` and ``attributes[name]``, as of h5py and Zarr.
+        Supports ``name in attributes`` and ``attributes[name]``, as in h5py and Zarr.
     dtype
         Dtype of the stored numbers.
     where
@@ -143,7 +143,7 @@ def packing_of(attributes: Any, dtype: np.dtype[Any], where: str) -> Packing | N
     Raises
     ------
     DataError
-        An attribute that is not what the conventions say: a factor per channel, a text, NaN, a factor of 0.
+        An attribute violates the conventions: a factor per channel, a text, NaN, a factor of 0.
     """
     given = {name: _numbers(attributes[name], name, where) for name in ATTRIBUTES[:-1] if name in attributes}
     given = {name: numbers for name, numbers in given.items() if numbers.size}
@@ -181,7 +181,7 @@ def _numbers(value: Any, name: str, where: str) -> NDArray[Any]:
 
 
 def _number(given: Mapping[str, NDArray[Any]], name: str, default: float, where: str) -> float:
-    """Return the only number of an attribute."""
+    """Return the single number of an attribute, or the default."""
     numbers = given.get(name)
     if numbers is None:
         return default
@@ -191,7 +191,9 @@ def _number(given: Mapping[str, NDArray[Any]], name: str, default: float, where:
 
 
 def _signed(attributes: Any, dtype: np.dtype[Any], where: str) -> np.dtype[Any]:
-    """Return the dtype of stored integers under the attribute ``_Unsigned``: most in netCDF-3 are signed."""
+    """Return the dtype of stored integers after the attribute ``_Unsigned``: netCDF-3 stores unsigned integers as
+    signed.
+    """
     if "_Unsigned" not in attributes or dtype.kind not in "iu":
         return dtype
     value = attributes["_Unsigned"]
@@ -203,9 +205,9 @@ def _signed(attributes: Any, dtype: np.dtype[Any], where: str) -> np.dtype[Any]:
 
 
 def _stored(number: Any, dtype: np.dtype[Any], turned: bool, name: str, where: str) -> float | None:
-    """Return a number of an attribute as a stored one; None for NaN, and with a warning if no stored one is equal.
+    """Return an attribute's number as a stored number; None for NaN, or (with a warning) if no stored number equals it.
 
-    `turned`: integers have another sign in the file than in `dtype`, and so may the number.
+    `turned`: integers have another signedness in the file than in `dtype`, and so may the number.
     """
     value = number.item()
     if value != value:
@@ -222,12 +224,14 @@ def _stored(number: Any, dtype: np.dtype[Any], turned: bool, name: str, where: s
         if not low <= found <= high:
             found = None
     if found is None:
-        _log.warning("%s: attribute %r marks nothing: no number of type %s is %s", where, name, dtype, value)
+        _log.warning("%s: attribute %r has no effect: no number of type %s is %s", where, name, dtype, value)
     return found
 
 
 def _turned(number: float, dtype: np.dtype[Any]) -> float:
-    """Return the integer of `dtype` with the bits of one of the other sign; an integer of `dtype` as it is."""
+    """Return the integer of `dtype` with the bits of a number of the other signedness; an integer of `dtype` is
+    unchanged.
+    """
     low, high = _extremes(dtype)
     return number if low <= number <= high else number + (high - low + 1) * (1 if number < low else -1)
 
@@ -239,9 +243,9 @@ def _extremes(dtype: np.dtype[Any]) -> tuple[int, int]:
 def _limits(
     given: Mapping[str, NDArray[Any]], dtype: np.dtype[Any], turned: bool, factors: tuple[float, float], where: str
 ) -> tuple[float | None, float | None]:
-    """Return the smallest and the largest stored number with a value, where they exclude some.
+    """Return the smallest and the largest stored number with a value, or None where there is no limit.
 
-    Limits of the type of the factors, which is not that of the stored numbers, are those of values.
+    Limits in the type of the factors, if that differs from the stored type, are limits of values.
     """
     found = {"low": -math.inf, "high": math.inf}
     types = [given[name].dtype for name in ("scale_factor", "add_offset") if name in given]
@@ -266,7 +270,7 @@ def _limits(
 
 
 def _packed(limits: Mapping[str, float], dtype: np.dtype[Any], scale: float, offset: float) -> dict[str, float]:
-    """Return limits of values as limits of stored numbers, which are not excluded by rounding."""
+    """Return limits of values as limits of stored numbers, widened so that rounding excludes no number."""
     slack = 0.0 if dtype.kind == "f" else 1e-3
     other = {"low": "high", "high": "low"}
     found = {side if scale > 0 else other[side]: (limit - offset) / scale for side, limit in limits.items()}

@@ -1,4 +1,4 @@
-"""Order of samples: decided by seed and epoch alone, so that it is the same on every decomposition."""
+"""Order of samples. It depends on seed and epoch only, so it is the same for every decomposition."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["Batch", "Batches", "Sampler", "split"]
 
 _log = logging.getLogger(__name__)
 
-# Keeps the random streams of split and shuffle apart.
+# Separates the random streams of split and shuffle.
 _SPLIT, _SHUFFLE = 1, 2
-_MANY = 5 * 10**7  # samples whose order takes seconds to draw
+_MANY = 5 * 10**7  # number of samples from which drawing their order takes seconds
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,11 @@ class Batch:
     indices : tuple of int
         Dataset indices, one per sample of the global batch.
     valid : int
-        Number of samples that count; the rest repeats the last one, to fill a batch of fixed size.
+        Number of samples that count; the others repeat the last one to fill the batch.
     epoch, position : int
-        Where in the sequence this batch stands.
+        Position of this batch in the sequence.
     augmented : bool
-        Whether its samples are varied, where the data set says how.
+        Whether its samples are augmented, if the data set has rules for it.
     """
 
     indices: tuple[int, ...]
@@ -60,10 +60,10 @@ def split(
     ----------
     samples : int
     fraction : float
-        Share of the groups held out, in [0, 1); if above 0, at least one group is held out and one stays.
+        Share of the groups held out, in [0, 1). If above 0, at least one group is held out and one remains.
     seed : int
     groups : int array ``(samples,)``, optional
-        Samples of equal value stay together: ``Hdf5Dataset.groups``, the simulation they come from.
+        Samples of equal value stay together; see ``Hdf5Dataset.groups``, the simulations of the samples.
 
     Returns
     -------
@@ -97,13 +97,13 @@ def split(
 
 
 def _distinct(labels: NDArray[Any]) -> NDArray[Any]:
-    """Return the distinct values, sorted. ``np.unique`` takes a hash table, which is slow for many of them."""
+    """Return the distinct values, sorted. ``np.unique`` uses a hash table, which is slow for many values."""
     names = np.sort(labels)
     return names[np.concatenate(([True], names[1:] != names[:-1]))] if len(names) else names
 
 
 def _announce(samples: int) -> None:
-    """Warn before what takes long."""
+    """Log a warning before a long computation."""
     if samples >= _MANY:
         _log.warning("drawing the order of %s samples, %.1f GB on every rank", f"{samples:,}", 16e-9 * samples)
 
@@ -116,12 +116,12 @@ class Batches(Sequence[Batch]):
     order : int64 array
         Dataset indices.
     size : int
-        Samples per batch; the last one is filled up with copies of its last sample that do not count.
+        Samples per batch; copies of its last sample, which do not count, fill the last batch.
     epoch : int
     positions : range
         Positions of the batches in that epoch.
     augmented : bool
-        Whether their samples are varied.
+        Whether their samples are augmented.
     """
 
     def __init__(
@@ -161,12 +161,12 @@ class Sampler:
         Samples per global batch.
     seed : int
     shuffle : {"epoch", "never"}
-        A new order every epoch, or the order of `indices`.
+        A new order in every epoch, or the order of `indices`.
     remainder : {"drop", "fill"}
-        Treatment of samples that do not fill a batch: left out (training; others next epoch), or the batch is
-        filled with copies of its last sample that do not count (evaluation).
+        Treatment of samples that do not fill a batch: left out (for training; each epoch leaves out others), or the
+        batch is filled with copies of its last sample, which do not count (for evaluation).
     augmented : bool
-        Whether samples are varied, see :class:`Batch`.
+        Whether samples are augmented, see :class:`Batch`.
     """
 
     def __init__(
@@ -206,7 +206,7 @@ class Sampler:
         return np.random.default_rng([self.seed, _SHUFFLE, epoch]).permutation(self._indices)
 
     def rest_of_epoch(self) -> Batches:
-        """Return the batches of the current epoch that have not been taken. Does not move the position."""
+        """Return the remaining batches of the current epoch. Does not move the position."""
         rest = range(self.position, len(self))
         return Batches(self.order(self.epoch), self.batch, self.epoch, rest, self.augmented)
 
@@ -217,7 +217,7 @@ class Sampler:
             self.epoch, self.position = self.epoch + 1, 0
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield the rest of the current epoch; the position follows as batches are handed out."""
+        """Yield the remaining batches of the current epoch, and advance the position with each."""
         for batch in self.rest_of_epoch():
             self.advance()
             yield batch
@@ -230,12 +230,12 @@ class Sampler:
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken.
+        """Continue the sequence at `state`.
 
         Raises
         ------
         DataError
-            When it was taken of another sequence: other seed, batch, order or number of samples.
+            The state is of another sequence: other seed, batch, order or number of samples.
         """
         mine = self.state_dict()
         for key in ("seed", "batch", "samples", "shuffle"):

@@ -1,7 +1,7 @@
-"""Sources of samples: the protocol that loader, statistics and training rely on, and samples in arrays.
+"""The protocol :class:`Dataset`, which loader, statistics and training use, and samples in arrays.
 
-Anything that reads a box of a batch is a source: one HDF5 file (:class:`Hdf5Dataset`), many (:class:`FileSet`), arrays
-of NumPy, memory maps, Zarr or h5py (:class:`ArrayDataset`), or a class of your own.
+Any object that reads a box of a batch is a data set: one HDF5 file (:class:`Hdf5Dataset`), several (:class:`FileSet`),
+arrays of NumPy, memory maps, Zarr or h5py (:class:`ArrayDataset`), or a class of your own.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ __all__ = [
 
 
 class Dataset(Protocol):
-    """Samples with inputs and targets, read by boxes. Local; every rank has its own object, of the same samples.
+    """Samples with inputs and targets, read by boxes. Local; every rank has its own object for the same samples.
 
     Attributes
     ----------
     path : Path
-        For messages.
+        Path for messages.
     fields : dict of Field
         By the name of the network's input: shape ``(*spatial, C)`` of one sample, names of channels, and whether it is
         a target. A number per sample has the shape ``(1,)``.
     groups : int64 array ``(N,)`` or None
         Samples of equal number belong together: they are held out together.
     lenient : frozenset of str
-        Names of fields whose NaN, infinity and targets out of range are passed on; those of others raise `DataError`.
+        Names of fields in which NaN, infinity and targets out of range are permitted; in others they raise `DataError`.
     """
 
     path: Path
@@ -49,7 +49,7 @@ class Dataset(Protocol):
 
     @property
     def bytes_read(self) -> int:
-        """Bytes that were requested so far [B]."""
+        """Bytes read so far [B]."""
         ...
 
     def __len__(self) -> int:
@@ -59,13 +59,13 @@ class Dataset(Protocol):
     def read(self, name: str, indices: Sequence[int], box: Box, out: NDArray[Any]) -> tuple[slice, ...]:
         """Read a box of one of the fields of a global batch, ``(len(indices), *fields[name].shape)``. Local.
 
-        `box` may reach outside the batch's array: what lies there is left as it is in `out`, of shape ``box.shape``.
-        Returns the part of `out` that was filled.
+        `box` may reach outside the batch's array; `out`, of shape ``box.shape``, is not changed there. Returns the part
+        of `out` that was filled.
         """
         ...
 
     def place(self, index: int) -> str:
-        """Return the place of a sample, for messages."""
+        """Return the source and number of a sample, for messages."""
         ...
 
     def close(self) -> None:
@@ -73,14 +73,14 @@ class Dataset(Protocol):
 
 
 class ArrayDataset:
-    """Inputs and targets in arrays, of which each process reads only its own box; a :class:`Dataset`. Local.
+    """A :class:`Dataset` of inputs and targets in arrays. Each process reads only its own box. Local.
 
     Parameters
     ----------
     arrays : mapping
-        By the name of the network's input: ``(N, *spatial, C)``, or ``(N,)``, a number per sample. An array has
-        ``shape`` and ``dtype``, and is read as ``array[index, a:b, c:d, ...]``, by the thread that reads ahead. Packed
-        numbers (:class:`Packing`) are unpacked if it has ``attrs`` that describe them, as those of h5py and Zarr.
+        Arrays by the name of the network's input: ``(N, *spatial, C)``, or ``(N,)`` for a number per sample. An array
+        has ``shape`` and ``dtype``; the reading thread reads it as ``array[index, a:b, c:d, ...]``. Packed numbers
+        (:class:`Packing`) are unpacked if ``attrs`` of the array describe them, as in h5py and Zarr.
     targets : collection of str
         Names of the arrays that predictions are compared with.
     channel_names : mapping, optional
@@ -88,16 +88,16 @@ class ArrayDataset:
     groups : int array ``(N,)``, optional
         Samples of equal number belong together.
     path : path
-        For messages.
+        Path for messages.
 
     Notes
     -----
-    Attributes are those of :class:`Dataset`, and `ranges`, `labels` and `weighted` as of :class:`Hdf5Dataset`.
+    Attributes are those of :class:`Dataset`, and `ranges`, `labels` and `weighted` as in :class:`Hdf5Dataset`.
 
     Raises
     ------
     DataError
-        Arrays of different length, unknown names; in reading as :class:`Hdf5Dataset`.
+        Arrays of different lengths, or unknown names; in reading as in :class:`Hdf5Dataset`.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class ArrayDataset:
         return filled
 
     def _write(self, name: str, stored: NDArray[Any], masked: Any, out: NDArray[Any]) -> None:
-        """Write the values of stored numbers to `out`; masked ones (as of netCDF4) are NaN, unless they are labels."""
+        """Write the values of stored numbers to `out`. Masked numbers (netCDF4) become NaN, unless they are labels."""
         packing, kept = self.fields[name].packing, kept_labels(name, self.ranges, self.labels)
         if packing is None:
             np.copyto(out, stored, casting="unsafe")

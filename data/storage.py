@@ -1,9 +1,9 @@
-"""Storage of an HDF5 dataset: the places of its numbers are followed and checked before they are read.
+"""Storage of an HDF5 dataset: the sources of its numbers are found and checked before they are read.
 
-HDF5 reads the fill value, as a rule zero, without an error where the source of a virtual dataset cannot be opened,
-where a chunk was never written, and behind the end of an external file. It crashes on a virtual dataset of itself,
-waits for ever for a named pipe, and reads any file of the machine that a dataset names. So all of this is checked once,
-first.
+HDF5 reads the fill value (usually zero) without an error if the source of a virtual dataset cannot be opened, if a
+chunk was never written, and past the end of an external file. It crashes on a virtual dataset that refers to itself,
+waits for ever for a named pipe, and reads any file of the machine that a dataset names. So all of this is checked once
+before the first read.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ LINKS = 16
 """Soft and external links that are followed to one dataset, as many as HDF5 follows."""
 DEEPEST = 16
 """Virtual datasets of virtual datasets."""
-_SPARE = 64  # files that a process may open beside those of its data
-_SLOW = 10**7  # chunks that take seconds to count
+_SPARE = 64  # open files of a process in addition to its data files
+_SLOW = 10**7  # number of chunks from which counting takes seconds
 
 _Key = tuple[str, int]  # path of the file, and address in it
 
 
 def check_files(path: Path, files: dict[str, int]) -> None:
-    """Check that the other files that `path` takes numbers from are there, with these sizes [B]. Local.
+    """Check that the other files that `path` takes numbers from exist with these sizes [B]. Local.
 
     Raises
     ------
     DataError
-        If one is not, or if this process may not have so many files open: HDF5 keeps each open that it has read from,
-        and reads zeros in place of those that it cannot open.
+        A file is missing or has another size, or this process may not open so many files. HDF5 keeps each open after a
+        read, and reads zeros in place of files that it cannot open.
     """
     for name, size in files.items():
         try:
@@ -71,7 +71,7 @@ def check_files(path: Path, files: dict[str, int]) -> None:
 
 @dataclass(frozen=True)
 class _Source:
-    """Part of a virtual dataset, `filled` by what is `taken` of a dataset of another file.
+    """A part of a virtual dataset: the elements `filled`, read from the elements `taken` of a dataset in another file.
 
     `taken` is None for all of that dataset, which then has this many `elements`.
     """
@@ -85,7 +85,7 @@ class _Source:
 
 @dataclass(frozen=True)
 class _Checked:
-    """Dataset that was checked: its type, its attributes of packed data, and the `sources` of a virtual one."""
+    """A checked dataset: its type, its packing attributes, and the `sources` if it is virtual."""
 
     where: str
     attributes: dict[str, Any]
@@ -94,18 +94,18 @@ class _Checked:
 
 
 class Storage:
-    """Check of where the numbers of datasets of one open file come from. Local.
+    """Checker of the sources of the datasets of one open file. Local.
 
     Legal but suspicious storage (some chunks never written) is logged as a warning.
 
     Parameters
     ----------
     path : Path
-        That file.
+        The file.
     allow_external : bool
         Whether numbers may come from outside the folder of that file.
     texts : bool
-        Whether datasets of texts may be used too.
+        Whether datasets of texts are permitted too.
 
     Attributes
     ----------
@@ -115,7 +115,7 @@ class Storage:
 
     def __init__(self, path: Path, allow_external: bool = False, texts: bool = False) -> None:
         self._path, self._allow_external, self._texts = path, allow_external, texts
-        # A path may be a symbolic link into another folder, in which the rest lies.
+        # The path may be a symbolic link into another folder, which then contains the other files.
         self._folders = {Path(os.path.realpath(path)).parent, Path(os.path.realpath(path.parent))}
         self.files: dict[str, int] = {}
         self._under_way: list[_Key] = []
@@ -123,13 +123,13 @@ class Storage:
         self._packings: dict[tuple[_Key, np.dtype], Packing | None] = {}
 
     def check(self, file: h5py.File, name: str) -> bool:
-        """Check where the numbers of a dataset come from; False if there is no dataset of this name.
+        """Check the sources of a dataset; return False if there is no dataset of this name.
 
         Raises
         ------
         DataError
-            A loop of links or of virtual datasets; a source that is missing, too small, no regular file, or outside
-            the folder though this is not allowed; nothing was ever written.
+            A loop of links or of virtual datasets; a source that is missing, too small, not a regular file, or outside
+            the folder without permission; a dataset that was never written.
         """
         with ExitStack() as stack:
             found = self.follow(file, name, stack)
@@ -138,13 +138,13 @@ class Storage:
             return isinstance(found, h5py.Dataset)
 
     def packing(self, dataset: h5py.Dataset) -> Packing | None:
-        """Return the packing of a dataset that was checked; a virtual one without attributes has that of its sources.
+        """Return the packing of a checked dataset. A virtual dataset without attributes has the packing of its sources.
 
         Raises
         ------
         DataError
-            Attributes that cannot be applied; a virtual dataset whose sources are packed in several ways, or otherwise
-            than it says.
+            The attributes cannot be applied, or the sources of a virtual dataset are packed in several ways, or in
+            another way than its own attributes.
         """
         return self._packing(_key(dataset), dataset.dtype)
 
@@ -171,14 +171,14 @@ class Storage:
         if others:
             names = dict.fromkeys(name for packing in others for name in packing.names)
             raise DataError(
-                f"{found.where} takes numbers from datasets that are packed in several ways, or otherwise than it says "
-                f"({', '.join(names)}); take each part from its own file (data.path), write the values, or set "
-                "data.unpack = false, which reads numbers as they are stored"
+                f"{found.where} takes numbers from datasets that are packed in several ways, or not as its own "
+                f"attributes ({', '.join(names)}); take each part from its own file (data.path), write the values, or "
+                "set data.unpack = false, which reads numbers as they are stored"
             )
         return own
 
     def follow(self, file: h5py.File, name: str, stack: ExitStack) -> h5py.HLObject | None:
-        """Follow links to their end; files of external links stay open as long as `stack`."""
+        """Return the object at the end of a chain of links; `stack` keeps files of external links open."""
         ahead, found, links = deque(name.split("/")), file["/"], 0
         while ahead:
             word = ahead.popleft()
@@ -204,7 +204,7 @@ class Storage:
         return found
 
     def _check_storage(self, dataset: h5py.Dataset) -> None:
-        """Check one dataset, and those that it consists of, each once."""
+        """Check one dataset and its sources, each once."""
         key = _key(dataset)
         if key in self._checked:
             return
@@ -253,7 +253,7 @@ class Storage:
                 )
 
     def _report_gap(self, dataset: h5py.Dataset, missing: int, all_of_it: bool, gap: str) -> None:
-        """Refuse a dataset of which nothing is there, unless a fill value was chosen for it; warn of gaps in it."""
+        """Raise DataError if nothing of a dataset was written, unless it has its own fill value; warn of gaps."""
         if missing <= 0:
             return
         chosen = dataset.id.get_create_plist().fill_value_defined() == h5d.FILL_VALUE_USER_DEFINED
@@ -261,7 +261,7 @@ class Storage:
             raise DataError(f"{self._where(dataset)}: expected numbers, but {gap}; it reads as zero: write the numbers")
         value = f"its fill value {dataset.fillvalue}" if chosen else "zero"
         where = self._where(dataset)
-        _log.warning("%s: %s; what is missing reads as %s: write it, unless this is meant", where, gap, value)
+        _log.warning("%s: %s; missing numbers read as %s: write them, unless this is intended", where, gap, value)
 
     def _check_virtual(self, dataset: h5py.Dataset, checked: _Checked) -> None:
         mapped = h5s.create_simple(dataset.shape)
@@ -273,7 +273,7 @@ class Storage:
                     if part.filled.size(dataset.shape):
                         inside = part.filled.within(dataset.shape)
                         mapped.select_hyperslab(inside.start, inside.count, inside.stride, inside.block, h5s.SELECT_OR)
-        # A block that reaches beyond the end of the dataset counts no further.
+        # Count only the part of a block inside the dataset.
         ones = (1,) * dataset.ndim
         mapped.select_hyperslab((0,) * dataset.ndim, ones, ones, dataset.shape, h5s.SELECT_AND)
         size = math.prod(dataset.shape)
@@ -281,7 +281,7 @@ class Storage:
         self._report_gap(dataset, missing, missing == size, f"{missing:,} of its {size:,} elements have no source")
 
     def _sources(self, dataset: h5py.Dataset) -> Iterator[_Source]:
-        """Yield the parts of a virtual dataset; a pattern like ``part-%b.h5`` gives one for each existing block."""
+        """Yield the parts of a virtual dataset; a pattern like ``part-%b.h5`` yields one for each existing block."""
         for entry in dataset.virtual_sources():
             whole = entry.src_space.get_select_type() == h5s.SEL_ALL
             taken = None if whole else hyperslabs(entry.src_space, ())
@@ -323,12 +323,12 @@ class Storage:
             return _key(found)
 
     def _check_external(self, dataset: h5py.Dataset) -> None:
-        """Check that external files are as long as the numbers in them: HDF5 reads zeros behind their end."""
+        """Check that external files contain all numbers of the dataset, because HDF5 reads zeros past their end."""
         needed = dataset.size * dataset.id.get_type().get_size()
         for name, offset, size in dataset.external:
             own = os.path.dirname(os.path.abspath(dataset.file.filename))
             prefix = os.environ.get("HDF5_EXTFILE_PREFIX", "").replace("${ORIGIN}", own)
-            path = os.path.abspath(os.path.join(prefix, name))  # without a prefix it is relative to the working folder
+            path = os.path.abspath(os.path.join(prefix, name))  # relative to the working directory
             held = self._admit(path, f"{self._where(dataset)} takes numbers from {name}, which")
             here = min(size, needed)
             if held < offset + here:
@@ -339,14 +339,14 @@ class Storage:
             needed -= here
 
     def _open(self, file: h5py.File, name: str, variable: str, what: str) -> h5py.File:
-        """Open another file that `file` refers to, as HDF5 finds it."""
+        """Open another file that `file` refers to, found as HDF5 finds it."""
         places = list(_places(file.filename, name, variable))
         path = next((place for place in places if os.path.exists(place)), places[0])
         self._admit(path, f"{file.filename}: {what} {name}, which")
         return open_file(Path(path))
 
     def _admit(self, path: str, what: str) -> int:
-        """Return the size of another file that numbers come from [B], if it may be used."""
+        """Return the size [B] of another file that numbers come from; raise DataError if it may not be used."""
         try:
             size = regular_size(path)
         except OSError as error:
@@ -365,7 +365,7 @@ class Storage:
 
 
 def _link(group: h5py.Group, word: str) -> h5py.HardLink | h5py.SoftLink | h5py.ExternalLink | None:
-    """Return the link of this name in a group, None if there is none.
+    """Return the link of this name in a group, or None.
 
     ``group.get(word, getlink=True)`` would open external files.
     """
@@ -386,7 +386,9 @@ def _key(dataset: h5py.Dataset) -> _Key:
 
 
 def _holds(shape: tuple[int, ...], slab: Hyperslab, filled: Hyperslab, whole: tuple[int, ...]) -> bool:
-    """Return whether a source of this shape holds all that is taken from it for a part of the dataset `whole`."""
+    """Return whether a source of this shape holds all elements of `slab` that fill the part `filled` of a dataset
+    `whole`.
+    """
     if len(shape) != len(slab.start):
         return False
     axis, grows = slab.growing, filled.growing
@@ -408,13 +410,13 @@ def _type_of(dataset: h5py.Dataset) -> str:
 
 
 def _numbered(pattern: str, block: int | None = None) -> str:
-    """Return the name of a source, in which ``%b`` is the number of a block and ``%%`` a percent sign."""
+    """Return the name of a source for a pattern: ``%b`` becomes the number of a block, and ``%%`` a percent sign."""
     number = "%b" if block is None else str(block)
     return "%".join(part.replace("%b", number) for part in pattern.split("%%"))
 
 
 def _places(own: str, name: str, variable: str) -> Iterator[str]:
-    """Yield the places where HDF5 looks for a file that another one names, in order; `variable` may add folders."""
+    """Yield the paths at which HDF5 looks for a file that another one names, in order; `variable` may add folders."""
     if os.path.isabs(name):
         yield name
         name = os.path.basename(name)
@@ -427,7 +429,7 @@ def _places(own: str, name: str, variable: str) -> Iterator[str]:
 
 
 def dataset_of(file: h5py.File, name: str) -> h5py.Dataset:
-    """Return the dataset of this name, which is known to be one. Local."""
+    """Return the dataset of this name, which must exist. Local."""
     found = file[name]
     assert isinstance(found, h5py.Dataset), f"{name!r} is no dataset"
     return found

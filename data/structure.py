@@ -1,4 +1,5 @@
-"""Structure of an HDF5 file: datasets, the meaning of their axes, attributes. Checked before data are read."""
+"""Structure of an HDF5 file: datasets, the meaning of their axes, and attributes. It is checked before data are read.
+"""
 
 from __future__ import annotations
 
@@ -39,9 +40,9 @@ _log = logging.getLogger(__name__)
 
 HDF5_FAULTS = (OSError, RuntimeError, KeyError, ValueError, TypeError, OverflowError, MemoryError)
 """Errors of h5py for files that are damaged, or hold types that NumPy does not have."""
-_LISTED = 20  # datasets named where one is missing
+_LISTED = 20  # number of datasets that a message lists if one is missing
 
-#: Attributes that describe the numbers of a dataset. They hold for a target, and so for a prediction of it.
+#: Attributes that describe the numbers of a dataset. Those of a target also hold for its prediction.
 OF_NUMBERS = (
     *("units", "long_name", "standard_name", "description", "comment"),
     *("channel_names", "flag_values", "flag_meanings"),
@@ -60,13 +61,14 @@ _LAYOUTS: dict[str, Kind] = {
 
 @dataclass(frozen=True)
 class Field:
-    """Dataset that becomes one input of a network.
+    """A dataset that becomes one input of a network.
 
     Attributes
     ----------
     dataset : str
-        Its name in the file.
+        Name in the file.
     kind : Kind
+        Storage order.
     shape : tuple
         ``(*spatial, C)`` of one sample; a number per sample is ``(1,)``.
     channel_names : list of str
@@ -76,9 +78,9 @@ class Field:
     attributes : dict
         Attributes that describe the numbers: units, long_name, ...
     packing : Packing or None
-        How numbers are stored; None: as they are.
+        Packing of the numbers; None: not packed.
     chunks : Chunks or None
-        Chunks that are read as a whole; None: any part is read by itself.
+        Chunks that are read as a whole; None: parts are read without their chunks.
     """
 
     dataset: str
@@ -103,7 +105,7 @@ class Structure:
     Attributes
     ----------
     fields : dict
-        :class:`Field` by the name of the network's input; those that are no targets first.
+        :class:`Field` by the name of the network's input; targets come last.
     samples : int
     groups : int64 array ``(N,)`` or None
     files : dict
@@ -128,17 +130,15 @@ def examine(
     allow_external: bool = False,
     unpack: bool = True,
 ) -> Structure:
-    """Examine an open file: axes of its datasets, whether they fit each other, and where they lie. Local.
+    """Examine an open file: axes of its datasets, whether they fit each other, and where they are stored. Local.
 
-    Without `unpack` no field has a packing.
-
-    The first of the inputs has the grid by which the others, and targets, are judged.
+    Without `unpack` no field has a packing. The grid of the first input is the reference for other inputs and targets.
 
     Raises
     ------
     DataError
-        Dataset missing, of wrong rank or type; inputs and targets that do not fit each other; numbers that are not
-        there, or outside the folder of the file though that is not allowed (:class:`Storage`); a damaged file.
+        A dataset is missing or has a wrong rank or type; inputs and targets do not fit each other; numbers are missing,
+        or outside the folder of the file without permission (:class:`Storage`); the file is damaged.
     """
     storage = Storage(path, allow_external)
     with looking_into(path):
@@ -161,7 +161,7 @@ def examine(
 
 @contextmanager
 def looking_into(path: Path) -> Iterator[None]:
-    """Turn every error of HDF5 into a DataError of one line."""
+    """Convert every error of HDF5 into a DataError of one line."""
     try:
         yield
     except DataError:
@@ -174,7 +174,7 @@ def looking_into(path: Path) -> Iterator[None]:
 
 
 def find(file: h5py.File, path: Path, name: str, storage: Storage | None = None) -> h5py.Dataset:
-    """Find the dataset of this name, an array; `storage` checks its type and where its numbers lie."""
+    """Return the dataset of this name; `storage` checks its type and the storage of its numbers."""
     there = file.get(name) if storage is None else file[name] if storage.check(file, name) else None
     if not isinstance(there, h5py.Dataset):
         raise DataError(f"{path}: expected a dataset {name!r}, got {_listed(file)}; name one of these")
@@ -197,7 +197,7 @@ def _listed(file: h5py.File) -> str:
 
 
 def input_kind(inputs: h5py.Dataset, path: Path, layout: str | None) -> Kind:
-    """Return the order of the axes of the inputs: as given, else by their attribute ``layout``."""
+    """Return the order of the axes of the inputs: `layout`, else their attribute ``layout``."""
     shape = inputs.shape
     if not 3 <= len(shape) <= 5:
         raise DataError(
@@ -219,7 +219,8 @@ def input_kind(inputs: h5py.Dataset, path: Path, layout: str | None) -> Kind:
 
 
 def field_kind(dataset: h5py.Dataset, path: Path, inputs: h5py.Dataset, kind: Kind) -> Kind:
-    """Return how a dataset other than the first input is stored: by its attribute ``layout``, else by the grid."""
+    """Return the storage order of a dataset other than the first input: by its attribute ``layout``, else by the grid.
+    """
     shape, samples, spatial = dataset.shape, inputs.shape[0], shape_of(inputs, kind)[:-1]
     if len(shape) < 1 or shape[0] != samples:
         raise DataError(
@@ -253,7 +254,7 @@ def shape_of(dataset: h5py.Dataset, kind: Kind) -> tuple[int, ...]:
 
 
 def channel_names(inputs: h5py.Dataset, path: Path, channels: int) -> list[str]:
-    """Return names of channels: those of the attribute ``channel_names``, if there is one."""
+    """Return the names of channels from the attribute ``channel_names``, else numbered names."""
     found = inputs.attrs.get("channel_names")
     if found is None:
         return numbered(channels)
@@ -267,12 +268,12 @@ def channel_names(inputs: h5py.Dataset, path: Path, channels: int) -> list[str]:
 
 
 def numbered(channels: int) -> list[str]:
-    """Return names for channels that have none."""
+    """Return names for channels without names."""
     return [f"channel {k}" for k in range(channels)]
 
 
 def groups(file: h5py.File, path: Path, samples: int, storage: Storage) -> NDArray[np.int64] | None:
-    """Return the dataset ``simulation``, if there is one: samples of one simulation belong together."""
+    """Return the dataset ``simulation`` or None. Samples of one simulation belong together."""
     if not storage.check(file, "simulation"):
         return None
     found = dataset_of(file, "simulation")
@@ -301,7 +302,7 @@ def groups(file: h5py.File, path: Path, samples: int, storage: Storage) -> NDArr
 
 
 def _text(value: Any) -> Any:
-    """Return a text of an attribute as a str; anything else as it is."""
+    """Return a text attribute as a str; other values unchanged."""
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
 
 
@@ -310,14 +311,12 @@ def _is_coarser(grid: Sequence[int], fine: Sequence[int]) -> bool:
 
 
 def plain_attributes(item: h5py.HLObject, wanted: Collection[str] | None = None) -> dict[str, Any]:
-    """Return texts, numbers and lists of them among the attributes of a file or dataset. Local.
-
-    Other attributes are left out.
+    """Return the attributes of a file or dataset that are texts, numbers or lists of them. Local.
 
     Parameters
     ----------
     wanted
-        Names; None: all, but those of other libraries (``_NCProperties``).
+        Names; None: all except those of other libraries (``_NCProperties``).
     """
     try:
         texts = [name for name in item.attrs if is_text(name)]
@@ -329,9 +328,9 @@ def plain_attributes(item: h5py.HLObject, wanted: Collection[str] | None = None)
 
 
 def _attribute(item: h5py.HLObject, name: str) -> Any:
-    """Return an attribute as plain data, None if it has another type or cannot be read.
+    """Return an attribute as plain data; None if it has another type or cannot be read.
 
-    An attribute that cannot be read is no reason to refuse the numbers.
+    An unreadable attribute is no reason to reject the numbers.
     """
     try:
         value = item.attrs[name]
@@ -346,9 +345,9 @@ def _attribute(item: h5py.HLObject, name: str) -> Any:
 
 
 def is_text(value: Any) -> bool:
-    """Return whether this is a text that HDF5 can store. Local.
+    """Return whether a value is a text that HDF5 can store. Local.
 
-    h5py reads wrong UTF-8 as surrogates, and cannot write them.
+    h5py reads invalid UTF-8 as surrogates, and cannot write them.
     """
     return isinstance(value, str) and "\0" not in value and not any("\ud800" <= sign <= "\udfff" for sign in value)
 

@@ -1,7 +1,7 @@
 """Passes over the data before a run: channels and targets without information, invalid numbers, counts of classes.
 
-The look for channels without information is bounded: whatever the size of the file, it reads a few parts of a few
-samples, and fewer where the first ones already differ. The other passes read all samples that they get.
+The check for channels without information is bounded: for any size of the file, it reads a few parts of a few samples,
+and stops early if the first ones differ. The other passes read all of their samples.
 """
 
 from __future__ import annotations
@@ -32,16 +32,18 @@ __all__ = [
 _log = logging.getLogger(__name__)
 
 LOOKS = 64
-"""Samples that are looked at, at most."""
+"""Largest number of samples that are checked."""
 PART = 1 << 20
-"""Elements of one sample that are read at a time, except for a single row that has more."""
+"""Elements of one sample that are read at a time; a single row may have more."""
 _NAMED = 6  # channels named in a message
 
 
 def _read(
     dataset: Dataset, name: str, sample: int, box: Box, reduction: TargetReduction | None = None
 ) -> NDArray[np.float32]:
-    """Read a box of one sample, ``(1, *spatial, C)``; with `reduction` a box of patches. What has no weight is NaN."""
+    """Return a box of one sample, ``(1, *spatial, C)``; with `reduction` a box of patches. Elements of weight 0 are
+    NaN.
+    """
     out = np.empty(box.shape, np.float32)
     cells = box if reduction is None else reduction.fine_box(box)
     values = out if reduction is None else np.empty(cells.shape, np.float32)
@@ -70,16 +72,17 @@ def _absent(dataset: Dataset, name: str, sample: int, box: Box) -> NDArray[np.bo
 
 @dataclass(frozen=True)
 class Look:
-    """Content of parts of some samples.
+    """Summary of parts of some samples.
 
     Attributes
     ----------
     samples : int
-        Number of samples that were looked at.
+        Number of samples that were read.
     constant : dict
         Channel -> its value, for channels with one value everywhere.
     scale : float
-        Largest mean of |value| or of its square over a part: the order of magnitude of a loss if zero is predicted.
+        Largest mean of |value| or of its square over a part: the order of magnitude of the loss of a prediction of
+        zero.
     """
 
     samples: int
@@ -88,21 +91,21 @@ class Look:
 
 
 def look_at(dataset: Dataset, name: str, least: int = 1) -> Look:
-    """Read parts of samples that lie evenly in the file, until every channel has shown two values. Local.
+    """Read parts of samples, evenly spaced in the file, until every channel has shown two values. Local.
 
     Parameters
     ----------
     dataset, name
         Dataset, and the field of it that is read.
     least : int
-        Number of samples to look at, if there are as many, also where the first ones differ.
+        Smallest number of samples to read, if there are as many, even if the first ones differ.
     """
     samples, shape = len(dataset), dataset.fields[name].shape
     low, high, scale, seen = np.full(shape[-1], np.inf), np.full(shape[-1], -np.inf), 0.0, 0
     chosen = np.unique(np.linspace(0, samples - 1, min(samples, LOOKS)).astype(np.int64))
     for seen, sample in enumerate(chosen, 1):
         values = _part(dataset, name, int(sample), (seen - 1) / max(1, len(chosen) - 1)).reshape(-1, shape[-1])
-        # What is NaN is not there.
+        # NaN marks an absent element.
         np.fmin(low, np.fmin.reduce(values, axis=0), out=low)
         np.fmax(high, np.fmax.reduce(values, axis=0), out=high)
         magnitude = np.abs(values[~np.isnan(values)], dtype=np.float64)
@@ -110,7 +113,7 @@ def look_at(dataset: Dataset, name: str, least: int = 1) -> Look:
             scale = max(scale, float(magnitude.mean()), float(np.square(magnitude).mean()))
         if seen >= least and (low < high).all():
             break
-    alone = samples * math.prod(shape[:-1]) == 1  # one number is no sign of anything
+    alone = samples * math.prod(shape[:-1]) == 1  # a single number proves nothing
     constant = {} if alone else {int(k): float(low[k]) for k in np.flatnonzero(low == high)}
     return Look(seen, constant, scale)
 
@@ -140,11 +143,11 @@ def look_at_data(
     dataset : Dataset
         Dataset with targets.
     statistics : dict of ChannelStatistics, optional
-        Statistics of the training samples by input. An input that has them is not looked at: they contain more.
+        Statistics of the training samples by input. They replace the reading of that input.
     sample : int
         One of the training samples.
     least : int
-        Number of samples whose targets are looked at.
+        Number of samples whose targets are read.
     weights : names
         Targets that are weights of positions.
 
@@ -174,7 +177,7 @@ def _look_at_input(dataset: Dataset, name: str, statistics: ChannelStatistics | 
         where = "in all training samples, to 7 digits, and 0 when normalised"
     if constant:
         _log.warning(
-            "%s: %s %s: a network learns nothing from that; check the file, or leave it out",
+            "%s: %s %s: a network learns nothing from it; check the file, or leave it out",
             _source(dataset, name, False), _named(constant, dataset.fields[name].channel_names), where,
         )  # fmt: skip
 
@@ -183,7 +186,7 @@ def _look_at_weights(dataset: Dataset, name: str) -> None:
     found = look_at(dataset, name, LOOKS)
     if set(found.constant.values()) == {0.0} and len(found.constant) == dataset.fields[name].shape[-1]:
         _log.warning(
-            "%s: the weights %s are 0 %s: nothing counts where they are; check the file and data.targets",
+            "%s: the weights %s are 0 %s: no position has a loss; check the file and data.targets",
             dataset.path, name, _looked_at(found.samples, len(dataset)),
         )  # fmt: skip
 
@@ -194,20 +197,20 @@ def _look_at_target(dataset: Dataset, name: str, least: int) -> float:
     if len(found.constant) == dataset.fields[name].shape[-1]:
         numbers = ", ".join(f"{v:g}" for v in sorted(set(found.constant.values())))
         _log.warning(
-            "%s: the targets are %s %s: a network learns that and nothing else; check the file and data.targets",
+            "%s: the targets are %s %s: a network learns only this value; check the file and data.targets",
             _source(dataset, name, True), numbers, _looked_at(found.samples, len(dataset)),
         )  # fmt: skip
     return found.scale
 
 
 def _source(dataset: Dataset, name: str, is_target: bool) -> str:
-    """Return the path of the file, and the name of the field if there are several inputs, or several targets."""
+    """Return the path of the file, with the name of the field if there are several inputs, or several targets."""
     several = sum(field.is_target == is_target for field in dataset.fields.values()) > 1
     return f"{dataset.path}: {name}" if several else f"{dataset.path}"
 
 
 def _looked_at(some: int, samples: int) -> str:
-    return f"in all {samples} samples" if some == samples else f"in all {some} of {samples} samples that were looked at"
+    return f"in all {samples} samples" if some == samples else f"in all {some} of {samples} samples that were checked"
 
 
 def _named(constant: dict[int, float], names: Sequence[str]) -> str:
@@ -221,14 +224,14 @@ def _named(constant: dict[int, float], names: Sequence[str]) -> str:
 
 
 def find_invalid(dataset: Dataset, ranges: Mapping[str, TargetRange], samples: Iterable[int]) -> dict[int, str]:
-    """Find samples with NaN, infinity or targets out of range, and describe the first such number. Local.
+    """Return samples with NaN, infinity or targets out of range, each with a text about its first such number. Local.
 
-    All of these samples are read.
+    Reads all `samples`.
 
     Parameters
     ----------
     dataset : Dataset
-        Its :attr:`Dataset.lenient` is as before afterwards.
+        Data set; its :attr:`Dataset.lenient` is restored afterwards.
     ranges : mapping of TargetRange
         Range of targets by name; a target without a range may be any finite number.
     samples : iterable of int
@@ -236,7 +239,7 @@ def find_invalid(dataset: Dataset, ranges: Mapping[str, TargetRange], samples: I
     Raises
     ------
     DataError
-        A sample that cannot be read.
+        A sample cannot be read.
     """
     before, dataset.lenient = dataset.lenient, frozenset(dataset.fields)
     try:
@@ -277,19 +280,19 @@ def count_classes(
     Parameters
     ----------
     dataset, name
-        Dataset, and the target that is read. Class indices outside ``0 .. classes - 1`` (ignored ones), and
-        positions of weight 0, do not count.
+        Dataset, and the target that is read. Class indices outside ``0 .. classes - 1`` (ignored ones), and positions
+        of weight 0, are not counted.
     classes
         Number of classes.
     samples
         Indices of the samples.
     reduction
-        Reduction of cells to patches; patches count then.
+        Reduction of cells to patches; then patches are counted.
 
     Raises
     ------
     DataError
-        As in reading; a target that is between two classes.
+        As in reading; a target is between two classes.
     """
     counts, fine = np.zeros(classes, np.int64), dataset.fields[name].shape
     shape = fine if reduction is None else reduction.coarse_shape(fine)
@@ -301,7 +304,7 @@ def count_classes(
             labels = labels[(labels >= 0) & (labels < classes)]
             if np.any(labels != np.rint(labels)):
                 raise DataError(
-                    f"{dataset.path}: sample {sample}: expected numbers of classes in {name!r}, which are counted, got "
+                    f"{dataset.path}: sample {sample}: expected class indices in {name!r}, to count them, got "
                     f"{labels[labels != np.rint(labels)][0]:g}; give the weights as numbers"
                 )
             counts += np.bincount(labels.astype(np.int64), minlength=classes)

@@ -1,7 +1,7 @@
-"""Values of targets: the range they may have, numbers that stand for other classes, and reduction to patches.
+"""Values of targets: their range, label maps, and reduction to patches.
 
-A label map replaces numbers of a file: ``255`` for "unknown", ``7`` for class 1. A reduction makes one value per patch
-of the values per cell: a network with stride 64 predicts patches.
+A label map replaces numbers of a file: ``255`` for "unknown", ``7`` for class 1. A reduction computes one value per
+patch from the values per cell: a network with stride 64 predicts patches.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Axes = tuple[int, ...]
 
 
 class TargetRange(NamedTuple):
-    """Range of a target: ``low .. high``, or the value `ignored`; `whole`: class indices only."""
+    """Valid values of a target: ``low .. high``, or the value `ignored`; with `whole`, class indices only."""
 
     low: float = -np.inf
     high: float = np.inf
@@ -45,8 +45,8 @@ class TargetRange(NamedTuple):
         return self.low > -np.inf
 
     def allows(self, values: NDArray[Any]) -> NDArray[np.bool_]:
-        """Return which values are finite numbers that a target may be."""
-        # A comparison with NaN is false, so that NaN counts as wrong here.
+        """Return which values are valid."""
+        # A comparison with NaN is false, so NaN is invalid.
         good = (values >= self.low) & (values <= self.high) & np.isfinite(values)
         if self.whole:
             good &= values == np.trunc(values)
@@ -73,27 +73,27 @@ def check_values(
     indices: Sequence[int],
     origin: Sequence[int],
 ) -> None:
-    """Refuse numbers that were read and are not `good`. Local.
+    """Raise DataError if a number is not `good`. Local.
 
     Parameters
     ----------
     path, field
-        Where they are from.
+        File and field, for the message.
     limits
         Range of a target; None for an input, which may be any finite number.
     values
         A box of a batch, ``(N, *spatial, C)``.
     good
-        Which of them are valid.
+        Which values are valid.
     indices
         Samples of the batch.
     origin
-        Where the box begins in it.
+        Start of the box in the batch.
 
     Raises
     ------
     DataError
-        Names the first invalid number, its sample and its place.
+        The message has the first invalid number, its sample and its position.
     """
     if good.all():
         return
@@ -120,20 +120,20 @@ def check_values(
 
 # -- labels ----------------------------------------------------------------------------------------------
 
-#: Whole numbers up to here are exact in float32, in which files are read.
+#: Largest whole number that is exact in float32, the type in which files are read.
 _EXACT = 2**24
 
 Table = dict[str, int | dict[str, int]]
 
 
 def check_numbers(labels: Table) -> Table:
-    """Check numbers by number, or tables of them by target, of a configuration.
+    """Check a label map of a configuration: new numbers by number, or such tables by target.
 
-    Raises ValueError for others.
+    Raises ValueError for anything else.
     """
     tables = [given for given in labels.values() if isinstance(given, dict)]
     if tables and len(tables) < len(labels):
-        raise ValueError("expected numbers for numbers, or a table of them per target, got both; use tables")
+        raise ValueError("expected a new number per number, or such a table per target, got both; use tables")
     keys = [key for table in tables for key in table] if tables else list(labels)
     wrong = [key for key in keys if not re.fullmatch("-?[0-9]{1,9}", key)]
     if wrong:
@@ -142,7 +142,7 @@ def check_numbers(labels: Table) -> Table:
 
 
 class LabelMap:
-    """Map of whole numbers to others, applied to all at once; numbers that are not in it stay.
+    """Map of whole numbers to others, applied to all at once; other numbers stay.
 
     Parameters
     ----------
@@ -152,7 +152,7 @@ class LabelMap:
     Raises
     ------
     DataError
-        A number that float32 does not hold exactly.
+        float32 cannot represent a number exactly.
 
     >>> values = np.array([0.0, 7.0, 255.0, 1.0])
     >>> LabelMap({255: -1, 7: 1, 1: 7}).apply(values)
@@ -172,16 +172,16 @@ class LabelMap:
         return ", ".join(f"{have} is {made}" for have, made in self.numbers.items())
 
     def apply(self, values: NDArray[Any]) -> None:
-        """Replace in place; NaN stays. Local."""
+        """Replace numbers in place; NaN stays. Local."""
         if not len(self._from):
             return
         at = np.minimum(np.searchsorted(self._from, values), len(self._from) - 1)
         np.copyto(values, self._to[at], where=self._from[at] == values, casting="same_kind")
 
     def described(self, attributes: Mapping[str, Any]) -> dict[str, Any]:
-        """Return attributes of a dataset as they hold for the replaced numbers. Local.
+        """Return the attributes of a dataset after the replacement of its numbers. Local.
 
-        Numbers of flags are replaced too; where two meanings have got one number, both lists are left out.
+        Flag values are replaced too. If two flags get the same number, both lists of flags are left out.
 
         >>> LabelMap({10: 1, 20: 0}).described({"flag_values": [10, 20], "flag_meanings": "water land"})
         {'flag_values': [1, 0], 'flag_meanings': 'water land'}
@@ -198,9 +198,9 @@ class LabelMap:
 
 
 def kept_labels(name: str, ranges: Mapping[str, TargetRange], labels: Mapping[str, LabelMap]) -> list[float]:
-    """Return the numbers of a field that are labels even where a file says that they are missing values. Local.
+    """Return the numbers of a field that are labels even if the file marks them as missing values. Local.
 
-    They are what the loss ignores, and what a map of labels replaces.
+    These are the number that the loss ignores, and the numbers in a label map.
     """
     ignored = ranges[name].ignored if name in ranges else None
     mapped: list[float] = [*labels[name].numbers] if name in labels else []
@@ -222,7 +222,7 @@ def _majority(cells: NDArray[Any], there: NDArray[np.bool_], axes: Axes) -> NDAr
 
 
 def _fraction(cells: NDArray[Any], there: NDArray[np.bool_], axes: Axes) -> NDArray[Any]:
-    # Absent cells are added up as zeros, so that the order of the sum does not depend on other patches.
+    # Absent cells are summed as zeros, so that the order of a sum does not depend on other patches.
     total = np.where(there, cells, 0).sum(axis=axes, dtype=np.float64)
     return total / np.maximum(np.sum(there, axis=axes), 1)
 
@@ -242,7 +242,7 @@ RULES: dict[str, Callable[[NDArray[Any], NDArray[np.bool_], Axes], Any]] = {
 }
 """``any``, ``all``, ``majority`` (more than half) give 0 or 1; ``fraction`` the mean; ``max``; ``center`` one cell.
 
-They take cells, which of them are there, and the axes of a patch. All but ``center`` see those that are there only.
+Functions of the cells, a mask of the present cells, and the axes of a patch. All but ``center`` ignore absent cells.
 """
 
 
@@ -272,7 +272,9 @@ class TargetReduction:
             raise DataError(f"cells per patch: expected 1 or more on every spatial axis, got {self.factors}")
 
     def coarse_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return ``(*spatial, C)`` of the patches, for cells of that shape; refuse a grid that does not divide."""
+        """Return ``(*spatial, C)`` of the patches, for cells of that shape. Raises DataError if patches do not divide
+        the grid.
+        """
         *spatial, channels = shape
         if len(spatial) != len(self.factors) or any(n % f for n, f in zip(spatial, self.factors)):
             raise DataError(
@@ -294,8 +296,8 @@ class TargetReduction:
     def apply(self, cells: NDArray[Any], out: NDArray[Any], absent: NDArray[np.bool_] | None = None) -> None:
         """Reduce cells ``(N, *spatial, C)`` patch by patch to out ``(N, *patches, C)``. Local.
 
-        A patch depends on its own cells only, so that any cut along patches gives the same values. Cells that are
-        `absent` do not count; a patch without others is 0, or 1 by the rule ``all``.
+        A patch depends on its own cells only, so any decomposition along patches gives the same values. Cells that are
+        `absent` do not count; a patch of absent cells is 0, or 1 for the rule ``all``.
         """
         n, *patches, channels = out.shape
         if cells.shape != (n, *(p * f for p, f in zip(patches, self.factors)), channels):

@@ -1,4 +1,4 @@
-"""The datasets around an input of one HDF5 file that say where and when its samples are, and what their axes are."""
+"""Variables around an input of an HDF5 file: coordinates of its samples and axes, their bounds, and grid mappings."""
 
 from __future__ import annotations
 
@@ -27,36 +27,36 @@ NO_VARIABLE = "This is a netCDF dimension but not a netCDF variable."
 """Beginning of the name of a dimension scale that has no numbers."""
 BOUNDS = ("bounds", "climatology")
 """Attributes of a coordinate that name the bounds of its cells."""
-#: Attributes that libraries keep for themselves, and those that name datasets which are not copied.
+#: Internal attributes of libraries, and attributes that name datasets which are not copied.
 _INTERNAL = (
     *("CLASS", "NAME", "REFERENCE_LIST", "DIMENSION_LIST", "DIMENSION_LABELS", "_Netcdf4Dimid", "_Netcdf4Coordinates"),
     *("_NCProperties", "_nc3_strict", "coordinates", "formula_terms", "ancillary_variables"),
 )
-_MOST, _LONGEST = 64, 60_000  # attributes of a dataset, bytes of one
+_MOST, _LONGEST = 64, 60_000  # limits: attributes of a dataset, and bytes of an attribute
 
 
 @dataclass(frozen=True)
 class Variable:
-    """A dataset that goes with an input.
+    """A dataset that belongs to an input, such as a coordinate.
 
     Attributes
     ----------
     name
-        Its name in the file of predictions.
+        Name in the file of predictions.
     path
-        Its name in its own file.
+        Name in its own file.
     axes
-        What its axes are.
+        Axes of the samples that its axes correspond to.
     shape, dtype
         As stored.
     attributes
-        All that other programs read.
+        All attributes that other programs read.
     bounds_of
-        Name of the coordinate whose bounds it has; empty for others.
+        Name of the coordinate of which this is the bounds; else empty.
     mapping
-        Whether it is a grid mapping, of which the attributes count.
+        Whether it is a grid mapping, in which only the attributes matter.
     value
-        Number in a grid mapping.
+        Number stored in a grid mapping.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Variable:
 
     @property
     def is_of_samples(self) -> bool:
-        """Whether one of its axes is that of the samples."""
+        """Whether one of its axes is the sample axis."""
         return SAMPLE in self.axes
 
 
@@ -83,17 +83,17 @@ class Surroundings:
     sizes
         Extents of the samples of the file, by axis.
     scales
-        Names of the dimension scales of an axis, the first of which names the dimension.
+        Names of the dimension scales of an axis; the first one names the dimension.
     dimensions
         Names of dimensions, by axis.
     variables, faults
-        By name: what was found, and why something named cannot be used.
+        By name: the variables, and the reasons why others cannot be used.
     """
 
     def __init__(self, file: h5py.File, part: Hdf5Dataset, name: str, allow_external: bool) -> None:
         own = part.fields[name]
         self._inputs = file[own.dataset]
-        self._file = self._inputs.file  # another one, if the input is a link into it
+        self._file = self._inputs.file  # another file, if the input is a link into it
         self._storage = Storage(part.path, allow_external, texts=True)
         self._axes = _axes_of(own, self._inputs.ndim)
         self.sizes = {axis: n for axis, n in zip(self._axes, self._inputs.shape) if axis is not None}
@@ -115,11 +115,11 @@ class Surroundings:
             self._add_mapping(path)
 
     def _text(self, name: str) -> str:
-        """Return an attribute of the input, or else of the file."""
+        """Return a text attribute of the input, or else of the file."""
         return _text(self._inputs, name) or _text(self._file, name)
 
     def _add_scales(self, axis: int, label: str) -> None:
-        """Add the scales of an axis; without one, the dataset that the label of the axis names."""
+        """Add the scales of an axis; without scales, the dataset named by the axis label."""
         attached = [scale for own, scale in self._attached if own == axis]
         paths = [scale.name for scale in attached if not _text(scale, "NAME").startswith(NO_VARIABLE)]
         if attached or label:
@@ -136,7 +136,7 @@ class Surroundings:
         return (axis,)
 
     def _axes_by_scale_or_shape(self, found: h5py.Dataset) -> Axes:
-        """Return the axes by dimension scales that the dataset shares with the input, else by its shape."""
+        """Return the axes of a dataset: by dimension scales shared with the input, else by its shape."""
         own = _scales_of(found)
         if own and all(own):
             fits = [tuple(next((axis for axis, s in self._attached if s == scales[0]), None) for scales in own)]
@@ -145,11 +145,11 @@ class Surroundings:
         if len(fits) != 1:
             raise DataError(f"its shape {found.shape} fits {'several' if fits else 'no'} axes of the samples")
         if None in fits[0]:
-            raise DataError("it has an axis that predictions have not")
+            raise DataError("it has an axis that predictions lack")
         return fits[0]
 
     def _add(self, path: str, axes_of: Callable[[h5py.Dataset], Axes], bounds_of: str = "") -> None:
-        """Add the dataset at `path`, or note why it cannot be used."""
+        """Add the dataset at `path`, or record why it cannot be used."""
         name = posixpath.basename(path)
         if name in self.variables:
             return
@@ -178,7 +178,8 @@ class Surroundings:
                 self.faults[name] = one_line(error)
 
     def _find(self, path: str) -> str | None:
-        """Return the full name of what an attribute of the input names: in its group, or in one above."""
+        """Return the full path of a dataset that an attribute of the input names: in its group, or in a parent group.
+        """
         group = posixpath.dirname(self._inputs.name)
         while True:
             there = posixpath.join(group, path)
@@ -190,9 +191,9 @@ class Surroundings:
 
 
 def _scales_of(found: h5py.Dataset) -> list[list[h5py.Dataset]]:
-    """Return the dimension scales of each axis, without those that were deleted.
+    """Return the dimension scales of each axis, without deleted ones.
 
-    They are read from the attribute: HDF5's own function frees memory twice in damaged files.
+    They are read from the attribute, because HDF5's own function frees memory twice in damaged files.
     """
     given = found.attrs.get("DIMENSION_LIST")
     if not isinstance(given, np.ndarray) or given.shape != (found.ndim,) or given.dtype.kind != "O":
@@ -209,7 +210,7 @@ def _target(file: h5py.File, reference: Any) -> h5py.HLObject | None:
 
 
 def _labels_of(found: h5py.Dataset) -> list[str]:
-    """Return the labels of the axes, empty where there are none."""
+    """Return the labels of the axes; empty texts for axes without one."""
     given = found.attrs.get("DIMENSION_LABELS")
     if not isinstance(given, np.ndarray) or given.shape != (found.ndim,):
         return [""] * found.ndim
@@ -218,14 +219,14 @@ def _labels_of(found: h5py.Dataset) -> list[str]:
 
 
 def _number(found: h5py.Dataset) -> Any:
-    """Return the number in a scalar dataset, 0 for others: texts, arrays, numbers of other files."""
+    """Return the number in a scalar dataset; 0 for texts, arrays and numbers stored in other files."""
     if found.shape != () or found.is_virtual or found.external or found.dtype.kind not in "iuf":
         return np.int32(0)
     return found[()]
 
 
 def mappings_of(text: str) -> list[str]:
-    """Return the names in an attribute ``grid_mapping``, which may say which coordinates each is of.
+    """Return the names in an attribute ``grid_mapping``, which may list the coordinates of each mapping.
 
     >>> mappings_of("crs"), mappings_of("utm: x y wgs84: lat lon")
     (['crs'], ['utm', 'wgs84'])
@@ -235,7 +236,7 @@ def mappings_of(text: str) -> list[str]:
 
 
 def _has_link(file: h5py.File, path: str) -> bool:
-    """Return whether there is a link of this full name; opens no other file."""
+    """Return whether a file has a link of this full name. Opens no other file."""
     group: Any = file["/"]
     *folders, name = path.strip("/").split("/")
     for folder in folders:
@@ -259,7 +260,7 @@ def _axes_of(own: Field, ndim: int) -> Axes:
 
 
 def _in_order(shape: Sequence[int], sizes: Sequence[tuple[int | None, int]]) -> Iterator[Axes]:
-    """Yield the axes, in order, that have these extents.
+    """Yield the tuples of axes, in order, that have the extents of `shape`.
 
     >>> list(_in_order((4, 6), [(-1, 9), (0, 4), (1, 6)])), list(_in_order((4,), [(0, 4), (1, 4)]))
     ([(0, 1)], [(0,), (1,)])
@@ -272,14 +273,14 @@ def _in_order(shape: Sequence[int], sizes: Sequence[tuple[int | None, int]]) -> 
 
 
 def _attributes(item: h5py.Dataset) -> dict[str, Any]:
-    """Return the attributes that other programs read, as they are stored; those of strange types are left out."""
+    """Return the attributes that other programs read, as stored, except those of unusual types."""
     names = [name for name in item.attrs if name not in _INTERNAL and is_text(name)][:_MOST]
     found = {name: _attribute(item, name) for name in names}
     return {name: value for name, value in found.items() if value is not None}
 
 
 def _attribute(item: h5py.HLObject, name: str) -> Any:
-    """Return an attribute that is a text, numbers or texts; None without one, or if it is of another type."""
+    """Return an attribute that is a text, numbers or texts; else None."""
     try:
         value = item.attrs.get(name)
     except HDF5_FAULTS:
@@ -294,14 +295,14 @@ def _attribute(item: h5py.HLObject, name: str) -> Any:
 
 
 def _text(item: h5py.HLObject, name: str) -> str:
-    """Return an attribute that is a text, else an empty one."""
+    """Return a text attribute; "" if it is missing or not a text."""
     value = _attribute(item, name)
     value = value.decode("utf-8", "replace") if isinstance(value, bytes) else value
     return value if isinstance(value, str) else ""
 
 
 def mark(value: Any) -> Any:
-    """Return what is equal for equal attributes or arrays; NaN equals NaN."""
+    """Return a value that is equal for equal attributes or arrays; NaN equals NaN."""
     if isinstance(value, np.ndarray | np.generic):
         plain = value.tolist() if value.dtype.kind == "O" else value.tobytes()
         return value.dtype.str, value.shape, plain

@@ -1,15 +1,15 @@
-"""Quality of quadrilateral cells by the definitions of the Verdict library, vectorised over a mesh.
+"""Quality of quadrilateral cells by the definitions of the Verdict library, vectorized over a mesh.
 
-Everything is computed in float64 from node positions; thresholds and clamps follow the Verdict that
-VTK 9.7 ships, so that the tests can compare value by value:
+All metrics are computed in float64 from node positions. Thresholds and clamps follow the Verdict of VTK 9.7, so the
+tests can compare value by value:
 
 - a length, area or Jacobian below :data:`TINY` (of the cell scaled by its bounding-box diagonal) counts as zero;
 - results are clamped to +-:data:`HUGE`;
 - a quad whose nodes 2 and 3 coincide is measured as a triangle where Verdict does so.
 
-Verdict measures a cell against its *own* normal: a cell turned inside out as a whole looks perfect.
-In a plane mesh, ``Quads(nodes, normal="up")`` measures against +z, and :func:`scaled_jacobian` is then negative for an
-inverted cell.
+Verdict measures a cell against its *own* normal, so a cell that is inverted as a whole has a perfect quality. In a
+plane mesh, ``Quads(nodes, normal="up")`` measures against +z; :func:`scaled_jacobian` is then negative for an inverted
+cell.
 
 Corner order of the cell ``(i, j)`` and the numbering of its edges, as in the Verdict library::
 
@@ -21,8 +21,8 @@ Corner order of the cell ``(i, j)`` and the numbering of its edges, as in the Ve
 
 References
 ----------
-C. J. Stimpson et al., *The Verdict Geometric Quality Library*, SAND2007-1751, chapter 4 (quads). We
-differ in one thing: where Verdict returns NaN (distortion of a cell shrunk to a point), we return 0.
+C. J. Stimpson et al., *The Verdict Geometric Quality Library*, SAND2007-1751, chapter 4 (quads). One
+difference: where Verdict returns NaN (distortion of a cell that is a point), the result here is 0.
 """
 
 from __future__ import annotations
@@ -249,7 +249,7 @@ def oddy(q: Quads) -> Array:
     for k in range(4):
         g11, g22 = q.lengths_squared[k], q.lengths_squared[k - 1]
         g12 = -(q.ex[k] * q.ex[k - 1] + q.ey[k] * q.ey[k - 1]) / square
-        # det g = g11 g22 - g12^2, but as the squared cross product it does not cancel in flat cells.
+        # det g = g11 g22 - g12^2, computed as the squared cross product, which does not cancel in flat cells.
         g = (q.cross[k] / square) ** 2
         flat = g < TINY
         value = ((g11 - g22) ** 2 + 4 * g12 * g12) / 2 / np.where(flat, 1.0, g)
@@ -371,14 +371,14 @@ def _face_sign(corner: Sequence[Array]) -> Array:
 
 
 def _gauss_weights() -> list[list[float]]:
-    """Compute bilinear weights of the four corners at each of the 2x2 Gauss points."""
+    """Return the bilinear weights of the four corners at each of the 2x2 Gauss points."""
     signs = ((-1, -1), (1, -1), (1, 1), (-1, 1))
     points = [(a * _GAUSS, b * _GAUSS) for a, b in signs]
     return [[(1 + a * xi) * (1 + b * eta) / 4 for a, b in signs] for xi, eta in points]
 
 
 def _angles(q: Quads, angle: Array, extreme: Callable[[Array, Array], Array]) -> Array:
-    """Return `angle`, with collapsed cells replaced by their triangle's; `extreme` acts on cosines."""
+    """Return `angle`, with collapsed cells replaced by the value of their triangle; `extreme` acts on cosines."""
     if q.collapsed.any():
         (a, b, c), _ = q.triangle
         empty = (a == 0) | (b == 0) | (c == 0)

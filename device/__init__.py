@@ -1,4 +1,4 @@
-"""Where arrays live: memory, copies between host and device, events. Imports nothing of the other folders."""
+"""Devices: memory, copies between host and device, events. Imports nothing of the other folders."""
 
 from .base import (
     HOST,

@@ -1,16 +1,16 @@
-"""What the rest of halograd asks of the place where arrays live.
+"""The interface of devices, which own arrays.
 
-Work on a device is *enqueued*: a call returns before it is done, and what is enqueued runs in order. The host
-learns that something is done from a :class:`Ticket` only. ::
+Work on a device is *enqueued*: a call returns before the work is done, and enqueued work runs in order. The host learns
+of completed work through a :class:`Ticket` only. ::
 
     host      pack  download  mark ->t    launch kernels ...   t.wait()  send     ...   upload(pinned)   unpack
     device         [pack][download]       [kernels ...........................]        [upload][unpack]
 
-Everything above the kernels is written against this class and NumPy's functions, which an array of a device answers
-itself (CuPy does); so the same code runs on the host, on a GPU, and on a double of one in the tests.
+All code above the kernels uses :class:`Device` and NumPy's functions, which dispatch to the library of a device array
+(CuPy). So the same code runs on the host, on a GPU, and on the tests' double of a GPU.
 
 :data:`HOST` is the host: NumPy arrays, and calls that return when they are done. :func:`device_of` finds the device of
-an array. Types of 16 bits have names here, and the type that stands behind them where digits count.
+an array. :data:`LOW` names the 16-bit types, and :func:`wide` returns the type of their sums and parameters.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ __all__ = [
 ]
 
 
-#: Types of 16 bits: for activations and their gradients; parameters, sums and statistics are float32 beside them.
+#: 16-bit types, for activations and their gradients. Parameters, sums and statistics are then float32.
 LOW = ("float16", "bfloat16")
-_LOW = frozenset([np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)])  # a dtype makes its name anew for every question
+_LOW = frozenset([np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)])  # dtype.name is slow
 
 
 def as_dtype(name: Any) -> np.dtype:
@@ -59,12 +59,12 @@ def as_dtype(name: Any) -> np.dtype:
 
 
 def is_low(dtype: Any) -> bool:
-    """Return whether a dtype, or the name of one, has 16 bits."""
+    """Return whether a dtype, or the dtype of this name, has 16 bits."""
     return dtype in LOW if isinstance(dtype, str) else np.dtype(dtype) in _LOW
 
 
 def wide(dtype: Any) -> np.dtype:
-    """Return the dtype of parameters, statistics and sums beside activations of this one.
+    """Return the dtype of parameters, statistics and sums for activations of dtype `dtype`.
 
     >>> wide("float16"), wide("float64")
     (dtype('float32'), dtype('float64'))
@@ -73,35 +73,35 @@ def wide(dtype: Any) -> np.dtype:
 
 
 def resolution(dtype: Any) -> float:
-    """Return the distance from 1 to the next number, as `numpy.finfo` says of the types that it knows."""
+    """Return the distance from 1 to the next number; `numpy.finfo` does not know bfloat16."""
     return 2.0**-7 if np.dtype(dtype).name == "bfloat16" else float(np.finfo(dtype).eps)
 
 
 class DeviceGraph:
-    """Work of a device that was recorded, and that a call enqueues again, at once. Local.
+    """Recorded device work that one call enqueues again. Local.
 
-    It is freed by :meth:`drop`, and not when the last who knows of it is gone: NCCL ends no communicator while there is
-    a graph with calls of it, and tracebacks and cycles of objects would keep it.
+    :meth:`drop` frees the graph. Its last reference does not: NCCL cannot end a communicator while a graph contains its
+    calls, and tracebacks or reference cycles may keep a reference.
 
     Parameters
     ----------
     recorded
         Has a method ``launch(stream)``. Only this object may hold it.
     free
-        Frees its memory when it is gone; may wait for the device.
+        Frees the graph's memory after it is dropped; may wait for the device.
     """
 
     def __init__(self, recorded: Any, stream: Any = None, free: Callable[[], None] = lambda: None) -> None:
         self._held: tuple[Any, Any, Callable[[], None]] | None = (recorded, stream, free)
 
     def __call__(self) -> None:
-        held = self._held  # which another thread may take away
+        held = self._held  # another thread may drop it meanwhile
         if held is None:
-            raise DeviceError("graph: expected one that is there, got one that was dropped; build the executor anew")
+            raise DeviceError("graph: expected a live graph, got a dropped one; build the executor again")
         held[0].launch(held[1])
 
     def drop(self, waits: bool = True) -> None:
-        """Free it; idempotent. Not `waits`: without its memory, which is for ever where the device stands still."""
+        """Free the graph; idempotent. With ``waits=False`` its memory is not freed, because the device may be stuck."""
         held, self._held = self._held, None
         if held is not None:
             free = held[2]
@@ -111,32 +111,32 @@ class DeviceGraph:
 
 
 class DeviceError(UserError):
-    """A device cannot be had or cannot do what is asked; the message says what to do instead."""
+    """Raised if a device is missing or lacks a feature; the message contains the remedy."""
 
 
 class Ticket(Protocol):
-    """A place in the queue of a device."""
+    """An event: a position in the queue of a device."""
 
     def done(self) -> bool:
-        """Return whether everything before it is done. Does not wait."""
+        """Return whether all earlier work is done. Does not wait."""
         ...
 
     def wait(self) -> None:
-        """Return when everything before it is done: a synchronization of the host."""
+        """Wait on the host until all earlier work is done."""
         ...
 
 
 class Stamp(Protocol):
-    """A place in the queue whose time can be asked for."""
+    """A position in the queue with a timestamp."""
 
     def done(self) -> bool:
-        """Return whether the device has come there. Does not wait."""
+        """Return whether the device has reached the position. Does not wait."""
         ...
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Memory of a device [B]: in use by this process's arrays, free, and in all."""
+    """Memory of a device [B]: used by this process's arrays, free, and total."""
 
     used: int
     free: int
@@ -149,11 +149,11 @@ class Device(ABC):
     Attributes
     ----------
     name
-        For messages and reports.
+        Name for messages and reports.
     is_host
-        Whether arrays are NumPy's and every call returns when it is done.
+        Whether arrays are NumPy arrays and every call returns when its work is done.
     chunk
-        Elements that elementwise work in NumPy's functions takes at a time: as many as make launches cheap.
+        Elements per call of elementwise NumPy functions: enough to make launch costs small.
     """
 
     name: str
@@ -163,7 +163,7 @@ class Device(ABC):
     # -- arrays ---------------------------------------------------------------------------------
     @abstractmethod
     def owns(self, array: Any) -> bool:
-        """Return whether this array lives here."""
+        """Return whether this device owns an array."""
 
     @abstractmethod
     def address(self, array: Any) -> int:
@@ -188,51 +188,53 @@ class Device(ABC):
 
     @abstractmethod
     def pinned(self, shape: Sequence[int], dtype: Any) -> np.ndarray:
-        """Return the packed zeros in host memory that `download` and `upload` reach without a detour."""
+        """Return a packed array of zeros in host memory that `download` and `upload` access directly."""
 
-    # -- copies that wait -----------------------------------------------------------------------
+    # -- blocking copies ------------------------------------------------------------------------
     @abstractmethod
     def to_host(self, array: Any) -> np.ndarray:
-        """Return the values of an array as a NumPy array, packed. Waits; not for use within a step."""
+        """Return the values of an array as a packed NumPy array. Waits, so do not call it within a step."""
 
     @abstractmethod
     def assign(self, target: Any, values: np.ndarray) -> None:
-        """``target[...] = values``, of a host array; `values` may be changed once it returns. May wait."""
+        """Copy a host array: ``target[...] = values``. `values` may be changed after the call. May wait."""
 
-    # -- copies that do not wait ----------------------------------------------------------------
+    # -- asynchronous copies --------------------------------------------------------------------
     @abstractmethod
     def download(self, array: Any, pinned: np.ndarray) -> None:
-        """Enqueue the copy of a packed array to pinned memory, to be read behind a `mark` that was waited for."""
+        """Enqueue the copy of a packed array to pinned memory. Read that only after waiting for a later `mark`."""
 
     @abstractmethod
     def upload(self, pinned: np.ndarray, array: Any) -> None:
-        """Enqueue the copy of pinned memory to a packed array; leave `pinned` alone until a later `mark` is done."""
+        """Enqueue the copy of pinned memory to a packed array. Do not change `pinned` before a later `mark` is done."""
 
     @abstractmethod
     def mark(self) -> Ticket:
         """Return a ticket for everything enqueued so far."""
 
     def upload_ahead(self, pairs: Sequence[tuple[np.ndarray, Any]], after: Ticket | None = None) -> Ticket:
-        """Enqueue uploads beside the queue, behind `after`; the queue waits for them by `join` only.
+        """Enqueue uploads on a separate stream, after `after`. The compute stream waits for them in `join` only.
 
-        May be called from another thread than that of the kernels.
+        Another thread than that of the kernels may call this.
         """
         for pinned, array in pairs:
             self.upload(pinned, array)
         return self.mark()
 
     def join(self, ticket: Ticket) -> None:
-        """Let what is enqueued from here on run behind this ticket; the host does not wait."""
+        """Make later work wait for this ticket; the host does not wait."""
         return None
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Return when everything enqueued is done."""
+        """Wait until all enqueued work is done."""
 
     # -- copies within the device ---------------------------------------------------------------
     def copies(self, pairs: Sequence[tuple[Any, Any]]) -> Callable[[], None]:
-        """Return what enqueues ``target[...] = source`` for pairs of (target, source) views of one shape each, of any
-        two floating-point dtypes, or of one dtype.
+        """Return a function that enqueues ``target[...] = source`` for pairs (target, source) of views of one shape
+        each.
+
+        The dtypes are any two floating-point types, or equal.
         """
         fixed = tuple(pairs)
 
@@ -243,7 +245,9 @@ class Device(ABC):
         return run
 
     def sums(self, pairs: Sequence[tuple[Any, Any]]) -> Callable[[], None]:
-        """Return what enqueues ``target += source`` for pairs of (target, source) views of one shape each, in order."""
+        """Return a function that enqueues ``target += source`` for pairs (target, source) of views of one shape each,
+        in order.
+        """
         fixed = tuple(pairs)
 
         def run() -> None:
@@ -255,15 +259,15 @@ class Device(ABC):
     # -- time -----------------------------------------------------------------------------------
     @abstractmethod
     def stamp(self) -> Stamp:
-        """Return a stamp behind everything enqueued so far."""
+        """Return a timestamp after all work enqueued so far."""
 
     @abstractmethod
     def seconds(self, first: Stamp, second: Stamp) -> float:
         """Return the time from one stamp to another, both done [s]."""
 
-    # -- the rest -------------------------------------------------------------------------------
+    # -- graphs, threads, memory ----------------------------------------------------------------
     def capture(self, run: Callable[[], None]) -> DeviceGraph:
-        """Return what enqueues, at once, everything that `run` enqueues. `run` is called once and must not wait.
+        """Return a graph of the work that `run` enqueues. `run` is called once and must not wait.
 
         Raises
         ------
@@ -273,7 +277,7 @@ class Device(ABC):
         raise DeviceError(f"graph: expected a device that captures graphs, got {self.name}; set backend.graph = false")
 
     def drop_graphs(self) -> None:
-        """Free all graphs that were captured, although they are still referenced. Does not wait."""
+        """Free all captured graphs, even if they are still referenced. Does not wait."""
         return None
 
     def use(self) -> None:
@@ -281,7 +285,7 @@ class Device(ABC):
         return None
 
     def close(self) -> None:
-        """Finish what is enqueued, and let no array be found to live here any more. May be called twice."""
+        """Finish the enqueued work and unregister the device from `device_of`. May be called twice."""
         return None
 
     def computing(self) -> AbstractContextManager[Any]:
@@ -289,7 +293,7 @@ class Device(ABC):
         return nullcontext()
 
     def memory(self) -> DeviceMemory | None:
-        """Return what is used and free, None where that means nothing (the host)."""
+        """Return the used and free memory; None for the host."""
         return None
 
     def describe(self) -> str:
@@ -298,14 +302,15 @@ class Device(ABC):
 
 
 def packed_as(values: Any, target: Any) -> np.ndarray:
-    """Return the host values as a packed array of the shape and dtype of `target`; `ascontiguousarray` adds a missing
-    axis.
+    """Return host values as a packed array of the shape and dtype of `target`.
+
+    `ascontiguousarray` is not used because it adds an axis to 0-d arrays.
     """
     return np.array(np.broadcast_to(values, target.shape), target.dtype, order="C", copy=True)
 
 
 class _Now:
-    """What was enqueued on the host is done."""
+    """A ticket of the host, whose work is always done."""
 
     def __init__(self) -> None:
         self.at = time.perf_counter()
@@ -322,11 +327,11 @@ class HostDevice(Device):
 
     name = "host"
     is_host = True
-    # Some buffers of this size fit into the second-level cache.
+    # Several buffers of this size fit into the second-level cache.
     chunk = 1 << 15
 
     def owns(self, array: Any) -> bool:
-        return not hasattr(array, "__cuda_array_interface__")  # numbers and lists are the host's too
+        return not hasattr(array, "__cuda_array_interface__")  # numbers and lists belong to the host too
 
     def address(self, array: Any) -> int:
         return int(array.__array_interface__["data"][0])
@@ -369,22 +374,22 @@ _devices: list[Device] = []
 
 
 def register(device: Device) -> None:
-    """Let `device_of` find a device; the one registered last is asked first."""
+    """Let `device_of` find a device. The device registered last is tried first."""
     _devices.insert(0, device)
 
 
 def unregister(device: Device) -> None:
-    """Forget a device; one that is not registered is ignored."""
+    """Remove a device from `device_of`; no-op if it is not registered."""
     _devices[:] = [other for other in _devices if other is not device]
 
 
 def device_of(*arrays: Any) -> Device:
-    """Return the device of some arrays; None among them is ignored.
+    """Return the device of some arrays; None values are ignored.
 
     Raises
     ------
     DeviceError
-        If they live on different devices, or on none that a kernel backend has opened.
+        If the arrays belong to different devices, or to one that no kernel backend has opened.
     """
     found: list[Device] = []
     for array in arrays:
@@ -400,7 +405,7 @@ def device_of(*arrays: Any) -> Device:
 
 
 def on_device(array: Any) -> Device | None:
-    """Return the device of an array; None for anything of the host."""
+    """Return the device of an array; None for host objects."""
     if isinstance(array, np.ndarray):
         return None
     return next((device for device in _devices if device.owns(array)), None)
@@ -412,5 +417,5 @@ def _of(array: Any) -> Device:
         return device
     raise DeviceError(
         f"expected a NumPy array or one of an open device, got {type(array).__module__}.{type(array).__name__}; "
-        "make a kernel backend of its device first"
+        "open a kernel backend of its device first"
     )

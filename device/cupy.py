@@ -1,5 +1,7 @@
-"""A CUDA device by CuPy: one compute stream per rank, one stream for copies ahead, events, pinned memory; and the
-choice of a device for a rank."""
+"""CUDA devices by CuPy, and the choice of a device for a rank.
+
+A device has one compute stream per rank, one stream for copies ahead, events, and pinned memory.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,8 @@ def choose_ordinal(wanted: str | int | Sequence[int], local_rank: int, count: in
     Parameters
     ----------
     wanted
-        ``"auto"``: the ranks of a node take its devices in turn. A number: that one, whatever the rank. Numbers: the
-        ranks of a node take these in turn.
+        ``"auto"``: the ranks of a node take its devices in turn. A number: that device for all ranks. Several numbers:
+        the ranks of a node take these devices in turn.
     local_rank
         Number of the rank among those of its node.
     count
@@ -44,7 +46,7 @@ def choose_ordinal(wanted: str | int | Sequence[int], local_rank: int, count: in
     if count < 1:
         raise DeviceError("backend.device: expected a CUDA device, got none (no driver, or none visible)")
     if wanted == "auto":
-        # A launcher that shows each rank its own device only leaves one to choose from.
+        # If the launcher makes only one device visible to each rank, count is 1.
         return local_rank % count
     chosen = [wanted] if isinstance(wanted, int) else wanted
     if isinstance(chosen, str) or not chosen:
@@ -64,11 +66,11 @@ def import_cupy() -> Any:
     Raises
     ------
     DeviceError
-        In one line, if it cannot be imported.
+        If CuPy cannot be imported; the message has one line.
     """
     try:
         return importlib.import_module("cupy")
-    except Exception as error:  # a CuPy for another CUDA fails in many ways
+    except Exception as error:  # a CuPy for another CUDA version raises various exceptions
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise DeviceError(
             f"device: expected CuPy for a GPU, it cannot be imported ({reason}); pip install 'halograd[gpu]'"
@@ -79,12 +81,13 @@ def count_devices(cupy: Any) -> int:
     """Return the number of CUDA devices; 0 without a driver."""
     try:
         return int(cupy.cuda.runtime.getDeviceCount())
-    except Exception:  # no driver, or one that is too old
+    except Exception:  # no driver, or the driver is too old
         return 0
 
 
 def cupy_device(ordinal: int = 0) -> CupyDevice:
-    """Return the device of this number, opened once per process so that its arrays share a stream; current from now on.
+    """Return the device of this number and make it current. Each is opened once per process, so its arrays share a
+    stream.
     """
     device = _opened.get(ordinal)
     if device is None:
@@ -100,14 +103,14 @@ NOT_READY = 600  # cudaErrorNotReady
 
 
 def arrived(cupy: Any, event: Any) -> bool:
-    """Return whether the device has come to an event. Does not wait.
+    """Return whether the device has reached an event. Does not wait.
 
-    ``Event.done`` is false for ever where the device has failed.
+    After a failure of the device, ``Event.done`` stays false; this raises instead.
 
     Raises
     ------
     Exception
-        What has gone wrong on the device, in CUDA's words.
+        The device's error, as reported by CUDA.
     """
     status = cupy.cuda.runtime.eventQuery(event.ptr)
     if status not in (0, NOT_READY):
@@ -116,7 +119,7 @@ def arrived(cupy: Any, event: Any) -> bool:
 
 
 class _Place:
-    """An event on a stream: ticket, and stamp where it has a time."""
+    """An event on a stream: a ticket, and a timestamp if it records the time."""
 
     def __init__(self, cupy: Any, stream: Any, timed: bool) -> None:
         self._cupy = cupy
@@ -131,12 +134,12 @@ class _Place:
 
 
 class CupyDevice(Device):
-    """One CUDA device. Makes its compute stream the current one of the thread that opens it. Local.
+    """One CUDA device. Its compute stream becomes the current stream of the thread that opens it. Local.
 
     Parameters
     ----------
     ordinal
-        Number of the device as CUDA counts.
+        CUDA's number of the device.
 
     Attributes
     ----------
@@ -145,8 +148,8 @@ class CupyDevice(Device):
     pinned_bytes
         Pinned memory given out so far [B].
     fused_copies, fused_sums
-        What makes one launch of many copies, or sums, of boxes, of words as wide as addresses and strides permit; None:
-        CuPy's own operations, one each.
+        Functions that combine many copies, or sums, of boxes in one launch, with words as wide as alignment permits;
+        None: one CuPy operation each.
 
     Raises
     ------
@@ -175,7 +178,7 @@ class CupyDevice(Device):
     # -- arrays ---------------------------------------------------------------------------------
     @property
     def cupy(self) -> Any:
-        """The module ``cupy``, for those who need more of CUDA than a device has here."""
+        """The module ``cupy``, for CUDA features that :class:`Device` lacks."""
         return self._cupy
 
     def owns(self, array: Any) -> bool:
@@ -193,7 +196,7 @@ class CupyDevice(Device):
     def pinned(self, shape: Sequence[int], dtype: Any) -> np.ndarray:
         count = int(np.prod(tuple(shape), dtype=np.int64))
         nbytes = count * np.dtype(dtype).itemsize
-        # Not of CuPy's pool, which rounds up to a power of two: 512 MiB of pinned memory for 300.
+        # Without CuPy's pool, which rounds up to a power of two: 512 MiB of pinned memory for 300.
         cuda = self._cupy.cuda
         memory = cuda.PinnedMemoryPointer(cuda.PinnedMemory(max(1, nbytes), cuda.runtime.hostAllocPortable), 0)
         array = np.frombuffer(memory, np.uint8, nbytes)
@@ -257,15 +260,15 @@ class CupyDevice(Device):
         return float(self._cupy.cuda.get_elapsed_time(first.event, second.event)) * 1e-3
 
     def capture(self, run: Callable[[], None]) -> DeviceGraph:
-        # Arrays of a graph belong to it alone while it runs: those made while recording come from a pool of its own,
-        # which lives as long as the graph. (Streams are captured in relaxed mode, which lets the pool allocate.)
+        # Arrays that are allocated during capture must belong to the graph alone: they come from a separate pool that
+        # lives as long as the graph. (Streams are captured in relaxed mode, in which the pool may allocate.)
         pool = self._cupy.cuda.MemoryPool()
         with self._cupy.cuda.using_allocator(pool.malloc):
             recorded = self._captured(run)
 
         def free() -> None:
             self.compute.synchronize()
-            pool.free_all_blocks()  # a pool that goes with blocks in it takes them along
+            pool.free_all_blocks()  # CuPy leaks the blocks of a deleted pool
 
         graph = DeviceGraph(recorded, self.compute, free)
         self._graphs.add(graph)
@@ -279,13 +282,13 @@ class CupyDevice(Device):
         if not self._is_current():
             raise DeviceError(
                 "graph: expected the device's compute stream as the current one, got another, whose work "
-                "no graph would hold; leave the stream that is used around"
+                "a graph would not contain; leave the stream context around the call"
             )
         self.compute.begin_capture()
         try:
             run()
         except BaseException:
-            # What went wrong has ended the capture, so that ending it fails too: of the two, this says why.
+            # The error has ended the capture, so ending it fails too. The first error names the cause.
             with suppress(Exception):
                 self.compute.end_capture()
             raise
@@ -301,10 +304,10 @@ class CupyDevice(Device):
         self._cupy.cuda.Device(self.ordinal).use()
 
     def stay_current(self) -> None:
-        """Make `compute` the current stream of this thread, from now on.
+        """Make `compute` the current stream of this thread, permanently.
 
-        ``Stream.use()`` does not last: at the end of any ``with stream:``, those in CuPy too, the current stream is
-        that of the ``with`` around it, or else the null stream. So this is one that does not end.
+        ``Stream.use()`` does not last: at the end of any ``with stream:`` (also inside CuPy), the current stream
+        becomes that of the enclosing ``with``, or else the null stream. So this enters a ``with`` that never ends.
         """
         if not self._is_current():
             self.compute.__enter__()

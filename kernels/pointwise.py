@@ -127,7 +127,7 @@ class Pointwise(Base):
         if kind == "elu" and not alpha >= 0:
             raise KernelError(f"activation: expected alpha >= 0 of elu, got {alpha}; it would not be monotonous")
         if dy is not None and checks.same_elements(x, y) and reads_input(kind, alpha):
-            raise KernelError(f"activation: expected separate x and y for the gradient of {kind}, got one array; use two")
+            raise KernelError(f"activation: expected separate x and y for the gradient of {kind}, got one; use two")
         return self._activation(kind, x, y, dy, dx, alpha)
 
     def add(self, xs: Sequence[Any], y: Any, activation: FusedActivation | None = None) -> Kernel:

@@ -186,7 +186,7 @@ def test_auxiliary_coordinates_and_bounds(tmp_path):
         file["prediction"] = np.zeros((2, H, W, 2))
         left_out = write_coordinates(file, data, {"prediction": (H, W, 2)})
         assert left_out == [
-            "band (it has an axis that predictions have not)",
+            "band (it has an axis that predictions lack)",
             "odd (its shape (17,) fits no axes of the samples)",
             "gone (it is not there)",
         ]

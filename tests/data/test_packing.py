@@ -167,7 +167,7 @@ def test_attributes_that_cannot_be_applied_are_named(tmp_path, name, value, expe
 def test_a_missing_value_that_no_number_is_equal_to_is_named(tmp_path, caplog, value):
     path = write(tmp_path / "a.h5", np.full(SHAPE, 255, np.uint8), missing_value=value)
     assert (read(Hdf5Dataset(path)) == 255).all()
-    assert f"attribute 'missing_value' marks nothing: no number of type uint8 is {value}" in caplog.text
+    assert f"attribute 'missing_value' has no effect: no number of type uint8 is {value}" in caplog.text
 
 
 def test_missing_values_meet_the_policy_for_nan(tmp_path):
@@ -294,7 +294,7 @@ def test_virtual_datasets_have_the_packing_of_their_sources(tmp_path, virtual):
     with h5py.File(path, "r+") as file:
         file["inputs"].attrs.update(scale_factor=0.5, _FillValue=np.array(4, virtual))
     np.testing.assert_array_equal(read(lenient(path)), want)
-    message = "all.h5: '/inputs' takes numbers from datasets that are packed in several ways, or otherwise than it says"
+    message = "all.h5: '/inputs' takes numbers from datasets that are packed in several ways, or not as its own"
     with h5py.File(path, "r+") as file:
         file["inputs"].attrs["scale_factor"] = 0.25
     with pytest.raises(DataError, match=message):

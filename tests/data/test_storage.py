@@ -140,7 +140,7 @@ def test_gaps_are_counted(folder: Path, caplog: pytest.LogCaptureFixture) -> Non
     expected[5] = 0
     assert_reads(write(folder, layout), expected)
     (message,) = caplog.messages
-    assert "'/inputs': 32 of its 192 elements have no source; what is missing reads as zero" in message
+    assert "'/inputs': 32 of its 192 elements have no source; missing numbers read as zero" in message
     assert_refused(
         write(folder, virtual()), "expected numbers, but 192 of its 192 elements have no source; it reads as"
     )
@@ -337,7 +337,7 @@ def test_a_dataset_that_was_never_written(folder: Path, chunks: tuple | None, ca
     assert not caplog.records
     with open_(path, inputs="filled"):
         (message,) = caplog.messages
-    assert "'/filled': " in message and "never written; what is missing reads as its fill value 3.5" in message
+    assert "'/filled': " in message and "never written; missing numbers read as its fill value 3.5" in message
 
 
 def test_chunks_that_were_never_written(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -347,7 +347,7 @@ def test_chunks_that_were_never_written(folder: Path, caplog: pytest.LogCaptureF
     with open_(path):
         (message,) = caplog.messages
     assert (
-        "'/inputs': 4 of its 12 chunks were never written; what is missing reads as zero: write it, unless" in message
+        "'/inputs': 4 of its 12 chunks were never written; missing numbers read as zero: write them, unless" in message
     )
 
 

@@ -48,7 +48,7 @@ def test_where_an_array_is(device):
     with pytest.raises(DeviceError, match="expected arrays on one device, got some on fake:0 and host"):
         device_of(there, np.zeros(2))
     device.close()
-    with pytest.raises(DeviceError, match="make a kernel backend of its device first"):
+    with pytest.raises(DeviceError, match="open a kernel backend of its device first"):
         device_of(there)
 
 
