@@ -38,8 +38,8 @@ class Channel(ABC):
     Rules:
 
     - `slot` is 0 or 1 and changes only in `release`, so it is the same from packing to unpacking.
-    All buffers are allocated at the beginning and stay: prebuild your views for both slots. A transport may
-    return the same buffer for both slots.
+      All buffers are allocated at the beginning and stay: prebuild your views for both slots. A transport may
+      return the same buffer for both slots.
     - A send buffer may be written only from `release` (or creation) to `start`.
     - A receive buffer may be read only from `finish` to `release`. It is read-only: with the `shared`
       transport it *is* the send buffer of the peer.

@@ -1,4 +1,4 @@
-"""Layers: the interface for writing one, the graph they build, and those that halograd has."""
+"""Layers: the base class, the graph that layers build, and the built-in layers."""
 
 from .activation import (
     ELU,

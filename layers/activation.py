@@ -1,4 +1,4 @@
-"""Activations: elementwise functions; those that are made behind other layers."""
+"""Activations: elementwise functions, as layers and within the kernels of other layers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ __all__ = [
 
 
 class _Activation(Layer):
-    """An elementwise function that the kernel backend has under the name `function`. Communication: none."""
+    """An elementwise function with the name `function` in the kernel backend. Communication: none."""
 
     cuts_channels = "channelwise"
     inputs_taken = 1
@@ -52,7 +52,7 @@ class _Activation(Layer):
         context.run(kernel, "forward", uses=("x", "y"), timing=context.timing("forward"))
 
         def backward() -> None:
-            # The other of x and y is free for others from here on.
+            # From here on the memory of the array that backward does not read (x or y) may be reused.
             source, made = "x" if reads_input(self.function, self.alpha) else "y", kernel
             y = context.y_again() if source == "y" else context.y
             if y != kernel.views["y"]:
@@ -68,7 +68,7 @@ def _activation(layer: _Activation, environment: Any, x: Any, y: Any, dy: Any = 
 
 
 class ReLU(_Activation):
-    """``y = max(x, 0)``; the gradient at 0 is 0."""
+    """Rectified linear unit ``y = max(x, 0)``; the gradient at 0 is 0."""
 
     # Backward reads y (or x) and dy, writes dx.
     passes = Passes((1, 1), (1, 2))
@@ -76,7 +76,7 @@ class ReLU(_Activation):
 
 
 class LeakyReLU(_Activation):
-    """``y = x`` where x > 0, else ``alpha * x``."""
+    """Leaky rectified linear unit: ``y = x`` where x > 0, else ``alpha * x``."""
 
     function = "leaky_relu"
 
@@ -86,19 +86,19 @@ class LeakyReLU(_Activation):
 
 
 class Sigmoid(_Activation):
-    """``y = 1 / (1 + exp(-x))``."""
+    """Logistic function ``y = 1 / (1 + exp(-x))``."""
 
     function = "sigmoid"
 
 
 class Tanh(_Activation):
-    """``y = tanh(x)``."""
+    """Hyperbolic tangent ``y = tanh(x)``."""
 
     function = "tanh"
 
 
 class GELU(_Activation):
-    """``y = x * (1 + erf(x / sqrt(2))) / 2`` (Hendrycks and Gimpel 2016).
+    """Gaussian error linear unit ``y = x * (1 + erf(x / sqrt(2))) / 2`` (Hendrycks and Gimpel 2016).
 
     Parameters
     ----------
@@ -119,14 +119,14 @@ class GELU(_Activation):
 
 
 class SiLU(_Activation):
-    """``y = x / (1 + exp(-x))``, also called swish (Ramachandran et al. 2017)."""
+    """Sigmoid linear unit ``y = x / (1 + exp(-x))``, also called swish (Ramachandran et al. 2017)."""
 
     passes = Passes((1, 1), (2, 1))
     function = "silu"
 
 
 class ELU(_Activation):
-    """``y = x`` where x > 0, else ``alpha * (exp(x) - 1)`` (Clevert et al. 2016)."""
+    """Exponential linear unit: ``y = x`` where x > 0, else ``alpha * (exp(x) - 1)`` (Clevert et al. 2016)."""
 
     function = "elu"
 
@@ -138,41 +138,41 @@ class ELU(_Activation):
 
 
 class HardSigmoid(_Activation):
-    """``y = min(max(x / 6 + 1/2, 0), 1)`` (Howard et al. 2019)."""
+    """Piecewise linear sigmoid ``y = min(max(x / 6 + 1/2, 0), 1)`` (Howard et al. 2019)."""
 
     function = "hard_sigmoid"
 
 
 class HardSwish(_Activation):
-    """``y = x * min(max(x / 6 + 1/2, 0), 1)`` (Howard et al. 2019)."""
+    """Swish with the piecewise linear sigmoid: ``y = x * min(max(x / 6 + 1/2, 0), 1)`` (Howard et al. 2019)."""
 
     passes = Passes((1, 1), (2, 1))
     function = "hard_swish"
 
 
 class Softplus(_Activation):
-    """``y = log(1 + exp(x))`` (Dugas et al. 2001): a smooth ReLU, for outputs that are positive."""
+    """Smooth ReLU ``y = log(1 + exp(x))`` (Dugas et al. 2001), for positive outputs."""
 
     passes = Passes((1, 1), (2, 1))
     function = "softplus"
 
 
 class Mish(_Activation):
-    """``y = x * tanh(log(1 + exp(x)))`` (Misra 2019)."""
+    """Mish activation ``y = x * tanh(log(1 + exp(x)))`` (Misra 2019)."""
 
     passes = Passes((1, 1), (2, 1))
     function = "mish"
 
 
 class Affine(Layer):
-    """``y = factor * x + shift`` with numbers that are not learned; :class:`Scale` learns them.
+    """Affine map ``y = factor * x + shift`` with fixed numbers; :class:`Scale` learns them.
 
-    Also written as arithmetic of nodes: ``1 - x``, ``x / 255``. Communication: none.
+    Arithmetic of nodes creates it: ``1 - x``, ``x / 255``. Communication: none.
 
     Parameters
     ----------
     factor, shift
-        A number, or one per channel.
+        A number, or one number per channel.
     """
 
     cuts_channels = "channelwise"
@@ -215,7 +215,7 @@ class Affine(Layer):
 
 
 def _numbers(given: float | Sequence[float]) -> float | tuple[float, ...]:
-    """Return a number, or a tuple of them."""
+    """Return a float, or a tuple of floats."""
     array = np.asarray(given, np.float64)
     return tuple(array.tolist()) if array.ndim == 1 else float(array)
 
@@ -223,7 +223,7 @@ def _numbers(given: float | Sequence[float]) -> float | tuple[float, ...]:
 def _affine(
     factor: float | tuple[float, ...], shift: float | tuple[float, ...], wide: Any, environment: Any, x: Any, y: Any
 ) -> Callable[[], None]:
-    """`wide`: type of the numbers where there is one per channel."""
+    """Return the kernel ``y = factor * x + shift``. `wide` is the dtype of the numbers if there is one per channel."""
     times, plus = (
         environment.kernels.device.array(np.asarray(n), wide) if isinstance(n, tuple) else n for n in (factor, shift)
     )
@@ -238,9 +238,9 @@ def _affine(
 
 
 class Clamp(Layer):
-    """``y = min(max(x, low), high)``; the gradient is 0 at the limits and beyond. ReLU6 is ``Clamp(0, 6)``.
+    """Clamping ``y = min(max(x, low), high)``; the gradient is 0 at the limits and beyond. ReLU6 is ``Clamp(0, 6)``.
 
-    (Sandler et al. 2018; as torch's ``hardtanh`` and ``relu6``.) Communication: none.
+    (Sandler et al. 2018; torch's ``hardtanh`` and ``relu6``.) Communication: none.
     """
 
     cuts_channels = "channelwise"
@@ -282,8 +282,8 @@ def _clamp(limits: tuple[float, float], environment: Any, x: Any, y: Any) -> Cal
 def _clamp_gradient(
     limits: tuple[float, float], environment: Any, y: Any, dy: Any, dx: Any, inside: Any
 ) -> Callable[[], None]:
-    """``dx = dy where low < y < high``: by the output, so that the input need not be kept."""
-    # As they are written: in 16 bits a limit is rounded, and is none of the numbers inside.
+    """Return the kernel ``dx = dy where low < y < high``. It uses the output, so that the input need not be kept."""
+    # Compare with the limits in the dtype of y: 16 bits round a limit, and an output at the limit is not inside.
     low, high = (float(np.asarray(limit, y.dtype)) for limit in limits)
 
     def run() -> None:
@@ -297,26 +297,27 @@ def _clamp_gradient(
     return run
 
 
-#: Activations that kernels of other layers compute.
+#: Activations that the kernels of other layers can compute.
 _FUSED: tuple[type[_Activation], ...] = (
     *(ReLU, LeakyReLU, ELU, GELU, SiLU, HardSwish, HardSigmoid, Sigmoid, Tanh, Softplus, Mish),
 )
-#: Activations that another layer may name.
+#: Activations by the name that other layers accept.
 _KINDS: dict[str, Callable[[], Layer]] = {**{kind.function: kind for kind in _FUSED}, "softmax": Softmax}
 
 
 def activated(layer: Layer, activation: str | Layer | None, by_input: bool | None) -> str | None:
-    """Return the kind of the activation that a layer's own kernels compute, or None. A call puts others behind it.
+    """Return the kind of the activation that the kernels of `layer` compute, or None; any other one becomes
+    `layer.behind`.
 
     Parameters
     ----------
     layer
-        Gets `activation_alpha`; or `behind`: a layer of this activation, named after the layer, or `activation`
-        itself if that is a layer.
+        Layer that gets `activation_alpha`, or `behind`: a layer that each call puts after it. This is a new layer,
+        named after `layer`, or `activation` itself if that is a layer.
     activation
-        None, a name, or a layer. A layer that has a name stays one.
+        None, a name, or a layer. A layer with a name of its own stays a separate layer.
     by_input
-        Whether its kernels also compute those whose gradient is formed from their input; None: they compute none.
+        Whether the kernels also compute activations whose gradient needs their input; None: they compute no activation.
 
     Raises
     ------
@@ -350,7 +351,7 @@ def fused(layer: Layer) -> FusedActivation | None:
 
 
 def inside(layer: Layer) -> Layer | None:
-    """Return the activation that the kernels of `layer` compute, as a layer, or None."""
+    """Return the activation that the kernels of `layer` compute as a layer of its own, or None."""
     f = fused(layer)
     if f is None:
         return None

@@ -1,4 +1,4 @@
-"""Batch normalisation, with statistics of this block, of the ranks that share samples, or of all."""
+"""Batch normalization, with statistics of one block, of the ranks that share samples, or of all ranks."""
 
 from __future__ import annotations
 
@@ -27,19 +27,18 @@ STATISTICS = ("global", "sample", "local")
 
 
 class BatchNorm(Layer):
-    """Batch normalisation (Ioffe and Szegedy 2015) over samples and space, per channel.
+    """Batch normalization (Ioffe and Szegedy 2015) over samples and space, per channel.
 
-    ``y = gamma * (x - mean) / sqrt(var + eps) + beta``, with the mean and the biased variance of the batch in
-    training and the running ones in evaluation. Works on ``(N, C)`` too. A second input, of the shape of the first, is
-    added before the activation: the shortcut of a residual block (He et al. 2016, Figure 2), in the same kernels.
+    ``y = gamma * (x - mean) / sqrt(var + eps) + beta``, with the mean and the biased variance of the batch in training
+    and the running statistics in evaluation. Inputs may also be ``(N, C)``. A second input, of the shape of the first,
+    is added before the activation: the shortcut of a residual block (He et al. 2016, Figure 2), in the same kernels.
 
     Parameters
     ----------
     statistics
-        Over which elements mean and variance of training are taken: ``"global"`` (the whole batch: the
-        result is that of one process), ``"sample"`` (the ranks that share this rank's samples: the spatial
-        aggregate of Dryden et al. 2019, Section III-B) or ``"local"`` (this rank's block). The strategy's
-        option ``statistics`` overrides it.
+        Elements over which training computes mean and variance: ``"global"`` (the whole batch: the result is that of
+        one process), ``"sample"`` (the ranks that share this rank's samples: the spatial aggregate of Dryden et al.
+        2019, Section III-B) or ``"local"`` (this rank's block). The strategy's option ``statistics`` overrides it.
     momentum
         Weight of the batch in the running statistics, ``running = (1 - momentum) * running + momentum * batch``
         (torch's convention).
@@ -48,23 +47,24 @@ class BatchNorm(Layer):
     affine
         Whether to scale by `gamma` and shift by `beta`.
     activation
-        None; a name (``"relu"``, ``"silu"``, ...) or a layer, computed by the kernels of the norm; what these have not
-        (``"softmax"``, :class:`PReLU`, a layer with a name; with a second input all but ReLU) is made behind it.
+        None; or a name (``"relu"``, ``"silu"``, ...) or a layer, which the kernels of the norm compute. Activations
+        that these kernels lack (``"softmax"``, :class:`PReLU`, a layer with a name; with a second input all but ReLU)
+        become a layer after it.
 
     Notes
     -----
-    Parameters `gamma`, `beta` and state `mean`, `var`, all ``(C,)``; a rank holds those of its channels. The
-    running variance averages the unbiased variance, as torch does. Where statistics are not global, the running
-    ones average those of the blocks, weighted by their number of elements; so they are the same on all ranks, and
-    complete once `backward` (or the next `forward`) has run.
+    Parameters `gamma`, `beta` and state `mean`, `var`, all ``(C,)``; a rank holds the values of its channels. The
+    running variance averages the unbiased variance, as torch does. If statistics are not global, the running
+    statistics average those of the blocks, weighted by their number of elements. So they are the same on all ranks,
+    and complete once `backward` (or the next `forward`) has run.
 
     Communication per process: with more than one rank in the group, one sum of ``2 C`` float64 forward (``sum x``,
     ``sum x^2``) and one backward (``sum dy``, ``sum dy * xhat``); evaluation none. If the group is not the whole
-    communicator, one more sum of that size over all ranks for the running statistics, for which no layer waits
-    before `backward`. Where ``E[x^2] - E[x]^2`` would cancel more than the dtype allows (``mean^2 / var`` above
-    4096 in float64, above 5e8 in float32), one more sum forward, of squares about the mean.
+    communicator, one more sum of that size over all ranks for the running statistics; no layer waits for it before
+    `backward`. If ``E[x^2] - E[x]^2`` would cancel more digits than the dtype allows (``mean^2 / var`` above 4096 in
+    float64, above 5e8 in float32), one more sum forward, of squares about the mean.
 
-    In training a batch must be full (`mode.valid`): a short one is refused.
+    In training a batch must be full (`mode.valid`): a shorter batch is rejected.
     """
 
     # Forward reads x for the statistics and again to normalize; backward reads x, dy for two sums, again for dx. A
@@ -100,9 +100,9 @@ class BatchNorm(Layer):
         return behind(node)
 
     def fused(self, inputs: int) -> FusedActivation | None:
-        """Return the activation in the kernels of so many inputs.
+        """Return the activation in the kernels of a layer with this number of inputs.
 
-        With a second one it is a ReLU only: the gradients of both inputs take less memory apart.
+        With a second input this can only be a ReLU: for others, separate gradients of both inputs take less memory.
         """
         return None if inputs > 1 and self.activation != "relu" else fused(self)
 
@@ -134,11 +134,11 @@ class BatchNorm(Layer):
         return self.changed(statistics="global" if sums else "local"), sums
 
     def lower(self, context: Context) -> Callable[[], None]:
-        """Return kernels around sums over the ranks that share statistics; where these are the rank's own, kernels
-        alone.
+        """Lower to kernels around sums over the ranks that share statistics, or to kernels alone if no ranks share
+        them.
 
-        Where the host can look whether ``E[x^2] - E[x]^2`` cancels, and in float64, mean and variance are made here;
-        else by the kernels.
+        If the host can check whether ``E[x^2] - E[x]^2`` cancels, and in float64, this layer computes mean and
+        variance; otherwise the kernels do.
         """
         boxes, statistics = context.output.layout.boxes, context.options.get("statistics", self.statistics)
         inputs = [context.gather(i, context.clipped(i)) for i in range(len(context.inputs))]
@@ -156,7 +156,7 @@ class BatchNorm(Layer):
         running = None
         if groups != whole:
             running = context.sum(whole, views["moments"], "running statistics", sizes, f"{context.name} (running)")
-        # In float64, which is for proofs, the variance of kernels would not be accurate enough.
+        # In float64, which serves as a reference, the variance of the kernels is not accurate enough.
         exact = context.dtype == np.float64
         alone = total is None and not exact
         looks = not alone and (exact or context.looks)
@@ -200,7 +200,7 @@ class BatchNorm(Layer):
                 kernel.add(dresidual=context.gradient(1) if wanted else context.scratch(context.box.shape))
             elif len(inputs) > 1 and context.needs_gradient(1):
                 context.pass_gradient(1)
-            # What an activation was given follows from x again, but not where another input was added.
+            # The input of an activation can be recomputed from x, but not if another input was added.
             gone = ("residual",) if len(inputs) > 1 and f is not None else ("residual", "y")
             used = tuple(name for name in kernel.views if name not in gone)
             settle()
@@ -214,22 +214,22 @@ class BatchNorm(Layer):
 
 @dataclass(frozen=True)
 class _Numbers:
-    """Batch norm of one rank's block.
+    """Settings and sizes of the batch norm of one rank's block.
 
     Attributes
     ----------
     count, share
-        Elements per channel of its group, and its own share in those of all.
+        Elements per channel in the group of ranks, and the share of this rank's elements in those of all ranks.
     alone
         Whether training needs no sums over ranks.
     looks
-        Whether mean and variance are made by this layer, which looks whether they cancel; else by the kernels.
+        Whether this layer computes mean and variance, and checks whether they cancel; else the kernels compute them.
     averaged
         Whether running statistics average those of several groups.
     batch
-        Samples that have to be there.
+        Number of samples in a full batch.
     activation
-        What the kernels compute.
+        Activation that the kernels compute.
     """
 
     layer: BatchNorm
@@ -243,7 +243,7 @@ class _Numbers:
 
 
 class _BatchNormKernel:
-    """The backend's kernels around sums; running statistics of several groups."""
+    """The backend's kernels around sums, and the running statistics of several groups."""
 
     def __init__(self, numbers: _Numbers, environment: Any, **arrays: Any) -> None:
         self.n, self.layer, self.mode, self.name = numbers, numbers.layer, environment.mode, environment.name
@@ -256,7 +256,7 @@ class _BatchNormKernel:
         self._work = Workspace(environment.kernels.device)
         self._pending = self._trained = False
         self.apply = self._kernels(environment, self.running, None)
-        # Forward and backward of training share a workspace, so they are made together.
+        # Forward and backward of training share a workspace, so they are created together.
         self.trained = self._kernels(environment, (self.mean, self.var), self._training())
 
     def _training(self) -> BatchNormTraining:
@@ -305,10 +305,10 @@ class _BatchNormKernel:
         self.trained.statistics()
 
     def cancels(self) -> bool:
-        """Return the mean and biased variance of the group, from the sums of its ranks; whether they are good for
-        nothing.
+        """Compute mean and biased variance of the group from the sums of its ranks; return whether they lost too many
+        digits.
 
-        All ranks of the group have the same sums, so all go the same way.
+        All ranks of the group have the same sums, so all of them take the same branch.
         """
         mean, var = np.divide(self.sums, self.n.count, out=self.moments)
         var -= np.multiply(mean, mean, out=self.sums[0])
@@ -316,7 +316,7 @@ class _BatchNormKernel:
         return cancels(mean, var, self.layer.eps, self.limit, self.sums)
 
     def centered(self) -> None:
-        """Squares about the mean, to be summed."""
+        """Compute the squares about the mean, which are summed over the ranks."""
         self.sums[0].fill(0)
         centered_squares(self.rows, self.moments[0], self.sums[1], self._work)
 
@@ -324,7 +324,7 @@ class _BatchNormKernel:
         np.divide(self.sums[1], self.n.count, out=self.moments[1])
 
     def take(self) -> None:
-        """Give the kernels mean and variance."""
+        """Copy mean and variance to the arrays of the kernels."""
         np.copyto(self.mean, self.moments[0], casting="same_kind")
         np.copyto(self.var, self.moments[1], casting="same_kind")
 
@@ -332,7 +332,9 @@ class _BatchNormKernel:
         self.trained.forward()
 
     def average(self) -> None:
-        """Begin to average this batch's moments over the groups, for the running statistics: the unbiased variance."""
+        """Start to average this batch's moments over the groups, with the unbiased variance, for the running
+        statistics.
+        """
         mean, var = self.moments
         np.copyto(mean, self.mean)
         np.copyto(var, self.var)
@@ -358,7 +360,7 @@ class _BatchNormKernel:
 
 
 def statistics_groups(statistics: str, boxes: Blocks) -> Groups:
-    """Return the ranks whose elements make the statistics of a channel together. Pure arithmetic."""
+    """Return the groups of ranks that share the statistics of a channel. Pure arithmetic."""
     if statistics == "sample":
         return sample_groups(boxes)
     last = len(boxes.grid) - 1
@@ -366,24 +368,27 @@ def statistics_groups(statistics: str, boxes: Blocks) -> Groups:
 
 
 def _of_samples(context: Context) -> int:
-    """Return elements per channel of the samples of this rank."""
+    """Return the number of elements per channel in the samples of this rank."""
     return context.box.shape[0] * math.prod(context.output.layout.shape[1:-1])
 
 
 def _per_group(groups: Groups, boxes: Blocks, sizes: Sequence[int]) -> Sequence[int]:
-    """Return bytes per group of a sum of which each part of the channels has its own: those are the fastest axis."""
+    """Return the bytes of each group's sum. Pure arithmetic.
+
+    Each part of the channels has a sum of its own; the channels are the fastest axis of the group numbers.
+    """
     return [sizes[color % len(sizes)] for color in range(groups.count)]
 
 
 def block(array: Any, channels: int) -> Any:
-    """Return the array of a block, with its channels even where it is empty; None stays None."""
+    """Return the array of a block with its channels, also if it is empty; None stays None."""
     if array is None or array.size:
         return array
     return array.reshape(*[0] * (array.ndim - 1), channels)
 
 
 def affine_parameters(channels: int) -> dict[str, Parameter]:
-    """Scale and shift per channel, ones and zeros in the beginning, without weight decay."""
+    """Return scale and shift per channel, initially ones and zeros, without weight decay."""
     shape = (channels,)
     return {
         "gamma": Parameter(shape, "ones", decay=False, channel_axis=0),
@@ -392,7 +397,7 @@ def affine_parameters(channels: int) -> dict[str, Parameter]:
 
 
 def lower_affine(context: Context, channels: int) -> dict[str, View]:
-    """Return the parameters `gamma` and `beta`, or arrays of ones and zeros in their stead, where there are none."""
+    """Return the parameters `gamma` and `beta`; arrays of ones and zeros if there are none."""
     if "gamma" in context.params and context.params["gamma"].size == channels:
         return {name: context.params[name] for name in ("gamma", "beta")}
     return {

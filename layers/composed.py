@@ -1,4 +1,4 @@
-"""What makes several layers at a call: sequences, all pieces of the channels, crops. They are no layers themselves."""
+"""Functions that create several layers in one call: sequences, splits of the channels, crops. They are no layers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Crop", "Sequential", "Split"]
 
 
 class Sequential:
-    """Layers one after another: a call makes their nodes in order, as ``c(b(a(x)))`` does.
+    """Chain of layers: a call creates their nodes in order, as ``c(b(a(x)))`` does.
 
     Parameters
     ----------
@@ -29,7 +29,7 @@ class Sequential:
     Raises
     ------
     TypeError
-        If something that cannot be called is among them, or there are none.
+        If a layer is not callable, or there are none.
     """
 
     def __init__(self, *layers: Callable[..., Node]) -> None:
@@ -47,14 +47,14 @@ class Sequential:
 
 
 class Split:
-    """All channels in pieces, one after another: a :class:`Slice` for each.
+    """Split of the channels into consecutive pieces, one :class:`Slice` each.
 
     Parameters
     ----------
     sizes
-        Number of pieces, all of one size, or channels of each.
+        Number of equal pieces, or the number of channels of each piece.
     name
-        The pieces are named ``name_0``, ``name_1``, ...
+        Common name; the pieces are named ``name_0``, ``name_1``, ...
 
     Examples
     --------
@@ -67,7 +67,7 @@ class Split:
         self.sizes, self.name = sizes, name
 
     def __call__(self, node: Node) -> tuple[Node, ...]:
-        """Return a node per piece."""
+        """Return one node per piece."""
         channels = node.shape[-1]
         sizes = self._pieces(channels)
         if min(sizes, default=0) < 1 or sum(sizes) != channels:
@@ -86,13 +86,14 @@ class Split:
 
 
 class Crop:
-    """Rows taken away at the ends of the spatial axes: :class:`Pad` with negative amounts.
+    """Removal of rows at the ends of the spatial axes: :class:`Pad` with negative amounts.
 
     Parameters
     ----------
     amounts
-        Rows before and behind, per spatial axis; one number or pair for all of them. None: as many as leave the extent
-        of a second node, the middle of the first (a U-Net of convolutions without padding; Ronneberger et al. 2015).
+        Rows to remove before and after, per spatial axis; one number or pair for all axes. None: the middle of the
+        first node remains, with the extent of a second node (a U-Net of convolutions without padding; Ronneberger et
+        al. 2015).
 
     Examples
     --------
@@ -106,7 +107,7 @@ class Crop:
         self.amounts, self.name = amounts, name
 
     def __call__(self, node: Node, like: Node | None = None) -> Node:
-        """Return the node that is left; of the spatial extent of `like` where no amounts were given."""
+        """Return the cropped node; without amounts, it has the spatial extent of `like`."""
         if (self.amounts is None) == (like is None):
             what = "none" if like is None else "both"
             raise ValueError(f"Crop: expected amounts, or a second node for its extent, got {what}; give one")

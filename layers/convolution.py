@@ -1,4 +1,4 @@
-"""Convolution, cut along samples and space, with its halo exchanges hidden behind computation."""
+"""Convolution, cut along samples and space, with halo exchanges that overlap with computation."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from .parameter import Parameter, lower_weight_norm, with_lengths
 
 __all__ = ["Conv", "LocalGeometry", "local_geometry"]
 
-#: A plan lowers a layer under many cuts, and makes no kernels.
+#: Function that returns a geometry when a kernel is created. (A plan lowers layers many times, without kernels.)
 LocalGeometry = Callable[[], Geometry]
 
 
 class Conv(Layer):
-    """Convolution over 1, 2 or 3 spatial axes (correlation, as everywhere in deep learning).
+    """Convolution over 1, 2 or 3 spatial axes (a correlation, as usual in deep learning).
 
     ``y[n, o, k] = b[k] + sum_{j, c} x[n, o * stride - pad_lo + dilation * j, c] * w[k, j, c]``
 
@@ -39,20 +39,21 @@ class Conv(Layer):
     bias
         Whether to add a bias per filter.
     groups
-        Input and output channels are cut into this many groups that do not mix.
+        Number of groups: input and output channels are divided into groups that do not mix.
     activation
-        None; a name (``"relu"``, ``"silu"``, ...) or a layer. One whose gradient follows from its output (relu,
-        leaky_relu, elu, sigmoid, tanh, hard_sigmoid) is computed by the kernel; another is made behind it.
+        None; a name (``"relu"``, ``"silu"``, ...) or a layer. The kernel computes an activation whose gradient follows
+        from its output (relu, leaky_relu, elu, sigmoid, tanh, hard_sigmoid); any other is a layer after it.
     weight_norm
-        Whether the weights are ``g[k] * w[k] / |w[k]|``, of directions `w` and lengths `g` ``(K,)``, as torch's
-        ``weight_norm`` makes them (Salimans and Kingma 2016). Channels are not cut then.
+        Whether the weights are ``g[k] * w[k] / |w[k]|`` with directions `w` and lengths `g` ``(K,)``, as in torch's
+        ``weight_norm`` (Salimans and Kingma 2016). The channels of such a layer cannot be cut.
 
     Notes
     -----
-    Weights ``(K, *kernel, C / groups)``, whole on every rank; input and output are cut in samples and space. With
-    channels cut too (see :mod:`halograd.layers.lowering`) a rank holds the block of its filters and input channels.
-    Forward: halo of `x`, one kernel; it is kept for the filter gradient. Backward: while the halo of `dy`
-    travels, the filter gradient runs; then the data gradient (Dryden et al. 2019, Sections III-A and IV-A).
+    Weights ``(K, *kernel, C / groups)``, whole on every rank; input and output are cut in samples and space. If
+    channels are cut too (see :mod:`halograd.layers.lowering`), a rank holds the block of its filters and input
+    channels.
+    Forward: halo of `x`, one kernel; `x` and its halo are kept for the filter gradient. Backward: the filter gradient
+    runs while the halo of `dy` travels; then the data gradient (Dryden et al. 2019, Sections III-A and IV-A).
     Communication per process: the halo, twice; the sum of the filter gradients over all ranks.
     """
 
@@ -125,8 +126,10 @@ class Conv(Layer):
 
 
 def _lower(layer: Conv, context: Context, windows: Sequence[Window]) -> Callable[[], None]:
-    """Return the halo algorithm "pad" (wait, one kernel) or "overlap" (one kernel over the whole block while the halos
-    travel, then the boundary strips again).
+    """Lower with the halo algorithm "pad" or "overlap".
+
+    "pad" waits for the halos and runs one kernel. "overlap" runs one kernel over the whole block while the halos
+    travel, then computes the boundary strips again.
     """
     f = fused(layer)
     slack = [0, *(w.stride - 1 for w in windows), 0]
@@ -199,15 +202,15 @@ def conv_data(geometry: LocalGeometry, environment: Any, dy: Any, w: Any, dx: An
 
 
 def zeroing(environment: Any, array: Any) -> Callable[[], None]:
-    """Return the kernel of a gradient that no output depends on."""
+    """Return the kernel that sets a gradient to zero, because no output depends on its array."""
     return lambda: array.fill(0)
 
 
 def local_geometry(windows: Sequence[Window], x: Box, y: Box, groups: int = 1) -> LocalGeometry:
-    """Return what makes the geometry of the kernel for the output box `y` and the input box `x`, when there is one.
+    """Return a function that returns the kernel's geometry for the output box `y` and the input box `x`.
 
-    The padding of a side is what the window of `y` reaches beyond `x`: the real padding at the ends of
-    the array, none where `x` has its halo. At the far side it may be negative (`x` holds more than needed).
+    The padding of a side is the part of the window of `y` outside `x`: the real padding at the ends of the array, none
+    where `x` has its halo. At the far side it may be negative (`x` is larger than needed).
     """
     return partial(_local_geometry, windows, x, y, groups)
 

@@ -1,4 +1,4 @@
-"""Dense layers, on samples without spatial axes."""
+"""Dense layers, for samples without spatial axes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Dense"]
 
 
 class Dense(Layer):
-    """``y = x w^T + b`` on samples without spatial axes: ``(N, F)`` -> ``(N, units)``.
+    """Dense layer ``y = x w^T + b`` on samples without spatial axes: ``(N, F)`` -> ``(N, units)``.
 
     Parameters
     ----------
@@ -27,16 +27,16 @@ class Dense(Layer):
     bias
         Whether to add a bias.
     activation
-        None; a name (``"relu"``, ``"silu"``, ...) or a layer, made behind it.
+        None; a name (``"relu"``, ``"silu"``, ...) or a layer, which is put after it.
     weight_norm
-        As of :class:`Conv`: one length per unit. The gradient of the whole batch is not made on every rank then.
+        As in :class:`Conv`, with one length per unit. Such a layer cannot have replicated gradients.
 
     Notes
     -----
     Weights ``(units, F)``, whole on every rank; the samples are spread over all ranks.
-    Communication per process: none but the sum of the weights' gradients over all ranks, or the all-gathers in its
-    place (:mod:`halograd.layers.replicated_dense`). With units or features cut (:mod:`halograd.layers.lowering`) a
-    rank holds a block of the weights, and the samples are spread over the other parts only.
+    Communication per process: only the sum of the weights' gradients over all ranks, or the all-gathers that replace
+    it (:mod:`halograd.layers.replicated_dense`). If units or features are cut (:mod:`halograd.layers.lowering`), a
+    rank holds a block of the weights, and the samples are spread over the other axes of the process grid.
     """
 
     passes = Passes()

@@ -24,7 +24,7 @@ REDUCTIONS = ("batch", "sample")
 
 
 class Dice(Loss):
-    """Soft Dice loss (Milletari et al. 2016, with sums in place of sums of squares).
+    """Soft Dice loss (Milletari et al. 2016, with sums instead of sums of squares).
 
     ``loss = mean_c (1 - (2 * I[c] + smooth) / (P[c] + T[c] + smooth))``, with ``I = sum p * t``, ``P = sum p`` and
     ``T = sum t`` over positions, of probabilities `p` and targets `t`.
@@ -38,9 +38,9 @@ class Dice(Loss):
         ``"batch"``: the sums run over all samples. ``"sample"``: they run over each sample, and the loss is the mean
         over samples.
     smooth
-        Constant with which the loss of a class that does not occur is 0.
+        Constant in numerator and denominator; with it, the loss of an absent class is 0.
     ignore_index
-        Target of positions that no sum contains; for targets with one channel.
+        Target of positions that are left out of all sums; for targets with one channel.
 
     Notes
     -----
@@ -105,7 +105,7 @@ class Dice(Loss):
 
     @property
     def ratio(self) -> tuple[float, float, float, float]:
-        """Factors ``(n, i, p, t)`` of ``1 - (n * I + smooth) / (i * I + p * P + t * T + smooth)``."""
+        """Factors ``(n, i, p, t)`` of the loss ``1 - (n * I + smooth) / (i * I + p * P + t * T + smooth)``."""
         return 2.0, 0.0, 1.0, 1.0
 
     def block_type(self) -> type[LossBlock]:
@@ -123,10 +123,10 @@ class Dice(Loss):
 
 
 class Tversky(Dice):
-    """``loss = mean_c (1 - (I[c] + smooth) / (I[c] + alpha * (P[c] - I[c]) + beta * (T[c] - I[c]) + smooth))``.
+    """Tversky loss ``mean_c (1 - (I[c] + smooth) / (I[c] + alpha * (P[c] - I[c]) + beta * (T[c] - I[c]) + smooth))``.
 
-    ``P - I`` counts false positives, ``T - I`` false negatives. Sums, other parameters and targets are those of
-    :class:`Dice`. With ``alpha = beta = 1/2`` and half of its `smooth` it is equal to :class:`Dice`.
+    ``P - I`` counts false positives, ``T - I`` false negatives. Sums, other parameters and targets are as in
+    :class:`Dice`. With ``alpha = beta = 1/2`` and half the `smooth`, the loss is equal to :class:`Dice`.
 
     Parameters
     ----------
@@ -162,7 +162,7 @@ class Tversky(Dice):
 class _DiceKernel(LocalLoss):
     """Kernel of the Dice loss: probabilities and their sums, one reduction, then the gradient in a second sweep.
 
-    `sums`: per group I, P, T per channel; then, in place, loss and the gradient's two coefficients.
+    `sums` holds I, P, T per group and channel; then, in place, the loss and the gradient's two coefficients.
     """
 
     def __init__(self, *arguments: Any, sums: Any, **arrays: Any) -> None:
@@ -170,7 +170,7 @@ class _DiceKernel(LocalLoss):
         self.sums, self.groups = sums, len(sums)
 
     def sum_up(self) -> None:
-        """Write the sums of this block."""
+        """Compute the sums of this block."""
         if self.copied is not None:
             np.copyto(self.prediction, self.copied)
         self.sums.fill(0)
@@ -187,7 +187,9 @@ class _DiceKernel(LocalLoss):
             self._sweep(n, self.sums[(self.place.first + n) % self.groups], gradient=True)
 
     def _coefficients(self, samples: int) -> Any:
-        """Return the loss, and turn `sums` into a, b with ``dloss/dp = a * t + b``. Local, the same on all ranks."""
+        """Return the loss, and overwrite `sums` with a, b such that ``dloss/dp = a * t + b``. Local, the same on all
+        ranks.
+        """
         loss: Any = 0.0
         share = self.place.weight / (samples * self.sums.shape[2])
         n, i, p, t = self.layer.ratio
@@ -210,7 +212,7 @@ class _DiceKernel(LocalLoss):
         return loss
 
     def _sweep(self, n: int, sums: Any, gradient: bool) -> None:
-        """Sweep over one sample: either add to its sums, or write its gradient."""
+        """Process one sample: add to its sums, or write its gradient."""
         work = self.work
         x, t = rows(self.prediction[n], work, "prediction"), rows(self.target[n], work, "target")
         weights = None if self.weights is None else rows(self.weights[n], work, "weights")
@@ -234,7 +236,7 @@ class _DiceKernel(LocalLoss):
                 self._add(p, targets, sums, w)
 
     def _counted(self, t: Any, weights: Any | None) -> Any:
-        """Return weights ``(positions, 1)``, or the given ones, with 0 at ignored positions."""
+        """Return the weights, or ones ``(positions, 1)``, with 0 at ignored positions."""
         counts = np.not_equal(t, self.layer.ignore_index, out=buffer(self.work, "counts", t.shape, np.bool_))
         found = buffer(self.work, "counted", t.shape if weights is None else weights.shape, self.prediction.dtype)
         np.copyto(found, 1 if weights is None else weights)
@@ -249,7 +251,7 @@ class _DiceKernel(LocalLoss):
     def _probabilities(self, p: Any) -> None:
         """Apply the activation in place."""
         if self.layer.activation == "sigmoid":
-            # Of exp(-|x|), by which small probabilities keep their digits, as their derivatives do.
+            # Compute with exp(-|x|), so that small probabilities and their derivatives keep their digits.
             e, sums = (buffer(self.work, name, p.shape, p.dtype) for name in ("e", "1 + e"))
             negative = np.less(p, 0, out=buffer(self.work, "negative", p.shape, np.bool_))
             np.abs(p, out=e)
@@ -281,7 +283,7 @@ class _DiceKernel(LocalLoss):
     def _add(self, p: Any, t: Any, sums: Any, weights: Any | None) -> None:
         column = buffer(self.work, "sum", p.shape[:1], np.float64)
         if weights is not None:
-            # I = sum (w p) t, so that the second factor must not have the weight too.
+            # I = sum (w p) t: the second factor must not contain the weight too.
             p *= weights
             both = np.multiply(p, t, out=buffer(self.work, "both", p.shape, p.dtype))
             sums[0] += np.sum(both, axis=1, dtype=np.float64, out=column)
@@ -309,8 +311,8 @@ class _DiceKernel(LocalLoss):
             p /= sums
             p *= t
         elif self.layer.activation == "softmax":
-            # The sum over k of p[k] (t[c] - t[k]) does not change with a constant added to all t: with that of the
-            # largest p taken off, which is close to 1, only small p count.
+            # A constant added to all t does not change the sum over k of p[k] (t[c] - t[k]). Subtract the t of the
+            # largest p, which is close to 1; then only small p contribute.
             column, largest = (buffer(self.work, name, p.shape[1:], p.dtype) for name in ("column", "largest"))
             larger = buffer(self.work, "mask", p.shape[1:], np.bool_)
             np.copyto(column, t[0])

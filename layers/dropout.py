@@ -1,4 +1,5 @@
-"""Dropout of elements and of whole samples. The mask depends on global indices only: it is the same on every cut."""
+"""Dropout of elements and of whole samples. The mask depends only on global indices, so it is the same under every cut.
+"""
 
 from __future__ import annotations
 
@@ -20,19 +21,19 @@ __all__ = ["Dropout", "StochasticDepth"]
 
 
 class Dropout(Layer):
-    """Training: each element is zeroed with probability `rate`, the others are scaled by ``1 / (1 - rate)``.
-    Evaluation: identity.
+    """Dropout: in training, each element is zeroed with probability `rate` and the others are scaled by ``1 / (1 -
+    rate)``.
+
+    In evaluation the layer is the identity.
 
     Parameters
     ----------
     rate
         Probability in ``[0, 1)``.
 
-    Notes
-    -----
-    The mask follows from the run's seed, the step, the layer's name and the element's position in the global array
-    (:class:`halograd.kernels.DropoutMask`). It costs no communication and is not kept: backward draws it again, as a
-    resumed run does.
+    Notes ----- The mask is a function of the run's seed, the step, the layer's name and the element's position in the
+    global array (:class:`halograd.kernels.DropoutMask`). It costs no communication and is not stored: backward draws it
+    again, and so does a resumed run.
 
     References
     ----------
@@ -67,18 +68,19 @@ class Dropout(Layer):
 
 
 class StochasticDepth(Layer):
-    """Training: each sample is zeroed with probability `rate`, the others are scaled by ``1 / (1 - rate)``; for the
-    branch of a residual block (Huang et al. 2016, as in EfficientNet and ConvNeXt). Evaluation: identity.
+    """Dropout of whole samples, for the branch of a residual block (Huang et al. 2016; EfficientNet and ConvNeXt use
+    it).
+
+    In training, each sample is zeroed with probability `rate`, and the others are scaled by ``1 / (1 - rate)``. In
+    evaluation the layer is the identity.
 
     Parameters
     ----------
     rate
         Probability in ``[0, 1)``.
 
-    Notes
-    -----
-    The dropped samples follow from the run's seed, the step, the layer's name and the sample's index in the batch, by
-    the mask of :class:`Dropout` with one number per sample. Communication: none.
+    Notes ----- The dropped samples are a function of the run's seed, the step, the layer's name and the sample's index
+    in the batch: the mask of :class:`Dropout` with one number per sample. Communication: none.
     """
 
     cuts_channels = "channelwise"
@@ -116,7 +118,7 @@ def _checked(layer: Layer, rate: float) -> float:
 
 
 class _DropoutKernel:
-    """The backend's kernels in training; a copy in evaluation."""
+    """The backend's kernels in training, a copy in evaluation."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Global pooling: one number per sample and channel, of samples that are cut in space."""
+"""Global pooling: one number per sample and channel, for samples that are cut in space."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["GlobalAveragePool", "GlobalMaxPool", "Search", "in_wide", "number_dt
 
 
 class _GlobalPool(Layer):
-    """Pooling ``(N, *spatial, C)`` -> ``(N, C)``; contributions of blocks are computed where the input is."""
+    """Pooling ``(N, *spatial, C)`` -> ``(N, C)``; each rank computes the contribution of its input block."""
 
     cuts_channels = "channelwise"
     inputs_taken = 1
@@ -50,8 +50,8 @@ class GlobalAveragePool(_GlobalPool):
     Notes
     -----
     Before: blocks cut in samples and space; after: whole samples, spread over all ranks.
-    Communication per process: one float64 per channel of each own sample that another rank owns behind, and
-    backward, the adjoint, one number of the compute dtype (a broadcast to the ranks of the sample).
+    Communication per process: one float64 per channel of each own sample whose result another rank owns; backward, the
+    adjoint, one number of the compute dtype (a broadcast to the ranks of the sample).
     """
 
     passes = Passes()
@@ -59,7 +59,7 @@ class GlobalAveragePool(_GlobalPool):
     def lower(self, context: Context) -> Callable[[], None]:
         value, boxes = context.inputs[0], context.output.layout.boxes
         scale = 1.0 / math.prod(context.shapes[0][:-1])
-        # Per rank, the samples and channels of its summands.
+        # Samples and channels of each rank's summands.
         summands = without_space(value.layout.boxes)
         shape = summands[context.rank].shape
         partial_, total = context.scratch(shape, "float64"), context.scratch(context.box.shape, "float64")
@@ -77,15 +77,17 @@ class GlobalAveragePool(_GlobalPool):
 
 
 class GlobalMaxPool(_GlobalPool):
-    """The largest element of each sample and channel: ``(N, *spatial, C)`` -> ``(N, C)``.
+    """Maximum over all positions of each sample and channel: ``(N, *spatial, C)`` -> ``(N, C)``.
 
-    Of equal elements the first in row-major order receives the gradient; a NaN is larger than all, and has none.
+    Of several equal maxima, the first in row-major order receives the gradient. A NaN is larger than all numbers, and
+    receives no gradient.
 
     Notes
     -----
     Before: blocks cut in samples and space; after: whole samples, spread over all ranks.
-    Communication per process: two float64 per channel of each own sample that another rank owns behind (the largest
-    element of its block and where that lies), and as many backward (the gradient and where it goes).
+
+    Communication per process: two float64 per channel of each own sample whose result another rank owns (the maximum of
+    its block and its position), and as many backward (the gradient and its position).
     """
 
     # A few passes over a second array find the position of the largest element.
@@ -119,7 +121,7 @@ class GlobalMaxPool(_GlobalPool):
 
 
 def _candidates(inputs: Blocks, outputs: Blocks) -> tuple[Blocks, Blocks]:
-    """Return the boxes of a rank's result and of an owner's input in an array (N, nonempty spatial parts, 2, C).
+    """Return the boxes of ranks' results and of owners' inputs in an array (N, nonempty spatial parts, 2, C).
 
     Pure arithmetic.
     """
@@ -132,13 +134,13 @@ def _candidates(inputs: Blocks, outputs: Blocks) -> tuple[Blocks, Blocks]:
 
 
 def _in_pairs(vectors: Blocks) -> Blocks:
-    """Return boxes of ``(N, 2, C)`` for those of ``(N, C)``."""
+    """Return the boxes ``(N, 2, C)`` for boxes ``(N, C)``."""
     samples, channels = vectors.axes
     return Blocks((samples, ((0, 2),), channels), vectors.size)
 
 
 def _lower_largest(context: Context, own: View) -> None:
-    """Write the largest elements of the own block and the numbers of their positions to `own` ``(n, 1, 2, C)``."""
+    """Write the maxima of the own block and the numbers of their positions to `own` ``(n, 1, 2, C)``."""
     value = context.inputs[0]
     if not value.box.size:
         return
@@ -159,12 +161,12 @@ def _lower_largest(context: Context, own: View) -> None:
 
 
 def number_dtype(context: Context, extent: int) -> np.dtype:
-    """Return a dtype that holds the numbers of `extent` elements, and one number beyond all of them (`_beyond`)."""
+    """Return a dtype that holds the numbers of `extent` elements, and one larger number (`_beyond`)."""
     return context.wide if extent < _FLOAT32 else np.dtype("float64")
 
 
 def in_wide(context: Context, view: View) -> View:
-    """Return the view, or a copy in float32 where it has 16 bits."""
+    """Return the view, or a float32 copy of a 16-bit view."""
     if view.dtype == context.wide:
         return view
     copy = context.scratch(view.shape, context.wide)
@@ -174,14 +176,14 @@ def in_wide(context: Context, view: View) -> View:
 
 @dataclass(frozen=True)
 class Search:
-    """Kernel that finds the largest element of windows along one axis, and which element that is.
+    """Kernel that finds the maximum of windows along one axis, and its element number.
 
     Attributes
     ----------
     axis, windows
-        The axis, and the windows along it, half-open, one per output.
+        The axis, and the half-open windows along it, one per output.
     first, stride
-        The element at ``i`` has the number ``first + i * stride``, plus the number `before` where there is one.
+        Element ``i`` has the number ``first + i * stride``, plus the number `before` if there is one.
     """
 
     axis: int
@@ -195,9 +197,9 @@ class Search:
         return max((b - a for a, b in self.windows), default=0)
 
     def __call__(self, environment: Any, x: Any, y: Any, number: Any, before: Any, work: Any) -> Callable[[], None]:
-        """Return the kernel: y = the largest element of each window; `number` = the lowest number of equal ones.
+        """Return the kernel: `y` is the maximum of each window, and `number` the lowest number of equal maxima.
 
-        `work`: of the dtype of `number`, and of the shape of x, or as long along the axis as the longest window.
+        `work` has the dtype of `number` and the shape of x, or the length of the longest window along the axis.
         """
         # With a dtype other than that of `work`, NumPy would allocate buffers for casts at every step.
         numbers = self.first + self.stride * np.arange(x.shape[self.axis], dtype=np.float64)
@@ -222,7 +224,7 @@ class Search:
         return run
 
     def part(self, a: int, b: int, array: Any) -> Any:
-        """Return the elements ``a .. b - 1`` along the axis; None for None."""
+        """Return the elements ``a .. b - 1`` along the axis; None stays None."""
         return None if array is None else array[(*(slice(None),) * self.axis, slice(a, b))]
 
 
@@ -231,12 +233,13 @@ _FLOAT32 = 2**24
 
 
 def _beyond(array: Any) -> float:
-    """Return a number above every number of a position that is exact in the array."""
+    """Return a number larger than every position number that the array's dtype holds exactly."""
     return float(_FLOAT32) if array.dtype == np.float32 else 2.0**53
 
 
 def _choose(environment: Any, candidates: Any, chosen: Any, worse: Any, y: Any) -> Callable[[], None]:
-    """Return the kernel for the largest candidate of ``(n, places, 2, C)``, and the lowest number of equal ones."""
+    """Return the kernel that finds the largest candidate of ``(n, places, 2, C)``, and the lowest number of equal ones.
+    """
     beyond = _beyond(worse)
 
     def run() -> None:
@@ -262,7 +265,7 @@ def _spread_to_first(
     dx: Any,
     mask: Any,
 ) -> Callable[[], None]:
-    """Return the kernel: dx = the gradient where the number of a position is the chosen one, else 0."""
+    """Return the kernel that sets `dx` to the gradient at the chosen position, and to 0 elsewhere."""
     numbers = np.zeros(1)
     for (a, b), extent in zip(ranges, extents):
         numbers = (numbers[:, None] * extent + np.arange(a, b)).reshape(-1)

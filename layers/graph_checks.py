@@ -1,4 +1,4 @@
-"""Checks of a graph of layers when a network is made: the graph must be trainable. Local; all raise ValueError."""
+"""Checks of a graph of layers when a network is created: the graph must be trainable. Local; all raise ValueError."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def sorted_nodes(outputs: list[Node]) -> list[Node]:
 
 
 def check_outputs(network: Network) -> None:
-    """Refuse outputs that nothing computes, such as a layer that was not called."""
+    """Reject outputs that are no nodes, such as a layer that was not called."""
     for name, node in network.outputs.items():
         if not isinstance(node, Node):
             called = "; call it on nodes" if isinstance(node, Layer) else ""
@@ -57,12 +57,12 @@ def check_outputs(network: Network) -> None:
 
 
 def check_inputs(network: Network) -> None:
-    """Check that layers read every input, as they give its cut, and that only losses read integers."""
+    """Check that a layer reads every input (inputs are cut as their readers), and that only losses read integers."""
     read = {node for other in network.nodes for node in other.inputs}
     alone = [network.names[n] for n in network.nodes if isinstance(n, Input) and n not in read]
     if alone:
         raise ValueError(
-            f"network {network.name!r}: expected inputs that layers read, got {alone[0]!r}, which is an output alone; "
+            f"network {network.name!r}: expected inputs that layers read, got {alone[0]!r}, which is only an output; "
             "leave it out"
         )
     for name, node in network.inputs.items():
@@ -101,7 +101,7 @@ def check_losses(network: Network) -> None:
 
 
 def _check_weights(network: Network, loss: Node) -> None:
-    """Check that no prediction depends on weights of a loss: inputs of predictions are normalized and augmented."""
+    """Check that no prediction depends on the weights of a loss: inputs of predictions are normalized and augmented."""
     compared = network.targets
     for own in (n for i, n in enumerate(loss.inputs) if loss.layer.weighs(i)):
         shared = [n for n in sorted_nodes([own]) if isinstance(n, Input) and network.names[n] not in compared]
@@ -140,7 +140,7 @@ def check_shared(network: Network, behind: Collection[str]) -> None:
 
 
 def check_given(network: Network) -> None:
-    """Check that given initial values fit parameters and states of their layer."""
+    """Check that given initial values fit the parameters and states of their layer."""
     for name, node in network.layers.items():
         shapes = input_shapes(node)
         specs = {**node.layer.parameters(*shapes), **node.layer.state(*shapes)} if node.layer.given_values else {}

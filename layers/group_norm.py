@@ -1,4 +1,4 @@
-"""Group, instance and layer normalisation: statistics of single samples, over all ranks that share them."""
+"""Group, instance and layer normalization: statistics of single samples, over all ranks that share them."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ __all__ = ["GroupNorm", "InstanceNorm", "LayerNorm"]
 
 
 class GroupNorm(Layer):
-    """Group normalisation (Wu and He 2018): over the space and a group of channels of each sample.
+    """Group normalization (Wu and He 2018): over the space and a group of channels of each sample.
 
     ``y = gamma * (x - mean) / sqrt(var + eps) + beta`` with the mean and the biased variance of the sample and group.
-    Evaluation computes the same as training.
+    Training and evaluation compute the same.
 
     Parameters
     ----------
@@ -36,12 +36,12 @@ class GroupNorm(Layer):
     affine
         Whether to scale by `gamma` and shift by `beta`, one each per channel.
     activation
-        As of :class:`BatchNorm`.
+        As in :class:`BatchNorm`.
 
     Notes
     -----
-    Parameters `gamma` and `beta` ``(C,)``, whole on every rank. Communication per process, if others share its
-    samples: one sum of ``2 G`` float64 per sample forward and one backward, over those ranks only.
+    Parameters `gamma` and `beta` ``(C,)``, whole on every rank. Communication per process, if other ranks share its
+    samples: one sum of ``2 G`` float64 per sample forward and one backward, over these ranks only.
     """
 
     passes = Passes((2, 1), (3, 2))
@@ -65,7 +65,7 @@ class GroupNorm(Layer):
         self.activation = activated(self, activation, by_input=True)
 
     def group_count(self, channels: int) -> int:
-        """Return the number of groups of an input with so many channels."""
+        """Return the number of groups of an input with this number of channels."""
         if channels % self.groups:
             raise ValueError(f"{self.kind}: expected a number of groups that divides {channels}, got {self.groups}")
         return self.groups
@@ -85,7 +85,7 @@ class GroupNorm(Layer):
 
 
 class InstanceNorm(GroupNorm):
-    """Instance normalisation (Ulyanov et al. 2016): :class:`GroupNorm` with one group per channel."""
+    """Instance normalization (Ulyanov et al. 2016): :class:`GroupNorm` with one group per channel."""
 
     def __init__(
         self, eps: float = 1e-5, affine: bool = True, activation: str | Layer | None = None, name: str | None = None
@@ -97,7 +97,7 @@ class InstanceNorm(GroupNorm):
 
 
 class LayerNorm(GroupNorm):
-    """Layer normalisation (Ba et al. 2016), scaled and shifted per channel.
+    """Layer normalization (Ba et al. 2016), scaled and shifted per channel.
 
     Parameters
     ----------
@@ -105,7 +105,7 @@ class LayerNorm(GroupNorm):
         ``"sample"``: over the space and channels of a sample, that is :class:`GroupNorm` with one group.
         ``"channels"``: over the channels of each position, without any communication.
     eps, affine, activation
-        As for :class:`GroupNorm`.
+        As in :class:`GroupNorm`.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class LayerNorm(GroupNorm):
 
 
 def _lower(layer: GroupNorm, context: Context, groups: int) -> Callable[[], None]:
-    """Return the backend's kernels around sums over groups of channels and over the ranks that share samples."""
+    """Lower to the backend's kernels around sums over groups of channels and over the ranks that share samples."""
     boxes, shape = context.output.layout.boxes, context.output.layout.shape
     samples, channels = context.box.shape[0], shape[-1]
     x = context.gather(0, context.clipped(0))
@@ -168,7 +168,7 @@ def _group_norm(layer: GroupNorm, count: int, environment: Any, **arrays: Any) -
 
 
 def _lower_channel_norm(layer: LayerNorm, context: Context) -> Callable[[], None]:
-    """Return statistics over the channels of each position: no communication."""
+    """Lower to kernels with statistics over the channels of each position: no communication."""
     x = context.gather(0, context.clipped(0))
     views = {"x": x.view, "y": context.y, **context.params}
     kernel = context.kernel(partial(_channel_norm, layer), **views)
@@ -190,7 +190,7 @@ def _lower_channel_norm(layer: LayerNorm, context: Context) -> Callable[[], None
 
 def _channel_norm(layer: LayerNorm, environment: Any, **arrays: Any) -> Pair:
     names = ("x", "y", "dy", "dx", "gamma", "beta", "dgamma", "dbeta")
-    # A rank that the layer does without holds none of the parameters.
+    # A rank that the layer does not use holds none of its parameters.
     given = {name: arrays[name] if arrays.get(name) is not None and arrays[name].size else None for name in names[4:]}
     given |= {name: arrays.get(name) for name in names[:4]}
     some = ChannelNormArrays(**given, eps=layer.eps, activation=fused(layer))

@@ -1,12 +1,12 @@
-"""Layers and the graph they build.
+"""Layers and the graph that they build.
 
-A :class:`Layer` is a description: it knows global shapes and which input box an output box needs,
-and neither ranks nor arrays. Calling it on nodes extends a graph::
+A :class:`Layer` is a description. It knows global shapes and the input box that an output box needs, but neither ranks
+nor arrays. A call on nodes extends a graph::
 
     x = Input((512, 512, 18), name="x")
     y = Conv(32, 3, padding=1)(x)
 
-Write your own by subclassing :class:`Layer`: see ``docs/custom_layers.md``.
+To write a layer of your own, subclass :class:`Layer`: see ``docs/custom_layers.md``.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from .targets import TargetReader
 
 __all__ = ["Input", "Layer", "Node", "Passes", "Shape"]
 
-#: A layer of some kind.
+#: Type variable of a layer class.
 Some = TypeVar("Some", bound="Layer")
 
 
 @dataclass(frozen=True)
 class Passes:
-    """Number of times that the kernels of a layer pass over all inputs (x) and over the output (y), in memory.
+    """Number of times that the kernels of a layer pass over all inputs (x) and the output (y) in memory.
 
-    Weights are read once by every kernel, and their gradient is written once.
+    Every kernel also reads the weights once, or writes their gradient once.
 
     Attributes
     ----------
     forward, data
-        Passes ``(x, y)`` of the forward kernels, and of the kernels for the gradient of the inputs (x stands for dx, y
-        for dy too).
+        Passes ``(x, y)`` of the forward kernels, and of the kernels for the gradient of the inputs (there x includes
+        dx, and y includes dy).
     others
-        Passes over each further input, forward and backward; None: as many as over the first.
+        Passes over each further input, forward and backward; None: as many as over the first input.
     """
 
     forward: tuple[float, float] = (1, 1)
@@ -55,20 +55,20 @@ class Passes:
     others: tuple[float, float] | None = None
 
     def inputs(self, backward: bool, sizes: Sequence[int]) -> float:
-        """Return how much of inputs of these sizes is read and written, in the unit of the sizes."""
+        """Return the memory traffic for inputs of these sizes, in the unit of the sizes."""
         first = (self.data if backward else self.forward)[0]
         return first * sizes[0] + (first if self.others is None else self.others[backward]) * sum(sizes[1:])
 
 
 class Node:
-    """Value of the graph: the output of one call of a layer.
+    """Value in the graph: the output of one call of a layer.
 
     Attributes
     ----------
     layer
-        The layer that makes it.
+        The layer that computes it.
     inputs
-        The nodes it is made of.
+        The nodes that the layer reads.
     shape
         Shape of one sample: ``(*spatial, C)``.
     """
@@ -78,11 +78,11 @@ class Node:
         self.inputs = tuple(inputs)
         self.shape: Shape = layer.output_shape(*(n.shape for n in inputs))
 
-    # NumPy's numbers leave products with nodes to the nodes.
+    # NumPy scalars then let the node compute products with them.
     __array_ufunc__ = None
 
     def __add__(self, other: Any) -> Node:
-        """Return the sum with another node or a number, as a layer; a smaller node broadcasts as in a product."""
+        """Return the node of a sum with another node or a number; a smaller node broadcasts as in a product."""
         from .merge import Add, BroadcastAdd
 
         if _is_number(other):
@@ -95,7 +95,7 @@ class Node:
         return self + other
 
     def __sub__(self, other: Any) -> Node:
-        """Return the difference to another node or a number."""
+        """Return the node of a difference with another node or a number."""
         return self + -other
 
     def __rsub__(self, other: Any) -> Node:
@@ -105,7 +105,10 @@ class Node:
         return self._affine(-1.0, 0.0)
 
     def __mul__(self, other: Any) -> Node:
-        """Return the product; the smaller operand may have 1 for any extent, be a vector per sample, or a number."""
+        """Return the node of a product with another node or a number.
+
+        The smaller operand may have 1 for any extent, or be a vector per sample.
+        """
         from .merge import Multiply
 
         if _is_number(other):
@@ -118,7 +121,7 @@ class Node:
         return self * other
 
     def __truediv__(self, other: Any) -> Node:
-        """Return the quotient by a number."""
+        """Return the node of a quotient with a number."""
         if not _is_number(other) or other == 0:
             raise TypeError(f"quotient: expected a number other than 0 as divisor, got {other!r}")
         return self._affine(1.0 / other, 0.0)
@@ -140,12 +143,13 @@ def _is_number(value: object) -> bool:
 class Layer(TargetReader):
     """Global description of one step of a network.
 
-    A subclass declares its inputs and computes on plain arrays. Cuts, halos and the return of gradients to their owners
-    are not its concern.
+    A subclass declares its inputs and computes on plain arrays. The library handles cuts, halos and the return of
+    gradients to their owners. A subclass has:
 
-    - `stencil`: the :class:`Stencil` it slides over the spatial axes, or None for pointwise
-      (an output element depends on the input elements of the same sample and position, all channels);
-    - :meth:`forward` and :meth:`backward` on local arrays that have their halo and padding already.
+    - `stencil`: the :class:`Stencil` that slides over the spatial axes, or None for a pointwise layer (an output
+    element
+      depends on the input elements of the same sample and position, all channels);
+    - :meth:`forward` and :meth:`backward` on local arrays that include their halo and padding.
 
     Layers that need more (other input boxes, reductions across ranks, kernels of a backend) override
     :meth:`input_boxes` or :meth:`lower`.
@@ -156,23 +160,23 @@ class Layer(TargetReader):
     #: Whether the channels may be cut: "no", "channelwise" (a channel depends on the same channel only) or
     #: "contracts" (all input channels are summed over, with weights that can be cut along both).
     cuts_channels: str = "no"
-    #: Whether parameters are read in float32 where activations have 16 bits (norms); else as they are rounded to those.
+    #: Whether the layer reads parameters in float32 if activations have 16 bits (norms), and not rounded to 16 bits.
     exact_parameters: bool = False
-    #: Whether the channels of its input may lie padded with zeros in memory, see `Backend.padded_channels`.
+    #: Whether the channels of its input may be padded with zeros in memory, see `Backend.padded_channels`.
     takes_padded_channels: bool = False
     #: Value of the elements outside the array.
     pad_value: float = 0.0
-    #: How many inputs a call has; None: `output_shape` judges.
+    #: Number of inputs of a call; None: `output_shape` checks it.
     inputs_taken: int | None = None
-    #: What its kernels move in memory; by default backward reads x and dy, and writes dx.
+    #: Memory traffic of its kernels; by default backward reads x and dy, and writes dx.
     passes: Passes = Passes((1, 1), (2, 1))
     #: Parameter of an activation that its own kernels compute.
     activation_alpha: float = 0.0
-    #: Made behind it by a call: an activation that its own kernels do not compute.
+    #: Layer that each call puts after it: an activation that its own kernels do not compute.
     behind: Layer | None = None
-    #: Whether its inputs are read when a step has ended (metrics read those of a loss).
+    #: Whether its inputs are read after the end of a step (metrics read those of a loss).
     keeps_inputs: bool = False
-    #: Given initial values of parameters and states, by their short names; others are drawn.
+    #: Given initial values of parameters and states, by their short names; the others are drawn.
     given_values: Mapping[str, GivenValues] = MappingProxyType({})
 
     def __init__(self, name: str | None = None) -> None:
@@ -195,12 +199,13 @@ class Layer(TargetReader):
 
     @property
     def of_batch(self) -> str:
-        """Name of a result over all samples of a batch, which differs for a batch in parts; "" if there is none."""
+        """Name of a result over all samples of a batch, which would differ if the batch came in parts; "" without one.
+        """
         return ""
 
     @property
     def kind(self) -> str:
-        """Name of the kind of layer, as printed."""
+        """Name of the kind of layer, for output."""
         return type(self).__name__
 
     def windows(self, shape: Shape) -> tuple[Window, ...]:
@@ -209,7 +214,9 @@ class Layer(TargetReader):
         return stencil.windows(shape[:-1])
 
     def output_shape(self, *shapes: Shape) -> Shape:
-        """Return the shape of one output sample from those of the inputs (here: channels of the first input)."""
+        """Return the shape of one output sample from those of the inputs (by default with the channels of the first
+        input).
+        """
         if self.stencil is None:
             return shapes[0]
         return (*self.stencil.output_spatial(shapes[0][:-1], self.kind), shapes[0][-1])
@@ -219,7 +226,7 @@ class Layer(TargetReader):
         return {}
 
     def state(self, *shapes: Shape) -> Mapping[str, Parameter]:
-        """Return the arrays that are kept in checkpoints but not trained (running statistics)."""
+        """Return the arrays that checkpoints store but training does not update by gradients (running statistics)."""
         return {}
 
     def flops(self, *shapes: Shape) -> int:
@@ -229,7 +236,7 @@ class Layer(TargetReader):
     def input_boxes(self, box: Box, *shapes: Shape) -> tuple[Box, ...]:
         """Return, per input, the global box ``(N, *spatial, C)`` that the output `box` needs.
 
-        May reach outside the array: what lies there counts as `pad_value`.
+        The box may reach outside the array: elements there count as `pad_value`.
         """
         boxes = tuple(input_box(self.windows(shape), box, shape[-1]) for shape in shapes)
         if self.cuts_channels != "channelwise":
@@ -237,9 +244,9 @@ class Layer(TargetReader):
         return tuple(b.replace(b.ndim - 1, *box.ranges[-1]) for b in boxes)
 
     def needed_blocks(self, i: int, inputs: Sequence[Layout], output: Layout) -> Blocks:
-        """Return, per rank, the box of input `i` that the rank's output box needs; may reach outside the array.
+        """Return, per rank, the box of input `i` that the rank's output box needs; it may reach outside the array.
 
-        A rank without output needs nothing: it would otherwise have to return a gradient that it never computes.
+        A rank without output needs nothing: otherwise it would have to return a gradient that it never computes.
         """
         shapes = [layout.shape[1:] for layout in inputs]
         own = type(self).input_boxes is not Layer.input_boxes
@@ -254,12 +261,15 @@ class Layer(TargetReader):
     def gradient_box(self, box: Box, shape: Shape, out_shape: Shape) -> Box:
         """Return the box of the output's gradient from which the gradient of this box of the first input follows.
 
-        A layer without this method (the default) computes the gradient where the output is and sends it to the owners.
+        A layer without this method (the default) computes the gradient on the ranks of the output and sends it to the
+        owners of the input.
         """
         raise TypeError(f"{self.kind} does not gather the gradient of its output")
 
     def gradient_blocks(self, x: Layout, output: Layout) -> Blocks | None:
-        """Return, per rank, the :meth:`gradient_box` of its box of the first input; None if the layer has none."""
+        """Return, per rank, the :meth:`gradient_box` of its box of the first input; None if the layer lacks this
+        method.
+        """
         method = type(self).gradient_box
         if method is Layer.gradient_box:
             return None
@@ -273,8 +283,8 @@ class Layer(TargetReader):
         Parameters
         ----------
         inputs
-            One array per input, exactly of the shape of :meth:`input_boxes`: halo and padding are
-            included, so a stencil is applied without any padding.
+            One array per input, with exactly the shape of :meth:`input_boxes`. Halo and padding are included, so a
+            stencil is applied without padding.
         params
             Parameter arrays by name; do not modify them.
         box
@@ -285,22 +295,23 @@ class Layer(TargetReader):
     def backward(
         self, dy: Any, inputs: list[Any], params: Mapping[str, Any], box: Box
     ) -> tuple[Sequence[Any], Mapping[str, Any]]:
-        """Compute gradients of the inputs (of their shapes, halo included) and of the parameters. Local.
+        """Compute the gradients of the inputs (of their shapes, halo included) and of the parameters. Local.
 
-        The halo of a gradient is added to the gradient of the ranks that own those elements; parameter gradients are
-        summed over the ranks.
+        The caller adds the halo of a gradient to the gradient of the ranks that own those elements, and sums parameter
+        gradients over the ranks.
         """
         raise TypeError(f"{self.kind} has no backward(): it can be evaluated but not trained")
 
     def of_filters(self, filters: int) -> Layer:
-        """Return the layer with so many of its output channels, where these can be cut; it is not modified."""
+        """Return a copy of the layer with this number of output channels, if these can be cut; else the layer itself.
+        """
         return self
 
     def of_outputs(self, shape: Shape, outputs: tuple[int, ...]) -> tuple[Layer, Shape]:
         """Return a layer and a sample shape with these outputs, to measure the time of a block. Nothing is modified.
 
-        Along an axis where the block and its padding do not, the input gets the halo that a rank in the middle has,
-        and no padding.
+        If the outputs along an axis do not match the block and its padding, the input gets the halo of a rank in the
+        middle, and no padding.
         """
         if self.stencil is None:
             return self, shape
@@ -317,17 +328,18 @@ class Layer(TargetReader):
         return self.changed(stencil=stencil), (*spatial, shape[-1])
 
     def of_statistics(self, ranks: int, options: Mapping[str, Any]) -> tuple[Layer, bool]:
-        """Return the layer as it computes when cut over so many ranks, and whether it sums statistics over them."""
+        """Return the layer as it computes when cut over this number of ranks, and whether it sums statistics over them.
+        """
         return self, False
 
     def initialized(self, **values: Any) -> Layer:
-        """Return a copy whose parameters and states begin with these values, by their short names.
+        """Return a copy whose parameters and states have these initial values, by their short names.
 
         Parameters
         ----------
         values
             Whole arrays, or :class:`GivenValues`, in the axis order of the layer's docstring: ``w``, ``b``, ``gamma``.
-            A network refuses what the layer does not have, and what is of another shape.
+            A network rejects unknown names and other shapes.
         """
         return self.changed(given_values={**self.given_values, **{key: given(value) for key, value in values.items()}})
 
@@ -343,8 +355,8 @@ class Layer(TargetReader):
 
         Returns
         -------
-        Function that adds the operations of the backward pass, called when the gradient of the output has its place;
-        None: there are none.
+        Function that adds the operations of the backward pass, called when the output's gradient has its memory; None:
+        there are none.
         """
         from .lowering import lower_local
 
@@ -352,7 +364,7 @@ class Layer(TargetReader):
 
 
 class _Given(Layer):
-    """Layer that reads nothing; its output has a given shape."""
+    """Layer without inputs; its output has a given shape."""
 
     def __init__(self, shape: Sequence[int], name: str) -> None:
         super().__init__(name)
@@ -362,12 +374,12 @@ class _Given(Layer):
         return self._shape
 
 
-#: Types of class indices.
+#: Dtypes of class indices.
 INTEGERS = ("int8", "uint8", "int16", "uint16", "int32", "int64")
 
 
 class Input(Node):
-    """Value that comes from outside: samples or targets.
+    """External value of the graph: samples or targets.
 
     Parameters
     ----------
@@ -376,7 +388,7 @@ class Input(Node):
     name
         Name of the input in batches.
     dtype
-        ``"compute"`` for the dtype of the computation, or an integer dtype for class indices.
+        ``"compute"`` for the dtype of the computation; an integer dtype for class indices.
     """
 
     def __init__(self, shape: Sequence[int], name: str = "x", dtype: str = "compute") -> None:
@@ -394,5 +406,5 @@ class Input(Node):
         super().__init__(_Given(shape, name), ())
 
     def array_dtype(self, compute: np.dtype) -> np.dtype:
-        """Return the dtype of the arrays, for computation in `compute`."""
+        """Return the dtype of the input's arrays if the computation is in `compute`."""
         return compute if self.dtype == "compute" else np.dtype(self.dtype)

@@ -1,4 +1,4 @@
-"""Local response normalization across channels, as AlexNet and GoogLeNet have it."""
+"""Local response normalization across channels, as in AlexNet and GoogLeNet."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["LocalResponseNorm"]
 
 
 class LocalResponseNorm(Layer):
-    """Each element is divided by a power of the mean square of the channels around it.
+    """Local response normalization: divide each element by a power of the mean square of the channels around it.
 
     ``y[c] = x[c] * d[c] ** -beta`` with ``d[c] = k + alpha / size * sum_j x[j]**2``, `j` from
     ``max(0, c - size // 2)`` to ``min(C - 1, c + (size - 1) // 2)``, at every sample and position. Backward::
@@ -41,14 +41,14 @@ class LocalResponseNorm(Layer):
 
     Notes
     -----
-    Input and output ``(N, *spatial, C)`` are cut alike in samples and space; every rank has all channels.
-    Communication: none. Nothing is stored beside the input: backward computes `d` again.
+    Input and output ``(N, *spatial, C)`` have the same cut in samples and space; every rank has all channels.
+    Communication: none. Only the input is stored: backward computes `d` again.
 
     References
     ----------
     Krizhevsky, Sutskever and Hinton, "ImageNet classification with deep convolutional neural networks", 2012,
-    Section 3.3. Their window reaches ``size / 2`` channels to both sides; for even sizes ours is torch's, one
-    channel shorter behind.
+    Section 3.3. Their window reaches ``size / 2`` channels to both sides. Ours is torch's: for even sizes it has one
+    channel less on the upper side.
     """
 
     # The squares of neighboring channels are in the cache.
@@ -85,7 +85,8 @@ class LocalResponseNorm(Layer):
 
 
 class _LocalResponseNorm:
-    """Kernels that work in chunks ``(positions, C)``, in buffers that stay in the cache and are made at first use."""
+    """Kernels that work in chunks ``(positions, C)``, with buffers that stay in the cache and are created at first use.
+    """
 
     def __init__(
         self, layer: LocalResponseNorm, environment: Any, x: Any, y: Any, dy: Any = None, dx: Any = None
@@ -103,7 +104,7 @@ class _LocalResponseNorm:
             np.multiply(piece, d, out=self.y[part])
 
     def _denominator(self, x: Any) -> Any:
-        """Return ``d``, in a buffer."""
+        """Return the denominator ``d``, in a buffer."""
         d, squares = (buffer(self._work, k, x.shape, x.dtype) for k in ("d", "squares"))
         np.multiply(x, x, out=squares)
         add_windows(squares, self.layer.size // 2, (self.layer.size - 1) // 2, out=d)
@@ -135,7 +136,7 @@ class _LocalResponseNorm:
 
 
 def add_windows(array: Any, before: int, behind: int, out: Any) -> None:
-    """Compute ``out[:, c] = sum(array[:, c - before : c + behind + 1])``, cut off at the first and the last channel.
+    """Compute ``out[:, c] = sum(array[:, c - before : c + behind + 1])``, truncated at the first and the last channel.
 
     >>> out = np.empty((1, 4))
     >>> add_windows(np.array([[1.0, 2.0, 3.0, 4.0]]), 1, 0, out)

@@ -1,4 +1,4 @@
-"""Base class of all losses: a scalar, and the gradient of its prediction."""
+"""Base classes of all losses: a scalar, and the gradient of its prediction."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ __all__ = [
 ]
 
 NORMALIZATIONS = ("count", "weights")
-#: Weights that follow from the counts of classes in the training samples.
+#: Name of weights that follow from the class counts of the training samples.
 BALANCED = "balanced"
 HOW_TO_COUNT = "train by the command line or halograd.fit, which count them, or give them to Network.balance()"
 
 
 class LossNode(Node):
-    """Loss in the graph. Losses are added, and multiplied by numbers: ``ce + 0.5 * dice``."""
+    """Loss in the graph. Losses can be added, and multiplied by numbers: ``ce + 0.5 * dice``."""
 
     def __add__(self, other: Any) -> LossNode:
         from .total_loss import total_of
@@ -55,7 +55,7 @@ class LossNode(Node):
         return total_of(self, other)
 
     def __radd__(self, other: object) -> LossNode:
-        if other != 0:  # sum() begins with it
+        if other != 0:  # sum() starts with 0
             return NotImplemented
         return self
 
@@ -74,18 +74,18 @@ class LossNode(Node):
 
 @dataclass(frozen=True)
 class LossTerm:
-    """Prediction and target of a loss that is being lowered.
+    """Prediction and target of a loss while it is lowered.
 
     Attributes
     ----------
     prediction, target
-        Values that are cut alike.
+        Values with the same cut.
     value
         View of the loss of this rank's block, float64 ``(1,)``.
     weight
         Factor of the term in the trained loss.
     timing
-        Timing of its kernel; None if another kernel has it.
+        Timing of its kernel; None if another kernel includes it.
     weights
         Weights of the positions of this rank's block ``(n, *spatial, 1)``, or of its elements; packed. None: none.
     """
@@ -99,21 +99,20 @@ class LossTerm:
 
 
 class Loss(Layer):
-    """Scalar of a prediction and a target that are cut alike, and perhaps of weights: ``loss(x, t, w)``.
+    """Scalar function of a prediction and a target with the same cut, optionally with weights: ``loss(x, t, w)``.
 
     Weights are an input of the shape of the prediction with one channel, ``(*spatial, 1)``, or with 1 for any other
     extent too (``(1, W, 1)``, ``(1, 1, 1)``), or a number per sample, ``(1,)``. Losses that compare element by element
-    (:attr:`weighs_channels`) also take one weight per channel. Weights are numbers >= 0, and have no gradient. Where a
-    weight is 0 there is neither loss nor gradient, also where prediction or target are NaN.
+    (:attr:`weighs_channels`) also accept one weight per channel. Weights are numbers >= 0, and have no gradient. Where
+    a weight is 0, loss and gradient are 0, even if prediction or target are NaN.
 
     A subclass whose loss is a sum over elements (or samples) overrides :meth:`local`. A subclass with a kernel of the
-    backend overrides :meth:`kernel`. One that needs sums over all ranks in between has its own :class:`LocalLoss`.
-
-    The mean is over the samples that count (`mode.valid`) and all positions, of the whole batch, so that
+    backend overrides :meth:`kernel`. A subclass that needs sums over all ranks in between has its own
+    :class:`LocalLoss`. The mean is over the valid samples (`mode.valid`) and all positions of the whole batch, so that
     the loss is that of one process: ``sum(w * l) / count``, or ``sum(w * l) / sum(w)`` (:attr:`normalization`).
     """
 
-    #: Whether it has weights; then :meth:`local` takes them as `weights`, ``(n, *spatial, 1)`` or with all channels.
+    #: Whether it accepts weights; :meth:`local` gets them as `weights`, ``(n, *spatial, 1)`` or with all channels.
     takes_weights = False
     #: Whether channels may have different weights.
     weighs_channels = False
@@ -152,14 +151,16 @@ class Loss(Layer):
             )
 
     def needed_blocks(self, i: int, inputs: Sequence[Layout], output: Layout) -> Blocks:
-        """Return owned boxes: a loss is computed where its prediction is."""
+        """Return the owned boxes of prediction and target, and the matching boxes of weights: each rank computes its
+        block.
+        """
         return inputs[i].boxes if i < 2 else operand_blocks(inputs[i].shape, inputs[0].boxes)
 
     def local(self, prediction: Any, target: Any, dx: Any | None, scale: float, work: dict, weights: Any = None) -> Any:
         """Return `scale` times the sum of the loss over the block; write its gradient to `dx` if given. Local.
 
         The result is a number; on a device it is an array without axes, so that the host does not wait. `work` holds
-        buffers of this layer from step to step. `weights` are the weights, if there are any.
+        buffers of this layer from step to step. `weights` are the weights, or None.
         """
         raise TypeError(f"{self.kind} must override local()")
 
@@ -184,7 +185,7 @@ class Loss(Layer):
         return [replace(one, weights=weights) for one in self.judged(*shapes[:2])]
 
     def judged(self, prediction: Shape, target: Shape) -> Sequence[Judgement]:
-        """Return how a prediction and a target of these sample shapes are judged."""
+        """Return the comparisons of a prediction and a target of these sample shapes."""
         return (Judgement(),)
 
     @property
@@ -192,7 +193,7 @@ class Loss(Layer):
         return "its sum of weights" if self.normalization == "weights" else ""
 
     def divides(self, weighted: bool) -> bool:
-        """Return whether the sum is divided by the sum of weights, with or without weights of the positions."""
+        """Return whether the sum is divided by the sum of weights; `weighted` is whether positions have weights."""
         return weighted and self.normalization == "weights"
 
     def lower(self, context: Context) -> Callable[[], None]:
@@ -204,11 +205,11 @@ class Loss(Layer):
         return lambda: backward(context.gradient(0))
 
     def lower_term(self, context: Context, term: LossTerm) -> Callable[[View], None]:
-        """Add the loss of one prediction and its gradient, which are computed together in the forward pass.
+        """Add the loss of one prediction and its gradient; the forward pass computes both.
 
         Returns
         -------
-        A function that takes the view for the gradient of the prediction, and adds the backward pass.
+        A function that receives the view for the gradient of the prediction, and adds the backward pass.
         """
         prediction, target = term.prediction, term.target
         if prediction.box.shape[:-1] != target.box.shape[:-1]:
@@ -236,7 +237,7 @@ class Loss(Layer):
         return backward
 
     def block_type(self) -> type[LossBlock]:
-        """Return the class that computes the loss of a block: :class:`LossOfKernel` if there is a :meth:`kernel`."""
+        """Return the class that computes the loss of a block, by default :class:`LocalLoss`."""
         return LocalLoss
 
     def lower_passes(self, context: Context, kernel: KernelSpec, term: LossTerm) -> View | None:
@@ -244,7 +245,7 @@ class Loss(Layer):
 
         Returns
         -------
-        View of the sum of weights over all ranks that divides the loss, float64 ``(1,)``; None: no such sum does.
+        View of the sum of weights over all ranks that divides the loss, float64 ``(1,)``; None without one.
         """
         weight: View | None = None
         if self.divides(term.weights is not None):
@@ -257,7 +258,8 @@ class Loss(Layer):
 
 
 def check_counts(option: str, counts: Sequence[int], ignored: int | None = None) -> tuple[int, ...]:
-    """Return the counts of classes, 0 for the ignored one. Raises ValueError, naming `option`, if another is 0."""
+    """Return the class counts, with 0 for the ignored class. Raises ValueError, naming `option`, if another count is 0.
+    """
     counts = [0 if c == ignored else int(n) for c, n in enumerate(counts)]
     missing = [c for c, n in enumerate(counts) if n == 0 and c != ignored]
     if missing:
@@ -269,14 +271,14 @@ def check_counts(option: str, counts: Sequence[int], ignored: int | None = None)
 
 
 def check_normalization(given: str) -> str:
-    """Return the name of a normalization. Raises ValueError for an unknown one."""
+    """Return the name of a normalization. Raises ValueError for an unknown name."""
     if given not in NORMALIZATIONS:
         raise ValueError(f"normalization: expected one of {NORMALIZATIONS}, got {given!r}")
     return given
 
 
 def loss_timing(context: Context) -> Timing:
-    """Return the timing of a loss: of its weights, the needed boxes and not the owned ones."""
+    """Return the timing of a loss; for weights it uses the needed boxes, not the owned ones."""
     return context.timing("forward", inputs=tuple(context.needed(i).longest for i in range(len(context.inputs))))
 
 
@@ -285,8 +287,8 @@ def weights_view(context: Context, prediction: Value, i: int) -> View:
 
     Returns
     -------
-    Packed view with the shape of the prediction's block but for the channels, in the wide dtype. Its contents stay
-    until the next step, as metrics read them.
+    Packed view with the shape of the prediction's block except for the channels, in the wide dtype. Its contents
+    stay until the next step, because metrics read them.
     """
     value = context.inputs[i]
     gathered = context.gather(i, operand_blocks(value.layout.shape, prediction.layout.boxes)).run()
@@ -300,7 +302,7 @@ def weights_view(context: Context, prediction: Value, i: int) -> View:
 
 
 def _spreading(environment: Any, source: Any, target: Any) -> Callable[[], None]:
-    """Return the kernel ``target = source`` for a source that broadcasts and may have another dtype."""
+    """Return the kernel ``target = source`` for a source that broadcasts, possibly of another dtype."""
 
     def run() -> None:
         if target.size:
@@ -311,7 +313,7 @@ def _spreading(environment: Any, source: Any, target: Any) -> Callable[[], None]
 
 @dataclass(frozen=True)
 class LossPlace:
-    """Loss on one rank.
+    """Position of one rank's block in a loss.
 
     Attributes
     ----------
@@ -333,13 +335,13 @@ class LossPlace:
 
 
 class LossBlock(ABC):
-    """Loss of one rank's block, written to `value`, float64 ``(1,)``: the executor sums it over the ranks.
+    """Loss of one rank's block, written to `value`, float64 ``(1,)``; the executor sums it over the ranks.
 
-    The gradient is written with the loss. It is multiplied by the loss scale (`mode.loss_scale`), if there is one,
-    before it is rounded.
+    The gradient is written with the loss. If there is a loss scale (`mode.loss_scale`), the gradient is multiplied by
+    it before it is rounded.
     """
 
-    #: Whether a prediction of 16 bits, and its gradient, are computed in float32 copies.
+    #: Whether a 16-bit prediction and its gradient are computed in float32 copies.
     widens = False
 
     def __init__(
@@ -360,29 +362,29 @@ class LossBlock(ABC):
 
     @property
     def count(self) -> int:
-        """Number of samples of this block that count."""
+        """Number of valid samples in this block."""
         size = self.prediction.shape[0] if self.prediction.size else 0
         return max(0, min(self.place.first + size, self.mode.valid) - self.place.first)
 
     def scale(self) -> float:
-        """Return the factor of the sum over positions, without one over the `divisor`."""
+        """Return the factor of the sum over positions, without the factor one over the `divisor`."""
         if self.divisor is not None:
             return self.place.weight
         return self.place.weight / max(1, self.mode.valid * self.place.positions)
 
     def weigh(self) -> None:
-        """Write the sum of this block's weights, those of channels as their mean, to be summed over the ranks."""
+        """Compute the sum of this block's weights (their mean over channels), which is summed over the ranks."""
         counted = self.weights[: self.count]
         np.sum(counted, dtype=np.float64, out=self.divisor.reshape(()))
         self.divisor /= counted.shape[-1]
 
     @abstractmethod
     def forward(self) -> None:
-        """Write `value` and the gradient."""
+        """Compute `value` and the gradient."""
 
 
 class LossOfKernel(LossBlock):
-    """Loss computed by the backend's kernel."""
+    """Loss that the backend's kernel computes."""
 
     def __init__(
         self, place: LossPlace, environment: Any, prediction: Any, target: Any, value: Any, dx: Any = None, **more: Any
@@ -401,7 +403,7 @@ class LossOfKernel(LossBlock):
 
 
 class LocalLoss(LossBlock):
-    """Loss computed by `Loss.local` with NumPy's functions, which arrays of a device implement."""
+    """Loss that `Loss.local` computes with NumPy functions, which device arrays implement too."""
 
     widens = True
 
@@ -442,7 +444,7 @@ class LocalLoss(LossBlock):
             self._divide(dx)
 
     def _divide(self, dx: Any | None) -> None:
-        """Divide loss and gradient by the divisor, where it is above 0; the host does not read it from a device."""
+        """Divide loss and gradient by the divisor if it is above 0. The host does not read it from a device."""
         share = buffer(self.work, "share", (1,), np.float64)
         np.maximum(self.divisor, np.finfo(np.float64).tiny, out=share)
         np.divide(np.greater(self.divisor, 0), share, out=share)

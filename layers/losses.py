@@ -1,4 +1,4 @@
-"""Losses that are means over elements."""
+"""Elementwise losses: means over all elements."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["AbsoluteError", "BinaryCrossEntropyWithLogits", "Focal", "Huber", "M
 
 
 class _ElementwiseLoss(Loss):
-    """Mean over all elements, channels included, of a function of prediction and target of the same shape.
+    """Mean of a function of prediction and target, of the same shape, over all elements including channels.
 
     With weights ``sum(w * l) / count`` (as torch's `weight`), or with ``normalization="weights"`` ``sum(w * l) /
     sum(w)``, both over all elements.
@@ -40,7 +40,7 @@ class _ElementwiseLoss(Loss):
 
 
 class MeanSquaredError(_ElementwiseLoss):
-    """``mean((x - t)^2)`` over all elements of the batch.
+    """Mean squared error ``mean((x - t)^2)`` over all elements of the batch.
 
     Parameters
     ----------
@@ -57,17 +57,17 @@ class MeanSquaredError(_ElementwiseLoss):
 
 
 class BinaryCrossEntropyWithLogits(_ElementwiseLoss):
-    """``mean(-(p * t * log(sigmoid(x)) + (1 - t) * log(1 - sigmoid(x))))`` over all elements of the batch.
+    """Binary cross-entropy with logits, ``mean(-(p * t * log(sigmoid(x)) + (1 - t) * log(1 - sigmoid(x))))``.
 
-    Computed as ``(1 - t) * softplus(x) + p * t * softplus(-x)`` with ``softplus(x) = max(x, 0) + log1p(exp(-|x|))``,
-    which neither overflows nor cancels for any `x`.
+    The mean is over all elements of the batch. The formula used is ``(1 - t) * softplus(x) + p * t * softplus(-x)``
+    with ``softplus(x) = max(x, 0) + log1p(exp(-|x|))``, which neither overflows nor cancels for any `x`.
 
     Parameters
     ----------
     pos_weight
-        Weight p of the positive class: a number, or one per channel. ``"balanced"``: ``n[0] / n[1]`` for the positions
-        of the training samples whose target is 0 and 1; a run counts them before it begins (:meth:`Network.balance`).
-        Predictions must have one channel then.
+        Weight p of the positive class: a number, or one per channel. ``"balanced"``: ``n[0] / n[1]``, the numbers of
+        positions of the training samples with target 0 and 1. A run counts them before it begins
+        (:meth:`Network.balance`), and predictions must have one channel.
     normalization
         Divisor of the sum, with weights as a third input: ``"count"`` or ``"weights"``.
 
@@ -124,7 +124,7 @@ class BinaryCrossEntropyWithLogits(_ElementwiseLoss):
 
 
 def _pos_weight(given: float | Sequence[float] | str) -> Any:
-    """Return a number, one per channel, or ``"balanced"``. Raises ValueError."""
+    """Return a number, an array with one number per channel, or ``"balanced"``. Raises ValueError."""
     if isinstance(given, str) and given == BALANCED:
         return given
     try:
@@ -146,7 +146,7 @@ class _Pointwise(_ElementwiseLoss):
         return LocalLoss
 
     def terms(self, x: Any, t: Any, slope: Any, work: dict) -> None:
-        """Write the loss of every element to `x`, and its derivative to `slope`; `t` may be overwritten. Local."""
+        """Compute the loss of every element in `x`, and its derivative in `slope`; `t` may be overwritten. Local."""
         raise TypeError(f"{self.kind} must override terms()")
 
     def local(
@@ -182,7 +182,7 @@ class _Pointwise(_ElementwiseLoss):
 
 
 class AbsoluteError(_Pointwise):
-    """``mean(|x - t|)`` over all elements of the batch; the gradient where they are equal is 0.
+    """Mean absolute error ``mean(|x - t|)`` over all elements of the batch; the gradient of equal elements is 0.
 
     Parameters
     ----------
@@ -197,12 +197,12 @@ class AbsoluteError(_Pointwise):
 
 
 class Huber(_Pointwise):
-    """``mean(h(x - t))``, with ``h(d) = d^2 / 2`` where ``|d| <= delta``, else ``delta * (|d| - delta / 2)``.
+    """Huber loss ``mean(h(x - t))``: ``h(d) = d^2 / 2`` where ``|d| <= delta``, else ``delta * (|d| - delta / 2)``.
 
     Parameters
     ----------
     delta
-        Largest difference in the quadratic part; in the unit of the prediction.
+        Largest difference in the quadratic part, in the unit of the prediction.
     normalization
         Divisor of the sum, with weights as a third input: ``"count"`` or ``"weights"``.
     """
@@ -224,7 +224,7 @@ class Huber(_Pointwise):
 
 
 class Focal(_Pointwise):
-    """Binary cross-entropy with logits that gives elements with a right prediction a small weight.
+    """Focal loss: binary cross-entropy with logits, with small weights for elements that are predicted correctly.
 
     ``mean(a * (1 - q)^gamma * bce(x, t))``, with the probability of the truth ``q = p * t + (1 - p) * (1 - t)`` for
     ``p = sigmoid(x)``, and ``a = alpha * t + (1 - alpha) * (1 - t)``. The mean is over all elements of the batch.
@@ -232,7 +232,7 @@ class Focal(_Pointwise):
     Parameters
     ----------
     gamma
-        Exponent of that weight; 0: as binary cross-entropy.
+        Exponent of the weight; with 0 the loss is the binary cross-entropy.
     alpha
         Weight of the positive class, in [0, 1]; None: no weights.
     normalization
@@ -277,7 +277,7 @@ class Focal(_Pointwise):
         np.subtract(1, t, out=more)
         ce *= more
         ce += slope
-        # Neither cancels where the target is 0 or 1: p - t = (1 - t) p - t (1 - p), 1 - q = (1 - t) p + t (1 - p).
+        # These forms do not cancel for targets 0 or 1: p - t = (1 - t) p - t (1 - p), 1 - q = (1 - t) p + t (1 - p).
         more *= p
         np.multiply(t, rest, out=x)
         p *= rest
@@ -285,7 +285,7 @@ class Focal(_Pointwise):
         np.add(more, x, out=wrong)
         difference -= x
         # dloss/dx = (1 - q)^gamma * ((p - t) - gamma ce (2 t - 1) p (1 - p) / (1 - q)).
-        np.maximum(wrong, np.finfo(x.dtype).tiny, out=slope)  # where it is 0, so is what is divided by it
+        np.maximum(wrong, np.finfo(x.dtype).tiny, out=slope)  # where it is 0, the numerator is 0 too
         p /= slope
         np.multiply(t, 2, out=slope)
         slope -= 1
@@ -304,7 +304,7 @@ class Focal(_Pointwise):
 
     @staticmethod
     def _probabilities(x: Any, p: Any, rest: Any, log: Any, work: dict) -> None:
-        """Write sigmoid(x), sigmoid(-x), and ``log1p(exp(-|x|))`` without overflow or cancellation."""
+        """Compute sigmoid(x), sigmoid(-x), and ``log1p(exp(-|x|))`` without overflow or cancellation."""
         np.abs(x, out=p)
         np.negative(p, out=p)
         np.exp(p, out=p)

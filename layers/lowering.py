@@ -1,4 +1,4 @@
-"""Ways in which several layers lower themselves.
+"""Lowering methods that several layers use.
 
 - :func:`lower_local`: any layer that is written as `forward` and `backward` on plain local arrays;
 - :func:`lower_contraction`: convolutions and dense layers whose channels are cut;
@@ -35,11 +35,12 @@ __all__ = [
 
 
 def lower_local(layer: Layer, context: Context) -> Callable[[], None]:
-    """Gather the boxes that a layer needs, call it, and return gradients to their owners.
+    """Lower a layer with `forward` and `backward`: gather its boxes, call it, and return gradients to their owners.
 
     Forward: exchange (assign), `layer.forward`. Backward: `layer.backward`, exchange (sum), the adjoint. The result is
     exact for every layer and every cut; layers with kernels of their own overlap more.
-    Communication per process: the needed box less the owned box, forward and backward.
+
+    Communication per process: the needed box minus the owned box, forward and backward.
     """
     boxes = [context.needed(i) for i in range(len(context.inputs))]
     inputs = [context.gather(i, blocks, layer.pad_value) for i, blocks in enumerate(boxes)]
@@ -69,7 +70,7 @@ def lower_local(layer: Layer, context: Context) -> Callable[[], None]:
 
 
 class _LocalKernel:
-    """Kernel that calls a layer on its arrays, and copies the results into place."""
+    """Kernel that calls a layer on its arrays, and copies the results to their targets."""
 
     def __init__(self, layer: Layer, box: Box, environment: Any, y: Any, dy: Any = None, **arrays: Any) -> None:
         self.layer, self.box, self.name, self.y, self.dy = layer, box, environment.name, y, dy
@@ -100,47 +101,47 @@ class _LocalKernel:
             np.copyto(array, grads[key])
 
     def _check(self, what: str, array: Any, shape: Sequence[int]) -> None:
-        """Raise ValueError for an array of another shape, or on the host where the arrays of the layer are not."""
+        """Raise ValueError if an array has another shape, or is not on the device of the layer's arrays."""
         if np.shape(array) != tuple(shape):
             raise ValueError(f"{self.name}: {what}: expected an array of shape {tuple(shape)}, got {np.shape(array)}")
         if not self.device.owns(array):
             raise ValueError(
-                f"{self.name}: {what}: expected an array on {self.device.name} as those of the layer are, got "
-                f"{type(array).__module__}.{type(array).__name__}; make arrays by np.zeros_like(x) and the like"
+                f"{self.name}: {what}: expected an array on {self.device.name} like those of the layer, got "
+                f"{type(array).__module__}.{type(array).__name__}; create arrays by np.zeros_like(x) or similar"
             )
 
 
 class Pair:
-    """Kernels of the two passes, made together because the second uses what the first remembers."""
+    """Forward and backward kernels that are created together, because backward uses what forward stores."""
 
     def __init__(self, forward: Any, backward: Any) -> None:
         self.forward, self.backward = forward, backward
 
     def close(self) -> None:
-        """Free both."""
+        """Free both kernels."""
         for kernel in (self.forward, self.backward):
             if kernel is not None:
                 kernel.close()
 
 
 def cuts_channels(parts: Mapping[str, int]) -> bool:
-    """Return whether filters or input channels are cut."""
+    """Return whether output channels or input channels are cut."""
     return parts["channel"] * parts["input_channel"] > 1
 
 
 def partial_boxes(output: Layout, parts: Mapping[str, int]) -> Blocks:
-    """Return, per rank, the box of the output of which it computes a summand: all its filters. Pure arithmetic."""
+    """Return, per rank, the output box, with all its filters, for which it computes a summand. Pure arithmetic."""
     filters, inner = block_channels(output.shape[-1], parts), parts["input_channel"]
     return output.boxes.replace(-1, tuple(own for own in filters for _ in range(inner)))
 
 
 def read_boxes(needed: Blocks, channels: int, parts: Mapping[str, int]) -> Blocks:
-    """Return, per rank, its block of the input channels of the `needed` box (all of them). Pure arithmetic."""
+    """Return, per rank, the `needed` box with only its block of the input channels. Pure arithmetic."""
     return needed.replace(-1, intervals(channels, parts["input_channel"]) * parts["channel"])
 
 
 class ContractionKernels(Protocol):
-    """Makers of a layer's kernels on blocks: the box `x` is read, and a summand of the box `y` is computed.
+    """Factories of a layer's kernels on blocks: a kernel reads the box `x`, and computes a summand of the box `y`.
 
     The kernels take the arrays ``x, w, b, y``; ``x, dy, dw, db``; ``dy, w, dx``.
     """
@@ -156,8 +157,8 @@ def lower_contraction(
     """Lower a layer that contracts channels, on its blocks of filters and input channels. It waits for halos.
 
     A rank has a block of filters and a block of input channels. It gathers its block of input channels from the ranks
-    that own parts of it. With its block of the weights it computes a partial sum for all its filters. The partial sums
-    are added up at the owners, each of which has a part of the filters. ::
+    that own parts of it. With its block of the weights it computes a partial sum for all its filters. The owners, each
+    of which has a part of the filters, add up the partial sums. ::
 
         forward    x    gather over the ranks with other filters        (nothing to do if only the sum is cut)
                    y    sum over the ranks with other input channels    (nothing to do if only the filters are cut)
@@ -174,7 +175,7 @@ def lower_contraction(
     boxes, read = partial_boxes(layout, parts), read_boxes(context.clipped(0), channels, parts)
     box, x = boxes[context.rank], context.gather(0, read)
     summed = parts["input_channel"] > 1
-    # Biases are added once, by the ranks that hold them.
+    # Only the ranks that hold biases add them, so that each is added once.
     bias = context.params.get("b")
     bias = None if bias is None or not bias.size else bias
     y = context.scratch(box.shape) if summed else context.y
@@ -219,14 +220,14 @@ def _applying(f: FusedActivation, environment: Any, y: Any) -> Any:
 
 
 def gradient_of(f: FusedActivation, environment: Any, y: Any, dy: Any, dx: Any) -> Any:
-    """Return the kernel ``dx = f' * dy``, by the output `y`."""
+    """Return the kernel ``dx = f' * dy``, which computes ``f'`` from the output `y`."""
     return environment.kernels.activation(f.kind, y, y, dy, dx, f.alpha)[1]
 
 
 def boundary_boxes(windows: Sequence[Window], out: Box, owned: Box, shape: Sequence[int]) -> list[Box]:
-    """Return disjoint boxes of the outputs in `out` that need inputs outside `owned`. Pure arithmetic.
+    """Return disjoint boxes that cover the outputs in `out` that need inputs outside `owned`. Pure arithmetic.
 
-    `shape` is the input's global shape: elements outside of it are padding, and no halo holds them.
+    `shape` is the input's global shape: elements outside it are padding, and belong to no halo.
     """
     boxes = []
     rest = out
@@ -248,7 +249,7 @@ def lower_strips(
 ) -> None:
     """Compute the boundary strips of a convolution: the outputs that need a halo. Local.
 
-    A kernel that ran before the halos arrived got these outputs wrong. ::
+    An earlier kernel ran before the halos arrived, so its results for these outputs are wrong. ::
 
         +---------------+
         |     top       |      interior: outputs whose inputs this rank owns
@@ -275,7 +276,7 @@ def lower_strips(
         w, b = context.params["w"], context.params.get("b")
         timing = context.timing("forward", inputs=(need.shape,), outputs=box.shape[1:-1])
         kernels.append((context.kernel(partial(conv_forward, geometry, f), x=xs, w=w, b=b, y=ys), timing))
-    # One copy serves all strips: each has arrays of its own.
+    # One operation copies all strips: each strip has its own arrays.
     context.copy(*before)
     for kernel, timing in kernels:
         context.run(kernel, timing=timing)

@@ -28,14 +28,14 @@ class Add(Layer):
     Parameters
     ----------
     activation
-        As of :class:`Conv`.
+        As in :class:`Conv`.
 
     Notes
     -----
-    The gradient of every input is that of the output; it is passed on without a copy. Communication: none.
+    The gradient of every input is that of the output, without a copy. Communication: none.
     """
 
-    # The gradient of every summand is that of the sum: nothing is done.
+    # The gradient of every summand is that of the sum: backward moves no data.
     passes = Passes((1, 1), (0, 0))
     cuts_channels = "channelwise"
 
@@ -59,7 +59,7 @@ class Add(Layer):
         def backward() -> None:
             masked = None
             if f is not None:
-                # No input's own storage, so that none adds its other gradients into it.
+                # Not the storage of one input, so that no other gradient of that input is added into it.
                 masked = context.scratch(context.box.shape)
                 context.run(context.kernel(partial(gradient_of, f), y=context.y_again(), dy=context.dy, dx=masked))
             for i in range(len(context.inputs)):
@@ -74,12 +74,12 @@ def _add(f: FusedActivation | None, environment: Any, y: Any, **summands: Any) -
 
 
 class _OfTwo(Layer):
-    """An elementwise operation of two inputs, of which the second may have fewer extents.
+    """Elementwise operation of two inputs, of which the second may have smaller extents.
 
     Notes
     -----
-    Communication per process: what it needs of a `g` with fewer extents and other ranks own; backward, the adjoint, its
-    part of the sum over the positions or channels that share a number.
+    Communication per process: the needed part of a smaller `g` that other ranks own; backward, the adjoint: its part of
+    the sum over the positions or channels that share a number.
     """
 
     cuts_channels = "channelwise"
@@ -104,11 +104,11 @@ class _OfTwo(Layer):
         return operand_blocks(inputs[i].shape, output.boxes)
 
     def error(self, context: Context, x: View) -> View:
-        """Return what the gradient of `g` is the sum of: an array of the extents of the output."""
+        """Return the array, of the extents of the output, whose sum is the gradient of `g`."""
         raise TypeError(f"{self.kind} must override error()")
 
     def pass_on(self, context: Context, g: View, dx: View) -> None:
-        """Write the gradient of `x`."""
+        """Compute the gradient of `x`."""
         raise TypeError(f"{self.kind} must override pass_on()")
 
     def lower(self, context: Context) -> Callable[[], None]:
@@ -141,7 +141,7 @@ class _OfTwo(Layer):
 
 
 def product(environment: Any, x: Any, g: Any, y: Any) -> Callable[[], None]:
-    """``y = x * g``."""
+    """Return the kernel ``y = x * g``."""
 
     def run() -> None:
         if y.size:
@@ -159,15 +159,15 @@ def _sum(environment: Any, x: Any, g: Any, y: Any) -> Callable[[], None]:
 
 
 class Multiply(_OfTwo):
-    """Product of two inputs, ``y = x * g``, of which the second may have fewer extents: a gate, or a mask.
+    """Product ``y = x * g`` of two inputs, of which the second may have smaller extents: a gate, or a mask.
 
-    `g` has the shape of `x`, with 1 for any of its extents, or is a vector ``(C,)`` or ``(1,)`` per sample.
-    Also written ``x * g`` of two nodes: squeeze-and-excitation, attention gates, a scale per layer.
+    `g` has the shape of `x`, with 1 for any of its extents, or is a vector ``(C,)`` or ``(1,)`` per sample. The product
+    ``x * g`` of two nodes creates this layer. Uses: squeeze-and-excitation, attention gates, a scale per layer.
 
     Notes
     -----
-    Communication per process: what it needs of a `g` with fewer extents and other ranks own; backward, the adjoint, its
-    part of the sum over the positions or channels that share a number.
+    Communication per process: the needed part of a smaller `g` that other ranks own; backward, the adjoint: its part of
+    the sum over the positions or channels that share a number.
     """
 
     combine = staticmethod(product)
@@ -183,15 +183,15 @@ class Multiply(_OfTwo):
 
 
 class BroadcastAdd(_OfTwo):
-    """Sum of two inputs, ``y = x + g``, of which the second has fewer extents: numbers of a run, an embedding.
+    """Sum ``y = x + g`` of two inputs, of which the second has smaller extents: numbers of a run, an embedding.
 
-    `g` has the shape of `x`, with 1 for any of its extents, or is a vector ``(C,)`` or ``(1,)`` per sample.
-    Also written ``x + g`` of two nodes. With :class:`Multiply` it makes a network depend on numbers per sample, as
+    `g` has the shape of `x`, with 1 for any of its extents, or is a vector ``(C,)`` or ``(1,)`` per sample. The sum ``x
+    + g`` of two nodes creates this layer. With :class:`Multiply` it makes a network depend on numbers per sample, as
     ``y * Dense(C)(numbers) + Dense(C)(numbers)`` (Perez et al. 2018).
 
     Notes
     -----
-    Communication per process: as :class:`Multiply`.
+    Communication per process: as for :class:`Multiply`.
     """
 
     combine = staticmethod(_sum)
@@ -200,13 +200,13 @@ class BroadcastAdd(_OfTwo):
         return context.dy
 
     def pass_on(self, context: Context, g: View, dx: View) -> None:
-        # Boxes of nothing are not of one shape.
+        # Empty boxes may have different shapes.
         copied = [(context.dy, dx)] if context.box.size else []
         context.copy(*copied, timing=context.timing("backward_data"))
 
 
 def summing(environment: Any, x: Any, y: Any) -> Callable[[], None]:
-    """y = the sum of x over the axes along which y has one element."""
+    """Return the kernel that sums x over the axes along which y has one element."""
     axes = tuple(axis for axis, n in enumerate(y.shape) if n < x.shape[axis])
 
     def run() -> None:
@@ -223,7 +223,7 @@ class Concat(Layer):
 
     Notes
     -----
-    Inputs and output are cut alike in samples and space. Communication: none, unless channels are cut.
+    Inputs and output have the same cut in samples and space. Communication: none, unless channels are cut.
     """
 
     passes = Passes()
@@ -246,7 +246,7 @@ class Concat(Layer):
         return tuple(boxes)
 
     def needed_blocks(self, i: int, inputs: Sequence[Layout], output: Layout) -> Blocks:
-        """As `input_boxes`, of one input and per axis."""
+        """Return the boxes of `input_boxes` for one input, computed per axis."""
         first, own = sum(layout.shape[-1] for layout in inputs[:i]), inputs[i].shape[-1]
 
         def channels(low: int, high: int) -> Interval:
@@ -257,16 +257,16 @@ class Concat(Layer):
         return output.boxes.map(*same, channels)
 
     def lower(self, context: Context) -> Callable[[], None]:
-        """Return copies between packed arrays and a range of the channels of another.
+        """Lower to copies between packed arrays and ranges of the channels of the output.
 
-        Where channels are cut, the blocks of the inputs do not lie where those of the output do: they are gathered.
+        If channels are cut, the blocks of inputs and output differ: the inputs are gathered.
         """
         boxes = [context.needed(i) for i in range(len(context.inputs))]
         inputs = [context.gather(i, blocks) for i, blocks in enumerate(boxes)]
         firsts = list(itertools.accumulate((shape[-1] for shape in context.shapes[:-1]), initial=0))
 
         def channels(i: int, view: View) -> View:
-            """Return those of this rank that come from input `i`."""
+            """Return the channels of this rank that come from input `i`."""
             box = inputs[i].box
             first = firsts[i] + box.start[-1] - context.box.start[-1]
             return view.part((0,) * (box.ndim - 1) + (first,), (*view.shape[:-1], box.shape[-1]))

@@ -1,12 +1,12 @@
-"""What every rank needs of a layer's inputs, and of the gradient of its output, as products of intervals.
+"""The boxes that every rank needs of a layer's inputs, and of its output's gradient, as products of intervals.
 
 Pure arithmetic, in three forms:
 
-- a :class:`Stencil` gives one window per spatial axis, and windows give the needs axis by axis;
-- a layer with :meth:`Layer.input_boxes` or :meth:`Layer.gradient_box` states the needs of one box. :func:`probe` calls
-  that method for one axis at a time and takes the product; for layers of the user it compares the product with whole
-  boxes of some ranks, and refuses a layer that mixes axes;
-- the small operand of an elementwise operation is cut as far as it has extents to cut: :func:`operand_blocks`.
+- A :class:`Stencil` gives one window per spatial axis, and windows give the needs axis by axis.
+- A layer with :meth:`Layer.input_boxes` or :meth:`Layer.gradient_box` gives the needs of one box. :func:`probe` calls
+  that method for one axis at a time and takes the product. For layers of the user it compares the product with whole
+  boxes of some ranks, and rejects a layer that mixes axes.
+- The small operand of an elementwise operation is cut along the axes that it has: :func:`operand_blocks`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = [
 
 #: Shape of one sample, ``(*spatial, C)``.
 Shape = tuple[int, ...]
-#: Number of ranks whose boxes are compared with the product.
+#: Number of ranks whose boxes `probe` compares with the product.
 CHECKS = 6
 
 _PerAxis = int | Sequence[int]
@@ -55,11 +55,11 @@ class Stencil:
     kernel, stride, dilation
         One number for all spatial axes or one per axis.
     padding
-        ``"same"`` (output size ``ceil(n / stride)``, the odd element behind, as TensorFlow and torch do), one
-        number for both sides of all axes, one per axis, or one ``(lo, hi)`` pair per axis.
+        ``"same"`` (output size ``ceil(n / stride)``; an odd element is added at the end, as in TensorFlow and torch),
+        one number for both sides of all axes, one per axis, or one ``(lo, hi)`` pair per axis.
     rounding
-        ``"floor"``: windows lie within the padded array. ``"ceil"``: one more may reach beyond its end, if it begins
-        before the padding behind.
+        ``"floor"``: windows lie within the padded array. ``"ceil"``: one more window may reach beyond its end, if it
+        begins before the padding at the end.
     """
 
     kernel: _PerAxis
@@ -111,7 +111,7 @@ class Stencil:
 
 
 def check_spatial(spatial: Sequence[int], what: str) -> None:
-    """Refuse, naming `what`, samples without spatial axes, over which it would do nothing."""
+    """Reject samples without spatial axes, naming `what`, because the layer would do nothing for them."""
     if not spatial:
         raise ValueError(
             f"{what}: expected samples with spatial axes (*spatial, C), got vectors (C,); a signal of one channel has "
@@ -120,14 +120,14 @@ def check_spatial(spatial: Sequence[int], what: str) -> None:
 
 
 def _hashable(value: Any) -> Any:
-    """Return tuples of Python's numbers for lists and arrays of any numbers."""
+    """Convert lists and arrays of numbers to tuples of Python numbers."""
     if isinstance(value, Integral):
         return int(value)
     return tuple(map(_hashable, value)) if isinstance(value, Iterable) and not isinstance(value, str) else value
 
 
 def spread(what: str, value: _PerAxis, axes: int) -> tuple[int, ...]:
-    """Return one number per axis. Raises ValueError, naming `what`, for another count of numbers."""
+    """Return one number per axis. Raises ValueError, naming `what`, for a wrong count of numbers."""
     if isinstance(value, int):
         return (value,) * axes
     if len(value) != axes:
@@ -136,7 +136,7 @@ def spread(what: str, value: _PerAxis, axes: int) -> tuple[int, ...]:
 
 
 def _reaching_beyond(w: Window, size: int) -> Window:
-    """Return the window with room behind for the last one that begins before the padding there.
+    """Return the window with padding at the end for the last window that begins before the padding there.
 
     >>> _reaching_beyond(Window(3, 2, 1, 1, 1), 6).pad_hi, _reaching_beyond(Window(2, 2, 1, 1, 1), 5).pad_hi
     (2, 1)
@@ -154,13 +154,13 @@ def _same(size: int, kernel: int, stride: int, dilation: int) -> tuple[int, int]
 
 
 def sliding(windows: Sequence[Window], output: Blocks, channels: Intervals) -> Blocks:
-    """Return the inputs that outputs read through windows, with these channels; may reach outside the array."""
+    """Return the inputs that outputs read through windows, with these channels; boxes may reach outside the array."""
     spatial = [_read(w, axis) for w, axis in zip(windows, output.axes[1:-1])]
     return Blocks((output.axes[0], *spatial, channels), output.size)
 
 
 def reaching(windows: Sequence[Window], inputs: Blocks, outputs: Sequence[int], channels: Intervals) -> Blocks:
-    """Return the outputs from which the gradient of inputs follows; `outputs` is their number per spatial axis."""
+    """Return the outputs from which the gradient of inputs follows; `outputs` holds their number per spatial axis."""
     spatial = [_reach(w, axis, n) for w, axis, n in zip(windows, inputs.axes[1:-1], outputs)]
     return Blocks((inputs.axes[0], *spatial, channels), inputs.size)
 
@@ -177,20 +177,20 @@ def _reach(window: Window, axis: Intervals, outputs: int) -> Intervals:
 
 @lru_cache(maxsize=16384)
 def all_of(axis: Intervals, size: int) -> Intervals:
-    """Return the whole of an axis of this size for every part that is not empty."""
+    """Return the whole axis for every nonempty part, and an empty interval for the others."""
     return tuple((0, size) if b > a else (0, 0) for a, b in axis)
 
 
 def probe(of: Callable[[Box], Box], blocks: Blocks, ndim: int, what: str, check: bool) -> Blocks:
-    """Return the boxes of `ndim` axes that `of` makes of the boxes of `blocks`, found one axis at a time.
+    """Return the boxes with `ndim` axes that `of` computes from the boxes of `blocks`, one axis at a time.
 
     `of` is called with an interval of one axis and the whole of the other axes. Samples and channels are the outer axes
-    of both; where the numbers of axes differ, the spatial axes follow from the whole array alone.
+    of both. If the numbers of axes differ, the spatial axes follow from the whole array alone.
 
     Raises
     ------
     UserError
-        With `check`, if `of` is found to mix axes; names `what`.
+        With `check`, if `of` mixes axes; the text names `what`.
     """
     whole = [_all(axis) for axis in blocks.axes]
     same = ndim == len(blocks.axes)
@@ -208,7 +208,7 @@ def probe(of: Callable[[Box], Box], blocks: Blocks, ndim: int, what: str, check:
 
 
 def _along(of: Callable[[Interval], Interval], pieces: Intervals, outer: bool) -> Intervals:
-    """Map every interval of one axis; samples and channels mostly stay as they are, or become all of them."""
+    """Map every interval of one axis. Most samples and channels stay unchanged, or become the whole axis."""
     full = [piece for piece in pieces if piece[1] > piece[0]]
     if outer and len(full) > 2:
         ends = [(piece, of(piece)) for piece in (full[0], full[len(full) // 2], full[-1])]
@@ -225,7 +225,7 @@ def _all(axis: Intervals) -> Interval:
 
 
 def _at(of: Callable[[Box], Box], whole: Sequence[Interval], at: int, axis: int, piece: Interval) -> Interval:
-    """Return the range on `axis` of what `of` makes of a box with `piece` on axis `at`."""
+    """Return the range on `axis` of the box that `of` computes from a box with `piece` on axis `at`."""
     if piece[1] <= piece[0]:
         return 0, 0
     return of(Box.of_ranges([*whole[:at], piece, *whole[at + 1 :]])).ranges[axis]
@@ -239,8 +239,8 @@ def _check(of: Callable[[Box], Box], blocks: Blocks, found: Blocks, what: str) -
         want, have = of(box), found[rank]
         if want != have and (want.size or have.size):
             raise UserError(
-                f"{what}: what it needs of its inputs is expected to be a product of what single axes need; for {box} "
-                f"it asks for {want} instead of {have}: cut this layer along samples only"
+                f"{what}: expected the box needed of its inputs to be a product of the needs of single axes; for {box} "
+                f"got {want} instead of {have}: cut this layer along samples only"
             )
 
 
@@ -254,7 +254,7 @@ def is_broadcast(small: Shape, whole: Shape) -> bool:
 
 
 def operand_blocks(shape: Shape, boxes: Blocks) -> Blocks:
-    """Return, per rank, the part of a small operand that goes with the rank's box of the larger operand.
+    """Return, per rank, the part of a small operand that belongs to the rank's box of the larger operand.
 
     Parameters
     ----------
@@ -276,13 +276,13 @@ def operand_blocks(shape: Shape, boxes: Blocks) -> Blocks:
 
 
 def with_axes(view: View, axes: int) -> View:
-    """Return a vector per sample as an array with `axes` axes."""
+    """Return a vector per sample as an array with this number of axes."""
     shape = view.shape
     return view if len(shape) == axes else view.reshape(shape[0], *(1,) * (axes - len(shape)), *shape[1:])
 
 
 def without_space(boxes: Blocks) -> Blocks:
-    """Return samples and channels of boxes of ``(N, *spatial, C)``: the extents of a sum over the block.
+    """Return samples and channels of boxes ``(N, *spatial, C)``: the extents of a sum over the block.
 
     >>> without_space(Blocks((((0, 2), (2, 4)), ((0, 3), (3, 3)), ((0, 8),))), ).axes[0]
     ((0, 2), (0, 0), (2, 4), (2, 2))

@@ -26,36 +26,37 @@ from .parameter import Parameter, given
 
 __all__ = ["Network"]
 
-_NAMED = 6  # layers named in a message
+_NAMED = 6  # maximum number of layers named in a message
 
 
 class Network:
-    """Graph of layers between some inputs and some outputs, in an order in which they can be computed.
+    """Graph of layers between inputs and outputs, in order of computation.
 
     Parameters
     ----------
     outputs
-        Nodes by name. A node of a loss layer named ``"loss"`` is what training minimises.
+        Nodes by name. Training minimizes the output named ``"loss"``, which is the node of a loss layer.
     frozen
-        Layers that keep their parameters, by name or pattern (``"block1/*"``). Statistics of batch norms still change.
+        Layers whose parameters do not change, by name or pattern (``"block1/*"``). Statistics of batch norms still
+        change.
 
     Attributes
     ----------
     trained
-        Names of the layers that the loss depends on, or of all layers if there is no loss, without frozen ones. Other
-        layers are computed and keep their parameters: their gradients are zero and not summed.
+        Names of the layers that the loss depends on, or of all layers if there is no loss, without the frozen ones.
+        Other layers are computed but not trained: their gradients are zero, and are not summed.
     frozen
         Names of the frozen layers.
     owners
-        Layer -> the layer whose parameters it uses: itself, or the first call where one layer is called several times.
-        Later calls are named after it: ``head``, ``head#2``, ``head#3``.
+        Layer -> the layer whose parameters it uses: itself, or the first call of a layer that is called several times.
+        Later calls are named after the first: ``head``, ``head#2``, ``head#3``.
 
     Raises
     ------
     ValueError
-        If two layers have one name, calls of one layer do not go together (see `owners`), no layer reads an input,
-        there is a loss other than the output ``"loss"``, its target has parameters, initial values are given that fit
-        no parameter, or a pattern of frozen layers fits none.
+        If two layers have the same name, calls of one layer cannot share parameters (see `owners`), no layer reads an
+        input, there is a loss other than the output ``"loss"``, its target has parameters, given initial values fit
+        no parameter, or a pattern of frozen layers matches none.
     """
 
     def __init__(self, outputs: Mapping[str, Node] | Node, name: str = "network", frozen: Sequence[str] = ()) -> None:
@@ -78,7 +79,8 @@ class Network:
         self.trained = frozenset(name for name in behind if self.owners[name] not in self.frozen)
 
     def matching(self, pattern: str) -> list[str]:
-        """Return the layers with parameters whose names match. Local. Raises ValueError if there are none."""
+        """Return the layers with parameters whose names match the pattern. Local. Raises ValueError if there are none.
+        """
         having = [name for name in self.layers if self.own_parameters(name)]
         found = fnmatch.filter(having, pattern)
         if not found:
@@ -89,14 +91,14 @@ class Network:
         return found
 
     def _frozen(self, patterns: Sequence[str]) -> frozenset[str]:
-        """Return the layers that are not trained."""
+        """Return the names of the frozen layers."""
         found = frozenset(name for pattern in patterns for name in self.matching(pattern))
         if found and found == set(self.matching("*")):
             raise ValueError(f"network {self.name!r}: expected some layers to be trained, got all of them frozen")
         return found
 
     def freeze(self, *patterns: str) -> Network:
-        """Return the network with these layers frozen too, by name or pattern."""
+        """Return a copy of the network in which these layers, by name or pattern, are frozen too."""
         return Network(self.outputs, self.name, [*self.frozen, *patterns])
 
     @property
@@ -106,7 +108,8 @@ class Network:
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """Names of the target-only inputs: the loss compares with them, and no prediction depends on them."""
+        """Names of the target-only inputs: the loss compares predictions with them, and no prediction depends on them.
+        """
         loss = self.outputs.get("loss")
         read = [node for node in self.outputs.values() if node is not loss]
         read += [] if loss is None else [n for i, n in enumerate(loss.inputs) if not loss.layer.compares(i)]
@@ -115,7 +118,7 @@ class Network:
 
     @property
     def counted(self) -> dict[str, int]:
-        """Inputs whose classes are counted over the training samples for a loss, with their number of classes."""
+        """Inputs whose classes are counted over the training samples for the loss, with the number of classes."""
         found: dict[str, int] = {}
         for i, classes in self._counted():
             name = self._labels(self.outputs["loss"].inputs[i])
@@ -123,7 +126,7 @@ class Network:
         return found
 
     def _counted(self) -> list[tuple[int, int]]:
-        """Return the inputs of the loss whose classes are counted, by number, with their number of classes."""
+        """Return the numbers of the loss's inputs whose classes are counted, with the number of classes."""
         loss = self.outputs.get("loss")
         if loss is None:
             return []
@@ -131,7 +134,7 @@ class Network:
         return [(i, classes) for i, classes in found if classes]
 
     def _labels(self, target: Node) -> str:
-        """Return the name of the input that a target is computed from."""
+        """Return the name of the input from which a target is computed."""
         made_of = [self.names[n] for n in sorted_nodes([target]) if isinstance(n, Input)]
         if len(made_of) != 1:
             raise ValueError(
@@ -141,9 +144,9 @@ class Network:
         return made_of[0]
 
     def balance(self, counts: Mapping[str, Sequence[int]] | None = None) -> None:
-        """Set the counts of classes in the loss, as `class_weights="balanced"` needs. Local.
+        """Set the class counts in the loss, which `class_weights="balanced"` needs. Local.
 
-        To be called before an executor is made of the network.
+        Call it before an executor is created for the network.
 
         Parameters
         ----------
@@ -154,7 +157,7 @@ class Network:
         Raises
         ------
         ValueError
-            If a class does not occur, or counts are those of other inputs or of fewer classes.
+            If a class does not occur, or counts are for other inputs or for fewer classes.
         """
         wanted, found = self.counted, {}
         given = {name: [1] * n for name, n in wanted.items()} if counts is None else dict(counts)
@@ -172,7 +175,7 @@ class Network:
 
     @property
     def class_factors(self) -> dict[str, Sequence[float]]:
-        """Weights of classes that follow from counts, by the name of the input."""
+        """Class weights that follow from counts, by the name of the input."""
         loss = self.outputs.get("loss")
         if loss is None:
             return {}
@@ -180,7 +183,7 @@ class Network:
 
     @cached_property
     def layers(self) -> dict[str, Node]:
-        """All nodes but the inputs, by name, in order of computation."""
+        """All nodes except the inputs, by name, in order of computation."""
         return {self.names[n]: n for n in self.nodes if not isinstance(n, Input)}
 
     def _name_nodes(self) -> dict[Node, str]:
@@ -240,9 +243,9 @@ class Network:
         }
 
     def begin_with(self, values: Mapping[str, Any]) -> None:
-        """Set initial values of parameters and states, whole arrays by ``layer/name``; others stay as before.
+        """Set initial values of parameters and states: whole arrays by ``layer/name``; the others stay unchanged.
 
-        To be called before an executor is made of the network. Raises ValueError for an array that fits no parameter.
+        Call it before an executor is created for the network. Raises ValueError for an array that fits no parameter.
         """
         layers = self.layers
         strange = [name for name in values if name.rpartition("/")[0] not in layers]
@@ -260,7 +263,7 @@ class Network:
             raise
 
     def initial_values(self, seed: int = 0) -> dict[str, np.ndarray]:
-        """Return the whole initial arrays of all parameters and states by name: drawn by `seed`, or given. Local."""
+        """Return the whole initial arrays of all parameters and states by name: drawn with `seed`, or given. Local."""
         return {name: spec.initial(name, seed) for name, spec in {**self.parameters(), **self.state()}.items()}
 
     @property

@@ -1,4 +1,4 @@
-"""Padding of samples with a constant, mirrored, repeated or circular rows; cropping of rows and channels."""
+"""Padding of samples with constant, mirrored, repeated or circular rows; cropping of rows and channels."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Amounts = tuple[tuple[int, int], ...]
 
 
 class Copied(Layer):
-    """Layer that copies elements of its input to other places; its time is that of one copy of the output."""
+    """Layer that copies elements of its input to other positions; its time is that of one copy of the output."""
 
     passes = Passes((1, 1), (1, 1))
     cuts_channels = "channelwise"
@@ -40,16 +40,16 @@ class Copied(Layer):
 
 
 class _Shifted(Copied):
-    """Copy of every element by the same shift; `value` where there is no element."""
+    """Copy of every element by the same shift; elements without a source become `value`."""
 
     value = 0.0
 
     def shifts(self, shape: Shape) -> Sequence[int]:
-        """Return, per axis of a sample, output index minus input index."""
+        """Return the output index minus the input index, per axis of a sample."""
         raise TypeError(f"{self.kind} must override shifts()")
 
     def needed_blocks(self, i: int, inputs: Sequence[Layout], output: Layout) -> Blocks:
-        """Return shifted boxes; they may reach outside the array."""
+        """Return the shifted boxes; they may reach outside the array."""
         shifts = [0, *self.shifts(inputs[i].shape[1:])]
         return output.boxes.map(*(partial(_shifted, shift) for shift in shifts))
 
@@ -95,22 +95,22 @@ class Slice(_Shifted):
 
 
 class Pad(_Shifted):
-    """Padding of the spatial axes, as torch's ``pad``; the mode ``"constant"`` can also remove rows.
+    """Padding of the spatial axes, as in torch's ``pad``; the mode ``"constant"`` can also remove rows.
 
     Parameters
     ----------
     amounts
-        Rows before and behind, per spatial axis; one number or pair for all of them. Negative numbers remove rows.
+        Rows before and after, per spatial axis; one number or pair for all axes. Negative numbers remove rows.
     mode
-        ``"constant"``: rows hold `value`. ``"reflect"``: mirrored at the first and last row, which are not repeated.
-        ``"replicate"``: the first and last row are repeated. ``"circular"``: rows of the other end, as for longitudes.
-        All modes but the first make one layer per axis.
+        ``"constant"``: rows hold `value`. ``"reflect"``: rows are mirrored at the first and last row, which are not
+        repeated. ``"replicate"``: the first and last row are repeated. ``"circular"``: rows come from the other end,
+        as for longitudes. All modes except the first create one layer per axis.
     value
         Value of constant rows.
 
     Notes
     -----
-    Communication per process: rows of other ranks that its output holds; backward, the adjoint.
+    Communication per process: the rows of its output that other ranks own in the input; backward, the adjoint.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class Pad(_Shifted):
         return node
 
     def pairs(self, shape: Shape) -> Amounts:
-        """Return the rows before and behind, per spatial axis."""
+        """Return the numbers of rows before and after, per spatial axis."""
         check_spatial(shape[:-1], "Pad")
         axes = len(shape) - 1
         given = np.asarray(self.amounts)
@@ -158,13 +158,13 @@ class Pad(_Shifted):
 
 
 class PadAxis(Copied):
-    """Padding of one spatial axis with rows of the array itself at both ends."""
+    """Padding of one spatial axis, at both ends, with rows of the array itself."""
 
     def __init__(self, axis: int, low: int, high: int, mode: str, name: str | None = None) -> None:
         super().__init__(name)
         if min(low, high) < 0:
             raise ValueError(
-                f"Pad: expected no rows to be taken away in the mode {mode}, got {(low, high)}; use constant"
+                f"Pad: expected numbers of rows >= 0 in the mode {mode}, got {(low, high)}; use constant to remove rows"
             )
         self.axis, self.low, self.high, self.mode = axis, low, high, mode
 
@@ -183,11 +183,11 @@ class PadAxis(Copied):
         return (*shape[: self.axis], self.low + n + self.high, *shape[self.axis + 1 :])
 
     def needed_blocks(self, i: int, inputs: Sequence[Layout], output: Layout) -> Blocks:
-        """Return owned boxes: pieces are gathered separately."""
+        """Return the owned boxes: the pieces are gathered separately."""
         return inputs[i].boxes
 
     def pieces(self, extent: int) -> list[tuple[Interval, Callable[[int, int], Interval]]]:
-        """Return the rows of the output before, within and behind the array, and the function to rows of the input.
+        """Return the output rows before, within and after the array, each with the function to the input rows.
 
         >>> [(rows, source(*rows)) for rows, source in PadAxis(0, 2, 1, "reflect").pieces(4)]
         [((0, 2), (1, 3)), ((2, 6), (0, 4)), ((6, 7), (2, 3))]
@@ -220,7 +220,7 @@ class PadAxis(Copied):
             x.finish()
 
         def shown(view: View, rows: Interval) -> View | None:
-            """Return the part of the own block of the output that lies in one of the pieces; None if there is none."""
+            """Return the part of the own output block that lies in one of the pieces; None if there is none."""
             a, b = context.box.ranges[axis]
             first, last = max(a, rows[0]), min(b, rows[1])
             if last <= first or not context.box.size:
@@ -239,7 +239,7 @@ class PadAxis(Copied):
             for number, ((rows, _), blocks) in enumerate(zip(parts, boxes)):
                 returned = context.return_gradient(0, blocks)
                 dy = shown(context.dy, rows)
-                if dy is not None and dy.shape != returned.view.shape:  # rows that repeat one row are added up
+                if dy is not None and dy.shape != returned.view.shape:  # gradients of repeated rows are added up
                     sums = context.scratch(returned.view.shape, "float64")
                     context.run(context.kernel(summing, x=dy, y=sums))
                     context.copy((sums, returned.view))

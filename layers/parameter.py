@@ -1,7 +1,7 @@
 """Parameters of layers: their description and initial values, their blocks over the ranks, weight normalization.
 
-A :class:`Parameter` describes a whole array. :class:`ParameterBlocks` says which block of it each rank holds, and which
-ranks hold the same block. Weight normalization replaces weights by directions and lengths.
+A :class:`Parameter` describes a whole array. A :class:`ParameterBlocks` holds the block of each rank, and the groups of
+ranks that hold the same block. Weight normalization replaces weights by directions and lengths.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class GivenValues:
-    """Initial values that come from elsewhere: an array, or a file that is read when they are needed.
+    """Initial values from outside: an array, or a file that is read when the values are needed.
 
     Attributes
     ----------
     shape
         Shape of the whole array.
     read
-        Returns the array. Every rank that holds some of it calls this once, and does not keep the result: a rank holds
-        one whole array at a time, beside its own blocks.
+        Function that returns the array. Every rank that holds some of it calls this once, and does not keep the result:
+        a rank holds one whole array at a time, in addition to its own blocks.
     source
-        Origin of the values, for a comparison between ranks: a file and its checksum. Empty for arrays.
+        Origin of the values, to compare between ranks: a file and its checksum. Empty for arrays.
     """
 
     shape: tuple[int, ...]
@@ -56,7 +56,7 @@ class GivenValues:
 
 
 def given(values: GivenValues | Any) -> GivenValues:
-    """Return the initial values of an array; :class:`GivenValues` are returned as they are."""
+    """Wrap an array as initial values; :class:`GivenValues` are returned unchanged."""
     if isinstance(values, GivenValues):
         return values
     array = np.asarray(values)
@@ -65,7 +65,7 @@ def given(values: GivenValues | Any) -> GivenValues:
 
 @dataclass(frozen=True)
 class Parameter:
-    """Description of one parameter array, whole.
+    """Description of one whole parameter array.
 
     Attributes
     ----------
@@ -79,11 +79,10 @@ class Parameter:
     decay
         Whether weight decay applies (not to biases and norms).
     channel_axis, input_axis
-        Axes of the output's channels and of the input's channels: where those are cut, a rank holds the block of its
+        Axes of the output's channels and of the input's channels: if those are cut, a rank holds the block of its
         channels. None: there is no such axis.
     rounded
-        Whether the gradient is computed in the dtype of the activations where that has 16 bits (by a convolution); if
-        not, it is computed in float32.
+        Whether the gradient has the 16-bit dtype of the activations (convolutions), and not float32.
     """
 
     shape: tuple[int, ...]
@@ -96,7 +95,7 @@ class Parameter:
     rounded: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "shape", tuple(self.shape))  # compared, and looked up
+        object.__setattr__(self, "shape", tuple(self.shape))  # a hashable tuple, for comparison and lookup
         if isinstance(self.init, GivenValues):
             if self.init.shape != self.shape:
                 raise ValueError(f"expected initial values of shape {self.shape}, got {self.init.shape}")
@@ -115,9 +114,9 @@ class Parameter:
         return math.prod(self.shape)
 
     def initial(self, name: str, seed: int) -> np.ndarray:
-        """Return initial values: the given ones, or a function of `name` and `seed` only.
+        """Return initial values: the given ones, or a function of only `name` and `seed`.
 
-        They are the same on every decomposition. Their dtype is float64, or that of the given values.
+        They are the same for every decomposition. Their dtype is float64, or that of the given values.
         """
         if isinstance(self.init, GivenValues):
             return self.init.read()
@@ -137,10 +136,10 @@ class ParameterBlocks:
     Attributes
     ----------
     boxes
-        Box per rank, in indices of the whole array; empty where the rank holds nothing of it.
+        Box per rank, in indices of the whole array; empty if the rank holds nothing of it.
     holders
-        Groups of ranks that hold the same block. Each rank has a summand of the gradient; ranks without a group hold
-        nothing.
+        Groups of ranks that hold the same block. Each rank of a group has a summand of the gradient; ranks without a
+        group hold nothing.
     """
 
     boxes: Blocks
@@ -165,8 +164,8 @@ class ParameterBlocks:
 def parameter_blocks(network: Network, strategy: Strategy, size: int) -> dict[str, ParameterBlocks]:
     """Return the blocks of all parameters and states by ``layer/parameter``, on `size` ranks. Local.
 
-    A rank that a layer does not use holds nothing of its parameters. Where channels are cut, a rank holds its block of
-    filters, of input channels, or of both. Biases lie with the first part of the sum over the input channels.
+    A rank that a layer does not use holds none of its parameters. If channels are cut, a rank holds its block of
+    filters, of input channels, or of both. Biases belong to the first part of the sum over the input channels.
     """
     result: dict[str, ParameterBlocks] = {}
     for name, node in network.layers.items():
@@ -189,12 +188,12 @@ def block_channels(channels: int, parts: Mapping[str, int]) -> list[tuple[int, i
 
 @lru_cache(maxsize=4096)
 def _repeated(axis: Intervals, times: int) -> Intervals:
-    """Return the intervals repeated for each replica; one object serves all parameters with the same blocks."""
+    """Return the intervals repeated for each replica; parameters with the same blocks share one object."""
     return axis * times
 
 
 def blocks_of(spec: Parameter, parts: Mapping[str, int], size: int) -> ParameterBlocks:
-    """Return the blocks of one parameter of a layer that is cut into these parts."""
+    """Return the blocks of one parameter of a layer with these parts."""
     return _blocks_of(spec, parts["channel"], parts["input_channel"], math.prod(parts.values()), size)
 
 
@@ -212,7 +211,7 @@ def _blocks_of(spec: Parameter, channel: int, inner: int, used: int, size: int) 
         own = block_channels(spec.shape[spec.channel_axis], {"channel": channel, "input_channel": inner})
         agreeing.append(1)
         repeats //= channel
-        if spec.input_axis is None:  # a bias is added once: by the first part of the sum
+        if spec.input_axis is None:  # only the first part of the sum adds the bias
             own = [(a, a if share else b) for a, b in own for share in range(inner)]
             first.append(2)
             repeats //= inner
@@ -222,19 +221,19 @@ def _blocks_of(spec: Parameter, channel: int, inner: int, used: int, size: int) 
 
 
 def with_lengths(specs: Mapping[str, Parameter]) -> dict[str, Parameter]:
-    """Return the parameters of a layer with `w` as directions only, and the length of each filter as `g` ``(K,)``.
+    """Return the parameters of a layer with `w` as directions, and with the length of each filter as `g` ``(K,)``.
 
-    Lengths begin with sqrt(2), the average length of weights that are drawn as by He.
+    The initial length is sqrt(2), the average length of weights drawn after He.
     """
     lengths = Parameter(specs["w"].shape[:1], math.sqrt(2.0))
     return {"w": specs["w"], "g": lengths, **{key: spec for key, spec in specs.items() if key != "w"}}
 
 
 def lower_weight_norm(context: Context, lower: Callable[[Context], Callable[[], None]]) -> Callable[[], None]:
-    """Lower a layer with the weights ``g[k] * w[k] / |w[k]|`` in place of its parameters (Salimans and Kingma 2016).
+    """Lower a layer with the weights ``g[k] * w[k] / |w[k]|`` instead of its parameter `w` (Salimans and Kingma 2016).
 
-    Every rank computes the gradients of directions and lengths from its gradient of the weights. They are linear in it,
-    so they are summed over the ranks like those of other parameters. Communication: no more than without it.
+    Every rank computes the gradients of directions and lengths from its gradient of the weights. They are linear in
+    it, so they are summed over the ranks like those of other parameters. This needs no additional communication.
     """
     given, grads = context.params, context.grads
     v, g, lengths = given["w"], given["g"], (given["w"].shape[0], *(1 for _ in given["w"].shape[1:]))
@@ -261,12 +260,12 @@ def lower_weight_norm(context: Context, lower: Callable[[Context], Callable[[], 
 
 
 def _others(array: Any) -> tuple[int, ...]:
-    """Return all axes but that of the filters."""
+    """Return all axes except that of the filters."""
     return tuple(range(1, array.ndim))
 
 
 def _normalizing(environment: Any, v: Any, g: Any, norms: Any, w: Any, unit: Any, sums: Any) -> Callable[[], None]:
-    """Return the kernel ``w = g * v / |v|``, which writes the norms too."""
+    """Return the kernel ``w = g * v / |v|``, which also writes the norms."""
 
     def run() -> None:
         if v.size:

@@ -1,6 +1,6 @@
-"""Max and average pooling over windows, cut along samples and space: of a fixed stride, or adaptive.
+"""Max and average pooling over windows, cut along samples and space: with a fixed stride, or adaptive.
 
-Adaptive windows cover the input and follow from the number of outputs. Windows may overlap.
+Adaptive windows cover the input, and follow from the number of outputs. They may overlap.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["AdaptiveAveragePool", "AdaptiveMaxPool", "AveragePool", "MaxPool"]
 
 
 class _Pool(Layer, ABC):
-    """Pooling with a stencil; refuses windows that hold only padding."""
+    """Pooling with a stencil; windows that hold only padding are rejected."""
 
     cuts_channels = "channelwise"
     inputs_taken = 1
@@ -69,24 +69,24 @@ class _Pool(Layer, ABC):
         """Return the forward and the backward kernel of the backend."""
 
     def lower(self, context: Context) -> Callable[[], None]:
-        """Add the halo exchange of `x` and one kernel; backward one kernel and the adjoint of the exchange.
+        """Add the halo exchange of `x` and one kernel; backward, one kernel and the adjoint of the exchange.
 
-        The gathered box ends at the border of the global array, so the padding of the kernel is padding of the global
-        array, and its counts are right.
+        The gathered box ends at the border of the global array, so the padding of the kernel is the padding of the
+        global array, and the counts of average pooling are right.
         """
         windows = self.windows(context.shapes[0])
         # Boxes are clipped at the border of the array, so no fill value is needed.
         boxes = context.clipped(0, [0, *(w.stride - 1 for w in windows), 0])
         x = context.gather(0, boxes).run()
         geometry = local_geometry(windows, x.box, context.box)
-        # Forward and backward are made together: they share what forward remembers.
+        # Forward and backward are created together: backward uses what forward stores.
         kernel = context.kernel(partial(_pool, self, geometry), x=x.view, y=context.y)
         context.run(kernel, "forward", uses=("x", "y"), timing=context.timing("forward"))
 
         def backward() -> None:
             returned = context.return_gradient(0, boxes)
             kernel.add(dy=context.dy, dx=returned.view)
-            # Forward has stored the places of the maxima.
+            # Forward has stored the positions of the maxima.
             context.run(kernel, "backward", uses=("dy", "dx"), timing=context.timing("backward_data"))
             returned.run()
 
@@ -100,25 +100,26 @@ def _pool(
 
 
 class MaxPool(_Pool):
-    """The largest element of each window, channel by channel.
+    """Max pooling: the maximum of each window, channel by channel.
 
-    ``y[n, o, c] = max_j x[n, o * stride - pad_lo + dilation * j, c]``; padding never wins. Of equal elements the
-    first in row-major order of the window receives the gradient.
+    ``y[n, o, c] = max_j x[n, o * stride - pad_lo + dilation * j, c]``; padding never is the maximum. Of several equal
+    maxima, the first in row-major order of the window receives the gradient.
 
     Output size per axis: ``floor((n + pad_lo + pad_hi - dilation * (kernel - 1) - 1) / stride) + 1``.
 
     Parameters
     ----------
     kernel, stride, padding, dilation
-        See :class:`Stencil`; the stride is the kernel where it is not given. Backends that cannot dilate
-        refuse a dilation when the network is compiled.
+        See :class:`Stencil`; by default the stride is the kernel. Backends that cannot dilate reject a dilation when
+        the network is compiled.
     ceil_mode
-        Round the output size up: a last window that begins before the padding behind may reach beyond its end.
+        Whether to round the output size up: a last window that begins before the padding at the end may reach beyond
+        it.
 
     Raises
     ------
     ValueError
-        If a window would read nothing but padding.
+        If a window would read only padding.
 
     Notes
     -----
@@ -126,7 +127,7 @@ class MaxPool(_Pool):
     backward, added to the gradients of its owners.
     """
 
-    # The place of each maximum is stored.
+    # The position of each maximum is stored.
     passes = Passes((1, 1.25), (1, 1.25))
 
     def kernels(self, backend: Any, x: Any, y: Any, dy: Any, dx: Any, geometry: Any) -> tuple[Any, Any]:
@@ -134,7 +135,7 @@ class MaxPool(_Pool):
 
 
 class AveragePool(_Pool):
-    """The mean of each window, channel by channel.
+    """Average pooling: the mean of each window, channel by channel.
 
     ``y[n, o, c] = (1 / count) * sum_j x[n, o * stride - pad_lo + dilation * j, c]``
 
@@ -143,9 +144,9 @@ class AveragePool(_Pool):
     Parameters
     ----------
     count_include_pad
-        True: `count` is the number of taps of the kernel, padding counts as zeros. False: `count` is the number
+        True: `count` is the number of taps of the kernel, and padding counts as zeros. False: `count` is the number
         of taps inside the (global) array. Elements that `ceil_mode` reads beyond the padding never count. If there are
-        any, and padding counts, a :class:`Pad` before this layer makes the padding.
+        any, and padding counts, a :class:`Pad` before this layer does the padding.
     """
 
     passes = Passes()
@@ -188,7 +189,7 @@ def _only_padding(w: Window, size: int, outputs: int) -> int | None:
     """Return the first of `outputs` windows that has no tap inside ``[0, size)``, or None."""
     for o in range(outputs):
         first = o * w.stride - w.pad_lo
-        # The first tap at or behind 0 is the only candidate: later ones lie further behind.
+        # The first tap at or after 0 is the only candidate: later taps are further away.
         inside = first if first >= 0 else first + -(first // w.dilation) * w.dilation
         if inside >= size or inside >= first + w.extent:
             return o
@@ -198,7 +199,7 @@ def _only_padding(w: Window, size: int, outputs: int) -> int | None:
 class _Adaptive(Resize):
     """Pooling whose output `o` reads the inputs from ``floor(o * n / size)`` to ``ceil((o + 1) * n / size) - 1``."""
 
-    #: The layer that makes one output per sample and channel.
+    #: The layer that computes one output per sample and channel.
     whole: type[Layer]
 
     def __init__(self, size: int | Sequence[int], name: str | None = None) -> None:
@@ -214,11 +215,11 @@ class _Adaptive(Resize):
 
 
 class AdaptiveAveragePool(_Adaptive):
-    """Mean over windows that cover the input, of any extent: ``(*spatial, C)`` -> ``(*size, C)``, as torch has it.
+    """Adaptive average pooling over windows that cover the input: ``(*spatial, C)`` -> ``(*size, C)``, as in torch.
 
     Output `o` of an axis is the mean of the inputs from ``floor(o * n / size)`` to ``ceil((o + 1) * n / size) - 1``:
-    :class:`Resize` in the mode ``"area"``. If there is one output in all, :class:`GlobalAveragePool` and
-    :class:`Reshape` make it: no rank needs a whole sample.
+    :class:`Resize` in the mode ``"area"``. A single output is computed by :class:`GlobalAveragePool` and
+    :class:`Reshape`, so that no rank needs a whole sample.
 
     Parameters
     ----------
@@ -234,17 +235,19 @@ class AdaptiveAveragePool(_Adaptive):
 
 
 class AdaptiveMaxPool(_Adaptive):
-    """The largest element of windows that cover the input: ``(*spatial, C)`` -> ``(*size, C)``, as torch has it.
+    """Adaptive max pooling over windows that cover the input: ``(*spatial, C)`` -> ``(*size, C)``, as in torch.
 
-    Windows, arguments and communication as of :class:`AdaptiveAveragePool`. Of equal elements the first in row-major
-    order receives the gradient; a NaN is larger than all, and has none.
+    Windows, arguments and communication are as for :class:`AdaptiveAveragePool`. Of several equal maxima, the first in
+    row-major order receives the gradient. A NaN is larger than all numbers, and receives no gradient.
     """
 
     whole = GlobalMaxPool
     passes = Passes((8, 1), (5, 1))
 
     def lower(self, context: Context) -> Callable[[], None]:
-        """Search one axis after another, the last axis first: the first of equal elements is that of the lowest row."""
+        """Lower to searches along one axis after another, the last axis first, so that the lowest row of equal maxima
+        is found.
+        """
         resamplings = self.resamplings(context.shapes[0])
         boxes = context.clipped(0, [0, *(math.ceil(r.ratio) for r in resamplings), 0])
         x = context.gather(0, boxes).run()
@@ -277,7 +280,7 @@ class AdaptiveMaxPool(_Adaptive):
 
 
 class _Stage:
-    """Search along one axis, and its backward kernel."""
+    """Search along one axis, with its backward kernel."""
 
     def __init__(self, context: Context, search: Search, x: View, phase: str | None) -> None:
         self.search, self.x, axis = search, x, search.axis
@@ -302,7 +305,7 @@ class _Stage:
 
 
 def _to_first(search: Search, environment: Any, dy: Any, number: Any, dx: Any, work: Any) -> Callable[[], None]:
-    """Return the kernel that sums, per element, the gradients of the windows whose first largest element it was."""
+    """Return the kernel that sums, per element, the gradients of the windows whose first maximum it is."""
     numbers = np.arange(dx.shape[search.axis]).reshape(-1, *(1 for _ in dx.shape[search.axis + 1 :]))
     ramp, steps = environment.kernels.device.array(numbers, number.dtype), []
     for o, (a, b) in enumerate(search.windows):

@@ -1,6 +1,6 @@
-"""Gradients that are summed together, and the order of their sums; dense layers whose gradients need no sum.
+"""Chunks of gradients that are summed together, their order, and dense layers whose gradients need no sum.
 
-Pure arithmetic, shared by runtime and cost model.
+Pure arithmetic that the runtime and the cost model share.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Gradient:
-    """The gradient of one parameter.
+    """Gradient of one parameter.
 
     Attributes
     ----------
     name
         Name of the parameter, ``layer/parameter`` in the store.
     sharing
-        Ranks that hold the same block: equal for parameters that can be summed together.
+        Ranks that hold the same block; parameters with equal `sharing` can be summed together.
     size
         Number of elements in the largest block.
     """
@@ -79,7 +79,7 @@ class GradientLayer:
 
 @dataclass(frozen=True)
 class GradientChunk:
-    """Gradients that are summed with one message, in the order in which backward finishes them.
+    """Gradients that are summed with one message, in the order in which backward computes them.
 
     Attributes
     ----------
@@ -102,8 +102,8 @@ class GradientChunk:
 def kinds_of(network: Network) -> dict[str, str]:
     """Return the kinds of all layers by name, as in :class:`GradientLayer`, in order of computation.
 
-    Norms and factors have parameters, but no weights in the sense of Lee et al. (Section II): they go with the layers
-    around them. Only layers whose gradients may be replicated have the kind "dense".
+    Norms and factors have parameters, but no weights in the sense of Lee et al. (Section II); their chunk is that of
+    the layers around them. Only layers whose gradients may be replicated have the kind "dense".
     """
     dense = dense_layers(network)
     return {name: "dense" if name in dense else _kind(network, name) for name in network.layers}
@@ -122,14 +122,15 @@ _FACTORS = (BatchNorm, GroupNorm, Scale, PReLU)
 
 
 def decayed_first(specs: Mapping[str, Parameter]) -> list[str]:
-    """Return the names of a layer's parameters in the order in which they lie in memory."""
+    """Return the names of a layer's parameters in their order in memory."""
     return sorted(specs, key=lambda name: not specs[name].decay)
 
 
 def gradient_layers(network: Network, blocks: Mapping[str, ParameterBlocks]) -> list[GradientLayer]:
     """Return the layers of a network in the order in which backward finishes them.
 
-    Layers that backward does not reach have no gradients. `blocks` are those of the parameters, by ``layer/parameter``.
+    Layers that backward does not reach have no gradients. `blocks` holds the blocks of the parameters, by
+    ``layer/parameter``.
     """
     result = []
     for layer, kind in reversed(kinds_of(network).items()):
@@ -141,12 +142,12 @@ def gradient_layers(network: Network, blocks: Mapping[str, ParameterBlocks]) -> 
 
 
 def check_scheme(scheme: Scheme, network: Network) -> None:
-    """Check that the network has as many layers as the scheme counts. Local.
+    """Check that the network has at least as many layers as the scheme counts. Local.
 
     Raises
     ------
     UserError
-        One line with the expected and the given number.
+        With the expected and the given number.
     """
     kinds = list(kinds_of(network).values())
     counted = len(kinds) - kinds.count("other")
@@ -157,8 +158,8 @@ def check_scheme(scheme: Scheme, network: Network) -> None:
         )
     if scheme.replicated_dense > kinds.count("dense"):
         raise UserError(
-            f"reduction.replicated_dense: expected at most the {kinds.count('dense')} dense layers of "
-            f"{network.name!r} that are trained, called once and not weight-normed, got {scheme.replicated_dense}"
+            f"reduction.replicated_dense: expected at most the {kinds.count('dense')} dense layers of {network.name!r} "
+            f"that are trained, called once and not weight-normalized, got {scheme.replicated_dense}"
         )
 
 
@@ -175,23 +176,24 @@ def chunks_of(
     itemsize: int,
     apart: frozenset[str] = frozenset(),
 ) -> list[GradientChunk]:
-    """Return all chunks of a scheme, in the order in which their sums are issued.
+    """Return all chunks of a scheme, in the order in which their sums start.
 
-    Every chunk is a run of the gradients that the same ranks share, in the order of `layers`. So all gradients that
-    these ranks share may lie in one array, of which chunks are ranges. Replicated layers have chunks of their own.
+    Every chunk is a consecutive part of the gradients that the same ranks share, in the order of `layers`. So all
+    gradients that these ranks share may lie in one array, and chunks are ranges of it. Replicated layers have chunks of
+    their own.
 
     Parameters
     ----------
     layers
         Layers in the order in which backward finishes them.
     scheme
-        Scheme of the reduction; ``"auto"`` begins with buckets.
+        Scheme of the reduction; ``"auto"`` starts with buckets.
     bucket_bytes
-        Size at which a bucket is closed [B], on the rank that has most of it.
+        Size at which a bucket is closed, on the rank with the largest part of it [B].
     itemsize
         Size of one element [B].
     apart
-        Names of layers that may be replicated at another time: their gradients have chunks of their own.
+        Names of layers that may be replicated later: their gradients have chunks of their own.
 
     References
     ----------
@@ -203,12 +205,12 @@ def chunks_of(
     return _Filling(ends, replicated, apart).run(layers)
 
 
-#: Whether a chunk that holds so many elements is closed when the layer of this number is done.
+#: Function of a chunk's number of elements and a layer's number: whether that layer closes the chunk.
 _Ends = Callable[[int, int], bool]
 
 
 def _rule(scheme: Scheme, layers: Sequence[GradientLayer], bucket_bytes: int, itemsize: int) -> _Ends:
-    """Return where the chunks of a scheme end."""
+    """Return the rule by which a scheme closes chunks."""
     chunks = scheme.kind.chunks
     if chunks == "bytes":
         return lambda elements, layer: elements * itemsize >= bucket_bytes
@@ -216,7 +218,7 @@ def _rule(scheme: Scheme, layers: Sequence[GradientLayer], bucket_bytes: int, it
         counted = [i for i, layer in enumerate(layers) if layer.kind != "other"]
         last = counted[min(scheme.first_layers, len(counted)) - 1] if counted else -1
         return lambda elements, layer: layer == last
-    if chunks == "weights":  # equal numbers of layers; the last layers, whose sums little hides, have a chunk each
+    if chunks == "weights":  # equal numbers of layers; the last layers, whose sums hardly overlap, have a chunk each
         weighted = [i for i, layer in enumerate(layers) if layer.kind in ("weights", "dense")]
         chunked = (len(weighted) - 1) // scheme.chunk * scheme.chunk
         lasts = frozenset([*weighted[scheme.chunk - 1 : chunked : scheme.chunk], *weighted[chunked:]])
@@ -225,7 +227,7 @@ def _rule(scheme: Scheme, layers: Sequence[GradientLayer], bucket_bytes: int, it
 
 
 class _Filling:
-    """Chunks that still grow: one per set of ranks that share gradients, and one more for layers that lie apart."""
+    """Chunks that still grow: one per set of ranks that share gradients, and another one for layers in `apart`."""
 
     def __init__(self, ends: _Ends, replicated: frozenset[str], apart: frozenset[str]) -> None:
         self._ends, self._replicated, self._apart = ends, replicated, apart
@@ -242,7 +244,7 @@ class _Filling:
                     key = gradient.sharing, layer.name in self._apart
                     self._growing.setdefault(key, []).append((layer.name, gradient))
                     self._elements[key] = self._elements.get(key, 0) + gradient.size
-            # A layer without parameters may end a chunk as well: the k-th layer may be a pooling.
+            # A layer without parameters may close a chunk too: the k-th layer may be a pooling.
             for key in list(self._growing):
                 if self._ends(self._elements[key], i):
                     self._close(key)
@@ -288,7 +290,7 @@ def check_replicated(strategy: Strategy, network: Network) -> None:
 
 
 def replicable_layers(strategy: Strategy, network: Network, batch: int) -> list[str]:
-    """Return the first dense layers that may be replicated and save traffic by it, in order of computation."""
+    """Return the first dense layers whose replication is possible and saves traffic, in order of computation."""
     found: list[str] = []
     for name, node in dense_layers(network).items():
         several = math.prod(strategy.parts_of(name).values()) > 1
@@ -299,7 +301,7 @@ def replicable_layers(strategy: Strategy, network: Network, batch: int) -> list[
 
 
 def saves_traffic(node: Node, batch: int) -> bool:
-    """Return whether activations and errors of a batch are fewer than the weights of a dense layer.
+    """Return whether a batch has fewer activations and errors than the dense layer has weights.
 
     References
     ----------

@@ -23,19 +23,19 @@ NAMES: tuple[Name, ...] = get_args(Name)
 
 @dataclass(frozen=True)
 class Kind:
-    """Properties of all schemes of one name: other code reads these, not the name.
+    """Properties that all schemes of one name share; other code reads these, not the name.
 
     Attributes
     ----------
     chunks
-        End of a chunk of gradients: ``"never"``, at every ``"layer"``, at a number of ``"bytes"``, behind the
-        ``"first"`` layers, or at a number of layers with ``"weights"``.
+        Rule that closes a chunk of gradients: ``"never"``, after every ``"layer"``, at a number of ``"bytes"``, after
+        the ``"first"`` layers, or at a number of layers with ``"weights"``.
     method
         Method that sums a chunk, a name of `halograd.comm.sums.METHODS`.
     shards
-        Whether each rank updates its shard of the parameters, and shards are gathered then.
+        Whether each rank updates its shard of the parameters, after which the shards are gathered.
     waits
-        Whether sums start when backward is over, and are waited for at once.
+        Whether sums start when backward is over, and block.
     searches
         Whether the scheme is chosen during training.
     """
@@ -60,21 +60,21 @@ KINDS: dict[Name, Kind] = {
     "host_accumulate": Kind("weights", "accumulate"),
     "hierarchical": Kind("bytes", "hierarchical"),
     "sharded": Kind("bytes", "reduce_scatter", shards=True),
-    "auto": Kind("bytes", searches=True),  # until one is found
+    "auto": Kind("bytes", searches=True),  # until a scheme is chosen
 }
-#: Schemes that sum in the memory of a node first.
+#: Hierarchical schemes, which sum in the memory of a node first.
 BY_NODES: tuple[Name, ...] = tuple(name for name, kind in KINDS.items() if METHODS[kind.method].by_nodes)
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """Sums of parameter gradients over the ranks.
+    """Scheme by which the ranks sum parameter gradients.
 
     Attributes
     ----------
     name
         ``"blocking"``
-            One sum after backward, waited for at once: the baseline of the papers.
+            One blocking sum after backward: the baseline of the papers.
         ``"per_layer"``
             One sum per layer, started when backward has passed it.
         ``"bucketed"``
@@ -85,11 +85,11 @@ class Scheme:
         ``"host_accumulate"``
             The ranks of a node add up `chunk` layers at a time in its memory (Le et al. 2018, Section 4).
         ``"hierarchical"``
-            Buckets, within the node first, then across nodes.
+            Buckets, summed within each node first, then across nodes.
         ``"sharded"``
             Buckets, reduce-scatter; each rank updates its share of the parameters; all-gather.
         ``"auto"``
-            Chosen at run time.
+            The fastest scheme, chosen at run time.
     first_layers
         `k` of two_chunks. Convolutions, dense layers and pooling count, as in Lee et al.; 0 for other schemes.
     chunk
@@ -98,8 +98,8 @@ class Scheme:
         `f`: the first `f` dense layers compute the gradient of the whole batch on every rank instead of summing it
         (Lee et al. 2017, Section III-B2).
     payload
-        ``"float32"``: gradients travel as they were computed (float64 where the training is). ``"bfloat16"``: rounded,
-        with half the bytes, and added up in float32.
+        ``"float32"``: messages have the dtype of the gradients (float64 if training is in float64). ``"bfloat16"``:
+        messages are rounded, with half the bytes; additions are in float32.
     error_feedback
         Whether, with bfloat16, the rounding error is added to the gradient of the next step.
     deterministic
@@ -155,14 +155,14 @@ class Scheme:
 
     @property
     def kind(self) -> Kind:
-        """Properties of its name."""
+        """Properties of the scheme's name."""
         return KINDS[self.name]
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """Names of the sums of one chunk in a step: of gradients, then of parameters if there is a second."""
+        """Names of the sums of one chunk in a step: of gradients, then of parameters if there is a second sum."""
         if self.payload == "bfloat16":
-            return ("rounded",)  # which has a fixed order too
+            return ("rounded",)  # its order is fixed too
         if self.deterministic:
             return ("ordered",)
         return (self.kind.method, "all_gather") if self.kind.shards else (self.kind.method,)
@@ -184,19 +184,19 @@ class Scheme:
 
     @classmethod
     def of(cls, data: Scheme | Mapping[str, Any]) -> Scheme:
-        """Make a scheme from JSON or TOML data.
+        """Create a scheme from JSON or TOML data.
 
         Raises
         ------
         UserError
-            One line, for unknown keys and for values that the constructor refuses.
+            One line, for unknown keys and for invalid values.
         """
         if isinstance(data, Scheme):
             return data
         return build(cls, data, at="reduction")
 
     def __str__(self) -> str:
-        """Return a text for headlines and logs: ``two_chunks(9) + replicated_dense(2), bfloat16``."""
+        """Return a short text for headlines and logs: ``two_chunks(9) + replicated_dense(2), bfloat16``."""
         count = {"first": self.first_layers, "weights": self.chunk}.get(self.kind.chunks)
         text = self.name if count is None else f"{self.name}({count})"
         if self.replicated_dense:

@@ -27,7 +27,7 @@ __all__ = ["ReplicatedDense", "RowGather", "lower_replicated", "padded_rows"]
 def lower_replicated(context: Context) -> Callable[[], None]:
     """Lower a dense layer on its own samples, with the all-gathers of the other ranks' samples."""
     layout, (features,), units = context.output.layout, context.shapes[0], context.output.layout.shape[1]
-    # The ranks that the layer's parts need hold the weights.
+    # Only the ranks that the layer's parts use hold the weights.
     ranks = math.prod(context.parts.values())
     holders = Groups.agreeing((ranks,), (), context.size)
     rows = padded_rows(int(layout.boxes.extents[0].max()), (features, units), context.dtype.itemsize)
@@ -56,21 +56,20 @@ def lower_replicated(context: Context) -> Callable[[], None]:
 class ReplicatedDense:
     """Kernels of a dense layer whose gradients are those of the whole batch.
 
-    `replicates` chooses the gradient that `backward` makes. False: that of the own samples, which is summed over the
-    ranks as any other. True: that of the whole batch; :meth:`gather_errors` and :meth:`whole_gradient` must follow.
+    `replicates` chooses the gradient that `backward` computes. False: that of the own samples, which is summed over the
+    ranks as usual. True: that of the whole batch; :meth:`gather_errors` and :meth:`whole_gradient` must follow.
 
     Attributes
     ----------
     name
         Name of the layer.
     replicates
-        Whether the gradient of the whole batch is computed here; may change between steps, on all ranks alike.
+        Whether this rank computes the gradient of the whole batch. It may change between steps, on all ranks together.
 
-    Notes
-    -----
-    One matrix product adds up the gradients of parameters in the order of the samples. It is the same product on the
-    same data on every rank: with the same kernels and number of threads all ranks get the same bits.
-    Memory per process beside the layer's own: about ``(F + units) * N`` elements, ``"replicated gradient"``.
+    Notes ----- One matrix product adds up the gradients of parameters in the order of the samples. Every rank computes
+    the same product of the same data: with the same kernels and number of threads all ranks get the same bits.
+
+    Memory per process in addition to the layer's own: about ``(F + units) * N`` elements, ``"replicated gradient"``.
     """
 
     def __init__(self, first: int, environment: Any, **arrays: Any) -> None:
@@ -96,7 +95,7 @@ class ReplicatedDense:
 
     def forward(self) -> None:
         if self.rows is not None:
-            # Rows of an abandoned step arrive first.
+            # First wait for the rows of an abandoned step.
             self.rows.finish()
             if self.replicates and self.mode.training:
                 self.rows.put()
@@ -112,10 +111,10 @@ class ReplicatedDense:
             self.data()
 
     def _keep_errors(self) -> None:
-        """Copy `dy`: other layers overwrite its memory soon."""
+        """Copy `dy`, because other layers will overwrite its memory."""
         if self.rows is None or self.errors is None:
             return
-        if not self.rows.under_way:  # the forward pass did not train
+        if not self.rows.under_way:  # the forward pass was not in training mode
             self.rows.put()
             self.rows.start()
         self.errors.put()
@@ -132,7 +131,7 @@ class ReplicatedDense:
             self.whole()
 
     def abandon(self) -> None:
-        """Wait for gathers under way, and drop their result. Collective."""
+        """Wait for active gathers, and discard their results. Collective."""
         for gather in (self.rows, self.errors):
             if gather is not None:
                 gather.finish()
@@ -144,11 +143,11 @@ class ReplicatedDense:
                 kernel.close()
 
 
-_LINE = 64  # [B]: parts of an all-gather are whole cache lines
+_LINE = 64  # [B]: cache line; parts of an all-gather are whole cache lines
 
 
 class RowGather:
-    """All-gather of the rows ``(n, features)`` of all ranks of a group. Running it is collective over the group.
+    """All-gather of the rows ``(n, features)`` of all ranks of a group. Its runs are collective over the group.
 
     ::
 
@@ -160,19 +159,19 @@ class RowGather:
     Parameters
     ----------
     array
-        Array ``(ranks * rows, features)``: the rows of rank r begin at ``r * rows``, with zeros behind them. Written by
-        `put` and `finish`.
+        Array ``(ranks * rows, features)``: the rows of rank r begin at ``r * rows``, followed by zeros. `put` and
+        `finish` write it.
     gather
         All-gather of the flat array.
     own
-        This rank's rows, ``(n, features)`` with ``n <= rows``, packed; read by :meth:`put` only.
+        This rank's rows, ``(n, features)`` with ``n <= rows``, packed; only :meth:`put` reads them.
     first
         Index of this rank's first row in the array.
 
     Notes
     -----
-    Communication per process: one message of ``rows * features * itemsize`` bytes, booked under
-    ``"replicated_dense"``; it receives ``size - 1`` times as much.
+    Communication per process: one message of ``rows * features * itemsize`` bytes, counted under
+    ``"replicated_dense"``; a rank receives ``size - 1`` times as much.
     """
 
     def __init__(self, array: Any, gather: Any, own: Any, first: int) -> None:
@@ -193,17 +192,17 @@ class RowGather:
         return self._gather.under_way
 
     def finish(self) -> None:
-        """Wait until all rows are there; return at once if nothing is under way."""
+        """Wait until all rows have arrived; return at once if no gather is active."""
         self._gather.finish()
 
 
 def padded_rows(most: int, features: Sequence[int], itemsize: int) -> int:
-    """Return the number of rows per rank with which each rank's rows fill whole cache lines. Pure arithmetic.
+    """Return the number of rows per rank for which each rank's rows fill whole cache lines. Pure arithmetic.
 
     Parameters
     ----------
     most
-        Largest number of rows of a rank.
+        Largest number of rows of any rank.
     features
         Lengths of the rows of all arrays that are gathered with this number of rows.
     itemsize

@@ -1,6 +1,6 @@
-"""Layers that move elements and compute nothing: to another layout, shape, or order of channels.
+"""Layers that move elements without arithmetic: to another layout, shape, or order of channels.
 
-`Redistribute` changes the layout alone. `Flatten` and `Reshape` go between maps and vectors. `PixelShuffle` and
+`Redistribute` changes only the layout. `Flatten` and `Reshape` convert between maps and vectors. `PixelShuffle` and
 `PixelUnshuffle` exchange channels and positions. `ChannelShuffle` permutes channels.
 """
 
@@ -24,17 +24,20 @@ __all__ = ["ChannelShuffle", "Flatten", "PixelShuffle", "PixelUnshuffle", "Redis
 
 
 class Redistribute(Layer):
-    """Identity under another layout; the compiler inserts it between layers whose parts differ.
+    """Identity with another layout; the compiler inserts it between layers whose parts differ.
 
-    Communication per process: what it owns behind and not before; backward the same, reversed. It travels while
-    other branches of the network compute.
+    Communication per process: the elements that it owns after and not before; backward the same, reversed. They travel
+    while other branches of the network compute.
     """
 
     passes = Passes()
     inputs_taken = 1
 
     def needed_blocks(self, i: int, inputs: Sequence[Layout], output: Layout) -> Blocks:
-        """Return what is owned: it is sent straight into the output, nothing is gathered beside the input."""
+        """Return the owned boxes.
+
+        The exchange writes straight into the output, so nothing is gathered.
+        """
         return inputs[i].boxes
 
     def lower(self, context: Context) -> Callable[[], None]:
@@ -56,7 +59,7 @@ class Redistribute(Layer):
 
 
 class _WholeSamples(Layer):
-    """Change between vectors, whole on one rank, and maps, cut into blocks; in channels-last order."""
+    """Conversion between vectors, whole on one rank, and maps, cut into blocks; in channels-last order."""
 
     passes = Passes()
     inputs_taken = 1
@@ -66,20 +69,24 @@ class _WholeSamples(Layer):
         return (Box.of_ranges([samples, *((0, n) for n in shapes[0])]),)
 
     def needed_blocks(self, i: int, inputs: Sequence[Layout], output: Layout) -> Blocks:
-        """Return what is owned: it is sent straight into the output, nothing is gathered beside the input."""
+        """Return the owned boxes.
+
+        The exchange writes straight into the output, so nothing is gathered.
+        """
         return inputs[i].boxes
 
 
 class Flatten(_WholeSamples):
-    """``(N, *spatial, C)`` -> ``(N, prod(spatial) * C)``, in channels-last order: channels vary fastest.
+    """Flattening ``(N, *spatial, C)`` -> ``(N, prod(spatial) * C)``, in channels-last order: channels vary fastest.
 
-    (Frameworks that store channels first flatten in another order; weights of a dense layer that are taken
-    from there have to be permuted accordingly.)
+    (Frameworks that store channels first flatten in another order; weights of a dense layer from such a framework must
+    be permuted accordingly.)
 
     Notes
     -----
     Before: blocks cut in samples and space; after: whole samples, spread over all ranks.
-    Communication per process: what it owns behind and not before; backward the same, reversed.
+
+    Communication per process: the elements that it owns after and not before; backward the same, reversed.
     """
 
     def output_shape(self, *shapes: Shape) -> Shape:
@@ -101,18 +108,17 @@ class Flatten(_WholeSamples):
 
 
 class Reshape(_WholeSamples):
-    """A vector as a map, ``(N, F)`` -> ``(N, *spatial, C)``, in channels-last order: the inverse of :class:`Flatten`.
+    """Conversion of a vector to a map, ``(N, F)`` -> ``(N, *spatial, C)``, in channels-last order: inverse of
+    :class:`Flatten`.
 
     Parameters
     ----------
     shape
         Shape of one sample, ``(*spatial, C)``.
 
-    Notes
-    -----
-    Before: whole samples, spread over all ranks; after: blocks cut in samples and space. Communication per process:
-    what it owns behind and not before; backward the same, reversed. A map of another shape is not made directly: that
-    would bring whole samples together on a rank, as ``Reshape(shape)(Flatten()(x))`` does.
+    Notes ----- Before: whole samples, spread over all ranks; after: blocks cut in samples and space. Communication per
+    process: the elements that it owns after and not before; backward the same, reversed. The input cannot be a map: to
+    change its shape would bring whole samples together on a rank, as ``Reshape(shape)(Flatten()(x))`` does.
     """
 
     def __init__(self, shape: Sequence[int], name: str | None = None) -> None:
@@ -147,7 +153,7 @@ class Reshape(_WholeSamples):
 
 
 def _whole(vectors: Layout, shape: Shape) -> Blocks:
-    """Return, per rank, its whole samples as maps of this shape."""
+    """Return, per rank, the boxes of its whole samples as maps of this shape."""
     return Blocks((vectors.boxes.axes[0], *(((0, n),) for n in shape)), vectors.size)
 
 
@@ -155,7 +161,7 @@ Slices = tuple[slice, ...]
 
 
 class _Pixels(Copied):
-    """Change between a coarse map and a fine map, which has ``factor ** d`` positions per coarse position."""
+    """Conversion between a coarse map and a fine map, which has ``factor ** d`` positions per coarse position."""
 
     #: Names of input and output.
     names = ("coarse", "fine")
@@ -189,15 +195,16 @@ class _Pixels(Copied):
 
 
 class PixelShuffle(_Pixels):
-    """Channels become positions, ``(*spatial, C * factor ** d)`` -> ``(*(n * factor), C)`` with d spatial axes
-    (Shi et al. 2016), as torch's ``pixel_shuffle``, for any number of axes::
+    """Rearrangement of channels into positions, ``(*spatial, C * factor ** d)`` -> ``(*(n * factor), C)``.
+
+    There are d spatial axes (Shi et al. 2016). The layer is torch's ``pixel_shuffle`` for any number of axes::
 
         y[.., h * factor + i, w * factor + j, c] = x[.., h, w, (c * factor + i) * factor + j]
 
     Notes
     -----
-    Communication per process: where a block ends within the positions of one coarse position, that one; none where
-    blocks fit. Backward the adjoint.
+    Communication per process: if a block ends within a coarse position, that position; none otherwise. Backward, the
+    adjoint.
     """
 
     def output_shape(self, *shapes: Shape) -> Shape:
@@ -214,13 +221,12 @@ class PixelShuffle(_Pixels):
 
 
 class PixelUnshuffle(_Pixels):
-    """Positions become channels, ``(*(n * factor), C)`` -> ``(*spatial, C * factor ** d)``: the inverse of
-    :class:`PixelShuffle`, as torch's ``pixel_unshuffle``, for any number of axes.
+    """Rearrangement of positions into channels, ``(*(n * factor), C)`` -> ``(*spatial, C * factor ** d)``.
 
-    Notes
-    -----
-    Communication per process: the positions of its coarse positions that another rank owns; none where blocks fit.
-    Backward the adjoint.
+    It is the inverse of :class:`PixelShuffle`: torch's ``pixel_unshuffle`` for any number of axes.
+
+    Notes ----- Communication per process: the fine positions of its coarse positions that another rank owns; none if
+    the blocks match. Backward, the adjoint.
     """
 
     names = ("fine", "coarse")
@@ -239,13 +245,15 @@ class PixelUnshuffle(_Pixels):
 
 
 class ChannelShuffle(Layer):
-    """Channels taken from `groups` groups in turn (Zhang et al. 2018, ShuffleNet), as torch's ``channel_shuffle``::
+    """Permutation that takes channels from `groups` groups in turn (ShuffleNet, Zhang et al. 2018).
+
+    It is torch's ``channel_shuffle``::
 
         y[.., c * groups + g] = x[.., g * (C // groups) + c]
 
     Notes
     -----
-    Shape is kept; `groups` divides the number of channels. Communication: none.
+    The shape does not change; `groups` divides the number of channels. Communication: none.
     """
 
     inputs_taken = 1
@@ -307,7 +315,7 @@ def _places(fine: Box, coarse: Box, factor: int) -> list[tuple[Slices, Slices]]:
         pairs = [(slice(None), slice(None))]
         for axis, phase in enumerate(at, start=1):
             pairs.append(_along(fine.ranges[axis], coarse.ranges[axis], factor, phase))
-        # Along the channels the roles are exchanged: the coarse map has more.
+        # Along the channels the roles are swapped: the coarse map has more channels.
         pairs.append(_along(coarse.ranges[-1], fine.ranges[-1], factor**axes, number)[::-1])
         found.append((tuple(a for a, _ in pairs), tuple(b for _, b in pairs)))
     return found

@@ -1,4 +1,4 @@
-"""Resize: nearest, linear and cubic interpolation and means, cut along samples and space."""
+"""Resizing: nearest, linear and cubic interpolation and means, cut along samples and space."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from .lowering import Pair
 
 __all__ = ["Resize"]
 
-#: Name of a mode: the mode, and the number of spatial axes where the name says one.
+#: Name of a mode -> the mode, and the number of spatial axes if the name implies one.
 _MODES: dict[str, tuple[str, int | None]] = {mode: (mode, None) for mode in MODES}
 _MODES |= {"bilinear": ("linear", 2), "trilinear": ("linear", 3), "bicubic": ("cubic", 2)}
-#: A scale is taken for the fraction with at most this denominator next to it (1 / 3 cannot be written as a float).
+#: A scale becomes the nearest fraction with at most this denominator (no float is equal to 1 / 3).
 _DENOMINATOR = 10_000
 
 
@@ -34,22 +34,22 @@ class Resize(Layer):
     scale
         Outputs per input: one number for all spatial axes or one per axis.
     size
-        Spatial output size instead: one number for all axes or one per axis.
+        Spatial output size, instead of `scale`: one number for all axes or one per axis.
     mode
-        ``"nearest"``, ``"nearest-exact"``, ``"linear"`` (``"bilinear"`` and ``"trilinear"`` say the same for 2 and 3
-        axes), ``"cubic"`` (``"bicubic"`` for 2 axes) or ``"area"`` (means over windows that cover the input): as
+        ``"nearest"``, ``"nearest-exact"``, ``"linear"`` (also ``"bilinear"`` and ``"trilinear"`` for 2 and 3 axes),
+        ``"cubic"`` (also ``"bicubic"`` for 2 axes) or ``"area"`` (means over windows that cover the input): as in
         torch's ``interpolate``, for any number of axes; formulas in :class:`Resampling`.
     align_corners
-        Whether, for linear and cubic, the first and the last output lie on the first and the last input. The ratio then
-        follows from the sizes, also where a scale is given.
+        For linear and cubic: whether the first and the last output lie on the first and the last input. If so, the
+        ratio follows from the sizes, even if a scale is given.
 
     Notes
     -----
     Input and output are cut in samples and space. Communication per process: the inputs that its outputs read and
-    another rank owns, forward; as much backward, added to the gradients of its owners.
+    another rank owns; backward as much, added to the gradients of the owners.
     """
 
-    # Axis after axis: an array in between, and sums into it backward.
+    # One axis after another, with an intermediate array; backward sums into it.
     passes = Passes((1.5, 2), (2, 2))
     cuts_channels = "channelwise"
     inputs_taken = 1
@@ -89,7 +89,7 @@ class Resize(Layer):
         mode = _MODES[self.mode][0]
         if self.align_corners:
             ratio = Fraction(size - 1, max(1, outputs - 1)) if outputs > 1 else Fraction(0)
-        elif mode == "area":  # which covers the input
+        elif mode == "area":  # windows that cover the input
             ratio = Fraction(size, max(1, outputs))
         return Resampling(size, outputs, ratio, mode, self.align_corners)
 
@@ -117,16 +117,17 @@ class Resize(Layer):
         return total
 
     def input_boxes(self, box: Box, *shapes: Shape) -> tuple[Box, ...]:
-        """Return the inputs that the output `box` reads; never outside the array."""
+        """Return the inputs that the output `box` reads; the box never reaches outside the array."""
         if not box.size:
             return (Box((0,) * box.ndim, (0,) * box.ndim),)
         spatial = [r.input_range(a, b) for r, (a, b) in zip(self.resamplings(shapes[0]), box.ranges[1:-1])]
         return (Box.of_ranges([box.ranges[0], *spatial, box.ranges[-1]]),)
 
     def lower(self, context: Context) -> Callable[[], None]:
-        """Gather the inputs, then resample; backward the transpose, then the adjoint of the exchange."""
+        """Lower to the gather of the inputs and a resampling; backward, the transpose and the adjoint of the exchange.
+        """
         resamplings = self.resamplings(context.shapes[0])
-        # Inputs that no output reads may stay behind the end, so that the owned block needs no copy.
+        # The box may end with inputs that no output reads, so that the owned block needs no copy.
         boxes = context.clipped(0, [0, *(math.ceil(r.ratio) for r in resamplings), 0])
         x = context.gather(0, boxes).run()
         make = partial(_resize, resamplings, context.box, x.box.start)

@@ -18,19 +18,21 @@ __all__ = ["PReLU", "Scale"]
 
 
 class Scale(Layer):
-    """``y[..., c] = gamma[c] * x[..., c] + beta[c]``: the layer scale of ConvNeXt and CaiT (Touvron et al. 2021).
+    """Learned scale per channel: the layer scale of ConvNeXt and CaiT (Touvron et al. 2021).
+
+    ``y[..., c] = gamma[c] * x[..., c] + beta[c]``
 
     Parameters
     ----------
     init
         Initial value of every `gamma`.
     bias
-        Whether there is a `beta`; it begins with zeros.
+        Whether there is a `beta`, with zeros as initial values.
 
     Notes
     -----
     Parameters `gamma` and `beta` ``(C,)``, without weight decay; a rank holds those of its channels. Communication:
-    none but the sum of their gradients.
+    only the sum of their gradients.
     """
 
     passes = Passes((1, 1), (3, 2))
@@ -72,7 +74,7 @@ class Scale(Layer):
 
 
 class PReLU(Layer):
-    """``y = x`` where x > 0, else ``slope * x`` with a learned slope (He et al. 2015).
+    """Parametric ReLU: ``y = x`` where x > 0, else ``slope * x`` with a learned slope (He et al. 2015).
 
     Parameters
     ----------
@@ -83,7 +85,7 @@ class PReLU(Layer):
 
     Notes
     -----
-    Parameter `slope` ``(1,)`` or ``(C,)``, without weight decay. Communication: none but the sum of its gradient.
+    Parameter `slope` ``(1,)`` or ``(C,)``, without weight decay. Communication: only the sum of its gradient.
     """
 
     passes = Passes((1, 1), (3, 2))
@@ -129,7 +131,7 @@ def _finite(what: str, value: float) -> float:
 
 
 def _sum_into(context: Context, array: View, gradient: View) -> None:
-    """Add the sum of an array, in float64, that gives the gradient of a parameter ``(C,)`` or ``(1,)``."""
+    """Write the gradient of a parameter ``(C,)`` or ``(1,)``: the sum of an array, in float64."""
     sums = context.scratch((*(1 for _ in array.shape[:-1]), gradient.size), "float64")
     context.run(context.kernel(summing, x=array, y=sums))
     context.copy((sums.reshape(gradient.size), gradient))
@@ -155,7 +157,10 @@ def _rectify(environment: Any, x: Any, slope: Any, y: Any, work: Any) -> Callabl
 
 
 def _below(environment: Any, x: Any, dy: Any, positive: Any, products: Any) -> Callable[[], None]:
-    """Return the kernel for ``products = x * dy`` where ``x <= 0``, else 0: selected, as an infinity times 0 is NaN."""
+    """Return the kernel ``products = x * dy`` where ``x <= 0``, else 0.
+
+    The kernel selects the elements, because infinity times 0 is NaN.
+    """
 
     def run() -> None:
         if dy.size:

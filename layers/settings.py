@@ -1,4 +1,4 @@
-"""Settings of layers and networks as plain data: equal for those that compute the same, in every process."""
+"""Settings of layers and networks as plain data. Layers that compute the same have equal settings in every process."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from .network import Network
 
 __all__ = ["difference", "fingerprint", "settings_of"]
 
-#: Attributes that are no settings: an activation behind is its own layer, checkpoints hold parameters.
+#: Attributes that are no settings: an activation after it is its own layer, and checkpoints hold parameters.
 _NAMES = ("name", "behind", "given_values")
 _READS, _SETTINGS = ": reads ", ": settings "
-#: Shape of an activation, behind its layer and kind.
+#: Shape of an activation, after the layer's name and kind.
 _SHAPE = re.compile(r"(?<=: )(?!parameter |state )(\w+) [\dx]+$")
 
 
 def settings_of(layer: Layer, shape: Shape, private: bool = True) -> dict[str, Any]:
     """Return the settings of a layer as JSON data, by name, for a first input of this sample shape.
 
-    Unless `private`, without attributes that begin with ``_``.
+    Attributes whose names begin with ``_`` are included only if `private` is true.
     """
     settings = _own(layer, private)
     if layer.stencil is not None:
-        # "same" and the numbers it stands for are one and the same.
+        # "same" and the numbers that it stands for are equal settings.
         settings["stencil"] = [[w.kernel, w.stride, w.pad_lo, w.pad_hi, w.dilation] for w in layer.windows(shape)]
     return settings
 
@@ -44,14 +44,14 @@ def _own(layer: Layer, private: bool) -> dict[str, Any]:
 
 
 def _plain(value: Any, private: bool) -> Any:
-    """Return a setting as JSON data: without addresses, and without the order of sets or dictionaries."""
+    """Return a setting as JSON data, independent of addresses and of the order of sets or dictionaries."""
     inside = partial(_plain, private=private)
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, np.ndarray | np.generic):
         array = np.asarray(value)
         return [array.dtype.name, list(array.shape), zlib.crc32(array.tobytes())]
-    if isinstance(value, Layer):  # within another one
+    if isinstance(value, Layer):  # within another layer
         return [value.kind, _own(value, private)]
     if isinstance(value, Mapping):
         return sorted([str(k), inside(v)] for k, v in value.items())
@@ -67,9 +67,10 @@ def _plain(value: Any, private: bool) -> Any:
 
 
 def fingerprint(network: Network) -> list[str]:
-    """Return the lines that equal networks share: layers in order with kind, shape, inputs, settings, and arrays.
+    """Return the lines that are the same for equal networks: layers in order with kind, shape, inputs, settings, and
+    arrays.
 
-    Attributes of a layer that begin with ``_`` are not settings: a layer of the user's own may keep anything there.
+    Attributes of a layer that begin with ``_`` are not settings: a layer of the user may store anything there.
     """
     lines = [f"{name}: {kind} {_by(shape)}" for name, kind, shape, *_ in network.rows()]
     for name, node in network.layers.items():
@@ -82,8 +83,8 @@ def fingerprint(network: Network) -> list[str]:
 def difference(there: Sequence[str], here: Sequence[str], extents: bool = True) -> tuple[str, str] | None:
     """Return the first lines in which the fingerprints of two networks differ; None if they are equal.
 
-    Only settings that both have are compared: later versions of a layer have more. Without `extents` the shapes of
-    activations, and the padding that follows from them, are not compared: samples may be larger or smaller.
+    Only settings that both networks have are compared: later versions of a layer have more. Without `extents`, the
+    shapes of activations and the padding that follows from them are not compared: samples may have another size.
     """
     if not extents:
         there, here = ([_SHAPE.sub(r"\1", line) for line in lines] for lines in (there, here))
@@ -102,12 +103,12 @@ def difference(there: Sequence[str], here: Sequence[str], extents: bool = True) 
 
 
 def _differs(own: Any, other: Any, at: str) -> tuple[str, str] | None:
-    """Return the innermost settings that differ, with their place; None if all are equal."""
+    """Return the innermost settings that differ, with their location; None if all are equal."""
     if isinstance(own, dict) and isinstance(other, dict):
         pairs = [(f"{at}.{key}".lstrip("."), own[key], other[key]) for key in sorted(set(own) & set(other))]
     elif isinstance(own, list) and isinstance(other, list) and len(own) == len(other):
         pairs = [(f"{at}[{i}]", *both) for i, both in enumerate(zip(own, other))]
-    elif json.dumps(own) == json.dumps(other):  # NaN is as it was
+    elif json.dumps(own) == json.dumps(other):  # NaN is equal to NaN
         return None
     else:
         return f"{at} {own}", f"{at} {other}"

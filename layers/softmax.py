@@ -16,9 +16,9 @@ __all__ = ["LogSoftmax", "Softmax"]
 
 
 class Softmax(Layer):
-    """``y[..., c] = exp(x[..., c]) / sum_k exp(x[..., k])`` over the channels, at every position.
+    """Softmax ``y[..., c] = exp(x[..., c]) / sum_k exp(x[..., k])`` over the channels, at every position.
 
-    (For training on classes use a cross-entropy loss on the logits: it contains the softmax.) Communication: none.
+    (To train on classes, use a cross-entropy loss on the logits: it includes the softmax.) Communication: none.
     """
 
     passes = Passes((2, 1), (1, 2))
@@ -48,10 +48,10 @@ class Softmax(Layer):
 
 
 class LogSoftmax(Layer):
-    """``y[..., c] = x[..., c] - log(sum_k exp(x[..., k]))`` over the channels, at every position.
+    """Logarithm of the softmax, ``y[..., c] = x[..., c] - log(sum_k exp(x[..., k]))``, at every position.
 
-    A cross-entropy loss takes logarithms of probabilities as it takes logits: the result is the same (torch's NLLLoss
-    behind a log_softmax). Communication: none.
+    A cross-entropy loss gives the same result for log-probabilities as for logits (torch's NLLLoss after a
+    log_softmax). Communication: none.
     """
 
     passes = Passes((2, 1), (1, 2))
@@ -78,7 +78,7 @@ class LogSoftmax(Layer):
 
 
 def _softmax(environment: Any, x: Any, y: Any, row: Any, copy: Any) -> Callable[[], None]:
-    """`copy`: of 16 bits are only what comes and goes."""
+    """Return the softmax kernel. With 16-bit arrays, `copy` is a float32 array for the arithmetic."""
 
     def run() -> None:
         if not y.size:
@@ -99,10 +99,10 @@ def _softmax(environment: Any, x: Any, y: Any, row: Any, copy: Any) -> Callable[
 def _softmax_gradient(
     environment: Any, y: Any, dy: Any, dx: Any, sums: Any, center: Any, product: Any, top: Any
 ) -> Callable[[], None]:
-    """``dx = y * (d - sum_c d * y)`` with ``d = dy - center``, which is the same for any center.
+    """Return the kernel ``dx = y * (d - sum_c d * y)`` with ``d = dy - center``; the result is the same for any center.
 
-    That of the largest y (the mean, of several): where it is close to 1, the sum is one of small y alone, with their
-    digits.
+    The center is the `dy` of the largest y (the mean, if there are several). If this y is close to 1, the sum contains
+    only small y, and keeps their digits.
     """
 
     def run() -> None:
@@ -129,9 +129,9 @@ def _softmax_gradient(
 def _log_softmax(
     environment: Any, x: Any, y: Any, largest: Any, sums: Any, ties: Any, work: Any, top: Any
 ) -> Callable[[], None]:
-    """`work`: of 16 bits are only what comes and goes.
+    """Return the log-softmax kernel. `work` is a float32 array for the arithmetic.
 
-    The largest exponentials are 1 and summed apart: their sum with small ones, close to 1, would have lost these.
+    The largest exponentials are 1 and are summed separately: in one sum, close to 1, small exponentials would be lost.
     """
 
     def run() -> None:
@@ -161,7 +161,7 @@ def _log_softmax(
 def _log_softmax_gradient(
     environment: Any, y: Any, dy: Any, dx: Any, sums: Any, work: Any, other: Any
 ) -> Callable[[], None]:
-    """``dx = dy - exp(y) * sum_c dy``, as ``dy * (1 - exp(y)) - exp(y) * (sum_c dy - dy)``."""
+    """Return the kernel ``dx = dy - exp(y) * sum_c dy``, as ``dy * (1 - exp(y)) - exp(y) * (sum_c dy - dy)``."""
 
     def run() -> None:
         if not y.size:

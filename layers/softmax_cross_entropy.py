@@ -24,30 +24,30 @@ class SoftmaxCrossEntropy(Loss):
     Parameters
     ----------
     class_weights
-        Weight per class; by default 1. ``"balanced"``: ``n / (K * n[c])`` for the `n` positions of the training samples
-        that have a class, of which ``n[c]`` have class c (as scikit-learn); a run counts them before it begins
+        Weight per class; by default 1. ``"balanced"``: ``n / (K * n[c])``, where `n` positions of the training samples
+        have a class, and ``n[c]`` of them have class c (as in scikit-learn); a run counts them before it begins
         (:meth:`Network.balance`).
     normalization
-        ``"weights"``: the sum is divided by the sum of ``w[t]``, as torch does; the default where there are class
-        weights or an `ignore_index`. ``"count"``: the mean over all positions of the samples that count, for any
-        weights; the default without weights, where both are equal. With weights of the positions as a third input,
-        ``w[t]`` is multiplied by the weight of the position.
+        ``"weights"``: the sum is divided by the sum of ``w[t]``, as in torch; the default with class weights or an
+        `ignore_index`. ``"count"``: the mean over all positions of the valid samples, for any weights; the default
+        without weights, when both are equal. With weights of the positions as a third input, ``w[t]`` is multiplied
+        by the weight of the position.
     label_smoothing
         Share of the target that is spread over all classes, in [0, 1).
     ignore_index
-        Positions with this target have neither loss nor weight.
+        Target of positions without loss and weight.
 
     Notes
     -----
-    Prediction ``(N, *spatial, K)``, target ``(N, *spatial, 1)`` of integers in ``[0, K)``, or of any integers where a
-    position has the weight 0. (A run checks files before it knows the weights: if a number marks such positions there,
-    give it as `ignore_index`.) Communication per process: the sum of the loss; with ``"weights"`` one sum of 8 B more,
-    in forward.
+    Prediction ``(N, *spatial, K)``, target ``(N, *spatial, 1)`` of integers in ``[0, K)``; positions of weight 0 may
+    hold any integers. (A run checks files before it knows the weights: if a number marks such positions there, pass
+    it as `ignore_index`.) Communication per process: the sum of the loss; with ``"weights"`` one more sum of 8 B, in
+    forward.
 
     Raises
     ------
     ValueError
-        In forward, on the rank that holds it, for a target that is no class. On a device the host does not read
+        In forward, on the rank that holds the target, if a target is no class. On a device the host does not read
         targets: the loss becomes NaN instead.
     """
 
@@ -143,7 +143,7 @@ def _class_weights(given: Sequence[float] | str | None) -> Any:
 
 
 def balanced(counts: Sequence[int]) -> tuple[float, ...]:
-    """Return weights ``n / (K * n[c])`` of the `K` classes that occur, with the mean 1 over all `n`; 0 for others.
+    """Return weights ``n / (K * n[c])`` of the `K` classes that occur, with mean 1 over all `n`; 0 for the others.
 
     >>> balanced((6, 0, 2))
     (0.6666666666666666, 0.0, 2.0)
@@ -153,7 +153,7 @@ def balanced(counts: Sequence[int]) -> tuple[float, ...]:
 
 
 class _WeightedLoss(LossOfKernel):
-    """Loss divided by the sum of the target's weights over all ranks, `divisor`: one sum of 8 B finds it."""
+    """Loss divided by `divisor`, the sum of the target's weights over all ranks; one sum of 8 B computes it."""
 
     def __init__(self, place: LossPlace, environment: Any, **arrays: Any) -> None:
         super().__init__(place, environment, **arrays)
@@ -162,7 +162,7 @@ class _WeightedLoss(LossOfKernel):
         self._weight = make(self.target, arrays["divisor"], targets, arrays.get("weights"))
 
     def weigh(self) -> None:
-        """Write the weight of this block's targets, to be summed."""
+        """Compute the weight of this block's targets, which is summed over the ranks."""
         self._weight.set(self.count, 1.0)
         self._weight()
 

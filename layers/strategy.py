@@ -28,12 +28,12 @@ __all__ = ["AXES", "Cut", "CutField", "Strategy", "counts_of", "cuts_text", "lay
 
 _log = logging.getLogger(__name__)
 
-#: Axes of the process grid of a layer, the last one fastest. "channel" cuts the output's channels (and the filters that
-#: make them). "input_channel" cuts the sum over the input's channels: its partial sums are added up and spread over the
-#: output's channels, which are cut into channel * input_channel blocks.
+#: Axes of the process grid of a layer, the last one fastest. "channel" cuts the output's channels (and their filters).
+#: "input_channel" cuts the sum over the input's channels: its partial sums are added up and spread over the output's
+#: channels, which are cut into channel * input_channel blocks.
 AXES: tuple[str, ...] = ("sample", "depth", "height", "width", "channel", "input_channel")
 
-#: Parts along an axis: their number, for equal ones, or the share of each.
+#: Parts along an axis: the number of equal parts, or the share of each part.
 Cut = int | tuple[int, ...]
 CutField = Count | Shares
 
@@ -56,22 +56,22 @@ class PartsTable(Table):
 
 
 class OptionsTable(Table):
-    """Choices of a layer, or of every layer."""
+    """Options of a layer, or of every layer."""
 
     halo: Literal["auto", "pad", "overlap"] = "auto"
-    """Time at which a convolution waits for its halo: before it computes (``"pad"``), or behind its interior
-    (``"overlap"``); ``"auto"``: `overlap` where halos cross a network, `pad` between ranks that share memory."""
+    """Time at which a convolution waits for its halo: before it computes (``"pad"``), or after its interior
+    (``"overlap"``); ``"auto"``: `overlap` if halos cross a network, `pad` between ranks that share memory."""
     statistics: Literal["local", "sample", "global"] = "global"
     """Statistics of batch norms: of this block, of the ranks that share samples, or of all ranks."""
 
 
 class LayerTable(OptionsTable, PartsTable):
-    """Parts and options of one layer that differ from the others'."""
+    """Parts and options of one layer that differ from those of the other layers."""
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """Parts per axis and choices per layer.
+    """Parts per axis and options, for all layers and for single layers.
 
     Attributes
     ----------
@@ -79,14 +79,14 @@ class Strategy:
         Parts per axis for every layer: ``{"sample": 2, "height": 2}``; axes not named are not cut. A list gives the
         shares of unequal parts: ``{"height": [2, 1, 1]}`` (half of the rows in the first). Channels are cut evenly.
     layers
-        Layer name -> its own parts per axis (all of them together replace `parts`) and options, such as ``halo``
-        ("pad", "overlap" or "auto").
+        Layer name -> its own parts per axis (they replace all of `parts`) and options, such as ``halo`` ("pad",
+        "overlap" or "auto").
     options
         Options of every layer.
     bucket_bytes
         Size of the buckets in which parameter gradients are summed [B].
     reduction
-        Scheme of their sums: a :class:`Scheme`, or its fields as a mapping.
+        Scheme of the gradient sums: a :class:`Scheme`, or its fields as a mapping.
     """
 
     __pydantic_config__ = STRICT
@@ -99,7 +99,7 @@ class Strategy:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "reduction", Scheme.of(self.reduction))
-        # Shares as tuples, as they are read from a file: strategies are compared.
+        # Shares become tuples, as those from a file, because strategies are compared.
         if isinstance(self.parts, Mapping):
             object.__setattr__(self, "parts", _hashable(self.parts))
         if isinstance(self.layers, Mapping):
@@ -108,13 +108,13 @@ class Strategy:
 
     def with_reduction(self, scheme: Scheme, bucket_bytes: int) -> Strategy:
         """Return the same cuts with another scheme of gradient reduction, and buckets of this size [B]."""
-        other = copy.copy(self)  # what is known of the cuts stays known
+        other = copy.copy(self)  # the copy keeps the cached cuts
         object.__setattr__(other, "reduction", scheme)
         object.__setattr__(other, "bucket_bytes", bucket_bytes)
         return other
 
     def cuts_of(self, layer: str) -> Mapping[str, Cut]:
-        """Return the parts per axis of one layer, with their shares where those are given; every axis is named."""
+        """Return the parts per axis of one layer, as shares if the parts are unequal; every axis is named."""
         if layer not in self._cuts:
             own = {k: v for k, v in self.layers.get(layer, {}).items() if k in AXES}
             chosen = own or self.parts
@@ -123,7 +123,7 @@ class Strategy:
 
     @cached_property
     def _cuts(self) -> dict[str, Mapping[str, Cut]]:
-        """What `cuts_of` has found."""
+        """Cache of `cuts_of`."""
         return {}
 
     def parts_of(self, layer: str) -> dict[str, int]:
@@ -137,7 +137,7 @@ class Strategy:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks that the parts need: that of the layer that needs the most; other layers may use fewer."""
+        """Number of ranks that the parts need: the maximum over all layers; a layer may use fewer."""
         return max(math.prod(self.parts_of(name).values()) for name in ("", *self.layers))
 
     def validate(self, network: Network, size: int) -> None:
@@ -146,7 +146,8 @@ class Strategy:
         Raises
         ------
         UserError
-            Unknown layers or options; axes that are unknown, or that a layer lacks; parts that do not fit the ranks.
+            For unknown layers or options, axes that are unknown or that a layer lacks, and parts that do not match the
+            number of ranks.
         """
         check_fields(self, "", "strategy")
         unknown = set(self.layers) - set(network.layers)
@@ -156,7 +157,7 @@ class Strategy:
                 f"strategy: layer {sorted(unknown)[0]!r} is not in network {network.name!r} (it has {some}, ...); "
                 "is this the strategy of another network?"
             )
-        # A plan for every layer may leave ranks unused; one grid for all layers that does so is a mistake.
+        # A plan for every layer may leave ranks unused; a single grid for all layers that does so is a mistake.
         if self.ranks > size or (self.ranks < size and not self._is_plan):
             raise UserError(
                 f"strategy: {self._largest()} needs {self.ranks} ranks, the run has {size}; {start_text(self.ranks)} "
@@ -181,7 +182,7 @@ class Strategy:
                 )
 
     def _largest(self) -> str:
-        """Return the cut into the most parts, as text."""
+        """Return the cut with the most parts, as text."""
         most = max(("", *self.layers), key=lambda name: math.prod(self.parts_of(name).values()))
         return f"{cuts_text(self.cuts_of(most))}{f' of layer {most!r}' if most else ''}"
 
@@ -195,7 +196,7 @@ class Strategy:
         check_replicated(self, network)
 
     def refuse_empty_blocks(self, network: Network) -> None:
-        """Check that no axis of a sample has more parts than elements: some ranks would read nothing. Local.
+        """Check that no axis of a sample has more parts than elements, because some ranks would read nothing. Local.
 
         Blocks without elements are computed correctly, and deep layers may have some. For whole samples they are a
         mistake.
@@ -224,9 +225,10 @@ class Strategy:
                 )
 
     def warn_of_idle_ranks(self, network: Network, batch: int, size: int) -> None:
-        """Log a warning if ranks own nothing of any layer's output: correct, but a waste. Local; once per process.
+        """Log a warning if ranks own nothing of any layer's output: this is correct, but a waste. Local; once per
+        process.
 
-        A plan for every layer leaves ranks idle on purpose.
+        There is no warning for a plan for every layer, which may leave ranks idle on purpose.
         """
         idle = [] if self._is_plan else self._idle_ranks(network, batch, size)
         if idle:
@@ -248,12 +250,12 @@ class Strategy:
             shape = node.inputs[0].shape if isinstance(node.layer, Loss) else node.shape
             boxes = layout_of((batch, *shape), self.cuts_of(name), size).boxes
             idle = [rank for rank in idle if not boxes[rank].size]
-            if not idle:  # the first layer decides in most cases
+            if not idle:  # in most cases no rank is idle after the first layer
                 break
         return idle
 
     def save(self, path: str | Path) -> None:
-        """Write as JSON."""
+        """Write the strategy as JSON."""
         data = {"parts": dict(self.parts), "layers": {k: dict(v) for k, v in self.layers.items()}}
         data |= {"options": dict(self.options), "bucket_bytes": self.bucket_bytes, "reduction": asdict(self.reduction)}
         write_whole(path, json.dumps(data, indent=2) + "\n")
@@ -265,13 +267,13 @@ class Strategy:
         Raises
         ------
         UserError
-            If the file cannot be read or is no strategy; one line with the key, the expected and the given value.
+            If the file cannot be read or holds no strategy; one line with the key, the expected and the given value.
         """
         return build(cls, read_json(path, "strategy"), f"strategy {shown_path(path)}")
 
 
 def held(parts: Mapping[str, int]) -> tuple[int, int, int]:
-    """Return what the blocks of a layer's parameters depend on: parts of channels, and ranks.
+    """Return the numbers that determine the blocks of a layer's parameters: parts of channels, and ranks.
 
     >>> held({"sample": 2, "height": 2, "channel": 3, "input_channel": 1})
     (3, 1, 12)
@@ -286,9 +288,9 @@ def _spatial_axes(node: Node) -> tuple[str, ...]:
 
 
 def _check_axes(name: str, node: Node, parts: Mapping[str, int], of_network: Collection[str]) -> None:
-    """Check that a layer has the axes of its cut, and every rank channels. Raises UserError.
+    """Check that a layer has the axes of its cut, and that every rank has channels. Raises UserError.
 
-    Vectors have no axes in space; their samples are spread over the parts along those of other layers.
+    Vectors have no spatial axes; their samples are spread over the spatial parts of the other layers.
     """
     layer = node.layer
     channels = {"no": (), "channelwise": ("channel",), "contracts": ("channel", "input_channel")}[layer.cuts_channels]
@@ -315,7 +317,7 @@ def _warn_once(text: str) -> None:
 
 
 def cuts_text(cuts: Mapping[str, Cut]) -> str:
-    """Return the parts of the axes that are cut, as text.
+    """Return a text of the axes that are cut, with their parts.
 
     >>> cuts_text({"sample": 2, "height": (3, 1, 1), "width": 1}), cuts_text({})
     ('2 sample x 3:1:1 height', 'no cut')
@@ -346,11 +348,11 @@ def _extents(boundaries: Sequence[int]) -> list[int]:
 
 
 def layout_of(shape: tuple[int, ...], cuts: Mapping[str, Cut], size: int) -> Layout:
-    """Return the layout of an array ``(N, *spatial, C)`` under these parts.
+    """Return the layout of an array ``(N, *spatial, C)`` with these parts.
 
-    Channels are cut into ``channel * input_channel`` blocks. An array without spatial axes has its samples spread
-    over all the other parts, one block each: every element has one owner, so the layers behind a spatial trunk are
-    computed once and parameter gradients are sums over the ranks without exception.
+    Channels are cut into ``channel * input_channel`` blocks. The samples of an array without spatial axes are spread
+    over all other parts, one block each. So every element has one owner, the layers after a spatial trunk are computed
+    once, and every parameter gradient is a sum over the ranks.
     """
     return _layout(tuple(shape), tuple([cuts.get(axis, 1) for axis in AXES]), size)
 

@@ -1,4 +1,4 @@
-"""What a loss declares about the inputs that it compares its predictions with, and how predictions are judged."""
+"""Declarations of a loss about its targets, and the comparison of predictions with targets."""
 
 from __future__ import annotations
 
@@ -10,33 +10,32 @@ from .needs import Shape
 
 __all__ = ["Judgement", "TargetReader"]
 
-#: A layer of some kind.
+#: Type variable of a layer class.
 Some = TypeVar("Some", bound="TargetReader")
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """Comparison of predictions with targets.
+    """Comparison of predictions with targets, for metrics.
 
     Attributes
     ----------
     prediction, target
-        Numbers of the inputs of the loss that hold them.
+        Numbers of the loss's inputs that hold prediction and target.
     classes
-        Number of classes; None: predictions are numbers, and their differences to the targets are judged.
+        Number of classes; None: predictions are numbers, and metrics use their differences from the targets.
     threshold
-        With two classes: a prediction above it is the class 1; None: the class is the channel of the largest
+        Threshold with two classes: a prediction above it is class 1. None: the class is the channel with the largest
         prediction.
     ignored
-        Class index of positions that do not count.
+        Class index of positions that are ignored.
     probabilities
         Whether predictions are probabilities already, not logits.
     weights
-        Number of the input of the loss that holds weights of positions: where a weight is 0, nothing is judged; None:
-        there are no weights.
+        Number of the loss's input that holds weights of positions: positions of weight 0 are ignored. None: there are
+        no weights.
     counter
-        Class of a :class:`halograd.training.Counter` of one's own, or a function that makes one; None: those of the
-        library count.
+        A subclass of :class:`halograd.training.Counter`, or a function that returns one; None: the library's counters.
     """
 
     classes: int | None = None
@@ -50,13 +49,14 @@ class Judgement:
 
 
 class TargetReader:
-    """Declarations of a layer about its targets, read by data, network and metrics. The default: it reads none. Local.
+    """Declarations of a layer about its targets, for data, network and metrics. By default the layer has no targets.
+    Local.
 
     Methods take the number of an input, and the sample shapes of all inputs.
     """
 
     def compares(self, i: int) -> bool:
-        """Return whether input `i` is a target only, so that it keeps its digits where activations have 16 bits."""
+        """Return whether input `i` is only a target, and so keeps its digits if activations have 16 bits."""
         return False
 
     def reads_classes(self, i: int, *shapes: Shape) -> bool:
@@ -64,36 +64,36 @@ class TargetReader:
         return False
 
     def weighs(self, i: int) -> bool:
-        """Return whether the target `i` holds weights: how much a position counts."""
+        """Return whether the target `i` holds weights of positions."""
         return False
 
     def weights_of(self, i: int, count: int) -> Sequence[int]:
-        """Return the numbers of the weights of the target `i`, of `count` inputs: where all are 0, it is absent.
+        """Return the numbers of the inputs that are weights of the target `i`; there are `count` inputs.
 
-        Empty: every element of it counts.
+        Where all these weights are 0, the target is absent. Empty: every element of the target counts.
         """
         return ()
 
     def counted_classes(self, i: int, *shapes: Shape) -> int:
-        """Return the number of classes of input `i` that are counted over the training samples; 0: none are."""
+        """Return the number of classes to count in input `i` over the training samples; 0: nothing is counted."""
         return 0
 
     def with_counts(self: Some, counts: Mapping[int, Sequence[int]]) -> Some:
-        """Return the layer with the number of occurrences of each class, by input number; it is not modified."""
+        """Return a copy of the layer with the number of occurrences of each class, by input number."""
         return self
 
     def class_factors(self, i: int) -> Sequence[float]:
-        """Return weights of the classes of input `i`, where they follow from counts (`with_counts`); else none."""
+        """Return the class weights of input `i` if they follow from counts (`with_counts`); else none."""
         return ()
 
     def target_range(self, i: int, *shapes: Shape) -> tuple[float, float] | None:
-        """Return the least and the largest number that is valid in the target `i`; None: all numbers are."""
+        """Return the smallest and the largest valid number of the target `i`; None: all numbers are valid."""
         return None
 
     def ignored_target(self, i: int) -> int | None:
-        """Return the number in the target `i` that marks positions which do not count; None: there is none."""
+        """Return the number in the target `i` that marks ignored positions; None: there is none."""
         return None
 
     def judgements(self, *shapes: Shape) -> Sequence[Judgement]:
-        """Return how the predictions that a loss reads are judged; empty: there is nothing to judge."""
+        """Return the comparisons of a loss's predictions with its targets; empty if there are none."""
         return ()

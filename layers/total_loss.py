@@ -31,11 +31,11 @@ class Term:
     layer
         The loss.
     inputs
-        Numbers of its inputs among those of the sum, in its order.
+        Numbers of its inputs among the inputs of the sum, in the term's order.
     weight
         Factor of the loss.
     training_only
-        Whether it is left out in evaluation.
+        Whether evaluation leaves the term out.
     """
 
     layer: Loss
@@ -45,10 +45,10 @@ class Term:
 
 
 class TotalLoss(Loss):
-    """Weighted sum of losses, ``sum_k weight[k] * loss[k]``; made by ``+`` and ``*``, see :class:`LossNode`.
+    """Weighted sum of losses, ``sum_k weight[k] * loss[k]``; ``+`` and ``*`` create it, see :class:`LossNode`.
 
-    All terms are computed under one cut, so predictions may have different extents: outputs at several scales (deep
-    supervision), several tasks. Metrics judge every pair of prediction and target that counts in evaluation.
+    All terms are computed with one cut. Predictions may have different extents: outputs at several scales (deep
+    supervision), several tasks. Metrics compare every pair of prediction and target that counts in evaluation.
 
     Notes
     -----
@@ -71,7 +71,7 @@ class TotalLoss(Loss):
         return (1,)
 
     def needed_blocks(self, i: int, inputs: Sequence[Layout], output: Layout) -> Blocks:
-        """Return, for weights, the positions of the first prediction that they weigh; other terms gather their own."""
+        """Return the owned boxes; for weights, the positions of the first prediction that they weigh."""
         if not self.weighs(i):
             return inputs[i].boxes
         term = next(term for term in self.terms if i in term.inputs)
@@ -150,7 +150,7 @@ class TotalLoss(Loss):
         backwards = []
         for term, value in zip(self.terms, values.values()):
             prediction, target, *others = self._of(term, context.inputs)
-            # Weights are gathered in evaluation too: another term may read them.
+            # Evaluation gathers the weights too: another term may read them.
             weights = weights_view(context, prediction, term.inputs[2]) if others else None
             first, before = len(context.operations), len(context.terms)
             own = LossTerm(prediction, target, value, term.weight, weights=weights)
@@ -174,13 +174,13 @@ class TotalLoss(Loss):
 
 
 def _renumbered(one: Judgement, inputs: Sequence[int]) -> Judgement:
-    """Return a judgement of a term with the input numbers of the sum."""
+    """Return the comparison of a term with the input numbers of the sum."""
     weights = None if one.weights is None else inputs[one.weights]
     return replace(one, prediction=inputs[one.prediction], target=inputs[one.target], weights=weights)
 
 
 class _Total:
-    """Kernel that sums the weighted terms; in evaluation without those for training only."""
+    """Kernel that sums the weighted terms; in evaluation, without those for training only."""
 
     def __init__(self, left_out: Sequence[bool], environment: Any, total: Any, **arrays: Any) -> None:
         self.mode, self.total = environment.mode, total
@@ -199,7 +199,7 @@ class _Total:
 
 
 def total_of(*losses: Node) -> LossNode:
-    """Return the sum of some losses, as one loss.
+    """Return the sum of losses, as one loss.
 
     Raises
     ------
@@ -231,13 +231,13 @@ def weighted(loss: Node, factor: Any) -> LossNode:
 
 
 def training_only(loss: Node) -> LossNode:
-    """Return the loss, left out in evaluation; for auxiliary predictions, which "at inference time are discarded".
+    """Return the loss as one that only training includes; for auxiliary predictions, "discarded" at inference time.
 
     References
     ----------
     Szegedy et al., "Going deeper with convolutions", CVPR 2015, Section 5.
 
-    A network refuses a loss without a term in evaluation.
+    A network rejects a loss without a term in evaluation.
     """
     return _changed(loss, lambda term: replace(term, training_only=True))
 
@@ -256,5 +256,5 @@ def _changed(loss: Node, change: Callable[[Term], Term]) -> LossNode:
 
 
 def _total(terms: Sequence[Term], inputs: Sequence[Node]) -> LossNode:
-    """Return the sum, with the name of its first term that has a name."""
+    """Return the sum as a loss with the name of its first named term."""
     return TotalLoss(terms, next((term.layer.name for term in terms if term.layer.name), None))(*inputs)

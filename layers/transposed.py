@@ -33,23 +33,23 @@ class ConvTranspose(Layer):
     kernel, stride, dilation
         One number for all spatial axes or one per axis.
     padding
-        What is cut off the full result: a number, one per axis, one ``(lo, hi)`` pair per axis, or ``"same"``:
-        the output is ``n * stride`` long.
+        Rows that are removed from the full result: a number, one per axis, one ``(lo, hi)`` pair per axis, or
+        ``"same"``: the output is ``n * stride`` long.
     output_padding
-        Positions added behind the last; less than the stride or the dilation. Not with ``"same"``.
+        Positions added at the end; less than the stride or the dilation. Not with ``"same"``.
     bias
         Whether to add a bias per filter.
     groups
-        Input and output channels are cut into this many groups that do not mix.
+        Number of groups: input and output channels are divided into groups that do not mix.
     activation
-        None; a name (``"relu"``, ``"silu"``, ...) or a layer, made behind it.
+        None; a name (``"relu"``, ``"silu"``, ...) or a layer, which is put after it.
 
     Notes
     -----
     Weights ``(C, *kernel, K / groups)``, whole on every rank: those of the convolution from `y` to `x`. Input and
     output are cut in samples and space. Forward: halo of `x`, data gradient of that convolution. Backward: halo of
-    `dy`, its forward for `dx`, its filter gradient for `dw`. Communication per process: the two halos; the sum of
-    the filter gradients over all ranks.
+    `dy`, forward kernel of that convolution for `dx`, its filter gradient for `dw`. Communication per process: the two
+    halos; the sum of the filter gradients over all ranks.
     """
 
     passes = Passes()
@@ -81,9 +81,10 @@ class ConvTranspose(Layer):
         activated(self, activation, by_input=None)
 
     def windows(self, shape: Shape) -> tuple[Window, ...]:
-        """Per spatial axis, the window of the convolution that this is the adjoint of: it slides over `y`.
+        """Return, per spatial axis, the window of the convolution whose adjoint this layer is: it slides over `y`.
 
-        Output padding is what that convolution leaves at the end of `y`: it lessens the padding behind.
+        Output padding is the part at the end of `y` that this convolution does not read: it reduces the padding at the
+        end.
         """
         axes = len(shape) - 1
         per_axis = [
@@ -122,7 +123,7 @@ class ConvTranspose(Layer):
         spatial, pads, more = [], [], []
         for w, n, wanted, fit in zip(windows, shape, outputs, fits):
             lo, hi = w.pad_lo, w.pad_hi
-            if not fit:  # all inputs that reach a block in the middle; what they make around it is cut off
+            if not fit:  # all inputs that reach a block in the middle; outputs around it are removed
                 n = max((wanted + w.extent - 2) // w.stride + 1, -(-(wanted - w.extent) // w.stride) + 1)
                 around = (n - 1) * w.stride + w.extent - wanted
                 lo, hi = around // 2, around - around // 2
@@ -145,7 +146,7 @@ class ConvTranspose(Layer):
         if min(sizes) < 1:
             raise ValueError(
                 f"ConvTranspose: padding {[(w.pad_lo, w.pad_hi) for w in windows]} leaves nothing of the output of "
-                f"{shape[:-1]}: {sizes}; lessen the padding"
+                f"{shape[:-1]}: {sizes}; reduce the padding"
             )
         return (*sizes, self.filters)
 
@@ -153,7 +154,7 @@ class ConvTranspose(Layer):
         (shape,) = shapes
         windows = self.windows(shape)
         kernel = tuple(w.kernel for w in windows)
-        # An output element sums, on average, this many of the kernel's taps.
+        # On average, an output element sums this number of the kernel's taps.
         taps = max(1, math.prod(kernel) // math.prod(w.stride for w in windows))
         shape_w, fan_in = (shape[-1], *kernel, self.filters // self.groups), taps * shape[-1] // self.groups
         w = Parameter(shape_w, "he", fan_in, rounded=True)
@@ -163,7 +164,7 @@ class ConvTranspose(Layer):
         return 2 * self.parameters(*shapes)["w"].size * math.prod(shapes[0][:-1])
 
     def input_boxes(self, box: Box, *shapes: Shape) -> tuple[Box, ...]:
-        """Return the inputs that reach the output `box`; never outside the array."""
+        """Return the inputs that reach the output `box`; the box never reaches outside the array."""
         (shape,) = shapes
         return (output_box(self.windows(shape), box, (0, *shape)),)
 
@@ -205,8 +206,9 @@ class ConvTranspose(Layer):
 
 
 def _gradients(context: Context, dy: Gathered, geometry: LocalGeometry | None) -> None:
-    """Compute the gradients of the parameters. That of `w` pairs each owned input with all outputs it reaches: no rank
-    counts one twice.
+    """Compute the gradients of the parameters.
+
+    The gradient of `w` pairs each owned input with all outputs that it reaches, so every pair is counted once.
     """
     if "b" in context.grads:
         context.run(context.kernel(_bias_gradient, dy=context.dy, db=context.grads["b"]))

@@ -100,6 +100,6 @@ def test_channels(some):
 
 
 def test_what_is_no_product_is_refused():
-    with pytest.raises(UserError, match=r"Diagonal: what it needs of its inputs is expected to be a product"):
+    with pytest.raises(UserError, match=r"Diagonal: expected the box needed of its inputs to be a product"):
         layout = layout_of((1, 8, 8, 2), {"height": 4}, 4)
         Diagonal().needed_blocks(0, [layout], layout)

@@ -106,7 +106,7 @@ def test_auxiliary_predictions_are_trained():
 
 def test_an_input_that_no_layer_reads_is_refused():
     x, other = hg.Input((4, 3), "x"), hg.Input((4, 3), "other")
-    message = r"network 'n': expected inputs that layers read, got 'other', which is an output alone; leave it out"
+    message = r"network 'n': expected inputs that layers read, got 'other', which is only an output; leave it out"
     with pytest.raises(ValueError, match=message):
         hg.Network({"y": hg.Conv(3, 1)(x), "x": x, "other": other}, "n")
 
