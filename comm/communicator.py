@@ -15,6 +15,7 @@ from ..device import HOST, Device
 from . import contexts
 from .boot import begin
 from .channel import Channel, ChannelSpec
+from .codec import UNCHANGED, Codec
 from .counters import Instruments
 from .ending import Guard, end
 from .errors import CommError, agree, is_agreed, is_shared
@@ -154,7 +155,7 @@ class Communicator:
         """Choose the transport of device arrays, here and in all communicators split from this one. Collective.
 
         Call it before any device array travels. `transport` is ``"auto"`` or a name of `halograd.comm.gpu`. Without
-        this call, device arrays travel by way of pinned host memory; sums that the host makes (hierarchical or rounded)
+        this call, device arrays travel by way of pinned host memory; sums that the host makes (hierarchical or encoded)
         always do. `timeout` [s] is the time after which NCCL operations count as lost; None means
         ``HALOGRAD_GPU_TIMEOUT``, or 600 s. Raises CommError on all ranks if the transport cannot work.
         """
@@ -197,7 +198,13 @@ class Communicator:
         return self._keep(self._maker.channels(specs))
 
     def reduction(
-        self, buffer: np.ndarray, *, kind: str = "allreduce", name: str | None = None, method: str = "allreduce"
+        self,
+        buffer: np.ndarray,
+        *,
+        kind: str = "allreduce",
+        name: str | None = None,
+        method: str = "allreduce",
+        codec: Codec = UNCHANGED,
     ) -> Reduction:
         """Return an in-place sum of `buffer` over all ranks. Collective over this communicator.
 
@@ -214,9 +221,6 @@ class Communicator:
             ``"ordered"``
                 Sum in the order of the ranks: the bits depend neither on the transport nor on other elements of
                 the buffer.
-            ``"rounded"``
-                Sum of float32 in the order of the ranks; messages are bfloat16, with half the bytes. The reduction's
-                `codec` can :meth:`~halograd.comm.rounding.Rounded.compensate` for the rounding error.
             ``"reduce_scatter"``
                 Afterwards this rank's shard (:func:`halograd.comm.shards`) holds the sum; the others are undefined.
             ``"all_gather"``
@@ -227,6 +231,10 @@ class Communicator:
             ``"accumulate"``
                 As ``"hierarchical"``, but the progress thread also copies: the result may be in the buffer long before
                 `finish`.
+        codec
+            Format of contributions in messages (:mod:`halograd.comm.codec`), such as ``BFloat16()``. The first two
+            methods take a codec other than the default, and then add in the order of the ranks. The reduction's
+            `encoding` can :meth:`~halograd.comm.encoding.Encoding.compensate` for the encoding error.
 
         Raises
         ------
@@ -237,10 +245,10 @@ class Communicator:
         Notes
         -----
         Traffic per run, on a group of several ranks: one message of this rank's contribution. This is the buffer; for
-        an all-gather, its shard; for a rounded sum, half the bytes. The last two methods count it under `kind` on the
+        an all-gather, its shard; with a codec, the encoded buffer. The last two methods count it under `kind` on the
         first rank of each node if there are several nodes, and the buffer under ``"node"`` on ranks that share a node.
         """
-        return self.reductions([ReductionSpec(buffer, kind, name, method)])[0]
+        return self.reductions([ReductionSpec(buffer, kind, name, method, codec)])[0]
 
     def reductions(self, specs: Sequence[ReductionSpec]) -> list[Reduction]:
         """Return several sums with the collectives of one; see :meth:`reduction`. Collective, in the same order on all

@@ -24,7 +24,7 @@ from .reduction import (
     check_type,
     likeness,
 )
-from .sums import METHODS, node_shares
+from .sums import node_shares
 from .transports import Transport, TransportContext
 from .transports.base import Pattern
 
@@ -109,7 +109,7 @@ class Maker:
 
         A hierarchical sum has two: one for messages to other nodes, and one for traffic through shared memory.
         """
-        comm, method, buffer = self._comm, METHODS[spec.method], spec.buffer
+        comm, method, buffer = self._comm, spec.sum, spec.buffer
         booked = [(spec.kind, method.sent(buffer.size, buffer.itemsize, comm.size, comm.rank))]
         if method.by_nodes:
             share = node_shares(comm.nodes)[comm.rank]
@@ -122,7 +122,7 @@ class Maker:
         device.
         """
         device, link = on_device(spec.buffer), None
-        if device is not None and METHODS[spec.method].on_devices:
+        if device is not None and spec.sum.on_devices:
             link = self._comm.devices.transport(self._context, device)
         check_type(spec, REDUCIBLE if link is None else link.summable)
         return link
@@ -134,12 +134,12 @@ class Maker:
         idle = [self._comm.size == 1 or not spec.buffer.size for spec in specs]
         by_host = [spec for spec, link, rests in zip(specs, links, idle) if link is None and not rests]
         arrays = [staging(spec.buffer) for spec in by_host]
-        wanted = [(host, METHODS[spec.method], spec.name or spec.kind) for spec, host in zip(by_host, arrays)]
+        wanted = [(host, spec.sum, spec.name or spec.kind) for spec, host in zip(by_host, arrays)]
         plans = iter(map(staged, (spec.buffer for spec in by_host), arrays, self._transport.plans(wanted)))
         return [
             Reduction(spec.buffer, booked, ReductionPlan())
             if rests
-            else link.reduction(spec.buffer, booked[0], METHODS[spec.method])
+            else link.reduction(spec.buffer, booked[0], spec.sum)
             if link is not None
             else Reduction(spec.buffer, booked, next(plans))
             for spec, link, rests, booked in zip(specs, links, idle, meters)

@@ -8,8 +8,9 @@
     gather     a stage of the link: the sums of all parts have arrived
     give back  decode them into the buffer
 
-A link describes these arrays in a `Room`, and how deposited data move; a codec defines the format of the data. A step
-that has nothing to copy is left out. A reduce-scatter has no gather, an all-gather no scatter.
+A link describes these arrays in a `Room`, and how deposited data move; a codec (`halograd.comm.codec`) defines the
+format of the data. A step that has nothing to copy is left out. A reduce-scatter has no gather, an all-gather no
+scatter.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from ..device import on_device
+from .codec import UNCHANGED, Codec
 from .counters import Meter
 from .errors import CommError
 from .progress import Progress, Stage, StagedOperation, Work
-from .sums import METHODS
+from .sums import METHODS, Method, carrying
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -69,18 +71,18 @@ class Room:
     gather: Stage | None = None
     returns: Pairs = ()
 
-    def stages(self, codec: Codec) -> list[Stage]:
+    def stages(self, coding: Coding) -> list[Stage]:
         """Return the stages of the sum."""
-        found: list[Stage] = [codec.deposit(self.deposits)]
+        found: list[Stage] = [coding.deposit(self.deposits)]
         if self.scatter is not None:
-            found += [self.scatter, codec.add(self.summands, self.total)]
+            found += [self.scatter, coding.add(self.summands, self.total)]
         if self.gather is not None:
             found.append(self.gather)
-        return [*found, codec.give_back(self.returns)] if len(self.returns) else found
+        return [*found, coding.give_back(self.returns)] if len(self.returns) else found
 
 
-class Codec(Protocol):
-    """Format of the data that travel, and the arithmetic on it."""
+class Coding(Protocol):
+    """The arithmetic of one sum on the data that travel."""
 
     def deposit(self, pairs: Pairs) -> Stage:
         """Copy summands, or parts of them, to where peers read or receive them."""
@@ -127,8 +129,9 @@ class ReductionPlan:
         Stage with the arrival time of the sum (`arrived`); None: the sum arrived when the operation was complete.
     direct
         Function that makes the sum at once, for `Reduction.run`; None: `start` and `finish` do.
-    codec
-        With ``"bfloat16"``, the codec with the rounding errors (:class:`halograd.comm.rounding.Rounded`).
+    encoding
+        Encoder of the sum, with the encoding errors (:class:`halograd.comm.encoding.Encoding`); None: messages hold the
+        elements as they are.
     nbytes, device_nbytes
         Memory in addition to the buffer, on the host and on a device [B].
     fetch, put
@@ -142,7 +145,7 @@ class ReductionPlan:
     queue: deque[StagedOperation] | None = None
     arrival: Any = None
     direct: Callable[[], None] | None = None
-    codec: Any = None
+    encoding: Any = None
     nbytes: int = 0
     device_nbytes: int = 0
     fetch: Callable[[], None] | None = None
@@ -158,6 +161,12 @@ class ReductionSpec:
     kind: str = "allreduce"
     name: str | None = None
     method: str = "allreduce"
+    codec: Codec = UNCHANGED
+
+    @property
+    def sum(self) -> Method:
+        """What the method is with this codec."""
+        return carrying(self.method, self.codec)
 
 
 class Reduction:
@@ -177,12 +186,12 @@ class Reduction:
 
     Attributes
     ----------
-    codec
-        Codec of a rounded sum of several ranks, with the rounding errors. None: nothing is rounded.
+    encoding
+        Encoder of an encoded sum of several ranks, with the encoding errors. None: messages hold the elements.
     """
 
     def __init__(self, buffer: Any, meters: Sequence[Meter], plan: ReductionPlan) -> None:
-        self.buffer, self.codec = buffer, plan.codec
+        self.buffer, self.encoding = buffer, plan.encoding
         self._meter, self._others, self._plan = meters[0], meters[1:], plan
         self._started_at = 0.0
         self.under_way = False
@@ -191,7 +200,7 @@ class Reduction:
     @property
     def buffer_bytes(self) -> int:
         """Host memory of the sum on this rank in addition to the buffer, in MPI or in shared memory [B]."""
-        return self._plan.nbytes + (0 if self.codec is None else self.codec.nbytes)
+        return self._plan.nbytes + (0 if self.encoding is None else self.encoding.nbytes)
 
     @property
     def device_bytes(self) -> int:
@@ -338,21 +347,32 @@ def check_spec(spec: ReductionSpec) -> None:
             f"buffer: expected a {'writeable ' if on_host else ''}C-contiguous array, got strides {buffer.strides} "
             f"for shape {buffer.shape}; reduce a packed copy"
         )
-    if METHODS[spec.method].codec == "bfloat16" and buffer.dtype != np.float32:
-        raise CommError(f"buffer: expected float32 to be rounded to bfloat16, got {buffer.dtype}")
+    check_codec(spec)
+
+
+def check_codec(spec: ReductionSpec) -> None:
+    """Raise CommError unless the codec can encode this sum. Local."""
+    codec, dtype = spec.codec, spec.buffer.dtype
+    if codec.identity:
+        return
+    if not METHODS[spec.method].encodes:
+        known = ", ".join(name for name, method in METHODS.items() if method.encodes)
+        raise CommError(f"method: expected one of {known} with the codec {codec}, got {spec.method!r}")
+    if not codec.takes(dtype.name):
+        raise CommError(f"buffer: expected {codec.dtype} to be encoded as {codec}, got {dtype}")
 
 
 def check_type(spec: ReductionSpec, summable: Sequence[str] = REDUCIBLE) -> None:
     """Raise CommError unless the link sums arrays of this dtype. Local."""
     dtype = spec.buffer.dtype
-    if METHODS[spec.method].adds and dtype.name not in summable:
+    if spec.sum.adds and dtype.name not in summable:
         raise CommError(f"buffer: expected one of {', '.join(summable)}, got {dtype}; convert it to float32")
 
 
 def likeness(specs: Sequence[ReductionSpec]) -> list[str]:
     """Return a text per sum of the properties that must be the same on all ranks. Local."""
     return [
-        f"shape {spec.buffer.shape} and {spec.buffer.dtype.name} by {spec.method!r} on "
+        f"shape {spec.buffer.shape} and {spec.buffer.dtype.name} by {spec.method!r} as {spec.codec} on "
         f"{'the host' if on_device(spec.buffer) is None else 'a device'}"
         for spec in specs
     ]

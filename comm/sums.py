@@ -1,17 +1,21 @@
 """Descriptions of sums over ranks: their halves, the order of additions, and the data format. Pure arithmetic.
 
 A sum has three steps. Every rank *scatters* its summand: it sends each rank that rank's part. It *adds* up its own part
-of all summands. It *gathers* the sums of all parts. A method of `Communicator.reduction` chooses among these steps. The
-communicator runs a sum by this description, and the performance model predicts its traffic and memory from it.
+of all summands. It *gathers* the sums of all parts. A method of `Communicator.reduction` chooses among these steps; the
+codec (`halograd.comm.codec`) is a separate choice. The communicator runs a sum by this description, and the performance
+model predicts its traffic and memory from it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise
 
-__all__ = ["LARGEST_AT_ONCE", "METHODS", "Method", "NodeShare", "node_shares", "shards"]
+from .codec import UNCHANGED, Codec
+
+__all__ = ["LARGEST_AT_ONCE", "METHODS", "Method", "NodeShare", "carrying", "node_shares", "shards"]
 
 ALIGNMENT = 64  # [B]: a shard begins on a cache line if the array does
 #: Largest sum in shared memory that is deposited when it starts [B]; larger sums go through a common stage, piece by
@@ -40,13 +44,15 @@ class Method:
 
     Attributes
     ----------
+    name
+        In `METHODS`.
     adds, gathers
         Which halves the sum has: a reduce-scatter only adds, an all-gather only gathers.
     ordered
         Whether summands are added from the first rank to the last, so that the bits depend on nothing else. Otherwise
         a link may use its own collective (`MPI_Iallreduce`, `ncclAllReduce`) and the order of that.
     codec
-        ``"plain"``: messages hold the elements. ``"bfloat16"``: messages hold float32 rounded to bfloat16.
+        Format of the data in messages (see `carrying`).
     by_nodes
         Whether the sum is hierarchical: the ranks of each node sum in shared memory, then the first ranks of the nodes
         sum among themselves.
@@ -54,28 +60,30 @@ class Method:
         Whether the progress thread also copies the buffer to shared memory and back.
     """
 
+    name: str = "allreduce"
     adds: bool = True
     gathers: bool = True
     ordered: bool = False
-    codec: str = "plain"
+    codec: Codec = UNCHANGED
     by_nodes: bool = False
     in_background: bool = False
 
     @property
     def on_devices(self) -> bool:
         """Whether device transports make the sum; the host makes the others, by way of pinned memory."""
-        return self.codec == "plain" and not self.by_nodes
+        return self.codec.identity and not self.by_nodes
 
-    def payload(self, nbytes: int) -> int:
-        """Return the bytes of the messages of a contribution of `nbytes` [B]."""
-        return nbytes // 2 if self.codec == "bfloat16" else nbytes
+    @property
+    def encodes(self) -> bool:
+        """Whether the sum can have a codec; the collectives of libraries take elements as they are."""
+        return self.adds and self.gathers and not self.by_nodes
 
     def sent(self, size: int, itemsize: int, ranks: int, rank: int) -> int:
         """Return the bytes that the counters count for a rank, for a sum that is not hierarchical [B]."""
         if ranks < 2:
             return 0
         if self.adds:
-            return self.payload(size * itemsize)
+            return self.codec.payload(size * itemsize)
         own = shards(size, ranks, itemsize)[rank]
         return (own.stop - own.start) * itemsize
 
@@ -89,11 +97,11 @@ class Method:
         share
             Bytes of the rank's shard.
         feedback
-            Whether the rounding error is kept.
+            Whether the encoding error is kept.
         """
-        if self.codec == "bfloat16":
-            # The rounded buffer, the received parts, the sum of the own share, and its rounding error.
-            return nbytes // 2 + (ranks - 1) * share // 2 + share * (1 + feedback)
+        if not self.codec.identity:
+            # The encoded buffer, the received parts, the sum of the own share, and its encoding error.
+            return self.codec.payload(nbytes) + self.codec.payload((ranks - 1) * share) + share * (1 + feedback)
         if self.ordered:
             return (ranks - 1) * share
         return nbytes + share * (self.adds and not self.gathers)
@@ -101,14 +109,23 @@ class Method:
 
 #: Methods by name, for `Communicator.reduction`.
 METHODS = {
-    "allreduce": Method(),
-    "ordered": Method(ordered=True),
-    "rounded": Method(ordered=True, codec="bfloat16"),
-    "reduce_scatter": Method(gathers=False),
-    "all_gather": Method(adds=False),
-    "hierarchical": Method(by_nodes=True),
-    "accumulate": Method(by_nodes=True, in_background=True),
+    method.name: method
+    for method in (
+        Method(),
+        Method("ordered", ordered=True),
+        Method("reduce_scatter", gathers=False),
+        Method("all_gather", adds=False),
+        Method("hierarchical", by_nodes=True),
+        Method("accumulate", by_nodes=True, in_background=True),
+    )
 }
+
+
+@lru_cache
+def carrying(method: str, codec: Codec) -> Method:
+    """Return the sum of this name whose contributions travel by a codec; encoded ones are added up in order. Local."""
+    plain = METHODS[method]
+    return plain if codec.identity else replace(plain, ordered=True, codec=codec)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+import json
 from collections.abc import Mapping
 from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
@@ -81,28 +83,47 @@ class Registry(Generic[Kind]):
         UserError
             If there is none, if it cannot be imported, or if it is not derived from `base`, or abstract.
         """
+        return self._found(name, self.key)
+
+    def _found(self, name: str, at: str) -> type[Kind]:
         if name in self._classes:
             return self._classes[name]
         if is_location(name):
-            return self._checked(load(name, self.key, "class"), name)
+            return self._checked(load(name, at, "class"), name, at)
         if name in self._installed:
             try:
                 found = self._installed[name].load()
             except Exception as error:
-                raise UserError(f"{self.key}: {shown(name)} cannot be imported: {describe(error)}") from error
-            return self._checked(found, name)
-        raise UserError(f"{self.key}: expected {self._expected()}, got {shown(name)}{nearest(name, self.names)}")
+                raise UserError(f"{at}: {shown(name)} cannot be imported: {describe(error)}") from error
+            return self._checked(found, name, at)
+        raise UserError(f"{at}: expected {self._expected()}, got {shown(name)}{nearest(name, self.names)}")
 
     def _expected(self) -> str:
         return f'{", ".join(self.names)}, or "FILE.py:CLASS"'
 
-    def _checked(self, found: Any, name: str) -> type[Kind]:
+    def _checked(self, found: Any, name: str, at: str) -> type[Kind]:
         if not (isinstance(found, type) and issubclass(found, self.base)):
-            raise UserError(f"{self.key}: {name}: expected a class derived from {self.base.__name__}, got {found!r}")
+            raise UserError(f"{at}: {name}: expected a class derived from {self.base.__name__}, got {found!r}")
         missing = sorted(getattr(found, "__abstractmethods__", ())) if inspect.isabstract(found) else []
         if missing:
-            raise UserError(f"{self.key}: {name}: expected a class that defines {', '.join(missing)}")
+            raise UserError(f"{at}: {name}: expected a class that defines {', '.join(missing)}")
         return found
+
+    def make(self, text: str, at: str = "") -> Kind:
+        """Return the object that a text names, with its settings: ``NAME`` or ``NAME:key=value,key=value``. Local. ::
+
+            TRANSPORTS.make("emulated:alpha=1e-3,beta=1e-9")
+            CODECS.make("half.py:Half:scale=1024")
+
+        A value is a number or a truth value as JSON writes it, else a text. `at` is what messages call the entry, by
+        default `key`. Raises UserError for an unknown name, and for settings that its class does not allow.
+        """
+        at = at or self.key
+        name, values = _split(text)
+        cls = self._found(name, at)
+        if not values and not dataclasses.is_dataclass(cls):
+            return cls()
+        return build(cls, values, at=at)
 
     def settings_class(self, name: str) -> type[Any]:
         """Return the class of the settings: the attribute ``Settings`` of the class of this name, else the class."""
@@ -116,3 +137,26 @@ class Registry(Generic[Kind]):
         :func:`halograd.schema.build` does.
         """
         return build(self.settings_class(name), dict(values), source, at)
+
+
+def _split(text: str) -> tuple[str, dict[str, Any]]:
+    """Return the name and the settings of a text.
+
+    >>> _split("half.py:Half:scale=1024,signed=true")
+    ('half.py:Half', {'scale': 1024, 'signed': True})
+    >>> _split("half.py:Half"), _split("mpi")
+    (('half.py:Half', {}), ('mpi', {}))
+    """
+    name, _, rest = text.rpartition(":")
+    if "=" not in rest or not name:
+        return text, {}
+    pairs = (item.partition("=") for item in rest.split(","))
+    return name, {key.strip(): _value(value.strip()) for key, _, value in pairs}
+
+
+def _value(text: str) -> Any:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return text
+    return value if isinstance(value, (bool, int, float)) else text

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, get_args
 
 from halograd.errors import UserError
-from halograd.schema import STRICT, Count, Whole, build, check_fields
+from halograd.schema import STRICT, Count, Text, Whole, build, check_fields
 
-from ..comm.sums import METHODS, Method
+from ..comm.codec import CODECS, Codec
+from ..comm.sums import METHODS, Method, carrying
 
-__all__ = ["BY_NODES", "KINDS", "NAMES", "Kind", "Name", "Payload", "Scheme"]
+__all__ = ["BY_NODES", "KINDS", "NAMES", "Kind", "Name", "Scheme"]
 
 #: Names of the schemes.
 Name = Literal["blocking", "per_layer", "bucketed", "two_chunks", "host_accumulate", "hierarchical", "sharded", "auto"]
-#: Dtype of gradients in messages.
-Payload = Literal["float32", "bfloat16"]
 
 NAMES: tuple[Name, ...] = get_args(Name)
 
@@ -98,10 +98,12 @@ class Scheme:
         `f`: the first `f` dense layers compute the gradient of the whole batch on every rank instead of summing it
         (Lee et al. 2017, Section III-B2).
     payload
-        ``"float32"``: messages have the dtype of the gradients (float64 if training is in float64). ``"bfloat16"``:
-        messages are rounded, with half the bytes; additions are in float32.
+        Codec of the messages, a name of `halograd.comm.codec.CODECS`. ``"float32"``: messages have the dtype of the
+        gradients (float64 if training is in float64). ``"bfloat16"``: messages are rounded, with half the bytes;
+        additions are in float32. ``"FILE.py:CLASS"``: a :class:`halograd.comm.codec.Codec` of the user; settings
+        follow, as in ``"half.py:Half:scale=1024"``.
     error_feedback
-        Whether, with bfloat16, the rounding error is added to the gradient of the next step.
+        Whether the encoding error of a lossy payload is added to the gradient of the next step.
     deterministic
         Whether gradients are added in the order of the ranks, so that sums have the same bits under every transport
         and scheme.
@@ -118,7 +120,7 @@ class Scheme:
     first_layers: Whole = 0
     chunk: Count = 1
     replicated_dense: Whole = 0
-    payload: Payload = "float32"
+    payload: Text = "float32"
     error_feedback: bool = True
     deterministic: bool = False
 
@@ -146,7 +148,7 @@ class Scheme:
                 f"{self.replicated_dense}; remove it, or choose a scheme"
             )
         settable = [name for name, kind in KINDS.items() if kind.settable]
-        for key, plain in (("payload", self.payload == "float32"), ("deterministic", not self.deterministic)):
+        for key, plain in (("payload", self.codec.identity), ("deterministic", not self.deterministic)):
             if not plain and not self.kind.settable:
                 raise UserError(
                     f"reduction.{key}: expected one of the schemes {', '.join(settable)} with {getattr(self, key)!r}, "
@@ -158,24 +160,26 @@ class Scheme:
         """Properties of the scheme's name."""
         return KINDS[self.name]
 
+    @cached_property
+    def codec(self) -> Codec:
+        """Codec of the messages with gradients."""
+        return CODECS.make(self.payload)
+
     @property
-    def methods(self) -> tuple[str, ...]:
-        """Names of the sums of one chunk in a step: of gradients, then of parameters if there is a second sum."""
-        if self.payload == "bfloat16":
-            return ("rounded",)  # its order is fixed too
-        if self.deterministic:
-            return ("ordered",)
-        return (self.kind.method, "all_gather") if self.kind.shards else (self.kind.method,)
+    def sums(self) -> tuple[Method, ...]:
+        """Sums of one chunk in a step: of gradients, then of parameters if there is a second sum."""
+        gathers = (METHODS["all_gather"],) if self.kind.shards else ()
+        return self.sum, *gathers
 
     @property
     def sum(self) -> Method:
-        """Method that sums the gradients of a chunk."""
-        return METHODS[self.methods[0]]
+        """Sum of the gradients of a chunk."""
+        return carrying("ordered" if self.deterministic else self.kind.method, self.codec)
 
     @property
     def keeps_errors(self) -> bool:
-        """Whether rounding errors are kept for the next step."""
-        return self.sum.codec == "bfloat16" and self.error_feedback
+        """Whether encoding errors are kept for the next step."""
+        return self.codec.lossy and self.error_feedback
 
     @property
     def has_buckets(self) -> bool:
@@ -201,6 +205,6 @@ class Scheme:
         text = self.name if count is None else f"{self.name}({count})"
         if self.replicated_dense:
             text += f" + replicated_dense({self.replicated_dense})"
-        if self.payload != "float32":
-            text += f", {self.payload}" + ("" if self.error_feedback else " without error feedback")
+        if not self.codec.identity:
+            text += f", {self.payload}" + (" without error feedback" if self.codec.lossy > self.error_feedback else "")
         return text + (", deterministic" if self.deterministic else "")

@@ -30,7 +30,7 @@ from halograd.schema import (
     build,
 )
 
-from ..layers.reduction_scheme import Name, Payload, Scheme
+from ..layers.reduction_scheme import Name, Scheme
 from ..layers.strategy import CutField
 from ..perfmodel.machine_file import parse_quantity
 from .data_config import AugmentConfig, DataConfig
@@ -165,7 +165,7 @@ class ReductionConfig(Table):
     first_layers: Whole = 0
     chunk: Count = 1
     replicated_dense: Whole = 0
-    payload: Payload = "float32"
+    payload: Text = "float32"
     error_feedback: bool = True
     deterministic: bool = False
     interval: Annotated[Count, Field(ge=2)] = 10

@@ -159,7 +159,7 @@ class Clip:
         self._store = store
         self._square, self._norm, self._factor = (device.zeros((1,), np.float64) for _ in range(3))
         self._fetched = FetchedNumber(device)
-        local = store.whole and store.scheme.name != "sharded"
+        local = store.whole and not store.scheme.kind.shards
         self._sum = None if local else comm.reduction(self._square, kind="norm")
         inverse = None if store.loss_scale is None else store.loss_scale.inverse
         self._clip: Kernel = kernels.clip(self._square, inverse, max_norm, self._norm, self._factor)

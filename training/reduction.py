@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import Any
 
-import numpy as np
-
 from halograd.errors import UserError
 
 from ..comm import Communicator, Reduction
@@ -113,15 +111,15 @@ class Reducer:
     def _make(self, buckets: Sequence[Bucket]) -> list[_Sum]:
         """Make the sums of buckets over the ranks that hold the same blocks; none for buckets without elements here."""
         made = []
-        for i, method in enumerate(self.scheme.methods):
-            kind = method if self._kind.shards else "allreduce"  # the kind under which traffic is counted
+        for i, method in enumerate(self.scheme.sums):
+            kind = method.name if self._kind.shards else "allreduce"  # the kind under which traffic is counted
             arrays = [bucket.params if i else bucket.grads for bucket in buckets]
-            specs = [(b.holders, ReductionSpec(array, kind, method=method)) for b, array in zip(buckets, arrays)]
-            made.append(reductions_in_groups(self.comm, specs))
+            specs = [ReductionSpec(array, kind, method=method.name, codec=method.codec) for array in arrays]
+            made.append(reductions_in_groups(self.comm, [(b.holders, s) for b, s in zip(buckets, specs)]))
         sums = [_Sum(bucket, *of_bucket) for bucket, *of_bucket in zip(buckets, *made)]
         for bucket, one in zip(buckets, sums):
-            if one.total is not None and one.total.codec is not None and bucket.errors is not None:
-                one.total.codec.compensate(bucket.errors)
+            if one.total is not None and one.total.encoding is not None and bucket.errors is not None:
+                one.total.encoding.compensate(bucket.errors)
         return sums
 
     def begin(self, part: int = 0) -> None:
@@ -145,7 +143,7 @@ class Reducer:
         one.bucket.add_part(self._part, self._parts)
         if not self._is_last:
             return
-        if one.total.codec is None and one.bucket.errors is not None:
+        if one.total.encoding is None and one.bucket.errors is not None:
             self._add_errors(one.bucket)
         one.total.start()
         one.running = one.pending = True
@@ -268,9 +266,9 @@ class Reducer:
         self.finish()
         for one in self._sums:
             bucket, group = one.bucket, group_of(self.comm, one.bucket.holders)
-            if one.total is None or one.total.codec is None or bucket.errors is None or group is None:
+            if one.total is None or one.total.encoding is None or bucket.errors is None or group is None:
                 continue
-            one.total.codec.collect()
+            one.total.encoding.collect()
             with closing(group.reduction(bucket.errors, kind="errors")) as whole:
                 whole.run()
             if group.rank:
@@ -281,8 +279,8 @@ class Reducer:
         for one in self._sums:
             one.wait()
             one.pending = False
-            if one.total is not None and one.total.codec is not None:
-                one.total.codec.forget_faults()
+            if one.total is not None and one.total.encoding is not None:
+                one.total.encoding.forget_faults()
         for one in reversed(self._sums):
             self._complete(one)
         for other in self._replicated.values():
@@ -346,9 +344,10 @@ def check_possible(store: ParameterStore, comm: Communicator, scheme: Scheme) ->
     UserError
         If the dtype does not allow the rounding, or sums by nodes have no shared memory.
     """
-    if scheme.payload == "bfloat16" and store.dtype != np.float32:
+    if not scheme.codec.takes(store.dtype.name):
         raise UserError(
-            f'reduction.payload: expected training.dtype = "float32" with "bfloat16", got "{store.dtype}"; change one'
+            f'reduction.payload: expected training.dtype = "{scheme.codec.dtype}" with "{scheme.payload}", got '
+            f'"{store.dtype}"; change one'
         )
     if scheme.keeps_errors and store.loss_scale is not None:
         raise UserError(

@@ -124,7 +124,7 @@ class _Unchanged:
     """A reduction that leaves its buffer alone."""
 
     closed = False
-    codec = None  # nothing is rounded
+    encoding = None  # elements travel as they are
 
     def start(self) -> None:
         """Nothing."""

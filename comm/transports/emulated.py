@@ -60,7 +60,7 @@ class EmulatedNetwork:
 
         An all-reduce takes the time of a ring; a reduce-scatter or an all-gather takes half of it.
         """
-        seconds = ring_seconds(ranks, method.payload(nbytes), self.alpha, self.beta)
+        seconds = ring_seconds(ranks, method.codec.payload(nbytes), self.alpha, self.beta)
         return seconds if method.adds and method.gathers else seconds / 2
 
 

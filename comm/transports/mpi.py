@@ -11,9 +11,9 @@ from mpi4py import MPI
 
 from ..channel import Channel
 from ..counters import Meter
+from ..encoding import Encoding
 from ..progress import Stage, StagedOperation, Work
 from ..reduction import Plain, ReductionPlan, Room
-from ..rounding import Rounded
 from ..sums import Method, shards
 from .base import Pattern, TransportContext, aligned_bytes
 
@@ -136,10 +136,9 @@ def plan_over_mpi(context: TransportContext, flat: np.ndarray, method: Method) -
     mpi = context.mpi
     parts = shards(flat.size, mpi.size, flat.itemsize)
     own = parts[mpi.rank]
-    feedback = method.codec == "bfloat16"
-    nbytes = method.held(flat.nbytes, mpi.size, (own.stop - own.start) * flat.itemsize)
     if method.ordered:
-        return _in_order(context, flat, method, nbytes if not feedback else 0)
+        return _in_order(context, flat, method)
+    nbytes = method.held(flat.nbytes, mpi.size, (own.stop - own.start) * flat.itemsize)
     direct: Callable[[], None] | None = None
     if method.adds and method.gathers:
         stages: list[Stage] = [Native(lambda: mpi.Iallreduce(MPI.IN_PLACE, flat, MPI.SUM))]
@@ -159,14 +158,14 @@ def plan_over_mpi(context: TransportContext, flat: np.ndarray, method: Method) -
     return ReductionPlan(StagedOperation(stages), context.progress, direct=direct, nbytes=nbytes)
 
 
-def _in_order(context: TransportContext, flat: np.ndarray, method: Method, nbytes: int) -> ReductionPlan:
+def _in_order(context: TransportContext, flat: np.ndarray, method: Method) -> ReductionPlan:
     """Return the plan of a sum in rank order, in which every rank adds up one shard.
 
     Every rank receives the summands of its shard from all ranks, adds them up, and sends the sum to all ranks. This is
     a reduce-scatter and an all-gather: each rank sends ``2 (P - 1) / P`` times the buffer, as in the best all-reduce.
     """
-    mpi, rounds = context.mpi, method.codec == "bfloat16"
-    wire = np.zeros(flat.size, np.uint16) if rounds else flat
+    mpi, codec = context.mpi, method.codec
+    wire = flat if codec.identity else np.zeros(flat.size, codec.wire)
     shares = shards(wire.size, mpi.size, wire.itemsize)
     parts, peers = [wire[share] for share in shares], [r for r in range(mpi.size) if r != mpi.rank]
     own, tags = parts[mpi.rank], (context.tag(), context.tag())
@@ -177,11 +176,12 @@ def _in_order(context: TransportContext, flat: np.ndarray, method: Method, nbyte
     back = [mpi.Recv_init(words(parts[r]), r, tags[1]) for r in filled]
     back += [mpi.Send_init(words(own), r, tags[1]) for r in mine]
     scatter, gather = Messages(there), Messages(back)
-    codec = Rounded([shares[mpi.rank]]) if rounds else None
-    copies = [(wire, flat)] if rounds else []
-    room = Room(copies, scatter, received, own, gather, [(flat, wire)] if rounds else [])
-    stages = room.stages(codec or Plain())
+    encoding = None if codec.identity else Encoding(codec, flat.dtype, [shares[mpi.rank]])
+    copies = [] if encoding is None else [(wire, flat)]
+    room = Room(copies, scatter, received, own, gather, [] if encoding is None else [(flat, wire)])
+    stages = room.stages(encoding or Plain())
     # The owner encodes and decodes; the progress thread, or the rank in `finish`, does the steps between.
     operation = StagedOperation(stages, first=1, last=len(room.returns))
-    held = wire.nbytes + sum(one.nbytes for one in received) - own.nbytes if rounds else nbytes
-    return ReductionPlan(operation, context.progress, codec=codec, nbytes=held, close=[scatter.free, gather.free])
+    held = sum(one.nbytes for one in received) - own.nbytes + (0 if encoding is None else wire.nbytes)
+    close: list[Callable[[], object]] = [scatter.free, gather.free]
+    return ReductionPlan(operation, context.progress, encoding=encoding, nbytes=held, close=close)

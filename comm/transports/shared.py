@@ -13,9 +13,9 @@ from mpi4py import MPI
 from .. import contexts
 from ..channel import Channel
 from ..counters import Meter
+from ..encoding import Encoding
 from ..progress import Stage, StagedOperation
 from ..reduction import Plain, ReductionPlan, Room
-from ..rounding import Rounded
 from ..sums import LARGEST_AT_ONCE, Method, shards
 from . import base
 from .base import ALIGNMENT, Pattern, TransportContext
@@ -161,7 +161,7 @@ class NodeMemory:
 
         The sum is not hierarchical.
         """
-        if method.codec == "plain" and (flat.nbytes <= LARGEST_AT_ONCE or not method.adds):
+        if method.codec.identity and (flat.nbytes <= LARGEST_AT_ONCE or not method.adds):
             return self._at_once(flat, method)
         return self._staged(flat, method)
 
@@ -229,14 +229,15 @@ class NodeMemory:
             plan.arrival = self._travel(places, method, flat.nbytes)
             stages.append(plan.arrival)
             plan.close.append(places.give_back)
-        rounds, meet = method.codec == "bfloat16", Signal(stage.places.flags)
-        pieces = stage.pieces(flat, 2 if rounds else flat.itemsize) if method.gathers else stage.parts(flat)
-        codec = Rounded([piece.own for piece in pieces]) if rounds else None
+        codec, meet = method.codec, Signal(stage.places.flags)
+        wire = flat.dtype if codec.identity else np.dtype(codec.wire)
+        pieces = stage.pieces(flat, wire.itemsize) if method.gathers else stage.parts(flat)
+        encoding = None if codec.identity else Encoding(codec, flat.dtype, [piece.own for piece in pieces])
         for piece in pieces:
-            room = stage.room(piece, flat, np.dtype(np.uint16) if rounds else flat.dtype, method.gathers)
+            room = stage.room(piece, flat, wire, method.gathers)
             room.scatter = room.gather = meet
-            stages += room.stages(codec or Plain())
-        plan.operation, plan.codec = StagedOperation(stages), codec
+            stages += room.stages(encoding or Plain())
+        plan.operation, plan.encoding = StagedOperation(stages), encoding
         return plan
 
     def _common(self) -> _CommonStage:

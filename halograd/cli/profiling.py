@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..comm.codec import CODECS
+from ..comm.sums import METHODS, Method, carrying
 from ..documents import check_output
 from ..errors import UserError
 from .options import AsJson, Batch, Cache, Options, check_counts, parse_options
@@ -22,13 +24,12 @@ if TYPE_CHECKING:
     from ..perfmodel.profile.layers import Coverage
     from ..perfmodel.profile.record import Profile
 
-__all__ = ["METHODS", "allreduce", "profile"]
+__all__ = ["allreduce", "profile"]
 
-#: Ways of `Communicator.reduction`, and the schemes of gradient reduction that they serve.
-METHODS = {
+#: Methods of `Communicator.reduction`, and the schemes of gradient reduction that they serve.
+SERVES = {
     "allreduce": "blocking, per_layer, bucketed, two_chunks",
-    "ordered": "deterministic",
-    "rounded": "payload bfloat16",
+    "ordered": "deterministic, payload",
     "hierarchical": "hierarchical",
     "accumulate": "host_accumulate",
     "reduce_scatter": "sharded, first half",
@@ -168,6 +169,9 @@ def allreduce(
     methods: Annotated[
         list[str] | None, typer.Option("--method", metavar="NAME", help="A way of summing; may be repeated.")
     ] = None,
+    codecs: Annotated[
+        list[str] | None, typer.Option("--codec", metavar="NAME", help="What sums travel as; may be repeated.")
+    ] = None,
     transports: Annotated[
         list[str] | None, typer.Option("--transport", metavar="NAME", help="How sums travel; may be repeated.")
     ] = None,
@@ -176,6 +180,8 @@ def allreduce(
 ) -> None:
     """Time sums over all ranks: every size, by every scheme's way of summing, over every transport.
 
+    Sums that travel encoded (reduction.payload) are added up in order: of a codec, `ordered` is timed.
+
     Each is measured waited for at once, and behind computation that lasts longer: what is left then is the part that
     nothing hides. A line alpha + beta * bytes is laid through the sizes.
 
@@ -183,9 +189,10 @@ def allreduce(
     Examples:
       mpiexec -n 4 halograd bench allreduce
       mpiexec -n 4 halograd bench allreduce --transport auto --size 1MiB --size 64MiB --json
+      mpiexec -n 4 halograd bench allreduce --codec bfloat16 --codec half.py:Half
     """
     nbytes = [_parse_size(text) for text in sizes or SIZES]
-    chosen = _check_methods(methods)
+    chosen = _chosen(methods, codecs)
     found: list[dict[str, Any]] = []
     title = ""
     for transport in transports or ("auto", "mpi"):
@@ -200,37 +207,38 @@ def allreduce(
         print("\n".join(_sums(title, nbytes, found)))
 
 
-def _measured(comm: Communicator, transport: str, method: str, sizes: Sequence[int], rounds: int) -> dict[str, Any]:
+def _measured(comm: Communicator, transport: str, method: Method, sizes: Sequence[int], rounds: int) -> dict[str, Any]:
     """Time one way of summing; without times if the transport cannot do it. Collective."""
     from ..comm import CommError
     from ..perfmodel.profile.messages import MessageTimer
 
-    row = {"transport": transport, "method": method, "schemes": METHODS[method]}
+    name, codec = method.name, method.codec
+    row = {"transport": transport, "method": name, "codec": str(codec), "schemes": SERVES[name]}
     if comm.size == 1:
         return row | {"refused": "one rank alone has no sums"}
     try:
         timer = MessageTimer(comm, sizes, rounds)
-        waited = timer.reduction(method)
-        _, left = timer.reduction_behind(waited, method)
+        waited = timer.reduction(name, codec)
+        _, left = timer.reduction_behind(waited, name, codec)
     except CommError as error:
         return row | {"refused": str(error)}
     return row | {"waited": waited.to_dict(), "left": left.to_dict()}
 
 
 def _sums(title: str, sizes: Sequence[int], found: Sequence[dict[str, Any]]) -> list[str]:
-    heading = ["transport", "method", *map(bytes_text, sizes), "alpha", "beta", "fit", "left alpha", "beta"]
-    units = ["", "", *["[ms]"] * len(sizes), "[us]", "[ns/B]", "", "[us]", "[ns/B]"]
+    heading = ["transport", "method", "codec", *map(bytes_text, sizes), "alpha", "beta", "fit", "left alpha", "beta"]
+    units = ["", "", "", *["[ms]"] * len(sizes), "[us]", "[ns/B]", "", "[us]", "[ns/B]"]
     rows = [units]
     for row in found:
-        label = [row["transport"], row["method"]]
+        label = [row["transport"], row["method"], row["codec"]]
         if "refused" in row:
-            rows.append([*label, *["-"] * (len(heading) - 2)])
+            rows.append([*label, *["-"] * (len(heading) - 3)])
             continue
         waited, left = row["waited"], row["left"]
         times = [f"{1e3 * t:.3f}" for t in waited["seconds"]]
         rows.append([*label, *times, *_line(waited), f"{waited['error']:.0%}", *_line(left)])
     lines = [f"{title}: a sum waited for at once, and what is left of it behind long computation", ""]
-    return [*lines, *table(heading, rows, left=2), *_refusals(found)]
+    return [*lines, *table(heading, rows, left=3), *_refusals(found)]
 
 
 def _line(fit: dict[str, Any]) -> tuple[str, str]:
@@ -255,8 +263,13 @@ def _parse_size(text: str) -> int:
     return int(nbytes) // 4 * 4
 
 
-def _check_methods(methods: Sequence[str] | None) -> list[str]:
+def _chosen(methods: Sequence[str] | None, codecs: Sequence[str] | None) -> list[Method]:
+    """Return the sums to time: every method for elements as they are, the ordered one for those that are encoded."""
     for name in methods or ():
         if name not in METHODS:
             raise UserError(f"--method: expected one of {', '.join(METHODS)}, got {name!r}")
-    return list(dict.fromkeys(methods or METHODS))
+    found = []
+    for codec in [CODECS.make(name, "--codec") for name in codecs or (["float32"] if methods else CODECS.names)]:
+        given = methods or (METHODS if codec.identity else ["ordered"])
+        found += [carrying(name, codec) for name in given if codec.identity or METHODS[name].encodes]
+    return list(dict.fromkeys(found))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ...comm.sums import LARGEST_AT_ONCE, METHODS, node_shares, shards
+from ...comm.sums import LARGEST_AT_ONCE, node_shares, shards
 from ...device import as_dtype
 from ...dtensor import Groups
 from ...layers import Network
@@ -37,10 +37,6 @@ __all__ = [
     "price",
     "program_of",
 ]
-
-#: Memory that rounding passes over, in copies of the float32 gradients: to bfloat16 (with error feedback, without),
-#: and back.
-_ROUNDING, _PLAIN_ROUNDING, _WIDENING = 14 / 8, 6 / 8, 6 / 8
 
 
 @dataclass(frozen=True)
@@ -83,12 +79,13 @@ def booked(bucket: PricedBucket, scheme: Scheme, per_node: int, itemsize: int) -
         return []
     groups = [(members, size) for members, size in bucket.sum.groups if len(members) > 1]
     found: list[GroupSum | Booked] = []
-    for name in scheme.methods:
-        method, kind = METHODS[name], name if scheme.kind.shards else "allreduce"
+    for method in scheme.sums:
+        kind = method.name if scheme.kind.shards else "allreduce"
         if method.by_nodes:
             found += _by_nodes(groups, per_node)
         elif method.adds:
-            found.append(GroupSum(kind, tuple((members, method.payload(size)) for members, size in bucket.sum.groups)))
+            sent = ((members, method.codec.payload(size)) for members, size in bucket.sum.groups)
+            found.append(GroupSum(kind, tuple(sent)))
         else:
             found.append(_gathered(kind, groups, itemsize))
     return found
@@ -134,14 +131,14 @@ def price(bucket: PricedBucket, scheme: Scheme, wires: Wires, slots: int) -> Pri
 def _price_sum(bucket: PricedBucket, scheme: Scheme, wires: Wires, slots: int) -> PricedReduction:
     nbytes, members = bucket.sum.largest
     update = wires.update(max(bucket.nbytes), slots)
-    if scheme.sum.codec == "bfloat16" and len(members) > 1:
-        seconds = wires.sum(nbytes / 2, members)
-        back = _WIDENING * wires.copy(nbytes)
-        work = min(seconds, wires.sum_work(nbytes / 2, members)) + back
-        begin = (_ROUNDING if scheme.error_feedback else _PLAIN_ROUNDING) * wires.copy(nbytes)
-        return PricedReduction(bucket, seconds + back, update, work, begin)
-    seconds = wires.sum(nbytes, members)
-    return PricedReduction(bucket, seconds, update, min(seconds, wires.sum_work(nbytes, members)))
+    codec = scheme.codec
+    if codec.identity or len(members) < 2:
+        seconds = wires.sum(nbytes, members)
+        return PricedReduction(bucket, seconds, update, min(seconds, wires.sum_work(nbytes, members)))
+    payload, copy = codec.payload(nbytes), wires.copy(nbytes)  # which reads and writes: two passes over memory
+    seconds, back = wires.sum(payload, members), codec.decoding / 2 * copy
+    work = min(seconds, wires.sum_work(payload, members)) + back
+    return PricedReduction(bucket, seconds + back, update, work, codec.encoding(scheme.keeps_errors) / 2 * copy)
 
 
 def _price_shards(bucket: PricedBucket, scheme: Scheme, wires: Wires, slots: int) -> PricedReduction:
@@ -222,7 +219,7 @@ def _sum_buffers(scheme: Scheme, own: int, members: range, rank: int, per_node: 
     if scheme.sum.by_nodes:
         return node_shares([other // per_node for other in members])[members.index(rank)].held(own)
     share, feedback = _share(own, members, rank), scheme.keeps_errors
-    return sum(METHODS[name].held(own, len(members), share, feedback) for name in scheme.methods)
+    return sum(method.held(own, len(members), share, feedback) for method in scheme.sums)
 
 
 #: What is summed with every loss [B]: it, and two numbers by which the ranks agree on checkpoints

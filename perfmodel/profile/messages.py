@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ...comm.codec import UNCHANGED, Codec
 from ...dtensor import Blocks, End, Exchange
 from .record import Fit, fit_line
 
@@ -137,17 +138,19 @@ class MessageTimer:
             pair.close()
         return fit
 
-    def reduction(self, method: str = "allreduce") -> Fit:
-        """Return the sums of float32 over all ranks that are waited for: ``reduction.run()``; `method` as for the
-        communicator.
+    def reduction(self, method: str = "allreduce", codec: Codec = UNCHANGED) -> Fit:
+        """Return the sums of float32 over all ranks that are waited for: ``reduction.run()``; `method` and `codec` as
+        for the communicator.
         """
-        reductions = self._reductions(method)
+        reductions = self._reductions(method, codec)
         fit = self._fit(self.sizes, lambda i: reductions[i].run())
         for reduction in reductions:
             reduction.close()
         return fit
 
-    def reduction_behind(self, waited: Fit, method: str = "allreduce") -> tuple[Fit, Fit]:
+    def reduction_behind(
+        self, waited: Fit, method: str = "allreduce", codec: Codec = UNCHANGED
+    ) -> tuple[Fit, Fit]:
         """Return the sums of float32 over all ranks behind computation.
 
         Some transports sum in the background, others (shared memory) when the sum is asked for, whatever was
@@ -164,7 +167,7 @@ class MessageTimer:
             From ``start()`` to the arrival of the sum (`waited` where it is made in ``finish()``), and what is left to
             do in ``finish()`` however long the computation was.
         """
-        comm, sizes, reductions, spans = self.comm, self.sizes, self._reductions(method), _Spans()
+        comm, sizes, reductions, spans = self.comm, self.sizes, self._reductions(method, codec), _Spans()
         arrival, left = np.empty((self.rounds, len(sizes))), np.empty((self.rounds, len(sizes)))
         recorder, comm.instruments.recorder = comm.instruments.recorder, spans
         try:
@@ -186,9 +189,9 @@ class MessageTimer:
         found = fit_line(sizes, _slowest(comm, arrival))
         return (found if in_background else waited), exposed
 
-    def _reductions(self, method: str) -> list[Reduction]:
+    def _reductions(self, method: str, codec: Codec) -> list[Reduction]:
         arrays = (np.zeros(n // 4, np.float32) for n in self.sizes)
-        return [self.comm.reduction(array, kind="profile", method=method) for array in arrays]
+        return [self.comm.reduction(array, kind="profile", method=method, codec=codec) for array in arrays]
 
     def _fit(self, sizes: Sequence[int], run: Callable[[int], None]) -> Fit:
         """Return the times of ``run(i)`` for every size, after two runs that do not count."""

@@ -5,7 +5,8 @@ import re
 
 import pytest
 
-from halograd.cli.profiling import METHODS
+from halograd.comm.codec import CODECS
+from halograd.comm.sums import METHODS
 from halograd.errors import UserError
 from halograd.perfmodel.machine import Machine
 from halograd.perfmodel.profile.record import Profile
@@ -85,7 +86,8 @@ def test_every_method_is_timed_as_json():
     assert done.returncode == 0, done.stderr
     record = json.loads(done.stdout)
     assert record["ranks"] == "2 ranks on 2 nodes"  # of the emulated network
-    assert [row["method"] for row in record["sums"]] == 2 * list(METHODS)
+    timed = [*((name, "float32") for name in METHODS), ("ordered", "bfloat16")]
+    assert [(row["method"], row["codec"]) for row in record["sums"]] == 2 * timed and len(CODECS.names) == 2
     for row in record["sums"]:
         waited, left = row["waited"], row["left"]
         assert waited["bytes"] == [1024, 262144] and min(waited["seconds"] + left["seconds"]) > 0
@@ -100,7 +102,7 @@ def test_the_table_says_what_a_transport_cannot():
     lines = done.stdout.splitlines()
     assert lines[0].startswith("2 ranks on 1 node: ") and "256 KiB" in lines[2]
     (accumulate,) = [line for line in lines if line.startswith("mpi        accumulate")]
-    assert accumulate.split()[2:] == ["-"] * 7
+    assert accumulate.split()[2:] == ["float32", *["-"] * 7]
     assert lines[-1].startswith("mpi: ") and "share memory" in lines[-1]
 
 

@@ -8,6 +8,7 @@ import pytest
 from mpi4py import MPI
 
 from halograd.comm import CommError, Communicator, shards
+from halograd.comm.codec import UNCHANGED, BFloat16
 from halograd.comm.sums import METHODS
 from halograd.comm.transports import base
 from tests.harness.limits import wait_until
@@ -154,8 +155,8 @@ def test_what_is_counted(comm):
     size, rank = comm.size, comm.rank
     with Communicator(comm, f"{FAST},node=2") as communicator:
         own = shards(1000, size, 4)[rank]
-        for method in METHODS:
-            reduction = communicator.reduction(np.zeros(1000, np.float32), method=method, kind=method)
+        for method, codec, kind in [*((name, UNCHANGED, name) for name in METHODS), ("ordered", BFloat16(), "rounded")]:
+            reduction = communicator.reduction(np.zeros(1000, np.float32), method=method, codec=codec, kind=kind)
             reduction.run()
             reduction.start()
             reduction.finish()
@@ -171,24 +172,33 @@ def test_what_is_counted(comm):
     assert found == expected
 
 
+SUMS = [
+    ("allreduce", UNCHANGED, "allreduce"),
+    ("ordered", UNCHANGED, "ordered"),
+    ("allreduce", BFloat16(), "rounded"),
+    ("ordered", BFloat16(), "rounded in order"),
+]
+
+
 @pytest.mark.parametrize("communicator", EVERY[:4], indirect=True)
 def test_all_transports_count_alike(communicator):
-    for method in ("allreduce", "ordered", "rounded"):
-        communicator.reduction(np.zeros(1001, np.float32), method=method, kind=method).run()
+    for method, codec, kind in SUMS:
+        communicator.reduction(np.zeros(1001, np.float32), method=method, codec=codec, kind=kind).run()
     found = {kind: (t.messages, t.bytes) for kind, t in communicator.counters.snapshot().items()}
     alone = communicator.size == 1
-    assert found == ({} if alone else {"allreduce": (1, 4004), "ordered": (1, 4004), "rounded": (1, 2002)})
+    encoded = {"rounded": (1, 2002), "rounded in order": (1, 2002)}
+    assert found == ({} if alone else {"allreduce": (1, 4004), "ordered": (1, 4004), **encoded})
 
 
 @transports
 def test_nothing_and_one_element(communicator):
     """Also closed under way: what was begun is finished. Nothing is booked for nothing."""
-    for method in METHODS:
+    for method, codec in [*((name, UNCHANGED) for name in METHODS), ("allreduce", BFloat16())]:
         if METHODS[method].by_nodes and communicator.transport == "mpi":
             continue
         for shape in ((0, 3), (1,), (100_000,)):
             communicator.counters.reset()
-            reduction = communicator.reduction(np.ones(shape, np.float32), method=method)
+            reduction = communicator.reduction(np.ones(shape, np.float32), method=method, codec=codec)
             reduction.run()
             assert shape[0] or communicator.counters.snapshot() == {}
             reduction.buffer.fill(1)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from halograd.comm import CommError, Communicator
-from halograd.comm.rounding import Rounding
+from halograd.comm.codec import UNCHANGED, BFloat16
 from tests.harness.limits import wait_until
 
 pytestmark = pytest.mark.mpi
@@ -18,8 +18,8 @@ def summand(rank, count, step=0, dtype="float32"):
 
 def nearest(values):
     wire, out = np.zeros(values.size, np.uint16), np.zeros(values.size, np.float32)
-    Rounding().encode(values, wire)
-    Rounding().decode(wire, out)
+    BFloat16().encode(values, wire, [np.zeros_like(values) for _ in range(2)])
+    BFloat16().decode(wire, out)
     return out
 
 
@@ -48,7 +48,7 @@ def rounded_twice(ranks, count, step=0):
 
 @pytest.mark.parametrize("count", SIZES)
 def test_rounded_sums_have_the_bits_of_their_definition(communicator, count):
-    total = communicator.reduction(np.zeros(count, "float32"), method="rounded")
+    total = communicator.reduction(np.zeros(count, "float32"), method="ordered", codec=BFloat16())
     for step in range(3):
         total.buffer[...] = summand(communicator.rank, count, step)
         total.run()
@@ -60,21 +60,21 @@ def test_rounded_sums_have_the_bits_of_their_definition(communicator, count):
 
 def compensated(communicator, count):
     """A rounded sum with error feedback."""
-    total = communicator.reduction(np.zeros(count, "float32"), method="rounded")
-    if total.codec is not None:
-        total.codec.compensate(np.zeros(count, "float32"))
+    total = communicator.reduction(np.zeros(count, "float32"), method="ordered", codec=BFloat16())
+    if total.encoding is not None:
+        total.encoding.compensate(np.zeros(count, "float32"))
     return total
 
 
 def everything_taken(communicator, total):
     """What rounding took from all summands and sums so far: ``(n,)``, the same on all ranks; of one rank nothing."""
     if communicator.size == 1:
-        assert total.codec is None
+        assert total.encoding is None
         return np.zeros_like(total.buffer)
-    assert sum(part.stop - part.start for part in total.codec.owned) == total.codec.share_error.size
-    total.codec.collect()
-    assert not total.codec.share_error.any()
-    whole = total.codec.error.copy()
+    assert sum(part.stop - part.start for part in total.encoding.owned) == total.encoding.share_error.size
+    total.encoding.collect()
+    assert not total.encoding.share_error.any()
+    whole = total.encoding.error.copy()
     communicator.reduction(whole).run()
     return whole
 
@@ -84,7 +84,7 @@ def test_what_is_rounded_away_comes_back_in_later_sums(communicator, count):
     """The sum of T results is that of the summands but for one rounding, not T: all of it lies in the errors."""
     steps, mine = 40, np.abs(summand(communicator.rank, count)) + 1
     total = compensated(communicator, count)
-    plain = communicator.reduction(np.zeros(count, "float32"), method="rounded")
+    plain = communicator.reduction(np.zeros(count, "float32"), method="ordered", codec=BFloat16())
     exact = steps * sum(np.abs(summand(r, count)).astype("float64") + 1 for r in range(communicator.size))
     found, lossy = np.zeros(count), np.zeros(count)
     for _ in range(steps):
@@ -115,18 +115,18 @@ def test_transports_agree_bit_for_bit(comm):
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("method", ["ordered", "rounded"])
+@pytest.mark.parametrize("codec", [UNCHANGED, BFloat16()], ids=str)
 @pytest.mark.parametrize("communicator", ["mpi"], indirect=True)
-def test_the_progress_thread_adds_up_piece_by_piece(communicator, method, monkeypatch):
+def test_the_progress_thread_adds_up_piece_by_piece(communicator, codec, monkeypatch):
     """Both phases, and the work between them, go on while the main thread does not call MPI."""
     monkeypatch.setattr("halograd.comm.reduction.PIECE", 4000)
     count = 20_003
-    total = communicator.reduction(summand(communicator.rank, count), method=method)
+    total = communicator.reduction(summand(communicator.rank, count), method="ordered", codec=codec)
     total.start()
     wait_until(lambda: not communicator._progress._pending, "the thread to bring it to its end")
     total.finish()
     plain = added([summand(rank, count) for rank in range(communicator.size)])
-    expected = plain if method == "ordered" else rounded_twice(communicator.size, count)
+    expected = plain if codec.identity else rounded_twice(communicator.size, count)
     np.testing.assert_array_equal(total.buffer, expected)
     total.buffer[...] = summand(communicator.rank, count)
     total.run()
@@ -134,5 +134,12 @@ def test_the_progress_thread_adds_up_piece_by_piece(communicator, method, monkey
 
 
 def test_only_float32_is_rounded(communicator):
-    with pytest.raises(CommError, match="buffer: expected float32 to be rounded to bfloat16, got float64"):
-        communicator.reduction(np.zeros(3), method="rounded")
+    with pytest.raises(CommError, match="buffer: expected float32 to be encoded as bfloat16, got float64"):
+        communicator.reduction(np.zeros(3), method="ordered", codec=BFloat16())
+
+
+def test_sums_of_a_library_and_by_nodes_are_not_encoded(communicator):
+    for method in ("reduce_scatter", "all_gather", "hierarchical", "accumulate"):
+        expected = f"expected one of allreduce, ordered with the codec bfloat16, got '{method}'"
+        with pytest.raises(CommError, match=expected):
+            communicator.reduction(np.zeros(3, "float32"), method=method, codec=BFloat16())

@@ -29,7 +29,7 @@ def test_a_strategy_without_one_sums_buckets(tmp_path):
     [
         ({"name": "ring"}, "reduction.name: expected one of 'blocking', 'per_layer', .* or 'auto', got 'ring'"),
         ({"name": ["bucketed"]}, r"reduction.name: expected one of .*, got \['bucketed'\]"),
-        ({"payload": "float16"}, "reduction.payload: expected one of 'float32' or 'bfloat16', got 'float16'"),
+        ({"payload": "float16"}, "reduction.payload: expected float32, bfloat16, or \"FILE.py:CLASS\", got 'float16'"),
         ({"name": "two_chunks"}, r"reduction.first_layers: expected the number .* \(>= 1\) with two_chunks, got 0"),
         (
             {"first_layers": 3},

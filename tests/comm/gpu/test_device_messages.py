@@ -6,6 +6,7 @@ import pytest
 from mpi4py import MPI
 
 from halograd.comm import CommError, Communicator
+from halograd.comm.codec import UNCHANGED, BFloat16
 from halograd.comm.gpu import streams
 from halograd.comm.sums import shards
 from tests.support import fake_cuda
@@ -201,9 +202,9 @@ def test_traffic_is_counted_alike(transport, monkeypatch):
 def test_sums_of_the_host_go_by_way_of_it(monkeypatch):
     """By nodes, and rounded: whatever carries arrays of the device."""
     with gpu_ranks(monkeypatch, "nccl") as r:
-        for method in ("rounded", "hierarchical", "accumulate"):
+        for method, codec in (("allreduce", BFloat16()), ("hierarchical", UNCHANGED), ("accumulate", UNCHANGED)):
             buffer = r.device.array(np.full(64, 1.0 + r.comm.rank), "float32")
-            total = r.comm.reduction(buffer, method=method)
+            total = r.comm.reduction(buffer, method=method, codec=codec)
             total.run()
             assert buffer.get()[0] == 3 and total.buffer_bytes > buffer.nbytes // 2 and total.device_bytes == 0
     assert MPI.COMM_WORLD.size == 2

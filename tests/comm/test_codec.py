@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from halograd.comm.rounding import PIECE, Rounding
+from halograd.comm.codec import PIECE, BFloat16
+from halograd.comm.encoding import Encoding
 
 HALF_ULP = 2.0**-8  # relative, of 8 significant bits
 
@@ -15,9 +16,13 @@ def draw(count, seed=0):
 
 
 def rounded(values, error=None):
-    rounding, wire, out = Rounding(), np.zeros(values.size, np.uint16), np.full(values.size, np.nan, np.float32)
-    rounding.encode(values, wire, error)
-    rounding.decode(wire, out)
+    """What summands become on their way: the stages of one rank."""
+    encoding = Encoding(BFloat16(), values.dtype, [slice(0, values.size)])
+    wire, out = np.zeros(values.size, np.uint16), np.full(values.size, np.nan, np.float32)
+    if error is not None:
+        encoding.compensate(error)
+    encoding.deposit([(wire, values)]).wait()
+    encoding.give_back([(out, wire)]).wait()
     return out
 
 
@@ -52,9 +57,10 @@ def test_what_is_not_finite_does_not_get_lost():
 
 
 def test_added_up_in_float32():
-    rounding, total = Rounding(), np.zeros(PIECE + 7, np.float32)
-    wire = np.zeros(total.size, np.uint16)
-    rounding.encode(np.full(total.size, 1 + 2.0**-7, np.float32), wire)
-    for _ in range(300):
-        rounding.add(wire, total)
-    assert (total == 300 * (1 + 2.0**-7)).all(), "more bits than a bfloat16 has"
+    size = PIECE + 7
+    encoding = Encoding(BFloat16(), np.dtype(np.float32), [slice(0, size)])
+    wire, total, out = np.zeros(size, np.uint16), np.zeros(size, np.uint16), np.zeros(size, np.float32)
+    encoding.deposit([(wire, np.full(size, 1 + 2.0**-7, np.float32))]).wait()
+    encoding.add([wire] * 254, total).wait()
+    encoding.give_back([(out, total)]).wait()
+    assert (out == 256).all(), "254 times 1.0078125 are 255.98: more bits than a bfloat16 has were added up"

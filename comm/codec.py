@@ -1,0 +1,192 @@
+"""Codecs: formats of the data of a sum in messages. Pure arithmetic on host arrays.
+
+A codec is one class: its arithmetic, and the properties that links, schemes, the count of traffic, memory and price
+read (dtype, bytes on the way, whether it is lossy, passes over memory). No other file compares names of codecs. One of
+a user's own stands in a file: ``reduction.payload = "half.py:Half"``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from halograd.registry import Registry
+from halograd.schema import STRICT
+
+__all__ = ["CODECS", "PIECE", "UNCHANGED", "BFloat16", "Codec", "Unchanged"]
+
+#: Elements that are encoded or decoded in one call, at most: three arrays of so many stay in the cache.
+PIECE = 1 << 14
+# Multiplied by this, a float32 splits into its 8 leading bits and the rest (Veltkamp, see `BFloat16`).
+_SPLIT = np.float32((1 << 16) + 1)
+
+
+@dataclass(frozen=True)
+class Codec(ABC):
+    """Format of elements in messages. Local; an object has no state, because several threads use it.
+
+    A subclass is a frozen dataclass, whose fields are its settings (``"half.py:Half:scale=1024"``), or a class without
+    settings. Summands are encoded before they are sent to the rank that adds them up, and decoded there; that rank
+    encodes the sum for all ranks. All ranks decode the same bytes, so all get the same bits.
+
+    Attributes
+    ----------
+    name
+        Name in the registry; a class in a file of a user needs none.
+    dtype
+        Dtype of the arrays that the codec encodes; ``""``: any dtype.
+    wire
+        Dtype of an element in messages.
+    lossy
+        Whether decoded numbers differ from those that were encoded. The difference can then be added to the next
+        contribution (`reduction.error_feedback`).
+    scratch
+        Number of scratch arrays, of the length and dtype of `values`, that `encode` needs.
+    identity
+        Whether messages hold the elements as they are: links leave encoding and decoding out, and device transports sum
+        without the host. There is one such codec, :data:`UNCHANGED`; the host makes the sums of all others.
+    """
+
+    __pydantic_config__ = STRICT
+
+    name: ClassVar[str] = ""
+    dtype: ClassVar[str] = "float32"
+    wire: ClassVar[str]
+    lossy: ClassVar[bool] = True
+    scratch: ClassVar[int] = 0
+    identity: ClassVar[bool] = False
+
+    @abstractmethod
+    def encode(self, values: np.ndarray, wire: np.ndarray, work: Sequence[np.ndarray]) -> None:
+        """Encode `values`, ``(n,)`` of `dtype`, into `wire`, ``(n,)`` of the dtype `wire`.
+
+        `n` is at most `PIECE`; the code of an element must not depend on the others, because links cut arrays anywhere.
+        `values` is not modified. `work` has at least `scratch` arrays ``(n,)`` of `dtype`, which may be overwritten.
+        """
+
+    @abstractmethod
+    def decode(self, wire: np.ndarray, out: np.ndarray) -> None:
+        """Decode `wire`, ``(n,)``, into `out`, ``(n,)`` of `dtype`."""
+
+    def encode_with(self, error: np.ndarray, values: np.ndarray, wire: np.ndarray, work: Sequence[np.ndarray]) -> None:
+        """Compute ``wire = encoded(values + error)``, and set `error`, ``(n,)`` of `dtype`, to the encoding error.
+
+        Override it where the error is known without decoding; `work` has at least one array.
+        """
+        np.add(values, error, out=error)
+        self.encode(error, wire, work)
+        self.decode(wire, work[0])
+        np.subtract(error, work[0], out=error)
+
+    def takes(self, dtype: str) -> bool:
+        """Return whether arrays of this dtype can be encoded."""
+        return self.dtype in ("", dtype)
+
+    def payload(self, nbytes: int) -> int:
+        """Return the bytes of the messages of a contribution of `nbytes` [B]."""
+        return nbytes * np.dtype(self.wire).itemsize // np.dtype(self.dtype).itemsize
+
+    def encoding(self, feedback: bool) -> float:
+        """Return the memory traffic of encoding, in reads or writes of the whole contribution.
+
+        With error feedback (`feedback`) the error is read and written, too.
+        """
+        return 1 + self._wire_share + 2 * feedback
+
+    @property
+    def decoding(self) -> float:
+        """Memory traffic of decoding, in reads or writes of the whole contribution."""
+        return 1 + self._wire_share
+
+    @property
+    def _wire_share(self) -> float:
+        return np.dtype(self.wire).itemsize / np.dtype(self.dtype).itemsize
+
+    def __str__(self) -> str:
+        return self.name or repr(self)
+
+
+#: Codecs by name, for `Scheme.payload` and `Communicator.reduction`.
+CODECS: Registry[Codec] = Registry("codec", Codec, key="reduction.payload")  # type: ignore[type-abstract]
+
+
+@CODECS.register
+@dataclass(frozen=True)
+class Unchanged(Codec):
+    """Elements of any dtype as they are: float32, float64 where the training is."""
+
+    name: ClassVar[str] = "float32"
+    dtype: ClassVar[str] = ""
+    lossy: ClassVar[bool] = False
+    identity: ClassVar[bool] = True
+
+    def encode(self, values: np.ndarray, wire: np.ndarray, work: Sequence[np.ndarray]) -> None:
+        np.copyto(wire, values)
+
+    def decode(self, wire: np.ndarray, out: np.ndarray) -> None:
+        np.copyto(out, wire)
+
+    def payload(self, nbytes: int) -> int:
+        return nbytes
+
+    def encoding(self, feedback: bool) -> float:
+        return 0.0
+
+    @property
+    def decoding(self) -> float:
+        return 0.0
+
+
+UNCHANGED = Unchanged()
+
+
+@CODECS.register
+@dataclass(frozen=True)
+class BFloat16(Codec):
+    """Float32 rounded to the nearest bfloat16, half the bytes.
+
+    A bfloat16 is the upper half of a float32: 8 significant bits. `encode` splits a number ``v`` after Veltkamp:
+    ``c = (2**16 + 1) * v; high = c - (c - v)`` holds its 8 leading bits, rounded to nearest. NaN stays NaN; numbers
+    from 2**111 on overflow to NaN, infinity too: a training that has them has diverged.
+
+    References
+    ----------
+    Dekker 1971, *A floating-point technique for extending the available precision*, Section 5.
+    """
+
+    name: ClassVar[str] = "bfloat16"
+    wire: ClassVar[str] = "uint16"
+    scratch: ClassVar[int] = 2
+
+    def encode(self, values: np.ndarray, wire: np.ndarray, work: Sequence[np.ndarray]) -> None:
+        self._split(values, work)
+        self._upper_half(work[0], wire)
+
+    def encode_with(self, error: np.ndarray, values: np.ndarray, wire: np.ndarray, work: Sequence[np.ndarray]) -> None:
+        np.add(values, error, out=error)
+        self._split(error, work)
+        np.subtract(error, work[0], out=error)
+        self._upper_half(work[0], wire)
+
+    @staticmethod
+    def _split(values: np.ndarray, work: Sequence[np.ndarray]) -> None:
+        """Write the leading bits of the values into ``work[0]``."""
+        high, rest = work[0], work[1]
+        np.multiply(values, _SPLIT, out=high)
+        np.subtract(high, values, out=rest)
+        np.subtract(high, rest, out=high)
+
+    @staticmethod
+    def _upper_half(high: np.ndarray, wire: np.ndarray) -> None:
+        bits = high.view(np.uint32)
+        np.right_shift(bits, 16, out=bits)
+        np.copyto(wire, bits, casting="unsafe")
+
+    def decode(self, wire: np.ndarray, out: np.ndarray) -> None:
+        bits = out.view(np.uint32)
+        np.copyto(bits, wire)
+        np.left_shift(bits, 16, out=bits)

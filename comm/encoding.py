@@ -1,0 +1,135 @@
+"""Encoded sums: the stages that encode, add and decode by a codec, and the encoding errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import numpy as np
+
+from .codec import PIECE, Codec
+from .progress import Stage, Work
+from .reduction import Pairs, cut
+
+__all__ = ["Encoding"]
+
+
+class Encoding:
+    """The stages of one sum whose messages are encoded; additions are of decoded numbers.
+
+    The owner of a summand encodes it, and the rank that adds up a part of the sum encodes that part. All ranks get the
+    same bits.
+
+    Parameters
+    ----------
+    codec
+        Format of the messages.
+    dtype
+        Dtype of the buffer.
+    owned
+        Slices of the buffer that this rank adds up. They follow each other, and so do the sources of `deposit`.
+
+    Attributes
+    ----------
+    error
+        ``(n,)`` of `dtype`: accumulated encoding error of this rank's summands, added to the next ones. None: the error
+        is discarded, until :meth:`compensate` is called.
+    share_error
+        The accumulated encoding error of the parts of the sum that this rank encodes, concatenated.
+
+    References
+    ----------
+    Tang et al. 2019, *DoubleSqueeze*, Algorithm 1: both sides compensate for their own errors.
+    """
+
+    def __init__(self, codec: Codec, dtype: np.dtype, owned: Sequence[slice]) -> None:
+        self.codec, self.dtype, self.owned = codec, dtype, list(owned)
+        self.error: np.ndarray | None = None
+        self.share_error: np.ndarray | None = None
+        # Two sets: the main thread encodes one sum while the progress thread adds up another.
+        self._work, self._adding = self._scratch(), self._scratch()
+        self._total = np.zeros(max((part.stop - part.start for part in self.owned), default=0), dtype)
+        self._deposited = self._added = 0
+
+    def _scratch(self) -> list[np.ndarray]:
+        return [np.zeros(PIECE, self.dtype) for _ in range(max(1, self.codec.scratch))]
+
+    @property
+    def nbytes(self) -> int:
+        """Scratch memory [B]."""
+        kept = 0 if self.share_error is None else self.share_error.nbytes
+        return kept + self._total.nbytes + sum(array.nbytes for array in (*self._work, *self._adding))
+
+    def compensate(self, error: np.ndarray) -> None:
+        """Add the encoding error of earlier summands to the next ones from now on; `error` is ``(n,)``. Local."""
+        self.error = error.reshape(-1)
+        self.share_error = np.zeros(sum(part.stop - part.start for part in self.owned), self.dtype)
+
+    def collect(self) -> None:
+        """Add the encoding errors of this rank's parts of sums to `error`. Local."""
+        taken = 0
+        assert self.error is not None and self.share_error is not None
+        for part in self.owned:
+            length = part.stop - part.start
+            self.error[part] += self.share_error[taken : taken + length]
+            taken += length
+        self.share_error.fill(0)
+
+    def forget_faults(self) -> None:
+        """Set non-finite encoding errors to zero: errors of infinity or NaN would spoil all later sums. Local."""
+        for kept in (self.error, self.share_error):
+            if kept is not None:
+                kept[~np.isfinite(kept)] = 0
+
+    def deposit(self, pairs: Pairs) -> Stage:
+        calls = []
+        for wire, values in pairs:
+            where = slice(self._deposited, self._deposited + values.size)
+            calls.append(partial(self._deposit, values, wire, where))
+            self._deposited = where.stop
+        return Work(calls)
+
+    def _deposit(self, values: np.ndarray, wire: np.ndarray, where: slice) -> None:
+        self._encode(values, wire, None if self.error is None else self.error[where], self._work)
+
+    def add(self, summands: Sequence[np.ndarray], total: np.ndarray) -> Stage:
+        first, self._added = self._added, self._added + total.size
+        return Work(
+            [
+                partial(self._add, [one[p] for one in summands], total[p], slice(first + p.start, first + p.stop))
+                for p in cut(total)
+            ]
+        )
+
+    def _add(self, summands: Sequence[np.ndarray], encoded: np.ndarray, where: slice) -> None:
+        total = self._total[: encoded.size]
+        total.fill(0)
+        with np.errstate(all="ignore"):
+            for one in summands:
+                for part in _pieces(total.size):
+                    decoded = self._adding[0][: part.stop - part.start]
+                    self.codec.decode(one[part], decoded)
+                    np.add(total[part], decoded, out=total[part])
+        self._encode(total, encoded, None if self.share_error is None else self.share_error[where], self._adding)
+
+    def _encode(
+        self, values: np.ndarray, wire: np.ndarray, error: np.ndarray | None, scratch: Sequence[np.ndarray]
+    ) -> None:
+        with np.errstate(all="ignore"):
+            for part in _pieces(values.size):
+                work = [array[: part.stop - part.start] for array in scratch]
+                if error is None:
+                    self.codec.encode(values[part], wire[part], work)
+                else:
+                    self.codec.encode_with(error[part], values[part], wire[part], work)
+
+    def give_back(self, pairs: Pairs) -> Stage:
+        return Work([partial(self._decode, wire, out) for out, wire in pairs])
+
+    def _decode(self, wire: np.ndarray, out: np.ndarray) -> None:
+        for part in _pieces(out.size):
+            self.codec.decode(wire[part], out[part])
+
+
+def _pieces(size: int) -> Iterator[slice]:
+    return (slice(i, min(i + PIECE, size)) for i in range(0, size, PIECE))
