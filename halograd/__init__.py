@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from .version import __version__
+
 if TYPE_CHECKING:  # for static tools; at run time `__getattr__` finds them
     from .comm import Communicator, boot, leave
     from .dtensor import Box, DistTensor, Exchange, Halo, Layout
@@ -176,8 +178,6 @@ __all__ = [
     "leave",
     "training_only",
 ]
-
-__version__ = "0.1.0"
 
 #: Where these names are; what needs no MPI first.
 _MODULES = (

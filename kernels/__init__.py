@@ -1,12 +1,13 @@
 """Local compute on plain arrays: the same kernels in NumPy, in oneDNN, and in cuDNN and our own CUDA code on a GPU."""
 
 from .backend import Backend, get_backend
+from .fused import ACTIVATIONS, FusedActivation
 from .geometry import Geometry, Resampled, Resampling
 from .kernel import BatchNormArrays, BatchNormKernels, BatchNormTraining, Kernel, KernelError, Substitute
 from .losses import ClassTargets, LossArrays, LossKernel
 from .norm_parts import GroupNormArrays
 from .norms import ChannelNormArrays
-from .pointwise import ACTIVATIONS, DropoutMask, FusedActivation
+from .pointwise import DropoutMask
 from .updates import UpdateArrays
 
 __all__ = [

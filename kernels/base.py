@@ -5,14 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from types import ModuleType, TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from ..device import HOST, Device
 from . import checks
+from .fused import FusedActivation
 from .kernel import Kernel, Substitute, chain
-
-if TYPE_CHECKING:
-    from .pointwise import FusedActivation
 
 __all__ = ["Base"]
 

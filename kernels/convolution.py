@@ -7,9 +7,9 @@ from typing import Any
 
 from . import checks
 from .base import Base
+from .fused import FusedActivation
 from .geometry import Geometry
 from .kernel import Kernel, bias_only, filled, filter_of_nothing, has_nothing
-from .pointwise import FusedActivation
 
 __all__ = ["Convolutions"]
 

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from .fused import FusedActivation
 from .guards import GUARDS, room
 from .memory import Scratch, on_host, round_up
-
-if TYPE_CHECKING:
-    from .pointwise import FusedActivation
 
 __all__ = [
     "BatchNormArrays",

@@ -26,9 +26,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..device import HOST, Device
+from .fused import FusedActivation
 from .kernel import BatchNormArrays, BatchNormKernels, BatchNormTraining, Kernel, chain
 from .memory import Workspace, buffer, chunks, on_host
-from .pointwise import FusedActivation
 
 __all__ = [
     "GroupNormArrays",

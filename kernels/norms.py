@@ -8,6 +8,7 @@ from typing import Any
 
 from . import checks
 from .base import Base
+from .fused import FusedActivation
 from .kernel import (
     BatchNormArrays,
     BatchNormKernels,
@@ -19,7 +20,6 @@ from .kernel import (
     has_nothing,
 )
 from .norm_parts import GroupNormArrays, GroupNormKernels, differentiated, with_activation, with_training
-from .pointwise import FusedActivation
 
 __all__ = ["ChannelNormArrays", "Norms"]
 

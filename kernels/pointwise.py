@@ -9,46 +9,11 @@ from typing import Any
 
 from . import checks
 from .base import Base
+from .fused import ACTIVATIONS, FusedActivation, reads_input
 from .geometry import Geometry, Resampled
 from .kernel import Kernel, KernelError, filled, has_nothing, pool_of_nothing
 
-__all__ = ["ACTIVATIONS", "BY_OUTPUT", "DropoutMask", "FusedActivation", "Pointwise", "reads_input"]
-
-#: The CUDA kernels identify activations by their index here.
-ACTIVATIONS = (
-    *("relu", "leaky_relu", "sigmoid", "tanh", "gelu", "silu", "elu", "hard_sigmoid", "hard_swish", "softplus", "mish"),
-    "gelu_tanh",
-)
-#: Activations whose derivative is computed from the output. For the others, the output near saturation is rounded to
-#: its limit, and the derivative, which is small there, would lose its digits.
-BY_OUTPUT = ("relu", "leaky_relu")
-
-
-def reads_input(kind: str, alpha: float = 0.0) -> bool:
-    """Return whether the derivative of an activation is computed from its input (True) or its output (False).
-
-    The other array may have been overwritten.
-    """
-    return kind not in BY_OUTPUT or (kind == "leaky_relu" and alpha < 0)
-
-
-@dataclass(frozen=True)
-class FusedActivation:
-    """An elementwise function that a kernel applies to its result before it writes it.
-
-    Attributes
-    ----------
-    kind, alpha
-        Arguments of :meth:`Pointwise.activation`.
-    """
-
-    kind: str
-    alpha: float = 0.0
-
-    @property
-    def by_input(self) -> bool:
-        """Whether the derivative is computed from the input."""
-        return reads_input(self.kind, self.alpha)
+__all__ = ["DropoutMask", "Pointwise"]
 
 
 @dataclass(frozen=True)
@@ -113,8 +78,8 @@ class Pointwise(Base):
         `kind` is relu, leaky_relu (slope `alpha` below 0), sigmoid, tanh, gelu (by erf), silu (``x * sigmoid(x)``), elu
         (``alpha * (exp(x) - 1)`` below 0, `alpha` >= 0), hard_sigmoid (``min(max(x / 6 + 1/2, 0), 1)``), hard_swish (x
         times that), softplus (``log(1 + exp(x))``), mish (``x * tanh(softplus(x))``) or gelu_tanh (gelu approximated by
-        tanh). The gradient reads either `x` or `y`, see :func:`reads_input`. Without `dy` and `dx` (None) the backward
-        kernel is None.
+        tanh). The gradient reads either `x` or `y`, see :func:`halograd.kernels.fused.reads_input`. Without `dy` and
+        `dx` (None) the backward kernel is None.
         """
         if kind not in ACTIVATIONS:
             raise KernelError(f"activation: expected one of {', '.join(ACTIVATIONS)}, got {kind!r}; choose one")

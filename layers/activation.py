@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..kernels.pointwise import FusedActivation, reads_input
+from ..kernels.fused import FusedActivation, reads_input
 from ..lowering.context import Context
 from .layer import Layer, Passes, Shape
 from .lowering import Pair

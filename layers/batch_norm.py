@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from ..dtensor import Blocks, Groups, sample_groups
+from ..kernels.fused import FusedActivation
 from ..kernels.kernel import BatchNormArrays, BatchNormKernels, BatchNormTraining
 from ..kernels.memory import Workspace
 from ..kernels.norm_parts import cancellation_limit, cancels, centered_squares
-from ..kernels.pointwise import FusedActivation
 from ..lowering.context import Context
 from ..lowering.views import View
 from .activation import activated, fused, inside

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..dtensor import Blocks, Box, Layout, Window, input_box, output_box
 from ..kernels import Geometry
-from ..kernels.pointwise import FusedActivation
+from ..kernels.fused import FusedActivation
 from ..lowering.context import Context
 from .activation import activated, fused
 from .layer import Layer, Passes, Shape

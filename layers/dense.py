@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..dtensor import Box
-from ..kernels.pointwise import FusedActivation
+from ..kernels.fused import FusedActivation
 from ..lowering.context import Context
 from .activation import activated
 from .layer import Layer, Passes, Shape

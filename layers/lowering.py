@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from ..dtensor import Blocks, Box, Layout, Window, input_box, intervals
-from ..kernels.pointwise import FusedActivation
+from ..kernels.fused import FusedActivation
 from ..lowering.context import Context, Gathered
 from .parameter import block_channels
 

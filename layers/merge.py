@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..dtensor import Blocks, Box, Interval, Layout
-from ..kernels.pointwise import FusedActivation
+from ..kernels.fused import FusedActivation
 from ..lowering.context import Context
 from ..lowering.views import View
 from .activation import activated, fused

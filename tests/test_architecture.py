@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ast
 import importlib
+import itertools
 import os
 import re
+from collections import deque
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -37,7 +40,7 @@ BELOW: dict[str, set[str]] = {
 # What is handed to a folder from above: it may be named in annotations, and is never imported when the program runs.
 HANDED_DOWN = {"layers": {f"halograd.program.{name}" for name in ("context", "operations", "views")}}
 # Modules of `halograd/` that are below everything.
-FOR_ALL = {"documents", "errors", "limits", "registry", "schema", "signatures", "user_code", "__version__"}
+FOR_ALL = {"documents", "errors", "limits", "registry", "schema", "signatures", "user_code", "version"}
 
 # Everything else is arithmetic or goes through `comm` and `kernels`, and is tested without MPI and without a GPU.
 MAY_IMPORT = {
@@ -155,6 +158,129 @@ def test_imports_point_one_way():
 )
 def test_the_check_of_imports_sees_all_forms(path, text, bad):
     assert bool(upward(ROOT / path, text)) is bad
+
+
+def module_of(path: Path) -> str:
+    """Dotted name of the module that a file is."""
+    return ".".join(package(path) + ([] if path.stem == "__init__" else [path.stem]))
+
+
+#: When a module imports another: while it is loaded, within a function that runs later, or only for a type checker.
+WHEN = ("load", "call", "typing")
+
+
+def import_lines(tree: ast.AST, when: str = "load") -> Iterator[tuple[int, str]]:
+    """Line of every import of a tree, and when it happens."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            yield node.lineno, when
+        elif isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            yield from import_lines(ast.Module(node.body, []), "typing")
+            yield from import_lines(ast.Module(node.orelse, []), when)
+        else:
+            later = when == "load" and isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+            yield from import_lines(node, "call" if later else when)
+
+
+@cache
+def graph_of_imports(sources: tuple[tuple[Path, str], ...]) -> dict[str, dict[str, tuple[str, int]]]:
+    """Per module, the modules of these files that it imports: each with the first moment, out of `WHEN`, and its line.
+
+    A package imports its modules only where its ``__init__.py`` says so.
+    """
+    modules = {module_of(path) for path, _ in sources}
+    graph: dict[str, dict[str, tuple[str, int]]] = {}
+    for path, text in sources:
+        moments, found = dict(import_lines(ast.parse(text))), graph.setdefault(module_of(path), {})
+        for line, imported in sorted(imports(path, text), key=lambda one: (WHEN.index(moments[one[0]]), one[0])):
+            target = imported if imported in modules else imported.rpartition(".")[0]
+            if target in modules:
+                found.setdefault(target, (moments[line], line))
+    return graph
+
+
+def cycles(graph: dict[str, dict[str, tuple[str, int]]], mode: str) -> list[list[str]]:
+    """Import cycles as lines of text, each a shortest one through some module that no other has; [] where all is well.
+
+    `mode`: the last of the moments in `WHEN` whose imports count.
+    """
+    counted, named, found = WHEN[: WHEN.index(mode) + 1], set(), []
+    for first in sorted(graph):
+        way = [] if first in named else _way_back(graph, first, counted)
+        if way:
+            named |= set(way)
+            found.append([f"{a}:{graph[a][b][1]} imports {b} ({graph[a][b][0]})" for a, b in itertools.pairwise(way)])
+    return found
+
+
+def _way_back(graph: dict[str, dict[str, tuple[str, int]]], first: str, counted: tuple[str, ...]) -> list[str]:
+    """Modules from `first` to itself, each of which imports the next; [] where there is no way."""
+    ways, known = deque([[first]]), {first}
+    while ways:
+        way = ways.popleft()
+        for target, (when, _) in sorted(graph[way[-1]].items()):
+            if when in counted and target == first:
+                return [*way, first]
+            if when in counted and target not in known:
+                known.add(target)
+                ways.append([*way, target])
+    return []
+
+
+@pytest.mark.parametrize("mode", WHEN[:1])
+def test_no_modules_import_each_other(mode):
+    """Neither while they are loaded, nor within functions, nor for a type checker: what two share stands below both."""
+    read = tuple((path, path.read_text(encoding="utf-8")) for path in library())
+    found = ["\n".join(lines) for lines in cycles(graph_of_imports(read), mode)]
+    assert not found, "expected no import cycle; move below what modules share. Got\n" + "\n\n".join(found)
+
+
+TYPED = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    "
+
+
+@pytest.mark.parametrize(
+    ("texts", "modes"),
+    [
+        ({"comm/a.py": "from .b import x", "comm/b.py": "from . import a"}, WHEN),
+        ({"comm/a.py": "from .b import x", "comm/b.py": "def f():\n    from .a import y"}, WHEN[1:]),
+        (
+            {"comm/a.py": "from .b import x", "comm/b.py": "class C:\n    def f(self):\n        from . import a"},
+            WHEN[1:],
+        ),
+        ({"comm/a.py": "from .b import x", "comm/b.py": f"{TYPED}from .a import y"}, WHEN[2:]),
+        ({"comm/a.py": f"{TYPED}from .b import x", "comm/b.py": "def f():\n    import halograd.comm.a"}, WHEN[2:]),
+        (
+            {
+                "comm/a.py": "from .b import x",
+                "comm/b.py": "from ..data import z",
+                "data/__init__.py": "from ..comm.a import y",
+            },
+            WHEN,
+        ),
+        ({"comm/__init__.py": "from .a import y", "comm/a.py": "def f():\n    from ..comm import y"}, WHEN[1:]),
+        ({"comm/__init__.py": "from .a import y", "comm/a.py": "from .b import x", "comm/b.py": "import os"}, ()),
+        ({"comm/a.py": "from .b import x\nfrom .c import z", "comm/b.py": "from .c import z", "comm/c.py": ""}, ()),
+    ],
+)
+def test_the_check_of_cycles_sees_all_forms(texts, modes):
+    graph = graph_of_imports(tuple((ROOT / path, text) for path, text in texts.items()))
+    assert tuple(mode for mode in WHEN if cycles(graph, mode)) == tuple(modes)
+
+
+def test_a_cycle_is_named_from_line_to_line():
+    texts = {
+        "comm/a.py": "import os\nfrom .b import x",
+        "comm/b.py": "def f():\n    from .c import y",
+        "comm/c.py": "from . import a",
+    }
+    made = tuple((ROOT / path, text) for path, text in texts.items())
+    assert cycles(graph_of_imports(made), "typing") == [
+        [
+            "halograd.comm.a:2 imports halograd.comm.b (load)",
+            "halograd.comm.b:2 imports halograd.comm.c (call)",
+            "halograd.comm.c:1 imports halograd.comm.a (load)",
+        ]
+    ]
 
 
 @pytest.mark.parametrize("module", MAY_IMPORT)

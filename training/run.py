@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from halograd import __version__
 from halograd.documents import os_reason
 from halograd.errors import UserError
+from halograd.version import __version__
 
 from ..comm import CommError, Communicator, boot
 from ..data import Hdf5Dataset, find_files

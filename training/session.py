@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 
-from halograd import __version__
 from halograd.errors import UserError
 from halograd.user_code import is_location
+from halograd.version import __version__
 
 from ..comm import Communicator
 from ..data import (

@@ -44,7 +44,7 @@ def options(
     version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False,
 ) -> None:
     if version:
-        from .. import __version__
+        from ..version import __version__
 
         typer.echo(f"halograd {__version__}")
         raise typer.Exit

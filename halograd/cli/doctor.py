@@ -66,7 +66,7 @@ def careful(name: str, probe: Callable[[], Iterator[Finding]], status: str = "fa
 
 def probe_python() -> Iterator[Finding]:
     """Report interpreter and machine. Local."""
-    from .. import __version__
+    from ..version import __version__
 
     yield Finding("halograd", "ok", __version__)
     yield Finding("Python", "ok", f"{platform.python_version()}, {sys.executable}")

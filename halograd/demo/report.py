@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from .. import __version__
 from ..cli.doctor import probe_mpi
 from ..data import ChannelStatistics, Hdf5Dataset, split
 from ..data.disk import atomic_path, open_to_read
@@ -31,6 +30,7 @@ from ..training.checkpoint import read_header
 from ..training.checkpoints import CheckpointFolder
 from ..training.log import read_log
 from ..training.metrics import Confusion
+from ..version import __version__
 from .files import DemoSettings, Files
 
 __all__ = ["Clock", "Judged", "draw_pictures", "judge", "write_report"]

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from ..convolution import Convolutions
+from ..fused import FusedActivation
 from ..kernel import Kernel, KernelError, ScratchKernel, run_all
 from ..memory import Scratch
-from ..pointwise import FusedActivation
 from .launch import (
     THREADS,
     Launch,

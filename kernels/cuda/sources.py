@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from ..fused import ACTIVATIONS
 from ..kernel import KernelError
-from ..pointwise import ACTIVATIONS
 
 __all__ = [
     "ADDED",

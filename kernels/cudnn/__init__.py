@@ -10,10 +10,10 @@ import numpy as np
 
 from .. import checks
 from ..cuda import CudaKernels
+from ..fused import FusedActivation
 from ..geometry import Geometry, tensor_core_channels
 from ..kernel import Kernel, KernelError, chain
 from ..memory import Scratch
-from ..pointwise import FusedActivation
 from . import conv, dense
 from .conv import ConvSettings
 from .dense import Cublas, workspace_bytes

@@ -24,10 +24,10 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from ..convolution import Convolutions
+from ..fused import FusedActivation
 from ..geometry import Geometry
 from ..kernel import Kernel, ScratchKernel
 from ..memory import Scratch, nbytes_of, round_up
-from ..pointwise import FusedActivation
 from .norms import column_sums
 
 __all__ = ["COLUMN_BYTES", "Block", "Columns", "Margins", "NumpyConvolutions"]

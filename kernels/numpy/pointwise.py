@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 
 from ..checks import same_elements
+from ..fused import FusedActivation
 from ..kernel import Kernel, ScratchKernel
 from ..memory import nbytes_of, round_up
-from ..pointwise import DropoutMask, FusedActivation
+from ..pointwise import DropoutMask
 from .activation import KINDS
 from .windows import NumpyWindows
 

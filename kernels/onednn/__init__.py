@@ -9,10 +9,10 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 
 from .. import checks
+from ..fused import FusedActivation
 from ..geometry import Geometry
 from ..kernel import BatchNormArrays, BatchNormKernels, Kernel, KernelError, Substitute, chain
 from ..numpy import BlasLimit, NumpyBackend
-from ..pointwise import FusedActivation
 from . import conv, matmul, pointwise
 from .abi import Abi, open_library
 from .conv import ConvChoice

@@ -31,10 +31,10 @@ from typing import Any
 import numpy as np
 
 from ..checks import same_elements
+from ..fused import FusedActivation
 from ..geometry import Geometry, read_part
 from ..kernel import Kernel, chain, deferred, either, fallback
 from ..memory import aligned_empty
-from ..pointwise import FusedActivation
 from . import abi as c
 from .abi import dims
 from .conv import geometry_dims, image, image_desc, zero_rest

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from halograd import __version__
 from halograd.errors import UserError
 from halograd.schema import NotNegative
+from halograd.version import __version__
 
 from ... import device as device_package
 from ... import kernels as kernels_package

@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from halograd.kernels import Geometry
+from halograd.kernels.fused import ACTIVATIONS, FusedActivation
 from halograd.kernels.numpy import NumpyBackend
-from halograd.kernels.pointwise import ACTIVATIONS, FusedActivation
 
 from . import reference
 from .conftest import Arrays, assert_close

@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
+from halograd.kernels.fused import ACTIVATIONS
 from halograd.kernels.kernel import BatchNormArrays
-from halograd.kernels.pointwise import ACTIVATIONS
 
 from .conftest import assert_close
 from .geometries import CASES
