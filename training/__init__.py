@@ -1,6 +1,6 @@
 """Training: execution of a strategy, the trainer, optimizers, schedules, checkpoints, metrics, timelines.
 
-Names are imported at their first use, so that plain data (:class:`Strategy`) are available without MPI.
+Names are imported at first use, so that plain data (:class:`Strategy`) are available without MPI.
 """
 
 from __future__ import annotations

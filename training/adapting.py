@@ -1,14 +1,14 @@
-"""Settings of a trained run that other data, or another number of ranks, make necessary.
+"""Adaptation of a trained run to other data, or to another number of ranks.
 
-A run was trained on samples of one size, in batches, on so many ranks. To predict or evaluate others, what the user did
-not set follows from the files and the ranks:
+A run was trained on samples of one size, in batches, on some number of ranks. To predict or evaluate other samples, the
+settings that the user did not set follow from the files and the ranks:
 
-- ``model.resolution``, where the model has that option, and the same parameters with it: the extents of the samples;
-- ``data.layout``, where the file does not say it and one axis alone has the channels of the network;
-- ``training.batch``: at most as many samples as there are;
-- ``strategy``: the cut most like that of the run which the ranks, the batch and the samples allow.
+- ``model.resolution``, if the model has that option, and its parameters stay the same: the extents of the samples;
+- ``data.layout``, if the file does not define it and only one axis has the channels of the network;
+- ``training.batch``: at most the number of samples;
+- ``strategy``: of the cuts that the ranks, the batch and the samples allow, the one most similar to that of the run.
 
-Predictions do not depend on the cut, nor on the batch. Everything else is checked where it is used.
+Predictions depend neither on the cut nor on the batch. Other settings are checked where they are used.
 """
 
 from __future__ import annotations
@@ -37,26 +37,28 @@ __all__ = ["adapted"]
 
 
 def adapted(config: Config, overrides: Sequence[str], ranks: int, labelled: bool) -> tuple[Config, list[str]]:
-    """Return the configuration that fits its data and so many ranks, and what is new in it. Local.
+    """Return a configuration adapted to its data and to `ranks`, and the changed settings. Local.
 
     Parameters
     ----------
     config
         Configuration of a trained run, with the data to read.
     overrides
-        ``section.key=value`` that it contains; what they set is not changed.
+        ``section.key=value`` texts that it contains; these settings are not changed.
+    ranks
+        Number of ranks.
     labelled
         Whether targets are read, so that samples may be cropped.
 
     Returns
     -------
     config, settings
-        `settings` are ``section.key=value``.
+        `settings` are ``section.key=value`` texts.
 
     Raises
     ------
     UserError, DataError
-        If files cannot be examined, or no network can be made for their samples.
+        If files cannot be examined, or no network can be built for their samples.
     """
     keys = [override.partition("=")[0].strip() for override in overrides]
     settings: list[str] = []
@@ -92,7 +94,7 @@ def adapted(config: Config, overrides: Sequence[str], ranks: int, labelled: bool
 
 
 def _changed(config: Config, section: str, values: dict[str, Any], without: Collection[str] = ()) -> Config:
-    """Return the configuration with other values in a section, and without some of its keys."""
+    """Return the configuration with changed values in a section, and without some of its keys."""
     tables = config.model_dump(mode="json", exclude_unset=True)
     kept = {key: value for key, value in tables.get(section, {}).items() if key not in without}
     return check_config({**tables, section: {**kept, **values}})
@@ -100,16 +102,16 @@ def _changed(config: Config, section: str, values: dict[str, Any], without: Coll
 
 @dataclass(frozen=True)
 class _Looked:
-    """What data have that the configuration may lack.
+    """Properties of the data that the configuration may lack.
 
     Attributes
     ----------
     samples
-        Number of samples; those beyond a batch of the configuration may not be counted.
+        Number of samples; it may stop at a batch of the configuration.
     extents
-        Spatial extents of a sample if they are not those of the network, else empty.
+        Spatial extents of a sample if they differ from those of the network, else empty.
     layout
-        Order of axes, where the file does not say it and the channels show it; else None.
+        Order of axes if the file does not define it and the channels determine it; else None.
     """
 
     samples: int
@@ -118,7 +120,7 @@ class _Looked:
 
 
 def _look(config: Config, network: Network) -> _Looked:
-    """Look at the first input in the files, of which the first has the extents. Local."""
+    """Examine the first input in the files; the first file has the extents. Local."""
     data, looked = config.data, _Looked(0)
     inputs, _ = datasets_of(data, network)
     name, dataset = next(iter(inputs.items()))
@@ -138,7 +140,7 @@ def _look(config: Config, network: Network) -> _Looked:
 
 
 def _look_at_own(config: Config, network: Network) -> _Looked:
-    """Look at the data set of a function of the user, and at its first input. Local."""
+    """Examine the first input of a data set that a function of the user returns. Local."""
     data = config.data
     assert data.file is not None
     own = call_own(data.file, "data.file", data.path, **data.options)
@@ -147,27 +149,27 @@ def _look_at_own(config: Config, network: Network) -> _Looked:
         extents = () if name is None else _others(own.fields[name].shape, network.inputs[name].shape)
         return _Looked(len(own), extents)
     except (AttributeError, TypeError):
-        return _Looked(config.training.at_once)  # no data set, which is reported where it is opened to be read
+        return _Looked(config.training.at_once)  # not a data set; an error is raised when it is opened for reading
     finally:
         with suppress(AttributeError):
             own.close()
 
 
 def _shown_layout(shape: tuple[int, ...], wanted: tuple[int, ...]) -> Literal["NHWC", "NCHW"] | None:
-    """Return the order of axes in which one axis alone has the channels of a sample of the shape `wanted`."""
+    """Return the order of axes if only one axis has the channels of a sample of the shape `wanted`; else None."""
     if len(shape) != len(wanted) + 1 or (shape[1] == wanted[-1]) == (shape[-1] == wanted[-1]):
         return None
     return "NHWC" if shape[-1] == wanted[-1] else "NCHW"
 
 
 def _others(have: tuple[int, ...], wanted: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the extents of samples of as many axes and channels as wanted, if they are others; else nothing."""
+    """Return the extents of samples that have the wanted number of axes and channels, if they differ; else nothing."""
     fits = len(have) == len(wanted) > 1 and have[-1] == wanted[-1]
     return have[:-1] if fits and have != wanted else ()
 
 
 def _other_cut(config: Config, network: Network, ranks: int) -> dict[str, int] | None:
-    """Return another cut than that of the run, the most like it; None if that fits, or if none does."""
+    """Return the cut that fits and is most similar to that of the run; None if the run's cut fits, or if none does."""
     own, batch = config.strategy, config.training.at_once
     try:
         strategy = make_strategy(own, ranks, network, batch)

@@ -3,12 +3,12 @@
 ::
 
     OUT.h5                               one dataset per output, (N, *spatial, C); on several ranks virtual;
-                                         source_file, source_sample (N,): which sample each prediction is of
+                                         source_file, source_sample (N,): the sample of each prediction
     OUT.h5.parts/3f2a90c1/rank-00003.h5  part of rank 3: its box of every sample (:mod:`halograd.training.parts`)
 
 Each job has a folder of its own, so an older OUT.h5 does not change until the new one replaces it; then the folders of
-other jobs are removed. The attribute ``needs`` of a virtual OUT.h5 names the parts, one a line, relative to its folder:
-without them it reads as NaN, or as the largest number of the type of classes, which is no class. An interrupted job
+other jobs are removed. The attribute ``needs`` of a virtual OUT.h5 names the parts, one per line, relative to its
+folder. Without them it reads as NaN, or as the largest number of the class dtype, which is no class. An interrupted job
 continues after the last batch that all ranks have written, if all parts are undamaged. A rank holds at most its boxes
 of three batches of an output.
 """
@@ -53,7 +53,7 @@ WHAT = ("logits", "probabilities", "classes")
 _WRITTEN_BY = "halograd apply"
 #: Dataset with the simulation of each sample, for data of several simulations.
 _GROUPS = "simulation"
-#: Attributes of the file that are never those of the data.
+#: Attributes of the file that are not copied from the data.
 _OWN = ("written_by", "network", "needs")
 
 _log = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class Output:
     dtype
         Dtype in the file.
     of_block
-        Converts a block to what is written.
+        Function that converts a block to the written form.
     attributes
         Attributes of the dataset (units, names, ...).
     """
@@ -93,7 +93,7 @@ class Output:
 
     @property
     def fill(self) -> float | int:
-        """What is read where a part is missing: no prediction has this value."""
+        """Number that a missing part reads as; no prediction has this value."""
         return float("nan") if self.dtype.kind == "f" else int(np.iinfo(self.dtype).max)
 
 
@@ -103,7 +103,7 @@ def check_outputs(out: Path) -> None:
 
 
 def outputs_of(session: Session, what: str, described: Mapping[str, Mapping[str, Any]]) -> list[Output]:
-    """Return all outputs of the network except the loss. Local; alike on all ranks.
+    """Return all outputs of the network except the loss. Local, the same on all ranks.
 
     Parameters
     ----------
@@ -121,13 +121,13 @@ def outputs_of(session: Session, what: str, described: Mapping[str, Mapping[str,
         raise UserError(f"--what: expected one of {', '.join(WHAT)}, got {what!r}")
     network, values = session.network, session.executor.program.values
     loss = network.outputs["loss"]
-    kept = dict.fromkeys(SOURCES, "which sample a prediction is of")
+    kept = dict.fromkeys(SOURCES, "the sample of each prediction")
     if session.samples.dataset.groups is not None:
-        kept[_GROUPS] = "which simulation a sample is of"
+        kept[_GROUPS] = "the simulation of each sample"
     for name in kept.keys() & network.outputs.keys():
-        raise UserError(f"output {name!r}: expected another name, as the file keeps under it {kept[name]}")
+        raise UserError(f"output {name!r}: expected another name, because the file uses it for {kept[name]}")
     judgements = loss.layer.judgements(*(n.shape for n in loss.inputs))
-    judged = {loss.inputs[one.prediction]: one for one in reversed(judgements)}  # the first of a prediction counts
+    judged = {loss.inputs[one.prediction]: one for one in reversed(judgements)}  # use the first one of each prediction
     found = []
     for name, node in network.outputs.items():
         if node is loss:
@@ -145,7 +145,7 @@ def outputs_of(session: Session, what: str, described: Mapping[str, Mapping[str,
 
 
 def _attributes(said: Mapping[str, Any], judgement: Judgement, what: str, channels: int) -> dict[str, Any]:
-    """Select the attributes of a target that are valid for its prediction: for logits and probabilities, names only."""
+    """Select the attributes of a target that are valid for its prediction: for logits and probabilities, only names."""
     if judgement.classes is not None and what != "classes":
         said = {key: said[key] for key in ("long_name", "description") if key in said}
     fits = len(said.get("channel_names", ())) == channels
@@ -153,13 +153,13 @@ def _attributes(said: Mapping[str, Any], judgement: Judgement, what: str, channe
 
 
 def _of_classes(output: Output, judgement: Judgement, what: str) -> Output:
-    """Convert an output to probabilities or classes; one of a regression is not changed."""
+    """Convert an output to probabilities or classes; an output of a regression is not changed."""
     if judgement.classes is None:
         return output
     if len(output.boxes.axes[-1]) > 1 and judgement.threshold is None:
         raise UserError(
-            f"--what {what}: expected whole channels of output {output.name!r}, got them cut; choose another cut by "
-            "--set, or logits"
+            f"--what {what}: expected whole channels of output {output.name!r}, got cut channels; choose another cut "
+            "by --set, or logits"
         )
     if what == "probabilities" and judgement.probabilities:
         return output
@@ -186,19 +186,19 @@ def _largest(block: np.ndarray) -> np.ndarray:
 
 
 def write_outputs(session: Session, outputs: Sequence[Output], out: Path, job: dict[str, Any], tell: Tell) -> int:
-    """Compute and write all samples of the session's data; return how many this job computed. Collective.
+    """Compute and write all samples of the session's data; return the number that this job computed. Collective.
 
     Parameters
     ----------
     job
         Plain data that distinguish this job from others.
     tell
-        Called with the number of complete samples, and of all samples.
+        Function that is called with the number of complete samples and the number of all samples.
 
     Raises
     ------
     DataError
-        If a file cannot be written; on all ranks alike.
+        If a file cannot be written; on all ranks.
     """
     comm, count, size = session.comm, len(session.samples.dataset), session.config.training.at_once
     batches = list(session.in_order(np.arange(count)))
@@ -233,7 +233,7 @@ def write_outputs(session: Session, outputs: Sequence[Output], out: Path, job: d
 
 
 def _warn_of_damage(comm: Communicator, folder: Path, fault: str | None) -> None:
-    """Log in one line which parts of an earlier attempt are not continued, and why. Collective."""
+    """Log, in one line, the parts of an earlier attempt that are not continued, and the reason. Collective."""
     faults = {rank: text for rank, text in enumerate(comm.allgather_objects(fault)) if text is not None}
     if faults and comm.rank == 0:
         rank, text = next(iter(faults.items()))
@@ -242,7 +242,7 @@ def _warn_of_damage(comm: Communicator, folder: Path, fault: str | None) -> None
 
 
 def _folder(out: Path, job: dict[str, Any], outputs: Sequence[Output]) -> tuple[Path, str]:
-    """Return the folder of the parts of a job, and the key of the job. Local; alike on all ranks."""
+    """Return the folder of the parts of a job, and the key of the job. Local, the same on all ranks."""
     shapes = [[o.name, o.dtype.name, o.shape, o.boxes.axes] for o in outputs]
     key = hashlib.sha256(json.dumps({**job, "outputs": shapes}, sort_keys=True).encode()).hexdigest()
     return _parts(out) / key[:8], key
@@ -253,7 +253,7 @@ def _view(session: Session, output: Output) -> Any:
 
 
 class _Writer:
-    """Thread that writes a batch while the next one is computed; it keeps a fault for the agreement of all ranks."""
+    """Thread that writes a batch while the next one is computed. It keeps an exception until all ranks agree on it."""
 
     def __init__(self, part: PartFile, outputs: Sequence[Output]) -> None:
         self._part, self._outputs = part, outputs
@@ -267,7 +267,7 @@ class _Writer:
 
     def _run(self) -> None:
         while (given := self._given.get()) is not None:
-            if self.fault is None:  # else all ranks compute this batch, and wait for this one
+            if self.fault is None:  # after a fault all ranks still compute this batch, and wait for this rank
                 self._try(lambda: self._part.write([o.of_block(b) for o, b in zip(self._outputs, given)]))
         self._try(self._part.record)
 
@@ -295,7 +295,7 @@ def _parts(out: Path) -> Path:
 def _finish(
     out: Path, folder: Path, outputs: Sequence[Output], count: int, batch: int, ranks: int, session: Session
 ) -> None:
-    """Make one file of all parts: the only part, or virtual datasets. Local, on rank 0."""
+    """Join all parts in one file: the only part, or virtual datasets. Local, on rank 0."""
     with writing(out):
         if ranks == 1:
             os.replace(part_path(folder, 0), out)
@@ -311,7 +311,7 @@ def _finish(
 
 
 def _remove_others(parts: Path, used: Path | None) -> None:
-    """Remove parts of other jobs, which no file refers to, and what killed ranks have left. Local."""
+    """Remove parts of other jobs, to which no file refers, and partial files of killed ranks. Local."""
     for path in () if used is None else used.glob(".*.partial"):
         with suppress(OSError):
             path.unlink()
@@ -319,7 +319,7 @@ def _remove_others(parts: Path, used: Path | None) -> None:
         if folder != used and re.fullmatch("[0-9a-f]{8}", folder.name):
             shutil.rmtree(folder, ignore_errors=True)
     if used is None:
-        with suppress(OSError):  # it has other contents
+        with suppress(OSError):  # the folder is not empty
             parts.rmdir()
 
 
@@ -329,7 +329,7 @@ def _joined(folder: Path, output: Output, count: int, batch: int, ranks: int) ->
         box: Box = output.boxes[rank]
         if not box.size:
             continue
-        path = part_path(folder, rank).relative_to(folder.parent.parent).as_posix().replace("%", "%%")  # else a pattern
+        path = part_path(folder, rank).relative_to(folder.parent.parent).as_posix().replace("%", "%%")  # no pattern
         source = h5py.VirtualSource(path, output.name, (count, *box.shape[1:]))
         for low, high in _runs(box, count, batch):
             layout[(slice(low, high), *box.slices()[1:])] = source[low:high]
@@ -337,7 +337,7 @@ def _joined(folder: Path, output: Output, count: int, batch: int, ranks: int) ->
 
 
 def _runs(box: Box, count: int, batch: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of samples of the file that a rank has: all of them, or some of every batch."""
+    """Yield the ranges of the file's samples that a rank has: all of them, or some of every batch."""
     low, high = box.ranges[0]
     if (low, high) == (0, batch):
         yield 0, count
@@ -363,4 +363,4 @@ def _describe(file: h5py.File, outputs: Sequence[Output], session: Session) -> N
     shapes = {output.name: output.shape for output in outputs}
     left_out = write_coordinates(file, session.samples.dataset, shapes, session.config.data.allow_external)
     if left_out:
-        _log.warning("predictions are written without coordinates that the data have: %s", "; ".join(left_out))
+        _log.warning("predictions are written without these coordinates of the data: %s", "; ".join(left_out))

@@ -1,4 +1,4 @@
-"""``auto``: search for the fastest scheme of gradient reduction, by measurement during the first steps."""
+"""``auto``: search for the fastest scheme of gradient reduction by measurement during the first steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["AutoReduction", "ChunkSearch", "Trial", "Tuner", "Tuning", "pinned",
 class ChunkSearch:
     """Search for a chunk size by the times of intervals of training. Pure arithmetic.
 
-    Sizes rise by 1 up to `step` and by `step` from there, until `range` consecutive ones beyond the best were no
+    Sizes increase by 1 up to `step`, then by `step`, until `range` consecutive sizes beyond the best one were not
     better. ::
 
         while not search.done:
@@ -34,13 +34,13 @@ class ChunkSearch:
     layers
         Number of layers, and so the largest chunk.
     step, range
-        Size of the jumps and their number beyond the best, as in the paper.
+        Size of the jumps, and their number beyond the best size, as in the paper.
     chunk
         Size to train with now.
     best, least
         Best size so far, and the time of its interval [s].
     done
-        Whether `chunk` is the answer.
+        Whether the search is complete, and `chunk` is its result.
     times
         Size -> time of its interval [s].
 
@@ -51,9 +51,9 @@ class ChunkSearch:
 
     References
     ----------
-    Le et al. 2018, Algorithm 1. There, the time of the last interval is not used; here it ends the search in the same
-    place. The end at `layers` is new: by the paper's rule for layers that fill no chunk, a longer chunk is the same as
-    chunks of one layer.
+    Le et al. 2018, Algorithm 1. There, the time of the last interval is not used; here it ends the search at the
+    same size. The end at `layers` is new: by the paper's rule for layers that fill no chunk, a longer chunk is the
+    same as chunks of one layer.
     """
 
     layers: int
@@ -73,7 +73,7 @@ class ChunkSearch:
     def observe(self, seconds: float) -> None:
         """Record the time of an interval in chunks of `chunk` layers [s], the same number on all ranks."""
         if self.done:
-            raise ValueError("observe(): expected a search that goes on, got one that is done")
+            raise ValueError("observe(): expected a search in progress, got one that is done")
         if self.chunk >= self.best + self.step * self.range:
             self._end()
             return
@@ -110,8 +110,9 @@ class Trial:
 class Tuner:
     """Search over schemes, then over chunk sizes, for the fastest. Local; ranks observe the same times.
 
-    First the `candidates` one by one, which a cost model ranks best, so that measurement corrects it. Then, with as
-    many replicated layers as the best of them, chunks of layers by Algorithm 1 of Le et al. (:class:`ChunkSearch`). ::
+    It first tries the `candidates`, which a cost model ranks best, so that measurements correct the model. Then it
+    searches the chunk size by Algorithm 1 of Le et al. (:class:`ChunkSearch`), with the number of replicated layers of
+    the best candidate. ::
 
         while not tuner.done:
             train an interval of steps with tuner.scheme
@@ -132,7 +133,7 @@ class Tuner:
     trials
         Measurements so far.
     done
-        Whether `scheme` is the answer.
+        Whether the search is complete, and `scheme` is its result.
     """
 
     def __init__(self, candidates: Sequence[Scheme], search: ChunkSearch | None = None) -> None:
@@ -144,7 +145,7 @@ class Tuner:
 
     @property
     def best(self) -> Trial | None:
-        """The fastest trial so far, the first of equal ones."""
+        """The fastest trial so far; the first of several equal ones."""
         return min(self.trials, key=lambda trial: trial.seconds, default=None)
 
     @property
@@ -166,21 +167,21 @@ class Tuner:
         return self._chunked(self.search.chunk)
 
     def _chunked(self, chunk: int) -> Scheme:
-        """Return a scheme of chunks with as many replicated layers as the best candidate, which stay fixed."""
+        """Return a scheme of chunks with the number of replicated layers of the best candidate."""
         first = min(self.trials[: len(self.candidates)], key=lambda trial: trial.seconds)
         return replace(Scheme("host_accumulate", chunk=chunk), replicated_dense=first.scheme.replicated_dense)
 
     def observe(self, seconds: float) -> None:
         """Record the time of a step with `scheme` [s], the same number on all ranks."""
         if self.done:
-            raise ValueError("observe(): expected a tuner that still tries, got one that is done")
+            raise ValueError("observe(): expected a tuner in progress, got one that is done")
         scheme = self.scheme
         if self._tried == len(self.candidates):
             assert self.search is not None
             tried = len(self.search.times)
             self.search.observe(seconds)
             if len(self.search.times) == tried:
-                return  # the interval that ended the search
+                return  # this interval ended the search
         self.trials.append(Trial(scheme, seconds))
 
     def state_dict(self) -> dict[str, Any]:
@@ -201,7 +202,7 @@ class Tuner:
             self.search.load_state_dict(state["search"])
 
 
-#: Steps after a change that do not count: they use buffers and messages for the first time.
+#: Number of steps after a change that are ignored: they use buffers and messages for the first time.
 FIRST = 1
 
 
@@ -216,7 +217,7 @@ class Tuning:
     step, range
         Settings of :class:`ChunkSearch`; `step` = 0: no search for a chunk size.
     candidates
-        How many schemes of the cost model's ranking are tried.
+        Number of schemes of the cost model's ranking to try.
     """
 
     interval: int = 10
@@ -233,14 +234,14 @@ class Tuning:
 class AutoReduction:
     """Search that changes the scheme of an executor between steps. Collective over its communicator.
 
-    The time of an interval is that of the slowest rank, so all ranks decide alike.
+    The time of an interval is that of the slowest rank, so all ranks make the same decision.
 
     Parameters
     ----------
     executor
         Executor that was built with ``Scheme("auto")``.
     apply
-        Called with a scheme to train with (:meth:`Trainer.reduce_by`).
+        Function that is called with the scheme to train with (:meth:`Trainer.reduce_by`).
     ranked
         Candidates, the most promising first, as a cost model ranks them
         (:func:`halograd.perfmodel.contenders.rank_schemes`); empty: a few typical ones.
@@ -250,7 +251,8 @@ class AutoReduction:
     Attributes
     ----------
     on_measured
-        Called on every rank with each scheme that was measured, the time of a step [s], and whether it was the last.
+        Function that is called on every rank with each measured scheme, the time of a step [s], and whether it was
+        the last.
     """
 
     def __init__(
@@ -276,7 +278,7 @@ class AutoReduction:
         return possible[: self.tuning.candidates] or [Scheme("bucketed")]
 
     def _search(self) -> ChunkSearch | None:
-        """Make the search over chunks of the layers with weights; None without a choice or shared memory."""
+        """Create the search over chunks of the layers with weights; None without a choice or shared memory."""
         store, comm = self.executor.store, self.executor.comm
         assert store.blocks is not None
         layers = sum(x.kind in ("weights", "dense") for x in gradient_layers(store.network, store.blocks))
@@ -296,7 +298,7 @@ class AutoReduction:
 
     @property
     def scheme(self) -> Scheme:
-        """Scheme of the present step, or of the next one."""
+        """Scheme of the current step, or of the next one."""
         return self.tuner.scheme
 
     def before_step(self) -> None:
@@ -331,13 +333,16 @@ class AutoReduction:
         return {**self._conditions, "tuner": self.tuner.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a checkpoint; ignore one of another number of ranks, transport or set of layers."""
+        """Continue from a checkpoint; ignore it if the number of ranks, the transport or the set of layers differs."""
         if all(state.get(key) == value for key, value in self._conditions.items()):
             self.tuner.load_state_dict(state["tuner"])
 
 
 def report_to(log: RunLog, auto: AutoReduction, step: Callable[[], int]) -> None:
-    """Let `auto` log every scheme that it measures, and its choice; `step` returns the number of the step."""
+    """Let `auto` log every scheme that it measures, and its choice.
+
+    `step` returns the number of the step.
+    """
 
     def write(scheme: Scheme, seconds: float, last: bool) -> None:
         log.write("reduction", step=step(), scheme=str(scheme), seconds=seconds, chosen=False)
@@ -357,7 +362,7 @@ def report_to(log: RunLog, auto: AutoReduction, step: Callable[[], int]) -> None
 
 
 def pinned(scheme: Scheme) -> str:
-    """Return the table of a configuration with this scheme, in a line.
+    """Return the TOML table of a configuration with this scheme, in one line.
 
     >>> pinned(Scheme("two_chunks", first_layers=9, replicated_dense=2))
     'reduction = { name = "two_chunks", first_layers = 9, replicated_dense = 2 }'

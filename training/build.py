@@ -1,4 +1,6 @@
-"""Network, strategy, optimizer and schedule of a configuration, checked against ranks, data and memory."""
+"""Construction of the network, strategy, optimizer and schedule of a configuration, with checks of ranks, data and
+memory.
+"""
 
 from __future__ import annotations
 
@@ -48,14 +50,14 @@ __all__ = [
 ]
 
 
-#: Axes of cuts that are the same for all layers.
+#: Axes of a cut that is the same for all layers.
 AXES: tuple[str, ...] = ("sample", "depth", "height", "width")
 #: Number of cuts in a message; number of ranks up to which all cuts are tried.
 SHOWN, MOST_RANKS = 3, 8192
 
 
 def make_network(config: Config) -> Network:
-    """Make the network of ``[model]``, with a loss to train.
+    """Build the network of ``[model]``, with a loss to train.
 
     Raises
     ------
@@ -65,7 +67,7 @@ def make_network(config: Config) -> Network:
     network = build(config.model.source, **config.model.options)
     if "loss" not in network.outputs or not isinstance(network.outputs["loss"].layer, Loss):
         raise UserError(
-            f"model: expected a network with an output 'loss' that is one, got {config.model.source!r} with outputs "
+            f"model: expected a network with a loss as output 'loss', got {config.model.source!r} with outputs "
             f"{', '.join(network.outputs)}"
         )
     try:
@@ -87,12 +89,12 @@ def datasets_of(data: DataConfig, network: Network) -> tuple[dict[str, str], dic
     targets = _named(data, "targets", compared)
     both = sorted(set(inputs) & set(targets))
     if both:
-        raise UserError(f"data.targets: expected {both[0]!r} in one table, got it in data.inputs too; remove one")
+        raise UserError(f"data.targets: expected {both[0]!r} in one table, got it also in data.inputs; remove one")
     swapped = [name for name in inputs if name in compared]
     if swapped:
         raise UserError(
-            f"data.inputs.{swapped[0]}: expected it in data.targets, as only the loss of network {network.name!r} "
-            "reads it; what is in data.inputs is normalized, and needed to predict"
+            f"data.inputs.{swapped[0]}: expected it in data.targets, because only the loss of network {network.name!r} "
+            "reads it; data.inputs are normalized, and needed to predict"
         )
     for name in (*inputs, *targets):
         if name not in network.inputs:
@@ -111,15 +113,15 @@ def datasets_of(data: DataConfig, network: Network) -> tuple[dict[str, str], dic
 
 
 def weights_of(network: Network) -> frozenset[str]:
-    """Return the names of the inputs that only weight positions in the loss."""
+    """Return the names of the inputs that the loss uses only as weights of positions."""
     loss = network.outputs["loss"]
     return frozenset(network.names[n] for i, n in enumerate(loss.inputs) if loss.layer.weighs(i))
 
 
 def weighted_targets(network: Network) -> dict[str, list[str]]:
-    """Return, by the name of each target that has weights wherever it is read, the names of all of them.
+    """Return, by the name of each target that always has weights, the names of all its weights.
 
-    Weights that the network computes are not known: a target under such weights is left out.
+    Weights that the network computes are unknown: targets with such weights are left out.
     """
     loss, found = network.outputs["loss"], {}
     for i, node in enumerate(loss.inputs):
@@ -135,7 +137,7 @@ def label_maps(data: DataConfig, network: Network) -> dict[str, LabelMap]:
     Raises
     ------
     UserError
-        If a name is no target, or numbers alone are given for several targets.
+        If a name is no target, or a table of numbers is given for several targets.
     """
     weights = weights_of(network)
     labels = [name for name in network.targets if name not in weights]
@@ -143,7 +145,7 @@ def label_maps(data: DataConfig, network: Network) -> dict[str, LabelMap]:
     if any(isinstance(value, int) for value in given.values()):
         if len(labels) != 1:
             raise UserError(
-                f"data.labels: expected a table per target ({', '.join(labels) or 'there are none'}), got numbers alone"
+                f"data.labels: expected a table per target ({', '.join(labels) or 'there are none'}), got only numbers"
             )
         given = {labels[0]: given}
     for name in given:
@@ -153,7 +155,10 @@ def label_maps(data: DataConfig, network: Network) -> dict[str, LabelMap]:
 
 
 def _named(data: DataConfig, key: str, names: Sequence[str]) -> dict[str, str]:
-    """Return the datasets of a key by name; a single dataset is that of the only input, a default one is optional."""
+    """Return the datasets of a key by name.
+
+    A single dataset is that of the only input; a default one is optional.
+    """
     given = getattr(data, key)
     if not isinstance(given, str):
         return dict(given)
@@ -168,24 +173,24 @@ def _named(data: DataConfig, key: str, names: Sequence[str]) -> dict[str, str]:
 def make_strategy(
     config: StrategyConfig, size: int, network: Network | None = None, batch: int | None = None
 ) -> Strategy:
-    """Make the strategy of ``[strategy]`` for `size` ranks; a plan must fit this network and batch, if given.
+    """Build the strategy of ``[strategy]`` for `size` ranks; a plan must fit this network and batch, if given.
 
     Raises
     ------
     UserError
-        If parts do not fit the ranks (the message names parts that do), the file is missing or of another kind, or the
-        strategy is to be planned, which `halograd.auto.plan_run` does.
+        If parts do not fit the ranks (the message names parts that fit), if the file is missing or of another kind, or
+        if the strategy is ``auto``, for which `halograd.auto.plan_run` is needed.
     """
     if config.auto:
         raise UserError(
-            "strategy: expected one that is made already, got auto; train by `halograd train`, or pass "
+            "strategy: expected a complete strategy, got auto; train by `halograd train`, or pass "
             "planner=halograd.auto.plan_run"
         )
     if config.file is not None:
         return _strategy_of_file(config.file, size, network, batch)
     cuts = {axis: getattr(config, axis) for axis in ("depth", "height", "width") if getattr(config, axis) != 1}
     if network is not None:
-        Strategy(cuts).refuse_empty_blocks(network)  # no number of ranks makes up for too few rows
+        Strategy(cuts).refuse_empty_blocks(network)  # too few rows are an error for any number of ranks
     spatial = math.prod(counts_of(cuts).values())
     if config.sample is None and size % spatial:
         raise UserError(
@@ -206,14 +211,14 @@ def make_strategy(
 
 
 def with_reduction(strategy: Strategy, config: Config) -> Strategy:
-    """Return the strategy with the scheme of ``[reduction]``, if the configuration has that table."""
+    """Return the strategy with the scheme of ``[reduction]`` if the configuration has that table."""
     if "reduction" not in config.model_fields_set:
         return strategy
     return replace(strategy, reduction=config.reduction.scheme())
 
 
 def _strategy_of_file(path: str, size: int, network: Network | None, batch: int | None) -> Strategy:
-    """Read a file of `Strategy.save` or `halograd plan`."""
+    """Read a file that `Strategy.save` or `halograd plan` wrote."""
     data = read_json(path, "strategy")
     if not is_plan(data):
         return schema.build(Strategy, data, f"strategy {shown_path(path)}")
@@ -224,12 +229,12 @@ def _strategy_of_file(path: str, size: int, network: Network | None, batch: int 
         except UserError as error:
             if plan.ranks == size:
                 raise
-            raise UserError(f"{error}, or have it planned as it starts: `--set strategy=auto`") from error
+            raise UserError(f"{error}, or plan it when the run starts: `--set strategy=auto`") from error
     return plan.strategy
 
 
 def make_optimizer(config: Config, store: ParameterStore) -> Optimizer:
-    """Make the optimizer of ``[optimizer]`` for these parameters.
+    """Create the optimizer of ``[optimizer]`` for these parameters.
 
     Raises
     ------
@@ -251,7 +256,7 @@ def make_optimizer(config: Config, store: ParameterStore) -> Optimizer:
 
 
 def make_schedule(config: ScheduleConfig, epochs: int, steps_per_epoch: int) -> Schedule:
-    """Make the schedule of ``[schedule]``; epochs become steps."""
+    """Create the schedule of ``[schedule]``; epochs are converted to steps."""
 
     def steps(count: float) -> int:
         return max(1, round(count * steps_per_epoch))
@@ -272,7 +277,8 @@ def make_schedule(config: ScheduleConfig, epochs: int, steps_per_epoch: int) -> 
 
 
 def fitting_cuts(network: Network, size: int, batch: int, wanted: Mapping[str, int]) -> list[dict[str, int]]:
-    """List the cuts of samples and space, alike for all layers, for `size` ranks; those most like `wanted` first.
+    """List the cuts of samples and space, the same for all layers, for `size` ranks; those most similar to `wanted`
+    first.
 
     Parameters
     ----------
@@ -287,7 +293,7 @@ def fitting_cuts(network: Network, size: int, batch: int, wanted: Mapping[str, i
 
 
 def _products(size: int, factors: int) -> Iterator[tuple[int, ...]]:
-    """Yield tuples of `factors` whole numbers with the product `size`."""
+    """Yield tuples of `factors` integers with the product `size`."""
     if factors == 1:
         yield (size,)
         return
@@ -306,7 +312,8 @@ def _fits(network: Network, parts: dict[str, int], size: int) -> bool:
 
 
 def other_cuts(config: StrategyConfig, size: int, network: Network | None, batch: int | None) -> str:
-    """Describe options with cuts that fit; empty without a network, or for more than `MOST_RANKS` ranks."""
+    """Describe command-line options with cuts that fit; empty without a network, or for more than `MOST_RANKS` ranks.
+    """
     if network is None or batch is None or size > MOST_RANKS:
         return ""
     wanted = counts_of({axis: getattr(config, axis) or 1 for axis in AXES})
@@ -324,7 +331,7 @@ def other_cuts(config: StrategyConfig, size: int, network: Network | None, batch
 
 
 def check_batch(config: Config, samples: int, trainable: bool) -> None:
-    """Raise a UserError for a batch with more samples than there are. Local, the same on every rank.
+    """Raise UserError if a batch has more samples than there are. Local, the same on every rank.
 
     Parameters
     ----------
@@ -341,10 +348,10 @@ def check_batch(config: Config, samples: int, trainable: bool) -> None:
 
 
 def check_memory(config: Config, comm: Communicator, network: Network, strategy: Strategy, trainable: bool) -> None:
-    """Raise a UserError if arrays do not fit into the memory of a node. Collective; the same error on all ranks.
+    """Raise UserError if arrays do not fit into the memory of a node. Collective; the same error on all ranks.
 
-    The cost model counts the arrays of the network and the batches that are read ahead, without optimizer state and
-    workspaces of kernels. A run that is rejected would fail in its first step.
+    The cost model counts the arrays of the network and the prefetched batches, without optimizer state and workspaces
+    of kernels. A run that is rejected would fail in its first step.
     """
     batch, dtype, size = config.training.at_once, config.training.dtype, comm.size
     blocks = parameter_blocks(network, strategy, size)
@@ -357,7 +364,9 @@ def check_memory(config: Config, comm: Communicator, network: Network, strategy:
 
 
 def _refuse_too_much(ranks: Sequence[tuple[int, int, Mapping[str, int]]]) -> None:
-    """Raise a UserError if a node is too small. `ranks`: per rank its node, the memory there [B], needs by use [B]."""
+    """Raise UserError if a node is too small. `ranks` holds, per rank, its node, the node's memory [B], and needs by
+    use [B].
+    """
     for node, there_is in {node: size for node, size, _ in ranks}.items():
         mine = [needs for other, _, needs in ranks if other == node]
         total = sum(sum(needs.values()) for needs in mine)

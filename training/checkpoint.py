@@ -1,17 +1,17 @@
-"""Checkpoint: everything a run needs to continue, in one HDF5 file, under any decomposition.
+"""Checkpoint: all data that a run needs to continue, in one HDF5 file, under any decomposition.
 
 ::
 
     /                    attribute: dtype; texts: network, config, progress
-    /params/LAYER/NAME   parameters; float32 where activations have 16 bits
+    /params/LAYER/NAME   parameters; float32 if activations have 16 bits
     /state/LAYER/NAME    running statistics
     /optimizer           attribute: settings (kind, step); one group like /params per state array; the group "average"
                          has moving averages of the parameters
     /errors/LAYER/NAME   residuals of the rounding of gradients, if they are rounded; they are added to the next ones
 
-HDF5 is for other programs. A run finds its arrays by an index behind the HDF5 file
-(:mod:`halograd.training.chunk_file`), verifies each byte before its use, and reads each once per node. A file appears
-under its name only when it is complete and on the disk.
+HDF5 is for other programs. A run finds its arrays by an index after the HDF5 file
+(:mod:`halograd.training.chunk_file`), verifies each byte before its use, and reads each byte once per node. A file
+appears under its name only when it is complete and on the disk.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ class UnusableCheckpoint(UserError):
 
 
 class DamagedCheckpoint(UnusableCheckpoint):
-    """A checkpoint whose bytes are not those that were written, or cannot be read."""
+    """A checkpoint whose bytes differ from those that were written, or that cannot be read."""
 
 
 class OtherCheckpoint(UnusableCheckpoint):
-    """A file of another format or kind; it may be undamaged."""
+    """A file of another format or kind, which may be undamaged."""
 
 
 def write_checkpoint(
@@ -142,7 +142,7 @@ def read_checkpoint(
 
 
 class CheckpointReader:
-    """A checkpoint open for reading. Collective over `comm` to make and to use, local without one.
+    """An open checkpoint for reading. To create and to use it is collective over `comm`, local without one.
 
     The first rank of every node reads each byte at most once, and broadcasts arrays to the ranks of its node. It keeps
     the bytes in memory until `close`: at most the size of the file.
@@ -150,21 +150,21 @@ class CheckpointReader:
     Parameters
     ----------
     path
-        The file, or ``latest.h5`` or ``best.h5``, which name one.
+        The file, or ``latest.h5`` or ``best.h5``, which contain the name of a file.
     comm
-        The ranks that call this together.
+        Ranks that read the checkpoint together.
     whole
-        Read and verify all of it now; otherwise each part when it is needed.
+        Whether to read and verify the whole file now; otherwise each part is read when it is needed.
 
     Attributes
     ----------
     identity
-        Checksum of the header, and thus of all bytes; the same on all ranks.
+        Checksum of the header, and so of all bytes; the same on all ranks.
 
     Raises
     ------
     DamagedCheckpoint
-        If a byte is not the one that was written; on all ranks, as all errors here.
+        If a byte differs from the one that was written. All errors are raised on all ranks.
     OtherCheckpoint
         If it is a file of another format or kind.
     UserError
@@ -199,8 +199,8 @@ class CheckpointReader:
     ) -> TrainingProgress:
         """Fill this rank's parameters, states and, if given, the optimizer.
 
-        Without `extents` the network may be one for larger or smaller samples. If `averaged`, parameters become their
-        moving averages, where the checkpoint has some. Nothing is changed before all arrays are read and fit.
+        Without `extents`, the network may be for larger or smaller samples. With `averaged`, parameters become their
+        moving averages if the checkpoint has them. Arrays change only after all arrays were read and fit.
 
         Raises
         ------
@@ -218,7 +218,7 @@ class CheckpointReader:
         arrays = {} if found is None else found[3]
         for path, whole in zip(paths, self._readers.pass_on(shapes, arrays, store.dtype), strict=True):
             wanted[path].fill(whole, store)
-        # A run may round gradients, train a layer or average parameters where the run of the checkpoint did not.
+        # This run may round gradients, train a layer or average parameters although the run of the checkpoint did not.
         for path in wanted.keys() - set(paths):
             wanted[path].begin(store)
         store.refresh()
@@ -229,10 +229,10 @@ class CheckpointReader:
         return progress
 
     def arrays(self, network: Network, averaged: bool = False) -> dict[str, np.ndarray]:
-        """Return whole parameters and states of a network, by name. Local: for a reader without ranks.
+        """Return whole parameters and states of a network, by name. Local, for a reader without ranks.
 
-        If `averaged`, parameters are their moving averages, where the checkpoint has some. The network may be one for
-        larger or smaller samples. The arrays are views that are valid until the reader is closed.
+        With `averaged`, parameters are their moving averages if the checkpoint has them. The network may be for larger
+        or smaller samples. The arrays are views that are valid until the reader is closed.
         """
         assert self._raw is not None
         raw = self._raw
@@ -274,7 +274,7 @@ class CheckpointReader:
     def _fitting(
         self, wanted: dict[str, _Wanted], store: ParameterStore, optimizer: Optimizer | None, extents: bool
     ) -> tuple[TrainingProgress, dict[str, Any], list[str], dict[str, np.ndarray]]:
-        """Return progress, settings of the optimizer, paths and whole arrays of what is wanted, if all of it fits."""
+        """Return progress, optimizer settings, paths and whole arrays of the wanted arrays, if all of them fit."""
         index = self._index
         _check_network(self.path, index["network"], store.fingerprint, extents)
         if index["dtype"] != store.dtype.name:
@@ -313,7 +313,7 @@ class CheckpointReader:
     # -- faults --------------------------------------------------------------------------------
 
     def _read(self, call: Callable[[], Result]) -> Result | None:
-        """Return what `call` returns on reading ranks. A fault becomes one UserError on all ranks. Collective."""
+        """Return the result of `call` on reading ranks. A fault becomes one UserError on all ranks. Collective."""
         return self._readers.run(lambda: self._checked(call))
 
     def _checked(self, call: Callable[[], Result]) -> Result:
@@ -339,7 +339,7 @@ class CheckpointReader:
         return f"; use another one: {others[-1]}" if others else ""
 
     def close(self) -> None:
-        """Give back file and memory; idempotent. Local."""
+        """Close the file and free the memory. Idempotent. Local."""
         if self._raw is not None:
             self._raw.close()
 
@@ -361,11 +361,11 @@ class _Wanted:
     name
         Name of the parameter or state that has its shape.
     target
-        Array to fill: this rank's block, or `part` of it, flat.
-    taken
-        False: another rank takes the values, this one starts with zeros.
-    average
-        Whether it is an average of parameters, which starts as these.
+        Array to fill: this rank's block, or, flattened, `part` of it.
+        taken
+        Whether this rank uses the values; otherwise another rank does, and this one starts with zeros.
+        average
+        Whether it is an average of parameters; its initial values are the parameters.
     """
 
     name: str
@@ -375,7 +375,7 @@ class _Wanted:
     average: bool = False
 
     def begin(self, store: ParameterStore) -> None:
-        """Set the values of the first step, where the file has no such array. Local."""
+        """Set the initial values, if the file does not have the array. Local."""
         if self.average:
             np.copyto(self.target, store.params[self.name].reshape(-1)[self.part])
         else:
@@ -389,12 +389,12 @@ class _Wanted:
 
 
 def _wanted(store: ParameterStore, optimizer: Optimizer | None) -> dict[str, _Wanted]:
-    """List what this rank needs by path in the file; the paths are the same on all ranks."""
+    """List the arrays that this rank needs by path in the file; the paths are the same on all ranks."""
     assert store.blocks is not None
     found = {f"params/{name}": _Wanted(name, array) for name, array in store.params.items()}
     found |= {f"state/{name}": _Wanted(name, array) for name, array in store.state.items()}
     for name, array in store.errors.items():
-        first = store.blocks[name].holders.leads(store.rank)  # so that it is added once
+        first = store.blocks[name].holders.leads(store.rank)  # one rank only, so that the residual is added once
         found[f"errors/{name}"] = _Wanted(name, array, taken=first)
     for key, kept in ({} if optimizer is None else optimizer.kept_state()).items():
         found |= {
@@ -405,7 +405,7 @@ def _wanted(store: ParameterStore, optimizer: Optimizer | None) -> dict[str, _Wa
 
 
 def _named(paths: Iterable[str], group: str) -> Iterator[tuple[str, str]]:
-    """Yield the paths of a group in the file, each with the name below the group."""
+    """Yield the paths of a group in the file, each with its name in the group."""
     for path in list(paths):
         first, _, name = path.partition("/")
         if first == group:

@@ -1,7 +1,8 @@
-"""The checkpoints of a run: one file per step, when it is written, and which one a run continues from.
+"""The checkpoints of a run: one file per step, the times at which they are written, and the file that a run continues
+from.
 
-``latest.h5`` names the newest file and ``best.h5`` the best, as text. A damaged file is set aside under a name that
-ends with ``.damaged`` when a run is resumed, and the one before it is taken.
+``latest.h5`` names the newest file and ``best.h5`` the best, as text. When a run is resumed, a damaged file is renamed
+to a name that ends with ``.damaged``, and the file before it is used.
 """
 
 from __future__ import annotations
@@ -47,21 +48,21 @@ Result = TypeVar("Result")
 
 
 class CheckpointFolder:
-    """Folder of files ``step-NNNNNNNN.h5``, and ``latest.h5`` and ``best.h5``, which name one. Local: rank 0 writes.
+    """Folder of files ``step-NNNNNNNN.h5``, with ``latest.h5`` and ``best.h5``, which name one. Local: rank 0 writes.
 
     Parameters
     ----------
     path
-        Folder; made with the first checkpoint.
+        Folder; created with the first checkpoint.
     keep
-        Number of files that are kept, beside the best one; older ones are removed when a new one is complete.
+        Number of files to keep, in addition to the best one; older files are removed when a new one is complete.
     check
-        Called before each write; raises if the folder belongs to another run by then.
+        Function that is called before each write; it raises if the folder now belongs to another run.
     """
 
     def __init__(self, path: str | Path, keep: int = 3, check: Callable[[], None] | None = None) -> None:
         self.path, self.keep, self._check = Path(path), keep, check
-        self._unnamed: dict[str, str] = {}  # checkpoints that latest.h5 or best.h5 should name, and cannot yet
+        self._unnamed: dict[str, str] = {}  # checkpoints that latest.h5 or best.h5 do not name yet
         self._warned: set[str] = set()
 
     def path_of(self, step: int) -> Path:
@@ -75,7 +76,7 @@ class CheckpointFolder:
         return next(iter([*([] if found is None else [found]), *self._files()[::-1]]), None)
 
     def check_writable(self) -> None:
-        """Check early that checkpoints can be written. Leaves nothing. Raises UserError."""
+        """Check early that checkpoints can be written. Leaves no file. Raises UserError."""
         try:
             check_writable(self.path_of(0))
         except DataError as error:
@@ -87,13 +88,13 @@ class CheckpointFolder:
     def newest_whole(self, comm: Communicator | None = None) -> tuple[CheckpointReader | None, list[str]]:
         """Open the newest undamaged checkpoint; return it with messages about newer ones, None if there is none.
 
-        Collective over `comm`, local without one. The file is verified as a whole; the caller closes it. Rank 0 sets
-        damaged files aside.
+        Collective over `comm`, local without one. The whole file is verified; the caller closes it. Rank 0 renames
+        damaged files.
 
         Raises
         ------
         UserError
-            If there are checkpoints, but a run can continue from none.
+            If there are checkpoints, but no run can continue from any of them.
         """
         faults: list[str] = []
         damaged = True
@@ -108,13 +109,13 @@ class CheckpointFolder:
                 continue
             if faults:
                 _on_first(comm, partial(self._write_name, "latest", path.name))
-                faults.append(f"{path.name} is taken instead")
+                faults.append(f"{path.name} is used instead")
             return found, faults
         if faults:
             none = "all are damaged" if damaged else "there is none"
             raise UserError(
                 f"--resume: expected a checkpoint in {self.path} that can be read, {none}: {'; '.join(faults)}; "
-                "bring back a copy, or remove them to begin anew"
+                "restore a copy, or remove them to start from the beginning"
             )
         return None, faults
 
@@ -134,7 +135,8 @@ class CheckpointFolder:
     def write(self, snapshot: Snapshot, progress: TrainingProgress, config: str, best: bool = False) -> Path:
         """Write a checkpoint, name it in ``latest.h5`` (if `best`, in ``best.h5`` too), and remove the oldest.
 
-        What fails after the checkpoint is complete is reported once, and tried again with the next one.
+        A failure after the checkpoint is complete is reported once, and the action is tried again with the next
+        checkpoint.
         """
         if self._check is not None:
             self._check()
@@ -145,7 +147,7 @@ class CheckpointFolder:
             self._write_name(name, target)
         chosen = self._named("best")
         kept = {*self._unnamed.values(), *([] if chosen is None else [chosen.name])}
-        # Newer files are of a run that was set back to an earlier step; it will write them again.
+        # Newer files belong to a run that was set back to an earlier step; it will write them again.
         old = [f for f in self._files() if f.name <= path.name][: -self.keep]
         self._remove([f for f in old if f.name not in kept])
         self._remove(self.path.glob(".*.partial"))
@@ -156,10 +158,10 @@ class CheckpointFolder:
             try:
                 path.unlink(missing_ok=True)
             except OSError as error:
-                self._warn("removed", path, error, "it stays, and counts for nothing; the next checkpoint tries again")
+                self._warn("removed", path, error, "it stays, and is ignored; the next checkpoint tries again")
 
     def _write_name(self, name: str, target: str) -> None:
-        """Write the name of a checkpoint into ``latest.h5`` or ``best.h5``; without one, no wrong name may stay."""
+        """Write the name of a checkpoint into ``latest.h5`` or ``best.h5``; after a failure no wrong name may stay."""
         path = self.path / f"{name}.h5"
         try:
             with replacing(path) as partial:
@@ -172,7 +174,7 @@ class CheckpointFolder:
             self._warn("written", path, error, f"{target} is complete, and is found by its name")
 
     def _warn(self, what: str, path: Path, error: OSError, effect: str) -> None:
-        """Warn of what does not end a run, once for each kind."""
+        """Warn of a fault that does not end the run, once per kind."""
         if what not in self._warned:
             _log.warning("%s cannot be %s: %s; %s", path, what, os_reason(error) or error.strerror, effect)
         self._warned.add(what)
@@ -188,7 +190,7 @@ class CheckpointFolder:
 
 
 def _on_first(comm: Communicator | None, call: Callable[[], Result]) -> Result:
-    """Return on all ranks what `call` returns on rank 0. Collective over `comm`, local without one."""
+    """Return on all ranks the result of `call` on rank 0. Collective over `comm`, local without one."""
     return call() if comm is None else on_root(comm.mpi, call)
 
 
@@ -198,14 +200,14 @@ _log = logging.getLogger(__name__)
 class Checkpoints:
     """Writer of the checkpoints of a run, by step, epoch and time. Collective over its communicator.
 
-    Rank 0 measures time and votes through the loss reduction, so all ranks find a checkpoint due after the same step.
+    Rank 0 measures time and votes through the loss reduction, so a checkpoint is due after the same step on all ranks.
 
     Parameters
     ----------
     session, folder, log
         Session, folder and log of the run.
     optimizer, sampler, best, auto
-        Objects whose state a checkpoint holds beside the parameters.
+        Objects whose state a checkpoint holds in addition to the parameters.
     """
 
     def __init__(
@@ -229,7 +231,7 @@ class Checkpoints:
         self._last = time.monotonic()
 
     def resumed(self, unvalidated: bool) -> None:
-        """Note that the present state is that of a checkpoint; an unvalidated one is written again. Local."""
+        """Record that the current state is that of a checkpoint; an unvalidated one is written again. Local."""
         self._at, self._written = -1 if unvalidated else self._optimizer.step, True
 
     def vote(self) -> None:
@@ -240,17 +242,17 @@ class Checkpoints:
 
     @property
     def due(self) -> bool:
-        """Whether a checkpoint is due after this step, by its number or by time; alike on all ranks."""
+        """Whether a checkpoint is due after this step, by its number or by time; the same on all ranks."""
         every, counted = self._settings.checkpoint_steps, self._session.executor.counted
         return counted[CHECKPOINT] > 0 or bool(every and self._optimizer.step % every == 0)
 
     def due_after(self, epoch: int) -> bool:
-        """Return whether a checkpoint is due after this epoch, counted from 0; alike on all ranks."""
+        """Return whether a checkpoint is due after this epoch, counted from 0; the same on all ranks."""
         every = self._settings.checkpoint_epochs
         return bool(every and (epoch + 1) % every == 0)
 
     def write(self, needed: bool = False, unvalidated: bool = False, best: bool = False) -> Path | None:
-        """Write a checkpoint of the present state on rank 0, unless there is one. Collective.
+        """Write a checkpoint of the current state on rank 0, unless there is one. Collective.
 
         The updates of all parameters must be done.
 
@@ -285,13 +287,13 @@ class Checkpoints:
                 raise self._with_last(error) from error
             self._log.write("checkpoint_failed", step=self._optimizer.step, reason=str(error))
             if self._session.comm.rank == 0:
-                _log.warning("step %d: %s; training goes on", self._optimizer.step, error)
+                _log.warning("step %d: %s; training continues", self._optimizer.step, error)
         self._last = time.monotonic()
         self._session.executor.counted[CHECKPOINT] = 0  # reset: a device counts the next vote one step late
         return written
 
     def _try(self, unvalidated: bool, best: bool) -> Exception | None:
-        """Write on rank 0; return the fault, if any. Collective where parameters are cut."""
+        """Write on rank 0; return the fault, if any. Collective if parameters are cut."""
         session, statistics = self._session, self._session.samples.statistics
         scaling = session.executor.store.loss_scale
         progress = TrainingProgress(
@@ -319,7 +321,7 @@ class Checkpoints:
         return None
 
     def last(self) -> str:
-        """Describe which checkpoint a run can continue from. Collective."""
+        """Describe the checkpoint from which a run can continue. Collective."""
         return on_root(self._session.comm.mpi, self._last_text)
 
     def _last_text(self) -> str:
@@ -331,10 +333,10 @@ class Checkpoints:
             return f"the last good checkpoint is {os.path.realpath(latest)}"
         if not self._written:
             return "no checkpoint was written yet"
-        return f"the checkpoints that were written are not in {self.folder.path} any more"
+        return f"the checkpoints that were written are no longer in {self.folder.path}"
 
     def _with_last(self, error: Exception) -> Exception:
-        """Return the same error with the name of the previous checkpoint. Collective."""
+        """Return the same error with the name of the last good checkpoint. Collective."""
         fault = DataError(f"{error}; {self.last()}")
         mark_agreed(fault, getattr(error, "arose_here", True), self._session.comm.size)
         return fault

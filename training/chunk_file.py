@@ -1,13 +1,13 @@
-"""Files whose bytes are all covered by checksums, and verified before they are used; readers per node.
+"""Files whose bytes are covered by checksums, and verified before they are used; readers per node.
 
 ::
 
-    0       header: signature, format, where the index begins and ends, CRC-32 of the table; zeros; CRC-32 of the header
-    4096    body: an HDF5 file, to which the header is a user block: h5py and h5dump open it as any other
-    index   what a reader needs to know: where each array lies in the body, and what else there is to read
+    0       header: signature, format, begin and end of the index, CRC-32 of the table; zeros; CRC-32 of the header
+    4096    body: an HDF5 file whose user block is the header: h5py and h5dump open it as any other
+    index   data for readers: the location of each array in the body, and other content
     end     table: CRC-32 of every MiB of body and index
 
-Reading does not use HDF5. HDF5 trusts its metadata: after one flipped bit it may return other numbers, crash or
+Readers do not use HDF5. HDF5 does not verify its metadata: after one flipped bit it may return other numbers, crash or
 loop; and an I/O error leaves it in a state that crashes when the process ends.
 """
 
@@ -45,7 +45,7 @@ Result = TypeVar("Result")
 
 
 class DamagedFile(Exception):
-    """A file whose bytes are not those that were written."""
+    """A file whose bytes differ from those that were written."""
 
 
 class OtherFile(Exception):
@@ -53,18 +53,18 @@ class OtherFile(Exception):
 
 
 class ChunkWriter(io.RawIOBase):
-    """New file, for ``h5py.File(writer, "w", userblock_size=HEADER)``. Local. Call `finish` when that is closed.
+    """New file for ``h5py.File(writer, "w", userblock_size=HEADER)``. Local. Call `finish` after h5py has closed it.
 
-    Without such a file in it, it has an index only.
+    Without an HDF5 file it has only an index.
 
-    A write that fails inside HDF5 (disk full) leaves a file that cannot be closed: the library reports the error again
-    when the process ends. Here HDF5 never sees the error: it is kept, later writes are dropped, and the error is raised
-    when everything is closed.
+    If a write fails inside HDF5 (disk full), HDF5 cannot close the file, and reports the error again when the process
+    ends. So this class hides the error from HDF5: it keeps the error, drops later writes, and raises the error at the
+    end.
 
     Raises
     ------
     OSError
-        At the end of the ``with``, the first error (such as ENOSPC). The file is incomplete then.
+        At the end of the ``with``, the first error (such as ENOSPC). The file is then incomplete.
     """
 
     def __init__(self, path: Path) -> None:
@@ -94,7 +94,8 @@ class ChunkWriter(io.RawIOBase):
         return done
 
     def _note(self, start: int, view: memoryview) -> None:
-        """Sum the chunks that `view` fills, from memory; chunks that it fills in part are read again at the end."""
+        """Compute the checksums of chunks that `view` fills; chunks that it fills partially are read again at the end.
+        """
         for chunk in range((start - HEADER) // CHUNK, -(-(start + len(view) - HEADER) // CHUNK)):
             begin = HEADER + chunk * CHUNK - start
             if begin >= 0 and begin + CHUNK <= len(view):
@@ -103,7 +104,7 @@ class ChunkWriter(io.RawIOBase):
                 self._sums.pop(chunk, None)
 
     def finish(self, index: bytes) -> None:
-        """Write index and table behind the bytes of HDF5, and the header before them."""
+        """Write index and table after the bytes of HDF5, and the header before them."""
         self._try(lambda: self._finish(index), None)
 
     def _finish(self, index: bytes) -> None:
@@ -126,7 +127,7 @@ class ChunkWriter(io.RawIOBase):
         return self._sums[chunk]
 
     def readinto(self, buffer) -> int:
-        """Read bytes that HDF5 wrote before."""
+        """Read bytes that HDF5 has written."""
         return self._file.readinto(buffer)
 
     def seek(self, offset: int, whence: int = 0) -> int:
@@ -164,7 +165,7 @@ class ChunkWriter(io.RawIOBase):
 
 
 class VerifiedFile:
-    """Reader of a file of :class:`ChunkWriter`. Local.
+    """Reader of a file that :class:`ChunkWriter` wrote. Local.
 
     A chunk is read when a byte of it is needed, compared with its checksum, and kept in memory. No byte is read twice
     or returned unverified.
@@ -172,21 +173,21 @@ class VerifiedFile:
     Parameters
     ----------
     path
-        A regular file; anything else (a pipe, a folder, a device) is rejected without being opened.
+        A regular file; a pipe, a folder or a device is rejected without being opened.
 
     Attributes
     ----------
     bytes_read
         Bytes read from the file system so far [B].
     identity
-        Checksum of the header, and thus of all bytes.
+        Checksum of the header, and so of all bytes.
 
     Raises
     ------
     DamagedFile
-        Also by every method that reads: if bytes are not those that were written, or cannot be read.
+        If bytes differ from those that were written, or cannot be read; also raised by every method that reads.
     OtherFile
-        If it does not begin as such a file of this format.
+        If it does not begin like a file of this format.
     OSError
         If it cannot be opened.
     """
@@ -224,11 +225,11 @@ class VerifiedFile:
         self.identity = _SUM.unpack(header[-_SUM.size :])[0]
         self._sums = np.frombuffer(table, "<u4").tolist()
         self._known = [False] * count
-        self._memory = np.empty(self._end, np.uint8)  # pages are taken when they are filled
+        self._memory = np.empty(self._end, np.uint8)  # the system allocates pages when they are filled
         self._memory[:HEADER] = np.frombuffer(header, np.uint8)
 
     def load(self, start: int = 0, stop: int | None = None) -> None:
-        """Read and verify the bytes from `start` to `stop`, by default all, that are not verified yet."""
+        """Read and verify those bytes from `start` to `stop` (by default all) that are not verified yet."""
         last = self._end if stop is None else min(stop, self._end)
         first = max(0, (start - HEADER) // self._chunk)
         for chunk in range(first, -(-(last - HEADER) // self._chunk)):
@@ -274,7 +275,7 @@ def _chunks(end: int, chunk: int) -> int:
 
 
 def _read_all(file: io.RawIOBase | io.FileIO, data: memoryview) -> int:
-    """Fill `data` as far as the file has bytes; return how many [B]."""
+    """Read into `data` until it is full or the file ends; return the number of bytes [B]."""
     done = 0
     while done < len(data):
         count = file.readinto(data[done:])
@@ -289,7 +290,7 @@ PART = 1 << 30
 
 
 class NodeReaders:
-    """Reading ranks, the first of every node. Collective over `comm` to make and to use; local without one.
+    """Reading ranks: the first of every node. To create and to use it is collective over `comm`; local without one.
 
     Attributes
     ----------
@@ -305,12 +306,12 @@ class NodeReaders:
             self.reads = nodes.index(nodes[self._comm.rank]) == self._comm.rank
 
     def run(self, call: Callable[[], Result]) -> Result | None:
-        """Return what `call`, which must not communicate, returns on a reading rank; None elsewhere.
+        """Return the result of `call` on a reading rank; None elsewhere. `call` must not communicate.
 
         Raises
         ------
         Exception
-            On all ranks, what `call` raises on any rank.
+            On all ranks, the exception that `call` raises on any rank.
         """
         if self._comm is None:
             return call()
@@ -326,7 +327,7 @@ class NodeReaders:
         return result
 
     def from_first(self, value: Result | None) -> Result:
-        """Broadcast a small object from rank 0, which reads."""
+        """Broadcast a small object from rank 0, which is a reading rank."""
         found = value if self._comm is None else self._comm.bcast(value)
         assert found is not None
         return found
@@ -334,7 +335,7 @@ class NodeReaders:
     def pass_on(
         self, wanted: Iterable[tuple[str, tuple[int, ...]]], arrays: Mapping[str, np.ndarray], dtype: np.dtype
     ) -> Iterator[np.ndarray]:
-        """Yield one whole array after the other, by name, on all ranks. Iterate to the end.
+        """Yield one whole array after another, by name, on all ranks. Iterate to the end.
 
         Parameters
         ----------

@@ -1,16 +1,16 @@
-"""The directory of a run, held by one run at a time through ``run.lock``, which names its owner.
+"""The directory of a run. One run at a time holds it through ``run.lock``, which names its owner.
 
-Rank 0 makes the lock before anything else is written, touches it every few seconds, and removes it at the end. The
-lock that a killed run has left is taken over:
+Rank 0 creates the lock before anything else is written, touches it every few seconds, and removes it at the end. A run
+takes over a lock that a killed run has left behind:
 
-| the owner was | taken over |
+| owner | taken over |
 |---|---|
 | the same batch job, before it was requeued | at once |
-| a process of this machine (and of this container) | if it is gone |
-| any other process, such as one on another node | if it does not touch the lock any more |
+| a process of this machine (and of this container) | if the process is gone |
+| any other process, such as one on another node | if it no longer touches the lock |
 
-The lock needs only creation, renaming and touching of a file, because shared file systems often have no other locks. A
-run that lost its lock because it was stopped or cut off finds that before its next checkpoint, and ends.
+The lock only needs to create, rename and touch a file, because shared file systems often have no other locks. A run
+that lost its lock while it was stopped or cut off detects this before its next checkpoint, and ends.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ __all__ = ["Owner", "RunLock", "checkpoint_of", "job_id", "make_folder"]
 BEAT = 10.0  # time between two touches of an owner [s]
 POLL = 0.5  # time between two readings of the lock of another run [s]
 ENDING = 5.0  # time for a process of this machine to end [s]
-SILENCE = 60.0  # an owner on another machine is gone if the lock is not touched for so long [s]
-OLD = 900.0  # a lock that is older needs no waiting: clocks of nodes differ less [s]
+SILENCE = 60.0  # an owner on another machine is gone if it has not touched the lock for this time [s]
+OLD = 900.0  # an older lock is taken over without waiting: clocks of nodes differ by less than this [s]
 
 #: Environment variables with the number of a batch job.
 _JOBS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID")
@@ -51,13 +51,13 @@ _log = logging.getLogger(__name__)
 
 
 def checkpoint_of(path: Path) -> Path:
-    """Return the checkpoint that ``latest.h5`` or ``best.h5`` names, or else the path itself, without links. Local.
+    """Return the checkpoint that ``latest.h5`` or ``best.h5`` names, else the path itself, with links resolved. Local.
 
-    They are text files with the name of a file in their folder: many file systems have no symbolic links, which older
-    versions made.
+    These are text files with the name of a file in their folder, because many file systems have no symbolic links.
+    Older versions created links.
     """
     found = Path(os.path.realpath(path))
-    with contextlib.suppress(OSError, UnicodeDecodeError):  # an error is reported where the file is opened
+    with contextlib.suppress(OSError, UnicodeDecodeError):  # opening the file will report the error
         status = os.stat(found)
         if stat.S_ISREG(status.st_mode) and status.st_size < 256:
             name = _POINTER.fullmatch(found.read_text(encoding="ascii"))
@@ -71,7 +71,7 @@ def job_id() -> str | None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder of a run. Local. Raises UserError if that fails."""
+    """Create a folder of a run. Local. Raises UserError if that fails."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -81,7 +81,7 @@ def make_folder(path: Path) -> None:
 
 @dataclass(frozen=True)
 class Owner:
-    """Process that holds a directory; an empty one for a lock that cannot be read.
+    """Process that holds a directory; empty for a lock that cannot be read.
 
     Attributes
     ----------
@@ -90,9 +90,9 @@ class Owner:
     place
         Scope of process numbers: boot of the kernel, and namespace.
     started
-        Start of the process, as the kernel counts; empty where that is not known.
+        Start of the process in the kernel's unit; empty if unknown.
     job, restarts
-        Job of the batch system, and how often it was requeued.
+        Job of the batch system, and the number of times that it was requeued.
     """
 
     key: str = ""
@@ -105,7 +105,7 @@ class Owner:
 
     @classmethod
     def this(cls) -> Owner:
-        """Describe this process."""
+        """Return the owner for this process."""
         pid = os.getpid()
         restarts = os.environ.get("SLURM_RESTART_COUNT", "")
         requeued = int(restarts) if restarts.isdecimal() else 0
@@ -113,7 +113,7 @@ class Owner:
 
     @classmethod
     def parse(cls, text: str) -> Owner:
-        """Parse the text of a lock."""
+        """Return the owner in the text of a lock."""
         try:
             found = json.loads(text)
             owner = cls(**{field.name: found[field.name] for field in fields(cls)})
@@ -127,7 +127,7 @@ class Owner:
         return bool(self.place) and (self.place, self.host) == (other.place, other.host)
 
     def gone(self, me: Owner) -> str | None:
-        """Return why this owner has ended; None if it runs, or that cannot be known here."""
+        """Return the reason why this owner has ended; None if it runs, or if that cannot be known here."""
         if self.job and self.job == me.job and self.restarts < me.restarts:
             return "the job was requeued"
         if self.here(me) and not _alive(self.process, self.started):
@@ -146,26 +146,26 @@ class RunLock:
     Parameters
     ----------
     directory
-        Directory of the run; made by `acquire`, and removed at the end if it is empty.
+        Directory of the run; `acquire` creates it, and it is removed at the end if it is empty.
     """
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / "run.lock"
         self._me = Owner.this()
         self._made = self._held = False
-        self._folder: int | None = None  # descriptor of the directory, by which the lock is found even if it is moved
+        self._folder: int | None = None  # descriptor of the directory, valid even if it is moved
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="run lock", daemon=True)
 
     def acquire(self) -> None:
-        """Wait until the directory is known to be free, or its owner to be gone, and take it.
+        """Take the directory; wait until it is free, or its owner is known to be gone.
 
         Raises
         ------
         UserError
-            If another run uses it, or it cannot be made.
+            If another run uses the directory, or it cannot be created.
         OSError
-            If no file can be made in it.
+            If no file can be created in it.
         """
         self._made = not self.path.parent.exists()
         make_folder(self.path.parent)
@@ -174,21 +174,21 @@ class RunLock:
         while not self._create(self.path):
             seen = self._look()
             if seen is None:
-                continue  # it was released meanwhile
+                continue  # the owner has released it
             owner = Owner.parse(seen[0])
             reason = self._judge(owner, seen, first or seen, time.monotonic() - begun)
             if reason is not None and self._replace(seen[0]):
                 _log.warning("%s: taken over from %s: %s", self.path, owner, reason)
                 break
             if first is None and reason is None and not owner.here(self._me):
-                _log.warning("%s: held by %s; looking for up to %g s whether it is at work", self.path, owner, SILENCE)
+                _log.warning("%s: held by %s; waiting up to %g s for a sign that it runs", self.path, owner, SILENCE)
             first = first or seen
             time.sleep(POLL)
         self._held = True
         self._thread.start()
 
     def _judge(self, owner: Owner, seen: tuple[str, float], first: tuple[str, float], waited: float) -> str | None:
-        """Return why to take the lock over, None to read it again. Raises UserError if its owner runs."""
+        """Return the reason to take the lock over, None to read it again. Raises UserError if its owner runs."""
         reason = owner.gone(self._me)
         if reason is not None:
             return reason
@@ -198,17 +198,17 @@ class RunLock:
         elif seen != first:
             raise self._in_use(owner)
         elif time.time() - seen[1] >= OLD or waited >= SILENCE:
-            return "it does not touch the lock any more"
+            return "it no longer touches the lock"
         return None
 
     def _in_use(self, owner: Owner) -> UserError:
         return UserError(
             f"output.directory: expected one that no other run writes to, got {self.path.parent}, held by {owner}; "
-            f"wait until that ends, choose another directory, or, if you know that it is gone, remove {self.path}"
+            f"wait until it ends, choose another directory, or, if you know that it is gone, remove {self.path}"
         )
 
     def check(self) -> None:
-        """Check, before a write, that directory and lock are still this run's. Local; no-op where it was not acquired.
+        """Check, before a write, that directory and lock still belong to this run. Local; no-op without the lock.
 
         Raises
         ------
@@ -220,9 +220,9 @@ class RunLock:
         if not self._stays():
             raise UserError(
                 f"output.directory: expected {self.path.parent} to stay while a run writes to it, got one that was "
-                "removed or moved; the run ends here: move it back and go on with --resume, or begin anew"
+                "removed or moved; the run ends here: move it back and continue with --resume, or start a new run"
             )
-        with contextlib.suppress(OSError):  # the next write reports the fault of the disk
+        with contextlib.suppress(OSError):  # the next write will report the disk error
             seen = self._look()
             if seen is None:  # removed by hand
                 self._create(self.path)
@@ -230,21 +230,23 @@ class RunLock:
             owner = self._me if seen is None else Owner.parse(seen[0])
             if owner != self._me:
                 raise UserError(
-                    f"output.directory: {self.path.parent} was taken over by {owner}, to which this run looked dead; "
-                    "this one ends here"
+                    f"output.directory: {self.path.parent} was taken over by {owner}, because this run did not touch "
+                    "its lock; this run ends here"
                 )
 
     def _stays(self) -> bool:
-        """Return whether the directory has its name still. It is held open: no other one gets its number."""
+        """Return whether the directory still has its name. The open descriptor keeps its inode number from being
+        reused.
+        """
         try:
             return self._folder is None or os.path.samestat(os.stat(self.path.parent), os.fstat(self._folder))
         except FileNotFoundError:
             return False
-        except OSError:  # the next write reports the fault of the disk
+        except OSError:  # the next write will report the disk error
             return True
 
     def _create(self, path: Path) -> bool:
-        """Make a file that names this run; return whether there was none under this name."""
+        """Create a file that names this run; return whether the name was free."""
         try:
             descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
         except FileExistsError:
@@ -258,10 +260,10 @@ class RunLock:
         return True
 
     def _replace(self, text: str) -> bool:
-        """Replace the lock with content `text` by this run's; return False if another run does.
+        """Replace the lock with content `text` by this run's lock; return False if another run does.
 
-        Only the run that creates the claim to this very lock replaces it. A run that is killed meanwhile leaves its
-        claim, which is removed after a while.
+        Only the run that creates the claim for this lock replaces it. A run that is killed in between leaves its claim,
+        which is removed after a while.
         """
         claim = self.path.with_name(f"run.lock.{zlib.crc32(text.encode()):08x}")
         if not self._create(claim):
@@ -277,15 +279,15 @@ class RunLock:
         return True
 
     def _look(self) -> tuple[str, float] | None:
-        """Read the lock, and when it was last touched; return None if there is none.
+        """Read the lock, and the time of its last touch; return None if there is none.
 
         Raises
         ------
         OSError
-            If it is no regular file: a link that leads nowhere exists, and yet cannot be read.
+            If it is no regular file: a dangling link exists, but cannot be read.
         """
         try:
-            # Opened, because NFS then queries the server; non-blocking, in case it is a pipe.
+            # Open it, because NFS then queries the server; non-blocking, in case it is a pipe.
             name = self.path if self._folder is None else self.path.name
             descriptor = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW, dir_fd=self._folder)
         except FileNotFoundError:
@@ -325,7 +327,7 @@ class RunLock:
                 if self._is_mine():
                     os.unlink(self.path.name, dir_fd=self._folder)
         if self._made and self._stays():
-            with contextlib.suppress(OSError):  # something is in it
+            with contextlib.suppress(OSError):  # the directory is not empty
                 self.path.parent.rmdir()
         if self._folder is not None:
             os.close(self._folder)
@@ -349,7 +351,7 @@ def _place() -> str:
 
 
 def _started(pid: int) -> str | None:
-    """Return the start of a process, "" if it has ended without being waited for; None if that is not visible."""
+    """Return the start time of a process, "" if it is a zombie; None if it is not visible."""
     try:
         state, *rest = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -358,12 +360,12 @@ def _started(pid: int) -> str | None:
 
 
 def _alive(pid: int, started: str) -> bool:
-    """Return whether the process with this start still runs."""
+    """Return whether the process with this start time still runs."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # process of another user
+    except PermissionError:  # the process of another user exists
         pass
     found = _started(pid)
     return found is None or found == started

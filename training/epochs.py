@@ -42,13 +42,13 @@ _REMEDY = "hold out other samples (data.validation, data.split, training.seed), 
 class TrainingRun:
     """Training of a session to its last epoch. Collective over its communicator.
 
-    The results depend on the configuration and the step only, so a run that is killed and resumed, on any number of
+    The results depend only on the configuration and the step, so a run that is killed and resumed, on any number of
     ranks, makes the same steps.
 
-    With `measures`, a few steps in the middle are measured layer by layer (`step_times`). With `signals`, the run
-    stops with a checkpoint after the step in which any rank receives one; `stopped_by` then names it. Where gradient
-    reduction is ``"auto"``, `ranked` schemes are tried first. `steps` counts the steps of this job. `callbacks` are
-    called in their order.
+    With `measures`, a few steps in the middle are measured layer by layer (`step_times`). With `signals`, the run stops
+    with a checkpoint after the step in which any rank receives a signal; `stopped_by` then names it. If gradient
+    reduction is ``"auto"``, the `ranked` schemes are tried first. `steps` counts the steps of this job. `callbacks` are
+    called in order.
     """
 
     def __init__(
@@ -109,25 +109,25 @@ class TrainingRun:
         self.checkpoints.resumed(progress.unvalidated)
 
     def _judged_before(self, entries: Sequence[Entry]) -> tuple[float, str | None]:
-        """Return the first logged loss, and how the run had diverged when its checkpoint was written."""
+        """Return the first logged loss, and the divergence that was logged when the checkpoint was written."""
         first = next((entry["loss"] for entry in entries if entry["event"] == "step"), math.nan)
         last = {entry["step"]: entry["reason"] for entry in entries if entry["event"] == "diverged"}
         return first, last.get(self.optimizer.step)
 
     def _warn_of_schedule(self, entries: Sequence[Entry]) -> None:
-        """Warn if the learning rate jumps because the resumed run has another schedule or other epochs."""
+        """Warn if the learning rate jumps because the resumed run has another schedule or number of epochs."""
         before = next((entry for entry in reversed(entries) if entry["event"] == "begin"), None)
         if before is None:
             return
         step, now = self.optimizer.step, self.trainer.learning_rate
         try:
             schedule = build(ScheduleConfig, before["config"]["schedule"])
-        except (KeyError, UserError):  # of another version
+        except (KeyError, UserError):  # a log of another version
             return
         was = make_schedule(schedule, before["epochs"], before["steps_per_epoch"])(step)
         if not math.isclose(was, now, rel_tol=1e-9):
             _log.warning(
-                "the schedule is another than before (%d epochs then, %d now): the learning rate of step %d is %.3g, "
+                "the schedule has changed (%d epochs before, %d now): the learning rate of step %d is %.3g, "
                 "it would have been %.3g",
                 before["epochs"],
                 self.epochs,
@@ -142,21 +142,21 @@ class TrainingRun:
         Returns
         -------
         dict
-            ``steps`` done, last ``loss``, ``validation``, the ``best`` one (:meth:`BestScore.state_dict`);
-            ``stopped``: why before the end, None otherwise;
-            ``diverged``: how, if a loss of the last epoch was far above the first one (:class:`LossWatch`), else None.
+            Number of ``steps``, last ``loss``, ``validation``, the ``best`` one (:meth:`BestScore.state_dict`);
+            ``stopped``: the signal that stopped the run before its end, else None; ``diverged``: a text if a loss of
+            the last epoch was far above the first one (:class:`LossWatch`), else None.
 
         Raises
         ------
         Diverged
-            On all ranks, if the loss or a parameter is not finite any more.
+            On all ranks, if the loss or a parameter is no longer finite.
         """
         result: dict[str, Any] = {"loss": None}
         if self.measures and self.session.timeline is not None:
             last = self.epochs * len(self.sampler)
             self.step_times = StepTimes(self.session.executor, self.session.timeline, self.optimizer.step, last)
         try:
-            # An overflow is reported in one line, not by NumPy's warnings on every rank.
+            # The run reports an overflow in one line, instead of NumPy's warnings on every rank.
             with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
                 self._begin()
                 while self.sampler.epoch < self.epochs and self.stopped_by is None and not self.best.exhausted:
@@ -171,9 +171,9 @@ class TrainingRun:
         return {**result, "stopped": self.stopped_by, "diverged": self.watch.diverged}
 
     def _begin(self) -> None:
-        """Stop at once if a signal arrived during set-up; else make up for a validation that the last job left out."""
+        """Stop at once if a signal arrived during set-up; else do a validation that the last job left out."""
         asked = self.session.comm.allreduce_scalar(self.signals.vote, "max")
-        if asked and (self._unvalidated or self.sampler.epoch < self.epochs):  # else the run is complete
+        if asked and (self._unvalidated or self.sampler.epoch < self.epochs):  # otherwise the run is complete
             self._stop(self._unvalidated)
         elif self._unvalidated:
             self._end_epoch(self.sampler.epoch - 1)
@@ -206,14 +206,16 @@ class TrainingRun:
             if self._asked_to_stop and not through:
                 self._stop(ended and bool(self._held_out))
                 return float(loss)
-            if self.checkpoints.due and not ended:  # at the end of an epoch it is written after the validation
+            if self.checkpoints.due and not ended:  # at the end of an epoch, it is written after the validation
                 self._checkpoint()
                 begin = asked = time.perf_counter()
         self._end_epoch(epoch)
         return float(loss)
 
     def _step(self, asked: float) -> SupportsFloat:
-        """Make a training step, or its last part, and measure it if due. `asked`: when its samples were requested."""
+        """Make a training step, or its last part, and measure it if due. `asked` is the time at which samples were
+        requested.
+        """
         if self.step_times is None:
             return self.trainer.step()
         number, ready = self.optimizer.step, time.perf_counter()
@@ -243,7 +245,7 @@ class TrainingRun:
 
     @property
     def _asked_to_stop(self) -> bool:
-        """Whether a rank had received a signal before the last pass; alike on all ranks."""
+        """Whether a rank had received a signal before the last pass; the same on all ranks."""
         return bool(self.session.executor.counted[STOP] > 0)
 
     def _checkpoint(self, needed: bool = False, unvalidated: bool = False, best: bool = False) -> None:
@@ -255,14 +257,14 @@ class TrainingRun:
                 callback.on_checkpoint(self.optimizer.step, path, best)
 
     def _stop(self, unvalidated: bool) -> None:
-        """Write a checkpoint, and note the signal of the first rank that received one. Collective."""
+        """Write a checkpoint, and record the signal of the first rank that received one. Collective."""
         self._checkpoint(needed=True, unvalidated=unvalidated)
         votes = self.session.comm.allgather_objects(self.signals.vote)
         rank = next(rank for rank, vote in enumerate(votes) if vote)
         self.stopped_by = f"{signal.Signals(votes[rank]).name} to rank {rank} of {len(votes)}"
 
     def _end_epoch(self, epoch: int) -> None:
-        """Validate, and write a checkpoint if due; stop if a signal arrives meanwhile. Collective."""
+        """Validate, and write a checkpoint if due; stop if a signal arrives in that time. Collective."""
         self.trainer.settle()
         mean = self.watch.end_epoch()
         text = f"epoch {epoch + 1}/{self.epochs}: " + ("resumed" if math.isnan(mean) else f"mean loss {mean:.5f}")
@@ -271,7 +273,7 @@ class TrainingRun:
             found = self.validate()
             if found is None:
                 self._stop(unvalidated=True)
-                return  # scores of a part are no validation
+                return  # the scores of part of the samples are no validation
             self.validation, better = found, self._is_best(found, epoch)
             self.log.write("validation", epoch=epoch, step=self.optimizer.step, **self.validation)
             text += ", validation " + describe(self.validation) + (" (best)" if better and epoch else "")
@@ -288,10 +290,10 @@ class TrainingRun:
         self._unvalidated = False
 
     def _is_best(self, found: dict[str, Any], epoch: int) -> bool:
-        """Return whether a validation is the best so far; warn, once, if it cannot be judged. Local.
+        """Return whether a validation is the best so far; warn once if its score is undefined. Local.
 
-        Where all targets are alike, a model that always answers with them has the best loss. So such a validation is
-        judged only if `output.best` names the score.
+        If all targets have one class, a model that always predicts it has the best loss. Such a validation counts only
+        if `output.best` names the score.
         """
         best, lacking = self.best, self.evaluation.lacking_text
         judged = {} if self.evaluation.blind and self.session.config.output.best is None else found
@@ -304,7 +306,7 @@ class TrainingRun:
         return best.judge(judged, self.optimizer.step)
 
     def _report_missing(self) -> None:
-        """Report at the end that no validation could be judged. Local."""
+        """Report at the end that no validation had a defined score. Local."""
         if self.validation and self.best.name != "none" and not self.best.step:
             cause = self.evaluation.lacking_text or f"{self.best.name} was undefined in every validation"
             self.log.write("no_best", step=self.optimizer.step, reason=cause)
@@ -329,7 +331,7 @@ class TrainingRun:
             _log.warning("epoch %d: %s", epoch + 1, reason)
 
     def _log_phases(self) -> None:
-        """Log times of phases and their overlap, where measured, and the reads of this rank."""
+        """Log times of phases and their overlap, if measured, and the reads of this rank."""
         session, step = self.session, self.optimizer.step
         waited, read = session.loader.seconds_waited, session.samples.dataset.bytes_read
         _log.info("step %d: waited %.3f s for data so far; %s read", step, waited, bytes_text(read))
@@ -343,7 +345,7 @@ class TrainingRun:
             _log.info("step %d: %s %s", step, name, {k: v if v is None else round(v, 3) for k, v in phase.items()})
 
     def validate(self) -> dict[str, Any] | None:
-        """Compute loss and scores of the held-out samples; None if a stop signal arrives meanwhile. Collective."""
+        """Compute loss and scores of the held-out samples; None if a stop signal arrives in that time. Collective."""
         timeline = self.session.timeline
         paused = timeline is not None and timeline.paused
         if timeline is not None:
@@ -356,15 +358,15 @@ class TrainingRun:
                 timeline.paused = paused
 
     def _interrupted(self) -> bool:
-        """Return whether to leave the validation in progress; alike on all ranks."""
+        """Return whether to leave the validation in progress; the same on all ranks."""
         self._vote()
         return self._asked_to_stop
 
     def _diverged(self, error: Diverged) -> Diverged:
-        """Return the same error with the rank of its origin, as far as known, and the last checkpoint."""
+        """Return the same error with the rank of its origin, if known, and the last checkpoint."""
         executor, comm = self.session.executor, self.session.comm
         own = executor.loss
-        sound = own is None or not executor.device.is_host or math.isfinite(own[0])  # not read from a GPU
+        sound = own is None or not executor.device.is_host or math.isfinite(own[0])  # a value on a GPU is not read
         sound = sound and all(np.isfinite(array).all() for array in executor.store.params.values())
         states = comm.allgather_objects((sound, platform.node()))
         found = [(rank, host) for rank, (fine, host) in enumerate(states) if not fine]
@@ -377,7 +379,7 @@ class TrainingRun:
 
 
 def _score(config: Config) -> str:
-    """Return the score of the best validation; by default one only if it needs no further checkpoints."""
+    """Return the score of the best validation; the default has a score only if that needs no further checkpoints."""
     given, patience = config.output.best, config.training.patience
     return given or ("loss" if config.output.checkpoint_epochs == 1 or patience else "none")
 
@@ -387,7 +389,7 @@ def evaluate_batches(
 ) -> dict[str, Any] | None:
     """Compute loss and scores of batches. Collective.
 
-    Return None if `interrupted`, which is called after every batch and is alike on all ranks, returns True.
+    `interrupted` is called after every batch, and is the same on all ranks. Returns None if it returns True.
     """
     evaluation.begin()
     for _ in session.feed(batches):
@@ -399,5 +401,5 @@ def evaluate_batches(
 
 
 def describe(metrics: dict[str, Any]) -> str:
-    """Describe metrics in a line."""
+    """Return a text of metrics in one line."""
     return ", ".join(f"{name} {'undefined' if value is None else f'{value:.4f}'}" for name, value in metrics.items())

@@ -36,15 +36,15 @@ class Evaluation:
         result = evaluation.finish()
 
     Prediction and target are the inputs of the loss layer. Samples beyond ``executor.mode.valid`` and elements of
-    weight 0 do not count. Elements of any other weight count once, so counts are whole numbers.
-    Communication: the loss per batch, the counts once.
+    weight 0 are ignored. Elements of any other weight count once, so counts are whole numbers.
+    Communication: one sum of the loss per batch, and one sum of the counts.
 
     Parameters
     ----------
     executor
         Executor of a network with a loss.
     calibrated
-        Whether probabilities of classes are counted too. That costs an exponential per class and position.
+        Whether to count probabilities of classes too, which costs an exponential per class and position.
     """
 
     def __init__(self, executor: Executor, calibrated: bool = False) -> None:
@@ -61,7 +61,7 @@ class Evaluation:
 
     @property
     def names(self) -> dict[str, str | None]:
-        """Names of the scores of :meth:`finish`, and which is better, "lower" or "higher"; None: it is not declared."""
+        """Names of the scores of :meth:`finish`, and whether "lower" or "higher" is better; None: not declared."""
         found: dict[str, str | None] = {"loss": "lower"}
         for one in self._judged:
             found |= {f"{one.prefix}{key}": one.counter.better.get(key) for key in one.counter.scores()}
@@ -79,12 +79,13 @@ class Evaluation:
 
     @property
     def blind(self) -> bool:
-        """Whether the counts of :meth:`finish` cannot tell good predictions from bad ones (:meth:`Counter.lacking`)."""
+        """Whether the counts of :meth:`finish` cannot distinguish good from bad predictions (:meth:`Counter.lacking`).
+        """
         return all(one.counter.lacking() for one in self._judged)
 
     @property
     def lacking_text(self) -> str:
-        """Which predictions they cannot tell, and why; "" if they can tell all."""
+        """The predictions whose counts cannot distinguish good from bad, with the reason; "" if there are none."""
         found = [(one.name, one.counter.lacking()) for one in self._judged]
         return "; ".join(f"of {name!r} {text}" for name, text in found if text)
 
@@ -95,7 +96,7 @@ class Evaluation:
         self._loss.begin()
 
     def add(self) -> float:
-        """Count the batch that was computed last; return its mean loss."""
+        """Count the last computed batch; return its mean loss."""
         valid = self._executor.mode.valid
         loss = self._executor.loss_value()
         self._loss.add(loss, valid)
@@ -103,7 +104,7 @@ class Evaluation:
             box = one.prediction.box
             count = max(0, min(box.stop[0], valid) - box.start[0])
             if count and box.size:
-                # Counted on the host: the counts are the same for every device.
+                # The host counts, so that the counts are the same for every device.
                 to_host, view = self._executor.device.to_host, self._executor.runner.view
                 arrays = (to_host(view(array)[:count]) for array in one.views)
                 prediction, target, *weights = (a.astype(np.float32) if is_low(a.dtype) else a for a in arrays)
@@ -113,7 +114,7 @@ class Evaluation:
     def finish(self) -> dict[str, float | None]:
         """Compute the mean loss per sample and the scores, the same on all ranks. None: undefined.
 
-        Scores of the second and later predictions have its name in front: ``"mask iou"``.
+        The second and later predictions prefix their scores with their name: ``"mask iou"``.
         """
         loss = self._loss.result()
         for reduction in self._reductions:
@@ -140,20 +141,21 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class JudgedPair:
-    """A prediction beside its target.
+    """A prediction and its target.
 
     Attributes
     ----------
     name
-        Name of the output, or of the layer that makes it; followed by that of the target where another pair has it.
+        Name of the output, or of the layer that computes it; followed by the target's name if another pair has this
+        name.
     prefix
-        Of the names of its scores: the name, or "" of the first pair.
+        Prefix of the names of its scores: the name, or "" for the first pair.
     nodes
         Names of both in the network.
     prediction, target
         Values that the loss reads.
     judgement, counter
-        How it is judged, and what counts it.
+        The comparison, and the counter of its results.
     weights
         Weights of this rank's block, with extents of 1 where they are broadcast; None: all elements count.
     """
@@ -169,17 +171,17 @@ class JudgedPair:
 
     @property
     def views(self) -> list[View]:
-        """Views of prediction and target, and of weights if there are any."""
+        """Views of prediction and target, and of the weights if there are any."""
         found = [self.prediction.view, self.target.view]
         return found if self.weights is None else [*found, self.weights]
 
 
-#: Names of datasets that a file of predictions has for the first pair.
+#: Names of the first pair's datasets in a file of predictions.
 _TAKEN = ("prediction", "target", "sample", *SOURCES)
 
 
 def judged(executor: Executor) -> list[JudgedPair]:
-    """List the predictions and targets that the loss to be minimised reads, each with its counter."""
+    """List the predictions and targets that the minimized loss reads, each with its counter."""
     network, node = executor.network, executor.network.outputs.get("loss")
     step = next((step for step in executor.steps if node is not None and step.layer is node.layer), None)
     judgements = [] if step is None else step.layer.judgements(*(value.layout.shape[1:] for value in step.inputs))
@@ -200,7 +202,7 @@ def judged(executor: Executor) -> list[JudgedPair]:
             prefix = f"{name} " if found else ""
             found.append(JudgedPair(name, prefix, nodes, *values, one, _counter(one, name), weights))
         return found
-    raise ValueError(f"network {executor.network.name!r} has no loss layer, so there is nothing to compare with")
+    raise ValueError(f"network {executor.network.name!r}: expected a loss layer, whose targets scores need, got none")
 
 
 def _counter(judgement: Judgement, name: str) -> Counter:
@@ -214,9 +216,9 @@ def _counter(judgement: Judgement, name: str) -> Counter:
 class MeanLoss:
     """Sum of the losses of batches, whose mean does not depend on how samples are put into batches.
 
-    A loss is a mean over samples, so batches of fewer samples count less. A term that is divided by a sum of weights
-    becomes the quotient of both sums over all batches; a batch without weight does not count, and neither does a term
-    that has none in all batches: without any other term the loss is undefined. Losses that are no means (Dice of a
+    A loss is a mean over samples, so batches of fewer samples have less weight. A term that is divided by a sum of
+    weights becomes the quotient of both sums over all batches. A batch without weight is ignored, and so is a term
+    without weight in all batches; without any other term the loss is undefined. Losses that are no means (Dice of a
     batch) are averaged over the batches.
 
     Communication: one sum of 16 B per divided term in :meth:`result`.
@@ -239,7 +241,7 @@ class MeanLoss:
         self._divisors = np.zeros(len(self._divided))
 
     def add(self, loss: float, samples: int) -> None:
-        """Add the loss of a batch of `samples` samples that count. Local."""
+        """Add the loss of a batch of `samples` valid samples. Local."""
         self._total += loss * samples
         self._samples += samples
         for k, arrays in enumerate(self._divided):
@@ -276,9 +278,9 @@ def _is_ours(file: h5py.File) -> bool:
 def write_predictions(session: Session, batches: Sequence[Batch], path: Path) -> None:
     """Write datasets ``prediction``, ``target`` ``(n, *spatial, C)``, ``sample`` ``(n,)``. Collective; rank 0 writes.
 
-    ``sample`` is a number in the data set, ``source_file`` and ``source_sample`` are its file and its number there.
-    The second and later predictions that the loss judges are ``NAME/prediction`` and ``NAME/target``. Predictions are
-    the inputs of the loss (logits). Rank 0 holds all of them at once, so this is for pictures and small sets.
+    ``sample`` is a number in the data set; ``source_file`` and ``source_sample`` are its file and its number there. The
+    second and later predictions that the loss compares are ``NAME/prediction`` and ``NAME/target``. Predictions are the
+    inputs of the loss (logits). Rank 0 holds all of them at once, so this is for images and small sets.
     """
     executor, comm = session.executor, session.comm
     names: dict[str, str] = {}
@@ -300,7 +302,7 @@ def write_predictions(session: Session, batches: Sequence[Batch], path: Path) ->
     try:
         if comm.rank == 0:
             _write(path, parts, samples, session.samples.dataset)
-    except Exception as error:  # of any kind, such as too little memory: the other ranks wait for the agreement
+    except Exception as error:  # any error, such as too little memory: the other ranks wait for the agreement
         fault = error
     comm.agree(fault)
 

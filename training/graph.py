@@ -1,9 +1,9 @@
-"""A pass as graphs of a device: captured once, then replayed.
+"""A pass as graphs of a device, which are captured once and then replayed.
 
-A step enqueues hundreds of kernels, each of which costs the host some microseconds; on small blocks the kernels take
-less. A graph replays exactly the kernels of its capture. So kernels in it depend on the step only through device memory
-(the batch, the parameters, the state of dropout), and no call in it waits. Calls that wait run between two graphs
-(:mod:`halograd.program.recording`).
+A step enqueues hundreds of kernels, each of which costs the host some microseconds; on small blocks the kernels
+themselves take less. A graph replays exactly the kernels of its capture. So its kernels may depend on the step only
+through device memory (the batch, the parameters, the state of dropout), and none of its calls may wait. Calls that wait
+run between two graphs (:mod:`halograd.program.recording`).
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ __all__ = ["GraphedPass", "check_graph", "drop", "graphed_passes"]
 
 
 def check_graph(comm: Communicator, device: Device) -> None:
-    """Validate that graphs are possible. Local, alike on all ranks.
+    """Validate that graphs are possible. Local, the same on all ranks.
 
     Raises
     ------
     UserError
-        If they are not; the message names the reason.
+        If they are not; the message gives the reason.
     """
     if device.is_host:
         raise UserError('backend.graph: expected kernels = "cudnn" with it; remove graph')
     if comm.instruments.recorder is not None and not getattr(comm.instruments.recorder, "paused", False):
         raise UserError(
-            "backend.graph: expected no timeline, which times every layer by events, which cannot be read in a graph; "
-            "remove graph or output.timeline"
+            "backend.graph: expected no timeline, whose events cannot be read in a graph; remove graph or "
+            "output.timeline"
         )
 
 
 class GraphedPass:
-    """A pass that runs twice without graphs, captures them the third time, and replays them from then on. Collective.
+    """A pass that runs twice without graphs, captures graphs the third time, and replays them afterwards. Collective.
 
-    The first runs compile kernels and allocate buffers, which a capture must not. `prepare` is called before the
+    The first runs compile kernels and allocate buffers, which a capture must not do. `prepare` is called before the
     capture.
 
     Parameters
@@ -52,7 +52,7 @@ class GraphedPass:
     items
         The calls of the pass.
     enter
-        Called with the name of the first layer of each section.
+        Function that is called with the name of the first layer of each section.
     """
 
     WARM = 2
@@ -73,7 +73,7 @@ class GraphedPass:
 
     @property
     def graphs(self) -> int:
-        """Number of graphs that are replayed."""
+        """Number of replayed graphs."""
         return sum(section.graph for section in self.sections) if self._launches else 0
 
     def __call__(self) -> None:
@@ -102,7 +102,7 @@ class GraphedPass:
         return partial(_each_of, graph, self._launched) if section.communicates else graph
 
     def close(self) -> None:
-        """Free the graphs, before the messages in them."""
+        """Free the graphs, before the messages that they contain."""
         for graph in self._recordings:
             graph.drop()
         self._recordings.clear()
@@ -121,7 +121,7 @@ def _each_of(*calls: Callable[[], object]) -> None:
 
 
 def _apart_anywhere(comm: Communicator, items: Sequence[Item]) -> set[int]:
-    """Return exchanges and sums that a graph of some rank cannot contain, alike on all ranks. Collective."""
+    """Return the exchanges and sums that a graph of some rank cannot contain, the same on all ranks. Collective."""
     found = apart(items)
     while True:
         everyone = set().union(*comm.allgather_objects(sorted(found)))
@@ -133,7 +133,7 @@ def _apart_anywhere(comm: Communicator, items: Sequence[Item]) -> set[int]:
 
 
 def graphed_passes(executor: Executor) -> tuple[GraphedPass, GraphedPass]:
-    """Make forward and backward of training steps, with the calls of the reducer between graphs. Collective."""
+    """Create forward and backward of training steps, with the calls of the reducer between graphs. Collective."""
     reducer, program, runner = executor.reducer, executor.program, executor.runner
     assert reducer is not None
     summed = _summed_from(executor)
@@ -161,9 +161,9 @@ def _pass(executor: Executor, items: list[Item], phase: str) -> GraphedPass:
 
 
 def _summed_from(executor: Executor) -> set[str]:
-    """Return layers where sums of gradients start in backward, and are waited for in forward; none on one rank.
+    """Return layers at which sums of gradients start in backward, and are awaited in forward; none on a single rank.
 
-    For a bucket that is the first of its layers. Layers whose gradients the reducer computes are included, too.
+    For a bucket this is the first of its layers. Layers whose gradients the reducer computes are included.
     """
     program = executor.program
     if executor.comm.size == 1:

@@ -1,4 +1,4 @@
-"""The kernel backend that a configuration asks for: dtypes, the device of each rank, counted memory."""
+"""The kernel backend of a configuration: dtypes, the device of each rank, counted memory."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def open_kernels(config: BackendConfig, comm: Communicator) -> Backend:
 
 
 def _warn_of_threads(config: BackendConfig) -> None:
-    """Warn that OMP_NUM_THREADS is not used, where its value differs from the number of threads."""
+    """Warn that OMP_NUM_THREADS is ignored, if its value differs from the number of threads."""
     given = os.environ.get("OMP_NUM_THREADS", "")
     if (
         config.kernels != "cudnn"
@@ -56,7 +56,7 @@ def _warn_of_threads(config: BackendConfig) -> None:
         and given not in ("", f"{config.threads}")
     ):
         _log.warning(
-            "OMP_NUM_THREADS=%s is not used: a rank computes with %d thread; set backend.threads (--threads N) instead",
+            "OMP_NUM_THREADS=%s is ignored: a rank computes with %d thread(s); set backend.threads (--threads N)",
             given,
             config.threads,
         )
@@ -79,12 +79,12 @@ def connect_device(kernels: Backend, comm: Communicator, wanted: str) -> None:
         if not getattr(error, "agreed", False):
             raise
         refusal = UserError(f"backend.device_transport: {error}")
-        refusal.__dict__.update(error.__dict__)  # agreed, and where it arose
+        refusal.__dict__.update(error.__dict__)  # whether ranks agreed, and where it arose
         raise refusal from error
 
 
 def report_substitutes(comm: Communicator, found: Sequence[tuple[str, Substitute]]) -> None:
-    """Warn once, on rank 0, of kernels that come from another library. Collective over `comm`.
+    """Warn once, on rank 0, of kernels from another library. Collective over `comm`.
 
     Parameters
     ----------
@@ -101,11 +101,11 @@ def report_substitutes(comm: Communicator, found: Sequence[tuple[str, Substitute
         f"{substitute.what} of layer {layer!r} by {substitute.by} on {_ranks(where, comm.size)} ({substitute.reason})"
         for (layer, substitute), where in ranks.items()
     )
-    _log.warning("kernels: 2-3 times slower than others, for want of a fast kernel: %s", places)
+    _log.warning("kernels: 2-3 times slower than others, because there is no fast kernel: %s", places)
 
 
 def _ranks(some: Sequence[int], size: int) -> str:
-    """Describe some of `size` ranks in words.
+    """Return a text for some of `size` ranks.
 
     >>> _ranks([0, 2], 4), _ranks([1], 4), _ranks([0, 1], 2), _ranks([0], 1)
     ('ranks 0, 2 of 4', 'rank 1 of 4', 'all 2 ranks', 'the only rank')
@@ -135,12 +135,12 @@ def _refuse_gpu_only(config: BackendConfig) -> None:
 
 
 def check_dtype(dtype: Any, kernels: Any) -> np.dtype:
-    """Return the dtype of activations, which the kernels must have. Local, alike on all ranks.
+    """Return the dtype of activations, which the kernels must support. Local, the same on all ranks.
 
     Raises
     ------
     UserError
-        If the dtype has 16 bits on a CPU, or if these kernels do not compute with it.
+        If the dtype has 16 bits on a CPU, or if these kernels do not support it.
     """
     found = as_dtype(dtype)
     if is_low(found) and kernels.device.is_host:
@@ -157,7 +157,7 @@ def check_dtype(dtype: Any, kernels: Any) -> np.dtype:
 
 
 def check_debug(kernels: Backend) -> None:
-    """Validate that arrays can have guard bytes. Local, alike on all ranks.
+    """Validate that arrays can have guard bytes. Local, the same on all ranks.
 
     Raises
     ------
@@ -174,7 +174,7 @@ class Memory:
     Parameters
     ----------
     kernels
-        Backend, whose `zeros` gives aligned arrays where the kernels run (host or device).
+        Backend whose `zeros` returns aligned arrays where the kernels run (host or device).
 
     Attributes
     ----------
@@ -198,5 +198,5 @@ class Memory:
         return array
 
     def count(self, nbytes: int, use: str) -> None:
-        """Count bytes that are allocated elsewhere."""
+        """Count bytes that were allocated elsewhere."""
         self.bytes[use] = self.bytes.get(use, 0) + nbytes

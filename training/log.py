@@ -47,20 +47,20 @@ _warned: set[tuple[Path, int]] = set()
 Entry = dict[str, Any]
 Check = Callable[[Any], bool]
 
-STAMPS = ("event", "time", "epoch", "step")  # keys of a validation that are no scores
+STAMPS = ("event", "time", "epoch", "step")  # keys of a validation other than scores
 MOST = 1 << 53  # limit of integers in a log
-DEEPEST = 16  # most levels of nesting in a line
+DEEPEST = 16  # maximum nesting in a line
 LATEST = 1e11  # limit of times, so that each has a date [s]
 
 
 def stderr_console() -> Console:
-    """Return a console on stderr, which is treated as a terminal also behind a launcher. Local."""
+    """Return a console on stderr, which is treated as a terminal also through a launcher. Local."""
     columns = terminal_columns()
     return Console(stderr=True, width=columns, force_terminal=True if columns else None)
 
 
 class RunLog:
-    """Log file and progress bar; no-op on other ranks than 0. Local.
+    """Log file and progress bar; no-op on ranks other than 0. Local.
 
     Parameters
     ----------
@@ -69,7 +69,7 @@ class RunLog:
     speaks
         Whether this is rank 0.
     bar
-        Whether to show a progress bar (on a terminal only) and a line per epoch.
+        Whether to show a progress bar (only on a terminal) and a line per epoch.
     """
 
     def __init__(self, path: Path, speaks: bool, bar: bool = True) -> None:
@@ -95,8 +95,8 @@ class RunLog:
     def write(self, event: str, **values: Any) -> None:
         """Write a line ``{"event": event, ..., "time": ...}``, and flush it to the system.
 
-        Lines that a full disk does not accept are kept, and written with a later one. A log that was removed or
-        replaced is written again, with a warning.
+        If the disk is full, lines are kept, and written with a later one. If the log was removed or replaced, it is
+        written again, with a warning.
         """
         if self._file is not None:
             entry = {"event": event, **values, "time": round(time.time(), 3)}
@@ -111,13 +111,13 @@ class RunLog:
                 self._cannot(error)
 
     def _in_place(self, file: TextIO) -> TextIO:
-        """Return the file under the log's name: `file`, or a new one with its lines if that was removed or replaced."""
+        """Return the file under the log's name: `file`, or a new one with its lines if it was removed or replaced."""
         mine = os.fstat(file.fileno())
         try:
             found = os.stat(self.path)
         except FileNotFoundError:
             if not self.path.parent.is_dir():
-                return file  # the whole run was removed or moved: its next checkpoint reports that
+                return file  # the whole run was removed or moved: its next checkpoint will report that
         else:
             if os.path.samestat(found, mine) or not stat.S_ISREG(found.st_mode):
                 return file
@@ -132,7 +132,7 @@ class RunLog:
         return new
 
     def _cannot(self, error: OSError) -> None:
-        """Warn that the log cannot be written, once until it can again; that does not end a run."""
+        """Warn that the log cannot be written, once until it can again. This does not end a run."""
         if not self._failing:
             reason = os_reason(error) or error.strerror or error
             _log.warning("the log %s cannot be written now: %s", self.path, reason)
@@ -144,7 +144,7 @@ class RunLog:
             self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def move(self, done: int, total: int, text: str) -> None:
-        """Move the bar."""
+        """Move the progress bar."""
         if self._bar is not None:
             self._bar.update(self._task, completed=done, total=total, description=text)
 
@@ -182,14 +182,14 @@ def _good(path: Path) -> list[tuple[bytes, Entry]]:
 
 
 def rewind_log(path: Path, step: int) -> None:
-    """Remove lines after update number `step`, which a run that resumes there writes again. Local.
+    """Remove lines after update number `step`; a run that resumes there writes them again. Local.
 
-    Unreadable lines are removed, too, with a warning.
+    Unreadable lines are removed too, with a warning.
 
     Raises
     ------
     UserError
-        If the log cannot be rewritten; the old one is not changed.
+        If the log cannot be rewritten; the old log is not changed.
     """
     if not path.exists():
         return
@@ -202,15 +202,15 @@ def rewind_log(path: Path, step: int) -> None:
 
 
 # -- lines -----------------------------------------------------------------------------------------
-# Processes that append to a log are killed, and disks are full or fail, so a line may hold anything. A line is skipped
-# and counted if it is no JSON object, or if a key that readers use is missing or has a value of another type.
+# Processes may be killed while they append to a log, and disks fill up or fail, so a line may contain anything. A line
+# is skipped and counted if it is no JSON object, or if a key that readers use is missing or its value has another type.
 def lines_of(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file, each with its end; the last one may have none.
+    """Yield the lines of a file, each with its line end; the last line may have none.
 
     Raises
     ------
     OSError
-        If the file cannot be read, or is no regular file: a pipe is not waited for.
+        If the file cannot be read, or is no regular file: a read from a pipe could wait forever.
     """
     mode = os.stat(path).st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
@@ -222,7 +222,7 @@ def lines_of(path: Path) -> Iterator[bytes]:
 def parse_lines(lines: Iterable[bytes]) -> tuple[list[tuple[bytes, Entry]], int]:
     """Return the good lines with their entries, and the number of bad ones.
 
-    Empty lines do not count, nor does a last line without an end, which was not written completely.
+    Empty lines are ignored, and so is a last line without a line end, which is incomplete.
     """
     good, bad = [], 0
     for line in lines:
@@ -235,14 +235,14 @@ def parse_lines(lines: Iterable[bytes]) -> tuple[list[tuple[bytes, Entry]], int]
 
 
 def warn_of_lines(path: Path, bad: int) -> None:
-    """Warn how many lines of a log are skipped, once for a log that is read several times."""
+    """Warn of the number of skipped lines of a log, once for a log that is read several times."""
     if (path, bad) not in _warned:
-        _log.warning("%s: %d line(s) cannot be read and are left out", path, bad)
+        _log.warning("%s: %d line(s) cannot be read and are skipped", path, bad)
     _warned.add((path, bad))
 
 
 def parse_line(line: bytes) -> Entry | None:
-    """Return the entry of a line; None if it is not a line of a log."""
+    """Return the entry of a line; None if the line is not one of a log."""
     try:
         entry = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError):  # not UTF-8, not JSON, numbers of thousands of digits
@@ -250,7 +250,7 @@ def parse_line(line: bytes) -> Entry | None:
     if not isinstance(entry, dict) or not isinstance(entry.get("event"), str) or not _shallow(entry, DEEPEST):
         return None
     event = entry["event"]
-    checks, other = (_STAMPS, _or_none(_number)) if event == "validation" else (_KEYS, _any)  # names of scores are open
+    checks, other = (_STAMPS, _or_none(_number)) if event == "validation" else (_KEYS, _any)  # scores have any names
     fits = all(checks.get(key, other)(value) for key, value in entry.items() if key != "event")
     return entry if fits and all(key in entry for key in _NEEDED.get(event, ())) else None
 
@@ -265,7 +265,7 @@ def _count(value: Any) -> bool:
 
 
 def _number(value: Any) -> bool:
-    """Return whether a value is a number, also NaN and infinity, which a run may measure."""
+    """Return whether a value is a number, including NaN and infinity, which a run may measure."""
     return type(value) is float or (type(value) is int and abs(value) < MOST)
 
 
@@ -332,7 +332,7 @@ _KEYS: dict[str, Check] = {
     "waits": _table_of(_finite),
     "config": _config,
 }
-#: Those of a validation that are no scores.
+#: Checks of a validation's keys other than scores.
 _STAMPS = {key: _KEYS[key] for key in STAMPS if key != "event"}
 #: Keys that readers expect, by event.
 _NEEDED: dict[str, tuple[str, ...]] = {
@@ -353,8 +353,8 @@ FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 class RankLog:
     """Context manager that writes ``rank-NNNN.log``. Local.
 
-    The log has the records of modules (from INFO on), what the rank prints, even where its output is suppressed because
-    it is not rank 0, and the traceback of an error that ends the block. Files of earlier runs are continued.
+    The log has the records of modules (from INFO on), the output of the rank, even if it is suppressed because it is
+    not rank 0, and the traceback of an error that ends the block. Files of earlier runs are continued.
 
     Parameters
     ----------
@@ -380,7 +380,7 @@ class RankLog:
 
     def __enter__(self) -> RankLog:
         root = logging.getLogger()
-        # Other handlers get the same records as before, although the logger passes more.
+        # Other handlers get the same records as before, although the logger passes more records.
         targets: list[logging.Logger | logging.Handler] = [root, *root.handlers]
         self._levels = {target: target.level for target in targets}
         for handler in root.handlers:
@@ -406,13 +406,13 @@ class RankLog:
 
 
 class _Quiet:
-    """File that ignores errors such as a full disk: a log does not end a run."""
+    """File that ignores errors such as a full disk, which must not end a run."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
 
     def write(self, text: str) -> None:
-        with contextlib.suppress(OSError, ValueError):  # ValueError: it is closed
+        with contextlib.suppress(OSError, ValueError):  # ValueError: the file is closed
             self._file.write(text)
 
     def flush(self) -> None:
@@ -420,7 +420,7 @@ class _Quiet:
 
 
 class _Both:
-    """Stream whose lines go to a file, too, except moving bars on a terminal."""
+    """Stream that copies its lines to a file, except progress bars on a terminal."""
 
     def __init__(self, stream: Any, file: TextIO) -> None:
         self._stream, self._copy = stream, _Quiet(file)
@@ -435,7 +435,7 @@ class _Both:
 
 
 def _cores() -> str:
-    """Describe the cores that this process may use, in ranges, and how many of them if not all."""
+    """Return a text of the cores that this process may use, as ranges, and their number if a limit applies."""
     cores = usable_cores()
     runs: list[list[int]] = []
     for core in sorted(cores.bound):

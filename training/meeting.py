@@ -1,4 +1,4 @@
-"""Set-up of the connections between ranks beside MPI: each one is requested, answered and confirmed.
+"""Set-up of connections between ranks in addition to MPI: each connection is requested, answered and confirmed.
 
 ::
 
@@ -30,10 +30,10 @@ from .peers import Connection, Tree
 
 __all__ = ["Listener", "Meeting", "Where", "join"]
 
-PATIENCE = 10.0  # limit for all connections of a rank [s]
-ATTEMPT = 2.0  # limit for one connection to be requested, answered and confirmed [s]
+PATIENCE = 10.0  # time limit for all connections of a rank [s]
+ATTEMPT = 2.0  # time limit for one connection to be requested, answered and confirmed [s]
 RETRY = 0.1  # time between two attempts [s]
-STRANGERS = 64  # most unconfirmed connections; the oldest is closed for a new one
+STRANGERS = 64  # maximum number of unconfirmed connections; the oldest is closed for a new one
 WORD = 32  # characters of a password, and of a countersign
 HELLO = WORD + 8  # password and rank
 CONFIRMED = b"+"
@@ -43,7 +43,7 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True)
 class Where:
-    """Where a rank listens, and the words by which both ends prove that they belong to the job."""
+    """Addresses at which a rank listens, and the words by which both ends prove that they belong to the job."""
 
     addresses: tuple[str, ...]
     port: int
@@ -57,12 +57,12 @@ class Listener:
     Parameters
     ----------
     everywhere
-        False if all ranks are on this host: then it is not reachable from other hosts.
+        Whether other hosts can reach it; False if all ranks are on this host.
 
     Raises
     ------
     OSError
-        If no socket can be made.
+        If no socket can be created.
     """
 
     def __init__(self, everywhere: bool) -> None:
@@ -78,12 +78,12 @@ class Listener:
         self.where = Where(("127.0.0.1", *addresses), int(self.socket.getsockname()[1]), *words)
 
     def close(self) -> None:
-        """Close the socket: accept no more connections."""
+        """Close the socket, so that it accepts no more connections."""
         self.socket.close()
 
 
 def _own_addresses() -> tuple[str, ...]:
-    """List names and addresses under which other nodes may reach this one, the most probable first."""
+    """List names and addresses by which other nodes may reach this one, the most probable first."""
     names = [socket.gethostname(), socket.getfqdn()]
     with contextlib.suppress(OSError):
         names += [str(info[4][0]) for info in socket.getaddrinfo(names[0], None, type=socket.SOCK_STREAM)]
@@ -130,11 +130,11 @@ class Meeting:
     Attributes
     ----------
     rank
-        This rank.
+        Rank of this process.
     calls
-        Where the ranks listen that this one calls.
+        Addresses of the ranks that this rank calls.
     listener, downs
-        Where this rank listens (None if it does not), and for which ranks.
+        Socket of this rank (None if it does not listen), and the ranks that call it.
     near
         Ranks on the host of this rank.
     lines
@@ -190,7 +190,7 @@ class Meeting:
 
     def _accept(self) -> None:
         assert self.listener is not None
-        for _ in range(STRANGERS):  # not more at a time: other events are processed, too
+        for _ in range(STRANGERS):  # not more at once, so that other events are processed too
             try:
                 connection, _ = self.listener.socket.accept()
             except BlockingIOError:
@@ -205,7 +205,7 @@ class Meeting:
                 self._send_away(next(iter(self._guests.values())))
 
     def _listen(self, guest: _Guest) -> None:
-        if guest.socket not in self._guests:  # dropped since it was found ready
+        if guest.socket not in self._guests:  # dropped after the selector returned it
             return
         data = _read(guest.socket, HELLO + len(CONFIRMED) - len(guest.received))
         greeted = len(guest.received) == HELLO
@@ -218,7 +218,7 @@ class Meeting:
             self.lines[rank] = Connection(guest.socket, rank)
 
     def _admit(self, guest: _Guest, rank: int | None, greeted: bool) -> bool:
-        """Return whether password and rank are right; answer once."""
+        """Return whether password and rank are right; send the countersign once."""
         assert self.listener is not None
         where = self.listener.where
         if not hmac.compare_digest(guest.received[:WORD], where.password) or rank is None or rank in self.lines:
@@ -247,10 +247,10 @@ class Meeting:
         call.socket.setblocking(False)
         call.received = b""
         self.selector.register(call.socket, selectors.EVENT_WRITE, partial(self._greet, call))
-        call.socket.connect_ex((address, call.where.port))  # `_greet` sees how it went
+        call.socket.connect_ex((address, call.where.port))  # `_greet` handles the result
 
     def _greet(self, call: _Call) -> None:
-        if call.socket is None:  # dropped since it was found ready
+        if call.socket is None:  # dropped after the selector returned it
             return
         hello = call.where.password + _name(self.rank)
         if call.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) or not _write(call.socket, hello):
@@ -295,7 +295,7 @@ def _read(connection: socket.socket, most: int) -> bytes | None:
 
 
 def _write(connection: socket.socket, data: bytes) -> bool:
-    """Send `data`; return whether the kernel accepted all of it, for which a new connection has space."""
+    """Send `data`; return whether the kernel accepted all of it. A new connection has enough space for it."""
     try:
         return connection.send(data) == len(data)
     except OSError:
@@ -303,7 +303,7 @@ def _write(connection: socket.socket, data: bytes) -> bool:
 
 
 def _targets(where: Where, near: bool) -> Iterator[tuple[int, str] | None]:
-    """Yield addresses to call, in an endless cycle; None after each that the name service does not know."""
+    """Yield addresses to call, in an endless cycle, and None after each address that the name service does not know."""
     while True:
         for address in where.addresses if near else where.addresses[1:]:
             yield from _resolve(address) or (None,)
@@ -333,7 +333,7 @@ def join(comm: Communicator, tree: Tree) -> tuple[dict[int, Connection], list[se
             meeting.expire()
     known = comm.allgather_objects(sorted(meeting.lines))
     joined = [{other for other in others if one in known[other]} for one, others in enumerate(known)]
-    for other in meeting.lines.keys() - joined[rank]:  # the other end has dropped this one
+    for other in meeting.lines.keys() - joined[rank]:  # the other end has dropped this connection
         meeting.lines.pop(other).socket.close()
     return meeting.lines, joined
 
@@ -341,5 +341,5 @@ def join(comm: Communicator, tree: Tree) -> tuple[dict[int, Connection], list[se
 def _listener(everywhere: bool) -> Listener | None:
     try:
         return Listener(everywhere)
-    except OSError:  # the ranks that would call are then not watched, which rank 0 prints
+    except OSError:  # the ranks that would call are then not watched; rank 0 prints this
         return None

@@ -1,6 +1,6 @@
-"""Counts of right and wrong predictions, the scores that follow from them, and the file that holds both.
+"""Counts of right and wrong predictions, their scores, and the file that holds both.
 
-Counts are integers, so a score does not depend on the decomposition in any digit. A metric of one's own is a
+Counts are integers, so a score does not depend on the decomposition in any digit. A metric of your own is a subclass of
 :class:`Counter`.
 """
 
@@ -41,13 +41,13 @@ __all__ = [
 ]
 
 
-NOTHING = "no position counts: all are ignored, or have the weight 0"
+NOTHING = "no position counts: all of them are ignored or have weight 0"
 
 
 class Counter(ABC):
-    """Counts of a prediction and its target, and the scores that follow from them. Base of metrics.
+    """Base class of metrics: counts of a prediction and its target, and their scores.
 
-    One of one's own is named by a loss: ``Judgement(counter=RelativeError)``. Every rank counts its blocks, the counts
+    A loss names a counter of your own: ``Judgement(counter=RelativeError)``. Every rank counts its blocks, the counts
     are summed over the ranks, and all ranks compute the scores from the sums.
 
     Attributes
@@ -56,7 +56,7 @@ class Counter(ABC):
         int64 or float64, of any shape, contiguous. Whole numbers do not depend on the decomposition in any digit.
     """
 
-    #: For every score whether ``"lower"`` or ``"higher"`` is better. One that is not here cannot be `output.best`.
+    #: Score -> whether ``"lower"`` or ``"higher"`` is better. A score that is missing here cannot be `output.best`.
     better: Mapping[str, str] = MappingProxyType({})
     counts: np.ndarray
 
@@ -69,12 +69,12 @@ class Counter(ABC):
         prediction, target
             Blocks ``(N, *spatial, C)`` of NumPy arrays; do not modify them.
         weights
-            Those of the elements (:func:`counted`), where the loss has some.
+            Weights of the elements (:func:`counted`), if the loss has weights.
         """
 
     @abstractmethod
     def scores(self) -> dict[str, float | None]:
-        """Compute the scores of the counts by name, always of the same names; None: undefined."""
+        """Compute the scores by name; the names are always the same. None: undefined."""
 
     def details(self) -> dict[str, Any]:
         """Return plain data on the counts, for ``halograd evaluate --details``."""
@@ -82,21 +82,21 @@ class Counter(ABC):
 
     @property
     def empty(self) -> bool:
-        """Whether the targets had nothing that counts, so that there is no loss either."""
+        """Whether no target counts, so that there is no loss either."""
         return False
 
     def lacking(self) -> str:
-        """Return why these targets cannot tell good predictions from bad ones, in words; "" if they can."""
+        """Return the reason why these targets cannot distinguish good from bad predictions; "" if they can."""
         return NOTHING if self.empty else ""
 
 
 def own_counter(make: Any, name: str) -> Counter:
-    """Return the counter that a judgement of the prediction `name` makes, checked. Local; every rank calls it.
+    """Create and check the counter of a comparison of the prediction `name`. Local; every rank calls it.
 
     Raises
     ------
     UserError
-        If it is no :class:`Counter`, or a method or an attribute is not as that says.
+        If it is no :class:`Counter`, or one of its methods or attributes is invalid.
     """
     made = make()
     if not isinstance(made, Counter):
@@ -110,11 +110,11 @@ def own_counter(make: Any, name: str) -> Counter:
         with np.errstate(all="ignore"):
             scores = dict(made.scores())
     except Exception as error:
-        raise UserError(f"{kind}: expected scores() of nothing, None where undefined, got {error!r}") from error
+        raise UserError(f"{kind}: expected scores() to work without counts (None: undefined), got {error!r}") from error
     wrong = [key for key in scores if not isinstance(key, str) or key in ("loss", *STAMPS)]
     if wrong or not scores:
         taken = ", ".join(("loss", *STAMPS))
-        raise UserError(f"{kind}: expected scores() by other names than {taken}, got {wrong or 'none'}")
+        raise UserError(f"{kind}: expected names of scores() other than {taken}, got {wrong or 'none'}")
     for key, better in made.better.items():
         if key not in scores or better not in ("lower", "higher"):
             raise UserError(
@@ -132,11 +132,11 @@ class Confusion(Counter):
     classes
         Number of classes.
     threshold
-        A number: there are two classes, a prediction above it means yes, and so does a target from 0.5 on. Targets
-        are cut and shaped as predictions; several channels are several questions. None: the class is the channel of
-        the largest prediction; targets are class indices ``(..., 1)`` or one channel per class.
+        A number: there are two classes; a prediction above the threshold, or a target of at least 0.5, means "yes".
+        Targets have the cut and shape of predictions; each channel is a separate classification. None: the class is
+        the channel of the largest prediction; targets are class indices ``(..., 1)`` or one channel per class.
     ignored
-        Index of the class whose positions do not count.
+        Index of the class whose positions are ignored.
     probabilities
         Whether predictions are probabilities, not logits; used by the calibration.
 
@@ -145,7 +145,7 @@ class Confusion(Counter):
     counts
         ``(classes, classes)`` int64: rows are the true classes, columns the predicted ones.
     calibration
-        Counts of probabilities; None where they are not counted.
+        Counts of probabilities; None if they are not counted.
     """
 
     better = MappingProxyType(dict.fromkeys(("accuracy", "iou", "f1", "precision", "recall"), "higher"))
@@ -166,7 +166,7 @@ class Confusion(Counter):
 
     def add(self, prediction: Any, target: Any, weights: Any = None) -> None:
         """Count a block ``(N, ..., C)`` without the elements of weight 0 (:func:`counted`). Local."""
-        with np.errstate(invalid="ignore"):  # elements that do not count may be NaN
+        with np.errstate(invalid="ignore"):  # ignored elements may be NaN
             guess, truth = self._classes(prediction, target)
         some = np.ones(truth.shape, np.bool_)
         if self.ignored is not None:
@@ -181,7 +181,7 @@ class Confusion(Counter):
             self.calibration.add(self._probability(prediction, some), truth == (guess if self.threshold is None else 1))
 
     def _probability(self, prediction: Any, some: np.ndarray) -> np.ndarray:
-        """Return the probability of "yes", or of the chosen class, where `some` is true."""
+        """Return the probability of "yes", or of the predicted class, for the elements in `some`."""
         if self.threshold is not None:
             return prediction[some] if self.probabilities else sigmoid(prediction[some])
         chosen = prediction[some]
@@ -200,7 +200,7 @@ class Confusion(Counter):
         return scores(self.counts)
 
     def details(self) -> dict[str, Any]:
-        """Return the counts and the scores by class; the calibration, if it was counted."""
+        """Return the counts and the scores by class, and the calibration if it was counted."""
         found = {"kind": "classes", "confusion": self.counts.tolist(), "by_class": by_class(self.counts)}
         return found if self.calibration is None else {**found, "calibration": self.calibration.result()}
 
@@ -218,8 +218,8 @@ class Confusion(Counter):
 def scores(counts: np.ndarray) -> dict[str, float | None]:
     """Compute accuracy, IoU, F1, precision and recall of confusion counts; None where a score is not defined.
 
-    With two classes they are those of the second one, and defined where it occurs in the targets; else the mean over
-    the classes that occur or were predicted.
+    With two classes, the scores are those of the second class, and defined if it occurs in the targets. With more
+    classes, they are the mean over the classes that occur or were predicted.
 
     >>> scores(np.array([[5, 1], [2, 4]]))["iou"]
     0.5714285714285714
@@ -231,7 +231,8 @@ def scores(counts: np.ndarray) -> dict[str, float | None]:
 
 
 def counted(weights: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Return which elements of a block have a weight above 0; extents of weights may be 1, or they are ``(N, C)``.
+    """Return the elements of a block with weight above 0. Extents of the weights may be 1, or weights may be ``(N,
+    C)``.
 
     >>> counted(np.array([[0.0], [2.0]]), (2, 3, 1))[:, :, 0]
     array([[False, False, False],
@@ -302,7 +303,7 @@ class Errors(Counter):
         return {"mae": float(absolute / n) if n else None, "rmse": float(np.sqrt(squares / n)) if n else None}
 
     def details(self) -> dict[str, Any]:
-        """Return how many numbers were compared."""
+        """Return the number of compared values."""
         return {"kind": "numbers", "count": int(self.counts[0])}
 
     @property
@@ -311,16 +312,16 @@ class Errors(Counter):
 
 
 BINS = 15
-"""Number of bins, all of one width (Guo et al. 2017)."""
-#: Probabilities are added up as whole numbers of this, so that sums do not depend on their order.
+"""Number of bins of equal width (Guo et al. 2017)."""
+#: Probabilities are summed as integer multiples of this unit, so that sums do not depend on the order.
 _UNIT = 2.0**-24
 
 
 class Calibration:
-    """Predicted probabilities against frequencies, in :data:`BINS` bins ``[k / 15, (k + 1) / 15)``; the last has 1 too.
+    """Predicted probabilities and frequencies in :data:`BINS` bins ``[k / 15, (k + 1) / 15)``; the last one includes 1.
 
-    A classification by the largest channel counts the probability of the chosen class, and whether it is the true one;
-    a classification by a threshold counts the probability of "yes", and whether that is true.
+    A classification by the largest channel counts the probability of the predicted class, and whether it is true. A
+    classification by a threshold counts the probability of "yes", and whether that is true.
 
     Attributes
     ----------
@@ -336,7 +337,7 @@ class Calibration:
         self.counts = np.zeros((BINS, 3), np.int64)
 
     def add(self, probability: np.ndarray, true: np.ndarray) -> None:
-        """Count positions by their probabilities; `true` says which are true; both ``(n,)``. Local."""
+        """Count positions by their probabilities ``(n,)``; `true` ``(n,)`` marks the true ones. Local."""
         where = np.clip((probability * BINS).astype(np.int64), 0, BINS - 1)
         units = np.rint(probability.astype(np.float64) / _UNIT)
         self.counts[:, 0] += np.bincount(where, minlength=BINS)
@@ -345,7 +346,7 @@ class Calibration:
         self.counts[:, 2] += np.bincount(where[true], minlength=BINS)
 
     def result(self) -> dict[str, Any]:
-        """Compute the expected calibration error, and the bins it follows from.
+        """Compute the expected calibration error, and the bins from which it follows.
 
         ``error`` is the mean of ``|probability - frequency|`` over positions, None without positions. ``bins`` has a
         row per bin: its limits, positions, mean probability and frequency.
@@ -360,8 +361,8 @@ class Calibration:
 
 
 def sigmoid(block: np.ndarray) -> np.ndarray:
-    """Compute the probability of each logit by itself, without overflow and cancellation."""
-    found = np.tanh(0.5 * block)  # saturates where an exponential would overflow
+    """Compute the sigmoid of each logit, without overflow and cancellation."""
+    found = np.tanh(0.5 * block)  # tanh saturates where an exponential would overflow
     found += 1
     found *= 0.5
     return found
@@ -379,14 +380,14 @@ _WRITTEN_BY = "halograd evaluate"
 
 
 def check_details(path: Path) -> None:
-    """Check that the file can be written, and that an existing one is of an earlier evaluation. Local."""
+    """Check that the file can be written, and that an existing file is from an earlier evaluation. Local."""
     if path.exists():
         read_details(path)
     check_writable(path)
 
 
 def write_details(path: Path, about: Mapping[str, Any], predictions: list[dict[str, Any]]) -> None:
-    """Write JSON: what was evaluated, and the details of every prediction. Local."""
+    """Write a JSON file with the subject of the evaluation, and the details of every prediction. Local."""
     found = _finite({"written_by": _WRITTEN_BY, **about, "predictions": predictions})
     text = json.dumps(found, indent=1, allow_nan=False)
     with atomic_path(path, parents=True) as partial:
@@ -403,12 +404,12 @@ def _finite(value: Any) -> Any:
 
 
 def read_details(path: Path) -> dict[str, Any]:
-    """Read what :func:`write_details` wrote. Local.
+    """Read a file that :func:`write_details` wrote. Local.
 
     Raises
     ------
     UserError
-        If the file is not of that kind.
+        If the file is of another kind.
     """
     found = read_json(path, "details")
     if not isinstance(found, dict) or found.get("written_by") != _WRITTEN_BY:

@@ -12,13 +12,13 @@ from halograd.errors import UserError
 __all__ = ["FACTOR", "BestScore", "Callback", "LossWatch", "is_defined"]
 
 FACTOR = 1000.0
-"""A loss so many times the first one has diverged."""
+"""Ratio to the first loss above which a loss has diverged."""
 
 
 class LossWatch:
-    """Detection of divergence by the losses of a run, epoch by epoch. Local, alike on ranks that see the same losses.
+    """Detection of divergence from the losses of a run, epoch by epoch. Local; the same on ranks with the same losses.
 
-    A loss may diverge and still be a finite number; a run whose loss is not finite ends with
+    A loss may diverge but still be finite; a run whose loss is not finite ends with
     :class:`halograd.training.trainer.Diverged`. The mean loss of the steps of an epoch, or a validation loss, has
     diverged if it is above `FACTOR` times the larger of
 
@@ -31,14 +31,14 @@ class LossWatch:
     Parameters
     ----------
     scale
-        Loss of a regression if zero is predicted; 0 for classes.
+        Loss of a regression for the prediction zero; 0 for classes.
 
     Attributes
     ----------
     first
         Loss of the first step of the run; nan until it is known.
     diverged
-        Verdict on the last epoch, in words; None if it did not diverge.
+        Text on the divergence in the last epoch; None if it did not diverge.
     """
 
     def __init__(self, scale: float = 0.0) -> None:
@@ -49,7 +49,7 @@ class LossWatch:
         self._last: SupportsFloat = math.nan
 
     def add(self, loss: SupportsFloat) -> None:
-        """Add the loss of a step. It is read at the next call, when a device has computed it."""
+        """Add the loss of a step. It is read at the next call, after a device has computed it."""
         self._count()
         self._last = loss
 
@@ -73,7 +73,7 @@ class LossWatch:
         return self.mean
 
     def judge(self, validation: float | None) -> str | None:
-        """End an epoch: return which loss has diverged in it, in words, or None; reset the sums.
+        """End an epoch: return a text if a loss has diverged in it, else None; reset the sums.
 
         Parameters
         ----------
@@ -82,7 +82,7 @@ class LossWatch:
         """
         mean = self.end_epoch()
         self._sum, self._steps = 0.0, 0
-        usual = max(abs(self.first), self._scale)  # a likelihood of densities may be negative
+        usual = max(abs(self.first), self._scale)  # a negative log-likelihood of densities may be negative
         self.diverged = None
         losses = (("mean loss", mean), ("validation loss", validation))
         found = [(name, value) for name, value in losses if value is not None and value > FACTOR * usual > 0]  # not nan
@@ -100,24 +100,24 @@ def is_defined(score: float | None) -> TypeGuard[float]:
 
 
 class BestScore:
-    """The best validation by one score, and early stopping. Local, alike on all ranks, as validations are.
+    """The best validation by one score, and early stopping. Local; the same on all ranks, as validations are.
 
-    A validation in which the score is undefined, None or NaN, is no evidence: it is neither better nor worse.
+    A validation with an undefined score (None or NaN) is ignored: it is neither better nor worse.
 
     Parameters
     ----------
     name
-        Name of the score, one of `names`; ``"none"``: no validation is the best.
+        Name of the score, one of `names`; ``"none"``: no validation counts as the best.
     names
         Names of the scores of a validation, and whether "lower" or "higher" is better; empty: no samples are held out.
     patience
-        Number of validations without improvement after which training ends; 0: it does not.
+        Number of validations without improvement after which training ends; 0: training does not end early.
 
     Raises
     ------
     UserError
-        If the name is another one, its direction is not declared, or `patience` is set without validations or without
-        a score.
+        If the name is unknown, if its direction is not declared, or if `patience` is set without validations or
+        without a score.
     """
 
     def __init__(self, name: str, names: Mapping[str, str | None], patience: int = 0) -> None:
@@ -131,7 +131,7 @@ class BestScore:
         if patience and (not names or name == "none"):
             wrong = "none" if names else "data.validation = 0"
             raise UserError(
-                f"training.patience: expected held-out samples and a score to judge them by (output.best), got {wrong}"
+                f"training.patience: expected held-out samples and a score (output.best), got {wrong}"
             )
         self.name, self.patience = name, patience
         self._lower = names.get(name) == "lower"
@@ -154,7 +154,7 @@ class BestScore:
         return bool(self.patience) and self.waited >= self.patience
 
     def describe(self) -> str:
-        """Describe the best validation; empty if there is none."""
+        """Return a text on the best validation; empty if there is none."""
         return "" if math.isnan(self.value) else f"best {self.name} {self.value:.4f} at step {self.step}"
 
     def state_dict(self) -> dict[str, Any]:
@@ -171,11 +171,11 @@ class BestScore:
 
 
 class Callback:
-    """Base of the callbacks of a run: override methods for loggers or monitors of your own.
+    """Base class of callbacks of a run: override its methods for loggers or monitors of your own.
 
-    Every method is called on all ranks, at the same place of the run. So a method may be collective over the ranks of
-    the run; one that communicates must do so on all ranks. Write files on rank 0 only. An exception on any rank ends
-    the job, as one in a layer does.
+    Every method is called on all ranks, at the same point of the run. So a method may be collective over the ranks of
+    the run; a method that communicates must do so on all ranks. Write files only on rank 0. An exception on any rank
+    ends the job, as an exception in a layer does.
     """
 
     def on_step(self, step: int, loss: SupportsFloat, learning_rate: float) -> None:
@@ -184,10 +184,10 @@ class Callback:
         Parameters
         ----------
         step
-            Updates done.
+            Number of updates.
         loss
-            Loss of the batch, before the update. A device may still compute it: ``float(loss)`` waits for it, and is
-            collective then.
+            Loss of the batch, before the update. A device may still be computing it: ``float(loss)`` then waits for
+            it, and is collective.
         learning_rate
             Learning rate of the update.
         """
@@ -198,7 +198,7 @@ class Callback:
         Parameters
         ----------
         scores
-            Scores as printed, the mean ``loss`` first; empty without held-out samples. None: undefined.
+            Scores as printed, with the mean ``loss`` first; empty without held-out samples. None: undefined.
         """
 
     def on_checkpoint(self, step: int, path: Path, best: bool) -> None:

@@ -1,7 +1,7 @@
-"""Optimizers: one update of a bucket's parameters from its summed gradients, in place.
+"""Optimizers: they update the parameters of a bucket in place from its summed gradients.
 
-An optimizer has one kernel of the backend per bucket, on arrays that all exist before the first step. Checkpoints name
-its state by ``layer/parameter``, independent of the buckets.
+An optimizer has one backend kernel per bucket, on arrays that exist before the first step. Checkpoints name its state
+by ``layer/parameter``, independent of the buckets.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 __all__ = ["AVERAGE", "LARS", "SGD", "Adam", "AdamW", "Optimizer"]
 
 
-#: Name of the state with moving averages of parameters; the last one.
+#: Name of the state with moving averages of parameters; it is the last state.
 AVERAGE = "average"
 
 
 class Optimizer(ABC):
-    """Base of the optimizers. Local: gradients are summed before, and every rank updates its copy alike.
+    """Base class of optimizers. Local: gradients are summed before, and all ranks make the same update of their copies.
 
     A step is `begin_step`, then `update` of every bucket, in any order.
 
@@ -42,16 +42,16 @@ class Optimizer(ABC):
     weight_decay
         Factor of the weight decay, for parameters that are subject to it.
     factors
-        Factors on the learning rate, by name of a layer or pattern of names (``"encoder/*"``); where several match, the
-        last one counts.
+        Factors on the learning rate, by name of a layer or pattern of names (``"encoder/*"``); if several match, the
+        last one applies.
     average
         Weight of the old values in the moving averages of all parameters, in [0, 1); 0: no averages. In the first
-        steps it is smaller, ``(1 + step) / (10 + step)``, so that initial values lose their weight.
+        steps the weight is smaller, ``(1 + step) / (10 + step)``, so that initial values lose their influence.
 
     Attributes
     ----------
     step
-        Number of updates begun so far.
+        Number of updates that have begun.
     learning_rate
         Learning rate of the current step.
     gradient_scale
@@ -79,7 +79,7 @@ class Optimizer(ABC):
         self.step, self.learning_rate = 0, 0.0
         self.gradient_scale: Any = 1.0
         self._device: Device = store.memory.device
-        # Learning rate, scale of the gradients, the two corrections of Adam, and the weight of averages.
+        # Learning rate, scale of the gradients, the two bias corrections of Adam, and the weight of averages.
         shape = len(self._factors), 5
         self._scalars = self._device.zeros(shape, np.float64)
         self._pinned = [self._device.pinned(shape, np.float64) for _ in range(2)]
@@ -95,22 +95,22 @@ class Optimizer(ABC):
         self.begin_averages()
 
     def bind(self) -> None:
-        """Make the kernels for the present buckets of the store; the state does not change. Local.
+        """Create the kernels for the current buckets of the store; the state does not change. Local.
 
         Raises
         ------
         ValueError
-            If the state is in shards, or would be: it would have to move.
+            If the state is or would be sharded: it would have to move.
         """
         if self._owned_ranges() != self._shards:
-            raise ValueError("bind(): expected the shards for which the state was made; make a new optimizer")
+            raise ValueError("bind(): expected the shards for which the state was created; create a new optimizer")
         self._starts, _ = self._places()
         for kernel in (kernel for kernels in self._kernels.values() for kernel in kernels):
             kernel.close()
         self._kernels = {id(bucket): list(self._kernels_of(bucket)) for bucket in self.store.buckets}
 
     def _kernels_of(self, bucket: Bucket) -> Iterator[Kernel]:
-        """Yield kernels that update what this rank owns of a bucket, one per run of parameters of one factor."""
+        """Yield kernels that update this rank's part of a bucket, one per run of parameters with the same factor."""
         own = self.store.owned(bucket)
         for run, factor in self._runs(bucket):
             part = slice(max(run.start, own.start), max(min(run.stop, own.stop), run.start, own.start))
@@ -123,7 +123,7 @@ class Optimizer(ABC):
                 yield self.store.memory.kernels.average(given)
 
     def _runs(self, bucket: Bucket) -> list[tuple[slice, float]]:
-        """Return consecutive ranges of a bucket whose layers have one factor each."""
+        """Return consecutive ranges of a bucket, each of whose layers have the same factor."""
         starts: list[tuple[int, float]] = []
         for name, where in bucket.slices.items():
             factor = self._factor_of.get(name.rpartition("/")[0], 1.0)
@@ -133,7 +133,7 @@ class Optimizer(ABC):
         return [(slice(start, stop), factor) for (start, factor), stop in zip(starts, stops)]
 
     def _bound(self, bucket: Bucket, part: slice, scalars: Any) -> tuple[UpdateArrays, Any]:
-        """Return the arrays to update of a part of a bucket, and its averages, if there are any."""
+        """Return the arrays of an update of part of a bucket, and its averages, if there are any."""
         first, scaling = self._starts[id(bucket)], self.store.loss_scale
         state = [s[first + part.start : first + part.stop] for s in self._arrays[bucket.flat]]
         average = state.pop() if self.average else None
@@ -143,12 +143,13 @@ class Optimizer(ABC):
         return UpdateArrays(params, grads, tuple(state), scalars, decays, copy, skip), average
 
     def begin_averages(self) -> None:
-        """Set the averages to the present parameters, as in the first step. Local."""
+        """Set the averages to the current parameters, as in the first step. Local."""
         for bucket, own, state in self.averages():
             np.copyto(state, bucket.params[own])
 
     def averages(self) -> Iterator[tuple[Bucket, slice, Any]]:
-        """Yield buckets, the range of each that this rank updates, and its averages: views. Empty without averages."""
+        """Yield each bucket, the range of it that this rank updates, and its averages: views. Empty without averages.
+        """
         for bucket in self.store.buckets if self.average else ():
             own, first = self.store.owned(bucket), self._starts[id(bucket)]
             yield bucket, own, self._arrays[bucket.flat][-1][first + own.start : first + own.stop]
@@ -158,7 +159,7 @@ class Optimizer(ABC):
         return bucket.decays
 
     def begin_step(self, learning_rate: float, gradient_scale: Any = 1.0) -> None:
-        """Begin a step, after all updates of the last one. The scale may be an array ``(1,)`` on the device."""
+        """Begin a step, after all updates of the previous one. The scale may be an array ``(1,)`` on the device."""
         if not self.step:
             self.begin_averages()  # parameters may be read from a file after construction
         self.step += 1
@@ -179,26 +180,26 @@ class Optimizer(ABC):
 
     @property
     def _weight(self) -> float:
-        """Weight of the new parameters in their averages in this step."""
+        """Weight of the new parameters in the averages in this step."""
         return 1 - min(self.average, self.step / (9 + self.step))
 
     def update(self, bucket: Bucket) -> None:
-        """Update the parameters of one bucket, whose gradients are summed. Nothing is allocated."""
+        """Update the parameters of one bucket, whose gradients are summed. Allocates no memory."""
         for kernel in self._kernels[id(bucket)]:
             kernel()
 
     def corrections(self) -> tuple[float, float]:
-        """Return the divisors of the two moments in this step."""
+        """Return the divisors of the two moments in this step (bias correction)."""
         return 1.0, 1.0
 
     @abstractmethod
     def kernel(self, arrays: UpdateArrays) -> Kernel:
-        """Make the kernel of the backend that updates a bucket or a shard of it."""
+        """Create the backend kernel that updates a bucket or a shard of it."""
 
     def _places(self) -> tuple[dict[int, int], list[int]]:
-        """Return, per bucket, the place of its first element in the state arrays of its flat; and their sizes.
+        """Return, per bucket, the offset of its first element in the state arrays of its flat; and their sizes.
 
-        A rank has state only for elements that it updates: the shards of buckets are stored one after the other.
+        A rank has state only for elements that it updates: the shards of buckets are stored one after another.
         """
         if self._shards is None:
             return {id(b): b.start for b in self.store.buckets}, [f.params.size for f in self.store.flats]
@@ -210,16 +211,16 @@ class Optimizer(ABC):
         return starts, sizes
 
     def _owned_ranges(self) -> list[tuple[int, int, int]] | None:
-        """Return flat, start and stop of what this rank updates where buckets are sharded; else None."""
+        """Return flat, start and stop of the ranges that this rank updates if buckets are sharded; else None."""
         if not self.store.scheme.kind.shards:
             return None
         owns = [(b, self.store.owned(b)) for b in self.store.buckets]
         return [(b.flat, b.start + own.start, b.start + own.stop) for b, own in owns]
 
     def kept_state(self) -> dict[str, dict[str, tuple[slice, Any]]]:
-        """Return the elements of flat parameters that this rank has state for, and the state: views.
+        """Return the elements of flat parameters for which this rank has state, and the state: views.
 
-        Both by the name of the state and ``layer/parameter``.
+        Both are given by the name of the state and ``layer/parameter``.
         """
         kept: dict[str, dict[str, tuple[slice, Any]]] = {key: {} for key in self.state_names}
         for bucket in self.store.buckets:
@@ -235,8 +236,8 @@ class Optimizer(ABC):
     def named_state(self, comm: Communicator | None = None) -> dict[str, dict[str, Any]]:
         """Return state arrays by name of the state and ``layer/parameter``, shaped as the parameters: views.
 
-        Collective over `comm` where shards are updated, else local. With shards the arrays are whole copies on the
-        first rank that holds a block of the parameter, and empty on other ranks.
+        Collective over `comm` if shards are updated, else local. With shards, the arrays are whole copies on the first
+        rank that holds a block of the parameter, and empty on other ranks.
         """
         named: dict[str, dict[str, Any]] = {key: {} for key in self.state_names}
         for bucket in self.store.buckets:
@@ -253,12 +254,12 @@ class Optimizer(ABC):
         return named
 
     def settings(self) -> Mapping[str, Any]:
-        """Return the scalars of the state, for checkpoints."""
+        """Return the scalar state, for checkpoints."""
         return {"kind": type(self).__name__, "step": self.step}
 
 
 class SGD(Optimizer):
-    """Stochastic gradient descent with momentum, plain or Nesterov's, as torch.optim.SGD.
+    """Stochastic gradient descent with momentum, classical or Nesterov's, as torch.optim.SGD.
 
     ``v = momentum * v + g; p -= learning_rate * v`` with ``g`` the gradient plus ``weight_decay * p``;
     Nesterov: ``p -= learning_rate * (g + momentum * v)``.
@@ -287,7 +288,7 @@ class SGD(Optimizer):
 
 
 class Adam(Optimizer):
-    """Adam (Kingma and Ba 2015, Algorithm 1) with L2 regularisation in the gradient, as torch.optim.Adam."""
+    """Adam (Kingma and Ba 2015, Algorithm 1) with L2 regularization in the gradient, as torch.optim.Adam."""
 
     state_names: tuple[str, ...] = ("first_moment", "second_moment")
     _decoupled = False
@@ -378,7 +379,7 @@ def factors_of(factors: Mapping[str, float], network: Network) -> dict[str, floa
 
 
 def within(ranges: Sequence[tuple[int, int, bool]], own: slice) -> list[tuple[int, int, bool]]:
-    """Clip ranges to a part of the bucket, counted from the start of the part.
+    """Clip ranges to a part of the bucket, relative to the start of the part.
 
     >>> within([(0, 10, True), (10, 20, False)], slice(5, 15))
     [(0, 5, True), (5, 10, False)]

@@ -1,16 +1,17 @@
-"""Parts of predictions: the blocks that one rank writes, verified before an interrupted job continues with them.
+"""Parts of predictions: the blocks that one rank writes. They are verified before an interrupted job continues with
+them.
 
 ::
 
     rank-00003.h5        HDF5 file of rank 3: its box of every sample
-    rank-00003.progress  how many batches are on the disk, and the checksum of these and of the structure of the file
+    rank-00003.progress  number of batches on the disk, and the checksum of them and of the file's structure
 
-The structure of the HDF5 file is complete before the first batch; then HDF5 is not used any more. Batches are written
-at their offsets, and the progress is replaced (:func:`halograd.documents.replacing`) after the data are on the disk. It
-is a file of checksums, as a checkpoint is (:mod:`halograd.training.chunk_file`).
+The structure of the HDF5 file is complete before the first batch; after that, HDF5 is not used. Batches are written at
+their offsets, and the progress is replaced (:func:`halograd.documents.replacing`) after the data are on the disk. The
+progress is a file of checksums, like a checkpoint (:mod:`halograd.training.chunk_file`).
 
-A part is continued if its bytes have the checksum. Otherwise it is begun anew, as a new file: what the name referred to
-(a link, a pipe, a file with a second name) is neither written nor followed.
+A part is continued if its bytes match the checksum. Otherwise the part starts again as a new file. The old target of
+the name (a link, a pipe, a file with a second name) is neither written nor followed.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ from .chunk_file import CHUNK, ChunkWriter, DamagedFile, OtherFile, VerifiedFile
 
 __all__ = ["PartArray", "PartFile", "check_folder", "part_path", "writing"]
 
-#: Age of the progress at which it is recorded again [s]: a rank that is killed loses no more than this, and a batch.
+#: Age of the progress at which it is recorded again [s]: a killed rank loses at most this time and one batch.
 RECORD_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
 class PartArray:
-    """Array of a part: the box of this rank of each batch, one batch after the other.
+    """Array of a part: this rank's box of each batch, one batch after another.
 
     Attributes
     ----------
@@ -69,7 +70,7 @@ class PartArray:
 
 @dataclass(frozen=True)
 class PartRecord:
-    """Record of what is on the disk.
+    """Record of the data on the disk.
 
     Attributes
     ----------
@@ -78,11 +79,11 @@ class PartRecord:
     size
         Size of the HDF5 file [B].
     offsets
-        Position of each array that has numbers [B].
+        Offset of each nonempty array [B].
     batches
         Number of complete batches.
     checksum
-        CRC-32 of all bytes outside of the arrays, and then of the batches in order.
+        CRC-32 of all bytes outside the arrays, followed by the batches in order.
     """
 
     __pydantic_config__ = schema.STRICT
@@ -101,29 +102,29 @@ class PartFile:
     Parameters
     ----------
     path
-        The file, in a folder that is made if it is missing.
+        The file; its folder is created if it is missing.
     rank
-        This rank.
+        Rank of this process.
     arrays
-        Its arrays, none of size 0.
+        Arrays of this rank, none of them empty.
     count, batch
-        Numbers of all samples, and of those of a batch.
+        Number of all samples, and number of samples of a batch.
     job
         Text that distinguishes this job from others.
     describe
-        Called with the new file, to add what belongs to its structure.
+        Function that is called with the new file, to complete its structure.
 
     Attributes
     ----------
     done
-        Number of batches that the part has.
+        Number of batches in the part.
     fault
-        Why an earlier attempt at this part is not continued; None if it is, or if there was none.
+        Reason why an earlier attempt at this part is not continued; None if it is, or if there was none.
 
     Raises
     ------
     DataError
-        Also by all methods: if the files cannot be written.
+        If the files cannot be written; also raised by all methods.
     """
 
     def __init__(
@@ -154,7 +155,7 @@ class PartFile:
     # -- opening ---------------------------------------------------------------------------------
 
     def _continue(self) -> bool:
-        """Open and verify the part of an earlier attempt; return whether this one continues with it."""
+        """Open and verify the part of an earlier attempt; return whether this job continues it."""
         try:
             found = self._progress()
             if found is None:
@@ -185,7 +186,7 @@ class PartFile:
             raise DamagedFile(f"its progress is damaged ({str(error).partition(';')[0]})") from error
 
     def _verify(self, found: PartRecord) -> None:
-        """Read the part, and raise DamagedFile unless its bytes are those of the record."""
+        """Read the part, and raise DamagedFile unless its bytes match the record."""
         status = os.fstat(self._file)
         if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
             raise DamagedFile("it is no regular file of one name")
@@ -196,7 +197,7 @@ class PartFile:
         if len(found.offsets) != len(self._arrays) or found.batches > self._batches:
             raise DamagedFile("its progress does not fit the job")
         self._offsets, self._size = found.offsets, found.size
-        self._sums = [self._structure()]  # of the first batches, by their number
+        self._sums = [self._structure()]  # checksums of the first batches, by their number
         for number in range(found.batches):
             checksum = self._sums[-1]
             for array, offset, (low, high) in zip(self._arrays, self._offsets, self._rows(number)):
@@ -207,11 +208,11 @@ class PartFile:
         self.done = self._recorded = found.batches
 
     def _begin(self, describe: Callable[[h5py.File], None]) -> None:
-        """Create the file with all metadata of HDF5, under its name when it is complete."""
+        """Create the file with all HDF5 metadata; it appears under its name when it is complete."""
         for path in (self.path, self._record):
             if path.is_dir() and not path.is_symlink():
                 raise DataError(f"cannot write {path}: expected a file, got a folder; remove it, or give another path")
-        self._record.unlink(missing_ok=True)  # it would belong to another file
+        self._record.unlink(missing_ok=True)  # this record would belong to another file
         placed = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
         placed.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
         placed.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
@@ -233,14 +234,14 @@ class PartFile:
         return -(-self._count // self._batch)
 
     def _rows(self, number: int) -> Iterator[tuple[int, int]]:
-        """Yield for each array which samples of the file are those of a batch."""
+        """Yield, for each array, the range of the file's samples that belong to a batch."""
         first = number * self._batch
         for array in self._arrays:
             low, high = array.box.ranges[0]
             yield min(first + low, self._count), min(first + high, self._count)
 
     def _structure(self) -> int:
-        """Return the checksum of all bytes outside of the arrays."""
+        """Return the checksum of all bytes outside the arrays."""
         checksum, start = 0, 0
         for offset, array in sorted(zip(self._offsets, self._arrays), key=lambda pair: pair[0]):
             checksum = self._sum(start, offset, checksum)
@@ -248,7 +249,7 @@ class PartFile:
         return self._sum(start, self._size, checksum)
 
     def _sum(self, start: int, stop: int, checksum: int) -> int:
-        """Continue a checksum by the bytes from `start` to `stop`."""
+        """Continue a checksum with the bytes from `start` to `stop`."""
         while start < stop:
             try:
                 data = os.pread(self._file, min(CHUNK, stop - start), start)
@@ -285,12 +286,12 @@ class PartFile:
                 self.record()
 
     def record(self) -> None:
-        """Record the progress, when the batches are on the disk; does nothing if that is done already.
+        """Record the progress after the batches are on the disk; no-op if it is recorded already.
 
         Raises
         ------
         DataError
-            Also if the file is no longer the one under its name: a second job of the same kind has begun anew.
+            Also if another file has its name now, because a second job of the same kind has started it again.
         """
         if self.done == self._recorded:
             return
@@ -298,8 +299,8 @@ class PartFile:
             os.fsync(self._file)
             if not os.path.samestat(os.fstat(self._file), os.lstat(self.path)):
                 raise DataError(
-                    f"cannot write {self.path}: expected the file that this job made, got that of another job; wait "
-                    "for that one, or give another path"
+                    f"cannot write {self.path}: expected the file of this job, got that of another job; wait "
+                    "for that job, or give another path"
                 )
             now = PartRecord(self._job, self._rank, self._size, self._offsets, self.done, self._sums[self.done])
             with replacing(self._record) as partial, ChunkWriter(partial) as raw:
@@ -307,7 +308,7 @@ class PartFile:
         self._recorded, self._at = self.done, time.monotonic()
 
     def close(self) -> None:
-        """Close the file, without a record of batches that were not recorded; idempotent."""
+        """Close the file without recording further batches. Idempotent."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -331,7 +332,7 @@ def part_path(folder: Path, rank: int) -> Path:
 
 
 def check_folder(folder: Path) -> None:
-    """Make the folder of a job, within the one of all parts. Local.
+    """Create the folder of a job, within the folder of all parts. Local.
 
     Raises
     ------

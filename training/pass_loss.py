@@ -16,7 +16,7 @@ __all__ = ["CHECKPOINT", "STOP", "VOTES", "FetchedNumber", "PassLoss", "PendingL
 
 
 class FetchedNumber:
-    """Number on a device, copied to the host asynchronously. Local. Read it before the next fetch.
+    """Number on a device that is copied to the host asynchronously. Local. Read it before the next fetch.
 
     `put` only enqueues a copy on the device, so it can be captured in a graph.
     """
@@ -28,16 +28,16 @@ class FetchedNumber:
         self._ticket: Ticket | None = None
 
     def put(self, value: Any) -> None:
-        """Enqueue a copy of `value`, a number or an array without axes on the device, for the next fetch."""
+        """Enqueue a copy of `value` (a number, or a device array without axes) for the next fetch."""
         np.copyto(self._number, value)
 
     def fetch(self) -> None:
-        """Start the copy to the host of the number that was put last. Does not wait."""
+        """Start the copy of the last number to the host. Does not wait."""
         self._device.download(self._number, self._pinned)
         self._ticket = self._device.mark()
 
     def read(self) -> float:
-        """Return the number that was fetched last. Waits for the work before it, which is complete a step later."""
+        """Return the last fetched number. Waits for the work before it, which is complete one step later."""
         if self._ticket is not None:
             self._ticket.wait()
             self._ticket = None
@@ -74,7 +74,7 @@ def mean_of(losses: Sequence[PendingLoss]) -> PendingLoss:
     return PendingLoss(lambda: sum(map(float, losses)) / len(losses))
 
 
-#: How many numbers are summed together with the loss of a pass, and their indices in `PassLoss.votes`.
+#: Number of votes that are summed together with the loss of a pass, and their indices in `PassLoss.votes`.
 VOTES = 2
 STOP, CHECKPOINT = range(VOTES)
 
@@ -82,21 +82,21 @@ STOP, CHECKPOINT = range(VOTES)
 class PassLoss:
     """Sum over all ranks of the losses of their blocks, and of their votes.
 
-    Call `begin` after every forward pass and `settle` when the sum is needed; the next `begin` settles it otherwise.
-    Collective over `comm`, to make and to run.
+    Call `begin` after every forward pass, and `settle` when the sum is needed; otherwise the next `begin` calls it.
+    To create and to run it is collective over `comm`.
 
     Parameters
     ----------
     part
-        Loss of this rank's block, float64 ``(1,)``, on the device; None: the network has no loss, nothing is summed.
+        Loss of this rank's block, float64 ``(1,)``, on the device; None: the network has no loss.
 
     Attributes
     ----------
     votes
-        ``(VOTES,)`` float64: this rank's votes of the next pass, for example that it received a signal. They are part
-        of the sum of the loss, so they cost no message. Kept until changed.
+        ``(VOTES,)`` float64: this rank's votes in the next pass, for example that it received a signal. They are part
+        of the sum of the loss, so they cost no message. They stay until they are changed.
     counted
-        The votes summed over all ranks, of the last pass whose loss was waited for. All ranks see the same numbers
+        The votes of the last pass whose loss is complete, summed over all ranks. All ranks have the same numbers
         after the same pass, so they can decide by them.
     pending
         On a device, the loss of the last pass; None on the host.
@@ -113,12 +113,12 @@ class PassLoss:
         self.pending: PendingLoss | None = None
 
     def put(self) -> None:
-        """Enqueue the copy of the loss out of the buffers of the step; no-op where the host computes. Local."""
+        """Enqueue the copy of the loss out of the buffers of the step; no-op if the host computes. Local."""
         if self._part is not None and self._fetched is not None:
             self._fetched.put(self._part)
 
     def begin(self) -> None:
-        """Settle the sum of the previous pass, and start that of this one."""
+        """Finish the sum of the previous pass, and start the sum of this one."""
         if self._part is None:
             return
         self.settle()

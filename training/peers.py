@@ -1,8 +1,9 @@
-"""Connections between ranks beside MPI, and which ranks have one. Plain sockets: they work when MPI does not.
+"""Connections between ranks in addition to MPI, and their topology. They are plain sockets, which work when MPI does
+not.
 
-The kernel closes a connection when a process ends, and reports it when a node does not answer. In normal operation
-nothing travels on a connection but the kernel's own keep-alive packets, which it answers however busy the process is; a
-node that does not answer them is given up after `LOST` seconds. A message is one JSON object per line.
+The kernel closes a connection when a process ends, and reports it when a node does not respond. In normal operation
+only the kernel's own keep-alive packets travel on a connection. The kernel responds to them however busy the process
+is; a node that does not respond is given up after `LOST` seconds. A message is one JSON object per line.
 :mod:`halograd.training.meeting` makes the connections.
 """
 
@@ -18,10 +19,10 @@ from typing import Any
 
 __all__ = ["FANOUT", "LOST", "Connection", "Peers", "Tree"]
 
-#: Time after which a node that does not answer is given up [s].
+#: Time after which a node that does not respond is given up [s].
 LOST = 6.0
-LONGEST = 1 << 16  # size of a message [B]
-FLUSH = 1.0  # limit for the last messages of a rank that leaves [s]
+LONGEST = 1 << 16  # maximum size of a message [B]
+FLUSH = 1.0  # time limit for the last messages of a rank that leaves [s]
 
 
 class Connection:
@@ -50,12 +51,12 @@ class Connection:
         self.flush()
 
     def flush(self) -> None:
-        """Pass unsent bytes to the kernel, as many as it accepts."""
+        """Pass as many unsent bytes to the kernel as it accepts."""
         try:
             self.unsent = self.unsent[self.socket.send(self.unsent) :]
         except BlockingIOError:
             pass
-        except OSError:  # `receive` finds out why
+        except OSError:  # `receive` will report the reason
             self.unsent = b""
 
     def receive(self) -> list[dict[str, Any]] | None:
@@ -64,7 +65,7 @@ class Connection:
         Raises
         ------
         OSError
-            If the connection is broken (the node does not answer).
+            If the connection is broken (the node does not respond).
         """
         try:
             data = self.socket.recv(LONGEST)
@@ -87,17 +88,17 @@ def _keep_alive(connection: socket.socket) -> None:
 
 @dataclass
 class Peers:
-    """Connections of this rank, and callbacks for their events. Local; for one thread, except `wake`.
+    """Connections of this rank, and callbacks for their events. Local; only `wake` may be called from other threads.
 
     Attributes
     ----------
     lines
         Connections by rank.
     on_message
-        Called with rank and message.
+        Function that is called with rank and message.
     on_end
-        Called with a rank whose connection ended, and how: ``"left"`` (announced), ``"ended"`` (its process ended) or
-        ``"lost"`` (its node does not answer).
+        Function that is called with a rank whose connection ended, and the kind of end: ``"left"`` (announced),
+        ``"ended"`` (its process ended) or ``"lost"`` (its node does not respond).
     """
 
     lines: dict[int, Connection]
@@ -129,7 +130,7 @@ class Peers:
                 self._attend(line)
 
     def wake(self) -> None:
-        """End the `wait` of the other thread. From any thread."""
+        """End the `wait` of the other thread. Any thread may call it."""
         self._outer.send(b".")
 
     def send(self, rank: int, message: dict[str, Any]) -> None:
@@ -141,7 +142,7 @@ class Peers:
         how = "ended"
         try:
             messages = line.receive()
-        except OSError as error:  # TimeoutError, too: the kernel has given up
+        except OSError as error:  # includes TimeoutError: the kernel has given up
             messages, how = None, "ended" if isinstance(error, ConnectionError) else "lost"
         for message in messages or ():
             if message["kind"] == "bye":
@@ -173,19 +174,20 @@ FANOUT = 16
 
 
 class Tree:
-    r"""Plan of the connections between the ranks of a job. Local arithmetic.
+    r"""Topology of the connections between the ranks of a job. Pure arithmetic.
 
-    Ranks have positions: the first rank of every host, then all others. The first ``fanout + 1`` are *heads*, each of
-    which is connected with all others; every rank behind them is connected with its parent. With ``fanout = 2``::
+    Ranks have positions: the first rank of every host, then all others. The first ``fanout + 1`` ranks are *heads*,
+    each of which is connected with all other heads; every later rank is connected with its parent. With ``fanout =
+    2``::
 
-        position       0 ------ 1 ------ 2       heads: 0 and 2 are connected, too
+        position       0 ------ 1 ------ 2       heads: 0 and 2 are connected too
                       / \      / \      / \
                      3   4    5   6    7   8
                     / \  :
                    9  10
 
-    No rank has more than ``2 * fanout`` connections, however many ranks there are. Rank 0 is the first head, and ends
-    the job when something is wrong; if it cannot, the next head does.
+    A rank has at most ``2 * fanout`` connections, for any number of ranks. Rank 0 is the first head, and ends the job
+    after a fault; if it cannot, the next head does.
 
     Parameters
     ----------
@@ -225,7 +227,7 @@ class Tree:
         return self.order[first : first + self.fanout]
 
     def downs(self, rank: int) -> list[int]:
-        """Return the ranks that report to a rank: all heads behind it, and its children."""
+        """Return the ranks that report to a rank: all heads after it, and its children."""
         later = self.order[self._positions[rank] + 1 : self.fanout + 1]
         return [*later, *self.children(rank)]
 

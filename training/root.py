@@ -1,7 +1,7 @@
-"""Calls of rank 0 for all ranks at the start of a job, before or beside a halograd communicator.
+"""Calls of rank 0 for all ranks at the start of a job, before or without a halograd communicator.
 
 A thousand ranks that open the same small file at once load a parallel file system for longer than the rest of the start
-takes. So rank 0 reads, and broadcasts the result.
+takes. So rank 0 reads the file, and broadcasts the result.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _MISTAKES: dict[str, type[Exception]] = {"data": DataError, "user": UserError}
 
 
 def agreed_root(comm: Communicator, call: Callable[[], Result]) -> Result:
-    """:func:`on_root`, within an agreement. Collective over `comm`."""
+    """Call :func:`on_root` within an agreement. Collective over `comm`."""
     comm.agree(None)
     return on_root(comm.mpi, call)
 
 
 def on_root(world: Any, call: Callable[[], Result]) -> Result:
-    """Return on all ranks what `call` returns on rank 0. Collective over `world`.
+    """Return on all ranks the result of `call` on rank 0. Collective over `world`.
 
     Parameters
     ----------
@@ -43,7 +43,7 @@ def on_root(world: Any, call: Callable[[], Result]) -> Result:
     Raises
     ------
     UserError, DataError
-        What `call` raises, on all ranks alike. Any other error is raised on rank 0 and ends the job.
+        The error of `call`, on all ranks. Any other error is raised on rank 0 and ends the job.
     """
     if world.size == 1:
         return call()
@@ -67,7 +67,7 @@ def on_root(world: Any, call: Callable[[], Result]) -> Result:
 
 
 def _described(raised: Exception | None) -> tuple[str, str] | None:
-    """Return kind and text of an error, to be broadcast."""
+    """Return kind and text of an error, to broadcast them."""
     if raised is None:
         return None
     kinds = (kind for kind, error in _MISTAKES.items() if isinstance(raised, error))

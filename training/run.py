@@ -1,4 +1,4 @@
-"""Training and evaluation by configuration: what the command line calls."""
+"""Training, evaluation and prediction by configuration: the functions that the command line calls."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ from .watchdog import Interruption, Watchdog
 
 __all__ = ["Planner", "Ranker", "apply", "evaluate", "find_trained", "train"]
 
-#: Configuration, communicator, whether to train -> the plan to follow. Collective.
+#: Function of configuration, communicator and whether to train that returns the plan to follow. Collective.
 Planner = Callable[[Config, Communicator, bool], RunPlan]
-#: Configuration, communicator, how layers are cut -> schemes of gradient reduction, the best first. Collective.
+#: Function of configuration, communicator and strategy that returns reduction schemes, the best first. Collective.
 Ranker = Callable[[Config, Communicator, Strategy], Sequence[Scheme]]
 SAMPLES = ("validation", "training", "all")
 
@@ -64,34 +64,34 @@ def train(
     Parameters
     ----------
     config
-        TOML file (:mod:`halograd.training.config`), or a configuration, alike on all ranks.
+        TOML file (:mod:`halograd.training.config`), or a configuration, the same on all ranks.
     overrides
-        ``section.key=value``.
+        ``section.key=value`` texts.
     resume
-        Continue from the newest undamaged checkpoint of the run, on any number of ranks; start from the beginning if
-        there is none yet.
+        Whether to continue from the newest undamaged checkpoint of the run, on any number of ranks; without one, the
+        run starts from the beginning.
     comm
         An MPI communicator to clone; by default all ranks of the job, after :func:`halograd.comm.boot`.
     planner
-        Makes the plan for ``strategy = "auto"``: :func:`halograd.auto.plan_run`, collective. At the end the run
+        Function that plans ``strategy = "auto"``: :func:`halograd.auto.plan_run`, collective. At the end the run
         compares the predictions of the plan with measurements.
     ranker
-        Ranks schemes for ``reduction.name = "auto"``: :func:`halograd.auto.rank_schemes_of`, collective. Without one, a
-        few typical schemes are tried.
+        Function that ranks schemes for ``reduction.name = "auto"``: :func:`halograd.auto.rank_schemes_of`, collective.
+        Without it, a few typical schemes are tried.
     callbacks
-        Called after every step, epoch and checkpoint.
+        Callbacks that are called after every step, epoch and checkpoint.
 
     Returns
     -------
     dict
         ``steps``, ``loss`` of the last step, ``validation`` metrics, ``directory``; ``stopped``: the signal (SIGUSR1
-        or SIGTERM) and its rank, if one stopped the run with a checkpoint, else None; ``diverged``: how, if the loss
-        of the last epoch is finite but far above the first one, else None.
+        or SIGTERM) that stopped the run with a checkpoint, and its rank, else None; ``diverged``: a text if the loss of
+        the last epoch is finite but far above the first one, else None.
 
     Raises
     ------
     UserError, DataError
-        A fault that the user can correct, in one line.
+        If the user can correct the fault; one line.
     """
     world = boot() if comm is None else comm
     config = read_config(world, config, overrides)
@@ -100,7 +100,7 @@ def train(
         lock = stack.enter_context(RunLock(directory))
         on_root(ranks.mpi, lambda: _acquire(lock, directory))
         folder = CheckpointFolder(directory / "checkpoints", config.output.keep, lock.check)
-        on_root(ranks.mpi, folder.check_writable)  # before hours of training, not after them
+        on_root(ranks.mpi, folder.check_writable)  # check before hours of training, not after them
         if config.output.rank_logs:
             _log_each_rank(ranks, directory / "logs", stack)
         watchdog = stack.enter_context(Watchdog(ranks, config.run.stall_minutes, directory / "log.jsonl"))
@@ -126,7 +126,7 @@ def train(
             log.say(text)
         if found is None and config.training.init is not None:
             begin_with(session)
-            log.say(f"parameters begin with those of {config.training.init}")
+            log.say(f"initial parameters: {config.training.init}")
         if found is not None:
             run.resume(found)
             found.close()
@@ -135,11 +135,11 @@ def train(
         watchdog.follow(session.executor.pulse)
         interruption.follow(session.executor.pulse)
         result = run.train()
-        if result["stopped"] is None:  # after a signal there is little time
+        if result["stopped"] is None:  # after a signal, little time is left
             report_times(session, log, run.steps, directory)
             report_plan(plan, run, log)
             log.write("finished", step=run.optimizer.step)
-        on_root(ranks.mpi, lock.check)  # the result names log and checkpoints
+        on_root(ranks.mpi, lock.check)  # the result refers to log and checkpoints
     return {**result, "directory": str(directory)}
 
 
@@ -159,13 +159,13 @@ def evaluate(
     Parameters
     ----------
     target
-        The directory of a run, one of its checkpoints, or its configuration.
+        Directory of a run, one of its checkpoints, or its configuration.
     overrides
-        ``section.key=value``, on top of the configuration of the run.
+        ``section.key=value`` texts that change the configuration of the run.
     samples
-        ``"validation"`` (those held out), ``"training"`` or ``"all"``.
+        ``"validation"`` (the held-out samples), ``"training"`` or ``"all"``.
     predictions
-        HDF5 file to write predictions, targets and sample numbers to, by rank 0.
+        HDF5 file to which rank 0 writes predictions, targets and sample numbers.
     comm, planner
         As for :func:`train`.
     details
@@ -185,7 +185,7 @@ def evaluate(
     if details is not None:
         on_root(world, lambda: check_details(Path(details)))
     with _communicator(config, world) as ranks, ExitStack() as stack:
-        reader = stack.enter_context(CheckpointReader(checkpoint, ranks))  # now: a run that continues may remove it
+        reader = stack.enter_context(CheckpointReader(checkpoint, ranks))  # now, before another run removes it
         plan = _plan(config, ranks, planner, training=False)
         strategy = None if plan is None else plan.strategy
         session = Session.open(
@@ -229,28 +229,28 @@ def apply(
 ) -> dict[str, Any]:
     """Predict data without labels by a trained network. Collective over all ranks of the job.
 
-    Samples may be larger or smaller than those of the training, where the network allows it. What the overrides do not
-    set follows from the data and the ranks: :mod:`halograd.training.adapting`. An interrupted job continues when it is
-    started again.
+    Samples may be larger or smaller than those of the training, if the network allows it. Settings that the overrides
+    do not contain follow from the data and the ranks: :mod:`halograd.training.adapting`. An interrupted job continues
+    when it is started again.
 
     Parameters
     ----------
     target, overrides, comm, planner
         As for :func:`evaluate`.
     data
-        Files, patterns or folders with the inputs of the network, or one of these; other datasets are ignored.
+        File, pattern or folder with the inputs of the network, or a list of these; other datasets are ignored.
     out
-        File to write, see :mod:`halograd.training.applying`. One of an earlier job is replaced.
+        File to write, see :mod:`halograd.training.applying`. A file of an earlier job is replaced.
     what
-        ``"logits"``: the outputs themselves; ``"probabilities"`` or ``"classes"`` for outputs that have them.
+        ``"logits"``: the outputs themselves; ``"probabilities"`` or ``"classes"`` for outputs of a classification.
     tell
-        Called on rank 0 with the number of complete samples, and of all samples.
+        Function that is called on rank 0 with the number of complete samples and the number of all samples.
 
     Returns
     -------
     dict
-        Numbers of ``samples`` and of samples ``computed`` by this job, ``step``, ``checkpoint``, and ``settings`` that
-        data and ranks made necessary (:func:`halograd.training.adapting.adapted`).
+        Number of ``samples``, number of samples that this job ``computed``, ``step``, ``checkpoint``, and the
+        ``settings`` that were adapted to data and ranks (:func:`halograd.training.adapting.adapted`).
     """
     world, out = boot() if comm is None else comm, Path(out)
     given = [data] if isinstance(data, str | Path) else list(data)
@@ -300,20 +300,20 @@ def _communicator(config: Config, world: Any) -> Iterator[Communicator]:
 
 
 def _files(session: Session) -> list[Any]:
-    """Return data that change when a file with samples changes, or one that such a file refers to. Local."""
+    """Return data that change when a file with samples, or a file that it refers to, changes. Local."""
     data, dataset = session.config.data, session.samples.dataset
     given = [data.path] if isinstance(data.path, str) else data.path
     paths = [Path(path) for path in given] if data.file is not None else find_files(given)
     for part in getattr(dataset, "parts", [dataset]):
         paths += map(Path, part.structure.files if isinstance(part, Hdf5Dataset) else ())
     found = [(str(path), path.stat() if path.exists() else None) for path in paths]
-    # Nothing says whether an object of a script has the samples that it had in an earlier attempt.
+    # It is unknown whether an object of a script has the same samples as in an earlier attempt.
     once = [secrets.token_hex(8)] if data.file is not None and is_made(data.file) else []
     return [[path, state and [state.st_size, state.st_mtime_ns]] for path, state in found] + once
 
 
 def _settings(session: Session) -> dict[str, Any]:
-    """Return what predictions depend on beside checkpoint and samples, as plain data. Local."""
+    """Return the plain data, in addition to checkpoint and samples, on which predictions depend. Local."""
     config = session.config
     tables = config.model_dump(
         mode="json",
@@ -325,13 +325,13 @@ def _settings(session: Session) -> dict[str, Any]:
 
 
 def _resumed(run: TrainingRun, path: Path) -> str:
-    """Describe where a run continues, or that nothing is left to do. Local."""
+    """Return a text on where a run continues, or that no epochs are left. Local."""
     step, path = run.optimizer.step, path.resolve()
     if run.sampler.epoch < run.epochs:
         return f"resumed at step {step}, epoch {run.sampler.epoch + 1}, from {path}"
     return (
-        f"complete: {run.sampler.epoch} of {run.epochs} epochs are done, at step {step}, in {path}; raise "
-        "training.epochs to train on"
+        f"complete: {run.sampler.epoch} of {run.epochs} epochs are done, at step {step}, in {path}; increase "
+        "training.epochs to continue"
     )
 
 
@@ -368,7 +368,7 @@ def _plan(config: Config, ranks: Communicator, planner: Planner | None, training
 
 
 def _ranked(ranker: Ranker | None, session: Session) -> Sequence[Scheme]:
-    """Return the schemes to try first where gradient reduction is ``"auto"``. Collective."""
+    """Return the schemes to try first if gradient reduction is ``"auto"``. Collective."""
     strategy = session.executor.strategy
     if strategy.reduction.name != "auto" or ranker is None:
         return ()
@@ -378,7 +378,7 @@ def _ranked(ranker: Ranker | None, session: Session) -> Sequence[Scheme]:
 def _start_from(
     ranks: Communicator, folder: CheckpointFolder, resume: bool, stack: ExitStack
 ) -> tuple[CheckpointReader | None, TrainingProgress | None]:
-    """Open and verify the checkpoint to continue from; None for the beginning. Collective."""
+    """Open and verify the checkpoint to continue from; None to start from the beginning. Collective."""
     if not resume:
         if ranks.bcast(folder.latest) is not None:
             raise UserError(
@@ -397,9 +397,7 @@ def _start_from(
 
 
 def find_trained(target: Path, overrides: Sequence[str]) -> tuple[Config, Path, TrainingProgress, bool]:
-    """Return configuration, checkpoint and progress of a trained run, and whether its held-out samples are unchanged.
-
-    Local.
+    """Return configuration, checkpoint and progress of a trained run, and whether the same samples are held out. Local.
     """
     if target.suffix == ".toml":
         config = load_config(target, overrides)
@@ -409,7 +407,7 @@ def find_trained(target: Path, overrides: Sequence[str]) -> tuple[Config, Path, 
         checkpoint = target if target.is_file() else CheckpointFolder(target / "checkpoints").latest
     if checkpoint is None:
         raise UserError(f"{target}: expected a trained run (its configuration, directory or a checkpoint), got none")
-    checkpoint = checkpoint_of(checkpoint)  # latest.h5 may name another one soon
+    checkpoint = checkpoint_of(checkpoint)  # latest.h5 may soon name another file
     progress, text = read_header(checkpoint)
     if config is None:
         config = check_config(json.loads(text), overrides, f"configuration in {checkpoint}")
@@ -418,7 +416,7 @@ def find_trained(target: Path, overrides: Sequence[str]) -> tuple[Config, Path, 
 
 
 def _drawn_by(config: Mapping[str, Any]) -> list[Any]:
-    """Return the settings that decide which samples are held out."""
+    """Return the settings that determine the held-out samples."""
     data = config.get("data", {})
     own = [data.get(key) for key in ("path", "validation", "split", "invalid")]
     return [*own, config.get("training", {}).get("seed")]
@@ -431,5 +429,5 @@ def _chosen(session: Session, samples: str) -> np.ndarray:
         "all": session.samples.everything,
     }[samples]
     if not len(chosen):
-        raise UserError("data.validation: expected held-out samples to evaluate, got 0; or evaluate other samples")
+        raise UserError("data.validation: expected held-out samples, got 0; hold some out, or evaluate other samples")
     return chosen

@@ -1,4 +1,4 @@
-"""The samples that a run works with: which there are, which are held out, and how they become inputs of the network."""
+"""The samples of a run: the data set, its split, and the conversion of samples to inputs of the network."""
 
 from __future__ import annotations
 
@@ -56,22 +56,22 @@ class Samples:
     Attributes
     ----------
     dataset
-        Open data set, of which each rank reads its own blocks.
+        Open data set; each rank reads its own blocks.
     training, validation
-        Numbers of the samples to train on, and to hold out.
+        Numbers of the training samples and of the held-out samples.
     statistics
         Statistics of normalized inputs, by name.
     reductions
         Reductions of targets that are finer than the predictions of the network, by name.
     invalid
-        Samples with NaN, infinity or targets out of range, each with its first fault, if the configuration looks for
-        them.
+        Samples with NaN, infinity or targets out of range, each with its first fault, if the configuration searches
+        for them.
     augmentation
         Random changes of samples in training; None without them or without targets.
     class_counts
-        Counts of classes in the training samples, by target, if a loss is balanced by them.
+        Class counts in the training samples, by target, if a loss is balanced by them.
     target_scale
-        Order of magnitude of the loss of a regression that predicts zero.
+        Order of magnitude of the loss of a regression for the prediction zero.
     """
 
     dataset: Dataset
@@ -97,9 +97,9 @@ class Samples:
         trainable: bool = True,
         labelled: bool = True,
     ) -> Samples:
-        """Open the data set. Collective over `comm`, within an agreement; arguments as of `Session.open`.
+        """Open the data set. Collective over `comm`, within an agreement; arguments as for `Session.open`.
 
-        Sets the counts of classes in the loss of `network`.
+        Sets the class counts in the loss of `network`.
         """
         data = config.data
         dataset = stack.enter_context(closing(_open_dataset(data, network, comm, labelled)))
@@ -159,22 +159,22 @@ class Samples:
 
     @property
     def evaluated_part(self) -> str:
-        """Say which part of a sample is evaluated; empty if it is the whole sample. Local."""
+        """Text on the evaluated part of a sample; empty if it is the whole sample. Local."""
         window, whole = ((), ()) if self.augmentation is None else self.augmentation.window
         if window == whole:
             return ""
         share = math.prod(window) / math.prod(whole)
         sizes = " of ".join("x".join(map(str, extents)) for extents in (window, whole))
         return (
-            f"evaluated is the middle window of every sample, {sizes} ({100 * share:.3g} %), by data.augment.crop; "
-            "`halograd evaluate --set data.augment.crop=false` evaluates whole samples"
+            f"only the middle window of every sample is evaluated, {sizes} ({100 * share:.3g} %), because of "
+            "data.augment.crop; `halograd evaluate --set data.augment.crop=false` evaluates whole samples"
         )
 
     @cached_property
     def drawn(self) -> str:
         """Text that identifies the training samples and their files, independent of folders. Local.
 
-        Samples are numbered over the files in order, so a new or renamed file changes the numbers of others.
+        Samples are numbered over the files in order, so a new or renamed file changes the numbers of later samples.
         """
         names = self.dataset.names if isinstance(self.dataset, FileSet) else []
         files = f" in {len(names)} files" if names else ""
@@ -182,7 +182,7 @@ class Samples:
         return f"{len(self.training)} of {len(self.dataset)} samples{files}, {mark:08x}"
 
     def warn_of_chunks(self, boxes: Mapping[str, Box], shuffled: bool) -> None:
-        """Warn of files whose compressed chunks are much larger than what this rank reads of them. Local.
+        """Warn of files whose compressed chunks are much larger than the blocks that this rank reads. Local.
 
         Parameters
         ----------
@@ -200,12 +200,12 @@ class Samples:
                 _log.warning("%s", slow)
 
     def check_drawn(self, before: str | None, instead: str) -> None:
-        """Raise a UserError if the run of a checkpoint trained on other samples. Local.
+        """Raise UserError if the run of a checkpoint was trained on other samples. Local.
 
         Parameters
         ----------
         before
-            :attr:`drawn` of that run; None if unknown.
+            :attr:`drawn` of the checkpoint's run; None if unknown.
         instead
             Alternative remedy, for the message.
         """
@@ -215,18 +215,18 @@ class Samples:
             raise UserError(
                 f"data.path: expected the training samples of the checkpoint ({before}), got others ({self.drawn}): "
                 f"files were added, removed, renamed or changed{by_text}, or data.validation, data.split or "
-                f"training.seed; put that back, or {instead}"
+                f"training.seed changed; undo that, or {instead}"
             )
 
 
 def _warn_of_stored(dataset: Dataset, known: Mapping[str, Any], names: Sequence[str]) -> None:
-    """Warn of inputs that are unpacked, if the statistics of a checkpoint may be those of the stored numbers. Local."""
+    """Warn of inputs that are unpacked although the statistics of a checkpoint may be for packed numbers. Local."""
     for name in names:
         packing = dataset.fields[name].packing
         if name in known and not ChannelStatistics.unpacked(known[name]) and packing is not None and packing.scales:
             _log.warning(
-                "data.unpack: %s is unpacked by %s, which its run did not do if it read packed numbers too; if so, "
-                "set data.unpack = false, or train it anew",
+                "data.unpack: %s is unpacked by %s; the run of the checkpoint may have read packed numbers. If so, "
+                "set data.unpack = false, or train again",
                 name,
                 ", ".join(packing.names),
             )
@@ -258,19 +258,19 @@ def _look_for_invalid(data: DataConfig, dataset: Dataset, network: Network, comm
 
 
 def _check_left(config: Config, dataset: Dataset, invalid: Mapping[int, str], left: int, trainable: bool) -> None:
-    """Raise a UserError if too few samples are left without the invalid ones. Local, the same on every rank."""
+    """Raise UserError if too few samples are left without the invalid ones. Local, the same on every rank."""
     needed = config.training.batch if trainable else 1
     if invalid and left < needed:
         first, what = next(iter(invalid.items()))
         some = f"{needed} samples for a batch of training" if trainable else "samples"
         raise UserError(
-            f'data.invalid: expected {some}, got {left}: "skip" leaves out {len(invalid)} of all {len(dataset)} '
+            f'data.invalid: expected {some}, got {left}: "skip" leaves out {len(invalid)} of {len(dataset)} '
             f'({dataset.place(first)}: {what}); repair them, "fill" inputs, or give targets the weight 0 there'
         )
 
 
 def _open_dataset(data: DataConfig, network: Network, comm: Communicator, labelled: bool) -> Dataset:
-    """Open the data set. One rank examines each file for all; others open it at their first read. Collective."""
+    """Open the data set. One rank examines each file; other ranks open it at their first read. Collective."""
     if data.file is not None:
         with comm.agreement():
             return _open_own(data, network, labelled)
@@ -290,7 +290,7 @@ def _open_dataset(data: DataConfig, network: Network, comm: Communicator, labell
             if len(paths) > 1:
                 opened[number].close()
     except DataError as error:
-        vars(error)["needs_no_rank"] = True  # it names the file
+        vars(error)["needs_no_rank"] = True  # the text names the file
         fault = error
     comm.agree(fault)
     found = comm.allgather_objects({number: part.structure for number, part in opened.items()})
@@ -301,7 +301,7 @@ def _open_dataset(data: DataConfig, network: Network, comm: Communicator, labell
 
 
 def _open_own(data: DataConfig, network: Network, labelled: bool) -> Dataset:
-    """Open a data set by a function of the user's own, with the fields that are read. Local."""
+    """Open a data set with a function of the user, with the fields that are read. Local."""
     assert data.file is not None
     found = call_own(data.file, "data.file", data.path, **data.options)
     lacks = [name for name in ("fields", "read", "place", "close", "groups", "lenient") if not hasattr(found, name)]
@@ -318,7 +318,7 @@ def _open_own(data: DataConfig, network: Network, labelled: bool) -> Dataset:
             f"data.file: expected fields for the inputs of the network ({', '.join(wanted)}), got "
             f"{', '.join(found.fields) or 'none'}; name them so"
         )
-    # Inputs of the loss alone are targets in any case: they are neither normalized nor altered.
+    # Inputs that only the loss reads are always targets: they are neither normalized nor augmented.
     kept = {name: field for name, field in found.fields.items() if name in wanted}
     found.fields = {name: replace(f, is_target=f.is_target or name in network.targets) for name, f in kept.items()}
     found.ranges = _ranges(network)
@@ -326,7 +326,7 @@ def _open_own(data: DataConfig, network: Network, labelled: bool) -> Dataset:
 
 
 def _translate(dataset: Any, data: DataConfig, network: Network) -> None:
-    """Let the data set replace numbers of labels. Local."""
+    """Let the data set replace label numbers. Local."""
     if not hasattr(dataset, "labels"):
         raise UserError(
             f"data.labels: expected a data set that replaces labels (an attribute of that name, of "
@@ -336,7 +336,7 @@ def _translate(dataset: Any, data: DataConfig, network: Network) -> None:
 
 
 def _groups(data: DataConfig, dataset: Dataset) -> np.ndarray | None:
-    """Return the group of each sample, if groups are held out as a whole."""
+    """Return the group of each sample if whole groups are held out."""
     if data.validation == 0:
         return None
     files = dataset.file_of if isinstance(dataset, FileSet) else None
@@ -353,7 +353,7 @@ def _groups(data: DataConfig, dataset: Dataset) -> np.ndarray | None:
 
 
 def _warn_of_neighbors(data: DataConfig, dataset: Dataset, training: np.ndarray, validation: np.ndarray) -> None:
-    """Warn if neighbors in time are on both sides of the split: samples of one simulation are similar."""
+    """Warn if neighbors in time are on both sides of the split, because samples of one simulation are similar."""
     if isinstance(dataset, FileSet) and data.split == "auto" and dataset.groups is None:
         both = np.intersect1d(dataset.file_of[training], dataset.file_of[validation])
         if both.size:
@@ -379,12 +379,12 @@ def _fit_together(data: DataConfig, fields: Mapping[str, Field], network: Networ
     for name, field in fields.items():
         wanted = network.inputs[name].shape
         if field.is_target and field.shape != wanted:
-            # Weights of the cells of a patch are averaged, under any rule for labels.
+            # Weights of the cells of a patch are averaged, whatever the rule for labels.
             rule = "fraction" if name in weights_of(network) else data.rule
             reductions[name] = _reduction(data, field, wanted, rule)
         elif field.shape != wanted:
             remedy = "change the options of [model] or the data"
-            if len(field.shape) == len(wanted) - 1:  # the first axis of the dataset was taken for that of samples
+            if len(field.shape) == len(wanted) - 1:  # the first axis of the dataset was interpreted as that of samples
                 remedy = f"give {field.dataset!r} an axis of samples before the others, (1, ...) for one"
             raise UserError(
                 f"data.path: expected samples of shape {wanted} for {name!r} of model {network.name!r}, got "
@@ -394,7 +394,7 @@ def _fit_together(data: DataConfig, fields: Mapping[str, Field], network: Networ
 
 
 def _reduction(data: DataConfig, field: Field, wanted: tuple[int, ...], rule: str | None) -> TargetReduction:
-    """Return the reduction of a target of the file to the coarser one of the network."""
+    """Return the reduction of a target in the file to the coarser target of the network."""
     have = field.shape
     divides = len(have) == len(wanted) > 1 and all(n and not m % n for m, n in zip(have, wanted))
     if not divides or have[-1] != wanted[-1]:
@@ -404,14 +404,14 @@ def _reduction(data: DataConfig, field: Field, wanted: tuple[int, ...], rule: st
         )
     if rule is None:
         raise UserError(
-            f"data.rule: expected how a patch is made of its cells (any, all, majority, fraction, max, center), got "
-            f"nothing; the network predicts {wanted[:-1]} patches, the targets have {have[:-1]} cells"
+            f"data.rule: expected a rule from cells to patches (any, all, majority, fraction, max, center), got "
+            f"none; the network predicts {wanted[:-1]} patches, the targets have {have[:-1]} cells"
         )
     return TargetReduction(rule, tuple(m // n for m, n in zip(have[:-1], wanted[:-1])))
 
 
 def _ranges(network: Network) -> dict[str, TargetRange]:
-    """Return the allowed values of targets, by name: those of the loss, and whole numbers for classes."""
+    """Return the valid range of targets, by name: the range of the loss, and integers for classes."""
     loss, found = network.outputs["loss"], {}
     shapes = [node.shape for node in loss.inputs]
     for i, node in enumerate(loss.inputs):
@@ -423,7 +423,7 @@ def _ranges(network: Network) -> dict[str, TargetRange]:
 
 
 def _looks(dataset: Dataset, network: Network) -> int:
-    """Return how many samples to read for the size of targets: one if the losses bound all targets."""
+    """Return the number of samples to read for the magnitude of targets: one if the losses bound all targets."""
     ranges = _ranges(network)
     names = [name for name, field in dataset.fields.items() if field.is_target]
     return 1 if all(name in ranges and ranges[name].bounded for name in names) else LOOKS
@@ -437,7 +437,7 @@ def _balance(
     known: Mapping[str, list[int]] | None,
     comm: Communicator,
 ) -> dict[str, list[int]]:
-    """Balance the loss by counts of classes, those in `known` or new ones; return them by name. Collective."""
+    """Balance the loss by the class counts in `known`, or by new ones; return them by name. Collective."""
     wanted, found = network.counted, dict(known or {})
     for name in wanted:
         if name in found:

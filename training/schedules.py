@@ -1,4 +1,4 @@
-"""Schedules of the learning rate: pure functions of the step, so that a restart needs the step only.
+"""Schedules of the learning rate: pure functions of the step, so that a restart needs only the step.
 
 >>> rate = WarmUp(Cosine(0.1, steps=100, begin=10), steps=10)
 >>> [round(rate(s), 4) for s in (0, 9, 10, 55, 100)]
@@ -20,7 +20,7 @@ Schedule = Callable[[int], float]
 
 @dataclass(frozen=True)
 class Constant:
-    """The same rate always."""
+    """Constant learning rate."""
 
     rate: float
 
@@ -30,12 +30,12 @@ class Constant:
 
 @dataclass(frozen=True)
 class StepDecay:
-    """`rate`, times `factor` at each milestone.
+    """Learning rate that is multiplied by `factor` at each milestone.
 
     Attributes
     ----------
     milestones
-        Steps from which on one factor more applies, rising.
+        Increasing steps, from each of which one more factor applies.
     """
 
     rate: float
@@ -52,13 +52,14 @@ class StepDecay:
 
 @dataclass(frozen=True)
 class Cosine:
-    """Half a cosine from `rate` at step `begin` to `final` at step `steps`, constant before and after
-    (Loshchilov and Hutter 2017, Eq. 5, without restarts).
+    """Half a cosine from `rate` at step `begin` to `final` at step `steps`; constant before and after.
+
+    (Loshchilov and Hutter 2017, Eq. 5, without restarts.)
 
     Attributes
     ----------
     begin
-        Number of steps of a warm-up: with a cosine that begins at step 0 a warm-up never reaches `rate`.
+        Number of steps of a warm-up: with a cosine that begins at step 0, a warm-up never reaches `rate`.
     """
 
     rate: float
@@ -79,11 +80,11 @@ class Cosine:
 
 @dataclass(frozen=True)
 class WarmUp:
-    """Another schedule, times a factor that rises linearly to 1 over the first `steps` steps.
+    """Another schedule, multiplied by a factor that rises linearly to 1 over the first `steps` steps.
 
-    The schedule inside counts from step 0 too, so its milestones stay where they are (Goyal et al. 2017,
-    Section 2.2); a cosine takes the same number as its `begin`. Step 0 has the factor
-    ``start + (1 - start) / steps``: no step is without effect.
+    The inner schedule counts from step 0 too, so its milestones do not move (Goyal et al. 2017, Section 2.2); a cosine
+    needs the same number as its `begin`. Step 0 has the factor ``start + (1 - start) / steps``, so that every step has
+    an effect.
     """
 
     schedule: Schedule

@@ -1,4 +1,4 @@
-"""Everything a run works with, built from a configuration, and its description for the log."""
+"""The objects of a run, built from a configuration, and their description for the log."""
 
 from __future__ import annotations
 
@@ -51,16 +51,16 @@ NAMED = 4  # layers named in a message
 
 @dataclass
 class Session:
-    """Data, network and executor of one run. Collective over `comm` to open; closed by the stack it was opened on.
+    """Data, network and executor of one run. To open it is collective over `comm`; the stack that is passed closes it.
 
     Attributes
     ----------
     samples
-        Data set, and which samples are read.
+        Data set, and the samples to read.
     timeline
-        None unless ``output.timeline`` is set or the run follows a plan; with a plan it records some steps only.
+        Recorder, if ``output.timeline`` is set or the run follows a plan (then it records only some steps); else None.
     ahead
-        Copies batches to a device ahead of their use; None on the host.
+        Feed that copies batches to a device ahead of their use; None on the host.
     """
 
     config: Config
@@ -84,11 +84,11 @@ class Session:
         labelled: bool = True,
         class_counts: dict[str, list[int]] | None = None,
     ) -> Session:
-        """Build everything. Collective over `comm`: a fault of one rank is raised on all.
+        """Build all objects. Collective over `comm`: a fault of one rank is raised on all ranks.
 
-        `normalization` and `class_counts` are those of a checkpoint; None: computed from the data. `strategy` is that
-        of a plan; None: that of the configuration. Without `labelled`, targets are not read and no samples are held
-        out.
+        `normalization` and `class_counts` come from a checkpoint; None: they are computed from the data. `strategy`
+        comes from a plan; None: it is that of the configuration. Without `labelled`, targets are not read and no
+        samples are held out.
         """
         with comm.agreement():
             known = {"normalization": normalization, "class_counts": class_counts}
@@ -152,7 +152,7 @@ class Session:
                 statistics=samples.statistics,
                 reductions=samples.reductions,
                 augmentation=samples.augmentation,
-                dtype=executor.store.dtype,  # only inputs on the device have 16 bits: normalization comes before
+                dtype=executor.store.dtype,  # only inputs on the device have 16 bits: normalization is before the copy
                 depth=slots,
                 recorder=timeline,
                 allocate=np.zeros if device.is_host else device.pinned,
@@ -162,14 +162,15 @@ class Session:
         return cls(config, comm, network, executor, samples, loader, timeline, ahead)
 
     def sampler(self) -> Sampler:
-        """Make the sampler of the training samples, in the order of the run's seed."""
+        """Return the sampler of the training samples, in the order of the run's seed."""
         shuffle: Literal["epoch", "never"] = "epoch" if self.config.data.shuffle else "never"
         batch, seed = self.config.training.batch, self.config.training.seed
         return Sampler(self.samples.training, batch, seed, shuffle, augmented=self.samples.augmentation is not None)
 
     @cached_property
     def source(self) -> str | None:
-        """Function of a network of the user's own with a checksum of its file; else None. Local."""
+        """Function of the user that builds the network, with a checksum of its file; None for a built-in model. Local.
+        """
         name = self.config.model.source
         return " ".join(source_of(name)) if is_location(name) else None
 
@@ -177,19 +178,19 @@ class Session:
         """Warn if the file of the network, which may define layers, has changed since a checkpoint. Local."""
         if before not in (None, self.source) and self.comm.rank == 0:
             _log.warning(
-                "model.file: the checkpoint is of %s, this is %s; the network has the same layers and settings, but a "
-                "layer of your own may compute otherwise",
+                "model.file: the checkpoint is from %s, this is %s; the network has the same layers and settings, but "
+                "your own layers may compute other results",
                 before,
                 self.source,
             )
 
     def in_order(self, indices: np.ndarray) -> Batches:
-        """Return batches of these samples, each once; the last batch is filled up."""
+        """Return batches of these samples, each sample once; the last batch is padded."""
         batch = self.config.training.at_once
         return Sampler(indices, batch, shuffle="never", remainder="fill").rest_of_epoch()
 
     def feed(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Yield one batch after the other, in the inputs of the executor. Local."""
+        """Yield one batch after another, in the inputs of the executor. Local."""
         inputs = {name: self.executor.input(name).array for name in self.samples.dataset.fields}
         pulse = self.executor.pulse
         pulse.at("data", "")
@@ -206,12 +207,12 @@ class Session:
 
 
 def _warn_of_parts(network: Network, size: int) -> None:
-    """Warn of results that depend on the parts of a batch, of `size` samples each. Local."""
+    """Warn of results that depend on the parts of a batch, which have `size` samples each. Local."""
     found = [f"{name}: {node.layer.of_batch}" for name, node in network.layers.items() if node.layer.of_batch]
     if found:
         more = f"; and {len(found) - NAMED} more" if len(found) > NAMED else ""
         _log.warning(
-            "training.accumulate: computed of the %d samples of each part, not of the batch, are %s%s",
+            "training.accumulate: these results are over the %d samples of each part, not over the batch: %s%s",
             size,
             "; ".join(found[:NAMED]),
             more,
@@ -219,7 +220,7 @@ def _warn_of_parts(network: Network, size: int) -> None:
 
 
 def _check_given(network: Network, comm: Communicator) -> None:
-    """Raise an error if files of initial values differ between ranks, as on disks of nodes. Collective."""
+    """Raise an error if files of initial values differ between ranks, as on local disks of nodes. Collective."""
     specs = {**network.parameters(), **network.state()}.values()
     mine = sorted({spec.init.source for spec in specs if isinstance(spec.init, GivenValues)})
     comm.agree(None)
@@ -227,7 +228,7 @@ def _check_given(network: Network, comm: Communicator) -> None:
     if first != mine:
         raise UserError(
             f"model: expected initial values from {', '.join(first)} as on rank 0, got {', '.join(mine)}; put one file "
-            "where all nodes see it"
+            "on a file system that all nodes share"
         )
 
 
@@ -237,18 +238,18 @@ def _strategy(config: Config, comm: Communicator, network: Network) -> Strategy:
     def make() -> Strategy:
         return make_strategy(config.strategy, comm.size, network, config.training.at_once)
 
-    return make() if config.strategy.file is None else agreed_root(comm, make)  # arithmetic is alike on all ranks
+    return make() if config.strategy.file is None else agreed_root(comm, make)  # the result is the same on all ranks
 
 
 def begin_with(session: Session) -> None:
-    """Fill this rank's parameters and states from the file ``training.init``. Collective.
+    """Set this rank's parameters and states from the file ``training.init``. Collective.
 
-    Every rank reads one whole array after the other and takes its block, so the values are the same under every cut.
+    Every rank reads one whole array after another and takes its block, so the values are the same under every cut.
 
     Raises
     ------
     UserError
-        If the file is not one of weights, does not fit the network, or differs between ranks.
+        If the file has no weights, does not fit the network, or differs between ranks.
     """
     comm, store, settings = session.comm, session.executor.store, session.config.training
     assert settings.init is not None
@@ -274,7 +275,7 @@ _NAMED = 20  # classes or channels in a line
 
 
 def headline(session: Session) -> str:
-    """Describe network, data, ranks and kernels in a line. Local."""
+    """Return one line on network, data, ranks and kernels. Local."""
     executor = session.executor
     return (
         f"{session.network.name}: {executor.store.count:,} parameters, {len(session.samples.training)} + "
@@ -284,10 +285,10 @@ def headline(session: Session) -> str:
 
 
 def data_lines(session: Session) -> list[str]:
-    """Describe treatments of the data that the configuration does not show, in a line each. Local.
+    """Return lines on treatments of the data that the configuration does not show. Local.
 
-    They are the channels that are transformed before normalization, some because of their names; for targets with
-    class counts, how often each class occurs, and its weight; and which part of the samples is validated.
+    They list the channels that are transformed before normalization, some because of their names; for targets with
+    class counts, the count and weight of each class; and the part of the samples that is validated.
     """
     part = session.samples.evaluated_part if len(session.samples.validation) else ""
     return [*_transforms(session), *_balances(session), *([part] if part else [])]
@@ -344,13 +345,13 @@ def begin_entry(session: Session, run: TrainingRun) -> dict[str, Any]:
 
 
 def _kernels(session: Session) -> str:
-    """Describe the backend, and its arithmetic of products where there is a choice."""
+    """Return a text on the backend, and on the arithmetic of its products if there is a choice."""
     kernels = session.executor.kernels
     return ", ".join(filter(None, (kernels.describe(), kernels.describe_arithmetic(session.executor.dtype.name))))
 
 
 def _travels(comm: Communicator) -> str:
-    """Describe the transport of device arrays, for several ranks only."""
+    """Return a text on the transport of device arrays; empty for a single rank."""
     choice = comm.devices.choice
     return f", arrays by {choice.describe()}" if choice is not None and comm.size > 1 else ""
 

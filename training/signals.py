@@ -1,12 +1,12 @@
-"""Stop signals: a run notes them, completes the step, writes a checkpoint, and can be resumed.
+"""Stop signals: a run records them, completes the step, writes a checkpoint, and can be resumed.
 
 Slurm sends SIGUSR1 some time before the limit (``--signal=USR1@120``) and SIGTERM before preemption; the launcher
-passes them to every rank, or to some. No rank acts alone: ranks share signals through the loss reduction
-(`PassLoss.votes`), so all stop after the same step.
+passes them to all ranks, or to some. No rank acts alone: ranks share signals through the loss reduction
+(`PassLoss.votes`), so all of them stop after the same step.
 
-The command line notes signals from its first line on (:func:`note_stop_signals`) and ignores them from its exit code on
-(:func:`ignore_stop_signals`), so a signal never replaces the exit code by its own. This module is imported before all
-others, and imports none of them.
+The command line records signals from its first line on (:func:`note_stop_signals`). It ignores them as soon as its exit
+code is known (:func:`ignore_stop_signals`), so that a signal never replaces the exit code by its own. This module is
+imported before all others, and imports none of them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ASKING = (signal.SIGUSR1, signal.SIGTERM)
 
 
 class StopSignals:
-    """Context manager that notes SIGUSR1 and SIGTERM; a signal that an outer one has noted counts too. Local.
+    """Context manager that records SIGUSR1 and SIGTERM, and includes the signal of an outer one. Local.
 
     A second signal changes nothing: launchers deliver one request several times (Slurm to the batch script and to the
     ranks, and SIGTERM once more before SIGKILL), and a checkpoint in progress must not be lost. SIGINT (Ctrl-C) is not
@@ -72,12 +72,12 @@ class StopSignals:
 
 
 def note_stop_signals() -> None:
-    """Note SIGUSR1 and SIGTERM from here on, for a later :class:`StopSignals`. Local, in the main thread."""
+    """Record SIGUSR1 and SIGTERM from now on, for a later :class:`StopSignals`. Local, in the main thread."""
     StopSignals().__enter__()
 
 
 def ignore_stop_signals() -> None:
-    """Ignore SIGUSR1 and SIGTERM from here on: the exit code is decided, and the process ends. Local.
+    """Ignore SIGUSR1 and SIGTERM from now on, because the exit code is known and the process ends. Local.
 
     Python removes its own handlers before it ends, but ignored signals stay ignored.
     """

@@ -1,4 +1,4 @@
-"""Contents of a checkpoint: the progress of a run, and its parameters with all state that belongs to them."""
+"""Contents of a checkpoint: the progress of a run, and its parameters with all their state."""
 
 from __future__ import annotations
 
@@ -21,30 +21,29 @@ class TrainingProgress:
     Attributes
     ----------
     step
-        Updates done. The schedule and all random numbers are functions of it and of `seed`.
+        Number of updates. The schedule and all random numbers are functions of it and of `seed`.
     seed
         Seed of the run.
     sampler
-        Position in the data, as :meth:`Sampler.state_dict` gives it.
+        Position in the data, from :meth:`Sampler.state_dict`.
     normalization
-        Statistics by input, as :meth:`ChannelStatistics.state_dict` gives them; None if they were never computed.
+        Statistics by input, from :meth:`ChannelStatistics.state_dict`; None if they were never computed.
     unvalidated
         Whether the run stopped between the end of an epoch and the end of its validation.
     reduction
-        Schemes of gradient reduction that were tried, as :meth:`AutoReduction.state_dict` gives them; None without such
-        a search.
+        Tried schemes of gradient reduction, from :meth:`AutoReduction.state_dict`; None without such a search.
     loss_scale
-        State of the loss scale, as :meth:`LossScale.state_dict` gives it; None without float16.
+        State of the loss scale, from :meth:`LossScale.state_dict`; None without float16.
     drawn
-        The samples that are trained on, as `Samples.drawn`; None in checkpoints of earlier versions.
+        Text that identifies the training samples (`Samples.drawn`); None in checkpoints of earlier versions.
     source
-        Function of a network of the user's own, and a checksum of its file; else None.
+        Function of the user that builds the network, and a checksum of its file; else None.
     best
-        The best validation, as :meth:`BestScore.state_dict` gives it; None without validations.
+        The best validation, from :meth:`BestScore.state_dict`; None without validations.
     class_counts
-        By target, how often each class occurs, where a loss is balanced by that; None if they were never counted.
+        Count of each class, by target, if a loss is balanced by it; None if classes were never counted.
     described
-        Attributes of a target in its files (units, ...), by target.
+        Attributes of the targets in their files (units, ...), by target.
     """
 
     step: int = 0
@@ -89,7 +88,8 @@ class Snapshot:
     def of(
         cls, store: ParameterStore, optimizer: Optimizer | None = None, comm: Communicator | None = None
     ) -> Snapshot | None:
-        """Take the present state on rank 0; None elsewhere. Collective over `comm` where parameters are cut."""
+        """Take a snapshot of the current state on rank 0; None elsewhere. Collective over `comm` if parameters are cut.
+        """
         states = optimizer.named_state(comm) if optimizer is not None else {}
         parts: list[Any] = [store.params, store.state, store.errors, *states.values()]
         if comm is not None:
@@ -111,5 +111,5 @@ class Snapshot:
 
 
 def _on_host(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arrays on the host; those of a device are copied."""
+    """Return the arrays on the host; device arrays are copied."""
     return {name: device_of(array).to_host(array) for name, array in arrays.items()}

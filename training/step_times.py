@@ -26,9 +26,9 @@ STEPS = 12
 
 @dataclass(frozen=True)
 class Measured:
-    """Mean times over the middle half of the measured steps on rank 0, which takes part in every layer.
+    """Mean times on rank 0, which takes part in every layer, over the middle half of the measured steps.
 
-    All means are of the same steps, so the parts add up to a step. The fastest and slowest steps are left out.
+    All means are over the same steps, so the parts add up to a step. The fastest and slowest steps are left out.
 
     Attributes
     ----------
@@ -37,9 +37,9 @@ class Measured:
     step_seconds
         Time of a whole step without its data [s].
     layers
-        Layer -> forward and backward [s], with waits inside the layer and the redistribution of its inputs.
+        Layer -> forward and backward [s], including waits in the layer and the redistribution of its inputs.
     waits
-        Kind of communication -> waits, inside layers and outside [s].
+        Kind of communication -> waits, inside and outside of layers [s].
     update
         Time of the optimizer [s].
     data
@@ -55,7 +55,7 @@ class Measured:
 
 
 class RunPlan(Protocol):
-    """Plan that a run follows and is compared with at its end."""
+    """Plan that a run follows, and with which it is compared at the end."""
 
     @property
     def strategy(self) -> Strategy:
@@ -63,11 +63,11 @@ class RunPlan(Protocol):
         ...
 
     def compare(self, measured: Measured) -> str:
-        """Describe predicted against measured times, in lines."""
+        """Return a text of several lines that compares predicted and measured times."""
         ...
 
     def record(self, measured: Measured) -> dict[str, object]:
-        """Return the same as plain data, for the log."""
+        """Return the comparison as plain data, for the log."""
         ...
 
 
@@ -79,9 +79,9 @@ class StepTimes:
     executor
         Executor that was built with `timeline` as its recorder.
     timeline
-        Stays on if it is on (all steps are recorded); else it is paused outside the measured steps.
+        Timeline. If it is on, it stays on (all steps are recorded); else it is paused outside the measured steps.
     first, last
-        Numbers of the first step of the run and of the one after its last.
+        Number of the first step of the run, and of the step after its last.
     """
 
     def __init__(self, executor: Executor, timeline: Timeline, first: int, last: int) -> None:
@@ -96,7 +96,7 @@ class StepTimes:
         self._seconds: list[tuple[float, float]] = []
 
     def begin(self, step: int) -> None:
-        """Start to record, before a measured step."""
+        """Start recording, before a measured step."""
         if self.begin_at <= step < self.end_at:
             self._timeline.paused = False
             self._before = self._sums()
@@ -140,7 +140,7 @@ class StepTimes:
 
 
 def _middle(values: Sequence[float]) -> list[int]:
-    """Return the indices of the middle half of some values.
+    """Return the indices of the middle half of the values.
 
     >>> _middle([5.0, 1.0, 2.0, 9.0])
     [2, 0]
@@ -151,7 +151,7 @@ def _middle(values: Sequence[float]) -> list[int]:
 
 
 def _places(executor: Executor) -> dict[tuple[str, str], str]:
-    """Map name and category of a span to the layer it counts for; a redistribution counts for the layer behind it."""
+    """Map name and category of a span to its layer; a redistribution belongs to the layer after it."""
     found: dict[tuple[str, str], str] = {}
     waiting: list[str] = []
     for step in executor.steps:
@@ -176,7 +176,7 @@ def report_times(session: Session, log: RunLog, steps: int, directory: Path) -> 
 
 
 def report_plan(plan: RunPlan | None, run: TrainingRun, log: RunLog) -> None:
-    """Print and log predicted beside measured times. Local."""
+    """Print and log predicted and measured times. Local."""
     measured = None if plan is None or run.step_times is None else run.step_times.result()
     if plan is not None and measured is not None:
         log.say(plan.compare(measured))

@@ -27,7 +27,7 @@ _ABOUT = {"event", "epoch", "step", "time"}
 
 
 def scalars_of(entry: dict[str, Any]) -> dict[str, float]:
-    """Return the numbers of a line of the log by tag; none for lines that are not drawn.
+    """Return the numbers of a log line by tag; none for lines that are not plotted.
 
     >>> scalars_of({"event": "validation", "epoch": 0, "step": 9, "loss": 0.5, "iou": None})
     {'validation/loss': 0.5}
@@ -49,14 +49,14 @@ class TensorBoard:
     Parameters
     ----------
     folder
-        Made if missing.
+        Folder of the files; created if missing.
     step
-        Updates done so far: what earlier files have from later ones is dropped by TensorBoard.
+        Number of updates so far: TensorBoard drops later entries of earlier files.
 
     Raises
     ------
     OSError
-        If no file can be made there. One that cannot be written later is given up, with a message.
+        If no file can be created there. If a later write fails, the file is given up with a warning.
     """
 
     def __init__(self, folder: Path, step: int) -> None:
@@ -75,7 +75,7 @@ class TensorBoard:
         try:
             self._file.scalars(entry["time"], entry["step"], values)
         except OSError as error:
-            _log.warning("TensorBoard's file cannot be written any more: %s", error.strerror or error)
+            _log.warning("the TensorBoard file can no longer be written: %s", error.strerror or error)
             self.close()
 
     def close(self) -> None:
@@ -94,7 +94,7 @@ class TensorBoard:
 
 
 # -- event files -----------------------------------------------------------------------------------
-# Records with checksums, of protocol buffers that are few enough to be written by hand. A record is
+# Records with checksums. Few protocol buffers are needed, so they are encoded by hand. A record is
 # ``length (8 bytes) | its checksum | event | its checksum``, numbers with the lowest byte first. A checksum is the
 # CRC-32C, rotated and shifted, because a CRC of data that contain their CRC is weak.
 
@@ -115,7 +115,7 @@ _TABLE = _table()
 
 
 def crc32c(data: bytes) -> int:
-    """Compute Castagnoli's CRC-32 (RFC 3720).
+    """Compute the CRC-32C checksum (Castagnoli; RFC 3720).
 
     >>> hex(crc32c(b"123456789"))
     '0xe3069283'
@@ -132,7 +132,7 @@ class EventFile:
     Parameters
     ----------
     path
-        A name that no file has; TensorBoard looks for names with ``tfevents``.
+        Path of a new file; TensorBoard searches for names with ``tfevents``.
     wall_time
         Time of the first record [s], as `time.time`.
 
@@ -147,12 +147,12 @@ class EventFile:
         self._write(_double(1, wall_time) + _bytes(3, b"brain.Event:2"))
 
     def scalars(self, wall_time: float, step: int, values: dict[str, float]) -> None:
-        """Write numbers by tag at a step, as float32."""
+        """Write numbers by tag for a step, as float32."""
         summary = b"".join(_bytes(1, _bytes(1, tag.encode()) + _float(2, value)) for tag, value in values.items())
         self._write(_double(1, wall_time) + _integer(2, step) + _bytes(5, summary))
 
     def start(self, wall_time: float, step: int) -> None:
-        """Mark the start of a run that was set back: readers drop entries of other files from this step on."""
+        """Mark the start of a run that was set back, so that readers drop entries of other files from this step on."""
         self._write(_double(1, wall_time) + _integer(2, step) + _bytes(7, _integer(1, 1)))
 
     def close(self) -> None:
@@ -162,8 +162,8 @@ class EventFile:
     def _write(self, event: bytes) -> None:
         length = struct.pack("<Q", len(event))
         record = length + _masked(length) + event + _masked(event)
-        if self._file.write(record) != len(record):  # incomplete: readers stop at it
-            raise OSError("the disk takes no more")
+        if self._file.write(record) != len(record):  # an incomplete record: readers stop at it
+            raise OSError("the disk is full")
 
 
 def _masked(data: bytes) -> bytes:

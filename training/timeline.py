@@ -1,8 +1,8 @@
-"""Timelines: what each rank did when, as Chrome-trace JSON, with the overlap ratio and a table of phases.
+"""Timelines: the activities of each rank over time, as Chrome-trace JSON, with the overlap ratio and a table of phases.
 
 A :class:`Timeline` is the recorder of a communicator: set it as ``comm.instruments.recorder`` before the executor is
-built. Open the merged file in ``chrome://tracing`` or https://ui.perfetto.dev: one process per rank, rows
-for what the main thread does and for the messages that travel meanwhile::
+built. Open the merged file in ``chrome://tracing`` or https://ui.perfetto.dev. It shows one process per rank, with rows
+for the main thread and for the messages that travel at the same time::
 
     rank 0   compute         [conv1 forward][bn1 forward]      [conv2 forward]
              wait                           [halo]
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DeviceSpans", "Phase", "Timeline", "merge_traces", "overlap_ratio", "trace_events", "write_trace"]
 
-#: Categories of work of the main thread; "communication" runs beside it, "wait" within it.
+#: Categories of work of the main thread; "communication" runs concurrently, "wait" within it.
 BUSY = ("forward", "backward", "update", "io")
 
 
@@ -46,7 +46,7 @@ class Phase:
 
 
 def overlap_ratio(communication: float, blocked: float) -> float | None:
-    """Compute the overlap ratio [%]: how much of the communication was hidden behind computation.
+    """Compute the overlap ratio [%]: the share of the communication time that computation hides.
 
     ``R = 100 * sum(T_c - T_b) / sum(T_c)``, with T_c the true duration of a communication and T_b the
     time that the main thread was blocked in it; None without communication.
@@ -58,22 +58,22 @@ def overlap_ratio(communication: float, blocked: float) -> float | None:
 
     References
     ----------
-    Lee et al. 2017, Eq. 11. Theirs is a sum over the all-reduces of one step; ours over any spans.
+    Lee et al. 2017, Eq. 11. Their sum is over the all-reduces of one step, ours over any spans.
     """
     return 100.0 * (communication - blocked) / communication if communication > 0 else None
 
 
 class Timeline:
-    """Recorder of spans with bounded memory: sums of all, details of the last `capacity`. Local.
+    """Recorder of spans with bounded memory: sums of all spans, details of the last `capacity` spans. Local.
 
     Parameters
     ----------
     rank
         Process id in the trace.
     capacity
-        Number of spans whose times are kept; newer ones overwrite older ones (their sums stay).
+        Number of spans whose times are kept; newer spans overwrite older ones (the sums stay).
     alone
-        Whether there is one rank only, whose messages and sums are not recorded.
+        Whether there is only one rank; its messages and sums are not recorded.
 
     Attributes
     ----------
@@ -82,7 +82,7 @@ class Timeline:
     recorded
         Number of recorded spans.
     paused
-        Whether spans are ignored for now (validation between training steps).
+        Whether spans are currently ignored (validation between training steps).
 
     Notes
     -----
@@ -123,7 +123,7 @@ class Timeline:
 
     @contextmanager
     def measure(self, name: str, category: str) -> Iterator[None]:
-        """Record the ``with`` as a span."""
+        """Record the body of the ``with`` as a span."""
         begin = time.perf_counter()
         try:
             yield
@@ -131,7 +131,7 @@ class Timeline:
             self.span(name, category, begin, time.perf_counter())
 
     def spans(self) -> Iterator[tuple[str, str, float, float]]:
-        """Yield the name, category, begin and end [s] of the spans that are kept, oldest first."""
+        """Yield the name, category, begin and end [s] of the kept spans, oldest first."""
         kept = min(self.recorded, self.capacity)
         for k in range(self.recorded - kept, self.recorded):
             i = k % self.capacity
@@ -139,7 +139,7 @@ class Timeline:
             yield name, category, float(self._times[i, 0]), float(self._times[i, 1])
 
     def seconds(self, category: str, kind: str = "") -> float:
-        """Return the time in all spans of a category [s]; of one kind of communication, if `kind` is given."""
+        """Return the time in all spans of a category [s], or of one kind of communication if `kind` is given."""
         return sum(p.seconds for (n, c), p in self.phases.items() if c == category and (not kind or kind_of(n) == kind))
 
     def overlap(self, kind: str = "") -> float | None:
@@ -162,7 +162,7 @@ class Timeline:
         return found
 
     def table(self, steps: int = 1) -> str:
-        """Return the time per step and phase [ms], and what of the communication was hidden."""
+        """Return a table of the time per step and phase [ms], and of the hidden communication."""
         lines = [f"{'phase':24}{'ms/step':>10}"]
         for category in BUSY:
             seconds = self.seconds(category)
@@ -183,7 +183,7 @@ class Timeline:
 
 
 def kind_of(name: str) -> str:
-    """Return the kind of communication of the name of a span.
+    """Return the kind of communication in the name of a span.
 
     >>> kind_of("statistics: bn1"), kind_of("halo")
     ('statistics', 'halo')
@@ -195,17 +195,17 @@ def kind_of(name: str) -> str:
 
 
 class DeviceSpans:
-    """Recorder of work that is enqueued on a device, whose times are read later. Local.
+    """Recorder of work on a device; its times are read later. Local.
 
-    Times are those of the device, counted from a moment that host and device shared when this was made, so that they
-    stand beside the spans of the host in one timeline.
+    Times are device times, relative to an instant that was measured on host and device at construction, so that they
+    fit the host's spans in one timeline.
 
     Parameters
     ----------
     device
-        Where the work is enqueued.
+        Device of the work.
     recorder
-        Gets the spans; none of work that is enqueued while it is paused.
+        Receiver of the spans; work that is enqueued while it is paused gives none.
     """
 
     def __init__(self, device: Device, recorder: Recorder) -> None:
@@ -215,7 +215,7 @@ class DeviceSpans:
         self._origin, self._began = device.stamp(), time.perf_counter()
 
     def run(self, name: str, category: str, run: Callable[[], object]) -> None:
-        """Call `run`, which enqueues, between two stamps."""
+        """Call `run`, which enqueues work, between two timing events."""
         if getattr(self._recorder, "paused", False):
             run()
             return
@@ -276,7 +276,7 @@ def _row(name: str, category: str) -> str:
 def write_trace(timeline: Timeline, comm: Communicator, path: str | Path) -> None:
     """Write the timelines of all ranks to one file. Collective over `comm`.
 
-    Every rank writes its part beside `path` (a file system that all ranks see), rank 0 merges them.
+    Every rank writes its part next to `path` (on a file system that all ranks share), and rank 0 merges them.
     """
     path = Path(path)
     origin = _common_origin(comm)
@@ -315,10 +315,10 @@ def _part(path: Path, rank: int) -> Path:
 
 
 def _common_origin(comm: Communicator, rounds: int = 5) -> float:
-    """Return this rank's `perf_counter` at a common moment of all ranks [s]. Collective.
+    """Return this rank's `perf_counter` at a common instant of all ranks [s]. Collective.
 
-    Ranks of one node read the same clock; of other nodes we know only when they left a barrier (some
-    microseconds), which is taken where the difference is too large for one clock.
+    Ranks of one node read the same clock. For other nodes only the time at which they left a barrier is known (within
+    some microseconds); it is used if the difference is too large for one clock.
     """
     ends = []
     for _ in range(rounds):

@@ -1,4 +1,4 @@
-"""The training step: forward, backward, and updates that wait until they are needed."""
+"""The training step: forward, backward, and updates that are delayed until they are needed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["Diverged", "Trainer"]
 
 
 class Diverged(UserError):
-    """Loss or parameters that are not finite any more. Raised on all ranks alike."""
+    """The loss or a parameter is no longer finite. Raised on all ranks."""
 
 
 class Trainer:
@@ -39,10 +39,11 @@ class Trainer:
         for every batch: fill executor.input("x").array, ...; loss = trainer.step()
         trainer.settle()
 
-    For a batch in parts (`Executor.parts`), call :meth:`add` for every part except the last, and :meth:`step` for it.
+    For a batch in parts (`Executor.parts`), call :meth:`add` for every part except the last, and :meth:`step` for the
+    last.
 
     The gradients of a bucket are summed during the rest of backward, and its parameters are updated before their first
-    layer in the next forward pass. Read parameters after :meth:`settle` only.
+    layer in the next forward pass. Read parameters only after :meth:`settle`.
 
     Parameters
     ----------
@@ -53,7 +54,7 @@ class Trainer:
     schedule
         Learning rate of update number 0, 1, ...
     clip_norm
-        Global norm that gradients are scaled down to; then all sums are complete before any update.
+        Global norm to which gradients are scaled down; if set, all sums complete before any update.
     ranked, tuning
         With the scheme ``"auto"``: schemes to try first, and settings of the search (:class:`AutoReduction`).
 
@@ -62,9 +63,9 @@ class Trainer:
     gradient_norm
         Global norm before clipping in the last step; None without `clip_norm`.
     loss_scale
-        With float16 the last factor on the gradient of the loss that is known without waiting; else None.
+        With float16, the last factor on the gradient of the loss that is known without waiting; else None.
     auto
-        Search for a scheme of gradient reduction during the first steps; None where the executor's is fixed.
+        Search for a scheme of gradient reduction during the first steps; None if the executor's scheme is fixed.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class Trainer:
         tuning: Tuning | None = None,
     ) -> None:
         if executor.reducer is None:
-            raise ValueError("executor: expected one that trains, got trainable=False")
+            raise ValueError("executor: expected one with trainable=True, got trainable=False")
         self.executor, self.optimizer, self.schedule = executor, optimizer, schedule
         self.clip_norm = clip_norm
         self.gradient_norm: float | PendingLoss | None = None
@@ -93,13 +94,13 @@ class Trainer:
             self._bind(ranked, tuning)
 
     def _bind(self, ranked: Sequence[Scheme], tuning: Tuning | None) -> None:
-        """Make the objects that steps need. Collective."""
+        """Create the objects that steps need. Collective."""
         executor, optimizer = self.executor, self.optimizer
         if self.clip_norm is not None:
             self._clip = Clip(executor.store, executor.comm, self.clip_norm)
         if self._scaling is not None:
             store = executor.store
-            shared = store.whole and not store.scheme.kind.shards  # then all ranks have the same sums
+            shared = store.whole and not store.scheme.kind.shards  # if so, all ranks have the same sums
             self._scaling.watch([flat.grads for flat in store.flats], None if shared else executor.comm)
         self._reducer.update = optimizer.update if self._recorder is None else self._timed_update
         if executor.strategy.reduction.kind.searches:
@@ -111,13 +112,13 @@ class Trainer:
         Raises
         ------
         ValueError
-            If the change is to or from ``"sharded"``, whose optimizer has state for its shards only, or to more
+            If the change is to or from ``"sharded"``, whose optimizer has state only for its shards, or to more
             replicated layers than the executor was built for.
         """
         now = self.executor.store.scheme
         if scheme != now and (scheme.kind.shards or now.kind.shards):
             raise ValueError(
-                f"reduce_by(): expected {now.name!r} to stay, whose optimizer keeps other state, got {scheme}"
+                f"reduce_by(): expected {now.name!r} to stay, because its optimizer has other state, got {scheme}"
             )
         self.executor.reduce_by(scheme)
         assert self.executor.reducer is not None
@@ -139,19 +140,19 @@ class Trainer:
         return None if self._scaling is None else self._scaling.known
 
     def add(self) -> None:
-        """Compute the gradients of the part of the batch in the inputs, which is not the last part.
+        """Compute the gradients of a part of the batch that is not the last; the part is in the inputs.
 
         Raises
         ------
         ValueError
-            If only the last part is left, which is :meth:`step`'s.
+            If only the last part is left, for which :meth:`step` must be called.
         Diverged
             As :meth:`step`.
         """
         executor, part = self.executor, len(self._parts)
         if part + 1 >= executor.parts:
             raise ValueError(
-                f"add(): expected it {executor.parts - 1} times before step(), for the executor's {executor.parts} "
+                f"add(): expected {executor.parts - 1} calls before step(), for the executor's {executor.parts} "
                 "parts, got one more; call step()"
             )
         begin = self._begin_part()
@@ -163,7 +164,8 @@ class Trainer:
     def step(self) -> float | PendingLoss:
         """Train on the batch in the inputs, or on its last part; return the mean loss of the batch before the update.
 
-        On a device the loss may still be computed when this returns: ``float()`` waits for it, on all ranks.
+        On a device, the computation of the loss may still run when this returns: ``float()`` waits for it, on all
+        ranks.
 
         Raises
         ------
@@ -177,12 +179,12 @@ class Trainer:
         loss = self._step()
         if self.auto is None or self.auto.settled:
             return loss
-        loss = float(loss)  # on a device it is waited for
+        loss = float(loss)  # waits on a device
         self.auto.after_step(self._seconds + time.perf_counter() - begin)
         return loss
 
     def _begin_part(self) -> float:
-        """Return the time of the start of a part [s]. The scheme is chosen before the first part, for all of them."""
+        """Return the start time of a part [s]. The scheme of all parts is chosen before the first part."""
         if not self._parts:
             self._seconds = 0.0
             if self.auto is not None and not self.auto.settled:
@@ -198,7 +200,7 @@ class Trainer:
         executor.backward()
 
     def _loss_of_pass(self) -> float | PendingLoss:
-        """Return the loss of the last pass; on the host wait for it, and check it."""
+        """Return the loss of the last pass; on the host, wait for it and check it."""
         executor = self.executor
         if not executor.device.is_host:
             assert executor.pass_loss.pending is not None
@@ -211,8 +213,8 @@ class Trainer:
         executor, added = self.executor, self._parts
         if len(added) + 1 != executor.parts:
             raise ValueError(
-                f"step(): expected add() {executor.parts - 1} times before it, for the executor's {executor.parts} "
-                f"parts, got it {len(added)} times; call it for every part of the batch but the last"
+                f"step(): expected {executor.parts - 1} calls of add() before it, for the executor's {executor.parts} "
+                f"parts, got {len(added)}; call it for every part of the batch except the last"
             )
         self._pass(len(added))
         self._parts = []
@@ -231,10 +233,10 @@ class Trainer:
         return loss
 
     def _step_on_device(self, added: Sequence[PendingLoss]) -> PendingLoss:
-        """Run the rest of a step, which waits for messages only."""
+        """Run the rest of a step; it waits only for messages."""
         norm = None if self._clip is None else self._clip.norm
         if self._scaling is not None:
-            self._reducer.wait()  # one overflow in a gradient skips all updates
+            self._reducer.wait()  # an overflow in one gradient skips all updates
             self._scaling.look()
         scale = 1.0 if self._clip is None else self._clip.scale(self._reducer)
         self._check_last()
@@ -252,7 +254,7 @@ class Trainer:
         return self._last
 
     def _check_last(self) -> None:
-        """Check the loss of the previous step, which is known since this step's forward pass."""
+        """Check the loss of the previous step, which is known after this step's forward pass."""
         if self._last is not None:
             self._check_loss(float(self._last))
 
@@ -261,7 +263,7 @@ class Trainer:
             raise self._diverged(f"the loss is {loss}; lower schedule.learning_rate, or set training.clip_norm")
 
     def settle(self) -> None:
-        """Finish all updates, before evaluation, checkpoints, or reading of parameters.
+        """Finish all updates. Call it before evaluation, checkpoints, or reading of parameters.
 
         Raises
         ------
@@ -280,14 +282,15 @@ class Trainer:
             name = next((n for n in comm.allgather_objects(name) if n is not None), None)
         if name is not None:
             raise self._diverged(
-                f"{name} is not finite any more; lower schedule.learning_rate, or set training.clip_norm"
+                f"{name} is no longer finite; lower schedule.learning_rate, or set training.clip_norm"
             )
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Replace parameters by their moving averages, if the optimizer keeps some, within the ``with``. Collective.
+        """Replace parameters by their moving averages within the ``with``, if the optimizer keeps them. Collective.
 
-        Call :meth:`settle` before. After an error the averages stay in place: the error may be of one rank only.
+        Call :meth:`settle` before. After an error the averages are not swapped back, because the error may be on one
+        rank only.
         """
         self._swap_averages()
         yield

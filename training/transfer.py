@@ -1,4 +1,4 @@
-"""Arrays into and out of an executor: whole arrays of a script, batches copied ahead to a device, outputs on rank 0."""
+"""Transfer of arrays to and from an executor: whole arrays, batches copied ahead to a device, outputs on rank 0."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def check_name(name: str, known: Collection[str]) -> None:
 
 
 def name_of(network: Network, name: str) -> str:
-    """Return the name of the layer or input that `name` is, or that is the output of this name. Local.
+    """Return the name of the layer or input with this name, or of the node of the output with this name. Local.
 
     Raises
     ------
@@ -60,7 +60,7 @@ def name_of(network: Network, name: str) -> str:
 
 
 def block_of(name: str, array: Any, shape: tuple[int, ...], box: Box, dtype: np.dtype) -> np.ndarray:
-    """Return the block of a whole array that this rank stores: a view, on the host. Local.
+    """Return this rank's block of a whole array: a view, on the host. Local.
 
     Parameters
     ----------
@@ -73,7 +73,8 @@ def block_of(name: str, array: Any, shape: tuple[int, ...], box: Box, dtype: np.
     box
         Global box of the block.
     dtype
-        Dtype of the storage. A floating-point one rounds; an integer one must hold every value of the block exactly.
+        Dtype of the storage. A floating-point dtype rounds; an integer dtype must hold every value of the block
+        exactly.
 
     Raises
     ------
@@ -98,24 +99,24 @@ def block_of(name: str, array: Any, shape: tuple[int, ...], box: Box, dtype: np.
 
 
 # -- batches of a loader, on a device --------------------------------------------------------------
-# Pinned memory is copied ahead, during the step that computes:
+# Pinned memory is copied ahead of its use, during the previous step:
 #
 #   loader's thread   wait until the pinned buffers are free | read | upload ahead -> ticket
 #   main thread                                  join(ticket) | staged -> inputs, enqueued | enqueue the step ...
 #   device            [uploads of the next batch]             [copies of this one][kernels ...]
 class DeviceFeed:
-    """Copies of the batches of a loader to a device, ahead of their use: the loader's `ahead`. Local.
+    """Feed that copies batches of a loader to a device ahead of their use: the loader's `ahead`. Local.
 
     Parameters
     ----------
     memory
-        Counts the buffers on the device, one set per slot of the loader.
+        Allocator of the buffers on the device, one set per slot of the loader.
     inputs
-        Arrays on the device by name, inputs of the network.
+        Inputs of the network by name: arrays on the device.
     slots
-        Sets of buffers of the loader.
+        Number of sets of buffers of the loader.
     dtype
-        Dtype of the loader's buffers; on the device they are converted to that of the inputs.
+        Dtype of the loader's buffers; the device converts them to the dtype of the inputs.
     """
 
     def __init__(self, memory: Memory, inputs: Mapping[str, Any], slots: int, dtype: np.dtype) -> None:
@@ -126,7 +127,7 @@ class DeviceFeed:
         ]
         self._copies = [self._taken(slot) for slot in range(slots)]
         self._uploaded: list[Ticket | None] = [None] * slots
-        # Uploads run beside the queue, which may still be zeroing their targets.
+        # Uploads run concurrently with the main stream, which may still be zeroing their targets.
         self._used = [self._device.mark()] * slots
 
     def _taken(self, slot: int) -> list[Callable[[], None]]:
@@ -157,16 +158,16 @@ class DeviceFeed:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        """Wait, after the end of that thread, for the copies in progress: then the buffers may be freed.
+        """Wait for copies in progress, after the end of the loader's thread, so that the buffers may be freed.
 
-        After an error do not wait: copies wait for kernels, and these perhaps for a rank that has ended.
+        After an error it does not wait: copies wait for kernels, which may wait for a rank that has ended.
         """
         for ticket in filter(None, self._uploaded if kind is None else ()):
             ticket.wait()
 
     # -- the main thread ------------------------------------------------------------------------
     def bring(self, item: LoadedBatch) -> None:
-        """Enqueue the copies into the inputs, behind the upload. Does not wait."""
+        """Enqueue the copies into the inputs, after the upload. Does not wait."""
         ticket = self._uploaded[item.slot]
         assert ticket is not None
         self._device.join(ticket)
@@ -176,26 +177,27 @@ class DeviceFeed:
 
 
 class Gather:
-    """Gather of outputs, and of gradients of probed inputs, to rank 0. Collective to make, run and close.
+    """Gather of outputs, and of gradients of probed inputs, to rank 0. To create, run and close it is collective.
 
-    Make it once and run it after every step: its set-up takes longer than a run.
+    Create it once and run it after every step: its set-up takes longer than a run.
 
     Parameters
     ----------
     executor
         Executor of the arrays.
     names
-        Outputs of the network, and layers whose output is kept or inputs. A name of both is that of the layer.
+        Outputs of the network, inputs, and layers whose output is kept. A name of a layer and of an output means the
+        layer.
     gradients
-        Names of probed inputs (other gradients share memory, and are overwritten when `backward` returns).
+        Names of probed inputs (other gradients share memory, and are overwritten before `backward` returns).
 
     Raises
     ------
     UserError
-        If there is no such name, or it is the loss, which is no array (:meth:`Executor.loss_value`).
+        If a name is unknown, or is the loss, which is no array (:meth:`Executor.loss_value`).
     ValueError
-        If an output or a gradient is not kept. All are raised before any communication, from names that all ranks
-        have.
+        If an output or a gradient is not kept. All errors are raised before any communication, from names that are the
+        same on all ranks.
     """
 
     def __init__(self, executor: Executor, names: Sequence[str] = (), gradients: Sequence[str] = ()) -> None:

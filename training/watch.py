@@ -1,19 +1,19 @@
-"""Protocol of the watchdog: what a rank does when a rank is dead or makes no progress. No sockets, no threads.
+"""Protocol of the watchdog: the actions of a rank when a rank is dead or makes no progress. No sockets, no threads.
 
-A rank that detects a fault reports it upwards (:class:`~halograd.training.peers.Tree`) until the heads know it:
+A rank that detects a fault reports it up the tree (:class:`~halograd.training.peers.Tree`) until the heads have it:
 
 - ``gone``: a connection ended without notice; its process was killed or its node failed;
 - ``stalled``: a rank has been at one place for longer than allowed;
 - ``dying``: a rank has an error of its own and is about to end the job.
 
-The first head acts. For ``stalled`` it requests the place of every rank (``where``, ``place``) and determines which
-rank holds up the others. It prints one message, announces the end to all ranks (``ending``), and ends the job. Every
+The first head acts. For ``stalled`` it requests the place of every rank (``where``, ``place``) and determines the rank
+that blocks the others. It prints one message, announces the end to all ranks (``ending``), and ends the job. Every
 other head does the same if the heads before it do nothing for `TURN` each. So a head that is stopped, or whose
-interpreter is locked by a call, is found like any other rank: it does not answer. Ranks that are cut off from the heads
-end themselves without a message.
+interpreter is locked by a call, is detected like any other rank: it does not respond. Ranks that are cut off from the
+heads end themselves without a message.
 
-In normal operation no message is sent. Heartbeats would find a silent rank no earlier: a call may lock the interpreter
-for as long as a rank may be at one place, and after that time the others send their requests.
+In normal operation no message is sent. Heartbeats would not detect a silent rank earlier: a call may lock the
+interpreter for as long as a rank may be at one place, and after that time the others send their requests.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from .peers import Tree
 
 __all__ = ["ANSWERS", "GRACE", "INTERVAL", "LAST", "TURN", "Place", "Pulse", "Station", "Watch", "describe_stall"]
 
-SHOWN = 4  # ranks that a message names one by one
+SHOWN = 4  # maximum number of ranks that a message names
 
 
 class Pulse:
-    """Progress of the main thread: written by it, read by the thread of the watchdog. Local.
+    """Progress of the main thread: the main thread writes it, the thread of the watchdog reads it. Local.
 
-    Writing is a store per attribute: no lock, no system call, no array. A reader may see a new phase with the old
+    A write is one store per attribute: no lock, no system call, no array. A reader may get a new phase with the old
     place, once.
 
     Attributes
     ----------
     step
-        Updates done.
+        Number of updates.
     count
-        Forward and backward passes so far, validation included.
+        Number of forward and backward passes, including validation.
     phase
         ``"forward"``, ``"backward"``, ``"data"``, ``"checkpoint"``, ...
     place
@@ -58,11 +58,11 @@ class Pulse:
         self.place = ""
 
     def at(self, phase: str, place: str) -> None:
-        """Note that the main thread begins something else than a layer."""
+        """Record the start of an activity of the main thread: its phase, and the layer or another place."""
         self.phase, self.place = phase, place
 
     def state(self) -> tuple[int, int, str, str]:
-        """Return all attributes, to be compared with an earlier state."""
+        """Return all attributes, to compare them with an earlier state."""
         return self.step, self.count, self.phase, self.place
 
 
@@ -73,7 +73,7 @@ class Place:
     Attributes
     ----------
     step, phase, layer
-        Updates done; ``"forward"``, ``"backward"``, ``"data"``, ...; name of the layer, empty outside of layers.
+        Number of updates; ``"forward"``, ``"backward"``, ``"data"``, ...; name of the layer, empty outside of layers.
     waiting
         ``"kind: name"`` of the exchange or sum that the rank waits for; empty if it does not wait.
     line
@@ -95,36 +95,37 @@ class Place:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Place:
-        """Make a place of the data of `as_dict`; ignore other keys."""
+        """Create a place from the data of `as_dict`; ignore other keys."""
         return cls(**{name: data[name] for name in cls.__dataclass_fields__})
 
     def text(self) -> str:
-        """Describe the place in words."""
+        """Return a text on the place."""
         where = f"step {self.step + 1}, {self.phase}" + (f" of layer {self.layer!r}" if self.layer else "")
         waits = f", waiting for {self.waiting!r}" if self.waiting else ", not in an exchange"
         return f"{where}{waits} (at {self.line})"
 
 
 def describe_stall(hosts: Sequence[str], places: Mapping[int, Place | None], patience: float) -> tuple[int, str]:
-    """Return the rank that holds up the others, and the reason, in words.
+    """Return the rank that blocks the others, and a text with the reason.
 
-    It is the first rank that did not answer; else the one that is in no exchange; else the one that is behind.
+    It is the first rank that did not respond; else the rank that is in no exchange; else the rank that is behind.
 
     Parameters
     ----------
     hosts
         Name of the host, per rank.
     places
-        By rank; None for a rank that did not answer. Ranks that pass on messages stand before those that they reach.
+        Place by rank; None for a rank that did not respond. Ranks that forward messages precede the ranks that they
+        reach.
     patience
-        How long a rank may be at one place [s].
+        Time that a rank may be at one place [s].
     """
     behind = [(rank, place) for rank, place in sorted(places.items()) if place is not None]
     mute = [rank for rank, place in places.items() if place is None]
     for_how_long = f"no progress for {patience / 60:.3g} min"
     if mute:
         culprit = mute[0]
-        text = f"{for_how_long}: it does not answer (stopped, in a call that locks the interpreter, or its node hangs)"
+        text = f"{for_how_long}: it does not respond (stopped, in a call that locks the interpreter, or its node hangs)"
     else:
         culprit, place = min(behind, key=lambda item: (bool(item[1].waiting), item[1].step, -item[1].idle))
         text = f"{for_how_long}: {place.text()}"
@@ -135,11 +136,11 @@ def describe_stall(hosts: Sequence[str], places: Mapping[int, Place | None], pat
     return culprit, text
 
 
-INTERVAL = 1.0  # between two readings of the main thread's state [s]
-ANSWERS = 3.0  # limit for ranks to send their place [s]
+INTERVAL = 1.0  # time between two readings of the main thread's state [s]
+ANSWERS = 3.0  # time limit for ranks to send their place [s]
 TURN = 2.5  # time for each head before this one to act [s]
-LAST = 2.0  # until a rank ends itself after the message is printed [s]
-GRACE = 8.0  # time for a rank with an error of its own to end the job: the command line takes 5 s of it [s]
+LAST = 2.0  # time until a rank ends itself after the message is printed [s]
+GRACE = 8.0  # time for a rank with an error of its own to end the job; the command line uses 5 s of it [s]
 Message = dict[str, Any]
 
 
@@ -153,14 +154,14 @@ class Station(Protocol):
         """Return a value that changes when the main thread makes progress; None while it is not watched."""
 
     def place(self, idle: float) -> Place:
-        """Return the place of the main thread, where it has been for `idle` [s]."""
+        """Return the place of the main thread, which has been there for `idle` [s]."""
         ...
 
     def say(self, rank: int, cause: str) -> None:
         """Print that the job ends because of a rank."""
 
     def log(self, rank: int, cause: str) -> None:
-        """Append the same to the log."""
+        """Append the message to the log."""
 
     def end(self) -> None:
         """End the job."""
@@ -170,21 +171,22 @@ class Station(Protocol):
 
 
 class Watch:
-    """Decisions of one rank of the watchdog protocol. Local; for one thread.
+    """Decisions of one rank in the watchdog protocol. Local; for one thread.
 
     Parameters
     ----------
     tree, joined
-        The planned connections, and per rank those that were made.
+        The planned connections, and the established ones per rank.
     rank
-        This rank.
+        Rank of this process.
     patience
-        How long a rank may be at one place [s]; 0: for ever.
+        Time that a rank may be at one place [s]; 0: forever.
     station
-        Executes the decisions.
+        Executor of the decisions.
     clock
-        Time [s]. At most `INTERVAL` counts between two calls: if it is longer, the process was stopped, perhaps with
-        the whole job (Slurm's suspend), or its interpreter was locked, and no other rank is the cause.
+        Function that returns the time [s]. Between two calls at most `INTERVAL` counts: if it is longer, the process
+        was stopped, perhaps with the whole job (Slurm's suspend), or its interpreter was locked, and no other rank is
+        the cause.
     """
 
     def __init__(
@@ -201,7 +203,7 @@ class Watch:
         self._station, self._clock, self._ticked, self._now = station, clock, clock(), 0.0
         self._ups = [up for up in tree.ups(rank) if up in joined[rank]]
         self._downs = [down for down in tree.downs(rank) if down in joined[rank]]
-        self._left: set[int] = set()  # closed their connection regularly
+        self._left: set[int] = set()  # ranks that closed their connection regularly
         self._before: object = None
         self._since = self._complained = 0.0
         self._deadline = math.inf
@@ -213,7 +215,7 @@ class Watch:
         self._places: dict[int, Place] = {}
 
     def tick(self) -> float:
-        """Execute what is due; return the longest time until the next call [s]."""
+        """Execute actions that are due; return the longest time until the next call [s]."""
         now = self._advance()
         if now > self._deadline:
             self._station.leave()
@@ -230,7 +232,7 @@ class Watch:
         """Process a message from another rank."""
         self._advance()
         kind = message["kind"]
-        if kind == "ending":  # ranks that end from now on end because of that
+        if kind == "ending":  # ranks that end from now on end for this reason
             self.over, self._deadline = True, min(self._deadline, self._now + message["within"])
             self._pass_down(message)
         elif kind == "where":
@@ -249,12 +251,12 @@ class Watch:
         if cause is None:
             self._left.add(rank)
         elif not self.over and rank in self._tree.ups(self._rank) and not self._tree.is_head(self._rank):
-            self._announce(GRACE)  # others find it too and end the job, out of reach of this rank
+            self._announce(GRACE)  # others detect it too and end the job, out of reach of this rank
         else:
             self._report({"kind": "gone", "rank": rank, "cause": cause})
 
     def dying(self, cause: str, logged: bool) -> None:
-        """Announce that this rank ends the job, because of a fault of its own; it processes no more messages."""
+        """Announce that this rank ends the job because of its own fault; it processes no more messages."""
         message = {"kind": "dying", "rank": self._rank, "cause": cause, "logged": logged}
         if self.over:
             return
@@ -284,12 +286,12 @@ class Watch:
 
     @property
     def _turn(self) -> float:
-        """How long a report waits until this rank acts on it [s]: heads act first, one after the other."""
+        """Time that a report waits until this rank acts on it [s]: heads act first, one after another."""
         acts = self._tree.is_head(self._rank) or not self._ups
         return TURN * (len(self._ups) if acts else self._tree.fanout + 2)
 
     def _report(self, message: Message, sender: int | None = None) -> None:
-        """Send a report up, and keep it for the case that no rank acts on it."""
+        """Send a report up, and keep it in case no rank acts on it."""
         known = any(message == other for _, other in self._pending)
         asked = message["kind"] == "stalled" and (self._now < self._quiet or self._awaited is not None)
         if self.over or known or asked:
@@ -301,7 +303,7 @@ class Watch:
 
     def _act(self, message: Message) -> None:
         if self._ups and not self._tree.is_head(self._rank):
-            self._announce(LAST)  # no head has answered: a rank between is frozen and does not forward the end
+            self._announce(LAST)  # no head has responded: a rank in between is frozen and does not forward the end
         elif message["kind"] == "stalled":
             self._ask()
         elif message["kind"] == "gone":
@@ -320,7 +322,7 @@ class Watch:
         self._send_all({"kind": "where"})
 
     def _answer(self, sender: int, message: Message) -> None:
-        if self._awaited is None or sender in self._ups:  # else this rank's own request comes first
+        if self._awaited is None or sender in self._ups:  # otherwise this rank's own request has priority
             self._awaited, self._asker, self._quiet = None, sender, self._now + 2 * ANSWERS
             self._pending = [item for item in self._pending if item[1]["kind"] != "stalled"]
             self._pass_down(message)
@@ -353,7 +355,7 @@ class Watch:
     def _announce(self, within: float) -> None:
         """Announce to all ranks that the job is being ended, and that its message is printed or will be.
 
-        A rank that still runs after `within` [s] ends itself: MPI_Abort ends the others only where the launcher does.
+        A rank that still runs after `within` [s] ends itself: MPI_Abort ends the other ranks only if the launcher does.
         """
         self.over, self._deadline = True, self._now + within
         self._send_all({"kind": "ending", "within": within})

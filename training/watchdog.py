@@ -1,9 +1,10 @@
-"""The watchdog of a run, and the report of an interrupt: a job that ends early prints and logs which rank is the cause.
+"""The watchdog of a run, and the report of an interrupt: a job that ends early prints and logs the rank that is the
+cause.
 
-A thread on every rank reads once a second where the main thread is (:class:`~halograd.training.watch.Pulse`), and keeps
-connections to some of the other ranks (:mod:`halograd.training.peers`). The main thread only notes its layer.
-:mod:`halograd.training.watch` decides. Without a watchdog, launchers that do not notice a dead rank (srun without
-``--kill-on-bad-exit``) would wait for ever.
+A thread on every rank reads the position of the main thread once a second (:class:`~halograd.training.watch.Pulse`),
+and keeps connections to some of the other ranks (:mod:`halograd.training.peers`). The main thread only records its
+layer. :mod:`halograd.training.watch` decides. Without a watchdog, launchers that do not detect a dead rank (srun
+without ``--kill-on-bad-exit``) would wait forever.
 """
 
 from __future__ import annotations
@@ -35,26 +36,26 @@ if TYPE_CHECKING:
 
 __all__ = ["Interruption", "Watchdog", "oom_kills", "unwatched"]
 
-FORWARDING = 0.5  # time for the launcher to forward the message: MPI_Abort ends its relay, too [s]
+FORWARDING = 0.5  # time for the launcher to forward the message, because MPI_Abort ends its relay too [s]
 
 
 class Watchdog:
     """Context manager that ends the job if a rank dies or makes no progress.
 
-    Collective over `comm` to make; each rank leaves by itself.
+    To create it is collective over `comm`; each rank leaves by itself.
 
     Parameters
     ----------
     comm
         All ranks of the job.
     stall_minutes
-        How long a rank may be at one place [min]; 0: for ever.
+        Time that a rank may be at one place [min]; 0: forever.
     log
         Log to which a line ``{"event": "failed", ...}`` is appended when the job is ended.
 
     Notes
     -----
-    Ranks without a connection to rank 0 are not watched from there; rank 0 prints that.
+    Rank 0 does not watch ranks without a connection to it; it prints which ones.
     """
 
     def __init__(self, comm: Communicator, stall_minutes: float, log: Path) -> None:
@@ -76,7 +77,9 @@ class Watchdog:
         self._here.pulse = pulse
 
     def expect_end(self) -> None:
-        """Announce that this rank ends the job and has printed why: no other rank reports it. Local, in any thread."""
+        """Announce that this rank ends the job and has printed the reason: no other rank reports it. Local, in any
+        thread.
+        """
         self._words = "", False
         if not self._closing:
             self._peers.wake()
@@ -96,8 +99,8 @@ class Watchdog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None and not is_agreed(error, self._comm.size):
-            # The job ends with this process; the other ranks need the cause. A user's mistake before the job begins is
-            # not logged: the log is that of an earlier job, which may be running.
+            # The job ends with this process, and the other ranks need the cause. A user's mistake before the job begins
+            # is not logged: the log belongs to an earlier job, which may be running.
             refused = self._here.pulse is None and isinstance(error, UserError)
             self._words = f"{type(error).__name__}: {error}", not refused
         self.close()
@@ -116,7 +119,7 @@ class Watchdog:
 
 
 class Here:
-    """The :class:`~halograd.training.watch.Station` of this rank. Local; made by the main thread."""
+    """Implementation of :class:`~halograd.training.watch.Station` for this rank. Local; created by the main thread."""
 
     def __init__(self, comm: Communicator, hosts: Sequence[str], log: Path, peers: Peers) -> None:
         self.pulse: Pulse | None = None
@@ -126,20 +129,20 @@ class Here:
         self._oom_kills = oom_kills()
 
     def state(self) -> object:
-        """Return all that the main thread notes."""
+        """Return the progress of the main thread, with the exchange for which it waits."""
         return None if self.pulse is None else (*self.pulse.state(), self._comm.instruments.waiting)
 
     def place(self, idle: float) -> Place:
-        """Return step, layer, exchange, and the line of code."""
+        """Return step, layer, exchange, and the line of code of the main thread."""
         pulse = self.pulse or Pulse()
         frame = sys._current_frames().get(self._main)
         where = "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
         return Place(pulse.step, pulse.phase, pulse.place, self._comm.instruments.waiting or "", where, idle)
 
     def cause(self, rank: int, how: str) -> str:
-        """Describe why a connection ended."""
+        """Return a text on why a connection ended."""
         if how == "lost":
-            return "its node does not answer any more"
+            return "its node no longer responds"
         if self._hosts[rank] == self._hosts[self._comm.rank] and oom_kills() > self._oom_kills:
             return "it was killed: this node ran out of memory"
         return "its process is gone; it was killed, by hand, by the batch system or for lack of memory"
@@ -147,14 +150,14 @@ class Here:
     def say(self, rank: int, cause: str) -> None:
         """Print the rank that ends the job, and the cause."""
         self.print(f"rank {rank} of {self._comm.size} on {self._hosts[rank]}: {cause}; the job ends, "
-                   "go on with --resume")  # fmt: skip
+        "continue with --resume")  # fmt: skip
 
     def print(self, text: str) -> None:
-        """Print with one unbuffered write: the process may have milliseconds left."""
+        """Print with one unbuffered write, because the process may have only milliseconds left."""
         os.write(2, f"halograd: {text}\n".encode())
 
     def log(self, rank: int, cause: str) -> None:
-        """Append a line ``failed`` to the log, if that can be written."""
+        """Append a line ``failed`` to the log, if possible."""
         step = 0 if self.pulse is None else self.pulse.step
         entry = {"event": "failed", "rank": rank, "host": self._hosts[rank], "cause": cause, "at_step": step}
         with contextlib.suppress(OSError):  # no log yet, or no disk: the message was printed
@@ -170,12 +173,12 @@ class Here:
         self._comm.abort(1)
 
     def leave(self) -> None:
-        """End this process: the rank with the fault has reported it, and could not end the job. Does not return."""
+        """End this process: the rank with the fault has reported it, but could not end the job. Does not return."""
         os._exit(1)
 
 
 def unwatched(tree: Tree, joined: list[set[int]]) -> str:
-    """Describe which ranks rank 0 does not watch; empty if it watches all. Local."""
+    """Return a text on the ranks that rank 0 does not watch; empty if it watches all. Local."""
     reached = set(tree.reached(0, joined))
     missing = [rank for rank in tree.order if rank not in reached]
     if not missing:
@@ -187,7 +190,7 @@ def unwatched(tree: Tree, joined: list[set[int]]) -> str:
 
 
 def oom_kills() -> int:
-    """Return how often this node, or its container, has killed a process for lack of memory. Local."""
+    """Return the number of processes that this node, or its container, has killed because memory ran out. Local."""
     for path, key in (("/sys/fs/cgroup/memory.events", "oom_kill"), ("/proc/vmstat", "oom_kill")):
         try:
             lines = Path(path).read_text().splitlines()
@@ -200,14 +203,14 @@ def oom_kills() -> int:
     return 0
 
 
-TAIL = 1 << 16  # end of a log that holds the lines of all ranks that are interrupted at the same time [B]
+TAIL = 1 << 16  # size of the end of a log that holds the lines of all simultaneously interrupted ranks [B]
 
 
 class Interruption:
-    """Context manager that reports an interrupt (SIGINT): how far the run was, and how to continue it. Local.
+    """Context manager that reports an interrupt (SIGINT): the progress of the run, and how to continue it. Local.
 
-    If several ranks are interrupted, the one whose line ``{"event": "interrupted", ...}`` is the first in the log
-    prints the message. A process alone raises KeyboardInterrupt with the same message.
+    If several ranks are interrupted, the rank whose line ``{"event": "interrupted", ...}`` is the first in the log
+    prints the message. A single process raises KeyboardInterrupt with the same message.
 
     Parameters
     ----------
@@ -216,9 +219,9 @@ class Interruption:
     log
         ``log.jsonl`` of the run.
     folder
-        Its checkpoints.
+        Folder of its checkpoints.
     watchdog
-        Does not report the end, which is reported here.
+        Watchdog, which then does not report the end.
     """
 
     def __init__(self, comm: Communicator, log: Path, folder: CheckpointFolder, watchdog: Watchdog) -> None:
@@ -227,11 +230,11 @@ class Interruption:
         self._words: AbstractContextManager[None] = on_interrupt(self.words)
 
     def follow(self, pulse: Pulse) -> None:
-        """Log an interrupt from now on: the run and its log have begun. Local."""
+        """Log an interrupt from now on, because the run and its log have begun. Local."""
         self._pulse = pulse
 
     def words(self) -> str | None:
-        """Announce and log the end; return the line to print, None if another rank does. Local, in any thread."""
+        """Announce and log the end; return the line to print, None if another rank prints it. Local, in any thread."""
         self._watchdog.expect_end()
         text = "interrupted before the first step"
         if self._pulse is not None:
@@ -269,7 +272,7 @@ class Interruption:
 
 
 def append(log: Path, entry: dict[str, Any]) -> None:
-    """Append a line to an existing log by one write, which does not mix with those of other ranks."""
+    """Append a line to an existing log in one write, so that lines of several ranks do not mix."""
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
     try:
         os.write(descriptor, (json.dumps({**entry, "time": round(time.time(), 3)}) + "\n").encode())
@@ -278,7 +281,7 @@ def append(log: Path, entry: dict[str, Any]) -> None:
 
 
 def interrupts(log: Path) -> list[dict[str, Any]]:
-    """Return the lines ``interrupted`` of the latest job within the last `TAIL` bytes of its log."""
+    """Return the lines ``interrupted`` of the latest job in the last `TAIL` bytes of its log."""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - TAIL))
         lines = file.read().decode(errors="replace").splitlines()

@@ -199,10 +199,10 @@ def test_calls_in_another_order():
     ):
         trainer = Trainer(executor, SGD(executor.store), Constant(0.1))
         fill(executor, 0, 0)
-        with pytest.raises(ValueError, match=r"expected add\(\) 1 times before it, for .* 2 parts, got it 0"):
+        with pytest.raises(ValueError, match=r"expected 1 calls of add\(\) before it, for .* 2 parts, got 0"):
             trainer.step()
         trainer.add()
-        with pytest.raises(ValueError, match=r"add\(\): expected it 1 times before step\(\)"):
+        with pytest.raises(ValueError, match=r"add\(\): expected 1 calls before step\(\)"):
             trainer.add()
         trainer.step()
 
@@ -269,7 +269,7 @@ def test_what_is_said_and_refused(comm, shared, caplog):
         train(config, ["training.accumulate=3"], comm=comm)
     train(config, ["training.accumulate=2", "training.epochs=1"], comm=comm)
     (said,) = [r.getMessage() for r in caplog.records if "training.accumulate" in r.getMessage()]
-    assert "computed of the 2 samples of each part, not of the batch, are " in said and ": its statistics" in said
+    assert "over the 2 samples of each part, not over the batch: " in said and ": its statistics" in said
 
 
 def test_what_depends_on_the_batch():

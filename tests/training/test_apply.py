@@ -313,7 +313,7 @@ def test_two_jobs_do_not_share_a_part(tmp_path):
         with PartFile(path, 0, [array], 4, 2, "job") as second:
             assert second.fault == "there is no record of its progress"
             second.write([np.ones((2, 3))])
-            with pytest.raises(DataError, match=r"rank-00000.h5: expected the file that this job made, got that of"):
+            with pytest.raises(DataError, match=r"rank-00000.h5: expected the file of this job, got that of"):
                 first.record()
             assert not path.with_suffix(".progress").exists()
             second.record()
@@ -345,7 +345,7 @@ def test_of_probabilities_they_are_what_it_computes(working):
     with pytest.raises(UserError, match="output 'simulation': expected another name"):
         apply(working / "out", ["new"], working / "p.h5", comm=MPI.COMM_SELF)
     train(write_own(working, NET.replace("simulation", "source_file")), ["output.directory=o"], comm=MPI.COMM_SELF)
-    with pytest.raises(UserError, match=r"output 'source_file': expected another name, .* which sample a prediction"):
+    with pytest.raises(UserError, match=r"output 'source_file': expected another name, .* the sample of each"):
         apply(working / "o", ["new"], working / "p.h5", comm=MPI.COMM_SELF)
 
 

@@ -86,7 +86,7 @@ def test_has_the_coordinates_of_the_samples(comm, working, caplog):
             file["time"].attrs["units"] = "hours since 1900-01-01"
         apply("out", ["map"], "time.h5", ["training.batch=2"], comm=MPI.COMM_SELF)
         (said,) = [r.message for r in caplog.records if "coordinates" in r.message]
-        assert said.endswith("the data have: time (in map/10.h5: it has another 'units')")
+        assert said.endswith("coordinates of the data: time (in map/10.h5: it has another 'units')")
         there = content(Path("time.h5"))
         assert there["time"][1]["NAME"].decode() == NO_VARIABLE.format(5) and there["lat"] == found["lat"]
 

@@ -159,7 +159,7 @@ def test_a_bad_block_on_one_rank_is_seen_by_all(name):
             holders = [rank for rank, size in enumerate(comm.allgather_objects(array.size)) if size]
             if comm.rank == holders[-1]:
                 array.reshape(-1)[-1] = math.nan
-            with pytest.raises(Diverged, match=f"parameter {name} is not finite any more; lower schedule"):
+            with pytest.raises(Diverged, match=f"parameter {name} is no longer finite; lower schedule"):
                 trainer.settle()
 
         run(comm, cut(comm.size), spoil)

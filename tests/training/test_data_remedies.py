@@ -95,7 +95,7 @@ def write(folder):
 
 @pytest.mark.ranks(1, 2)
 def test_the_middle_window_is_reported(comm, config, capfd):
-    crop, line = "data.augment={crop=true}", "evaluated is the middle window of every sample, 8x8 of 16x16 (25 %)"
+    crop, line = "data.augment={crop=true}", "only the middle window of every sample is evaluated, 8x8 of 16x16 (25 %)"
     for sets, said in (([crop], True), (["model.resolution=16", crop, "output.directory=whole"], False)):
         sets = [*sets, "training.epochs=1", f"strategy.height={comm.size}"]
         train(config, [*sets, "output.progress=true"], comm=comm)

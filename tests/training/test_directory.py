@@ -129,7 +129,7 @@ def test_another_node_that_is_at_work(tmp_path, caplog):
     finally:
         ended.set()
         thread.join()
-    assert len(caplog.messages) == 1 and "looking for up to" in caplog.messages[0]
+    assert len(caplog.messages) == 1 and "waiting up to" in caplog.messages[0]
 
 
 @pytest.mark.parametrize("name, seconds", [("SILENCE", 0.1), ("OLD", 0.0)])
@@ -137,7 +137,7 @@ def test_another_node_that_is_silent(tmp_path, monkeypatch, caplog, name, second
     hold(tmp_path, ELSEWHERE)
     monkeypatch.setattr(directory, name, seconds)
     assert acquired(tmp_path)
-    assert caplog.messages[-1].endswith("on n17 (job 4711): it does not touch the lock any more")
+    assert caplog.messages[-1].endswith("on n17 (job 4711): it no longer touches the lock")
 
 
 def test_another_node_that_has_just_ended(tmp_path):
@@ -284,7 +284,7 @@ def test_who_was_taken_over_writes_nothing_more(tmp_path, make_store):
         hold(tmp_path, ELSEWHERE)
         left = folder.path / ".step-00000003.h5.99.partial"
         left.write_text("half")
-        with pytest.raises(UserError, match=r"taken over by process .* on n17 .*, to which this run looked dead"):
+        with pytest.raises(UserError, match=r"taken over by process .* on n17 .*, because this run did not touch"):
             folder.write(snapshot, TrainingProgress(step=3), "")
     assert sorted(p.name for p in folder.path.iterdir()) == [left.name, "latest.h5", "step-00000002.h5"]
 

@@ -75,7 +75,7 @@ def test_a_full_disk_does_not_end_a_run(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(EventFile, "_write", full)
     for step in (1, 2):
         board({"event": "step", "step": step, "loss": 1.0, "time": 1.0})
-    assert caplog.messages == ["TensorBoard's file cannot be written any more: No space left on device"]
+    assert caplog.messages == ["the TensorBoard file can no longer be written: No space left on device"]
 
 
 def test_a_run_as_tensorboard_reads_it(tmp_path):

@@ -80,7 +80,7 @@ def test_as_a_file_with_the_new_numbers(comm, config, invalid):
         (["data.labels={mask = {7 = 100000000}}"], "data.labels: expected whole numbers of at most 16777216"),
         (
             ["data.labels={255 = -1}", "model.several=true", 'data.targets.other="u"'],
-            r"data.labels: expected a table per target \(mask, other\), got numbers alone",
+            r"data.labels: expected a table per target \(mask, other\), got only numbers",
         ),
     ],
 )

@@ -89,7 +89,7 @@ def damaged(path, lines=BAD):
 def told(caplog, path, count):
     (message,) = [text for text in caplog.messages if "cannot be read" in text]
     caplog.clear()
-    return message == f"{path}: {count} line(s) cannot be read and are left out"
+    return message == f"{path}: {count} line(s) cannot be read and are skipped"
 
 
 def test_every_reader(tmp_path, caplog, capsys):

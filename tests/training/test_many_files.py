@@ -70,7 +70,7 @@ def test_a_run_goes_on_with_the_samples_it_began_with(comm, config):
 
     rename("parts/run0.h5", "parts/run9.h5")
     for samples in ("validation", "training"):
-        with pytest.raises(UserError, match=r'files were .* renamed .*; put that back, or evaluate "all" samples'):
+        with pytest.raises(UserError, match=r'files were .* renamed .*; undo that, or evaluate "all" samples'):
             evaluate(folder / "out", samples=samples, comm=comm)
     assert np.isfinite(evaluate(folder / "out", samples="all", comm=comm)["loss"])
     # A caller that names data asks for these.

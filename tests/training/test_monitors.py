@@ -144,7 +144,7 @@ def test_threads_that_are_not_read_are_said(monkeypatch, caplog):
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     _warn_of_threads(BackendConfig(kernels="numpy"))
     assert caplog.messages == [
-        "OMP_NUM_THREADS=2 is not used: a rank computes with 1 thread; set backend.threads (--threads N) instead"
+        "OMP_NUM_THREADS=2 is ignored: a rank computes with 1 thread(s); set backend.threads (--threads N)"
     ]
 
 

@@ -93,7 +93,7 @@ def test_a_network_may_compare_with_what_it_reads(comm, config):
             "data.targets: expected a dataset for 'speed', which network 'several' reads",
         ),
         (['data.inputs.other="u"'], "data.inputs.other: expected inputs of network 'several' .fields, "),
-        (['data.inputs.kind="kind"'], "data.targets: expected 'kind' in one table, got it in data.inputs too"),
+        (['data.inputs.kind="kind"'], "data.targets: expected 'kind' in one table, got it also in data.inputs"),
         (['data.normalize=["mask"]'], r"data.normalize: expected names of inputs \(fields, settings\), got 'mask'"),
         (['data.inputs.settings="none"'], "data.h5: expected a dataset 'none', got kind "),
         (['data.inputs.settings="v"'], r"expected samples of shape \(2,\) for 'settings' of model 'several', got \(8"),

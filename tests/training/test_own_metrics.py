@@ -156,12 +156,12 @@ def changed(**attributes):
         (dict, "counter of 'relu': expected a halograd.training.Counter, got dict"),
         (changed(__init__=lambda self: None), "array of int64 or float64, got NoneType"),
         (changed(__init__=lambda self: setattr(self, "counts", np.zeros(2, "f4"))), "got an array of float32"),
-        (changed(scores=lambda self: {}), "scores() by other names than loss, event, time, epoch, step, got none"),
+        (changed(scores=lambda self: {}), "names of scores() other than loss, event, time, epoch, step, got none"),
         (changed(scores=lambda self: {"loss": None, "step": 1.0}), "got ['loss', 'step']"),
         (changed(better={"mean": "less"}), """"lower" or "higher" for each, got 'mean': 'less'"""),
         (changed(better={"other": "lower"}), """better: expected scores (mean) and "lower" or"""),
         (changed(add=lambda self, x, t: None), "Own.add: expected a method that takes (self, prediction, target, weig"),
-        (Broken, "counter Broken of 'relu': expected scores() of nothing, None where undefined, got ZeroDiv"),
+        (Broken, "counter Broken of 'relu': expected scores() to work without counts (None: undefined), got ZeroDiv"),
     ],
 )
 def test_what_is_no_counter_is_refused(comm, counter, message):

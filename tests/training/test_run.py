@@ -145,7 +145,7 @@ REFUSED = [
     (["model.convs=-1"], "model.convs: expected a whole number >= 1, got -1"),
     (["model.widths=[]"], "model.widths: expected 1 or more entries, got \\[\\]"),
     (["model.widths=[1000000, 1000000]"], "expected a network and a batch within the .* of a node, got .* GiB"),
-    ([MODEL + "}"], r"data\.rule: expected how a patch is made of its cells \(any, .* predicts \(4, 4\) patches"),
+    ([MODEL + "}"], r"data\.rule: expected a rule from cells to patches \(any, .* predicts \(4, 4\) patches"),
     (["backend.transport=pigeon"], "backend.transport: expected 'auto', 'mpi', .* got 'pigeon'"),
     (["backend.kernels=abacus"], "expected a backend out of auto, .* got 'abacus'"),
     (["data.path=none.h5"], r"none\.h5: no such file"),
@@ -207,7 +207,7 @@ def test_nothing_to_evaluate(comm, config):
     train(config, ["training.epochs=1", "data.validation=0"], comm=comm)
     with pytest.raises(UserError, match=r"training\.batch: expected at most 19, the samples of .*data.h5, got 20"):
         evaluate(config, ["training.batch=20"], comm=comm)
-    with pytest.raises(UserError, match=r"data\.validation: expected held-out samples to evaluate, got 0"):
+    with pytest.raises(UserError, match=r"data\.validation: expected held-out samples, got 0"):
         evaluate(config.parent / "out", comm=comm)
 
 

@@ -119,7 +119,7 @@ def test_stopped_rank(whole):
         _, stderr = process.communicate(timeout=LIMIT)
     assert process.returncode != 0
     (line,) = said(stderr)
-    assert line.startswith(f"halograd: rank 2 of 3 on {HOST}: no progress for 0.03 min: it does not answer")
+    assert line.startswith(f"halograd: rank 2 of 3 on {HOST}: no progress for 0.03 min: it does not respond")
     assert f"rank 0 on {HOST}: step " in line and ", waiting for '" in line
 
 
@@ -166,7 +166,7 @@ STALL = "run.stall_minutes=0.03"  # from when the test says so
 def assert_rank_0_is_named(size: int, stderr: str, out: Path) -> None:
     """One line of our own says that rank 0 does not answer, and where all others wait."""
     (line,) = [line for line in stderr.splitlines() if line.startswith("halograd: ")]
-    assert line.startswith(f"halograd: rank 0 of {size} on {HOST}: no progress for 0.03 min: it does not answer")
+    assert line.startswith(f"halograd: rank 0 of {size} on {HOST}: no progress for 0.03 min: it does not respond")
     for rank in range(1, size):
         assert f"rank {rank} on {HOST}: step " in line
     assert ", waiting for '" in line

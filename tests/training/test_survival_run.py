@@ -63,7 +63,7 @@ def test_damaged_checkpoints_are_skipped(comm, folder, caplog):
         first, second, taken = told.split("; ")
         assert first.startswith("checkpoint ") and "is truncated or damaged" in first and first.endswith(damaged[1])
         assert "checksum" in second and second.endswith(damaged[0])
-        assert taken == "step-00000006.h5 is taken instead"
+        assert taken == "step-00000006.h5 is used instead"
     else:
         assert caplog.messages == []
 
@@ -94,7 +94,7 @@ def test_all_checkpoints_damaged(comm, folder):
     if comm.rank == 0:
         (folder / "out" / "checkpoints" / "step-00000003.h5").write_bytes(b"")
     comm.Barrier()
-    with pytest.raises(UserError, match=r"can be read, all are damaged: .*bring back a copy, or remove them"):
+    with pytest.raises(UserError, match=r"can be read, all are damaged: .*restore a copy, or remove them"):
         train(folder / "run.toml", [], True, comm=comm)
 
 
@@ -236,7 +236,7 @@ def test_a_run_that_was_taken_over_ends(comm, folder, monkeypatch):
         return step(self)
 
     monkeypatch.setattr(Trainer, "step", taken)
-    with pytest.raises(UserError, match=r"out was taken over by process \d+ on n17, to which this run looked dead"):
+    with pytest.raises(UserError, match=r"out was taken over by process \d+ on n17, because this run did not touch"):
         train(folder / "run.toml", ["output.checkpoint_steps=2"], comm=comm)
     comm.Barrier()
     assert files(folder) == ["best.h5", "latest.h5", "step-00000002.h5", "step-00000003.h5", "step-00000004.h5"]

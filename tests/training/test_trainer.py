@@ -146,11 +146,11 @@ def test_diverged(comm, case):
         assert_arrays(params, before)
         params["conv1/w"][0, 1, 1, 0] = np.inf
         params["conv2/b"][...] = 0
-        with pytest.raises(Diverged, match="step 1: parameter conv1/w is not finite any more; lower"):
+        with pytest.raises(Diverged, match="step 1: parameter conv1/w is no longer finite; lower"):
             trainer.settle()
         params["conv1/w"][0, 1, 1, 0] = 0
         executor.store.state["norm1/mean"] = np.array([0.0, np.nan])  # as it is after the statistics of a bad batch
-        with pytest.raises(Diverged, match="step 1: running statistic norm1/mean is not finite any more"):
+        with pytest.raises(Diverged, match="step 1: running statistic norm1/mean is no longer finite"):
             trainer.settle()
 
 
@@ -159,7 +159,7 @@ def test_needs_gradients(comm):
     with (
         Communicator(comm) as ranks,
         Executor(network(), ranks, get_backend("numpy"), BATCH, trainable=False) as executor,
-        pytest.raises(ValueError, match="executor: expected one that trains, got trainable=False"),
+        pytest.raises(ValueError, match="executor: expected one with trainable=True, got trainable=False"),
     ):
         Trainer(executor, SGD(executor.store), Constant(0.1))
 

@@ -122,7 +122,7 @@ def test_a_frozen_rank_is_named(size):
         job.freeze(victim)
         job.run(PATIENCE + TURN * (victim == 0) + ANSWERS + 2 * INTERVAL + CUT_OFF)
         speaker = job.tree.order[1] if victim == 0 else 0
-        job.assert_said(speaker, victim, "no progress for 0.5 min: it does not answer")
+        job.assert_said(speaker, victim, "no progress for 0.5 min: it does not respond")
         assert f"rank {speaker} on {job.tree.hosts[speaker]}: step 21, forward" in job.said[0][2]
 
 
@@ -158,7 +158,7 @@ def test_frozen_heads(count):
     job.freeze(*heads[:count])
     job.run(PATIENCE + 2 * TURN + ANSWERS + 2 * INTERVAL + CUT_OFF)
     if count == 2:
-        job.assert_said(heads[2], 0, "it does not answer")
+        job.assert_said(heads[2], 0, "it does not respond")
     else:
         assert job.said == []
 
@@ -249,7 +249,7 @@ def test_a_node_with_several_heads_is_killed():
         job = Job(11)
         victims = [rank for rank, host in enumerate(job.tree.hosts) if host == f"n{node}"]
         for victim in victims:
-            job.kill(victim, "its node does not answer any more")
+            job.kill(victim, "its node no longer responds")
         job.run(GRACE + 4 * TURN)
         ((speaker, culprit, _),) = job.said
         assert culprit in victims and speaker == next(rank for rank in job.tree.order if rank not in victims)
@@ -332,7 +332,7 @@ def place(step=4, waiting="", idle=60.0, layer="conv1"):
 
 STALLS = [
     ([place(waiting="halo: conv1"), place(), place(waiting="loss")], 1, "step 5, forward of layer 'conv1', not in an"),
-    ([place(waiting="halo: conv1"), place(), None], 2, "it does not answer"),
+    ([place(waiting="halo: conv1"), place(), None], 2, "it does not respond"),
     ([place(waiting="loss"), place(step=3, waiting="loss")], 1, "step 4, .* waiting for 'loss' .at flags.py:88"),
     ([place(idle=60, layer=""), place(idle=90)], 1, "'conv1'.*The others: rank 0 on n0: step 5, forward, not in"),
     ([place(waiting="halo")] * 7 + [place()], 7, "The others: rank 0 .*rank 3 on n3: [^;]*; and 3 more"),
