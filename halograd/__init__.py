@@ -1,7 +1,7 @@
 """halograd: train convolutional networks on samples that have outgrown one device.
 
-The names a script needs are here; they are loaded when first used, so that ``import halograd`` does not
-start MPI. What a name is for stands with it: ``help(halograd.Executor)``.
+This package exports the names that a script needs. They are loaded at first use, so that ``import halograd`` does not
+start MPI. Each name has its own documentation: ``help(halograd.Executor)``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from .version import __version__
 
-if TYPE_CHECKING:  # for static tools; at run time `__getattr__` finds them
+if TYPE_CHECKING:  # for static tools; at run time `__getattr__` loads the names
     from .comm import Communicator, boot, leave
     from .dtensor import Box, DistTensor, Exchange, Halo, Layout
     from .errors import UserError
@@ -179,7 +179,7 @@ __all__ = [
     "training_only",
 ]
 
-#: Where these names are; what needs no MPI first.
+#: Modules of the exported names; first those that need no MPI.
 _MODULES = (
     "errors",
     "dtensor",

@@ -5,9 +5,10 @@ import sys
 
 
 def main() -> None:
-    """Run the command line. Signals count from the first line on: to import all of it may take seconds."""
+    """Run the command line. Signals are noted from the first line on, because the imports may take seconds."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        # An exception would not be raised in MPI_Init, which waits for the other ranks and holds Python's lock.
+        # The default action ends the process also inside MPI_Init, which holds Python's lock while it waits for other
+        # ranks.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from .training.signals import note_stop_signals
 

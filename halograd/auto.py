@@ -1,14 +1,13 @@
-"""Planning a run as it starts: measure this machine if needed, plan, try steps, and hold the plan against the run.
+"""Planning of a run at its start: measures this machine if needed, plans, tries steps, and compares plan and run.
 
-``strategy = "auto"`` in a configuration; the command line passes :func:`plan_run` to `halograd.training.train`, and
-so may a script. It lives above `training`, which knows nothing of planners.
+This implements ``strategy = "auto"``. The command line or a script passes :func:`plan_run` to
+`halograd.training.train`. This module is above `training`, which does not import planners.
 
-1. A plan is made with the times that are known, what it asks for is measured, and it is made again, until it asks for
-   nothing new.
-2. What the plan and the baselines rest on is measured once more: among hundreds of candidates, each measured with some
-   error, the minimum prefers those whose error was in their favor. Another plan may win by that; back to 1.
-3. Steps of the plan, and of the baselines that are predicted to be near it, decide. What a model leaves out, such as
-   ranks that wait for each other more often the more often they communicate, is of one sign for some strategies.
+1. Plan with the known times, measure the layers whose times are missing, and plan again, until none is missing.
+2. Measure the layers behind the plan and the baselines a second time. Among hundreds of candidates, each measured with
+   an error, the minimum prefers those with an error in their favor. If this changes the plan, go back to 1.
+3. Time steps of the plan, and of the baselines with a similar prediction. The fastest is chosen. Effects that the model
+   leaves out (such as ranks that wait for each other at each message) favor some strategies systematically.
 """
 
 from __future__ import annotations
@@ -58,13 +57,13 @@ from .training.trainer import Trainer
 
 __all__ = ["plan_run", "rank_schemes_of", "rests_on", "try_run"]
 
-#: What one rank may take of the memory that is free, to be tried.
+#: Share of the free memory that a trial on one rank may use.
 SPARE = 0.8
 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """Plan that a run follows: what `halograd.training.train` wants of its planner.
+    """The plan of a run, in the form that `halograd.training.train` expects of its planner.
 
     Attributes
     ----------
@@ -76,11 +75,11 @@ class PlannedRun:
 
     @property
     def strategy(self) -> Strategy:
-        """How layers are cut."""
+        """Parts of each layer."""
         return self.plan.strategy
 
     def compare(self, measured: Measured) -> str:
-        """Compare prediction and measurement, per layer and in total, in lines."""
+        """Return lines that compare prediction and measurement, per layer and in total."""
         return "\n".join(comparison(self.plan, measured))
 
     def record(self, measured: Measured) -> dict[str, object]:
@@ -89,26 +88,26 @@ class PlannedRun:
 
 
 def plan_run(config: Config, comm: Communicator, training: bool = True) -> PlannedRun:
-    """Plan a run on this communicator; rank 0 plans, shows and saves the plan. Collective.
+    """Plan a run on this communicator. Rank 0 plans, prints and saves the plan. Collective.
 
-    Without ``strategy.machine`` this machine is measured by all ranks, as far as it was not before. The plan is kept
+    Without ``strategy.machine``, all ranks first measure this machine, if it was not measured before. The plan is saved
     as ``plan.json`` in the run's directory.
 
     Parameters
     ----------
     training
-        False for an evaluation: a plan of that directory is taken as it is, and no layers are measured.
+        False for an evaluation: an existing plan of that directory is used unchanged, and no layers are measured.
 
     Raises
     ------
     UserError
-        Unknown machine or planner, a limit that cannot be kept; on all ranks.
+        The machine or planner is unknown, or a limit cannot be met; on all ranks.
     """
     network = make_network(config)
     kept = None if training else _kept(config, comm, network)
     if kept is not None:
         return PlannedRun(kept)
-    check_planner(config.strategy.planner, "strategy.planner")  # alike on all ranks
+    check_planner(config.strategy.planner, "strategy.planner")  # raises on all ranks, before communication
     parse_memory(config.strategy.memory, "strategy.memory")
     with open_kernels(config.backend, comm) as kernels:
         planner = _Planner(config, comm, network, kernels, config.strategy.budget if training else 0.0)
@@ -120,7 +119,7 @@ def plan_run(config: Config, comm: Communicator, training: bool = True) -> Plann
 
 
 def try_run(config: Config, comm: Communicator) -> StepTrial:
-    """Try the steps of the plan of `plan_run` and its rivals, the grid among them. Collective."""
+    """Time steps of the plan of `plan_run` and of its rivals, including the grid. Collective."""
     network = make_network(config)
     with open_kernels(config.backend, comm) as kernels:
         planner = _Planner(config, comm, network, kernels, config.strategy.budget)
@@ -155,7 +154,7 @@ def _plan_path(config: Config) -> Path:
 
 
 def _kept(config: Config, comm: Communicator, network: Network) -> Plan | None:
-    """Return the plan that the run followed, if it is one for as many ranks."""
+    """Return the saved plan of the run if it is for the same number of ranks, else None."""
     found = None
     if comm.rank == 0 and _plan_path(config).exists():
         try:
@@ -175,7 +174,7 @@ def _show(trial: StepTrial, config: Config) -> None:
 
 
 def _measuring(config: Config, comm: Communicator, network: Network, kernels: Any) -> Measuring | None:
-    """Return None if a machine is named in the configuration: nothing is measured for it."""
+    """Return the measurements of this machine; None if the configuration names a machine."""
     if config.strategy.machine:
         return None
     training, autotune = config.training, config.backend.autotune
@@ -183,21 +182,21 @@ def _measuring(config: Config, comm: Communicator, network: Network, kernels: An
 
 
 class _Planner:
-    """Planner that measures with all ranks within the budget [s], and plans on rank 0. Collective, as are methods."""
+    """Planner that measures on all ranks within the budget [s] and plans on rank 0. Collective, as are its methods."""
 
     def __init__(
         self, config: Config, comm: Communicator, network: Network, kernels: Any, budget: float | None
     ) -> None:
         self.config, self.comm, self.network, self.kernels, self.budget = config, comm, network, kernels, budget
-        self._left = budget  # of it, not spent yet
+        self._left = budget  # remaining budget [s]
         self.batch = config.training.at_once
         self.training = Training(config.training.dtype, _slots(config), accumulates=config.training.accumulate > 1)
         self.measuring = _measuring(config, comm, network, kernels)
         self.machine_file, self.machine = self._machine()
-        self._once: set[str] = set()  # measured in this run, and not again yet
+        self._once: set[str] = set()  # layers measured once in this run
 
     def _machine(self) -> tuple[str, Machine]:
-        """Return the machine of the configuration, else this one, measured now or before."""
+        """Return the machine of the configuration, else this machine, measured now or before."""
         named = self.config.strategy.machine
         if named or self.measuring is None:
             return named or "", on_root(self.comm.mpi, lambda: Machine.load(named or ""))
@@ -209,14 +208,13 @@ class _Planner:
         return str(path), machine
 
     def times(self) -> KernelTimes:
-        """Return known measured times; for another machine, its roofline. Local."""
+        """Return the known measured times; for a named machine, its roofline. Local."""
         return RooflineTimes(self.machine) if self.measuring is None else self.measuring.times(self.machine)
 
     def measured(self) -> Plan:
-        """Return the plan for which all that was asked for is measured, and what it rests on twice, as far as the
-        budget goes.
+        """Return a plan all of whose layers are measured, those behind it twice, as far as the budget permits.
 
-        It ends: each round measures a layer that was not measured before, or not twice.
+        The loop ends because each round measures a layer for the first or second time.
         """
         while True:
             times = self.times()
@@ -229,14 +227,14 @@ class _Planner:
             self._once = self._once - keys if again else self._once | keys
 
     def _unconfirmed(self, plan: Plan) -> list[LayerWork]:
-        """Return layers behind the plan that were measured only once. Local; rank 0 knows the times."""
+        """Return the layers behind the plan that were measured only once. Local; rank 0 has the times."""
         if self.comm.rank or not self._once:
             return []
         works = rests_on(plan, self.network, self.machine, self.times(), self.training)
         return [work for key, work in works.items() if key in self._once]
 
     def _measure(self, works: list[LayerWork], again: bool) -> bool:
-        """Measure layers, as long as the budget lasts; whether there are new times."""
+        """Measure layers within the budget; return whether there are new times."""
         if self._left == 0 or self.measuring is None:
             return False
         self._say(f"profiling {len(works)} shapes of layers" + (" again" if again else ""))
@@ -249,9 +247,9 @@ class _Planner:
         return state.measured > 0
 
     def tried(self, plan: Plan, asked: Sequence[str] = ()) -> StepTrial:
-        """Return what takes the shortest steps of the plan and the baselines near it; and one rank with all threads.
+        """Time steps of the plan, of the baselines near it, and of one rank with all threads; return the trial.
 
-        `asked`: names of baselines that are tried however slow they are predicted to be.
+        `asked` names baselines that are tried for any predicted time.
         """
         table = self.config.strategy
         if not asked and (table.machine or self.budget == 0):
@@ -259,7 +257,7 @@ class _Planner:
         names = [] if table.planner in (*BASELINES, GRID) else rivals(plan)
         times, plans = self.times(), {plan.planner: plan}
         for name in dict.fromkeys([*names, *asked]):
-            with suppress(UserError):  # on all ranks: as a plan of its own it does not fit
+            with suppress(UserError):  # raised on all ranks: alone, its plan does not fit
                 plans[name] = self._plan_on_root(times, name)
         strategies = {name: as_run(some.strategy, self.config) for name, some in plans.items()}
         strategies = {
@@ -269,7 +267,7 @@ class _Planner:
         }
         if len(strategies) == self.comm.size == 1 and not asked:
             return StepTrial(plan, plan.planner)
-        # As the run does, before any exchange.
+        # Same check as in the run, before any exchange.
         connect_device(self.kernels, self.comm, self.config.backend.device_transport)
         self._say(f"trying steps of {', '.join(strategies)}")
         seconds = measure_steps(self.comm, strategies, lambda some: self._opened(some, self.comm, self.kernels))
@@ -278,7 +276,7 @@ class _Planner:
         return StepTrial(chosen, best, seconds, self._alone())
 
     def _alone(self) -> float | None:
-        """Measure a step on one rank with the threads of all of them [s]; None if that is not possible."""
+        """Return the time of a step on one rank with the threads of all ranks [s]; None if that is not possible."""
         threads, seconds = self.comm.size * self.config.backend.threads, None
         on_one_host = self.comm.size > 1 and self.kernels.device.is_host and len(set(self.comm.nodes)) == 1
         alone = self.comm.split(self.comm.rank)
@@ -286,7 +284,7 @@ class _Planner:
         with self.comm.agreement():
             if on_one_host and self.comm.rank == 0 and threads <= usable_cores().count and self._fits_alone():
                 self._say(f"trying steps of {split_text(1, threads)}")
-                # The run does not need it: what one rank cannot do here is no reason to end.
+                # This trial is optional, so an error in it must not end the run.
                 with (
                     suppress(UserError, KernelError, MemoryError),
                     get_backend(self.kernels.name, threads, self.config.backend.autotune) as kernels,
@@ -297,18 +295,18 @@ class _Planner:
         return self.comm.bcast(seconds)
 
     def _fits_alone(self) -> bool:
-        """Return whether this machine has memory for a step on one rank. Local."""
+        """Return whether this machine has enough memory for a step on one rank. Local."""
         pricing = Pricing(Wires(self.machine), self.times(), self.training.dtype)
         needed = simulate(self.network, Strategy(), self.batch, pricing, self.training, 1).memory_bytes
         try:
             free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        except ValueError:  # a system that does not say
+        except ValueError:  # the system does not report it
             return False
         return needed < SPARE * free
 
     @contextmanager
     def _opened(self, strategy: Strategy, comm: Communicator, kernels: Any) -> Iterator[Callable[[], object]]:
-        """Return a function that trains for a step under a strategy, on noise and at rate 0."""
+        """Yield a function that trains one step under a strategy, on noise with learning rate 0."""
         self.network.balance()
         with Executor(self.network, comm, kernels, self.batch, strategy, self.training.dtype) as executor:
             trainer = Trainer(executor, make_optimizer(self.config, executor.store), Constant(0.0))
@@ -321,9 +319,9 @@ class _Planner:
             trainer.settle()
 
     def _plan_on_root(self, times: KernelTimes, planner: str = "") -> Plan:
-        """Return the plan on rank 0, for all ranks; a UserError is raised on all alike.
+        """Return the plan made on rank 0, on all ranks; a UserError is raised on all ranks.
 
-        `planner` is that of the configuration if it is empty.
+        An empty `planner` means that of the configuration.
         """
         return on_root(self.comm.mpi, partial(self._plan, times, planner or self.config.strategy.planner))
 
@@ -336,7 +334,7 @@ class _Planner:
         plan = make_plan(asked, self.batch, self.comm.size, planning, times)
         if table.statistics is None:
             return plan
-        # They are not the plan's to choose.
+        # The configuration sets these, not the plan.
         options = {**plan.strategy.options, "statistics": table.statistics}
         return replace(plan, strategy=replace(plan.strategy, options=options))
 
@@ -346,12 +344,12 @@ class _Planner:
 
 
 def as_run(strategy: Strategy, config: Config) -> Strategy:
-    """Return the strategy with the scheme of the configuration, unless that is chosen while training."""
+    """Return the strategy with the configuration's reduction scheme, unless the run searches for a scheme."""
     return strategy if config.reduction.scheme().kind.searches else with_reduction(strategy, config)
 
 
 def can_run(strategy: Strategy, network: Network, ranks: int) -> bool:
-    """Return whether a strategy, made for another purpose, is valid for this run. Local; alike on all ranks."""
+    """Return whether a given strategy is valid for this run. Local; the same on all ranks."""
     try:
         strategy.validate(network, ranks)
         strategy.refuse_empty_blocks(network)
@@ -361,27 +359,26 @@ def can_run(strategy: Strategy, network: Network, ranks: int) -> bool:
 
 
 def _instead_of(plan: Plan, other: Plan) -> Plan:
-    """Return the other plan, with this one and the rest of its alternatives beside it."""
+    """Return plan `other`, with this plan and its other alternatives as alternatives."""
     beside = Alternative(plan.planner, plan.step_seconds, plan.prediction.memory_bytes, True)
     rest = [a for a in plan.alternatives if a.name != plan.planner]
     return replace(other, alternatives=(beside, *rest))
 
 
 def _slots(config: Config) -> int:
-    """Count the arrays of the parameters' size that the optimizer keeps."""
+    """Return the number of arrays of the parameters' size that the optimizer and the average keep."""
     plain = isinstance(config.optimizer, SGDConfig) and config.optimizer.momentum == 0
     return int(config.training.average > 0) + (0 if plain else OPTIMIZER_ARRAYS[config.optimizer.kind])
 
 
 def _without(config: Config) -> frozenset[str]:
-    """Return the schemes of gradient reduction that this run cannot have: they need shared memory, or whole gradients.
-    """
+    """Return the schemes of gradient reduction that this run cannot use: they need shared memory or whole gradients."""
     by_nodes = BY_NODES if config.backend.transport == "mpi" else ()
     shards = ("sharded",) if isinstance(config.optimizer, LARSConfig) else ()
     return frozenset((*by_nodes, *shards))
 
 
-# -- what is measured once more -------------------------------------------------------------------
+# -- second measurements --------------------------------------------------------------------------
 
 
 def rests_on(
@@ -389,7 +386,7 @@ def rests_on(
 ) -> dict[str, LayerWork]:
     """Return the layers on local blocks that decide between a plan and the baselines, by key. Local.
 
-    Measured again and averaged they lose what was luck, and another plan may be the fastest.
+    The mean of a second measurement reduces errors in a plan's favor, after which another plan may be the fastest.
 
     Parameters
     ----------

@@ -1,8 +1,8 @@
-"""TOML and JSON files that users edit, read as plain data and validated; and text files written whole.
+"""TOML and JSON files that users edit, read as plain data and validated; and text files written atomically.
 
-The one way in for configurations, strategies, plans, machines, records of profiles and values of the command line.
-What a parser would let through and no reader of ours expects (a key twice, NaN, numbers of a thousand digits, tables
-in tables without end, dates, lone surrogates) is refused here. :mod:`halograd.schema` then makes objects of the data.
+All configurations, strategies, plans, machines, profiles and values of the command line are read here. Input that
+parsers accept but no reader expects (duplicate keys, NaN, numbers of a thousand digits, very deep tables, dates, lone
+surrogates) raises an error. :mod:`halograd.schema` then builds objects from the data.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ else:
     import tomli as tomllib
 
 
-#: The largest file that is read, by kind [B]: the plan of a network of 500 layers has 1 MB, a machine 4 kB.
+#: Largest permitted file, by kind [B]. The plan of a network of 500 layers has 1 MB, a machine 4 kB.
 LARGEST = {"TOML": 256 << 10, "JSON": 16 << 20}
-#: The longest line of TOML: the parser takes the square of a dotted key's length, and of a number's.
+#: Longest permitted line of TOML: the parser's time grows with the square of the length of a dotted key or number.
 LONGEST = 4096
-#: Tables and lists within one another.
+#: Largest nesting depth of tables and lists.
 DEEPEST = 32
 #: Whole numbers have at most this many bits, with the sign.
 BITS = 64
@@ -66,7 +66,8 @@ def read_toml(path: str | Path, what: str) -> dict[str, Any]:
     Raises
     ------
     UserError
-        In one line: it cannot be read, is too large, is not UTF-8 or not TOML, or holds what `parse_toml` refuses.
+        The file cannot be read, is too large, is not UTF-8 or TOML, or contains data that `parse_toml` refuses. The
+        message has one line.
     """
     return parse_toml(_read(path, what, "TOML"), f"{what} {shown_path(path)}")
 
@@ -82,7 +83,8 @@ def parse_toml(text: str, source: str) -> dict[str, Any]:
     Raises
     ------
     UserError
-        `source` and one line: no TOML, or lines, numbers or nesting beyond all measure, infinity, NaN or dates.
+        The text is not TOML, has too long lines or numbers or too deep nesting, or has infinity, NaN or dates. The
+        message starts with `source` and has one line.
     """
     _check_size(len(text), source, "TOML")
     longest = max(map(len, text.splitlines()), default=0)
@@ -92,15 +94,16 @@ def parse_toml(text: str, source: str) -> dict[str, Any]:
 
 
 def parse_json(text: str, source: str) -> Any:
-    """Parse the data of a JSON text; errors as of :func:`parse_toml`, and duplicate keys."""
+    """Parse the data of a JSON text. Errors are those of :func:`parse_toml`, and duplicate keys."""
     _check_size(len(text), source, "JSON")
     return _parsed(_loads_json, text, source, "JSON")
 
 
 def parse_option(option: str, key: str, text: str) -> Any:
-    """Parse the value of ``KEY=VALUE`` on the command line: TOML; a bare word or path is a text.
+    """Parse the value of ``KEY=VALUE`` on the command line as TOML; a bare word or path is a text.
 
-    A shell takes the quotes of a text away, so what does not begin like a quoted text, a list or a table may be one.
+    A shell removes the quotes of a text, so any value that does not start like a quoted text, a list or a table may be
+    a text.
 
     >>> parse_option("--set", "model.widths", "[8, 16]"), parse_option("--set", "data.path", "a/b.h5")
     ([8, 16], 'a/b.h5')
@@ -138,7 +141,7 @@ def parse_pair(option: str, text: str, expected: str) -> tuple[str, str]:
 
 
 def to_toml(value: Any) -> str:
-    """Write a value as TOML, on one line.
+    """Return a value as TOML, on one line.
 
     >>> to_toml({"widths": [8, 16], "name": "a", "decoder": True})
     '{"widths" = [8, 16], "name" = "a", "decoder" = true}'
@@ -156,7 +159,7 @@ def to_toml(value: Any) -> str:
 
 
 def bytes_text(nbytes: float) -> str:
-    """Write a size with a suitable unit.
+    """Return a size with a suitable unit.
 
     >>> bytes_text(1.5 * 2**30), bytes_text(640)
     ('1.5 GiB', '640 B')
@@ -168,7 +171,7 @@ def bytes_text(nbytes: float) -> str:
 
 
 def dotted(path: Iterable[str | int], before: str = "") -> str:
-    """Write a place in a document: ``layers.conv1.height``, ``milestones[2]``; unusual keys are in quotes."""
+    """Return the path of an entry as a text: ``layers.conv1.height``, ``milestones[2]``; unusual keys are quoted."""
     text = before
     for step in path:
         if isinstance(step, int):
@@ -180,17 +183,17 @@ def dotted(path: Iterable[str | int], before: str = "") -> str:
 
 
 def shown(value: object) -> str:
-    """Write a value for a message: one short line.
+    """Return a value for a message, as one short line.
 
-    >>> shown(True), shown("a\\nb")
-    ('true', "'a\\\\nb'")
+    >>> shown(True), shown("a\nb")
+    ('true', "'a\\nb'")
     """
     text = str(value).lower() if isinstance(value, bool) else repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def shown_path(path: str | Path) -> str:
-    """Write a path for a message: as it is if it is printable, else with escapes."""
+    """Return a path for a message: unchanged if it is printable, else with escapes."""
     text = str(path)
     return text if text and text.isprintable() else repr(text)
 
@@ -201,7 +204,7 @@ def is_one_line(text: str) -> bool:
 
 
 def _read(path: str | Path, what: str, kind: str) -> str:
-    """Read the text of a file that is not too large; one byte more is read to detect that."""
+    """Return the text of a file. Reads one byte more than permitted, to detect a file that is too large."""
     source = f"{what} {shown_path(path)}"
     try:
         with Path(path).open("rb") as file:
@@ -251,7 +254,7 @@ def _without_twins(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _whole(text: str) -> int:
-    if len(text) > BITS:  # millions of digits would take hours
+    if len(text) > BITS:  # converting millions of digits would take hours
         raise ValueError(f"expected whole numbers of at most {BITS} bits, got one of {len(text)} digits")
     return int(text)
 
@@ -261,7 +264,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def _check_plain(data: Any, source: str) -> None:
-    """Refuse what may be well-formed and yet in no document of ours. Without recursion: `data` may be deep."""
+    """Raise UserError for valid data that no document contains. Without recursion, because `data` may be deep."""
     waiting: list[tuple[tuple[str | int, ...], Any]] = [((), data)]
     _check_value(source, (), data)
     while waiting:
@@ -284,7 +287,7 @@ def _check_value(source: str, path: Sequence[str | int], value: Any) -> None:
 
 
 def _fault(value: Any) -> str:
-    """Describe what was expected in place of a value that no document has; empty for a valid one."""
+    """Return what was expected in place of a value that no document contains; empty for a valid value."""
     if isinstance(value, float):
         return "" if abs(value) < float("inf") else f"a finite number, got {value}"
     if isinstance(value, int):
@@ -296,14 +299,14 @@ def _fault(value: Any) -> str:
 
 
 def write_whole(path: str | Path, text: str) -> None:
-    """Write a text file in UTF-8: it appears under its name when it is complete, in place of one that was there. Local.
+    """Write a text file in UTF-8. It appears under its name, or replaces an existing file, when it is complete. Local.
 
-    What is no ordinary file (a pipe, ``/dev/stdout``) is written to as it is.
+    A pipe or device (such as ``/dev/stdout``) is written directly.
 
     Raises
     ------
     OSError
-        If it cannot be written; what was there before stays, and nothing else.
+        The file cannot be written; an existing file stays unchanged, and no partial file is left.
     """
     final = Path(os.path.realpath(path))
     if final.exists() and not final.is_file():
@@ -314,19 +317,19 @@ def write_whole(path: str | Path, text: str) -> None:
 
 
 def check_output(path: str | Path, what: str, ending: str = "") -> None:
-    """Check early that `write_whole` can write a file, before work of minutes for it. Local; leaves nothing.
+    """Check early that `write_whole` can write a file, before minutes of work for it. Local; leaves nothing behind.
 
     Parameters
     ----------
     what
         Start of the message, such as an option.
     ending
-        Of the file's name, where only one form is written.
+        Required ending of the file's name, if any.
 
     Raises
     ------
     UserError
-        If it cannot be written, or has another ending.
+        The file cannot be written, or has another ending.
     """
     if ending and Path(path).suffix.lower() != ending:
         raise UserError(f"{what} {shown_path(path)}: expected a name that ends with {ending}, got another; change it")
@@ -348,19 +351,21 @@ def check_output(path: str | Path, what: str, ending: str = "") -> None:
 
 @contextlib.contextmanager
 def replacing(final: Path) -> Iterator[Path]:
-    """Give a path next to `final` to write to, and rename it to `final` at the end of a block without an error. Local.
+    """Yield a temporary path next to `final`; rename it to `final` when the block ends without an error. Local.
 
-    All files that are written whole are written by this. It needs creation, renaming and removal of files, no links.
+    All atomic writes use this. It needs creation, renaming and removal of files, but no links.
 
     Raises
     ------
     OSError
-        If the file cannot be written, with its path; what was there before stays, and the partial file is removed.
+        The file cannot be written; the error has its path. An existing file stays unchanged, and the partial file is
+        removed.
     """
     partial = final.with_name(f".{final.name}.{os.getpid()}.partial")
     try:
         yield partial
-        # A rename may overtake the data without this, and some file systems report a full disk only here.
+        # Without this, the rename may reach the disk before the data, and some file systems report a full disk only
+        # here.
         descriptor = os.open(partial, os.O_RDWR)
         try:
             os.fsync(descriptor)
@@ -369,14 +374,14 @@ def replacing(final: Path) -> Iterator[Path]:
         os.replace(partial, final)
     except OSError as error:
         if error.filename is None and error.errno is not None:
-            error.filename = os.fspath(final)  # errors of a descriptor have none
+            error.filename = os.fspath(final)  # errors of a descriptor have no name
         raise
     finally:
-        with contextlib.suppress(OSError):  # the error that ended the block is the one to report
+        with contextlib.suppress(OSError):  # report the error that ended the block
             partial.unlink(missing_ok=True)
 
 
-#: Remedy of an error of a file system, by its number.
+#: Remedies of file system errors, by their number.
 _REMEDIES = {
     errno.ENOSPC: "free some space",
     errno.EDQUOT: "free some space",
@@ -384,7 +389,7 @@ _REMEDIES = {
     errno.EACCES: "change the permissions, or choose another path",
     errno.EPERM: "change the permissions, or choose another path",
     errno.EROFS: "mount it to write, or choose another path",
-    errno.EIO: "the disk or its connection fails: look at the log of the system, or choose another file system",
+    errno.EIO: "the disk or its connection fails: see the log of the system, or choose another file system",
     errno.ESTALE: "the file server lost the file: mount the file system again, and start again",
     errno.EXDEV: "this file system cannot rename a file in its folder: choose another",
     errno.EBUSY: "another process uses it: end that one, or choose another path",
@@ -399,7 +404,7 @@ _REMEDIES = {
 
 
 def os_reason(error: OSError) -> str | None:
-    """Return reason and remedy of an error of a file system; None for one that is a fault of the program. Local.
+    """Return reason and remedy of a file system error; None for an error of the program. Local.
 
     >>> os_reason(OSError(errno.EIO, "Input/output error"))[:25]
     'input/output error; the d'

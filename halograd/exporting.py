@@ -1,4 +1,4 @@
-"""A trained run as a file for other programs: ONNX, or weights alone."""
+"""Export of a trained run for other programs, as ONNX or as weights alone."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .training.run import find_trained
 
 __all__ = ["KINDS", "export_run"]
 
-#: What can be written, and what sees that it can.
+#: Kinds of files, and the function that checks their path.
 KINDS = {"onnx": check_onnx_place, "safetensors": check_weights_place}
 
 
@@ -30,11 +30,11 @@ def export_run(target: Path, kind: str, out: Path, overrides: Sequence[str] = ()
     kind
         ``"onnx"``, or ``"safetensors"``: weights alone.
     out
-        File to write; one that is there is replaced if it was written by this function.
+        File to write; an existing file is replaced only if this function wrote it.
     overrides
         ``section.key=value``, such as another resolution.
     normalize
-        Whether what is done to the data before the network becomes a part of it.
+        Whether to include the normalization of the data in the network.
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"""The entrance for scripts and notebooks: a network and data in, a run out, by what the command line runs."""
+"""Training from scripts and notebooks: takes a network and data and returns a run, by the code of the command line."""
 
 from __future__ import annotations
 
@@ -65,22 +65,22 @@ def fit(
     Parameters
     ----------
     network
-        With an output ``"loss"``; or what ``[model]`` takes: the name of a model, ``"net.py:build"``.
+        A network with an output ``"loss"``, or a value of ``[model]``: the name of a model, ``"net.py:build"``.
     data
         Files, patterns or folders; the table ``[data]``; or a data set, such as
         ``halograd.data.ArrayDataset({"x": x, "target": t})``.
     out
         Directory of the run.
     resume
-        Go on from the newest checkpoint in `out`.
+        Continue from the newest checkpoint in `out`.
     callbacks
-        Are called after every step, epoch and checkpoint.
+        Callbacks after every step, epoch and checkpoint.
     comm
         An MPI communicator; by default all ranks of the job.
     options
-        Keys of the tables ``[training]`` (``epochs`` and ``batch``, which are needed, ``seed``, ``patience``, ...) and
+        Keys of the tables ``[training]`` (``epochs`` and ``batch`` are required; ``seed``, ``patience``, ...) and
         ``[data]`` (``validation``, ``augment``, ...); and whole tables of a configuration: ``model`` (options),
-        ``optimizer``, ``schedule``, ``strategy``, ``output``, ``backend``, ``reduction``, ``run``. Without them: Adam,
+        ``optimizer``, ``schedule``, ``strategy``, ``output``, ``backend``, ``reduction``, ``run``. The default is Adam
         with a constant learning rate of 0.001.
 
     Raises
@@ -96,7 +96,7 @@ def fit(
 
 
 def _check_callbacks(callbacks: Any) -> None:
-    """Refuse what a run could not call, before it begins."""
+    """Check the callbacks before the run begins. Raises UserError."""
     several = isinstance(callbacks, Sequence)
     for one in [one for one in callbacks if not isinstance(one, Callback)] if several else [callbacks]:
         found = f"the class {one.__name__}" if isinstance(one, type) else f"an object of {type(one).__name__}"
@@ -108,7 +108,7 @@ def _check_callbacks(callbacks: Any) -> None:
 
 
 def _tables(network: Network | str, data: Data, out: str | Path, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration as tables."""
+    """Return the tables of a configuration."""
     training, own_keys = (
         {key: value for key, value in given.items() if key in table.model_fields}
         for table in (TrainingConfig, DataConfig)
@@ -127,7 +127,7 @@ def _tables(network: Network | str, data: Data, out: str | Path, given: Mapping[
 
 
 def _data(data: Any, call: str) -> dict[str, Any]:
-    """Return the table ``[data]`` of what `call` was given."""
+    """Return the table ``[data]`` for the data given to `call`."""
     if isinstance(data, Mapping) and not any(map(_is_array, data.values())):
         return dict(data)
     if isinstance(data, str | Path):
@@ -140,7 +140,7 @@ def _data(data: Any, call: str) -> dict[str, Any]:
 
 
 def _is_array(data: object) -> bool:
-    """Return whether this is an array of any library, which no data set is."""
+    """Return whether an object is an array of any library and not a data set."""
     return hasattr(data, "__array__") and not hasattr(data, "fields")
 
 
@@ -150,9 +150,9 @@ def _kind(data: object) -> str:
 
 
 def _dataset_of(arrays: Any, network: Network) -> ArrayDataset:
-    """Return the data set of an array, or of arrays by the name of the network's input, of samples or of one sample.
+    """Return the data set of an array, or of arrays by input name, of several samples or of one.
 
-    Raises UserError if they are not what the network reads. Local.
+    Raises UserError if they do not match the network's inputs. Local.
     """
     inputs = {name: node for name, node in network.inputs.items() if name not in network.targets}
     several = ", ".join(f"{name!r}: ..." for name in inputs)
@@ -168,7 +168,7 @@ def _dataset_of(arrays: Any, network: Network) -> ArrayDataset:
 
 
 def _samples_of(name: str, given: Any, shape: tuple[int, ...]) -> np.ndarray:
-    """Return an array ``(N, *spatial, C)``, or ``(N,)``, for an input of this sample shape."""
+    """Return an array ``(N, *spatial, C)``, or ``(N,)``, for an input with this sample shape."""
     if np.ma.is_masked(given):
         raise UserError(
             f"apply(): data: {name!r}: expected an array without masked elements, got some; fill them first"
@@ -198,18 +198,18 @@ def _checksum(dataset: ArrayDataset) -> int:
 
 
 class TrainedRun:
-    """A run that was trained, and what can be done with it. Attributes are plain data on all ranks.
+    """A finished training run: its scores, and methods that use its network. Attributes are plain data on all ranks.
 
     Attributes
     ----------
     directory
-        Where log and checkpoints lie.
+        Directory of log and checkpoints.
     result
-        What :func:`halograd.training.train` returned.
+        Result of :func:`halograd.training.train`.
     history
         Scores of every validation by name, and its ``epoch`` and ``step``.
     losses
-        Loss of every step that was logged, by its number.
+        Loss of every logged step, by its number.
     """
 
     def __init__(self, directory: Path, network: Network | None, comm: Any, result: Mapping[str, Any]) -> None:
@@ -233,11 +233,11 @@ class TrainedRun:
         Raises
         ------
         ValueError
-            Another name; no such checkpoint.
+            The name is another one, or there is no such checkpoint.
         """
         path = self.directory / "checkpoints" / f"{which}.h5"
         if which not in ("latest", "best") or not path.exists():
-            raise ValueError(f"checkpoint: expected 'latest' or 'best', which there is, got {which!r} in {path.parent}")
+            raise ValueError(f"checkpoint: expected an existing 'latest' or 'best', got {which!r} in {path.parent}")
         return checkpoint_of(path)
 
     def evaluate(self, samples: str = "validation", which: str = "latest", **options: Any) -> dict[str, Any]:
@@ -258,17 +258,18 @@ class TrainedRun:
         ----------
         data
             Files, patterns or folders; a data set; or samples in an array ``(N, *spatial, C)``, or one sample
-            ``(*spatial, C)``, the same on all ranks. They are normalized as those of the training were. For a network
-            of several inputs a mapping of arrays by the name of the input.
+            ``(*spatial, C)``, the same on all ranks. They are normalized as in training. For a network with several
+            inputs: a mapping of arrays by the name of the input.
         out, what, overrides
-            As of :func:`halograd.training.apply`.
+            As in :func:`halograd.training.apply`.
         which
             Checkpoint: ``"latest"`` or ``"best"``.
 
         Raises
         ------
         UserError, DataError
-            On all ranks: something the user can put right, such as arrays of other shapes, or others on another rank.
+            An error that the user can fix, such as arrays of other shapes or arrays that differ between ranks; on all
+            ranks.
         """
         checkpoint = self._given(which)
         table = self._agreed_table(data, checkpoint, overrides)
@@ -286,7 +287,7 @@ class TrainedRun:
         return _data(self._agreed(lambda: _dataset_of(data, make_network(config)), _checksum), "apply()")
 
     def _agreed(self, make: Callable[[], Result], mark_of: Callable[[Result], int]) -> Result:
-        """Return what `make` returns on this rank; an error of one rank, or other marks, is one of all. Collective."""
+        """Return `make()` on this rank. An error of one rank, or different marks, raises on all ranks. Collective."""
         fault: Exception | None = None
         try:
             made = make()
@@ -299,7 +300,7 @@ class TrainedRun:
 
     def export(self, out: str | Path, to: str = "onnx", which: str = "latest", normalize: bool = False) -> None:
         """Write the network for other programs, on rank 0. Collective; see :func:`halograd.exporting.export_run`."""
-        from .exporting import export_run  # it needs the libraries of ONNX
+        from .exporting import export_run  # it imports the libraries of ONNX
 
         checkpoint = self._given(which)
         on_root(self._comm, lambda: export_run(checkpoint, to, Path(out), (), normalize))
@@ -311,5 +312,5 @@ class TrainedRun:
 
     def _given(self, which: str) -> Path:
         if self._network is not None:
-            give(self._network, self._network.name)  # another of its name may have been trained meanwhile
+            give(self._network, self._network.name)  # another run of this name may have been trained meanwhile
         return self.checkpoint(which)

@@ -1,6 +1,6 @@
-"""``python -m halograd.gpucheck``: whether a GPU computes what it should, and how fast; see docs/gpu.md.
+"""``python -m halograd.gpucheck``: checks the results of a GPU and its speed; see docs/gpu.md.
 
-The checks are tests (tests/gpu), the timings benchmarks (benchmarks/gpu): this has to run in the repository.
+The checks are tests (tests/gpu), the timings benchmarks (benchmarks/gpu), so it must run in the repository.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def main() -> int:
     Raises
     ------
     UserError
-        Outside of the repository.
+        This is not run in the repository.
     """
     if not (ROOT / "tests" / "gpu" / "command.py").exists():
         raise UserError(f"gpucheck: expected tests/gpu of the repository in {ROOT}, got none; run it in a clone")

@@ -1,7 +1,7 @@
-"""What of its machine this process may use, memory and cores: the least of all limits.
+"""Memory and cores of the machine that this process may use: the minimum of all limits.
 
-Containers and batch systems limit processes by control groups (versions 1 and 2), each within its ancestors, and Slurm
-says in variables what it gave.
+Containers and batch systems limit processes by control groups (versions 1 and 2), which are nested. Slurm reports its
+allocation in environment variables.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ ROOT = Path("/")
 
 
 def memory_size(ranks: int, root: Path = ROOT, environment: Mapping[str, str] = os.environ) -> int:
-    """Return the memory of one of the ranks that share this node [B]: the least of all limits. Local.
+    """Return the memory of one of the ranks that share this node [B]: the minimum of all limits. Local.
 
-    These are the memory that there is, the limits of the control groups of this process and of all groups above them,
-    and what Slurm gave the job on this node.
+    The limits are the memory of the node, those of this process's control groups and all their ancestors, and Slurm's
+    allocation for the job on this node.
 
     Parameters
     ----------
@@ -37,7 +37,7 @@ def memory_size(ranks: int, root: Path = ROOT, environment: Mapping[str, str] = 
         text = _read(group / ("memory.max" if version == 2 else "memory.limit_in_bytes"))
         if text.isdigit():  # not "max"
             limits.append(int(text))
-    # In MiB; 0 is all of the node.
+    # In MiB; 0 means the whole node.
     per_node, per_cpu, cpus = (
         environment.get(f"SLURM_{name}", "") for name in ("MEM_PER_NODE", "MEM_PER_CPU", "CPUS_ON_NODE")
     )
@@ -55,11 +55,11 @@ class Cores:
     Attributes
     ----------
     bound
-        Numbers of those that it may run on.
+        Numbers of the cores in its affinity mask.
     quota
-        Of how many its control groups give it the time, together with the other processes there.
+        CPU time that its control groups permit, in cores, shared with the other processes there.
     task
-        How many Slurm gave to this process alone.
+        Number of cores that Slurm gave to this process alone.
     """
 
     bound: frozenset[int]
@@ -68,12 +68,12 @@ class Cores:
 
     @property
     def count(self) -> int:
-        """How many the process may use, at least 1."""
+        """Number of cores that the process may use, at least 1."""
         return Cores.together([self])
 
     @staticmethod
     def together(processes: Sequence[Cores]) -> int:
-        """Return how many processes of one host may use together, at least 1. Local.
+        """Return the number of cores that processes of one host may use together, at least 1. Local.
 
         >>> Cores.together([Cores(frozenset({0, 1, 2, 3}), quota=2.5)] * 4)
         2
@@ -88,8 +88,8 @@ class Cores:
 def usable_cores(root: Path = ROOT, environment: Mapping[str, str] = os.environ) -> Cores:
     """Return the cores that this process may use. Local.
 
-    These are the ones that it may run on, as many as the quotas of its control groups and of all groups above them
-    give the time of (``docker run --cpus``), and no more than Slurm gave a task (``--cpus-per-task``).
+    The limits are its affinity mask, the CPU quotas of its control groups and all their ancestors (``docker run
+    --cpus``), and Slurm's cores per task (``--cpus-per-task``).
 
     Parameters
     ----------
@@ -120,19 +120,19 @@ def _read(path: Path) -> str:
 
 
 def _groups(root: Path, controller: str) -> Iterator[tuple[Path, int]]:
-    """Yield the control groups that may limit this process, with all above them, and their version."""
+    """Yield the control groups that may limit this process, with all their ancestors, and their version."""
     mounted = root / "sys/fs/cgroup"
     found = {(mounted, 2, "/"), (mounted / controller, 1, "/")}
     for line in _read(root / "proc/self/cgroup").splitlines():
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
-        if number == "0" and not controllers:  # where both versions are mounted, 2 is below a folder of its own
+        if number == "0" and not controllers:  # if both versions are mounted, version 2 is in a separate folder
             found |= {(mounted, 2, path), (mounted / "unified", 2, path)}
         elif controller in controllers.split(","):
             found |= {(mounted / controller, 1, path), (mounted / controllers, 1, path)}
     for folder, version, path in sorted(found):
         group = PurePosixPath("/", path).relative_to("/")
-        if ".." in group.parts:  # above what this process sees
+        if ".." in group.parts:  # outside of what this process can see
             continue
         for ancestor in (group, *group.parents):
             yield folder / ancestor, version

@@ -1,8 +1,8 @@
-"""Ranks on this machine: the launcher, commands on several ranks, and the choice of ranks or threads for its cores.
+"""Ranks on this machine: the launcher, commands on several ranks, and the choice of ranks and threads for its cores.
 
-Small layers do not get faster by cuts, but may by several threads. ``halograd plan --cores`` tries every split of the
-cores. Each split is a job of its own, as a run would be: it measures, plans, and trains for some steps under the plan
-and under the best cut of all layers alike.
+Cutting small layers does not speed them up, but several threads may. ``halograd plan --cores`` tries every split of the
+cores. Each split is a separate job, like a run: it measures, plans, and trains some steps under the plan and under the
+best single cut for all layers.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 def find_mpiexec() -> str:
-    """Find the mpiexec beside this Python (the `mpich` wheel), else the first on PATH. Local.
+    """Return the mpiexec next to this Python (the `mpich` wheel), else the first on PATH. Local.
 
     Raises
     ------
     UserError
-        If there is none.
+        There is none.
     """
     beside = Path(sys.executable).with_name("mpiexec")
     found = str(beside) if beside.exists() else shutil.which("mpiexec")
@@ -56,13 +56,13 @@ def find_mpiexec() -> str:
 def run_ranks(mpiexec: str, ranks: int, arguments: Sequence[str], say: Callable[[str], None]) -> list[str]:
     """Run ``halograd ARGUMENTS`` on several ranks; return what was printed, line by line.
 
-    `say` is given every line as it comes. Other libraries compute with one thread per rank. Interrupted, the job is
-    ended too.
+    `say` is called with every line at once. Other libraries compute with one thread per rank. An interrupt also ends
+    the job.
 
     Raises
     ------
     UserError
-        If the job failed; its own message was given to `say`.
+        The job failed; `say` got its own message.
     """
     command = [mpiexec, "-n", str(ranks), sys.executable, "-m", "halograd", *arguments]
     environment = {**ENVIRONMENT, **os.environ, **dict.fromkeys(THREADS, "1")}
@@ -94,18 +94,18 @@ def run_ranks(mpiexec: str, ranks: int, arguments: Sequence[str], say: Callable[
 
 @dataclass(frozen=True)
 class CoreSplit:
-    """One way to use the cores, and the time of a step.
+    """A split of the cores into ranks and threads, and its time of a step.
 
     Attributes
     ----------
     ranks, threads
-        Threads of each rank.
+        Number of ranks, and threads of each.
     predicted, seconds
-        A step of what was the fastest, as the planner saw it, and measured [s].
+        Time of a step under the fastest strategy, predicted and measured [s].
     by
-        Name of what was the fastest: a planner or baseline.
+        Name of the fastest strategy: a planner or baseline.
     alike
-        Measured with all layers cut alike over all ranks [s]; of one rank the same as `seconds`.
+        Measured time with all layers cut in the same way over all ranks [s]; for one rank equal to `seconds`.
     """
 
     ranks: int
@@ -117,7 +117,7 @@ class CoreSplit:
 
 
 def splits(cores: int) -> list[tuple[int, int]]:
-    """Return ranks, and threads of each, that together use `cores` cores; the fewest ranks first.
+    """Return all pairs (ranks, threads of each) that use `cores` cores, the fewest ranks first.
 
     >>> splits(4)
     [(1, 4), (2, 2), (4, 1)]
@@ -137,14 +137,14 @@ def try_splits(
     tables
         Tables of a configuration: model, training, backend, strategy.
     say
-        Gets a line about each that cannot be tried, and why.
+        Called with a line for each split that cannot be tried, and the reason.
     begin
-        Gets ranks and threads before each is tried.
+        Called with ranks and threads before each trial.
 
     Raises
     ------
     UserError
-        If there is no launcher, or none of the splits can be tried.
+        There is no launcher, or none of the splits can be tried.
     """
     mpiexec = find_mpiexec()
     found, refused = [], ""

@@ -1,7 +1,7 @@
 """Measurements on this machine: messages, device and layers for a network, and whole steps of a plan and its rivals.
 
-`halograd profile` and ``strategy = "auto"`` measure alike. Steps decide where predictions are too close to each other.
-This lies above `training`, whose executor it times.
+`halograd profile` and ``strategy = "auto"`` use the same measurements. Steps decide if predictions are too close. This
+module is above `training`, because it times the executor.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ __all__ = [
     "settle",
 ]
 
-#: Layers whose times are written to the cache at a time.
+#: Number of layers whose times are written to the cache at once.
 EVERY = 4
-#: Convolutions with batch norm in the network that shows what a step takes beside its layers.
+#: Number of convolutions with batch norm in the network that measures the overhead of a step.
 UNITS = 12
 
 
 class Measuring:
-    """Measurements of this machine for a network, new or kept on disk. Collective over `comm`, as are methods.
+    """Measurements of this machine for a network, new or stored on disk. Collective over `comm`, as are its methods.
 
-    Times of layers are kept on disk, so what was interrupted, or ran out of its budget, goes on where it stopped.
+    Times of layers are stored on disk, so an interrupted measurement, or one that used up its budget, can be continued.
 
     Parameters
     ----------
@@ -66,9 +66,9 @@ class Measuring:
     network, batch
         Network whose layers are measured, and global number of samples.
     ranks
-        Ranks of the run that is planned; those of `comm` if None.
+        Number of ranks of the planned run; None: those of `comm`.
     dtype
-        Type of the computation.
+        Dtype of the computation.
     autotune
         Whether the backend chooses convolutions by measurement.
     folder
@@ -77,7 +77,7 @@ class Measuring:
     Raises
     ------
     UserError
-        On all ranks, if the times on disk cannot be read.
+        The times on disk cannot be read; on all ranks.
     """
 
     def __init__(
@@ -114,17 +114,17 @@ class Measuring:
         return Path(self.comm.bcast(str(self.path.parent / "machines" / f"{self.comm.size}-ranks-{name}.toml")))
 
     def known_machine(self, path: Path) -> Machine | None:
-        """Return the machine of a file that was kept; None if it has to be measured."""
+        """Return the machine from a stored file; None if it must be measured."""
         found = None
         if self.comm.rank == 0 and path.exists() and record_path(path).exists():
             try:
                 found = Profile.load(path).machine
             except UserError:
-                found = None  # damaged: measured again
+                found = None  # damaged: measure again
         return self.comm.bcast(found)
 
     def keep_machine(self, path: Path) -> Machine:
-        """Measure the machine, and keep it in a file."""
+        """Measure the machine, and store it in a file."""
         found = self.machine()
         with self.comm.agreement():
             if self.comm.rank == 0:
@@ -134,22 +134,22 @@ class Measuring:
         return machine
 
     def times(self, machine: Machine) -> MeasuredTimes:
-        """Return known times of layers on rank 0; other layers are estimated, and listed as missing."""
+        """Return the known times of layers on rank 0. Other layers are estimated, and listed as missing."""
         return MeasuredTimes(self.cache, self.conditions, RooflineTimes(machine))
 
     def layers(
         self, works: Iterable[LayerWork], budget: float | None = None, again: bool = False, show: bool = True
     ) -> Coverage:
-        """Measure these layers, as far as they are not known.
+        """Measure those of the layers whose times are unknown.
 
         Parameters
         ----------
         works
             Layers on local blocks; the same on all ranks.
         budget
-            Seconds after which no further layer is begun; None: all are measured [s].
+            Time after which no further layer is measured [s]; None: no limit.
         again
-            Measure what is known too, and keep the mean.
+            Measure known layers too, and store the mean.
         show
             Show a progress bar on the terminal of rank 0.
         """
@@ -171,7 +171,7 @@ def _save(found: Profile, path: Path) -> None:
     found.save(path)
 
 
-# -- what a step takes beside its layers ----------------------------------------------------------
+# -- overhead of a step ---------------------------------------------------------------------------
 
 
 def measure_overheads(
@@ -182,8 +182,8 @@ def measure_overheads(
     Returns
     -------
     tuple of float
-        SGD with momentum, per byte of parameters [s/B]; what each forward or backward of a layer takes longer than by
-        itself [s].
+        Time of SGD with momentum per byte of parameters [s/B]; additional time of a layer's forward or backward in a
+        step, compared with the layer alone [s].
     """
     alone = comm.split(comm.rank)
     assert alone is not None
@@ -200,7 +200,8 @@ def measure_overheads(
 
 
 def _update_rate(alone: Communicator, backend: Any, dtype: str, crowd: Crowd) -> float:
-    """Measure the time of an update by SGD with momentum per byte of parameters, from memory [s/B]."""
+    """Return the time per byte of parameters of an update by SGD with momentum, with parameters in main memory [s/B].
+    """
     features = 1024
     network = Network(Dense(features, bias=False)(Input((features,))))
     passing = backend.zeros((last_level_cache(),), "uint8")
@@ -219,7 +220,7 @@ def _update_rate(alone: Communicator, backend: Any, dtype: str, crowd: Crowd) ->
 
 
 def _small_network() -> Network:
-    """Build a network of small layers, no two alike."""
+    """Return a network of small layers, all different."""
     y: Any = Input((12, 12, 8))
     for i in range(UNITS):
         y = BatchNorm(activation="relu")(Conv(8 + i, 3, padding=1, bias=False)(y))
@@ -227,7 +228,10 @@ def _small_network() -> Network:
 
 
 def _sum_of_layers(network: Network, comm: Communicator, backend: Any, machine: Machine, dtype: str) -> float:
-    """Time each layer alone [s]. A step takes longer by the executor's loop, and by colder code."""
+    """Return the sum of the times of all layers, each timed alone [s].
+
+    A step takes longer, because of the executor's loop and cold instruction caches.
+    """
     timer = LayerTimer(backend, comm, passing_bytes(network, 1, 1, dtype))
     layers = sum(timer.measure(work).total for work in works_of(network, 1, 1, machine, dtype).values())
     timer.close()
@@ -241,14 +245,14 @@ def _step(network: Network, alone: Communicator, backend: Any, dtype: str, crowd
             executor.forward()
             executor.backward()
 
-        # The best: another process takes its time from a whole step, but rarely from one layer.
+        # Take the best: another process disturbs a whole step, but rarely a single layer.
         return _times(step, crowd, repeats=60)[0]
 
 
 def _times(
     run: Callable[[], Any], crowd: Crowd, before: Callable[[], Any] = lambda: None, repeats: int = 25
 ) -> list[float]:
-    """Return times of `run`, the shortest first [s], after two runs that do not count; `before` is not timed."""
+    """Return times of `run`, the shortest first [s], after two warm-up runs. `before` runs first and is not timed."""
     times = []
     for _ in range(repeats + 2):
         before()
@@ -258,11 +262,11 @@ def _times(
     return sorted(times[2:])
 
 
-#: A baseline is a rival if it is predicted to take at most so much longer than the plan, as a part of its step.
+#: A baseline is a rival if its predicted step is at most this fraction longer than that of the plan.
 NEAR = 0.25
-#: What a rival has to gain to be preferred, as a part of the step.
+#: Minimum gain of a rival, as a fraction of the step, to be preferred.
 WORTH = 0.02
-#: Steps of each are measured in so many rounds, of so many seconds each; the fastest round counts.
+#: Number of rounds in which steps of each strategy are timed, and seconds per round; the fastest round counts.
 TRIALS, SECONDS = 2, 0.5
 LEAST, MOST = 3, 50
 
@@ -271,18 +275,18 @@ Opened = AbstractContextManager[Callable[[], object]]
 
 @dataclass(frozen=True)
 class StepTrial:
-    """Plan that a run trains by, and the steps that were tried for it.
+    """The plan that a run trains with, and the timed steps that led to it.
 
     Attributes
     ----------
     plan
         Fastest plan.
     name
-        Name of the plan, among those that were tried.
+        Name of the plan among the strategies that were tried.
     seconds
-        Time of a step under each strategy that was tried [s]; empty if nothing was tried.
+        Time of a step under each strategy that was tried [s]; empty without trials.
     alone
-        Time of a step on one rank with the threads of all [s]; None if that was not tried.
+        Time of a step on one rank with the threads of all ranks [s]; None if not tried.
     """
 
     plan: Plan
@@ -291,11 +295,11 @@ class StepTrial:
     alone: float | None = None
 
     def lines(self, threads: int) -> list[str]:
-        """Describe the trial in lines; `threads` per rank."""
+        """Return a description of the trial in lines; `threads` is the number per rank."""
         if not self.seconds:
             return []
         tried = ", ".join(f"{name} {1e3 * taken:.2f} ms" for name, taken in self.seconds.items())
-        found = [f"steps tried: {tried}; trained by {self.name}"]
+        found = [f"steps tried: {tried}; training with {self.name}"]
         if self.alone is not None:
             together, ranks = self.seconds[self.name], self.plan.ranks
             text = f"1 rank x {ranks * threads} threads would take {1e3 * self.alone:.2f} ms"
@@ -306,10 +310,10 @@ class StepTrial:
 
 
 def rivals(plan: Plan) -> list[str]:
-    """Return the baselines, and the grid, that fit and may be as fast as a plan; the best first. Local."""
+    """Return the baselines, including the grid, that fit and may be as fast as a plan; the best first. Local."""
     slowest = (1 + NEAR) * plan.step_seconds
     near = [a for a in plan.alternatives if a.name in (*BASELINES, GRID) and a.fits and a.step_seconds <= slowest]
-    # What takes as much as another, to the byte, has its cuts; one of them is enough.
+    # Strategies of equal time and memory, to the byte, have the same cuts; one of them is enough.
     costs = [(plan.step_seconds, plan.prediction.memory_bytes), *((a.step_seconds, a.memory_bytes) for a in near)]
     different = [a for i, a in enumerate(near, 1) if costs[i] not in costs[:i]]
     return [a.name for a in sorted(different, key=lambda a: a.step_seconds)]
@@ -318,14 +322,14 @@ def rivals(plan: Plan) -> list[str]:
 def measure_steps(
     comm: Communicator, strategies: Mapping[str, Strategy], opened: Callable[[Strategy], Opened]
 ) -> dict[str, float]:
-    """Measure a step under each strategy, by the slowest rank [s]. Collective over `comm`.
+    """Time a step under each strategy, on the slowest rank [s]. Collective over `comm`.
 
     Parameters
     ----------
     strategies
         Strategies by name, in the same order on all ranks.
     opened
-        Builds what is needed under a strategy, and gives a function that runs one step; one is open at a time.
+        Returns a context for a strategy, which yields a function that runs one step. One is open at a time.
     """
     found = dict.fromkeys(strategies, float("inf"))
     for _ in range(TRIALS):
@@ -341,14 +345,14 @@ def _median_step(comm: Communicator, step: Callable[[], object]) -> float:
         step()
         return time.perf_counter() - begin
 
-    timed()  # pages are touched, primitives made
+    timed()  # warm-up: touches pages, creates primitives
     slowest = float(comm.allreduce_scalar(timed(), "max"))
     count = max(LEAST, min(MOST, int(SECONDS / max(slowest, 1e-6))))
     return float(comm.allreduce_scalar(median([timed() for _ in range(count)]), "max"))
 
 
 def settle(seconds: Mapping[str, float]) -> str:
-    """Return the name of the fastest, unless the first of them is about as fast. Local."""
+    """Return the name of the fastest strategy, or the first name if that is almost as fast. Local."""
     favorite = next(iter(seconds))
     best = min(seconds, key=lambda name: seconds[name])
     return best if seconds[best] < (1 - WORTH) * seconds[favorite] else favorite

@@ -1,4 +1,4 @@
-"""ONNX files: ``halograd.onnx.load`` makes a network of one, ``halograd.onnx.save`` writes one."""
+"""ONNX files: ``halograd.onnx.load`` builds a network from a file, ``halograd.onnx.save`` writes one."""
 
 from .interchange.onnx_export import save
 from .interchange.onnx_import import load

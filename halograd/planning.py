@@ -1,7 +1,7 @@
-"""Making a plan: a model on a machine with the times of its kernels, planned, beside the baselines.
+"""Plans: builds a model on a machine with kernel times, and plans it, with the baselines for comparison.
 
-One way for the commands, which plan for any machine, and for ``strategy = "auto"`` (`halograd.auto`), which plans for
-the ranks that run. Nothing here runs MPI.
+The commands, which plan for any machine, and ``strategy = "auto"`` (`halograd.auto`), which plans for the current
+ranks, both use this module. Nothing here uses MPI.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ __all__ = [
     "training_of",
 ]
 
-#: Arrays of the parameters' size that an optimizer keeps, SGD with momentum.
+#: Number of arrays of the parameters' size that an optimizer keeps (for SGD, with momentum).
 OPTIMIZER_ARRAYS = {"sgd": 1, "adam": 2, "adamw": 2, "lars": 1}
 _DEVICE = re.compile(r"(?P<device>.*); (?P<kernels>\w+) (?P<version>.*), (?P<threads>\d+) thread\(s\)")
 
 
 @dataclass(frozen=True)
 class Asked:
-    """Model on a machine, with the times of its kernels.
+    """A model on a machine, with the times of its kernels.
 
     Attributes
     ----------
     model, options, network
-        Its name, the options given, and what they make.
+        Name of the model, its options, and the network.
     machine, machine_file
-        The machine, and its name or path.
+        The machine, and its name or the path of its file.
     dtype
-        Type of the computation.
+        Dtype of the computation.
     cache
-        Folder of measured times, None: the usual one.
+        Folder of measured times; None: the default.
     """
 
     model: str
@@ -90,7 +90,7 @@ class Asked:
         Raises
         ------
         UserError
-            There is no such model or machine, the model has no loss, or the machine no rate for `dtype`.
+            There is no such model or machine, the model has no loss, or the machine has no rate for `dtype`.
         """
         network = build(model, **options)
         if "loss" not in network.outputs:
@@ -104,16 +104,16 @@ class Asked:
         return cls(model, options, network, found, machine_file, dtype, cache)
 
     def times(self, batch: int, ranks: int) -> KernelTimes:
-        """Return times of kernels for a run of this size: measured ones for this machine, else its roofline."""
+        """Return kernel times for a run of this size: measured times for this machine, else its roofline."""
         return _measured(self, batch, ranks) or RooflineTimes(self.machine)
 
     def pricing(self, batch: int, ranks: int) -> Pricing:
-        """Return the pricing of a step of this size; halo algorithms are chosen by their times."""
+        """Return the pricing of a step of this size. Halo algorithms are chosen by their predicted times."""
         return Pricing(Wires(self.machine), self.times(batch, ranks), self.dtype, best_halo=True)
 
 
 def _measured(asked: Asked, batch: int, ranks: int) -> KernelTimes | None:
-    """Return times from the cache, if the machine file was measured by `halograd profile` on this machine."""
+    """Return times from the cache if `halograd profile` measured the machine file on this machine, else None."""
     from .perfmodel.profile.record import Profile, record_path
 
     match = _DEVICE.fullmatch(asked.machine.device)
@@ -131,7 +131,7 @@ def _measured(asked: Asked, batch: int, ranks: int) -> KernelTimes | None:
         if device_name(backend) != match["device"]:
             return None
         record = Profile.load(asked.machine_file)
-        # The nodes of an emulated network are one host, where all ranks were measured at once.
+        # The nodes of an emulated network are one host, on which all ranks were measured at once.
         at_once = record.ranks if record.transport.startswith("emulated") else asked.machine.devices_per_node
         flush = passing_bytes(asked.network, batch, ranks, asked.dtype)
         conditions = Conditions.here(backend, Crowd.here(min(ranks, at_once), backend), record.autotune, flush)
@@ -139,7 +139,7 @@ def _measured(asked: Asked, batch: int, ranks: int) -> KernelTimes | None:
 
 
 def source_of(times: KernelTimes, machine: Machine) -> str:
-    """Describe the source of times, after they were used."""
+    """Return a text for the source of kernel times, after their use."""
     if not isinstance(times, MeasuredTimes):
         return f"roofline of {machine.name}"
     left = len(times.missing)
@@ -149,14 +149,14 @@ def source_of(times: KernelTimes, machine: Machine) -> str:
 
 
 def check_planner(name: str, at: str = "--planner") -> None:
-    """Refuse an unknown planner; `at` is the name of the option or key."""
+    """Raise UserError for an unknown planner; `at` is the name of the option or key."""
     known = (*PLANNERS, *BASELINES, GRID)
     if name not in known:
         raise UserError(f"{at}: expected one of {', '.join(known)}, got {shown(name)}{nearest(name, known)}")
 
 
 def training_of(dtype: str, optimizer: str) -> Training:
-    """Return what a step in this dtype keeps and updates, by the name of its optimizer."""
+    """Return the memory and update costs of training in this dtype, by the name of the optimizer."""
     if optimizer not in OPTIMIZER_ARRAYS:
         known = ", ".join(OPTIMIZER_ARRAYS)
         raise UserError(
@@ -173,12 +173,12 @@ def parse_memory(text: str | None, at: str = "--memory") -> float | None:
 def make_plan(
     asked: Asked, batch: int, ranks: int, planning: Planning | None = None, times: KernelTimes | None = None
 ) -> Plan:
-    """Plan a model on a machine; the plan records the request. Local.
+    """Plan a model on a machine. The plan records the request. Local.
 
     Parameters
     ----------
     times
-        Times of kernels; those of `asked` if None.
+        Kernel times; None: those of `asked`.
 
     Raises
     ------
@@ -201,7 +201,7 @@ def make_plan(
 
 
 def baselines_of(asked: Asked, plan: Plan) -> list[Alternative]:
-    """Price a step under each baseline, in their order, and under the best grid if it was searched."""
+    """Return the price of a step under each baseline, in order, and under the best grid if the plan searched for it."""
     known = {a.name: a for a in known_baselines(plan)}
     left = [name for name in BASELINES if name not in known]
     pricing = asked.pricing(plan.batch, plan.ranks) if left else None
@@ -217,6 +217,6 @@ def baselines_of(asked: Asked, plan: Plan) -> list[Alternative]:
 
 
 def known_baselines(plan: Plan) -> list[Alternative]:
-    """Return the baselines that were priced when the plan was made, and the best grid if it was searched."""
+    """Return the baselines that the plan priced, and the best grid if the plan searched for it."""
     known = {a.name: a for a in plan.alternatives}
     return [known[name] for name in (*BASELINES, GRID) if name in known]

@@ -1,7 +1,7 @@
-"""Objects made of plain data, checked by the annotations of their class; what is wrong is said in one line.
+"""Objects built from plain data and checked by the annotations of their class, with errors in one line.
 
 A class is a :class:`Table` (pydantic), or a dataclass with ``__pydantic_config__ = STRICT``. Nothing is converted
-silently: a text is no number, true is no 1, an unknown key is no default.
+silently: a text is not a number, true is not 1, and an unknown key is an error.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ __all__ = [
 
 Made = TypeVar("Made")
 
-#: Of every class that a file is read into.
+#: Settings of every class that a file is read into.
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
-#: Where 32 bits end: no count of ours is larger, and MPI's are not either.
+#: Limit of counts: 32 bits, as in MPI.
 MOST = 2**31 - 1
-#: Times, rates and factors beyond are mistakes; products of a few still are finite numbers.
+#: Limit of times, rates and factors: products of a few such numbers are still finite.
 LARGEST = 1e30
-#: Of files [B]: file systems have no longer names, and a run adds names of its own to its directory.
+#: Limits of file names and paths [B]: file systems permit no longer names, and a run adds names to its directory.
 LONGEST_PATH, LONGEST_NAME = 2048, 255
 
 
@@ -83,7 +83,7 @@ Bytes = Annotated[int, Field(ge=0, lt=2**63)]
 Size = Annotated[int, Field(ge=1, lt=2**63)]
 Positive = Annotated[float, Field(gt=0, le=LARGEST, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, le=LARGEST, allow_inf_nan=False)]
-#: OpenMP's runtime ends the process, without a word, when the system cannot start as many.
+#: Limit of threads: OpenMP's runtime ends the process without a message if the system cannot start as many.
 Threads = Annotated[int, Field(ge=1, le=4096)]
 Below1 = Annotated[float, Field(ge=0, lt=1)]
 Text = Annotated[str, AfterValidator(_one_line)]
@@ -91,15 +91,15 @@ FilePath = Annotated[str, AfterValidator(_path)]
 
 
 class Table(BaseModel):
-    """A table of a file: its keys are the attributes, and no others."""
+    """A table of a file: its keys are the attributes, and other keys are errors."""
 
     model_config = ConfigDict(**STRICT, frozen=True)
 
 
 class As:
-    """``Annotated[Mapping[...], As(table)]``: a mapping with the keys and values that `table` allows.
+    """``Annotated[Mapping[...], As(table)]``: a mapping with the keys and values that `table` permits.
 
-    The object has those that were given, without defaults.
+    The object contains only the given keys, without defaults.
     """
 
     def __init__(self, table: type[Table]) -> None:
@@ -121,11 +121,11 @@ def build(kind: type[Made], data: object, source: str = "", at: str = "") -> Mad
     kind
         A :class:`Table`, or a dataclass with `STRICT`.
     data
-        What a file or the command line gave. Objects of NumPy and mappings count as what they hold.
+        Data of a file or the command line. NumPy numbers and mappings are converted to plain data.
     source
-        File, for the message.
+        File name, for the message.
     at
-        Place of the data in it.
+        Key of the data in the file.
 
     Raises
     ------
@@ -133,14 +133,14 @@ def build(kind: type[Made], data: object, source: str = "", at: str = "") -> Mad
         ``source: at.key: expected ..., got ...`` in one line.
     """
     try:
-        # As JSON, because there a list may become a tuple and a table an object, and a text still is no number.
+        # As JSON, in which a list may become a tuple and a table an object, but a text is not a number.
         return _adapter(kind).validate_json(json.dumps(data, default=_plain))
     except ValidationError as error:
         raise UserError(": ".join(filter(None, (source, _describe(error, kind, at))))) from None
 
 
 def check_fields(record: Any, at: str, source: str = "") -> None:
-    """Refuse a dataclass, made in Python, with fields that its annotations do not allow. Local.
+    """Check a dataclass that Python code has made against its annotations. Local.
 
     Raises
     ------
@@ -153,9 +153,9 @@ def check_fields(record: Any, at: str, source: str = "") -> None:
 
 @lru_cache
 def table_of(*callables: Callable[..., Any]) -> type[Table]:
-    """Return the table of the parameters of functions, or of a dataclass; every key may be left out.
+    """Return the table of the parameters of functions, or of a dataclass. All keys are optional.
 
-    Of a parameter of several functions the first counts, as for ``unet2d(resolution, **options)`` and ``unet``.
+    A parameter of several functions is that of the first, as for ``unet2d(resolution, **options)`` and ``unet``.
     """
     fields: dict[str, Any] = {}
     for call in callables:
@@ -170,8 +170,8 @@ _adapter: Callable[[Any], TypeAdapter[Any]] = lru_cache(TypeAdapter)
 
 
 def _plain(value: Any) -> Any:
-    """Return what JSON has no form for; what is no data at all becomes a text, which is refused where a number is
-    expected.
+    """Return plain data for an object that JSON cannot represent; other objects become a text, which is then not a
+    number.
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
@@ -211,10 +211,10 @@ _EXPECTED = {
 
 
 def _describe(error: ValidationError, kind: Any, at: str) -> str:
-    """Describe one fault; an unknown key first, as it is often why another is missing."""
+    """Return a text for one fault, preferably an unknown key, because that often explains a missing one."""
     places = [(fault, *_follow(kind, fault["loc"])) for fault in error.errors(include_url=False)]
     fault, tables, steps = next((p for p in places if p[0]["type"] in _UNKNOWN), places[0])
-    # Of the alternatives for one value, that which came furthest.
+    # Among the alternatives for one value, take the one that matched furthest.
     fault, tables, steps = max((p for p in places if p[2][: len(steps)] == steps), key=lambda p: len(p[2]))
     path, name, got, context = dotted(steps, at), fault["type"], fault["input"], fault.get("ctx", {})
     if name in _UNKNOWN:
@@ -233,7 +233,7 @@ def _describe(error: ValidationError, kind: Any, at: str) -> str:
 
 
 def _of_validator(error: Exception, path: str) -> str:
-    """Return what a validator of ours said: of the value, of a key in it, or a whole message."""
+    """Return the message of one of our validators: about the value, a key in it, or a whole message."""
     text = str(error)
     if isinstance(error, UserError) or not path:
         return text
@@ -249,15 +249,15 @@ def _expected(fault: Mapping[str, Any]) -> str:
 
 
 def _known(key: str | int, tables: Iterable[Any]) -> str:
-    """List the known keys, and the nearest one."""
+    """Return the known keys, and the nearest one, as a text."""
     keys = list(dict.fromkeys(name for table in tables for name in _fields(table)))
     return f"expected one of {', '.join(keys)}{nearest(str(key), keys)}"
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return ``; did you mean NAME?`` of the nearest known name, if one is near. Local.
+    """Return ``; did you mean NAME?`` with the nearest known name, or an empty text. Local.
 
-    Of the names that begin with what was given no one is nearer than the others: all are listed.
+    If several names start with the given text, all are listed.
 
     >>> nearest("warmup", ["final", "warmup_epochs", "warmup_start"])
     '; did you mean warmup_epochs or warmup_start?'
@@ -269,7 +269,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def _follow(kind: Any, where: Sequence[int | str]) -> tuple[list[Any], list[int | str]]:
-    """Return the types that may be at a place, or of the table of an unknown key; the place without names of
+    """Return the types at a place, or those of the table of an unknown key; and the place without names of
     alternatives.
     """
     found, steps = _alternatives(kind), list[int | str]()
@@ -290,7 +290,7 @@ def _follow(kind: Any, where: Sequence[int | str]) -> tuple[list[Any], list[int 
 
 
 def _is_called(kind: Any, step: int | str) -> bool:
-    """Return whether a part of a place names this alternative, as in ``labels.mask.int``."""
+    """Return whether a step of a place names this alternative, as in ``labels.mask.int``."""
     if typing.get_origin(kind) is dict:
         return isinstance(step, str) and step.startswith("dict[")
     return not _is_table(kind) and isinstance(kind, type) and step == kind.__name__
@@ -308,7 +308,7 @@ def _alternatives(annotation: Any) -> list[Any]:
 
 
 def _inside(kind: Any, step: int | str) -> list[Any]:
-    """Return the types of an entry, none for an unknown key."""
+    """Return the types of an entry; empty for an unknown key."""
     if _is_table(kind):
         fields = _fields(kind)
         return _alternatives(fields[step]) if step in fields else []
@@ -327,7 +327,7 @@ def _is_table(kind: Any) -> bool:
 
 
 def _fields(kind: Any) -> dict[Any, Any]:
-    """Return annotations by key."""
+    """Return the annotations by key."""
     if not _is_table(kind):
         return {}
     if issubclass(kind, BaseModel):

@@ -1,4 +1,4 @@
-"""Methods of the user's own classes, held against the calls of the library before it makes them."""
+"""Checks of the methods of user classes against the calls of the library, before the library makes them."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ def check_methods(
     optional: Collection[str] = (),
     base: type | None = None,
 ) -> None:
-    """Check that methods of a user's class take what the methods take that they override. Local.
+    """Check that methods of a user's class take the arguments of the methods that they override. Local.
 
-    Methods that the library wrote, and those that take any keywords, are not looked at.
+    Methods of the library, and those that take any keywords, are not checked.
 
     Parameters
     ----------
     made
-        An object; nothing is checked of the library's own classes.
+        An object; the library's own classes are not checked.
     several
-        Number of arguments that ``*shapes`` stands for; of some methods it is another one, in `counts`.
+        Number of arguments that ``*shapes`` stands for; `counts` has other numbers for some methods.
     optional
-        Arguments with defaults that the library gives, by name.
+        Names of arguments with defaults that the library passes.
     base
-        Class of the library, or protocol, with the methods; None: the one that the object's class is derived from.
+        Class of the library, or protocol, with the methods; None: the base class of the object's class in the library.
 
     Raises
     ------
     UserError
-        For the first method that takes something else: what was expected, what it takes.
+        A method takes other arguments; the message has the expected and the actual ones.
     """
     base = base or next((one for one in type(made).__mro__ if _is_ours(one)), object)
     for name, method in inspect.getmembers(base, inspect.isfunction):
@@ -55,7 +55,7 @@ def _is_ours(thing: Any) -> bool:
 def _call_of(
     method: Callable[..., Any], several: int, optional: Collection[str]
 ) -> tuple[list[str], dict[str, None]] | None:
-    """Return what the library gives to a method, by position and by name; None if any keywords."""
+    """Return the arguments that the library passes to a method, by position and by name; None for any keywords."""
     fixed, named = list[str](), dict[str, None]()
     for one in list(inspect.signature(method).parameters.values())[1:]:
         if one.kind is one.VAR_KEYWORD:

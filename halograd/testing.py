@@ -1,4 +1,4 @@
-"""Checks for layers, yours and ours: against one process on every grid, and gradients numerically.
+"""Checks for built-in and user layers: results against one process on every grid, and gradients numerically.
 
 >>> from halograd.layers import Conv
 >>> check_layer(Conv(4, 3, padding=1), (8, 6, 3))
@@ -30,7 +30,7 @@ __all__ = ["LayerResult", "check_layer", "grids", "random_array", "run_layer"]
 
 
 def random_array(shape: Sequence[int], name: str, seed: int = 0) -> np.ndarray:
-    """Return a float64 array that depends on shape, name and seed only, so that every rank can make it."""
+    """Return a float64 array that depends on shape, name and seed only, so that every rank can compute it."""
     return np.random.default_rng([seed, zlib.crc32(name.encode())]).standard_normal(tuple(shape))
 
 
@@ -68,8 +68,7 @@ def _probed(make: Callable[[], Layer], shapes: Sequence[Sequence[int]]) -> tuple
 
 
 def _strategy(parts: Mapping[str, int], size: int, options: dict | None = None) -> Strategy:
-    """Return these parts for all layers but the probe, which needs all channels and all ranks, where the parts do not.
-    """
+    """Return a strategy with these parts for all layers but the probe, which may need whole channels or all ranks."""
     channels = parts.get("channel", 1) * parts.get("input_channel", 1)
     apart = channels > 1 or math.prod(parts.values()) < size
     return Strategy(parts, {"probe": {"sample": size}} if apart else {}, options=options or {})
@@ -91,10 +90,10 @@ def run_layer(
 ) -> LayerResult | None:
     """Return outputs and gradients of one layer under one cut: ``y, dx0, ..., loss`` and gradients by name. Collective.
 
-    The whole arrays, on rank 0; None on the other ranks. Inputs, parameters and the output's gradient are
-    random, by global index; a layer may be cut in fewer `parts` than there are ranks. `shift` is added to them
-    (``x0``, ..., parameters by their short names, or as ``layer/parameter`` where `make` chains layers that have one
-    in common). `steps` repeats the step (buffers are used again).
+    The result has whole arrays, on rank 0; it is None on other ranks. Inputs, parameters and the output's gradient are
+    random by global index. A layer may be cut into fewer `parts` than there are ranks. `shift` is added to inputs and
+    parameters (``x0``, ..., parameters by their short names, or as ``layer/parameter`` if `make` chains layers that
+    share a short name). `steps` repeats the step, which reuses buffers.
     """
     network, name = _probed(make, shapes)
     settings = (batch, dtype, backend, options, seed, shift, steps)
@@ -121,7 +120,7 @@ def _stepped(
     shift: Mapping[str, np.ndarray] | None = None,
     steps: int = 1,
 ) -> Iterator[tuple[Executor, float]]:
-    """Yield an executor of a probed layer after some steps, and its loss; the arguments are those of `run_layer`."""
+    """Yield an executor of a probed layer after some steps, and its loss; arguments as in `run_layer`."""
     backend_, moved = get_backend(backend) if isinstance(backend, str) else backend, dict(shift or {})
     strategy = _strategy(parts, comm.size, options)
     probed = [n for n in network.inputs if n != "g"]
@@ -144,16 +143,16 @@ def _stepped(
 
 
 def _gradients(executor: Executor) -> LayerResult:
-    """Return whole gradients of parameters by name on rank 0, none elsewhere. Collective."""
+    """Return whole gradients of parameters by name on rank 0, and an empty result elsewhere. Collective."""
     labels = _labels(executor.store.params)
     grads = executor.store.gather(executor.comm, executor.store.grads) or {}
     return {f"d{labels[k]}": executor.device.to_host(v).copy() for k, v in grads.items()}
 
 
 def _blocks(executor: Executor, name: str, inputs: int) -> dict[str, tuple[np.ndarray, tuple[slice, ...]]]:
-    """Return this rank's blocks of output and gradients by name, and their places. Local, but for parameters.
+    """Return this rank's blocks of output and gradients by name, and their positions. Local, except for parameters.
 
-    Gradients of parameters are whole, on rank 0 alone.
+    Gradients of parameters are whole, and on rank 0 only.
     """
     found: dict[str, tuple[np.ndarray, tuple[slice, ...]]] = {}
     values = {"y": executor.values[name], **{f"dx{i}": executor.values[f"x{i}"] for i in range(inputs)}}
@@ -165,7 +164,7 @@ def _blocks(executor: Executor, name: str, inputs: int) -> dict[str, tuple[np.nd
 
 
 def _labels(keys: Iterable[str]) -> dict[str, str]:
-    """``layer/parameter`` -> its short name, or the whole where two layers share the short one."""
+    """Return short names of ``layer/parameter`` keys; the whole key if two layers share the short name."""
     short = {key: key.rpartition("/")[2] for key in keys}
     names = list(short.values())
     return {key: name if names.count(name) == 1 else key for key, name in short.items()}
@@ -202,13 +201,13 @@ def check_layer(
     gradient
         Compare gradients with central differences too (float64 only).
     axes
-        Axes that are cut, by default the samples and those in space. A layer whose channels may be cut is
-        checked so with ``"channel"`` (and ``"input_channel"``) among them; cuts that it cannot have are left out.
+        Axes that are cut, by default samples and spatial axes. With ``"channel"`` (and ``"input_channel"``), the
+        channels of a layer that supports this are cut too; unsupported cuts are left out.
 
     Raises
     ------
     AssertionError
-        Naming the grid and the array that differs most; on all ranks.
+        An array differs by more than the tolerance; the message names grid and array. On all ranks.
     """
     make = (lambda: layer) if isinstance(layer, Layer) else layer
     several = bool(input_shape) and isinstance(input_shape[0], Sequence)
@@ -238,7 +237,7 @@ def check_layer(
 
 
 def _possible(network: Network, parts: Mapping[str, int], size: int) -> bool:
-    """Return whether the layer has enough channels for these parts, and may be cut so at all."""
+    """Return whether the layer supports this cut and has enough channels for it."""
     try:
         _strategy(parts, size).validate(network, size)
     except UserError:
@@ -247,7 +246,7 @@ def _possible(network: Network, parts: Mapping[str, int], size: int) -> bool:
 
 
 def compare(found: LayerResult, reference: LayerResult, tolerance: float, dtype: str, where: str) -> Exception | None:
-    """Return the first array that differs by more than the tolerance, as an error."""
+    """Return the first array that differs by more than the tolerance, as an error; None if all agree."""
     return _difference({key: (found[key], ()) for key in reference}, reference, tolerance, dtype, where)
 
 
@@ -258,7 +257,8 @@ def _difference(
     dtype: str,
     where: str,
 ) -> Exception | None:
-    """Return the first block, given with its place, that differs by more than the tolerance, as an error."""
+    """Return the first block, given with its position, that differs by more than the tolerance, as an error; else None.
+    """
     for key, (have, place) in found.items():
         whole = reference[key]
         want = whole[place]
@@ -273,7 +273,9 @@ def _difference(
 
 
 def _check_gradients(make, shapes, comm, gradients, batch, backend) -> None:
-    """Central differences of the probe loss along a random direction of each of these inputs and parameters."""
+    """Compare gradients with central differences of the probe loss along a random direction of each input and
+    parameter.
+    """
     for key, gradient in gradients.items():
         direction = random_array(gradient.shape, f"direction of {key}")
         eps, values = 1e-6, []

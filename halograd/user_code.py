@@ -1,4 +1,4 @@
-"""Functions and classes of the user: in a file (``net.py:build``) or in a module (``package.module:build``)."""
+"""Functions and classes of the user, in a file (``net.py:build``) or in a module (``package.module:build``)."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def load(where: str, key: str, kind: str = "function") -> Any:
     key
         Entry of the configuration that names it, for messages.
     kind
-        What is expected there, for messages: ``"function"`` or ``"class"``.
+        Expected kind, for messages: ``"function"`` or ``"class"``.
 
     Raises
     ------
     UserError
-        If there is no such file, module or callable object, or it raises an error while it is imported.
+        There is no such file, module or callable object, or its import raises an error.
     """
     location, _, name = where.rpartition(":")
     if not location or not name.isidentifier():
@@ -80,7 +80,7 @@ def _module_of_file(path: Path, key: str) -> ModuleType:
             f"{key}: expected a Python file, got {shown(str(path))} ({(error.strerror or '').lower()}); a path is "
             f"relative to the working folder, {os.getcwd()}"
         ) from error
-    # The name is unique for a file in one state.
+    # The module name identifies a file, its modification time and its size.
     mark = zlib.crc32(f"{real} {state.st_mtime_ns} {state.st_size}".encode())
     name = f"halograd_own_{real.stem}_{mark:08x}"
     if name in sys.modules:
@@ -98,7 +98,7 @@ def _module_of_file(path: Path, key: str) -> ModuleType:
     return module
 
 
-#: Folders and files of the library. Files of the user may lie beside them, in a clone.
+#: Folders and files of the library. In a clone, files of the user may be next to them.
 _LIBRARY = [path.resolve() for path in Path(__file__).parent.iterdir()]
 
 

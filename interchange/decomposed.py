@@ -1,6 +1,6 @@
-"""Patterns of operators that exporters write for one function of torch, and that are one layer here.
+"""Patterns of operators that exporters write for one torch function, and that are one layer here.
 
-See :mod:`halograd.interchange.patterns`: a rule puts one operation in the place of all that it has recognized.
+See :mod:`halograd.interchange.patterns`: a rule replaces the operations that it recognizes by one operation.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from .graph import Graph, OnnxConstant, OnnxNode
 
 __all__ = ["DECOMPOSED"]
 
-#: Operators that change the number of axes.
+#: Operators that only change the number of axes.
 _VIEWS = ("Reshape", "Squeeze", "Unsqueeze", "Identity")
 
 
 def _number(graph: Graph, name: str) -> float | None:
-    """Return the number of a constant that is not trained, else None."""
+    """Return the value of a scalar constant that is not trained, else None."""
     constant = graph.constants.get(name)
     return None if constant is None or not constant.is_fixed else constant.scalar()
 
 
 def _operands(graph: Graph, op: OnnxNode) -> tuple[str, float | None]:
-    """Return the value and the number of an operation of one of each; an empty name for others."""
+    """Return the data input and the constant number of an operation with one of each; else ("", None)."""
     values = [name for name in op.inputs if name not in graph.constants]
     numbers = [_number(graph, name) for name in op.inputs if name in graph.constants]
     return (values[0], numbers[0]) if len(values) == len(numbers) == 1 else ("", None)
@@ -38,7 +38,8 @@ def _axes(graph: Graph, op: OnnxNode) -> list[int]:
 
 
 def _local_response_norm(graph: Graph, op: OnnxNode) -> None:
-    """Recognize x / (k + alpha * mean of x * x over channels) ** beta, the mean as a pooling with one axis more."""
+    """Recognize x / (k + alpha * mean of x * x over channels) ** beta; the mean is a pooling with one additional axis.
+    """
     power = graph.maker(op.inputs[1]) if op.kind == "Div" else None
     chain, numbers = [op], []
     for kind in ("Pow", "Add", "Mul"):
@@ -59,7 +60,7 @@ def _local_response_norm(graph: Graph, op: OnnxNode) -> None:
 
 
 def _pooled_squares(graph: Graph, op: OnnxNode | None, chain: list[OnnxNode]) -> tuple[str, int] | None:
-    """Follow the mean over channels back to the squares; return the value that is squared, and the number of channels.
+    """Follow the mean over channels back to the squares. Return the squared value and the number of channels, or None.
 
     Appends the operations to `chain`.
     """
@@ -91,7 +92,7 @@ def _pooled_squares(graph: Graph, op: OnnxNode | None, chain: list[OnnxNode]) ->
 
 
 def _softplus(graph: Graph, op: OnnxNode) -> None:
-    """Recognize softplus with a branch for large values, where it is the value itself to rounding."""
+    """Recognize softplus with a branch for large values, which returns its input."""
     compared = graph.maker(op.inputs[0]) if op.kind == "Where" else None
     if compared is None or compared.kind != "Greater" or graph.only_reader(compared.outputs[0]) is not op:
         return
@@ -112,7 +113,7 @@ def _softplus(graph: Graph, op: OnnxNode) -> None:
 
 
 def _limits(graph: Graph, op: OnnxNode) -> None:
-    """Recognize the larger or smaller of a value and a number, and both in a row, as Clip."""
+    """Recognize Max or Min of a value and a number, or both in sequence, as Clip."""
     if op.kind not in ("Max", "Min"):
         return
     value, number = _operands(graph, op)
@@ -128,7 +129,7 @@ def _limits(graph: Graph, op: OnnxNode) -> None:
 
 
 def _stacked(graph: Graph, op: OnnxNode) -> None:
-    """Recognize the sum, or the mean, of values that are stacked along a new axis: they are added."""
+    """Recognize the sum or mean of values stacked along a new axis, as an addition."""
     joined = graph.maker(op.inputs[0]) if op.kind in ("ReduceSum", "ReduceMean") else None
     if joined is None or joined.kind != "Concat" or graph.only_reader(joined.outputs[0]) is not op:
         return
@@ -153,7 +154,7 @@ def _stacked(graph: Graph, op: OnnxNode) -> None:
 
 
 def _expanded(graph: Graph, op: OnnxNode) -> None:
-    """Leave out an Expand that the reader, a product or a sum with a value of the full extents, does itself."""
+    """Remove an Expand whose reader (a product or a sum with a value of the full extents) broadcasts itself."""
     if op.kind != "Expand" or op.outputs[0] in graph.outputs:
         return
     made, value = op.outputs[0], op.inputs[0]
@@ -169,5 +170,5 @@ def _expanded(graph: Graph, op: OnnxNode) -> None:
         graph.leave_out(op, value)
 
 
-#: Before scalars are joined, and factors of 1 are left out.
+#: These rules run before scalars are joined and factors of 1 are removed.
 DECOMPOSED = (_local_response_norm, _limits, _stacked, _expanded, _softplus)

@@ -1,7 +1,7 @@
 """Export of layers as nodes of ONNX: one function per layer, in a table.
 
-A function gets the writer and a node of the network, writes nodes, and returns the name of the value that they make.
-Arrays are ``(N, *spatial, C)`` here and ``(N, C, *spatial)`` there.
+A function takes the writer and a node of the network, writes ONNX nodes, and returns the name of their result. Arrays
+are ``(N, *spatial, C)`` here and ``(N, C, *spatial)`` in ONNX.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def _global_pool(kind: str) -> Callable[[Writer, Node], str]:
 
 
 def _means(w: Writer, node: Node) -> str:
-    """Export means over windows, which ONNX does not have: the product with a matrix, axis by axis."""
+    """Export means over windows, which ONNX lacks, as products with a matrix, axis by axis."""
     layer: Any = node.layer
     (value,), shape, name = w.inputs(node), node.inputs[0].shape, w.name(node)
     axes = "dhw"[4 - len(shape) :]
@@ -205,7 +205,7 @@ def _dense(w: Writer, node: Node) -> str:
 
 
 def _affine(w: Writer, node: Node, channels: int, shape: tuple[int, ...]) -> list[str]:
-    """Write factor and summand per channel; ones and zeros for a layer without them."""
+    """Write the factor and summand of each channel; ones and zeros for a layer without them."""
     name, found = w.name(node), []
     for key, label, number in (("gamma", "weight", 1), ("beta", "bias", 0)):
         array = w.parameter(node, key)
@@ -273,12 +273,13 @@ def _local_response_norm(w: Writer, node: Node) -> str:
 # -- pointwise layers ------------------------------------------------------------------------------
 
 
-#: Writes a function of the values of one name, by its layer and with a name for what it makes.
+#: Exporter of an elementwise function: writes it for a layer and an input value, with a name for the result.
 _Function = Callable[["Writer", Any, str, str], str]
 
 
 def _pointwise(kind: str, **attributes: str | float) -> _Function:
-    """Return the exporter of an operator; attributes that are texts are those of the layer under that name."""
+    """Return the exporter of an operator. An attribute given as a text is read from the layer's attribute of that name.
+    """
 
     def write(w: Writer, layer: Any, value: str, name: str) -> str:
         given = {k: getattr(layer, v) if isinstance(v, str) else v for k, v in attributes.items()}
@@ -333,7 +334,7 @@ def _clip(w: Writer, node: Node) -> str:
 
 
 def _same(w: Writer, node: Node) -> str:
-    """Export a layer that does nothing in evaluation, or on one process."""
+    """Export a layer that is the identity in evaluation or on one process."""
     return w.inputs(node)[0]
 
 
@@ -348,7 +349,7 @@ def _add(w: Writer, node: Node) -> str:
 
 
 def _of_two(kind: str, w: Writer, node: Node) -> str:
-    """Export a layer of two inputs; a vector per sample becomes a number at every position."""
+    """Export a layer of two inputs; a vector per sample is broadcast over all positions."""
     (x, g), name = w.inputs(node), w.name(node)
     if len(node.inputs[1].shape) < len(node.shape):
         shape = w.numbers(f"{name}::shape", [0, -1, *(1 for _ in node.shape[:-1])], np.int64)
@@ -378,7 +379,7 @@ def _reshape(w: Writer, node: Node) -> str:
 
 
 def _pixels(w: Writer, node: Node) -> str:
-    """Export a pixel shuffle: positions in a cell become axes of their own, which are moved."""
+    """Export a pixel shuffle: positions in a cell become separate axes, which are transposed."""
     layer: Any = node.layer
     (value,), name, d = w.inputs(node), w.name(node), len(node.shape) - 1
     fine, coarse = sorted((node.inputs[0].shape, node.shape), key=lambda shape: shape[-1])
@@ -395,7 +396,7 @@ def _pixels(w: Writer, node: Node) -> str:
 
 
 def _shuffle(w: Writer, node: Node) -> str:
-    """Export a channel shuffle: groups become an axis of their own, which is moved."""
+    """Export a channel shuffle: groups become a separate axis, which is transposed."""
     layer: Any = node.layer
     (value,), name, (*spatial, channels) = w.inputs(node), w.name(node), node.shape
     split = [0, layer.groups, channels // layer.groups, *spatial]
@@ -406,7 +407,7 @@ def _shuffle(w: Writer, node: Node) -> str:
 
 
 def _padded(w: Writer, node: Node, amounts: list[tuple[int, int]], mode: str, value: float = 0.0) -> str:
-    """Add rows around the spatial axes."""
+    """Export padding of the spatial axes."""
     every = [(0, 0), (0, 0), *amounts]
     name = w.name(node)
     pads = w.numbers(f"{name}::pads", [low for low, _ in every] + [high for _, high in every], np.int64)
@@ -458,7 +459,7 @@ def _function(write: _Function, w: Writer, node: Node) -> str:
     return write(w, node.layer, w.inputs(node)[0], w.name(node))
 
 
-#: By the class of a layer; a class that is derived from one of these may compute otherwise, and is not it.
+#: Exporters by the exact class of a layer; a subclass may compute something else, so it does not match.
 LAYERS: dict[type[Layer], Callable[[Writer, Node], str]] = {
     Conv: _conv,
     ConvTranspose: _conv_transpose,

@@ -1,7 +1,7 @@
-"""Order of features behind Flatten and before Reshape: it differs between torch and here.
+"""Order of features after Flatten and before Reshape, which differs between torch and halograd.
 
-torch flattens ``(C, *spatial)`` and we flatten ``(*spatial, C)``. So the features of a value are pieces, one after the
-other: one per Flatten, inside of which the orders differ, and pieces of plain features, whose order is the same.
+torch flattens ``(C, *spatial)``, halograd ``(*spatial, C)``. So the features of a value consist of pieces: one per
+Flatten, in which the orders differ, and pieces of plain features, in which the order is the same.
 
 ::
 
@@ -36,7 +36,7 @@ Order = tuple[tuple[int, ...], ...]
 
 
 def pieces(*shapes: tuple[int, ...]) -> Order:
-    """Return the order of features that were flattened from these shapes, one after the other. Pure arithmetic.
+    """Return the order of concatenated features that were flattened from these shapes. Pure arithmetic.
 
     >>> pieces((2, 3, 4), (5,), (1, 1, 6)), pieces((7, 1))
     (((2, 3, 4), (11,)), ((7,),))
@@ -59,7 +59,7 @@ def is_plain(order: Order) -> bool:
 
 
 def torch_of_ours(order: Order) -> np.ndarray:
-    """Return the number in our order of each of torch's features.
+    """Return, for each of torch's features, its number in our order.
 
     >>> torch_of_ours(((2, 3), (2,))).tolist()  # two positions of three channels, then two plain features
     [0, 3, 1, 4, 2, 5, 6, 7]
@@ -73,15 +73,15 @@ def torch_of_ours(order: Order) -> np.ndarray:
 
 
 def feature_orders(network: Network) -> tuple[dict[Node, Order], dict[Node, Node]]:
-    """Return the order of the features, the last axis, of every node, and which nodes torch has no counterpart of.
+    """Return the order of the features (last axis) of every node, and the nodes without a counterpart in torch. Pure.
 
-    Orders start at Flatten, before Reshape, and at what has channels. They are the same on both sides of a layer that
-    keeps every feature in its place, forwards and backwards. So the units of a dense layer whose output is added to
-    flattened features, or reshaped, have the order that these have; others are plain. Pure arithmetic.
+    Orders start at Flatten, before Reshape, and at values with channels. They are equal on both sides of a layer that
+    keeps the position of every feature, forward and backward. So the units of a dense layer whose output is added to
+    flattened features, or reshaped, have the order of these; others are plain.
 
     Returns
     -------
-    Orders; and for every node behind one that mixes flattened features by their place, that node.
+    Orders; and for every node after a layer that mixes flattened features by position, that layer's node.
     """
     orders = {node: _plain(node) for node in network.nodes if len(node.shape) != 1 or isinstance(node, Input)}
     while len(orders) < len(network.nodes):
@@ -111,7 +111,7 @@ def _flattens(node: Node) -> bool:
 
 
 def _keeps_places(node: Node) -> bool:
-    """Return whether every output feature depends on the same feature of the inputs, or on all of them alike."""
+    """Return whether every output feature depends on the same feature of the inputs, or equally on all of them."""
     layer = node.layer
     if isinstance(layer, (Concat, Slice)):
         return False
@@ -123,12 +123,12 @@ def _keeps_places(node: Node) -> bool:
 
 
 def _alike(node: Node) -> list[Node]:
-    """Return the inputs with as many features as the output: others have one number for all of them."""
+    """Return the inputs with as many features as the output; others have one number for all features."""
     return [one for one in node.inputs if one.shape[-1:] == node.shape[-1:]]
 
 
 def _forwards(node: Node, orders: dict[Node, Order]) -> None:
-    """Set the order of a node that follows from those of its inputs."""
+    """Set the order of a node if it follows from the orders of its inputs."""
     if node in orders or isinstance(node.layer, Dense):
         return
     if _flattens(node):
@@ -140,7 +140,7 @@ def _forwards(node: Node, orders: dict[Node, Order]) -> None:
 
 
 def _made(node: Node, orders: dict[Node, Order]) -> Order | None:
-    """Return the order that a layer makes of those of its inputs; None if it mixes features by their place."""
+    """Return the order of a layer's output from those of its inputs; None if it mixes features by position."""
     given = [orders[one] for one in node.inputs]
     if isinstance(node.layer, Concat):
         return pieces(*(piece for order in given for piece in order))
@@ -168,7 +168,7 @@ def _part(order: Order, low: int, high: int) -> Order | None:
 
 
 def _backwards(node: Node, orders: dict[Node, Order]) -> None:
-    """Set the orders of inputs that follow from that of the node."""
+    """Set the orders of inputs that follow from the order of the node."""
     if isinstance(node.layer, Reshape):
         orders.setdefault(node.inputs[0], pieces(node.shape))
     elif _keeps_places(node) and node in orders:
@@ -177,7 +177,7 @@ def _backwards(node: Node, orders: dict[Node, Order]) -> None:
 
 
 def _agrees(node: Node, orders: dict[Node, Order]) -> bool:
-    """Return whether the inputs have orders from which the layer makes that of the node."""
+    """Return whether the orders of the inputs give the order of the node."""
     if _flattens(node) or isinstance(node.layer, Dense):
         return True
     if isinstance(node.layer, Reshape):

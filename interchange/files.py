@@ -1,7 +1,7 @@
-"""Files of other frameworks: the libraries for them, the check before writing, and the places of tensors in a file.
+"""Files of other frameworks: their libraries, the check before writing, and the offsets of tensors in a file.
 
-An ONNX file is one Protocol Buffers message. Only the lengths of its fields are parsed here. The numbers of a tensor
-are one field, ``raw_data``, whose place in the file is remembered, so that weights are read one by one when needed.
+An ONNX file is one Protocol Buffers message. This parser reads only the lengths of its fields. The numbers of a tensor
+are one field, ``raw_data``; its offset in the file is kept, so that weights are read one by one when needed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = [
 
 
 def library(name: str) -> ModuleType:
-    """Import the module `name`, of the extra ``interchange``; only exchange with other frameworks needs it.
+    """Import the module `name` of the extra ``interchange``, which only the exchange with other frameworks needs.
 
     Raises
     ------
@@ -45,7 +45,7 @@ def library(name: str) -> ModuleType:
 
 
 def finite(array: np.ndarray, what: str) -> np.ndarray:
-    """Return an array of weights. Raises UserError if one of its numbers is infinite or no number."""
+    """Return an array of weights. Raises UserError if one of its numbers is infinite or NaN."""
     bad = array.size - int(np.count_nonzero(np.isfinite(array)))
     if bad:
         raise UserError(
@@ -65,17 +65,17 @@ def check_place(path: Path, ours: str, is_ours: Callable[[], bool]) -> None:
     ours
         Description of the file that may be replaced, for the message.
     is_ours
-        Returns whether the file that exists may be replaced. Any error of it means that it may not.
+        Returns whether the existing file may be replaced. Any error in it means that it may not.
 
     Raises
     ------
     DataError
-        If it cannot be written, or if another file exists there.
+        If the path cannot be written, or another file exists there.
     """
     check_writable(path)
     if not path.exists():
         return
-    with suppress(Exception):  # an unreadable file is not one of ours
+    with suppress(Exception):  # an unreadable file is a foreign file
         if is_ours():
             return
     raise DataError(f"cannot write {path}: expected no file there, or {ours}, got another; give another path")
@@ -89,7 +89,7 @@ Span = tuple[int, int]
 
 
 def tensor_places(path: Path) -> dict[str, Span]:
-    """Find offset and length [B] of the numbers of the initializers that lie raw in the file, by name. Local.
+    """Return offset and length [B] of each initializer's raw data in the file, by name. Local.
 
     Raises
     ------
@@ -110,7 +110,7 @@ def tensor_places(path: Path) -> dict[str, Span]:
 
 
 def _fields(content: mmap.mmap, span: Span, wanted: int) -> Iterator[Span]:
-    """Yield begin and end of the fields of a message that have this number and a length."""
+    """Yield start and end of the length-delimited fields of a message with the number `wanted`."""
     at, stop = span
     while at < stop:
         key, at = _varint(content, at)
@@ -131,7 +131,7 @@ def _fields(content: mmap.mmap, span: Span, wanted: int) -> Iterator[Span]:
 
 
 def _varint(content: mmap.mmap, at: int) -> tuple[int, int]:
-    """Read a number of seven bits per byte, the lowest first; return it and the place behind it."""
+    """Read a number of seven bits per byte, the lowest first. Return it and the offset after it."""
     value, shift = 0, 0
     while True:
         byte = content[at]

@@ -1,6 +1,6 @@
-"""Graph of an ONNX file as the importer works on it, and the builder of the network.
+"""Graph of an ONNX file, as the importer modifies it, and the builder of the network.
 
-The graph has operations on activations; everything else is constants.
+The graph contains operations on activations; all other values are constants.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ __all__ = [
 
 Shape = tuple[int, ...]
 
-#: Remedy where a file does not tell buffers from parameters.
+#: Remedy if a file does not distinguish buffers from parameters.
 TELL_BUFFERS = (
-    "this file does not tell parameters from buffers: export with dynamo=True, optimize=False, or with "
+    "this file does not distinguish parameters from buffers: export with dynamo=True, optimize=False, or with "
     "do_constant_folding=False and name the buffers, load(path, buffers=[name for name, _ in module.named_buffers()])"
 )
 
@@ -52,15 +52,15 @@ class OnnxConstant:
     shape, dtype
         Shape and type of the array.
     read
-        Makes the array; from the file, if it is large.
+        Returns the array; reads it from the file if it is large.
     name
-        Name of the array in the file, whose axes may be in another order; empty for numbers that the exporter has made.
+        Name of the array in the file, whose axes may be in another order; empty for numbers that the exporter made.
     origin
         ``"parameter"``; ``"buffer"`` for buffers and other numbers of the source, with and without a name;
-        ``"unknown"`` if the file does not tell which of the two, as of arrays that an exporter has computed;
+        ``"unknown"`` if the file does not distinguish these, as for arrays that an exporter has computed;
         ``"number"`` for sizes and single numbers.
     made_of
-        Names of the parameters that it is computed from by more than a change of shape or type.
+        Names of the parameters from which it is computed by more than a change of shape or type.
     """
 
     shape: Shape
@@ -72,22 +72,23 @@ class OnnxConstant:
 
     @classmethod
     def of(cls, array: np.ndarray, **more: Any) -> OnnxConstant:
-        """Make a constant of an array in memory; `more` are attributes."""
+        """Return a constant for an array in memory; `more` are attributes."""
         return cls(array.shape, array.dtype, lambda: array, **more)
 
     @property
     def is_fixed(self) -> bool:
-        """Whether no training changes it."""
+        """Whether training never changes it."""
         return self.origin in ("number", "buffer")
 
     def is_all(self, number: float) -> bool:
-        """Return whether the exporter made it of this number alone: it stands for a parameter that does not exist."""
+        """Return whether the exporter made it from this number alone, in place of a missing parameter."""
         return not self.name and bool(np.all(self.read() == number))
 
     def scalar(self) -> float | None:
         """Return the number of a constant with one element, else None.
 
-        The exporters write numbers of the source in float32: the shortest decimal number that gives it is meant.
+        Exporters write numbers of the source in float32; the result is the shortest decimal number with that float32
+        value.
         """
         if math.prod(self.shape) != 1:
             return None
@@ -98,16 +99,16 @@ class OnnxConstant:
 
 @dataclass(frozen=True)
 class OnnxNode:
-    """Node of the graph.
+    """A node of the graph.
 
     Attributes
     ----------
     name
         Name in the file, for messages.
     kind
-        Name of the operator; one of this package's own if a pattern was recognized.
+        Name of the operator, or one of this package's own names if a pattern was recognized.
     inputs, outputs
-        Names of values; an input that is left out has an empty name.
+        Names of values; an omitted input has an empty name.
     attributes
         Python values by name.
     scope
@@ -127,7 +128,7 @@ class OnnxNode:
         return re.sub(r"_\d+$", "", self.scope)
 
     def part(self, label: str) -> OnnxNode:
-        """Return a copy with the name of a part: for one of several layers that an operation becomes."""
+        """Return a copy named as a part, for one of several layers that an operation becomes."""
         return self.changed(name=f"{self.name}.{label}", scope=self.scope and f"{self.scope}.{label}")
 
     def changed(self, **settings: Any) -> OnnxNode:
@@ -144,7 +145,7 @@ class Graph:
     operations
         Operations on activations.
     constants, shapes
-        By name of the value; shapes are those of ONNX, ``(N, C, *spatial)``, of constants too.
+        Constants, and shapes of all values (ONNX's ``(N, C, *spatial)``), by name of the value.
     inputs, outputs
         Names of values.
     batch
@@ -152,7 +153,7 @@ class Graph:
     source
         The file and its checksum.
     by_torch
-        Whether torch has written the file.
+        Whether torch wrote the file.
     """
 
     operations: list[OnnxNode]
@@ -165,16 +166,16 @@ class Graph:
     by_torch: bool = False
 
     def readers(self, value: str) -> list[OnnxNode]:
-        """Return the operations that read a value, once per input that is it."""
+        """Return the operations that read a value, once per input."""
         return [op for op in self.operations for name in op.inputs if name == value]
 
     def only_reader(self, value: str) -> OnnxNode | None:
-        """Return the operation that reads a value, if it is the only one and the value is no output."""
+        """Return the operation that reads a value, if there is exactly one and the value is not an output."""
         found = self.readers(value)
         return found[0] if len(found) == 1 and value not in self.outputs else None
 
     def maker(self, value: str) -> OnnxNode | None:
-        """Return the operation that makes a value; None for inputs and constants."""
+        """Return the operation that computes a value; None for inputs and constants."""
         return next((op for op in self.operations if value in op.outputs), None)
 
     def rename(self, old: str, new: str) -> None:
@@ -191,7 +192,7 @@ class Graph:
         ]
 
     def leave_out(self, op: OnnxNode, value: str) -> None:
-        """Remove an operation that does nothing: its output becomes its input `value`."""
+        """Remove an operation without effect: its readers read `value` instead."""
         self.operations = [other for other in self.operations if other is not op]
         made = op.outputs[0]
         if made in self.outputs and value not in (*self.inputs, *self.outputs):
@@ -202,7 +203,7 @@ class Graph:
             self.operations.append(op.changed(kind="Identity", inputs=(value,)))
 
     def replace(self, olds: list[OnnxNode], new: OnnxNode) -> None:
-        """Put one operation in the place of the last of several."""
+        """Replace several operations by one, at the position of the last."""
         places = [i for i, op in enumerate(self.operations) if any(op is old for old in olds)]
         self.operations[places[-1]] = new
         for i in reversed(places[:-1]):
@@ -211,18 +212,18 @@ class Graph:
 
 @dataclass(frozen=True)
 class Activation:
-    """Value of the graph, and the node of the network for it.
+    """A value of the graph and its node in the network.
 
     Attributes
     ----------
     node
-        Samples ``(*spatial, C)``, or vectors ``(F,)``.
+        Node of samples ``(*spatial, C)``, or vectors ``(F,)``.
     last
-        Whether ONNX has the channels last, too: behind a Transpose.
+        Whether ONNX has the channels last too, after a Transpose.
     pooled
         Whether ONNX has the shape ``(N, C, 1, 1)``, where the node has ``(C,)``.
     pool
-        Name of the value that the pooling makes.
+        Name of the pooling's output.
     spatial
         Extents ``(*spatial)`` of a value before it was flattened: its features are in another order in ONNX, which has
         channels first.
@@ -240,12 +241,12 @@ class Activation:
 
 
 class NeedsPositions(Exception):
-    """Signal that a pooled value is read as one with spatial axes: the pooling has to keep them.
+    """Signal that a pooled value is used with spatial axes, so the pooling must keep them.
 
     Attributes
     ----------
     pool
-        Name of the value that the pooling makes.
+        Name of the pooling's output.
     """
 
     def __init__(self, pool: str) -> None:
@@ -255,7 +256,7 @@ class NeedsPositions(Exception):
 
 @contextmanager
 def following(path: Path, op: OnnxNode) -> Iterator[None]:
-    """Raise errors of malformed attributes and constants of an operation as a UserError that names it."""
+    """Convert errors of malformed attributes and constants of an operation into a UserError that names it."""
     try:
         yield
     except (UserError, NeedsPositions):
@@ -268,7 +269,7 @@ def following(path: Path, op: OnnxNode) -> Iterator[None]:
 
 
 class Builder:
-    """Builder of the network: values of the graph, and nodes of the network so far.
+    """Builder of the network: holds the values of the graph and the nodes made so far.
 
     Parameters
     ----------
@@ -284,20 +285,20 @@ class Builder:
         self.path, self.graph, self.keeping = path, graph, keeping
         self.values: dict[str, Activation] = {}
         self._names: set[str] = set(graph.inputs)
-        #: By names of weights the first node that has them, its layer and the names of all its weights.
+        #: By names of weights: the first node with them, its layer, and the names of all its weights.
         self._owners: dict[tuple[str, ...], tuple[OnnxNode, Layer, tuple[str, ...]]] = {}
 
     # -- reading -------------------------------------------------------------------------------
 
     def value(self, op: OnnxNode, i: int = 0) -> Activation:
-        """Return input `i`, which has to be an activation."""
+        """Return input `i`, which must be an activation."""
         name = op.inputs[i]
         if name not in self.values:
             raise self.refused(op, f"input {i} to depend on the data", "a constant")
         return self.values[name]
 
     def samples(self, op: OnnxNode, i: int = 0) -> Activation:
-        """Return input `i`, channels first in ONNX, with spatial axes or none, and not flattened."""
+        """Return input `i`, which must be channels first in ONNX, with or without spatial axes, and not flattened."""
         value = self.value(op, i)
         if value.spatial:
             raise self.refused(op, "samples with spatial axes, or a dense layer behind Flatten", "a flattened value")
@@ -315,13 +316,13 @@ class Builder:
         raise self.refused(op, "samples with spatial axes", "vectors")
 
     def check_channels(self, op: OnnxNode, value: Activation, axis: int | None) -> None:
-        """Refuse numbers along an axis that is not the one of the channels."""
+        """Raise UserError for numbers along another axis than the channels."""
         channels = len(self.shape(op.inputs[0])) - 1 if value.last else 1
         if axis not in (None, channels):
             raise self.refused_constant(op.changed(kind=op.attributes["kind"]), f"numbers along axis {axis}")
 
     def refused_constant(self, op: OnnxNode, got: str = "") -> UserError:
-        """Make the error for a product or a sum with a constant that no layer has; `got`: what it is."""
+        """Return the error for a product or sum with an unsupported constant; `got` describes it."""
         found = [self.graph.constants[name] for name in op.inputs if name in self.graph.constants]
         expected, what = "a number, a factor per channel, or one that depends on the data", "another constant factor"
         if op.kind in ("Add", "Sub"):
@@ -334,7 +335,7 @@ class Builder:
         return self.refused(op, expected, f"{what}: {got}" if got else what)
 
     def constant(self, op: OnnxNode, i: int) -> OnnxConstant | None:
-        """Return input `i`, which has to be a constant; None if there is none."""
+        """Return input `i`, which must be a constant; None if it is omitted."""
         if i >= len(op.inputs) or not op.inputs[i]:
             return None
         if op.inputs[i] not in self.graph.constants:
@@ -342,7 +343,7 @@ class Builder:
         return self.graph.constants[op.inputs[i]]
 
     def numbers(self, op: OnnxNode, i: int, attribute: str = "") -> list[Any] | None:
-        """Return the numbers of input `i`, or of an attribute in its place; None if there are none."""
+        """Return the numbers of input `i`, or of an attribute instead; None if both are missing."""
         constant = self.constant(op, i)
         if constant is not None:
             return constant.read().reshape(-1).tolist()
@@ -352,7 +353,7 @@ class Builder:
         """Return the extents of a value in ONNX."""
         return self.graph.shapes[name]
 
-    # -- making --------------------------------------------------------------------------------
+    # -- building ------------------------------------------------------------------------------
 
     def add(
         self,
@@ -362,9 +363,9 @@ class Builder:
         weights: Sequence[OnnxConstant | None] = (),
         states: Sequence[OnnxConstant | None] = (),
     ) -> Node:
-        """Add a node to the network. Its name is that of the torch module, if the file has it.
+        """Add a node to the network. It gets the name of the torch module, if the file has it.
 
-        A module that is called again becomes another call of its layer. `weights` are trained, `states` are not.
+        A second use of a module becomes another call of its layer. `weights` are trained, `states` are not.
         """
         for one in weights:
             if one is not None:
@@ -378,7 +379,7 @@ class Builder:
             raise UserError(f"{self.title(op)}: {error}") from error
 
     def check_trained(self, op: OnnxNode, weights: OnnxConstant) -> None:
-        """Refuse weights that torch does not train, and those of which that is not known."""
+        """Raise UserError for weights that torch does not train, or may not train."""
         what = repr(weights.name) if weights.name else "numbers of the source"
         if weights.origin == "buffer":
             remedy = "make it a torch.nn.Parameter, and freeze its layer here (training.freeze)"
@@ -391,8 +392,8 @@ class Builder:
     ) -> Layer | None:
         """Return the layer of a module that is used again; None for a new module.
 
-        Two norms may have one weight: an exporter joins those that are equal. Refuses a node that shares some weights
-        but is another layer, and one with running statistics.
+        Two norms may share one weight, because exporters merge equal ones. Raises UserError for a node that shares some
+        weights but is another layer, and for one with running statistics.
         """
         names = tuple(one.name for one in weights if one is not None and one.name)
         matrices = tuple(one.name for one in weights if one is not None and one.name and len(one.shape) > 1)
@@ -424,17 +425,17 @@ class Builder:
         """Return initial values of a weight, in the layer's order of axes; read from the file when needed."""
         what = f"{self.path}: weight {constant.name or 'without a name'}"
         if constant.dtype.kind != "f":
-            raise UserError(f"{what}: expected numbers with a point, got {constant.dtype}; export the model in float32")
+            raise UserError(f"{what}: expected a floating-point type, got {constant.dtype}; export in float32")
         return GivenValues(
             shape, lambda: finite(np.ascontiguousarray(order(constant.read())), what), self.graph.source
         )
 
-    # -- refusing ------------------------------------------------------------------------------
+    # -- errors --------------------------------------------------------------------------------
 
     def title(self, op: OnnxNode) -> str:
         return f"{self.path}: node {op.name!r} ({op.kind})"
 
     def refused(self, op: OnnxNode, expected: str, got: str, remedy: str = "") -> UserError:
-        """Make the error of one line that refuses a node."""
+        """Return the one-line error for an unsupported node."""
         remedy = remedy or "change the model, or write this part of it with halograd's layers"
         return UserError(f"{self.title(op)}: expected {expected}, got {got}; {remedy}")

@@ -1,4 +1,4 @@
-"""Import of norms: those of ONNX, and those that `patterns` recognizes in several operators."""
+"""Import of norms: ONNX's norms, and those that :mod:`.patterns` recognizes in several operators."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["NORMS"]
 
 
 def _affine(build: Builder, op: OnnxNode, first: int, channels: int) -> list[OnnxConstant]:
-    """Return factor and summand per channel, inputs `first` and the next; the factor alone, or none of them.
+    """Return factor and summand per channel (inputs `first` and the next), the factor alone, or none.
 
     Exporters write ones and zeros for parameters that the module does not have.
     """
@@ -40,9 +40,9 @@ def _affine(build: Builder, op: OnnxNode, first: int, channels: int) -> list[Onn
 def _made(
     build: Builder, op: OnnxNode, make: Callable[[bool, Layer | None], Layer], value: Activation, first: int
 ) -> Activation:
-    """Build the norm that `make(affine, activation)` makes, with the parameters of the operation.
+    """Build the norm that `make(affine, activation)` returns, with the parameters of the operation.
 
-    A norm that has no summand becomes one without parameters, and a learned factor.
+    A norm without summand becomes a norm without parameters and a learned factor.
     """
     channels, activation = value.node.shape[-1], activation_of(op)
     affine = _affine(build, op, first, channels)
@@ -63,9 +63,9 @@ def _eps(op: OnnxNode) -> float:
 
 
 def _batch_norm(build: Builder, op: OnnxNode) -> Activation:
-    """Import a batch norm. A further input is a shortcut to be added.
+    """Import a batch norm. A further input is a shortcut to add.
 
-    In ONNX momentum is the share of the running statistics that is kept.
+    In ONNX, momentum is the share of the running statistics that is kept.
     """
     value, channels = build.value(op), build.value(op).node.shape[-1]
     if value.last:

@@ -1,7 +1,4 @@
-"""Export to ONNX: a network and its parameters become a file that other programs run.
-
-Losses and targets are left out.
-"""
+"""Export to ONNX: writes a network and its parameters, without losses and targets, for other programs."""
 
 from __future__ import annotations
 
@@ -29,12 +26,12 @@ __all__ = [
 
 #: Producer name in every file.
 PRODUCER = "halograd"
-#: Version of the operators that are written: it has Gelu, and padding from the other end.
+#: Version of the written operators: the first with Gelu and wrap padding.
 OPSET = 20
 
 
 class Writer:
-    """Writer of an ONNX graph; values have the names of our layers, parameters those of torch: ``conv1.weight``.
+    """Writer of an ONNX graph. Values have the names of our layers, parameters those of torch: ``conv1.weight``.
 
     Other constants have two colons in their names, as in files of torch's exporters, so that they are not read as
     parameters.
@@ -42,11 +39,11 @@ class Writer:
     Parameters
     ----------
     network
-        Network that is written.
+        Network to write.
     parameters
         Whole arrays of parameters and states by ``layer/name``.
     dtype
-        Type of all numbers.
+        Dtype of all numbers.
     """
 
     def __init__(self, network: Network, parameters: Mapping[str, Any], dtype: np.dtype) -> None:
@@ -56,13 +53,13 @@ class Writer:
         self.weights: dict[str, np.ndarray] = {}
         self.values: dict[Node, str] = {}
 
-    # -- what is read ----------------------------------------------------------------------------
+    # -- reading ---------------------------------------------------------------------------------
 
     def name(self, node: Node) -> str:
         return self.network.names[node]
 
     def parameter(self, node: Node, key: str) -> np.ndarray | None:
-        """Return a parameter or state of a layer, None if it has none of this name."""
+        """Return a parameter or state of a layer; None if the layer has none of this name."""
         return self.parameters.get(f"{self.network.owners[self.name(node)]}/{key}")
 
     def inputs(self, node: Node) -> list[str]:
@@ -76,7 +73,7 @@ class Writer:
             dtype = node.array_dtype(self.dtype)
         return int(self.onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype)))
 
-    # -- what is written -------------------------------------------------------------------------
+    # -- writing ---------------------------------------------------------------------------------
 
     def add(self, kind: str, inputs: Sequence[str], output: str, **attributes: Any) -> str:
         """Add a node; return the name of its output."""
@@ -89,14 +86,14 @@ class Writer:
         return name
 
     def weight(self, node: Node, label: str, values: Any) -> str:
-        """Add a parameter of a layer, ``layer.label``: once for all calls that need it in one shape."""
+        """Add a parameter of a layer, ``layer.label``. Calls that need it in the same shape share it."""
         owner, array = self.network.owners[self.name(node)], np.ascontiguousarray(values, self.dtype)
         name = f"{owner}.{label}"
         written = self.weights.get(name, array)
         return self.numbers(name if written.shape == array.shape else f"{self.name(node)}.{label}", array)
 
     def model(self, name: str) -> Any:
-        """Return the whole file, checked."""
+        """Return the complete, checked model."""
         helper, numpy_helper = self.onnx.helper, self.onnx.numpy_helper
         outputs = {key: node for key, node in self.network.outputs.items() if node in self.values}
         for key, node in outputs.items():
@@ -113,14 +110,14 @@ class Writer:
         return self.onnx.helper.make_tensor_value_info(name, self.type_of(node), ["batch", channels, *spatial])
 
     def refused(self, node: Node, expected: str, got: str) -> UserError:
-        """Make the error of one line that refuses a layer."""
+        """Return the one-line error for an unsupported layer."""
         layer: Layer = node.layer
         return UserError(
             f"layer {self.name(node)!r} ({layer.kind}): expected {expected}, got {got}; write the network without it"
         )
 
 
-#: A file is one message, whose length has 31 bits.
+#: A file is one message, and its length has 31 bits.
 _MOST = 2**31 - 2**20
 
 
@@ -136,20 +133,19 @@ def save(
     Parameters
     ----------
     network
-        All of its outputs but the loss are written, and what they depend on.
+        Network to write: all outputs but the loss, and the nodes that they depend on.
     parameters
-        Whole arrays of parameters and states, by ``layer/name``; None: those that the network begins with.
+        Whole arrays of parameters and states, by ``layer/name``; None: the initial values of the network.
     normalization
-        Statistics of channels (`halograd.data.ChannelStatistics`) by input: the normalization of the data becomes a
-        part of the graph.
+        Statistics of channels (`halograd.data.ChannelStatistics`) by input; the graph then includes the normalization.
     dtype
         Type of all numbers: ``"float32"``, or ``"float64"``, for which few programs have all operators.
 
     Raises
     ------
     UserError
-        A layer that ONNX has no operator for (one of your own), parameters that are missing or of another shape, no
-        output but a loss, or a file that cannot be written.
+        ONNX has no operator for a layer (one of your own), a parameter is missing or has another shape, the network has
+        no output but a loss, or the file cannot be written.
     """
     arrays = network.initial_values() if parameters is None else parameters
     _check(network, arrays)
@@ -161,7 +157,7 @@ def save(
         elif type(node.layer) in LAYERS:
             writer.values[node] = LAYERS[type(node.layer)](writer, node)
         else:
-            raise writer.refused(node, "a layer of halograd's that ONNX has operators for", "another one")
+            raise writer.refused(node, "a layer of halograd with ONNX operators", "another one")
     size = sum(array.nbytes for array in writer.weights.values())
     if size > _MOST:
         raise UserError(
@@ -174,7 +170,9 @@ def save(
 
 
 def check_onnx_place(path: Path) -> None:
-    """Check that a network can be written, and replaces only a network of this library. Local. Raises DataError."""
+    """Check early that a network can be written to `path`, replacing only a network of this library. Local. Raises
+    DataError.
+    """
     onnx = library("onnx")
     check_place(
         path,
@@ -210,7 +208,7 @@ def _check(network: Network, arrays: Mapping[str, Any]) -> None:
 
 
 def _normalize(w: Writer, node: Node, statistics: Any) -> None:
-    """Write what `ChannelStatistics.apply` does to the samples of an input."""
+    """Write nodes that do the same as `ChannelStatistics.apply` to an input."""
     if statistics is None:
         return
     name, shape = w.name(node), (1, node.shape[-1], *(1 for _ in node.shape[:-1]))
@@ -236,7 +234,7 @@ _TRANSFORMS = {"log": ("log",), "metric": ("Clip", "log"), "asinh": ("Asinh",)}
 def _of_some(
     w: Writer, title: str, value: str, kinds: tuple[str, ...], mask: np.ndarray, limit: float = LARGEST
 ) -> str:
-    """Apply a rule to the channels of a mask; others stay as they are."""
+    """Apply a rule to the channels of a mask; other channels are unchanged."""
     made = value
     for kind in kinds:
         if kind == "Clip":

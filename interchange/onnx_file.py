@@ -1,4 +1,4 @@
-"""Reader of ONNX files: the graph with fixed shapes, shape arithmetic computed, weights left in the file."""
+"""Reader of ONNX files: a graph with fixed shapes and computed shape arithmetic. Weights stay in the file."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ from .traced_sizes import SizedOperation, frozen_size, stride_of
 
 __all__ = ["read_onnx"]
 
-#: Number of samples if a file leaves it open: a prime, so that no product of other extents is a multiple of it.
+#: Number of samples if the file does not fix it: a prime, so that no product of other extents is a multiple of it.
 _BATCH = 1_000_003
-#: Oldest version of operators that is known here.
+#: Oldest supported version of operators.
 _OPSET = 13
-#: Constants with more elements are computed when they are needed.
+#: Constants with more elements are computed only when they are needed.
 _LARGE = 4096
-#: All constants that are computed have together at most this many elements, or some times those in the file.
+#: Limit of the elements of all computed constants, unless the file has more.
 _MOST = 1 << 24
-#: Largest extent of a value, of its axes but that of the samples.
+#: Largest extent of a value, except along the sample axis.
 _LONGEST = 1 << 24
 #: Operators whose results differ from run to run, and from rank to rank.
 _RANDOM = {"RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Multinomial"}
-#: A weight is still that weight behind one of these.
+#: Operators that only move the numbers of a weight.
 _SAME = {"Identity", "Cast", "CastLike", "Reshape", "Transpose", "Unsqueeze", "Squeeze", "Flatten"}
 
 
 def read_onnx(path: Path, shapes: Mapping[str, Sequence[int]], buffers: Collection[str] | None = None) -> Graph:
-    """Return the graph of a file; parameters are those of `halograd.onnx.load`. Local.
+    """Return the graph of a file; the parameters are those of `halograd.onnx.load`. Local.
 
     Raises
     ------
     UserError
-        There is no such file, it is not ONNX, or extents are not known.
+        The file is missing or not ONNX, or extents are unknown.
     """
     onnx = library("onnx")
     try:
@@ -56,7 +56,7 @@ def read_onnx(path: Path, shapes: Mapping[str, Sequence[int]], buffers: Collecti
         places = tensor_places(path)
     except OSError as error:
         raise UserError(f"{path}: expected an ONNX file, got none: {reason_of(error)}") from error
-    except Exception as error:  # of the decoder, whose errors differ from version to version
+    except Exception as error:  # the decoder's errors differ between versions
         raise UserError(f"{path}: expected an ONNX file, got one that cannot be read: {_line(error)}") from error
     source = f"{path.name} {zlib.crc32(content):08x}"
     del content
@@ -80,13 +80,13 @@ def read_onnx(path: Path, shapes: Mapping[str, Sequence[int]], buffers: Collecti
         raise
     except (KeyError, IndexError, ValueError, TypeError, AttributeError) as error:
         raise UserError(
-            f"{path}: expected a graph as torch exports it, got one that cannot be followed ({_line(error)}); export "
+            f"{path}: expected a graph as torch exports it, got one that cannot be read ({_line(error)}); export "
             "it anew, with opset_version=20"
         ) from error
 
 
 def _own_shapes(model: Any, shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:
-    """Return shapes of inputs with the extents that the file has in place of those given."""
+    """Return the shapes of inputs with the file's own extents in place of the given ones."""
     found = {name: tuple(given) for name, given in shapes.items()}
     for one in model.graph.input:
         extents = [dim.dim_value for dim in one.type.tensor_type.shape.dim][1:]
@@ -101,7 +101,7 @@ def _line(error: BaseException) -> str:
 
 
 class _Folding:
-    """Pass over the nodes in order: computes what depends on constants alone, and shapes of the rest."""
+    """Pass over the nodes in order: computes nodes of constants, and the shapes of all other nodes."""
 
     def __init__(
         self,
@@ -112,25 +112,25 @@ class _Folding:
         buffers: Collection[str] | None,
         traced: _Folding | None = None,
     ) -> None:
-        #: The same file at its own extents, if others are asked for.
+        #: The same file at its own extents, if other extents are requested.
         self.traced = traced
-        #: Axes of the inputs whose extents differ, and by output the operations that have been followed.
+        #: Axes of the inputs whose extents differ, and the operations seen so far, by output.
         self.moved: set[int] = set()
         self.runs: dict[str, SizedOperation] = {}
         self.path, self.model, self.places, self.source = path, model, places, source
         self.onnx = library("onnx")
         self.origins = Origins(model, buffers)
         self.constants: dict[str, OnnxConstant] = {}
-        #: Those of the file.
+        #: Weights of the file.
         self.weights: dict[str, OnnxConstant] = {}
         self.types: dict[str, Any] = {}
         self.operations: list[OnnxNode] = []
-        #: Number of elements of constants: those of the file, and those that are computed.
+        #: Number of elements of constants: stored in the file, and computed.
         self.stored = self.computed = 0
         self.aliases: dict[str, str] = {}
-        #: Nodes that make a sequence of the parts of a value.
+        #: Nodes that split a value into a sequence of parts.
         self.sequences: dict[str, Any] = {}
-        #: Rows of the inputs for one of a value, by its name.
+        #: Rows of the network's input per row of a value, by its name.
         self.strides: dict[str, float] = {}
 
     def graph(self, shapes: Mapping[str, Sequence[int]]) -> Graph:
@@ -169,7 +169,7 @@ class _Folding:
         return names, batch
 
     def _input(self, value: Any, given: Sequence[int] | None, batch: int) -> None:
-        """Fix the extents of an input: those given, channels last, else those of the file."""
+        """Fix the extents of an input: the given ones (channels last), else those of the file."""
         found = [dim.dim_value for dim in value.type.tensor_type.shape.dim]
         if len(found) < 2:
             raise UserError(f"{self.path}: expected inputs (N, C, *spatial), got {value.name!r} with {len(found)} axes")
@@ -196,7 +196,7 @@ class _Folding:
     # -- weights ---------------------------------------------------------------------------------
 
     def _weight(self, tensor: Any) -> OnnxConstant:
-        """Return a weight of the file: read at once if it is small, else when it is needed."""
+        """Return a weight of the file. A small one is read at once, others when needed."""
         dtype = self.onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)
         shape = tuple(tensor.dims)
         self.stored += math.prod(shape)
@@ -241,7 +241,7 @@ class _Folding:
                 self._operation(node)
 
     def _branch(self, node: Any) -> None:
-        """Follow the branch that a constant selects."""
+        """Process the branch that a constant selects."""
         if node.input[0] not in self.constants:
             raise self._refused(node, "a branch that depends on the data")
         taken = "then_branch" if bool(self.constants[node.input[0]].read()) else "else_branch"
@@ -257,7 +257,7 @@ class _Folding:
                 self.types[outer] = self.types[inner.name]
 
     def _cast(self, node: Any) -> None:
-        """Convert a constant to the type of another value: its numbers are the same."""
+        """Convert a constant to the type of another value; its numbers are unchanged."""
         constant, other = self.constants[node.input[0]], node.input[1]
         kind = self.types[other].tensor_type.elem_type if other in self.types else None
         dtype = self.constants[other].dtype if kind is None else self.onnx.helper.tensor_dtype_to_np_dtype(kind)
@@ -265,7 +265,7 @@ class _Folding:
         self._keep(node.output[0], replace(constant, dtype=dtype, read=lambda: read().astype(dtype)))
 
     def _element(self, node: Any, split: Any) -> Any:
-        """Return a part of a value that was split, as a slice of it."""
+        """Return a part of a split value, as a slice of it."""
         parts, index = self.constants.get(split.input[1]), self.constants.get(node.input[1])
         if parts is None or index is None:
             raise self._refused(node, "parts whose sizes depend on the data")
@@ -289,7 +289,7 @@ class _Folding:
         self._keep(node.output[0], OnnxConstant.of(np.array(part, np.int64)))
 
     def _constant(self, node: Any) -> None:
-        """Compute a node of constants: a large result when it is needed, others now."""
+        """Compute a node of constants: a large result when needed, others now."""
         self._check_computable(node)
         sources = [self.constants[name] for name in node.input if name]
         moved = node.op_type in _SAME and bool(sources)
@@ -310,7 +310,9 @@ class _Folding:
         self._keep(output, OnnxConstant(shape, dtype, lambda: np.asarray(self._computed(node)[0]), **origin))
 
     def _check_computable(self, node: Any) -> None:
-        """Refuse a node whose results take more time or memory than the file explains, or are random."""
+        """Raise UserError for a node with random results, or with results that need too much time or memory for this
+        file.
+        """
         if node.op_type in _RANDOM:
             raise self._refused(node, "random numbers")
         if any(a.HasField("g") or a.graphs for a in node.attribute):
@@ -319,7 +321,7 @@ class _Folding:
             self.computed += math.prod(_shape_of(kind) or ())
         most = max(_MOST, 8 * self.stored)
         if self.computed > most:
-            raise self._refused(node, f"constants of {self.computed} numbers, more than {most}, that are computed")
+            raise self._refused(node, f"constants of {self.computed} numbers, more than {most}, that it computes")
 
     def _computed(self, node: Any) -> list[np.ndarray]:
         helper, reference = self.onnx.helper, library("onnx.reference")
@@ -353,7 +355,7 @@ class _Folding:
 
 
     def _check_sizes(self, op: OnnxNode) -> None:
-        """Refuse extents that no value has, and those of the example, where others are asked for."""
+        """Raise UserError for impossible extents, and for extents of the example if other extents are requested."""
         x, y = (_shape_of(self.types[name]) if name in self.types else None for name in (op.inputs[0], op.outputs[0]))
         if x is None or y is None:
             return
@@ -388,7 +390,7 @@ class _Folding:
             if name in self.constants and int(np.prod(self.constants[name].shape)) <= 64
         }
         versions = {one.domain: one.version for one in self.model.opset_import}
-        if node.op_type == "Celu":  # whose definition has float32 alone, though torch exports others
+        if node.op_type == "Celu":  # ONNX defines it for float32 only, but torch exports other types
             return dict.fromkeys(node.output, known[node.input[0]])
         try:
             schema = self.onnx.defs.get_schema(node.op_type, versions[node.domain], node.domain)
@@ -402,7 +404,7 @@ class _Folding:
             raise self._refused(node, f"shapes that do not fit ({_line(error)})") from error
 
     def _check_extents(self, node: Any) -> None:
-        """Refuse values that do not fit because strides do not divide the extents of the inputs."""
+        """Raise UserError for values that do not fit because strides do not divide the extents of the inputs."""
         values = [name for name in node.input if name in self.types and name not in self.constants]
         shapes = [(_shape_of(self.types[name]) or ())[1:] for name in values]
         whole = [_shape_of(self.types[one.name]) or () for one in self.model.graph.input if one.name in self.types]
@@ -415,7 +417,7 @@ class _Folding:
 
     def _refused(self, node: Any, what: str) -> UserError:
         return UserError(
-            f"{self.path}: node {_title(node)!r} ({node.op_type}): expected what a network here can do, got {what}; "
+            f"{self.path}: node {_title(node)!r} ({node.op_type}): expected a supported operation, got {what}; "
             "export the model without it"
         )
 
@@ -424,7 +426,7 @@ class _Folding:
 
 
 def _without_aliases(graph: Graph, aliases: Mapping[str, str]) -> None:
-    """Have outputs that are other values under a second name made under it: the first name is the module's own.
+    """Rename values that an output aliases to the output's name, which is the module's own name.
 
     If several outputs are one value, the others copy the first.
     """
@@ -442,7 +444,7 @@ def _without_aliases(graph: Graph, aliases: Mapping[str, str]) -> None:
 
 
 def _read(file: Path, dtype: np.dtype, shape: Shape, offset: int) -> np.ndarray:
-    """Read numbers of a file. Raises UserError if they are no longer there."""
+    """Read numbers from a file. Raises UserError if the file has changed and they are missing."""
     count = math.prod(shape)
     try:
         there = max(0, regular_size(file) - offset) // dtype.itemsize
@@ -450,7 +452,7 @@ def _read(file: Path, dtype: np.dtype, shape: Shape, offset: int) -> np.ndarray:
     except OSError as error:
         raise UserError(f"{file}: expected weights, got none: {reason_of(error)}") from error
     if array.size != count:
-        raise UserError(f"{file}: expected {count} numbers at {offset}, got {array.size}; the file is cut off")
+        raise UserError(f"{file}: expected {count} numbers at {offset}, got {array.size}; the file is truncated")
     return array.reshape(shape)
 
 
@@ -459,9 +461,9 @@ def _title(node: Any) -> str:
 
 
 def _scope(node: Any) -> str:
-    """Return the torch module of a node: the new exporter stores it, the old one makes names of nodes of it.
+    """Return the torch module of a node. The new exporter stores it; the old one derives node names from it.
 
-    Both have every module on the way: ``/layer1/layer1.0/conv1/Conv`` is of ``layer1.0.conv1``.
+    Both contain all parent modules: ``/layer1/layer1.0/conv1/Conv`` belongs to ``layer1.0.conv1``.
     """
     scopes = [entry.value for entry in node.metadata_props if entry.key == "pkg.torch.onnx.name_scopes"]
     if scopes:
@@ -480,7 +482,7 @@ def _scope(node: Any) -> str:
 def _plain(value: Any) -> Any:
     if isinstance(value, bytes):
         return value.decode()
-    if isinstance(value, float):  # of float32, of which the shortest number is meant: 0.1, not 0.10000000149
+    if isinstance(value, float):  # float32: use the shortest decimal number, 0.1 and not 0.10000000149
         return float(str(np.float32(value)))
     return list(value) if isinstance(value, Iterable) and not isinstance(value, str) else value
 
@@ -491,7 +493,7 @@ def _type_of(onnx: Any, constant: OnnxConstant) -> Any:
 
 
 def _shape_of(kind: Any) -> Shape | None:
-    """Return the extents of a type, if all are known."""
+    """Return the extents of a type; None if one is unknown."""
     if not kind.tensor_type.HasField("shape"):
         return None
     dims = kind.tensor_type.shape.dim

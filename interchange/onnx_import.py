@@ -1,8 +1,8 @@
-"""Import from ONNX: a model that torch has exported becomes a network, whose layers begin with its weights.
+"""Import from ONNX: a model exported by torch becomes a network whose layers start with its weights.
 
-An operator becomes layers by one function in a table. The function gets the builder and an operation, and returns the
-:class:`Activation` of its first output, or a list of those of all. It refuses by `Builder.refused` what it cannot
-express. Layers on windows, norms, and changes of shape are in files of their own.
+An operator becomes layers by one function in a table. The function takes the builder and an operation, and returns the
+:class:`Activation` of its first output, or a list with all outputs. It raises `Builder.refused` for an operation that
+it cannot express. Window layers, norms, and changes of shape are in separate files.
 """
 
 from __future__ import annotations
@@ -52,31 +52,32 @@ def load(
     shapes: Mapping[str, Sequence[int]] | None = None,
     buffers: Collection[str] | None = None,
 ) -> Network:
-    """Make a network of an ONNX file that torch has exported. Local; every rank calls it.
+    """Build a network from an ONNX file that torch has exported. Local; every rank calls it.
 
     Parameters
     ----------
     path
         The file. Weights outside of it (``external_data``) lie in its folder.
     shapes
-        Shapes of samples, ``(*spatial, C)``, by input. They are needed if the file leaves extents open, and replace its
-        own otherwise.
+        Shapes of samples, ``(*spatial, C)``, by input. They are required if the file leaves extents open, and else
+        replace its own.
     buffers
         Names of the module's buffers, ``[name for name, _ in module.named_buffers()]``: they are not trained. Files of
-        torch's new exporter tell them; of the old one they are needed where an array of the module's own multiplies.
+        torch's new exporter contain them. For the old exporter they are required if the module multiplies by an array
+        of its own.
 
     Returns
     -------
     Network
         Inputs and outputs have their names in the file, and samples ``(*spatial, C)``: channels last. Layers have the
-        names of torch's modules, if the file has them. There is no loss: make one of an output, and a network of both.
-        Parameters and running statistics begin with those of the file, in any network with these nodes
-        (`Network.initial_values` has them as arrays): each is read from the file when a rank needs it.
+        names of torch's modules, if the file has them. There is no loss: add one to an output, and build a network of
+        both. Parameters and running statistics start with those of the file, in any network with these nodes
+        (`Network.initial_values` returns them as arrays). Each is read from the file when a rank needs it.
 
     Raises
     ------
     UserError
-        The file cannot be read, extents are not known, or a node has no equivalent here; it is named.
+        The file cannot be read, extents are unknown, or a node has no equivalent here; the message names the node.
     """
     path = Path(path)
     graph = read_onnx(path, shapes or {}, buffers)
@@ -113,11 +114,11 @@ def _built(path: Path, graph: Graph, keeping: frozenset[str]) -> Network:
     try:
         return Network({name: build.values[name].node for name in graph.outputs}, name=path.stem)
     except ValueError as error:
-        raise UserError(f"{path}: no network was made of it: {error}") from error
+        raise UserError(f"{path}: cannot build a network from it: {error}") from error
 
 
 def _pointwise(make: Callable[[OnnxNode], Layer]) -> Callable[[Builder, OnnxNode], Activation]:
-    """Return the importer of an elementwise function: the order of axes does not matter."""
+    """Return the importer of an elementwise function, for any order of axes."""
 
     def operator(build: Builder, op: OnnxNode) -> Activation:
         value = build.value(op)
@@ -131,7 +132,7 @@ def _activation(kind: str) -> Callable[[Builder, OnnxNode], Activation]:
 
 
 def _celu(build: Builder, op: OnnxNode) -> Activation:
-    """Import Celu, ``alpha * elu(x / alpha)`` with an ELU of 1."""
+    """Import Celu, ``alpha * elu(x / alpha)`` with an ELU of alpha 1."""
     value, alpha = build.value(op), op.attributes.get("alpha", 1.0)
     node = value.node
     if alpha != 1:
@@ -167,13 +168,13 @@ def _prelu(build: Builder, op: OnnxNode) -> Activation:
 def _flattened_as(op: OnnxNode, value: Activation) -> OnnxNode:
     """Return the operation with the order of features as an attribute.
 
-    It then differs from one with the same weights whose features had another order when flattened.
+    So it differs from an operation with the same weights whose features were flattened in another order.
     """
     return op.changed(attributes={**op.attributes, "spatial": value.spatial})
 
 
 def _clip(build: Builder, op: OnnxNode) -> Activation:
-    """Import Clip; limits that are the largest numbers of float32 are none."""
+    """Import Clip. The largest numbers of float32 count as no limits."""
     most = float(np.finfo(np.float32).max)
     given = (op.attributes.get(key, n) for key, n in (("min", -most), ("max", most)))
     low, high = (n if one is None else one for n, one in zip(given, (_number(build, op, i) for i in (1, 2))))
@@ -192,7 +193,7 @@ def _affine(build: Builder, op: OnnxNode) -> Activation:
 
 
 def _number(build: Builder, op: OnnxNode, i: int) -> float | None:
-    """Return input `i`, which has to be one constant number; None if there is none."""
+    """Return input `i`, which must be one constant number; None if it is omitted."""
     constant = build.constant(op, i)
     if constant is None:
         return None
@@ -203,9 +204,9 @@ def _number(build: Builder, op: OnnxNode, i: int) -> float | None:
 
 
 def _dropout(build: Builder, op: OnnxNode) -> Activation:
-    """Import Dropout, which is in files of modules in training only; evaluation leaves an Identity."""
+    """Import Dropout. Files of modules have it in training mode only; evaluation mode leaves an Identity."""
     rate = (build.numbers(op, 1) or [op.attributes.get("ratio", 0.5)])[0]
-    # The file has the rate in float32; the shortest decimal number that gives it is meant.
+    # The file has the rate in float32; use the shortest decimal number with that value.
     return _pointwise(lambda _: Dropout(float(str(np.float32(rate)))))(build, op)
 
 
@@ -228,7 +229,7 @@ def _local_response_norm(build: Builder, op: OnnxNode) -> Activation:
 
 
 def _torch_response_norm(build: Builder, op: OnnxNode) -> Activation:
-    """Import torch's own, whose windows of an even number of channels are ours."""
+    """Import torch's local response norm, which uses the same windows for an even number of channels."""
     value = build.samples(op)
     return value.of(build.add(op, LocalResponseNorm(**op.attributes), value.node))
 
@@ -239,7 +240,7 @@ _LRN = (("alpha", "alpha", 1e-4), ("beta", "beta", 0.75), ("k", "bias", 1.0))
 
 
 def _alike(build: Builder, op: OnnxNode) -> list[Activation]:
-    """Return all inputs, in one order of axes; pooled ones among others keep their positions."""
+    """Return all inputs in one order of axes. Pooled inputs among others keep their positions."""
     values = [build.value(op, i) for i in range(len(op.inputs))]
     if len({value.pooled for value in values}) > 1:
         pools = [value.pool for value in values if value.pooled]
@@ -261,7 +262,7 @@ def _add(build: Builder, op: OnnxNode) -> Activation:
 
 
 def _subtract(build: Builder, op: OnnxNode) -> Activation:
-    """Import Sub as the sum with the second value times -1."""
+    """Import Sub as a sum with the second value times -1."""
     if any(name in build.graph.constants for name in op.inputs):
         return _add(build, op)
     second, name = build.value(op, 1), f"{op.outputs[0]}::negative"
@@ -283,7 +284,7 @@ def _divide(build: Builder, op: OnnxNode) -> Activation:
 
 
 def _of_two(build: Builder, op: OnnxNode, kind: type[Layer]) -> Activation:
-    """Import an operation of two values, one of which may have 1 for some of its extents."""
+    """Import an operation of two values, one of which may be broadcast."""
     large, small = sorted((build.value(op, i) for i in (0, 1)), key=lambda v: -int(np.prod(v.node.shape)))
     if large.last != small.last or large.spatial != small.spatial:
         raise build.refused(op, "values in one order of axes", "channels first and last, or flattened, side by side")
@@ -324,12 +325,12 @@ def _gemm(build: Builder, op: OnnxNode) -> Activation:
 
 
 def _linear(build: Builder, op: OnnxNode) -> Activation:
-    """Import torch's Linear, which contracts the last axis: behind a Transpose a convolution of one position."""
+    """Import torch's Linear, which contracts the last axis; after a Transpose it is a 1 x 1 convolution."""
     return _dense(build, op, transposed=False)
 
 
 def _dense(build: Builder, op: OnnxNode, transposed: bool) -> Activation:
-    """Import a dense layer; `transposed`: the weights are (units, features), as ours are."""
+    """Import a dense layer. With `transposed`, the weights are (units, features), as ours are."""
     value, weights, bias = build.value(op), build.constant(op, 1), build.constant(op, 2)
     if weights is None or len(weights.shape) != 2:
         raise build.refused(op, "a matrix of weights", "none")
@@ -357,7 +358,7 @@ def _dense(build: Builder, op: OnnxNode, transposed: bool) -> Activation:
     return Activation(node, value.last, value.pooled, value.pool)
 
 
-#: By name of the operator in ONNX, and of those that `patterns` makes.
+#: Importers by name of the operator: ONNX's operators, and those that `patterns` creates.
 OPERATORS: dict[str, Operator] = {
     "Identity": lambda build, op: build.value(op),
     **{kind: _activation(kind) for kind in ACTIVATIONS},

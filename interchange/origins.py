@@ -12,17 +12,17 @@ __all__ = ["Origins", "computed_from", "is_named"]
 
 
 def is_named(name: str) -> bool:
-    """Return whether a weight has a name of the module, not one of the exporter: ``onnx::Conv_11``, ``val_3``."""
+    """Return whether a weight has a name of the module and not of the exporter: ``onnx::Conv_11``, ``val_3``."""
     return not re.fullmatch(r"val_\d+|(scalar_tensor_default|lifted_tensor)(_\d+)*|\d+|.*::.*", name)
 
 
 def computed_from(sources: Sequence[OnnxConstant]) -> tuple[str, ...]:
-    """Return the names of the parameters that constants are, or are computed from."""
+    """Return the names of the parameters among constants, or from which these are computed."""
     names = (name for one in sources for name in (one.made_of if one.is_fixed else (one.name,)))
     return tuple(dict.fromkeys(name for name in names if name))
 
 
-#: Names of values that the new exporter has folded into a weight, and that tell that it is computed from others.
+#: Names of values that the new exporter folds into a weight; they show that it is computed from others.
 _ARITHMETIC = (
     r"(mul|div|sub|add|addcmul|neg|pow|square|sqrt|rsqrt|reciprocal|exp|log|abs|sum|mean|std|var|linalg_vector_norm|norm|"
     r"softplus|sigmoid|tanh|softmax|relu|clamp|where|mm|mv|bmm|matmul|dot|vdot|einsum|cat|stack)(_\d+)?"
@@ -32,10 +32,10 @@ _KIND, _FOLDED = "pkg.torch.export.graph_signature.InputSpec.kind", "pkg.onnxscr
 
 
 class Origins:
-    """Origins of the arrays of a file: parameters of the module, its buffers, or numbers.
+    """Origins of the arrays of a file: parameters of the module, buffers, or numbers.
 
-    The new exporter of torch stores them; the old one does not, so that a buffer that multiplies cannot be told from a
-    learned factor. There the last part of the name decides where torch's own modules have it, and `buffers` elsewhere.
+    The new exporter of torch stores them. The old one does not, so a buffer that multiplies looks like a learned
+    factor. There the last part of the name decides for names of torch's own modules, and `buffers` for others.
     """
 
     def __init__(self, model: Any, buffers: Collection[str] | None) -> None:
@@ -69,7 +69,7 @@ class Origins:
         return "buffer" if last in ("running_mean", "running_var", "num_batches_tracked") else "unknown"
 
     def remedy(self, names: Sequence[str]) -> str:
-        """Return what to do about weights that are computed from these parameters in every step."""
+        """Return the remedy for weights that are computed from these parameters in every step."""
         if any(re.fullmatch(_PARAMETRIZED, name) for name in names):
             return "remove the parametrization before the export (torch.nn.utils.parametrize.remove_parametrizations)"
         if all(self.of(name).get("origin") == "unknown" for name in names):

@@ -1,6 +1,6 @@
 """Patterns of several operators that are one layer: norms, GELU, SiLU and dense layers of exporters; fusion.
 
-A rule looks at one operation, follows it forward, and puts one operation in the place of all it has recognized.
+A rule looks at one operation, follows it forward, and replaces all operations that it recognizes by one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .graph import Graph, OnnxNode, following
 
 __all__ = ["ACTIVATIONS", "RULES", "activation_of", "is_hard_sigmoid", "permuted", "recognize"]
 
-#: Activations that other layers may take into their own kernels, made from the attributes of the operator.
+#: Activations that other layers can fuse, by operator; built from the operator's attributes.
 ACTIVATIONS: dict[str, Callable[[dict[str, Any]], Layer]] = {
     "Relu": lambda given: ReLU(),
     "LeakyRelu": lambda given: LeakyReLU(given.get("alpha", 0.01)),
@@ -33,24 +33,24 @@ ACTIVATIONS: dict[str, Callable[[dict[str, Any]], Layer]] = {
     "Softplus": lambda given: Softplus(),
     "Mish": lambda given: Mish(),
 }
-#: Operators whose layers compute activations in their own kernels.
+#: Operators whose layers can fuse an activation.
 _FUSE = {"Conv", "BatchNormalization", "InstanceNormalization", "GroupNorm", "LayerNormalization", "Add"}
 
 
 def activation_of(op: OnnxNode) -> Layer | None:
-    """Return a new layer of the activation that was fused into an operation, or None."""
+    """Return a new layer of the activation that is fused into an operation, or None."""
     kind, given = op.attributes.get("activation", (None, {}))
     return None if kind is None else ACTIVATIONS[kind](given)
 
 
 def recognize(graph: Graph, path: Path) -> None:
-    """Apply all rules, one after the other, until none of them changes anything more. Modifies the graph of `path`."""
+    """Apply all rules in order, each until it changes nothing. Modifies the graph of `path`."""
     for rule in RULES:
         before: list[OnnxNode] = []
         while before != graph.operations:
             before = list(graph.operations)
             for op in before:
-                # What a rule has renamed or put elsewhere is another object, and is looked at in the next round.
+                # A rule creates new objects for changed operations; the next round visits these.
                 if any(op is other for other in graph.operations):
                     with following(path, op):
                         rule(graph, op)
@@ -68,7 +68,7 @@ def _nothing(graph: Graph, op: OnnxNode) -> None:
 
 
 def _same_by_strides(graph: Graph, op: OnnxNode) -> None:
-    """Remove as_strided in the same shape: all elements in a row, picked in order into the shape they had."""
+    """Remove as_strided of unchanged shape: all elements in a row, gathered in order into the same shape."""
     picked = graph.only_reader(op.outputs[0]) if op.kind == "Reshape" else None
     if picked is None or picked.kind != "Gather" or picked.inputs[1] not in graph.constants:
         return
@@ -80,7 +80,7 @@ def _same_by_strides(graph: Graph, op: OnnxNode) -> None:
 
 
 def _pixels(graph: Graph, op: OnnxNode) -> None:
-    """Recognize a pixel shuffle: positions in a cell are axes that move to the channels, or from there."""
+    """Recognize a pixel shuffle: the positions in a cell are axes that move to the channels, or from them."""
     moved = graph.only_reader(op.outputs[0]) if op.kind == "Reshape" else None
     whole = None if moved is None or moved.kind != "Transpose" else graph.only_reader(moved.outputs[0])
     if moved is None or whole is None or whole.kind != "Reshape":
@@ -103,7 +103,7 @@ def _pixels(graph: Graph, op: OnnxNode) -> None:
 
 
 def _channel_shuffle(graph: Graph, op: OnnxNode) -> None:
-    """Recognize a channel shuffle: groups of channels are an axis that moves behind the channels of a group."""
+    """Recognize a channel shuffle: the groups are an axis that moves after the channels of a group."""
     moved = graph.only_reader(op.outputs[0]) if op.kind == "Reshape" else None
     whole = None if moved is None or moved.kind != "Transpose" else graph.only_reader(moved.outputs[0])
     if moved is None or whole is None or whole.kind != "Reshape":
@@ -147,13 +147,13 @@ def _group_norm(graph: Graph, op: OnnxNode) -> None:
 
 
 def _is_plain(graph: Graph, norm: OnnxNode) -> bool:
-    """Return whether a norm has ones and zeros for its parameters."""
+    """Return whether the parameters of a norm are ones and zeros."""
     scale, shift = (graph.constants.get(name) for name in norm.inputs[1:3])
     return scale is not None and shift is not None and scale.is_all(1) and shift.is_all(0)
 
 
 def per_channel(graph: Graph, name: str, axes: int, channels: int) -> bool:
-    """Return whether a constant has one number for each of the channels of a value (N, C, *spatial)."""
+    """Return whether a constant has one number per channel of a value (N, C, *spatial)."""
     constant = graph.constants.get(name)
     if constant is None:
         return False
@@ -223,7 +223,7 @@ def _has_number(graph: Graph, op: OnnxNode, number: float) -> bool:
 
 
 def _linear(graph: Graph, op: OnnxNode) -> None:
-    """Recognize a product with a matrix, and a vector that is added: a dense layer, at every position."""
+    """Recognize a product with a matrix, with or without an added vector, as a dense layer at every position."""
     if op.kind != "MatMul" or op.inputs[1] not in graph.constants or op.inputs[0] in graph.constants:
         return
     summed = graph.only_reader(op.outputs[0])
@@ -238,9 +238,9 @@ def _linear(graph: Graph, op: OnnxNode) -> None:
 
 
 def _affine(graph: Graph, op: OnnxNode) -> None:
-    """Join products and sums with numbers that are not trained, several in a row, into one.
+    """Merge products and sums with numbers that are not trained, several in sequence, into one.
 
-    They are one for all elements, or one per element of one axis.
+    The numbers are one for all elements, or one per element of one axis.
     """
     if op.kind == "Neg":
         graph.replace([op], op.changed(kind="Affine", attributes=_AFFINE | {"factor": -1.0}))
@@ -274,19 +274,20 @@ def _affine(graph: Graph, op: OnnxNode) -> None:
     graph.replace(chain, op.changed(kind="Affine", inputs=(value,), attributes=attributes))
 
 
-#: Attributes of products and sums: numbers, the axis along which they vary, and the operator for messages.
+#: Attributes of products and sums: numbers, the axis along which they vary, and the operator's name for messages.
 _AFFINE: dict[str, Any] = {"factor": 1.0, "shift": 0.0, "axis": None, "kind": "Mul"}
 
 
 def _with_constant(graph: Graph, op: OnnxNode) -> tuple[str, str]:
-    """Return the names of the value and the constant of an operation of one of each; else empty names."""
+    """Return the names of the value and of the constant of an operation with one of each; else empty names."""
     constants = [name for name in op.inputs if name in graph.constants]
     values = [name for name in op.inputs if name not in graph.constants]
     return (values[0], constants[0]) if len(constants) == len(values) == 1 else ("", "")
 
 
 def _axis_of(graph: Graph, name: str, value: str) -> int | None:
-    """Return the only axis of a value along which a constant varies; None for one number, 0 for no such axis."""
+    """Return the axis of a value along which a constant varies; None for a single number, 0 if there is no such axis.
+    """
     constant, extents = graph.constants[name], graph.shapes[value]
     if math.prod(constant.shape) == 1:
         return None
@@ -302,7 +303,7 @@ def _numbers(given: float | np.ndarray) -> float | tuple[float, ...]:
 
 
 def _channel_scale(graph: Graph, op: OnnxNode) -> None:
-    """Recognize a learned factor per element of an axis, and a learned summand of this kind behind it."""
+    """Recognize a learned factor per element of an axis, with or without a learned summand after it."""
     value, name = _with_constant(graph, op)
     if op.kind != "Mul" or not name or graph.constants[name].is_fixed:
         return
@@ -321,7 +322,7 @@ def _channel_scale(graph: Graph, op: OnnxNode) -> None:
 
 
 def _learned_axis(graph: Graph, name: str, value: str) -> int:
-    """Return the axis of a value with a learned number per element: that of the channels, if there is one; else 0."""
+    """Return the axis of a value with a learned number per element, preferably that of the channels; else 0."""
     axis, extents = _axis_of(graph, name, value), graph.shapes[value]
     if axis is None:
         return next((axis for axis in (1, len(extents) - 1) if extents[axis] == 1), 0)
@@ -329,7 +330,9 @@ def _learned_axis(graph: Graph, name: str, value: str) -> int:
 
 
 def _residual(graph: Graph, op: OnnxNode) -> None:
-    """Fuse a shortcut that is added to the output of a batch norm, with a ReLU behind: one kernel does all of it."""
+    """Fuse a shortcut that is added to the output of a batch norm and followed by a ReLU: one kernel computes all of
+    it.
+    """
     if op.kind != "Add" or any(name in graph.constants for name in op.inputs):
         return
     after = graph.only_reader(op.outputs[0])
@@ -339,7 +342,7 @@ def _residual(graph: Graph, op: OnnxNode) -> None:
         norm = graph.maker(name)
         if norm is None or norm.kind != "BatchNormalization" or graph.only_reader(name) is not op:
             continue
-        if "activation" in norm.attributes:  # it has a shortcut already
+        if "activation" in norm.attributes:  # the norm already has a shortcut
             continue
         attributes = {**norm.attributes, "activation": ("Relu", {})}
         joined = norm.changed(inputs=(*norm.inputs, op.inputs[1 - i]), outputs=after.outputs, attributes=attributes)
@@ -361,12 +364,12 @@ def _activation(graph: Graph, op: OnnxNode) -> None:
 
 
 def _are_alike(graph: Graph, op: OnnxNode) -> bool:
-    """Return whether all inputs depend on the data, and have one shape."""
+    """Return whether all inputs depend on the data and have one shape."""
     return not graph.constants.keys() & set(op.inputs) and len({graph.shapes[name] for name in op.inputs}) == 1
 
 
 def _calls(graph: Graph, op: OnnxNode) -> list[OnnxNode]:
-    """Find other nodes of the same module, with weights of the same names: they become calls of one layer."""
+    """Return the other nodes of the same module (with weights of the same names), which become calls of one layer."""
 
     def weights(one: OnnxNode) -> set[str]:
         return {graph.constants[name].name for name in one.inputs if name in graph.constants} - {""}
@@ -377,18 +380,18 @@ def _calls(graph: Graph, op: OnnxNode) -> list[OnnxNode]:
 
 
 def _activation_behind(graph: Graph, op: OnnxNode) -> tuple[str, dict[str, Any]] | None:
-    """Return kind and attributes of the activation that was fused into an operation, or is its only reader."""
+    """Return kind and attributes of the activation that is fused into an operation or is its only reader."""
     if "activation" in op.attributes:
         fused: tuple[str, dict[str, Any]] = op.attributes["activation"]
         return fused
     after = graph.only_reader(op.outputs[0])
     if after is None or after.kind not in ACTIVATIONS or (after.kind == "HardSigmoid" and not is_hard_sigmoid(after)):
         return None
-    # Behind an output of the network stays a layer of its own: losses take what is in front of it.
+    # An activation of a network output stays a separate layer, because losses take its input.
     return None if after.outputs[0] in graph.outputs else (after.kind, after.attributes)
 
 
-#: In this order: a factor behind a norm belongs to it, and is no layer of its own.
+#: The order matters: a factor after a norm belongs to the norm.
 RULES: Sequence[Callable[[Graph, OnnxNode], None]] = (
     *DECOMPOSED,
     _nothing,
@@ -407,9 +410,9 @@ RULES: Sequence[Callable[[Graph, OnnxNode], None]] = (
 
 
 def permuted(array: np.ndarray, spatial: Sequence[int]) -> np.ndarray:
-    """Return numbers along the last axis of `array`, given in the order of torch's flatten, in our order.
+    """Return numbers along the last axis of `array`, given in torch's flattened order, in our order.
 
-    torch flattens ``(C, *spatial)``, we ``(*spatial, C)``.
+    torch flattens ``(C, *spatial)``, halograd ``(*spatial, C)``.
 
     >>> permuted(np.arange(6), (3,)).tolist()  # 2 channels, 3 positions
     [0, 3, 1, 4, 2, 5]

@@ -14,7 +14,7 @@ __all__ = ["SHAPING"]
 
 
 def _transpose(build: Builder, op: OnnxNode) -> Activation:
-    """Import a move of channels from first to last, or back: here the channels are always last."""
+    """Import a move of the channels from first to last, or back. Here the channels are always last."""
     value = build.value(op)
     axes = len(build.shape(op.inputs[0]))
     order = tuple(op.attributes.get("perm", range(axes - 1, -1, -1)))
@@ -28,14 +28,14 @@ def _transpose(build: Builder, op: OnnxNode) -> Activation:
     reader, remedy = build.graph.only_reader(op.outputs[0]), ""
     if reader is not None and reader.kind in ("Gather", "GatherND"):
         remedy = (
-            "an interpolation or an adaptive pooling that the exporter has taken apart: put hg.Resize or "
+            "an interpolation or an adaptive pooling that the exporter has decomposed: put hg.Resize or "
             "hg.AdaptiveAveragePool in its place, or export with dynamo=False"
         )
     raise build.refused(op, f"channels moved to the last axis {to_last}, or back", f"{order}", remedy)
 
 
 def _reshape(build: Builder, op: OnnxNode) -> Activation:
-    """Import a reshape that keeps the order of elements of a sample: flattening, and axes of one position."""
+    """Import a reshape that keeps the order of elements of a sample: flattening, and axes of extent 1."""
     value, before, after = build.value(op), build.shape(op.inputs[0]), build.shape(op.outputs[0])
     if before == after:
         return value
@@ -89,7 +89,7 @@ def _pad(build: Builder, op: OnnxNode) -> Activation:
 
 
 def _slice(build: Builder, op: OnnxNode) -> Activation:
-    """Import a slice of channels, or rows at the ends of a spatial axis, in order."""
+    """Import a slice of the channels, or of rows at the ends of a spatial axis, with step 1."""
     value, shape = build.with_positions(op), build.shape(op.inputs[0])
     starts, ends = build.numbers(op, 1) or [], build.numbers(op, 2) or []
     axes = [int(axis) % len(shape) for axis in build.numbers(op, 3) or range(len(starts))]
@@ -106,7 +106,7 @@ def _slice(build: Builder, op: OnnxNode) -> Activation:
 
 
 def _part(build: Builder, op: OnnxNode, value: Activation, ranges: list[tuple[int, int]]) -> Activation:
-    """Return the box of these ranges of ``(N, C, *spatial)``."""
+    """Return the part of a value in these ranges of ``(N, C, *spatial)``."""
     samples, (first, last), *spatial = ranges
     shape = (build.shape(op.inputs[0])[0], value.node.shape[-1], *value.node.shape[:-1])
     if samples != (0, shape[0]):
@@ -137,7 +137,7 @@ def _split(build: Builder, op: OnnxNode) -> list[Activation]:
 
 
 def _depth_to_space(build: Builder, op: OnnxNode) -> Activation:
-    """Import torch's PixelShuffle: blocks of channels beside one another in space."""
+    """Import torch's PixelShuffle, which moves blocks of channels to space."""
     mode, factor = op.attributes.get("mode", "DCR"), int(op.attributes["blocksize"])
     mode = mode.decode() if isinstance(mode, bytes) else mode
     if mode != "CRD":

@@ -1,4 +1,4 @@
-"""Import of operators that slide a window over space: convolutions, poolings; and resizing."""
+"""Import of operators that slide a window over space (convolutions, poolings), and of resizing."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _with_weights(build: Builder, weights: OnnxConstant, bias: OnnxConstant | No
 
 
 def _weights(build: Builder, op: OnnxNode) -> tuple[OnnxConstant, OnnxConstant | None]:
-    """Return weights, and the bias unless it is zero: exporters put zeros for a missing bias."""
+    """Return weights, and the bias unless it is zero, because exporters write zeros for a missing bias."""
     weights, bias = build.constant(op, 1), build.constant(op, 2)
     assert weights is not None
     kernel = tuple(op.attributes.get("kernel_shape", weights.shape[2:]))
@@ -93,7 +93,7 @@ def _conv(build: Builder, op: OnnxNode) -> Activation:
 def _conv_of_vectors(
     build: Builder, op: OnnxNode, value: Activation, weights: OnnxConstant, bias: OnnxConstant | None
 ) -> Activation:
-    """Import a convolution of one position as a dense layer; others keep the positions that were pooled."""
+    """Import a 1 x 1 convolution of pooled values as a dense layer. Other kernels keep the pooled positions."""
     if math.prod(weights.shape[2:]) > 1 or op.attributes.get("group", 1) > 1:
         build.with_positions(op)
     units, features = weights.shape[:2]
@@ -125,7 +125,7 @@ def _conv_transpose(build: Builder, op: OnnxNode) -> Activation:
 
 
 def _channel_scale(build: Builder, op: OnnxNode) -> Activation:
-    """Import a learned factor per channel: a convolution of one position with as many groups as channels."""
+    """Import a learned factor per channel as a 1 x 1 convolution with as many groups as channels."""
     value = build.value(op)
     build.check_channels(op, value, op.attributes["axis"])
     if value.spatial:
@@ -153,7 +153,7 @@ def _channel_scale(build: Builder, op: OnnxNode) -> Activation:
 
 
 def _named_after(op: OnnxNode, weights: OnnxConstant) -> OnnxNode:
-    """Return the operation with the name of its weight, which is a parameter of a block itself."""
+    """Return the operation with the name of its weight, which is a direct parameter of a block."""
     return op.changed(scope=weights.name) if weights.name else op
 
 
@@ -163,7 +163,7 @@ def _named_after(op: OnnxNode, weights: OnnxConstant) -> OnnxNode:
 def ceil_padding(size: int, kernel: int, stride: int, low: int, high: int) -> int:
     """Return the high padding with which rounding down gives as many outputs as rounding up.
 
-    As in torch, no window begins behind the array and its padding before it.
+    As in torch, no window begins after the array and its low padding.
 
     >>> ceil_padding(8, 3, 2, 1, 1), ceil_padding(7, 3, 2, 0, 0), ceil_padding(6, 3, 2, 0, 0)
     (2, 0, 1)
@@ -205,12 +205,12 @@ def _max_pool(build: Builder, op: OnnxNode) -> Activation:
 def _average_pool(build: Builder, op: OnnxNode) -> Activation:
     include = bool(op.attributes.get("count_include_pad", 0))
     if not any(op.attributes.get("pads") or ()) and op.attributes.get("auto_pad", "NOTSET") == "NOTSET":
-        include = not op.attributes.get("ceil_mode")  # no matter, where nothing is added
+        include = not op.attributes.get("ceil_mode")  # irrelevant without padding
     return _pool(build, op, AveragePool, count_include_pad=include)
 
 
 def _global_pool(build: Builder, op: OnnxNode, whole: type[Layer], windows: Callable[..., Layer]) -> Activation:
-    """Import a global pooling; one window over everything if a layer with spatial axes follows."""
+    """Import a global pooling; as one window over all positions if a layer with spatial axes follows."""
     value = build.with_positions(op)
     if op.outputs[0] in build.keeping:
         node = build.add(op, windows(value.node.shape[:-1], 1), value.node)
@@ -227,7 +227,7 @@ def _global_max_pool(build: Builder, op: OnnxNode) -> Activation:
 
 
 def _reduce(build: Builder, op: OnnxNode, what: str, kind: type[Layer]) -> Activation:
-    """Import the mean, or the maximum, over all of space."""
+    """Import the mean, or the maximum, over all spatial axes."""
     value = build.value(op)
     shape = build.shape(op.inputs[0])
     axes = sorted(axis % len(shape) for axis in build.numbers(op, 1, "axes") or range(len(shape)))
@@ -247,7 +247,7 @@ def _reduce_sum(build: Builder, op: OnnxNode) -> Activation:
 
 
 def _expand(build: Builder, op: OnnxNode) -> Activation:
-    """Import a value of one position that is repeated over space."""
+    """Import a value of one position that is broadcast over space."""
     before, after = build.shape(op.inputs[0]), build.shape(op.outputs[0])
     if before == after:
         return build.value(op)
@@ -266,7 +266,7 @@ def _expand(build: Builder, op: OnnxNode) -> Activation:
 
 # -- resize ----------------------------------------------------------------------------------------
 
-#: Mode and transformation of coordinates in ONNX -> mode here, as of torch's interpolate.
+#: Mode and coordinate transformation in ONNX -> mode here, as in torch's interpolate.
 _RESIZES = {
     ("nearest", "asymmetric", "floor"): "nearest",
     ("nearest", "half_pixel", "round_prefer_ceil"): "nearest-exact",

@@ -1,7 +1,7 @@
-"""Sizes that an exporter has written as numbers: they are right for the extents of its example alone.
+"""Sizes that an exporter wrote as numbers, which are correct only for the extents of its example.
 
-A file that is read at other extents is followed at both, its own and those that are asked for. A number that stays the
-same, where the extents that it stands for change, was computed when the model was exported. Pure arithmetic.
+A file that is read at other extents is processed twice, at its own extents and at the requested ones. A number that
+stays the same although its extents change was computed at export. Pure arithmetic.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from .graph import OnnxNode, Shape
 
 __all__ = ["SizedOperation", "frozen_size", "stride_of"]
 
-#: Ends of slices at least this large are the last element of any axis.
+#: Slice ends of at least this value mean the end of the axis.
 _LAST = 2**31 - 1
 
 
 @dataclass(frozen=True)
 class SizedOperation:
-    """An operation at certain extents of the inputs of the network.
+    """An operation at given extents of the network's inputs.
 
     Attributes
     ----------
@@ -40,7 +40,7 @@ class SizedOperation:
 
 
 def stride_of(op: OnnxNode, x: Shape, y: Shape) -> float:
-    """Return how many rows of its input ``x (N, C, *spatial)`` a row of the output ``y`` of an operation stands for.
+    """Return how many rows of its input ``x (N, C, *spatial)`` correspond to a row of an operation's output ``y``.
 
     >>> stride_of(OnnxNode("pool", "MaxPool", ("x",), ("y",), {"strides": [2, 2]}), (1, 3, 9, 9), (1, 3, 4, 4))
     2
@@ -57,16 +57,16 @@ def frozen_size(op: OnnxNode, traced: SizedOperation, asked: SizedOperation, mov
     Parameters
     ----------
     traced, asked
-        The operation at the extents of the file, and at those that are asked for.
+        The operation at the extents of the file, and at the requested extents.
     moved
-        Axes of the inputs of the network whose extents differ.
+        Axes of the network's inputs whose extents differ.
     """
     check = _CHECKS.get(op.kind)
     return "" if check is None else check(op, traced, asked, moved)
 
 
 def _resized(op: OnnxNode, traced: SizedOperation, asked: SizedOperation, moved: Sequence[int]) -> str:
-    """Sizes in numbers along an axis of the inputs that changes: those of the output of a Resize, or an Expand."""
+    """Return the fixed output size of a Resize or Expand along an axis of the inputs that changes; else ""."""
     if (3 if op.kind == "Resize" else 1) not in asked.numbers or len(asked.x) != len(asked.y):
         return ""
     for axis in {*moved, *traced.moved(asked)} & set(range(len(asked.x))):
@@ -80,7 +80,10 @@ def _reshaped(op: OnnxNode, traced: SizedOperation, asked: SizedOperation, moved
 
 
 def _cut(op: OnnxNode, traced: SizedOperation, asked: SizedOperation, moved: Sequence[int]) -> str:
-    """Rows up to a number, or from one behind the middle: it was counted from the other end."""
+    """Return the rows of a slice whose fixed bounds count from the wrong end after a change of extents; else "".
+
+    Fixed bounds are an end, or a start after the middle.
+    """
     ranges, before = (list(zip(run.numbers.get(1, []), run.numbers.get(2, []))) for run in (asked, traced))
     for axis, (start, end), own in zip(asked.numbers.get(3, range(len(ranges))), ranges, before):
         axis %= len(asked.x)
@@ -91,7 +94,8 @@ def _cut(op: OnnxNode, traced: SizedOperation, asked: SizedOperation, moved: Seq
 
 
 def _pooled(op: OnnxNode, traced: SizedOperation, asked: SizedOperation, moved: Sequence[int]) -> str:
-    """One window over all of the traced extents, and not over all of those that are asked for."""
+    """Return the window of a pooling that covers all of the traced extents but not all of the requested ones; else "".
+    """
     kernel = tuple(op.attributes.get("kernel_shape", ()))
     whole = kernel == traced.x[2:] and math.prod(traced.y[2:]) == 1
     return f"a window of {kernel}, all of the example" if whole and traced.moved(asked) else ""

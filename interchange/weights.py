@@ -1,4 +1,4 @@
-"""Weights alone, in safetensors files, with the names and the order of axes that torch has.
+"""Weights alone, in safetensors files, with torch's names and order of axes.
 
 ============================  ==========================  ================================
 parameter of a layer          ours                        torch's
@@ -9,15 +9,15 @@ parameter of a layer          ours                        torch's
 ``b``, ``gamma``, ``beta``    ``(C,)``                    ``bias``, ``weight``, ``bias``
 ``mean``, ``var``             ``(C,)``                    ``running_mean``, ``running_var``
 ``slope`` of a PReLU          ``(1,)`` or ``(C,)``        ``weight``
-``w``, `weight_norm`          as without                  ``parametrizations.weight.original1``
+``w``, `weight_norm`          as above                    ``parametrizations.weight.original1``
 ``g``, `weight_norm`          ``(K,)``                    ``parametrizations.weight.original0 (K, 1, ...)``
 ============================  ==========================  ================================
 
-Flattened features are ``(*spatial, C)`` here and ``(C, *spatial)`` there: :mod:`halograd.interchange.feature_order`.
-Weight norm of torch's older function, ``weight_g`` and ``weight_v``, is read too.
+Flattened features are ``(*spatial, C)`` here and ``(C, *spatial)`` in torch: :mod:`halograd.interchange.feature_order`.
+Weight norm of torch's older function, ``weight_g`` and ``weight_v``, can be read too.
 
-Layers have their own names in torch, except those of some of our models, which have torchvision's names: `vgg_a` is
-torchvision's ``vgg11``. GoogLeNet has batch norms there and none in its paper and here, so no file fits.
+Layers keep their names in torch. Layers of some of our models get torchvision's names: `vgg_a` is torchvision's
+``vgg11``. torchvision's GoogLeNet has batch norms, unlike the paper and our model, so its files do not fit.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ WRITTEN_BY = {"written_by": "halograd", "format": "pt"}
 Rules = tuple[tuple[str, str], ...]
 
 _RESNET_PARTS = {"a": "1", "b": "2", "c": "3"}
-#: Pattern of our names, and torchvision's name in its place, for Inception-v3; the rest is in `_inception`.
+#: Pattern of our names, and torchvision's replacement, for Inception-v3; the rest is in `_inception`.
 _INCEPTION: Rules = (
     (r"1a", "Conv2d_1a_3x3"),
     (r"2a", "Conv2d_2a_3x3"),
@@ -108,7 +108,7 @@ def _resnet(layer: str) -> str | None:
 
 
 def _vgg(network: Network) -> Callable[[str], str | None]:
-    """Return a function from names to torchvision's: features are numbered with their ReLUs and the poolings."""
+    """Return a function from names to torchvision's, which number the features with their ReLUs and poolings."""
     places, number = {}, 0
     for layer in network.layers:
         if re.fullmatch(r"conv\d+_\d+", layer):
@@ -138,7 +138,7 @@ _KEYS = {
     **{"w": "weight", "b": "bias", "gamma": "weight", "beta": "bias", "slope": "weight"},
     **{"mean": "running_mean", "var": "running_var"},
 }
-#: With weight norm: the names that torch writes, and those of its older function.
+#: With weight norm: the names that torch writes, and the names of its older function.
 _NORMED = {
     "w": ("parametrizations.weight.original1", "weight_v"),
     "g": ("parametrizations.weight.original0", "weight_g"),
@@ -152,13 +152,13 @@ class Arrangement:
     Attributes
     ----------
     names
-        In torch: the first is written, any of them is read.
+        Names in torch: the first is written, any of them is read.
     shape, torch_shape
         Extents of our array, and of torch's.
     orders
-        Order of the features by axis, for axes where torch may have another one.
+        Order of the features by axis, for axes where torch may have another order.
     ones
-        Number of axes with one element that torch has behind ours.
+        Number of trailing axes of extent 1 in torch's array.
     """
 
     names: tuple[str, ...]
@@ -198,7 +198,7 @@ def arrangements(network: Network, fresh: Collection[str] = ()) -> dict[str, Arr
     Raises
     ------
     UserError
-        A layer with parameters, behind one that mixes flattened features by their place: torch has no such layer.
+        A layer with parameters follows one that mixes flattened features by position, which torch cannot express.
     """
     modules, found = module_names(network), {}
     orders, mixed = feature_orders(network)
@@ -221,7 +221,7 @@ def _shapes(node: Node) -> list[tuple[int, ...]]:
 
 
 def _torch_keys(node: Node, key: str) -> tuple[str, ...]:
-    """Return names of a parameter in torch's module; its own name if two parameters would share one."""
+    """Return the names of a parameter in torch's module; its own name if two parameters would share one."""
     if getattr(node.layer, "weight_norm", False) and key in _NORMED:
         return _NORMED[key]
     own = {**node.layer.parameters(*_shapes(node)), **node.layer.state(*_shapes(node))}
@@ -230,7 +230,7 @@ def _torch_keys(node: Node, key: str) -> tuple[str, ...]:
 
 
 def _orders_of(node: Node, key: str, shape: tuple[int, ...], orders: Mapping[Node, Order]) -> dict[int, Order]:
-    """Return the order of features by axis of a parameter; nothing for axes where torch has the same one."""
+    """Return the order of features by axis of a parameter; empty for axes where torch has the same order."""
     along = {}
     if isinstance(node.layer, Dense):
         along = {0: orders[node], 1: orders[node.inputs[0]]} if key == "w" else {0: orders[node]}
@@ -240,18 +240,18 @@ def _orders_of(node: Node, key: str, shape: tuple[int, ...], orders: Mapping[Nod
 
 
 def _ones(node: Node, keys: tuple[str, ...]) -> int:
-    """Count the axes with one element that torch has behind ours: lengths have as many axes as the directions."""
+    """Return the number of trailing axes of extent 1 in torch's array of lengths (weight norm)."""
     return len(node.layer.parameters(*_shapes(node))["w"].shape) - 1 if keys == _NORMED["g"] else 0
 
 
 def _check_features(
     network: Network, calls: list[Node], orders: list[dict[int, Order]], mixed: Mapping[Node, Node]
 ) -> None:
-    """Refuse a layer whose features torch does not have in any order, or in one order at each call."""
+    """Raise UserError for a layer whose features have no order in torch, or different orders at its calls."""
     for call, order in zip(calls, orders):
         reason = next((mixed[one] for one in (call, *call.inputs) if one in mixed), None)
         if reason is not None:
-            raise _refused(network, call, f"features that {_titled(network, reason)} mixes by their place")
+            raise _refused(network, call, f"features that {_titled(network, reason)} mixes by position")
         if order != orders[0]:
             raise _refused(network, call, f"another order than at {network.names[calls[0]]!r}, the same layer")
 
@@ -273,18 +273,18 @@ def _refused(network: Network, node: Node, got: str) -> UserError:
 def save_weights(network: Network, parameters: Mapping[str, Any] | None, path: str | Path) -> None:
     """Write parameters and running statistics as a safetensors file. Local.
 
-    ``torch_module.load_state_dict(safetensors.torch.load_file(path))`` takes it where the modules have the names of our
-    layers: a network that was imported, or one that torchvision has.
+    ``torch_module.load_state_dict(safetensors.torch.load_file(path))`` reads it if the modules have the names of our
+    layers: for imported networks, and for torchvision's.
 
     Parameters
     ----------
     parameters
-        Whole arrays by ``layer/name``; None: those that the network begins with.
+        Whole arrays by ``layer/name``; None: the initial values of the network.
 
     Raises
     ------
     UserError
-        The library is not there, parameters are missing, or torch has no such network (:func:`arrangements`).
+        The library or a parameter is missing, or torch cannot express the network (:func:`arrangements`).
     DataError
         The file cannot be written.
     """
@@ -306,28 +306,28 @@ def load_weights(network: Network, path: str | Path, fresh: Collection[str] = ()
     Parameters
     ----------
     fresh
-        Layers that the file does not have, or has in other sizes: they are left out.
+        Layers that are missing in the file, or have other sizes there: they are left out.
 
     Raises
     ------
     UserError
-        There is no such file, it is none of these, or the first parameter that does not fit.
+        The file is missing or not a safetensors file, or a parameter does not fit.
     """
     file = WeightsFile(network, path, fresh)
     return {name: file.read(name) for name in file.names}
 
 
-#: Types of weights in files of safetensors that are read.
+#: Supported types of weights in safetensors files.
 _TYPES = ("F64", "F32", "F16")
 
 
 class WeightsFile:
-    """Safetensors file with the weights of a network, which are read one by one. Local.
+    """A safetensors file with the weights of a network, which are read one by one. Local.
 
     Parameters
     ----------
     network, path, fresh
-        See :func:`load_weights`; its errors are raised here, before anything is read.
+        See :func:`load_weights`; its errors are raised here, before any weight is read.
 
     Attributes
     ----------
@@ -357,7 +357,7 @@ class WeightsFile:
             raise UserError(
                 f"weights {self.path}: expected a safetensors file, got none: {reason_of(error)}"
             ) from error
-        except Exception as error:  # the library has an error of its own for each version
+        except Exception as error:  # the library's error type differs between versions
             raise UserError(
                 f"weights {self.path}: expected a safetensors file, got another ({one_line(error)}); make one of a "
                 "state_dict by safetensors.torch.save_file"
@@ -384,7 +384,7 @@ class WeightsFile:
         return key
 
     def read(self, name: str) -> np.ndarray:
-        """Read a whole array, in our order. Raises UserError if it has numbers that are not finite."""
+        """Return a whole array, in our order. Raises UserError if a number is not finite."""
         with self._open(self.path, framework="numpy") as file:
             array = self._wanted[name].from_torch(file.get_tensor(self._places[name]))
         return finite(array, f"weights {self.path}: {self._places[name]}")
@@ -399,7 +399,9 @@ class WeightsFile:
 
 
 def check_weights_place(path: Path) -> None:
-    """Check that weights can be written, and replace only weights of this library. Local. Raises DataError."""
+    """Check early that weights can be written to `path`, replacing only weights of this library. Local. Raises
+    DataError.
+    """
     safe_open = library("safetensors").safe_open
 
     def is_ours() -> bool:

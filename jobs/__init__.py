@@ -1,4 +1,4 @@
-"""Batch jobs: scripts for Slurm and for this machine, in which every value is quoted."""
+"""Batch jobs: scripts for Slurm and for this machine, with every value quoted."""
 
 from .quoting import parse_sweep
 from .resources import CONTAINERS, LAUNCHERS, Resources, Software, parse_directives, parse_environment

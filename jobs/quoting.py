@@ -1,7 +1,7 @@
-"""Quoting of values in scripts, and values of a sweep: every value is quoted when rendered, or refused in one line.
+"""Quoting of values in scripts, and values of a sweep. Every value is quoted when rendered, or raises a one-line error.
 
-A template has ``{{ value }}`` and gets one word of the shell; other text has the type `Raw`. A value can thus not be
-unquoted by mistake.
+A template has ``{{ value }}`` for one word of the shell; text that is not quoted has the type `Raw`. So no value can
+stay unquoted by mistake.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ __all__ = ["Raw", "directive", "directives", "folder", "one_line", "parse_sweep"
 
 _PLAIN_DIRECTIVE = re.compile(r"[\w@%+:,./=-]+", re.ASCII)
 _VARIABLE = re.compile(r"\$([A-Za-z_][A-Za-z0-9_]*)((?:/.*)?)", re.DOTALL)
-#: sbatch cuts a line of options off behind this many bytes.
+#: sbatch truncates a line of options after this many bytes.
 LONGEST_DIRECTIVE = 1000
 
 
 class Raw(str):
-    """Text that is rendered as it is: quoted already, or constant."""
+    """Text that is rendered unchanged: already quoted, or constant."""
 
 
 def one_line(name: str, value: Any) -> str:
-    """Return the text of a value; refuse it if a line of a script cannot hold it. Local.
+    """Return the text of a value. Local.
 
     Raises
     ------
     UserError
-        Control characters (line feeds among them), and what is not text.
+        The value is not text, or has control characters (such as line feeds), which a line of a script cannot contain.
     """
     text = str(value)
     bad = next((c for c in text if unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp")), None)
@@ -60,8 +60,8 @@ def words(values: Iterable[Any]) -> Raw:
 def directive(value: Any) -> Raw:
     """Quote the value of an option in a line ``#SBATCH --option=VALUE``.
 
-    sbatch itself takes these lines apart, no shell does: blanks end a value and ``#`` begins a comment unless quoted,
-    and a backslash takes the next character literally, in quotes too.
+    sbatch itself parses these lines, without a shell: unquoted, a blank ends a value and ``#`` begins a comment. A
+    backslash takes the next character literally, also in quotes.
 
     >>> print(directive("4 #x"), directive("gpu"))
     "4 #x" gpu
@@ -75,7 +75,7 @@ def directive(value: Any) -> Raw:
 
 
 def directives(options: Iterable[tuple[str, Any]]) -> Raw:
-    """Return lines ``#SBATCH --option=VALUE``, or ``#SBATCH --option`` for the value None.
+    """Return lines ``#SBATCH --option=VALUE``, or ``#SBATCH --option`` if the value is None.
 
     >>> print(directives([("nodes", 2), ("requeue", None)]))
     #SBATCH --nodes=2
@@ -108,7 +108,7 @@ MOST = 1000
 def parse_sweep(options: Sequence[str]) -> list[list[str]]:
     """Return the overrides of every combination; the last key varies fastest.
 
-    Values are separated by commas; if they hold commas themselves, they are a list in TOML.
+    Values are separated by commas; values that contain commas are given as a TOML list.
 
     >>> parse_sweep(["training.batch=2,4", "model.widths=[[8], [8, 16]]"])[1]
     ['training.batch=2', 'model.widths=[8, 16]']
@@ -116,7 +116,7 @@ def parse_sweep(options: Sequence[str]) -> list[list[str]]:
     Raises
     ------
     UserError
-        A key twice, no value, too many combinations.
+        A key occurs twice or has no value, or there are too many combinations.
     """
     axes: dict[str, list[str]] = {}
     for option in options:

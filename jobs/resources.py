@@ -16,7 +16,7 @@ from .quoting import one_line
 
 __all__ = ["CONTAINERS", "LAUNCHERS", "Resources", "Software", "parse_directives", "parse_environment"]
 
-#: Directives that the scripts rely on; they have options of their own here.
+#: Directives that the scripts depend on; separate options set them.
 OWN = {
     "account": "--account",
     "array": "--sweep and --at-most",
@@ -36,9 +36,9 @@ OWN = {
 }
 _TIME = re.compile(r"\d+-\d+(:\d+){0,2}|\d+(:\d+){0,2}", re.ASCII)
 _KEY = re.compile(r"[a-z][a-z0-9-]*", re.ASCII)
-#: Further options that give a job GPUs: at sites that reserve them by another name, or whole nodes.
+#: Further options that reserve GPUs, at sites that use another name or reserve whole nodes.
 GPU_DIRECTIVES = {"constraint", "exclusive", "gpus", "gpus-per-socket", "gres", "tres-per-node", "tres-per-task"}
-#: Slurm sends the signal before the limit up to this much earlier than set [s].
+#: Slurm may send the signal up to this much earlier than requested [s].
 EARLY = 60
 _CONTINUOUS = ("infinite", "unlimited")
 
@@ -52,7 +52,7 @@ class Resources:
     nodes, ranks_per_node, cpus_per_rank, gpus_per_node
         Whole numbers; without GPUs `gpus_per_node` is 0.
     time
-        Limit as Slurm writes it: minutes, ``H:MM:SS``, ``D-HH:MM``; None for the partition's own.
+        Time limit in Slurm's format: minutes, ``H:MM:SS``, ``D-HH:MM``; None for the partition's default.
     partition, account
         None: the site's default.
     warning
@@ -110,12 +110,17 @@ class Resources:
         return self.nodes * self.ranks_per_node
 
     def check_backend(self, kernels: str, threads: int) -> None:
-        """Refuse what the backend of a configuration would leave idle, lacks, or shares. Local.
+        """Check that the job's resources fit the backend of the configuration. Local.
 
         Parameters
         ----------
         kernels, threads
             ``backend.kernels`` and ``backend.threads``.
+
+        Raises
+        ------
+        UserError
+            The backend would leave reserved GPUs idle, lacks GPUs, or has more threads than cores.
         """
         if self.gpus_per_node and kernels != "cudnn":
             raise UserError(
@@ -135,7 +140,7 @@ class Resources:
 
 
 def _seconds(time: str) -> int | None:
-    """Return a time limit [s]; None if there is no end.
+    """Return a time limit [s]; None if it is unlimited.
 
     >>> [_seconds(t) for t in ("30", "2:30", "1:00:00", "2-12", "1-01:30", "unlimited")]
     [1800, 150, 3600, 216000, 91800, None]
@@ -188,22 +193,22 @@ class Software:
     Attributes
     ----------
     folder
-        Where the job runs: relative paths of the configuration start there.
+        Working directory of the job; relative paths of the configuration start there.
     python
-        The interpreter on the nodes; in a container ``python3`` unless given.
+        Python interpreter on the nodes; by default ``python3`` in a container.
     launcher
         ``"srun"`` or ``"mpirun"``.
     mpi
-        Plugin for ``srun --mpi``: ``"pmi2"`` (MPICH), ``"pmix"`` (Open MPI), ...; None: by the MPI wheel beside this
+        Plugin for ``srun --mpi``: ``"pmi2"`` (MPICH), ``"pmix"`` (Open MPI), ...; None: chosen by the MPI wheel of this
         Python, else the site's default.
     mpirun
-        Path of the launcher of that name; None: the one beside this Python, else the one on PATH in the job.
+        Path of mpirun; None: the one next to this Python, else the one on PATH in the job.
     modules
         Environment modules, loaded in this order.
     environment
-        Variables; these are set last.
+        Environment variables, set last.
     container, runtime
-        Image, and what runs it.
+        Container image, and the program that runs it.
 
     Raises
     ------
@@ -240,24 +245,24 @@ class Software:
 
     @property
     def interpreter(self) -> str:
-        """The Python of the job."""
+        """Python interpreter of the job."""
         return self.python or (sys.executable if self.container is None else "python3")
 
     @property
     def wheel(self) -> str | None:
-        """The MPI wheel that the job runs with; None where the MPI is another one, or not known here."""
+        """MPI wheel that the job uses; None if it uses another MPI, or if that is unknown."""
         if self.container is not None or self.interpreter != sys.executable:
             return None
         return next(filter(_installed, _WHEELS), None)
 
     @property
     def plugin(self) -> str | None:
-        """For ``srun --mpi``; None: leave it to the site."""
+        """Plugin for ``srun --mpi``; None: the site's default."""
         return _WHEELS[self.wheel] if self.mpi is None and self.wheel is not None else self.mpi
 
     @property
     def mpi_launcher(self) -> str:
-        """The mpirun of the MPI that this Python uses."""
+        """mpirun of the MPI that this Python uses."""
         if self.mpirun is not None:
             return self.mpirun
         beside = Path(self.interpreter).with_name("mpiexec")
@@ -265,7 +270,7 @@ class Software:
 
     @property
     def prefix(self) -> list[str]:
-        """Words before the program: what enters the container."""
+        """Words before the program, which start the container."""
         if self.container is None or self.runtime == "pyxis":
             return []
         return [self.runtime, "exec", "--bind", self.folder, "--pwd", self.folder]

@@ -1,4 +1,4 @@
-"""Scripts of jobs: rendered from the templates in `templates/`, and submitted to Slurm."""
+"""Scripts of jobs, rendered from the templates in `templates/`, and their submission to Slurm."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .resources import Resources, Software
 
 __all__ = ["AFTER_CRASH", "KINDS", "Job", "Profiling", "render", "require_slurm", "start_chain", "submit_chain"]
 
-#: Kinds of jobs, and the template of each.
+#: Kinds of jobs, and their templates.
 KINDS = {
     "train": "train.sbatch",
     "profile": "profile.sbatch",
@@ -39,17 +39,17 @@ class Profiling:
     Attributes
     ----------
     model, options
-        Name, and options.
+        Name and options of the model.
     batch
         Samples of a global batch.
     dtype, kernels, transport, autotune
-        Values of the configuration.
+        Values from the configuration.
     planner, memory
-        Options of `halograd plan`; None: its default.
+        Options of `halograd plan`; None: its defaults.
     budget
-        Seconds after which no further layer is measured [s]; None: all are.
+        Time after which no further layer is measured [s]; None: no limit.
     nodes
-        Nodes that measure.
+        Number of nodes that measure.
     """
 
     model: str
@@ -92,7 +92,7 @@ class Job:
         ``"requeue"``: a crashed job goes on from its newest checkpoint if it has written one since it started, else
         stops; ``"stop"``.
     links
-        Jobs of a chain: each goes on where the one before it ended. 1: a job that goes back into the queue.
+        Number of jobs of a chain; each continues where the previous one ended. 1: a job that is requeued.
     settings
         Overrides of every task of a sweep.
     at_most
@@ -137,12 +137,12 @@ class Job:
 
 
 def render(kind: str, job: Job) -> str:
-    """Render the script of a job. Local.
+    """Return the script of a job. Local.
 
     Raises
     ------
     UserError
-        A value that cannot be rendered, in one line.
+        A value cannot be rendered; the message has one line.
     """
     if kind not in KINDS:
         raise UserError(f"--kind: expected one of {', '.join(KINDS)}, got {kind!a}")
@@ -237,7 +237,7 @@ def _directives(job: Job, array: str | None = None, signal: bool = True) -> list
 
 
 def _fill(kind: str, job: Job, options: Sequence[tuple[str, Any]], **more: Any) -> str:
-    """Render the template of a kind of job; `options` are those of sbatch."""
+    """Return the rendered template of a kind of job; `options` are the options of sbatch."""
     software, resources = job.software, job.resources
     enter, flags = list(software.prefix), []
     if software.container is not None and software.runtime == "pyxis":
@@ -269,8 +269,8 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
-        autoescape=False,  # of HTML
-        comment_start_string="<#",  # {# is the shell's
+        autoescape=False,  # escaping is for HTML
+        comment_start_string="<#",  # {# occurs in shell code
         comment_end_string="#>",
     )
     environment.filters |= {"directives": directives, "folder": folder, "words": words, "raw": Raw}
@@ -278,7 +278,7 @@ def _environment() -> jinja2.Environment:
 
 
 def require_slurm() -> None:
-    """Refuse where there is no Slurm."""
+    """Raise UserError if there is no Slurm on PATH."""
     if shutil.which("sbatch") is None:
         raise UserError(
             "expected sbatch on PATH, got none; call this on a login node of the cluster, or print the script by "
@@ -289,13 +289,13 @@ def require_slurm() -> None:
 def submit_chain(script: Path, links: int = 1) -> list[str]:
     """Submit a script, or a chain of `links` jobs; return their numbers. Local.
 
-    A job of a chain starts when the one before it has ended with another code than 0. It waits for all before it:
-    once one has ended with 0, what the others wait for cannot happen any more, and Slurm removes them.
+    A job of a chain starts when the previous one has ended with a non-zero exit code. It depends on all previous jobs:
+    after one has ended with 0, the dependency of the others cannot be satisfied, and Slurm removes them.
 
     Raises
     ------
     UserError
-        With the message of sbatch; jobs of the chain that were submitted before are canceled.
+        sbatch failed; the message is sbatch's. The jobs of the chain that were submitted before are canceled.
     """
     require_slurm()
     jobs: list[str] = []
@@ -311,7 +311,7 @@ def submit_chain(script: Path, links: int = 1) -> list[str]:
 
 
 def start_chain(script: Path) -> list[str]:
-    """Run a script that submits jobs itself and prints their numbers. Local."""
+    """Run a script that itself submits jobs and prints their numbers. Local."""
     require_slurm()
     return _call(["bash", str(script)]).split()
 

@@ -1,4 +1,4 @@
-"""Models by name."""
+"""Models, by name."""
 
 from __future__ import annotations
 
@@ -64,13 +64,16 @@ _GENERAL: dict[Callable[..., Network], Callable[..., Network]] = {
 
 
 def makers(name: str) -> tuple[Callable[..., Network], ...]:
-    """Return the functions whose parameters are the options of the model `name`; for each option the first counts."""
+    """Return the functions whose parameters are the options of the model `name`. The first function with an option sets
+    it.
+    """
     model = MODELS[name]
     return tuple(dict.fromkeys((model, _GENERAL.get(model, model))))
 
 
 def _table(name: str) -> type[schema.Table]:
-    """Return the options of a model with their types and ranges: the annotations of the functions that make it."""
+    """Return the options of a model with their types and ranges, from the annotations of the functions that build it.
+    """
     return schema.table_of(*makers(name))
 
 
@@ -93,13 +96,12 @@ def has_option(name: str, option: str) -> bool:
 
 
 def build(name: str, /, **given: Any) -> Network:
-    """Make the network `name`, or that of the function at ``FILE.py:NAME`` or ``MODULE:NAME``, with its options.
+    """Build the network `name`, or that of the function at ``FILE.py:NAME`` or ``MODULE:NAME``, with its options.
 
     Raises
     ------
     UserError
-        If there is no such model, if it has no option of a given name, type or size, or if no network can be made of
-        the options.
+        There is no such model, it has no option of a given name, type or size, or the options give no valid network.
     """
     if is_location(name):
         return build_own(name, given)
@@ -114,4 +116,4 @@ def build(name: str, /, **given: Any) -> Network:
     try:
         return MODELS[name](**{option: getattr(checked, option) for option in given})
     except ValueError as error:
-        raise UserError(f"model: {name} was not made: {error}") from error
+        raise UserError(f"model: cannot build {name}: {error}") from error

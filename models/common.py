@@ -1,4 +1,4 @@
-"""Parts that models share: the types of their options, units of layers, the loss of a classifier."""
+"""Common parts of the models: types of their options, units of layers, the loss of a classifier."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def _pool(y: Node, label: str) -> Node:
 
 
 def _module(x: Node, filters: tuple[int, ...], label: str) -> Node:
-    """Add 1x1, 3x3 and 5x5 convolutions and a pooling side by side, the latter three with a 1x1 convolution."""
+    """Add 1x1, 3x3 and 5x5 convolutions and a pooling in parallel; the latter three have a further 1x1 convolution."""
     one, reduce3, three, reduce5, five, projection = filters
 
     def conv(y: Node, count: int, kernel: int, branch: str) -> Node:
@@ -115,7 +115,7 @@ def _module(x: Node, filters: tuple[int, ...], label: str) -> Node:
 
 
 def _auxiliary(x: Node, classes: int, width: float, dropout: float, label: str) -> Node:
-    """Return the logits of a classifier behind a module (Section 5 of the paper)."""
+    """Return the logits of a classifier after a module (Section 5 of the paper)."""
     if min(x.shape[:-1]) < 5:
         raise ValueError(
             f"auxiliary: expected at least 5 x 5 positions behind module {label}, got {x.shape[0]} x {x.shape[1]}; "
@@ -205,7 +205,7 @@ class _Builder:
         return unit(y, width, kernel, label, stride, padding, statistics=self.statistics, eps=1e-3)
 
     def chain(self, y: Node, steps: Sequence[tuple[int, _Kernel]], label: str) -> Node:
-        """Add units one behind the other; each step is (filters, kernel)."""
+        """Add units in sequence; each step is (filters, kernel)."""
         for i, (filters, kernel) in enumerate(steps, start=1):
             y = self.unit(y, filters, kernel, f"{label}_{i}")
         return y
@@ -277,7 +277,7 @@ class _Builder:
         )
 
     def auxiliary(self, x: Node, classes: int) -> Node:
-        """Return the logits of the classifier behind the last 17 x 17 module."""
+        """Return the logits of the classifier after the last 17 x 17 module."""
         if min(x.shape[:-1]) < 17:
             raise ValueError(
                 f"auxiliary: expected at least 17 x 17 positions behind module 6e, got {x.shape[0]} x {x.shape[1]}; "
@@ -285,6 +285,6 @@ class _Builder:
             )
         y = self.unit(AveragePool(5, 3, name="pool_aux")(x), 128, 1, "_aux_1")
         y = self.unit(y, 768, 5, "_aux_2", 1, 0)
-        # One position where the samples are 299 x 299; torchvision, too, averages what is left.
+        # One position if the samples are 299 x 299; for others the mean, as in torchvision.
         y = GlobalAveragePool(name="average_aux")(y)
         return Dense(classes, name="dense_aux")(y)

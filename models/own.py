@@ -1,4 +1,4 @@
-"""Networks of the user: a function in a file (``net.py:build``) or in a module (``package.module:build``)."""
+"""Networks of the user, from a function in a file (``net.py:build``) or in a module (``package.module:build``)."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ from ..layers import Network
 
 __all__ = ["build_own", "call_own", "give", "is_made", "load_function", "options_of_own", "source_of"]
 
-#: Stands in place of a file for objects that a script has made.
+#: Replaces the file name in the location of an object that a script has made.
 _SCRIPT = "script"
 _MADE: dict[str, Any] = {}
 
 
 def give(made: Any, name: str) -> str:
-    """Register an object that a script has made, and return the text that stands for it. Local; every rank calls it."""
+    """Register an object that a script has made, and return a text as its location. Local; every rank calls it."""
     where = f"{_SCRIPT}:{name}"
     _MADE[where] = made
     return where
 
 
 def is_made(where: str) -> bool:
-    """Return whether this text stands for an object that a script has made (:func:`give`)."""
+    """Return whether this location belongs to an object that a script has made (:func:`give`)."""
     return where in _MADE
 
 
 def build_own(where: str, given: Mapping[str, Any]) -> Network:
-    """Return the network that a function of the user makes of these options. Local; every rank calls it.
+    """Return the network that a function of the user builds from these options. Local; every rank calls it.
 
     Raises
     ------
     UserError
-        If there is no such function, if it has no option of a given name or type, if it raises an error, or if it
-        returns something else than a network.
+        There is no such function, it has no option of a given name or type, it raises an error, or it does not return a
+        network.
     """
     if where in _MADE:
         return _MADE[where]
@@ -52,7 +52,7 @@ def build_own(where: str, given: Mapping[str, Any]) -> Network:
     try:
         made = function(**options)
     except Exception as error:
-        raise UserError(f"model: {where} made no network: {describe(error)}") from error
+        raise UserError(f"model: {where} failed: {describe(error)}") from error
     if not isinstance(made, Network):
         raise UserError(
             f"model: {where}: expected a function that returns a halograd.Network, got {type(made).__name__}"
@@ -61,19 +61,19 @@ def build_own(where: str, given: Mapping[str, Any]) -> Network:
 
 
 def options_of_own(where: str) -> tuple[str, ...]:
-    """Return the names of the options that a function of the user takes; those of a network of a script are none."""
+    """Return the names of the options of a user's function; empty for a network made by a script."""
     return () if is_made(where) else tuple(inspect.signature(load_function(where)).parameters)
 
 
 def call_own(where: str, key: str, *arguments: Any, **options: Any) -> Any:
     """Call a function of the user and return its result. Local.
 
-    `where` is the place of the function, `key` the entry of the configuration that gave it.
+    `where` is the location of the function, `key` the configuration key that gave it.
 
     Raises
     ------
     UserError
-        If there is no such function, or it raises an error.
+        There is no such function, or it raises an error.
     """
     if where in _MADE:
         return _MADE[where]
@@ -104,7 +104,7 @@ def load_function(where: str, key: str = "model.file") -> Callable[..., Any]:
 
 
 def source_of(where: str) -> tuple[str, str]:
-    """Return the place of a function and a checksum of its file: a run records both as its model. Local."""
+    """Return the location of a function and a checksum of its file, which a run records as its model. Local."""
     script = where.startswith(f"{_SCRIPT}:")
     file = getattr(sys.modules["__main__"], "__file__", None) if script else inspect.getsourcefile(load_function(where))
     text = Path(file).read_bytes() if file is not None else b""
@@ -112,7 +112,7 @@ def source_of(where: str) -> tuple[str, str]:
 
 
 def _checked(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Check options by the annotations of a function; an option without annotation may be anything."""
+    """Return the options, checked by the annotations of a function. Options without annotation may have any type."""
     taken = inspect.signature(function).parameters.values()
     named = {parameter.name for parameter in taken if parameter.kind is not inspect.Parameter.VAR_KEYWORD}
     free = {k: v for k, v in given.items() if k not in named} if len(named) < len(taken) else {}

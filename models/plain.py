@@ -1,4 +1,4 @@
-"""Plain networks, one layer behind the other: LeNet-5, AlexNet, VGG."""
+"""Plain networks, with layers in sequence: LeNet-5, AlexNet, VGG."""
 
 from __future__ import annotations
 

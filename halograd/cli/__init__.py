@@ -1,4 +1,4 @@
-"""The command line. Commands are thin: they parse, call the library, and print on rank 0."""
+"""The command line. Commands parse their arguments, call the library, and print on rank 0."""
 
 from .run import main
 

@@ -1,4 +1,4 @@
-"""The commands and their help. What a command needs is imported when it is called: help must be instant."""
+"""The commands and their help. Imports are inside the commands, so that help is instant."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def options(
 
 @app.command()
 def doctor() -> int:
-    """Print what was found on this machine, and whether training can run.
+    """Check this machine, and print whether training can run.
 
-    Exit code 1 if it cannot; the remedy stands beside what is missing.
+    Exit code 1 if it cannot; the report shows a remedy for each missing part.
 
     \b
     Examples:
@@ -81,7 +81,7 @@ def mesh_tangling(
     samples: Annotated[int, typer.Option(help="Number of samples.")] = 32,
     seed: Annotated[int, typer.Option(help="Seed of all randomness.")] = 0,
 ) -> None:
-    """Lagrangian meshes in an unsteady flow: 18 channels, and the cells about to tangle.
+    """Generate Lagrangian meshes in an unsteady flow: 18 channels, and a mask of the cells about to tangle.
 
     \b
     Example:
@@ -122,9 +122,9 @@ def train(
         ),
     ] = None,
 ) -> int:
-    """Train a network as a configuration says; log, checkpoints and timeline go to its output.directory.
+    """Train a network from a configuration; log, checkpoints and timeline go to its output.directory.
 
-    SIGUSR1 or SIGTERM to any rank: a checkpoint after the next step, and exit code 75 (go on with --resume).
+    SIGUSR1 or SIGTERM to any rank writes a checkpoint after the next step; exit code 75 (continue with --resume).
 
     \b
     Examples:
@@ -171,7 +171,7 @@ def evaluate(
     ] = None,
     threads: Threads = None,
 ) -> None:
-    """Loss and metrics of a trained network, on any number of ranks.
+    """Print loss and metrics of a trained network, on any number of ranks.
 
     \b
     Examples:
@@ -197,9 +197,9 @@ def apply(
 ) -> None:
     """Predict data without labels with a trained network, on any number of ranks.
 
-    Samples may be one or many, and of another size than in training: resolution, batch and cut follow from them and
-    from the ranks. Each rank writes its own blocks; on several, OUT.h5 joins the parts beside it. A job that was
-    interrupted goes on.
+    The number and the size of samples may differ from training: resolution, batch and cut follow from them and from
+    the number of ranks. Each rank writes its own blocks; with several ranks, OUT.h5 joins the files of the parts. A
+    job that was interrupted continues.
 
     \b
     Examples:
@@ -228,7 +228,7 @@ def export(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write.")],
     to: Annotated[str, typer.Option("--to", help="onnx, or safetensors: weights alone, as torch names them.")] = "onnx",
     normalize: Annotated[
-        bool, typer.Option("--normalize", help="Data go in as they are on disk: their normalization is written too.")
+        bool, typer.Option("--normalize", help="Include the normalization, so that inputs are data as on disk.")
     ] = False,
     sets: Sets = None,
 ) -> None:
@@ -256,11 +256,11 @@ def export(
 @app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Folder of data set, configuration, run and report.")] = Path("demo"),
-    quick: Annotated[bool, typer.Option("--quick", help="Tiny: to see that everything works here.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Tiny: only checks that everything works here.")] = False,
 ) -> None:
     """Make a data set, train on 4 MPI ranks, evaluate on held-out simulations, and write a report.
 
-    It starts its ranks itself. A second call uses the data set again and replaces the run.
+    The command starts its ranks itself. A second call reuses the data set and replaces the run.
 
     \b
     Examples:

@@ -1,4 +1,4 @@
-"""`halograd doctor`: what was found on this machine, and whether training can run."""
+"""`halograd doctor`: a check of this machine, and whether training can run."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 __all__ = ["Finding", "careful", "examine", "merge", "probe_gpu", "probe_mpi", "show"]
 
 STATUSES = ("ok", "note", "warn", "fail")
-"""From good to bad. ``note``: not there, and not needed here. ``warn``: training runs, but slower or at risk.
+"""From good to bad. ``note``: missing, but not needed here. ``warn``: training runs, but slower or at risk.
 ``fail``: training cannot run."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Finding: its value, its status, and the remedy."""
+    """One result of the check: a value, its status, and a remedy."""
 
     name: str
     status: str
@@ -49,12 +49,12 @@ class Finding:
 
     @property
     def severity(self) -> int:
-        """0 for ``ok`` to 3 for ``fail``."""
+        """Severity, from 0 for ``ok`` to 3 for ``fail``."""
         return STATUSES.index(self.status)
 
 
 def careful(name: str, probe: Callable[[], Iterator[Finding]], status: str = "fail") -> list[Finding]:
-    """Return the finding of a probe; a probe that fails is a finding of this status."""
+    """Return the findings of a probe; if it raises, one finding of this status."""
     found: list[Finding] = []
     try:
         found.extend(probe())
@@ -135,20 +135,20 @@ def convolve(backend: Backend, reference: Backend) -> tuple[str, float]:
         kernel = library.conv_forward(x, w, None, y, geometry)
         kernel()
         implementation = kernel.impl
-        results.append(y.get() if hasattr(y, "get") else np.array(y))  # from the device, which waits for it
+        results.append(y.get() if hasattr(y, "get") else np.array(y))  # a copy from the device waits for the kernel
         kernel.close()
     return implementation, float(np.abs(results[0] - results[1]).max())
 
 
 def probe_hdf5() -> Iterator[Finding]:
-    """Report h5py, HDF5, and whether it writes from several ranks at once. Local."""
+    """Report h5py, HDF5, and whether HDF5 can write from several ranks at once. Local."""
     import h5py
 
     parallel = "parallel" if h5py.get_config().mpi else "serial (each rank reads its own blocks)"
     yield Finding("h5py", "ok", f"{h5py.__version__}, HDF5 {h5py.version.hdf5_version}, {parallel}")
 
 
-# Enough for MPI's own segments and the halo windows of small networks; containers often give 64 MiB in all.
+# Enough for MPI's own segments and the halo windows of small networks; containers often have 64 MiB in total.
 ENOUGH_PER_RANK = 64 << 20  # [B]
 
 
@@ -184,7 +184,7 @@ def _thread_level(level: int) -> Finding:
 
 
 def probe_ranks(world: MPI.Intracomm) -> Iterator[Finding]:
-    """Report ranks and nodes, a sum over all ranks, a window shared in the node. Collective over `world`."""
+    """Report ranks and nodes, a sum over all ranks, and a window shared in the node. Collective over `world`."""
     from mpi4py import MPI
 
     launched = launched_size()
@@ -235,7 +235,7 @@ INSTALL = "pip install 'halograd[gpu]'; training on the processor needs none of 
 def probe_gpu() -> Iterator[Finding]:
     """Report driver, CuPy, cuDNN and NCCL, or why they are missing, and the backend cudnn. Local.
 
-    Nothing of it is needed on a CPU: what is missing is a note there, and a warning only where there is a GPU.
+    A missing part is a note, and a warning only on a machine with a GPU, because a CPU needs none of them.
     """
     driver, devices = _driver()
     yield Finding("CUDA driver", "ok" if devices else "note", driver)
@@ -259,12 +259,12 @@ def _numpy(version: str) -> Iterator[Finding]:
 
 
 def _load(name: str) -> Any:
-    """Return the module, or the reason why it cannot be imported."""
+    """Return the module, or a text with the reason why it cannot be imported."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         return f"{error.name} is not installed"
-    except Exception as error:  # a broken CUDA installation raises what it likes
+    except Exception as error:  # a broken CUDA installation may raise anything
         return " ".join(f"{type(error).__name__}: {error}".split())
 
 
@@ -273,7 +273,7 @@ def _found(name: str, module: Any, devices: int, version: Any) -> Finding:
         return _missing(name, module, devices)
     try:
         return Finding(name, "ok", version())
-    except Exception as error:  # the module is there, its library is not
+    except Exception as error:  # the module is installed, but not its library
         return _missing(name, " ".join(f"{type(error).__name__}: {error}".split()), devices)
 
 
@@ -303,7 +303,7 @@ def _backend(devices: int) -> Iterator[Finding]:
 
 
 def _driver() -> tuple[str, int]:
-    """Report the CUDA driver, and its number of devices."""
+    """Return a description of the CUDA driver, and the number of devices."""
     path = ctypes.util.find_library("cuda")
     if path is None:
         return f"no libcuda; {NOT_NEEDED}", 0
@@ -354,7 +354,7 @@ def _world(findings: Sequence[Finding]) -> MPI.Intracomm | None:
 
 
 def _cores_of_node(world: MPI.Intracomm) -> list[Cores]:
-    """Return the cores of every rank of the node of this one."""
+    """Return the cores of every rank on this rank's node."""
     from mpi4py import MPI
 
     node = world.Split_type(MPI.COMM_TYPE_SHARED)
@@ -365,7 +365,8 @@ def _cores_of_node(world: MPI.Intracomm) -> list[Cores]:
 
 
 def merge(everyone: Sequence[Sequence[Finding]]) -> list[Finding]:
-    """Return the worst finding of all ranks for each name, in the order of rank 0; mark those of other ranks."""
+    """Return the worst finding of all ranks for each name, in the order of rank 0, marked if it is from another rank.
+    """
     worst: dict[str, Finding] = {}
     for rank, findings in enumerate(everyone):
         for finding in findings:
@@ -376,7 +377,7 @@ def merge(everyone: Sequence[Sequence[Finding]]) -> list[Finding]:
 
 
 def show(findings: Sequence[Finding]) -> None:
-    """Print a table on a terminal, plain lines that `grep` can use elsewhere, and the verdict."""
+    """Print a table on a terminal, else plain lines for `grep`, and the result."""
     console = Console(highlight=False)
     if console.is_terminal:
         _show_table(console, findings)

@@ -1,4 +1,4 @@
-"""`halograd explain`: why a plan cuts a layer as it does, and what the next best would have cost."""
+"""`halograd explain`: why a plan cuts a layer as it does, and the cost of the next best cuts."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 __all__ = ["explain"]
 
-#: Layers that are explained if none is asked for: those that take longest.
+#: Number of layers that are explained without --layer: those with the longest times.
 FEW = 5
-#: Other cuts of one layer that are simulated.
+#: Number of other cuts of one layer that are simulated.
 RIVALS = 5
-#: Terms of a record, as the table names them.
+#: Fields of a record, by the names in the table.
 TERMS = {
     "kernels": ("forward", "backward"),
     "halos": ("halo_exposed", "packing"),
@@ -52,10 +52,10 @@ def explain(
     ] = False,
     rank: Annotated[int, typer.Option("--rank", metavar="R", min=0, help="Whose program.")] = 0,
 ) -> None:
-    """Tell why a plan cuts layers as it does, and what the next best cut would have cost.
+    """Explain why a plan cuts layers as it does, and what the next best cuts would cost.
 
-    Without --layer, for the layers that take longest. The rest of the network is planned anew around every other cut,
-    and the step simulated.
+    Without --layer, this explains the layers that take longest. For every other cut, the rest of the network is planned
+    again and the step is simulated.
 
     \b
     Examples:
@@ -84,12 +84,12 @@ def explain(
 
 
 def _asked(plan: Plan, path: Path, cache: Path | None) -> Asked:
-    """Build network and machine of a plan again.
+    """Build the network and the machine of a plan again.
 
     Raises
     ------
     UserError
-        The plan does not say what it was asked for, or the model is another one by now.
+        The plan has no request, or the model has changed since.
     """
     from ..planning import Asked
 
@@ -106,7 +106,7 @@ def _asked(plan: Plan, path: Path, cache: Path | None) -> Asked:
 
 
 def _program(plan: Plan, asked: Asked, rank: int, layers: Sequence[str]) -> Iterator[str]:
-    """Yield lines of the program of one rank."""
+    """Yield the program of one rank, as lines."""
     from ..device import as_dtype
     from ..perfmodel.cost import Wires, program_of
     from ..program.compiler import Target
@@ -130,14 +130,14 @@ def _check_layer(plan: Plan, name: str) -> None:
 
 @dataclass(frozen=True)
 class Rival:
-    """Another cut of one layer, with the best plan around it.
+    """Another cut of one layer, with the best plan for the other layers.
 
     Attributes
     ----------
     parts
-        Of the layer.
+        Parts of the layer.
     prediction
-        Of a step.
+        Prediction of the step.
     """
 
     parts: dict[str, int]
@@ -154,7 +154,7 @@ class Explainer:
     asked
         Its network and machine.
     say
-        Is called with what is being done.
+        Called with a text about the current work.
     """
 
     def __init__(self, plan: Plan, asked: Asked, say: Callable[[str], None] = lambda text: None) -> None:
@@ -174,26 +174,26 @@ class Explainer:
         self.chosen = self._simulate(plan.strategy)
 
     def check_layers(self, layers: Sequence[str]) -> list[str]:
-        """Return the layers to explain; those that take longest if none are given."""
+        """Return the layers to explain: the given ones, else those that take longest."""
         for name in layers:
             _check_layer(self.plan, name)
         if layers:
             return list(dict.fromkeys(layers))
-        slowest: dict[object, str] = {}  # of layers that are alike, the first
+        slowest: dict[object, str] = {}  # the first one of equal layers
         for record in sorted(self.chosen.layers, key=lambda r: -r.seconds):
             slowest.setdefault(_likeness(record), record.name)
         few = set(list(slowest.values())[:FEW])
         return [name for name in self.plan.layers if name in few]
 
     def rivals(self, layer: str, count: int = RIVALS) -> tuple[list[Rival], int]:
-        """Return the best other cuts of a layer, fastest step first, and the number of cuts there were."""
+        """Return the best other cuts of a layer, fastest step first, and the number of possible cuts."""
         import numpy as np
 
         from ..perfmodel.planners import Elimination, NoneFits, next_best
 
         v = self.costs.names.index(layer)
         chosen = self.costs.indices(self.plan.strategy)
-        # A baseline may cut a layer as no candidate does; then there is nothing to leave out.
+        # The cut of a baseline may not be among the candidates.
         own = chosen[v] if chosen else self._candidate(v)
         ranking = next_best(self.costs.problem(self.exposed), v)
         found: list[Rival] = []
@@ -218,7 +218,7 @@ class Explainer:
         return self.costs.candidates[v].index(parts) if parts in self.costs.candidates[v] else -1
 
     def _reducing(self, strategy: Strategy) -> Strategy:
-        """Set the plan's scheme of gradient reduction, as far as these cuts can have it."""
+        """Return the strategy with the plan's reduction scheme, as far as these cuts permit it."""
         from ..layers.reduction_chunks import replicable_layers
 
         scheme = self.plan.strategy.reduction
@@ -282,7 +282,7 @@ class Explainer:
         return lines
 
     def _comparison(self, rivals: Sequence[Rival]) -> list[str]:
-        """Yield steps under the other cuts, and the causes of the difference."""
+        """Return lines with the steps under the other cuts, and the causes of the difference."""
         heading = ["cut", "step [ms]", "more [ms]", "", "memory"]
         base = self.chosen.step_seconds
         rows = []
@@ -315,7 +315,7 @@ class Explainer:
 
 
 def _likeness(record: LayerRecord) -> object:
-    """Return a key that is equal for layers of equal time under the same cut, up to sums of gradients."""
+    """Return a key that is equal for layers of equal time under the same cut, without sums of gradients."""
     return record.kind, tuple(record.parts.items()), record.forward, record.backward, record.halo, record.output
 
 

@@ -1,4 +1,4 @@
-"""Options of commands: groups that commands share, and texts made into numbers, cuts and settings, checked."""
+"""Options of commands: groups that commands share, and the parsing of texts into numbers, cuts and settings."""
 
 from __future__ import annotations
 
@@ -62,9 +62,10 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 def grouped(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a command for typer: the fields of parameters that are dataclasses become its options.
+    """Return a command for typer in which the fields of dataclass parameters become options.
 
-    typer makes an option of every parameter of a function; a function with twenty of them is nothing to read or call.
+    typer makes an option of every parameter of a function, and a function with twenty parameters is hard to read and
+    call.
     """
     hints = typing.get_type_hints(command, include_extras=True)
     groups: dict[str, Any] = {name: kind for name, kind in hints.items() if dataclasses.is_dataclass(kind)}
@@ -100,7 +101,7 @@ def _parameters(kind: Any) -> list[inspect.Parameter]:
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """What is planned, and for which machine."""
+    """The model and the machine to plan for."""
 
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A model by name, such as resnet50; or net.py:build.")]
     machine: Annotated[
@@ -121,7 +122,7 @@ class ModelOptions:
         return training_of(self.dtype, self.optimizer)
 
     def asked(self) -> Asked:
-        """Build the model, and read the machine; user errors in one line each."""
+        """Build the model, and read the machine. Raises UserError."""
         from ..perfmodel.machine import MACHINES
         from ..planning import Asked
 
@@ -136,12 +137,12 @@ def parse_options(options: Sequence[str]) -> dict[str, Any]:
     return {key: parse_option("--option", key, text.strip()) for key, text in pairs}
 
 
-#: No number of ranks has more digits.
+#: Largest number of digits of a number of ranks.
 _WHOLE = r"[0-9]{1,9}"
 
 
 def check_counts(**counts: float | None) -> None:
-    """Refuse what is no number of ranks, samples or threads, or no time of a budget [s]; None was not given."""
+    """Check counts of ranks, samples or threads, and a time budget [s]; None: not given. Raises UserError."""
     from ..perfmodel.plans import Ranks
     from ..schema import Count, NotNegative, Threads, build
 
@@ -152,7 +153,8 @@ def check_counts(**counts: float | None) -> None:
 
 
 def parse_ranks(text: str) -> list[int]:
-    """Parse numbers of ranks; ``...`` goes on as the two before it do, up to the one behind it.
+    """Return numbers of ranks; ``...`` continues with the ratio of the two numbers before it, up to the number after
+    it.
 
     >>> parse_ranks("4,8,...,64"), parse_ranks("16")
     ([4, 8, 16, 32, 64], [16])
@@ -211,12 +213,12 @@ def parse_grid(text: str) -> dict[str, int]:
 
 
 def strategy_of_grid(network: Network, grid: Mapping[str, int], batch: int, ranks: int) -> Strategy:
-    """Make the strategy with one cut for all layers. Samples take the ranks that are left, if not in `grid`.
+    """Return the strategy with one cut for all layers. Unless `grid` has samples, they take the remaining ranks.
 
     Raises
     ------
     UserError
-        The parts do not make up the ranks, or the network cannot be cut so.
+        The product of the parts is not the number of ranks, or the network cannot be cut in this way.
     """
     from ..dtensor import axis_names
     from ..layers import Strategy
@@ -240,7 +242,7 @@ def strategy_of_grid(network: Network, grid: Mapping[str, int], batch: int, rank
 
 
 def _complete(grid: Mapping[str, int], ranks: int) -> dict[str, int]:
-    """Add the samples' parts."""
+    """Return the grid with the parts of the samples."""
     product = math.prod(grid.values())
     written = " x ".join(f"{n} {axis}" for axis, n in grid.items())
     if "sample" in grid and product != ranks:

@@ -1,4 +1,4 @@
-"""Output of commands: tables of text, with columns aligned and units in the heading, and progress."""
+"""Output of commands: text tables with aligned columns and units in the heading, and progress."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def table(heading: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) 
 
 
 def milliseconds(seconds: float, digits: int = 3) -> str:
-    """Write a time without its unit [ms]; "-" for zero.
+    """Return a time without its unit [ms]; "-" for zero.
 
     >>> milliseconds(0.0123), milliseconds(0)
     ('12.300', '-')
@@ -51,7 +51,7 @@ def milliseconds(seconds: float, digits: int = 3) -> str:
 
 
 def time_text(seconds: float) -> str:
-    """Write a time with a suitable unit, four digits.
+    """Return a time with a suitable unit, four digits.
 
     >>> time_text(0.01234), time_text(12.5), time_text(3.2e-6)
     ('12.34 ms', '12.5 s', '3.2 us')
@@ -63,12 +63,12 @@ def time_text(seconds: float) -> str:
 
 
 def mebibytes(nbytes: float) -> str:
-    """Write a size without its unit [MiB]; "-" for zero."""
+    """Return a size without its unit [MiB]; "-" for zero."""
     return f"{nbytes / 2**20:.1f}" if nbytes else "-"
 
 
 def cut_text(parts: Mapping[str, int]) -> str:
-    """Write the parts of the axes that are cut.
+    """Return the parts of the axes that are cut, as a text.
 
     >>> cut_text({"sample": 2, "height": 4, "width": 1}), cut_text({})
     ('2 sample x 4 height', 'no cut')
@@ -77,7 +77,7 @@ def cut_text(parts: Mapping[str, int]) -> str:
 
 
 def idle_text(plan: Plan) -> list[str]:
-    """Return a line about ranks that no layer of a plan uses; none if there are none."""
+    """Return a line about ranks that no layer of a plan uses; empty if all are used."""
     idle = plan.ranks - max((record.ranks for record in plan.prediction.layers), default=0)
     if not idle:
         return []
@@ -88,7 +88,7 @@ def idle_text(plan: Plan) -> list[str]:
 def working(text: str) -> Iterator[Callable[[str], None]]:
     """Show activity on the terminal of stderr during a long task; yield a function that changes the text.
 
-    Where stderr is no terminal nothing is shown.
+    Without a terminal, nothing is shown.
     """
     from ..training.log import stderr_console
 
@@ -101,7 +101,7 @@ def working(text: str) -> Iterator[Callable[[str], None]]:
 
 
 def split_text(ranks: int, threads: int) -> str:
-    """Write ranks and their threads, in words.
+    """Return numbers of ranks and threads in words.
 
     >>> split_text(2, 1), split_text(1, 4)
     ('2 ranks x 1 thread', '1 rank x 4 threads')
@@ -113,18 +113,18 @@ def split_text(ranks: int, threads: int) -> str:
 def progress_bar(
     unit: str, shown: bool = True, transient: bool = False, console: Console | None = None
 ) -> Iterator[Callable[[int, int], None]]:
-    """Yield a function of the done and the total count, for a bar on the terminal of stderr.
+    """Show a bar on the terminal of stderr; yield a function that takes the done and the total count.
 
     Parameters
     ----------
     unit
-        What is counted.
+        Name of the counted things.
     shown
-        False: nothing is shown, as where stderr is no terminal.
+        False: show nothing, as without a terminal.
     transient
-        Whether the bar goes away at the end, and keeps below what is printed meanwhile.
+        Whether the bar disappears at the end, and stays below other output until then.
     console
-        Another one than stderr.
+        Another console than stderr.
     """
     import sys
 
@@ -134,7 +134,7 @@ def progress_bar(
 
     console = console or stderr_console()
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn(unit), TimeRemainingColumn())
-    both = not transient or sys.stdout.isatty()  # what is printed to a file is not taken out of it
+    both = not transient or sys.stdout.isatty()  # output to a file cannot be erased
     off = not (shown and console.is_terminal)
     with Progress(*columns, console=console, disable=off, transient=transient, redirect_stdout=both) as bar:
         task = bar.add_task("", total=None)

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 __all__ = ["draw_scaling", "draw_strip"]
 
-#: Most layers of one row of the strip.
+#: Largest number of layers in one row of the strip.
 ROW = 70
-#: Longest name that is written out.
+#: Length above which a name is shortened.
 NAME = 20
 CUTS = (BLUE, ORANGE, GREEN, PURPLE, SKY, YELLOW, RED, "#7F3C8D", "#80BA5A", "#A5AA99", "#E73F74", "#11A579")
 HATCHES = ("", "////", "....", "xxxx")
@@ -33,15 +33,15 @@ TIMES = {"forward": DARK, "backward": GREY, "messages": RED}
 
 
 def draw_strip(plan: Plan, path: Path) -> None:
-    """Write the picture of a plan as PNG. Local.
+    """Draw a plan as a strip of layers, in a PNG file. Local.
 
-    Each layer is a tile, in order of computation, in the color of its cut; the bar above it is what it adds to the
-    step: kernels forward and backward, and whatever is waited for.
+    Each layer is a tile, in order of computation, in the color of its cut. The bar above it is its contribution to the
+    step: forward and backward kernels, and waits.
 
     Raises
     ------
     UserError
-        If the file cannot be written.
+        The file cannot be written.
     """
     records = plan.prediction.layers
     rows = math.ceil(len(records) / ROW)
@@ -116,7 +116,7 @@ def _legend(
 
 
 def _value(record: LayerRecord, term: str) -> float:
-    """Return a term of the time of a layer [s]; what is waited for is all that is not kernels."""
+    """Return a term of the time of a layer [s]; "messages" is all time outside of kernels."""
     if term == "messages":
         return record.seconds - record.forward - record.backward
     return float(getattr(record, term))
@@ -128,19 +128,19 @@ def _short(name: str) -> str:
 
 
 COLORS = {"data": ORANGE, "spatial": GREEN, "model": PURPLE, "owt": SKY}
-#: Later ones are drawn on earlier ones, and are thinner: baselines that are the same cut are all seen.
+#: Later lines are thinner and drawn over earlier ones, so that baselines with equal times are all visible.
 WIDTHS = {"data": 4.5, "spatial": 3.4, "model": 2.3, "owt": 1.2}
 
 
 def draw_scaling(series: Sequence[Series], title: str, path: Path) -> None:
-    """Write the picture: a panel per series, time of a step over ranks. Local.
+    """Draw the time of a step over the number of ranks, one panel per series. Local.
 
     Baselines that do not fit into memory are left out.
 
     Raises
     ------
     UserError
-        If the file cannot be written.
+        The file cannot be written.
     """
     try:
         with picture(path, 9.5, 4.2) as figure:
@@ -169,7 +169,7 @@ def _panel(ax: Axes, series: Series) -> None:
         ax.plot([p.ranks for p in points], ideal, color=GREY, linestyle="--", linewidth=1, label="ideal")
     ax.set_xscale("log", base=2)
     if series.kind == "weak":
-        ax.set_ylim(bottom=0)  # ideal is a level line: what matters is the distance to it, against the whole
+        ax.set_ylim(bottom=0)  # the ideal is a horizontal line, so start the axis at 0 to show relative distances
     else:
         ax.set_yscale("log")
     ax.set_xticks([p.ranks for p in points], [str(p.ranks) for p in points], rotation=45, color=DARK)

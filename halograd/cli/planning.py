@@ -1,4 +1,5 @@
-"""`halograd plan`: how every layer is best cut on a machine; a plan as text, and beside what was measured."""
+"""`halograd plan`: the best cuts of every layer on a machine; texts of plans and of their comparison with measurements.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ __all__ = ["compared", "comparison", "plan", "plan_text"]
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """How a plan is looked for."""
+    """Options of the search for a plan."""
 
     memory: Memory = None
     planner: Planner = "elimination"
@@ -35,7 +36,7 @@ class SearchOptions:
 
 @dataclass(frozen=True)
 class CoreOptions:
-    """How the cores of this machine are used in what is tried."""
+    """Use of the cores of this machine in trials."""
 
     cores: Annotated[int | None, typer.Option(help="Try ranks and threads for so many cores of this machine.")] = None
     transport: Annotated[str, typer.Option(help="With --cores: how messages travel.")] = "auto"
@@ -48,7 +49,7 @@ def plan(
     batch: Batch,
     how: SearchOptions,
     tried: CoreOptions,
-    ranks: Annotated[int | None, typer.Option(help="How many there are; a layer may use fewer.")] = None,
+    ranks: Annotated[int | None, typer.Option(help="Number of ranks; a layer may use fewer.")] = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", metavar="PLAN.json", help="Write the plan to this file.")
     ] = None,
@@ -56,9 +57,10 @@ def plan(
 ) -> None:
     """Choose how every layer of a model is cut on a machine, within its memory.
 
-    `halograd explain` tells why, and `strategy.file = "plan.json"` of a configuration trains by it.
+    `halograd explain` gives the reasons; `strategy.file = "plan.json"` in a configuration trains with the plan.
 
-    With --cores, how many ranks this machine should run, of how many threads: each is measured, planned and tried.
+    With --cores, the command finds the best number of ranks and threads on this machine: it measures, plans and tries
+    each.
 
     \b
     Examples:
@@ -105,13 +107,13 @@ def _try_cores(what: ModelOptions, batch: int, how: SearchOptions, tried: CoreOp
     from ..models import build
 
     what.training()
-    build(what.model, **parse_options(what.options or ()))  # a mistake in it is said once, not by every job
+    build(what.model, **parse_options(what.options or ()))  # report an error here once, not in every job
     strategy = {"auto": True, "planner": how.planner}
     strategy |= {} if how.memory is None else {"memory": how.memory}
     strategy |= {} if tried.budget is None else {"budget": tried.budget}
     tables = {
         "model": {"name": what.model, **parse_options(what.options or ())},
-        "data": {"path": "none.h5"},  # nothing is read: steps are tried on noise
+        "data": {"path": "none.h5"},  # no data are read: steps are timed on noise
         "strategy": strategy,
         "optimizer": {"kind": what.optimizer} | ({"momentum": 0.9} if what.optimizer == "sgd" else {}),
         "schedule": {"learning_rate": 1e-3},
@@ -126,7 +128,7 @@ def _try_cores(what: ModelOptions, batch: int, how: SearchOptions, tried: CoreOp
 
 
 def _cores_text(model: str, batch: int, found: Sequence[CoreSplit]) -> list[str]:
-    """Describe the time of every split, and the best of them."""
+    """Return lines with the time of every split, and the best split."""
     best = min(found, key=lambda one: one.seconds)
     rows = [["", "[ms]", "[ms]", "", "[ms]", ""]]
     for one in found:
@@ -153,7 +155,7 @@ def _as_json(plan: Plan, others: Sequence[Alternative]) -> dict[str, Any]:
 
 
 def plan_text(plan: Plan, others: Sequence[Alternative]) -> list[str]:
-    """Return the plan as lines: its purpose, its layers, its totals, and the baselines beside it."""
+    """Return the plan as lines: its request, layers and totals, and the baselines for comparison."""
     totals = [*_totals(plan), *idle_text(plan)]
     return [*_headline(plan), "", *_layers(plan), "", *totals, "", *_beside(plan, others)]
 
@@ -204,7 +206,7 @@ def _totals(plan: Plan) -> list[str]:
 
 
 def _scheme(plan: Plan) -> str:
-    """Describe the summing of gradients."""
+    """Return a text for the gradient reduction of a plan."""
     scheme = plan.strategy.reduction
     return f"{scheme}, {bytes_text(plan.strategy.bucket_bytes)} each" if scheme.has_buckets else str(scheme)
 
@@ -221,9 +223,9 @@ def _beside(plan: Plan, others: Sequence[Alternative]) -> list[str]:
     return table(["strategy", "step", "speed-up", "memory", ""], rows)
 
 
-# -- beside what was measured ---------------------------------------------------------------------
+# -- comparison with measurements -----------------------------------------------------------------
 
-# Kinds of communication by which schemes of reduction sum gradients, or bring the sum to all.
+# Kinds of communication in which reduction schemes sum gradients, or distribute the sum.
 _GRADIENTS = ("allreduce", "reduce_scatter", "all_gather", "replicated_dense")
 
 
@@ -245,7 +247,7 @@ def comparison(plan: Plan, measured: Measured) -> list[str]:
 
 
 def _of_step(plan: Plan, measured: Measured) -> dict[str, tuple[float, float]]:
-    """Return the parts of the step: predicted and measured [s]."""
+    """Return predicted and measured times of the parts of the step [s]."""
     p = plan.prediction
     found = {
         "layers together": (sum(map(_predicted, p.layers)), sum(map(sum, measured.layers.values()))),

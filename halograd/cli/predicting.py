@@ -1,4 +1,4 @@
-"""`halograd predict`: what a step takes on a machine, for many numbers of ranks."""
+"""`halograd predict`: the predicted time of a step on a machine, for several numbers of ranks."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def predict(
     as_json: AsJson = False,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw the curves.")] = None,
 ) -> None:
-    """Predict the time of a training step, without running anything: strong and weak scaling.
+    """Predict the time of a training step without running it: strong and weak scaling.
 
-    Strong: the batch stays; weak: the samples per rank do. Every number of ranks gets a plan of its own, or the cut
-    of --grid. With one number of ranks, the parts of the step.
+    Strong scaling keeps the batch, weak scaling the samples per rank. Every number of ranks gets its own plan, or the
+    cut of --grid. With one number of ranks, the command prints the parts of the step.
 
     \b
     Examples:
@@ -97,17 +97,17 @@ class Point:
     Attributes
     ----------
     ranks, batch
-        Of the run.
+        Numbers of ranks and samples.
     prediction
-        None where nothing fits.
+        Prediction of a step; None if nothing fits.
     strategy
-        Who made it: a planner, a baseline, or the grid.
+        Name of the planner or baseline, or the grid.
     fits
-        Whether it fits into memory.
+        Whether the step fits into memory.
     fault
-        Why there is no prediction.
+        Reason if there is no prediction.
     baselines
-        Name -> time of a step [s] and whether it fits.
+        Time of a step [s] and whether it fits, by name.
     """
 
     ranks: int
@@ -120,7 +120,7 @@ class Point:
 
     @property
     def seconds(self) -> float | None:
-        """Time of a step, None where there is none [s]."""
+        """Time of a step [s]; None if there is none."""
         return None if self.prediction is None else self.prediction.step_seconds
 
     def as_dict(self) -> dict[str, Any]:
@@ -208,7 +208,7 @@ class Series:
     Attributes
     ----------
     kind
-        ``"strong"``: the batch stays; ``"weak"``: it grows with the ranks.
+        ``"strong"``: constant batch; ``"weak"``: the batch grows with the ranks.
     points
         In order of ranks.
     """
@@ -218,12 +218,12 @@ class Series:
 
     @classmethod
     def run(cls, kind: str, predictor: _Predictor, ranks: Sequence[int], batch: int) -> Series:
-        """Predict for each number of ranks; `batch` is that of the first.
+        """Predict for each number of ranks; `batch` belongs to the first.
 
         Raises
         ------
         UserError
-            Nothing fits anywhere, or samples per rank cannot be kept.
+            Nothing fits for any number of ranks, or the samples per rank are not a whole number.
         """
         points = [predictor.point(p, _batch(kind, batch, ranks[0], p)) for p in ranks]
         if kind == "strong" and all(point.prediction is None for point in points):
@@ -231,11 +231,11 @@ class Series:
         return cls(kind, tuple(points))
 
     def reference(self) -> Point | None:
-        """Return the prediction with the fewest ranks that a step fits on."""
+        """Return the prediction with the fewest ranks that fits into memory."""
         return next((p for p in self.points if p.prediction is not None and p.fits), None)
 
     def efficiency(self, point: Point) -> tuple[float, float] | None:
-        """Compute the speed-up over the reference in samples per second, and its share of the ideal one."""
+        """Return the speed-up over the reference in samples per second, and its ratio to the ideal speed-up."""
         first = self.reference()
         if first is None or first.prediction is None or point.prediction is None:
             return None
@@ -268,7 +268,7 @@ class Series:
             for name in names:
                 row.append(_bracketed(point.baselines, name))
             rows.append([*row, "" if point.fits else "does not fit"])
-        what = {"strong": "strong scaling: the batch stays", "weak": "weak scaling: samples per rank stay"}[self.kind]
+        what = {"strong": "strong scaling: same batch", "weak": "weak scaling: same samples per rank"}[self.kind]
         lines = [what, *table(heading, rows, left=0)]
         if any(not fits for p in self.points for _, fits in (p.baselines or {}).values()):
             lines.append("(in brackets: does not fit into memory)")
@@ -276,7 +276,7 @@ class Series:
 
 
 def _bracketed(baselines: Mapping[str, tuple[float, bool]] | None, name: str) -> str:
-    """Return the time of a step, in brackets if it does not fit; nothing where there is none."""
+    """Return the time of a step, in brackets if it does not fit; empty if there is none."""
     if name not in (baselines or {}):
         return ""
     seconds, fits = (baselines or {})[name]
@@ -284,7 +284,7 @@ def _bracketed(baselines: Mapping[str, tuple[float, bool]] | None, name: str) ->
 
 
 def parts_of(p: Prediction) -> dict[str, float]:
-    """Return the parts of a step [s]. Halos, sums and redistributions in full; waits apart."""
+    """Return the parts of a step [s]: full times of halos, sums and redistributions, and waits separately."""
     terms = ("forward", "backward", "halo", "halo_exposed", "channel", "statistics", "redistribution", "packing")
     found = {term: p.total(term) for term in terms}
     return {
@@ -307,12 +307,12 @@ def _batch(kind: str, batch: int, first: int, ranks: int) -> int:
 
 
 def _brief(fault: str) -> str:
-    """Remove the details of the planner's line."""
+    """Return the planner's error without details."""
     return fault.partition(" takes ")[2].partition(";")[0] or fault
 
 
 def _one(predictor: _Predictor, ranks: int, batch: int, as_json: bool, plot: Path | None) -> None:
-    """Return the record of one number of ranks, with its parts."""
+    """Print the prediction for one number of ranks, with its parts."""
     if plot is not None:
         raise UserError("--plot: expected several numbers of ranks for a curve, got one; write --ranks 4,8,...,64")
     point = predictor.point(ranks, batch)

@@ -1,4 +1,4 @@
-"""Commands that measure this machine: `halograd profile` for plans, `halograd bench` for its own sake."""
+"""Commands that measure this machine: `halograd profile` (for plans) and `halograd bench`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["allreduce", "profile"]
 
-#: Methods of `Communicator.reduction`, and the schemes of gradient reduction that they serve.
+#: Methods of `Communicator.reduction`, and the schemes of gradient reduction that use them.
 SERVES = {
     "allreduce": "blocking, per_layer, bucketed, two_chunks",
     "ordered": "deterministic, payload",
@@ -40,14 +40,14 @@ SIZES = ("1 KiB", "16 KiB", "256 KiB", "1 MiB", "4 MiB", "16 MiB")
 
 @dataclass(frozen=True)
 class MeasuringOptions:
-    """How a machine is measured: as a run would use it."""
+    """Settings of the measurement, the same as a run would use."""
 
     threads: Annotated[int, typer.Option(help="Threads per rank.")] = 1
     kernels: Annotated[str, typer.Option(help="Kernel backend.")] = "auto"
     dtype: Annotated[str, typer.Option(help="float32 or float64.")] = "float32"
     autotune: Annotated[bool, typer.Option("--autotune", help="Choose convolutions by measurement.")] = False
     transport: Annotated[str, typer.Option(help="How messages travel.")] = "auto"
-    budget: Annotated[float | None, typer.Option(help="Seconds after which no further layer is begun.")] = None
+    budget: Annotated[float | None, typer.Option(help="Seconds after which no further layer is measured.")] = None
     cache: Cache = None
 
 
@@ -62,8 +62,8 @@ def profile(
 ) -> None:
     """Measure this machine: messages, sums, and every layer shape of a model under every cut.
 
-    Start it as a run would be started: all ranks of a node measure at the same time. Times of layers are kept on
-    disk, so a profile that was interrupted, or ran out of its budget, goes on where it stopped.
+    Start it as you would start a run: all ranks of a node measure at the same time. Times of layers are stored on disk,
+    so a profile that was interrupted, or used up its budget, continues where it stopped.
 
     \b
     Examples:
@@ -85,7 +85,7 @@ def profile(
         measuring = Measuring(comm, backend, network, batch, cut, how.dtype, how.autotune, how.cache)
         found = measuring.machine()
         left = None if how.budget is None else max(0.0, how.budget - (time.perf_counter() - begin))
-        # First what the planner would ask for; then the other cuts.
+        # First the cuts that the planner needs, then the others.
         some, every = (works_of(network, batch, cut, found.machine, how.dtype, full) for full in (False, True))
         layers = measuring.layers({**some, **every}.values(), left)
         if comm.rank == 0:
@@ -96,7 +96,7 @@ def profile(
 
 @contextmanager
 def open_communicator(transport: str) -> Iterator[Communicator]:
-    """Open all ranks that were launched; this process alone without a launcher."""
+    """Yield a communicator of all launched ranks, or of this process alone without a launcher."""
     from mpi4py import MPI
 
     from ..comm import Communicator
@@ -151,7 +151,7 @@ def _as_text(found: Profile, layers: Coverage, out: Path, path: Path, seconds: f
     lines.append(f"  update {found.update * 1e9:.3f} ns/B of parameters; per layer {_us(found.layer_overhead)}")
     counts = f"{layers.measured} layer shapes measured, {layers.known} known before"
     if layers.left:
-        counts += f", {layers.left} left: the budget is spent; the same command goes on"
+        counts += f", {layers.left} left: the budget is spent; run the same command again to continue"
     return "\n".join([*lines, f"{out}: written after {seconds:.0f} s; {counts} (in {path})"])
 
 
@@ -164,26 +164,26 @@ def _us(seconds: float) -> str:
 
 def allreduce(
     sizes: Annotated[
-        list[str] | None, typer.Option("--size", metavar="SIZE", help="Of a sum, such as 4MiB; may be repeated.")
+        list[str] | None, typer.Option("--size", metavar="SIZE", help="Size of a sum, such as 4MiB; may be repeated.")
     ] = None,
     methods: Annotated[
-        list[str] | None, typer.Option("--method", metavar="NAME", help="A way of summing; may be repeated.")
+        list[str] | None, typer.Option("--method", metavar="NAME", help="A method of summing; may be repeated.")
     ] = None,
     codecs: Annotated[
-        list[str] | None, typer.Option("--codec", metavar="NAME", help="What sums travel as; may be repeated.")
+        list[str] | None, typer.Option("--codec", metavar="NAME", help="A codec of the sums; may be repeated.")
     ] = None,
     transports: Annotated[
-        list[str] | None, typer.Option("--transport", metavar="NAME", help="How sums travel; may be repeated.")
+        list[str] | None, typer.Option("--transport", metavar="NAME", help="A transport; may be repeated.")
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="How often each sum is made; the best counts.")] = 7,
+    rounds: Annotated[int, typer.Option(min=1, help="Repetitions of each sum; the best time counts.")] = 7,
     as_json: AsJson = False,
 ) -> None:
-    """Time sums over all ranks: every size, by every scheme's way of summing, over every transport.
+    """Time sums over all ranks: every size, by the method of every scheme, over every transport.
 
-    Sums that travel encoded (reduction.payload) are added up in order: of a codec, `ordered` is timed.
+    Encoded sums (reduction.payload) are ordered sums, so a codec is timed with the method `ordered`.
 
-    Each is measured waited for at once, and behind computation that lasts longer: what is left then is the part that
-    nothing hides. A line alpha + beta * bytes is laid through the sizes.
+    Each sum is timed alone, and overlapped with a longer computation; the remaining wait is the part that cannot be
+    hidden. A line alpha + beta * bytes is fitted to the sizes.
 
     \b
     Examples:
@@ -208,14 +208,14 @@ def allreduce(
 
 
 def _measured(comm: Communicator, transport: str, method: Method, sizes: Sequence[int], rounds: int) -> dict[str, Any]:
-    """Time one way of summing; without times if the transport cannot do it. Collective."""
+    """Time one method of summing; without times if the transport does not support it. Collective."""
     from ..comm import CommError
     from ..perfmodel.profile.messages import MessageTimer
 
     name, codec = method.name, method.codec
     row = {"transport": transport, "method": name, "codec": str(codec), "schemes": SERVES[name]}
     if comm.size == 1:
-        return row | {"refused": "one rank alone has no sums"}
+        return row | {"refused": "a single rank has no sums"}
     try:
         timer = MessageTimer(comm, sizes, rounds)
         waited = timer.reduction(name, codec)
@@ -251,7 +251,7 @@ def _refusals(found: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _parse_size(text: str) -> int:
-    """Return bytes of float32, at least one element."""
+    """Return a number of bytes, at least one float32 element."""
     from ..planning import parse_memory
 
     try:

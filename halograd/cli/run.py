@@ -1,4 +1,4 @@
-"""Entry of the command line: output of rank 0, messages of errors, the end of a job of several ranks."""
+"""Entry of the command line: output of rank 0, error messages, and the end of a job of several ranks."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 __all__ = ["main", "run"]
 
 USER_MISTAKE = 2
-#: Characters of a path in a message.
+#: Largest number of characters of a path in a message.
 LONGEST_PATH = 300
 
-# Typer carries a click of its own since 0.25, an installed one before.
+# Typer includes its own click since 0.25; before, it used an installed one.
 _UsageError: type[Any] = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run one command and end the process. Collective over the ranks that were launched.
 
-    Exit code 0, 2 for a user's mistake (one line on stderr, no traceback), 130 for SIGINT, 1 for any other fault. Of
-    several ranks only rank 0 prints; a fault on any rank ends the job at once with that rank's traceback.
+    Exit codes: 0 for success, 2 for a user error (one line on stderr, no traceback), 130 for SIGINT, 1 for any other
+    error. Only rank 0 prints; an error on any rank ends the job at once with that rank's traceback.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     world = _world(arguments)
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def run(arguments: Sequence[str], comm: MPI.Intracomm | None = None) -> int:
-    """Run one command and return the exit code. Collective over `comm`; without it this process is alone."""
+    """Run one command and return the exit code. Collective over `comm`; None: this process alone."""
     speaks = comm is None or comm.rank == 0
     who = "" if speaks or comm is None else f"rank {comm.rank} of {comm.size} on {platform.node()}: "
     form = f"halograd: {who.replace('%', '%%')}%(message)s"
@@ -61,8 +61,8 @@ def run(arguments: Sequence[str], comm: MPI.Intracomm | None = None) -> int:
     try:
         from .commands import app
 
-        # Neither `app`, which would replace the hook by which `boot` ends the job on a fault, nor `command.main`, which
-        # makes an exit like any other of KeyboardInterrupt.
+        # Not `app`, which would replace boot's exception hook, and not `command.main`, which turns KeyboardInterrupt
+        # into a normal exit.
         command = typer.main.get_command(app)
         with command.make_context("halograd", list(arguments) or ["--help"]) as context:
             return int(command.invoke(context) or 0)
@@ -88,13 +88,13 @@ def run(arguments: Sequence[str], comm: MPI.Intracomm | None = None) -> int:
 
 
 def _world(arguments: Sequence[str]) -> MPI.Intracomm | None:
-    """Return the ranks that were launched, None for a process started alone."""
+    """Return the launched ranks; None for a process started alone."""
     if launched_size() is None:
         return None
     if "doctor" not in arguments[:1]:
         return boot()
     warn_of_shared_memory()
-    try:  # the doctor reports a wrong launcher instead of dying of it
+    try:  # the doctor reports a wrong launcher and does not fail
         from mpi4py import MPI
     except (ImportError, RuntimeError):
         return None
@@ -102,17 +102,17 @@ def _world(arguments: Sequence[str]) -> MPI.Intracomm | None:
 
 
 def _mistake(error: MemoryError | OSError) -> UserError | None:
-    """Return the user's remedy for an error of the system, None for a fault."""
+    """Return the user's remedy for a system error; None for other errors."""
     if isinstance(error, MemoryError):
         text = f"expected enough memory, got an error: {error}; use more ranks, or smaller samples, batches or networks"
     else:
         reason = os_reason(error)
         if reason is None:
             return None
-        name = error.filename if isinstance(error.filename, str | Path) else ""  # a descriptor has none
+        name = error.filename if isinstance(error.filename, str | Path) else ""  # a descriptor has no name
         text = f"expected files that can be read and written, got {shown_path(name)[:LONGEST_PATH]}: {reason}"
     mistake = UserError(text)
-    mistake.__dict__.update(vars(error))  # whether the ranks have agreed on it
+    mistake.__dict__.update(vars(error))  # keep whether all ranks raise it
     mistake.__cause__ = error
     return mistake
 
@@ -123,7 +123,7 @@ def _usage(error: Any) -> str:
 
 
 def _complain(error: UserError, comm: MPI.Intracomm | None) -> int:
-    """Say one line on one rank; a rank that is alone with its mistake ends the job."""
+    """Print a user error on one rank. An error on a single rank ends the job."""
     if comm is None:
         if os.environ.get(TRACEBACK):
             traceback.print_exception(error)

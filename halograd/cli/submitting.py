@@ -1,4 +1,4 @@
-"""`halograd submit`: a configuration as a batch job."""
+"""`halograd submit`: runs a configuration as a batch job."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SHELL_NAME = re.compile(r"[^\w.+-]+", re.ASCII)
 
 @dataclass(frozen=True)
 class ResourceOptions:
-    """Nodes, ranks and time of a job, and where it queues."""
+    """Nodes, ranks, time and queue of a job."""
 
     nodes: Annotated[int, typer.Option(help="Nodes.")] = 1
     gpus_per_node: Annotated[int, typer.Option(help="GPUs of every node, for kernels = cudnn; one rank each.")] = 0
@@ -65,7 +65,7 @@ class ResourceOptions:
 
 @dataclass(frozen=True)
 class SoftwareOptions:
-    """What a job runs with."""
+    """Software of a job."""
 
     modules: Annotated[
         Several, typer.Option("--module", metavar="NAME", help="Module to load, in this order; repeatable.")
@@ -76,7 +76,7 @@ class SoftwareOptions:
     container: Annotated[str | None, typer.Option(metavar="IMAGE", help="Run in this container.")] = None
     container_runtime: Annotated[str, typer.Option(help="apptainer, singularity or pyxis.")] = "apptainer"
     python: Annotated[str | None, typer.Option(metavar="PATH", help="Interpreter on the nodes; else this one.")] = None
-    launcher: Annotated[str, typer.Option(help="What starts the ranks: srun or mpirun.")] = "srun"
+    launcher: Annotated[str, typer.Option(help="Launcher of the ranks: srun or mpirun.")] = "srun"
     mpi: Annotated[
         str | None, typer.Option(metavar="PLUGIN", help="For `srun --mpi`: pmi2 (MPICH), pmix (Open MPI), ...")
     ] = None
@@ -101,7 +101,7 @@ class SoftwareOptions:
 
 @dataclass(frozen=True)
 class JobOptions:
-    """What becomes of a job."""
+    """Name, restarts and sweeps of a job."""
 
     job_name: Annotated[str | None, typer.Option(help="Also names the log; the configuration's if left out.")] = None
     stage: Annotated[
@@ -111,7 +111,7 @@ class JobOptions:
             help="Copy the data set, one file, to this folder of every node; '$NAME/...' may begin it.",
         ),
     ] = None
-    chain: Annotated[int, typer.Option(help="Submit this many jobs, each going on where the last ended.")] = 1
+    chain: Annotated[int, typer.Option(help="Submit this many jobs; each continues where the previous one ended.")] = 1
     after_crash: Annotated[
         str, typer.Option(help="requeue, if there is a newer checkpoint than when the job started; or stop.")
     ] = "requeue"
@@ -138,8 +138,8 @@ def submit(
 ) -> int:
     """Train on a cluster with Slurm: write a script, and submit it.
 
-    The script is kept in the run's directory, to read and to edit. Before its time limit, or when it is preempted,
-    the job writes a checkpoint and goes back into the queue, where it goes on.
+    The script is saved in the run's directory, where you can read and edit it. Before its time limit, or when it is
+    preempted, the job writes a checkpoint, is requeued, and continues from the checkpoint.
 
     \b
     Examples:
@@ -169,7 +169,7 @@ def submit(
     return _start(chosen, replace(made, threads=threads, overrides=overrides, settings=settings), dry_run)
 
 
-# -- what is asked for --------------------------------------------------------------------------
+# -- checks of the request ----------------------------------------------------------------------
 
 
 def _kind(kind: str | None, job: JobOptions) -> str:
@@ -206,7 +206,7 @@ def _note_single_cores(backend: BackendConfig) -> None:
 def _check(
     config: Path, sets: Sequence[str], settings: Sequence[Sequence[str]], resources: Resources, kind: str
 ) -> None:
-    """Refuse now what the job would refuse when it has waited in the queue, and what it would reserve for nothing."""
+    """Check now what would otherwise fail in the job after its wait in the queue, and resources it would not use."""
     from ..training.build import make_network, make_strategy
 
     checked, ranks = set[str](), resources.ranks
@@ -226,7 +226,7 @@ def _check(
 
 
 def _check_stage(paths: Sequence[str | list[str]]) -> None:
-    """Refuse to stage what is not the one file that all tasks read: the rest would be left out without a word."""
+    """Raise UserError unless the data are one file that all tasks read, because only that file would be copied."""
     one = paths[0]
     name = one if isinstance(one, str) else one[0] if len(one) == 1 else ""
     several = os.path.isdir(name) or (any(sign in name for sign in "*?[") and not os.path.exists(name))
@@ -277,14 +277,14 @@ def _job(config: Path, loaded: Config, job: JobOptions, resources: Resources, so
 
 
 def _here() -> str:
-    """Return the working directory by the user's name of it, which may have symbolic links."""
+    """Return the working directory as the user named it, possibly with symbolic links."""
     logical = os.environ.get("PWD", "")
     if logical and os.path.isabs(logical) and os.path.isdir(logical) and os.path.samefile(logical, "."):
         return logical
     return os.getcwd()
 
 
-# -- what is done -------------------------------------------------------------------------------
+# -- submission ---------------------------------------------------------------------------------
 
 
 def _start(kind: str, job: Job, dry_run: bool) -> int:
@@ -302,7 +302,7 @@ def _start(kind: str, job: Job, dry_run: bool) -> int:
     if kind == "local":
         sys.stdout.flush()
         sys.stderr.flush()
-        os.execvp("bash", ["bash", str(path)])  # signals, Ctrl-C among them, are for the script
+        os.execvp("bash", ["bash", str(path)])  # signals (such as Ctrl-C) go to the script
     jobs = start_chain(path) if kind == "plan-then-train" else submit_chain(path, job.links)
     ranks, nodes = job.resources.ranks, job.resources.nodes
     several = f"jobs {', then '.join(jobs)}" if len(jobs) > 1 else f"job {jobs[0]}"
@@ -312,7 +312,7 @@ def _start(kind: str, job: Job, dry_run: bool) -> int:
 
 
 def _write(path: Path, script: str) -> Path:
-    """Write the script; one that is there and was edited is kept under another name."""
+    """Write the script. An existing, edited script is kept under another name."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and path.read_text(encoding="utf-8", errors="replace") != script:
@@ -320,7 +320,7 @@ def _write(path: Path, script: str) -> Path:
             while (kept := path.with_name(f"{path.name}.old{number}")).exists():
                 number += 1
             path.rename(kept)
-            print(f"halograd: note: the script that was there is now {kept}", file=sys.stderr)
+            print(f"halograd: note: the existing script is now {kept}", file=sys.stderr)
         write_whole(path, script)
     except OSError as error:
         raise UserError(f"{path}: expected a file that can be written, got an error ({error.strerror})") from error

@@ -25,9 +25,9 @@ def run_demo(out: Path, settings: DemoSettings) -> Judged:
     Parameters
     ----------
     out
-        Folder; made if missing. A data set of the same settings is used again, a finished run is replaced.
+        Folder, created if missing. A data set with the same settings is reused, and a finished run is replaced.
     settings
-        Sizes, and how long to train.
+        Sizes, and length of the training.
 
     Raises
     ------
@@ -42,7 +42,7 @@ def run_demo(out: Path, settings: DemoSettings) -> Judged:
         _generate(files, settings)
     kept = write_config(files, settings)
     if kept is not None:
-        print(f"the configuration that was there is now {kept}")
+        print(f"the existing configuration is now {kept}")
     with clock.stage("train"):
         headline = _train(mpiexec, files, settings)
     with clock.stage("evaluate"):
@@ -66,14 +66,14 @@ def _generate(files: Files, settings: DemoSettings) -> None:
 
 
 def _train(mpiexec: str, files: Files, settings: DemoSettings) -> str:
-    """Train beside the finished run, then replace it; return the line that describes the network."""
+    """Train in a new directory, then replace the finished run; return the line that describes the network."""
     print(f"2/4 training on {settings.ranks} ranks, {settings.sample} samples x {settings.height} blocks", flush=True)
     with progress_bar("epochs", transient=True) as progress:
         done = 0
 
         def tell(line: str) -> None:
             nonlocal done
-            if not line.startswith("trained to "):  # and where: it will be elsewhere in a moment
+            if not line.startswith("trained to "):  # names the folder, which is renamed afterwards
                 print(f"    {line}", flush=True)
             done += line.startswith("epoch ")
             progress(done, settings.epochs)
@@ -86,7 +86,7 @@ def _train(mpiexec: str, files: Files, settings: DemoSettings) -> str:
 
 
 def _quiet(line: str) -> None:
-    """Print the scores beside those of the baseline; a fault is one line."""
+    """Print a line of the evaluation, without the one for all samples."""
     if not line.startswith("all: "):
         print(f"    {line}", flush=True)
 

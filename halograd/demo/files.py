@@ -1,7 +1,6 @@
 """Settings, folder, configuration and data set of a demonstration.
 
-Only what the demonstration itself has written in the folder is ever replaced; a data set is used again as long as it is
-what would be made.
+Only files that the demonstration itself has written are replaced. A data set is reused if it has the wanted settings.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ class DemoSettings:
     resolution
         Cells per axis of a sample; a multiple of ``2 ** len(widths)``.
     samples, seed
-        Number of samples, two of each simulation, and seed of the data set.
+        Number of samples (two per simulation), and seed of the data set.
     validation
         Share of the simulations held out.
     widths, convs
         Filters per block of the network, and convolutions per block.
     sample, height
-        Parts of the batch and of the rows: their product is the number of ranks.
+        Parts of the batch and of the rows; their product is the number of ranks.
     epochs, batch, learning_rate, pos_weight
         Options of the training. `pos_weight` is the weight of masked cells in the loss.
     """
@@ -60,13 +59,13 @@ class DemoSettings:
         return self.sample * self.height
 
 
-#: Less than three minutes on two idle cores, half of it training: turn `epochs` for longer or shorter.
+#: Takes less than three minutes on two idle cores, half of it training; `epochs` sets the length.
 FULL = DemoSettings(128, 192, (24, 32, 48, 64), 1, 18, 0.004)
-#: Seconds, to see that everything works; the network learns little in them.
+#: Takes seconds, to check that everything works; the network learns little.
 QUICK = DemoSettings(32, 12, (8, 12), 1, 3, 0.01)
 
 
-#: What a training run writes, and nothing else.
+#: Exactly the files that a training run writes.
 RUN_FILES = (
     "log.jsonl",
     "run.lock",
@@ -99,12 +98,12 @@ class Files:
 
     @property
     def run(self) -> Path:
-        """The finished run."""
+        """Folder of the finished run."""
         return self.out / "run"
 
     @property
     def new_run(self) -> Path:
-        """The run while it trains; it becomes :attr:`run` when it is finished."""
+        """Folder of the run during training; renamed to :attr:`run` when it is finished."""
         return self.out / "run.new"
 
     @property
@@ -121,12 +120,12 @@ class Files:
 
 
 def prepare(files: Files) -> None:
-    """Make the folder, and remove what an interrupted demonstration has left. Local.
+    """Create the folder, and remove files that an interrupted demonstration has left. Local.
 
     Raises
     ------
     UserError
-        If `out` is no folder or cannot be written to, or another demonstration trains there.
+        `out` is not a writable folder, or another demonstration trains there.
     """
     try:
         files.out.mkdir(parents=True, exist_ok=True)
@@ -141,16 +140,16 @@ def prepare(files: Files) -> None:
 
 
 def clear_run(folder: Path) -> None:
-    """Remove the files of a training run, then its folders as far as they are empty. Local."""
+    """Remove the files of a training run, then its folders if they are empty. Local."""
     for path in _own_files(folder):
         path.unlink()
     for path in (folder / "checkpoints", folder):
-        with suppress(OSError):  # does not exist, or holds something that is not ours
+        with suppress(OSError):  # does not exist, or has foreign files
             path.rmdir()
 
 
 def replace_run(new: Path, old: Path) -> None:
-    """Move the files of run `new` to `old`, whose own files go; unknown files stay where they are. Local."""
+    """Move the files of run `new` to `old`, replacing the files of a run there; other files stay. Local."""
     clear_run(old)
     for path in _own_files(new):
         target = old / path.relative_to(new)
@@ -160,7 +159,9 @@ def replace_run(new: Path, old: Path) -> None:
 
 
 def _own_files(folder: Path) -> list[Path]:
-    """Find the files of `RUN_FILES`, also links to missing files, which a pattern without a star does not match."""
+    """Return the files that match `RUN_FILES`, including links to missing files, which only a pattern with a star
+    matches.
+    """
     there = [*folder.glob("*"), *folder.glob("checkpoints/*")]
     return [p for p in there if any(p.relative_to(folder).match(pattern) for pattern in RUN_FILES)]
 
@@ -217,7 +218,7 @@ timeline = true                   # writes timeline.json, for https://ui.perfett
 
 
 def write_config(files: Files, settings: DemoSettings) -> Path | None:
-    """Write ``config.toml``; return the new name of an edited one that was there. Local."""
+    """Write ``config.toml``. Return the new name of an existing edited one. Local."""
     text = _text(files, settings)
     kept = None
     if files.config.exists():
@@ -246,12 +247,12 @@ def _free_name(path: Path) -> Path:
 
 
 def make_dataset(path: Path, settings: DemoSettings, progress: Callable[[int, int], None] | None = None) -> bool:
-    """Write the data set unless a complete one of these settings exists; return whether it was written. Local.
+    """Write the data set unless a complete one with these settings exists; return whether it was written. Local.
 
     Raises
     ------
     UserError
-        If `path` is a file that no generator of ours has written: it is not replaced.
+        `path` is a foreign file, which is not replaced.
     """
     if path.exists() and _is_wanted(path, settings):
         return False

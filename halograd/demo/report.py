@@ -1,4 +1,4 @@
-"""The report of a demonstration: how well network and baseline predict, where the time went, and on what machine."""
+"""Report of a demonstration: quality of network and baseline, times by stage, and the machine."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ __all__ = ["Clock", "Judged", "draw_pictures", "judge", "write_report"]
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Wall-clock time, and CPU time of this process and the jobs it started [s]."""
+    """Wall-clock time of a stage, and CPU time of this process and the jobs it started [s]."""
 
     name: str
     seconds: float
@@ -47,7 +47,7 @@ class StageTimes:
 
 @dataclass
 class Clock:
-    """Stages in the order in which they ended."""
+    """Times of stages, in the order in which they ended."""
 
     stages: list[StageTimes] = field(default_factory=list)
 
@@ -68,7 +68,7 @@ def _cpu() -> float:
     return times.user + times.system + times.children_user + times.children_system
 
 
-# A logit is all that a logistic model of weight 1 needs.
+# A logistic model of weight 1 turns a logit into a probability.
 OF_LOGITS = LogisticModel(np.ones(1), 0.0, 0.0, 0)
 
 
@@ -92,13 +92,13 @@ class Judged:
     Attributes
     ----------
     scores
-        Of the network, the logistic regression, and of the cells that are below the quality limit already.
+        Scores of the network, of the logistic regression, and of the cells that are already below the quality limit.
     samples
         ``(n,)`` numbers of the held-out samples in the data set.
     density, truth, network, regression
         ``(n, H, W)``: float32 raw density, bool masks.
     training_cells, iterations
-        What the regression was fitted to, and its Newton steps.
+        Number of cells that the regression was fitted to, and its Newton steps.
     """
 
     scores: tuple[Score, Score, Score]
@@ -140,7 +140,7 @@ def judge(files: Files, settings: DemoSettings) -> Judged:
 
 
 def _logits(files: Files) -> np.ndarray:
-    """Read the logits ``(N, H, W, 1)``, by index of the sample."""
+    """Return the logits ``(N, H, W, 1)``, by index of the sample."""
     with open_to_read(files.predictions) as file:
         order = np.argsort(dataset_of(file, "sample")[:])
         return dataset_of(file, "prediction")[:][order]
@@ -156,7 +156,7 @@ def _read(dataset: Hdf5Dataset) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _statistics(files: Files) -> ChannelStatistics:
-    """Return the statistics that the network was trained with."""
+    """Return the normalization of the network's training."""
     checkpoint = CheckpointFolder(files.run / "checkpoints").latest
     assert checkpoint is not None, "the run was just finished"
     normalization = read_header(checkpoint)[0].normalization
@@ -176,7 +176,7 @@ def _scores(positive: np.ndarray, truth: np.ndarray) -> dict[str, float | None]:
 
 
 def describe_machine() -> list[tuple[str, str]]:
-    """Return name and value of what determines the times of a report. Local."""
+    """Return names and values of the machine's properties that determine times. Local."""
     return [
         ("processor", _processor()),
         ("cores for this process", str(usable_cores().count)),
@@ -219,7 +219,7 @@ DENSITY_UNIT = dict(zip(CHANNELS, UNITS))["Density"].replace("^3", "³")
 
 
 def read_phases(files: Files) -> dict[str, Any]:
-    """Read steps, sums of seconds by phase and overlap of the run, as rank 0 has measured them. Local."""
+    """Return steps, seconds by phase and overlap of the run, as measured on rank 0. Local."""
     return read_log(files.run / "log.jsonl", "phases")[-1]
 
 
@@ -241,7 +241,7 @@ def draw_pictures(files: Files, judged: Judged) -> None:
 
 
 def _masks(judged: Judged) -> Masks:
-    """Choose some held-out samples, from the best predicted to the worst."""
+    """Return the masks of some held-out samples, from the best predicted to the worst."""
     rows = best_to_worst(judged.ious)
     return Masks(
         judged.samples[rows],
@@ -255,7 +255,7 @@ def _masks(judged: Judged) -> Masks:
 
 
 def write_report(files: Files, settings: DemoSettings, judged: Judged, headline: str, clock: Clock) -> None:
-    """Write ``report.md`` and ``report.html`` with the pictures that are there. Local."""
+    """Write ``report.md`` and ``report.html`` with the existing pictures. Local."""
     blocks = [
         Heading("halograd demo: which cells of a mesh need relaxation?", 1),
         *_summary(files, settings, judged, headline),

@@ -1,4 +1,4 @@
-"""A small document: headings, paragraphs, tables and pictures, as Markdown or as one self-contained HTML page."""
+"""Documents of headings, paragraphs, tables and pictures, as Markdown or as one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ th { border-bottom: 2px solid #999; } td { border-bottom: 1px solid #ddd; }
 
 @dataclass(frozen=True)
 class Heading:
-    """Heading; `level` 1 is the title."""
+    """A heading; `level` 1 is the title."""
 
     text: str
     level: int = 2
@@ -34,7 +34,7 @@ class Heading:
 
 @dataclass(frozen=True)
 class Text:
-    """A paragraph; ``**bold**`` and ```code``` mean what they mean in Markdown."""
+    """A paragraph; ``**bold**`` and ```code``` have their Markdown meaning."""
 
     text: str
 
@@ -48,7 +48,7 @@ class Code:
 
 @dataclass(frozen=True)
 class TableBlock:
-    """Table; the first row is the head; columns but the first are numbers, aligned right by default."""
+    """A table; the first row is the head. By default, all columns but the first are numbers, aligned right."""
 
     rows: Sequence[Sequence[str]]
     columns: Literal["numbers", "text"] = "numbers"
@@ -71,7 +71,7 @@ def to_markdown(blocks: Sequence[Block]) -> str:
 
 
 def to_html(blocks: Sequence[Block]) -> str:
-    """Return the document as one HTML page that holds its pictures. Reads them."""
+    """Return the document as one HTML page that contains its pictures. Reads their files."""
     title = html.escape(next((block.text for block in blocks if isinstance(block, Heading)), ""))
     body = "\n".join(_html(block) for block in blocks)
     return (

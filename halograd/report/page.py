@@ -1,4 +1,4 @@
-"""One page about a run, with everything in it: `halograd report`."""
+"""`halograd report`: one self-contained page about a run."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from .timeline import about_timeline, draw_timeline, hidden_text, phase_tables
 
 __all__ = ["read_masks", "write_page"]
 
-#: What the table of events shows, oldest first.
+#: Kinds of log lines in the table of events.
 SHOWN = ("begin", "stopped", "interrupted", "failed", "checkpoint_failed", "early_stop", "no_best", "finished")
-#: What is shown of a line ``begin``, if it is all there.
+#: Keys of a line ``begin`` that are required to show it.
 ABOUT = {
     *("network", "parameters", "samples", "held_out", "batch", "ranks"),
     *("hosts", "cut", "kernels", "transport", "version"),
@@ -38,18 +38,18 @@ ABOUT = {
 
 
 def write_page(record: Record, path: Path, predictions: Path | None = None, details: Path | None = None) -> list[str]:
-    """Write one self-contained HTML page; return lines about what could not be shown, and why. Local.
+    """Write one self-contained HTML page; return lines about missing parts with their reasons. Local.
 
     Parameters
     ----------
     record
         Log of the run, with all its steps.
     path
-        The page; it appears when it is complete.
+        The page; written atomically.
     predictions
-        What `halograd evaluate --predictions` wrote; by default ``predictions.h5`` of the run, if it is there.
+        File written by `halograd evaluate --predictions`; by default ``predictions.h5`` of the run, if it exists.
     details
-        What `halograd evaluate --details` wrote; by default ``evaluation.json`` of the run, if it is there.
+        File written by `halograd evaluate --details`; by default ``evaluation.json`` of the run, if it exists.
     """
     left_out: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -204,7 +204,7 @@ def _configuration(record: Record) -> Iterator[Block]:
 
 
 def _toml(tables: dict[str, Any]) -> Iterator[str]:
-    """Return a configuration as TOML."""
+    """Yield the lines of a configuration as TOML."""
     for name, table in tables.items():
         yield f"\n[{name}]"
         for key, value in table.items():
@@ -213,7 +213,7 @@ def _toml(tables: dict[str, Any]) -> Iterator[str]:
 
 
 def prediction_table(entry: Mapping[str, Any], plan: Path) -> Iterator[Block]:
-    """Make the table of a line ``prediction`` of a log; `plan` has the cuts of layers, if it still exists. Local."""
+    """Yield the table of a log's line ``prediction``; `plan` has the cuts of layers, if it still exists. Local."""
     cuts = _cuts_of(plan)
     rows = [
         _compared(name, cuts.get(name, ""), pair["predicted"], pair["measured"])
@@ -239,7 +239,7 @@ def _compared(name: str, cut: str, predicted: float, measured: float) -> tuple[s
 
 
 def _cuts_of(path: Path) -> dict[str, str]:
-    """Return the cut of each layer."""
+    """Return the cut of each layer as a text; empty if the plan cannot be read."""
     try:
         plan = Plan.load(path)
     except (UserError, OSError):
@@ -248,21 +248,22 @@ def _cuts_of(path: Path) -> dict[str, str]:
 
 
 def read_masks(path: Path, data: dict[str, Any]) -> Masks | None:
-    """Read some samples, from the best predicted to the worst; None if predictions are no masks. Local.
+    """Return some samples, from the best predicted to the worst; None if predictions are not masks. Local.
 
-    One sample is in memory at a time. Of 3-D samples the middle slice is taken.
+    One sample is in memory at a time. A 3-D sample is represented by its middle slice.
 
     Parameters
     ----------
     path
-        With ``prediction`` and ``target`` ``(n, *spatial, C)`` and ``sample``.
+        File with ``prediction`` and ``target`` ``(n, *spatial, C)`` and ``sample``.
     data
-        Table ``[data]`` of the configuration, to show what the network sees; if the file is not there, masks alone.
+        Table ``[data]`` of the configuration, to show the network's input; if the file is missing, only masks are
+        shown.
 
     Raises
     ------
     UserError
-        If it is no such file.
+        The file is not of this kind.
     """
     try:
         with open_file(path) as file, looking_into(path):
@@ -285,7 +286,7 @@ def _shown_masks(
     if prediction.ndim not in (4, 5) or target.shape[:-1] != prediction.shape[:-1] or target.shape[-1] != 1:
         return None
     if channels == 1 and not _is_mask(target[0]):
-        return None  # a regression
+        return None  # a regression target
     classes = max(2, channels)
 
     def classes_of(k: int) -> tuple[np.ndarray, np.ndarray]:
@@ -308,7 +309,7 @@ def _shown_masks(
 
 
 def _is_mask(target: np.ndarray) -> bool:
-    """Return whether there is nothing but 0, 1, and perhaps one number that is ignored."""
+    """Return whether a target has only the values 0 and 1, and possibly one ignored number."""
     known = np.isin(target, (0, 1))
     return bool(known.any()) and len(np.unique(target[~known])) <= 1
 
@@ -319,7 +320,7 @@ def _slice(values: np.ndarray) -> np.ndarray:
 
 
 def _image(samples: np.ndarray, data: dict[str, Any]) -> tuple[np.ndarray | None, str]:
-    """Return one channel of the inputs and its name: the density of a mesh, else the first."""
+    """Return one channel of the inputs and its name: the density of a mesh, else the first channel."""
     try:
         outside = bool(data.get("allow_external", False))
         with open_dataset(

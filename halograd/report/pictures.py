@@ -1,4 +1,4 @@
-"""Pictures of a run: loss, quality and speed, what every rank did, and predicted against true masks."""
+"""Pictures of a run: loss, quality, speed, activity of every rank, and predicted and true masks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ __all__ = [
 
 BLUE, SKY, GREEN, ORANGE, RED, PURPLE = "#0072B2", "#56B4E9", "#009E73", "#E69F00", "#D55E00", "#CC79A7"
 YELLOW, DARK, GREY, SILVER, LIGHT = "#F0E442", "#333333", "#9A9A9A", "#C4C4C4", "#F4F4F4"
-#: Of the classes of a segmentation, the first is the background.
+#: Colors of the classes of a segmentation; the first is the background.
 CLASSES = (LIGHT, BLUE, ORANGE, GREEN, PURPLE, SKY, RED, YELLOW, DARK, GREY)
 
 SETTINGS: dict[Any, Any] = {
@@ -63,7 +63,7 @@ SETTINGS: dict[Any, Any] = {
 
 @contextmanager
 def picture(path: Path, width: float, height: float) -> Iterator[Figure]:
-    """Make a figure of this size [inch], written as PNG to `path` when the block ends. Local; needs no display."""
+    """Yield a figure of this size [inch], written as PNG to `path` when the block ends. Local; needs no display."""
     with matplotlib.rc_context(SETTINGS):
         figure = Figure(figsize=(width, height), layout=ConstrainedLayoutEngine(w_pad=0.06))
         yield figure
@@ -71,7 +71,7 @@ def picture(path: Path, width: float, height: float) -> Iterator[Figure]:
             figure.savefig(partial, format="png", facecolor="white")
 
 
-#: Points of a curve; of longer ones, means are drawn.
+#: Largest number of points of a curve; longer curves are averaged.
 POINTS = 2000
 _COLOURS = (ORANGE, BLUE, GREEN, PURPLE, RED)
 _NAMES = {"iou": "IoU", "f1": "F1", "mae": "mean absolute error", "rmse": "root of the mean square"}
@@ -79,12 +79,12 @@ _NAMES = {"iou": "IoU", "f1": "F1", "mae": "mean absolute error", "rmse": "root 
 
 @dataclass(frozen=True)
 class Quality:
-    """What of the validations is drawn beside the loss, and what it is compared with.
+    """Metrics of the validations to draw next to the loss, and a baseline.
 
     Attributes
     ----------
     metrics
-        Label by name; by default all that were logged.
+        Label by name; None: all logged metrics.
     title, axis
         Title and axis label of the panel.
     baseline
@@ -106,7 +106,7 @@ Entries = Sequence[dict[str, Any]]
 def draw_curves(
     path: Path, steps: Entries, validations: Entries, per_epoch: int, quality: Quality | None = None
 ) -> None:
-    """Draw loss of every step and epoch, validation loss and metrics, from the lines of a log. Local.
+    """Draw the loss of every step and epoch, validation loss and metrics, from the lines of a log. Local.
 
     Parameters
     ----------
@@ -192,14 +192,14 @@ def _draw_quality(axes: Any, validations: Entries, per_epoch: int, metrics: dict
 
 
 def _metrics(validations: Entries) -> dict[str, str]:
-    """Return names and labels of the logged metrics that fit one axis."""
+    """Return names and labels of the logged metrics, limited to the number of colors."""
     known = [name for v in validations for name, value in v.items() if isinstance(value, float)]
     names = [n for n in dict.fromkeys(known) if n not in ("loss", "time", "epoch", "step")]
     return {name: _NAMES.get(name, name) for name in names[: len(_COLOURS)]}
 
 
 def _thinned(values: np.ndarray) -> np.ndarray:
-    """Return the values, or means of several in a row so that `POINTS` are left."""
+    """Return the values, averaged over consecutive ones so that at most `POINTS` remain."""
     run = -(-len(values) // POINTS)
     if run <= 1:
         return values
@@ -207,27 +207,28 @@ def _thinned(values: np.ndarray) -> np.ndarray:
     return values[:whole].reshape(-1, run).mean(axis=1)
 
 
-#: Samples of a picture.
+#: Largest number of samples in a picture.
 SHOWN = 4
 MISSED, FALSE = ORANGE, PURPLE
 
 
 @dataclass(frozen=True)
 class Masks:
-    """Content of a picture of masks: a row per sample.
+    """Data of a picture of masks, with one row per sample.
 
     Attributes
     ----------
     samples
         ``(n,)`` numbers in the data set.
     truth, predicted
-        ``(n, H, W)`` classes, integers or bool; by name of the predictor. Where the truth is no class nothing is drawn.
+        ``(n, H, W)`` classes, integers or bool; `predicted` by name of the predictor. Positions whose truth is no class
+        are left blank.
     classes
-        How many there are. With two, a prediction is drawn as hit, missed and false alarm, with more as it is.
+        Number of classes. With two, a prediction is drawn as hits, misses and false alarms; with more, as classes.
     title
         Title of the true masks.
     image, image_title, image_unit
-        ``(n, H, W)``: what the network sees, if it is to be shown.
+        ``(n, H, W)``: input of the network, if it is to be shown.
     """
 
     samples: np.ndarray
@@ -251,7 +252,7 @@ def iou(mask: np.ndarray, truth: np.ndarray, classes: int = 2) -> float:
 
 
 def best_to_worst(ious: np.ndarray) -> np.ndarray:
-    """Choose at most `SHOWN` samples, in equal strides from the best predicted to the worst.
+    """Return the indices of at most `SHOWN` samples, in equal strides from the best predicted to the worst.
 
     >>> best_to_worst(np.array([0.1, 0.9, 0.5])).tolist()
     [1, 2, 0]
@@ -302,7 +303,7 @@ def _draw_row(figure: Any, row: Any, masks: Masks, k: int) -> None:
 
 
 def _colours(classes: int) -> Colormap:
-    """Return a color for each class; if there are many, neighbors look alike."""
+    """Return a color for each class; with many classes, neighbors have similar colors."""
     return ListedColormap(CLASSES[:classes]) if classes <= len(CLASSES) else colormaps["turbo"]
 
 

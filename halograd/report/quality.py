@@ -1,4 +1,4 @@
-"""Results of an evaluation class by class, for the page about a run."""
+"""Results of an evaluation by class, for the page about a run."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from .pictures import BLUE, GREY, picture
 
 __all__ = ["quality"]
 
-#: Classes in a table, and in a picture of the confusion.
+#: Largest number of classes in a table, and in a picture of the confusion matrix.
 MOST_ROWS, MOST_CELLS = 50, 40
 
 
 def quality(run: Path, path: Path | None, pictures: Path, left_out: list[str]) -> Iterator[Block]:
-    """Yield tables and pictures of the file of `halograd evaluate --details`; default ``evaluation.json`` of the run.
+    """Yield tables and pictures of a file of `halograd evaluate --details`; by default ``evaluation.json`` of the run.
 
     Raises
     ------
     UserError
-        A file that is none; none, where one was given.
+        The file is of another kind, or a given file is missing.
     """
     found = path or run / "evaluation.json"
     if not found.exists():
@@ -98,7 +98,9 @@ def _calibration(found: Mapping[str, Any], path: Path) -> Iterator[Block]:
 
 
 def draw_confusion(path: Path, counts: np.ndarray) -> None:
-    """Draw the confusion: rows are the true classes, as shares; numbers are written if there is room. Local."""
+    """Draw the confusion matrix: rows are the true classes, as shares. Numbers are written if there is enough space.
+    Local.
+    """
     shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     size = 2.2 + 0.32 * len(counts)
     with picture(path, size + 0.8, size) as figure:
@@ -115,7 +117,7 @@ def draw_confusion(path: Path, counts: np.ndarray) -> None:
 
 
 def draw_reliability(path: Path, bins: Sequence[Mapping[str, Any]]) -> None:
-    """Draw frequency over predicted probability, and the number of positions of each. Local."""
+    """Draw the frequency over the predicted probability, and the number of positions in each bin. Local."""
     some = [row for row in bins if row["count"]]
     total = sum(row["count"] for row in some)
     with picture(path, 6.0, 3.0) as figure:

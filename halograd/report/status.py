@@ -1,4 +1,4 @@
-"""How far a run is, from its log: `halograd status`. Needs neither MPI nor a GPU."""
+"""`halograd status`: the progress of a run, from its log. Needs neither MPI nor a GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["TAIL", "Record", "duration_text", "read_record", "status_of", "statu
 
 
 class Checkpoint(NamedTuple):
-    """A file: its step, None if the name does not tell; when it was written [s], as `time.time`; its size [B]."""
+    """A checkpoint file: step (None if unknown from the name), time of writing [s] as in `time.time`, and size [B]."""
 
     path: Path
     step: int | None
@@ -28,18 +28,18 @@ class Checkpoint(NamedTuple):
 
 @dataclass(frozen=True)
 class Record:
-    """Log of a run.
+    """The log of a run.
 
     Attributes
     ----------
     directory
-        Of the run.
+        Directory of the run.
     steps
-        Lines ``step``, in order; the last ones, if only these were asked for.
+        Lines ``step``, in order; only the last ones if a tail was requested.
     events
         All other lines, in order.
     modified
-        When the log was last written [s], as `time.time`.
+        Time of the last change of the log [s], as in `time.time`.
     """
 
     directory: Path
@@ -57,30 +57,30 @@ class Record:
 
     @property
     def begin(self) -> Entry:
-        """How the latest job of the run began; empty for a log of an old version."""
+        """Line ``begin`` of the latest job of the run; empty for a log of an old version."""
         return self.last("begin") or {}
 
     @property
     def since_begin(self) -> list[Entry]:
-        """What was logged by the latest job, steps apart."""
+        """Lines of the latest job, without steps."""
         places = [i for i, entry in enumerate(self.events) if entry["event"] == "begin"]
         return self.events[places[-1] :] if places else self.events
 
     @property
     def step(self) -> int:
-        """The last step that is known of."""
+        """Last known step."""
         return max([0, *(s["step"] for s in self.steps[-1:]), *(e.get("step", 0) for e in self.events)])
 
     @property
     def steps_per_epoch(self) -> int:
-        """As logged; of an old log, as its first validation tells."""
+        """Logged steps per epoch; for an old log, derived from its first validation."""
         known = self.begin.get("steps_per_epoch")
         first = next(iter(self.all("validation")), None)
         return int(known or (first["step"] // (first["epoch"] + 1) if first else 1) or 1)
 
     @property
     def checkpoint(self) -> Checkpoint | None:
-        """The newest one, None if there is none. The run may be under way, and remove it meanwhile."""
+        """Newest checkpoint, or None. A running job may remove the file at any time."""
         folder = self.directory / "checkpoints"
         for path in (checkpoint_of(folder / "latest.h5"), *sorted(folder.glob("step-*.h5"), reverse=True)):
             with suppress(OSError):
@@ -90,14 +90,14 @@ class Record:
 
 
 def read_record(directory: Path, tail: int | None = None) -> Record:
-    """Read the log of a run; of its lines `step` the last `tail` ones, if that is given. Local.
+    """Return the log of a run; of its lines ``step`` only the last `tail` ones, if given. Local.
 
-    Lines that cannot be read are left out, with a warning; a last line that is being written without one.
+    Unreadable lines are left out with a warning; an incomplete last line is left out without one.
 
     Raises
     ------
     UserError
-        If it is not the directory of a run.
+        The directory is not that of a run.
     """
     path = directory / "log.jsonl"
     try:
@@ -112,7 +112,7 @@ def read_record(directory: Path, tail: int | None = None) -> Record:
 
 
 def _sorted(path: Path, tail: int | None) -> tuple[list[Entry], list[Entry]]:
-    """Separate steps, of which only the last ones are parsed, from all other lines."""
+    """Return the last lines ``step`` and all other lines, parsed."""
     steps: deque[bytes] = deque(maxlen=tail)
     others: list[bytes] = []
     for line in lines_of(path):
@@ -127,9 +127,9 @@ def _sorted(path: Path, tail: int | None) -> tuple[list[Entry], list[Entry]]:
     return [entry for entry in found[0] if entry["event"] == "step"], found[1]
 
 
-#: Steps of a log that a status is made of.
+#: Number of a log's last steps that a status uses.
 TAIL = 5000
-# Nothing was logged for so long: that many steps and more, so that it may be shown.
+# A run counts as quiet after this many step times without a line, and at least this time.
 _QUIET_STEPS, _QUIET = 30, 120.0  # [s]
 
 
@@ -140,26 +140,26 @@ class Status:
     Attributes
     ----------
     state
-        ``"running"``, ``"quiet"`` (nothing was heard of it for long), ``"finished"``, ``"stopped"`` (behind a
-        checkpoint), ``"interrupted"`` (by Ctrl-C; both go on with --resume), ``"failed"``.
+        ``"running"``, ``"quiet"`` (no log lines for a long time), ``"finished"``, ``"stopped"`` (after a checkpoint),
+        ``"interrupted"`` (by Ctrl-C; both continue with --resume), ``"failed"``.
     detail
-        Why.
+        Reason of the state.
     step, steps, epoch, epochs
-        Done, and in all; None where the log is too old to say. `epoch` is the one under way, from 1.
+        Done and total; None if the log is too old to contain them. `epoch` is the current one, from 1.
     loss, validation
-        The last ones; None, or empty.
+        The last values; None, or empty.
     seconds_per_step, samples_per_second
-        Over the last two epochs, with validation and checkpoints [s], [1/s].
+        Averages over the last two epochs, with validation and checkpoints [s], [1/s].
     seconds_left
-        At that speed [s].
+        Remaining time at that speed [s].
     checkpoint, checkpoint_step, checkpoint_age, checkpoint_bytes
-        The newest; its age [s] and size [B].
+        The newest checkpoint; its age [s] and size [B].
     overlap
-        Kind of communication -> what of it was hidden behind computation [%]; empty without ``output.timeline``.
+        Share of each kind of communication that was hidden behind computation [%]; empty without ``output.timeline``.
     ranks, hosts, cut, job
-        Of the latest job.
+        Properties of the latest job.
     age
-        Since the last line of the log [s].
+        Time since the last line of the log [s].
     """
 
     directory: str
@@ -230,7 +230,7 @@ def status_of(record: Record, now: float | None = None) -> Status:
 
 def _state(record: Record, age: float, pace: float | None) -> tuple[str, str]:
     """Return the state, and its reason."""
-    for entry in record.since_begin:  # other ranks may have reported the end of this one
+    for entry in record.since_begin:  # the line of an interrupt is not always the last one
         if entry["event"] == "interrupted":
             return "interrupted", f"{entry['reason']} on {entry['host']}; go on with --resume"
     for entry in reversed(record.since_begin):
@@ -250,7 +250,9 @@ def _state(record: Record, age: float, pace: float | None) -> tuple[str, str]:
 
 
 def _pace(record: Record) -> float | None:
-    """Compute seconds per step of the latest job, over its last two epochs at most, with all between steps [s]."""
+    """Return the seconds per step of the latest job, over at most its last two epochs, with all pauses between steps
+    [s].
+    """
     begun = record.begin.get("step", 0)
     window = [s for s in record.steps if s["step"] > begun and "time" in s][-2 * record.steps_per_epoch - 1 :]
     if len(window) > 2 and window[-1]["step"] > window[0]["step"]:
@@ -259,7 +261,7 @@ def _pace(record: Record) -> float | None:
 
 
 def status_text(status: Status) -> list[str]:
-    """Write the status in lines."""
+    """Return the status as lines."""
     done = f"step {status.step:,}"
     if status.steps:
         share = 100 * status.step // status.steps
@@ -293,7 +295,7 @@ def _validation_text(validation: dict[str, Any]) -> str:
 
 
 def _until(seconds: float) -> str:
-    """Return the time after so many seconds, if it has a date."""
+    """Return the time of day after so many seconds, if it can be represented."""
     try:
         return time.strftime(", until %a %H:%M", time.localtime(time.time() + seconds))
     except (OverflowError, ValueError, OSError):
@@ -319,7 +321,7 @@ def _hosts_text(hosts: list[str]) -> str:
 
 
 def duration_text(seconds: float) -> str:
-    """Write a duration in the two units that matter.
+    """Return a duration in its two largest units.
 
     >>> duration_text(3.7), duration_text(198), duration_text(7500), duration_text(180000)
     ('4 s', '3 min 18 s', '2 h 05 min', '2 d 2 h')

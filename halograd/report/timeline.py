@@ -1,4 +1,4 @@
-"""What every rank did during some training steps, and what of the communication was hidden: a picture and tables."""
+"""Timeline of a run: the activity of every rank during some training steps, and the hidden share of communication."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class Bar:
-    """Span of a trace.
+    """One bar of a trace.
 
     Attributes
     ----------
     lane
         "compute", "wait", "I/O", "halo", "gradient sums", "other sums" or "other": the row of the trace.
     kind
-        "forward", "backward", "update", "wait", "io"; of a communication "halo", "allreduce", "statistics", ...
+        "forward", "backward", "update", "wait", "io"; for communication "halo", "allreduce", "statistics", ...
     begin, end
-        Since the trace begins [ms].
+        Times from the begin of the trace [ms].
     """
 
     rank: int
@@ -50,29 +50,30 @@ class Bar:
 
 
 def read_bars(path: Path) -> list[Bar]:
-    """Read the spans of a Chrome trace that a run has written. Local."""
+    """Return the bars of a Chrome trace that a run has written. Local."""
     events = json.loads(path.read_text())["traceEvents"]
     lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     bars = []
     for e in events:
         if e["ph"] == "X":
             lane, kind = lanes[e["pid"], e["tid"]], e["cat"]
-            if kind == "communication":  # a halo, or the all-reduce of gradients, of statistics, of the loss
+            if kind == "communication":  # a halo, or an all-reduce of gradients, statistics or the loss
                 kind = e["name"].partition(":")[0]
             bars.append(Bar(e["pid"], lane, kind, 1e-3 * e["ts"], 1e-3 * (e["ts"] + e["dur"])))
     return bars
 
 
 def step_begins(bars: Sequence[Bar], rank: int) -> list[float]:
-    """Find the begin of each step of a rank: its first forward. (Updates may lie within the next forward.)"""
+    """Return the begin of each step of a rank: its first forward. (Updates may overlap the next forward.)"""
     mine = sorted((b for b in bars if b.rank == rank and b.kind in ("forward", "backward")), key=lambda b: b.begin)
     before = ["backward", *(bar.kind for bar in mine)]
     return [bar.begin for kind, bar in zip(before, mine) if kind == "backward" and bar.kind == "forward"]
 
 
 def typical_steps(bars: Sequence[Bar], count: int) -> Interval | None:
-    """Find `count` whole steps of rank 0, in a row, of about the usual length; None for fewer."""
-    begins = np.array(step_begins(bars, 0)[1:])  # the first that is kept may have lost its begin
+    """Return the interval of `count` consecutive whole steps of rank 0 with a typical length; None if there are fewer.
+    """
+    begins = np.array(step_begins(bars, 0)[1:])  # the begin of the first step may be missing
     if len(begins) <= count:
         return None
     durations = begins[count:] - begins[:-count]
@@ -115,7 +116,7 @@ STEPS = 2
 
 
 def draw_timeline(path: Path, trace: Path, title: str) -> bool:
-    """Draw the lanes of every rank over two typical steps; return whether the trace has so many. Local."""
+    """Draw the lanes of every rank over two typical steps; return whether the trace has enough steps. Local."""
     bars = read_bars(trace)
     window = typical_steps(bars, STEPS)
     if window is None:
@@ -160,7 +161,7 @@ KINDS = {"allreduce": "all-reduce of gradients", "halo": "halo exchange", "stati
 
 
 def about_timeline(file: str) -> Text:
-    """Describe the picture of a timeline; `file` holds all steps."""
+    """Return a description of the picture of a timeline; `file` contains all steps."""
     return Text(
         "Two training steps of median length. Hidden is what the ranks computed while a message travelled: "
         "overlap ratio = (duration - time blocked) / duration (Lee et al. 2017, Eq. 11). Where ranks outnumber cores, "
@@ -170,7 +171,7 @@ def about_timeline(file: str) -> Text:
 
 
 def phase_tables(entry: dict[str, Any]) -> Iterator[Block]:
-    """Make the tables of a line ``phases`` of a log."""
+    """Yield the tables of a log's line ``phases``."""
     phases, steps = entry["phases"], max(1, entry["steps"])
     spent = [(c, phases[c]["seconds"]) for c in ("forward", "backward", "update") if c in phases]
     blocked = sum(p.get("blocked") or 0.0 for p in phases.values())
@@ -199,9 +200,9 @@ def phase_tables(entry: dict[str, Any]) -> Iterator[Block]:
 
 
 def hidden_text(phases: dict[str, Any]) -> str:
-    """Describe the overlap over the whole run, in a line."""
+    """Return the overlap over the whole run, in one line."""
     parts = [f"{KINDS[k]} {_percent(phases[k]['overlap'])}" for k in ("halo", "allreduce") if k in phases]
-    return f"hidden behind computation over the whole run: {', '.join(parts) or 'nothing travelled'}"
+    return f"hidden behind computation over the whole run: {', '.join(parts) or 'no communication'}"
 
 
 def _percent(ratio: float | None) -> str:

@@ -122,7 +122,7 @@ def test_what_a_run_says_of_its_cores(tmp_path):
     tried = {"elimination": 0.02, "grid": 0.03}
     slow = StepTrial(plan, "elimination", tried, 0.05).lines(1)
     assert slow == [
-        "steps tried: elimination 20.00 ms, grid 30.00 ms; trained by elimination",
+        "steps tried: elimination 20.00 ms, grid 30.00 ms; training with elimination",
         "cores: 2 ranks x 1 thread take 20.00 ms; 1 rank x 2 threads would take 50.00 ms",
     ]
     (_, fast) = StepTrial(plan, "elimination", tried, 0.01).lines(1)

@@ -216,7 +216,7 @@ def test_predict_scales_strongly_and_weakly(typed, tmp_path):
             assert b["samples_per_second"] > 0.9 * a["samples_per_second"]
             assert b["step_seconds"] <= min(x["step_seconds"] for x in b["baselines"].values() if x["fits"]) * 1.0001
     code, text, _ = typed("predict", *SMALL, *ranks)
-    assert code == 0 and "strong scaling: the batch stays" in text and "weak scaling: samples per rank stay" in text
+    assert code == 0 and "strong scaling: same batch" in text and "weak scaling: same samples per rank" in text
 
 
 def test_predict_where_some_numbers_of_ranks_have_no_grid(typed, tmp_path):

@@ -153,7 +153,7 @@ def _mixed(kind: str) -> hg.Node:
 @pytest.mark.parametrize("kind", ["own", "norm", "part", "sum", "map", "twice"])
 def test_what_torch_has_no_counterpart_of_is_refused(kind, tmp_path):
     network = hg.Network({"y": _mixed(kind)})
-    got = r"features that 'mix' \(\w+\) mixes by their place" if kind != "twice" else "another order than at 'head'"
+    got = r"features that 'mix' \(\w+\) mixes by position" if kind != "twice" else "another order than at 'head'"
     layer = {"norm": "mix", "twice": "head#2"}.get(kind, "head")
     with pytest.raises(UserError, match=rf"layer '{layer}' \(\w+\): expected features that torch has .* got {got}"):
         save_weights(network, None, tmp_path / "w.safetensors")

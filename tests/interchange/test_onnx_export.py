@@ -284,7 +284,7 @@ class Own(Layer):
 
 def test_refusals(tmp_path):
     path = tmp_path / "m.onnx"
-    with pytest.raises(UserError, match=r"layer 'mine' \(Own\): expected a layer of halograd's that ONNX has"):
+    with pytest.raises(UserError, match=r"layer 'mine' \(Own\): expected a layer of halograd with ONNX operators"):
         hg.onnx.save(_chain([Own("mine")], IMAGE), None, path)
     with pytest.raises(UserError, match=r"layer 'n' \(LocalResponseNorm\): expected windows of an odd number .* got 4"):
         hg.onnx.save(_chain([hg.LocalResponseNorm(4, name="n")], IMAGE), None, path)

@@ -284,7 +284,7 @@ def test_weights_are_read_when_they_are_needed(tmp_path):
     network = hg.onnx.load(path)
     assert network.initial_values().keys() == {f"{next(iter(network.layers))}/{key}" for key in "wb"}
     path.write_bytes(path.read_bytes()[:5000])
-    with pytest.raises(UserError, match=r"expected 15552 numbers at .*; the file is cut off"):
+    with pytest.raises(UserError, match=r"expected 15552 numbers at .*; the file is truncated"):
         network.initial_values()
 
 
@@ -433,7 +433,7 @@ def test_weights_outside_of_the_folder_are_not_read(tmp_path):
     (folder / "m.onnx").write_bytes(_by_hand(location="w.bin", offset=0))
     assert hg.onnx.load(folder / "m.onnx").initial_values()["c/w"].reshape(2, 2).tolist() == [[0, 1], [2, 3]]
     (folder / "m.onnx").write_bytes(_by_hand(location="w.bin", offset=8))
-    with pytest.raises(UserError, match="expected 4 numbers at 8, got 2; the file is cut off"):
+    with pytest.raises(UserError, match="expected 4 numbers at 8, got 2; the file is truncated"):
         hg.onnx.load(folder / "m.onnx")
 
 

@@ -213,7 +213,7 @@ def test_what_build_refuses():
         UserError, match=r"^model.colour: .* one of depths, classes, channels, .*, name, class_weights$"
     ):
         build("resnet152", colour=True)
-    with pytest.raises(UserError, match="mesh was not made: resolution"):
+    with pytest.raises(UserError, match="cannot build mesh: resolution"):
         build("mesh", resolution=100, decoder=True)
     with pytest.raises(UserError, match="variant: expected one of 'one_tower' or 'grouped', got 'two_tower'"):
         build("alexnet", variant="two_tower")

@@ -99,7 +99,7 @@ def test_a_file_is_executed_once_until_it_is_changed(folder):
         ("net.py:make", "expected a function 'make' in net.py, got build, strict, unknown_types, nothing, broken"),
         ("net.py:", 'expected "FILE.py:FUNCTION" or "MODULE:FUNCTION"'),
         ("net.py:nothing", "expected a function that returns a halograd.Network, got NoneType"),
-        ("net.py:broken", r"made no network: IndexError: list index out of range \(.*net.py, line 30\)"),
+        ("net.py:broken", r"failed: IndexError: list index out of range \(.*net.py, line 30\)"),
         ("no_such_module:build", "'no_such_module' cannot be imported: ModuleNotFoundError: No module named"),
         ("syntax.py:build", r"syntax.py cannot be imported: SyntaxError: .*\(syntax.py, line 1\)"),
         (

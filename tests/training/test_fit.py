@@ -106,7 +106,7 @@ def test_refusals(comm, folder, monkeypatch):
         ):
             hg.fit(unet(), data, folder / "out", comm=comm, callbacks=callbacks, **OPTIONS)
     run = hg.fit(unet(), data, folder / "out", comm=comm, **OPTIONS)
-    with pytest.raises(ValueError, match="checkpoint: expected 'latest' or 'best', which there is, got 'newest'"):
+    with pytest.raises(ValueError, match="checkpoint: expected an existing 'latest' or 'best', got 'newest'"):
         run.checkpoint("newest")
     monkeypatch.setattr("halograd.models.own._MADE", {})  # as in another process
     with pytest.raises(UserError, match=r"model\.file: 'mine' was made by a script, not by a function in a file"):
