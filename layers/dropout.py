@@ -31,9 +31,11 @@ class Dropout(Layer):
     rate
         Probability in ``[0, 1)``.
 
-    Notes ----- The mask is a function of the run's seed, the step, the layer's name and the element's position in the
-    global array (:class:`halograd.kernels.DropoutMask`). It costs no communication and is not stored: backward draws it
-    again, and so does a resumed run.
+    Notes
+    -----
+    The mask is a function of the run's seed, the step, the layer's name and the element's position in the global array
+    (:class:`halograd.kernels.DropoutMask`). It costs no communication and is not stored: backward draws it again, and
+    so does a resumed run.
 
     References
     ----------
@@ -79,8 +81,10 @@ class StochasticDepth(Layer):
     rate
         Probability in ``[0, 1)``.
 
-    Notes ----- The dropped samples are a function of the run's seed, the step, the layer's name and the sample's index
-    in the batch: the mask of :class:`Dropout` with one number per sample. Communication: none.
+    Notes
+    -----
+    The dropped samples are a function of the run's seed, the step, the layer's name and the sample's index in the
+    batch: the mask of :class:`Dropout` with one number per sample. Communication: none.
     """
 
     cuts_channels = "channelwise"

@@ -66,8 +66,10 @@ class ReplicatedDense:
     replicates
         Whether this rank computes the gradient of the whole batch. It may change between steps, on all ranks together.
 
-    Notes ----- One matrix product adds up the gradients of parameters in the order of the samples. Every rank computes
-    the same product of the same data: with the same kernels and number of threads all ranks get the same bits.
+    Notes
+    -----
+    One matrix product adds up the gradients of parameters in the order of the samples. Every rank computes the same
+    product of the same data: with the same kernels and number of threads all ranks get the same bits.
 
     Memory per process in addition to the layer's own: about ``(F + units) * N`` elements, ``"replicated gradient"``.
     """

@@ -116,9 +116,11 @@ class Reshape(_WholeSamples):
     shape
         Shape of one sample, ``(*spatial, C)``.
 
-    Notes ----- Before: whole samples, spread over all ranks; after: blocks cut in samples and space. Communication per
-    process: the elements that it owns after and not before; backward the same, reversed. The input cannot be a map: to
-    change its shape would bring whole samples together on a rank, as ``Reshape(shape)(Flatten()(x))`` does.
+    Notes
+    -----
+    Before: whole samples, spread over all ranks; after: blocks cut in samples and space. Communication per process: the
+    elements that it owns after and not before; backward the same, reversed. The input cannot be a map: to change its
+    shape would bring whole samples together on a rank, as ``Reshape(shape)(Flatten()(x))`` does.
     """
 
     def __init__(self, shape: Sequence[int], name: str | None = None) -> None:
@@ -225,8 +227,10 @@ class PixelUnshuffle(_Pixels):
 
     It is the inverse of :class:`PixelShuffle`: torch's ``pixel_unshuffle`` for any number of axes.
 
-    Notes ----- Communication per process: the fine positions of its coarse positions that another rank owns; none if
-    the blocks match. Backward, the adjoint.
+    Notes
+    -----
+    Communication per process: the fine positions of its coarse positions that another rank owns; none if the blocks
+    match. Backward, the adjoint.
     """
 
     names = ("fine", "coarse")

@@ -1,1 +1,1 @@
-"""Performance model: machines, costs, planners and predictions, without running anything on them."""
+"""Performance model: machines, costs, planners and predictions. It runs nothing on these machines."""

@@ -1,7 +1,7 @@
-"""Changes of a choice that may make a step faster: of one layer, of two that are joined, of some that are cut alike.
+"""Changes of a choice that may make a step faster: of one layer, of two adjacent layers, of a region with the same cut.
 
-What they gain is estimated by the additive costs of :mod:`halograd.perfmodel.cost.network_costs`, between gradient sums
-that are all hidden and sums that are all waited for. They are to be simulated, the most promising first.
+The additive costs of :mod:`halograd.perfmodel.cost.network_costs` estimate the gain, once with all gradient sums hidden
+and once with all of them exposed. The caller simulates the changes, the most promising first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["Change", "Changes"]
 
 Floats = NDArray[np.float64]
 
-#: Changes of two joined layers that are looked at per pair, and of the first layers of a region per region.
+#: Number of changes per pair of adjacent layers, and number of changes of the first layers per region.
 PAIRS, BEGINNINGS = 4, 32
 
 
@@ -29,11 +29,11 @@ class Change:
     Attributes
     ----------
     gain
-        By how much the step may become shorter, estimated [s].
+        Estimated reduction of the step time [s].
     memory
-        By how much the memory grows, estimated [B].
+        Estimated growth of the memory [B].
     indices
-        The choice that it leads to.
+        The changed choice.
     """
 
     gain: float
@@ -42,7 +42,7 @@ class Change:
 
 
 class Changes:
-    """The changes of any choice among the candidates of a network. Pure arithmetic."""
+    """Changes of any choice among the candidates of a network. Pure arithmetic."""
 
     def __init__(self, costs: NetworkCosts) -> None:
         self.costs = costs
@@ -53,7 +53,7 @@ class Changes:
         self._numbers = [{parts: i for i, parts in enumerate(some)} for some in costs.candidates]
 
     def of(self, indices: Sequence[int], least: float) -> list[Change]:
-        """Return changes that may gain more than `least` [s], the most promising first; each choice once."""
+        """Return the changes with an estimated gain above `least` [s], the most promising first; each choice once."""
         found: dict[tuple[int, ...], Change] = {}
         for changes, hidden, waited in self._changes(indices):
             gain = max(hidden, waited)
@@ -68,9 +68,7 @@ class Changes:
         return sorted(found.values(), key=lambda change: -change.gain)
 
     def _changes(self, x: Sequence[int]) -> Iterator[tuple[list[tuple[int, int]], float, float]]:
-        """Yield the changed layers, and what they gain where sums of gradients are hidden, and where they are waited
-        for.
-        """
+        """Yield changed layers with two gains [s]: with the sums of gradients hidden, and with the sums exposed."""
         own = [self._own(v, x) for v in range(len(x))]
         sums = [s[i] - s for s, i in zip(self.costs.sums, x)]
         for v, costs in enumerate(own):
@@ -93,7 +91,9 @@ class Changes:
             yield from self._beginnings(region[::-1], x)
 
     def _own(self, v: int, x: Sequence[int]) -> Floats:
-        """Per candidate of a layer, what it costs with all its edges, the other layers as they are [s]."""
+        """Return, per candidate of a layer, its cost with all its edges, for the current candidates of the other layers
+        [s].
+        """
         total = self.costs.times[v].copy()
         for a, b in self._of[v]:
             table = self.costs.edges[a, b]
@@ -101,7 +101,7 @@ class Changes:
         return total
 
     def _regions(self, x: Sequence[int]) -> list[list[int]]:
-        """Return the joined layers with the same cut; three or more."""
+        """Return the connected regions of at least three layers with the same cut."""
         cuts = [self.costs.candidates[v][i] for v, i in enumerate(x)]
         seen: set[int] = set()
         found = []
@@ -123,7 +123,9 @@ class Changes:
     def _beginnings(
         self, region: Sequence[int], x: Sequence[int]
     ) -> Iterator[tuple[list[tuple[int, int]], float, float]]:
-        """Yield the first layers of a region, up to any of them, cut in another way; those that cannot be stay."""
+        """Yield the first layers of a region, up to each of them, with another cut; layers that lack this cut do not
+        change.
+        """
         cuts = list(dict.fromkeys(parts for v in region for parts in self.costs.candidates[v]))
         new = np.array([[self._numbers[v].get(parts, x[v]) for parts in cuts] for v in region])
         place = {v: i for i, v in enumerate(region)}
@@ -134,11 +136,11 @@ class Changes:
             for a, b in self._of[v]:
                 other, table = (b, self.costs.edges[a, b]) if a == v else (a, self.costs.edges[a, b].T)
                 j = place.get(other)
-                if j is not None and j < i:  # counted with the other one
+                if j is not None and j < i:  # counted with the other layer
                     continue
                 before, between = table[x[v], x[other]], table[new[i], x[other]]
                 gained[i] += before - between
-                if j is not None:  # as soon as both are changed
+                if j is not None:  # applies as soon as both layers have changed
                     gained[j] += between - table[new[i], new[j]]
         hidden = gained.cumsum(axis=0)
         waited = hidden + sums.cumsum(axis=0)
@@ -150,7 +152,7 @@ class Changes:
                 yield list(zip(region, new[: last + 1, c].tolist())), hidden[last, c], waited[last, c]
 
     def _memory(self, old: Sequence[int], new: Sequence[int], layers: Sequence[int]) -> float:
-        """By how much memory grows [B]."""
+        """Return the growth of the memory [B]."""
         grown = sum(self.costs.memory[v][new[v]] - self.costs.memory[v][old[v]] for v in layers)
         for edge in {edge for v in layers for edge in self._of[v]}:
             table = self.costs.edge_memory.get(edge)

@@ -1,10 +1,10 @@
-"""What collectives cost: among ranks that are joined by equal links, and of groups that span nodes.
+"""Costs of collectives among ranks that are joined by equal links, and of groups that span nodes.
 
-p ranks, every message of n bytes takes ``alpha + beta * n`` [s]; adding up costs nothing beside it. Each collective has
-several algorithms; without a name the cheapest for the size is taken, as MPI libraries do.
+There are p ranks, and every message of n bytes takes ``alpha + beta * n`` [s]; additions cost nothing. Each collective
+has several algorithms; by default the cheapest one for the size is used, as in MPI libraries.
 
 =================== ============================================== ==================================================
-algorithm           messages one after the other                   bytes through the slowest rank (p a power of two)
+algorithm           consecutive messages                           bytes through the slowest rank (p a power of two)
 =================== ============================================== ==================================================
 recursive_doubling  lg p                                           n lg p (all-reduce), n (p-1)/p (all-gather)
 recursive_halving   lg p                                           n (p-1)/p
@@ -15,16 +15,16 @@ bruck               ceil(lg p)                                     n (p-1)/p
 
 A group that spans nodes is described by its stages, from the inside out (`Machine.stages`): devices of a node, nodes
 of a switch, switches. An all-reduce is a reduce-scatter within the node, an all-reduce among the devices that hold the
-same part on other nodes, and an all-gather within the node (as NCCL's and Aluminum's two-level algorithms do);
-reduce-scatter and all-gather are done stage by stage. The devices of a node share its network adapters, so with one
-adapter all their parts together, the whole vector, go through it; nodes of a switch have adapters of their own, so
-behind that stage every node carries its own part only (a fat tree without contention). The flat ring over all ranks,
-which passes each node's adapter once in either direction at the pace of the slowest link, is taken where it is cheaper.
+same part on other nodes, and an all-gather within the node (as in NCCL's and Aluminum's two-level algorithms).
+Reduce-scatter and all-gather proceed stage by stage. The devices of a node share its network adapters: with one
+adapter, all their parts together, the whole vector, go through it. Nodes of a switch have adapters of their own, so
+after that stage every node carries only its own part (a fat tree without contention). The flat ring over all ranks
+passes each node's adapter once in either direction at the speed of the slowest link; it is used if it is cheaper.
 
 References
 ----------
 Thakur, Rabenseifner, Gropp 2005, "Optimization of Collective Communication Operations in MPICH", Sections 3 and 4.
-What differs: the term ``gamma * n`` of the additions is left out.
+The difference: the term ``gamma * n`` of the additions is left out.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .machine import GroupStage, Link
 
 __all__ = ["ALGORITHMS", "group_seconds", "seconds"]
 
-#: nbytes, ranks (at least 2), link -> seconds
+#: Function of nbytes, ranks (at least 2) and link that returns seconds.
 Formula = Callable[[float, int, Link], float]
 
 
@@ -53,7 +53,7 @@ def _power_of_two(ranks: int) -> bool:
 
 
 def _spread(messages: int, n: float, p: int, link: Link) -> float:
-    """Return so many messages, by which all but one rank's share of the bytes passes through each rank."""
+    """Return the time of `messages` messages in which each rank transfers all bytes except one rank's share."""
     return messages * link.alpha + link.beta * (n * (p - 1) / p)
 
 
@@ -66,7 +66,7 @@ def _gather_bruck(n: float, p: int, link: Link) -> float:
 
 
 def _gather_doubling(n: float, p: int, link: Link) -> float:
-    # Where p is not a power of two, subtrees that lack data are served afterwards: at most twice the messages.
+    # If p is not a power of two, subtrees that lack data get them afterwards: at most twice the messages.
     return _spread(_floor_log(p) * (1 if _power_of_two(p) else 2), n, p, link)
 
 
@@ -81,7 +81,10 @@ def _reduce_ring(n: float, p: int, link: Link) -> float:
 
 
 def _folded(n: float, p: int, link: Link) -> float:
-    """Return ranks beyond a power of two hand their vector to a neighbor first and get the result back last."""
+    """Return the additional time if the number of ranks is no power of two.
+
+    The surplus ranks first send their vector to a neighbor, and finally receive the result.
+    """
     return 0.0 if _power_of_two(p) else 2 * link.seconds(n)
 
 
@@ -103,33 +106,33 @@ ALGORITHMS: Mapping[str, Mapping[str, Formula]] = {
 
 
 def seconds(collective: str, nbytes: float, ranks: int, link: Link, algorithm: str | None = None) -> float:
-    """Return what a collective takes.
+    """Return the time of a collective.
 
     Parameters
     ----------
     collective
-        ``"allreduce"``: the sum of a vector, known to all ranks afterwards; ``"reduce_scatter"``: each keeps an
-        equal part of it; ``"all_gather"``: equal parts of all ranks, joined on every one of them.
+        ``"allreduce"``: all ranks get the sum of a vector; ``"reduce_scatter"``: each rank gets an equal part of the
+        sum; ``"all_gather"``: all ranks get the joined parts of all ranks.
     nbytes
-        The vector, or all parts joined [B]; nothing is sent, and it costs nothing, if that is 0.
+        Size of the vector, or of all parts together [B]; an empty one costs nothing.
     ranks
-        How many take part; one alone pays nothing.
+        Number of ranks; a single rank costs nothing.
     link
-        Between any two of them.
+        Link between any two of them.
     algorithm
-        A key of ``ALGORITHMS[collective]``; None takes the cheapest. For an all-reduce "recursive_doubling" is that of
-        short vectors, "rabenseifner" (recursive halving, then doubling) of long ones, and "ring" of long ones where
-        `ranks` is not a power of two.
+        A key of ``ALGORITHMS[collective]``; None: the cheapest one. For an all-reduce, "recursive_doubling" suits short
+        vectors, "rabenseifner" (recursive halving, then doubling) long ones, and "ring" long ones if `ranks` is not a
+        power of two.
 
     Returns
     -------
     float
-        [s]
+        Time [s].
 
     Raises
     ------
     ValueError
-        Another collective or algorithm, a negative size, no ranks.
+        For an unknown collective or algorithm, a negative size, or no ranks.
     """
     formulas = ALGORITHMS.get(collective, {})
     if not formulas:
@@ -145,14 +148,14 @@ def seconds(collective: str, nbytes: float, ranks: int, link: Link, algorithm: s
 
 
 def group_seconds(collective: str, nbytes: float, stages: Sequence[GroupStage]) -> float:
-    """Return what a collective of a group of ranks takes.
+    """Return the time of a collective of a group of ranks.
 
     Parameters
     ----------
     collective, nbytes
         As for `seconds`.
     stages
-        Of the group: ``machine.stages(ranks)``; none for a group of one, which pays nothing.
+        Stages of the group: ``machine.stages(ranks)``; none for a single rank, which costs nothing.
 
     Returns
     -------
@@ -162,7 +165,7 @@ def group_seconds(collective: str, nbytes: float, stages: Sequence[GroupStage]) 
     Raises
     ------
     ValueError
-        Another collective.
+        For an unknown collective.
     """
     if not stages or nbytes == 0:
         return 0.0
@@ -175,13 +178,14 @@ def group_seconds(collective: str, nbytes: float, stages: Sequence[GroupStage]) 
 
 
 def _staged(collective: str, nbytes: float, stages: Sequence[GroupStage]) -> float:
-    """Return the stage by stage; an all-reduce is scattered on its way out and gathered on its way in, but for the
-    last.
+    """Return the time of a collective that proceeds stage by stage.
+
+    An all-reduce is a reduce-scatter on the way out and an all-gather on the way in, except in the last stage.
     """
     first, *rest = stages
     if not rest:
         return seconds(collective, nbytes, first.size, first.link)
     parts = ("reduce_scatter", "all_gather") if collective == "allreduce" else (collective,)
     inside = sum(seconds(part, nbytes, first.size, first.link) for part in parts)
-    # What the members of a stage hold goes through one link of the next.
+    # The data of all members of a stage go through one link of the next stage.
     return inside + _staged(collective, nbytes * first.sharing / first.size, rest)

@@ -1,4 +1,4 @@
-"""Strategies that were simulated, each under all schemes of gradient reduction that are worth a try.
+"""Candidate strategies that were simulated, each under all promising schemes of gradient reduction.
 
 A plan chooses among them; a run ranks the schemes of one strategy by the predicted time of a step.
 """
@@ -35,18 +35,18 @@ Cuts = tuple[tuple[int, ...], ...]
 
 @dataclass
 class Contender:
-    """A strategy, and what a step takes under it.
+    """A strategy with its simulated step.
 
     Attributes
     ----------
     name
-        Of the baseline or planner it comes from.
+        Name of the baseline or planner that proposed it.
     simulation
-        Under one scheme of gradient reduction.
+        Simulation with one scheme of gradient reduction.
     optimal
         Whether a planner proved that it is the fastest by additive costs.
     indices
-        The choice of candidates that it stands for; None: some of its cuts are none.
+        The choice of candidates that it stands for; None: some of its cuts are not among the candidates.
     """
 
     name: str
@@ -56,34 +56,34 @@ class Contender:
 
     @property
     def strategy(self) -> Strategy:
-        """Return the cuts, the scheme and the size of buckets."""
+        """The cuts, the scheme and the size of buckets."""
         return self.simulation.strategy
 
     @cached_property
     def seconds(self) -> float:
-        """Return the time of a step [s]."""
+        """Time of a step [s]."""
         return self.simulation.step_seconds
 
     @cached_property
     def memory_bytes(self) -> int:
-        """Return the memory of the fullest rank [B]; on demand, because it takes as long to find as all else."""
+        """Memory of the fullest rank [B]; computed on demand, because it takes as long as everything else."""
         return sum(self.simulation.memory.values())
 
     def fits(self, limit: float) -> bool:
-        """Return whether the fullest rank takes no more than `limit` [B]."""
+        """Return whether the fullest rank needs at most `limit` [B]."""
         return limit == math.inf or self.memory_bytes <= limit
 
 
 class Contenders:
-    """All strategies of a search, each kept once.
+    """All strategies of a search, each stored once.
 
-    Which they are depends on a memory limit in one way only: under a smaller one there are more. So what a plan takes
-    is always enough for it.
+    A smaller memory limit only adds strategies. So a plan's own memory is always a sufficient limit for this plan.
 
     Parameters
     ----------
     schemes
-        Schemes of gradient reduction that a strategy may have, with the size of their buckets [B].
+        Function that returns the schemes of gradient reduction to try for a strategy, with the size of their buckets
+        [B].
     """
 
     def __init__(self, network: Network, schemes: Callable[[Strategy], Sequence[tuple[Scheme, int]]]) -> None:
@@ -95,19 +95,19 @@ class Contenders:
         return iter(self._found.values())
 
     def cuts(self, strategy: Strategy) -> Cuts:
-        """Return the parts of all layers, by which strategies are distinguished."""
+        """Return the parts of all layers, which identify a strategy."""
         return tuple(tuple(strategy.parts_of(name).values()) for name in self._network.layers)
 
     def find(self, strategy: Strategy) -> Contender | None:
-        """Return the contender with the cuts of this strategy, if there is one."""
+        """Return the stored strategy with the same cuts, if there is one."""
         return self._found.get(self.cuts(strategy))
 
     def add(self, found: Contender) -> Contender:
-        """Keep a contender; return the one with the same cuts if there is one."""
+        """Store a strategy; return the stored one with the same cuts if there is one."""
         return self._found.setdefault(self.cuts(found.strategy), found)
 
     def variants(self, found: Contender) -> list[Contender]:
-        """Return contenders with the same cuts under all schemes, the fastest first."""
+        """Return the strategies with the same cuts under all schemes, the fastest first."""
         key = self.cuts(found.strategy)
         if key not in self._variants:
             some = [
@@ -118,7 +118,7 @@ class Contenders:
         return self._variants[key]
 
     def best_of(self, found: Contender, limit: float, faster_than: float = math.inf) -> Contender | None:
-        """Return its fastest variant within a limit [B], if it is faster than `faster_than` [s]."""
+        """Return the fastest variant within a limit [B], if it is faster than `faster_than` [s]."""
         if found.simulation.computing >= faster_than:
             return None
         for variant in self.variants(found):
@@ -129,18 +129,18 @@ class Contenders:
         return None
 
     def fastest(self, limit: float = math.inf) -> Contender | None:
-        """Return the fastest within a limit [B], under any scheme; None if nothing fits."""
+        """Return the fastest strategy within a limit [B], under any scheme; None if nothing fits."""
         best: Contender | None = None
         for found in sorted(self, key=lambda one: one.simulation.computing):
             best = self.best_of(found, limit, math.inf if best is None else best.seconds) or best
         return best
 
     def leanest(self) -> Contender:
-        """Return the contender, under any scheme, that takes the least memory."""
+        """Return the strategy, under any scheme, that needs the least memory."""
         return min((variant for found in self for variant in self.variants(found)), key=lambda one: one.memory_bytes)
 
 
-#: Sizes of the first of two chunks that are tried where there is little pooling.
+#: Number of sizes of the first of two chunks to try in networks with little pooling.
 SIZES = 4
 #: Layers per chunk of host_accumulate that a plan may choose; a run searches more finely.
 CHUNKS = (1, 3, 9, 20)
@@ -155,10 +155,10 @@ class PricedScheme:
 
 
 def candidate_schemes(network: Network, strategy: Strategy, batch: int) -> list[Scheme]:
-    """Return schemes that may be tried while training, the simplest first. Pure arithmetic.
+    """Return the schemes to try during training, the simplest first. Pure arithmetic.
 
-    Buckets, and two chunks of several sizes, each with the gradients of the first 0, 1, ... dense layers replicated, as
-    far as that saves traffic (:func:`halograd.layers.reduction_chunks.replicable_layers`).
+    These are buckets, and two chunks of several sizes, each with the gradients of the first 0, 1, ... dense layers
+    replicated, as long as that saves traffic (:func:`halograd.layers.reduction_chunks.replicable_layers`).
     """
     most = len(replicable_layers(strategy, network, batch))
     sizes = first_chunks(network)
@@ -172,12 +172,12 @@ def candidate_schemes(network: Network, strategy: Strategy, batch: int) -> list[
 def planned_schemes(
     network: Network, strategy: Strategy, batch: int, machine: Machine, without: Collection[str] = ()
 ) -> list[Scheme]:
-    """Return schemes that a plan may choose: those of `candidate_schemes`, and those that a run does not try by itself.
+    """Return the schemes that a plan may choose: `candidate_schemes`, and schemes that a run does not try by itself.
 
     Parameters
     ----------
     without
-        Names of schemes that the run cannot have.
+        Names of schemes that the run cannot use.
     """
     found = candidate_schemes(network, strategy, batch)
     replicated = sorted({scheme.replicated_dense for scheme in found})
@@ -189,10 +189,10 @@ def planned_schemes(
 
 
 def first_chunks(network: Network) -> list[int]:
-    """Return numbers of layers in the first of two chunks that are worth a try, rising.
+    """Return promising numbers of layers in the first of two chunks, in increasing order.
 
-    Those that end before a pooling layer, as in Lee et al. 2017, Section IV-C4 (3, 6, 9 and 12 of VGG-A); where there
-    are fewer than three of them, equal parts of the layers too.
+    These chunks end before a pooling layer, as in Lee et al. 2017, Section IV-C4 (3, 6, 9 and 12 of VGG-A). If there
+    are fewer than three of them, equal parts of the layers are added.
 
     >>> from halograd.models import build
     >>> first_chunks(build("vgg_a"))
@@ -215,12 +215,12 @@ def rank_schemes(
     training: Training | None = None,
     ranks: int | None = None,
 ) -> list[PricedScheme]:
-    """Return the schemes with predicted step times, the fastest first; equal ones in the order given.
+    """Return the schemes with predicted step times, the fastest first; equal ones keep their order.
 
     Parameters
     ----------
     strategy
-        How layers are cut; its own scheme does not matter.
+        Strategy that defines the cuts; its own scheme does not matter.
     machine, times, training, ranks
         As for :func:`halograd.perfmodel.cost.simulate`.
     """
@@ -232,7 +232,7 @@ def rank_schemes(
 
 
 def shortlist(schemes: Sequence[Scheme]) -> list[Scheme]:
-    """Return the ends and the middle of each choice in `candidate_schemes`, to measure where nothing is predicted."""
+    """Return the ends and the middle of each choice in `candidate_schemes`, to measure them without a prediction."""
     most = max(s.replicated_dense for s in schemes)
     sizes = sorted({s.first_layers for s in schemes if s.first_layers})
     middle = sizes[len(sizes) // 2 : len(sizes) // 2 + 1]

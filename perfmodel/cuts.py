@@ -1,25 +1,25 @@
-"""How a layer may be cut: the candidates of a plan, and the fixed strategies that plans are compared with.
+"""Possible cuts of a layer: the candidates of a plan, and the fixed strategies with which plans are compared.
 
-Candidates are legal and by default load-balanced: a rank in use has no more than `UNEVEN` times its fair share, and
-as many ranks are used as divide their number. Of these, to keep their number near a hundred for 1,024 ranks:
+Candidates are legal and by default load-balanced: a rank in use has at most `UNEVEN` times its fair share, and the
+number of ranks in use divides the number of ranks. To keep the number of candidates near a hundred for 1,024 ranks:
 
-* space is cut into blocks that are as square as they get, or into slabs along any of its axes;
-* channels are cut along the output or along the input, not both, into blocks of `CHANNELS` and more;
+* space is cut into blocks that are as square as possible, or into slabs along one of its axes;
+* channels are cut along the output or along the input, not both, into blocks of at least `CHANNELS`;
 * space and channels are cut together with up to `FEW` ranks;
 * with less than half of the ranks, one kind of axis is cut (samples, space, or channels).
 
-``full=True`` drops all of this: every legal factorization of every divisor. `grids` are the cuts of samples and space
-that are one for all layers, `--grid` of the command line.
+``full=True`` drops these rules: it gives every legal factorization of every divisor. `grids` are cuts of samples and
+space that are the same for all layers (`--grid` of the command line).
 
 =========  =====================================================================================================
 baseline   cut
 =========  =====================================================================================================
-data       samples over all ranks; where the batch is smaller, over as many as there are samples
-spatial    every sample cut as finely as the ranks allow, as square as it gets, samples over what is left; layers
-           without space, and those too small, as `data`
+data       samples over all ranks; if the batch is smaller, over as many ranks as there are samples
+spatial    every sample cut as finely as the ranks allow, as square as possible, samples over the remaining ranks;
+           layers without space, and layers that are too small, as `data`
 model      channels cut as finely as the ranks allow; layers whose channels cannot be cut as `data`
-owt        one weird trick (Krizhevsky 2014): `data`, but dense layers, and what follows them channel by channel, cut
-           along channels
+owt        one weird trick (Krizhevsky 2014): `data`, but dense layers, and channelwise layers after them, cut along
+           channels
 =========  =====================================================================================================
 """
 
@@ -50,21 +50,21 @@ __all__ = [
     "strategy_of",
 ]
 
-#: The planner that takes the best of `grids`.
+#: Name of the planner that chooses the best of `grids`.
 GRID = "grid"
 #: Parts per axis of a strategy, in the order of `AXES`.
 Parts = tuple[int, ...]
-#: Largest share of a rank over the mean.
+#: Largest ratio of a rank's share to the mean.
 UNEVEN = 1.34
-#: Fewest channels of a block.
+#: Minimum number of channels of a block.
 CHANNELS = 4
-#: Up to so many ranks, space and channels are cut together.
+#: Maximum number of ranks with which space and channels are cut together.
 FEW = 16
 
 
 @lru_cache(maxsize=1024)
 def divisors(number: int) -> tuple[int, ...]:
-    """Return all divisors, rising.
+    """Return all divisors, in increasing order.
 
     >>> divisors(12)
     (1, 2, 3, 4, 6, 12)
@@ -80,7 +80,7 @@ def candidates(
     ranks: int,
     full: bool = False,
 ) -> tuple[Parts, ...]:
-    """Return the cuts of a layer on up to `ranks` ranks, parts per axis in the order of `AXES`; one rank alone is the
+    """Return the cuts of a layer on up to `ranks` ranks as parts per axis in the order of `AXES`; a single rank comes
     first.
 
     Parameters
@@ -90,7 +90,7 @@ def candidates(
     batch
         Global number of samples.
     full
-        Every legal cut, balanced or not.
+        Whether to return every legal cut, balanced or not.
     """
     if ranks < 1:
         raise ValueError(f"candidates: expected at least one rank, got {ranks}")
@@ -101,7 +101,7 @@ def candidates(
 def _extents(
     layer: Layer, shapes: Sequence[tuple[int, ...]], output: tuple[int, ...], batch: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Per axis of `AXES`, the extents that its parts cut; none where the axis cannot be cut."""
+    """Return, per axis of `AXES`, the extents that its parts divide; none if the axis cannot be cut."""
     found: dict[str, list[int]] = {"sample": [batch]}
     for shape in (shapes[0], output):
         for name, n in zip(axis_names(len(shape) + 1)[1:-1], shape):
@@ -121,14 +121,14 @@ def _candidates(extents: tuple[tuple[int, ...], ...], cuts: str, ranks: int, ful
 
 
 def _legal(extents: Sequence[Sequence[int]], cuts: str, ranks: int) -> Iterator[Parts]:
-    """Yield the cuts that a layer allows, for which an axis may be too short."""
+    """Yield the cuts that a layer allows; an axis may be too short for them."""
     for used in divisors(ranks):
         yield from (parts for parts in _factorizations(extents, used) if _allowed(cuts, parts))
 
 
 @lru_cache(maxsize=1024)
 def _worth_a_look(there: tuple[bool, ...], cuts: str, ranks: int) -> tuple[Parts, ...]:
-    """Return the cuts that are worth a look for a layer that has these axes, however long."""
+    """Return the promising cuts for a layer with these axes, for any extents."""
     some = _legal([(ranks,) if has else () for has in there], cuts, ranks)
     return tuple(parts for parts in some if _worthwhile(there, parts, ranks))
 
@@ -183,14 +183,14 @@ def _worthwhile(there: Sequence[bool], parts: Parts, ranks: int) -> bool:
 
 
 def _shapely(space: Sequence[int], there: Sequence[bool]) -> bool:
-    """As square as it gets, in any order, or slabs along one axis."""
+    """Return whether blocks are as square as possible, in any order of axes, or slabs along one axis."""
     cut = sorted((n for n, has in zip(space, there) if has), reverse=True)
     return not cut or cut[0] == math.prod(cut) or _squarest(math.prod(cut), len(cut)) == tuple(cut)
 
 
 @lru_cache(maxsize=4096)
 def _squarest(product: int, axes: int) -> tuple[int, ...]:
-    """Return factors that differ least, larger ones first.
+    """Return the factors that differ least, the larger ones first.
 
     >>> _squarest(8, 2), _squarest(8, 3)
     ((4, 2), (2, 2, 2))
@@ -205,7 +205,7 @@ def _squarest(product: int, axes: int) -> tuple[int, ...]:
 
 
 def grids(network: Network, batch: int, ranks: int) -> list[Parts]:
-    """Return the cuts of samples and space into exactly `ranks` parts that every input has room for."""
+    """Return the cuts of samples and space into exactly `ranks` parts that fit the extents of every input."""
     names = tuple(AXES)
     extents = [batch, *(_least_extent(network, name) for name in names[1:4])]
     return list(_factorizations([(n,) for n in extents] + [(), ()], ranks))
@@ -219,9 +219,10 @@ def _least_extent(network: Network, axis: str) -> int:
 
 
 def shared_alike(network: Network, found: Mapping[str, tuple[Parts, ...]]) -> dict[str, tuple[Parts, ...]]:
-    """Return candidates by layer, less those by which calls of one layer would hold other blocks of its parameters.
+    """Return candidates by layer such that all calls of a layer can hold the same blocks of its parameters.
 
-    Left are those without a cut of channels on the most ranks that all calls have some for; one rank alone is one.
+    The result for shared layers are cuts without cut channels, on the largest number of ranks for which all calls have
+    candidates; a single rank is always possible.
     """
     groups: dict[str, list[str]] = {}
     for name, owner in network.owners.items():
@@ -237,7 +238,7 @@ def shared_alike(network: Network, found: Mapping[str, tuple[Parts, ...]]) -> di
 
 
 def is_step(a: Parts, b: Parts) -> bool:
-    """Return whether two grids differ in two axes: some parts along one are parts along another.
+    """Return whether two grids differ in exactly two axes, so that parts of one axis move to the other.
 
     >>> is_step((4, 2, 1), (2, 4, 1)), is_step((4, 2, 1), (1, 2, 4)), is_step((4, 2, 1), (2, 2, 2))
     (True, True, True)
@@ -246,7 +247,7 @@ def is_step(a: Parts, b: Parts) -> bool:
 
 
 def strategy_of(network: Network, parts: Mapping[str, Parts], bucket_bytes: int = 4 << 20) -> Strategy:
-    """Return the strategy with these parts of every layer."""
+    """Return the strategy with these parts for every layer."""
     layers = {
         name: {axis: n for axis, n in zip(AXES, parts[name]) if n > 1} or {"sample": 1} for name in network.layers
     }
@@ -254,14 +255,14 @@ def strategy_of(network: Network, parts: Mapping[str, Parts], bucket_bytes: int 
 
 
 def baseline(name: str, network: Network, batch: int, ranks: int, bucket_bytes: int = 4 << 20) -> Strategy:
-    """Return the strategy called `name`, one of `BASELINES`, legal for the network.
+    """Return the baseline strategy `name`, one of `BASELINES`, legal for the network.
 
     Parameters
     ----------
     batch
         Global number of samples.
     ranks
-        How many there are; some layers may use fewer.
+        Number of ranks; some layers may use fewer.
 
     Raises
     ------
@@ -276,7 +277,7 @@ def baseline(name: str, network: Network, batch: int, ranks: int, bucket_bytes: 
     parts = {layer: choose(node, batch, ranks, samples) for layer, node in nodes.items()}
     for layer, owner in network.owners.items():
         blocks = [(*parts[one][4:], math.prod(parts[one])) for one in (layer, owner)]
-        if blocks[0] != blocks[1]:  # calls of one layer hold the same blocks of its parameters
+        if blocks[0] != blocks[1]:  # calls of one layer must hold the same blocks of its parameters
             shared = [one for one, its in network.owners.items() if its == owner]
             parts |= {one: _data(nodes[one], batch, ranks, samples) for one in shared}
     return strategy_of(network, parts, bucket_bytes)
@@ -313,7 +314,7 @@ def _owt(node: Node, batch: int, ranks: int, samples: int) -> Parts:
 
 
 def _behind_dense(node: Node) -> bool:
-    """Return a dense layer, or one that treats its channels alike."""
+    """Return whether the node is a dense layer, or follows one through channelwise layers only."""
     while node.layer.cuts_channels != "contracts" or node.layer.stencil is not None:
         if node.layer.cuts_channels != "channelwise" or not node.inputs:
             return False
@@ -322,11 +323,11 @@ def _behind_dense(node: Node) -> bool:
 
 
 def _sizes(node: Node, batch: int) -> tuple[tuple[tuple[int, ...], ...], str]:
-    """Return what the candidates of a layer depend on."""
+    """Return the properties of a layer that determine its candidates."""
     return _extents(node.layer, [n.shape for n in node.inputs], node.shape, batch), node.layer.cuts_channels
 
 
-#: Name -> parts of a node, given batch, ranks and the samples that can be cut.
+#: Name -> function of a node, batch, ranks and parts of the samples that returns the parts of the node.
 BASELINES: dict[str, Callable[[Node, int, int, int], Parts]] = {
     "data": _data,
     "spatial": _spatial,

@@ -1,4 +1,4 @@
-"""Times of layers on one rank: what is computed (pure arithmetic), by a roofline, or measured and kept on disk."""
+"""Kernel times of layers on one rank (pure arithmetic): from a roofline, or measured and stored on disk."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ __all__ = ["KernelTimes", "LayerTime", "LayerWork", "MeasuredTimes", "Recorded",
 
 
 class LayerTime(NamedTuple):
-    """Time that one layer takes on one rank, messages left out.
+    """Time of one layer on one rank, without messages.
 
     Attributes
     ----------
     forward
-        [s]
+        Time of the forward pass [s].
     backward_data
-        The gradient of the inputs, and whatever is not the gradient of the weights [s].
+        Time of the gradient of the inputs, and of everything else in backward except `backward_filter` [s].
     backward_filter
-        The gradient of the weights, where a layer computes it with a kernel of its own; 0 elsewhere [s].
+        Time of the gradient of the weights if it has a kernel of its own; else 0 [s].
     """
 
     forward: float
@@ -43,21 +43,21 @@ class LayerTime(NamedTuple):
 
     @property
     def backward(self) -> float:
-        """Both gradients [s]."""
+        """Time of both gradients [s]."""
         return self.backward_data + self.backward_filter
 
     @property
     def total(self) -> float:
-        """Forward and backward [s]."""
+        """Time of forward and backward [s]."""
         return self.forward + self.backward
 
 
 @dataclass(frozen=True)
 class LayerWork:
-    """A layer on blocks of one rank: the layer itself, made local, with the shapes that its kernels see.
+    """A layer on the blocks of one rank: a local version of the layer, with the shapes that its kernels get.
 
-    Made by :meth:`of`. Under a cut of the output channels (`filters`) the inputs have all their channels, because
-    they are gathered before; under a cut of the input channels they have those of the rank.
+    :meth:`of` creates it. If the output channels are cut (`filters`), the inputs have all their channels, because they
+    are gathered before; if the input channels are cut, the inputs have those of the rank.
     """
 
     layer: Layer
@@ -85,22 +85,22 @@ class LayerWork:
         Parameters
         ----------
         layer
-            As in the network; it is not modified.
+            The layer in the network; it is not modified.
         inputs
-            Local shapes ``(n, *spatial, C)`` of what the kernels read, without halos and padding.
+            Local shapes ``(n, *spatial, C)`` of the inputs of the kernels, without halos and padding.
         dtype
-            Of the computation.
+            Dtype of the computation.
         trainable
             Whether there is a backward pass.
         input_gradient
-            Whether it computes the gradient of the inputs (the first layer of a network does not).
+            Whether backward computes the gradient of the inputs (the first layer of a network does not).
         filters
             Local output channels of a convolution or dense layer; all of them if None.
         outputs
-            Local spatial extents of the output. Without them they follow from those of the input as in the
-            whole network, which is a few rows off for a layer without padding that is cut in space.
+            Local spatial extents of the output. By default they follow from those of the input as in the whole
+            network, which is wrong by a few rows for a layer without padding that is cut in space.
         options
-            Of a layer that is cut into several ranks, which may sum for its `statistics`: its options in the strategy;
+            Options of the layer in the strategy, if it is cut over several ranks (which may sum its `statistics`);
             None: it is on one rank.
         """
         shapes = tuple(tuple(int(n) for n in shape) for shape in inputs)
@@ -113,16 +113,16 @@ class LayerWork:
 
     @cached_property
     def kind(self) -> str:
-        """Class of the layer."""
+        """Class name of the layer."""
         kind = type(self.layer)
         return kind.__name__ if kind.__module__.startswith("halograd.") else f"{kind.__module__}.{kind.__qualname__}"
 
     @cached_property
     def key(self) -> str:
-        """What its time is kept under, as one line of JSON: equal keys take equal time. The same in every process.
+        """Key of its stored time, as one line of JSON: equal keys have equal times. The same in every process.
 
-        The layer's class, its settings without its name, shapes, dtype, and whether there is a backward pass, it
-        computes the gradient of the inputs, and statistics are sums over several ranks.
+        It consists of the layer's class, its settings without its name, shapes, dtype, and whether there is a backward
+        pass, whether it computes the gradient of the inputs, and whether statistics are sums over several ranks.
         """
         settings = settings_of(self.layer, self.inputs[0][1:])
         config = json.dumps(settings, sort_keys=True, separators=(",", ":"))
@@ -131,7 +131,7 @@ class LayerWork:
 
     @property
     def samples(self) -> int:
-        """Local samples."""
+        """Number of local samples."""
         return self.inputs[0][0]
 
     @property
@@ -140,19 +140,19 @@ class LayerWork:
         return [shape[1:] for shape in self.inputs]
 
     def checked(self) -> LayerWork:
-        """Return the same.
+        """Return this object after a check of the layer's output shape.
 
         Raises
         ------
         UserError
-            If the layer, one of the user's, does not take a block for a sample.
+            If a layer of the user does not accept a block as a sample.
         """
         try:
             _ = self.output
         except ValueError as error:
             raise UserError(
                 f"{self.kind}: expected a layer that can be timed on blocks {self.inputs}, got: {error}; override "
-                "of_outputs() to say what stands for it there"
+                "of_outputs() to return a layer for such blocks"
             ) from error
         return self
 
@@ -163,12 +163,14 @@ class LayerWork:
 
     @property
     def empty(self) -> bool:
-        """Whether the rank has nothing of the layer."""
+        """Whether the rank has no elements of the layer."""
         return not all(math.prod(shape) for shape in self.inputs)
 
 
 class KernelTimes(ABC):
-    """Times of a layer on one rank, without messages; kept, as planners ask for the same again and again."""
+    """Times of layers on one rank, without messages. They are cached, because planners request the same times
+    repeatedly.
+    """
 
     def __init__(self) -> None:
         self._known: dict[Any, LayerTime] = {}
@@ -205,25 +207,25 @@ class KernelTimes(ABC):
 
     @abstractmethod
     def of_work(self, work: LayerWork) -> LayerTime:
-        """Return the time of a layer on local blocks that are not empty."""
+        """Return the time of a layer on nonempty local blocks."""
 
 
-#: The backward of a fused activation: reads y and dy, writes the masked dy [passes over y].
+#: Memory traffic of the backward of a fused activation: it reads y and dy, writes the masked dy [passes over y].
 _MASK = 3.0
 
 
 class RooflineTimes(KernelTimes):
-    """Times from `Layer.flops` and bytes moved, on a machine that need not be there.
+    """Times from `Layer.flops` and bytes moved, on a machine that need not be available.
 
     Each kernel takes ``machine.roofline(flops, bytes)``. Layers with weights run three kernels of the same number of
-    operations (forward, gradient of the inputs, gradient of the weights); the gradients of others take as
+    operations (forward, gradient of the inputs, gradient of the weights); the gradients of other layers have as
     many operations as their forward. Bytes are passes over inputs and output, see
     :class:`~halograd.layers.layer.Passes`, and the weights.
 
     Parameters
     ----------
     machine
-        The device, and what it reaches.
+        Machine with the rates of the device.
     """
 
     def __init__(self, machine: Machine) -> None:
@@ -231,7 +233,7 @@ class RooflineTimes(KernelTimes):
         self.machine = machine
 
     def of_work(self, work: LayerWork) -> LayerTime:
-        """Return the time of a layer on local blocks that are not empty."""
+        """Return the time of a layer on nonempty local blocks."""
         passes = work.layer.passes
         itemsize = np.dtype(work.dtype).itemsize
         xs = [math.prod(shape) * itemsize for shape in work.inputs]
@@ -258,24 +260,24 @@ class RooflineTimes(KernelTimes):
 
 
 class MeasuredTimes(KernelTimes):
-    """Times that were measured on this machine, from a cache on disk.
+    """Times measured on this machine, from a cache on disk.
 
     Parameters
     ----------
     cache
-        Where measured times lie.
+        Cache of measured times.
     conditions
-        Device, library, threads and ranks: times measured under others are not used.
+        Device, library, threads and ranks; times measured under other conditions are not used.
     fallback
-        Who is asked for what was not measured.
+        Times that are used if there is no measured time.
     measure
-        Measures what is not there, and its time is kept in the cache; goes before `fallback`. (Under MPI a
-        measurement is collective: all ranks ask for the same.)
+        Function that measures missing times, which are then stored in the cache; it has priority over `fallback`.
+        (Under MPI a measurement is collective: all ranks request the same times.)
 
     Attributes
     ----------
     missing
-        What was asked for and was not there, by key: what a profile has yet to measure.
+        Requested but unmeasured work by key, which a profile still has to measure.
     """
 
     def __init__(
@@ -291,7 +293,7 @@ class MeasuredTimes(KernelTimes):
         self.missing: dict[str, LayerWork] = {}
 
     def of_work(self, work: LayerWork) -> LayerTime:
-        """Return the time of a layer on local blocks that are not empty.
+        """Return the time of a layer on nonempty local blocks.
 
         Raises
         ------
@@ -309,23 +311,23 @@ class MeasuredTimes(KernelTimes):
         if self.fallback is None:
             raise UserError(
                 f"kernel times: expected a measured time of {work.kind} on {work.inputs} in {self.cache.path}, "
-                "there is none; run `halograd profile` for this model, ranks and threads"
+                "got none; run `halograd profile` for this model, ranks and threads"
             )
         return self.fallback.of_work(work)
 
     def forget(self) -> None:
-        """Look everything up again: the cache has grown."""
+        """Clear the lookups, because the cache has new entries."""
         self._known.clear()
         self.missing.clear()
 
 
 class Recorded(KernelTimes):
-    """Times of another, with a list of what they were asked for.
+    """Times of another object, with a record of the requests.
 
     Attributes
     ----------
     asked
-        Layers on local blocks, by key.
+        Requested layers on local blocks, by key.
     """
 
     def __init__(self, times: KernelTimes) -> None:
@@ -334,6 +336,6 @@ class Recorded(KernelTimes):
         self.asked: dict[str, LayerWork] = {}
 
     def of_work(self, work: LayerWork) -> LayerTime:
-        """Return what the other says."""
+        """Record the work, and return its time from the other object."""
         self.asked[work.key] = work
         return self._times.of_work(work)

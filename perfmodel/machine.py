@@ -1,7 +1,7 @@
-"""Machines: what one device computes per second, and what a message costs between two of them.
+"""Machines: the computing rates of one device, and the cost of a message between two devices.
 
-A machine is data. The shipped ones lie in ``perfmodel/machines/``; `halograd profile` writes one for the machine
-it runs on. `docs/machines.md` says how to write one by hand.
+A machine is data. The shipped machines are in ``perfmodel/machines/``; `halograd profile` writes one for the machine
+that it runs on. `docs/machines.md` explains how to write one by hand.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LEVELS = ("device", "node", "switch", "across")
 
 @dataclass(frozen=True)
 class Link:
-    """One message of n bytes takes ``alpha + beta * n`` [s] (Hockney's model).
+    """Link on which one message of n bytes takes ``alpha + beta * n`` [s] (Hockney's model).
 
     Parameters
     ----------
@@ -37,7 +37,7 @@ class Link:
     beta
         Time per byte [s/B].
     note
-        What carries it: the transport, the kind of wire, the error of a fit.
+        Text on the link: the transport, the kind of cable, the error of a fit.
     """
 
     alpha: float
@@ -50,7 +50,7 @@ class Link:
 
     @property
     def bandwidth(self) -> float:
-        """Bandwidth of long messages [B/s]; infinite where a byte costs nothing."""
+        """Bandwidth of long messages [B/s]; infinite if a byte costs nothing."""
         return 1 / self.beta if self.beta else float("inf")
 
     def seconds(self, nbytes: float) -> float:
@@ -59,9 +59,9 @@ class Link:
 
 
 class GroupStage(NamedTuple):
-    """One level of a group of ranks: `size` members joined by `link`, which is of `level`.
+    """One level of a group of ranks: `size` members joined by `link`, which belongs to `level`.
 
-    `sharing` members send through one and the same link when all of them send to the next level.
+    `sharing` is the number of members that share one link when all of them send to the next level.
     """
 
     level: str
@@ -72,23 +72,23 @@ class GroupStage(NamedTuple):
 
 @dataclass(frozen=True)
 class Efficiency:
-    """How much of its peak rates a device reaches.
+    """Fractions of its peak rates that a device reaches.
 
     A kernel of f flops runs at ``peak * compute * max(1 / (1 + (half / f) ** exponent), least)`` [flop/s]. With an
-    exponent of 1 that is Hockney's half-performance curve ``f / (f + half)``; a smaller one lets the rate fall more
-    gently over more decades, as it does where tiles, waves and algorithms change with the size. The floor keeps the
-    few operations of an elementwise kernel from paying for filling the device.
+    exponent of 1 this is Hockney's half-performance curve ``f / (f + half)``. A smaller exponent lets the rate decrease
+    more slowly over more decades, as observed when tiles, waves and algorithms change with the size. Because of the
+    lower limit, the few operations of an elementwise kernel do not have the rate of a nearly empty device.
 
     Parameters
     ----------
     compute
         Fraction of the peak that the largest kernels reach, in (0, 1].
     half
-        Operations at which a kernel reaches half of that [flop].
+        Operations at which a kernel reaches half of `compute` [flop].
     exponent
-        Steepness, in (0, 1]; up to 1 a larger kernel never takes less time.
+        Steepness, in (0, 1]; with at most 1, a larger kernel never takes less time.
     least
-        The lowest that the curve falls, as a fraction of `compute`, in [0, 1].
+        Lower limit of the curve, as a fraction of `compute`, in [0, 1].
     memory
         Fraction of the memory bandwidth that streaming kernels reach, in (0, 1].
     """
@@ -106,23 +106,22 @@ class Efficiency:
 
 @dataclass(frozen=True)
 class Overheads:
-    """What the library itself takes on a machine where it was measured; nothing is known of it by default.
+    """Overheads of the library itself, measured on a machine; by default they are unknown.
 
     Parameters
     ----------
     update
-        The optimizer, SGD with momentum, per byte of parameters [s/B]; 0: from the memory bandwidth.
+        Time of the optimizer, SGD with momentum, per byte of parameters [s/B]; 0: computed from the memory bandwidth.
     layer, step
-        What the executor adds to each forward or backward of a layer, and to a step [s].
+        Time that the executor adds to each forward or backward of a layer, and to a step [s].
     packed
-        Whether the links have packing and unpacking in them.
+        Whether the times of the links include packing and unpacking.
     sums
-        All-reduce of n bytes over so many ranks of a node [s]; by the collectives' formulas where not measured.
+        Number of ranks of a node -> time of their all-reduce; unmeasured ones use the formulas of the collectives.
     work
-        The part of it that is not hidden however long the ranks compute meanwhile: additions, made where the sum is
-        waited for.
+        Number of ranks -> the part of this time that computation cannot hide: additions made while waiting for the sum.
     synchronize
-        What the start of a sum of gradients waits for the device in the middle of backward [s]: ``t_as`` of Le et al.
+        Time that the start of a gradient sum waits for the device in the middle of backward [s]: ``t_as`` of Le et al.
         2018, Section 3.2.
     """
 
@@ -137,14 +136,14 @@ class Overheads:
 
 @dataclass(frozen=True)
 class Machine:
-    """A cluster of equal nodes, each with equal devices; rank r runs on device r, node by node.
+    """Cluster of equal nodes, each with equal devices; rank r runs on device r, node by node.
 
     Parameters
     ----------
     name
-        What it is called on the command line.
+        Name on the command line.
     source
-        Where the numbers come from.
+        Source of the numbers.
     devices_per_node
         Devices (ranks) on one node.
     nodes_per_switch
@@ -152,22 +151,22 @@ class Machine:
     peak_flops
         Data type name -> peak rate of one device [flop/s].
     memory_bandwidth
-        Peak of one device [B/s].
+        Peak memory bandwidth of one device [B/s].
     memory
-        Of one device [B].
+        Memory of one device [B].
     launch
-        Floor of the time of any kernel [s].
+        Minimum time of a kernel [s].
     links
-        Every one of `LEVELS` -> its `Link`. Between nodes ("switch", "across") it is one network adapter:
-        devices of a node that send at the same time share the adapters.
+        Each of `LEVELS` -> its `Link`. Between nodes ("switch", "across") a link is one network adapter: devices of a
+        node that send at the same time share the adapters.
     efficiency
-        How much of the peaks is reached.
+        Fractions of the peak rates that kernels reach.
     rails
         Network adapters of a node that work at the same time, each with the link of "switch" and "across".
     device
-        What a device is, for people.
+        Description of a device.
     runtime
-        What the library adds, where that was measured.
+        Overheads of the library, if they were measured.
     """
 
     name: str
@@ -199,14 +198,14 @@ class Machine:
         Raises
         ------
         UserError
-            There is no such machine or file, or the file has a wrong unit, an unknown key or a missing level.
+            If there is no such machine or file, or the file has a wrong unit, an unknown key or a missing level.
         """
         from .machine_file import load_machine
 
         return load_machine(name_or_path)
 
     def to_toml(self) -> str:
-        """Return the text of a machine file that `load` reads back to an equal machine."""
+        """Return the text of a machine file, from which `load` creates an equal machine."""
         from .machine_file import machine_to_toml
 
         return machine_to_toml(self)
@@ -216,17 +215,17 @@ class Machine:
         write_whole(path, self.to_toml())
 
     def emulated(self, alpha: float, beta: float, name: str = "", node: int = 1) -> Machine:
-        """Return this machine with one network between all its devices, as the ``emulated`` transport makes.
+        """Return this machine with one network between all its devices, as in the ``emulated`` transport.
 
         Parameters
         ----------
         alpha, beta
-            Of every level but "device" [s], [s/B].
+            Parameters of the link at every level except "device" [s], [s/B].
         name
-            Default: this machine's name with the two numbers.
+            Name; by default this machine's name with the two numbers.
         node
-            As in the transport's text: so many devices share memory, by the link "node" of this machine, and the
-            network is between them and others.
+            Number of devices that share memory, as in the transport's text: they use the link "node" of this machine,
+            and the network is between them and other devices.
         """
         link = Link(alpha, beta, "emulated")
         links = dict.fromkeys(LEVELS, link) | {"device": self.links["device"]}
@@ -254,7 +253,7 @@ class Machine:
     def span(self, ranks: Iterable[int]) -> str:
         """Return the slowest level within a group; "device" for a group of one or none.
 
-        Blocks of ranks on nodes and switches are contiguous, so the first and the last rank decide.
+        The ranks of nodes and switches are contiguous, so the first and the last rank determine the level.
         """
         if isinstance(ranks, range):
             return self.level(ranks[0], ranks[-1]) if ranks else "device"
@@ -262,14 +261,14 @@ class Machine:
         return self.level(min(members), max(members)) if members else "device"
 
     def stages(self, ranks: Iterable[int]) -> tuple[GroupStage, ...]:
-        """Return how a group of ranks spreads over the machine, from the inside out.
+        """Return the stages of a group of ranks on the machine, from the inside out.
 
         Returns
         -------
         tuple of GroupStage
-            How many devices of a node, nodes of a switch and switches take part (the most of any node or
-            switch, so that an uneven group costs what its fullest part costs), with the link between them.
-            Levels with one member are left out, so a group of one has no stages.
+            The number of devices of a node, of nodes of a switch, and of switches that take part, with the link between
+            them. Each number is the largest of any node or switch, so that an uneven group costs as much as its fullest
+            part. Levels with one member are left out, so a group of one has no stages.
         """
         members = ranks if isinstance(ranks, range) else tuple(ranks)
         counts = _counts(members, self.devices_per_node, self.nodes_per_switch)
@@ -280,22 +279,22 @@ class Machine:
     def roofline(self, flops: float, nbytes: float, dtype: str) -> float:
         """Return the time of one kernel on one device [s].
 
-        ``launch + max(flops / (peak * curve(flops)), nbytes / (memory_bandwidth * efficiency.memory))``, with
-        the curve of `Efficiency`. It never falls when flops or bytes grow.
+        ``launch + max(flops / (peak * curve(flops)), nbytes / (memory_bandwidth * efficiency.memory))``, with the curve
+        of `Efficiency`. The time never decreases when flops or bytes increase.
 
         Parameters
         ----------
         flops
             Operations [flop]; a multiplication and an addition count as two.
         nbytes
-            Read and written, each array once [B].
+            Bytes read and written, each array once [B].
         dtype
-            Name of the data type that is computed in.
+            Name of the dtype of the arithmetic.
 
         Raises
         ------
         UserError
-            The machine file has no peak for `dtype`.
+            If the machine file has no peak rate for `dtype`.
 
         References
         ----------
@@ -305,7 +304,7 @@ class Machine:
         return self.launch + max(arithmetic, nbytes / (self.memory_bandwidth * self.efficiency.memory))
 
     def rate(self, flops: float, dtype: str) -> float:
-        """Return what a kernel of `flops` > 0 [flop] reaches when memory does not limit it [flop/s]."""
+        """Return the rate of a kernel of `flops` > 0 [flop] that memory does not limit [flop/s]."""
         if dtype not in self.peak_flops:
             raise UserError(
                 f"machine {self.name}: expected a data type with a peak rate ({', '.join(self.peak_flops)}), "
@@ -316,7 +315,9 @@ class Machine:
 
 @lru_cache(maxsize=65536)
 def _counts(ranks: range | tuple[int, ...], per_node: int, per_switch: int) -> tuple[int, int, int]:
-    """Return the most ranks on any node, the most nodes on any switch, and the number of switches."""
+    """Return the largest number of ranks on a node, the largest number of nodes on a switch, and the number of
+    switches.
+    """
     nodes: dict[int, int] = {}
     for rank in ranks:
         nodes[rank // per_node] = nodes.get(rank // per_node, 0) + 1

@@ -19,7 +19,7 @@ from .machine import FOLDER, LEVELS, MACHINES, Efficiency, Link, Machine, Overhe
 
 __all__ = ["UNITS", "format_quantity", "load_machine", "machine_to_toml", "parse_machine", "parse_quantity"]
 
-#: What each unit measures, and how one would write it.
+#: Unit -> the measured quantity, and an example.
 UNITS = {
     "s": ("a time", "1.2 us"),
     "s/B": ("a time per byte", "25.7 ps/B"),
@@ -44,7 +44,7 @@ _LONGEST = 100  # characters
 
 
 def parse_quantity(text: object, unit: str) -> float:
-    """Return the number that `text` stands for, in `unit`.
+    """Return the number in `text`, converted to `unit`.
 
     Parameters
     ----------
@@ -62,7 +62,7 @@ def parse_quantity(text: object, unit: str) -> float:
     Raises
     ------
     ValueError
-        It is not a text, has no unit or one of another kind, or is negative.
+        If it is not a text, has no unit or a unit of another kind, or is negative.
 
     Examples
     --------
@@ -86,12 +86,15 @@ def parse_quantity(text: object, unit: str) -> float:
 
 
 def _scaled(value: float, scale: float) -> float:
-    """Divide by 1e6 rather than multiply by 1e-6: "1.2 us" is then the float 1.2e-06, as a reader expects."""
+    """Scale a number to base units.
+
+    It divides by 1e6 instead of multiplying by 1e-6: "1.2 us" then becomes exactly the float 1.2e-06.
+    """
     return value / round(1 / scale) if scale < 1 else value * scale
 
 
 def format_quantity(value: float, unit: str) -> str:
-    """`value` [`unit`] as a text that `parse_quantity` reads back to the very same float."""
+    """Return `value` [`unit`] as a text that `parse_quantity` converts back to exactly the same float."""
     return f"{value!r} {unit}" if value != int(value) or value >= 2**53 else f"{int(value)} {unit}"
 
 
@@ -99,7 +102,7 @@ def _read_as(unit: str) -> BeforeValidator:
     return BeforeValidator(partial(parse_quantity, unit=unit))
 
 
-# Bounds far beyond any machine: within them no cost overflows, or is the quotient of a number and 0.
+# Bounds far beyond any machine: within them no cost overflows or divides by 0.
 Seconds = Annotated[float, Field(le=LARGEST), _read_as("s")]
 SecondsPerByte = Annotated[float, Field(le=LARGEST), _read_as("s/B")]
 Bytes = Annotated[float, Field(ge=1, le=LARGEST), _read_as("B")]
@@ -111,16 +114,16 @@ Ranks = Annotated[int, Field(ge=2, le=MOST)]
 
 
 class LinkTable(Table):
-    """``[links.LEVEL]``: `alpha`, and one of `beta` and `bandwidth`."""
+    """``[links.LEVEL]``: `alpha`, and either `beta` or `bandwidth`."""
 
     alpha: Seconds
     """Time of a message without bytes."""
     beta: SecondsPerByte | None = None
     """Time per byte."""
     bandwidth: BytesPerSecond | None = None
-    """Its inverse."""
+    """Bandwidth, the inverse of `beta`."""
     note: str = ""
-    """Where the numbers come from, in words."""
+    """Text on the source of the numbers."""
 
     @model_validator(mode="after")
     def _one_of_both(self) -> LinkTable:
@@ -130,14 +133,14 @@ class LinkTable(Table):
         return self
 
     def link(self) -> Link:
-        """As the model uses it."""
+        """Return the link of the cost model."""
         if self.bandwidth is not None:
             return Link(self.alpha, 1 / self.bandwidth, self.note)
         return Link(self.alpha, self.beta or 0.0, self.note)
 
 
 class EfficiencyTable(Table):
-    """``[device.efficiency]``: how much of its peak rates the device reaches."""
+    """``[device.efficiency]``: the fractions of its peak rates that the device reaches."""
 
     compute: Fraction
     half: Flops
@@ -147,23 +150,23 @@ class EfficiencyTable(Table):
 
 
 class DeviceTable(Table):
-    """``[device]``: one device, that is one rank."""
+    """``[device]``: one device, which is one rank."""
 
     name: str = ""
-    """The product, in words."""
+    """Name of the product."""
     memory: Bytes
-    """What a plan may take at most, where nothing else is said."""
+    """Memory of the device, the default limit of a plan."""
     memory_bandwidth: BytesPerSecond
-    """The peak of the memory."""
+    """Peak bandwidth of the memory."""
     launch: Seconds
-    """Floor of the time of any kernel."""
+    """Minimum time of a kernel."""
     peak_flops: Annotated[dict[str, FlopsPerSecond], Field(min_length=1)]
-    """The peak of every data type that is planned for: ``float32 = "19.5 Tflop/s"``."""
+    """Peak rate of every dtype of plans: ``float32 = "19.5 Tflop/s"``."""
     efficiency: EfficiencyTable
 
 
 class RuntimeTable(Table):
-    """``[runtime]``: what the library itself takes, as ``halograd profile`` has measured it."""
+    """``[runtime]``: overheads of the library itself, as ``halograd profile`` has measured them."""
 
     update: SecondsPerByte = 0.0
     layer: Seconds = 0.0
@@ -174,7 +177,7 @@ class RuntimeTable(Table):
     work: dict[Ranks, LinkTable] = Field(default_factory=dict)
 
     def runtime(self) -> Overheads:
-        """As the model uses it."""
+        """Return the overheads of the cost model."""
         sums, work = ({n: table.link() for n, table in found.items()} for found in (self.sums, self.work))
         return Overheads(self.update, self.layer, self.step, self.packed, sums, work, self.synchronize)
 
@@ -182,7 +185,8 @@ class RuntimeTable(Table):
 class LinksTable(Table):
     """``[links]``: a table for each level at which data travel.
 
-    A copy on a `device`; two devices of a `node`; two nodes of a `switch`, per adapter; two nodes anywhere (`across`).
+    `device` is a copy on a device; `node` connects two devices of a node; `switch` two nodes of a switch, per adapter;
+    `across` any two nodes.
     """
 
     device: LinkTable
@@ -195,21 +199,21 @@ class MachineTable(Table):
     """A whole machine file."""
 
     name: Annotated[str, Field(min_length=1)]
-    """What tables and pictures call the machine."""
+    """Name of the machine in tables and pictures."""
     source: Annotated[str, Field(min_length=1)]
-    """Where the numbers come from, in words."""
+    """Text on the source of the numbers."""
     devices_per_node: Count
-    """A device is one rank: a GPU, or a CPU node or socket with all its cores."""
+    """Number of devices per node. A device is one rank: a GPU, or a CPU node or socket with all its cores."""
     nodes_per_switch: Count
-    """Nodes below one leaf switch."""
+    """Number of nodes below one leaf switch."""
     rails: Count = 1
-    """Network adapters per node that work at the same time."""
+    """Number of network adapters per node that work at the same time."""
     device: DeviceTable
     links: LinksTable
     runtime: RuntimeTable = RuntimeTable()
 
     def machine(self) -> Machine:
-        """As the model uses it."""
+        """Return the machine of the cost model."""
         device, links = self.device, self.links
         return Machine(
             name=self.name,
@@ -229,7 +233,7 @@ class MachineTable(Table):
 
 
 def load_machine(name_or_path: str | Path) -> Machine:
-    """`Machine.load`."""
+    """Load a machine; see `Machine.load`."""
     path = Path(name_or_path)
     if path.suffix != ".toml":
         if str(name_or_path) not in MACHINES:
@@ -239,12 +243,12 @@ def load_machine(name_or_path: str | Path) -> Machine:
 
 
 def parse_machine(text: str, where: str = "machine file") -> Machine:
-    """Return the machine that the TOML `text` describes; `where` is named in errors.
+    """Return the machine in the TOML `text`; errors name `where`.
 
     Raises
     ------
     UserError
-        One line with the key's path, what was expected and what came.
+        If the text is invalid; one line with the key's path, the expected and the given value.
     """
     return _machine(parse_toml(text, where), where)
 
@@ -260,7 +264,9 @@ def _unknown(name: str) -> str:
 
 
 def machine_to_toml(machine: Machine) -> str:
-    """`Machine.to_toml`. Quantities are written in base units, so that they are read back exactly."""
+    """Return the text of a machine file; see `Machine.to_toml`. Base units are used, so that numbers are read back
+    exactly.
+    """
     curve = machine.efficiency
     lines = [
         f"name = {to_toml(machine.name)}",
@@ -312,5 +318,5 @@ def _value(value: float, unit: str) -> str:
 
 
 def _key(text: str) -> str:
-    """Return a TOML key, in quotes where it must be."""
+    """Return a TOML key, in quotes if necessary."""
     return text if re.fullmatch(r"[A-Za-z0-9_-]+", text) else to_toml(text)

@@ -1,6 +1,6 @@
-"""Predictions and plans as data, with units: what a step takes, what was chosen, and what was asked for.
+"""Predictions and plans as data, with units: the time of a step, the choice, and the request.
 
-A plan file keeps its request, so that it can be explained, and run, later and elsewhere.
+A plan file contains its request, so that the plan can be explained, and run, later and elsewhere.
 """
 
 from __future__ import annotations
@@ -25,47 +25,47 @@ __all__ = ["Alternative", "LayerRecord", "Plan", "Prediction", "Ranks", "Request
 
 _MARK = "halograd_plan"
 _VERSION = 2
-#: What `Prediction.as_dict`, and `halograd plan --json`, say beside what they know.
+#: Derived values that `Prediction.as_dict` and `halograd plan --json` add to the stored ones.
 _DERIVED = ("units", "memory_bytes")
 _PRINTED = ("step_seconds", "baselines")
 
-#: A plan looks at every pair of ranks: of more it would take hours, and all memory.
+#: Limit of ranks: a plan examines every pair of ranks, which would take hours and all memory for more.
 Ranks = Annotated[Count, Field(le=8192)]
 
 
 @dataclass(frozen=True)
 class LayerRecord:
-    """One layer of a predicted step. Times in [s] on the slowest rank, bytes in [B] on the fullest.
+    """One layer of a predicted step. Times are for the slowest rank [s], bytes for the fullest rank [B].
 
     Attributes
     ----------
     name, kind
-        Of the layer.
+        Name and kind of the layer.
     parts
         Parts per axis; axes that are not cut are left out.
     ranks
-        Ranks that take part.
+        Number of ranks that take part.
     forward, backward
-        Kernels, boundary strips included.
+        Times of the kernels, including boundary strips.
     halo, halo_exposed
-        Halo exchanges of both passes: how long they take, and what nothing hides.
+        Time of the halo exchanges of both passes, and the part that computation does not hide.
     channel
-        Partial sums of cut channels, and their adjoint.
+        Time of the partial sums of cut channels, and of their adjoint.
     statistics
-        Sums of norms and losses that are waited for.
+        Time of the blocking sums of norms and losses.
     redistribution
-        Changes of layout before the layer (or by it), both passes.
+        Time of changes of layout before the layer (or by it), both passes.
     packing
-        Into and out of messages.
+        Time of packing and unpacking messages.
     allreduce, allreduce_exposed
-        The layer's share, by bytes, of the sums of its bucket, and of what computation waited for them.
+        The layer's share, by bytes, of the time of its bucket's sums, and of the time that computation waits for them.
     halo_algorithm
-        ``"pad"``, ``"overlap"``, or "" where no halo travels.
+        ``"pad"``, ``"overlap"``, or "" without a halo.
     messages, sent
-        What the rank :attr:`Prediction.sender` sends for the layer in a step, and for changes of layout before it:
-        messages, and [B]. Sums of gradients and of the loss are not among them.
+        Number of messages and bytes [B] that the rank :attr:`Prediction.sender` sends for the layer in a step, and for
+        changes of layout before it, without sums of gradients and of the loss.
     output
-        Output of the layer [B].
+        Size of the layer's output [B].
     """
 
     __pydantic_config__ = STRICT
@@ -91,38 +91,38 @@ class LayerRecord:
 
     @property
     def seconds(self) -> float:
-        """What the layer adds to the step [s]."""
+        """Time that the layer adds to the step [s]."""
         exposed = self.halo_exposed + self.channel + self.allreduce_exposed
         return self.forward + self.backward + self.statistics + self.redistribution + self.packing + exposed
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What one training step takes.
+    """Prediction of one training step.
 
     Attributes
     ----------
     network, machine
-        Names.
+        Names of network and machine.
     batch, ranks, dtype
-        What was asked for.
+        The request.
     layers
         One record per layer, in order of computation.
     step_seconds
-        From the beginning of one step to that of the next [s].
+        Time from the beginning of one step to the beginning of the next [s].
     forward_seconds, backward_seconds
-        The passes, without waiting for gradients and without updates [s].
+        Times of the passes, without waits for gradients and without updates [s].
     allreduce_seconds, allreduce_exposed
-        All sums of gradients one after the other; what computation waited for them [s].
+        Total time of all sums of gradients, and the part that computation waits for [s].
     update_seconds
-        The optimizer [s].
+        Time of the optimizer [s].
     memory
-        Bytes of the fullest rank by use, as `Executor.predicted_bytes` [B].
+        Memory of the fullest rank by use, as in `Executor.predicted_bytes` [B].
     traffic
-        Per kind of communication, messages and bytes [B] of the rank that sends most.
+        Kind of communication -> number of messages and bytes [B] of the rank that sends most.
     sender
-        The first rank that sends most for all layers together, whose messages are in the records. Traffic, and these
-        messages, are left out of predictions of time alone.
+        The first rank that sends most for all layers together; the records hold its messages. Predictions of only the
+        time leave out traffic and these messages.
     """
 
     __pydantic_config__ = STRICT
@@ -145,20 +145,20 @@ class Prediction:
 
     @property
     def memory_bytes(self) -> int:
-        """All of the fullest rank [B]."""
+        """Total memory of the fullest rank [B]."""
         return sum(self.memory.values())
 
     @property
     def samples_per_second(self) -> float:
-        """[1/s]"""
+        """Samples per second [1/s]."""
         return self.batch / self.step_seconds if self.step_seconds else float("inf")
 
     def total(self, term: str) -> float:
-        """Sum of one term of the records, ``total("halo_exposed")`` [s]."""
+        """Return the sum of one term of the records, for example ``total("halo_exposed")`` [s]."""
         return float(sum(getattr(record, term) for record in self.layers))
 
     def as_dict(self) -> dict[str, Any]:
-        """Return everything as plain data, for JSON."""
+        """Return all values as plain data, for JSON."""
         data = asdict(self)
         data["units"] = {"seconds": "s", "memory": "B", "output": "B", "sent": "B", "traffic": "[messages, B]"}
         data["memory_bytes"] = self.memory_bytes
@@ -167,7 +167,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Alternative:
-    """A strategy that was not chosen: what a step would take [s], and memory of the fullest rank [B]."""
+    """A strategy that was not chosen, with the time of a step [s] and the memory of the fullest rank [B]."""
 
     __pydantic_config__ = STRICT
 
@@ -179,22 +179,22 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Request:
-    """What a plan was asked for.
+    """Request for a plan.
 
     Attributes
     ----------
     model, options
-        Name of the model, and the options it was made with.
+        Name and options of the model.
     machine
-        The machine file's text: the plan can be explained where the file is not.
+        Text of the machine file, so that the plan can be explained without the file.
     machine_file
-        Name or path under which the machine was asked for.
+        Requested name or path of the machine.
     kernel_times
-        Where the kernels' times come from, in words.
+        Text on the source of the kernel times.
     full
-        Whether every legal cut was looked at.
+        Whether every legal cut was examined.
     slots
-        Arrays of the parameters' size that the optimizer keeps.
+        Number of arrays of the parameters' size that the optimizer stores.
     """
 
     __pydantic_config__ = STRICT
@@ -208,7 +208,7 @@ class Request:
     slots: Annotated[int, Field(ge=0, le=8)] = 1
 
     def load_machine(self) -> Machine:
-        """Return the machine that was planned for, as it was then."""
+        """Return the machine of the plan, as it was at that time."""
         from .machine_file import parse_machine
 
         return parse_machine(self.machine, f"machine {self.machine_file} in the plan")
@@ -216,30 +216,30 @@ class Request:
 
 @dataclass(frozen=True)
 class Plan:
-    """A strategy for one network, batch and number of ranks, with what was predicted of it; one file of JSON.
+    """A strategy for one network, batch and number of ranks, with its prediction; one JSON file.
 
     Attributes
     ----------
     network, layers
         Name of the network, and of its layers.
     batch, ranks, dtype, machine
-        What it was made for.
+        Conditions for which it was made.
     planner
-        Who made it.
+        Name of the planner.
     strategy
-        How every layer is cut.
+        Cuts of every layer.
     prediction
-        Of a step.
+        Prediction of a step.
     alternatives
-        Baselines, the best grid, and plans that others were preferred to; some may have the plan's own cuts.
+        Baselines, the best grid, and plans that were not chosen; some may have the plan's own cuts.
     limit
-        Memory of one rank that it was made for [B].
+        Memory limit of one rank [B].
     optimal
         Whether the planner proved that no other choice of candidates is faster, by the additive costs it minimizes.
     planning_seconds
-        Wall time of the search: pricing, planners, simulation of what they and the baselines chose [s].
+        Wall time of the search: pricing, planners, simulation of their choices and of the baselines [s].
     request
-        What it was asked for, so that it can be explained; None for a plan that was made in Python.
+        The request, by which the plan can be explained; None for a plan that was made in Python.
     """
 
     __pydantic_config__ = STRICT
@@ -265,12 +265,12 @@ class Plan:
         return self.prediction.step_seconds
 
     def check(self, network: Network, ranks: int, batch: int | None = None) -> None:
-        """Refuse to be used for anything else than it was made for.
+        """Check that the plan is used for its own network, ranks and batch.
 
         Raises
         ------
         UserError
-            Another network, number of ranks or batch; a strategy that the network cannot have.
+            For another network, number of ranks or batch, or for a strategy that the network does not support.
         """
         if tuple(network.layers) != self.layers:
             raise UserError(
@@ -291,7 +291,7 @@ class Plan:
 
     @property
     def kernel_times(self) -> str:
-        """Where the kernels' times come from, in words; empty where it is not known."""
+        """Text on the source of the kernel times; empty if unknown."""
         return "" if self.request is None else self.request.kernel_times
 
     def as_dict(self) -> dict[str, Any]:
@@ -304,7 +304,7 @@ class Plan:
         return {_MARK: _VERSION, **data}
 
     def save(self, path: str | Path) -> None:
-        """Write as JSON.
+        """Write the plan as JSON.
 
         Raises
         ------
@@ -320,20 +320,23 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Read what `save`, or ``halograd plan -o``, wrote.
+        """Read a plan that `save` or ``halograd plan -o`` wrote.
 
         Raises
         ------
         UserError
-            The file cannot be read, or is no plan.
+            If the file cannot be read, or is no plan.
         """
         return cls.from_dict(read_json(path, "plan"), f"plan {shown_path(path)}")
 
     @classmethod
     def from_dict(cls, data: object, source: str = "plan") -> Plan:
-        """Return what `as_dict` gave, and `halograd plan --json` printed; `source` is named in errors, as of `load`."""
+        """Create a plan from the data of `as_dict` or `halograd plan --json`.
+
+        Errors name `source`, as those of `load`.
+        """
         if not isinstance(data, dict) or not is_plan(data):
-            raise UserError(f"{source}: expected what `halograd plan -o` writes, got {_what(data)}; run that first")
+            raise UserError(f"{source}: expected a file of `halograd plan -o`, got {_what(data)}; run that first")
         version = data[_MARK]
         if version is True or version != _VERSION:
             raise UserError(f"{source}: expected version {_VERSION}, got {shown(version)}; run `halograd plan` again")
@@ -344,7 +347,7 @@ class Plan:
 
 
 def is_plan(data: object) -> bool:
-    """Return whether these JSON data are a plan, and not a strategy alone."""
+    """Return whether these JSON data are a plan, and not only a strategy."""
     return isinstance(data, Mapping) and _MARK in data
 
 

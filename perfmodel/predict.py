@@ -1,16 +1,18 @@
-"""Planning a network for a machine: what is simulated, and what of it is chosen.
+"""Planning of a network for a machine: the strategies that are simulated, and the choice among them.
 
-A planner minimizes sums over layers and edges; what overlaps is not such a sum, and `simulate` decides. It is given:
+A planner minimizes sums over layers and edges. Overlap is no such sum, so `simulate` decides. It simulates:
 
-* the baselines, and grids for all layers alike (of many grids and layers those that steps from one to the next find);
-* what the planner finds, for several charges of the sums of gradients (`EXPOSED`);
-* what follows from the best by descent: changes of a layer, of two that are joined, of some that are cut alike, the
-  most promising by additive costs first, as long as a step becomes faster;
-* the same under ever smaller limits of memory, from what the fastest takes to the one that was given;
+* the baselines, and grids for all layers (of many grids and layers, those that a search from neighbor to neighbor
+  finds);
+* the choices of the planner, for several charges of the sums of gradients (`EXPOSED`);
+* a descent from the best: changes of a layer, of two adjacent layers, of regions with the same cut, the most promising
+  by additive costs first, as long as a step becomes faster;
+* the same under decreasing memory limits, from the memory of the fastest to the given limit;
 * each of them under every scheme of gradient reduction and size of buckets.
 
-The fastest that fits is the plan: never slower than a baseline, or a grid that was simulated, that fits. What is
-simulated under the larger limits does not depend on the smallest, so what a plan takes of memory is always enough.
+The fastest strategy that fits is the plan: it is never slower than a baseline, or a simulated grid, that fits. The
+strategies simulated under the larger limits do not depend on the smallest limit, so a plan's own memory is always a
+sufficient limit for it.
 """
 
 from __future__ import annotations
@@ -45,44 +47,44 @@ from .plans import Alternative, Plan, Prediction, Ranks
 
 __all__ = ["Planning", "plan_network"]
 
-#: Parts of the sums of gradients that are charged to layers, one plan each; `simulate` decides between them.
+#: Fractions of the sums of gradients that are charged to layers, one plan each; `simulate` decides between them.
 EXPOSED = (1.0, 0.3, 0.0)
-#: Sizes of buckets that are tried for the best plan [B].
+#: Sizes of buckets to try for the best plan [B].
 BUCKETS = (1 << 20, 4 << 20, 16 << 20)
-#: How often a plan that does not fit after all is made again under a smaller limit.
+#: Maximum number of repetitions, under a smaller limit, of a plan that turns out not to fit.
 ATTEMPTS = 6
-#: Limits of memory that are searched: each is so much of the one before, from what the fastest plan takes.
+#: Ratio of consecutive memory limits of the search, which start at the memory of the fastest plan.
 LEVEL = 0.8
-#: Grids whose cuts are candidates of every layer.
+#: Number of grids whose cuts are candidates of every layer.
 GRIDS = 3
-#: How much a change may seem to lose, as a part of the step, and still be simulated.
+#: Largest estimated loss of a change that is still simulated, as a fraction of the step.
 SLACK = 0.05
-#: What is estimated of the memory that a change takes, over what it takes, at most.
+#: Maximum ratio of a change's estimated memory to its actual memory.
 NEAR = 1.05
-#: Times closer than this, relative to the step, are equal.
+#: Relative difference below which times are equal.
 ROUNDING = 1e-9
-#: Layers that are simulated in one descent; and the fewest strategies.
+#: Number of simulated layers in one descent, and minimum number of strategies.
 WORK, FEWEST = 2000, 8
 
 
 @dataclass(frozen=True)
 class Planning:
-    """What is asked of `plan_network`.
+    """Settings of `plan_network`.
 
     Attributes
     ----------
     planner
-        Name of a planner, or of a baseline to be taken as it is; ``"grid"``: the best cut of all layers alike.
+        Name of a planner, or of a baseline to use unchanged; ``"grid"``: the best cut that is the same for all layers.
     limit
-        Memory of one rank [B]; that of the machine's device if None.
+        Memory limit of one rank [B]; None: the memory of the machine's device.
     full
-        Look at every legal cut.
+        Whether to examine every legal cut.
     training
         Dtype and optimizer.
     bucket_bytes
-        Size of the buckets of gradients [B]; None: the best of some.
+        Size of the buckets of gradients [B]; None: the best of several.
     without
-        Names of schemes of gradient reduction that the run cannot have.
+        Names of schemes of gradient reduction that the run cannot use.
     """
 
     planner: str = "elimination"
@@ -101,12 +103,12 @@ def plan_network(
     times: KernelTimes,
     planning: Planning | None = None,
 ) -> Plan:
-    """Return the fastest strategy that fits, by simulation, of all that are looked at (see this module). Local.
+    """Return the fastest of the simulated strategies that fit (see this module). Local.
 
     Raises
     ------
     UserError
-        Unknown planner; memory too small for anything (says by how much).
+        For an unknown planner, or if no strategy fits into the memory (the text gives the excess).
     """
     with _uncollected():
         return _Search(network, batch, ranks, machine, times, planning or Planning()).run()
@@ -141,13 +143,13 @@ class _Search:
         return self._result(best, began)
 
     def _look(self) -> NoneFits | None:
-        """Simulate what was asked for; what a planner says that finds nothing."""
+        """Simulate the requested strategies; return the error of a planner that finds nothing."""
         planner = self.planning.planner
         if planner == GRID:
             if not self._best_grids():
                 raise UserError(
                     f"planner grid: expected inputs with samples, rows and columns for {self.ranks} parts, got a batch "
-                    f"of {self.batch} that has not so many; use fewer ranks, or another planner"
+                    f"of {self.batch} with too few; use fewer ranks, or another planner"
                 )
             return None
         for name in [planner] if planner in BASELINES else BASELINES:
@@ -167,8 +169,9 @@ class _Search:
     # -- what is simulated ---------------------------------------------------------------------
 
     def _explore_all(self) -> NoneFits | None:
-        """Return grids, and what planners and descents find under no limit and under ever smaller ones, to the one
-        given.
+        """Simulate grids, and the results of planners and descents without a limit and under decreasing limits.
+
+        Returns the error of a planner that finds nothing.
         """
         pricing = Pricing(Wires(self.machine, quick=True), self.times, self.training.dtype, best_halo=True)
         some = (self.network, self.batch, self.ranks, pricing, self.training, self.planning.full, self.middle)
@@ -192,7 +195,8 @@ class _Search:
         return self._try(self.planning.planner, self.costs.strategy(indices, self.middle), optimal, indices)
 
     def _best_grids(self) -> list[Parts]:
-        """Return the best of the grids for all layers alike; of many, the best that steps from one to the next find."""
+        """Return the best grids that are the same for all layers; of many, the best that a neighborhood search finds.
+        """
         found: dict[Parts, Contender] = {}
 
         def seconds(parts: Parts) -> float:
@@ -217,7 +221,7 @@ class _Search:
         return some[:GRIDS]
 
     def _explore(self, limit: float) -> None:
-        """Plan under a limit of memory [B], once per charge, and improve the plans by descents."""
+        """Plan under a memory limit [B], once per charge, and improve the plans by descents."""
         for exposed in EXPOSED:
             self._plan(exposed, limit)
         best = self.contenders.fastest(limit)
@@ -236,11 +240,11 @@ class _Search:
             found = self._choose(choice.indices, choice.optimal)
             if room is None or found.fits(limit):
                 return
-            # What the backward pass borrows is not in the problem: leave room for it.
+            # The problem does not include temporary memory of the backward pass: leave capacity for it.
             room = min(room, choice.memory) - (found.memory_bytes - limit)
 
     def _descend(self, best: Contender, limit: float) -> None:
-        """Change layers as long as a step becomes faster, and stays within the limit [B]."""
+        """Change layers as long as a step becomes faster and stays within the limit [B]."""
         left, tried = self.budget, set[tuple[int, ...]]()
         while left > 0:
             indices = best.indices or self.costs.indices(best.strategy)
@@ -263,13 +267,13 @@ class _Search:
         least = self.contenders.leanest()
         needs = least.memory_bytes
         raise UserError(
-            f"plan: expected a strategy within {bytes_text(self.limit)} per rank, the leanest found ({least.name}) "
-            f"takes {bytes_text(needs)}, {bytes_text(needs - self.limit)} too much; use more ranks, a smaller batch "
+            f"plan: expected a strategy within {bytes_text(self.limit)} per rank, the smallest found ({least.name}) "
+            f"needs {bytes_text(needs)}, {bytes_text(needs - self.limit)} too much; use more ranks, a smaller batch "
             f"than {self.batch}, or allow more memory"
         ) from failure
 
     def _result(self, best: Contender, began: float) -> Plan:
-        # Each under the scheme that suits it, as the plan is.
+        # Each alternative has its best scheme, as the plan has.
         suited = [(name, self.contenders.best_of(f, self.limit) or f) for name, f in self.compared.items()]
         others = [Alternative(name, f.seconds, f.memory_bytes, f.fits(self.limit)) for name, f in suited]
         prediction = best.simulation.prediction()
@@ -293,7 +297,7 @@ class _Search:
 def _schemes(
     network: Network, batch: int, machine: Machine, planning: Planning, buckets: tuple[int, ...], strategy: Strategy
 ) -> list[tuple[Scheme, int]]:
-    """Return the schemes that a strategy is tried with, and the sizes of buckets [B]."""
+    """Return the schemes to try for a strategy, each with the sizes of buckets [B]."""
     planned = planned_schemes(network, strategy, batch, machine, planning.without)
     return [
         (scheme, nbytes)
@@ -304,7 +308,8 @@ def _schemes(
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """No garbage collection: simulations live to the end of a search, and to look through them again takes long."""
+    """Disable garbage collection in the body: simulations live until the end of a search, and scanning them takes long.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -315,7 +320,7 @@ def _uncollected() -> Iterator[None]:
 
 
 def _with_halos(strategy: Strategy, prediction: Prediction) -> Strategy:
-    """With the halo algorithm that the prediction chose for every layer."""
+    """Return the strategy with the halo algorithm that the prediction chose for every layer."""
     layers: dict[str, Mapping[str, Any]] = dict(strategy.layers)
     for record in prediction.layers:
         if record.halo_algorithm:

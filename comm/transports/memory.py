@@ -105,9 +105,11 @@ class Arena:
     agree
         `Communicator.agree`: raises on all ranks of all nodes an exception that one rank passes. Collective.
 
-    Notes ----- A window per channel would cost an MPI context and some milliseconds each. The number of windows of an
-    arena grows with the logarithm of the memory. MPI unlinks the names of the segments as soon as all ranks have mapped
-    them, so the segments cannot outlive the run.
+    Notes
+    -----
+    A window per channel would cost an MPI context and some milliseconds each. The number of windows of an arena grows
+    with the logarithm of the memory. MPI unlinks the names of the segments as soon as all ranks have mapped them, so
+    the segments cannot outlive the run.
     """
 
     def __init__(self, node: MPI.Intracomm, agree: Callable[[Exception | None], None]) -> None:

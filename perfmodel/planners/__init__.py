@@ -1,12 +1,12 @@
-"""Planners: one candidate per layer so that the sum of all costs is smallest and the memory fits.
+"""Planners: they choose one candidate per layer so that the sum of all costs is minimal and the memory fits.
 
-They know nothing of layers: a `Problem` holds arrays of times [s] and memory [B] per candidate and per pair of
-candidates, a `Planner` returns a `Selection`. By name in `PLANNERS`:
+Planners do not depend on layers: a `Problem` holds arrays of times [s] and memory [B] per candidate and per pair of
+candidates, and a `Planner` returns a `Selection`. `PLANNERS` holds them by name:
 
-``elimination``         the optimum on any graph (Jia et al. 2018, and what goes beyond two nodes)
-``shortest_path``       the optimum on lines (Dryden et al. 2019); refuses branches
+``elimination``         the optimum on any graph (Jia et al. 2018, extended beyond two neighbors)
+``shortest_path``       the optimum on chains (Dryden et al. 2019); rejects branches
 ``longest_path_first``  Dryden's treatment of branches; not optimal
-``exhaustive``          looks at everything: the oracle of the others
+``exhaustive``          enumerates all choices: the oracle of the others
 """
 
 from .elimination import Elimination, next_best

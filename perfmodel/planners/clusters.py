@@ -1,10 +1,10 @@
-"""Elimination of layers one after the other, for any graph: variable elimination in clusters of tables.
+"""Elimination of layers one after another, for any graph: variable elimination in clusters of tables.
 
-Eliminating a layer replaces it, with all tables that depend on it, by one table over its neighbors: the cheapest
-way to complete whatever they choose. With two neighbors this is the node elimination of Jia et al. 2018 (Section 5);
-adding the new table to one over the same pair is their edge elimination. More neighbors are handled in the same way
-with larger tables (Dechter 1999, *Bucket elimination*), up to a limit; beyond it a cluster is split (Dechter and Rish
-2003, *Mini-buckets*): each part is minimized alone, which gives a lower bound instead of the optimum.
+To eliminate a layer replaces it, with all tables that depend on it, by one table over its neighbors: the cheapest
+completion of each of their choices. With two neighbors this is the node elimination of Jia et al. 2018 (Section 5); to
+add the new table to one over the same pair is their edge elimination. More neighbors are handled in the same way with
+larger tables (Dechter 1999, *Bucket elimination*), up to a limit. Beyond it a cluster is split (Dechter and Rish 2003,
+*Mini-buckets*): each part is minimized separately, which gives a lower bound instead of the optimum.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["Cluster", "Clusters", "Part", "PassResult"]
 
 
 def neighbors_of(count: int, edges: Iterable[Edge]) -> list[set[int]]:
-    """Per layer, those it shares an edge with."""
+    """Return, per layer, the layers with which it shares an edge."""
     neighbors: list[set[int]] = [set() for _ in range(count)]
     for u, v in edges:
         neighbors[u].add(v)
@@ -32,18 +32,19 @@ def neighbors_of(count: int, edges: Iterable[Edge]) -> list[set[int]]:
 
 
 def elimination_order(sizes: Sequence[int], edges: Iterable[Edge], last: int | None = None) -> list[int]:
-    """Return an order in which eliminating all layers makes small tables.
+    """Return an elimination order of all layers with small tables.
 
-    Always the layer whose elimination costs least (its candidates times those of all its neighbors), of equal ones the
-    one that joins the fewest pairs of neighbors, then the first. Layers with one neighbor go first, then those with
-    two (node elimination of Jia et al. 2018), so series-parallel networks never need a table over three layers.
+    The next layer is always the one whose elimination costs least (the product of its candidates and those of all its
+    neighbors); of equal ones the one that joins the fewest pairs of neighbors, then the first. Layers with one neighbor
+    come first, then those with two (node elimination of Jia et al. 2018), so series-parallel networks never need a
+    table over three layers.
 
     Parameters
     ----------
     sizes
         Candidates per layer.
     last
-        A layer to be eliminated last.
+        Layer to eliminate last.
     """
     edges = list(edges)
     both = [_greedy(sizes, edges, last, by_fill) for by_fill in (False, True)]
@@ -66,7 +67,7 @@ def _greedy(sizes: Sequence[int], edges: list[Edge], last: int | None, by_fill: 
     while heap:
         entry = heapq.heappop(heap)
         v = int(entry[-1])
-        if keys[v] != entry:  # its neighbors have changed since
+        if keys[v] != entry:  # its neighbors have changed after this entry
             continue
         total += entry[2] if by_fill else entry[1]
         order.append(v)
@@ -80,7 +81,7 @@ def _greedy(sizes: Sequence[int], edges: list[Edge], last: int | None, by_fill: 
 
 
 def _eliminate(neighbors: list[set[int]], v: int) -> set[int]:
-    """Join the neighbors of ``v`` and remove it; returns all whose key may have changed."""
+    """Join the neighbors of ``v`` and remove it; return all layers whose key may have changed."""
     around = neighbors[v]
     touched = set(around)
     filled = False
@@ -88,7 +89,7 @@ def _eliminate(neighbors: list[set[int]], v: int) -> set[int]:
         filled = filled or len(around - neighbors[u]) > 1
         neighbors[u] |= around
         neighbors[u] -= {u, v}
-    if filled:  # common neighbors of two that were joined now see an edge more
+    if filled:  # common neighbors of two newly joined layers have one more edge between their neighbors
         for u in around:
             touched |= neighbors[u]
     neighbors[v] = set()
@@ -96,23 +97,23 @@ def _eliminate(neighbors: list[set[int]], v: int) -> set[int]:
 
 
 def decision_order(order: Sequence[int], scopes: Sequence[Sequence[int]]) -> list[int]:
-    """Return an order to decide layers in, each after its scope, that keeps few layers open at a time.
+    """Return an order in which to decide layers, each after its scope, such that few layers are open at a time.
 
-    Reverse elimination would do, but leaves all blocks of a residual network open at once; here one block is decided
-    before the next, as search over partial strategies needs it: two of them are compared only if they agree in all
-    open layers.
+    The reverse elimination order would be valid, but would leave all blocks of a residual network open at once. This
+    order decides one block before the next, because the search over partial strategies needs few open layers: it
+    compares two partial strategies only if they agree in all open layers.
 
     Parameters
     ----------
     order
         Elimination order.
     scopes
-        Per layer, the layers its candidates depend on, all eliminated later.
+        Per layer, the layers on which its candidates depend, all of them eliminated later.
     """
     position = {v: i for i, v in enumerate(order)}
     waiting = [len(scope) for scope in scopes]
-    users: list[list[int]] = [[] for _ in scopes]  # per layer: those with it in their scope
-    below = [1] * len(scopes)  # layers that hang below, itself included
+    users: list[list[int]] = [[] for _ in scopes]  # per layer: the layers that have it in their scope
+    below = [1] * len(scopes)  # number of layers below, including itself
     for v in order:
         for u in scopes[v]:
             users[u].append(v)
@@ -139,14 +140,14 @@ def decision_order(order: Sequence[int], scopes: Sequence[Sequence[int]]) -> lis
     return decided
 
 
-#: Entries of the largest table that is kept (128 MiB), and of the largest sum that is minimized over.
+#: Entries of the largest stored table (128 MiB), and of the largest sum that is minimized.
 TABLE_LIMIT = 1 << 24
 SUM_LIMIT = 1 << 30
 
 
 @dataclass(frozen=True)
 class Part:
-    """Factors minimized over together; the result, over ``scope``, is factor number ``message``."""
+    """Factors that are minimized together; the result, over ``scope``, is factor number ``message``."""
 
     factors: tuple[int, ...]
     scope: tuple[int, ...]
@@ -155,7 +156,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Cluster:
-    """All factors that depend on a layer when it is eliminated; ``scope``: the other layers they depend on."""
+    """All factors that depend on a layer when it is eliminated; ``scope`` holds the other layers on which they depend.
+    """
 
     layer: int
     parts: tuple[Part, ...]
@@ -163,20 +165,23 @@ class Cluster:
 
     @property
     def factors(self) -> tuple[int, ...]:
-        """The sum over all parts."""
+        """Factors of all parts."""
         return tuple(f for part in self.parts for f in part.factors)
 
 
 @dataclass(frozen=True)
 class PassResult:
-    """Result of a pass: a table for every factor, and the sum of those over no layer: the optimum or a bound below."""
+    """Result of a pass: a table for every factor, and the sum of the constant factors, which is the optimum or a lower
+    bound.
+    """
 
     tables: list[Table]
     value: float
 
 
 class Clusters:
-    """Who is eliminated when and what comes together then; holds for any costs on the same graph.
+    """Elimination plan: the order of the layers, and the tables combined at each step; valid for any costs on the same
+    graph.
 
     Factors are numbered: one per layer, one per edge (in the order of ``edges``), then messages.
 
@@ -187,14 +192,14 @@ class Clusters:
     edges
         Pairs of layers.
     last
-        Layer to be eliminated last.
+        Layer to eliminate last.
     table_limit, sum_limit
-        Entries a table, and a sum that is minimized over, may have before a cluster is split.
+        Largest number of entries of a table, and of a sum that is minimized, before a cluster is split.
 
     Attributes
     ----------
     exact
-        No cluster was split: a pass gives the optimum.
+        Whether no cluster was split, so that a pass gives the optimum.
     """
 
     def __init__(
@@ -239,7 +244,7 @@ class Clusters:
         return clusters
 
     def _split(self, v: int, factors: list[int]) -> list[tuple[list[int], tuple[int, ...]]]:
-        """Return factors that are minimized together, by first fit, the widest first."""
+        """Return groups of factors to minimize together, by first fit, the widest first."""
         parts: list[tuple[list[int], set[int]]] = []
         for factor in sorted(factors, key=lambda f: (-len(self.scopes[f]), f)):
             scope = set(self.scopes[factor]) - {v}
@@ -262,7 +267,7 @@ class Clusters:
         Parameters
         ----------
         tables
-            Costs of layers, then of edges ``[candidates of the first, of the second]``. Axes may have length 1 where
+            Costs of layers, then of edges ``[candidates of the first, of the second]``. An axis may have length 1 if
             nothing depends on the layer.
         """
         filled: list[Table] = list(tables)
@@ -281,16 +286,17 @@ class Clusters:
         if not present:
             return None
         axes = (v, *part.scope)
-        # Equal work on equal tables is done once: blocks of a network repeat.
+        # Equal work on equal tables is done once, because blocks of a network repeat.
         key = (len(axes), *((id(table), tuple(axes.index(u) for u in self.scopes[f])) for f, table in present))
         if key not in known:
             known[key] = minimum_of_sum([aligned(table, self.scopes[f], v, part.scope) for f, table in present])
         return known[key]
 
     def decide(self, messages: PassResult, fixed: Mapping[int, int] | None = None) -> list[int]:
-        """Candidate per layer, each the best given those decided before: the optimum, if `exact`.
+        """Return the best candidate per layer, given the layers decided before: the optimum, if `exact`.
 
-        ``fixed``: layers whose candidate is given. If it is the one eliminated last, the result is still the best.
+        ``fixed`` holds layers with a given candidate. If this is the layer eliminated last, the result is still
+        optimal.
         """
         indices = [0] * len(self.sizes)
         for cluster in self.decisions:
@@ -312,7 +318,7 @@ class Clusters:
         return table[at]
 
     def work(self, passes: int = 1) -> Effort:
-        """Return what this many passes cost at most (equal tables are worked on once)."""
+        """Return an upper bound on the cost of this number of passes (equal tables are processed once)."""
         parts = [(cluster, part) for cluster in self.clusters for part in cluster.parts]
         entries = [math.prod(self.sizes[u] for u in part.scope) for _, part in parts]
         operations = sum(n * self.sizes[cluster.layer] for n, (cluster, _) in zip(entries, parts))

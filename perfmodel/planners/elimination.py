@@ -1,9 +1,9 @@
-"""The optimum for any graph and any memory limit (Jia et al. 2018, Section 5, and what goes beyond it).
+"""The optimum for any graph and any memory limit (Jia et al. 2018, Section 5, extended).
 
-A memory limit is met by a price for memory. For any price ``p >= 0`` [s/B], ``min_x time(x) + p * (memory(x) - limit)``
-is at most the time of the fastest choice that fits, and one elimination finds it. As a function of the price it is
-concave and piecewise linear; its maximum is found by the cutting planes of one variable (Handler and Zang 1980, for the
-constrained shortest path).
+A price for memory handles the memory limit. For any price ``p >= 0`` [s/B], the minimum over x of
+``time(x) + p * (memory(x) - limit)`` is a lower bound on the time of the fastest choice that fits, and one elimination
+computes it. As a function of the price it is concave and piecewise linear; cutting planes of one variable find its
+maximum (Handler and Zang 1980, for the constrained shortest path).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .tables import Costs, memory_problem, prune
 
 __all__ = ["Elimination", "next_best"]
 
-#: Price steps at most; a handful is usual.
+#: Maximum number of price steps; a few are usual.
 STEPS = 60
 
 
@@ -47,13 +47,13 @@ class Relaxation:
     multiplier
         Price of memory [s/B].
     messages
-        Of the elimination at this price.
+        Messages of the elimination at this price.
     bound
-        No choice that fits is faster [s].
+        Lower bound on the time of all choices that fit [s].
     indices, seconds
-        The fastest choice that fits seen on the way; None and inf if none was.
+        The fastest choice found that fits; None and inf without one.
     passes
-        Eliminations made.
+        Number of eliminations.
     """
 
     multiplier: float
@@ -64,7 +64,7 @@ class Relaxation:
     passes: int = 0
 
     def offer(self, problem: Problem, indices: list[int]) -> None:
-        """Keep a choice if it fits and is the fastest so far."""
+        """Store a choice if it fits and is the fastest so far."""
         if problem.fits(indices) and (seconds := problem.seconds(indices)) < self.seconds:
             self.indices, self.seconds = indices, seconds
 
@@ -81,7 +81,7 @@ def relax(
     small
         A choice that fits, if one is known.
     rounding
-        Bounds closer than this count as equal [s].
+        Difference below which bounds count as equal [s].
     """
     assert problem.limit is not None
     best = Relaxation(0.0, free, free.value)
@@ -98,7 +98,7 @@ def relax(
 
 
 def _step(problem: Problem, clusters: Clusters, costs: Costs, best: Relaxation, multiplier: float) -> list[int]:
-    """Eliminate at a price, keep what is better; returns the choice."""
+    """Eliminate at a price, and store improvements; return the choice."""
     assert problem.limit is not None
     messages = clusters.run(costs.weighted(multiplier))
     best.passes += 1
@@ -119,7 +119,10 @@ def _cutting_planes(
     small: list[int],
     rounding: float,
 ) -> None:
-    """Two choices, one too large, one that fits, are two lines; where they meet is the next price."""
+    """Search the price by cutting planes.
+
+    Two choices, one too large and one that fits, define two lines; their intersection is the next price.
+    """
     for _ in range(STEPS):
         (t0, m0), (t1, m1) = ((problem.seconds(x), problem.bytes(x)) for x in (large, small))
         if not (math.isfinite(t1) and m0 > m1) or best.seconds - best.bound <= rounding:
@@ -136,7 +139,7 @@ def _cutting_planes(
 
 
 def _geometric(problem: Problem, fastest: float, seconds: float) -> Iterator[float]:
-    """Yield prices over twelve orders of magnitude around one that would matter, for bounds that are not exact."""
+    """Yield prices over twelve orders of magnitude around a typical one, for inexact bounds."""
     span = sum(float(m.max() - m.min()) for m in problem.memory)
     span += sum(float(t.max() - t.min()) for t in problem.edge_memory.values())
     scale = max(seconds - fastest, 0.01 * abs(fastest)) if math.isfinite(seconds) else abs(fastest)
@@ -144,40 +147,40 @@ def _geometric(problem: Problem, fastest: float, seconds: float) -> Iterator[flo
         yield 4.0**exponent * scale / max(span, 1.0)
 
 
-#: Sums of times closer than this, relative to the total, are equal.
+#: Relative difference below which sums of times are equal.
 ROUNDING = 1e-12
-#: Limits of tables and sums, and of partial choices, of the first try. Two neighbors of 200 candidates still fit.
+#: Limits of tables and sums, and of partial choices, in the first try. Two neighbors of 200 candidates still fit.
 FIRST_LIMITS, FIRST_LABELS = (1 << 16, 1 << 23), 20_000
 
 
 class GaveUp(UserError):
-    """The limits on the work leave no choice found and none excluded."""
+    """The limits on the work were reached: no choice was found, and none is excluded."""
 
 
 class Elimination(Planner):
-    """Node and edge elimination, continued to larger tables where the graph asks for it; the optimum.
+    """Node and edge elimination, extended to larger tables if the graph requires them; it finds the optimum.
 
-    1. Candidates that are provably needless are removed (`prune`).
-    2. All layers are eliminated (`Clusters`): on series-parallel networks these are the node and edge eliminations
-       of Jia et al. 2018; on others tables over more than two layers appear. If the result fits, it is the optimum.
-    3. Under a memory limit that binds, prices for memory give a lower bound (`relax`), and a search among all
-       choices near it (`search`) the optimum. The same search closes the gap where tables would be too large and
-       clusters were split.
+    1. Candidates that are provably unnecessary are removed (`prune`). 2. All layers are eliminated (`Clusters`). On
+    series-parallel networks these are the node and edge eliminations of Jia
+       et al. 2018; on others, tables over more than two layers appear. If the result fits, it is the optimum.
+    3. If a memory limit binds, prices for memory give a lower bound (`relax`), and a search among all choices near it
+       (`search`) finds the optimum. The same search closes the gap if tables would be too large and clusters were
+       split.
 
-    Where clusters are too large for `FIRST_LIMITS`, all this is tried with small tables first: bounds from split
-    clusters are often so tight that the search proves the optimum in a fraction of the time of the large tables.
+    If clusters are too large for `FIRST_LIMITS`, small tables are tried first: bounds from split clusters are often so
+    tight that the search proves the optimum in a fraction of the time of the large tables.
 
-    The search widens the distance to the lower bound until it has found a choice within. If it would need more than
+    The search widens the distance to the lower bound until it has found a choice within it. If it would need more than
     ``labels`` partial choices at once, it stops with the best choice found and a proved gap, ``optimal=False``.
 
     Parameters
     ----------
     labels
-        Partial choices kept per layer at most.
+        Maximum number of stored partial choices per layer.
     table_limit, sum_limit
-        Entries of the largest table kept, and of the largest sum minimized over.
+        Entries of the largest stored table, and of the largest sum that is minimized.
     pruning
-        Whether to remove needless candidates first.
+        Whether to remove unnecessary candidates first.
     """
 
     name = "elimination"
@@ -202,7 +205,7 @@ class Elimination(Planner):
         return choice_of(problem, pruned.original(list(choice.indices)), choice.optimal, choice.gap, work)
 
     def _staged(self, problem: Problem, whole: Problem) -> Selection:
-        """With small tables first, where that splits clusters: their bounds are often tight, and cheap."""
+        """Try small tables first if they split clusters: their bounds are cheap, and often tight."""
         limits = (min(FIRST_LIMITS[0], self.limits[0]), min(FIRST_LIMITS[1], self.limits[1]))
         small = Clusters(problem.sizes, list(problem.edges), None, *limits)
         if small.exact or limits == self.limits:
@@ -250,7 +253,9 @@ class Elimination(Planner):
         weight: PassResult | None,
         labels: int,
     ) -> Selection:
-        """Search near the lower bound, wider and wider, until the fastest choice found is proved to be the best."""
+        """Search near the lower bound, within increasing distances, until the fastest choice found is proved to be
+        optimal.
+        """
         best, rounding = relaxation, ROUNDING * max(abs(relaxation.messages.value), abs(relaxation.bound))
         room = math.inf if weight is None or problem.limit is None else problem.limit - weight.value
         gap = best.seconds - best.bound
@@ -270,8 +275,8 @@ class Elimination(Planner):
         work = clusters.work(best.passes + 1 + (weight is not None)) + Effort(states=states)
         if best.indices is None and proved < math.inf:
             raise GaveUp(
-                f"planner elimination: expected to find a choice within {labels} partial choices per layer, found "
-                "none; raise `labels`, or give layers fewer candidates"
+                f"planner elimination: expected a choice within {labels} partial choices per layer, got "
+                "none; increase `labels`, or give layers fewer candidates"
             )
         if best.indices is None:
             self._why_none(whole)
@@ -280,14 +285,14 @@ class Elimination(Planner):
         return choice_of(problem, best.indices, optimal, 0.0 if optimal else gap, work)
 
     def _why_none(self, problem: Problem) -> NoReturn:
-        """Raise what explains best why there is no choice: nothing is allowed, or by how much nothing fits."""
+        """Raise the error that explains why there is no choice: none is allowed, or the smallest exceeds the limit."""
         if problem.limit is None:
             raise not_allowed(problem)
         raise no_fit(problem, self._staged(memory_problem(problem), problem.with_limit(None)).seconds)
 
 
 def _better(first: Selection, second: Selection) -> Selection:
-    """Return the faster of two choices, with the smaller of what both leave open, and the work of both."""
+    """Return the faster of two choices, with the smaller of both gaps, and the work of both."""
     bound = max(first.seconds - first.gap, second.seconds - second.gap)
     best = min(first, second, key=lambda choice: choice.seconds)
     optimal = second.optimal
@@ -296,17 +301,19 @@ def _better(first: Selection, second: Selection) -> Selection:
 
 
 def next_best(problem: Problem, layer: int, planner: Elimination | None = None) -> Array:
-    """Return the best total for every candidate of one layer, all other layers chosen anew (*min-marginals*); exact.
+    """Return the best total for every candidate of one layer, with all other layers chosen anew (*min-marginals*);
+    exact.
 
-    Without a memory limit, or where it does not bind, one elimination with this layer last gives all answers at once.
-    A candidate whose best choice does not fit is planned again, under the limit.
+    Without a memory limit, or if it does not bind, one elimination with this layer last gives all results at once. A
+    candidate whose best choice does not fit is planned again, under the limit.
 
     Parameters
     ----------
     layer
         Number of the layer.
     planner
-        For candidates under a limit; its settings bound the work. Where it proves no optimum, its best is returned.
+        Planner for candidates under a limit; its settings bound the work. If it proves no optimum, its best is
+        returned.
 
     Returns
     -------
@@ -327,8 +334,7 @@ def next_best(problem: Problem, layer: int, planner: Elimination | None = None) 
 
 
 def _marginal(clusters: Clusters, messages: PassResult, layer: int) -> Array:
-    """Return the total per candidate of the layer that was eliminated last; where clusters were split, a lower bound.
-    """
+    """Return the total per candidate of the layer that was eliminated last; if clusters were split, a lower bound."""
     total = np.full(clusters.sizes[layer], messages.value)
     if math.isinf(messages.value):
         return total
@@ -339,7 +345,7 @@ def _marginal(clusters: Clusters, messages: PassResult, layer: int) -> Array:
 
 
 def _planned(problem: Problem, layer: int, candidate: int, planner: Elimination) -> float:
-    """Return the best total with a candidate, planned anew; inf if nothing fits."""
+    """Return the best total with a candidate, from a new plan; inf if nothing fits."""
     kept = [np.arange(size) for size in problem.sizes]
     kept[layer] = np.array([candidate])
     try:

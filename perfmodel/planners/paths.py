@@ -1,4 +1,6 @@
-"""Planners that follow paths (Dryden et al. 2019, Section V-C): the shortest one of a line, and the longest first."""
+"""Planners that follow paths (Dryden et al. 2019, Section V-C): the shortest path of a chain, and the longest path
+first.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ __all__ = ["LongestPathFirst", "ShortestPath", "path_order"]
 
 
 def best_along(own: Sequence[Array], between: Callable[[int], Array | None]) -> tuple[float, list[int]]:
-    """Return the shortest path through one candidate of each layer of a path (Dryden et al. 2019, Section V-C).
+    """Return the shortest path through one candidate per layer of a path (Dryden et al. 2019, Section V-C).
 
     Parameters
     ----------
@@ -30,9 +32,9 @@ def best_along(own: Sequence[Array], between: Callable[[int], Array | None]) -> 
     Returns
     -------
     tuple
-        Total, and candidate per layer.
+        The total, and the candidate per layer.
     """
-    reach = own[0]  # cheapest way to each candidate of the layer so far
+    reach = own[0]  # cheapest path to each candidate of the current layer
     came_from = []
     for i in range(1, len(own)):
         table = between(i - 1)
@@ -46,7 +48,7 @@ def best_along(own: Sequence[Array], between: Callable[[int], Array | None]) -> 
 
 
 def inputs_of(count: int, edges: Sequence[Edge]) -> tuple[list[list[int]], list[list[int]]]:
-    """Per layer, the layers it reads and those that read it."""
+    """Return, per layer, the layers that it reads, and the layers that read it."""
     inputs: list[list[int]] = [[] for _ in range(count)]
     outputs: list[list[int]] = [[] for _ in range(count)]
     for u, v in edges:
@@ -56,13 +58,13 @@ def inputs_of(count: int, edges: Sequence[Edge]) -> tuple[list[list[int]], list[
 
 
 def branching(problem: Problem) -> int | None:
-    """First layer that reads, or is read by, more than one other; None in a network of lines."""
+    """Return the first layer that reads, or is read by, more than one other; None if the network consists of chains."""
     inputs, outputs = inputs_of(len(problem.names), list(problem.edges))
     return next((v for v in range(len(inputs)) if len(inputs[v]) > 1 or len(outputs[v]) > 1), None)
 
 
 def lines(problem: Problem) -> list[list[int]]:
-    """Return the lines a network without branches consists of."""
+    """Return the chains of a network without branches."""
     inputs, outputs = inputs_of(len(problem.names), list(problem.edges))
     found = []
     for v in range(len(inputs)):
@@ -75,12 +77,12 @@ def lines(problem: Problem) -> list[list[int]]:
 
 
 class ShortestPath(Planner):
-    """The shortest path from the first layer to the last over all candidates; the optimum of a line.
+    """The shortest path from the first layer to the last over all candidates; the optimum of a chain.
 
-    A vertex per candidate, an edge from each to each of the next layer, weighted with the time of the layer and of
-    the redistribution. Several lines that share no edge are planned one after the other. Where a memory limit binds,
-    a path is not enough; then the price for memory and the search of `Elimination` take over, which on a line is this
-    dynamic program with a second quantity.
+    The graph has a vertex per candidate, and an edge to each candidate of the next layer, weighted with the time of the
+    layer and of the redistribution. Several chains that share no edge are planned one after another. If a memory limit
+    binds, a path is not sufficient; then the price for memory and the search of `Elimination` are used, which on a
+    chain are this dynamic program with a second quantity.
     """
 
     name = "shortest_path"
@@ -107,21 +109,23 @@ class ShortestPath(Planner):
         return choice_of(problem, choice.indices, choice.optimal, choice.gap, work + choice.work)
 
 
-#: Steps of the search for a price of memory: doublings, then halvings.
+#: Number of steps of the search for a price of memory: doublings, then halvings.
 STEPS = 40
 
 
 class LongestPathFirst(Planner):
-    """Plan the longest path as if it were the network, keep its choices, go on with the next longest.
+    """Planner that plans the longest path as if it were the network, keeps its choices, and continues with the next
+    longest.
 
-    The length of a layer is the time of its fastest candidate: what must be computed in any case. The next path, from
-    a layer that reads nothing to one that nothing reads, is the one with the fewest layers already decided, then the
-    longest. Unlike in the paper, edges to layers decided before and beside the path are counted too.
-    Not optimal: what a path decides does not see the branches that come later. The gap it reports is to the sum of
-    all smallest times.
+    The length of a layer is the time of its fastest candidate: the work that is always necessary. The next path, from a
+    layer without inputs to a layer without readers, is the one with the fewest decided layers, then the longest. Unlike
+    in the paper, edges to layers that were decided before, outside the path, are counted too.
 
-    A memory limit is met with a price [s/B] on memory, the smallest found (by bisection) at which the result fits. A
-    choice may be missed although one exists; then it says so, and `Elimination` finds it.
+    The result is not optimal: a path's choices ignore the branches that come later. The reported gap is the difference
+    to the sum of all minimum times.
+
+    A price [s/B] on memory handles a memory limit: bisection finds the smallest price at which the result fits. The
+    planner may miss a choice although one exists; its error then refers to `Elimination`, which finds it.
     """
 
     name = "longest_path_first"
@@ -133,10 +137,10 @@ class LongestPathFirst(Planner):
         if not problem.fits(indices):
             indices, passes = _priced(problem, paths, indices)
         if not problem.fits(indices) or math.isinf(problem.seconds(indices)):
-            Elimination().plan(problem)  # says why, if nothing is possible
+            Elimination().plan(problem)  # raises the reason if nothing is possible
             raise UserError(
-                f"planner {self.name}: expected a candidate that is allowed and fits for every layer, but what the "
-                "first paths decided leaves none; use planner elimination, which finds one"
+                f"planner {self.name}: expected a candidate that is allowed and fits for every layer, but the choices "
+                "of the first paths leave none; use planner elimination, which finds one"
             )
         bound = sum(float(t.min()) for t in [*problem.times, *problem.edges.values()])
         gap = max(0.0, problem.seconds(indices) - bound)
@@ -144,8 +148,7 @@ class LongestPathFirst(Planner):
 
 
 def _priced(problem: Problem, paths: list[list[int]], free: list[int]) -> tuple[list[int], int]:
-    """Return a choice that fits at a price as low as possible; the smallest one found if none does. Also passes made.
-    """
+    """Return a choice that fits at the lowest possible price, or the smallest one found; and the number of passes."""
     assert problem.limit is not None
     small = follow(memory_problem(problem), paths)
     if not problem.fits(small):
@@ -167,7 +170,7 @@ def _priced(problem: Problem, paths: list[list[int]], free: list[int]) -> tuple[
 
 
 def follow(problem: Problem, paths: Sequence[Sequence[int]], price: float = 0.0) -> list[int]:
-    """Candidate per layer, path by path; costs are ``time + price * memory``."""
+    """Return the candidate per layer, chosen path by path; costs are ``time + price * memory``."""
     neighbors: list[list[int]] = [[] for _ in problem.names]
     for u, v in problem.edges:
         neighbors[u].append(v)
@@ -175,7 +178,7 @@ def follow(problem: Problem, paths: Sequence[Sequence[int]], price: float = 0.0)
     decided: dict[int, int] = {}
 
     def table(u: int, v: int) -> Array:
-        """Return the cost of an edge, ``[candidates of u, of v]``, in whichever direction it runs."""
+        """Return the cost of an edge, ``[candidates of u, of v]``, for either direction of the edge."""
         edge = (min(u, v), max(u, v))
         cost = problem.edges[edge]
         if price and edge in problem.edge_memory:
@@ -198,8 +201,9 @@ def follow(problem: Problem, paths: Sequence[Sequence[int]], price: float = 0.0)
 def _open_edges(
     path: Sequence[int], decided: set[int], table: Callable[[int, int], Array]
 ) -> Callable[[int], Array | None]:
-    """Return costs between the layers of a path, where they are not in the layers' own: with neither end decided
-    before.
+    """Return the function of costs between consecutive layers of a path.
+
+    The costs of an edge with a decided end are included in the other layer's own costs, so they are left out here.
     """
 
     def between(i: int) -> Array | None:
@@ -210,7 +214,7 @@ def _open_edges(
 
 
 def path_order(problem: Problem) -> list[list[int]]:
-    """Return paths from end to end that together hold all layers: fewest decided layers first, then the longest."""
+    """Return paths from end to end that together cover all layers: fewest decided layers first, then the longest."""
     count = len(problem.names)
     length = [float(t.min()) if np.isfinite(t.min()) else 0.0 for t in problem.times]
     inputs, outputs = inputs_of(count, list(problem.edges))
@@ -219,7 +223,7 @@ def path_order(problem: Problem) -> list[list[int]]:
     while len(decided) < count:
         ahead = _best_ends(range(count), inputs, length, decided)
         behind = _best_ends(range(count - 1, -1, -1), outputs, length, decided)
-        # Through an undecided layer: it is counted in both halves, and adds to length only.
+        # The path goes through an undecided layer: both halves count it, and it adds only to the length.
         through = [
             (ahead[v][0] + behind[v][0], ahead[v][1] + behind[v][1] + length[v], v)
             for v in range(count)
@@ -238,7 +242,7 @@ Reach = tuple[int, float, int]  # decided layers, minus length, next layer (-1: 
 def _best_ends(
     layers: Sequence[int], sources: Sequence[Sequence[int]], length: Sequence[float], decided: set[int]
 ) -> list[Reach]:
-    """Per layer, the best way from it to an end of the network."""
+    """Return, per layer, the best path from it to an end of the network."""
     best: list[Reach] = [(0, 0.0, -1)] * len(length)
     for v in layers:
         ways = [(best[u][0], best[u][1], u) for u in sources[v]]
@@ -248,7 +252,7 @@ def _best_ends(
 
 
 def _trace(best: Sequence[Reach], v: int) -> list[int]:
-    """Return the way from a layer to the end."""
+    """Return the path from a layer to the end."""
     way = [v]
     while best[way[-1]][2] >= 0:
         way.append(best[way[-1]][2])

@@ -1,4 +1,4 @@
-"""What all planners share: arrays of costs in, one candidate per layer out."""
+"""Interface of all planners: arrays of costs as input, one candidate per layer as output."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ Edge = tuple[int, int]
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """Choose one candidate per layer so that the sum of all times is smallest.
+    """Optimization problem: one candidate per layer such that the sum of all times is minimal.
 
     ``seconds(x) = sum_v times[v][x_v] + sum_(u,v) edges[u, v][x_u, x_v]``, subject to
     ``memory(x) = sum_v memory[v][x_v] + sum_(u,v) edge_memory[u, v][x_u, x_v] <= limit``.
-    Planners know no more of layers than this.
+    Planners get no other information on layers.
 
     Parameters
     ----------
@@ -46,20 +46,20 @@ class Problem:
     times
         Per layer ``[candidates]``, [s]. ``inf``: not allowed.
     memory
-        Per layer ``[candidates]``, what the candidate takes on the fullest rank [B]; finite.
+        Per layer ``[candidates]``, memory of the candidate on the fullest rank [B]; finite.
     edges
-        ``(u, v)`` with ``u < v``: what it costs to bring the result of ``u`` to ``v``,
-        ``[candidates of u, candidates of v]``, [s]. ``inf``: not allowed. One array may serve many edges: equal
-        arrays are worked on once.
+        ``(u, v)`` with ``u < v`` -> time to transfer the result of ``u`` to ``v``,
+        ``[candidates of u, candidates of v]``, [s]. ``inf``: not allowed. One array may be used for many edges: equal
+        arrays are processed once.
     limit
         Largest sum of memory [B]; None: no limit.
     edge_memory
-        What edges take [B], shapes as in ``edges``, whose keys it may use.
+        Memory of edges [B], with shapes and keys as in ``edges``.
 
     Raises
     ------
     UserError
-        Shapes that do not fit, edges backwards or to nowhere, NaN or -inf, memory that is not finite.
+        For inconsistent shapes, edges that run backwards or to unknown layers, NaN or -inf, or infinite memory.
     """
 
     names: tuple[str, ...]
@@ -103,7 +103,7 @@ class Problem:
         return Problem(self.names, self.times, self.memory, self.edges, limit, self.edge_memory)
 
     def restricted(self, kept: Sequence[NDArray[np.intp]]) -> Problem:
-        """Return the same problem with some candidates only: of layer ``v`` those at ``kept[v]``, in that order."""
+        """Return the same problem with only some candidates: of layer ``v`` those at ``kept[v]``, in that order."""
         if all(len(k) == size and np.array_equal(k, np.arange(size)) for k, size in zip(kept, self.sizes)):
             return self
         made: dict[tuple[int, bytes, bytes], Array] = {}
@@ -124,20 +124,20 @@ class Problem:
 
 @dataclass(frozen=True)
 class Effort:
-    """What a search cost.
+    """Effort of a search.
 
     Attributes
     ----------
     eliminations
-        Layers eliminated, summed over all passes.
+        Number of eliminated layers, summed over all passes.
     operations
-        Additions of table entries, roughly: the size of everything that was minimized over.
+        Approximate number of additions of table entries: the total size of all minimized sums.
     largest_table
-        Entries of the largest table that was kept.
+        Entries of the largest stored table.
     states
-        Partial or whole strategies looked at one by one.
+        Number of examined partial or whole strategies.
     pruned
-        Candidates that were proved needless and removed before the search.
+        Number of candidates that were proved unnecessary and removed before the search.
     seconds
         Wall time [s].
     """
@@ -170,7 +170,7 @@ class Effort:
 
 @dataclass(frozen=True)
 class Selection:
-    """One candidate per layer.
+    """Choice of one candidate per layer.
 
     Attributes
     ----------
@@ -181,11 +181,11 @@ class Selection:
     memory
         Total memory [B].
     optimal
-        Whether it is proved that nothing that fits is faster (up to rounding of the sums).
+        Whether it is proved that no choice that fits is faster (up to rounding of the sums).
     gap
-        Where it is not: how much faster another choice might be at most [s]; ``inf``: nothing is known.
+        If not optimal: upper bound on how much faster another choice may be [s]; ``inf``: unknown.
     work
-        What the search cost.
+        Effort of the search.
     """
 
     indices: tuple[int, ...]
@@ -197,7 +197,7 @@ class Selection:
 
 
 def _floats(values: Any, converted: dict[int, Array]) -> Array:
-    """As float64, packed; arrays that are one object stay one object."""
+    """Convert arrays to packed float64; arrays that are one object stay one object."""
     if isinstance(values, np.ndarray) and values.dtype == np.float64 and values.flags.c_contiguous:
         return values
     if not isinstance(values, np.ndarray):
@@ -240,9 +240,9 @@ def _check_numbers(values: Array, what: str, seen: set[int]) -> None:
     if id(values) in seen:
         return
     seen.add(id(values))
-    smallest = values.min()  # NaN if there is one
+    smallest = values.min()  # NaN if an entry is NaN
     if not smallest > -np.inf:
-        raise UserError(f"planner: {what}: expected seconds, or inf for what is not allowed; got {smallest}")
+        raise UserError(f"planner: {what}: expected seconds, or inf for illegal candidates; got {smallest}")
 
 
 def _check_finite(values: Array, what: str) -> None:
@@ -255,19 +255,19 @@ class NoneFits(UserError):
 
 
 class Planner(ABC):
-    """Finds a choice for a `Problem`; made once, used for any number of problems."""
+    """Planner of a `Problem`; one object can plan any number of problems."""
 
     name: ClassVar[str]
 
     def plan(self, problem: Problem) -> Selection:
-        """Return the best choice this planner finds, within the memory limit.
+        """Return the best choice that this planner finds within the memory limit.
 
         Raises
         ------
         NoneFits
-            Nothing is within the memory limit (says by how much) or nothing is allowed.
-        UserError
-            A problem that this planner refuses.
+            If no choice is within the memory limit (the text gives the excess), or none is allowed.
+            UserError
+            If this planner does not support the problem.
         """
         start = time.perf_counter()
         if not problem.names:
@@ -283,34 +283,34 @@ class Planner(ABC):
 def choice_of(
     problem: Problem, indices: Sequence[int], optimal: bool, gap: float = 0.0, work: Effort | None = None
 ) -> Selection:
-    """Return the choice of these candidates, its sums taken from the problem itself."""
+    """Return the choice of these candidates, with its sums from the problem itself."""
     whole = tuple(int(i) for i in indices)
     return Selection(whole, problem.seconds(whole), problem.bytes(whole), optimal, gap, work or Effort())
 
 
 def no_fit(problem: Problem, smallest: float) -> NoneFits:
-    """Return the error: even ``smallest`` [B], the least that any choice takes, exceeds the limit."""
+    """Return the error that even ``smallest`` [B], the minimum memory of all choices, exceeds the limit."""
     assert problem.limit is not None
     over = smallest - problem.limit
     return NoneFits(
         f"planner: expected a choice within the memory limit of {bytes_text(problem.limit)} per rank, but the "
-        f"smallest takes {bytes_text(smallest)}, {bytes_text(over)} too much; use fewer samples per step, more ranks, "
+        f"smallest needs {bytes_text(smallest)}, {bytes_text(over)} too much; use fewer samples per step, more ranks, "
         f"or a limit of at least {_rounded_up(smallest)}"
     )
 
 
 def not_allowed(problem: Problem) -> NoneFits:
-    """Error: every choice has an infinite time."""
+    """Return the error that every choice has an infinite time."""
     for v, times in enumerate(problem.times):
         if not np.isfinite(times).any():
             return NoneFits(f"planner: layer {problem.names[v]}: expected a candidate of finite time, got none")
     return NoneFits(
         "planner: expected a choice of finite time, but each one has an infinite layer or edge; "
-        "add candidates that adjacent layers can both take"
+        "add candidates that are possible for adjacent layers"
     )
 
 
 def _rounded_up(nbytes: float) -> str:
-    """Like `bytes_text`, never less than the number."""
+    """Return the number as `bytes_text`, but rounded up."""
     mebibytes = int(-(-nbytes // 2**20))
     return f"{mebibytes} MiB" if mebibytes > 1 else f"{int(np.ceil(nbytes))} B"

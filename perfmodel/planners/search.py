@@ -1,11 +1,11 @@
-"""Search among choices: all of them (the oracle of all other planners), or those that cost little more than a bound.
+"""Search among choices: all choices (the oracle of the other planners), or those whose cost is close to a lower bound.
 
-The second decides layers one after the other, in a fixed order. A *label* is a partial choice with two numbers: how
-much it already exceeds the lower bound of the cost, and of the memory, whatever is decided later. Both bounds come from
-the messages of an elimination (`Clusters.run`): deciding a layer raises them by the *regret*, what its factors cost
-beyond what the message of its cluster had promised, and never lowers them. Labels beyond the allowed excess are
-dropped, and of two that agree in all layers still open, the one that is slower and larger (label setting with
-dominance).
+The second search decides layers one after another, in a fixed order. A *label* is a partial choice with two numbers:
+how much it already exceeds the lower bounds of the cost and of the memory, whatever is decided later. Both bounds come
+from the messages of an elimination (`Clusters.run`). The decision of a layer raises them by the *regret*, the
+difference between the cost of its factors and the message of its cluster, and never lowers them. Labels beyond the
+allowed excess are dropped. Of two labels that agree in all open layers, one that is both slower and larger is dropped
+(label setting with dominance).
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ __all__ = ["Bounds", "Exhaustive", "search"]
 
 Index = NDArray[np.intp]
 
-#: Entries of the blocks in which labels are extended.
+#: Number of entries of the blocks in which labels are extended.
 BLOCK = 1 << 21
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Where to search.
+    """Bounds of a search.
 
     Parameters
     ----------
     excess
-        How much the cost ``time + multiplier * memory`` may exceed its lower bound [s].
+        Maximum excess of the cost ``time + multiplier * memory`` over its lower bound [s].
     room
-        How much the memory may exceed its lower bound [B].
+        Maximum excess of the memory over its lower bound [B].
     multiplier
         Price of memory in the cost [s/B].
     rounding
-        Times closer than this count as equal [s].
+        Difference below which times count as equal [s].
     labels
-        Labels kept per layer at most; the best are kept, and what was dropped is reported.
+        Maximum number of labels per layer; the best are kept, and the loss is reported.
     """
 
     excess: float
@@ -71,11 +71,11 @@ class Found:
     Attributes
     ----------
     indices
-        The fastest choice found; None: there is none within the bounds.
+        The fastest choice found; None if there is none within the bounds.
     proved
-        Choices not seen exceed the lower bound by at least this [s].
+        Minimum excess of unseen choices over the lower bound [s].
     states
-        Labels made.
+        Number of created labels.
     """
 
     indices: list[int] | None
@@ -95,12 +95,12 @@ class _Labels:
 
 
 def search(clusters: Clusters, cost: PassResult, weight: PassResult | None, bounds: Bounds) -> Found:
-    """Return the fastest choice within bounds.
+    """Return the fastest choice within the bounds.
 
     Parameters
     ----------
     cost, weight
-        Messages of an elimination with the tables of the cost, and with those of the memory; None: memory is free.
+        Messages of an elimination with the tables of the cost, and with those of the memory; None: no memory limit.
     """
     labels = _Labels([], np.zeros((1, 0), dtype=np.int32), np.zeros(1), np.zeros(1))
     trail: list[tuple[int, NDArray[np.int32], NDArray[np.int32]]] = []
@@ -127,7 +127,7 @@ def search(clusters: Clusters, cost: PassResult, weight: PassResult | None, boun
 
 
 def _users(clusters: Clusters) -> list[int]:
-    """Per layer, how many others depend on it when they are decided."""
+    """Return, per layer, the number of other layers whose decision depends on it."""
     users = [0] * len(clusters.sizes)
     for cluster in clusters.clusters:
         for u in cluster.scope:
@@ -138,7 +138,10 @@ def _users(clusters: Clusters) -> list[int]:
 def _extend(
     clusters: Clusters, cluster: Cluster, cost: PassResult, weight: PassResult | None, labels: _Labels, bounds: Bounds
 ) -> tuple[Index, Index, tuple[Array, Array]]:
-    """Labels with one more layer decided, within bounds: rows extended, with which candidate, cost and weight."""
+    """Return the labels with one more layer decided, within the bounds.
+
+    The result are the extended rows, their candidates, and their cost and weight.
+    """
     found = []
     step = max(1, BLOCK // clusters.sizes[cluster.layer])
     for start in range(0, len(labels.cost), step):
@@ -157,7 +160,7 @@ def _extend(
 
 
 def _regret(clusters: Clusters, cluster: Cluster, messages: PassResult, labels: _Labels) -> Array:
-    """Return what each candidate costs beyond the message of its cluster, ``[labels, candidates]``; never below 0."""
+    """Return the excess of each candidate over the message of its cluster, ``[labels, candidates]``; never below 0."""
     columns = {u: labels.states[:, i].astype(np.intp) for i, u in enumerate(labels.layers)}
     total = np.zeros((len(labels.cost), clusters.sizes[cluster.layer]))
     for f in cluster.factors:
@@ -172,7 +175,7 @@ def _regret(clusters: Clusters, cluster: Cluster, messages: PassResult, labels: 
 
 
 def _lookup(table: Array, scope: Sequence[int], layer: int | None, columns: dict[int, Index]) -> Array:
-    """Return the entries of a table at the candidates of labels, ``[labels or 1, candidates of layer or 1]``."""
+    """Return the entries of a table for the candidates of labels, ``[labels or 1, candidates of layer or 1]``."""
     others = [u for u in scope if u != layer]
     sizes = [table.shape[scope.index(u)] for u in others]
     table = table[..., None] if layer is None else np.moveaxis(table, scope.index(layer), -1)
@@ -183,7 +186,7 @@ def _lookup(table: Array, scope: Sequence[int], layer: int | None, columns: dict
 def _reopen(
     layer: int, labels: _Labels, rows: Index, candidates: Index, users: Sequence[int]
 ) -> tuple[list[int], NDArray[np.int32]]:
-    """Open layers and their candidates after one more was decided."""
+    """Return the open layers and their candidates after the decision of one more layer."""
     still = [i for i, u in enumerate(labels.layers) if users[u]]
     states = labels.states[rows][:, still]
     layers = [labels.layers[i] for i in still]
@@ -193,7 +196,9 @@ def _reopen(
 
 
 def _undominated(labels: _Labels, bounds: Bounds) -> Index:
-    """Return labels for which no other agrees in all open layers and is neither slower nor larger."""
+    """Return the labels that no other label dominates: one that agrees in all open layers and is neither slower nor
+    larger.
+    """
     if not len(labels.cost):
         return np.zeros(0, dtype=np.intp)
     group = _groups(labels.states)
@@ -202,7 +207,7 @@ def _undominated(labels: _Labels, bounds: Bounds) -> Index:
         seconds = np.round(seconds / bounds.rounding)
     sizes = np.unique(labels.weight, return_inverse=True)[1].reshape(-1)
     order = np.lexsort((sizes, seconds, group))
-    # Later groups are shifted below all before, so that one running minimum serves all groups.
+    # Later groups are shifted below all earlier ones, so that one running minimum is enough for all groups.
     rank = sizes[order] - group[order] * (len(order) + 1)
     smallest = np.minimum.accumulate(rank)
     kept = np.ones(len(order), dtype=bool)
@@ -211,7 +216,7 @@ def _undominated(labels: _Labels, bounds: Bounds) -> Index:
 
 
 def _groups(states: NDArray[np.int32]) -> Index:
-    """Return the same small number for equal rows."""
+    """Return small numbers that are equal for equal rows."""
     group = np.zeros(len(states), dtype=np.intp)
     for column in states.T:
         group = np.unique(group * (int(column.max()) + 1) + column, return_inverse=True)[1].reshape(-1)
@@ -231,12 +236,12 @@ STATES = 1 << 16
 
 
 class Exhaustive(Planner):
-    """Plain enumeration in blocks; of equally fast choices the first in lexicographic order.
+    """Enumeration of all choices in blocks; of equally fast choices it returns the first in lexicographic order.
 
     Parameters
     ----------
     states
-        Largest number of choices it agrees to look at.
+        Maximum number of choices.
     """
 
     name = "exhaustive"
@@ -249,7 +254,7 @@ class Exhaustive(Planner):
         if total > self.states:
             raise UserError(
                 f"planner exhaustive: expected at most {self.states} choices, got {float(total):.3g}; "
-                "use planner elimination, which finds the same"
+                "use planner elimination, which finds the same optimum"
             )
         best, found, smallest = math.inf, -1, math.inf
         for first, seconds, nbytes in blocks(problem, total):
@@ -267,7 +272,8 @@ class Exhaustive(Planner):
 
 
 def numbered(states: NDArray[np.int64], sizes: Sequence[int]) -> list[NDArray[np.int64]]:
-    """Candidate of every layer in choices by their number (`numpy.unravel_index` for any number of layers)."""
+    """Return the candidate of every layer for choices given by number (`numpy.unravel_index` for any number of layers).
+    """
     index = []
     for size in reversed(sizes):
         states, candidate = np.divmod(states, size)
@@ -276,7 +282,7 @@ def numbered(states: NDArray[np.int64], sizes: Sequence[int]) -> list[NDArray[np
 
 
 def blocks(problem: Problem, total: int) -> Iterator[tuple[int, Array, Array]]:
-    """First number, times [s] and memory [B] of all choices, numbered in row-major order, block by block."""
+    """Yield blocks of choices in row-major order: the first number, times [s] and memory [B]."""
     for first in range(0, total, STATES):
         states = np.arange(first, min(first + STATES, total))
         index = numbered(states, problem.sizes)

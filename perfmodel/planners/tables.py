@@ -1,9 +1,10 @@
-"""Tables of costs: their sums and minima, the arithmetic of every elimination; and candidates that need no search.
+"""Cost tables: their sums and minima, which are the arithmetic of every elimination; and candidates that need no
+search.
 
 `prune` removes a candidate only if it is impossible (infinite, alone or with every candidate of a neighbor; or too
-large even if all other layers take the least memory), or if another candidate of the same layer is never worse:
-whatever the neighbors choose, exchanging one for the other costs no more time and no more memory (the *dead-end
-elimination* of Desmet et al. 1992, here with a resource). So the best time, and the least memory, are what they were.
+large even if all other layers use the least memory), or if another candidate of the same layer is never worse: for all
+choices of the neighbors, the exchange costs no more time and no more memory (the *dead-end elimination* of Desmet et
+al. 1992, here with a resource). So the best time and the minimum memory do not change.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ __all__ = ["Costs", "Pruned", "aligned", "memory_problem", "minimum_of_sum", "pr
 
 Table = Array | None  # None: zero everywhere
 
-#: Entries of a block of output: with its scratch and operands it stays in a second-level cache.
+#: Number of entries of a block of output: with its scratch and operands it stays in the second-level cache.
 BLOCK = 1 << 14
 
 
 class Pool:
-    """Equal arrays become one object, so that work on them is recognized and done once.
+    """Set of arrays in which equal arrays become one object, so that work on them is recognized and done once.
 
-    Networks repeat themselves (36 equal blocks in ResNet-152): their tables are equal, then the tables computed from
-    these are one object, and so on up.
+    Networks repeat themselves (36 equal blocks in ResNet-152): their tables are equal, the tables computed from them
+    are one object, and so on.
     """
 
     def __init__(self) -> None:
@@ -37,18 +38,18 @@ class Pool:
         self._by_content: dict[tuple[tuple[int, ...], bytes], Array] = {}
 
     def one(self, table: Array) -> Array:
-        """Return the first array of this content that was seen."""
+        """Return the first array with the same content."""
         known = self._by_id.get(id(table))
         if known is None:
             packed = np.ascontiguousarray(table)
             digest = hashlib.blake2b(packed.data if packed.size else b"", digest_size=16).digest()
             known = (table, self._by_content.setdefault((packed.shape, digest), packed))
-            self._by_id[id(table)] = known  # holds the array, whose id is therefore not used again
+            self._by_id[id(table)] = known  # keeps the array alive, so that its id is not reused
         return known[1]
 
 
 def aligned(table: Array, scope: Sequence[int], first: int, others: Sequence[int]) -> Array:
-    """Return a table over the layers ``scope`` as one over ``(first, *others)``; axes it does not have get length 1."""
+    """Return a table over the layers ``scope`` as a table over ``(first, *others)``; missing axes get length 1."""
     order = [layer for layer in (first, *others) if layer in scope]
     moved = table.transpose([scope.index(layer) for layer in order])
     shape = iter(moved.shape)
@@ -61,15 +62,16 @@ def scope_shape(arrays: Sequence[Array]) -> tuple[int, ...]:
 
 
 def minimum_of_sum(arrays: Sequence[Array]) -> Array:
-    """``min over axis 0 of the sum`` of aligned tables: the cost of an eliminated layer (Jia et al. 2018, Eq. 2).
+    """Return the minimum over axis 0 of the sum of aligned tables: the cost of an eliminated layer (Jia et al. 2018,
+    Eq. 2).
 
     Two tables ``A[c, u]`` and ``B[c, w]`` give the min-plus matrix product of node elimination. The sum itself,
-    ``candidates`` times as large as the result, is never stored: results are built in blocks that stay in cache.
+    ``candidates`` times as large as the result, is never stored: results are computed in blocks that stay in cache.
 
     Parameters
     ----------
     arrays
-        At least one; equally many axes, lengths equal or 1. Not modified.
+        At least one array; all with the same number of axes, and equal lengths or 1. Not modified.
 
     Returns
     -------
@@ -117,7 +119,7 @@ def absorbed(arrays: Sequence[Array]) -> list[Array]:
 
 
 class Costs:
-    """Tables of layers, then of edges, for `Clusters.run`; equal ones are one object.
+    """Tables of layers, then of edges, for `Clusters.run`; equal tables are one object.
 
     Attributes
     ----------
@@ -150,7 +152,7 @@ class Costs:
         return tables
 
     def memory(self) -> list[Table]:
-        """Return the tables of memory [B], infinite where the time is."""
+        """Return the tables of memory [B]; infinite if the time is."""
         layers = zip(self.problem.times, self.problem.memory)
         tables: list[Table] = [self._pool.one(np.where(np.isinf(t), np.inf, m)) for t, m in layers]
         made: dict[tuple[int, int], Table] = {}
@@ -170,7 +172,7 @@ def _memory_of(seconds: Array, nbytes: Array | None) -> Table:
 
 
 def memory_problem(problem: Problem) -> Problem:
-    """Return the problem whose fastest choice is the smallest one of this problem, "times" in [B]."""
+    """Return the problem whose fastest choice is the smallest choice of this problem; its "times" are in [B]."""
     tables = Costs(problem).memory()
     count = len(problem.names)
     times = tuple(np.asarray(t) for t in tables[:count])
@@ -186,26 +188,28 @@ Kept = NDArray[np.intp]
 
 @dataclass(frozen=True)
 class Pruned:
-    """A problem with ``removed`` candidates less; ``kept``: which stayed, per layer, as numbered before."""
+    """A problem with ``removed`` fewer candidates; ``kept`` holds, per layer, the original numbers of the remaining
+    ones.
+    """
 
     problem: Problem
     kept: tuple[Kept, ...]
     removed: int
 
     def original(self, indices: list[int]) -> list[int]:
-        """Return numbers in the problem it came from."""
+        """Return the candidate numbers in the original problem."""
         return [int(k[i]) for k, i in zip(self.kept, indices)]
 
 
 def prune(problem: Problem, keep: int | None = None, rounds: int = 3) -> Pruned:
-    """Remove candidates without loss of the optimum.
+    """Remove candidates without losing the optimum.
 
     Parameters
     ----------
     keep
-        A layer whose candidates are all kept, however bad (for what the best choice with each of them costs).
+        Layer whose candidates are all kept, however bad (to compute the best choice with each of them).
     rounds
-        What is removed makes more removable: how often to try again at most.
+        Maximum number of repetitions; removed candidates may make others removable.
     """
     kept: tuple[Kept, ...] = tuple(np.arange(size) for size in problem.sizes)
     smaller = problem
@@ -220,7 +224,7 @@ def prune(problem: Problem, keep: int | None = None, rounds: int = 3) -> Pruned:
 
 
 class _Extremes:
-    """Smallest and largest entry of each row (or column) of tables, once per table."""
+    """Minimum and maximum of each row (or column) of tables, computed once per table."""
 
     def __init__(self, problem: Problem) -> None:
         self._found: dict[tuple[int, int], tuple[Array, Array]] = {}
@@ -230,7 +234,7 @@ class _Extremes:
             self._ends[v].append(((u, v), 0))
 
     def sums(self, layer: int, own: Array, tables: Mapping[Edge, Array]) -> tuple[Array, Array]:
-        """Per candidate, the least and the most it costs with all its edges."""
+        """Return, per candidate, the minimum and the maximum of its cost with all its edges."""
         least, most = own.copy(), own.copy()
         for edge, axis in self._ends[layer]:
             table = tables.get(edge)
@@ -245,7 +249,7 @@ class _Extremes:
 
 
 def _alive(problem: Problem, keep: int | None) -> list[NDArray[np.bool_]] | None:
-    """Per layer and candidate whether it may be needed; None if nothing is possible at all."""
+    """Return, per layer and candidate, whether it may be needed; None if nothing is possible at all."""
     extremes = _Extremes(problem)
     limited = problem.limit is not None
     room = _room(problem) if limited else np.inf
@@ -261,7 +265,7 @@ def _alive(problem: Problem, keep: int | None) -> list[NDArray[np.bool_]] | None
         if v == keep:
             alive.append(np.ones_like(good))
             continue
-        # never_worse[a, b]: b instead of a costs no more; equal ones: the first stays.
+        # never_worse[a, b]: b never costs more than a; of equal candidates the first stays.
         never_worse = most[None, :] <= least[:, None]
         if limited:
             never_worse &= large[None, :] <= small[:, None]
@@ -273,7 +277,7 @@ def _alive(problem: Problem, keep: int | None) -> list[NDArray[np.bool_]] | None
 
 
 def _room(problem: Problem) -> float:
-    """Return the memory that is left if every layer and edge takes its least [B]."""
+    """Return the memory that is left if every layer and edge uses its minimum [B]."""
     assert problem.limit is not None
     least = sum(float(m.min()) for m in problem.memory) + sum(float(t.min()) for t in problem.edge_memory.values())
     return problem.limit - least

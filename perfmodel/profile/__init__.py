@@ -1,1 +1,1 @@
-"""Measuring this machine: messages, collectives, the device, and the layers of a network."""
+"""Measurements of this machine: messages, collectives, the device, and the layers of a network."""

@@ -1,4 +1,4 @@
-"""One layer bound to arrays of one rank, without a network around it: what the executor would run, alone."""
+"""One layer bound to arrays of one rank, without a network: the same operations as in the executor."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["BoundLayer"]
 
 
 class BoundLayer:
-    """A layer on arrays of its own, lowered and bound as the executor does it; `forward` and `backward` run it. Local.
+    """A layer with its own arrays, lowered and bound as in the executor; `forward` and `backward` run it. Local.
 
     Parameters
     ----------
@@ -35,7 +35,7 @@ class BoundLayer:
     inputs
         Shapes ``(n, *spatial, C)`` of the inputs.
     dtype
-        Of the computation.
+        Dtype of the computation.
     kernels
         Backend.
     comm
@@ -43,14 +43,14 @@ class BoundLayer:
     trainable
         Whether there is a backward pass.
     input_gradient
-        Whether anybody wants the gradients of the inputs.
+        Whether to compute the gradients of the inputs.
     spread
-        Bind the kernels of a layer whose statistics are summed over several ranks; nothing is sent.
+        Whether to bind the kernels of a layer whose statistics are summed over several ranks; no messages are sent.
 
     Attributes
     ----------
     inputs, dy : list of array, array or None
-        What the layer before has written, and (not for a loss) what the layer behind has.
+        Inputs of the layer, and gradient of its output (None for a loss).
     trainable, input_gradient : bool
         Whether there is a backward pass, and whether it computes gradients of the inputs.
     """
@@ -130,7 +130,7 @@ class BoundLayer:
 
     @property
     def memory_bytes(self) -> int:
-        """What its arrays take [B]."""
+        """Memory of its arrays [B]."""
         return len(self.runner.arena) + sum(a.nbytes for own in self.arrays.values() for a in own.values())
 
     def _copy(self, array: Any) -> Any:
@@ -139,13 +139,13 @@ class BoundLayer:
         return copy
 
     def write_inputs(self) -> None:
-        """Do what the layer before does: read as much as it writes, and leave some of it in the cache."""
+        """Emulate the layer before: read as much as it writes, and leave a part of it in the cache."""
         for target, source in zip(self.inputs, self._before):
             self.kernels.xp.add(source, 0, out=target)
         self.kernels.synchronize()
 
     def write_dy(self) -> None:
-        """Do what the layer behind does in backward; a forward pass may have used this memory for something else."""
+        """Emulate the backward of the layer after it; a forward pass may have used this memory for other data."""
         if self.dy is not None:
             self.kernels.xp.add(self._behind, 0, out=self.dy)
             self.kernels.synchronize()
@@ -166,7 +166,7 @@ class BoundLayer:
                     call()
 
     def run(self) -> None:
-        """Run one forward and, where there is one, one backward pass."""
+        """Run one forward pass, and one backward pass if the layer is trained."""
         self.forward()
         if self.trainable:
             self.write_dy()
@@ -184,10 +184,10 @@ class BoundLayer:
 
 
 def _program(step: Step, size: int, trained: bool) -> Program:
-    """Return a program of one layer, whose arrays all stay."""
+    """Return a program of one layer, whose arrays all stay allocated."""
     lowered = Alone(step, trained)
     backward = lowered.backward() if trained else []
-    probed = frozenset([step.output.name])  # what lies behind the layer is written by other layers
+    probed = frozenset([step.output.name])  # other layers write the gradient of the output
     target = Target(step.output.layout.shape[0], size, dtype=step.output.dtype, trainable=trained, probed=probed)
     program = Program("layer", target)
     program.steps, program.loss = [step], lowered.context.loss
@@ -199,7 +199,10 @@ def _program(step: Step, size: int, trained: bool) -> Program:
 
 
 def _fill(array: Any, name: str) -> None:
-    """Normal numbers, drawn for a part of the array and repeated: kernels do not care, and large arrays are quick."""
+    """Fill an array with normal numbers.
+
+    They are drawn for a part of the array and repeated, because kernel times do not depend on values, and this is fast.
+    """
     flat = array.reshape(-1)
     count = min(flat.size, 1 << 16)
     device = device_of(array)
@@ -210,7 +213,7 @@ def _fill(array: Any, name: str) -> None:
 
 
 class _Twins:
-    """Stands for a communicator of two ranks with the same numbers: their sum is there at once."""
+    """Emulation of a communicator of two ranks with equal numbers, whose sums are immediate."""
 
     rank, size = 0, 2
     waits_for_network = False
@@ -221,7 +224,7 @@ class _Twins:
 
 
 class _Double:
-    """A sum to which the other rank contributes as much as this one."""
+    """A sum in which the other rank has the same summand as this one."""
 
     def __init__(self, buffer: Any) -> None:
         self._buffer = buffer

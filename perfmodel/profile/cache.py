@@ -1,7 +1,7 @@
-"""Measured times on disk, by the conditions under which they were measured.
+"""Measured times on disk, by the conditions of the measurement.
 
-One line of JSON each, appended, so that several runs may write at once. How many ranks compute on a host at the same
-time, and whether they take turns on its cores, is one of the conditions (:class:`Crowd`).
+A file has one line of JSON per time. Lines are appended, so that several runs may write at once. One of the conditions
+is how many ranks compute on a host at the same time, and whether they share its cores (:class:`Crowd`).
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ __all__ = ["Conditions", "Crowd", "TimeCache", "cache_path", "device_name"]
 
 @dataclass(frozen=True)
 class Crowd:
-    """Who computes on a host at the same time.
+    """Ranks that compute on a host at the same time.
 
-    Ranks that take turns on the cores are timed by what they compute, times ranks per core: a clock on the wall would
-    show each of them its own turn and nothing of those of others. A core does not rest while one of them computes.
+    If ranks share cores (oversubscription), they are timed by their CPU time, multiplied by the ranks per core: wall
+    time would not show the turns of the other ranks. A core is never idle while one of them computes.
 
     Attributes
     ----------
     ranks
-        On the host that has the most of them for its cores; they share its memory. Nodes of an emulated network do
-        not count.
+        Number of ranks on the most oversubscribed host; they share its memory. Nodes of an emulated network do not
+        count.
     cores
-        Those that they take turns on; 0 if every thread of the run has its own.
+        Number of shared cores; 0 if every thread of the run has its own core.
     """
 
     ranks: int = 1
@@ -59,17 +59,17 @@ class Crowd:
 
     @classmethod
     def of(cls, comm: Communicator, kernels: Any) -> Crowd:
-        """Return the fullest host of a run with a backend. Collective over `comm`."""
+        """Return the most oversubscribed host of a run with a backend. Collective over `comm`."""
         return cls.among(comm.allgather_objects(_place(kernels)), kernels.threads)
 
     @classmethod
     def here(cls, ranks: int, kernels: Any) -> Crowd:
-        """Return what so many ranks with a backend would be on this host. Local."""
+        """Return the crowd of `ranks` ranks with a backend on this host. Local."""
         return cls.among([_place(kernels)] * ranks, kernels.threads)
 
     @classmethod
     def among(cls, places: Iterable[tuple[str, Cores | None]], threads: int) -> Crowd:
-        """From the host and the cores of every rank, which may be bound to some or share them all. Local.
+        """Return the crowd for the host and the cores of every rank; ranks may be bound to cores or share them. Local.
 
         >>> Crowd.among([("a", Cores(frozenset({0, 1})))] * 4, threads=1)
         Crowd(ranks=4, cores=2)
@@ -88,16 +88,16 @@ class Crowd:
 
     @property
     def in_turn(self) -> bool:
-        """Whether the ranks take turns on the cores."""
+        """Whether the ranks share cores."""
         return self.cores > 0
 
     def clock(self) -> float:
-        """Return differences are what something takes a rank of this crowd [s]. Local."""
+        """Return a time whose differences are durations for a rank of this crowd [s]. Local."""
         return time.process_time() * self.ranks / self.cores if self.in_turn else time.perf_counter()
 
 
 def _place(kernels: Any) -> tuple[str, Cores | None]:
-    """Return the host, and cores this process computes on; none with a device."""
+    """Return the host, and the cores of this process; None for the cores of a process with a device."""
     return platform.node(), usable_cores() if kernels.device.is_host else None
 
 
@@ -110,25 +110,25 @@ _log = logging.getLogger("halograd.perfmodel")
 
 @dataclass(frozen=True)
 class Conditions:
-    """Under what times were measured; others are not comparable.
+    """Conditions of a measurement; times of other conditions are not comparable.
 
     Attributes
     ----------
     device
         Model of the processor or accelerator.
     backend, version
-        Kernel library; `version` is that of the library and of halograd, with a checksum of the sources that run
-        when a layer runs.
-    threads
-        Per rank.
+        Kernel library; `version` has the versions of the library and of halograd, and a checksum of the sources that
+        run when a layer runs.
+        threads
+        Threads per rank.
     ranks
-        Ranks of a host that compute at the same time, and share its memory.
+        Number of ranks of a host that compute at the same time, and share its memory.
     cores
-        Of that host, if the ranks take turns on them; else 0.
+        Number of cores of that host, if the ranks share them; else 0.
     autotune
-        Whether convolutions are chosen by measurement.
+        Whether the algorithms of convolutions are chosen by measurement.
     flush
-        What passes through the cache between two uses of a layer's data [B].
+        Bytes that pass through the cache between two uses of a layer's data [B].
     """
 
     device: str
@@ -142,7 +142,7 @@ class Conditions:
 
     @classmethod
     def here(cls, kernels: Any, crowd: Crowd | None = None, autotune: bool = False, flush: int = 0) -> Conditions:
-        """Return those of this machine with a backend, for a rank alone or in a crowd. Local."""
+        """Return the conditions of this machine with a backend, for a single rank or a crowd. Local."""
         crowd = crowd or Crowd()
         version = f"{kernels.version}, halograd {__version__} {_sources():08x}"
         device, at_once = device_name(kernels), (crowd.ranks, crowd.cores)
@@ -150,28 +150,28 @@ class Conditions:
 
     @cached_property
     def text(self) -> str:
-        """One line of JSON."""
+        """Conditions as one line of JSON."""
         return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
 
 
 class TimeCache:
     """Times by conditions and key, in memory and in a file of JSON lines. Local.
 
-    Lines are only ever appended, with one write under a lock, so runs that write at the same time do not
-    harm each other; of two lines for one key the later counts. A line that cannot be read (of a run that was
-    killed, of a full disk) is skipped with a warning and counted in `damaged`.
+    Lines are only appended, with one write under a lock, so runs may write at the same time; of two lines for one key
+    the later one counts. A line that cannot be read (from a killed run, or a full disk) is skipped with a warning and
+    counted in `damaged`.
 
     Parameters
     ----------
     path
-        The file; it and its folder are made when the first time is written. None: in memory only.
+        The file; it and its folder are created when the first time is written. None: only in memory.
     every
-        Lines that are collected before they are written; :meth:`flush` writes what is left.
+        Number of lines to collect before they are written; :meth:`flush` writes the rest.
 
     Raises
     ------
     UserError
-        If the file is there and cannot be read.
+        If the file exists and cannot be read.
     """
 
     def __init__(self, path: Path | None, every: int = 1) -> None:
@@ -185,11 +185,11 @@ class TimeCache:
         return len(self._times)
 
     def get(self, conditions: Conditions, key: str) -> tuple[float, ...] | None:
-        """Return the times kept under a key [s], None if there are none."""
+        """Return the times stored under a key [s], None if there are none."""
         return self._times.get((conditions.text, key))
 
     def put(self, conditions: Conditions, key: str, times: Sequence[float]) -> None:
-        """Keep times [s] under a key.
+        """Store times [s] under a key.
 
         Raises
         ------
@@ -202,7 +202,7 @@ class TimeCache:
             self.flush()
 
     def flush(self) -> None:
-        """Write what was put; afterwards it survives an interruption."""
+        """Write collected times, so that they survive an interruption."""
         if not self._unwritten or self.path is None:
             return
         try:
@@ -216,13 +216,13 @@ class TimeCache:
         self._unwritten.clear()
 
     def read(self) -> None:
-        """Take in what is in the file, also of other runs."""
+        """Read all times in the file, including those of other runs."""
         if self.path is None:
             return
         try:
             lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines()
         except (FileNotFoundError, NotADirectoryError):
-            return  # that it cannot be made is said when it is written
+            return  # if it cannot be created, the first write reports it
         except OSError as error:
             raise UserError(
                 f"cache {self.path}: expected a file that can be read, got an error ({error.strerror}); remove it, or "
@@ -239,7 +239,9 @@ class TimeCache:
 
 
 def cache_path(folder: str | Path | None = None) -> Path:
-    """Return the file of measured times: in `folder`, else $HALOGRAD_CACHE, else $XDG_CACHE_HOME or ~/.cache."""
+    """Return the file of measured times: in `folder`, $HALOGRAD_CACHE, $XDG_CACHE_HOME or ~/.cache, whichever is set
+    first.
+    """
     chosen = folder or os.environ.get(CACHE_VARIABLE)
     if chosen:
         return Path(chosen) / "kernel_times.jsonl"
@@ -249,7 +251,8 @@ def cache_path(folder: str | Path | None = None) -> Path:
 
 @lru_cache
 def _sources() -> int:
-    """Return the checksum of the code that runs when a layer runs, CUDA's with it: between two releases it changes too.
+    """Return a checksum of the code that runs when a layer runs, including CUDA, because it changes between releases
+    too.
     """
     total = 0
     for package in (device_package, kernels_package, layers_package, lowering_package, program_package):
@@ -261,7 +264,7 @@ def _sources() -> int:
 
 @lru_cache
 def _processor() -> str:
-    """Return the model of the processor, as the system calls it."""
+    """Return the model of the processor, from the system."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -272,17 +275,17 @@ def _processor() -> str:
 
 
 def device_name(kernels: Any) -> str:
-    """Return the model of what the kernels run on: that which the backend names, else the processor."""
+    """Return the model of the device of the kernels: the name from the backend, else the processor."""
     return getattr(kernels, "device_name", None) or _processor()
 
 
 def _line(conditions: str, key: str, times: Sequence[float]) -> str:
-    # Conditions and key are JSON already and stay texts: they are compared, never taken apart.
+    # Conditions and key are JSON already and stay texts: they are compared, never parsed.
     return json.dumps([conditions, key, list(times)], separators=(",", ":")) + "\n"
 
 
 def _entry(line: str) -> tuple[str, str, tuple[float, ...]] | None:
-    """Return what `_line` wrote, None if it did not."""
+    """Return the data of a line that `_line` wrote, None for another line."""
     try:
         return _ENTRY.validate_json(line, strict=True)
     except ValidationError:
@@ -290,7 +293,10 @@ def _entry(line: str) -> tuple[str, str, tuple[float, ...]] | None:
 
 
 def _append(path: Path, text: str) -> None:
-    """Append whole lines in one write. What a killed run has left without an end gets one."""
+    """Append whole lines in one write.
+
+    If a killed run has left an incomplete last line, a line end is written first.
+    """
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -301,4 +307,4 @@ def _append(path: Path, text: str) -> None:
             data = data[os.write(handle, data) :]
         os.fsync(handle)
     finally:
-        os.close(handle)  # gives the lock back
+        os.close(handle)  # releases the lock

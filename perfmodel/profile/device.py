@@ -1,4 +1,4 @@
-"""What a machine does: its links and sums, and the rates of one device. All ranks measure at the same time."""
+"""Measurements of a machine: its links and sums, and the rates of one device. All ranks measure at the same time."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ if TYPE_CHECKING:
 __all__ = ["group_sizes", "measure_machine"]
 
 ROUNDS = 7
-#: Rows of the square matrices whose product tells the peak rate.
+#: Number of rows of the square matrices whose product gives the peak rate.
 MATRIX = 1024
-#: Of the arrays whose copy tells the memory bandwidth [B].
+#: Size of the arrays whose copy gives the memory bandwidth [B].
 STREAM = 128 << 20
-#: Positions per axis of the convolutions that show how the rate falls for small kernels.
+#: Positions per axis of the convolutions that show the decrease of the rate for small kernels.
 EXTENTS = (4, 8, 16, 32, 64)
 _CHANNELS = 64
-#: Below which fraction of the peak the curve does not fall.
+#: Lower limit of the curve, as a fraction of the peak.
 _LEAST = 0.05
 
 
 @dataclass(frozen=True)
 class DeviceRates:
-    """What one rank's device does.
+    """Rates of one rank's device.
 
     Attributes
     ----------
     peak
-        Data type -> best rate of a matrix product [flop/s].
+        Dtype -> best rate of a matrix product [flop/s].
     bandwidth
-        Of a copy, bytes read and written [B/s].
+        Bandwidth of a copy, counting bytes read and written [B/s].
     launch
         Time of the smallest kernel [s].
     efficiency
-        What convolutions reach of the peak.
+        Fractions of the peak that convolutions reach.
     """
 
     peak: dict[str, float]
@@ -60,9 +60,9 @@ _COPIED = "not measured: copied from {}"
 
 
 def measure_machine(comm: Communicator, kernels: Any, name: str = "here") -> Profile:
-    """Return links, collectives and device of the machine that runs this. Collective over `comm`.
+    """Measure links, collectives and device of this machine. Collective over `comm`.
 
-    Levels that have no pair of ranks take over the numbers of the nearest that has, and their note says so.
+    Levels without a pair of ranks use the numbers of the nearest level that has one; a note says so.
 
     Parameters
     ----------
@@ -71,11 +71,11 @@ def measure_machine(comm: Communicator, kernels: Any, name: str = "here") -> Pro
     kernels
         Backend.
     name
-        Of the machine.
+        Name of the machine.
     """
     hosts = Nodes(tuple(comm.allgather_objects(platform.node())))
     nodes = Nodes(tuple(map(str, comm.nodes)))
-    # An emulated network between all ranks is taken for the link within their node.
+    # An emulated network between all ranks counts as the link within their node.
     places = nodes if nodes.has("node") else hosts
     clock = time.perf_counter if comm.waits_for_network else Crowd.of(comm, kernels).clock
     channel, face, strided, timer = {}, {}, {}, MessageTimer(comm, clock=clock)
@@ -108,7 +108,8 @@ def measure_machine(comm: Communicator, kernels: Any, name: str = "here") -> Pro
 def _measured_links(
     transport: str, face: Mapping[str, Fit], channel: Mapping[str, Fit], memory_shared: bool
 ) -> dict[str, Link]:
-    """With packing; those of an emulated network without, which the cost model adds there."""
+    """Return links that include packing; links of an emulated network exclude it, because the cost model adds it there.
+    """
     found = {}
     for level, packed in face.items():
         if not transport.startswith("emulated"):
@@ -121,7 +122,7 @@ def _measured_links(
 
 
 def _links(copy: Fit, found: Mapping[str, Link]) -> dict[str, Link]:
-    """Return all levels, from those that were measured."""
+    """Return the links of all levels, from the measured ones."""
     links = {"device": copy.link("copy")}
     nearest = "device"
     for level in ("node", "switch", "across"):
@@ -135,7 +136,7 @@ def _links(copy: Fit, found: Mapping[str, Link]) -> dict[str, Link]:
 
 
 def group_sizes(ranks: int) -> list[int]:
-    """Return groups whose sums are measured: 2, 4, 8, ... and all ranks.
+    """Return the sizes of groups whose sums are measured: 2, 4, 8, ... and all ranks.
 
     >>> group_sizes(6)
     [2, 4, 6]
@@ -145,9 +146,9 @@ def group_sizes(ranks: int) -> list[int]:
 
 
 def _reductions(comm: Communicator, clock: Callable[[], float]) -> dict[str, Any]:
-    """Return sums over groups of ranks, all groups of a size at the same time; what the first one found.
+    """Measure sums over groups of ranks, all groups of a size at the same time; return the results of the first group.
 
-    A network's times lie on a line; those of memory do not quite, and large sums decide.
+    The times of a network lie on a line; those of memory deviate from it, and large sums dominate the fit.
     """
     sizes = SIZES if comm.waits_for_network else SIZES + LARGE
     found: dict[str, dict[int, Fit]] = {"reduction": {}, "reduction_behind": {}, "reduction_exposed": {}}
@@ -169,7 +170,7 @@ def _reductions(comm: Communicator, clock: Callable[[], float]) -> dict[str, Any
 
 
 def measure_device(kernels: Any, comm: Communicator) -> DeviceRates:
-    """Return the rates of the slowest rank, while all are at work. Collective over `comm`.
+    """Return the rates of the slowest rank while all ranks compute. Collective over `comm`.
 
     Parameters
     ----------
@@ -192,7 +193,7 @@ def measure_device(kernels: Any, comm: Communicator) -> DeviceRates:
 
 
 def _best(run: Callable[[], Any], kernels: Any, comm: Communicator, crowd: Crowd) -> float:
-    """Return the best of some rounds, each as slow as its slowest rank [s]."""
+    """Return the best of several rounds, each as slow as its slowest rank [s]."""
     run()
     times = []
     for _ in range(ROUNDS):
@@ -211,7 +212,7 @@ def _product(kernels: Any, dtype: str, rows: int) -> Callable[[], Any]:
 
 
 def _efficiency(kernels: Any, clock: Callable[..., float], peak: float, launch: float) -> Efficiency:
-    """From convolutions of several sizes: ``t = launch + (flops + half) / (peak * compute)``."""
+    """Fit the efficiency to convolutions of several sizes: ``t = launch + (flops + half) / (peak * compute)``."""
     geometry = Geometry(kernel=(3, 3), stride=(1, 1), dilation=(1, 1), padding=((1, 1), (1, 1)), groups=1)
     flops, seconds = [], []
     for extent in EXTENTS:

@@ -22,34 +22,34 @@ if TYPE_CHECKING:
 __all__ = ["Coverage", "LayerTimer", "last_level_cache", "measure_layers", "passing_bytes"]
 
 REPEATS, FEWEST = 10, 3
-#: A layer is repeated for so long at most [s], but `FEWEST` times.
+#: Maximum time of a layer's repetitions [s]; there are at least `FEWEST` repetitions.
 ENOUGH = 5.0
-#: Code and objects of one layer, forward and backward: oneDNN makes code for every shape [B]. With it the sum of
-#: layers of a network of 142 small ones is 12 % below its step; without, half of it is missing.
+#: Code and objects of one layer, forward and backward: oneDNN generates code for every shape [B]. With it, the sum of
+#: the layers of a network of 142 small layers is 12 % below its step; without it, half of the step is missing.
 CODE = 128 << 10
-#: What is flushed if the system does not say how large its cache is [B], and the most that makes a difference.
+#: Flushed bytes if the size of the cache is unknown [B], and the largest size that makes a difference.
 CACHE, LARGEST = 32 << 20, 64 << 20
 
 
 class LayerTimer:
-    """Measures layers on all ranks at the same time, so that they share the memory of their node as in a run.
+    """Timer of layers on all ranks at the same time, so that they share the memory of their node as in a run.
 
-    Between two uses of a layer's data in a step, those of all other layers pass through the cache; what the
-    layer before has just written is still there. So each repetition flushes the cache, runs a twin of the layer
-    (which warms code and threads and not the data), writes the input (or the gradient of the output) anew,
-    and times one pass. On a network of 35 layers the sum of such times is within 3 % of the measured
-    step, where repeating each layer on the same arrays gives 12 % less.
+    Between two uses of a layer's data in a step, the data of all other layers pass through the cache; the output of the
+    layer before is still in the cache. So each repetition flushes the cache, runs a twin of the layer (which warms code
+    and threads but not the data), writes the input (or the gradient of the output) again, and times one pass. On a
+    network of 35 layers the sum of such times is within 3 % of the measured step; repetitions of each layer on the same
+    arrays give 12 % less.
 
     Parameters
     ----------
     kernels
         Backend.
     comm
-        All ranks that measure together. Collective over them.
+        All ranks that measure together. Its methods are collective over them.
     flush
-        What passes through the cache [B]; 0 for networks whose data stay in it.
+        Bytes that pass through the cache [B]; 0 for networks whose data stay in it.
     repeats
-        Of a layer, if that does not take too long.
+        Number of repetitions of a layer, if they do not take too long.
     """
 
     def __init__(self, kernels: Any, comm: Communicator, flush: int, repeats: int = REPEATS) -> None:
@@ -61,8 +61,9 @@ class LayerTimer:
         self._passing = kernels.zeros((flush,), "uint8")
 
     def measure(self, work: LayerWork) -> LayerTime:
-        """Return the typical times of one layer on the rank that is slowest each time; the same on all ranks.
-        Collective.
+        """Return the typical times of one layer, the same on all ranks. Collective.
+
+        Each repetition counts on its slowest rank.
         """
         with self._bind(work) as bound:
             timed = _Timed(bound, self.kernels, self._crowd)
@@ -74,7 +75,7 @@ class LayerTimer:
                 return self._repeat(timed, twin, rough)
 
     def close(self) -> None:
-        """Free what was held. Collective."""
+        """Free all resources. Collective."""
         self._alone.close()
 
     def _bind(self, work: LayerWork) -> BoundLayer:
@@ -90,15 +91,16 @@ class LayerTimer:
         )
 
     def _needs_twin(self, work: LayerWork, bound: BoundLayer) -> bool:
-        """Not where all data stay in the cache, nor for large layers, whose code does not count.
+        """Return whether a twin is needed.
 
-        What compares, a loss, comes once in a step: its code is as cold as its data.
+        It is not if all data stay in the cache, nor for large layers, whose code is negligible. A loss runs once in a
+        step: its code is as cold as its data.
         """
         flushed = len(self._passing)
         return flushed > 0 and bound.memory_bytes <= 8 * flushed and not work.layer.compares(1)
 
     def _rough(self, timed: _Timed) -> float:
-        """Return the time of both passes of the slowest rank, after one that warms up [s]."""
+        """Return the time of both passes on the slowest rank, after a warm-up [s]."""
         timed.bound.run()
         seconds = timed.forward()
         timed.bound.write_dy()
@@ -107,22 +109,25 @@ class LayerTimer:
     def _repeat(self, timed: _Timed, twin: BoundLayer | None, rough: float) -> LayerTime:
         repeats = max(FEWEST, min(self.repeats, int(ENOUGH / max(rough, 1e-9))))
         samples = self.comm.allgather_objects([self._once(timed, twin) for _ in range(repeats)])
-        # The slowest rank counts, each time: in a step ranks meet behind most layers, and wait for the last one.
+        # The slowest rank counts each time: in a step, ranks synchronize after most layers and wait for the slowest.
         return LayerTime(*(typical(seconds) for seconds in np.max(samples, axis=0).T.tolist()))
 
     def _meet(self) -> None:
-        """Begin together; not in turn, where who waits would have others run between a layer and the one before."""
+        """Synchronize the ranks before a measurement, unless they share cores.
+
+        A waiting rank would then let other ranks run between a layer and the one before it.
+        """
         if not self._crowd.in_turn:
             self.comm.barrier()
 
     def _once(self, timed: _Timed, twin: BoundLayer | None) -> tuple[float, float, float]:
-        """Return one forward and one backward pass: forward, data and filter gradient [s]."""
+        """Run and time one forward and one backward pass: forward, data and filter gradient [s]."""
         bound = timed.bound
         self._flush()
         if twin is not None:
             twin.forward()
         if bound.input_gradient:
-            bound.write_inputs()  # samples were not written just now
+            bound.write_inputs()  # no layer has just written the samples
         self._meet()
         forward = timed.forward()
         if not bound.trainable:
@@ -135,12 +140,12 @@ class LayerTimer:
         return (forward, *timed.backward())
 
     def _flush(self) -> None:
-        """Read and write as much as passes between two uses of a layer's data."""
+        """Read and write as many bytes as pass between two uses of a layer's data."""
         self._passing += 1
 
 
 class _Timed:
-    """A bound layer whose passes are timed, the filter gradient apart."""
+    """A bound layer whose passes are timed, with the filter gradient separately."""
 
     def __init__(self, bound: BoundLayer, kernels: Any, crowd: Crowd) -> None:
         self.bound, self._kernels, self._crowd = bound, kernels, crowd
@@ -153,11 +158,11 @@ class _Timed:
         return self._crowd.clock() - begin
 
     def forward(self) -> float:
-        """[s]"""
+        """Run and time the forward pass [s]."""
         return self._clock(self.bound.forward)
 
     def backward(self) -> tuple[float, float]:
-        """Return the gradient of the inputs with all the rest, and of the weights [s]."""
+        """Run and time the backward pass: the filter gradient, and all other work, separately [s]."""
         if not self.bound.trainable:
             return 0.0, 0.0
         self._of_weights = 0.0
@@ -169,17 +174,17 @@ class _Timed:
 
 
 def typical(seconds: Sequence[float]) -> float:
-    """Return the mean of all but the longest tenth [s].
+    """Return the mean of all times except the longest tenth [s].
 
-    Not the median: what a step of a hundred layers takes is the sum of means, and times have a tail. On a machine
-    shared with others the sum of medians is some 5 to 10 % less than a median step.
+    It is not the median: the time of a step of a hundred layers is the sum of means, and times have a tail. On a shared
+    machine the sum of medians is some 5 to 10 % below a median step.
     """
     kept = sorted(seconds)[: max(1, len(seconds) - max(1, len(seconds) // 10))]
     return sum(kept) / len(kept)
 
 
 def last_level_cache() -> int:
-    """Return the size of the largest cache of this machine's processor, of which more makes no difference [B]."""
+    """Return the size of the largest cache of this machine's processor, up to the size that makes a difference [B]."""
     sizes = []
     for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         text = path.read_text().strip()
@@ -189,10 +194,10 @@ def last_level_cache() -> int:
 
 
 def passing_bytes(network: Network, batch: int, ranks: int, dtype: str = "float32") -> int:
-    """Return what passes through a rank's cache between two uses of a layer's data, as a power of two [B].
+    """Return the bytes that pass through a rank's cache between two uses of a layer's data, as a power of two [B].
 
-    Values and their gradients of one step, all parameters, and the code of the kernels; not more than the cache
-    holds, because more makes no difference. Networks of about the same size have the same, and share measured times.
+    These are the values and gradients of one step, all parameters, and the code of the kernels; at most the size of the
+    cache, because more makes no difference. Networks of similar size have the same number, and share measured times.
     """
     values = sum(math.prod(node.shape) for node in network.nodes) * batch // ranks
     nbytes = 2 * (values + network.parameter_count) * np.dtype(dtype).itemsize + CODE * len(network.nodes)
@@ -204,14 +209,14 @@ def passing_bytes(network: Network, batch: int, ranks: int, dtype: str = "float3
 
 @dataclass
 class Coverage:
-    """How far the measuring of layers came.
+    """Progress of the measurement of layers.
 
     Attributes
     ----------
     known, measured, left
-        Keys that were in the cache before, that were measured now, and that the budget did not reach.
+        Numbers of keys in the cache before, of keys measured now, and of keys that the budget did not allow.
     seconds
-        Spent [s].
+        Time spent [s].
     """
 
     known: int = 0
@@ -229,22 +234,22 @@ def measure_layers(
     progress: Callable[[int, int], None] | None = None,
     again: bool = False,
 ) -> Coverage:
-    """Measure what the cache does not have. Collective over the ranks of `timer`; rank 0 reads and writes the cache.
+    """Measure layers that the cache lacks. Collective over the ranks of `timer`; rank 0 reads and writes the cache.
 
     Parameters
     ----------
     works
         Layers on local blocks; the same on all ranks.
     timer
-        Who measures.
+        Timer of the layers.
     cache, conditions
-        Where times go. What was measured is there even if the run is interrupted.
+        Cache of the times, and their conditions. Measured times stay even if the run is interrupted.
     budget
-        Seconds after which no further layer is begun; none if None [s].
+        Time after which no further layer is started [s]; None: no limit.
     progress
-        Called on rank 0 with the keys done and all keys.
+        Function that is called on rank 0 with the number of finished keys and of all keys.
     again
-        Measure what the cache has, too, and keep the mean.
+        Whether to measure layers in the cache again, and store the mean.
     """
     comm, begin = timer.comm, time.perf_counter()
     todo = list(works)
@@ -271,7 +276,7 @@ def measure_layers(
 
 
 def _keep(cache: TimeCache, conditions: Conditions, key: str, found: tuple[float, ...]) -> None:
-    """With what was measured before, the mean."""
+    """Store the time, or its mean with the earlier time."""
     before = cache.get(conditions, key)
     cache.put(conditions, key, found if before is None else [(a + b) / 2 for a, b in zip(before, found)])
 

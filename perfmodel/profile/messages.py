@@ -1,4 +1,4 @@
-"""Times of what halograd sends: channels, exchanges of faces, all-reduces, through its own communicator."""
+"""Times of halograd's messages: channels, exchanges of faces, all-reduces, through its own communicator."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ __all__ = ["LARGE", "SIZES", "MessageTimer", "Nodes", "fit_copy"]
 SIZES = (8, 64, 512, 4 << 10, 32 << 10, 128 << 10, 512 << 10, 2 << 20)
 #: Sums in memory are measured up to the size of gradients, which pass through all caches [B].
 LARGE = (8 << 20, 32 << 20)
-#: How often all sizes are measured, one after the other, so that a disturbance hits one round and not one size.
+#: Number of rounds over all sizes: a disturbance then affects one round and not one size.
 ROUNDS = 9
-#: Exchanges in a row, of which the mean counts: they synchronize each other. One that takes longer than `LONG` [s] is
-#: synchronized well enough by a barrier.
+#: Number of consecutive exchanges whose mean is used: they synchronize each other. For an exchange that takes longer
+#: than `LONG` [s], a barrier synchronizes well enough.
 IN_A_ROW, LONG = 4, 1e-3
 #: Channels of the array whose faces are exchanged; a face across the width has runs of this many float32.
 CHANNELS = 32
 
-#: Differences are times [s], as `Crowd.clock`.
+#: Function whose differences are durations [s], as `Crowd.clock`.
 Clock = Callable[[], float]
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """Which node every rank is on.
+    """Nodes of the ranks.
 
     Attributes
     ----------
@@ -48,9 +48,10 @@ class Nodes:
     nodes: tuple[str, ...]
 
     def partner(self, rank: int, level: str) -> int | None:
-        """With whom a rank exchanges to measure a level ("node" or "across"); None: there is no such rank.
+        """Return the rank with which a rank exchanges to measure a level ("node" or "across"); None without such a
+        rank.
 
-        Partners are mutual, and all pairs are at work at the same time.
+        Partners are mutual, and all pairs exchange at the same time.
         """
         mine = [r for r, node in enumerate(self.nodes) if node == self.nodes[rank]]
         place = mine.index(rank)
@@ -65,17 +66,17 @@ class Nodes:
         return theirs[place] if place < len(theirs) else None
 
     def has(self, level: str) -> bool:
-        """Return whether there is any pair of a level."""
+        """Return whether there is a pair of ranks for a level."""
         return any(self.partner(rank, level) is not None for rank in range(len(self.nodes)))
 
     @property
     def fullest(self) -> int:
-        """Ranks on the node that has most."""
+        """Number of ranks on the fullest node."""
         return max(self.nodes.count(node) for node in set(self.nodes))
 
 
 class MessageTimer:
-    """Times of messages and sums, measured by all ranks of a communicator. Collective over it, as are methods.
+    """Timer of messages and sums on all ranks of a communicator. Its construction and methods are collective.
 
     Parameters
     ----------
@@ -84,9 +85,9 @@ class MessageTimer:
     sizes
         Bytes per message or sum [B], multiples of 4.
     rounds
-        How often each is measured.
+        Number of measurements of each size.
     clock
-        Tells what a rank takes.
+        Function that returns the time of a rank.
     """
 
     def __init__(
@@ -95,7 +96,10 @@ class MessageTimer:
         self.comm, self.sizes, self.rounds, self.clock = comm, tuple(sizes), rounds, clock
 
     def channel(self, partner: int | None) -> Fit:
-        """Messages both ways with a partner, without packing: ``comm.channel``; None: this rank looks on."""
+        """Time messages in both directions with a partner, without packing (``comm.channel``).
+
+        A rank with partner None only waits.
+        """
         peers = [partner] if partner is not None else []
         both = [(dict.fromkeys(peers, n), dict.fromkeys(peers, n)) for n in self.sizes]
         channels = [self.comm.channel(*sizes, np.uint8, kind="profile") for sizes in both]
@@ -112,9 +116,9 @@ class MessageTimer:
         return fit
 
     def face(self, partner: int | None, strided: bool) -> Fit:
-        """Faces both ways with a partner, packed and unpacked as halos are: `Exchange`; None: this rank looks on.
+        """Time faces in both directions with a partner, packed and unpacked as halos (`Exchange`).
 
-        Sizes are rounded up to whole columns.
+        Sizes are rounded up to whole columns. A rank with partner None only waits.
 
         Parameters
         ----------
@@ -139,8 +143,9 @@ class MessageTimer:
         return fit
 
     def reduction(self, method: str = "allreduce", codec: Codec = UNCHANGED) -> Fit:
-        """Return the sums of float32 over all ranks that are waited for: ``reduction.run()``; `method` and `codec` as
-        for the communicator.
+        """Time blocking sums of float32 over all ranks (``reduction.run()``).
+
+        `method` is a method of the communicator.
         """
         reductions = self._reductions(method, codec)
         fit = self._fit(self.sizes, lambda i: reductions[i].run())
@@ -151,21 +156,21 @@ class MessageTimer:
     def reduction_behind(
         self, waited: Fit, method: str = "allreduce", codec: Codec = UNCHANGED
     ) -> tuple[Fit, Fit]:
-        """Return the sums of float32 over all ranks behind computation.
+        """Time sums of float32 over all ranks that overlap with computation.
 
-        Some transports sum in the background, others (shared memory) when the sum is asked for, whatever was
-        computed meanwhile.
+        Some transports sum in the background, others (shared memory) only in ``finish()``, however long the computation
+        was.
 
         Parameters
         ----------
         waited
-            What `reduction` found: computation goes on for some times as long.
+            Result of `reduction`; the computation takes a multiple of this time.
 
         Returns
         -------
         tuple of Fit
-            From ``start()`` to the arrival of the sum (`waited` where it is made in ``finish()``), and what is left to
-            do in ``finish()`` however long the computation was.
+            Time from ``start()`` to the arrival of the sum (`waited` if ``finish()`` makes the sum), and the time of
+            ``finish()`` after a long computation.
         """
         comm, sizes, reductions, spans = self.comm, self.sizes, self._reductions(method, codec), _Spans()
         arrival, left = np.empty((self.rounds, len(sizes))), np.empty((self.rounds, len(sizes)))
@@ -175,7 +180,7 @@ class MessageTimer:
                 comm.barrier()
                 reductions[i].start()
                 _compute(2 * waited.at(sizes[i]) + 2e-3)
-                comm.barrier()  # who is late has not summed for longer
+                comm.barrier()  # a late rank must not have had more time to sum
                 before = self.clock()
                 reductions[i].finish()
                 left[k, i] = self.clock() - before
@@ -194,7 +199,7 @@ class MessageTimer:
         return [self.comm.reduction(array, kind="profile", method=method, codec=codec) for array in arrays]
 
     def _fit(self, sizes: Sequence[int], run: Callable[[int], None]) -> Fit:
-        """Return the times of ``run(i)`` for every size, after two runs that do not count."""
+        """Time ``run(i)`` for every size, after two warm-up runs, and fit a line."""
 
         def timed(i: int, in_a_row: int) -> float:
             self.comm.barrier()
@@ -212,21 +217,20 @@ class MessageTimer:
 
 
 def _face(pair: Communicator, count: int, strided: bool) -> Exchange:
-    """Return the exchange that fills the margin of a block with the partner's face of `count` columns. Collective over
-    `pair`.
+    """Return the exchange that fills the margin of a block with the partner's face of `count` columns.
 
-    Blocks of 4 columns, of which the inner two are owned, side by side: ``..ab cd..`` -> ``..abc bcd..``
+    Collective over `pair`. Each block has 4 columns, of which it owns the inner two: ``..ab cd..`` -> ``..abc bcd..``
     """
     axis, shape = (2, (1, count, 4, CHANNELS)) if strided else (1, (1, 4, count, CHANNELS))
     whole = Blocks([((0, n),) for n in shape], pair.size)
     sources = whole.replace(axis, ((0, 2), (2, 4)))
-    targets = whole.replace(axis, ((2, 3), (1, 2)))  # the partner's column next to one's own
+    targets = whole.replace(axis, ((2, 3), (1, 2)))  # the partner's column next to the own columns
     array, origin = np.ones(shape, np.float32), (0, 0, 0, 0)
     return Exchange(pair, End(sources, array, origin), End(targets, array, origin), kind="profile")
 
 
 def fit_copy(sizes: Sequence[int] = SIZES, clock: Clock = time.perf_counter) -> Fit:
-    """Return copies within the memory of a rank. Local, but all ranks do it at the same time."""
+    """Time copies within the memory of a rank, and fit a line. Local, but all ranks do it at the same time."""
     sources = [np.ones(n, np.uint8) for n in sizes]
     targets = [np.ones(n, np.uint8) for n in sizes]
     seconds = np.empty((ROUNDS, len(sizes)))
@@ -240,7 +244,7 @@ def fit_copy(sizes: Sequence[int] = SIZES, clock: Clock = time.perf_counter) -> 
 
 
 class _Spans:
-    """A recorder that remembers how long the last communication took."""
+    """Recorder that stores the duration of the last communication."""
 
     last = 0.0
 
@@ -250,7 +254,7 @@ class _Spans:
 
 
 def _compute(seconds: float) -> None:
-    """Keep this core busy as a kernel does, and no other: for some 0.1 ms at a time without Python's lock."""
+    """Keep only this core busy, like a kernel: it runs about 0.1 ms at a time without Python's lock."""
     angles = np.ones(8192)
     result = np.empty_like(angles)
     end = time.perf_counter() + seconds
@@ -259,9 +263,9 @@ def _compute(seconds: float) -> None:
 
 
 def _slowest(comm: Communicator, seconds: np.ndarray) -> np.ndarray:
-    """Per size the best round of its slowest rank [s], the same on all ranks. Collective.
+    """Return, per size, the best round of its slowest rank [s], the same on all ranks. Collective.
 
-    The best, because on a machine that others use too the median is theirs as much as ours.
+    It is the best round because on a shared machine the median includes the load of other users.
     """
     everywhere = np.array(comm.allgather_objects(seconds.tolist()))
     return everywhere.max(axis=0).min(axis=0)

@@ -1,4 +1,5 @@
-"""What a profile found: fits of ``alpha + beta * bytes``; a machine file, and beside it what that has no room for."""
+"""Results of a profile: fits of ``alpha + beta * bytes``; a machine file, and a record of data that it does not hold.
+"""
 
 from __future__ import annotations
 
@@ -19,23 +20,23 @@ from ..machine import Link, Machine, Overheads
 
 __all__ = ["Fit", "Profile", "fit_line", "record_path"]
 
-#: Residuals above this many times their median count less: a disturbed measurement does not bend the line.
+#: Residuals above this multiple of their median get less weight, so that a disturbed measurement does not dominate.
 _HUBER = 1.5
 _ROUNDS = 20
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A line through measured times, and how well it fits.
+    """A line through measured times, and its error.
 
     Attributes
     ----------
     alpha, beta
-        [s] and [s/B], neither negative.
+        Parameters of the line [s] and [s/B], neither negative.
     error
         Root mean square of the relative residuals.
     nbytes, seconds
-        What was measured: sizes [B] and times [s].
+        Measured sizes [B] and times [s].
     """
 
     __pydantic_config__ = STRICT
@@ -47,15 +48,15 @@ class Fit:
     seconds: tuple[NotNegative, ...] = field(default=(), repr=False)
 
     def at(self, nbytes: float) -> float:
-        """Return the time of so many bytes [s]."""
+        """Return the time of `nbytes` bytes [s]."""
         return self.alpha + self.beta * nbytes
 
     def link(self, what: str) -> Link:
-        """As a link of a machine; `what` and the error go into its note."""
+        """Return the fit as a link of a machine, with `what` and the error in its note."""
         return Link(self.alpha, self.beta, f"{what}; fit within {self.error:.0%}")
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the fit as plain data, for JSON."""
         values = {"alpha": self.alpha, "beta": self.beta, "error": self.error}
         return {**values, "bytes": list(self.nbytes), "seconds": list(self.seconds)}
 
@@ -63,8 +64,8 @@ class Fit:
 def fit_line(nbytes: Sequence[float], seconds: Sequence[float] | np.ndarray) -> Fit:
     """Return the line ``alpha + beta * n`` of least relative error through the points.
 
-    Relative, because sizes span six orders of magnitude: in absolute terms the largest would decide alone.
-    Robust, by iterated weights (Huber 1964), and with neither number negative.
+    The error is relative because sizes span six orders of magnitude: in absolute terms the largest size would dominate.
+    The fit is robust, by iterated weights (Huber 1964), and neither parameter is negative.
 
     Parameters
     ----------
@@ -96,7 +97,7 @@ def fit_line(nbytes: Sequence[float], seconds: Sequence[float] | np.ndarray) -> 
 
 
 def _solve(slope: np.ndarray, constant: np.ndarray, weights: np.ndarray) -> tuple[float, float]:
-    """alpha, beta >= 0 of least ``sum weights * (alpha * constant + beta * slope - 1)^2``."""
+    """Return alpha, beta >= 0 with the least ``sum weights * (alpha * constant + beta * slope - 1)^2``."""
     aa, ab = float(weights @ (constant * constant)), float(weights @ (constant * slope))
     bb, a1, b1 = float(weights @ (slope * slope)), float(weights @ constant), float(weights @ slope)
     determinant = aa * bb - ab * ab
@@ -104,7 +105,7 @@ def _solve(slope: np.ndarray, constant: np.ndarray, weights: np.ndarray) -> tupl
         alpha, beta = (a1 * bb - b1 * ab) / determinant, (b1 * aa - a1 * ab) / determinant
         if alpha >= 0 and beta >= 0:
             return alpha, beta
-    # One of them is 0: whichever leaves less.
+    # One of them is 0: the choice with the smaller residual.
     only_alpha, only_beta = a1 / aa, b1 / bb
     gain_alpha, gain_beta = a1 * only_alpha, b1 * only_beta
     return (only_alpha, 0.0) if gain_alpha >= gain_beta else (0.0, only_beta)
@@ -116,38 +117,38 @@ _BY_RANKS = ("reduction", "reduction_behind", "reduction_exposed")
 
 
 def record_path(machine_file: str | Path) -> Path:
-    """Return the record that belongs to a machine file: ``machine.toml`` -> ``machine.profile.json``."""
+    """Return the path of the record for a machine file: ``machine.toml`` -> ``machine.profile.json``."""
     return Path(machine_file).with_suffix(".profile.json")
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Measured times of messages and overheads, by the library's own communicator.
+    """Measured times of messages and overheads, with the library's own communicator.
 
     Attributes
     ----------
     machine
-        With what was measured put in.
+        Machine with the measured values.
     ranks, transport
-        Of the run that measured.
+        Number of ranks and transport of the measuring run.
     channel
-        Level ("node", "across") -> messages both ways between pairs, without packing.
+        Level ("node", "across") -> messages in both directions between pairs, without packing.
     face, strided
-        Level -> exchanges of faces, packed and unpacked: rows that are contiguous, and columns.
+        Level -> exchanges of faces, packed and unpacked: contiguous rows, and columns.
     copy
         Copies within memory.
     reduction
-        Ranks -> all-reduce that is waited for.
+        Ranks -> blocking all-reduce.
     reduction_behind
-        Ranks -> all-reduce behind computation, from start to arrival; as `reduction` where nothing happens behind.
+        Ranks -> all-reduce that overlaps with computation, from start to arrival; as `reduction` without overlap.
     reduction_exposed
-        Ranks -> what ``finish`` takes however long was computed since ``start``.
+        Ranks -> time of ``finish`` after a long computation since ``start``.
     update
-        Optimizer (SGD with momentum) per byte of parameters [s/B].
+        Time of the optimizer (SGD with momentum) per byte of parameters [s/B].
     layer_overhead
-        What each forward or backward of a layer takes longer within a step: the loop, and colder code [s].
+        Additional time of each forward or backward of a layer within a step: the loop, and colder code [s].
     autotune
-        Whether convolutions were chosen by measurement: times of layers were kept under this condition.
+        Whether the algorithms of convolutions were chosen by measurement, which is a condition of the layer times.
     """
 
     machine: Machine
@@ -165,12 +166,12 @@ class Profile:
     autotune: bool = False
 
     def with_overheads(self, update: float, layer_overhead: float) -> Profile:
-        """With what the executor adds, which goes into the machine file with the sums that were measured.
+        """Return the profile with the overheads of the executor and the measured sums in its machine.
 
         Parameters
         ----------
         update, layer_overhead
-            See the attributes.
+            Attributes of this class.
         """
         sums = {ranks: fit.link("all-reduce") for ranks, fit in self.reduction.items()}
         work = {ranks: fit.link("made where it is waited for") for ranks, fit in self.reduction_exposed.items()}
@@ -179,7 +180,7 @@ class Profile:
         return replace(self, machine=machine, update=update, layer_overhead=layer_overhead)
 
     def save(self, path: str | Path) -> None:
-        """Write the machine file `path` and the record beside it.
+        """Write the machine file `path` and the record next to it.
 
         Raises
         ------
@@ -196,25 +197,28 @@ class Profile:
 
     @classmethod
     def load(cls, machine_file: str | Path) -> Profile:
-        """Read what `save` wrote.
+        """Read a profile that `save` wrote.
 
         Raises
         ------
         UserError
-            If there is no machine file or no record beside it, or one of them is damaged.
+            If there is no machine file or no record next to it, or one of them is damaged.
         """
         machine, path = Machine.load(machine_file), record_path(machine_file)
         return cls.from_dict(machine, read_json(path, "profile"), f"profile {shown_path(path)}")
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it, without the machine."""
+        """Return the profile as plain data without the machine, for JSON."""
         fits = {k: _out(getattr(self, k)) for k in (*_BY_LEVEL, *_BY_RANKS)}
         numbers = {k: getattr(self, k) for k in ("ranks", "transport", "autotune", "update", "layer_overhead")}
         return {"version": _VERSION, **numbers, "copy": self.copy and self.copy.to_dict(), **fits}
 
     @classmethod
     def from_dict(cls, machine: Machine, data: object, source: str = "profile") -> Profile:
-        """Return what `to_dict` gave; `source` is named in errors, as of `load`."""
+        """Create a profile from the data of `to_dict`.
+
+        Errors name `source`, as those of `load`.
+        """
         try:
             record = build(_Record, data, source)
         except UserError as error:
@@ -224,7 +228,7 @@ class Profile:
 
 @dataclass(frozen=True)
 class _Record:
-    """What a file has of a profile."""
+    """Schema of the file of a profile."""
 
     __pydantic_config__ = STRICT
 

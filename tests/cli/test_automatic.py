@@ -109,7 +109,7 @@ def test_a_plan_file_is_a_strategy(trained):
 @pytest.mark.parametrize(
     ("ranks", "sets", "message"),
     [
-        (2, ["strategy.memory=1KiB"], "within 1 KiB per rank, the leanest found"),
+        (2, ["strategy.memory=1KiB"], "within 1 KiB per rank, the smallest found"),
         (2, ["strategy.machine=lasen"], "got 'lasen'; did you mean lassen?"),
         (2, ["strategy.planner=best"], "strategy.planner: expected one of shortest_path"),
         (2, ["strategy.memory=lots"], "strategy.memory: expected a size with its unit"),

@@ -208,7 +208,7 @@ def test_plans_are_files_for_one_network_batch_and_number_of_ranks(tmp_path):
         again.check(network, 4, 5)
     (tmp_path / "plan.json").write_text("{}")
     with pytest.raises(
-        UserError, match=r"plan.json: expected what `halograd plan -o` writes, got JSON with nothing; run"
+        UserError, match=r"plan.json: expected a file of `halograd plan -o`, got JSON with nothing; run"
     ):
         Plan.load(tmp_path / "plan.json")
 

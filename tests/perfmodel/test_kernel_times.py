@@ -212,7 +212,7 @@ def test_a_fallback_is_asked_for_the_same_work(machine):
 
 def test_without_a_fallback_the_remedy_is_said(tmp_path):
     times = MeasuredTimes(TimeCache(tmp_path / "t.jsonl"), HERE)
-    with pytest.raises(UserError, match=r"expected a measured time of Conv on .*there is none; run `halograd profile`"):
+    with pytest.raises(UserError, match=r"expected a measured time of Conv on .*got none; run `halograd profile`"):
         times.time(hg.Conv(4, 3), [(1, 8, 8, 3)])
 
 

@@ -44,7 +44,7 @@ def test_a_limit_too_small_says_by_how_much(name):
     with pytest.raises(NoneFits) as error:
         PLANNERS[name]().plan(two(limit=3.5 * MIB))
     assert str(error.value) == (
-        "planner: expected a choice within the memory limit of 3.5 MiB per rank, but the smallest takes 5 MiB, "
+        "planner: expected a choice within the memory limit of 3.5 MiB per rank, but the smallest needs 5 MiB, "
         "1.5 MiB too much; use fewer samples per step, more ranks, or a limit of at least 5 MiB"
     )
 
@@ -70,7 +70,7 @@ def test_longest_path_first_gets_stuck_where_elimination_does_not():
     times = (np.zeros(2), np.array([9.0]), np.array([1.0]))
     problem = Problem(("a", "b", "c"), times, (np.zeros(2), np.zeros(1), np.zeros(1)), edges)
     assert Elimination().plan(problem).seconds == 15.0
-    with pytest.raises(UserError, match="what the first paths decided leaves none; use planner elimination"):
+    with pytest.raises(UserError, match="choices of the first paths leave none; use planner elimination"):
         PLANNERS["longest_path_first"]().plan(problem)
 
 
