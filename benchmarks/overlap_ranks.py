@@ -20,7 +20,7 @@ from benchmarks.paced import PacedBackend
 from halograd.comm import Communicator
 from halograd.comm.channel import ChannelSpec
 from halograd.comm.reduction import ReductionSpec
-from halograd.comm.transports.emulated import ring_seconds
+from halograd.comm.transport import ring_seconds
 from halograd.kernels import get_backend
 from halograd.layers import Conv, Input, MeanSquaredError, Network, Node
 from halograd.layers.strategy import Strategy

@@ -24,7 +24,9 @@ from .gpu.link import DeviceLinks
 from .maker import Maker
 from .progress import Progress
 from .reduction import Reduction, ReductionSpec
-from .transports import Transport, TransportContext, make_transport, parse_transport
+from .transport import Emulated, Links, Transport, transport_of
+from .transports.base import TransportContext
+from .transports.host_links import HostLinks
 
 __all__ = ["Communicator"]
 
@@ -42,8 +44,8 @@ class Communicator:
     mpi_comm
         MPI communicator; it is cloned once, and not used afterwards.
     transport
-        ``"auto"``, ``"mpi"``, ``"shared"`` or ``"emulated:alpha=SECONDS,beta=SECONDS_PER_BYTE"``, for the last also
-        ``",node=RANKS"`` (see `halograd.comm.transports`).
+        Transport, or the text that names one (`halograd.comm.transport`): ``"auto"``, ``"mpi"``, ``"shared"``,
+        ``"emulated:alpha=SECONDS,beta=SECONDS_PER_BYTE"``, for the last also ``",node=RANKS"``, or ``"FILE.py:CLASS"``.
 
     Attributes
     ----------
@@ -52,7 +54,7 @@ class Communicator:
     ranks : tuple of int
         Rank in the root communicator of each rank of this one.
     transport : str
-        The argument.
+        The argument, as text.
     mpi
         The clone, for libraries that need an MPI communicator (parallel HDF5). Do not free it.
     counters
@@ -84,40 +86,51 @@ class Communicator:
     are not.
     """
 
-    def __init__(self, mpi_comm: MPI.Intracomm, transport: str = "auto") -> None:
+    def __init__(self, mpi_comm: MPI.Intracomm, transport: str | Transport = "auto") -> None:
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
             raise CommError(
                 f"MPI thread level: expected THREAD_MULTIPLE ({MPI.THREAD_MULTIPLE}), got {MPI.Query_thread()}; "
                 f"leave mpi4py.rc.thread_level alone"
             )
-        parse_transport(transport)
+        chosen = transport_of(transport)
         if mpi_comm == MPI.COMM_WORLD:
             begin()
         ranks = tuple(range(mpi_comm.size))
         agree(mpi_comm, ranks, contexts.shortage())
         own = contexts.hold(mpi_comm.Dup())
-        self._set_up(own, transport, Progress(), Instruments(), ranks, DeviceLinks())
+        self.transport = str(transport)
+        self._set_up(own, chosen, Progress(), Instruments(), ranks, DeviceLinks())
         self._is_root = True
         self._guard = Guard(mpi_comm)
 
     def _set_up(
         self,
         own: MPI.Intracomm,
-        transport: str,
+        transport: Transport,
         progress: Progress,
         instruments: Instruments,
         ranks: tuple[int, ...],
         links: DeviceLinks,
     ) -> None:
         self.mpi, self.rank, self.size, self.ranks = own, own.rank, own.size, ranks
-        self.transport, self.devices = transport, links
+        self._transport, self.devices = transport, links
         self.instruments, self.counters = instruments, instruments.counters
         self._progress = progress
         self._context = TransportContext(own, progress, self.agree, ranks)
-        self._transport: Transport = make_transport(transport, self._context)
-        self._maker = Maker(self, self._context, self._transport)
+        self._links: Links = transport.connect(HostLinks(self._context, transport))
+        self._maker = Maker(self, self._context, self._links)
         self._open: list[Communicator | Channel | Reduction] = []
         self._is_root = self.closed = False
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether ranks of one node read each other's memory, as hierarchical sums need it. Local."""
+        return self._transport.shares
+
+    @property
+    def network(self) -> Emulated | None:
+        """Emulated network, whose delays messages have; None without one. Local."""
+        return self._transport.network
 
     @cached_property
     def waits_for_network(self) -> bool:
@@ -136,7 +149,7 @@ class Communicator:
         Ranks of one node share memory.
         """
         self.agree(None)
-        return self._transport.nodes()
+        return self._links.nodes()
 
     @property
     def buffer_bytes(self) -> int:
@@ -144,7 +157,7 @@ class Communicator:
 
         A sum by MPI takes its own size again, inside the MPI library.
         """
-        return self._transport.buffer_bytes + sum(item.buffer_bytes for item in self._open if not item.closed)
+        return self._links.buffer_bytes + sum(item.buffer_bytes for item in self._open if not item.closed)
 
     @property
     def device_bytes(self) -> int:
@@ -272,7 +285,8 @@ class Communicator:
         contexts.hold(part)
         ranks = tuple(part.allgather(self.ranks[self.rank]))
         child = Communicator.__new__(Communicator)
-        child._set_up(part, self.transport, self._progress, self.instruments, ranks, self.devices)
+        child.transport = self.transport
+        child._set_up(part, self._transport, self._progress, self.instruments, ranks, self.devices)
         return self._keep([child])[0]
 
     def agree(self, fault: Exception | None) -> None:
@@ -352,7 +366,7 @@ class Communicator:
             item.close()
         self._open.clear()
         self.devices.leave(self._context)
-        self._transport.close()
+        self._links.close()
         contexts.free(self.mpi)
         if self._is_root:
             self.devices.close()

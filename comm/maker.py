@@ -25,8 +25,8 @@ from .reduction import (
     likeness,
 )
 from .sums import node_shares
-from .transports import Transport, TransportContext
-from .transports.base import Pattern
+from .transport import Links
+from .transports.base import Pattern, TransportContext
 
 if TYPE_CHECKING:
     from .communicator import Communicator
@@ -41,8 +41,8 @@ class Maker:
     they differ does it search for the difference.
     """
 
-    def __init__(self, comm: Communicator, context: TransportContext, transport: Transport) -> None:
-        self._comm, self._context, self._transport = comm, context, transport
+    def __init__(self, comm: Communicator, context: TransportContext, links: Links) -> None:
+        self._comm, self._context, self._links = comm, context, links
 
     def channels(self, specs: Sequence[ChannelSpec]) -> list[Channel]:
         """Return one channel per specification; see `Communicator.channels`."""
@@ -70,7 +70,7 @@ class Maker:
             ]
             meters = [self._meter(spec, pattern) for spec, pattern in zip(specs, patterns)]
             over = None if device.is_host else comm.devices.transport(self._context, device)
-            channels: list[Channel] = (over or self._transport).channels(patterns, meters)
+            channels: list[Channel] = (over or self._links).channels(patterns, meters)
             if over is None and not device.is_host:
                 channels = [StagedChannel(channel, device, meter) for channel, meter in zip(channels, meters)]
         return channels
@@ -135,7 +135,7 @@ class Maker:
         by_host = [spec for spec, link, rests in zip(specs, links, idle) if link is None and not rests]
         arrays = [staging(spec.buffer) for spec in by_host]
         wanted = [(host, spec.sum, spec.name or spec.kind) for spec, host in zip(by_host, arrays)]
-        plans = iter(map(staged, (spec.buffer for spec in by_host), arrays, self._transport.plans(wanted)))
+        plans = iter(map(staged, (spec.buffer for spec in by_host), arrays, self._links.plans(wanted)))
         return [
             Reduction(spec.buffer, booked, ReductionPlan())
             if rests

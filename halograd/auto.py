@@ -26,6 +26,7 @@ import numpy as np
 from .cli.output import split_text
 from .cli.planning import compared, comparison, plan_text
 from .comm import Communicator
+from .comm.transport import TRANSPORTS
 from .errors import UserError
 from .kernels import KernelError, get_backend
 from .layers import Network, Strategy
@@ -373,7 +374,7 @@ def _slots(config: Config) -> int:
 
 def _without(config: Config) -> frozenset[str]:
     """Return the schemes of gradient reduction that this run cannot use: they need shared memory or whole gradients."""
-    by_nodes = BY_NODES if config.backend.transport == "mpi" else ()
+    by_nodes = () if TRANSPORTS.make(config.backend.transport).shares else BY_NODES
     shards = ("sharded",) if isinstance(config.optimizer, LARSConfig) else ()
     return frozenset((*by_nodes, *shards))
 

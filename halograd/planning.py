@@ -132,7 +132,7 @@ def _measured(asked: Asked, batch: int, ranks: int) -> KernelTimes | None:
             return None
         record = Profile.load(asked.machine_file)
         # The nodes of an emulated network are one host, on which all ranks were measured at once.
-        at_once = record.ranks if record.transport.startswith("emulated") else asked.machine.devices_per_node
+        at_once = record.ranks if asked.machine.has_emulated_links else asked.machine.devices_per_node
         flush = passing_bytes(asked.network, batch, ranks, asked.dtype)
         conditions = Conditions.here(backend, Crowd.here(min(ranks, at_once), backend), record.autotune, flush)
     return MeasuredTimes(TimeCache(cache_path(asked.cache)), conditions, RooflineTimes(asked.machine))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import json
 from collections.abc import Mapping
 from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
@@ -115,15 +114,19 @@ class Registry(Generic[Kind]):
             TRANSPORTS.make("emulated:alpha=1e-3,beta=1e-9")
             CODECS.make("half.py:Half:scale=1024")
 
-        A value is a number or a truth value as JSON writes it, else a text. `at` is what messages call the entry, by
+        A value is a number, ``true`` or ``false``, else a text. `at` is what messages call the entry, by
         default `key`. Raises UserError for an unknown name, and for settings that its class does not allow.
         """
         at = at or self.key
         name, values = _split(text)
+        head = name.partition(":")[0]
+        if head in self.names and head != name:
+            raise UserError(f'{at}: expected settings of {head} as in "{head}:key=value", got {shown(text)}')
         cls = self._found(name, at)
-        if not values and not dataclasses.is_dataclass(cls):
-            return cls()
-        return build(cls, values, at=at)
+        has_settings = dataclasses.is_dataclass(cls) and len(dataclasses.fields(cls)) > 0
+        if values and not has_settings:
+            raise UserError(f"{at}: expected {name}, which has no settings, got {shown(text)}; remove them")
+        return build(cls, values, at=at) if has_settings else cls()
 
     def settings_class(self, name: str) -> type[Any]:
         """Return the class of the settings: the attribute ``Settings`` of the class of this name, else the class."""
@@ -155,8 +158,9 @@ def _split(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def _value(text: str) -> Any:
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return text
-    return value if isinstance(value, (bool, int, float)) else text
+    for read in (int, float, {"true": True, "false": False}.__getitem__):
+        try:
+            return read(text)
+        except (ValueError, KeyError):
+            continue
+    return text

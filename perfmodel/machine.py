@@ -38,11 +38,17 @@ class Link:
         Time per byte [s/B].
     note
         Text on the link: the transport, the kind of cable, the error of a fit.
+    shared
+        Whether the link is memory that ranks share: there is no time to compute while a message travels.
+    emulated
+        Whether the link is the emulated network: messages travel independently of each other.
     """
 
     alpha: float
     beta: float
     note: str = field(default="", compare=False)
+    shared: bool = field(default=False, compare=False)
+    emulated: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
         if not (self.alpha >= 0 and self.beta >= 0):
@@ -214,6 +220,12 @@ class Machine:
         """Write the machine file `path`; its folder must exist."""
         write_whole(path, self.to_toml())
 
+    @property
+    def has_emulated_links(self) -> bool:
+        """Whether the ranks are on the emulated network."""
+        # A profile on one node measures the link within it; a described network of nodes has the link across.
+        return any(self.links[level].emulated for level in ("node", "across"))
+
     def emulated(self, alpha: float, beta: float, name: str = "", node: int = 1) -> Machine:
         """Return this machine with one network between all its devices, as in the ``emulated`` transport.
 
@@ -227,7 +239,7 @@ class Machine:
             Number of devices that share memory, as in the transport's text: they use the link "node" of this machine,
             and the network is between them and other devices.
         """
-        link = Link(alpha, beta, "emulated")
+        link = Link(alpha, beta, "emulated", emulated=True)
         links = dict.fromkeys(LEVELS, link) | {"device": self.links["device"]}
         name = name or f"{self.name}+{alpha:g}s+{beta:g}s/B" + (f"+{node}/node" if node > 1 else "")
         source = f"{self.source} Network emulated: alpha {alpha:g} s, beta {beta:g} s/B."

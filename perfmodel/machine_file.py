@@ -124,6 +124,10 @@ class LinkTable(Table):
     """Bandwidth, the inverse of `beta`."""
     note: str = ""
     """Text on the source of the numbers."""
+    shared: bool | None = None
+    """Whether the link is memory that ranks share, in which no message travels while they compute."""
+    emulated: bool | None = None
+    """Whether the link is the emulated network, on which messages travel independently of each other."""
 
     @model_validator(mode="after")
     def _one_of_both(self) -> LinkTable:
@@ -134,9 +138,11 @@ class LinkTable(Table):
 
     def link(self) -> Link:
         """Return the link of the cost model."""
-        if self.bandwidth is not None:
-            return Link(self.alpha, 1 / self.bandwidth, self.note)
-        return Link(self.alpha, self.beta or 0.0, self.note)
+        # Files of earlier versions have the transport in the note only.
+        shared = self.note.startswith(("shared", "auto")) if self.shared is None else self.shared
+        emulated = self.note.startswith("emulated") if self.emulated is None else self.emulated
+        beta = (self.beta or 0.0) if self.bandwidth is None else 1 / self.bandwidth
+        return Link(self.alpha, beta, self.note, shared, emulated)
 
 
 class EfficiencyTable(Table):
@@ -298,7 +304,8 @@ def machine_to_toml(machine: Machine) -> str:
 
 def _link(table: str, link: Link) -> list[str]:
     lines = ["", f"[{table}]", f"alpha = {_value(link.alpha, 's')}", f"beta = {_value(link.beta, 's/B')}"]
-    return [*lines, f"note = {to_toml(link.note)}"] if link.note else lines
+    lines += [f"note = {to_toml(link.note)}"] if link.note else []
+    return [*lines, *(f"{key} = true" for key in ("shared", "emulated") if getattr(link, key))]
 
 
 def _runtime(runtime: Overheads) -> list[str]:

@@ -282,7 +282,7 @@ class AutoReduction:
         store, comm = self.executor.store, self.executor.comm
         assert store.blocks is not None
         layers = sum(x.kind in ("weights", "dense") for x in gradient_layers(store.network, store.blocks))
-        if not self.tuning.step or layers < 2 or comm.size == 1 or comm.transport == "mpi":
+        if not self.tuning.step or layers < 2 or comm.size == 1 or not comm.shares_memory:
             return None
         return ChunkSearch(layers, self.tuning.step, self.tuning.range)
 

@@ -354,10 +354,11 @@ def check_possible(store: ParameterStore, comm: Communicator, scheme: Scheme) ->
             'reduction.error_feedback: expected false with training.dtype = "float16", whose overflows would stay in '
             'the errors, got true; set it to false, or choose training.dtype = "bfloat16"'
         )
-    if scheme.sum.by_nodes and comm.size > 1 and comm.transport == "mpi":
+    if scheme.sum.by_nodes and comm.size > 1 and not comm.shares_memory:
         others = [name for name, kind in KINDS.items() if name not in BY_NODES and not kind.searches]
         raise UserError(
-            f'reduction.name: expected a transport by which ranks share memory with "{scheme.name}", got "mpi"; '
+            f'reduction.name: expected a transport by which ranks share memory with "{scheme.name}", got '
+            f'"{comm.transport}"; '
             f'choose backend.transport = "auto", or one of {", ".join(others)}'
         )
 

@@ -16,7 +16,8 @@ from halograd.documents import os_reason
 from halograd.errors import UserError
 from halograd.version import __version__
 
-from ..comm import CommError, Communicator, boot
+from ..comm import Communicator, boot
+from ..comm.transport import TRANSPORTS
 from ..data import Hdf5Dataset, find_files
 from ..layers.reduction_scheme import Scheme
 from ..layers.strategy import Strategy
@@ -289,12 +290,7 @@ def apply(
 @contextmanager
 def _communicator(config: Config, world: Any) -> Iterator[Communicator]:
     """Open a communicator of these ranks with the transport of the configuration."""
-    from ..comm.transports import parse_transport  # not at the top: it needs MPI
-
-    try:
-        parse_transport(config.backend.transport)
-    except CommError as error:
-        raise UserError(f"backend.{error}") from error
+    TRANSPORTS.make(config.backend.transport)
     with Communicator(world, config.backend.transport) as ranks:
         yield ranks
 

@@ -14,14 +14,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
-from ..sums import Method
 from .memory import Flags, Signal
 
-__all__ = ["EmulatedNetwork", "Stamped", "Stamps", "ring_seconds", "sleep_until"]
+__all__ = ["Stamped", "Stamps", "sleep_until"]
 
 # time.sleep wakes up late by 50 to 100 us: stop that much earlier, then take short naps.
 LATE = 1e-4  # [s]
@@ -29,39 +27,6 @@ NAP = 1e-5  # [s]
 
 #: Timestamps of one rank, one float64 each: of the first, third, ... exchange, and of the second, fourth, ... one.
 Stamps = tuple[np.ndarray, np.ndarray]
-
-
-@dataclass(frozen=True)
-class EmulatedNetwork:
-    """Network whose messages take ``alpha + beta * bytes`` seconds.
-
-    Attributes
-    ----------
-    alpha
-        Latency of a message [s].
-    beta
-        Inverse bandwidth [s/B].
-    node
-        Number of consecutive ranks of the root communicator on one emulated node. Ranks of one node use shared memory
-        without delay. A collective among ranks of several nodes takes the time of a ring all of whose links cross the
-        network.
-    """
-
-    alpha: float
-    beta: float
-    node: int = 1
-
-    def message(self, nbytes: int) -> float:
-        """Return the time of a message of `nbytes` [s]."""
-        return self.alpha + self.beta * nbytes
-
-    def collective(self, method: Method, ranks: int, nbytes: int) -> float:
-        """Return the time of a collective of `nbytes` among `ranks` on several nodes [s].
-
-        An all-reduce takes the time of a ring; a reduce-scatter or an all-gather takes half of it.
-        """
-        seconds = ring_seconds(ranks, method.codec.payload(nbytes), self.alpha, self.beta)
-        return seconds if method.adds and method.gathers else seconds / 2
 
 
 class Stamped(Signal):
@@ -117,17 +82,6 @@ class Stamped(Signal):
         for both, seconds in self._stamps:
             arrived = max(arrived, both[self._turn][0] + seconds)
         self.arrived = arrived
-
-
-def ring_seconds(size: int, nbytes: int, alpha: float, beta: float) -> float:
-    """Return the time of a ring all-reduce (reduce-scatter, then all-gather) of `nbytes` over `size` ranks [s].
-
-    References
-    ----------
-    Thakur, Rabenseifner, Gropp, Optimization of Collective Communication Operations in MPICH (2005),
-    Section 4.5, without the time of the additions: the emulation does perform them.
-    """
-    return 2 * (size - 1) * alpha + 2 * (size - 1) / size * beta * nbytes
 
 
 def sleep_until(deadline: float, nap: bool = True) -> None:

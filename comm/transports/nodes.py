@@ -24,8 +24,9 @@ from mpi4py import MPI
 from ..progress import Line, Progress, Stage, StagedOperation, Work
 from ..reduction import Plain, ReductionPlan
 from ..sums import Method, shards
+from ..transport import Emulated
 from .base import ALIGNMENT
-from .emulated import EmulatedNetwork, Stamped, Stamps
+from .emulated import Stamped, Stamps
 from .memory import Places, Planning, Signal, rounded
 from .mpi import Native
 
@@ -58,7 +59,7 @@ class Team:
     here: Sequence[int]
     heads: Sequence[int]
     leaders: MPI.Comm = field(default_factory=lambda: MPI.COMM_NULL)
-    network: EmulatedNetwork | None = None
+    network: Emulated | None = None
     line: Line = field(default_factory=Line)
 
     @property

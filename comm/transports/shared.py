@@ -17,9 +17,10 @@ from ..encoding import Encoding
 from ..progress import Stage, StagedOperation
 from ..reduction import Plain, ReductionPlan, Room
 from ..sums import LARGEST_AT_ONCE, Method, shards
+from ..transport import Emulated
 from . import base
 from .base import ALIGNMENT, Pattern, TransportContext
-from .emulated import EmulatedNetwork, Stamped, Stamps
+from .emulated import Stamped, Stamps
 from .memory import FLAG_BYTES, Arena, Chunk, Flags, Places, Planning, Signal, rounded
 
 __all__ = ["NodeMemory", "WindowChannel", "Windows", "blocks"]
@@ -43,7 +44,7 @@ class NodeMemory:
     def __init__(
         self,
         context: TransportContext,
-        network: EmulatedNetwork | None = None,
+        network: Emulated | None = None,
         node_of: Sequence[int] = (),
         crowded: bool = True,
     ) -> None:

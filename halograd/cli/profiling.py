@@ -14,6 +14,7 @@ import typer
 
 from ..comm.codec import CODECS
 from ..comm.sums import METHODS, Method, carrying
+from ..comm.transport import TRANSPORTS
 from ..documents import check_output
 from ..errors import UserError
 from .options import AsJson, Batch, Cache, Options, check_counts, parse_options
@@ -101,13 +102,8 @@ def open_communicator(transport: str) -> Iterator[Communicator]:
 
     from ..comm import Communicator
     from ..comm.boot import launched_size
-    from ..comm.errors import CommError
-    from ..comm.transports import parse_transport
 
-    try:
-        parse_transport(transport)
-    except CommError as error:
-        raise UserError(f"--{error}") from error
+    TRANSPORTS.make(transport, "--transport")
     with Communicator(MPI.COMM_SELF if launched_size() is None else MPI.COMM_WORLD, transport) as comm:
         yield comm
 

@@ -99,19 +99,17 @@ class Wires:
     @cached_property
     def emulated(self) -> bool:
         """Whether this is the emulated network: no contention, rings only."""
-        # A profile on one node measures the link within it; a described network of nodes has the link across.
-        return any(self.machine.links[level].note.startswith("emulated") for level in ("node", "across"))
+        return self.machine.has_emulated_links
 
     @cached_property
     def per_node(self) -> int:
         """Ranks that share memory; one where even the links of a node are emulated."""
-        return 1 if self.machine.links["node"].note.startswith("emulated") else self.machine.devices_per_node
+        return 1 if self.machine.links["node"].emulated else self.machine.devices_per_node
 
     @cached_property
     def waits_for_network(self) -> bool:
         """What `Communicator.waits_for_network` says there: whether there is time to compute meanwhile."""
-        # A profile notes the transport it was measured with: on one node, "auto" is shared memory.
-        return self.emulated or not self.machine.links["node"].note.startswith(("shared", "auto"))
+        return self.emulated or not self.machine.links["node"].shared
 
     @property
     def packed(self) -> bool:
@@ -182,7 +180,7 @@ class Wires:
         here, leaders = max(map(len, nodes.values())), tuple(some[0] for some in nodes.values())
         link = self.machine.links["node"]
         copy = self.copy(nbytes)
-        if not link.note.startswith("emulated"):
+        if not link.emulated:
             copy = max(copy, link.seconds(nbytes))
         addition = copy * (here + 1) / (2 * here) if here > 1 else 0.0
         across = self._collective_seconds("allreduce", nbytes, leaders) if len(leaders) > 1 else 0.0

@@ -98,7 +98,7 @@ def measure_machine(comm: Communicator, kernels: Any, name: str = "here") -> Pro
         memory_bandwidth=rates.bandwidth,
         memory=memory_size(hosts.fullest),
         launch=rates.launch,
-        links=_links(copy, _measured_links(comm.transport, face, channel, nodes.has("node"))),
+        links=_links(copy, _measured_links(comm, face, channel, nodes.has("node"))),
         efficiency=rates.efficiency,
         device=f"{device_name(kernels)}; {kernels.name} {kernels.version}, {kernels.threads} thread(s)",
     )
@@ -106,18 +106,18 @@ def measure_machine(comm: Communicator, kernels: Any, name: str = "here") -> Pro
 
 
 def _measured_links(
-    transport: str, face: Mapping[str, Fit], channel: Mapping[str, Fit], memory_shared: bool
+    comm: Communicator, face: Mapping[str, Fit], channel: Mapping[str, Fit], memory_shared: bool
 ) -> dict[str, Link]:
     """Return links that include packing; links of an emulated network exclude it, because the cost model adds it there.
     """
     found = {}
     for level, packed in face.items():
-        if not transport.startswith("emulated"):
-            found[level] = packed.link(f"{transport}, with packing")
+        if comm.network is None:
+            found[level] = packed.link(f"{comm.transport}, with packing", comm.shares_memory and level == "node")
         elif level == "node" and memory_shared:
-            found[level] = packed.link("shared, with packing")
+            found[level] = packed.link("shared, with packing", shared=True)
         else:
-            found[level] = channel[level].link(transport)
+            found[level] = channel[level].link(comm.transport, emulated=True)
     return found
 
 

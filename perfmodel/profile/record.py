@@ -51,9 +51,9 @@ class Fit:
         """Return the time of `nbytes` bytes [s]."""
         return self.alpha + self.beta * nbytes
 
-    def link(self, what: str) -> Link:
+    def link(self, what: str, shared: bool = False, emulated: bool = False) -> Link:
         """Return the fit as a link of a machine, with `what` and the error in its note."""
-        return Link(self.alpha, self.beta, f"{what}; fit within {self.error:.0%}")
+        return Link(self.alpha, self.beta, f"{what}; fit within {self.error:.0%}", shared, emulated)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fit as plain data, for JSON."""

@@ -311,7 +311,7 @@ def test_auto_mixes_shared_memory_and_messages(comm, nodes_of_two):
                 check(channel, comm.rank, step)
                 channel.release()
         near = [peer for peer in range(comm.size) if peer // 2 == comm.rank // 2]
-        assert sorted(communicator._transport.neighbors()) == near
+        assert sorted(communicator._links.neighbors()) == near
 
 
 @pytest.mark.ranks(3, 4)

@@ -10,8 +10,8 @@ from halograd.comm.progress import Progress, Work
 from halograd.comm.reduction import PIECE, Reduction
 from halograd.comm.rounds import side_by_side
 from halograd.comm.sums import Method
+from halograd.comm.transport import Emulated
 from halograd.comm.transports import emulated, nodes
-from halograd.comm.transports.emulated import EmulatedNetwork
 from halograd.comm.transports.memory import FLAG_BYTES, Flags
 from halograd.comm.transports.nodes import Attempt, Team, plan_by_nodes
 from tests.support.clock import DrivenClock
@@ -59,7 +59,7 @@ def make(node_of, counts, seconds=0.0, in_background=True):
     rooms = [[np.zeros(BYTES, np.uint8) for _ in node_of] for _ in counts]
     several, drivers, sums = len(set(node_of)) > 1, [], []
     heads = [list(node_of).index(node) for node in sorted(set(node_of))]
-    network = EmulatedNetwork(seconds / (2 * len(heads) - 2), 0.0) if several else None
+    network = Emulated(seconds / (2 * len(heads) - 2), 0.0) if several else None
     for rank in range(len(node_of)):
         here = [r for r in range(len(node_of)) if node_of[r] == node_of[rank]]
         team, progress = Team(rank, here, heads if several else here[:1], network=network), Driven()

@@ -8,9 +8,10 @@ import pytest
 
 from halograd.comm import progress as module
 from halograd.comm.progress import Line, Progress, Stage, StagedOperation, Work
+from halograd.comm.transport import ring_seconds
 from halograd.comm.transports import emulated as timing
 from halograd.comm.transports import memory
-from halograd.comm.transports.emulated import ring_seconds, sleep_until
+from halograd.comm.transports.emulated import sleep_until
 from tests.harness.limits import LIMIT, wait_until
 from tests.support.clock import DrivenClock
 

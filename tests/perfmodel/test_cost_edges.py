@@ -102,13 +102,13 @@ def test_devices_of_a_node_share_its_link():
 @pytest.mark.parametrize("level", ["node", "across"])
 def test_an_emulated_network_is_known_as_one_where_it_was_measured(level):
     """A profile of one node has the link within it; a machine of several has the one across."""
-    links = {**MACHINE.links, level: Link(1.0, 0.125, "emulated:alpha=1,beta=0.125")}
+    links = {**MACHINE.links, level: Link(1.0, 0.125, "emulated:alpha=1,beta=0.125", emulated=True)}
     assert Wires(dataclasses.replace(MACHINE, links=links)).emulated
 
 
 def test_sums_that_were_measured_on_an_emulated_node_do_not_stand_for_sums_across():
     """Measured are the first ranks: two of a node, which wait for nothing, and all four, which are a ring."""
-    links = {**MACHINE.links, "across": Link(1.0, 0.125, "emulated:alpha=1,beta=0.125,node=2")}
+    links = {**MACHINE.links, "across": Link(1.0, 0.125, "emulated:alpha=1,beta=0.125,node=2", emulated=True)}
     runtime = Overheads(sums={2: Link(0.001, 0.0), 4: Link(7.0, 0.0)}, work={2: Link(0.001, 0.0)})
     wires = Wires(dataclasses.replace(MACHINE, devices_per_node=2, links=links, runtime=runtime))
     assert wires.sum(64, (2, 3)) == 0.001 and wires.sum(64, range(4)) == 7.0

@@ -9,7 +9,7 @@ from mpi4py import MPI
 
 import halograd as hg
 from halograd.comm import Communicator
-from halograd.comm.transports import Transport
+from halograd.comm.transports.host_links import HostLinks
 from halograd.dtensor import Exchange
 from halograd.kernels import get_backend
 from halograd.kernels.onednn import OnednnBackend
@@ -122,11 +122,11 @@ STAGES = {
     "exchange": (Exchange, "_set_up", 2),
     "views of an exchange": (Exchange, "_bind", 3),
     "channel": (Communicator, "channels", 1),
-    "channel of the transport": (Transport, "channels", 1),
+    "channel of the transport": (HostLinks, "channels", 1),
     "group": (Communicator, "split", 1),
     "reduction": (Communicator, "reductions", 1),
-    "reductions of the transport": (Transport, "plans", 1),
-    "plan of a sum": (Transport, "_plan", 2),
+    "reductions of the transport": (HostLinks, "plans", 1),
+    "plan of a sum": (HostLinks, "_plan", 2),
     "binding": (Runner, "_bind", 9),
     "sum of gradients": (Value, "close_gradient", 3),
     "reducer": (executor_module, "Reducer", 1),

@@ -146,7 +146,7 @@ REFUSED = [
     (["model.widths=[]"], "model.widths: expected 1 or more entries, got \\[\\]"),
     (["model.widths=[1000000, 1000000]"], "expected a network and a batch within the .* of a node, got .* GiB"),
     ([MODEL + "}"], r"data\.rule: expected a rule from cells to patches \(any, .* predicts \(4, 4\) patches"),
-    (["backend.transport=pigeon"], "backend.transport: expected 'auto', 'mpi', .* got 'pigeon'"),
+    (["backend.transport=pigeon"], "backend.transport: expected auto, mpi, .* got 'pigeon'"),
     (["backend.kernels=abacus"], "expected a backend out of auto, .* got 'abacus'"),
     (["data.path=none.h5"], r"none\.h5: no such file"),
     (["data.targets=x"], "expected a dataset 'x', got inputs .*, mask"),

@@ -16,39 +16,34 @@ from ..errors import CommError
 from ..reduction import ReductionPlan
 from ..rounds import side_by_side
 from ..sums import Method
+from ..transport import TRANSPORTS, Transport
 from . import base
 from .base import Pattern, TransportContext, numbered
-from .emulated import EmulatedNetwork
 from .memory import Places, Planning
 from .mpi import MpiChannel, plan_over_mpi
 from .nodes import Team, plan_by_nodes
 from .shared import NodeMemory, WindowChannel
 
-__all__ = ["Transport"]
+__all__ = ["HostLinks"]
 
 
-class Transport:
+class HostLinks:
     """Factory of channels and sums on one communicator.
 
     Parameters
     ----------
-    shares
-        Whether ranks of one node use shared memory.
-    messages
-        Whether channels between other ranks use MPI messages. Without them, such channels are rejected.
-    network
-        Emulated network, for which shared memory stands; None without one.
+    transport
+        Transport whose properties choose the links.
     """
 
-    def __init__(
-        self, context: TransportContext, shares: bool, messages: bool, network: EmulatedNetwork | None = None
-    ) -> None:
-        self._context, self._messages, self._network = context, messages, network
+    def __init__(self, context: TransportContext, transport: Transport) -> None:
+        network = transport.network
+        self._context, self._transport, self._network = context, transport, network
         self._memory: NodeMemory | None = None
         node_of: tuple[int, ...] = ()
         if network is not None:
             node_of = numbered([rank // network.node for rank in context.ranks])
-        if shares:
+        if transport.shares:
             crowded = context.mpi.size > usable_cores().count
             self._memory = NodeMemory(context, network, node_of, crowded)
         self._node_of, self._one_machine = node_of, network is None
@@ -83,7 +78,7 @@ class Transport:
             return [MpiChannel(self._context, pattern, meter) for pattern, meter in zip(patterns, meters)]
         near = self.neighbors()
         beyond = [set(pattern.peers) - near for pattern in patterns]
-        if not self._messages:
+        if not self._transport.messages:
             far = set().union(*beyond)
             self._context.agree(_refusal(min(far)) if far else None)
         # Collective over the node, so a rank without peers on its node takes part.
@@ -114,8 +109,8 @@ class Transport:
         flat = buffer.reshape(-1)
         if self._memory is None and method.by_nodes:
             raise CommError(
-                f"reduction {name}: expected a transport by which ranks of a node share memory ('auto', 'shared' or "
-                "'emulated'), got 'mpi'; choose another transport, or a sum that needs none (allreduce, reduce_scatter)"
+                f"reduction {name}: expected a transport by which ranks of a node share memory ({_sharing()}), got "
+                f"'{self._transport}'; choose another transport, or a sum that needs none (allreduce, reduce_scatter)"
             )
         if self._memory is not None and method.by_nodes:
             if self._team is None:
@@ -199,3 +194,9 @@ def _refusal(peer: int) -> CommError:
     return CommError(
         f"shared transport: expected peers on the same node, got rank {peer} on another; use transport='auto'"
     )
+
+
+def _sharing() -> str:
+    """Return the names of the transports by which ranks share memory."""
+    *names, last = (repr(name) for name in TRANSPORTS.names if TRANSPORTS[name].shares)
+    return f"{', '.join(names)} or {last}"

@@ -1,0 +1,194 @@
+"""Transports: how arrays of the host travel between ranks. Plain data, without MPI.
+
+A transport is one class with its settings. Communicators, reducers, planners and the price of a machine read its
+properties. No other file compares names of transports. One of a user's own stands in a file:
+``backend.transport = "slow.py:Slow"``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+from halograd.errors import UserError
+from halograd.registry import Registry
+from halograd.schema import STRICT, Count, NotNegative
+
+from .errors import CommError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from .channel import Channel
+    from .counters import Meter
+    from .reduction import ReductionPlan
+    from .sums import Method
+    from .transports.base import Pattern
+
+__all__ = ["TRANSPORTS", "Auto", "Emulated", "Links", "Mpi", "Shared", "Transport", "ring_seconds", "transport_of"]
+
+
+class Links(Protocol):
+    """A transport on one communicator: factory of channels and sums."""
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Memory of this rank that all its channels and reductions share [B]."""
+        ...
+
+    def nodes(self) -> tuple[int, ...]:
+        """Return the node number of every rank, counted from 0 in order of appearance. Collective."""
+        ...
+
+    def channels(self, patterns: Sequence[Pattern], meters: Sequence[Meter]) -> list[Channel]:
+        """Return one channel per pattern; patterns are valid and match between ranks. Collective over the communicator.
+        """
+        ...
+
+    def plans(self, wanted: Sequence[tuple[np.ndarray, Method, str]]) -> list[ReductionPlan]:
+        """Return the plans of the sums of several named buffers. Collective over the communicator."""
+        ...
+
+    def close(self) -> None:
+        """Free the resources of the transport, after its channels were closed. Collective over the communicator."""
+
+
+@dataclass(frozen=True)
+class Transport:
+    """How arrays of the host travel between the ranks of a communicator. Local.
+
+    A subclass is a frozen dataclass, whose fields are its settings (``"slow.py:Slow:seconds=0.1"``), or a class without
+    settings. Its properties choose links of the library; :meth:`connect` may put something of its own around them.
+
+    Attributes
+    ----------
+    name
+        Name in the registry; a class in a file of a user needs none.
+    shares
+        Whether ranks of one node read each other's memory. Without it hierarchical sums are rejected.
+    messages
+        Whether ranks that share no memory exchange MPI messages. Without it they cannot exchange halos.
+    """
+
+    __pydantic_config__ = STRICT
+
+    name: ClassVar[str] = ""
+    shares: ClassVar[bool] = True
+    messages: ClassVar[bool] = True
+
+    @property
+    def network(self) -> Emulated | None:
+        """Emulated network, whose delays messages have; None without one."""
+        return None
+
+    def connect(self, links: Links) -> Links:
+        """Return the factory of channels and sums on one communicator. Local.
+
+        `links` are those of the library, which the properties choose. A subclass may wrap them, to count
+        or to delay, for example: by an object whose methods make the calls of the same names.
+        """
+        return links
+
+    def __str__(self) -> str:
+        """Return the text that names it in a configuration; of a class in a file, its class and settings."""
+        settings = ",".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self))
+        return ":".join(filter(None, (self.name or type(self).__name__, settings)))
+
+
+#: Transports by name, for `Communicator`.
+TRANSPORTS: Registry[Transport] = Registry("transport", Transport, key="backend.transport")
+
+
+@TRANSPORTS.register
+@dataclass(frozen=True)
+class Auto(Transport):
+    """Shared memory between ranks of the same node, MPI messages between nodes."""
+
+    name: ClassVar[str] = "auto"
+
+
+@TRANSPORTS.register
+@dataclass(frozen=True)
+class Mpi(Transport):
+    """One persistent MPI message per peer."""
+
+    name: ClassVar[str] = "mpi"
+    shares: ClassVar[bool] = False
+
+
+@TRANSPORTS.register
+@dataclass(frozen=True)
+class Shared(Transport):
+    """Ranks of the same node read each other's send buffers in a shared window; other peers are rejected."""
+
+    name: ClassVar[str] = "shared"
+    messages: ClassVar[bool] = False
+
+
+@TRANSPORTS.register
+@dataclass(frozen=True)
+class Emulated(Transport):
+    """Shared memory of one machine, in which a message of n bytes takes ``alpha + beta * n`` seconds and no CPU time.
+
+    Attributes
+    ----------
+    alpha
+        Latency of a message [s].
+    beta
+        Inverse bandwidth [s/B].
+    node
+        Number of consecutive ranks of the root communicator on one emulated node: ranks 0 to node - 1 are on the first
+        node, and so on. Ranks of one node use shared memory without delay. A collective among ranks of several nodes
+        takes the time of a ring whose links all cross the network.
+    """
+
+    name: ClassVar[str] = "emulated"
+    alpha: NotNegative
+    beta: NotNegative
+    node: Count = 1
+
+    @property
+    def network(self) -> Emulated:
+        """The transport itself."""
+        return self
+
+    def message(self, nbytes: int) -> float:
+        """Return the time of a message [s]."""
+        return self.alpha + self.beta * nbytes
+
+    def collective(self, method: Method, ranks: int, nbytes: int) -> float:
+        """Return the time of a collective of `nbytes` among `ranks` on several nodes [s].
+
+        An all-reduce takes the time of a ring; a reduce-scatter or an all-gather takes half of it.
+        """
+        seconds = ring_seconds(ranks, method.codec.payload(nbytes), self.alpha, self.beta)
+        return seconds if method.adds and method.gathers else seconds / 2
+
+
+def ring_seconds(size: int, nbytes: int, alpha: float, beta: float) -> float:
+    """Return the time of a ring all-reduce (reduce-scatter, then all-gather) of `nbytes` over `size` ranks [s].
+
+    References
+    ----------
+    Thakur, Rabenseifner, Gropp, Optimization of Collective Communication Operations in MPICH (2005),
+    Section 4.5, without the time of the additions, which are really done.
+    """
+    return 2 * (size - 1) * alpha + 2 * (size - 1) / size * beta * nbytes
+
+
+def transport_of(transport: str | Transport) -> Transport:
+    """Return the transport that a text names, with its settings. Local.
+
+    >>> transport_of("emulated:alpha=1e-3,beta=1e-9,node=2")
+    Emulated(alpha=0.001, beta=1e-09, node=2)
+
+    Raises
+    ------
+    CommError
+        If the text names none, or settings that it does not have.
+    """
+    try:
+        return transport if isinstance(transport, Transport) else TRANSPORTS.make(transport, "transport")
+    except UserError as error:
+        raise CommError(str(error)) from error
