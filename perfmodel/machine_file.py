@@ -304,8 +304,10 @@ def machine_to_toml(machine: Machine) -> str:
 
 def _link(table: str, link: Link) -> list[str]:
     lines = ["", f"[{table}]", f"alpha = {_value(link.alpha, 's')}", f"beta = {_value(link.beta, 's/B')}"]
-    lines += [f"note = {to_toml(link.note)}"] if link.note else []
-    return [*lines, *(f"{key} = true" for key in ("shared", "emulated") if getattr(link, key))]
+    if not link.note:
+        return lines
+    flags = (f"{key} = {to_toml(getattr(link, key))}" for key in ("shared", "emulated"))
+    return [*lines, f"note = {to_toml(link.note)}", *flags]
 
 
 def _runtime(runtime: Overheads) -> list[str]:
