@@ -87,16 +87,18 @@ def run_layer(
     seed: int = 0,
     shift: Mapping[str, np.ndarray] | None = None,
     steps: int = 1,
+    debug: bool = False,
 ) -> LayerResult | None:
     """Return outputs and gradients of one layer under one cut: ``y, dx0, ..., loss`` and gradients by name. Collective.
 
     The result has whole arrays, on rank 0; it is None on other ranks. Inputs, parameters and the output's gradient are
     random by global index. A layer may be cut into fewer `parts` than there are ranks. `shift` is added to inputs and
     parameters (``x0``, ..., parameters by their short names, or as ``layer/parameter`` if `make` chains layers that
-    share a short name). `steps` repeats the step, which reuses buffers.
+    share a short name). `steps` repeats the step, which reuses buffers. `debug` is that
+    of :class:`Executor`.
     """
     network, name = _probed(make, shapes)
-    settings = (batch, dtype, backend, options, seed, shift, steps)
+    settings = (batch, dtype, backend, options, seed, shift, steps, debug)
     with _stepped(network, shapes, comm, parts, *settings) as (executor, loss):
         inputs = [f"x{i}" for i in range(len(shapes))]
         with closing(Gather(executor, [name], inputs)) as way:
@@ -119,12 +121,13 @@ def _stepped(
     seed: int = 0,
     shift: Mapping[str, np.ndarray] | None = None,
     steps: int = 1,
+    debug: bool = False,
 ) -> Iterator[tuple[Executor, float]]:
     """Yield an executor of a probed layer after some steps, and its loss; arguments as in `run_layer`."""
     backend_, moved = get_backend(backend) if isinstance(backend, str) else backend, dict(shift or {})
     strategy = _strategy(parts, comm.size, options)
     probed = [n for n in network.inputs if n != "g"]
-    with Executor(network, comm, backend_, batch, strategy, dtype, seed=seed, probed=probed) as executor:
+    with Executor(network, comm, backend_, batch, strategy, dtype, seed=seed, probed=probed, debug=debug) as executor:
         labels = _labels(executor.store.params)
         for key, array in executor.store.params.items():
             whole = random_array(executor.store.shapes[key], key, seed) + moved.get(labels[key], 0.0)
@@ -186,6 +189,9 @@ def check_layer(
 ) -> None:
     """Check a layer against one process on every grid of the communicator's ranks, and its gradient numerically.
 
+    On a CPU it runs with ``debug=True`` (:class:`Executor`), which finds kernels that write outside of their memory and
+    arrays that are read or written without a declaration.
+
     Parameters
     ----------
     layer
@@ -208,6 +214,8 @@ def check_layer(
     ------
     AssertionError
         An array differs by more than the tolerance; the message names grid and array. On all ranks.
+    AccessError, GuardError
+        A kernel used memory as it may not; the message names layer, operation and array. On all ranks.
     """
     make = (lambda: layer) if isinstance(layer, Layer) else layer
     several = bool(input_shape) and isinstance(input_shape[0], Sequence)
@@ -218,10 +226,10 @@ def check_layer(
     network, name = _probed(make, shapes)
     made = get_backend(backend) if isinstance(backend, str) else nullcontext(backend)
     with made as kernels, Communicator(MPI.COMM_SELF) as alone, Communicator(world, transport) as ranks:
-        reference = None
+        reference, debug = None, kernels.device.is_host
         with ranks.agreement():
             if ranks.rank == 0:
-                reference = run_layer(make, shapes, alone, {}, backend=kernels, **common)
+                reference = run_layer(make, shapes, alone, {}, backend=kernels, debug=debug, **common)
         reference = cast(LayerResult, ranks.bcast(reference))
         if gradient and dtype == "float64":
             own = [k for k in reference if k.startswith("d")][ranks.rank :: ranks.size]
@@ -231,7 +239,7 @@ def check_layer(
             if not _possible(network, parts, world.size):
                 continue
             once = (network, shapes, ranks, parts, batch, dtype, kernels, options)
-            with _stepped(*once, steps=2) as (executor, loss):
+            with _stepped(*once, steps=2, debug=debug) as (executor, loss):
                 found = {**_blocks(executor, name, len(shapes)), "loss": (np.array([loss]), ())}
             ranks.agree(_difference(found, reference, tolerance, dtype, str(parts)))
 

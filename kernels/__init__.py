@@ -1,5 +1,6 @@
 """Local compute on plain arrays: the same kernels in NumPy, in oneDNN, and in cuDNN and our own CUDA code on a GPU."""
 
+from .access import Access, makes, reads, writes
 from .backend import Backend, get_backend
 from .fused import ACTIVATIONS, FusedActivation
 from .geometry import Geometry, Resampled, Resampling
@@ -12,6 +13,7 @@ from .updates import UpdateArrays
 
 __all__ = [
     "ACTIVATIONS",
+    "Access",
     "Backend",
     "BatchNormArrays",
     "BatchNormKernels",
@@ -31,4 +33,7 @@ __all__ = [
     "Substitute",
     "UpdateArrays",
     "get_backend",
+    "makes",
+    "reads",
+    "writes",
 ]

@@ -26,6 +26,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..device import HOST, Device
+from .access import reads, writes
 from .fused import FusedActivation
 from .kernel import BatchNormArrays, BatchNormKernels, BatchNormTraining, Kernel, chain
 from .memory import Workspace, buffer, chunks, on_host
@@ -242,6 +243,8 @@ class GroupNormKernels:
         given = ((0, arrays.dbeta), (1, arrays.dgamma))
         self._grads = [(i, array) for i, array in given if array is not None and array.size]
 
+    @reads("x")
+    @writes("sums", "totals", "y")
     def statistics(self) -> None:
         self._settled = False
         self.a.sums.fill(0)
@@ -253,6 +256,8 @@ class GroupNormKernels:
         """Sum the per-channel sums over each group."""
         np.sum(sums.reshape(self._grouped), axis=-1, out=self.a.totals)
 
+    @reads("totals")
+    @writes("totals")
     def cancels(self) -> bool:
         """Compute means and variances. Return whether these have lost their digits; all ranks of the group get the same
         result.
@@ -271,6 +276,8 @@ class GroupNormKernels:
         np.maximum(var, 0, out=var)
         return mean, var
 
+    @reads("x", "totals")
+    @writes("means", "sums", "totals")
     def centered(self) -> None:
         """Sum the squares again, about the known means."""
         n, _, groups, members = self._grouped
@@ -282,10 +289,14 @@ class GroupNormKernels:
             centered_squares(block.reshape(-1, len(center)), center, sums[1], self._work)
         self._group(self.a.sums)
 
+    @reads("totals")
+    @writes("totals")
     def variance(self) -> None:
         np.divide(self.a.totals, self.a.count, out=self.a.totals)
         np.copyto(self.a.totals[:, 0], self._squares[0])
 
+    @reads("x", "gamma", "beta", "totals")
+    @writes("y", "mean", "var", "totals")
     def normalize(self) -> None:
         if not self._settled:
             self._moments()
@@ -299,6 +310,8 @@ class GroupNormKernels:
         for total, array in ((self.a.totals[:, 0], self.a.mean), (self.a.totals[:, 1], self.a.var)):
             np.copyto(array.reshape(n, groups, members), total[:, :, None], casting="same_kind")
 
+    @reads("x", "dy", "gamma", "beta", "mean", "var")
+    @writes("dx", "dgamma", "dbeta", "sums", "totals")
     def backward_sums(self) -> None:
         sums = self.a.sums
         sums.fill(0)
@@ -312,6 +325,8 @@ class GroupNormKernels:
             sums *= self.a.gamma
         self._group(sums)
 
+    @reads("x", "dy", "dx", "gamma", "beta", "mean", "var", "totals")
+    @writes("dx", "means", "totals")
     def backward_data(self) -> None:
         np.divide(self.a.totals, self.a.count, out=self.a.totals)
         self.a.means.fill(0)

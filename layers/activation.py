@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ..kernels.access import Access, makes, reads, writes
 from ..kernels.fused import FusedActivation, reads_input
 from ..lowering.context import Context
 from .layer import Layer, Passes, Shape
@@ -48,23 +49,30 @@ class _Activation(Layer):
         return math.prod(shapes[0])
 
     def lower(self, context: Context) -> Callable[[], None]:
-        kernel = context.kernel(partial(_activation, self), x=context.inputs[0].view, y=context.y)
-        context.run(kernel, "forward", uses=("x", "y"), timing=context.timing("forward"))
+        by_input = reads_input(self.function, self.alpha)
+        make = partial(_activation_by_input if by_input else _activation, self)
+        kernel = context.kernel(make, x=context.inputs[0].view, y=context.y)
+        context.run(kernel, "forward", timing=context.timing("forward"))
 
         def backward() -> None:
-            # From here on the memory of the array that backward does not read (x or y) may be reused.
-            source, made = "x" if reads_input(self.function, self.alpha) else "y", kernel
-            y = context.y_again() if source == "y" else context.y
+            made, y = kernel, context.y if by_input else context.y_again()
             if y != kernel.views["y"]:
-                made = context.kernel(kernel.make, x=y, y=y)
+                made = context.kernel(make, x=y, y=y)
             made.add(dy=context.dy, dx=context.gradient(0))
-            context.run(made, "backward", uses=(source, "dy", "dx"), timing=context.timing("backward_data"))
+            context.run(made, "backward", timing=context.timing("backward_data"))
 
         return backward
 
 
+@makes(forward=Access(("x",), ("y",)), backward=Access(("y", "dy"), ("dx",)))
 def _activation(layer: _Activation, environment: Any, x: Any, y: Any, dy: Any = None, dx: Any = None) -> Pair:
     return Pair(*environment.kernels.activation(layer.function, x, y, dy, dx, alpha=layer.alpha))
+
+
+@makes(forward=Access(("x",), ("y",)), backward=Access(("x", "dy"), ("dx",)))
+def _activation_by_input(*arguments: Any, **arrays: Any) -> Pair:
+    """Return the kernels of a function whose gradient is formed from its input."""
+    return _activation(*arguments, **arrays)
 
 
 class ReLU(_Activation):
@@ -220,6 +228,8 @@ def _numbers(given: float | Sequence[float]) -> float | tuple[float, ...]:
     return tuple(array.tolist()) if array.ndim == 1 else float(array)
 
 
+@reads("x")
+@writes("y")
 def _affine(
     factor: float | tuple[float, ...], shift: float | tuple[float, ...], wide: Any, environment: Any, x: Any, y: Any
 ) -> Callable[[], None]:
@@ -270,6 +280,8 @@ class Clamp(Layer):
         return backward
 
 
+@reads("x")
+@writes("y")
 def _clamp(limits: tuple[float, float], environment: Any, x: Any, y: Any) -> Callable[[], None]:
     def run() -> None:
         if y.size:
@@ -279,6 +291,8 @@ def _clamp(limits: tuple[float, float], environment: Any, x: Any, y: Any) -> Cal
     return run
 
 
+@reads("y", "dy")
+@writes("dx", "inside")
 def _clamp_gradient(
     limits: tuple[float, float], environment: Any, y: Any, dy: Any, dx: Any, inside: Any
 ) -> Callable[[], None]:

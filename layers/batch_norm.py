@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..dtensor import Blocks, Groups, sample_groups
+from ..kernels.access import reads, writes
 from ..kernels.fused import FusedActivation
 from ..kernels.kernel import BatchNormArrays, BatchNormKernels, BatchNormTraining
 from ..kernels.memory import Workspace
@@ -162,34 +163,33 @@ class BatchNorm(Layer):
         looks = not alone and (exact or context.looks)
         batch, f = context.output.layout.shape[0], self.fused(len(inputs))
         numbers = _Numbers(self, max(1, count), own / max(1, everyone), alone, looks, running is not None, batch, f)
-        again = tuple(views)
-        kernel = context.kernel(partial(_BatchNormKernel, numbers), **views, residual=None)
+        kind = _BatchNormKernel if len(inputs) == 1 or f is None else _SumNormKernel
+        kernel = context.kernel(partial(kind, numbers), **views, residual=None)
         if len(inputs) > 1:
             kernel.add(residual=inputs[1].view)
-        forward = (*again, "residual")
 
         def settle() -> None:
             if running is not None:
                 context.finish(running)
-                context.run(kernel, "settle", uses=("moments", *(f"running_{key}" for key in context.state)))
+                context.run(kernel, "settle")
 
         for x in inputs:
             x.start()
         for x in inputs:
             x.finish()
         settle()
-        context.run(kernel, "evaluate", uses=forward, when="evaluation", timing=context.timing("forward"))
-        context.run(kernel, "begin", uses=(), when="training")
+        context.run(kernel, "evaluate", when="evaluation", timing=context.timing("forward"))
+        context.run(kernel, "begin", when="training")
         if not alone:
-            context.run(kernel, "statistics", uses=again, when="training")
+            context.run(kernel, "statistics", when="training")
             both = context.add_up(total, when="training")
         if looks:
-            centered, variance = (context.operation(kernel, part, uses=again) for part in ("centered", "variance"))
-            context.run(kernel, "cancels", uses=again, when="training", guarded=[centered, *both, variance])
-            context.run(kernel, "take", uses=again, when="training")
-        context.run(kernel, "train", uses=forward, when="training", timing=context.timing("forward"))
+            centered, variance = (context.operation(kernel, part) for part in ("centered", "variance"))
+            context.run(kernel, "cancels", when="training", guarded=[centered, *both, variance])
+            context.run(kernel, "take", when="training")
+        context.run(kernel, "train", when="training", timing=context.timing("forward"))
         if running is not None:
-            context.run(kernel, "average", uses=again, when="training")
+            context.run(kernel, "average", when="training")
             context.start(running, when="training")
 
         def backward() -> None:
@@ -200,14 +200,11 @@ class BatchNorm(Layer):
                 kernel.add(dresidual=context.gradient(1) if wanted else context.scratch(context.box.shape))
             elif len(inputs) > 1 and context.needs_gradient(1):
                 context.pass_gradient(1)
-            # The input of an activation can be recomputed from x, but not if another input was added.
-            gone = ("residual",) if len(inputs) > 1 and f is not None else ("residual", "y")
-            used = tuple(name for name in kernel.views if name not in gone)
             settle()
-            context.run(kernel, "backward_sums", uses=used, timing=context.timing("backward_data"))
+            context.run(kernel, "backward_sums", timing=context.timing("backward_data"))
             if not alone:
                 context.add_up(total)
-                context.run(kernel, "backward_data", uses=used)
+                context.run(kernel, "backward_data")
 
         return backward
 
@@ -278,6 +275,8 @@ class _BatchNormKernel:
         made: BatchNormKernels = environment.kernels.batch_norm(arrays)
         return made
 
+    @reads("moments", "running_*")
+    @writes("moments", "running_*")
     def settle(self) -> None:
         """Wait until the running statistics hold all batches so far."""
         if not self._pending:
@@ -289,10 +288,13 @@ class _BatchNormKernel:
             array *= 1 - momentum
             np.add(array, batch, out=array, casting="same_kind")
 
+    @reads("x", "residual", "gamma", "beta", "running_*")
+    @writes("y")
     def evaluate(self) -> None:
         self._trained = False
         self.apply.forward()
 
+    @reads()
     def begin(self) -> None:
         self._trained = True
         if self.mode.valid < self.n.batch:
@@ -301,9 +303,13 @@ class _BatchNormKernel:
                 "drop the short last batch of an epoch, or choose a batch size that divides the number of samples"
             )
 
+    @reads("x")
+    @writes("sums", "y")
     def statistics(self) -> None:
         self.trained.statistics()
 
+    @reads("sums")
+    @writes("moments", "sums")
     def cancels(self) -> bool:
         """Compute mean and biased variance of the group from the sums of its ranks; return whether they lost too many
         digits.
@@ -315,22 +321,32 @@ class _BatchNormKernel:
         np.maximum(var, 0, out=var)
         return cancels(mean, var, self.layer.eps, self.limit, self.sums)
 
+    @reads("x", "moments")
+    @writes("sums")
     def centered(self) -> None:
         """Compute the squares about the mean, which are summed over the ranks."""
         self.sums[0].fill(0)
         centered_squares(self.rows, self.moments[0], self.sums[1], self._work)
 
+    @reads("sums", "moments")
+    @writes("moments")
     def variance(self) -> None:
         np.divide(self.sums[1], self.n.count, out=self.moments[1])
 
+    @reads("moments")
+    @writes("mean", "var")
     def take(self) -> None:
         """Copy mean and variance to the arrays of the kernels."""
         np.copyto(self.mean, self.moments[0], casting="same_kind")
         np.copyto(self.var, self.moments[1], casting="same_kind")
 
+    @reads("x", "residual", "gamma", "beta", "mean", "var", "sums", "running_*")
+    @writes("y", "mean", "var", "sums", "running_*")
     def train(self) -> None:
         self.trained.forward()
 
+    @reads("mean", "var")
+    @writes("moments")
     def average(self) -> None:
         """Start to average this batch's moments over the groups, with the unbiased variance, for the running
         statistics.
@@ -342,12 +358,16 @@ class _BatchNormKernel:
         self.moments *= self.n.share
         self._pending = True
 
+    @reads("x", "dy", "gamma", "beta", "mean", "var")
+    @writes("dx", "dresidual", "dgamma", "dbeta", "sums")
     def backward_sums(self) -> None:
         if not self._trained:
             raise RuntimeError(f"{self.name}: backward() needs a forward() in training mode before")
         assert self.trained.backward_sums is not None
         self.trained.backward_sums()
 
+    @reads("x", "dy", "dx", "dresidual", "gamma", "beta", "mean", "var", "sums")
+    @writes("dx", "sums", "means")
     def backward_data(self) -> None:
         assert self.trained.backward_data is not None
         self.trained.backward_data()
@@ -357,6 +377,20 @@ class _BatchNormKernel:
         for kernel in (self.apply, self.trained):
             kernel.close()
         self._work.clear()
+
+
+class _SumNormKernel(_BatchNormKernel):
+    """With another input and an activation: what this was given does not follow from x, so backward reads y."""
+
+    @reads("y", "x", "dy", "gamma", "beta", "mean", "var")
+    @writes("dx", "dresidual", "dgamma", "dbeta", "sums")
+    def backward_sums(self) -> None:
+        super().backward_sums()
+
+    @reads("y", "x", "dy", "dx", "dresidual", "gamma", "beta", "mean", "var", "sums")
+    @writes("dx", "sums", "means")
+    def backward_data(self) -> None:
+        super().backward_data()
 
 
 def statistics_groups(statistics: str, boxes: Blocks) -> Groups:

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..dtensor import Blocks, Box, Layout, Window, input_box, output_box
 from ..kernels import Geometry
+from ..kernels.access import reads, writes
 from ..kernels.fused import FusedActivation
 from ..lowering.context import Context
 from .activation import activated, fused
@@ -187,20 +188,27 @@ class _ConvKernels:
         return partial(conv_data, local_geometry(self.windows, x, y))
 
 
+@reads("x", "w", "b")
+@writes("y")
 def conv_forward(
     geometry: LocalGeometry, f: FusedActivation | None, environment: Any, x: Any, w: Any, b: Any, y: Any
 ) -> Any:
     return environment.kernels.conv_forward(x, w, b, y, geometry(), f)
 
 
+@reads("x", "dy")
+@writes("dw", "db")
 def conv_filter(geometry: LocalGeometry, environment: Any, x: Any, dy: Any, dw: Any, db: Any) -> Any:
     return environment.kernels.conv_backward_filter(x, dy, dw, db, geometry())
 
 
+@reads("dy", "w")
+@writes("dx")
 def conv_data(geometry: LocalGeometry, environment: Any, dy: Any, w: Any, dx: Any) -> Any:
     return environment.kernels.conv_backward_data(dy, w, dx, geometry())
 
 
+@writes("array")
 def zeroing(environment: Any, array: Any) -> Callable[[], None]:
     """Return the kernel that sets a gradient to zero, because no output depends on its array."""
     return lambda: array.fill(0)

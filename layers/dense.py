@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..dtensor import Box
+from ..kernels.access import reads, writes
 from ..kernels.fused import FusedActivation
 from ..lowering.context import Context
 from .activation import activated
@@ -120,13 +121,19 @@ class _DenseKernels:
         return _data
 
 
+@reads("x", "w", "b")
+@writes("y")
 def _forward(environment: Any, x: Any, w: Any, b: Any, y: Any) -> Any:
     return environment.kernels.dense_forward(x, w, b, y)
 
 
+@reads("x", "dy")
+@writes("dw", "db")
 def _filter(environment: Any, x: Any, dy: Any, dw: Any, db: Any) -> Any:
     return environment.kernels.dense_backward_filter(x, dy, dw, db)
 
 
+@reads("dy", "w")
+@writes("dx")
 def _data(environment: Any, dy: Any, w: Any, dx: Any) -> Any:
     return environment.kernels.dense_backward_data(dy, w, dx)

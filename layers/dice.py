@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..dtensor import Groups
+from ..kernels.access import reads, writes
 from ..kernels.memory import buffer, chunks, masked, on_host, rows
 from ..kernels.memory import total as total_of
 from ..lowering.context import Context
@@ -169,6 +170,8 @@ class _DiceKernel(LocalLoss):
         super().__init__(*arguments, **arrays)
         self.sums, self.groups = sums, len(sums)
 
+    @reads("prediction", "target", "weights")
+    @writes("copy", "sums")
     def sum_up(self) -> None:
         """Compute the sums of this block."""
         if self.copied is not None:
@@ -176,6 +179,11 @@ class _DiceKernel(LocalLoss):
         self.sums.fill(0)
         for n in range(self.count):
             self._sweep(n, self.sums[(self.place.first + n) % self.groups], gradient=False)
+
+    @reads("prediction", "target", "weights", "sums")
+    @writes("value", "dx", "copy", "dx_copy", "sums")
+    def forward(self) -> None:
+        super().forward()
 
     def compute(self) -> None:
         count = self.count

@@ -13,6 +13,7 @@ import numpy as np
 
 from ..dtensor import Box
 from ..kernels import DropoutMask
+from ..kernels.access import reads, writes
 from ..lowering.context import Context
 from .layer import Layer, Passes, Shape
 from .merge import product
@@ -60,11 +61,11 @@ class Dropout(Layer):
         # No communication: the input is copied if it is not packed.
         x = context.gather(0, context.needed(0)).run()
         kernel = context.kernel(partial(_DropoutKernel, self.rate, shape, box), x=x.view, y=context.y)
-        context.run(kernel, "forward", uses=("x", "y"), timing=context.timing("forward"))
+        context.run(kernel, "forward", timing=context.timing("forward"))
 
         def backward() -> None:
             kernel.add(dy=context.dy, dx=context.gradient(0))
-            context.run(kernel, "backward", uses=("dy", "dx"), timing=context.timing("backward_data"))
+            context.run(kernel, "backward", timing=context.timing("backward_data"))
 
         return backward
 
@@ -142,9 +143,13 @@ class _DropoutKernel:
         mask = DropoutMask(rate, zlib.crc32(environment.name.encode()), shape, box.start, self.mode.state)
         self.kernels = kernels.dropout(x, y, dy, dx, mask)
 
+    @reads("x")
+    @writes("y")
     def forward(self) -> None:
         self._run(0)
 
+    @reads("dy")
+    @writes("dx")
     def backward(self) -> None:
         self._run(1)
 

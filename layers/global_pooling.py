@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..dtensor import Blocks, Interval, Layout
+from ..kernels.access import reads, writes
 from ..lowering.context import Context
 from ..lowering.views import View
 from .layer import Layer, Passes, Shape
@@ -196,6 +197,8 @@ class Search:
         """Extent of the longest window."""
         return max((b - a for a, b in self.windows), default=0)
 
+    @reads("x", "before")
+    @writes("y", "number", "work")
     def __call__(self, environment: Any, x: Any, y: Any, number: Any, before: Any, work: Any) -> Callable[[], None]:
         """Return the kernel: `y` is the maximum of each window, and `number` the lowest number of equal maxima.
 
@@ -237,6 +240,8 @@ def _beyond(array: Any) -> float:
     return float(_FLOAT32) if array.dtype == np.float32 else 2.0**53
 
 
+@reads("candidates")
+@writes("chosen", "worse", "y")
 def _choose(environment: Any, candidates: Any, chosen: Any, worse: Any, y: Any) -> Callable[[], None]:
     """Return the kernel that finds the largest candidate of ``(n, places, 2, C)``, and the lowest number of equal ones.
     """
@@ -256,6 +261,8 @@ def _choose(environment: Any, candidates: Any, chosen: Any, worse: Any, y: Any) 
     return run
 
 
+@reads("chosen")
+@writes("dy", "dx", "mask")
 def _spread_to_first(
     ranges: Sequence[Interval],
     extents: Sequence[int],
@@ -281,6 +288,8 @@ def _spread_to_first(
     return run
 
 
+@reads("x")
+@writes("y")
 def _sum(environment: Any, x: Any, y: Any) -> Callable[[], None]:
     axes = tuple(range(1, x.ndim - 1))
 
@@ -291,6 +300,8 @@ def _sum(environment: Any, x: Any, y: Any) -> Callable[[], None]:
     return run
 
 
+@reads("x")
+@writes("y")
 def _scale(scale: float, environment: Any, x: Any, y: Any) -> Callable[[], None]:
     def run() -> None:
         if y.size:

@@ -11,6 +11,8 @@ import numpy as np
 
 from ..dtensor import sample_groups
 from ..kernels import ChannelNormArrays, GroupNormArrays
+from ..kernels.access import Access, makes
+from ..kernels.norm_parts import GroupNormKernels
 from ..lowering.context import Context
 from .activation import activated, fused
 from .batch_norm import affine_parameters, lower_affine
@@ -139,28 +141,27 @@ def _lower(layer: GroupNorm, context: Context, groups: int) -> Callable[[], None
     sizes = [16 * groups * int(n) for n in boxes.extents[0]]
     total = context.sum(sample_groups(boxes), views["totals"], "statistics", sizes)
     kernel = context.kernel(partial(_group_norm, layer, math.prod(shape[1:]) // groups), **views)
-    forward = tuple(views)
     x.start()
     x.finish()
-    context.run(kernel, "statistics", uses=forward)
+    context.run(kernel, "statistics")
     both = context.add_up(total)
     if context.looks or context.dtype == np.float64:
-        centered, variance = (context.operation(kernel, part, uses=forward) for part in ("centered", "variance"))
-        context.run(kernel, "cancels", uses=forward, guarded=[centered, *both, variance])
-    context.run(kernel, "normalize", uses=forward, timing=context.timing("forward"))
+        centered, variance = (context.operation(kernel, part) for part in ("centered", "variance"))
+        context.run(kernel, "cancels", guarded=[centered, *both, variance])
+    context.run(kernel, "normalize", timing=context.timing("forward"))
 
     def backward() -> None:
         dx = context.gradient(0) if context.needs_gradient(0) else context.scratch(context.box.shape)
         kernel.add(dy=context.dy, dx=dx)
         kernel.add(**{f"d{key}": view for key, view in context.grads.items()})
-        used = tuple(name for name in kernel.views if name != "y")
-        context.run(kernel, "backward_sums", uses=used, timing=context.timing("backward_data"))
+        context.run(kernel, "backward_sums", timing=context.timing("backward_data"))
         context.add_up(total)
-        context.run(kernel, "backward_data", uses=used)
+        context.run(kernel, "backward_data")
 
     return backward
 
 
+@makes(GroupNormKernels)
 def _group_norm(layer: GroupNorm, count: int, environment: Any, **arrays: Any) -> Any:
     given = {name: arrays.get(name) for name in ("dy", "dx", "dgamma", "dbeta")} | arrays
     made = GroupNormArrays(**given, count=count, eps=layer.eps, activation=fused(layer))
@@ -174,7 +175,7 @@ def _lower_channel_norm(layer: LayerNorm, context: Context) -> Callable[[], None
     kernel = context.kernel(partial(_channel_norm, layer), **views)
     x.start()
     x.finish()
-    context.run(kernel, "forward", uses=tuple(views), timing=context.timing("forward"))
+    context.run(kernel, "forward", timing=context.timing("forward"))
 
     def backward() -> None:
         dx = context.gradient(0) if context.needs_gradient(0) else None
@@ -182,12 +183,15 @@ def _lower_channel_norm(layer: LayerNorm, context: Context) -> Callable[[], None
             dx = context.scratch(context.box.shape)
         kernel.add(dy=context.dy, dx=dx)
         kernel.add(**{f"d{key}": view for key, view in context.grads.items()})
-        used = tuple(name for name in kernel.views if name != "y")
-        context.run(kernel, "backward", uses=used, timing=context.timing("backward_data"))
+        context.run(kernel, "backward", timing=context.timing("backward_data"))
 
     return backward
 
 
+@makes(
+    forward=Access(("x", "gamma", "beta"), ("y",)),
+    backward=Access(("x", "dy", "gamma", "beta"), ("dx", "dgamma", "dbeta")),
+)
 def _channel_norm(layer: LayerNorm, environment: Any, **arrays: Any) -> Pair:
     names = ("x", "y", "dy", "dx", "gamma", "beta", "dgamma", "dbeta")
     # A rank that the layer does not use holds none of its parameters.

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ..kernels.access import reads, writes
 from ..kernels.memory import Workspace, buffer, chunks, widened
 from ..lowering.context import Context
 from .layer import Layer, Passes, Shape
@@ -75,11 +76,11 @@ class LocalResponseNorm(Layer):
         # No communication: the input is copied if it is not packed.
         x = context.gather(0, context.needed(0)).run()
         kernel = context.kernel(partial(_LocalResponseNorm, self), x=x.view, y=context.y)
-        context.run(kernel, "forward", uses=("x", "y"), timing=context.timing("forward"))
+        context.run(kernel, "forward", timing=context.timing("forward"))
 
         def backward() -> None:
             kernel.add(dy=context.dy, dx=context.gradient(0))
-            context.run(kernel, "backward", uses=("x", "dy", "dx"), timing=context.timing("backward_data"))
+            context.run(kernel, "backward", timing=context.timing("backward_data"))
 
         return backward
 
@@ -96,6 +97,8 @@ class _LocalResponseNorm:
         self.x, self.y, self.dy, self.dx = rows
         self._work = Workspace(environment.kernels.device)
 
+    @reads("x")
+    @writes("y")
     def forward(self) -> None:
         for part in chunks(self.x.shape[0], self.x.shape[1], self._work):
             piece = widened(self.x[part], self._work, "x")
@@ -112,6 +115,8 @@ class _LocalResponseNorm:
         d += self.layer.k
         return d
 
+    @reads("x", "dy")
+    @writes("dx")
     def backward(self) -> None:
         for part in chunks(self.x.shape[0], self.x.shape[1], self._work):
             x, dy, dx = (widened(a[part], self._work, n) for a, n in ((self.x, "x"), (self.dy, "dy"), (self.dx, "dx")))

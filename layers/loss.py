@@ -16,6 +16,7 @@ from halograd.signatures import check_methods
 from ..device import is_low
 from ..dtensor import Blocks, Groups, Layout
 from ..kernels import LossArrays
+from ..kernels.access import reads, writes
 from ..kernels.memory import Workspace, buffer
 from ..lowering.context import Context
 from ..lowering.operations import KernelSpec, Timing
@@ -301,6 +302,8 @@ def weights_view(context: Context, prediction: Value, i: int) -> View:
     return spread
 
 
+@reads("source")
+@writes("target")
 def _spreading(environment: Any, source: Any, target: Any) -> Callable[[], None]:
     """Return the kernel ``target = source`` for a source that broadcasts, possibly of another dtype."""
 
@@ -372,6 +375,8 @@ class LossBlock(ABC):
             return self.place.weight
         return self.place.weight / max(1, self.mode.valid * self.place.positions)
 
+    @reads("weights")
+    @writes("divisor")
     def weigh(self) -> None:
         """Compute the sum of this block's weights (their mean over channels), which is summed over the ranks."""
         counted = self.weights[: self.count]
@@ -393,6 +398,8 @@ class LossOfKernel(LossBlock):
         arrays = LossArrays(prediction, target, dx, value, self.mode.loss_scale, **more)
         self.kernel = self.layer.kernel(environment.kernels, arrays)
 
+    @reads("prediction", "target", "weights", "divisor")
+    @writes("value", "dx")
     def forward(self) -> None:
         self.kernel.set(self.count, self.scale())
         self.kernel()
@@ -420,6 +427,8 @@ class LocalLoss(LossBlock):
             self.copied, self.rounded = prediction, self.dx
             self.prediction, self.dx = more["copy"], more.get("dx_copy")
 
+    @reads("prediction", "target", "weights", "divisor")
+    @writes("value", "dx", "copy", "dx_copy")
     def forward(self) -> None:
         if self.copied is not None:
             np.copyto(self.prediction, self.copied)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from ..dtensor import Blocks, Box, Layout, Window, input_box, intervals
+from ..kernels.access import ANY, Access, access_of, makes, reads, writes
 from ..kernels.fused import FusedActivation
 from ..lowering.context import Context, Gathered
 from .parameter import block_channels
@@ -50,23 +51,36 @@ def lower_local(layer: Layer, context: Context) -> Callable[[], None]:
         gathered.finish()
     views = {"y": context.y} | {f"x{i}": gathered.view for i, gathered in enumerate(inputs)}
     views |= {f"param {key}": view for key, view in context.params.items()}
-    kernel = context.kernel(partial(_LocalKernel, layer, context.box), **views)
+    forward, back = (_local_access(layer, method) for method in ("forward", "backward"))
+
+    @makes(
+        forward=Access((*forward, "param *"), ("y",)), backward=Access(("dy", *back, "param *"), ("dx*", "grad *"))
+    )
+    def local_kernel(environment: Any, **arrays: Any) -> _LocalKernel:
+        return _LocalKernel(layer, context.box, environment, **arrays)
+
+    kernel = context.kernel(local_kernel, **views)
     kernel.recordable = False  # it allocates its arrays in every step
-    context.run(kernel, "forward", uses=tuple(views), timing=context.timing("forward"))
+    context.run(kernel, "forward", timing=context.timing("forward"))
 
     def backward() -> None:
         wanted = [i for i in range(len(boxes)) if context.needs_gradient(i)]
         returned = {i: context.return_gradient(i, boxes[i]) for i in wanted}
         kernel.add(dy=context.dy, **{f"dx{i}": some.view for i, some in returned.items()})
         kernel.add(**{f"grad {key}": view for key, view in context.grads.items()})
-        used = tuple(name for name in kernel.views if name != "y")
-        context.run(kernel, "backward", uses=used, timing=context.timing("backward_data"))
+        context.run(kernel, "backward", timing=context.timing("backward_data"))
         for some in returned.values():
             some.start()
         for some in returned.values():
             some.finish()
 
     return backward
+
+
+def _local_access(layer: Layer, method: str) -> tuple[str, ...]:
+    """Return the names of the inputs that a method of a layer reads: all, if it declares nothing."""
+    found = access_of(type(layer), method)
+    return ("x*",) if found is ANY else found.reads
 
 
 class _LocalKernel:
@@ -215,10 +229,14 @@ def lower_contraction(
     return backward
 
 
+@reads("y")
+@writes("y")
 def _applying(f: FusedActivation, environment: Any, y: Any) -> Any:
     return environment.kernels.activation(f.kind, y, y, None, None, f.alpha)[0]
 
 
+@reads("y", "dy")
+@writes("dx")
 def gradient_of(f: FusedActivation, environment: Any, y: Any, dy: Any, dx: Any) -> Any:
     """Return the kernel ``dx = f' * dy``, which computes ``f'`` from the output `y`."""
     return environment.kernels.activation(f.kind, y, y, dy, dx, f.alpha)[1]

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..dtensor import Blocks, Box, Interval, Layout
+from ..kernels.access import reads, writes
 from ..kernels.fused import FusedActivation
 from ..lowering.context import Context
 from ..lowering.views import View
@@ -69,6 +70,8 @@ class Add(Layer):
         return backward
 
 
+@reads("x*")
+@writes("y")
 def _add(f: FusedActivation | None, environment: Any, y: Any, **summands: Any) -> Any:
     return environment.kernels.add(list(summands.values()), y, f)
 
@@ -140,6 +143,8 @@ class _OfTwo(Layer):
         return backward
 
 
+@reads("x", "g")
+@writes("y")
 def product(environment: Any, x: Any, g: Any, y: Any) -> Callable[[], None]:
     """Return the kernel ``y = x * g``."""
 
@@ -150,6 +155,8 @@ def product(environment: Any, x: Any, g: Any, y: Any) -> Callable[[], None]:
     return run
 
 
+@reads("x", "g")
+@writes("y")
 def _sum(environment: Any, x: Any, g: Any, y: Any) -> Callable[[], None]:
     def run() -> None:
         if y.size:
@@ -205,6 +212,8 @@ class BroadcastAdd(_OfTwo):
         context.copy(*copied, timing=context.timing("backward_data"))
 
 
+@reads("x")
+@writes("y")
 def summing(environment: Any, x: Any, y: Any) -> Callable[[], None]:
     """Return the kernel that sums x over the axes along which y has one element."""
     axes = tuple(axis for axis, n in enumerate(y.shape) if n < x.shape[axis])

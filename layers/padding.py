@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..dtensor import Blocks, Interval, Layout, axis_names
+from ..kernels.access import reads, writes
 from ..lowering.context import Context
 from ..lowering.operations import Timing
 from ..lowering.views import View
@@ -270,6 +271,8 @@ def _shifted(shift: int, low: int, high: int) -> Interval:
     return low - shift, high - shift
 
 
+@reads("x")
+@writes("y")
 def _show(axis: int, flips: bool, environment: Any, x: Any, y: Any) -> Callable[[], None]:
     """Return the kernel ``y = x``, mirrored along an axis, or repeated along it where x has one row."""
     source = x[(slice(None),) * axis + (slice(None, None, -1),)] if flips else x

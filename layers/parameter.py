@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..dtensor import Blocks, Groups, Intervals, balanced_boundaries, intervals
+from ..kernels.access import reads, writes
 from ..lowering.context import Context
 
 if TYPE_CHECKING:
@@ -264,6 +265,8 @@ def _others(array: Any) -> tuple[int, ...]:
     return tuple(range(1, array.ndim))
 
 
+@reads("v", "g")
+@writes("norms", "w", "unit", "sums")
 def _normalizing(environment: Any, v: Any, g: Any, norms: Any, w: Any, unit: Any, sums: Any) -> Callable[[], None]:
     """Return the kernel ``w = g * v / |v|``, which also writes the norms."""
 
@@ -278,6 +281,8 @@ def _normalizing(environment: Any, v: Any, g: Any, norms: Any, w: Any, unit: Any
     return run
 
 
+@reads("v", "g", "norms", "dw")
+@writes("dv", "dg", "unit", "product", "sums", "factor")
 def _gradients(
     environment: Any, v: Any, g: Any, norms: Any, dw: Any, dv: Any, dg: Any, **work: Any
 ) -> Callable[[], None]:

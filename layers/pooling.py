@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..dtensor import Window
+from ..kernels.access import Access, makes, reads, writes
 from ..lowering.context import Context
 from ..lowering.views import View
 from .convolution import LocalGeometry, local_geometry
@@ -81,18 +82,19 @@ class _Pool(Layer, ABC):
         geometry = local_geometry(windows, x.box, context.box)
         # Forward and backward are created together: backward uses what forward stores.
         kernel = context.kernel(partial(_pool, self, geometry), x=x.view, y=context.y)
-        context.run(kernel, "forward", uses=("x", "y"), timing=context.timing("forward"))
+        context.run(kernel, "forward", timing=context.timing("forward"))
 
         def backward() -> None:
             returned = context.return_gradient(0, boxes)
             kernel.add(dy=context.dy, dx=returned.view)
             # Forward has stored the positions of the maxima.
-            context.run(kernel, "backward", uses=("dy", "dx"), timing=context.timing("backward_data"))
+            context.run(kernel, "backward", timing=context.timing("backward_data"))
             returned.run()
 
         return backward
 
 
+@makes(forward=Access(("x",), ("y",)), backward=Access(("dy",), ("dx",)))
 def _pool(
     layer: _Pool, geometry: LocalGeometry, environment: Any, x: Any, y: Any, dy: Any = None, dx: Any = None
 ) -> Pair:
@@ -304,6 +306,8 @@ class _Stage:
         return dx
 
 
+@reads("dy", "number")
+@writes("dx", "work")
 def _to_first(search: Search, environment: Any, dy: Any, number: Any, dx: Any, work: Any) -> Callable[[], None]:
     """Return the kernel that sums, per element, the gradients of the windows whose first maximum it is."""
     numbers = np.arange(dx.shape[search.axis]).reshape(-1, *(1 for _ in dx.shape[search.axis + 1 :]))

@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any
 
 from ..dtensor import Groups
+from ..kernels.access import reads, writes
 from ..lowering.context import Context
 
 __all__ = ["ReplicatedDense", "RowGather", "lower_replicated", "padded_rows"]
@@ -95,6 +96,8 @@ class ReplicatedDense:
             self.errors = RowGather(arrays["errors"], arrays["errors_gather"], dy, first)
             self.whole = kernels.dense_backward_filter(arrays["rows"], arrays["errors"], dw, db)
 
+    @reads("x", "w", "b")
+    @writes("y", "rows")
     def forward(self) -> None:
         if self.rows is not None:
             # First wait for the rows of an abandoned step.
@@ -104,6 +107,8 @@ class ReplicatedDense:
                 self.rows.start()
         self.kernel()
 
+    @reads("x", "w", "dy", "rows", "dw", "db")
+    @writes("dx", "dw", "db", "rows", "errors")
     def backward(self) -> None:
         if self.replicates:
             self._keep_errors()

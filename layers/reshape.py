@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..dtensor import Blocks, Box, Interval, Layout
+from ..kernels.access import reads, writes
 from ..lowering.context import Context
 from ..lowering.views import View
 from .layer import Layer, Passes, Shape
@@ -184,12 +185,13 @@ class _Pixels(Copied):
         boxes, (read, made) = context.needed(0), self.names
         x = context.gather(0, boxes).run()
         places = _places(**{read: x.box, made: context.box}, factor=self.factor) if context.box.size else []
-        kernel = context.kernel(partial(_moving, places, made), **{read: x.view, made: context.y})
+        pairs = places if made == "fine" else _turned(places)
+        kernel = context.kernel(partial(_moving, pairs), x=x.view, y=context.y)
         context.run(kernel, timing=self.timing(context, "forward"))
 
         def backward() -> None:
             returned = context.return_gradient(0, boxes)
-            kernel = context.kernel(partial(_moving, places, read), **{read: returned.view, made: context.dy})
+            kernel = context.kernel(partial(_moving, _turned(pairs)), x=context.dy, y=returned.view)
             context.run(kernel, timing=self.timing(context, "backward_data"))
             returned.run()
 
@@ -286,6 +288,8 @@ class ChannelShuffle(Layer):
         return lambda: moved(context.dy, context.gradient(0), back, "backward_data")
 
 
+@reads("x")
+@writes("y")
 def _shuffle(groups: int, environment: Any, x: Any, y: Any) -> Callable[[], None]:
     *outside, channels = x.shape
     source = x.reshape(*outside, groups, channels // groups)
@@ -325,6 +329,10 @@ def _places(fine: Box, coarse: Box, factor: int) -> list[tuple[Slices, Slices]]:
     return found
 
 
+def _turned(places: Sequence[tuple[Slices, Slices]]) -> list[tuple[Slices, Slices]]:
+    return [(b, a) for a, b in places]
+
+
 def _along(fine: Interval, coarse: Interval, factor: int, phase: int) -> tuple[slice, slice]:
     """Return slices of the fine elements ``q * factor + phase`` and the coarse elements `q`, for all `q` in both.
 
@@ -337,17 +345,15 @@ def _along(fine: Interval, coarse: Interval, factor: int, phase: int) -> tuple[s
     return slice(start, start + (stop - first) * factor, factor), slice(first - coarse[0], stop - coarse[0])
 
 
-def _moving(
-    places: Sequence[tuple[Slices, Slices]], target: str, environment: Any, fine: Any, coarse: Any
-) -> Callable[[], None]:
-    """Return the kernel that copies into `target`, "fine" or "coarse"; elements without a source become 0."""
-    pairs = [(fine[a], coarse[b]) for a, b in places]
-    pairs = pairs if target == "fine" else [(b, a) for a, b in pairs]
-    whole = fine if target == "fine" else coarse
+@reads("x")
+@writes("y")
+def _moving(places: Sequence[tuple[Slices, Slices]], environment: Any, x: Any, y: Any) -> Callable[[], None]:
+    """Return the kernel that copies ``y[a] = x[b]`` for all places ``(a, b)``; elements without a source become 0."""
+    pairs = [(y[a], x[b]) for a, b in places]
 
     def run() -> None:
-        if sum(to.size for to, _ in pairs) < whole.size:
-            whole.fill(0)
+        if sum(to.size for to, _ in pairs) < y.size:
+            y.fill(0)
         for to, source in pairs:
             np.copyto(to, source)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..dtensor import Box
 from ..kernels import Resampled, Resampling
+from ..kernels.access import Access, makes
 from ..kernels.geometry import MODES
 from ..lowering.context import Context
 from .layer import Layer, Passes, Shape
@@ -132,17 +133,18 @@ class Resize(Layer):
         x = context.gather(0, boxes).run()
         make = partial(_resize, resamplings, context.box, x.box.start)
         kernel = context.kernel(make, x=x.view, y=context.y)
-        context.run(kernel, "forward", uses=("x", "y"), timing=context.timing("forward"))
+        context.run(kernel, "forward", timing=context.timing("forward"))
 
         def backward() -> None:
             returned = context.return_gradient(0, boxes)
             back = context.kernel(make, x=x.view, y=context.y, dy=context.dy, dx=returned.view)
-            context.run(back, "backward", uses=("dy", "dx"), timing=context.timing("backward_data"))
+            context.run(back, "backward", timing=context.timing("backward_data"))
             returned.run()
 
         return backward
 
 
+@makes(forward=Access(("x",), ("y",)), backward=Access(("dy",), ("dx",)))
 def _resize(
     resamplings: Sequence[Resampling],
     box: Box,

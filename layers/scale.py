@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ..kernels.access import reads, writes
 from ..lowering.context import Context
 from ..lowering.views import View
 from .layer import Layer, Passes, Shape
@@ -137,6 +138,8 @@ def _sum_into(context: Context, array: View, gradient: View) -> None:
     context.copy((sums.reshape(gradient.size), gradient))
 
 
+@reads("y", "beta")
+@writes("y")
 def _shift(environment: Any, y: Any, beta: Any) -> Callable[[], None]:
     def run() -> None:
         if y.size:
@@ -145,6 +148,8 @@ def _shift(environment: Any, y: Any, beta: Any) -> Callable[[], None]:
     return run
 
 
+@reads("x", "slope")
+@writes("y", "work")
 def _rectify(environment: Any, x: Any, slope: Any, y: Any, work: Any) -> Callable[[], None]:
     def run() -> None:
         if y.size:
@@ -156,6 +161,8 @@ def _rectify(environment: Any, x: Any, slope: Any, y: Any, work: Any) -> Callabl
     return run
 
 
+@reads("x", "dy")
+@writes("positive", "products")
 def _below(environment: Any, x: Any, dy: Any, positive: Any, products: Any) -> Callable[[], None]:
     """Return the kernel ``products = x * dy`` where ``x <= 0``, else 0.
 
@@ -172,6 +179,8 @@ def _below(environment: Any, x: Any, dy: Any, positive: Any, products: Any) -> C
     return run
 
 
+@reads("dy", "positive", "slope")
+@writes("factors", "dx")
 def _bent(environment: Any, dy: Any, positive: Any, slope: Any, factors: Any, dx: Any) -> Callable[[], None]:
     """Return the kernel ``dx = dy`` where ``x > 0``, else ``slope * dy``; it overwrites `factors`."""
 

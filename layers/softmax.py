@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ..kernels.access import reads, writes
 from ..lowering.context import Context
 from ..lowering.views import View
 from .layer import Layer, Passes, Shape
@@ -77,6 +78,8 @@ class LogSoftmax(Layer):
         return backward
 
 
+@reads("x")
+@writes("y", "row", "copy")
 def _softmax(environment: Any, x: Any, y: Any, row: Any, copy: Any) -> Callable[[], None]:
     """Return the softmax kernel. With 16-bit arrays, `copy` is a float32 array for the arithmetic."""
 
@@ -96,6 +99,8 @@ def _softmax(environment: Any, x: Any, y: Any, row: Any, copy: Any) -> Callable[
     return run
 
 
+@reads("y", "dy")
+@writes("dx", "sums", "center", "product", "top")
 def _softmax_gradient(
     environment: Any, y: Any, dy: Any, dx: Any, sums: Any, center: Any, product: Any, top: Any
 ) -> Callable[[], None]:
@@ -126,6 +131,8 @@ def _softmax_gradient(
     return run
 
 
+@reads("x")
+@writes("y", "largest", "sums", "ties", "work", "top")
 def _log_softmax(
     environment: Any, x: Any, y: Any, largest: Any, sums: Any, ties: Any, work: Any, top: Any
 ) -> Callable[[], None]:
@@ -158,6 +165,8 @@ def _log_softmax(
     return run
 
 
+@reads("y", "dy")
+@writes("dx", "sums", "work", "other")
 def _log_softmax_gradient(
     environment: Any, y: Any, dy: Any, dx: Any, sums: Any, work: Any, other: Any
 ) -> Callable[[], None]:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..kernels import ClassTargets, LossArrays
+from ..kernels.access import reads, writes
 from .layer import Shape
 from .loss import BALANCED, HOW_TO_COUNT, Loss, LossBlock, LossOfKernel, LossPlace, check_counts, check_normalization
 from .targets import Judgement
@@ -161,6 +162,8 @@ class _WeightedLoss(LossOfKernel):
         make = environment.kernels.target_weight
         self._weight = make(self.target, arrays["divisor"], targets, arrays.get("weights"))
 
+    @reads("target", "weights")
+    @writes("divisor")
     def weigh(self) -> None:
         """Compute the weight of this block's targets, which is summed over the ranks."""
         self._weight.set(self.count, 1.0)

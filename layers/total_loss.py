@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..dtensor import Blocks, Layout
+from ..kernels.access import reads, writes
 from ..lowering.context import Context
 from ..lowering.views import View
 from .layer import Node, Shape
@@ -189,6 +190,8 @@ class _Total:
         self.in_training = [value for value, only in zip(values, left_out) if only]
         self.gradients = [array for name, array in arrays.items() if name.startswith("dx")]
 
+    @reads("value*", "dx*")
+    @writes("total", "dx*")
     def __call__(self) -> None:
         first, *others = self.always + (self.in_training if self.mode.training else [])
         np.copyto(self.total, first)

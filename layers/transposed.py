@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from ..dtensor import Box, Window, input_box, output_box
+from ..kernels.access import reads, writes
 from ..lowering.context import Context, Gathered
 from .activation import activated
 from .convolution import LocalGeometry, conv_data, conv_filter, conv_forward, local_geometry, zeroing
@@ -223,9 +224,13 @@ def _gradients(context: Context, dy: Gathered, geometry: LocalGeometry | None) -
     context.run(weights, timing=context.timing("backward_filter"))
 
 
+@reads("y", "b")
+@writes("y")
 def _bias(environment: Any, y: Any, b: Any) -> Any:
     return environment.kernels.bias(y, b)
 
 
+@reads("dy")
+@writes("db")
 def _bias_gradient(environment: Any, dy: Any, db: Any) -> Any:
     return environment.kernels.bias_gradient(dy, db)

@@ -9,6 +9,7 @@ import numpy as np
 
 from ..device import wide
 from ..dtensor import Blocks, Box, Groups, Layout, plan_exchange
+from ..kernels.access import reads, writes
 from .operations import ExchangeSpec, KernelSpec, Operation, Run, Sum, Timing, Total, Transfer
 from .views import Buffer, Region, Value, View
 
@@ -206,7 +207,6 @@ class Context:
         kernel: KernelSpec,
         method: str | None = None,
         *,
-        uses: Sequence[str] | None = None,
         timing: Timing | None = None,
         when: str | None = None,
         guarded: Sequence[Operation] = (),
@@ -214,12 +214,11 @@ class Context:
         """Add a run of a kernel, or of one of its methods."""
         if self.frozen and timing is not None and timing.phase == "backward_filter":
             return
-        names = None if uses is None else tuple(uses)
-        self.operations.append(Run(self.name, kernel, method, names, timing, tuple(guarded), when=when))
+        self.operations.append(Run(self.name, kernel, method, timing, tuple(guarded), when=when))
 
-    def operation(self, kernel: KernelSpec, method: str, uses: Sequence[str]) -> Run:
+    def operation(self, kernel: KernelSpec, method: str) -> Run:
         """Return the run of a kernel without adding it, for operations that are guarded."""
-        return Run(self.name, kernel, method, tuple(uses))
+        return Run(self.name, kernel, method)
 
     def copy(self, *pairs: tuple[View, View], timing: Timing | None = None) -> None:
         """Add one kernel for all copies ``(source, target)`` between arrays of one shape; nothing for no copies."""
@@ -412,6 +411,8 @@ class Returned:
         self.finish()
 
 
+@reads("source*")
+@writes("target*")
 def copying(environment: Any, **arrays: Any) -> Callable[[], None]:
     """Return the kernel that copies every array ``source{i}`` into ``target{i}``, of its shape."""
     pairs = [(arrays[f"target{i}"], arrays[f"source{i}"]) for i in range(len(arrays) // 2)]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ..dtensor import Blocks, Groups
+from ..kernels.access import Access, access_of
 from .views import Buffer, View
 
 __all__ = ["ExchangeSpec", "KernelSpec", "Operation", "Run", "Sum", "Timing", "Total", "Transfer"]
@@ -128,6 +129,10 @@ class Operation:
         """Yield the buffers of these views."""
         return (view.buffer for view in self.views())
 
+    def held(self) -> Iterator[Buffer]:
+        """Yield the buffers that must exist for it, used or not."""
+        return self.buffers()
+
     def sums(self) -> Iterator[Sum]:
         """Yield the sums that it takes part in."""
         yield from ()
@@ -139,8 +144,6 @@ class Run(Operation):
 
     Attributes
     ----------
-    uses
-        Names of the arrays that the method reads or writes; None: all arrays of the kernel.
     timing
         Description for the performance model; None: its time is negligible.
     guarded
@@ -149,16 +152,29 @@ class Run(Operation):
 
     kernel: KernelSpec
     method: str | None = None
-    uses: tuple[str, ...] | None = None
     timing: Timing | None = None
     guarded: tuple[Operation, ...] = ()
 
+    @property
+    def access(self) -> Access:
+        """Arrays that it reads and writes: what is declared beside the kernel."""
+        return access_of(self.kernel.make, self.method)
+
+    @property
+    def arrays(self) -> dict[str, View]:
+        """Arrays that it reads or writes, by the names of their parameters."""
+        views = self.kernel.views
+        return {name: view for name in self.access.used(views) if (view := views[name]) is not None}
+
     def views(self) -> Iterator[View]:
-        for name, view in self.kernel.views.items():
-            if view is not None and (self.uses is None or name in self.uses):
-                yield view
+        yield from self.arrays.values()
         for operation in self.guarded:
             yield from operation.views()
+
+    def held(self) -> Iterator[Buffer]:
+        yield from (view.buffer for view in self.kernel.views.values() if view is not None)
+        for operation in self.guarded:
+            yield from operation.held()
 
     def sums(self) -> Iterator[Sum]:
         yield from (one for one in self.kernel.sums.values() if one is not None)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from ..lowering.operations import Operation
 from ..lowering.views import Buffer
 
-__all__ = ["ALIGNMENT", "Placement", "place"]
+__all__ = ["ALIGNMENT", "Placement", "lifetimes", "place"]
 
 #: Offsets and lengths are multiples of this [B].
 ALIGNMENT = 64
@@ -58,18 +58,9 @@ def place(operations: Sequence[Operation], kept: Sequence[Buffer]) -> Placement:
     kept
         Buffers that lie in the arena all the time, used or not, in addition to those that are marked so.
     """
-    first: dict[Buffer, int] = {}
-    last: dict[Buffer, int] = {}
     always = dict.fromkeys(kept)
-    for at, operation in enumerate(operations):
-        for buffer in operation.buffers():
-            if buffer.place is not None:
-                continue
-            if buffer.kept:
-                always[buffer] = None
-            elif buffer not in always:
-                first.setdefault(buffer, at)
-                last[buffer] = at
+    for operation in operations:
+        always.update(dict.fromkeys(b for b in operation.held() if b.kept and b.place is None))
     offsets, uses, end = {}, dict[str, int](), 0
     for buffer in always:
         offsets[buffer] = end
@@ -78,15 +69,34 @@ def place(operations: Sequence[Operation], kept: Sequence[Buffer]) -> Placement:
     free = _Free(end)
     begins: dict[int, list[Buffer]] = {}
     ends: dict[int, list[Buffer]] = {}
-    for buffer, at in first.items():
-        begins.setdefault(at, []).append(buffer)
-        ends.setdefault(last[buffer], []).append(buffer)
+    for buffer, (first, last) in lifetimes(operations, kept).items():
+        begins.setdefault(first, []).append(buffer)
+        ends.setdefault(last, []).append(buffer)
     for at in range(len(operations)):
         for buffer in sorted(begins.get(at, ()), key=lambda b: -b.nbytes):
             offsets[buffer] = free.take(aligned(buffer.nbytes))
         for buffer in ends.get(at, ()):
             free.give(offsets[buffer], aligned(buffer.nbytes))
     return Placement(offsets, free.end, uses)
+
+
+def lifetimes(operations: Sequence[Operation], kept: Sequence[Buffer]) -> dict[Buffer, tuple[int, int]]:
+    """Return the numbers of the first and the last operation that use a buffer, for those that are not kept.
+
+    The parameters are those of :func:`place`.
+    """
+    found: dict[Buffer, tuple[int, int]] = {}
+    always = frozenset(kept)
+    for at, operation in enumerate(operations):
+        for buffer in operation.buffers():
+            if buffer.place is None and not buffer.kept and buffer not in always:
+                found[buffer] = found.get(buffer, (at, at))[0], at
+    # A kernel is made with arrays that no operation uses, such as work space of a backward pass that is left out.
+    for at, operation in enumerate(operations):
+        for buffer in operation.held():
+            if buffer.place is None and not buffer.kept and buffer not in always:
+                found.setdefault(buffer, (at, at))
+    return found
 
 
 def aligned(nbytes: int) -> int:

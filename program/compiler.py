@@ -14,6 +14,7 @@ import numpy as np
 
 from ..device import is_low, wide
 from ..dtensor import Blocks
+from ..kernels.access import reads, writes
 from ..layers import Input, Network, Node, Redistribute
 from ..layers.parameter import ParameterBlocks, blocks_of, parameter_blocks
 from ..layers.strategy import Cut, Strategy, counts_of, layout_of
@@ -388,5 +389,7 @@ class Alone:
         return self.context.operations
 
 
+@reads("x*")
+@writes("total")
 def _adding(environment: Any, total: Any, **summands: Any) -> Callable[[], None]:
     return environment.kernels.add(list(summands.values()), total)

@@ -16,7 +16,7 @@ from ..device import wide
 from ..layers.layer import Layer
 from ..layers.parameter import Parameter
 from ..lowering.operations import KernelSpec, Operation, Run, Total, Transfer
-from ..lowering.views import Value, View
+from ..lowering.views import Buffer, Value, View
 from .arena import Placement, place
 
 if TYPE_CHECKING:
@@ -130,13 +130,18 @@ class Program:
         """Dtype of parameters, of their gradients and of states."""
         return wide(self.target.dtype)
 
+    @property
+    def kept(self) -> list[Buffer]:
+        """Buffers that hold their contents all the time, beside those that are marked so."""
+        # Outputs are read when a step has ended, inputs are written before it begins.
+        values = [v.region.view.buffer for v in self.values.values() if v.read or v.kept]
+        probed = [self.values[name].gradient for name in sorted(self.target.probed)]
+        return [*values, *(region.view.buffer for region in probed if region is not None)]
+
     @cached_property
     def placement(self) -> Placement:
         """Offsets of all buffers in the arena."""
-        # Outputs are read when a step has ended, inputs are written before it begins.
-        kept = [v.region.view.buffer for v in self.values.values() if v.read or v.kept]
-        probed = [self.values[name].gradient for name in sorted(self.target.probed)]
-        return place(list(self), [*kept, *(region.view.buffer for region in probed if region is not None)])
+        return place(list(self), self.kept)
 
 
 def lines_of(program: Program, layers: frozenset[str] | None = None) -> Iterator[str]:
@@ -166,11 +171,9 @@ def _text(program: Program, operation: Operation) -> str:
         one = operation.sum
         return f"{operation.end} sum of {one.kind}: {_view(program, one.view)}, {one.groups.members_each} ranks{when}"
     assert isinstance(operation, Run)
-    kernel = operation.kernel
-    names = kernel.views if operation.uses is None else operation.uses
-    used = [(k, v) for k, v in kernel.views.items() if v is not None and k in names]
     more = f", guards {len(operation.guarded)} operations" if operation.guarded else ""
-    return f"{name_of(operation)}({', '.join(f'{k} {_view(program, v)}' for k, v in used)}){more}{when}"
+    used = ", ".join(f"{name} {_view(program, view)}" for name, view in operation.arrays.items())
+    return f"{name_of(operation)}({used}){more}{when}"
 
 
 def name_of(operation: Run) -> str:

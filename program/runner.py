@@ -16,6 +16,7 @@ from ..kernels import KernelError, Substitute
 from ..kernels.guards import GUARDS
 from ..lowering.operations import ExchangeSpec, KernelSpec, Operation, Run, Total, Transfer
 from ..lowering.views import Buffer, Region, View
+from .poison import Poison
 from .program import Program, Segment, name_of
 from .recording import Item
 from .traffic import sums_of
@@ -118,7 +119,8 @@ class Runner:
     mode
         Values that change from step to step.
     debug
-        Whether arrays have memory of their own, with guard bytes, and messages name the operation.
+        Whether arrays have memory of their own, with guard bytes and poison (:class:`Poison`), and messages name the
+        operation.
 
     Attributes
     ----------
@@ -126,6 +128,8 @@ class Runner:
         Calls, layer by layer.
     arena
         Memory of all other arrays, zeroed; empty with `debug`.
+    poison
+        With `debug` what fills memory that operations may not read; else None.
     substitutes
         Kernels that the backend replaced by others, by layer.
     """
@@ -152,6 +156,7 @@ class Runner:
                 self._array(buffer).fill(buffer.fill)
         kernels.take_substitutes()  # drops those of earlier programs
         self._open(program)
+        self.poison = Poison(program, self.view) if debug else None
         self.forward = [self._bind(segment) for segment in program.forward]
         self.backward = [self._bind(segment) for segment in program.backward]
 
@@ -187,11 +192,16 @@ class Runner:
         return Pass(segment.name, *modes)
 
     def _call(self, operation: Operation) -> Call:
+        call = self._plain(operation)
+        if self.poison is None:
+            return call
         if isinstance(operation, Run):
-            call = self._run(operation)
-            if not self._debug:
-                return call
-            return partial(_placed, f"layer {operation.layer!r}, {name_of(operation)}", call)
+            call = partial(_placed, f"layer {operation.layer!r}, {name_of(operation)}", call)
+        return self.poison.watched(operation, call)
+
+    def _plain(self, operation: Operation) -> Call:
+        if isinstance(operation, Run):
+            return self._run(operation)
         if isinstance(operation, Transfer):
             return getattr(self._made[operation.exchange], operation.end)
         assert isinstance(operation, Total)

@@ -83,9 +83,10 @@ class Executor:
         Number of passes per step. Their gradients are added in arrays of their own, and summed over the ranks once.
         `mode.part` is the number of the pass.
     debug
-        Whether guard bytes surround every array and all scratch memory until `close`, to find a kernel that writes
-        outside of its memory. Every array then has memory of its own, more than `predicted_bytes` says, and steps are
-        slow. On the host only.
+        Whether to look for faults of kernels until `close`: guard bytes surround every array and all scratch memory, to
+        find a kernel that writes outside of its memory, and memory that is free or that a kernel does not declare is
+        filled with NaNs, to find one that reads or writes what it does not declare (:mod:`halograd.kernels.access`).
+        Every array then has memory of its own, more than `predicted_bytes` says, and steps are slow. On the host only.
 
     Attributes
     ----------
@@ -257,7 +258,8 @@ class Executor:
 
         `training` switches batch statistics and dropout; unchanged if None. The loss becomes known with
         :meth:`loss_value`. Raises ValueError for a short batch (`mode.valid`) in training with graphs, and with `debug`
-        on all ranks GuardError if a kernel of one of them wrote outside of its memory, as `backward` does.
+        on all ranks GuardError if a kernel of one of them wrote outside of its memory, and AccessError if one read or
+        wrote arrays that it does not declare, as `backward` does.
         """
         if training is not None:
             self.mode.training = training
@@ -273,10 +275,12 @@ class Executor:
         self.pass_loss.begin()
 
     def _check_memory(self) -> None:
-        """With `debug`, raise GuardError on all ranks if a kernel of one of them wrote outside of its memory."""
+        """With `debug`, raise GuardError or AccessError on all ranks for what a kernel of one of them did to memory."""
         if self.debug:
             with self.comm.agreement():
                 GUARDS.check()
+                assert self.runner.poison is not None
+                self.runner.poison.check()
 
     @property
     def _timed(self) -> bool:

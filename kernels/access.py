@@ -1,0 +1,125 @@
+"""Declarations of the arrays that a kernel reads and writes, beside its code.
+
+A program knows from them how long an array is needed. ::
+
+    @reads("x", "w", "b")
+    @writes("y")
+    def conv_forward(geometry, environment, x, w, b, y): ...        # returns what is run
+
+    class GroupNormKernels:                                         # its methods are run
+        @reads("x")
+        @writes("sums", "totals", "y")
+        def statistics(self): ...
+
+    @makes(forward=Access(("x",), ("y",)), backward=Access(("dy",), ("dx",)))
+    def pool(environment, x, y, dy, dx): ...                        # returns an object with these two methods
+
+An array is *read* if its contents before the run matter. It is *written* if the run may change its contents; one that
+is only written may hold anything before (results, and work space). One that is changed in place is both.
+
+What declares nothing reads and writes all arrays that it is made with: that is always right, and takes more memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
+
+__all__ = ["ANY", "Access", "access_of", "makes", "reads", "writes"]
+
+Declared = TypeVar("Declared", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True)
+class Access:
+    """Names of the arrays that a run reads and writes.
+
+    A name that ends with ``*`` stands for all that begin so: ``"x*"`` for ``x0``, ``x1``, ... Names of arrays that a
+    kernel is made without are left out.
+    """
+
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+
+    def read(self, names: Iterable[str]) -> list[str]:
+        """Return those of the names that are read."""
+        return [name for name in names if _among(name, self.reads)]
+
+    def written(self, names: Iterable[str]) -> list[str]:
+        """Return those of the names that are written."""
+        return [name for name in names if _among(name, self.writes)]
+
+    def used(self, names: Iterable[str]) -> list[str]:
+        """Return those of the names that are read or written."""
+        return [name for name in names if _among(name, self.reads) or _among(name, self.writes)]
+
+
+#: Access of a run that declares nothing.
+ANY = Access(("*",), ("*",))
+
+
+def _among(name: str, declared: tuple[str, ...]) -> bool:
+    return any(name == one or (one.endswith("*") and name.startswith(one[:-1])) for one in declared)
+
+
+def reads(*names: str) -> Callable[[Declared], Declared]:
+    """Declare the arrays that a kernel, or a method of one, reads. With :func:`writes`, in any order."""
+
+    def declare(run: Declared) -> Declared:
+        _set(run, replace(_own(run), reads=names))
+        return run
+
+    return declare
+
+
+def writes(*names: str) -> Callable[[Declared], Declared]:
+    """Declare the arrays that a kernel, or a method of one, writes. With :func:`reads`, in any order."""
+
+    def declare(run: Declared) -> Declared:
+        _set(run, replace(_own(run), writes=names))
+        return run
+
+    return declare
+
+
+def makes(kind: type | None = None, **methods: Access) -> Callable[[Declared], Declared]:
+    """Declare what a function makes: an object of a class whose methods declare, or with methods of this access."""
+
+    def declare(make: Declared) -> Declared:
+        make.__dict__["makes"] = methods if kind is None else kind
+        return make
+
+    return declare
+
+
+def access_of(make: Callable[..., Any], method: str | None = None) -> Access:
+    """Return the access of a run: of what `make` makes, or of one of its methods.
+
+    Parameters
+    ----------
+    make
+        Function that returns what is run, or the class of it; arguments may be bound by `functools.partial`.
+    method
+        Name of the method that is run; None: what is made is called.
+    """
+    while isinstance(make, partial):
+        make = make.func
+    if isinstance(make, type):
+        found = getattr(make, method or "__call__", None)
+    elif method is None:
+        found = make if hasattr(make, "__name__") else type(make).__call__
+    else:
+        made = getattr(make, "makes", {})
+        found = getattr(made, method, None) if isinstance(made, type) else made.get(method)
+    return found if isinstance(found, Access) else getattr(found, "access", ANY)
+
+
+def _own(run: Any) -> Access:
+    found: Access = run.__dict__.get("access", Access())
+    return found
+
+
+def _set(run: Any, access: Access) -> None:
+    run.access = access

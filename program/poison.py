@@ -1,0 +1,233 @@
+"""Poison: what a run of a kernel may not read is filled with numbers that show, to find wrong declarations.
+
+Memory that is free by the lifetimes of a program, and memory that a kernel holds but a run of it does not declare
+(:mod:`halograd.kernels.access`), is filled with NaNs that carry the number of their buffer. Arithmetic hands such a
+number on, so a result names the array that it was made from. ::
+
+    before a run    hide what is not declared: save it, fill it;  fill what is only written
+    the run
+    after it        a result holds the number of a hidden array   -> it reads what it does not declare
+                    a hidden array has changed                    -> it writes what it does not declare
+                    what is only read has changed                 -> it writes what it declares to read
+                    restore what was hidden; fill what no later operation of the step uses
+
+What messages in flight send or receive, and arrays outside the arena (parameters, gradients of parameters), are left
+alone. Integers and booleans are filled with odd bytes: their reads are not found, but their writes are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..lowering.operations import Operation, Run, Sum, Total, Transfer
+from ..lowering.views import Buffer, View
+from .arena import lifetimes
+from .program import Program, name_of
+
+__all__ = ["AccessError", "Poison"]
+
+
+class AccessError(RuntimeError):
+    """A kernel reads or writes arrays that it does not declare."""
+
+
+#: By itemsize [B]: type of the bits, the bits of a quiet NaN, and the shift of the number in it. A conversion between
+#: the two types keeps the number.
+_BITS = {4: (np.uint32, 0x7FC00000, 0), 8: (np.uint64, 0x7FF8000000000000, 29)}
+#: Most numbers that a NaN of 32 bits carries.
+_NUMBERS = (1 << 22) - 1
+_ODD = 0xA5
+
+
+@dataclass(eq=False)
+class _Held:
+    """Array that a kernel holds.
+
+    Attributes
+    ----------
+    name
+        Name of its parameter.
+    number
+        Number of its buffer.
+    """
+
+    name: str
+    buffer: Buffer
+    array: Any
+    number: int
+
+
+class Poison:
+    """Fills memory of a program that runs, and notes what kernels do with it. Local; on the host.
+
+    Parameters
+    ----------
+    program
+        Program whose operations run.
+    array
+        Function that returns the array of a view.
+
+    Notes
+    -----
+    Every buffer needs memory of its own. A finding is kept until :meth:`check` raises it.
+    """
+
+    def __init__(self, program: Program, array: Callable[[View], Any]) -> None:
+        self._array = array
+        self._numbers: dict[Buffer, int] = {}
+        self._found: list[str] = []
+        #: Buffers of messages in flight, with the number of messages.
+        self._flying: dict[Buffer, int] = {}
+        self._ends: dict[Operation, list[Buffer]] = {}
+        operations = list(program)
+        for buffer, (_, last) in lifetimes(operations, program.kept).items():
+            self._ends.setdefault(operations[last], []).append(buffer)
+            self._fill(buffer)
+
+    def watched(self, operation: Operation, call: Callable[[], object]) -> Callable[[], object]:
+        """Return the call of an operation, with a look at what it does."""
+        ends = self._ends.get(operation, ())
+        run = self._kernel(operation, call) if isinstance(operation, Run) else self._message(operation, call)
+
+        def watched() -> object:
+            result = run()
+            for buffer in ends:
+                self._fill(buffer)
+            return result
+
+        return watched
+
+    def check(self) -> None:
+        """Raise AccessError for what was found since the last call."""
+        found, self._found = self._found, []
+        if found:
+            more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+            raise AccessError(f"{found[0]}{more}; declare it by @reads and @writes beside the kernel's method")
+
+    # -- operations ----------------------------------------------------------------------------
+
+    def _message(self, operation: Operation, call: Callable[[], object]) -> Callable[[], object]:
+        if isinstance(operation, Transfer):
+            buffers = [operation.exchange.source.buffer, operation.exchange.target.buffer]
+        else:
+            assert isinstance(operation, Total)
+            buffers = [operation.sum.view.buffer]
+        starts = operation.end == "start"
+
+        def run() -> object:
+            for buffer in buffers if starts else ():
+                self._flying[buffer] = 1
+            result = call()
+            for buffer in () if starts else buffers:
+                self._flying.pop(buffer, None)
+            return result
+
+        return run
+
+    def _kernel(self, operation: Run, call: Callable[[], object]) -> Callable[[], object]:
+        kernel, access = operation.kernel, operation.access
+        own = {one.view.buffer for one in kernel.sums.values() if isinstance(one, Sum)}
+        views = {
+            name: view
+            for name, view in kernel.views.items()
+            if view is not None and view.size and view.buffer.place is None and view.buffer not in own
+        }
+        held = {name: _Held(name, v.buffer, self._array(v), self._number(v.buffer)) for name, v in views.items()}
+        read, written = access.read(held), access.written(held)
+        used = {held[name].buffer for name in (*read, *written)}
+        hidden = [one for one in held.values() if one.buffer not in used]
+        inputs = {held[name].buffer for name in read}
+        changed = {held[name].buffer for name in written}
+        fixed = [held[name] for name in read if held[name].buffer not in changed]
+        blank = [held[name] for name in written if held[name].buffer not in inputs]
+        results = [held[name] for name in written]
+        place = f"layer {operation.layer!r}, {name_of(operation)}"
+
+        def run() -> object:
+            away = [one for one in hidden if one.buffer not in self._flying]
+            saved = [one.array.copy() for one in away]
+            before = [one.array.copy() for one in fixed if one.buffer not in self._flying]
+            for one in (*away, *blank):
+                _poison(one.array, one.number)
+            known = _numbers_in(held[name].array for name in read)
+            result = call()
+            self._judge(place, away, results, known, blank)
+            for one, was in zip(away, saved):
+                if not _is_poisoned(one.array, one.number):
+                    self._note(f"{place}: writes {one.name!r}, which it does not declare")
+                np.copyto(one.array, was)
+            for one, was in zip((one for one in fixed if one.buffer not in self._flying), before):
+                if not _same(one.array, was):
+                    self._note(f"{place}: writes {one.name!r}, which it declares to read only")
+            return result
+
+        return run
+
+    def _judge(
+        self,
+        place: str,
+        hidden: Iterable[_Held],
+        results: Iterable[_Held],
+        known: Mapping[int, object],
+        blank: Iterable[_Held],
+    ) -> None:
+        """Note the arrays whose numbers are in a result, though not in what the run declares to read."""
+        names = {one.number: (one.name, "does not declare") for one in hidden}
+        names |= {one.number: (one.name, "declares to write only") for one in blank}
+        for result in results:
+            for number in _numbers_in([result.array]):
+                if number in names and number not in known and number != result.number:
+                    name, how = names[number]
+                    self._note(f"{place}: makes {result.name!r} from {name!r}, which it {how}")
+
+    def _note(self, text: str) -> None:
+        if text not in self._found:
+            self._found.append(text)
+
+    # -- memory --------------------------------------------------------------------------------
+
+    def _number(self, buffer: Buffer) -> int:
+        return self._numbers.setdefault(buffer, len(self._numbers) % _NUMBERS + 1)
+
+    def _fill(self, buffer: Buffer) -> None:
+        _poison(self._array(buffer.view), self._number(buffer))
+
+
+def _poison(array: Any, number: int) -> None:
+    """Fill an array with NaNs that carry a number, or with odd bytes."""
+    if array.dtype.kind == "f":
+        kind, nan, shift = _BITS[array.itemsize]
+        array.view(kind)[...] = nan | number << shift
+    else:
+        kind = np.dtype(f"u{array.itemsize}").type
+        array.view(kind)[...] = int.from_bytes(bytes([_ODD]) * array.itemsize, "little")
+
+
+def _is_poisoned(array: Any, number: int) -> bool:
+    expected = np.empty((1,) * array.ndim, array.dtype)
+    _poison(expected, number)
+    return _same(array, np.broadcast_to(expected, array.shape))
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Return whether two arrays hold the same bytes."""
+    kind = f"u{a.itemsize}"
+    return bool(np.array_equal(a.view(kind), b.view(kind)))
+
+
+def _numbers_in(arrays: Iterable[Any]) -> dict[int, None]:
+    """Return the numbers that NaNs in some arrays carry."""
+    found: dict[int, None] = {}
+    for array in arrays:
+        if array.dtype.kind != "f":
+            continue
+        wrong = np.isnan(array)
+        if wrong.any():
+            kind, _, shift = _BITS[array.itemsize]
+            bits = array.view(kind)[wrong] & kind(_NUMBERS << shift)
+            found.update(dict.fromkeys(int(n) for n in np.unique(bits >> kind(shift))))
+    return found
