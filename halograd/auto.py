@@ -30,7 +30,7 @@ from .comm.transport import TRANSPORTS
 from .errors import UserError
 from .kernels import KernelError, get_backend
 from .layers import Network, Strategy
-from .layers.reduction_scheme import BY_NODES, Scheme
+from .layers.reduction_scheme import BY_NODES, KINDS, Scheme
 from .limits import usable_cores
 from .measuring import Measuring, StepTrial, measure_steps, rivals, settle
 from .perfmodel.contenders import candidate_schemes, rank_schemes
@@ -46,11 +46,12 @@ from .perfmodel.kernel_times import (
 from .perfmodel.machine import Machine
 from .perfmodel.plans import Alternative, Plan
 from .perfmodel.predict import Planning
-from .planning import OPTIMIZER_ARRAYS, Asked, check_planner, known_baselines, make_plan, parse_memory
+from .planning import Asked, check_planner, known_baselines, make_plan, parse_memory
 from .training.build import make_network, make_optimizer, with_reduction
-from .training.config import Config, LARSConfig, SGDConfig
+from .training.config import Config
 from .training.executor import Executor
 from .training.kernels import connect_device, open_kernels
+from .training.optimizers import OPTIMIZERS
 from .training.root import on_root
 from .training.schedules import Constant
 from .training.step_times import Measured
@@ -368,14 +369,14 @@ def _instead_of(plan: Plan, other: Plan) -> Plan:
 
 def _slots(config: Config) -> int:
     """Return the number of arrays of the parameters' size that the optimizer and the average keep."""
-    plain = isinstance(config.optimizer, SGDConfig) and config.optimizer.momentum == 0
-    return int(config.training.average > 0) + (0 if plain else OPTIMIZER_ARRAYS[config.optimizer.kind])
+    return int(config.training.average > 0) + len(OPTIMIZERS[config.optimizer.kind].states(config.optimizer))
 
 
 def _without(config: Config) -> frozenset[str]:
     """Return the schemes of gradient reduction that this run cannot use: they need shared memory or whole gradients."""
     by_nodes = () if TRANSPORTS.make(config.backend.transport).shares else BY_NODES
-    shards = ("sharded",) if isinstance(config.optimizer, LARSConfig) else ()
+    whole = OPTIMIZERS[config.optimizer.kind].whole_parameters
+    shards = [name for name, kind in KINDS.items() if kind.shards and whole]
     return frozenset((*by_nodes, *shards))
 
 

@@ -26,21 +26,20 @@ from .perfmodel.plans import Alternative, Plan, Request
 from .perfmodel.predict import Planning, plan_network
 from .schema import build as read
 from .schema import nearest
+from .training.optimizers import OPTIMIZERS, OptimizerSettings
 
 __all__ = [
-    "OPTIMIZER_ARRAYS",
     "Asked",
     "baselines_of",
     "check_planner",
     "known_baselines",
     "make_plan",
     "parse_memory",
+    "planned_settings",
     "source_of",
     "training_of",
 ]
 
-#: Number of arrays of the parameters' size that an optimizer keeps (for SGD, with momentum).
-OPTIMIZER_ARRAYS = {"sgd": 1, "adam": 2, "adamw": 2, "lars": 1}
 _DEVICE = re.compile(r"(?P<device>.*); (?P<kernels>\w+) (?P<version>.*), (?P<threads>\d+) thread\(s\)")
 
 
@@ -157,12 +156,20 @@ def check_planner(name: str, at: str = "--planner") -> None:
 
 def training_of(dtype: str, optimizer: str) -> Training:
     """Return the memory and update costs of training in this dtype, by the name of the optimizer."""
-    if optimizer not in OPTIMIZER_ARRAYS:
-        known = ", ".join(OPTIMIZER_ARRAYS)
+    if optimizer not in OPTIMIZERS:
+        known = ", ".join(OPTIMIZERS.names)
         raise UserError(
-            f"--optimizer: expected one of {known}, got {shown(optimizer)}{nearest(optimizer, OPTIMIZER_ARRAYS)}"
+            f'--optimizer: expected one of {known}, or "FILE.py:CLASS", got {shown(optimizer)}'
+            f"{nearest(optimizer, OPTIMIZERS.names)}"
         )
-    return Training(dtype, OPTIMIZER_ARRAYS[optimizer])
+    return Training(dtype, len(OPTIMIZERS[optimizer].states(planned_settings(optimizer))))
+
+
+def planned_settings(optimizer: str) -> OptimizerSettings:
+    """Return the settings with which the state of an optimizer counts, by its name or location."""
+    table = {"kind": optimizer, **OPTIMIZERS[optimizer].planned}
+    settings: OptimizerSettings = OPTIMIZERS.settings(optimizer, table, "optimizer")
+    return settings
 
 
 def parse_memory(text: str | None, at: str = "--memory") -> float | None:

@@ -9,12 +9,15 @@ from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Generic, TypeVar
 
+from pydantic import GetCoreSchemaHandler, TypeAdapter
+from pydantic_core import core_schema
+
 from .documents import shown
 from .errors import UserError
 from .schema import build, nearest
 from .user_code import describe, is_location, load
 
-__all__ = ["Registry"]
+__all__ = ["Chosen", "Registry"]
 
 Kind = TypeVar("Kind")
 
@@ -164,3 +167,51 @@ def _value(text: str) -> Any:
         except (ValueError, KeyError):
             continue
     return text
+
+
+class Chosen:
+    """Type of a table whose key ``kind`` names a class of a registry: ``Annotated[Base, Chosen(OPTIMIZERS)]``. Local.
+
+    The object is the settings of that class, which have the name as their field `kind`.
+
+    Parameters
+    ----------
+    registry
+        The classes. Its `key` is that of the name, ``"optimizer.kind"``.
+    default
+        The name where the table has none; None: the key is required.
+    """
+
+    def __init__(self, registry: Registry[Any], default: str | None = None) -> None:
+        self.registry, self.default = registry, default
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        return core_schema.no_info_plain_validator_function(self._settings)
+
+    def __get_pydantic_json_schema__(self, schema: Any, handler: Any) -> dict[str, Any]:
+        tables = []
+        for kind, names in self.tables.items():
+            table = TypeAdapter(kind).json_schema()
+            table["properties"]["kind"]["enum"] = list(names)
+            tables.append(table)
+        return {"oneOf": tables}
+
+    @property
+    def tables(self) -> dict[type[Any], tuple[str, ...]]:
+        """Classes of settings, and the names of registered classes that have them."""
+        found: dict[type[Any], tuple[str, ...]] = {}
+        for name in self.registry.names:
+            kind = self.registry.settings_class(name)
+            found[kind] = (*found.get(kind, ()), name)
+        return found
+
+    def _settings(self, table: Any) -> Any:
+        at = self.registry.key.removesuffix(".kind")
+        if not isinstance(table, Mapping):
+            raise UserError(f"{at}: expected a table, got {shown(table)}")
+        kind = table.get("kind", self.default)
+        if kind is None:
+            raise UserError(f"{at}.kind: expected a value, got nothing; this key is required")
+        if not isinstance(kind, str):
+            raise UserError(f"{at}.kind: expected a text in quotes, got {shown(kind)}")
+        return self.registry.settings(kind, {**table, "kind": kind}, at)

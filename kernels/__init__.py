@@ -9,7 +9,7 @@ from .losses import ClassTargets, LossArrays, LossKernel
 from .norm_parts import GroupNormArrays
 from .norms import ChannelNormArrays
 from .pointwise import DropoutMask
-from .updates import UpdateArrays
+from .updates import StepNumbers, UpdateArrays, UpdatePiece
 
 __all__ = [
     "ACTIVATIONS",
@@ -30,8 +30,10 @@ __all__ = [
     "LossKernel",
     "Resampled",
     "Resampling",
+    "StepNumbers",
     "Substitute",
     "UpdateArrays",
+    "UpdatePiece",
     "get_backend",
     "makes",
     "reads",

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,7 +13,29 @@ from . import checks
 from .base import Base
 from .kernel import Kernel, KernelError, idle
 
-__all__ = ["UpdateArrays", "Updates"]
+__all__ = ["Rule", "StepNumbers", "UpdateArrays", "UpdatePiece", "Updates"]
+
+
+class StepNumbers(NamedTuple):
+    """Numbers that change from step to step: floats on a CPU, arrays ``(1,)`` on a device.
+
+    Attributes
+    ----------
+    rate
+        Learning rate.
+    scale
+        Factor on the gradients (clipping, loss scale).
+    first, second
+        Two numbers of the optimizer: what Adam divides its first moment, and the root of its second moment, by.
+    weight
+        Weight of new parameters in their average.
+    """
+
+    rate: Any
+    scale: Any
+    first: Any
+    second: Any
+    weight: Any
 
 
 @dataclass(frozen=True)
@@ -27,8 +49,7 @@ class UpdateArrays:
     state
         Arrays of the optimizer, in the dtype of `p` (modified).
     scalars
-        float64 ``(5,)``, read when the kernel runs: learning rate; factor on the gradients; Adam's divisor of the first
-        moment; Adam's divisor of the root of the second moment; weight of new parameters in their average.
+        float64 ``(5,)``, read when the kernel runs: the :class:`StepNumbers`.
     decays
         Ranges ``(start, stop, decayed)`` that cover all elements: which elements have weight decay. For LARS, the
         ranges of the parameters; elements outside of them are not updated.
@@ -47,10 +68,68 @@ class UpdateArrays:
     skip: Any = None
 
 
+@dataclass(frozen=True)
+class UpdatePiece:
+    """A range of a bucket that is updated in one go, as a :data:`Rule` gets it. Arrays are flat and of one length.
+
+    Attributes
+    ----------
+    p
+        Parameters, float32 or float64 (modified).
+    g
+        Their summed gradients (read). Multiply them by :attr:`StepNumbers.scale`, or use :meth:`gradient`.
+    state
+        Arrays of the optimizer, in the order of their names (modified).
+    scratch
+        Arrays to compute in, contents undefined; :meth:`gradient` uses the first two.
+    decayed
+        Whether these parameters have weight decay; biases and norms have none.
+    """
+
+    p: Any
+    g: Any
+    state: tuple[Any, ...]
+    scratch: tuple[Any, ...]
+    decayed: bool
+
+    def gradient(self, scale: Any, weight_decay: float = 0.0) -> Any:
+        """Return ``scale * g``, plus ``weight_decay * p`` where there is decay.
+
+        The result is in ``scratch[0]``, or `g` itself where it does not differ: do not write to it.
+        """
+        g = self.g
+        if not (isinstance(scale, float) and scale == 1.0):
+            g = np.multiply(self.g, scale, out=self.scratch[0])
+        if weight_decay and self.decayed:
+            np.multiply(self.p, weight_decay, out=self.scratch[1])
+            g = np.add(g, self.scratch[1], out=self.scratch[0])
+        return g
+
+
+#: Updates a piece in place.
+Rule = Callable[[UpdatePiece, StepNumbers], None]
+
+
 class Updates(Base):
     """Kernels for summed gradients. They run without a wait between device and host."""
 
     # ------------------------------------------------------------------ optimizers
+    def by_rule(self, name: str, arrays: UpdateArrays, rule: Rule, scratch: int = 2, whole: bool = False) -> Kernel:
+        """Return one step of an optimizer that is written in operations on arrays, ``np.multiply(a, b, out=c)``.
+
+        The rule is called for every range of `decays`: on a CPU in pieces that stay in its cache, unless they are
+        to be `whole`; on a device on arrays of the device. It must be elementwise unless they are whole, allocate
+        nothing, and depend on the step through the state and the numbers only, since a device may replay it.
+
+        Parameters
+        ----------
+        name
+            Name of the kernel, for messages and profiles.
+        scratch
+            Number of scratch arrays of a piece, at least 2.
+        """
+        return self._by_rule(name, arrays, rule, scratch, whole) if self._is_update(arrays) else idle()
+
     def sgd(self, arrays: UpdateArrays, momentum: float, nesterov: bool, weight_decay: float) -> Kernel:
         """Build one step of :class:`halograd.training.SGD`; there is no state without momentum."""
         return self._sgd(arrays, momentum, nesterov, weight_decay) if self._is_update(arrays) else idle()
@@ -127,6 +206,9 @@ class Updates(Base):
 
     # ------------------------------------------------------------------ implemented by a backend
     @abstractmethod
+    def _by_rule(self, name: str, arrays: UpdateArrays, rule: Rule, scratch: int, whole: bool) -> Kernel: ...
+
+    @abstractmethod
     def _sgd(self, arrays: UpdateArrays, momentum: float, nesterov: bool, weight_decay: float) -> Kernel: ...
 
     @abstractmethod
@@ -151,3 +233,10 @@ class Updates(Base):
 
     @abstractmethod
     def _update_loss_scale(self, state: Any, flag: Any, growth: float, backoff: float, interval: int) -> Kernel: ...
+
+
+def piece_of(arrays: UpdateArrays, start: int, stop: int, decayed: bool, scratch: Sequence[Any]) -> UpdatePiece:
+    """Return the piece ``[start, stop)`` of a bucket, with the beginnings of the scratch arrays. Local."""
+    part = slice(start, stop)
+    state, views = tuple(s[part] for s in arrays.state), tuple(s[: stop - start] for s in scratch)
+    return UpdatePiece(arrays.p[part], arrays.g[part], state, views, decayed)

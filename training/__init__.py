@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .evaluation import Evaluation
     from .executor import Executor
     from .metrics import Confusion, Counter
-    from .optimizers import LARS, SGD, Adam, AdamW, Optimizer
+    from .optimizers import LARS, OPTIMIZERS, SGD, Adam, AdamW, Optimizer, OptimizerSettings
     from .run import apply, evaluate, train
     from .schedules import Constant, Cosine, StepDecay, WarmUp
     from .store import ParameterStore
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LARS",
+    "OPTIMIZERS",
     "SGD",
     "Adam",
     "AdamW",
@@ -36,6 +37,7 @@ __all__ = [
     "Evaluation",
     "Executor",
     "Optimizer",
+    "OptimizerSettings",
     "ParameterStore",
     "Snapshot",
     "StepDecay",
@@ -59,7 +61,7 @@ _HOMES = {
     "evaluation": ("Evaluation",),
     "executor": ("Executor",),
     "metrics": ("Confusion", "Counter"),
-    "optimizers": ("LARS", "SGD", "Adam", "AdamW", "Optimizer"),
+    "optimizers": ("LARS", "OPTIMIZERS", "SGD", "Adam", "AdamW", "Optimizer", "OptimizerSettings"),
     "run": ("apply", "evaluate", "train"),
     "schedules": ("Constant", "Cosine", "StepDecay", "WarmUp"),
     "store": ("ParameterStore",),

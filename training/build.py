@@ -25,8 +25,8 @@ from ..models import build
 from ..perfmodel.cost import buckets_of, memory_of, program_of
 from ..perfmodel.plans import Plan, is_plan
 from ..program.compiler import Target
-from .config import AdamConfig, Config, DataConfig, LARSConfig, ScheduleConfig, StrategyConfig
-from .optimizers import LARS, SGD, Adam, AdamW, Optimizer, factors_of
+from .config import Config, DataConfig, ScheduleConfig, StrategyConfig
+from .optimizers import OPTIMIZERS, Optimizer, factors_of
 from .schedules import Constant, Cosine, Schedule, StepDecay, WarmUp
 from .store import ParameterStore
 
@@ -246,13 +246,8 @@ def make_optimizer(config: Config, store: ParameterStore) -> Optimizer:
         factors_of(factors, store.network)
     except ValueError as error:
         raise UserError(f"schedule.factors: {error}") from error
-    some: dict[str, Any] = {"weight_decay": own.weight_decay, "factors": factors, "average": config.training.average}
-    if isinstance(own, AdamConfig):
-        kind = {"adam": Adam, "adamw": AdamW}[own.kind]
-        return kind(store, (own.beta1, own.beta2), own.epsilon, **some)
-    if isinstance(own, LARSConfig):
-        return LARS(store, own.momentum, own.trust, **some)
-    return SGD(store, own.momentum, own.nesterov, **some)
+    make, settings = OPTIMIZERS[own.kind], {key: getattr(own, key) for key in type(own).model_fields}
+    return make(store, factors=factors, average=config.training.average, **settings)
 
 
 def make_schedule(config: ScheduleConfig, epochs: int, steps_per_epoch: int) -> Schedule:

@@ -15,6 +15,7 @@ from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from halograd.documents import is_one_line, parse_option, parse_toml, read_toml, shown, shown_path
 from halograd.errors import UserError
+from halograd.registry import Chosen
 from halograd.schema import (
     LARGEST,
     Below1,
@@ -34,6 +35,7 @@ from ..layers.reduction_scheme import Name, Scheme
 from ..layers.strategy import CutField
 from ..perfmodel.machine_file import parse_quantity
 from .data_config import AugmentConfig, DataConfig
+from .optimizers import OPTIMIZERS, OptimizerSettings
 
 __all__ = [
     "AugmentConfig",
@@ -186,57 +188,6 @@ class ReductionConfig(Table):
     def scheme(self) -> Scheme:
         """Return the scheme as plain data of a strategy."""
         return Scheme(**self.model_dump(exclude=_TUNING))
-
-
-class SGDConfig(Table):
-    """``[optimizer]`` with ``kind = "sgd"``: :class:`halograd.training.SGD`."""
-
-    kind: Literal["sgd"]
-    """Which optimizer."""
-    momentum: Below1 = 0.0
-    """Share of the last update that goes on."""
-    nesterov: bool = False
-    """Nesterov's momentum."""
-    weight_decay: NotNegative = 0.0
-    """Share of a parameter that is added to its gradient; not of biases and norms."""
-
-    @model_validator(mode="after")
-    def _momentum(self) -> SGDConfig:
-        if self.nesterov and not self.momentum:
-            raise ValueError("nesterov: expected momentum > 0 with it, got 0")
-        return self
-
-
-class AdamConfig(Table):
-    """``[optimizer]`` with ``kind = "adam"``, :class:`halograd.training.Adam`, or ``"adamw"``."""
-
-    kind: Literal["adam", "adamw"]
-    """Which optimizer."""
-    beta1: Below1 = 0.9
-    """Decay of the mean of gradients."""
-    beta2: Below1 = 0.999
-    """Decay of the mean of their squares."""
-    epsilon: Annotated[Positive, Field(le=1)] = 1e-8
-    """What is added to the root of the latter."""
-    weight_decay: NotNegative = 0.0
-    """Share of a parameter that adam adds to its gradient; adamw subtracts it from the parameter, times the learning
-    rate. Biases and norms do not decay."""
-
-
-class LARSConfig(Table):
-    """``[optimizer]`` with ``kind = "lars"``: :class:`halograd.training.LARS`."""
-
-    kind: Literal["lars"]
-    """Which optimizer."""
-    momentum: Below1 = 0.9
-    """Share of the last update that goes on."""
-    trust: Positive = 1e-3
-    """Length of an update relative to that of the parameter, at a learning rate of 1."""
-    weight_decay: NotNegative = 0.0
-    """Share of a parameter that is added to its gradient; not of biases and norms."""
-
-
-OptimizerConfig = Annotated[SGDConfig | AdamConfig | LARSConfig, Field(discriminator="kind")]
 
 
 class ScheduleConfig(Table):
@@ -394,12 +345,16 @@ class Config(Table):
     data: DataConfig
     strategy: StrategyConfig = StrategyConfig()
     reduction: ReductionConfig = ReductionConfig()
-    optimizer: OptimizerConfig
+    optimizer: Annotated[OptimizerSettings, Chosen(OPTIMIZERS)]
     schedule: ScheduleConfig
     training: TrainingConfig
     backend: BackendConfig = BackendConfig()
     output: OutputConfig
     run: RunConfig = RunConfig()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the keys that were set: other ranks load classes in files of the user by themselves."""
+        return check_config, (self.model_dump(mode="json", exclude_unset=True),)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:

@@ -25,7 +25,8 @@ from ..lowering.views import Value
 from ..program.compiler import Target, compile_program
 from ..program.runner import Mode, Runner
 from .graph import GraphedPass, check_graph, drop, graphed_passes
-from .kernels import Memory, check_debug, check_dtype, report_substitutes
+from .kernels import check_debug, check_dtype, report_substitutes
+from .memory import Memory
 from .pass_loss import PassLoss
 from .reduction import Reducer, check_possible
 from .store import ParameterStore

@@ -15,7 +15,7 @@ from .pass_loss import FetchedNumber, PendingLoss
 
 if TYPE_CHECKING:
     from ..comm import Communicator, Reduction
-    from .kernels import Memory
+    from .memory import Memory
     from .reduction import Reducer
     from .store import Bucket, ParameterStore
 

@@ -1,4 +1,4 @@
-"""The kernel backend of a configuration: dtypes, the device of each rank, counted memory."""
+"""The kernel backend of a configuration: dtypes, and the device of each rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from halograd.errors import UserError
 
 from ..comm import CommError
-from ..device import Device, DeviceError, as_dtype, is_low
+from ..device import DeviceError, as_dtype, is_low
 from ..device.cupy import choose_ordinal, count_devices, import_cupy
 from ..kernels import Backend, KernelError, Substitute, get_backend
 from .config import BackendConfig
@@ -20,7 +20,7 @@ from .config import BackendConfig
 if TYPE_CHECKING:
     from ..comm import Communicator
 
-__all__ = ["Memory", "check_debug", "check_dtype", "connect_device", "local_rank", "open_kernels", "report_substitutes"]
+__all__ = ["check_debug", "check_dtype", "connect_device", "local_rank", "open_kernels", "report_substitutes"]
 
 _log = logging.getLogger("halograd.kernels")
 
@@ -166,37 +166,3 @@ def check_debug(kernels: Backend) -> None:
     """
     if not kernels.device.is_host:
         raise UserError(f"debug: expected kernels on the CPU with it, got {kernels.name}; use onednn or numpy")
-
-
-class Memory:
-    """Allocator of arrays that live as long as a network, with counts by use. Local.
-
-    Parameters
-    ----------
-    kernels
-        Backend whose `zeros` returns aligned arrays where the kernels run (host or device).
-
-    Attributes
-    ----------
-    kernels
-        The backend.
-    device
-        Device of the arrays.
-    bytes
-        Bytes by use: ``parameter``, ``parameter gradient``, ...
-    """
-
-    def __init__(self, kernels: Backend) -> None:
-        self.kernels = kernels
-        self.device: Device = kernels.device
-        self.bytes: dict[str, int] = {}
-
-    def keep(self, shape: Sequence[int], dtype: np.dtype, use: str) -> Any:
-        """Allocate an array of zeros, counted under `use`."""
-        array = self.kernels.zeros(tuple(shape), dtype)
-        self.count(array.nbytes, use)
-        return array
-
-    def count(self, nbytes: int, use: str) -> None:
-        """Count bytes that were allocated elsewhere."""
-        self.bytes[use] = self.bytes.get(use, 0) + nbytes

@@ -1,74 +1,113 @@
 """Optimizers: they update the parameters of a bucket in place from its summed gradients.
 
-An optimizer has one backend kernel per bucket, on arrays that exist before the first step. Checkpoints name its state
-by ``layer/parameter``, independent of the buckets.
+An optimizer is a class with a name and settings, which are its table of the configuration; :data:`OPTIMIZERS` has them
+by name. It has one kernel of the backend per bucket, on arrays that all exist before the first step: a kernel that the
+backend has for it, or its rule in operations on arrays. Checkpoints name its state by ``layer/parameter``, independent
+of the buckets.
 """
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import numpy as np
+from pydantic import Field, model_validator
 
 from halograd.errors import UserError
+from halograd.registry import Registry
+from halograd.schema import Below1, NotNegative, Positive, Table, Text, build
 
 from ..device import Device, Ticket
-from ..kernels import Kernel, UpdateArrays
-from ..layers import Network
-from .store import Bucket, ParameterStore
+from ..kernels import Kernel, StepNumbers, UpdateArrays, UpdatePiece
 
 if TYPE_CHECKING:
     from ..comm import Communicator
+    from ..layers import Network
+    from .store import Bucket, ParameterStore
 
-__all__ = ["AVERAGE", "LARS", "SGD", "Adam", "AdamW", "Optimizer"]
+__all__ = ["AVERAGE", "LARS", "OPTIMIZERS", "SGD", "Adam", "AdamW", "Optimizer", "OptimizerSettings", "factors_of"]
 
 
 #: Name of the state with moving averages of parameters; it is the last state.
 AVERAGE = "average"
 
 
-class Optimizer(ABC):
+class OptimizerSettings(Table):
+    """``[optimizer]``: settings of an optimizer; base of the settings of one of your own."""
+
+    kind: Text
+    """Which optimizer."""
+
+
+class Optimizer:
     """Base class of optimizers. Local: gradients are summed before, and all ranks make the same update of their copies.
 
-    A step is `begin_step`, then `update` of every bucket, in any order.
+    A step is `begin_step`, then `update` of every bucket, in any order. One of your own defines :meth:`rule`, and what
+    it keeps: `state_names`, or :meth:`states`. The state is in shards where updates are, in checkpoints, in the memory
+    and the price of a plan.
 
     Parameters
     ----------
     store
         Store of the parameters.
-    weight_decay
-        Factor of the weight decay, for parameters that are subject to it.
     factors
         Factors on the learning rate, by name of a layer or pattern of names (``"encoder/*"``); if several match, the
         last one applies.
     average
         Weight of the old values in the moving averages of all parameters, in [0, 1); 0: no averages. In the first
         steps the weight is smaller, ``(1 + step) / (10 + step)``, so that initial values lose their influence.
+    settings
+        The keys of `Settings` by name, as in the table ``[optimizer]``.
 
     Attributes
     ----------
+    settings
+        Settings of this optimizer.
     step
         Number of updates that have begun.
     learning_rate
         Learning rate of the current step.
     gradient_scale
         Factor on all gradients of the current step (clipping).
+
+    Raises
+    ------
+    UserError
+        If a setting is unknown or wrong, if the class has no rule, or if it needs whole parameters and `store` has
+        shards or blocks of them.
     """
 
-    #: Names of the state arrays.
+    #: Name in the configuration, for registered classes.
+    name: ClassVar[str] = ""
+    #: Class of the settings.
+    Settings: ClassVar[type[OptimizerSettings]] = OptimizerSettings
+    #: Settings with which plans count the state, where no configuration is given.
+    planned: ClassVar[Mapping[str, Any]] = {}
+    #: Names of the state arrays: each is as large as the parameters, and zero at the beginning.
     state_names: tuple[str, ...] = ()
+    #: Number of scratch arrays that :meth:`rule` gets.
+    scratch: ClassVar[int] = 2
+    #: Whether :meth:`rule` needs whole parameters, one at a time: then there are no shards, and no layer is cut.
+    whole_parameters: ClassVar[bool] = False
 
     def __init__(
         self,
         store: ParameterStore,
-        weight_decay: float = 0.0,
+        *,
         factors: Mapping[str, float] | None = None,
         average: float = 0.0,
+        **settings: Any,
     ) -> None:
-        self.store, self.weight_decay, self.average = store, weight_decay, average
+        kind = type(self)
+        self.settings: Any = build(kind.Settings, {"kind": kind.name or kind.__name__, **settings})
+        if kind.rule is Optimizer.rule and kind.kernel is Optimizer.kernel:
+            raise UserError(f"optimizer {kind.__name__}: expected a method rule(self, piece, numbers), got none")
+        if kind.whole_parameters:
+            self._refuse_cuts(store)
+        self.store, self.average = store, average
+        self.state_names = _checked_names(kind, kind.states(self.settings))
         if not 0 <= average < 1:
             raise ValueError(f"average: expected a number in [0, 1), got {average!r}")
         if average:
@@ -154,10 +193,6 @@ class Optimizer(ABC):
             own, first = self.store.owned(bucket), self._starts[id(bucket)]
             yield bucket, own, self._arrays[bucket.flat][-1][first + own.start : first + own.stop]
 
-    def ranges(self, bucket: Bucket) -> list[tuple[int, int, bool]]:
-        """Return the ranges ``(start, stop, decayed)`` of a bucket for the kernel."""
-        return bucket.decays
-
     def begin_step(self, learning_rate: float, gradient_scale: Any = 1.0) -> None:
         """Begin a step, after all updates of the previous one. The scale may be an array ``(1,)`` on the device."""
         if not self.step:
@@ -188,13 +223,58 @@ class Optimizer(ABC):
         for kernel in self._kernels[id(bucket)]:
             kernel()
 
+    # -- what an optimizer defines ------------------------------------------------------------------
+
+    @classmethod
+    def states(cls, settings: Any) -> tuple[str, ...]:
+        """Return the names of the state arrays that there are with these settings: `state_names`."""
+        return cls.state_names
+
     def corrections(self) -> tuple[float, float]:
-        """Return the divisors of the two moments in this step (bias correction)."""
+        """Return two numbers of step `step` (1, 2, ...) for the rule: :attr:`StepNumbers.first` and `second`."""
         return 1.0, 1.0
 
-    @abstractmethod
+    def rule(self, piece: UpdatePiece, numbers: StepNumbers) -> None:
+        """Update a piece of the parameters and of the state in place.
+
+        Write it in operations on arrays that have a result, ``np.multiply(a, b, out=c)``: the arrays are NumPy's or
+        those of a device, and nothing is allocated. It is elementwise, or has `whole_parameters`; on a device it may be
+        replayed, so that what changes from step to step comes from the state and the numbers only.
+        """
+        raise NotImplementedError
+
     def kernel(self, arrays: UpdateArrays) -> Kernel:
-        """Create the backend kernel that updates a bucket or a shard of it."""
+        """Make the kernel that updates a bucket or a shard of it: by the rule, unless the backend has one of its own.
+        """
+        kind = type(self)
+        return self.store.memory.kernels.by_rule(
+            kind.__name__, arrays, self.rule, max(2, kind.scratch), kind.whole_parameters
+        )
+
+    def ranges(self, bucket: Bucket) -> list[tuple[int, int, bool]]:
+        """Return the ranges ``(start, stop, decayed)`` of a bucket for the kernel, one per parameter if it is whole."""
+        if not self.whole_parameters:
+            return bucket.decays
+        return [
+            (w.start, w.stop, any(a <= w.start < b and d for a, b, d in bucket.decays)) for w in bucket.slices.values()
+        ]
+
+    def _refuse_cuts(self, store: ParameterStore) -> None:
+        others = [name for name in OPTIMIZERS.names if not OPTIMIZERS[name].whole_parameters]
+        known = f"{', '.join(others[:-1])} or {others[-1]}"
+        if store.scheme.kind.shards:
+            raise UserError(
+                f'optimizer.kind: expected {known} with reduction.name = "{store.scheme.name}", got '
+                f"{self.settings.kind}, which needs norms of whole gradients; choose one of these, or bucketed, "
+                "two_chunks or hierarchical"
+            )
+        if not store.whole:
+            raise UserError(
+                f"{type(self).__name__} needs the norm of whole parameters: expected a strategy that cuts no channels "
+                f"and uses all ranks in every layer, got one that does not; choose {known}, or another strategy"
+            )
+
+    # -- state --------------------------------------------------------------------------------------
 
     def _places(self) -> tuple[dict[int, int], list[int]]:
         """Return, per bucket, the offset of its first element in the state arrays of its flat; and their sizes.
@@ -253,73 +333,91 @@ class Optimizer(ABC):
                     named[key][name] = state[where].reshape(self.store.params[name].shape) if whole else state[:0]
         return named
 
-    def settings(self) -> Mapping[str, Any]:
+    def state_dict(self) -> Mapping[str, Any]:
         """Return the scalar state, for checkpoints."""
         return {"kind": type(self).__name__, "step": self.step}
 
 
+#: Optimizers by name, or by ``"FILE.py:CLASS"``.
+OPTIMIZERS = Registry("optimizer", Optimizer, "optimizer.kind")
+
+
+@OPTIMIZERS.register
 class SGD(Optimizer):
     """Stochastic gradient descent with momentum, classical or Nesterov's, as torch.optim.SGD.
 
     ``v = momentum * v + g; p -= learning_rate * v`` with ``g`` the gradient plus ``weight_decay * p``;
-    Nesterov: ``p -= learning_rate * (g + momentum * v)``.
+    Nesterov: ``p -= learning_rate * (g + momentum * v)``. Without momentum there is no state.
     """
 
-    state_names: tuple[str, ...] = ("momentum",)
+    name = "sgd"
+    planned: ClassVar[Mapping[str, Any]] = {"momentum": 0.9}
+    state_names = ("momentum",)
 
-    def __init__(
-        self,
-        store: ParameterStore,
-        momentum: float = 0.0,
-        nesterov: bool = False,
-        weight_decay: float = 0.0,
-        factors: Mapping[str, float] | None = None,
-        average: float = 0.0,
-    ) -> None:
-        if nesterov and not momentum:
-            raise ValueError("nesterov: expected momentum > 0 with it, got 0")
-        if not momentum:
-            self.state_names = ()
-        self.momentum, self.nesterov = momentum, nesterov
-        super().__init__(store, weight_decay, factors, average)
+    class Settings(OptimizerSettings):
+        """``[optimizer]`` with ``kind = "sgd"``: :class:`halograd.training.SGD`."""
+
+        momentum: Below1 = 0.0
+        """Share of the last update that goes on."""
+        nesterov: bool = False
+        """Nesterov's momentum."""
+        weight_decay: NotNegative = 0.0
+        """Share of a parameter that is added to its gradient; not of biases and norms."""
+
+        @model_validator(mode="after")
+        def _momentum(self) -> SGD.Settings:
+            if self.nesterov and not self.momentum:
+                raise ValueError("nesterov: expected momentum > 0 with it, got 0")
+            return self
+
+    @classmethod
+    def states(cls, settings: Any) -> tuple[str, ...]:
+        return cls.state_names if settings.momentum else ()
 
     def kernel(self, arrays: UpdateArrays) -> Kernel:
-        return self.store.memory.kernels.sgd(arrays, self.momentum, self.nesterov, self.weight_decay)
+        own = self.settings
+        return self.store.memory.kernels.sgd(arrays, own.momentum, own.nesterov, own.weight_decay)
 
 
+@OPTIMIZERS.register
 class Adam(Optimizer):
     """Adam (Kingma and Ba 2015, Algorithm 1) with L2 regularization in the gradient, as torch.optim.Adam."""
 
-    state_names: tuple[str, ...] = ("first_moment", "second_moment")
+    name = "adam"
+    state_names = ("first_moment", "second_moment")
     _decoupled = False
 
-    def __init__(
-        self,
-        store: ParameterStore,
-        betas: tuple[float, float] = (0.9, 0.999),
-        epsilon: float = 1e-8,
-        weight_decay: float = 0.0,
-        factors: Mapping[str, float] | None = None,
-        average: float = 0.0,
-    ) -> None:
-        self.betas, self.epsilon = betas, epsilon
-        super().__init__(store, weight_decay, factors, average)
+    class Settings(OptimizerSettings):
+        """``[optimizer]`` with ``kind = "adam"``, :class:`halograd.training.Adam`, or ``"adamw"``."""
+
+        beta1: Below1 = 0.9
+        """Decay of the mean of gradients."""
+        beta2: Below1 = 0.999
+        """Decay of the mean of their squares."""
+        epsilon: Annotated[Positive, Field(le=1)] = 1e-8
+        """What is added to the root of the latter."""
+        weight_decay: NotNegative = 0.0
+        """Share of a parameter that adam adds to its gradient; adamw subtracts it from the parameter, times the
+        learning rate. Biases and norms do not decay."""
 
     def corrections(self) -> tuple[float, float]:
-        beta1, beta2 = self.betas
-        return 1 - beta1**self.step, math.sqrt(1 - beta2**self.step)
+        return 1 - self.settings.beta1**self.step, math.sqrt(1 - self.settings.beta2**self.step)
 
     def kernel(self, arrays: UpdateArrays) -> Kernel:
-        numbers = (self.betas, self.epsilon, self.weight_decay, self._decoupled)
+        own = self.settings
+        numbers = ((own.beta1, own.beta2), own.epsilon, own.weight_decay, self._decoupled)
         return self.store.memory.kernels.adam(arrays, *numbers)
 
 
+@OPTIMIZERS.register
 class AdamW(Adam):
     """Adam with decoupled weight decay (Loshchilov and Hutter 2019), as torch.optim.AdamW."""
 
+    name = "adamw"
     _decoupled = True
 
 
+@OPTIMIZERS.register
 class LARS(Optimizer):
     """Layer-wise adaptive rate scaling (You et al. 2017, Algorithm 1), for large batches.
 
@@ -328,38 +426,40 @@ class LARS(Optimizer):
     Biases and norm parameters (no weight decay) have ``r = 1``, as in all practical implementations.
     """
 
-    state_names: tuple[str, ...] = ("momentum",)
+    name = "lars"
+    state_names = ("momentum",)
+    whole_parameters = True
 
-    def __init__(
-        self,
-        store: ParameterStore,
-        momentum: float = 0.9,
-        trust: float = 1e-3,
-        weight_decay: float = 0.0,
-        factors: Mapping[str, float] | None = None,
-        average: float = 0.0,
-    ) -> None:
-        if store.scheme.kind.shards:
-            raise UserError(
-                'optimizer.kind: expected sgd, adam or adamw with reduction.name = "sharded", got lars, which needs '
-                "norms of whole gradients; choose one of these, or bucketed, two_chunks or hierarchical"
-            )
-        if not store.whole:
-            raise UserError(
-                "LARS needs the norm of whole parameters: expected a strategy that cuts no channels and uses all ranks "
-                "in every layer, got one that does not; choose sgd, adam or adamw, or another strategy"
-            )
-        self.momentum, self.trust = momentum, trust
-        super().__init__(store, weight_decay, factors, average)
+    class Settings(OptimizerSettings):
+        """``[optimizer]`` with ``kind = "lars"``: :class:`halograd.training.LARS`."""
 
-    def ranges(self, bucket: Bucket) -> list[tuple[int, int, bool]]:
-        """Return one range per parameter."""
-        return [
-            (w.start, w.stop, any(a <= w.start < b and d for a, b, d in bucket.decays)) for w in bucket.slices.values()
-        ]
+        momentum: Below1 = 0.9
+        """Share of the last update that goes on."""
+        trust: Positive = 1e-3
+        """Length of an update relative to that of the parameter, at a learning rate of 1."""
+        weight_decay: NotNegative = 0.0
+        """Share of a parameter that is added to its gradient; not of biases and norms."""
 
     def kernel(self, arrays: UpdateArrays) -> Kernel:
-        return self.store.memory.kernels.lars(arrays, self.momentum, self.trust, self.weight_decay)
+        own = self.settings
+        return self.store.memory.kernels.lars(arrays, own.momentum, own.trust, own.weight_decay)
+
+
+def _checked_names(kind: type[Optimizer], names: Any) -> tuple[str, ...]:
+    """Return the names of state arrays, which are names of groups in checkpoints.
+
+    Raises
+    ------
+    UserError
+        If they are no tuple of different words other than ``"average"``.
+    """
+    fit = isinstance(names, tuple) and all(isinstance(name, str) and name.isidentifier() for name in names)
+    if not fit or len({AVERAGE, *names}) != len(names) + 1:
+        raise UserError(
+            f'optimizer {kind.__name__}: state_names: expected a tuple of different words other than "{AVERAGE}", got '
+            f"{names!r}"
+        )
+    return names
 
 
 def factors_of(factors: Mapping[str, float], network: Network) -> dict[str, float]:

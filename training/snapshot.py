@@ -99,7 +99,7 @@ class Snapshot:
         elif not store.whole:
             raise ValueError("Snapshot.of(): expected the communicator of the ranks that share the parameters")
         params, state, errors, *rest = [_on_host(arrays) for arrays in parts]
-        settings = None if optimizer is None else optimizer.settings()
+        settings = None if optimizer is None else optimizer.state_dict()
         named = dict(zip(states, rest))
         return cls(store.fingerprint, store.dtype.name, params, state, named, settings, errors)
 

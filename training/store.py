@@ -18,7 +18,7 @@ from ..layers.reduction_chunks import chunks_of, gradient_layers, replicated_lay
 from ..layers.reduction_scheme import Scheme
 from ..layers.settings import fingerprint
 from .gradient_scaling import LossScale
-from .kernels import Memory
+from .memory import Memory
 
 if TYPE_CHECKING:
     from ..comm import Communicator

@@ -17,7 +17,7 @@ from ..device import Ticket, is_low
 from ..dtensor import Box, End, Exchange, Layout
 from ..layers import Network
 from ..lowering.views import Value
-from .kernels import Memory
+from .memory import Memory
 
 if TYPE_CHECKING:
     from .executor import Executor

@@ -25,6 +25,7 @@ from halograd.layers import Strategy
 from halograd.layers.reduction_scheme import Scheme
 from halograd.perfmodel.machine import Efficiency, Overheads
 from halograd.perfmodel.machine_file import UNITS, EfficiencyTable, MachineTable, RuntimeTable
+from halograd.registry import Chosen
 from halograd.training.config import Config, ReductionConfig
 
 from .api import package
@@ -68,6 +69,28 @@ class ConfigSection:
     keys: tuple[Key, ...]
 
 
+@dataclasses.dataclass(frozen=True)
+class Inner:
+    """A table within a table.
+
+    Attributes
+    ----------
+    step
+        The step that leads there: ``augment``, ``sums.RANKS``.
+    kind
+        Class of the table.
+    names
+        What its key `kind` may be, where that names a class of a registry.
+    several
+        Whether other names have other tables.
+    """
+
+    step: str
+    kind: type
+    names: tuple[str, ...] = ()
+    several: bool = False
+
+
 def run_tables() -> str:
     """The tables of a run's configuration."""
     return _markdown(sections(Config))
@@ -86,13 +109,13 @@ def strategy_tables() -> str:
 def sections(root: type, before: str = "") -> list[ConfigSection]:
     """The tables of a file in the order in which it has them: the keys at its top, then each table with its own."""
     found: dict[str, ConfigSection] = {}
-    waiting: list[tuple[type, str]] = [(root, "")]
+    waiting: list[tuple[Inner, str]] = [(Inner("", root), "")]
     while waiting:
         table, place = waiting.pop(0)
         section = _section(table, place, before)
         if section.keys or place:
             found.setdefault(section.anchor, section)
-        below = [(inner, f"{place}.{step}".lstrip(".")) for step, inner in _inner(table)]
+        below = [(inner, f"{place}.{inner.step}".lstrip(".")) for inner in _inner(table.kind)]
         waiting = [*below, *waiting]
     return list(found.values())
 
@@ -124,19 +147,21 @@ def _defaults(name: str) -> dict[str, Any]:
 # -- tables ----------------------------------------------------------------------------------------
 
 
-def _section(table: type, place: str, before: str) -> ConfigSection:
-    thing = _source(table)
-    kinds = [k for k, f in _fields(table).items() if k == "kind" and typing.get_origin(f.annotation) is Literal]
-    which = " or ".join(f'"{k}"' for k in typing.get_args(_fields(table)["kind"].annotation)) if kinds else ""
-    several = which and place == "optimizer"
-    anchor = ".".join(filter(None, (before, place, which.split('"')[1] if several else "")))
-    heading = f"`[{place}]`" + (f", `kind = {which}`" if several else "") if place else "At the top"
-    keys = tuple(_key(table, name, field) for name, field in _fields(table).items() if not _is_section(field))
-    return ConfigSection(heading, anchor, _summary(thing), keys)
+def _section(table: Inner, place: str, before: str) -> ConfigSection:
+    thing = _source(table.kind)
+    which = " or ".join(f'"{name}"' for name in table.names)
+    anchor = ".".join(filter(None, (before, place, table.names[0] if table.several else "")))
+    heading = f"`[{place}]`" + (f", `kind = {which}`" if table.several else "") if place else "At the top"
+    fields = {name: field for name, field in _fields(table.kind).items() if not _is_section(field)}
+    return ConfigSection(heading, anchor, _summary(thing), tuple(_key(table, *one) for one in fields.items()))
 
 
-def _key(table: type, name: str, field: FieldInfo) -> Key:
-    return Key(name, _kind(field.annotation, field.metadata), _default(field), _text(table, name))
+def _key(table: Inner, name: str, field: FieldInfo) -> Key:
+    kind = _kind(field.annotation, field.metadata)
+    if table.names and name == "kind":
+        own = () if table.several else ('or `"FILE.py:CLASS"`',)
+        kind = ", ".join([*(f'`"{known}"`' for known in table.names), *own])
+    return Key(name, kind, _default(field), _text(table.kind, name))
 
 
 def _fields(table: type) -> dict[str, FieldInfo]:
@@ -153,27 +178,30 @@ def _fields(table: type) -> dict[str, FieldInfo]:
     return made
 
 
-def _inner(table: type) -> Iterator[tuple[str, type]]:
-    """Tables within a table, by the step that leads there: ``augment``, ``sums.RANKS``."""
+def _inner(table: type) -> Iterator[Inner]:
+    """Tables within a table."""
     for name, field in _fields(table).items():
-        for step, kind in _tables_of(field.annotation, field.metadata):
-            yield name + step, kind
+        for inner in _tables_of(field.annotation, field.metadata):
+            yield dataclasses.replace(inner, step=name + inner.step)
 
 
-def _tables_of(annotation: Any, metadata: Any = ()) -> Iterator[tuple[str, type]]:
+def _tables_of(annotation: Any, metadata: Any = ()) -> Iterator[Inner]:
     given = next((part.table for part in metadata if isinstance(part, schema.As)), None)
+    chosen = next((part.tables for part in metadata if isinstance(part, Chosen)), None)
     origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
     if given is not None:
-        yield "", given
+        yield Inner("", given)
+    elif chosen is not None:
+        yield from (Inner("", kind, names, len(chosen) > 1) for kind, names in chosen.items())
     elif origin is Annotated:
         yield from _tables_of(parts[0], parts[1:])
     elif origin in (typing.Union, types.UnionType):
         for part in parts:
             yield from _tables_of(part)
     elif isinstance(origin, type) and issubclass(origin, Mapping):
-        yield from ((f".NAME{step}", kind) for step, kind in _tables_of(parts[1]))
+        yield from (dataclasses.replace(one, step=f".NAME{one.step}") for one in _tables_of(parts[1]))
     elif isinstance(annotation, type) and (issubclass(annotation, BaseModel) or dataclasses.is_dataclass(annotation)):
-        yield "", annotation
+        yield Inner("", annotation)
 
 
 def _is_section(field: FieldInfo) -> bool:

@@ -105,8 +105,10 @@ def _try_cores(what: ModelOptions, batch: int, how: SearchOptions, tried: CoreOp
     if launched_size() is not None:
         raise UserError("--cores: expected to be started alone, got a launcher; it starts its ranks itself")
     from ..models import build
+    from ..planning import planned_settings
 
     what.training()
+    optimizer = planned_settings(what.optimizer).model_dump()
     build(what.model, **parse_options(what.options or ()))  # report an error here once, not in every job
     strategy = {"auto": True, "planner": how.planner}
     strategy |= {} if how.memory is None else {"memory": how.memory}
@@ -115,7 +117,7 @@ def _try_cores(what: ModelOptions, batch: int, how: SearchOptions, tried: CoreOp
         "model": {"name": what.model, **parse_options(what.options or ())},
         "data": {"path": "none.h5"},  # no data are read: steps are timed on noise
         "strategy": strategy,
-        "optimizer": {"kind": what.optimizer} | ({"momentum": 0.9} if what.optimizer == "sgd" else {}),
+        "optimizer": optimizer,
         "schedule": {"learning_rate": 1e-3},
         "training": {"epochs": 1, "batch": batch, "dtype": what.dtype},
         "backend": {"kernels": tried.kernels, "transport": tried.transport},

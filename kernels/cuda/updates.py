@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from ..kernel import Kernel, ScratchKernel, idle, run_all
-from ..memory import Scratch
-from ..updates import UpdateArrays, Updates
+from ..memory import Scratch, round_up
+from ..updates import Rule, StepNumbers, UpdateArrays, Updates, piece_of
 from .launch import (
     LARGE,
     THREADS,
@@ -50,6 +50,36 @@ class CudaUpdates(Updates):
 
     def _average(self, arrays: UpdateArrays) -> Kernel:
         return self._update("average", arrays)
+
+    def _by_rule(self, name: str, arrays: UpdateArrays, rule: Rule, scratch: int, whole: bool) -> Kernel:
+        """Return calls of the rule on whole ranges, where the arrays are.
+
+        What a skipped step must not change is kept, and put back on the device: the host does not know of it.
+        """
+        numbers = StepNumbers(*(arrays.scalars[i : i + 1] for i in range(len(StepNumbers._fields))))
+        kept = () if arrays.skip is None else (arrays.p, *arrays.state)
+        refresh = None if arrays.copy is None else self.device.copies([(arrays.copy, arrays.p)])
+        size = round_up(arrays.p.nbytes)
+
+        def bind() -> Callable[[], None]:
+            views = [
+                self.scratch.view((arrays.p.size,), arrays.p.dtype, i * size) for i in range(scratch + len(kept))
+            ]
+            pieces = [piece_of(arrays, *where, views[:scratch]) for where in arrays.decays if where[1] > where[0]]
+
+            def run() -> None:
+                for array, copy in zip(kept, views[scratch:]):
+                    np.copyto(copy, array)
+                for piece in pieces:
+                    rule(piece, numbers)
+                for array, copy in zip(kept, views[scratch:]):
+                    np.copyto(array, copy, where=arrays.skip != 0)
+                if refresh is not None:
+                    refresh()
+
+            return run
+
+        return ScratchKernel(bind, self.scratch, (scratch + len(kept)) * size, f"cuda:{name}")
 
     def _update(self, rule: str, arrays: UpdateArrays, **members: Any) -> Kernel:
         """Build an update; see optimizer.cu for the members."""

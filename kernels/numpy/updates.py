@@ -4,56 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from ..kernel import Kernel, ScratchKernel
 from ..memory import Scratch, round_up
-from ..updates import UpdateArrays, Updates
+from ..updates import Rule, StepNumbers, UpdateArrays, UpdatePiece, Updates, piece_of
 
 __all__ = ["NumpyUpdates"]
 
 # Elements per piece: parameter, gradient, two states and two scratch arrays fit a 1 MiB cache.
 PIECE = 1 << 15
 _ROW, _ROWS = 1 << 10, 1 << 8  # elements of one float32 scalar product, and number of products at once
-
-
-@dataclass
-class _Range:
-    """A range that is updated in one pass, as views made once.
-
-    Attributes
-    ----------
-    p, g, state
-        Parameters (modified), summed gradients (read), arrays of the optimizer (modified).
-    a, b
-        Scratch.
-    decayed
-        Whether weight decay applies.
-    """
-
-    p: Any
-    g: Any
-    state: tuple[Any, ...]
-    a: Any
-    b: Any
-    decayed: bool
-
-    def gradient(self, scale: float, weight_decay: float) -> Any:
-        """Return ``scale * g + weight_decay * p``, in `a` unless it equals `g`."""
-        g = self.g
-        if scale != 1.0:
-            g = np.multiply(self.g, scale, out=self.a)
-        if weight_decay and self.decayed:
-            np.multiply(self.p, weight_decay, out=self.b)
-            g = np.add(g, self.b, out=self.a)
-        return g
-
-
-#: Function that updates a piece, with the values of `UpdateArrays.scalars`.
-Rule = Callable[[_Range, float, float, float, float, float], None]
 
 
 class NumpyUpdates(Updates):
@@ -63,19 +26,19 @@ class NumpyUpdates(Updates):
 
     # ------------------------------------------------------------------ optimizers
     def _sgd(self, arrays: UpdateArrays, momentum: float, nesterov: bool, weight_decay: float) -> Kernel:
-        def rule(piece: _Range, rate: float, scale: float, *_: float) -> None:
-            step = piece.gradient(scale, weight_decay)
+        def rule(piece: UpdatePiece, numbers: StepNumbers) -> None:
+            (a, b), step = piece.scratch, piece.gradient(numbers.scale, weight_decay)
             if momentum:
                 (v,) = piece.state
                 np.multiply(v, momentum, out=v)
                 np.add(v, step, out=v)
                 if nesterov:
-                    np.multiply(v, momentum, out=piece.b)
-                    step = np.add(step, piece.b, out=piece.a)
+                    np.multiply(v, momentum, out=b)
+                    step = np.add(step, b, out=a)
                 else:
                     step = v
-            np.multiply(step, rate, out=piece.b)
-            np.subtract(piece.p, piece.b, out=piece.p)
+            np.multiply(step, numbers.rate, out=b)
+            np.subtract(piece.p, b, out=piece.p)
 
         return self._update("sgd", arrays, rule)
 
@@ -84,10 +47,9 @@ class NumpyUpdates(Updates):
     ) -> Kernel:
         beta1, beta2 = betas
 
-        def rule(piece: _Range, rate: float, scale: float, first: float, second: float, _: float) -> None:
-            m, v = piece.state
-            a, b = piece.a, piece.b
-            g = piece.gradient(scale, 0.0 if decoupled else weight_decay)
+        def rule(piece: UpdatePiece, numbers: StepNumbers) -> None:
+            (m, v), (a, b), rate = piece.state, piece.scratch, numbers.rate
+            g = piece.gradient(numbers.scale, 0.0 if decoupled else weight_decay)
             np.subtract(g, m, out=b)
             np.multiply(b, 1 - beta1, out=b)
             np.add(m, b, out=m)
@@ -98,10 +60,10 @@ class NumpyUpdates(Updates):
             if decoupled and piece.decayed and weight_decay:
                 np.multiply(piece.p, 1 - rate * weight_decay, out=piece.p)
             np.sqrt(v, out=b)
-            np.divide(b, second, out=b)
+            np.divide(b, numbers.second, out=b)
             np.add(b, epsilon, out=b)
             np.divide(m, b, out=a)
-            np.multiply(a, rate / first, out=a)
+            np.multiply(a, rate / numbers.first, out=a)
             np.subtract(piece.p, a, out=piece.p)
 
         return self._update("adam", arrays, rule)
@@ -113,57 +75,67 @@ class NumpyUpdates(Updates):
             below = g * scale + weight_decay * p
             return trust * p / below if p > 0 and below > 0 else 1.0
 
-        def rule(piece: _Range, rate: float, scale: float, *_: float) -> None:
-            (v,) = piece.state
-            g = piece.gradient(scale, weight_decay)
+        def rule(piece: UpdatePiece, numbers: StepNumbers) -> None:
+            (v,), (_, b) = piece.state, piece.scratch
+            g = piece.gradient(numbers.scale, weight_decay)
             np.multiply(v, momentum, out=v)
-            np.multiply(g, rate, out=piece.b)
-            np.add(v, piece.b, out=v)
+            np.multiply(g, numbers.rate, out=b)
+            np.add(v, b, out=v)
             np.subtract(piece.p, v, out=piece.p)
 
         return self._update("lars", arrays, rule, adapted)
 
     def _average(self, arrays: UpdateArrays) -> Kernel:
-        def rule(piece: _Range, rate: float, scale: float, first: float, second: float, weight: float) -> None:
-            np.subtract(piece.g, piece.p, out=piece.a)
-            np.multiply(piece.a, weight, out=piece.a)
-            np.add(piece.p, piece.a, out=piece.p)
+        def rule(piece: UpdatePiece, numbers: StepNumbers) -> None:
+            change = np.subtract(piece.g, piece.p, out=piece.scratch[0])
+            np.multiply(change, numbers.weight, out=change)
+            np.add(piece.p, change, out=piece.p)
 
         return self._update("average", arrays, rule)
 
+    def _by_rule(self, name: str, arrays: UpdateArrays, rule: Rule, scratch: int, whole: bool) -> Kernel:
+        return self._update(name, arrays, rule, scratch=scratch, length=arrays.p.size if whole else PIECE)
+
     def _update(
-        self, name: str, arrays: UpdateArrays, rule: Rule, adapted: Callable[[int, int, float], float] | None = None
+        self,
+        name: str,
+        arrays: UpdateArrays,
+        rule: Rule,
+        adapted: Callable[[int, int, float], float] | None = None,
+        scratch: int = 2,
+        length: int | None = None,
     ) -> Kernel:
         """Build an update, range by range in pieces. `adapted` returns a factor on the learning rate of a range with
         decay.
         """
         itemsize, scalars = arrays.p.itemsize, arrays.scalars
-        size = round_up(min(PIECE, arrays.p.size) * itemsize)
+        length = min(length or PIECE, arrays.p.size)
+        size = round_up(length * itemsize)
 
         def bind() -> Callable[[], None]:
-            a, b = (self.scratch.view((min(PIECE, arrays.p.size),), arrays.p.dtype, i * size) for i in range(2))
+            views = [self.scratch.view((length,), arrays.p.dtype, i * size) for i in range(scratch)]
             ranges = [
-                (start, stop, decayed, [_piece(arrays, i, min(i + PIECE, stop), a, b, decayed)
-                                        for i in range(start, stop, PIECE)])
+                (start, stop, decayed, [piece_of(arrays, i, min(i + length, stop), decayed, views)
+                                        for i in range(start, stop, length)])
                 for start, stop, decayed in arrays.decays
             ]  # fmt: skip
 
             def run() -> None:
                 if arrays.skip is not None and arrays.skip[0]:
                     return
-                rate, scale, *others = scalars.tolist()
+                numbers = StepNumbers(*scalars.tolist())
                 for start, stop, decayed, pieces in ranges:
-                    own = rate
-                    if adapted is not None:
-                        own = rate * (adapted(start, stop, scale) if decayed else 1.0)
+                    own = numbers
+                    if adapted is not None and decayed:
+                        own = numbers._replace(rate=numbers.rate * adapted(start, stop, numbers.scale))
                     for piece in pieces:
-                        rule(piece, own, scale, *others)
+                        rule(piece, own)
                 if arrays.copy is not None:
                     np.copyto(arrays.copy, arrays.p, casting="same_kind")
 
             return run
 
-        return ScratchKernel(bind, self.scratch, 2 * size, f"numpy:{name}")
+        return ScratchKernel(bind, self.scratch, scratch * size, f"numpy:{name}")
 
     # ------------------------------------------------------------------ norms and scales
     def _sum_of_squares(self, terms: Sequence[tuple[Any, int]], out: Any) -> Kernel:
@@ -223,8 +195,3 @@ def _squares(flat: Any) -> float:
         rows = flat[start : min(start + _ROW * _ROWS, whole)].reshape(-1, _ROW)
         total += float(np.matmul(rows[:, None, :], rows[:, :, None]).sum(dtype=np.float64))
     return total
-
-
-def _piece(arrays: UpdateArrays, start: int, stop: int, a: Any, b: Any, decayed: bool) -> _Range:
-    part, count = slice(start, stop), stop - start
-    return _Range(arrays.p[part], arrays.g[part], tuple(s[part] for s in arrays.state), a[:count], b[:count], decayed)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["PAGES", "ROOT", "Block", "blocks", "commands_of"]
+__all__ = ["PAGES", "ROOT", "Block", "blocks", "commands_of", "write_files"]
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = (*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md")
@@ -41,6 +41,14 @@ def blocks(*languages: str) -> list[Block]:
             if not languages or language in languages:
                 found.append(Block(page, line, language, match["text"]))
     return found
+
+
+def write_files(page: str, folder: Path) -> None:
+    """Write the blocks of Python of a page that begin with the name of a file, ``# rms.py``, to a folder."""
+    for block in blocks("python"):
+        name = re.match(r"# (\w+\.py)\n", block.text)
+        if block.page.name == page and name:
+            (folder / name[1]).write_text(block.text, encoding="utf-8")
 
 
 def commands_of(block: Block) -> Iterator[list[str]]:

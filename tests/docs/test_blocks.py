@@ -17,7 +17,7 @@ from halograd.documents import parse_toml
 from halograd.layers import Strategy
 from halograd.perfmodel.machine_file import parse_machine
 from halograd.training.config import check_config
-from tests.docs.pages import PAGES, ROOT, Block, blocks, commands_of
+from tests.docs.pages import PAGES, ROOT, Block, blocks, commands_of, write_files
 
 # Tests that run the Python of a page, in order, on which ranks.
 RUN_BY = {
@@ -29,6 +29,7 @@ RUN_BY = {
     "machines.md": "tests/perfmodel/test_machine.py",
     "planners.md": "tests/perfmodel/planners/test_planners_interface.py",
     "first_day.md": "tests/docs/test_first_day.py",
+    "extending.md": "tests/training/test_own_optimizer.py",
     "data.md": "test_data_sets_of_other_formats",
     "performance_model.md": "test_a_plan_is_made_and_saved",
 }
@@ -112,7 +113,9 @@ def test_the_python_of_every_page_is_run():
 
 
 @pytest.mark.parametrize("block", blocks("toml"), ids=lambda block: block.place)
-def test_toml_is_a_configuration_or_a_machine(block: Block):
+def test_toml_is_a_configuration_or_a_machine(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write_files(block.page.name, tmp_path)
+    monkeypatch.chdir(tmp_path)
     tables = parse_toml(block.text, block.place)
     if "devices_per_node" in tables:
         parse_machine(block.text, block.place)

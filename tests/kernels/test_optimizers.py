@@ -118,6 +118,36 @@ def test_lars(backend, precision):
         b.check()
 
 
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("decays", DECAYS)
+def test_by_rule(backend, precision, decays, whole):
+    """An update in operations on arrays, with a scratch array of its own; ranges come in order, and cover all."""
+    b, lengths = Bucket(precision), []
+
+    def rule(piece, numbers):
+        (v,), (_, _, c) = piece.state, piece.scratch
+        lengths.append((len(piece.p), piece.decayed))
+        np.multiply(piece.gradient(numbers.scale, 0.01), numbers.rate, out=c)
+        np.multiply(c, numbers.first, out=c)
+        np.multiply(v, 0.5, out=v)
+        np.add(v, c, out=v)
+        np.subtract(piece.p, v, out=piece.p)
+
+    kernel = backend.by_rule("own", b.arrays(DECAYS[decays]), rule, 3, whole)
+    decay = 0.01 * b.decayed(DECAYS[decays])
+    for step in range(1, 4):
+        b.next_gradient(step)
+        b.scalars[:3] = 0.1 / step, 0.5 + step, 1.5
+        lengths.clear()
+        kernel()
+        b.exact_state[0] = 0.5 * b.exact_state[0] + 0.15 / step * (
+            b.g.astype(np.float64) * (0.5 + step) + decay * b.exact
+        )
+        b.exact -= b.exact_state[0]
+        b.check()
+        assert lengths == [(stop - start, on) for start, stop, on in DECAYS[decays]]
+
+
 def test_average(backend, precision):
     """The kernel averages parameters, here in place of gradients, in the precision of the masters."""
     b = Bucket((precision[0], precision[0], None), states=0)
@@ -133,11 +163,17 @@ def test_average(backend, precision):
 def test_nothing_is_updated_after_an_overflow(backend, precision):
     """The flag is read where the kernels run: no host has to wait for it."""
     skip = np.ones(1, np.int32)
-    plain, adam, lars = (Bucket(precision, states=n) for n in (0, 2, 1))
+    plain, adam, lars, own = (Bucket(precision, states=n) for n in (0, 2, 1, 1))
+
+    def rule(piece, numbers):
+        np.add(piece.state[0], piece.gradient(numbers.scale), out=piece.state[0])
+        np.subtract(piece.p, piece.state[0], out=piece.p)
+
     pairs = [
         (plain, backend.sgd(plain.arrays(skip=skip), 0.0, False, 0.0)),
         (adam, backend.adam(adam.arrays(skip=skip), (0.9, 0.99), 1e-8, 0.0, False)),
         (lars, backend.lars(lars.arrays([(0, 131, True)], skip), 0.9, 0.1, 0.0)),
+        (own, backend.by_rule("own", own.arrays([(0, 131, False)], skip), rule)),
     ]
     for b, kernel in pairs:
         before = b.p.copy()

@@ -56,7 +56,7 @@ def run(comm, strategy, batch=BATCH):
     """Losses and this rank's blocks of the parameters after `STEPS` steps. Collective."""
     made = network()
     with Executor(made, comm, get_backend("numpy"), batch, strategy, "float64", seed=3) as executor:
-        trainer, losses = Trainer(executor, SGD(executor.store, 0.5), Constant(RATE)), []
+        trainer, losses = Trainer(executor, SGD(executor.store, momentum=0.5), Constant(RATE)), []
         for step in range(STEPS):
             fill(executor, step)
             losses.append(trainer.step())
@@ -201,9 +201,8 @@ def test_gradients_of_shared_layers_are_not_replicated(scheme):
     def train(comm, strategy):
         with Executor(made(), comm, get_backend("numpy"), BATCH, strategy, "float64", seed=3) as executor:
             ranked = (Scheme(replicated_dense=2), Scheme(replicated_dense=1), Scheme("bucketed"))
-            trainer = Trainer(
-                executor, SGD(executor.store, 0.5), Constant(0.01), ranked=ranked, tuning=Tuning(interval=2, step=0)
-            )
+            optimizer, tuning = SGD(executor.store, momentum=0.5), Tuning(interval=2, step=0)
+            trainer = Trainer(executor, optimizer, Constant(0.01), ranked=ranked, tuning=tuning)
             for step in range(8):
                 fill(executor, step)
                 trainer.step()

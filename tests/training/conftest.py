@@ -10,7 +10,7 @@ import pytest
 
 from halograd.kernels.numpy import NumpyBackend
 from halograd.layers import Input, Layer, Network, Parameter
-from halograd.training.kernels import Memory
+from halograd.training.memory import Memory
 from halograd.training.store import ParameterStore
 from tests.support import freed
 from tests.support.fake_device import FakeBackend

@@ -34,7 +34,7 @@ from halograd.layers.reduction_scheme import Scheme
 from halograd.training.checkpoint import Snapshot, TrainingProgress, read_checkpoint, read_header, write_checkpoint
 from halograd.training.checkpoints import CheckpointFolder
 from halograd.training.directory import checkpoint_of
-from halograd.training.kernels import Memory
+from halograd.training.memory import Memory
 from halograd.training.optimizers import Adam
 from halograd.training.store import ParameterStore
 from tests.harness.limits import scaled

@@ -11,6 +11,7 @@ from halograd.training.optimizers import LARS, SGD, Adam, AdamW
 from halograd.training.schedules import Constant
 from halograd.training.trainer import Trainer
 from tests.support.fake_device import FakeBackend, FakeDevice
+from tests.training.own_optimizer import RMSprop
 from tests.training.steps import fill
 
 STEPS = 3
@@ -25,6 +26,7 @@ OPTIMIZERS = {
     "adam": lambda store: Adam(store, weight_decay=1e-3),
     "adamw": lambda store: AdamW(store, weight_decay=1e-2),
     "lars": lambda store: LARS(store, weight_decay=1e-3),
+    "own": lambda store: RMSprop(store, weight_decay=1e-3),
 }
 
 

@@ -27,7 +27,7 @@ from tests.training.steps import NETWORKS, copied, fill
 STEPS, AVERAGE = 12, 0.75
 FACTORS = {"conv*": 0.5, "conv2": 0.0, "dense4": 3.0}
 OPTIMIZERS = {
-    "sgd": lambda store, **more: SGD(store, 0.5, weight_decay=1e-2, **more),
+    "sgd": lambda store, **more: SGD(store, momentum=0.5, weight_decay=1e-2, **more),
     "adam": lambda store, **more: Adam(store, weight_decay=1e-2, **more),
     "adamw": lambda store, **more: AdamW(store, weight_decay=1e-2, **more),
     "lars": lambda store, **more: LARS(store, weight_decay=1e-2, **more),

@@ -24,7 +24,7 @@ from halograd.training import executor as executor_module
 from halograd.training import train as train_run
 from halograd.training.evaluation import Evaluation
 from halograd.training.executor import Executor
-from halograd.training.kernels import Memory
+from halograd.training.memory import Memory
 from halograd.training.optimizers import SGD
 from halograd.training.reduction import Reducer
 from halograd.training.schedules import Constant

@@ -96,7 +96,7 @@ def test_other_dtype(saved, make_store):
 def test_other_optimizer(saved, make_store):
     store = make_store()
     want = "expected the optimizer SGD with ['momentum'], got Adam with ['first_moment', 'second_moment']"
-    refused(saved[0], store, want, SGD(store, 0.9))
+    refused(saved[0], store, want, SGD(store, momentum=0.9))
 
 
 def test_no_optimizer(make_store, tmp_path):

@@ -13,8 +13,9 @@ from halograd.errors import UserError
 from halograd.kernels.cudnn.graphs import Arithmetic
 from halograd.training import checkpoints, session
 from halograd.training.config import parse_config
-from halograd.training.kernels import Memory, open_kernels
+from halograd.training.kernels import open_kernels
 from halograd.training.log import RunLog, read_log
+from halograd.training.memory import Memory
 from halograd.training.run import apply, evaluate, train
 from halograd.training.transfer import DeviceFeed
 from tests.support.fake_device import FakeBackend

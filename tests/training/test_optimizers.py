@@ -3,9 +3,11 @@
 import numpy as np
 import pytest
 
+from halograd.errors import UserError
 from halograd.kernels.numpy import updates
-from halograd.training.optimizers import LARS, SGD, Adam, AdamW
+from halograd.training.optimizers import LARS, SGD, Adam, AdamW, Optimizer
 from tests.support.lean import traced
+from tests.training.own_optimizer import OwnLARS, RMSprop
 from tests.training.steps import copied
 
 RATES = [0.1, 0.05, 0.2, 0.1]
@@ -40,6 +42,12 @@ def sgd(p, g, rate, state, decay, momentum, nesterov):
     return p - rate * (g + momentum * state["v"] if nesterov else state["v"])
 
 
+def rms(p, g, rate, state, decay):
+    g = g + decay * p
+    state["v"] = 0.9 * state.get("v", 0) + 0.1 * g * g
+    return p - rate * g / (np.sqrt(state["v"]) + 1e-8)
+
+
 def adam(p, g, rate, state, decay, decoupled):
     state["t"] = t = state.get("t", 0) + 1
     p = p * (1 - rate * decay) if decoupled else p
@@ -56,13 +64,16 @@ def lars(p, g, rate, state, decay, layerwise):
     return p - state["v"]
 
 
+DECAY = {"weight_decay": 0.01}
 CASES = {
     "sgd": (lambda s: SGD(s), lambda *a, d: sgd(*a, 0, 0, False)),
-    "momentum": (lambda s: SGD(s, 0.9, weight_decay=0.01), lambda *a, d: sgd(*a, 0.01 * d, 0.9, False)),
-    "nesterov": (lambda s: SGD(s, 0.9, True, 0.01), lambda *a, d: sgd(*a, 0.01 * d, 0.9, True)),
+    "momentum": (lambda s: SGD(s, momentum=0.9, **DECAY), lambda *a, d: sgd(*a, 0.01 * d, 0.9, False)),
+    "nesterov": (lambda s: SGD(s, momentum=0.9, nesterov=True, **DECAY), lambda *a, d: sgd(*a, 0.01 * d, 0.9, True)),
     "adam": (lambda s: Adam(s, weight_decay=0.01), lambda *a, d: adam(*a, 0.01 * d, False)),
     "adamw": (lambda s: AdamW(s, weight_decay=0.01), lambda *a, d: adam(*a, 0.01 * d, True)),
-    "lars": (lambda s: LARS(s, 0.9, 0.02, 0.01), lambda *a, d: lars(*a, 0.01 * d, d)),
+    "lars": (lambda s: LARS(s, momentum=0.9, trust=0.02, weight_decay=0.01), lambda *a, d: lars(*a, 0.01 * d, d)),
+    "own": (lambda s: RMSprop(s, decay=0.9, **DECAY), lambda *a, d: rms(*a, 0.01 * d)),
+    "own norms": (lambda s: OwnLARS(s), lambda *a, d: lars(*a, 0.01 * d, d)),
 }
 
 
@@ -128,7 +139,7 @@ def test_state_is_named_by_parameter(make_store, case):
         optimizer = CASES[case][0](store)
         run(store, optimizer)
         states.append(optimizer.named_state())
-        assert optimizer.settings()["step"] == len(RATES)
+        assert optimizer.state_dict()["step"] == len(RATES)
     assert states[0].keys() == states[1].keys()
     for key, arrays in states[0].items():
         assert arrays.keys() == one.params.keys()
@@ -155,3 +166,26 @@ def test_update_allocates_no_array(make_store, case):
 def test_nesterov_needs_momentum(make_store):
     with pytest.raises(ValueError, match="nesterov: expected momentum > 0 with it, got 0"):
         SGD(make_store(), nesterov=True)
+
+
+def own(**attributes):
+    return type("Own", (Optimizer,), {"rule": lambda self, piece, numbers: None, **attributes})
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "message"),
+    [
+        (type("Own", (Optimizer,), {}), {}, "optimizer Own: expected a method rule(self, piece, numbers), got none"),
+        (own(state_names="velocity"), {}, "optimizer Own: state_names: expected a tuple of different words other than"),
+        (own(state_names=("v", "average")), {}, "got ('v', 'average')"),
+        (own(state_names=("v", "v")), {}, "got ('v', 'v')"),
+        (own(state_names=("a/b",)), {}, "got ('a/b',)"),
+        (RMSprop, {"decay": 1}, "decay: expected a number < 1, got 1"),
+        (RMSprop, {"beta": 1}, "beta: unknown key; expected one of kind, decay, epsilon, weight_decay"),
+        (Adam, {"betas": (0.9, 0.99)}, "betas: unknown key; expected one of kind, beta1, beta2, epsilon, weight_decay"),
+    ],
+)
+def test_what_is_no_optimizer_is_refused(make_store, kind, settings, message):
+    with pytest.raises(UserError) as error:
+        kind(make_store(), **settings)
+    assert message in str(error.value)

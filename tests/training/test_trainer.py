@@ -108,7 +108,7 @@ def test_steps(comm, clip):
         for parts in grids(ranks.size, ("sample", "height", "width")):
             strategy = Strategy(parts, bucket_bytes=64)
             with Executor(network(), ranks, get_backend("numpy"), BATCH, strategy, "float64") as executor:
-                optimizer = SGD(executor.store, MOMENTUM)
+                optimizer = SGD(executor.store, momentum=MOMENTUM)
                 trainer = Trainer(executor, optimizer, StepDecay(RATE, (1, 2, 3), 0.5), clip)
                 found = []
                 for step in range(STEPS):

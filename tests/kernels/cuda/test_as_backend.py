@@ -62,6 +62,7 @@ from ..test_not_a_number import (  # noqa: F401
 from ..test_optimizers import (  # noqa: F401
     test_adam,
     test_any_length_and_address,
+    test_by_rule,
     test_lars,
     test_nothing_is_updated_after_an_overflow,
     test_sgd,
