@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from halograd.cli.output import table
+from halograd.output import table
 
 __all__ = ["LE", "LEE", "tables"]
 

@@ -13,7 +13,7 @@ from mpi4py import MPI
 
 from ..device import HOST, Device
 from . import contexts
-from .boot import begin
+from .boot import begin, launched_size
 from .channel import Channel, ChannelSpec
 from .codec import UNCHANGED, Codec
 from .counters import Instruments
@@ -102,6 +102,13 @@ class Communicator:
         self._set_up(own, chosen, Progress(), Instruments(), ranks, DeviceLinks())
         self._is_root = True
         self._guard = Guard(mpi_comm)
+
+    @classmethod
+    def launched(cls, transport: str = "auto") -> Communicator:
+        """Return the communicator of all ranks that were launched; of this process alone without a launcher. Collective
+        over them.
+        """
+        return cls(MPI.COMM_SELF if launched_size() is None else MPI.COMM_WORLD, transport)
 
     def _set_up(
         self,

@@ -23,16 +23,15 @@ from typing import Any
 
 import numpy as np
 
-from .cli.output import split_text
-from .cli.planning import compared, comparison, plan_text
 from .comm import Communicator
 from .comm.transport import TRANSPORTS
 from .errors import UserError
-from .kernels import KernelError, get_backend
+from .kernels import BackendOptions, KernelError
 from .layers import Network, Strategy
 from .layers.reduction_scheme import BY_NODES, KINDS, Scheme
 from .limits import usable_cores
 from .measuring import Measuring, StepTrial, measure_steps, rivals, settle
+from .output import split_text
 from .perfmodel.contenders import candidate_schemes, rank_schemes
 from .perfmodel.cost import Pricing, Training, Wires, simulate
 from .perfmodel.cuts import BASELINES, GRID, baseline
@@ -46,6 +45,7 @@ from .perfmodel.kernel_times import (
 from .perfmodel.machine import Machine
 from .perfmodel.plans import Alternative, Plan
 from .perfmodel.predict import Planning
+from .plan_text import compared, comparison, plan_text
 from .planning import Asked, check_planner, known_baselines, make_plan, parse_memory
 from .training.build import make_network, make_optimizer, with_reduction
 from .training.config import Config
@@ -289,7 +289,7 @@ class _Planner:
                 # This trial is optional, so an error in it must not end the run.
                 with (
                     suppress(UserError, KernelError, MemoryError),
-                    get_backend(self.kernels.name, threads, self.config.backend.autotune) as kernels,
+                    type(self.kernels).open(BackendOptions(threads, self.config.backend.autotune)) as kernels,
                 ):
                     opened = partial(self._opened, comm=alone, kernels=kernels)
                     seconds = measure_steps(alone, {"alone": Strategy()}, opened)["alone"]

@@ -13,18 +13,23 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .cli.output import split_text
 from .documents import read_json
 from .errors import UserError
+from .output import split_text
+
+if TYPE_CHECKING:
+    from .comm import Communicator
 
 __all__ = [
     "CoreSplit",
     "find_mpiexec",
+    "open_communicator",
     "run_ranks",
     "splits",
     "try_split",
@@ -168,6 +173,17 @@ def try_splits(
     return found
 
 
+@contextmanager
+def open_communicator(transport: str) -> Iterator[Communicator]:
+    """Yield a communicator of all launched ranks, or of this process alone without a launcher."""
+    from .comm import Communicator
+    from .comm.transport import TRANSPORTS
+
+    TRANSPORTS.make(transport, "--transport")
+    with Communicator.launched(transport) as comm:
+        yield comm
+
+
 def try_split(job: Path, result: Path) -> None:
     """Try one split, on the ranks that were launched, and write its times to a file. Collective.
 
@@ -177,7 +193,6 @@ def try_split(job: Path, result: Path) -> None:
         A configuration, and a `CoreSplit`, as JSON.
     """
     from .auto import try_run
-    from .cli.profiling import open_communicator
     from .perfmodel.cuts import GRID
     from .training.config import check_config
 

@@ -15,10 +15,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from .cli.output import progress_bar, split_text
 from .comm import Communicator
 from .errors import UserError
 from .layers import BatchNorm, Conv, Dense, Input, MeanSquaredError, Network, Strategy
+from .output import progress_bar, split_text
 from .perfmodel.cost.network_costs import works_of
 from .perfmodel.cuts import BASELINES, GRID
 from .perfmodel.kernel_times import LayerWork, MeasuredTimes, RooflineTimes

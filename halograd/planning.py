@@ -118,13 +118,13 @@ def _measured(asked: Asked, batch: int, ranks: int) -> KernelTimes | None:
     match = _DEVICE.fullmatch(asked.machine.device)
     if Path(asked.machine_file).suffix != ".toml" or not record_path(asked.machine_file).exists() or match is None:
         return None
-    from .kernels import KernelError, get_backend
+    from .kernels import BACKENDS, BackendOptions, KernelError
     from .perfmodel.profile.cache import Conditions, Crowd, TimeCache, cache_path, device_name
     from .perfmodel.profile.layers import passing_bytes
 
     try:
-        backend = get_backend(match["kernels"], int(match["threads"]))
-    except KernelError:
+        backend = BACKENDS[match["kernels"]].open(BackendOptions(int(match["threads"])))
+    except (KernelError, UserError):
         return None
     with backend:
         if device_name(backend) != match["device"]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Generic, TypeVar
@@ -52,6 +52,7 @@ class Registry(Generic[Kind]):
     def __init__(self, kind: str, base: type[Kind], key: str) -> None:
         self.kind, self.base, self.key = kind, base, key
         self._classes: dict[str, type[Kind]] = {}
+        self._later: dict[str, Callable[[], type[Kind]]] = {}
 
     def register(self, cls: type[Kind]) -> type[Kind]:
         """Add a class under its attribute `name`, and return it. Raises ValueError if the name is taken."""
@@ -64,6 +65,12 @@ class Registry(Generic[Kind]):
         self._classes[name] = cls
         return cls
 
+    def register_later(self, name: str, load: Callable[[], type[Kind]]) -> None:
+        """Add a class that `load` imports when it is first asked for: its module loads what most runs do not need."""
+        if self._classes.get(name) is not None or name in self._later:
+            raise ValueError(f"{self.kind} {name!r}: expected a name that is not taken")
+        self._later[name] = load
+
     @cached_property
     def _installed(self) -> Mapping[str, EntryPoint]:
         return {point.name: point for point in entry_points(group=f"halograd.{self.kind}")}
@@ -71,25 +78,30 @@ class Registry(Generic[Kind]):
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the registered classes, then those of installed packages."""
-        return tuple(dict.fromkeys([*self._classes, *self._installed]))
+        return tuple(dict.fromkeys([*self._classes, *self._later, *self._installed]))
 
     def __contains__(self, name: object) -> bool:
         """Return whether `name` is registered or installed, or has the form of a location."""
         return isinstance(name, str) and (name in self.names or is_location(name))
 
     def __getitem__(self, name: str) -> type[Kind]:
+        return self.find(name)
+
+    def find(self, name: str, at: str = "") -> type[Kind]:
         """Return the class of this name, or at this location. Local.
+
+        `at` is what messages call the entry (an option of a command, ...), by default `key`.
 
         Raises
         ------
         UserError
             If there is none, if it cannot be imported, or if it is not derived from `base`, or abstract.
         """
-        return self._found(name, self.key)
-
-    def _found(self, name: str, at: str) -> type[Kind]:
+        at = at or self.key
         if name in self._classes:
             return self._classes[name]
+        if name in self._later:
+            return self._later[name]()
         if is_location(name):
             return self._checked(load(name, at, "class"), name, at)
         if name in self._installed:
@@ -125,7 +137,7 @@ class Registry(Generic[Kind]):
         head = name.partition(":")[0]
         if head in self.names and head != name:
             raise UserError(f'{at}: expected settings of {head} as in "{head}:key=value", got {shown(text)}')
-        cls = self._found(name, at)
+        cls = self.find(name, at)
         has_settings = dataclasses.is_dataclass(cls) and len(dataclasses.fields(cls)) > 0
         if values and not has_settings:
             raise UserError(f"{at}: expected {name}, which has no settings, got {shown(text)}; remove them")

@@ -109,28 +109,30 @@ class Resources:
         """Ranks of the whole job."""
         return self.nodes * self.ranks_per_node
 
-    def check_backend(self, kernels: str, threads: int) -> None:
+    def check_backend(self, kernels: str, on_device: bool, threads: int) -> None:
         """Check that the job's resources fit the backend of the configuration. Local.
 
         Parameters
         ----------
         kernels, threads
             ``backend.kernels`` and ``backend.threads``.
+        on_device
+            Whether these kernels run on GPUs.
 
         Raises
         ------
         UserError
             The backend would leave reserved GPUs idle, lacks GPUs, or has more threads than cores.
         """
-        if self.gpus_per_node and kernels != "cudnn":
+        if self.gpus_per_node and not on_device:
             raise UserError(
                 f'--gpus-per-node: expected backend.kernels = "cudnn" with it, got "{kernels}", which computes on '
                 "CPUs; add --set backend.kernels=cudnn, or leave --gpus-per-node out"
             )
-        if kernels == "cudnn" and not self.gpus_per_node and not GPU_DIRECTIVES & {key for key, _ in self.directives}:
+        if on_device and not self.gpus_per_node and not GPU_DIRECTIVES & {key for key, _ in self.directives}:
             raise UserError(
-                '--gpus-per-node: expected GPUs for backend.kernels = "cudnn", got none; add --gpus-per-node N, or '
-                "what reserves them at this site, such as --sbatch gres=gpu:N, or --set backend.kernels=auto"
+                f'--gpus-per-node: expected GPUs for backend.kernels = "{kernels}", got none; add --gpus-per-node N, '
+                "or what reserves them at this site, such as --sbatch gres=gpu:N, or --set backend.kernels=auto"
             )
         if threads > self.cpus_per_rank:
             raise UserError(

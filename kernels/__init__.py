@@ -1,7 +1,8 @@
 """Local compute on plain arrays: the same kernels in NumPy, in oneDNN, and in cuDNN and our own CUDA code on a GPU."""
 
 from .access import Access, makes, reads, writes
-from .backend import Backend, get_backend
+from .backend import Backend, BackendOptions
+from .backends import BACKENDS, get_backend
 from .fused import ACTIVATIONS, FusedActivation
 from .geometry import Geometry, Resampled, Resampling
 from .kernel import BatchNormArrays, BatchNormKernels, BatchNormTraining, Kernel, KernelError, Substitute
@@ -13,8 +14,10 @@ from .updates import StepNumbers, UpdateArrays, UpdatePiece
 
 __all__ = [
     "ACTIVATIONS",
+    "BACKENDS",
     "Access",
     "Backend",
+    "BackendOptions",
     "BatchNormArrays",
     "BatchNormKernels",
     "BatchNormTraining",

@@ -44,7 +44,7 @@ FOR_ALL = {"documents", "errors", "limits", "registry", "schema", "signatures", 
 
 # Everything else is arithmetic or goes through `comm` and `kernels`, and is tested without MPI and without a GPU.
 MAY_IMPORT = {
-    "mpi4py": ("comm/", "halograd/testing.py", "halograd/cli/"),
+    "mpi4py": ("comm/", "halograd/testing.py", "halograd/findings.py", "halograd/cli/"),
     "cupy": ("comm/gpu/", "kernels/cudnn/", "kernels/cuda/", "device/", "halograd/cli/"),
     "torch": (),
     "jax": (),
@@ -281,6 +281,14 @@ def test_a_cycle_is_named_from_line_to_line():
             "halograd.comm.c:1 imports halograd.comm.a (load)",
         ]
     ]
+
+
+def test_only_commands_import_the_command_line():
+    below = [path for path in library() if not name(path).startswith(("halograd/cli/", "halograd/__main__.py"))]
+    assert name(ROOT / "halograd/auto.py") in map(name, below)
+    cli = "halograd.cli."
+    found = [f"{name(path)}:{line}" for path in below for line, n in imports(path) if f"{n}.".startswith(cli)]
+    assert not found, f"expected texts and other shared things beside halograd/cli/, got imports of it in {found}"
 
 
 @pytest.mark.parametrize("module", MAY_IMPORT)

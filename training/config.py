@@ -277,7 +277,9 @@ class BackendConfig(Table):
     """``[backend]``: kernels, threads per rank, and how messages travel."""
 
     kernels: str = "auto"
-    """``"numpy"``, ``"onednn"``, ``"cudnn"``; ``"auto"``: oneDNN, or NumPy where there is none."""
+    """``"numpy"``, ``"onednn"``, ``"cudnn"``; ``"auto"``: oneDNN, or NumPy where there is none; or a class of your own,
+    ``"FILE.py:CLASS"``.
+    """
     threads: Threads = 1
     """Threads of each rank."""
     autotune: bool = False

@@ -14,7 +14,7 @@ from halograd.errors import UserError
 from ..comm import CommError
 from ..device import DeviceError, as_dtype, is_low
 from ..device.cupy import choose_ordinal, count_devices, import_cupy
-from ..kernels import Backend, KernelError, Substitute, get_backend
+from ..kernels import BACKENDS, Backend, BackendOptions, KernelError, Substitute
 from .config import BackendConfig
 
 if TYPE_CHECKING:
@@ -38,23 +38,21 @@ def open_kernels(config: BackendConfig, comm: Communicator) -> Backend:
     UserError
         On all ranks, if a rank does not have the backend, the device or the precision.
     """
-    mine = local_rank(comm) if config.kernels == "cudnn" else 0
-    if comm.rank == 0:
+    with comm.agreement():
+        kind = BACKENDS[config.kernels]
+    mine = local_rank(comm) if kind.on_device else 0
+    if comm.rank == 0 and not kind.on_device:
         _warn_of_threads(config)
     with comm.agreement():
-        if config.kernels != "cudnn":
+        if not kind.on_device:
             _refuse_gpu_only(config)
-        return _open(config, mine)
+        return _open(kind, config, mine)
 
 
 def _warn_of_threads(config: BackendConfig) -> None:
     """Warn that OMP_NUM_THREADS is ignored, if its value differs from the number of threads."""
     given = os.environ.get("OMP_NUM_THREADS", "")
-    if (
-        config.kernels != "cudnn"
-        and "threads" not in config.model_fields_set
-        and given not in ("", f"{config.threads}")
-    ):
+    if "threads" not in config.model_fields_set and given not in ("", f"{config.threads}"):
         _log.warning(
             "OMP_NUM_THREADS=%s is ignored: a rank computes with %d thread(s); set backend.threads (--threads N)",
             given,
@@ -115,13 +113,11 @@ def _ranks(some: Sequence[int], size: int) -> str:
     return f"rank{'s' if len(some) > 1 else ''} {', '.join(map(str, some))} of {size}"
 
 
-def _open(config: BackendConfig, mine: int) -> Backend:
-    options: dict[str, Any] = {"precision": config.precision, "deterministic": config.deterministic}
+def _open(kind: type[Backend], config: BackendConfig, mine: int) -> Backend:
     try:
-        if config.kernels != "cudnn":
-            return get_backend(config.kernels, config.threads, config.autotune, **options)
-        ordinal = choose_ordinal(config.device, mine, count_devices(import_cupy()))
-        return get_backend(config.kernels, config.threads, config.autotune, device=ordinal, **options)
+        ordinal = choose_ordinal(config.device, mine, count_devices(import_cupy())) if kind.on_device else 0
+        how = (config.threads, config.autotune, config.precision, config.deterministic, ordinal)
+        return kind.open(BackendOptions(*how))
     except DeviceError:
         raise
     except KernelError as error:

@@ -88,7 +88,7 @@ def mesh_tangling(
       halograd generate mesh-tangling mesh.h5 --resolution 256 --samples 32 --seed 1
     """
     from ..comm.boot import launched_size
-    from .output import progress_bar
+    from ..output import progress_bar
 
     if launched_size() is not None:
         from mpi4py import MPI
@@ -208,8 +208,8 @@ def apply(
     """
     from ..auto import plan_run
     from ..comm.boot import boot
+    from ..output import progress_bar
     from ..training.run import apply as predict
-    from .output import progress_bar
 
     world = boot()
     with progress_bar("samples", world.rank == 0) as tell:

@@ -11,7 +11,6 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +19,7 @@ from rich.table import Table
 
 from ..comm.boot import launched_size, warn_of_shared_memory
 from ..comm.sweep import SHARED_MEMORY
+from ..findings import Finding, probe_mpi
 from ..limits import Cores, usable_cores
 
 if TYPE_CHECKING:
@@ -27,30 +27,7 @@ if TYPE_CHECKING:
 
     from ..kernels import Backend
 
-__all__ = ["Finding", "careful", "examine", "merge", "probe_gpu", "probe_mpi", "show"]
-
-STATUSES = ("ok", "note", "warn", "fail")
-"""From good to bad. ``note``: missing, but not needed here. ``warn``: training runs, but slower or at risk.
-``fail``: training cannot run."""
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One result of the check: a value, its status, and a remedy."""
-
-    name: str
-    status: str
-    value: str
-    remedy: str = ""
-
-    def __post_init__(self) -> None:
-        if self.status not in STATUSES:
-            raise ValueError(f"expected a status out of {STATUSES}, got {self.status!r}")
-
-    @property
-    def severity(self) -> int:
-        """Severity, from 0 for ``ok`` to 3 for ``fail``."""
-        return STATUSES.index(self.status)
+__all__ = ["careful", "examine", "merge", "probe_gpu", "show"]
 
 
 def careful(name: str, probe: Callable[[], Iterator[Finding]], status: str = "fail") -> list[Finding]:
@@ -150,37 +127,6 @@ def probe_hdf5() -> Iterator[Finding]:
 
 # Enough for MPI's own segments and the halo windows of small networks; containers often have 64 MiB in total.
 ENOUGH_PER_RANK = 64 << 20  # [B]
-
-
-def probe_mpi() -> Iterator[Finding]:
-    """Report the MPI library, its version and thread level. Local."""
-    try:
-        import mpi4py
-        from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:
-        remedy = "pip install 'halograd[mpich]', or load the cluster's MPI (MPI4PY_LIBMPI=/path/of/libmpi.so)"
-        yield Finding("MPI library", "fail", " ".join(str(error).split()), remedy)
-        return
-    vendor, version = MPI.get_vendor()
-    standard = ".".join(map(str, MPI.Get_version()))
-    yield Finding("MPI library", "ok", f"{vendor} {'.'.join(map(str, version))}, standard {standard}")
-    yield _thread_level(MPI.Query_thread())
-    yield Finding("mpi4py", "ok", mpi4py.__version__)
-
-
-def _thread_level(level: int) -> Finding:
-    from mpi4py import MPI
-
-    names = {
-        MPI.THREAD_SINGLE: "single",
-        MPI.THREAD_FUNNELED: "funneled",
-        MPI.THREAD_SERIALIZED: "serialized",
-        MPI.THREAD_MULTIPLE: "multiple",
-    }
-    if level == MPI.THREAD_MULTIPLE:
-        return Finding("thread level", "ok", names[level])
-    remedy = "expected multiple, for the progress thread: unset MPI4PY_RC_THREAD_LEVEL, or build MPI with threads"
-    return Finding("thread level", "fail", names.get(level, str(level)), remedy)
 
 
 def probe_ranks(world: MPI.Intracomm) -> Iterator[Finding]:
@@ -365,8 +311,7 @@ def _cores_of_node(world: MPI.Intracomm) -> list[Cores]:
 
 
 def merge(everyone: Sequence[Sequence[Finding]]) -> list[Finding]:
-    """Return the worst finding of all ranks for each name, in the order of rank 0, marked if it is from another rank.
-    """
+    """Return the worst finding of all ranks for each name, in the order of rank 0; those of other ranks are marked."""
     worst: dict[str, Finding] = {}
     for rank, findings in enumerate(everyone):
         for finding in findings:

@@ -12,8 +12,8 @@ import typer
 
 from ..documents import check_output
 from ..errors import UserError
+from ..output import bytes_text, cut_text, idle_text, milliseconds, table, time_text, working
 from .options import Cache
-from .output import bytes_text, cut_text, idle_text, milliseconds, table, time_text, working
 
 if TYPE_CHECKING:
     from ..layers import Strategy

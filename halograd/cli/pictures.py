@@ -14,9 +14,9 @@ from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import NullFormatter
 
 from ..errors import UserError
+from ..output import cut_text, time_text
 from ..report.pictures import BLUE, DARK, GREEN, GREY, ORANGE, PURPLE, RED, SKY, YELLOW, picture
-from .output import cut_text, time_text
-from .predicting import Series
+from .scaling import Series
 
 if TYPE_CHECKING:
     from ..perfmodel.plans import LayerRecord, Plan

@@ -14,11 +14,11 @@ import typer
 
 from ..comm.codec import CODECS
 from ..comm.sums import METHODS, Method, carrying
-from ..comm.transport import TRANSPORTS
 from ..documents import check_output
 from ..errors import UserError
+from ..local import open_communicator
+from ..output import bytes_text, table
 from .options import AsJson, Batch, Cache, Options, check_counts, parse_options
-from .output import bytes_text, table
 
 if TYPE_CHECKING:
     from ..comm import Communicator
@@ -96,24 +96,12 @@ def profile(
 
 
 @contextmanager
-def open_communicator(transport: str) -> Iterator[Communicator]:
-    """Yield a communicator of all launched ranks, or of this process alone without a launcher."""
-    from mpi4py import MPI
-
-    from ..comm import Communicator
-    from ..comm.boot import launched_size
-
-    TRANSPORTS.make(transport, "--transport")
-    with Communicator(MPI.COMM_SELF if launched_size() is None else MPI.COMM_WORLD, transport) as comm:
-        yield comm
-
-
-@contextmanager
 def _backend(how: MeasuringOptions) -> Iterator[Any]:
-    from ..kernels import KernelError, get_backend
+    from ..kernels import BACKENDS, BackendOptions, KernelError
 
+    kind = BACKENDS.find(how.kernels, "--kernels")
     try:
-        backend = get_backend(how.kernels, how.threads, how.autotune)
+        backend = kind.open(BackendOptions(how.threads, how.autotune))
     except KernelError as error:
         raise UserError(f"--kernels: {error}") from error
     with backend:

@@ -193,12 +193,16 @@ def _load(path: Path, overrides: Sequence[str]) -> Config:
 
 def _threads(backend: BackendConfig, cpus_per_rank: int | None) -> int:
     """Return the threads of a rank: on CPUs all of its cores, unless the configuration sets them."""
-    stated = "threads" in backend.model_fields_set or backend.kernels == "cudnn"
+    from ..kernels import BACKENDS
+
+    stated = "threads" in backend.model_fields_set or BACKENDS[backend.kernels].on_device
     return backend.threads if stated or cpus_per_rank is None else cpus_per_rank
 
 
 def _note_single_cores(backend: BackendConfig) -> None:
-    if backend.kernels != "cudnn" and "threads" not in backend.model_fields_set:
+    from ..kernels import BACKENDS
+
+    if not BACKENDS[backend.kernels].on_device and "threads" not in backend.model_fields_set:
         note = "every rank has one core; --cpus-per-rank N reserves N, and its kernels then use N threads"
         print(f"halograd: note: {note}", file=sys.stderr)
 
@@ -207,13 +211,15 @@ def _check(
     config: Path, sets: Sequence[str], settings: Sequence[Sequence[str]], resources: Resources, kind: str
 ) -> None:
     """Check now what would otherwise fail in the job after its wait in the queue, and resources it would not use."""
+    from ..kernels import BACKENDS
     from ..training.build import make_network, make_strategy
 
     checked, ranks = set[str](), resources.ranks
     for changes in settings or [[]]:
         loaded = _load(config, [*sets, *changes])
         if kind != "local" or resources.gpus_per_node:
-            resources.check_backend(loaded.backend.kernels, loaded.backend.threads)
+            on_device = BACKENDS[loaded.backend.kernels].on_device
+            resources.check_backend(loaded.backend.kernels, on_device, loaded.backend.threads)
         what = repr((loaded.model, loaded.strategy, loaded.training.at_once))
         if what in checked:
             continue

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..cli.output import progress_bar
 from ..comm.boot import launched_size
 from ..errors import UserError
 from ..local import find_mpiexec, run_ranks
+from ..output import progress_bar
 from .files import FULL, QUICK, DemoSettings, Files, make_dataset, prepare, replace_run, write_config
 from .report import Clock, Judged, draw_pictures, judge, write_report
 

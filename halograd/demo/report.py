@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from ..cli.doctor import probe_mpi
 from ..data import ChannelStatistics, Hdf5Dataset, split
 from ..data.disk import atomic_path, open_to_read
 from ..data.lagrangian import CHANNELS, UNITS
 from ..data.logistic import LogisticModel, best_threshold, fit, predict
 from ..data.storage import dataset_of
 from ..dtensor.box import Box
+from ..findings import probe_mpi
 from ..limits import usable_cores
 from ..report.document import Block, Code, Heading, Picture, TableBlock, Text, to_html, to_markdown
 from ..report.pictures import Masks, Quality, best_to_worst, draw_curves, draw_masks

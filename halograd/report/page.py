@@ -11,7 +11,6 @@ from typing import Any
 import h5py
 import numpy as np
 
-from ..cli.output import cut_text
 from ..data import DataError, open_dataset
 from ..data.disk import atomic_path, open_file
 from ..data.storage import Storage
@@ -19,6 +18,7 @@ from ..data.structure import find, looking_into
 from ..documents import to_toml
 from ..dtensor.box import Box
 from ..errors import UserError
+from ..output import cut_text
 from ..perfmodel.plans import Plan
 from .document import Block, Code, Heading, Picture, TableBlock, Text, to_html
 from .pictures import Masks, best_to_worst, draw_curves, draw_masks, draw_speed, iou

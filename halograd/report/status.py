@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..cli.output import bytes_text
+from ..documents import bytes_text
 from ..errors import UserError
 from ..training.directory import checkpoint_of
 from ..training.log import Entry, lines_of, parse_lines, warn_of_lines

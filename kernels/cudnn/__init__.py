@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from .. import checks
+from ..backend import BackendOptions
 from ..cuda import CudaKernels
 from ..fused import FusedActivation
 from ..geometry import Geometry, tensor_core_channels
@@ -70,6 +71,7 @@ class CudnnBackend(CudaKernels):
     """
 
     name: ClassVar[str] = "cudnn"
+    on_device: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -95,6 +97,10 @@ class CudnnBackend(CudaKernels):
         except BaseException:
             self.runtime.device.close()
             raise
+
+    @classmethod
+    def open(cls, options: BackendOptions) -> CudnnBackend:
+        return cls(options.threads, options.autotune, options.precision, options.deterministic, options.device)
 
     def _open(self, autotune: bool, workspace_limit: int | None, store: Path) -> None:
         runtime = self.runtime

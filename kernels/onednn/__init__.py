@@ -9,6 +9,7 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 
 from .. import checks
+from ..backend import BackendOptions
 from ..fused import FusedActivation
 from ..geometry import Geometry
 from ..kernel import BatchNormArrays, BatchNormKernels, Kernel, KernelError, Substitute, chain
@@ -83,6 +84,11 @@ class OnednnBackend(NumpyBackend):
         self._choice = ConvChoice(autotune, threads)
         # One thread pool per process: NumPy's own pool would compete with oneDNN's for the same cores.
         self._blas = BlasLimit(1)
+
+    @classmethod
+    def open(cls, options: BackendOptions) -> OnednnBackend:
+        options.refuse_precision(cls.name)
+        return cls(options.threads, options.autotune)
 
     @property
     def held_bytes(self) -> int:

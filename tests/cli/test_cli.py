@@ -12,8 +12,8 @@ from rich.console import Console
 
 from halograd import __version__
 from halograd.cli.commands import app
-from halograd.cli.output import progress_bar
 from halograd.data import mesh_tangling
+from halograd.output import progress_bar
 from tests.launch import PATIENT, command_line, mpiexec
 
 

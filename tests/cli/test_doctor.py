@@ -12,7 +12,8 @@ import pytest
 
 import halograd.kernels
 from halograd.cli import doctor as doctor_module
-from halograd.cli.doctor import Finding, careful, merge, show
+from halograd.cli.doctor import careful, merge, show
+from halograd.findings import Finding
 from tests.kernels.cudnn.fake_runtime import Machine
 from tests.launch import command_line, mpiexec
 

@@ -11,7 +11,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-import halograd.kernels.backend as choice
+import halograd.kernels.backends as choice
+from halograd.errors import UserError
 from halograd.kernels import ACTIVATIONS, Backend, BatchNormKernels, Geometry, get_backend
 from halograd.kernels.kernel import BatchNormArrays
 from halograd.kernels.memory import Scratch
@@ -353,8 +354,10 @@ def test_scratch_grows_and_tells():
 
 # ---------------------------------------------------------------------- the choice of a backend
 def test_unknown_backend():
-    text = text_of(lambda: get_backend("cudnn7"))
-    assert text == "expected a backend out of auto, numpy, onednn, cudnn, got 'cudnn7'; choose one of them"
+    with pytest.raises(UserError) as caught:
+        get_backend("cudnn7")
+    names = 'auto, numpy, onednn, cudnn, or "FILE.py:CLASS"'
+    assert str(caught.value) == f"backend: expected {names}, got 'cudnn7'; did you mean cudnn?"
 
 
 @pytest.mark.parametrize(("threads", "bound"), [(0, ">= 1"), (10**6, "<= 4096"), (2**70, "<= 4096")])

@@ -147,7 +147,7 @@ REFUSED = [
     (["model.widths=[1000000, 1000000]"], "expected a network and a batch within the .* of a node, got .* GiB"),
     ([MODEL + "}"], r"data\.rule: expected a rule from cells to patches \(any, .* predicts \(4, 4\) patches"),
     (["backend.transport=pigeon"], "backend.transport: expected auto, mpi, .* got 'pigeon'"),
-    (["backend.kernels=abacus"], "expected a backend out of auto, .* got 'abacus'"),
+    (["backend.kernels=abacus"], "backend.kernels: expected auto, .* got 'abacus'"),
     (["data.path=none.h5"], r"none\.h5: no such file"),
     (["data.targets=x"], "expected a dataset 'x', got inputs .*, mask"),
     (["training.batch=14"], "training.batch: expected at most 13, the training samples of .*data.h5, got 14; choose"),

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from ..documents import bytes_text
+from .documents import bytes_text
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..perfmodel.plans import Plan
+    from .perfmodel.plans import Plan
 
 __all__ = [
     "bytes_text",
@@ -90,7 +90,7 @@ def working(text: str) -> Iterator[Callable[[str], None]]:
 
     Without a terminal, nothing is shown.
     """
-    from ..training.log import stderr_console
+    from .training.log import stderr_console
 
     console = stderr_console()
     if not console.is_terminal:
@@ -130,7 +130,7 @@ def progress_bar(
 
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from ..training.log import stderr_console
+    from .training.log import stderr_console
 
     console = console or stderr_console()
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn(unit), TimeRemainingColumn())

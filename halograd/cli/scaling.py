@@ -1,0 +1,238 @@
+"""Predictions for many numbers of ranks: one by one, and as series of strong and weak scaling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..errors import UserError
+from ..output import mebibytes, milliseconds, table
+from .options import strategy_of_grid
+
+if TYPE_CHECKING:
+    from ..perfmodel.cost import Prediction, Training
+    from ..planning import Asked
+
+__all__ = ["Point", "Predictor", "Series", "parts_of"]
+
+
+@dataclass(frozen=True)
+class Point:
+    """One prediction.
+
+    Attributes
+    ----------
+    ranks, batch
+        Numbers of ranks and samples.
+    prediction
+        Prediction of a step; None if nothing fits.
+    strategy
+        Name of the planner or baseline, or the grid.
+    fits
+        Whether the step fits into memory.
+    fault
+        Reason if there is no prediction.
+    baselines
+        Time of a step [s] and whether it fits, by name.
+    """
+
+    ranks: int
+    batch: int
+    prediction: Prediction | None
+    strategy: str = ""
+    fits: bool = True
+    fault: str = ""
+    baselines: Mapping[str, tuple[float, bool]] | None = None
+
+    @property
+    def seconds(self) -> float | None:
+        """Time of a step [s]; None if there is none."""
+        return None if self.prediction is None else self.prediction.step_seconds
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data, for JSON; times in [s], memory in [B]."""
+        p = self.prediction
+        record: dict[str, Any] = {"ranks": self.ranks, "batch": self.batch, "step_seconds": self.seconds}
+        record |= {"strategy": self.strategy, "fits": self.fits}
+        if p is None:
+            return {**record, "fault": self.fault}
+        record |= {"samples_per_second": p.samples_per_second, "memory_bytes": p.memory_bytes, "parts": parts_of(p)}
+        rows = self.baselines or {}
+        record["baselines"] = {name: {"step_seconds": t, "fits": fits} for name, (t, fits) in rows.items()}
+        return record
+
+
+class Predictor:
+    """Predictor for any number of ranks and samples."""
+
+    def __init__(
+        self, asked: Asked, training: Training, grid: Mapping[str, int] | None, planner: str, limit: float | None
+    ) -> None:
+        self.asked, self.training, self.grid, self.planner, self.limit = asked, training, grid, planner, limit
+        self.source = ""
+        self.say: Callable[[str], None] = lambda text: None
+        self._known: dict[tuple[int, int], Point] = {}
+
+    def title(self) -> str:
+        cut = self.planner if self.grid is None else "grid " + ",".join(f"{k}={n}" for k, n in self.grid.items())
+        return f"{self.asked.network.name} on {self.asked.machine.name}, {self.asked.dtype}, {cut}"
+
+    def as_dict(self) -> dict[str, Any]:
+        asked = self.asked
+        return {
+            "network": asked.network.name,
+            "model": asked.model,
+            "options": dict(asked.options),
+            "machine": asked.machine.name,
+            "dtype": asked.dtype,
+            "optimizer_arrays": self.training.slots,
+            "planner": self.planner if self.grid is None else None,
+            "grid": self.grid,
+            "kernel_times": self.source,
+            "units": {"step_seconds": "s", "memory_bytes": "B", "parts": "s"},
+        }
+
+    def point(self, ranks: int, batch: int) -> Point:
+        """Return the prediction for this size; its time is None if nothing fits."""
+        key = (ranks, batch)
+        if key not in self._known:
+            self.say(f"predicting {ranks} ranks, batch {batch}")
+            self._known[key] = self._planned(*key) if self.grid is None else self._cut(*key)
+        return self._known[key]
+
+    def _cut(self, ranks: int, batch: int) -> Point:
+        from ..perfmodel.cost import Pricing, Wires, simulate
+        from ..planning import source_of
+
+        asked = self.asked
+        assert self.grid is not None
+        strategy = strategy_of_grid(asked.network, self.grid, batch, ranks)
+        pricing = Pricing(Wires(asked.machine), asked.times(batch, ranks), asked.dtype)
+        found = simulate(asked.network, strategy, batch, pricing, self.training, ranks)
+        self.source = source_of(pricing.times, asked.machine)
+        limit = asked.machine.memory if self.limit is None else self.limit
+        return Point(ranks, batch, found, "grid", found.memory_bytes <= limit)
+
+    def _planned(self, ranks: int, batch: int) -> Point:
+        from ..perfmodel.predict import Planning
+        from ..planning import baselines_of, make_plan
+
+        planning = Planning(self.planner, self.limit, training=self.training)
+        try:
+            made = make_plan(self.asked, batch, ranks, planning)
+        except UserError as error:
+            return Point(ranks, batch, None, fits=False, fault=str(error))
+        self.source = made.kernel_times
+        rows = {a.name: (a.step_seconds, a.fits) for a in baselines_of(self.asked, made)}
+        return Point(ranks, batch, made.prediction, made.planner, baselines=rows)
+
+
+@dataclass(frozen=True)
+class Series:
+    """Predictions for rising numbers of ranks.
+
+    Attributes
+    ----------
+    kind
+        ``"strong"``: constant batch; ``"weak"``: the batch grows with the ranks.
+    points
+        In order of ranks.
+    """
+
+    kind: str
+    points: tuple[Point, ...]
+
+    @classmethod
+    def run(cls, kind: str, predictor: Predictor, ranks: Sequence[int], batch: int) -> Series:
+        """Predict for each number of ranks; `batch` belongs to the first.
+
+        Raises
+        ------
+        UserError
+            Nothing fits for any number of ranks, or the samples per rank are not a whole number.
+        """
+        points = [predictor.point(p, _batch(kind, batch, ranks[0], p)) for p in ranks]
+        if kind == "strong" and all(point.prediction is None for point in points):
+            raise UserError(points[-1].fault)
+        return cls(kind, tuple(points))
+
+    def reference(self) -> Point | None:
+        """Return the prediction with the fewest ranks that fits into memory."""
+        return next((p for p in self.points if p.prediction is not None and p.fits), None)
+
+    def efficiency(self, point: Point) -> tuple[float, float] | None:
+        """Return the speed-up over the reference in samples per second, and its ratio to the ideal speed-up."""
+        first = self.reference()
+        if first is None or first.prediction is None or point.prediction is None:
+            return None
+        speed_up = point.prediction.samples_per_second / first.prediction.samples_per_second
+        return speed_up, speed_up * first.ranks / point.ranks
+
+    def as_list(self) -> list[dict[str, Any]]:
+        """Return plain data, for JSON."""
+        rows = []
+        for point in self.points:
+            gain = self.efficiency(point)
+            more = {} if gain is None else {"speed_up": gain[0], "efficiency": gain[1]}
+            rows.append({**point.as_dict(), **more})
+        return rows
+
+    def text(self) -> list[str]:
+        """Return a table."""
+        names = list(dict.fromkeys(name for p in self.points for name in p.baselines or ()))
+        heading = ["ranks", "batch", "step", "samples", "speed-up", "efficiency", "memory", *names, ""]
+        rows = [["", "", "[ms]", "[1/s]", "", "", "[MiB]", *["[ms]"] * len(names), ""]]
+        for point in self.points:
+            p, gain = point.prediction, self.efficiency(point)
+            row = [str(point.ranks), str(point.batch)]
+            if p is None:
+                rows.append([*row, *[""] * (5 + len(names)), f"nothing fits: {_brief(point.fault)}"])
+                continue
+            row += [milliseconds(p.step_seconds), f"{p.samples_per_second:.4g}"]
+            row += ["", ""] if gain is None else [f"{gain[0]:.2f} x", f"{gain[1]:.0%}"]
+            row.append(mebibytes(p.memory_bytes))
+            for name in names:
+                row.append(_bracketed(point.baselines, name))
+            rows.append([*row, "" if point.fits else "does not fit"])
+        what = {"strong": "strong scaling: same batch", "weak": "weak scaling: same samples per rank"}[self.kind]
+        lines = [what, *table(heading, rows, left=0)]
+        if any(not fits for p in self.points for _, fits in (p.baselines or {}).values()):
+            lines.append("(in brackets: does not fit into memory)")
+        return lines
+
+
+def _bracketed(baselines: Mapping[str, tuple[float, bool]] | None, name: str) -> str:
+    """Return the time of a step, in brackets if it does not fit; empty if there is none."""
+    if name not in (baselines or {}):
+        return ""
+    seconds, fits = (baselines or {})[name]
+    return milliseconds(seconds) if fits else f"({milliseconds(seconds)})"
+
+
+def parts_of(p: Prediction) -> dict[str, float]:
+    """Return the parts of a step [s]: full times of halos, sums and redistributions, and waits separately."""
+    terms = ("forward", "backward", "halo", "halo_exposed", "channel", "statistics", "redistribution", "packing")
+    found = {term: p.total(term) for term in terms}
+    return {
+        **found,
+        "allreduce": p.allreduce_seconds,
+        "allreduce_exposed": p.allreduce_exposed,
+        "update": p.update_seconds,
+    }
+
+
+def _batch(kind: str, batch: int, first: int, ranks: int) -> int:
+    if kind == "strong":
+        return batch
+    if batch * ranks % first:
+        raise UserError(
+            f"--batch: expected samples that can be kept per rank from {first} to {ranks} ranks, got {batch} on "
+            f"{first}; use a multiple of {first}"
+        )
+    return batch * ranks // first
+
+
+def _brief(fault: str) -> str:
+    """Return the planner's error without details."""
+    return fault.partition(" takes ")[2].partition(";")[0] or fault

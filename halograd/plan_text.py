@@ -1,0 +1,148 @@
+"""A plan as text, and beside what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from .output import bytes_text, cut_text, idle_text, mebibytes, milliseconds, table, time_text
+
+if TYPE_CHECKING:
+    from .perfmodel.plans import Alternative, LayerRecord, Plan
+    from .training.step_times import Measured
+
+__all__ = ["compared", "comparison", "plan_text"]
+
+
+def plan_text(plan: Plan, others: Sequence[Alternative]) -> list[str]:
+    """Return the plan as lines: its request, layers and totals, and the baselines for comparison."""
+    totals = [*_totals(plan), *idle_text(plan)]
+    return [*_headline(plan), "", *_layers(plan), "", *totals, "", *_beside(plan, others)]
+
+
+def _headline(plan: Plan) -> list[str]:
+    limit = "" if plan.limit is None else f", at most {bytes_text(plan.limit)} per rank"
+    lines = [
+        f"{plan.network} on {plan.ranks} ranks of {plan.machine}, batch {plan.batch}, {plan.dtype}{limit}",
+        f"planner {plan.planner}{', optimal among its candidates' if plan.optimal else ''}, "
+        f"{plan.planning_seconds:.2f} s; kernel times: {plan.kernel_times}",
+    ]
+    return lines
+
+
+def _layers(plan: Plan) -> list[str]:
+    digits = 3 if plan.step_seconds < 1 else 1
+    heading = ["layer", "cut", "ranks", "forward", "backward", "halo", "all-reduce", "redistr.", "other", "output"]
+    units = ["", "", "", *["[ms]"] * 6, "[MiB]"]
+    rows = [units]
+    for r in plan.prediction.layers:
+        other = r.channel + r.statistics + r.packing
+        times = (r.forward, r.backward, r.halo, r.allreduce, r.redistribution, other)
+        cells = [milliseconds(t, digits) for t in times]
+        rows.append([r.name, cut_text(r.parts), str(r.ranks), *cells, mebibytes(r.output)])
+    total = [plan.prediction.total(t) for t in ("forward", "backward", "halo", "allreduce", "redistribution")]
+    total.append(sum(plan.prediction.total(t) for t in ("channel", "statistics", "packing")))
+    rows.append(["sum", "", "", *(milliseconds(t, digits) for t in total), mebibytes(plan.prediction.total("output"))])
+    return table(heading, rows, left=2)
+
+
+def _totals(plan: Plan) -> list[str]:
+    p = plan.prediction
+    hidden = p.total("halo") - p.total("halo_exposed")
+    lines = [
+        f"step        {time_text(p.step_seconds)} ({p.samples_per_second:.4g} samples/s)",
+        f"  layers    forward {time_text(p.forward_seconds)}, backward {time_text(p.backward_seconds)}",
+        f"  gradients {time_text(p.allreduce_seconds)} of all-reduce, of which {time_text(p.allreduce_exposed)} "
+        f"waited for; update {time_text(p.update_seconds)}; summed by {_scheme(plan)}",
+    ]
+    if p.total("halo"):
+        lines.insert(2, f"  halos     {time_text(p.total('halo'))}, of which {time_text(hidden)} behind computation")
+    uses = sorted(((n, use) for use, n in p.memory.items() if n), reverse=True)
+    some = ", ".join(f"{use} {bytes_text(n)}" for n, use in uses[:4])
+    lines.append(
+        f"memory      {bytes_text(p.memory_bytes)} on the fullest rank: {some}{', ...' if len(uses) > 4 else ''}"
+    )
+    return lines
+
+
+def _scheme(plan: Plan) -> str:
+    """Return a text for the gradient reduction of a plan."""
+    scheme = plan.strategy.reduction
+    return f"{scheme}, {bytes_text(plan.strategy.bucket_bytes)} each" if scheme.has_buckets else str(scheme)
+
+
+def _beside(plan: Plan, others: Sequence[Alternative]) -> list[str]:
+    rows = [["", "[ms]", "of the plan", "[MiB]", ""]]
+    rows.append(["plan", milliseconds(plan.step_seconds), "", mebibytes(plan.prediction.memory_bytes), ""])
+    for a in others:
+        faster = f"{a.step_seconds / plan.step_seconds:.2f} x" if plan.step_seconds else ""
+        note = "" if a.fits else "does not fit"
+        if (a.step_seconds, a.memory_bytes) == (plan.step_seconds, plan.prediction.memory_bytes):
+            note = "the plan"
+        rows.append([a.name, milliseconds(a.step_seconds), faster, mebibytes(a.memory_bytes), note])
+    return table(["strategy", "step", "speed-up", "memory", ""], rows)
+
+
+# -- comparison with measurements -----------------------------------------------------------------
+
+# Kinds of communication in which reduction schemes sum gradients, or distribute the sum.
+_GRADIENTS = ("allreduce", "reduce_scatter", "all_gather", "replicated_dense")
+
+
+def comparison(plan: Plan, measured: Measured) -> list[str]:
+    """Return lines of a table: predicted and measured time of every layer, and of the whole step."""
+    p = plan.prediction
+    rows = [["", "", "[ms]", "[ms]", ""]]
+    for record in p.layers:
+        seen = sum(measured.layers.get(record.name, (0.0, 0.0)))
+        rows.append(_row(record.name, cut_text(record.parts), _predicted(record), seen))
+    rows += [_row(name, "", *pair) for name, pair in _of_step(plan, measured).items()]
+    rows.append(_row("step", "", p.step_seconds, measured.step_seconds))
+    heading = ["layer", "cut", "predicted", "measured", "error"]
+    data = f"; {1e3 * measured.data:.3f} ms more for the data" if measured.data else ""
+    return [
+        f"predicted against measured, forward and backward; middle half of {measured.steps} step(s), rank 0{data}",
+        *table(heading, rows, left=2),
+    ]
+
+
+def _of_step(plan: Plan, measured: Measured) -> dict[str, tuple[float, float]]:
+    """Return predicted and measured times of the parts of the step [s]."""
+    p = plan.prediction
+    found = {
+        "layers together": (sum(map(_predicted, p.layers)), sum(map(sum, measured.layers.values()))),
+        "gradients, waited for": (p.allreduce_exposed, sum(measured.waits.get(kind, 0.0) for kind in _GRADIENTS)),
+        "loss, waited for": (0.0, measured.waits.get("loss", 0.0)),
+        "update": (p.update_seconds, measured.update),
+    }
+    predicted, seen = (sum(pair[i] for pair in found.values()) for i in (0, 1))
+    return {**found, "between them": (max(0.0, p.step_seconds - predicted), max(0.0, measured.step_seconds - seen))}
+
+
+def compared(plan: Plan, measured: Measured) -> dict[str, object]:
+    """Return the same comparison as plain data; times in [s]."""
+    layers = {
+        record.name: {
+            "predicted": _predicted(record),
+            "measured": sum(measured.layers.get(record.name, (0.0, 0.0))),
+        }
+        for record in plan.prediction.layers
+    }
+    return {
+        "steps": measured.steps,
+        "predicted_step_seconds": plan.step_seconds,
+        "measured_step_seconds": measured.step_seconds,
+        "data_seconds": measured.data,
+        "waits": dict(measured.waits),
+        "layers": layers,
+    }
+
+
+def _predicted(record: LayerRecord) -> float:
+    """Return the time of a layer from start to end, both passes; without the wait for gradients [s]."""
+    return record.seconds - record.allreduce_exposed
+
+
+def _row(name: str, cut: str, predicted: float, measured: float) -> list[str]:
+    error = f"{predicted / measured - 1:+.0%}" if measured else ""
+    return [name, cut, milliseconds(predicted), milliseconds(measured), error]
