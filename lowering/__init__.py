@@ -1,1 +1,2 @@
-"""What layers say of a step: views of memory, operations on them, and the context of a layer that lowers itself."""
+"""Description of a step for layers: views of memory, operations on them, and the context of a layer that lowers itself.
+"""

@@ -17,7 +17,7 @@ __all__ = ["Context", "Gathered", "LoweredLayer", "LoweredStep", "Returned"]
 
 
 class LoweredLayer(Protocol):
-    """What a context asks of the layer that lowers itself; see :class:`halograd.layers.Layer`."""
+    """Interface of a layer that lowers itself, as the context uses it; see :class:`halograd.layers.Layer`."""
 
     @property
     def kind(self) -> str: ...
@@ -28,7 +28,7 @@ class LoweredLayer(Protocol):
 
 
 class LoweredStep(Protocol):
-    """One layer in the order of computation; see :class:`halograd.program.program.Step`."""
+    """Interface of one layer in the order of computation; see :class:`halograd.program.program.Step`."""
 
     @property
     def name(self) -> str: ...
@@ -55,8 +55,8 @@ class LoweredStep(Protocol):
 class Context:
     """Lowering of one layer on one rank. Local; it holds no arrays and no messages.
 
-    `Layer.lower` adds the operations of the forward pass, and returns a function that adds those of the backward pass,
-    when the gradient of the output has its place.
+    `Layer.lower` adds the operations of the forward pass. It returns a function that adds those of the backward pass,
+    which is called when the gradient of the output has its memory.
 
     Attributes
     ----------
@@ -73,22 +73,22 @@ class Context:
     dtype, wide
         Dtype of the output; dtype of statistics, of gradients of parameters, and of parameters that are read exactly.
     params, grads, state
-        Views of this layer's arrays by name. `grads` receive this rank's contribution only. Where activations have 16
-        bits, `grads` and `state` are float32 (but not gradients that are rounded, `Parameter.rounded`), and so are
-        `params` of a layer with `exact_parameters`.
+        Views of this layer's arrays by name. `grads` receive only this rank's contribution. If activations have 16
+        bits, `grads` and `state` are float32 (except rounded gradients, `Parameter.rounded`), and so are `params` of
+        a layer with `exact_parameters`.
     options
-        This layer's entry in the strategy (`halo`: "pad" or "overlap", ...).
+        Options of this layer in the strategy (`halo`: "pad" or "overlap", ...).
     parts
         Number of parts along every axis of the layer's process grid.
     trainable
         Whether there is a backward pass.
     frozen
-        Whether the parameters are not trained: `grads` are scratch, and kernels that only compute gradients of
+        Whether the parameters are not trained. If so, `grads` are scratch, and kernels that only compute gradients of
         parameters (those timed as ``"backward_filter"``) are left out.
     overlaps_halo
-        Whether to compute while halos travel: by `options`, or what is faster on this machine.
+        Whether to compute while halos travel: by `options`, or if that is faster on this machine.
     looks
-        Whether the host may read numbers within a step and decide by them; with a device, it would have to wait.
+        Whether the host may read numbers within a step and branch on them; with a device, it would have to wait.
     """
 
     def __init__(
@@ -133,8 +133,8 @@ class Context:
     def y_again(self) -> View:
         """Return the output for the backward pass; it may be strided.
 
-        If a layer behind has gathered the output into an array with halos, and reads this again in its backward pass,
-        the result is a part of that array, and the output is not kept beside it.
+        If a later layer has gathered the output into an array with halos, and reads this array again in its backward
+        pass, the result is a part of that array, and the output itself is not kept.
         """
         if self.output.kept or self.y.buffer in self.reread:
             return self.y
@@ -146,13 +146,13 @@ class Context:
 
     @property
     def dy(self) -> View:
-        """View of the gradient of the output; packed. Known when the backward pass is added."""
+        """View of the gradient of the output; packed. It is known when the backward pass is added."""
         return self.output.dy
 
     # -- boxes ---------------------------------------------------------------------------------
 
     def needed(self, i: int) -> Blocks:
-        """Return, per rank, the box of input `i` that its output box needs; may reach outside the array."""
+        """Return, per rank, the box of input `i` that its output box needs; boxes may reach outside the array."""
         if i not in self._needed:
             self._needed[i] = self.layer.needed_blocks(i, [v.layout for v in self.inputs], self.output.layout)
         return self._needed[i]
@@ -160,8 +160,8 @@ class Context:
     def clipped(self, i: int, slack: Sequence[int] | None = None) -> Blocks:
         """Return `needed`, clipped to the array.
 
-        `slack`: per axis, the number of further owned elements that may stay behind the end (a stride skips them).
-        Where the owned box ends at most so much later, the whole owned box is used without a copy.
+        `slack` is, per axis, the number of further owned elements that the box may include at its end (a stride skips
+        them). If the owned box ends at most this much later, the whole owned box is used without a copy.
         """
         layout = self.inputs[i].layout
         blocks = self.needed(i).clipped(layout.shape)
@@ -169,7 +169,7 @@ class Context:
 
     @property
     def gradient_blocks(self) -> Blocks:
-        """Per rank, the box of the output's gradient that it gathers."""
+        """Boxes of the output's gradient that each rank gathers."""
         found = self.layer.gradient_blocks(self.inputs[0].layout, self.output.layout)
         assert found is not None, f"{self.layer.kind} does not gather the gradient of its output"
         return found
@@ -177,11 +177,11 @@ class Context:
     # -- memory --------------------------------------------------------------------------------
 
     def scratch(self, shape: Sequence[int], dtype: np.dtype | str | None = None) -> View:
-        """Return an array that exists while operations use it; undefined before the first."""
+        """Return an array that exists only while operations use it; its contents are undefined before the first."""
         return Buffer(tuple(shape), np.dtype(self.dtype if dtype is None else dtype), "transient").view
 
     def keep(self, shape: Sequence[int], dtype: np.dtype | str, use: str, fill: float = 0.0) -> View:
-        """Return an array that holds its contents from step to step."""
+        """Return an array that keeps its contents from step to step."""
         return Buffer(tuple(shape), np.dtype(dtype), use, kept=True, fill=fill).view
 
     def needs_gradient(self, i: int) -> bool:
@@ -189,7 +189,7 @@ class Context:
         return self.inputs[i].trainable
 
     def gradient(self, i: int) -> View:
-        """Return a packed array for the gradient of the owned box of input `i`, which this layer writes."""
+        """Return a packed array for the gradient of the owned box of input `i`; this layer writes it."""
         return self.inputs[i].new_contribution()
 
     def pass_gradient(self, i: int, view: View | None = None) -> None:
@@ -199,7 +199,9 @@ class Context:
     # -- operations ----------------------------------------------------------------------------
 
     def kernel(self, make: Callable[..., Any], **views: View | None) -> KernelSpec:
-        """Return a kernel on these arrays: ``make(environment, **arrays)`` returns what :meth:`run` runs."""
+        """Return a kernel on these arrays: ``make(environment, **arrays)`` returns the function or object that
+        :meth:`run` runs.
+        """
         return KernelSpec(make, views)
 
     def run(
@@ -217,17 +219,17 @@ class Context:
         self.operations.append(Run(self.name, kernel, method, timing, tuple(guarded), when=when))
 
     def operation(self, kernel: KernelSpec, method: str) -> Run:
-        """Return the run of a kernel without adding it, for operations that are guarded."""
+        """Return the run of a kernel without adding it to the program, for guarded operations."""
         return Run(self.name, kernel, method)
 
     def copy(self, *pairs: tuple[View, View], timing: Timing | None = None) -> None:
-        """Add one kernel for all copies ``(source, target)`` between arrays of one shape; nothing for no copies."""
+        """Add one kernel for all copies ``(source, target)`` between arrays of one shape; no-op without copies."""
         if pairs:
             views = {f"{name}{i}": v for i, pair in enumerate(pairs) for name, v in zip(("source", "target"), pair)}
             self.run(self.kernel(copying, **views), timing=timing)
 
     def timing(self, phase: str, **changes: Any) -> Timing:
-        """Return the timing of a kernel of this layer: that of the fullest blocks."""
+        """Return the timing of a kernel of this layer, for the fullest blocks."""
         inputs = tuple(v.layout.boxes.longest for v in self.inputs)
         given = {"inputs": inputs, "outputs": self.output.layout.boxes.longest[1:-1], **changes}
         return Timing(phase, **given)
@@ -250,7 +252,7 @@ class Context:
         return ExchangeSpec(sources, targets, source, target, at_source, at_target, combine, kind, self.name)
 
     def sum(self, groups: Groups, view: View, kind: str, sizes: Sequence[int], name: str | None = None) -> Sum | None:
-        """Return a sum in place over groups of ranks; None where every group has one rank.
+        """Return an in-place sum over groups of ranks; None if every group has one rank.
 
         Parameters
         ----------
@@ -260,11 +262,11 @@ class Context:
         return None if groups.members_each == 1 else Sum(groups, view, sizes, kind, name or self.name)
 
     def start(self, message: ExchangeSpec | Sum | None, when: str | None = None) -> None:
-        """Add the start of an exchange or of a sum; nothing for None."""
+        """Add the start of an exchange or of a sum; no-op for None."""
         self.operations += _end_of(self.name, message, "start", when)
 
     def finish(self, message: ExchangeSpec | Sum | None, when: str | None = None) -> None:
-        """Add the finish of an exchange or of a sum. It does nothing if nothing is under way."""
+        """Add the finish of an exchange or of a sum. It does nothing if none is active."""
         self.operations += _end_of(self.name, message, "finish", when)
 
     def move(self, exchange: ExchangeSpec) -> None:
@@ -273,7 +275,9 @@ class Context:
         self.finish(exchange)
 
     def all_gather(self, groups: Groups, view: View, kind: str, sizes: Sequence[int], name: str) -> Sum:
-        """Return an all-gather of an array of which every rank of a group has a part; `sizes` of the parts [B]."""
+        """Return an all-gather of an array of which every rank of a group has a part; `sizes` are those of the parts
+        [B].
+        """
         return Sum(groups, view.reshape(view.size), sizes, kind, name, "all_gather")
 
     def add_up(self, total: Sum | None, when: str | None = None) -> list[Operation]:
@@ -287,8 +291,8 @@ class Context:
     def gather(self, i: int, boxes: Blocks, fill: float | None = None, padded: bool = False) -> Gathered:
         """Gather boxes of input `i`; boxes that were gathered before are not sent again.
 
-        With `fill` the boxes may reach outside the array, where they hold `fill`. `padded`: the channels may lie padded
-        with zeros, if the storage is the value's own.
+        With `fill`, the boxes may reach outside the array, where they hold `fill`. With `padded`, the channels may be
+        padded with zeros if the storage is that of the value itself.
         """
         value = self.inputs[i]
         padded = padded and value.room > value.layout.shape[-1]
@@ -304,14 +308,14 @@ class Context:
     def gather_gradient(self, boxes: Blocks, masked: View | None = None, kind: str = "halo") -> Gathered:
         """Gather boxes of the output's gradient (the halo of `dy`).
 
-        `masked` holds the owned box if it is not the gradient itself (the gradient in front of an activation).
+        `masked` holds the owned box if it is not the gradient itself (but the gradient before an activation).
         """
         source = self.output.gradient if masked is None else Region(masked, self.box)
         assert source is not None
         return _gathered(self, source, self.output.layout.boxes, boxes, kind, "transient", None)
 
     def return_gradient(self, i: int, boxes: Blocks) -> Returned:
-        """Return the array for the gradient of gathered boxes; it is added up at the owners.
+        """Return the array for the gradient of gathered boxes, which is summed at the owners.
 
         Adjoint of `gather`.
         """
@@ -341,7 +345,7 @@ def _gathered(
     fill: float | None,
     padded: bool = False,
 ) -> Gathered:
-    """Gather into the storage itself where the box is a packed view of it; else into a copy."""
+    """Gather into the storage itself if the box is a packed view of it; else into a copy."""
     box = boxes[context.rank]
     view = region.part(box) if region.box.contains(box) else None
     everyone_has = stored.contain(boxes)
@@ -349,7 +353,7 @@ def _gathered(
     if view is not None and fits and everyone_has:
         return Gathered(context, view, box)
     if view is None or not fits:
-        # Padding is written once, so its array keeps its contents.
+        # The padding is written only once, so its array keeps its contents.
         kept = fill is not None
         view = Buffer(box.shape, region.view.dtype, use, kept=kept, fill=fill or 0.0).view
         if everyone_has:  # only this rank copies; no rank communicates
@@ -414,6 +418,6 @@ class Returned:
 @reads("source*")
 @writes("target*")
 def copying(environment: Any, **arrays: Any) -> Callable[[], None]:
-    """Return the kernel that copies every array ``source{i}`` into ``target{i}``, of its shape."""
+    """Return the kernel that copies every array ``source{i}`` into ``target{i}``, which has the same shape."""
     pairs = [(arrays[f"target{i}"], arrays[f"source{i}"]) for i in range(len(arrays) // 2)]
     return environment.kernels.device.copies(pairs)

@@ -19,13 +19,13 @@ class Timing(NamedTuple):
     Attributes
     ----------
     phase
-        Phase of the layer whose time it takes: ``"forward"``, ``"backward_data"`` or ``"backward_filter"``.
+        Phase of the layer that the kernel belongs to: ``"forward"``, ``"backward_data"`` or ``"backward_filter"``.
     inputs
         Local shapes ``(N, *spatial, C)`` of the layer's inputs.
     outputs
-        Spatial extent of its output, where that does not follow from the inputs.
+        Spatial extents of the output, if they do not follow from the inputs.
     filters
-        Number of its output channels, where those are cut.
+        Number of output channels, if these are cut.
     """
 
     phase: str
@@ -36,18 +36,18 @@ class Timing(NamedTuple):
 
 @dataclass(eq=False)
 class KernelSpec:
-    """Local computation on fixed arrays. It is made once and run by each of its operations.
+    """Local computation on fixed arrays. It is created once, and each of its operations runs it.
 
     Attributes
     ----------
     make
-        ``make(environment, **arrays)`` returns the function to run, or an object whose methods are run.
+        Function ``make(environment, **arrays)`` that returns the function to run, or an object with such methods.
     views
-        Arrays by the names of their parameters in `make`; None is passed on.
+        Arrays by the names of their parameters in `make`; None is passed unchanged.
     sums
         Sums that the kernel starts and finishes itself, by the names of their parameters in `make`.
     recordable
-        Whether a graph of a device can repeat it: it allocates no arrays, and does the same in every step.
+        Whether a graph of a device can repeat it: it allocates no arrays, and is the same in every step.
     """
 
     make: Callable[..., Any]
@@ -62,7 +62,7 @@ class KernelSpec:
 
 @dataclass(eq=False)
 class ExchangeSpec:
-    """Arguments of an exchange, with views in place of arrays; see :class:`halograd.dtensor.Exchange`."""
+    """Arguments of an exchange, with views instead of arrays; see :class:`halograd.dtensor.Exchange`."""
 
     sources: Blocks
     targets: Blocks
@@ -76,7 +76,7 @@ class ExchangeSpec:
 
     @property
     def itemsize(self) -> int:
-        """Size of an element that travels [B]."""
+        """Size of an element in messages [B]."""
         return self.source.dtype.itemsize
 
 
@@ -87,11 +87,11 @@ class Sum:
     Attributes
     ----------
     groups
-        Groups of ranks that sum.
+        Groups of ranks, each with its own sum.
     view
         This rank's array; packed.
     sizes
-        Size of the array by the number of the group [B].
+        Size of the array, by the number of the group [B].
     kind, name
         Kind for the traffic counters, and name for the recorder.
     method
@@ -115,7 +115,7 @@ class Operation:
     layer
         Name of the layer, or of the redistribution, that it belongs to.
     when
-        ``"training"`` or ``"evaluation"``: only passes of this kind run it; None: both do.
+        ``"training"`` or ``"evaluation"``: only passes of this kind run it; None: both kinds do.
     """
 
     layer: str

@@ -1,7 +1,7 @@
 """Memory of a step before it is allocated: buffers, views of them, and the values that they hold. Pure data.
 
-A :class:`Buffer` is one packed array. A :class:`View` is a rectangle of it, a :class:`Region` a view with its global
-box. A :class:`Value` is the array of one node and its gradient, cut by a layout, on one rank.
+A :class:`Buffer` is one packed array. A :class:`View` is a rectangle of a buffer, and a :class:`Region` a view with its
+global box. A :class:`Value` is the array of one node, and its gradient, cut by a layout, on one rank.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class Buffer:
     shape, dtype
         Shape and dtype of the array.
     use
-        Use of the memory in its accounts: ``"activation"``, ``"transient"``, ``"statistics"``, ...
+        Category of the memory: ``"activation"``, ``"transient"``, ``"statistics"``, ...
     kept
-        Whether it holds its contents from step to step; else only between the first and the last operation of a step
-        that use it, and other buffers may lie there before and after.
+        Whether it keeps its contents from step to step. Otherwise it exists only between the first and the last
+        operation of a step that use it, and other buffers may use its memory before and after.
     fill
         Initial value of a kept buffer.
     place
@@ -55,7 +55,7 @@ class Buffer:
 
 
 class View(NamedTuple):
-    """Rectangle of a buffer; a packed one may have a shape of its own.
+    """Rectangle of a buffer; a packed view may have another shape.
 
     Attributes
     ----------
@@ -64,7 +64,7 @@ class View(NamedTuple):
     start, extent
         First index and extent per axis of the buffer.
     form
-        Another shape of the same elements; None: `extent`.
+        Other shape of the same elements; None: `extent`.
     """
 
     buffer: Buffer
@@ -102,7 +102,7 @@ class View(NamedTuple):
 
     @property
     def packed_but_for_channels(self) -> bool:
-        """Whether it is packed if extended to all channels of the buffer, which may be more than its own."""
+        """Whether it would be packed with all channels of the buffer, which may have more channels than the view."""
         channels = self.buffer.shape[-1]
         return self.form is None and View(self.buffer, self.start, (*self.extent[:-1], channels)).packed
 
@@ -128,13 +128,13 @@ class View(NamedTuple):
 
 
 class Region(NamedTuple):
-    """View, and the global box that it holds."""
+    """View, with the global box that it holds."""
 
     view: View
     box: Box
 
     def part(self, box: Box) -> View:
-        """Return the view of a box within; an empty box may lie anywhere."""
+        """Return the view of a box within the region; an empty box may be anywhere."""
         if box == self.box:
             return self.view
         if not box.size:
@@ -153,24 +153,24 @@ class Value:
     rank
         Rank of the buffers.
     trainable
-        Whether anything before it has a gradient: parameters, or an input that is probed.
+        Whether parameters or probed inputs before it need its gradient.
     read
-        Whether it is an input of the network: every rank reads all it needs from disk, halos included.
+        Whether it is an input of the network: every rank reads its whole box from disk, including halos.
     stored
-        Per rank, the box that is valid in memory without any exchange: the owned box, for inputs with halos.
+        Per rank, the box that is valid in memory without an exchange: the owned box; for inputs, including halos.
     region
-        Storage of this rank: the owned box, with margins where that keeps the owned view packed (inputs: all margins).
+        Storage of this rank: the owned box, with margins if these keep the owned view packed (inputs: all margins).
     gradient_box
-        Box of the gradient's storage: the owned box, with margins for the halo that the layer before it needs where
-        that keeps the owned view packed.
+        Box of the gradient's storage: the owned box, with margins for the halo that the layer before it needs, if these
+        keep the owned view packed.
     gradient
         Storage of the gradient, once all contributions are known.
     contributions
         Arrays for the gradients of the layers that read this value.
     gathered
-        Gathered copies of it, by boxes and fill.
+        Gathered copies of the value, by boxes and fill.
     room
-        Number of channels of the storage, zeros behind those of the value; 0: as many as the value.
+        Number of channels of the storage, which has zeros after those of the value; 0: as many as the value.
     """
 
     name: str
@@ -200,7 +200,7 @@ class Value:
 
     @property
     def view(self) -> View:
-        """View of the owned box; packed unless the value is an input (whose channels may be padded, too)."""
+        """View of the owned box; packed unless the value is an input (whose channels may also be padded)."""
         return self.region.part(self.box)
 
     @property
@@ -210,7 +210,7 @@ class Value:
         return self.gradient.part(self.box)
 
     def brought(self, boxes: Blocks) -> View:
-        """Return this rank's view of boxes that a layer has gathered."""
+        """Return this rank's view of the boxes that a layer has gathered."""
         return self.gathered[boxes, None, False]
 
     def place(self, needs: Sequence[Blocks]) -> None:
@@ -229,13 +229,13 @@ class Value:
         self.region = Region(view if shape == box.shape else view.part((0,) * box.ndim, box.shape), box)
 
     def place_gradient(self, needed: Box) -> None:
-        """Extend the gradient's storage by the halo, where the layer before the value needs this box."""
+        """Extend the gradient's storage by the halo if the layer before the value needs this box."""
         grown = hull([self.box, needed])
         if is_packed(grown, self.box) and is_packed(grown, needed):
             self.gradient_box = grown
 
     def new_contribution(self) -> View:
-        """Return a packed array of the owned shape for the gradient of one more reader."""
+        """Return a packed array of the owned shape for the gradient of another reader."""
         if self._home is None:
             self._home = Region(Buffer(self.gradient_box.shape, self.dtype, "transient").view, self.gradient_box)
             view = self._home.part(self.box)
@@ -245,7 +245,7 @@ class Value:
         return view
 
     def close_gradient(self, add: Callable[[list[View], View], None]) -> None:
-        """Fix the storage of the gradient when all readers are known; `add` emits the sum of several contributions."""
+        """Fix the storage of the gradient once all readers are known; `add` emits the sum of several contributions."""
         if not self.contributions:
             return
         if len(self.contributions) == 1:

@@ -1,7 +1,7 @@
 """Arena: one block of memory for all arrays of a step, with offsets from the order of operations. Pure arithmetic.
 
-A buffer lies in the arena from the first operation that uses it to the last. Buffers that are kept from step to step
-lie there all the time. ::
+A buffer occupies memory of the arena from the first operation that uses it to the last. Buffers that are kept from step
+to step occupy it all the time. ::
 
     offset ^  |   kept                         |
            |  |  a   |  c         |  e  |
@@ -31,7 +31,7 @@ class Placement:
     Attributes
     ----------
     offsets
-        Distance of each buffer from the beginning of the arena [B].
+        Offset of each buffer in the arena [B].
     size
         Size of the arena [B].
     kept
@@ -49,14 +49,14 @@ class Placement:
 
 
 def place(operations: Sequence[Operation], kept: Sequence[Buffer]) -> Placement:
-    """Return the offsets of all buffers that operations use, and of those that are kept.
+    """Place all buffers that operations use, and those that are kept, in the arena.
 
     Parameters
     ----------
     operations
         Operations of a whole step, in order.
     kept
-        Buffers that lie in the arena all the time, used or not, in addition to those that are marked so.
+        Buffers that occupy the arena all the time, used or not, in addition to those with `Buffer.kept`.
     """
     always = dict.fromkeys(kept)
     for operation in operations:
@@ -100,12 +100,12 @@ def lifetimes(operations: Sequence[Operation], kept: Sequence[Buffer]) -> dict[B
 
 
 def aligned(nbytes: int) -> int:
-    """Return the next multiple of the alignment; at least one."""
+    """Return the next multiple of the alignment, and at least one alignment."""
     return -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
 
 
 class _Free:
-    """Holes of an arena that grows: best fit, adjacent holes are joined."""
+    """Free ranges of a growing arena: best fit; adjacent ranges are joined."""
 
     def __init__(self, begin: int) -> None:
         self.end = begin

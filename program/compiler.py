@@ -1,4 +1,4 @@
-"""Compilation: network + strategy + batch -> the program of a step, for one rank. Pure arithmetic, local.
+"""Compilation of network, strategy and batch to the program of a step, for one rank. Pure arithmetic, local.
 
 The compiler inserts redistributions between layers, chooses the values that get margins so that halos are received in
 place, and orders the backward pass. Every layer lowers itself (:meth:`Layer.lower <halograd.layers.Layer.lower>`).
@@ -26,7 +26,7 @@ from .program import Program, Segment, Step
 __all__ = ["Alone", "Target", "compile_program", "outline"]
 
 
-#: The layer of all redistributions.
+#: Layer object of all redistributions.
 _MOVED = Redistribute()
 
 
@@ -39,7 +39,7 @@ class Target:
     batch
         Global number of samples.
     size, rank
-        Size of the communicator, and this rank.
+        Size of the communicator, and rank of this process.
     dtype
         Dtype of activations.
     trainable
@@ -47,14 +47,14 @@ class Target:
     overlaps
         Whether ``halo = "auto"`` computes while halos travel.
     looks
-        Whether the host may read numbers within a step and decide by them: arrays lie in its memory.
+        Whether the host may read numbers within a step and branch on them, because arrays are in its memory.
     probed
-        Names of inputs whose gradient is computed too.
+        Names of inputs whose gradients are computed too.
     padded_channels
-        ``padded_channels(channels, dtype)``: channels in memory of an input that only convolutions read, see
-        :meth:`halograd.kernels.Backend.padded_channels`; None: no padding.
+        Function ``padded_channels(channels, dtype)`` that returns the channels in memory of an input that only
+        convolutions read, see :meth:`halograd.kernels.Backend.padded_channels`; None: no padding.
     kept
-        Names of layers whose outputs are kept until a step has ended, beside the outputs of the network.
+        Names of layers whose outputs are kept until a step has ended, in addition to the outputs of the network.
     """
 
     batch: int
@@ -81,7 +81,7 @@ def compile_program(
     Parameters
     ----------
     blocks
-        Blocks of parameters and states, if they are known already.
+        Blocks of parameters and states, if already known.
     replicable
         Names of dense layers that may compute the gradient of the whole batch on every rank.
     """
@@ -93,7 +93,7 @@ def compile_program(
 def outline(network: Network, strategy: Strategy, target: Target) -> Program:
     """Return the program of a step without its operations: layers in order, redistributions among them, and values.
 
-    Only inputs have a place. Local.
+    Only inputs have storage. Local.
     """
     compiler = _Compiler(network, strategy, target)
     compiler.place(compiler.program.inputs.values())
@@ -110,7 +110,7 @@ class _Compiler:
         self._moves: dict[Value, list[Step]] = {}
         self._reread: set[Buffer] = set()
         self._contexts: dict[str, tuple[Context, Callable[[], None] | None]] = {}
-        self._calls: dict[str, list[Step]] = {}  # of layers that are called several times: the later ones
+        self._calls: dict[str, list[Step]] = {}  # later calls of layers that are called several times
         outputs = {network.names[node] for node in network.outputs.values()}
         self._kept = target.kept | outputs
         #: Target-only inputs: they stay in the wide dtype.
@@ -135,7 +135,7 @@ class _Compiler:
                 "with respect to its target: make it an Input of its own, or leave that input out of probed"
             )
         for value in inputs if node.layer.keeps_inputs else ():
-            value.kept = True  # the value that the layer reads: it may be a copy under another cut
+            value.kept = True  # the value that the layer reads may be a copy under another cut
         output = self._value(name, node.shape, cuts, self.target.dtype)
         output.kept = name in self._kept
         owner = self.network.owners[name]
@@ -181,7 +181,7 @@ class _Compiler:
         return value
 
     def place(self, values: Collection[Value]) -> None:
-        """Choose the storage of values: margins for halos where the owned block stays packed."""
+        """Choose the storage of values, with margins for halos if the owned block stays packed."""
         needs: dict[Value, list[Blocks]] = {value: [] for value in values}
         for step in self.program.steps:
             layouts = [v.layout for v in step.inputs]
@@ -254,7 +254,7 @@ class _Compiler:
         return None if node is None else self.network.names[node]
 
     def _launch(self, value: Value) -> None:
-        """Add the redistributions of a value: they start as soon as it is computed."""
+        """Add the redistributions of a value, which start as soon as it is computed."""
         for step in self._moves.get(value, ()):
             self.program.forward.append(Segment(step.name, self._lower(step)))
 
@@ -281,7 +281,7 @@ class _Compiler:
             self._reread.update(*(operation.buffers() for operation in context.operations))
 
     def _add_calls(self, step: Step, context: Context) -> None:
-        """Add up the gradients of all calls of a layer, behind the backward of the first call, which runs last."""
+        """Add up the gradients of all calls of a layer, after the backward of the first call, which runs last."""
         calls = self._calls.get(step.name, ())
         if not calls or step.frozen:
             return
@@ -291,7 +291,7 @@ class _Compiler:
             context.run(context.kernel(_adding, **views, total=total))
 
     def _close(self, name: str, value: Value) -> None:
-        """Finish the gradient of a value: wait for redistributed gradients, and add up several."""
+        """Finish the gradient of a value: wait for redistributed gradients, and sum several contributions."""
         for step in self._moves.get(value, ()):
             context, _ = self._contexts[step.name]
             context.operations = []
@@ -307,7 +307,7 @@ class _Compiler:
 
 
 def _arrays(step: Step, blocks: Mapping[str, ParameterBlocks]) -> dict[str, dict[str, View]]:
-    """Return views of the arrays that the store holds for a layer, by short names.
+    """Return views of the arrays in the store that belong to a layer, by short names.
 
     Gradients of a frozen layer, and of a layer that uses the parameters of another, are scratch.
     """
@@ -330,7 +330,7 @@ def _arrays(step: Step, blocks: Mapping[str, ParameterBlocks]) -> dict[str, dict
 
 
 class Alone:
-    """One layer under one cut, lowered without other layers. Local; the values need no storage yet.
+    """One layer with one cut, lowered without other layers. Local; the values need no storage yet.
 
     Parameters
     ----------
@@ -365,18 +365,18 @@ class Alone:
         self.forward, self.context.operations = self.context.operations, []
 
     def _gather(self, gathered: Sequence[Collection[Any]]) -> None:
-        """Gather boxes as other layers have done, without operations."""
+        """Gather the boxes that other layers have gathered, without operations."""
         for i, keys in enumerate(gathered):
             for key in keys:
                 self.context.gather(i, *key)
 
     def backward(self, gathered: Sequence[Collection[Any]] = ()) -> list[Operation]:
-        """Return the operations of the backward pass. To be called once.
+        """Return the operations of the backward pass. Call it once.
 
         Parameters
         ----------
         gathered
-            As for the constructor; now all layers have gathered, too.
+            As for the constructor, but after all layers have gathered.
         """
         self._gather(gathered)
         if self._backward is not None:

@@ -27,7 +27,7 @@ __all__ = ["Program", "Segment", "Step", "lines_of", "name_of"]
 
 @dataclass(eq=False)
 class Step:
-    """One layer in the order of computation, with the values it reads and makes.
+    """One layer in the order of computation, with its input and output values.
 
     Attributes
     ----------
@@ -48,29 +48,29 @@ class Step:
 
     @property
     def arrays_of(self) -> str:
-        """Name of the layer that its parameters are stored under."""
+        """Name of the layer under which its parameters are stored."""
         return self.owner or self.name
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
-        """Return the sample shapes of the inputs."""
+        """Sample shapes of the inputs."""
         return [value.layout.shape[1:] for value in self.inputs]
 
     def under(self, parts: Mapping[str, int], inputs: list[Value], output: Value) -> Step:
         """Return the step of the same layer under another cut."""
         other = replace(self, parts=parts, inputs=inputs, output=output)
-        # Descriptions of whole arrays do not depend on the cut: they are made once for all candidates of a plan.
+        # Descriptions of whole arrays do not depend on the cut, so all candidates of a plan share them.
         vars(other).update(parameters=self.parameters, states=self.states)
         return other
 
     @cached_property
     def parameters(self) -> Mapping[str, Parameter]:
-        """Return the whole parameters by their short names, also those of another layer."""
+        """Whole parameters by their short names, including those of another layer that it uses."""
         return self.layer.parameters(*self.shapes)
 
     @cached_property
     def states(self) -> Mapping[str, Parameter]:
-        """Return the whole untrained arrays by their short names."""
+        """Whole untrained arrays by their short names."""
         return self.layer.state(*self.shapes)
 
 
@@ -97,7 +97,7 @@ class Program:
     values
         Values of inputs and layers, by name.
     inputs
-        Those of the values that come from outside.
+        Values of the inputs, by name.
     forward, backward
         Operations of the two passes, layer by layer.
     loss
@@ -121,7 +121,7 @@ class Program:
     exposed: dict[str, KernelSpec] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[Operation]:
-        """Yield all operations in order, the backward pass behind the forward pass."""
+        """Yield all operations in order, the backward pass after the forward pass."""
         for segment in (*self.forward, *self.backward):
             yield from segment.operations
 
@@ -183,7 +183,7 @@ def name_of(operation: Run) -> str:
 
 
 def _view(program: Program, view: View) -> str:
-    """Return shape and place of a view: an offset in the arena [B], or the name of a parameter."""
+    """Return shape and location of a view: an offset in the arena [B], or the name of a parameter."""
     shape = "x".join(map(str, view.shape))
     if view.buffer.place is not None:
         return f"[{shape}] {view.buffer.place[1]}"

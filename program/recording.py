@@ -1,8 +1,8 @@
-"""Sections of a pass that a graph of a device holds: the longest runs of calls that it can record. Pure arithmetic.
+"""Sections of a pass for graphs of a device: the longest runs of calls that a graph can record. Pure arithmetic.
 
-A graph repeats what was enqueued while it was recorded: kernels, and messages of a transport that can be recorded.
-Calls that wait, decide or allocate on the host run between two graphs. The order never changes, so ranks whose graphs
-differ still send and sum alike::
+A graph repeats the work that was enqueued during its capture: kernels, and messages of a transport that can be
+captured. Calls that wait, branch or allocate on the host run between two graphs. The order never changes, so ranks with
+different graphs still send and sum in the same order::
 
     conv1   bn1    sum   bn1   conv2  ->halo  conv2  halo->  my layer  conv3
     [    graph    ]       [   graph  ]        [graph]                  [graph]
@@ -25,10 +25,10 @@ class Item:
     call, layer
         Function to call, and the name of its layer.
     held
-        Whether a graph may hold it.
+        Whether a graph may contain it.
     pair
-        Number of the exchange or sum that it starts or finishes: start and finish are in one graph, or in none. The
-        same on all ranks.
+        Number of the exchange or sum that it starts or finishes, the same on all ranks. Start and finish are in one
+        graph, or in none.
     starts
         Whether it starts the exchange or sum.
     """
@@ -61,13 +61,13 @@ class Section:
 def apart(items: Sequence[Item], known: Collection[int] = ()) -> set[int]:
     """Return the pairs that cannot be in a graph.
 
-    These are pairs without a start and then a finish in this pass, pairs that a graph cannot hold, and pairs with such
-    a call in between. A sum that begins in one pass and is finished in the next has its finish here before its start.
+    These are pairs without a start followed by a finish in this pass, pairs that a graph cannot contain, and pairs with
+    such a call in between. A sum that starts in one pass and finishes in the next has its finish here before its start.
 
     Parameters
     ----------
     known
-        Pairs that cannot be in a graph on another rank, and therefore not here.
+        Pairs that cannot be in a graph on another rank, and therefore not on this one.
     """
     places: dict[int, list[int]] = {}
     for at, item in enumerate(items):
@@ -85,7 +85,7 @@ def apart(items: Sequence[Item], known: Collection[int] = ()) -> set[int]:
 
 
 def sections(items: Sequence[Item], out: Collection[int]) -> list[Section]:
-    """Return the sections of a pass; `out` are the pairs of :func:`apart` on any rank. A single call is no graph."""
+    """Return the sections of a pass; `out` holds the pairs of :func:`apart` on any rank. A single call is no graph."""
     runs: list[tuple[bool, list[Item]]] = []
     for item in items:
         graph = item.held and item.pair not in out

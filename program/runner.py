@@ -1,4 +1,4 @@
-"""Reader that runs a program: it binds operations to kernels, exchanges and sums of this rank, as a list of calls."""
+"""Runner of a program: it binds operations to kernels, exchanges and sums of this rank, as a list of calls."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ class Mode:
     Attributes
     ----------
     training
-        Whether batch statistics and dropout are on; else running statistics are used, and no dropout.
+        Whether batch statistics and dropout are active; else running statistics are used, and no dropout.
     step
         Number of the training step: with `seed` the state of all random numbers.
     seed
         Seed of the run.
     valid
-        Number of samples of the batch that count (the last batch of an epoch may be short).
+        Number of valid samples of the batch (the last batch of an epoch may be short).
     part
-        Number of the part, for a batch that is computed in parts, one after the other.
+        Number of the part, for a batch that is computed in consecutive parts.
     size
-        Samples of a part: the first sample of this part is number ``part * size`` of the batch.
+        Number of samples of a part: the first sample of this part is number ``part * size`` of the batch.
     state
         `seed`, `step` and the number of the first sample, in the memory of the kernels: uint64 ``(3,)``, written by
         :meth:`tell` before every pass.
@@ -63,7 +63,7 @@ class Mode:
     _told: int = 0
 
     def tell(self) -> None:
-        """Write the values that change from pass to pass to `state`. Enqueued."""
+        """Write the values that change from pass to pass to `state`. Enqueued on a device."""
         self.state[1:2].fill(self.step)
         if self._told != self.part:
             self.state[2:].fill(self.part * self.size)
@@ -75,7 +75,7 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True)
 class Environment:
-    """Arguments that every kernel is made with.
+    """Environment in which kernels are created.
 
     Attributes
     ----------
@@ -106,7 +106,7 @@ class Pass:
 
 
 class Runner:
-    """A program on this rank's arrays. Building it is collective over `comm`, in the order of operations.
+    """A program on this rank's arrays. To create it is collective over `comm`, in the order of operations.
 
     Parameters
     ----------
@@ -169,7 +169,7 @@ class Runner:
         return self.view(region.view)
 
     def made(self, kernel: KernelSpec) -> Any:
-        """Return the result of the kernel's `make`."""
+        """Return the object that the kernel's `make` returned."""
         return self._made[kernel]
 
     def _array(self, buffer: Buffer) -> Any:
@@ -177,7 +177,7 @@ class Runner:
             if buffer.place is not None:
                 kind, name = buffer.place
                 self._arrays[buffer] = self._elsewhere[kind][name]
-            elif self._debug:  # in the arena the guards of one array would lie in others, which come later in a step
+            elif self._debug:  # in the arena, the guards of one array would overlap with later arrays
                 self._arrays[buffer] = self.kernels.zeros(buffer.shape, buffer.dtype)
             else:
                 start = self.program.placement.offsets[buffer]
@@ -224,7 +224,7 @@ class Runner:
         ]
 
     def _held(self, operation: Operation) -> bool:
-        """Return whether a graph may hold an operation: the host takes no part in it."""
+        """Return whether a graph may contain an operation: it must not involve the host."""
         if isinstance(operation, Run):
             alone = operation.kernel.recordable and not operation.kernel.sums
             return alone and all(map(self._held, operation.guarded))
@@ -262,7 +262,10 @@ class Runner:
             raise KernelError(f"{name}: {error}") from error
 
     def _open(self, program: Program) -> None:
-        """Make all exchanges together, and all sums: made one by one, each needs several collectives of all ranks."""
+        """Create all exchanges together, and all sums together.
+
+        If they were created one by one, each would need several collectives of all ranks.
+        """
         found = dict.fromkeys(o.exchange for o in program if isinstance(o, Transfer))
         made = Exchange.together(self.comm, [self._arguments(one) for one in found])
         self._made.update(zip(found, made))
@@ -288,7 +291,7 @@ class Runner:
 
 
 class UnderWay:
-    """A sum that may be finished at any time: a finish without a start does nothing."""
+    """A sum that may be finished at any time: without a start, finish does nothing."""
 
     def __init__(self, reduction: Any) -> None:
         self._reduction, self.under_way = reduction, False
@@ -304,7 +307,7 @@ class UnderWay:
             self._reduction.finish()
 
     def close(self) -> None:
-        """Free it."""
+        """Free the sum."""
         self._reduction.close()
 
 
@@ -320,7 +323,7 @@ def _nothing() -> None:
 
 
 def _placed(place: str, call: Call) -> object:
-    """Call, with `place` in messages of guard bytes."""
+    """Call a function, with `place` in the messages about guard bytes."""
     outer, GUARDS.place = GUARDS.place, place
     result = call()
     GUARDS.place = outer

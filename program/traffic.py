@@ -1,8 +1,8 @@
 """Messages and bytes that every rank sends: in one exchange or sum, and in one training step, by kind.
 
-An exchange sends one message per pair of ranks whose boxes meet (`halograd.dtensor.plan`). With boxes that are
-products of intervals (:class:`Blocks`), the overlap of two ranks is the product of overlaps by axes. So the elements
-that a rank sends are a product of sums over one axis each, less those that it keeps.
+An exchange sends one message per pair of ranks whose boxes intersect (`halograd.dtensor.plan`). Boxes are products of
+intervals (:class:`Blocks`), so the overlap of two ranks is the product of overlaps per axis. The number of elements
+that a rank sends is thus a product of sums over one axis each, minus the elements that stay on the rank.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Move:
     Attributes
     ----------
     source, target
-        Boxes before and after. Sources are disjoint, or summands that all travel.
+        Boxes before and after. Sources are disjoint, or summands, all of which travel.
     itemsize
         Size of one element [B].
     kind
@@ -77,7 +77,7 @@ class Move:
         return self.source == self.target or not self.sent(max(self.source.placed, self.target.placed)).messages.any()
 
     def sent(self, ranks: int) -> ExchangeTraffic:
-        """Return what every rank of ``0 .. ranks - 1`` sends."""
+        """Return the traffic of every rank of ``0 .. ranks - 1``."""
         messages = outer([(o > 0).sum(axis=1) for o in self._overlaps])
         elements = outer([o.sum(axis=1) for o in self._overlaps])
         own = self._kept()
@@ -113,7 +113,7 @@ class Move:
 
 @dataclass(frozen=True)
 class GroupSum:
-    """All-reduces that run at the same time, one in each of some disjoint groups of ranks.
+    """All-reduces that run at the same time, one in each of several disjoint groups of ranks.
 
     Attributes
     ----------
@@ -128,11 +128,11 @@ class GroupSum:
 
     @classmethod
     def of(cls, kind: str, groups: Groups, sizes: Sequence[int]) -> GroupSum:
-        """Make the sum over `groups`; `sizes` are bytes by the number of the group [B]."""
+        """Create the sum over `groups`; `sizes` are bytes by the number of the group [B]."""
         return cls(kind, tuple((groups.members(color), int(sizes[color])) for color in range(groups.count)))
 
     def sent(self, ranks: int) -> ExchangeTraffic:
-        """Return what every rank sends: a reduction is booked as one message of its buffer."""
+        """Return the traffic of every rank: a reduction counts as one message of its buffer."""
         messages, nbytes = np.zeros(ranks, np.int64), np.zeros(ranks, np.int64)
         for members, size in self.groups:
             if len(members) > 1 and size:
@@ -142,7 +142,7 @@ class GroupSum:
 
     @cached_property
     def largest(self) -> tuple[int, range]:
-        """The slowest group, as (size, ranks): most bytes, then the largest distance of ranks."""
+        """Slowest group, as (size, ranks): the one with most bytes, then the largest distance of ranks."""
         members, size = max(self.groups, key=lambda g: (g[1] * (len(g[0]) > 1), len(g[0]), g[0][-1] - g[0][0]))
         return size, members
 
@@ -156,16 +156,17 @@ def overlap(source: tuple[tuple[int, int], ...], target: tuple[tuple[int, int], 
     return np.maximum(0, high - low)
 
 
-@lru_cache(maxsize=4096)  # of thousands of ranks, arrays are long
+@lru_cache(maxsize=4096)  # arrays are long with thousands of ranks
 def met(rank: int, cut: tuple[tuple[Interval, Intervals], ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the other ranks that a rank meets along the axes that are cut, and the number of common elements.
+    """Return the other ranks whose boxes intersect that of a rank along the cut axes, with the number of common
+    elements.
 
-    Layers with other channels, and samples and space cut alike, have this in common.
+    Layers that differ only in channels share the result.
 
     Parameters
     ----------
     cut
-        Per axis, the interval of the rank, and those of all parts.
+        Per axis, the interval of the rank, and the intervals of all parts.
     """
     ranks, elements = _FIRST, _ONE
     for own, parts in cut:
@@ -178,7 +179,7 @@ def met(rank: int, cut: tuple[tuple[Interval, Intervals], ...]) -> tuple[np.ndar
 
 @lru_cache(maxsize=65536)
 def row(own: Interval, parts: Intervals) -> tuple[np.ndarray, np.ndarray]:
-    """Return the indices of the intervals that one interval meets, and the number of common elements."""
+    """Return the indices of the intervals that one interval intersects, and the number of common elements."""
     common = overlap((own,), parts)[0]
     (places,) = np.nonzero(common)
     return places, common[places]
@@ -202,7 +203,7 @@ class Sender(Protocol):
 
 
 class Ledger:
-    """Traffic of all ranks by kind, and by layer, added up.
+    """Total traffic of all ranks, by kind and by layer.
 
     Attributes
     ----------
@@ -216,7 +217,7 @@ class Ledger:
         self.layers: dict[str, ExchangeTraffic] = {}
 
     def book(self, items: Iterable[Sender], layer: str | None = None) -> None:
-        """Add what these send; `layer` is None where no layer's operations do."""
+        """Add the traffic of these items; `layer` is None if no layer's operations send it."""
         for item in items:
             sent = item.sent(self.ranks)
             for totals, key in ((self._kinds, item.kind), (self.layers, layer)):
@@ -235,11 +236,11 @@ class Ledger:
 
 
 def messages_of(program: Program) -> Iterator[tuple[str, Sender]]:
-    """Yield what the operations of a training step send, on all ranks, each with the name of its layer.
+    """Yield the messages that the operations of a training step send, on all ranks, each with the name of its layer.
 
     The counts are those of `comm.counters`: an exchange is one message per peer, a reduction one message of its buffer,
-    an all-gather one message of the rank's part. Guarded operations are left out, as they are not known beforehand: the
-    second sum of statistics whose variance would cancel. Sums of gradients are no part of a program.
+    an all-gather one message of the rank's part. Guarded operations are left out, because they are not known
+    beforehand: the second sum of statistics whose variance would cancel. Sums of gradients are not part of a program.
     """
     for operation in program:
         if operation.when == "evaluation":

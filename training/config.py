@@ -1,7 +1,7 @@
 """Configurations: the TOML file of a run, checked before anything is built.
 
-Every table is a pydantic model that rejects unknown keys and wrong types (no silent conversion). An error is one line:
-the path of the key, what was expected, what was given.
+Every table is a pydantic model that rejects unknown keys and wrong types (no silent conversion). An error is one line
+with the path of the key, the expected and the given value.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ def _size(text: str) -> str:
 
 
 class ModelConfig(Table):
-    """``[model]``: a network, and the options of the function that makes it, which `halograd.models.build` checks.
+    """``[model]``: a network, and the options of the function that builds it, which `halograd.models.build` checks.
 
     One of `name` and `file` is required. Paths are relative to the working folder.
     """
 
     model_config = ConfigDict(extra="allow")
     name: Text | None = None
-    """A model that halograd has."""
+    """Name of a model of halograd."""
     file: FilePath | None = None
     """``"net.py:build"`` or ``"package.module:build"``: a function that returns a network."""
 
@@ -92,7 +92,7 @@ class ModelConfig(Table):
 
     @property
     def options(self) -> dict[str, Any]:
-        """All keys but these."""
+        """All other keys: options of the model."""
         return dict(self.model_extra or {})
 
 
@@ -104,7 +104,7 @@ class StrategyConfig(Table):
     """
 
     sample: CutField | None = None
-    """Parts of the batch; else as many as ranks are left."""
+    """Parts of the batch; by default all remaining ranks."""
     depth: CutField = 1
     """Parts along the first of three spatial axes."""
     height: CutField = 1
@@ -112,26 +112,26 @@ class StrategyConfig(Table):
     width: CutField = 1
     """Parts along the columns."""
     halo: Literal["auto", "pad", "overlap"] = "auto"
-    """When convolutions wait for their halos: before they compute (``"pad"``), or behind their interior
-    (``"overlap"``); ``"auto"``: `overlap` where halos cross a network, `pad` between ranks that share memory."""
+    """Time at which convolutions wait for their halos: before they compute (``"pad"``), or after their interior
+    (``"overlap"``); ``"auto"``: `overlap` if halos cross a network, `pad` between ranks that share memory."""
     statistics: Literal["global", "sample", "local"] | None = None
-    """Over what batch norms take their statistics: all ranks, those that share samples, or this block alone; else as
-    the layers say."""
+    """Elements over which batch norms compute statistics: those of all ranks, of the ranks that share samples, or of
+    one block; by default the setting of each layer."""
     bucket_bytes: Size = 4 << 20
     """Size of the buckets in which gradients are summed [B]."""
     file: FilePath | None = None
-    """What :meth:`Strategy.save` or `halograd plan` wrote; no other key goes with it."""
+    """File that :meth:`Strategy.save` or `halograd plan` wrote; no other key may be set with it."""
     auto: bool = False
     """Plan the cut of every layer before the run starts."""
     planner: str = "elimination"
     """A planner, or a baseline: ``"data"``, ``"spatial"``, ``"model"``, ``"owt"``, ``"grid"``."""
     memory: Annotated[str, AfterValidator(_size)] | None = None
-    """What a rank may take; else what the machine has."""
+    """Memory limit of a rank; by default the memory of the machine."""
     machine: FilePath | None = None
-    """Plan for the machine of this name or file. Without it this one is measured, and steps of the plan and of
-    baselines near it are tried."""
+    """Name or file of the machine to plan for. Without it, this machine is measured, and steps of the plan and of
+    baselines close to it are tried."""
     budget: NotNegative | None = None
-    """For how long layers are measured [s]; else as long as it takes. 0: measure nothing, try nothing."""
+    """Time to measure layers [s]; by default as long as necessary. 0: measure nothing, try nothing."""
 
     @model_validator(mode="after")
     def _auto(self) -> StrategyConfig:
@@ -159,8 +159,8 @@ _TUNING = {"interval", "step", "range"}
 class ReductionConfig(Table):
     """``[reduction]``: how gradients are summed over the ranks, as in :class:`Scheme`.
 
-    The table, if there is one, wins over what a plan or a strategy's file says. `interval`, `step` and `range` go with
-    ``name = "auto"`` only.
+    If there is this table, it overrides the scheme of a plan or of a strategy's file. `interval`, `step` and `range`
+    are only for ``name = "auto"``.
     """
 
     name: Name = "bucketed"
@@ -171,11 +171,11 @@ class ReductionConfig(Table):
     error_feedback: bool = True
     deterministic: bool = False
     interval: Annotated[Count, Field(ge=2)] = 10
-    """Steps that every scheme gets which is tried."""
+    """Number of steps of every tried scheme."""
     step: Whole = 10
-    """How far the search for a chunk size (Le et al. 2018, Algorithm 1) jumps [layers]; 0 leaves the search out."""
+    """Size of the jumps of the search for a chunk size (Le et al. 2018, Algorithm 1) [layers]; 0: no search."""
     range: Count = 5
-    """How many jumps the same search makes beyond the best size."""
+    """Number of jumps of this search beyond the best size."""
 
     @model_validator(mode="after")
     def _together(self) -> ReductionConfig:
@@ -194,23 +194,23 @@ class ScheduleConfig(Table):
     """``[schedule]``: the learning rate over the epochs; epochs may be fractions."""
 
     kind: Literal["constant", "step", "cosine"] = "constant"
-    """How the rate changes: not; by `factor` at every one of `milestones`; as half a cosine from the end
-    of the warm-up to the end of training."""
+    """Change of the learning rate: none; multiplied by `factor` at each of `milestones`; half a cosine from the end of
+    the warm-up to the end of training."""
     learning_rate: Positive
-    """The rate at the beginning, after the warm-up."""
+    """Learning rate after the warm-up."""
     warmup_epochs: Epochs = 0.0
-    """How long the rate rises linearly."""
+    """Duration of the warm-up, in which the rate rises linearly."""
     warmup_start: Below1 = 0.0
-    """Share of the rate at which it begins to rise."""
+    """Fraction of the rate at the beginning of the warm-up."""
     milestones: Annotated[list[Annotated[Epochs, Field(gt=0)]], Field(max_length=100)] = Field(default_factory=list)
     """Epochs at which the rate is multiplied by `factor`."""
     factor: Positive = 0.1
-    """What multiplies the rate at a milestone."""
+    """Factor that multiplies the rate at a milestone."""
     final: NotNegative = 0.0
-    """The rate at the end of a cosine."""
+    """Learning rate at the end of a cosine."""
     factors: dict[Text, NotNegative] = Field(default_factory=dict)
-    """What multiplies the rate, by layer or pattern of layers: ``{"encoder/*" = 0.1}``. Where several fit, the last one
-    counts."""
+    """Factors that multiply the rate, by layer or pattern of layers: ``{"encoder/*" = 0.1}``. If several patterns
+    match, the last one applies."""
 
     @model_validator(mode="after")
     def _milestones(self) -> ScheduleConfig:
@@ -224,36 +224,36 @@ class ScheduleConfig(Table):
 
 
 class TrainingConfig(Table):
-    """``[training]``: how long, with how many samples at a time, and in which precision."""
+    """``[training]``: duration, batch size and precision of the training."""
 
     epochs: Count
-    """How often all training samples are read."""
+    """Number of passes over all training samples."""
     batch: Count
-    """Samples of a step, over all ranks."""
+    """Number of samples of a step, over all ranks."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    """Seed of initial values, shuffling, dropout and augmentation: runs with one seed draw the same under every cut."""
+    """Seed of initial values, shuffling, dropout and augmentation: runs with one seed draw the same numbers under every
+    cut."""
     dtype: Literal["float32", "float64", "bfloat16", "float16"] = "float32"
-    """Type of activations. ``"bfloat16"`` and ``"float16"`` need a GPU; parameters stay float32 beside them, and the
-    loss of float16 is scaled."""
+    """Dtype of activations. ``"bfloat16"`` and ``"float16"`` need a GPU; parameters stay float32, and with float16 the
+    loss is scaled."""
     clip_norm: Positive | None = None
-    """Gradients are scaled down to this global norm; else as they are."""
+    """Global norm to which gradients are scaled down; by default they are not clipped."""
     patience: Whole = 0
-    """Training ends when so many validations in turn were no better than the best one before, by the score
-    `output.best`; those in which it is undefined do not count. 0: it goes on to the last epoch."""
+    """Number of consecutive validations without improvement, by the score `output.best`, after which training ends;
+    validations with an undefined score do not count. 0: training continues to the last epoch."""
     accumulate: Count = 1
-    """Every batch is computed in so many parts, one after the other, whose gradients are added up: the step of the
-    whole batch with the memory of a part. What is computed of several samples together is of a part then: the
-    statistics of batch norm, Dice of a batch, losses divided by weights (the run says which there are)."""
+    """Number of parts in which every batch is computed, one after another. Their gradients are added up: this is the
+    step of the whole batch with the memory of a part. Results over several samples are then over a part: the statistics
+    of batch norm, Dice of a batch, losses divided by weights (the run lists them)."""
     average: Below1 = 0.0
-    """Say 0.999: moving averages of all parameters are kept, of which the old ones keep that weight in a step.
-    Validations, `halograd evaluate`, `apply` and `export` take them in place of the parameters."""
+    """Weight of the old values in moving averages of all parameters, for example 0.999; 0: no averages. Validations,
+    `halograd evaluate`, `apply` and `export` use the averages instead of the parameters."""
     freeze: list[Text] = Field(default_factory=list)
-    """Names of layers, or patterns of them (``"block1/*"``), that keep their parameters."""
+    """Names of layers, or patterns of them (``"block1/*"``), whose parameters do not change."""
     init: FilePath | None = None
-    """A file of weights (safetensors) that parameters and running statistics begin with. A run that is resumed does not
-    read it."""
+    """File of initial parameters and running statistics (safetensors). A resumed run does not read it."""
     init_fresh: list[Text] = Field(default_factory=list)
-    """Layers that do not begin with the weights of `init`."""
+    """Layers that do not use the weights of `init`."""
 
     @model_validator(mode="after")
     def _whole_parts(self) -> TrainingConfig:
@@ -263,7 +263,7 @@ class TrainingConfig(Table):
 
     @property
     def at_once(self) -> int:
-        """Samples that are computed at once: the batch, or a part of it."""
+        """Number of samples that are computed at once: the batch, or a part of it."""
         return self.batch // self.accumulate
 
     @model_validator(mode="after")
@@ -274,40 +274,39 @@ class TrainingConfig(Table):
 
 
 class BackendConfig(Table):
-    """``[backend]``: kernels, threads per rank, and how messages travel."""
+    """``[backend]``: kernels, threads per rank, and transports of messages."""
 
     kernels: str = "auto"
     """``"numpy"``, ``"onednn"``, ``"cudnn"``; ``"auto"``: oneDNN, or NumPy where there is none; or a class of your own,
     ``"FILE.py:CLASS"``.
     """
     threads: Threads = 1
-    """Threads of each rank."""
+    """Number of threads of each rank."""
     autotune: bool = False
-    """Measure the algorithms of every convolution when the network is built, and take the fastest."""
+    """Whether to measure the algorithms of every convolution when the network is built, and use the fastest."""
     transport: str = "auto"
-    """How arrays of the host travel: ``"shared"`` (memory of one node), ``"mpi"``, ``"emulated:..."`` (a slow network,
-    for experiments); ``"auto"``: through shared memory within a node, else by MPI."""
+    """Transport of host arrays: ``"shared"`` (memory of one node), ``"mpi"``, ``"emulated:..."`` (a slow network, for
+    experiments); ``"auto"``: shared memory within a node, else MPI."""
     precision: Literal["strict", "tf32"] = "strict"
-    """How float32 is computed; ``"tf32"`` on a GPU only."""
+    """Arithmetic of float32; ``"tf32"`` only on a GPU."""
     deterministic: bool = False
-    """Two runs agree in every bit."""
+    """Whether two runs agree in every bit."""
     graph: bool = False
-    """Replay the forward and backward pass as CUDA graphs, between messages."""
+    """Whether to replay the forward and backward pass as CUDA graphs, between messages."""
     device: Literal["auto"] | Whole | Annotated[list[Whole], Field(min_length=1)] = "auto"
-    """The number of a GPU, or numbers that the ranks of a node take in turn; ``"auto"``: all GPUs of the node in
-    turn."""
+    """Number of a GPU, or numbers that the ranks of a node use in turn; ``"auto"``: all GPUs of the node in turn."""
     device_transport: Literal["auto", "nccl", "cuda-ipc", "mpi-cuda", "mpi-staged"] = "auto"
-    """How arrays of GPUs travel; ``"auto"`` by the rule in docs/gpu.md."""
+    """Transport of GPU arrays; ``"auto"`` follows the rule in docs/gpu.md."""
 
 
 class OutputConfig(Table):
-    """``[output]``: where a run writes, and how often.
+    """``[output]``: the files that a run writes, and their periods.
 
     Checkpoints are written when one of the three periods is over (0: never), and at the end.
     """
 
     directory: FilePath
-    """The folder of the run; one run at a time writes there."""
+    """Folder of the run; only one run at a time writes there."""
     log_steps: Count = 1
     """Steps between two lines of ``log.jsonl``."""
     checkpoint_epochs: Whole = 1
@@ -317,27 +316,27 @@ class OutputConfig(Table):
     checkpoint_minutes: Minutes = 0.0
     """Age of the last checkpoint at which the next one is written [min]."""
     keep: Count = 3
-    """How many of the last checkpoints are kept."""
+    """Number of the last checkpoints to keep."""
     best: Text | None = None
-    """The score by which the checkpoint with the best validation is kept too: ``"loss"``, ``"iou"``, ...; ``"none"``:
-    by no score. By default the loss, where every epoch has a checkpoint anyway and held-out targets are of several
-    classes. A validation without the score is not judged."""
+    """Score by which the checkpoint with the best validation is kept too: ``"loss"``, ``"iou"``, ...; ``"none"``: no
+    such checkpoint. The default is the loss, if every epoch has a checkpoint and the held-out targets have several
+    classes. A validation without the score is ignored."""
     timeline: bool = False
-    """Measure every step of every rank: ``timeline.json``, and how much of the communication was hidden."""
+    """Whether to measure every step of every rank: ``timeline.json``, and the hidden share of the communication."""
     rank_logs: bool = False
-    """A log of every rank, ``logs/rank-NNNN.log``."""
+    """Whether to write a log of every rank, ``logs/rank-NNNN.log``."""
     tensorboard: bool = False
-    """Event files in ``tensorboard/``."""
+    """Whether to write event files in ``tensorboard/``."""
     progress: bool = True
-    """A bar of steps on a terminal."""
+    """Whether to show a progress bar on a terminal."""
 
 
 class RunConfig(Table):
-    """``[run]``: how a run looks after its ranks."""
+    """``[run]``: supervision of the ranks of a run."""
 
     stall_minutes: Minutes = 15.0
-    """A job whose ranks make no progress for so long is reported and ended; 0: never. It must be longer than the
-    longest time that a batch, a layer or a checkpoint takes."""
+    """Time without progress after which a job is reported and ended [min]; 0: never. It must be longer than the longest
+    time of a batch, a layer or a checkpoint."""
 
 
 class Config(Table):
@@ -360,27 +359,27 @@ class Config(Table):
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read and check a TOML file; `overrides` are ``section.key=value`` and win. Local.
+    """Read and check a TOML file; `overrides` are ``section.key=value`` texts with priority over it. Local.
 
     Raises
     ------
     UserError
-        In one line: the key, what was expected, what was given.
+        If the file is invalid; one line with the key, the expected and the given value.
     """
     return check_config(read_toml(path, "configuration"), overrides, f"configuration {shown_path(path)}")
 
 
 def parse_config(text: str, overrides: Sequence[str] = (), source: str = "configuration") -> Config:
-    """Check the text of a configuration, as :func:`load_config`; `source` is named in errors."""
+    """Check the text of a configuration, as :func:`load_config`; errors name `source`."""
     return check_config(parse_toml(text, source), overrides, source)
 
 
 def check_config(tables: dict[str, Any], overrides: Sequence[str] = (), source: str = "configuration") -> Config:
-    """Check tables of a configuration, as :func:`parse_config`; modifies them."""
+    """Check the tables of a configuration, as :func:`parse_config`; the tables are modified."""
     for override in overrides:
         _set(tables, override)
     if tables.get("strategy") == "auto":
-        # Not by a validator of pydantic: what one returns is checked as Python's objects, where a list is no tuple.
+        # A pydantic validator cannot do this: its result is checked as Python objects, for which a list is no tuple.
         tables["strategy"] = {"auto": True}
     return build(Config, tables, source)
 
@@ -407,7 +406,9 @@ def _set(tables: dict[str, Any], override: str) -> None:
 
 
 def _settle_strategy(tables: dict[str, Any], path: Sequence[str], value: Any) -> None:
-    """Replace the whole table for ``strategy=auto``, and a plan by parts for ``strategy.height=2``."""
+    """Apply an override of the strategy: ``strategy=auto`` replaces the whole table, ``strategy.height=2`` replaces a
+    plan.
+    """
     if path == ["strategy"] and value == "auto":
         tables["strategy"] = {"auto": True}
         return
