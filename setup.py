@@ -3,7 +3,7 @@
 from setuptools import find_packages, setup
 
 setup(
-    package_dir={"": "."},  # makes an editable install one plain path, which static tools understand
+    package_dir={"": "."},  # an editable install then consists of one plain path, which static tools understand
     packages=find_packages(include=["halograd", "halograd.*"]),
     package_data={
         "halograd.perfmodel": ["machines/*.toml"],

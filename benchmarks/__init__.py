@@ -1,1 +1,1 @@
-"""Benchmarks: what a training step costs in time and memory, and what is hidden of its communication."""
+"""Benchmarks of training steps: time, memory, and overlap of communication."""

@@ -1,10 +1,10 @@
-"""What it saves that a layer's own kernels compute its activation.
+"""Savings of activations computed in a layer's own kernels.
 
     python benchmarks/activations.py --threads 2
 
-Two networks of the same blocks take their steps in turn: one with the activation inside the layers, one with a layer
-behind each. Printed per block, in percent of the second: the best and the median time of a step, and memory. With one
-thread the time is that of the processor, so that a busy machine counts less.
+Two networks of the same blocks alternate steps: one with the activation inside the layers, one with a separate
+activation layer after each. The table shows per block, in percent of the second network: the best and the median time
+of a step, and memory. With one thread, times are processor times, which depend less on the load of the machine.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from halograd.layers.activation import _KINDS
 from halograd.layers.strategy import Strategy
 from halograd.training.executor import Executor
 
-#: A block: of a node, and of what makes an activation.
+#: Function that adds a block to a node, given a maker of activations.
 Block = Callable[[Node, Callable[[], object]], Node]
 
 BLOCKS: dict[str, Block] = {
@@ -42,7 +42,7 @@ BLOCKS: dict[str, Block] = {
 
 
 def network(block: Block, kind: str, inside: bool, blocks: int, extent: int, channels: int) -> Network:
-    """So many blocks; an activation that has a name of its own is a layer of its own."""
+    """Return a network of `blocks` blocks. With ``inside=False`` the activation is a separate layer."""
     names = iter(range(blocks))
     y = Input((extent, extent, channels), "x")
     for _ in range(blocks):
@@ -52,7 +52,7 @@ def network(block: Block, kind: str, inside: bool, blocks: int, extent: int, cha
 
 
 def step(executor: Executor, clock: Callable[[], float]) -> float:
-    """Time of one step [s]."""
+    """Run one step and return its time [s]."""
     start = clock()
     executor.forward()
     executor.backward()
@@ -64,7 +64,7 @@ def step(executor: Executor, clock: Callable[[], float]) -> float:
 def compare(
     block: Block, kind: str, backend: Backend, batch: int, rounds: int, sizes: tuple[int, int, int]
 ) -> list[float]:
-    """Best and median time and memory, with the activation inside by those with a layer of its own."""
+    """Return the ratios of best time, median time and memory: activation inside the layers over separate layers."""
     with Communicator(MPI.COMM_SELF) as comm, ExitStack() as stack:
         both = []
         for inside in (True, False):

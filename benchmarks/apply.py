@@ -1,11 +1,11 @@
-"""Peak memory per rank of `halograd apply` on large samples, beside that of one process, and whether both agree.
+"""Peak memory per rank of `halograd apply` on large samples, compared with one process, and agreement of the outputs.
 
     python benchmarks/apply.py
     python benchmarks/apply.py --resolution 512 --ranks 2,4
 
 A network of mesh-tangling data is trained for some steps on small samples, then applied to samples of 18 channels, cut
-along the height. ``peak`` is a rank's most resident memory (VmHWM, shared segments included) less what it had with all
-libraries loaded, of the rank with the most; ``share`` is the same of one process, divided by the ranks.
+along the height. ``peak`` is the largest resident memory of a rank (VmHWM, shared segments included) minus that with
+all libraries loaded, maximum over ranks; ``share`` is the same for one process, divided by the number of ranks.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ progress = false
 
 
 def write_samples(path: Path, resolution: int, samples: int) -> None:
-    """Random fields, row by row, and a mask. Local."""
+    """Write random fields, row by row, and a mask. Local."""
     rng = np.random.default_rng(0)
     shape = (samples, resolution, resolution, 18)
     with h5py.File(path, "w") as file:
@@ -66,14 +66,14 @@ def write_samples(path: Path, resolution: int, samples: int) -> None:
 
 
 def rank(folder: Path, resolution: int, out: Path) -> None:
-    """One rank: predict, and print what it took. Collective."""
+    """Predict on one rank and print its memory. Collective."""
     from mpi4py import MPI
 
     from halograd.kernels import get_backend
     from halograd.training import apply
     from halograd.training.session import Session  # noqa: F401 - all that an application loads
 
-    get_backend("auto").close()  # loads its library, which is as large on every rank
+    get_backend("auto").close()  # loads the library, which has the same size on every rank
 
     world = MPI.COMM_WORLD
     sets = [f"model.resolution={resolution}", f"strategy.height={world.size}"]
@@ -86,7 +86,7 @@ def rank(folder: Path, resolution: int, out: Path) -> None:
 
 
 def measure(folder: Path, resolution: int, ranks: int) -> list[int]:
-    """Peaks of all ranks [B]."""
+    """Return the peak memory of all ranks [B]."""
     out = folder / f"{ranks}.h5"
     arguments = [__file__, "--folder", str(folder), "--resolution", str(resolution), "--out", str(out)]
     done = subprocess.run(
@@ -98,7 +98,7 @@ def measure(folder: Path, resolution: int, ranks: int) -> list[int]:
 
 
 def difference(one: Path, other: Path) -> float:
-    """Largest difference of two files of predictions, relative to the largest number."""
+    """Return the largest difference of two files of predictions, relative to the largest number."""
     with h5py.File(one) as a, h5py.File(other) as b:
         found = [np.abs(a["prediction"][n] - b["prediction"][n]).max() for n in range(len(a["prediction"]))]
         return float(max(found) / max(np.abs(a["prediction"][n]).max() for n in range(len(a["prediction"]))))
@@ -111,7 +111,7 @@ def main(
     folder: Annotated[Path | None, typer.Option(hidden=True)] = None,
     out: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Print peaks of one process and of ranks."""
+    """Print the peak memory of one process and of several ranks."""
     if folder is not None and out is not None:
         rank(folder, resolution, out)
         return

@@ -1,4 +1,4 @@
-"""One problem, all contestants: check that they train the same network, then time them in turn."""
+"""Contest on one problem: checks that all contestants train the same network, then times them in turn."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from benchmarks.machine import Load, Usage, cpu_seconds
 
 __all__ = ["Outcome", "Settings", "Times", "run"]
 
-#: Relative difference that is allowed between the losses of the first steps.
-TOLERANCE = 1e-3  # of those that compute equally precisely; others have their own
+#: Largest permitted relative difference between the losses of the first steps.
+TOLERANCE = 1e-3  # for contestants of equal precision; others have their own
 CHECKED = 3
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How long, and how often.
+    """Duration and number of rounds.
 
     Attributes
     ----------
     block
-        Seconds that a contestant runs before the next one does.
+        Seconds that a contestant runs before the next one.
     rounds
-        Rounds at most; in each, all contestants run in one order and then in the other.
+        Largest number of rounds; in each, all contestants run in one order and then in the reverse order.
     budget
-        Seconds per problem that are not exceeded by much; at least two rounds are run.
+        Approximate limit of seconds per problem; at least two rounds are run.
     """
 
     block: float = 0.4
@@ -59,7 +59,7 @@ class Times:
 
     @property
     def spread(self) -> tuple[float, float]:
-        """A quarter of the steps took less than the first, a quarter more than the second [s]."""
+        """First and third quartile of the step times [s]."""
         if len(self.seconds) < 2:
             return self.best, self.best
         first, _, last = statistics.quantiles(self.seconds, n=4, method="inclusive")
@@ -68,7 +68,7 @@ class Times:
 
 @dataclass
 class Outcome:
-    """What a problem gave: times by contestant, losses of the first steps, who used the CPUs in each block."""
+    """Results of a problem: times by contestant, losses of the first steps, and CPU usage in each block."""
 
     problem: str
     times: dict[str, Times]
@@ -76,7 +76,7 @@ class Outcome:
     usage: list[Usage] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the outcome as plain data, for JSON."""
         return asdict(self)
 
 
@@ -92,7 +92,7 @@ def run(
     Raises
     ------
     EntryError
-        If a contestant fails, or does not have the losses of the others.
+        A contestant fails, or its losses differ from those of the others.
     """
     with ExitStack() as stack:
         contestants = [stack.enter_context(Contestant(e, problem, spec)) for e in entries]
@@ -107,13 +107,13 @@ def run(
 
 
 def check_losses(losses: Mapping[str, Sequence[float]], tolerances: Mapping[str, float] | None = None) -> None:
-    """Refuse contestants that do not train the same network alike; `tolerances` by name, else `TOLERANCE`.
+    """Check that contestants train the same network; `tolerances` by name, else `TOLERANCE`.
 
     Raises
     ------
     EntryError
-        If losses differ from those of the first contestant by more than the tolerance, or do not change by much
-        more than that (a wrong update would not be seen).
+        Losses differ from those of the first contestant by more than the tolerance, or change by so little that a wrong
+        update would not be detected.
     """
     (reference, expected), *others = losses.items()
     if not all(math.isfinite(v) for v in expected):
@@ -123,7 +123,7 @@ def check_losses(losses: Mapping[str, Sequence[float]], tolerances: Mapping[str,
     for name, found in others:
         errors = [abs(a - b) / abs(b) for a, b in zip(found, expected)]
         allowed = (tolerances or {}).get(name, TOLERANCE)
-        if not all(e <= allowed for e in errors):  # NaN is not
+        if not all(e <= allowed for e in errors):  # false for NaN
             raise EntryError(
                 f"{name}: losses of the first steps {found} differ from {reference}'s {expected} by {max(errors):.1e} "
                 f"(allowed are {allowed:.0e}): they do not train the same network, so nothing is timed"
@@ -134,7 +134,7 @@ def _time(contestants: Sequence[Contestant], settings: Settings, outcome: Outcom
     counts = {c.entry.name: _count(c, settings.block) for c in contestants}
     spent, done = 0.0, 0
     while done < settings.rounds and (done < 2 or spent * (done + 1) / done <= settings.budget):
-        # There and back again: what profits from its place in one order suffers from it in the other.
+        # Both orders: an advantage of a position in one order is a disadvantage in the other.
         for contestant in [*contestants, *reversed(contestants)]:
             usage = _block(contestant, contestants, counts[contestant.entry.name], outcome)
             spent += usage.seconds
@@ -142,7 +142,7 @@ def _time(contestants: Sequence[Contestant], settings: Settings, outcome: Outcom
 
 
 def _count(contestant: Contestant, block: float) -> int:
-    """Steps that fill a block; the comparison of losses was the warm-up."""
+    """Return the number of steps that fill a block. The comparison of losses was the warm-up."""
     seconds = min(_seconds(contestant.ask("measure", 1)))
     if seconds < block:
         seconds = min(_seconds(contestant.ask("measure", 3)))
@@ -150,7 +150,7 @@ def _count(contestant: Contestant, block: float) -> int:
 
 
 def _seconds(replies: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Time of each step: that of the slowest rank."""
+    """Return the time of each step: that of the slowest rank."""
     return [max(times) for times in zip(*(r["seconds"] for r in replies))]
 
 

@@ -1,4 +1,4 @@
-"""Contestants: who takes part, with which settings, as processes that run steps when asked to and sleep otherwise."""
+"""Contestants: their list and settings, and processes that run steps on request and sleep otherwise."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from benchmarks.problems import PLAIN
 __all__ = ["CONTESTANTS", "Contestant", "Entry", "EntryError", "launcher"]
 
 _WORKER = Path(__file__).resolve().parent / "worker.py"
-#: How long a contestant may take to build or compile its step, and to answer a command [s].
+#: Time limit for a contestant to build or compile its step, and to answer a command [s].
 PATIENCE = 300.0
 
-#: The same for all. Freed memory stays in the process and big arrays come from the heap: with glibc's defaults
-#: every large array is mapped anew and its pages fault in each step, which costs eager frameworks up to 2x.
-#: Large pages wherever the system leaves the choice to the program.
+#: Allocator settings for all contestants. Freed memory stays in the process and large arrays come from the heap: with
+#: glibc's defaults, every large array is mapped again with page faults in each step, which costs eager frameworks up to
+#: 2x. Huge pages are used if the system permits.
 ALLOCATOR = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
@@ -36,17 +36,17 @@ ALLOCATOR = {
 
 
 class EntryError(RuntimeError):
-    """A contestant could not be started, or ended before its time."""
+    """Raised if a contestant could not be started, or ended early."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One contestant on the list.
+    """One contestant.
 
     Attributes
     ----------
     name, title
-        Short name, and what the table calls it.
+        Short name, and name in tables.
     kind
         ``"halograd"``, ``"raw"``, ``"torch"``, ``"gloo"`` (torch on several ranks), ``"shardtensor"`` or ``"jax"``.
     ranks, threads
@@ -56,9 +56,9 @@ class Entry:
     spec
         Further settings for the worker.
     tolerance
-        By how much its losses of the first steps may differ, relative.
+        Largest permitted relative difference of its losses in the first steps.
     problems
-        What it can take part in; empty: everything.
+        Names of the problems that it supports; empty: all.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Entry:
 
     @property
     def module(self) -> str:
-        """What has to be installed for it."""
+        """Module that must be installed for it."""
         return {"gloo": "torch", "shardtensor": "physicsnemo"}.get(self.kind, self.kind)
 
     def takes_part(self, problem: str) -> bool:
@@ -89,11 +89,11 @@ class Entry:
 
     @property
     def equal(self) -> bool:
-        """Whether it computes as precisely as the others: only then is it one of those that the best is taken of."""
+        """Whether it is as precise as the others, which is required to count as the best peer."""
         return self.tolerance <= 1e-3
 
     def environment(self) -> dict[str, str]:
-        """Settings of threads and memory; everything else comes from the caller's environment."""
+        """Settings of threads and memory; all other variables come from the caller's environment."""
         result = ALLOCATOR | {"OMP_NUM_THREADS": str(self.threads), "MKL_NUM_THREADS": str(self.threads)}
         result |= {"OPENBLAS_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
         if self.kind == "jax":
@@ -122,7 +122,7 @@ class Contestant:
     def __init__(self, entry: Entry, problem: str, spec: Mapping[str, Any] | None = None) -> None:
         self.entry = entry
         self._directory = Path(tempfile.mkdtemp(prefix="halograd-bench-"))
-        # Opened for both directions, which never blocks, so that a worker that dies can be noticed.
+        # Opened in both directions, which never blocks, so that the death of a worker is detected.
         self._commands = [self._pipe(rank, "in") for rank in range(entry.ranks)]
         self._replies = [self._pipe(rank, "out") for rank in range(entry.ranks)]
         self._pending = [b""] * entry.ranks
@@ -156,24 +156,24 @@ class Contestant:
         return os.open(path, os.O_RDWR)
 
     def ready(self) -> None:
-        """Return when it is set up (its processes run, its step is built).
+        """Wait until its processes run and its step is built.
 
         Raises
         ------
         EntryError
-            With the end of its output, if it ended or took too long.
+            It ended or took too long; the message has the end of its output.
         """
         self.about = self._read()[0]["about"]
         self.pids = tree(self._process.pid)
 
     def ask(self, do: str, count: int) -> list[dict[str, Any]]:
-        """Have all ranks do something; their replies."""
+        """Send a command to all ranks and return their replies."""
         for pipe in self._commands:
             os.write(pipe, json.dumps({"do": do, "count": count}).encode() + b"\n")
         return self._read()
 
     def cpu_seconds(self) -> float:
-        """CPU time of all its processes so far [s]."""
+        """Return the CPU time of all its processes so far [s]."""
         return cpu_seconds(self.pids)
 
     def _read(self) -> list[dict[str, Any]]:
@@ -218,16 +218,16 @@ class Contestant:
 
 
 def _inherited() -> dict[str, str]:
-    """The caller's environment, without what would make a rank of its MPI job out of a contestant."""
+    """Return the caller's environment without variables that would make a contestant a rank of its MPI job."""
     return {k: v for k, v in os.environ.items() if not k.startswith(("PMI_", "OMPI_", "PMIX_"))}
 
 
 def launcher(ranks: int) -> Sequence[str]:
-    """Command that starts what follows it on so many ranks; empty for one."""
+    """Return the command that starts a program on so many ranks; empty for one."""
     if ranks == 1:
         return []
     beside = Path(sys.executable).with_name("mpiexec")
     found = str(beside) if beside.exists() else shutil.which("mpiexec")
     if found is None:
-        raise EntryError("expected mpiexec beside this Python or on PATH, got none; pip install '.[mpich]'")
+        raise EntryError("expected mpiexec next to this Python or on PATH, got none; pip install '.[mpich]'")
     return [found, "-n", str(ranks)]

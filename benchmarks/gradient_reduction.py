@@ -11,10 +11,10 @@ alexnet, googlenet, vgg16, resnet152
           Le et al. 2018: one POWER8 node with four P100, 256, 64, 32 and 12 samples per GPU
 ========  ============================================================================================================
 
-Four ranks stand for the machine (`benchmarks/paper_machines.py` says how): layers sleep for as long as they would
-compute there (`benchmarks/paced_executor.py`), sums are the library's own, in shared memory, on an emulated network as
-slow as the paper's. So it is the schedule that is measured, on a busy machine too. All schemes train in turn; medians
-of steps count. Times in the tables are those of the paper's machine: measured times over `slow`.
+Four ranks represent the machine (see `benchmarks/paper_machines.py`): layers sleep for as long as they would compute
+there (`benchmarks/paced_executor.py`), sums are the library's own, in shared memory, on an emulated network as slow as
+the paper's. So the benchmark measures the schedule, also on a busy machine. All schemes train in turn; medians of steps
+count. Times in the tables are those of the paper's machine: measured times divided by `slow`.
 
 ``exposed``  what the main thread waited for sums and gathers of gradients, per step;
 ``R``        overlap ratio of Lee et al., Eq. 11: ``100 * sum(T_c - T_b) / sum(T_c)``, with `T_c` from the start of a
@@ -42,7 +42,7 @@ from benchmarks.gradient_reduction_tables import tables
 _PROGRAM = Path(__file__).resolve().parent / "gradient_reduction_ranks.py"
 
 NETWORKS = ("vgg_a", "alexnet", "googlenet", "vgg16", "resnet152")
-#: Of every network.
+#: Schemes for every network.
 COMMON: tuple[dict[str, Any], ...] = (
     {"name": "blocking"},
     {"name": "per_layer"},
@@ -54,17 +54,17 @@ COMMON: tuple[dict[str, Any], ...] = (
     {"name": "host_accumulate", "chunk": 3},
     {"name": "host_accumulate", "chunk": 9},
 )
-#: Number of layers of the first chunk, of others than VGG-A.
+#: Number of layers of the first chunk, except for VGG-A.
 FIRST = {"alexnet": 3, "googlenet": 30, "vgg16": 8, "resnet152": 60}
-#: Where two ranks each form a node.
+#: Networks also measured with two ranks per node.
 NODES_OF_TWO: tuple[dict[str, Any], ...] = ({"name": "bucketed"}, {"name": "hierarchical"})
-#: Chunk sizes that are measured beside the search, which may come to any of them; and a few for a quick look.
+#: Fixed chunk sizes to compare with the search, which may choose any of them; and a few for a quick run.
 SIZES = (*range(1, 11), *range(20, 101, 10))
 FEW_SIZES = (1, 3, 9, 20, 60)
 
 
 def schemes_of(network: str) -> list[dict[str, Any]]:
-    """What is measured of a network: scheme, and ranks per node."""
+    """Return the measured cases of a network: scheme, and ranks per node."""
     found = list(COMMON)
     if network == "vgg_a":
         two = {"name": "two_chunks", "replicated_dense": 2}
@@ -77,12 +77,12 @@ def schemes_of(network: str) -> list[dict[str, Any]]:
 
 
 def measure(network: str, ranks: int, seconds: float, quick: bool) -> dict[str, Any]:
-    """Run one network under MPI and return what rank 0 found.
+    """Run one network under MPI and return the results of rank 0.
 
     Raises
     ------
     EntryError
-        If the job fails.
+        The job fails.
     """
     spec = {
         "network": network,
@@ -109,7 +109,7 @@ def main(
     quick: Annotated[bool, typer.Option("--quick", help="Two steps of each, to see that it works.")] = False,
     out: Annotated[str, typer.Option(help="Write what was measured as JSON there.")] = "",
 ) -> None:
-    """Measure every scheme of gradient reduction, and show it in the papers' form."""
+    """Measure every scheme of gradient reduction, and print the results in the papers' form."""
     chosen = [name.strip() for name in networks.split(",")]
     unknown = sorted(set(chosen) - set(NETWORKS))
     if unknown:

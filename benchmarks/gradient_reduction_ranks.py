@@ -1,4 +1,4 @@
-"""What each rank of :mod:`benchmarks.gradient_reduction` runs: one network under many schemes, in turn. Collective."""
+"""Program of each rank of :mod:`benchmarks.gradient_reduction`: one network under many schemes, in turn. Collective."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ from halograd.training.timeline import Timeline, overlap_ratio
 
 __all__ = ["Contender", "Place", "main"]
 
-#: Kinds of communication that carry gradients, or what replaces them.
+#: Kinds of communication with gradients, or with data that replace them.
 KINDS = ("allreduce", "reduce_scatter", "all_gather", "replicated_dense")
-#: What else is counted.
+#: Further counters.
 BOOKED = (*KINDS, "node", "loss")
 
 
 class Place:
-    """A network on an emulated network, under one scheme at a time. Collective.
+    """An executor on an emulated network, under one scheme at a time. Collective.
 
     Parameters
     ----------
     part
-        Who stands for which machine.
+        The ranks that represent a machine.
     scheme
-        To begin with; others differ neither in payload nor in what is replicated.
+        First scheme; later schemes must have the same payload and the same replicated layers.
     node
         Ranks per node of the emulated network.
     """
@@ -59,7 +59,7 @@ class Place:
         self._bind()
 
     def use(self, scheme: Scheme) -> None:
-        """Train on under another scheme. Collective."""
+        """Continue to train under another scheme. Collective."""
         if scheme != self.scheme:
             self.executor.reduce_by(scheme)
             self.scheme = scheme
@@ -69,7 +69,7 @@ class Place:
         assert self.executor.reducer is not None
         self.reducer = self.executor.reducer
         self.reducer.update = self._update
-        # Sums that begin where the device is at rest need not wait for it.
+        # Sums that start when the device is idle need not wait for it.
         pause = self.part.setting.slow * self.part.setting.synchronize
         self.comm.synchronize = 0.0 if self.scheme.kind.waits else pause
 
@@ -78,12 +78,12 @@ class Place:
         self.clock.compute((own.stop - own.start) * bucket.params.itemsize * self.part.update)
 
     def step(self) -> None:
-        """One step of training; sums are left under way."""
+        """Run one training step; its sums may continue afterwards."""
         self.executor.forward()
         self.executor.backward()
 
     def run(self, count: int) -> list[float]:
-        """Some steps after each other, in the steady state; what each but the first took, slowest rank [s]."""
+        """Run consecutive steps in the steady state; return the times of all but the first on the slowest rank [s]."""
         self.comm.barrier()
         self.clock.reset()
         taken = []
@@ -104,7 +104,7 @@ class Place:
 
 
 class Contender:
-    """A scheme, and what was measured of it. Collective."""
+    """A scheme and its measurements. Collective."""
 
     def __init__(self, place: Place, scheme: Scheme) -> None:
         self.place, self.scheme = place, scheme
@@ -112,7 +112,7 @@ class Contender:
         self.communication = self.blocked = self.exposed = 0.0
 
     def run(self, count: int) -> None:
-        """Some steps, of which the first does not count."""
+        """Run some steps, of which the first does not count."""
         place = self.place
         place.use(self.scheme)
         self.steps += place.run(count)
@@ -121,7 +121,7 @@ class Contender:
         self.exposed += place.comm.exposed
 
     def count(self) -> dict[str, list[int]]:
-        """Messages and bytes of one more step, by kind [B]."""
+        """Count messages and bytes of one more step, by kind [B]."""
         place = self.place
         place.use(self.scheme)
         place.reducer.finish()
@@ -132,7 +132,7 @@ class Contender:
         return {k: [v.messages, v.bytes] for k, v in found.items() if k in BOOKED}
 
     def counts_as_predicted(self, counted: dict[str, list[int]]) -> bool:
-        """Whether the cost model predicts these messages and bytes, on every rank. Collective."""
+        """Return whether the cost model predicts these messages and bytes, on every rank. Collective."""
         part, comm = self.place.part, self.place.comm
         strategy = Strategy({"sample": part.ranks}, bucket_bytes=part.bucket_bytes, reduction=self.scheme)
         wanted = count_step(part.network, strategy, part.batch, comm.size, per_node=self.place.node)
@@ -141,7 +141,7 @@ class Contender:
         return all(comm.allgather_objects(own == counted))
 
     def record(self) -> dict[str, Any]:
-        """What was measured and what the cost model says of it, on rank 0; times in [s], bytes in [B]. Collective."""
+        """Return measurements and predictions on rank 0; times in [s], bytes in [B]. Collective."""
         part, node = self.place.part, self.place.node
         counted = self.count()
         as_predicted = self.counts_as_predicted(counted)
@@ -166,7 +166,8 @@ class Contender:
         }
 
     def _bytes(self) -> int:
-        """What the rank that sends most sends of the whole network on the paper's machine, per step [B]."""
+        """Return the bytes that the most loaded rank sends per step for the whole network on the paper's machine [B].
+        """
         paper = self.place.part.paper
         strategy = Strategy({"sample": paper.ranks}, bucket_bytes=16 << 20, reduction=self.scheme)
         found = count_step(paper.network, strategy, paper.batch, per_node=self.place.node)
@@ -175,7 +176,7 @@ class Contender:
 
 
 def contenders_of(part: Part, schemes: Sequence[dict[str, Any]]) -> list[Contender]:
-    """One per scheme; those that can share a place. Collective."""
+    """Return one contender per scheme; compatible schemes share an executor. Collective."""
     places: dict[tuple, Place] = {}
     found = []
     for entry in schemes:
@@ -188,13 +189,13 @@ def contenders_of(part: Part, schemes: Sequence[dict[str, Any]]) -> list[Contend
 
 
 class Rounds:
-    """Rounds until the time is over, a number of them at least; every other one backward. Collective."""
+    """Rounds until the time is over, with a minimum number; every second one is reversed. Collective."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
         self.seconds, self.least, self.steps = spec["seconds"], spec["rounds"], spec["steps"]
 
     def of(self, items: Sequence[Any]) -> Iterator[Any]:
-        """The items, again and again."""
+        """Yield the items, repeatedly."""
         end, done = time.perf_counter() + self.seconds, 0
         while done < self.least or MPI.COMM_WORLD.bcast(time.perf_counter() < end):
             yield from items if done % 2 == 0 else reversed(items)
@@ -202,7 +203,8 @@ class Rounds:
 
 
 def search(place: Place, layers: int, interval: int) -> ChunkSearch:
-    """Algorithm 1 of Le et al. on the emulated machine. Collective: the slowest rank's times decide everywhere."""
+    """Run Algorithm 1 of Le et al. on the emulated machine. Collective: the slowest rank's times decide on all ranks.
+    """
     found = ChunkSearch(layers)
     while not found.done:
         place.use(Scheme("host_accumulate", chunk=found.chunk))
@@ -211,7 +213,7 @@ def search(place: Place, layers: int, interval: int) -> ChunkSearch:
 
 
 def searched(part: Part, spec: dict[str, Any], rounds: Rounds) -> dict[str, Any]:
-    """What the search chose, and the chunk sizes that it may choose among, measured in turn. Collective."""
+    """Return the choice of the search, and times of all chunk sizes, measured in turn. Collective."""
     layers = sum("w" in n.layer.parameters(*(i.shape for i in n.inputs)) for n in part.network.layers.values())
     place = Place(part, Scheme("host_accumulate"))
     found = search(place, layers, spec["interval"])

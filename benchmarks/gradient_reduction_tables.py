@@ -1,4 +1,4 @@
-"""Tables of the gradient reduction benchmark, with what the papers say beside it."""
+"""Tables of the gradient reduction benchmark, with the papers' numbers for comparison."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LE: Mapping[str, tuple[float, ...]] = {
 
 
 def tables(result: Mapping[str, Any]) -> list[str]:
-    """All of one network."""
+    """Return all tables of one network."""
     setting = result["setting"]
     head = (
         f"{result['network']}, {setting['paper']} et al.: batch {setting['batch']} on {setting['nodes']} devices of "
@@ -52,7 +52,7 @@ def _schemes(result: Mapping[str, Any]) -> list[str]:
 
 
 def _row(result: Mapping[str, Any], **settings: Any) -> Mapping[str, Any] | None:
-    """The first scheme with these settings and nothing else, one rank per node."""
+    """Return the first scheme with exactly these settings and one rank per node; None if there is none."""
     plain = {"first_layers": 0, "chunk": 1, "replicated_dense": 0, "payload": "float32", "deterministic": False}
     for row in result["schemes"]:
         if row["node"] == 1 and all(row["settings"][k] == v for k, v in (plain | settings).items()):
@@ -61,7 +61,7 @@ def _row(result: Mapping[str, Any], **settings: Any) -> Mapping[str, Any] | None
 
 
 def _lee(result: Mapping[str, Any]) -> list[str]:
-    """Their Figures 6, 10 and 11: speedup over one node, and overlap ratio."""
+    """Return the table for Figures 6, 10 and 11 of Lee et al.: speedup over one node, and overlap ratio."""
     alone = result["alone"] * result["setting"]["slow"]
     lines = ["speedup over one node (Figures 6, 10 and 11; theirs is k = 9, f = 2, and without overlap)", ""]
     two = {"name": "two_chunks"}
@@ -92,7 +92,7 @@ def _lee(result: Mapping[str, Any]) -> list[str]:
 
 
 def _le(result: Mapping[str, Any]) -> list[str]:
-    """Their Table 2: one device, four without overlap, four with sums on the host."""
+    """Return the table for Table 2 of Le et al.: one device, four without overlap, four with sums on the host."""
     rows, theirs = [], LE.get(result["network"], ("3.5 s / 10", "", ""))
     found = [result["compute"]]
     for settings in ({"name": "blocking"}, {"name": "host_accumulate", "chunk": 1}):
@@ -105,7 +105,7 @@ def _le(result: Mapping[str, Any]) -> list[str]:
 
 
 def _search(result: Mapping[str, Any]) -> list[str]:
-    """Algorithm 1: what it chose, against every fixed size."""
+    """Return the choice of Algorithm 1, compared with every fixed size."""
     found = result["search"]
     fixed: Mapping[str, float] = found["fixed"]
     best = min(fixed, key=lambda size: fixed[size])

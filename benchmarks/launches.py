@@ -1,17 +1,17 @@
-"""What a launch of one of our own CUDA kernels costs the host.
+"""Host time of a launch of one of our own CUDA kernels.
 
     python benchmarks/launches.py
 
 Per kernel, with all of its arguments in one record [us per launch]:
 
-``fields``     the address of the record as NumPy's array interface gives it, which describes every field anew: CuPy
-               reads it at each launch of a record.
-``driver``     CuPy's `launchKernel` with numbers that are ready.
+``fields``     reading the record's address from NumPy's array interface, which describes every field again: CuPy
+               does this at each launch of a record.
+``driver``     CuPy's `launchKernel` with prepared numbers.
 ``launch``     a whole :class:`halograd.kernels.cuda.launch.Launch`.
-``arguments``  the difference of the two: what is ours.
+``arguments``  the difference of the last two: our own share.
 
-On a machine with a GPU the kernels run, over nothing. Without one a library of one function, which does nothing, stands
-for the driver (it takes g++ and CuPy), and a Python object for CuPy's current stream.
+On a machine with a GPU the kernels run on empty arrays. Without one, a library with one function that does nothing
+replaces the driver (it needs g++ and CuPy), and a Python object replaces CuPy's current stream.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from halograd.kernels import KernelError
 from halograd.kernels.cuda.launch import CupyLauncher, Function, Launch
 from halograd.kernels.cuda.sources import CudaProgram
 
-#: Kernels of few arguments and of many.
+#: Kernels with few and with many arguments.
 KERNELS = {"find_nonfinite_v": "reduce", "forward_v": "norm", "add_v": "elementwise"}
 COLUMNS = ("fields", "driver", "launch", "arguments")
-#: ``cuLaunchKernel`` that only looks whether it was given a parameter.
+#: ``cuLaunchKernel`` that only checks that there is a parameter.
 DRIVER = """
 extern "C" int cuLaunchKernel(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*,
                               void** parameters, void**) {
@@ -48,14 +48,14 @@ extern "C" int cuLaunchKernel(void*, unsigned, unsigned, unsigned, unsigned, uns
 
 
 class DriverlessLauncher(CupyLauncher):
-    """CuPy's launches up to the driver, for which a library stands that does nothing."""
+    """CuPy's launches with a library that does nothing in place of the driver."""
 
     def __init__(self, folder: Path) -> None:
         source, library = folder / "driver.cpp", folder / "libcuda.so.1"
         source.write_text(DRIVER)
         command = ["g++", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", str(library), str(source)]
         subprocess.run(command, check=True, capture_output=True)
-        ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)  # CuPy asks for a library of this name, and finds it loaded
+        ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)  # CuPy loads a library of this name, and finds this one
         import cupy
 
         stream = SimpleNamespace(ptr=0)
@@ -69,7 +69,7 @@ class DriverlessLauncher(CupyLauncher):
 
 
 def open_device(folder: Path) -> CupyLauncher:
-    """The GPU, or what stands for it."""
+    """Return the launcher of the GPU, or its replacement."""
     try:
         return CupyLauncher()
     except KernelError:
@@ -77,7 +77,7 @@ def open_device(folder: Path) -> CupyLauncher:
 
 
 def cost(device: CupyLauncher, name: str, calls: int) -> dict[str, float]:
-    """Shortest mean time of a call over a few rounds, by column [s]."""
+    """Return the shortest mean time of a call over a few rounds, by column [s]."""
     launch = Launch(device, CudaProgram(KERNELS[name]), name, (1,))
     record, parameters = launch._record, np.array([launch._record.ctypes.data], np.uint64)
     place, pointer, enqueue = int(parameters.ctypes.data), int(launch._function.ptr), device._cupy.cuda.driver

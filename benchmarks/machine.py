@@ -1,4 +1,4 @@
-"""The machine under a benchmark: which cores, whose CPU time, and whether anybody disturbs. Linux only."""
+"""State of the machine under a benchmark: cores, CPU time, and disturbances. Linux only."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _TICK = 1.0 / os.sysconf("SC_CLK_TCK")
 
 
 def choose_cores(count: int) -> list[int]:
-    """`count` logical CPUs of this process's affinity, on different cores where there are enough. Local.
+    """Return `count` logical CPUs of this process's affinity, on different cores if possible. Local.
 
     Raises
     ------
     ValueError
-        If there are fewer.
+        There are fewer.
     """
     allowed = sorted(os.sched_getaffinity(0))
     if len(allowed) < count:
@@ -40,7 +40,7 @@ def _core(cpu: int) -> str:
 
 
 def tree(root: int) -> list[int]:
-    """Process `root` and all its descendants."""
+    """Return process `root` and all its descendants."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -54,7 +54,7 @@ def tree(root: int) -> list[int]:
 
 
 def cpu_seconds(pids: Iterable[int]) -> float:
-    """CPU time that these processes have used, all threads, user and system [s]; 0 for those that are gone."""
+    """Return the CPU time of these processes, all threads, user and system [s]; 0 for ended ones."""
     total = 0
     for pid in pids:
         fields = _stat(pid)
@@ -64,7 +64,7 @@ def cpu_seconds(pids: Iterable[int]) -> float:
 
 
 def _stat(pid: int) -> list[str]:
-    """Fields of /proc/PID/stat from the state on."""
+    """Return the fields of /proc/PID/stat from the state on."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -73,16 +73,16 @@ def _stat(pid: int) -> list[str]:
 
 @dataclass
 class Usage:
-    """Who used the CPUs over some wall-clock time, in cores (CPU seconds per second).
+    """CPU usage over some wall-clock time, in cores (CPU seconds per second).
 
     Attributes
     ----------
     idle
-        Contestants that were not asked to run.
+        Contestants that should be waiting.
     others
-        Everybody but contestants and the benchmark itself.
+        All other processes, except the benchmark itself.
     stolen
-        What the hypervisor gave to other machines.
+        Time that the hypervisor gave to other machines.
     """
 
     seconds: float
@@ -92,7 +92,7 @@ class Usage:
 
 
 class Load:
-    """CPU time of the whole machine since it was made [s]."""
+    """CPU time of the whole machine since this object was made [s]."""
 
     def __init__(self) -> None:
         self.busy, self.stolen = self._read()
@@ -104,13 +104,13 @@ class Load:
         return (user + nice + system + irq + softirq) * _TICK, stolen * _TICK
 
     def since(self) -> tuple[float, float]:
-        """Busy and stolen CPU seconds since then."""
+        """Return the busy and stolen CPU seconds since then."""
         busy, stolen = self._read()
         return busy - self.busy, stolen - self.stolen
 
 
 def describe() -> dict[str, str | int]:
-    """Processor, cores and system, for the record."""
+    """Return processor, cores and system, for the record."""
     model = platform.processor() or platform.machine()
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):

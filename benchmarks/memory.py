@@ -3,11 +3,10 @@
     python benchmarks/memory.py
     python benchmarks/memory.py --resolution 512 --ranks 1,2,4
 
-Per number of ranks one training step (SGD with momentum) is made. ``measured`` is the rank's peak of resident memory
-(VmHWM, shared segments included) less what it had with all libraries loaded, before the network was compiled;
-``predicted`` is the sum of `Executor.predicted_bytes`; both of the rank that needs most.
-``deviation = measured / predicted - 1``. Without ``--resolution`` the samples are 2048 x 2048, or as many times halved
-as it takes for all ranks together to fit this machine.
+For each number of ranks, one training step (SGD with momentum) runs. ``measured`` is the rank's peak of resident memory
+(VmHWM, shared segments included) minus that with all libraries loaded, before the network was compiled; ``predicted``
+is the sum of `Executor.predicted_bytes`; both for the rank that needs most. ``deviation = measured / predicted - 1``.
+Without ``--resolution`` the samples are 2048 x 2048, halved until all ranks together fit this machine.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ from benchmarks.contestants import EntryError, launcher
 from halograd.models import mesh_2k
 
 _PROGRAM = Path(__file__).resolve().parent / "memory_ranks.py"
-#: Of the available memory, how much may be planned for.
+#: Share of the available memory that may be used.
 SHARE = 0.8
 
 
 def available_bytes() -> int:
-    """Memory that is free or can be freed [B]."""
+    """Return the memory that is free or can be freed [B]."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) << 10
@@ -41,13 +40,13 @@ def available_bytes() -> int:
 
 
 def rough_bytes(resolution: int) -> float:
-    """What one sample takes on one rank, roughly: all activations and three gradients of the largest [B]."""
+    """Estimate the memory of one sample on one rank: all activations and three gradients of the largest [B]."""
     elements = [math.prod(row[2]) for row in mesh_2k(resolution=resolution).rows()]
     return 4.0 * (sum(elements) + 3 * max(elements))
 
 
 def fitting_resolution() -> int:
-    """The largest of 2048, 1024, ... that fits."""
+    """Return the largest of 2048, 1024, ... that fits."""
     resolution = 2048
     while rough_bytes(resolution) > SHARE * available_bytes() and resolution > 64:
         resolution //= 2
@@ -55,12 +54,12 @@ def fitting_resolution() -> int:
 
 
 def measure(ranks: int, resolution: int) -> list[dict[str, Any]]:
-    """Run one step under MPI; what each rank found.
+    """Run one step under MPI; return the results of each rank.
 
     Raises
     ------
     EntryError
-        If the job fails.
+        The job fails.
     """
     threads = max(1, len(os.sched_getaffinity(0)) // ranks)
     spec = {"model": {"resolution": resolution}, "threads": threads}
@@ -73,7 +72,7 @@ def measure(ranks: int, resolution: int) -> list[dict[str, Any]]:
 
 
 def row(found: list[dict[str, Any]], alone: float) -> str:
-    """One line of the table; `alone` is the peak of one rank [B]."""
+    """Return one line of the table; `alone` is the peak of one rank [B]."""
     ranks = len(found)
     measured = max(f["measured"] for f in found)
     predicted = max(sum(f["predicted"].values()) for f in found)
@@ -94,7 +93,7 @@ def main(
     try:
         for n in map(int, ranks.split(",")):
             results.append(measure(n, size))
-            # Relative to one rank (or to the fewest, if that was not asked for).
+            # Relative to one rank, or to the fewest that were requested.
             first = results[0]
             print(row(results[-1], max(f["measured"] for f in first) * len(first)), flush=True)
     except EntryError as error:

@@ -1,4 +1,4 @@
-"""What each rank of :mod:`benchmarks.memory` runs: one training step, and how much memory it took. Collective."""
+"""Program of each rank of :mod:`benchmarks.memory`: one training step, and its memory. Collective."""
 
 from __future__ import annotations
 
@@ -31,22 +31,23 @@ def _status(key: str) -> int:
 
 
 def resident_bytes() -> int:
-    """Memory of this process now, shared segments included [B]."""
+    """Return the memory of this process now, shared segments included [B]."""
     return _status("VmRSS")
 
 
 def peak_bytes() -> int:
-    """Most memory that this process had since `reset_peak` [B]."""
+    """Return the peak memory of this process since `reset_peak` [B]."""
     return _status("VmHWM")
 
 
 def reset_peak() -> None:
-    """Begin to look for the peak anew."""
+    """Start a new measurement of the peak."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
 def measure(spec: dict[str, Any]) -> dict[str, Any]:
-    """Build and run one step; bytes of this rank, measured and predicted, beyond what the libraries took before."""
+    """Build and run one step; return measured and predicted bytes of this rank, without the libraries' memory before.
+    """
     network = mesh_2k(**spec["model"])
     with Communicator(MPI.COMM_WORLD) as comm, get_backend("auto", threads=spec["threads"]) as backend:
         warm_up(backend)
@@ -70,13 +71,13 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def warm_up(backend: Any) -> None:
-    """Have the backend load what it loads once: libraries, threads, generated code."""
+    """Let the backend load its libraries, threads and generated code."""
     x, y = backend.zeros((64, 64), "float32"), backend.zeros((64, 64), "float32")
     backend.dense_forward(x, x, None, y)()
 
 
 def fill(array: np.ndarray, draw: np.random.Generator) -> None:
-    """Random numbers row by row, so that no second array of the size is needed."""
+    """Fill an array with random numbers row by row, without a second array of its size."""
     for sample in array:
         for row in sample:
             row[...] = draw.random(row.shape, np.float32)

@@ -1,25 +1,26 @@
-"""How much communication is hidden behind computation, on an emulated network.
+"""Share of communication that is hidden behind computation, on an emulated network.
 
     python benchmarks/overlap.py
     python benchmarks/overlap.py --quick
 
 A chain of 3 x 3 convolutions is trained on 2 and 4 ranks over a network (transport ``emulated``) on which a message
-takes ``alpha + beta * bytes`` of wall-clock and no CPU, chosen so that the messages of a layer take a given share
-(``--share``) of its forward time, or the sums of the gradients that share of the backward time. Per phase::
+takes ``alpha + beta * bytes`` of wall-clock time and no CPU. alpha and beta are chosen so that the messages of a layer
+take a given share (``--share``) of its forward time, or the sums of the gradients that share of the backward time. Per
+phase::
 
     hidden = 1 - (T_overlap - T_compute) / T_comm
 
-``T_overlap``   time of the phase on that network, of the slowest rank, all ranks beginning together (median);
+``T_overlap``   time of the phase on that network, on the slowest rank, all ranks starting together (median);
 ``T_compute``   the same with the same kernels on a network without delay (alpha = beta = 0);
 ``T_comm``      sum over the exchanges of the phase of the time of their longest message, and over the all-reduces
-                of the time of a ring: what would be waited for if nothing were hidden.
+                of the time of a ring: the wait if nothing were hidden.
 
-``halo``        forward and backward apart, cut along height, and along height and width, by both halo algorithms;
-                gradients are summed behind the phases. In backward both algorithms hide the halo of `dy`.
+``halo``        forward and backward separately, cut along height, and along height and width, with both halo
+                algorithms; gradients are summed after the phases. In backward both algorithms hide the halo of `dy`.
 ``all-reduce``  whole steps in the steady state, samples cut, one bucket per layer.
 
 Processors: ``real`` ranks compute on a core each. ``paced`` ranks sleep for the time that each convolution would take
-on a device of its own, so that four of them fit on two cores: what is measured is then the schedule, not the kernels.
+on a separate device, so that four of them fit on two cores: this measures the schedule, not the kernels.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from benchmarks.contestants import EntryError, launcher
 
 _PROGRAM = Path(__file__).resolve().parent / "overlap_ranks.py"
 
-#: What a rank computes. Paced: 16 x 16 positions, 5 ms per forward kernel.
+#: Work of a rank. Paced: 16 x 16 positions, 5 ms per forward kernel.
 REAL = {"rate": 0, "extent": 256, "channels": 64, "layers": 6, "backend": "onednn"}
 QUICK = {**REAL, "extent": 64, "channels": 16, "layers": 4}
 PACED = {"rate": 2 * 9 * 8 * 8 * 16 * 16 / 5e-3, "extent": 32, "channels": 8, "layers": 6, "backend": "numpy"}
@@ -55,19 +56,19 @@ CUTS: tuple[tuple[str, dict[str, int]], ...] = (
 
 
 def measure(what: str, parts: dict[str, int], work: dict[str, Any], share: float, repeats: int) -> dict[str, Any]:
-    """Run one cut under MPI and return what rank 0 found.
+    """Run one cut under MPI and return the results of rank 0.
 
     Raises
     ------
     EntryError
-        If the job fails.
+        The job fails.
     """
     ranks = math.prod(parts.values())
     spec = {"what": what, "parts": parts, "share": share, "repeats": repeats, "batch": parts.get("sample", 1), **work}
     if what == "allreduce":
         spec["extent"] = max(16, work["extent"] // 2)
     elif work["rate"]:
-        # Every rank has 16 x 16 positions to compute, or as many in another shape.
+        # Every rank computes 16 x 16 positions, or as many in another shape.
         spec["extent"] = 16 * 2 if ranks == 4 else 24
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     command = [*launcher(ranks), sys.executable, str(_PROGRAM), json.dumps(spec)]
@@ -78,7 +79,7 @@ def measure(what: str, parts: dict[str, int], work: dict[str, Any], share: float
 
 
 def rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Lines of the table for one cut: per phase and algorithm times [ms] and what was hidden."""
+    """Return lines of the table for one cut: per phase and algorithm times [ms] and the hidden share."""
     lines = []
     cut = " x ".join(f"{axis} {n}" for axis, n in result["parts"].items())
     for name, phases in result["found"].items():
@@ -96,7 +97,7 @@ def rows(result: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """All cuts."""
+    """Return the table of all cuts."""
     head = ("what", "cut", "processor", "algorithm", "phase", "T_compute", "T_comm", "T_overlap", "hidden")
     lines = [head, *(row for result in results for row in rows(result))]
     widths = [max(len(line[c]) for line in lines) for c in range(len(head))]
@@ -112,7 +113,7 @@ def main(
     quick: Annotated[bool, typer.Option("--quick", help="Small and short: to see that it works.")] = False,
     out: Annotated[str, typer.Option(help="Write what was measured as JSON there.")] = "",
 ) -> None:
-    """Show how much of halo exchange and all-reduce is hidden on an emulated network."""
+    """Print how much of halo exchange and all-reduce is hidden on an emulated network."""
     results = []
     cores = len(os.sched_getaffinity(0))
     try:

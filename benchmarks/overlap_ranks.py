@@ -1,4 +1,4 @@
-"""What each rank of :mod:`benchmarks.overlap` runs: one cut, on networks of several speeds. Collective."""
+"""Program of each rank of :mod:`benchmarks.overlap`: one cut, on networks of several speeds. Collective."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ ONE_BUCKET = 1 << 40
 
 
 class CostedCommunicator(Communicator):
-    """A communicator over an emulated network that adds up what each exchange takes if nothing hides it.
+    """A communicator over an emulated network that sums the times of exchanges without overlap.
 
     Attributes
     ----------
     alpha, beta
-        Of the network [s], [s/B].
+        Latency [s] and inverse bandwidth [s/B] of the network.
     seconds
         Sum over the exchanges started so far of the time of the longest message that this rank receives,
         and over reductions of the time of the ring, by kind [s].
@@ -75,10 +75,10 @@ class CostedCommunicator(Communicator):
 
 
 def chain(extent: int, channels: int, layers: int) -> Network:
-    """Convolutions 3 x 3 one behind the other: the most halos, and work to hide each of them behind.
+    """Return a chain of 3 x 3 convolutions, which has many halos, and computation to hide each of them.
 
-    The first has few channels, so few parameters: its gradients come last and are needed first, and nothing is
-    left to hide their sum behind.
+    The first layer has few channels and parameters, because its gradients come last and are needed first, so that
+    nothing can hide their sum.
     """
     y: Node = Input((extent, extent, 2), name="x")
     for i in range(layers):
@@ -105,7 +105,7 @@ class Case:
             self.executor.set_input(name, draw.standard_normal((spec["batch"], *node.shape), np.float32))
 
     def phase(self, run: Callable[[], None]) -> tuple[float, dict[str, float]]:
-        """Wall time of `run`, begun by all ranks together, and the communication in it by kind: of the slowest."""
+        """Run a phase from a common start; return the slowest rank's wall time and its communication by kind."""
         self.comm.seconds = dict.fromkeys(("halo", "allreduce"), 0.0)
         self.comm.barrier()
         begin = time.perf_counter()
@@ -115,7 +115,7 @@ class Case:
         return self.comm.allreduce_scalar(seconds, "max"), costs
 
     def forward_and_backward(self) -> dict[str, tuple[float, dict[str, float]]]:
-        """One step in two phases; what is left of the sums of gradients is waited for behind them."""
+        """Run one step in two phases; the remaining wait for sums of gradients follows them."""
         found = {"forward": self.phase(self.executor.forward)}
         self.executor.loss_value()
         found["backward"] = self.phase(self.executor.backward)
@@ -123,7 +123,7 @@ class Case:
         return found
 
     def steps(self, count: int) -> dict[str, tuple[float, dict[str, float]]]:
-        """`count` steps after each other, in the steady state: sums of one step end within the next."""
+        """Run `count` consecutive steps in the steady state: sums of one step end within the next."""
 
         def run() -> None:
             for _ in range(count):
@@ -143,7 +143,7 @@ class Case:
 
 
 def speeds(case: Case, compute: float, spec: Mapping[str, Any], kind: str) -> tuple[float, float]:
-    """Alpha [s] and beta [s/B] with which communication takes the share asked for of `compute` [s]."""
+    """Return alpha [s] and beta [s/B] with which communication takes the requested share of `compute` [s]."""
     wanted = spec["share"] * compute
     if kind == "halo":
         nbytes = case.comm.allreduce_scalar(case.comm.largest, "max")
@@ -153,7 +153,7 @@ def speeds(case: Case, compute: float, spec: Mapping[str, Any], kind: str) -> tu
 
 
 def alternate(cases: Mapping[str, Case], run: Callable[[Case], dict], repeats: int) -> dict[str, dict]:
-    """Medians over the repeats, in each of which all cases run: seconds and costs by case and phase."""
+    """Return medians over repeats, in each of which all cases run: seconds and costs by case and phase."""
     found: dict[str, list[dict]] = {name: [] for name in cases}
     for repeat in range(-1, repeats):
         for name, case in cases.items():
@@ -170,7 +170,7 @@ def alternate(cases: Mapping[str, Case], run: Callable[[Case], dict], repeats: i
 
 
 def halos(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """Forward and backward of a cut in space; gradients are summed in one message, behind the phases."""
+    """Measure forward and backward of a cut in space; gradients are summed in one message after the phases."""
     parts = spec["parts"]
     ideal = {h: Case(spec, parts, h, IDEAL, ONE_BUCKET) for h in ("pad", "overlap")}
     first = alternate(ideal, Case.forward_and_backward, 2)
@@ -182,7 +182,7 @@ def halos(spec: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def reductions(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """Whole steps of a cut of the samples: no halos, gradients summed layer by layer."""
+    """Measure whole steps with cut samples: no halos, gradients summed layer by layer."""
     bucket = 9 * spec["channels"] ** 2 * 4
     ideal = Case(spec, spec["parts"], "pad", IDEAL, bucket)
     first = alternate({"ideal": ideal}, Case.forward_and_backward, 2)
@@ -192,7 +192,7 @@ def reductions(spec: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def finish(cases: Mapping[str, Case], run: Callable[[Case], dict], repeats: int) -> dict[str, dict]:
-    """Measure, then close."""
+    """Measure the cases, then close them."""
     found = alternate(cases, run, repeats)
     for case in cases.values():
         case.close()

@@ -1,7 +1,7 @@
-"""An emulated processor: convolutions take the time of a device that computes at a given rate, and no CPU.
+"""An emulated processor: convolutions take the time of a device with a given rate, and no CPU time.
 
-With it the schedule of four ranks can be measured on two cores: kernels sleep as they would on a GPU of their own,
-and what is left over is how well messages and kernels were overlapped.
+With it, the schedule of four ranks can be measured on two cores: kernels sleep for their time on a separate GPU, and
+the remaining time shows how well messages and kernels overlap.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class PacedBackend:
     Parameters
     ----------
     backend
-        Really computes; its arrays should be so small that this takes next to no time.
+        Backend for the results; arrays should be so small that its time is negligible.
     rate
-        Of the emulated processor [flop/s].
+        Rate of the emulated processor [flop/s].
     """
 
     def __init__(self, backend: Any, rate: float) -> None:
@@ -42,7 +42,7 @@ class PacedBackend:
         return make
 
 
-#: Positions of the output (or its gradient) and of the weights (or theirs) among the arguments.
+#: Positions of output and weights (or their gradients) among the arguments.
 _OUTPUT_AND_WEIGHTS = {"conv_forward": (3, 1), "conv_backward_data": (0, 1), "conv_backward_filter": (1, 2)}
 
 

@@ -1,8 +1,8 @@
-"""An emulated device per rank: layers take the time that they would take there, and next to no CPU.
+"""An emulated device per rank: layers take the time of that device, and almost no CPU time.
 
-Only layers are emulated. What goes on between them is the library's own: the executor's loop, sums and gathers of
-gradients in shared memory on an emulated network, threads, the order of things. So the schedule of many devices can be
-measured where there are two cores, and a layer takes its time to the microsecond on a busy machine too.
+Only layers are emulated. Everything between them is the library's own: the executor's loop, sums and gathers of
+gradients in shared memory on an emulated network, threads, the order of operations. So the schedule of many devices can
+be measured on two cores, and the time of a layer is exact also on a busy machine.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ __all__ = ["Clock", "PacedCommunicator", "PacedExecutor"]
 
 
 class Clock:
-    """When the emulated device is done with all it was given. Local.
+    """Time at which the emulated device has finished its work. Local.
 
-    Sleeping ends late, by 0.1 ms or, on a busy machine, much more. The device does not wait for that: its next layer
-    begins when the one before ended, as if it had been in a queue. What the main thread does for the sums of gradients,
-    waiting included, the device does wait for.
+    A sleep ends late, by 0.1 ms or, on a busy machine, much more. The device does not wait for that: its next layer
+    starts when the previous one ended, as in a queue. The device does wait for the main thread's work on sums of
+    gradients, including waits.
 
     Attributes
     ----------
@@ -40,34 +40,34 @@ class Clock:
         self.reset()
 
     def reset(self) -> None:
-        """The device is idle, now."""
+        """Make the device idle now."""
         self.done = time.perf_counter()
 
     def compute(self, seconds: float) -> None:
-        """A layer of so many seconds; returns when it is done."""
+        """Run a layer of so many seconds; return when it is done."""
         if seconds > 0:
             self.done += seconds
             sleep_until(self.done)
 
     def idle(self, seconds: float) -> None:
-        """The device had nothing to do for so long."""
+        """Add idle time of the device."""
         self.done += seconds
 
 
 class PacedCommunicator(Communicator):
-    """A communicator whose sums of gradients the device waits for, as the main thread does.
+    """A communicator whose sums of gradients block the device as they block the main thread.
 
     Parameters
     ----------
     clock
-        Of the device.
+        Clock of the device.
     synchronize
-        What the start of a sum waits for the device in the middle of backward [s].
+        Time that the start of a sum waits for the device in the middle of backward [s].
 
     Attributes
     ----------
     exposed
-        What the device has waited for sums so far: their starts, and for their ends [s].
+        Time that the device has waited for sums so far: for their starts and ends [s].
     """
 
     def __init__(self, mpi_comm: MPI.Intracomm, transport: str, clock: Clock, synchronize: float = 0.0) -> None:
@@ -81,7 +81,7 @@ class PacedCommunicator(Communicator):
         if kind == "loss":
             return made
         start, finish = made.start, made.finish
-        # The gathers that follow a sum are started by a device at rest.
+        # The gathers after a sum start when the device is idle.
         pauses = kind in ("allreduce", "reduce_scatter")
 
         def paced_start() -> None:
@@ -120,11 +120,11 @@ class PacedExecutor(Executor):
     Parameters
     ----------
     pace
-        Layer -> what it takes on the device.
+        Time of each layer on the device.
     whole
-        Replicated dense layer -> what its gradient of the whole batch takes [s].
+        Time of each replicated dense layer's gradient of the whole batch [s].
     clock
-        Of the device.
+        Clock of the device.
     arguments
         As for :class:`Executor`.
     """
@@ -138,7 +138,7 @@ class PacedExecutor(Executor):
             self._pace_kernels(self.runner.made(kernel), pace[name], whole.get(name, 0.0))
 
     def _pace_kernels(self, dense: Any, time_of: LayerTime, whole: float) -> None:
-        """Its messages are real; the kernels between them are not."""
+        """Replace the kernels of a replicated dense layer; its messages stay real."""
         dense.kernel = _Pause(self._clock, time_of.forward)
         dense.filter = _Pause(self._clock, time_of.backward_filter)
         dense.data = _Pause(self._clock, time_of.backward_data)

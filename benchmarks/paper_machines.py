@@ -1,9 +1,9 @@
-"""The machines of the papers on gradient reduction, and how a few ranks on one machine stand for them.
+"""Machines of the papers on gradient reduction, represented by a few ranks on one machine.
 
-A network is narrowed to a fraction `w` of its width: its weights shrink by ``w**2``. The few ranks train ``w * N``
-samples where the paper's nodes train `N`, so that the rows of replicated dense layers shrink by as much; the emulated
-network is so slow that all gradients of the narrow network take as long as those of the whole network take on the
-paper's. Layers take the time that the whole network's take there, on the share of the batch that one node has.
+A network is narrowed to a fraction `w` of its width, so its weights shrink by ``w**2``. The few ranks train ``w * N``
+samples where the paper's nodes train `N`, so that the rows of replicated dense layers shrink by the same factor. The
+emulated network is so slow that all gradients of the narrow network take as long as those of the whole network on the
+paper's machine. Layers take the time of the whole network's layers there, for one node's share of the batch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from halograd.perfmodel.machine import Machine, Overheads
 
 __all__ = ["PAPERS", "Part", "Setting"]
 
-#: Of the width of the networks.
+#: Fraction of the width of the networks.
 NARROW = 1 / 16
 
 
@@ -34,7 +34,7 @@ class Setting:
     Attributes
     ----------
     paper
-        Whose.
+        First author of the paper.
     network
         Name of the model.
     machine
@@ -44,16 +44,16 @@ class Setting:
     batch
         Global number of samples.
     alone
-        What one device takes for its share of the batch, if the paper says so [s]; all layers are scaled to that.
+        Time of one device for its share of the batch, if the paper gives it [s]; all layers are scaled to it.
     beta
-        What a byte of gradients takes to be summed over all devices, if the paper says so [s/B].
+        Time per byte to sum gradients over all devices, if the paper gives it [s/B].
     synchronize
-        What the start of a sum waits for the device [s].
+        Time that the start of a sum waits for the device [s].
     slots
-        Arrays of the parameters' size that their optimizer keeps: momentum, or nothing.
+        Number of arrays of the parameters' size in the optimizer: 1 with momentum, else 0.
     slow
-        How much slower everything is made, so that what the host does in between matters as little as on a machine
-        with a core for each rank.
+        Factor by which everything is slowed down, so that the host's own work matters as little as on a machine with
+        a core for each rank.
     """
 
     paper: str
@@ -83,14 +83,14 @@ PAPERS: dict[str, Setting] = {
 
 
 class _Scaled(KernelTimes):
-    """Kernel times of a setting for its narrow network: those of the whole one, by the name of the layer."""
+    """Kernel times of a setting for its narrow network: those of the whole network, by the name of the layer."""
 
     def __init__(self, times: Mapping[str, LayerTime], whole: Mapping[str, float], rows: int) -> None:
         super().__init__()
         self._times, self._whole, self._rows = times, whole, rows
 
     def of_work(self, work: LayerWork) -> LayerTime:
-        """More rows than a rank has are those of all ranks."""
+        """Return the time of a layer. Work on more rows than a rank has is on the rows of all ranks."""
         name = work.layer.name or ""
         if name in self._whole and work.samples > self._rows:
             return LayerTime(0.0, 0.0, self._whole[name])
@@ -99,7 +99,7 @@ class _Scaled(KernelTimes):
 
 @dataclass(frozen=True)
 class Part:
-    """Some ranks that stand for the nodes of a setting. Pure arithmetic, alike on all ranks."""
+    """Ranks that represent the nodes of a setting. Pure arithmetic, the same on all ranks."""
 
     setting: Setting
     ranks: int
@@ -120,7 +120,7 @@ class Part:
 
     @cached_property
     def paper(self) -> Simulation:
-        """The whole network on the paper's machine, at its own speed."""
+        """Simulation of the whole network on the paper's machine, at its own speed."""
         s = self.setting
         machine = Machine.load(s.machine)
         options = {"statistics": "local"} if s.network == "resnet152" else {}
@@ -130,7 +130,7 @@ class Part:
 
     @cached_property
     def scale(self) -> float:
-        """From the cost model's time of a layer to that of the emulated device."""
+        """Ratio of the emulated device's time of a layer to that of the cost model."""
         s = self.setting
         if s.alone is None:
             return s.slow
@@ -139,14 +139,14 @@ class Part:
 
     @cached_property
     def alone(self) -> float:
-        """A step of the whole batch on one device, at the paper's speed, by the cost model [s]."""
+        """Time of a step of the whole batch on one device, at the paper's speed, by the cost model [s]."""
         s, paper = self.setting, self.paper
         one = Simulation(paper.network, Strategy(), s.batch, paper.pricing, paper.training, 1)
         return one.step_seconds * self.scale / s.slow
 
     @cached_property
     def pace(self) -> dict[str, LayerTime]:
-        """Layer -> what it takes on the emulated device."""
+        """Time of each layer on the emulated device."""
         return {
             name: LayerTime(
                 self.scale * cost.forward,
@@ -158,7 +158,7 @@ class Part:
 
     @cached_property
     def whole(self) -> dict[str, float]:
-        """Dense layer -> its gradient of the whole batch, on the emulated device [s]."""
+        """Time of each dense layer's gradient of the whole batch on the emulated device [s]."""
         times, found = self.paper.pricing.times, {}
         for step in self.paper.steps.values():
             if step.layer.kind == "Dense":
@@ -168,7 +168,7 @@ class Part:
 
     @cached_property
     def links(self) -> tuple[float, float]:
-        """Alpha [s] and beta [s/B] of the emulated network: sums of the narrow network take the paper's time."""
+        """Latency [s] and inverse bandwidth [s/B] of the emulated network, with which sums take the paper's time."""
         s, ratio, some = self.setting, self.shrunk, self.ranks
         wires, members = self.paper.pricing.wires, range(s.nodes)
         small, large = 1 << 20, 1 << 29
@@ -179,7 +179,7 @@ class Part:
 
     @cached_property
     def shrunk(self) -> float:
-        """Bytes of gradients of the narrow network as a part of those of the whole one."""
+        """Ratio of the narrow network's bytes of gradients to those of the whole network."""
         return self._gradient_bytes(self.network) / self._gradient_bytes(self.paper.network)
 
     @staticmethod
@@ -188,17 +188,17 @@ class Part:
 
     @cached_property
     def update(self) -> float:
-        """The optimizer, per byte of the narrow network's parameters [s/B]."""
+        """Time of the optimizer per byte of the narrow network's parameters [s/B]."""
         whole = self.paper.pricing.wires.update(1 << 29, self.setting.slots) / (1 << 29)
         return self.setting.slow * whole / self.shrunk
 
     def transport(self, node: int = 1) -> str:
-        """The emulated network, as a communicator wants it."""
+        """Return the emulated network as the name of a transport."""
         alpha, beta = self.links
         return f"emulated:alpha={alpha:.9g},beta={beta:.9g}" + (f",node={node}" if node > 1 else "")
 
     def simulation(self, node: int = 1) -> Simulation:
-        """The cost model of what is run here: the narrow network on these ranks and this network; remembered."""
+        """Return the simulation of the run here (narrow network, these ranks, this network); cached."""
         if node not in self._simulations:
             self._simulations[node] = self._simulation(node)
         return self._simulations[node]
@@ -221,5 +221,5 @@ class Part:
 
     @property
     def bucket_bytes(self) -> int:
-        """Bytes of the narrow network, where the whole one has 16 MiB [B]."""
+        """Bucket size of the narrow network that corresponds to 16 MiB of the whole one [B]."""
         return max(1, round((16 << 20) * self.shrunk))

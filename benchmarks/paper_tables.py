@@ -1,4 +1,4 @@
-"""Tables of the papers, predicted: ours beside theirs.
+"""Tables of the papers: our predictions and the papers' numbers.
 
     python benchmarks/paper_tables.py
 
@@ -6,8 +6,9 @@
 * Jia et al. 2018, Table 5: the cut of every layer of VGG-16 on four P100.
 * DeePa (the earlier version), Table 2: AlexNet's first dense layer on 16 K80.
 
-All from the machine files and rooflines, nothing measured. What the papers did that the runtime does not is set here:
-LBANN sums every layer's gradients for itself, and ends all sums before the next step; batch norm is local.
+All predictions use machine files and rooflines, without measurements. Differences between the papers' systems and ours
+are set here: LBANN sums the gradients of each layer separately, and finishes all sums before the next step; batch norm
+is local.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from halograd.program.program import Step
 
 __all__ = ["Dense", "Scaling", "dense_configurations", "main", "resnet_scaling", "table_i", "table_ii", "vgg_strategy"]
 
-#: Height and width parts for so many devices per sample.
+#: Height and width parts, by the number of devices per sample.
 GRIDS = {1: (1, 1), 2: (2, 1), 4: (2, 2), 8: (4, 2), 16: (4, 4)}
 #: Dryden et al. 2019: batch -> seconds of a step with 1, 2, 4, 8, 16 GPUs per sample (Table I).
 TABLE_I: dict[int, tuple[float, ...]] = {
@@ -49,7 +50,7 @@ TABLE_I: dict[int, tuple[float, ...]] = {
     512: (0.393, 0.209, 0.126),
     1024: (0.4, 0.211),
 }
-#: The same of the 2K network, with 2, 4, 8, 16 GPUs per sample (Table II).
+#: The same for the 2K network, with 2, 4, 8, 16 GPUs per sample (Table II).
 TABLE_II: dict[int, tuple[float, ...]] = {
     2: (0.247, 0.12, 0.0859, 0.0683),
     4: (0.249, 0.123, 0.0895, 0.0662),
@@ -76,7 +77,7 @@ TABLE_III: dict[int, tuple[float, ...]] = {
 #: The figures give the filters of the first and the last blocks of the 2K network; the others are not in the text. Its
 #: step on two GPUs takes 0.61 of the 1K network's on one, so it has far fewer operations per cell than our `mesh_2k`.
 WIDTHS_2K = (128, 64, 64, 64, 384, 128)
-#: DeePa, Table 2: configuration -> seconds of transfer, computation and update.
+#: DeePa, Table 2: seconds of transfer, computation and update, by configuration.
 DENSE: dict[str, tuple[float, float, float]] = {
     "n=16": (0.0, 0.128e-3, 1.075),
     "c=16": (134.4e-3, 1.28e-3, 0.0),
@@ -84,7 +85,7 @@ DENSE: dict[str, tuple[float, float, float]] = {
     "c=2": (16.8e-3, 10.2e-3, 0.0),
     "c=1": (8.4e-3, 20.4e-3, 0.0),
 }
-#: Jia et al. 2018, Table 5: layers of VGG-16 -> parts.
+#: Jia et al. 2018, Table 5: parts, by layers of VGG-16.
 VGG: dict[str, Mapping[str, int]] = {
     "conv1": {"sample": 4},
     "conv2": {"sample": 4},
@@ -108,7 +109,7 @@ class Scaling:
 
     @property
     def speedups(self) -> tuple[tuple[float, float], ...]:
-        """Over the first column, ours and theirs."""
+        """Speedups over the first column, ours and theirs."""
         return tuple((self.ours[0] / a, self.theirs[0] / b) for a, b in zip(self.ours[1:], self.theirs[1:]))
 
 
@@ -123,7 +124,7 @@ class _Lassen:
         )
 
     def step(self, batch: int, samples: int, devices: int) -> float:
-        """Seconds with the samples in so many parts, each part on so many devices."""
+        """Return the seconds of a step with samples in so many parts, and so many devices per part."""
         height, width = GRIDS[devices]
         strategy = Strategy({"sample": samples, "height": height, "width": width}, bucket_bytes=1)
         training = Training(barrier=True)
@@ -139,17 +140,17 @@ def _mesh_rows(network: Network, table: Mapping[int, tuple[float, ...]], devices
 
 
 def table_i() -> list[Scaling]:
-    """1K mesh network: 1, 2, 4, 8, 16 GPUs per sample."""
+    """Return Table I: 1K mesh network on 1, 2, 4, 8, 16 GPUs per sample."""
     return _mesh_rows(build("mesh_1k", statistics="local"), TABLE_I, (1, 2, 4, 8, 16))
 
 
 def table_ii() -> list[Scaling]:
-    """2K mesh network: 2, 4, 8, 16 GPUs per sample."""
+    """Return Table II: 2K mesh network on 2, 4, 8, 16 GPUs per sample."""
     return _mesh_rows(build("mesh_2k", statistics="local", widths=WIDTHS_2K), TABLE_II, (2, 4, 8, 16))
 
 
 def resnet_scaling() -> list[Scaling]:
-    """Table III: 32 samples of ResNet-50 on 1, 2, 4 GPUs; the network is fully convolutional but for its head."""
+    """Return Table III: 32 samples of ResNet-50 on 1, 2, 4 GPUs; the network is fully convolutional except its head."""
     lassen = _Lassen(build("resnet50", statistics="local"))
     return [
         Scaling(batch, tuple(lassen.step(batch, batch // 32, d) for d, _ in zip((1, 2, 4), theirs)), theirs)
@@ -158,7 +159,8 @@ def resnet_scaling() -> list[Scaling]:
 
 
 def vgg_strategy() -> dict[str, dict[str, int]]:
-    """Layer -> parts of VGG-16 on four P100 of one node, 32 samples each, by Jia's costs: nothing is overlapped."""
+    """Return the parts of each layer of VGG-16 on four P100 of one node, 32 samples each, by Jia's costs (no overlap).
+    """
     machine, network = Machine.load("p100-cluster"), build("vgg16")
     pricing = Pricing(Wires(machine, quick=True), RooflineTimes(machine), best_halo=True)
     costs = network_costs(network, 128, 4, pricing)
@@ -167,10 +169,10 @@ def vgg_strategy() -> dict[str, dict[str, int]]:
 
 
 def dense_configurations() -> dict[str, Dense]:
-    """Configuration -> costs of AlexNet's first dense layer on 16 K80, 512 samples.
+    """Return the costs of AlexNet's first dense layer on 16 K80 with 512 samples, by configuration.
 
-    DeePa moves everything, one message after the other, over one shared bus, to a parameter server and back; devices
-    here send at the same time and sum by a collective. Both are priced, from the same machine file.
+    DeePa sends all data in sequence over one shared bus to a parameter server and back; our devices send at the same
+    time and sum by a collective. Both are priced, with the same machine file.
     """
     machine, network = Machine.load("k80-node"), build("alexnet")
     pricing = Pricing(Wires(machine), RooflineTimes(machine))
@@ -194,14 +196,14 @@ def dense_configurations() -> dict[str, Dense]:
 
 @dataclass(frozen=True)
 class Dense:
-    """Transfer, computation and update of one configuration [s]: at the same time, and over one bus."""
+    """Transfer, computation and update of one configuration [s], with parallel transfers and over one bus."""
 
     parallel: tuple[float, float, float]
     bus: tuple[float, float, float]
 
 
 def _over_one_bus(step: Step, parts: Mapping[str, int]) -> tuple[int, int]:
-    """Bytes of inputs to all devices and of their gradients back; of gradients to a server and parameters back [B]."""
+    """Return bytes of inputs and their gradients, and of gradients to a server and parameters back [B]."""
     x = step.inputs[0]
     weights = sum(p.size for p in step.layer.parameters(x.layout.shape[1:]).values()) * 4
     whole = math.prod(x.layout.shape) * x.dtype.itemsize

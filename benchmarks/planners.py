@@ -1,12 +1,12 @@
-"""How long the planners take on networks of the shapes of the model zoo, without a memory limit and with one.
+"""Time of the planners on networks shaped like those of the model zoo, without and with a memory limit.
 
     python benchmarks/planners.py
     python benchmarks/planners.py --candidates 10,50 --networks resnet-152 --planners elimination
 
-Costs are synthetic, not random: every candidate is a cut over sample, height, width and channel in powers of two,
-a layer takes its share of the work and its messages, an edge what changes hands between the two cuts. Prints, per
-network, number of candidates and share of the memory that the fastest choice takes, the planner's seconds, the total
-found relative to the best one, and what the search cost.
+Costs are synthetic, not random: every candidate is a cut over sample, height, width and channel in powers of two. A
+layer costs its share of the work and its messages, an edge the data that move between the two cuts. For each network,
+number of candidates and memory limit (relative to the memory of the fastest choice), the table shows the planner's
+seconds, its total relative to the best one, and the cost of the search.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 from halograd.errors import UserError
 from halograd.perfmodel.planners import PLANNERS, Problem, Selection
 
-#: Sustained [flop/s], latency [s] and [s/B] of a device and its links.
+#: Sustained rate [flop/s] of a device, and latency [s] and inverse bandwidth [s/B] of its links.
 FLOPS, ALPHA, BETA = 5e12, 5e-6, 1e-10
 
 Layer = tuple[str, float, float, float]  # kind, [flop], activation [B], parameters [B]
@@ -33,14 +33,15 @@ Graph = tuple[list[Layer], list[tuple[int, int]]]
 
 
 class Builder:
-    """Layers and edges, one block after the other."""
+    """Builder of layers and edges, one block after the other."""
 
     def __init__(self) -> None:
         self.layers: list[Layer] = [("input", 2e8, 2e8, 0.0)]
         self.edges: list[tuple[int, int]] = []
 
     def add(self, kind: str, *inputs: int, width: float = 1.0) -> int:
-        """A layer behind others; deeper ones have smaller activations and more parameters. Returns its number."""
+        """Add a layer after others and return its number; deeper layers have smaller activations and more parameters.
+        """
         depth = len(self.layers)
         stage = min(depth // 60, 4)
         activation, parameters = 2e8 * width / 2**stage, 3e5 * width * 4**stage
@@ -50,27 +51,27 @@ class Builder:
         return depth
 
     def block(self, x: int, width: float = 1.0) -> int:
-        """Convolution, batch norm, ReLU."""
+        """Add convolution, batch norm and ReLU."""
         for kind in ("conv", "norm", "relu"):
             x = self.add(kind, x, width=width)
         return x
 
     def chain(self, x: int, blocks: int, width: float = 1.0) -> int:
-        """Blocks one after the other."""
+        """Add blocks in sequence."""
         for _ in range(blocks):
             x = self.block(x, width)
         return x
 
 
 def line(blocks: int = 20) -> Graph:
-    """A network without branches (VGG, mesh-tangling)."""
+    """Return a network without branches (VGG, mesh-tangling)."""
     b = Builder()
     b.chain(0, blocks)
     return b.layers, b.edges
 
 
 def resnet(blocks: int = 50) -> Graph:
-    """Bottleneck blocks with identity shortcuts (ResNet-152)."""
+    """Return bottleneck blocks with identity shortcuts (ResNet-152)."""
     b = Builder()
     x = b.block(0)
     for _ in range(blocks):
@@ -80,7 +81,7 @@ def resnet(blocks: int = 50) -> Graph:
 
 
 def inception(modules: int = 11) -> Graph:
-    """Modules of four branches, the last ones of which branch again (Inception-v3)."""
+    """Return modules of four branches, the last of which branch again (Inception-v3)."""
     b = Builder()
     x = b.chain(0, 5)
     for module in range(modules):
@@ -93,7 +94,7 @@ def inception(modules: int = 11) -> Graph:
 
 
 def unet(levels: int = 5) -> Graph:
-    """Encoder and decoder with skip connections."""
+    """Return an encoder and decoder with skip connections."""
     b = Builder()
     x, skips = 0, []
     for _ in range(levels):
@@ -106,7 +107,7 @@ def unet(levels: int = 5) -> Graph:
 
 
 def dense_blocks(blocks: int = 3, layers: int = 5) -> Graph:
-    """Blocks in which every layer reads all before: tables over more than two layers."""
+    """Return blocks in which every layer reads all earlier ones: tables over more than two layers."""
     b = Builder()
     x = b.block(0)
     for _ in range(blocks):
@@ -127,7 +128,7 @@ NETWORKS = {
 
 
 def cuts(count: int) -> np.ndarray:
-    """``[count, 4]`` parts over sample, height, width and channel, the most ranks first."""
+    """Return ``[count, 4]`` parts over sample, height, width and channel, the most ranks first."""
     exponents = [e for e in itertools.product(range(6), range(5), range(5), range(4)) if sum(e) <= 10]
     exponents.sort(key=lambda e: (-sum(e), max(e), e))
     spread = np.linspace(0, len(exponents) - 1, count).astype(int)
@@ -135,14 +136,14 @@ def cuts(count: int) -> np.ndarray:
 
 
 def problem(graph: Graph, candidates: int) -> Problem:
-    """Costs of a network whose layers may all be cut in the same ways."""
+    """Return the costs of a network whose layers have the same candidates."""
     layers, edges = graph
     parts = cuts(candidates)
     ranks = parts.prod(axis=1)
-    # Of what a rank reads, the share it already has: per axis the overlap of two blocks that start together.
+    # Share of its input that a rank already has: per axis the overlap of two blocks that start together.
     share = (np.minimum(1 / parts[:, None], 1 / parts[None]) * parts[None]).prod(axis=2)
     times, memory = [], []
-    noise: dict[Layer, np.ndarray] = {}  # of a measurement, the same for equal layers; without it ties are everywhere
+    noise: dict[Layer, np.ndarray] = {}  # measurement noise, the same for equal layers; without it there are many ties
     random = np.random.default_rng(1)
     for layer in layers:
         kind, flops, activation, parameters = layer
@@ -164,7 +165,7 @@ def problem(graph: Graph, candidates: int) -> Problem:
 
 
 def limited(free: Problem, fastest: Selection, share: float) -> Problem:
-    """Under a memory limit between the least that is possible (0) and what the fastest choice takes (1)."""
+    """Return the problem with a memory limit between the minimum (0) and the memory of the fastest choice (1)."""
     least = sum(float(m.min()) for m in free.memory)
     return free.with_limit(math.ceil(least + share * (fastest.memory - least)))
 

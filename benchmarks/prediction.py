@@ -3,8 +3,8 @@
     python benchmarks/prediction.py                    every grid of 1, 2 and 4 ranks, and six emulated networks
     python benchmarks/prediction.py --kind plans       the planner's choice against the four baselines
 
-Everything of one line is done in one job: messages and layers are profiled, steps of all strategies measured in turn.
-More ranks than cores are marked with a star: they take turns on the cores.
+One job produces a line: it profiles messages and layers, and measures steps of all strategies in turn. A star marks
+more ranks than cores, which share the cores.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ _PROGRAM = Path(__file__).with_name("prediction_ranks.py")
 NETWORKS = ("mesh-256", "resnet50", "unet-128", "vgg_a", "alexnet", "inception_v3")
 #: Latency [s] and inverse bandwidth [s/B] of the emulated networks.
 EMULATED = ((1e-6, 1e-10), (2e-5, 1e-10), (2e-4, 1e-9), (1e-3, 1e-9), (5e-5, 1e-8), (5e-3, 1e-9))
-#: Where plans are compared: the issue's "say 200 us, 1 GB/s", and a slower one.
+#: Networks on which plans are compared: 200 us and 1 GB/s, and a slower one.
 WHERE_IT_MATTERS = ((2e-4, 1e-9), (5e-5, 1e-8))
 #: Strategies that differ by less than this need not be ranked.
 NEAR = 0.10
 
 
 def emulated(some: tuple[tuple[float, float], ...]) -> list[str]:
-    """Names of transports."""
+    """Return names of transports."""
     return [f"emulated:alpha={alpha:g},beta={beta:g}" for alpha, beta in some]
 
 
 def job(ranks: int, networks: list[str], transports: list[str], kind: str, seconds: float) -> list[dict[str, Any]]:
-    """Rows of one MPI job.
+    """Return the rows of one MPI job.
 
     Raises
     ------
     EntryError
-        If the job fails.
+        The job fails.
     """
     spec = {"networks": networks, "transports": transports, "kind": kind, "seconds": seconds, "threads": 1}
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
@@ -59,12 +59,12 @@ def job(ranks: int, networks: list[str], transports: list[str], kind: str, secon
 
 
 def errors(rows: list[dict[str, Any]]) -> list[float]:
-    """Relative errors of the predictions, without sign, rising."""
+    """Return the relative errors of the predictions, absolute and sorted."""
     return sorted(abs(row["predicted"] / row["measured"] - 1) for row in rows)
 
 
 def misranked(rows: list[dict[str, Any]]) -> tuple[int, int]:
-    """Pairs of strategies ranked wrongly, and pairs that differ by more than `NEAR`."""
+    """Return the number of pairs of strategies ranked wrongly, and of pairs that differ by more than `NEAR`."""
     wrong = total = 0
     keys = ("network", "ranks", "transport")
     for _, group in itertools.groupby(rows, key=lambda row: tuple(row[k] for k in keys)):
@@ -77,7 +77,7 @@ def misranked(rows: list[dict[str, Any]]) -> tuple[int, int]:
 
 
 def summary(rows: list[dict[str, Any]], cores: int) -> str:
-    """Errors and ranking, with and without more ranks than cores."""
+    """Return lines about errors and ranking, separately for up to and for more ranks than cores."""
     lines = []
     for label, some in (
         ("as many ranks as cores", [r for r in rows if r["ranks"] <= cores]),
@@ -93,7 +93,7 @@ def summary(rows: list[dict[str, Any]], cores: int) -> str:
 
 
 def gains(rows: list[dict[str, Any]]) -> str:
-    """Per network and transport, the best baseline over the plan."""
+    """Return a table of the best baseline over the plan, per network and transport."""
     lines = [f"{'network':>14} {'ranks':>5}  {'transport':<34} {'plan ms':>9} {'best baseline':>22} {'speed-up':>9}"]
     keys = ("network", "ranks", "transport")
     for key, group in itertools.groupby(rows, key=lambda row: tuple(row[k] for k in keys)):
@@ -112,7 +112,7 @@ def main(
     seconds: Annotated[float, typer.Option(min=0.05, help="Of steps per strategy.")] = 2.0,
     out: Annotated[str, typer.Option(help="Write everything as JSON there.")] = "",
 ) -> None:
-    """Compare predictions, or plans, with what steps take here."""
+    """Compare predictions, or plans, with measured steps."""
     if kind not in ("grids", "plans"):
         raise typer.BadParameter(f"expected grids or plans, got {kind!r}", param_hint="--kind")
     names, cores = networks.split(","), len(os.sched_getaffinity(0))

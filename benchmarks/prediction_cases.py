@@ -1,4 +1,4 @@
-"""Networks and strategies on which predictions are compared with measurements."""
+"""Networks and strategies for the comparison of predictions with measurements."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Case:
     Attributes
     ----------
     make
-        Makes the network.
+        Function that returns the network.
     batch
         Samples per step.
     """
@@ -36,7 +36,7 @@ class Case:
     batch: int
 
 
-#: Small enough that a step takes some 10 to 200 ms here, large enough to be the real networks' shape.
+#: Small enough that a step takes about 10 to 200 ms, large enough to resemble the real networks.
 CASES: dict[str, Case] = {
     "mesh-256": Case(lambda: mesh(256, channels=18, widths=_WIDTHS, convs=3), 4),
     "resnet50": Case(lambda: build("resnet50", resolution=128, width=32), 4),
@@ -49,7 +49,7 @@ CASES: dict[str, Case] = {
 
 
 def grids(ranks: int) -> list[dict[str, int]]:
-    """Every grid of sample, height and width."""
+    """Return every grid of sample, height and width."""
     found = []
     for sample in range(1, ranks + 1):
         for height in range(1, ranks // sample + 1):
@@ -68,10 +68,10 @@ def strategies(
     again: Callable[[Iterable[str]], None],
     tried: Callable[[dict[str, Strategy]], dict[str, float]],
 ) -> dict[str, Strategy]:
-    """What is compared, by label: every grid, or the choice and the four baselines.
+    """Return the strategies to compare, by label: every grid, or the plan and the four baselines.
 
-    The choice is made as by `halograd train`: `again` measures layers once more that it rests on, `tried` steps of it
-    and of the baselines near it. Collective.
+    The plan is chosen as in `halograd train`: `again` measures the layers behind it once more, `tried` times steps of
+    it and of the baselines near it. Collective.
     """
     if kind == "grids":
         options = {"halo": "auto"}

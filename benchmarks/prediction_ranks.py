@@ -1,4 +1,4 @@
-"""What each rank of :mod:`benchmarks.prediction` runs: measured and predicted steps under cuts. Collective."""
+"""Program of each rank of :mod:`benchmarks.prediction`: measured and predicted steps under cuts. Collective."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ROUNDS = 2
 
 
 class Run:
-    """One network under one strategy on one transport, ready to be stepped. Collective."""
+    """One network under one strategy on one transport, ready to run steps. Collective."""
 
     def __init__(self, case: Case, comm: Communicator, backend: Any, strategy: Strategy) -> None:
         network = case.make()
@@ -56,7 +56,7 @@ class Run:
         self.seconds: list[float] = []
 
     def steps(self, count: int) -> None:
-        """Run steps, timed from the beginning of one to that of the next; the slowest rank counts."""
+        """Run steps, timed from the beginning of one to the beginning of the next, on the slowest rank."""
         self.trainer.step()
         for _ in range(count):
             begin = time.perf_counter()
@@ -69,9 +69,9 @@ class Run:
 
 
 class Predictor:
-    """Predicts steps on this machine with one transport. Collective.
+    """Predictor of steps on this machine with one transport. Collective.
 
-    Messages are measured once, layers when they are asked for and again between the steps.
+    Messages are measured once, layers on request and again between the steps.
     """
 
     def __init__(self, world: Communicator, backend: Any) -> None:
@@ -82,7 +82,7 @@ class Predictor:
         self._works: dict[tuple[Conditions, str], tuple[LayerTimer, LayerWork, list[LayerTime]]] = {}
 
     def times(self, case: Case) -> MeasuredTimes:
-        """Times of the layers of a network, as they pass through the cache in its steps."""
+        """Return times of a network's layers, with the cache state that they have in its steps."""
         crowd = Crowd.of(self.world, self.backend)
         flush = passing_bytes(case.make(), case.batch, self.world.size)
         conditions = Conditions.here(self.backend, crowd, flush=flush)
@@ -95,12 +95,12 @@ class Predictor:
         return found
 
     def sweep(self) -> None:
-        """Measure everything once more; the means count."""
+        """Measure all layers once more and use the means."""
         for one in self._works:
             self._again(one)
 
     def again(self, keys: Iterable[str]) -> None:
-        """Measure these once more."""
+        """Measure these layers once more."""
         texts = set(keys)
         for one in self._works:
             if one[1] in texts:
@@ -112,11 +112,11 @@ class Predictor:
         self.cache.put(*one, tuple(fmean(values) for values in zip(*found)))
 
     def close_sweeps(self) -> None:
-        """What comes next is another network."""
+        """Forget the layers, before the next network."""
         self._works.clear()
 
     def seconds(self, case: Case, strategy: Strategy, times: MeasuredTimes) -> dict[str, float]:
-        """Step time and its parts [s]."""
+        """Return the step time and its parts [s]."""
         found = simulate(case.make(), strategy, case.batch, Pricing(Wires(self.machine), times), Training(slots=1))
         terms = ("forward", "backward", "halo_exposed", "channel", "statistics", "redistribution", "packing")
         parts = {term: found.total(term) for term in terms}
@@ -128,7 +128,7 @@ class Predictor:
 
 
 def run(spec: dict[str, Any]) -> list[dict[str, Any]]:
-    """All networks of the spec on all its transports, under all strategies of a kind."""
+    """Measure all networks of the spec on all its transports, under all strategies of a kind."""
     results = []
     backend = get_backend("onednn", threads=spec["threads"])
     for transport in spec["transports"]:
@@ -156,7 +156,7 @@ def run(spec: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def try_steps(case: Case, comm: Communicator, backend: Any, some: dict[str, Strategy]) -> dict[str, float]:
-    """What `halograd train` measures before it settles on a strategy [s]. Collective."""
+    """Return step times measured as in `halograd train` before it chooses a strategy [s]. Collective."""
     found = measure_steps(comm, some, partial(stepping, case, comm, backend))
     if comm.rank == 0:
         times = ", ".join(f"{name} {1e3 * taken:.2f} ms" for name, taken in found.items())
@@ -166,7 +166,7 @@ def try_steps(case: Case, comm: Communicator, backend: Any, some: dict[str, Stra
 
 @contextmanager
 def stepping(case: Case, comm: Communicator, backend: Any, strategy: Strategy) -> Iterator[Callable[[], object]]:
-    """A function that runs one step under a strategy. Collective."""
+    """Yield a function that runs one step under a strategy. Collective."""
     one = Run(case, comm, backend, strategy)
     yield partial(one.steps, 0)
     one.close()
@@ -180,9 +180,9 @@ def measure(
     seconds: float,
     between: Callable[[], None],
 ) -> dict[str, float]:
-    """Median step of each strategy [s], all of them in turn for about `seconds` each.
+    """Return the median step time of each strategy [s]; all run in turn for about `seconds` each.
 
-    `between` runs between the rounds: what it measures is measured while the machine is as fast, or as disturbed.
+    `between` runs between the rounds, so that its measurements see the same speed and disturbances of the machine.
     """
     runs = {label: Run(case, comm, backend, strategy) for label, strategy in chosen.items()}
     for one in runs.values():

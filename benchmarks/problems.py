@@ -1,4 +1,4 @@
-"""What is timed: networks, their initial weights and their data, the same for every contestant."""
+"""Problems to time: networks, their initial weights and their data, the same for every contestant."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Problem:
     Attributes
     ----------
     make
-        Makes the network.
+        Function that returns the network.
     batch
         Samples per step.
     rate
@@ -36,11 +36,11 @@ class Problem:
     rate: float
 
     def weights(self, network: Network) -> dict[str, np.ndarray]:
-        """Initial parameters as float32 by ``layer/parameter``: what halograd itself starts from with seed 0."""
+        """Return the initial parameters of halograd with seed 0 as float32, by ``layer/parameter``."""
         return {name: spec.initial(name, 0).astype(np.float32) for name, spec in network.parameters().items()}
 
     def data(self, network: Network) -> dict[str, np.ndarray]:
-        """Inputs ``(N, *spatial, C)``, packed, by name: normal samples, random targets."""
+        """Return inputs ``(N, *spatial, C)``, packed, by name: normal samples, random targets."""
         result = {}
         for name, node in network.inputs.items():
             draw = np.random.default_rng([7, zlib.crc32(name.encode())])
@@ -56,7 +56,7 @@ class Problem:
 
 
 def has_relu(layer: Layer) -> bool:
-    """Whether a layer's own kernels end with a ReLU; a ValueError where they end with another activation."""
+    """Return whether a layer's own kernels end with a ReLU. Raises ValueError for another activation."""
     kind = getattr(layer, "activation", None)
     if kind not in (None, "relu"):
         raise ValueError(f"{layer.name}: expected no activation or relu, which peers compute as well, got {kind!r}")
@@ -64,7 +64,7 @@ def has_relu(layer: Layer) -> bool:
 
 
 def convolutions(extent: int, widths: tuple[int, ...], convs: int, stride: int, channels: int = 18) -> Network:
-    """Convolutions of 3 x 3 with ReLU and nothing else; the first of each width has a stride."""
+    """Return a network of 3 x 3 convolutions with ReLU only; the first of each width has a stride."""
     y: Node = Input((extent, extent, channels), name="x")
     for block, width in enumerate(widths):
         for i in range(convs):
@@ -80,10 +80,10 @@ PROBLEMS: dict[str, Problem] = {
     "resnet50": Problem(lambda: resnet50(), 1, 1e-6),
     "resnet50-b4": Problem(lambda: resnet50(), 4, 1e-6),
     "unet-256": Problem(lambda: unet2d(256, channels=1, classes=2, width=64, levels=4), 1, 3e-3),
-    # What every library that cuts images can do.
+    # Operations that every library for cut images supports.
     "convs-512": Problem(lambda: convolutions(512, (32,), 6, 1), 1, 3e-3),
     "blocks-512": Problem(lambda: convolutions(512, (32, 48, 64, 96), 3, 2), 1, 3e-3),
-    # Small ones, to try the benchmark itself.
+    # Small problems, to try the benchmark itself.
     "mesh-tiny": Problem(lambda: mesh(64, channels=3, widths=(8, 8), convs=2), 1, 0.05),
     "resnet-tiny": Problem(lambda: resnet50(width=8, resolution=128, classes=10), 2, 1e-6),
     "blocks-tiny": Problem(lambda: convolutions(64, (8, 8), 2, 2), 1, 0.05),

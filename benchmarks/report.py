@@ -12,12 +12,12 @@ __all__ = ["ratios", "summary", "table", "worst"]
 
 _OURS = tuple(e.name for e in CONTESTANTS if e.ours)
 _PEERS = tuple(e.name for e in CONTESTANTS if e.peer and e.equal)
-#: More than this, in cores, and the times are not to be trusted: others, the idle contestants, other machines.
+#: Limits of CPU usage [cores] by others, idle contestants and other machines, above which times are unreliable.
 _DISTURBED = {"others": 0.08, "idle": 0.02, "stolen": 0.02}
 
 
 def ratios(outcome: Outcome) -> dict[str, float]:
-    """The ratios of medians that :mod:`benchmarks.step` defines, as far as the contestants took part."""
+    """Return the ratios of medians that :mod:`benchmarks.step` defines, for the contestants that took part."""
     median = {name: times.median for name, times in outcome.times.items()}
     ours = [median[name] for name in _OURS if name in median]
     peers = [median[name] for name in _PEERS if name in median]
@@ -39,13 +39,13 @@ def ratios(outcome: Outcome) -> dict[str, float]:
 
 
 def worst(outcomes: Sequence[Outcome]) -> float | None:
-    """The largest ratio to the best peer of all networks."""
+    """Return the largest ratio to the best peer over all networks."""
     found = [r["ratio to best peer"] for r in map(ratios, outcomes) if "ratio to best peer" in r]
     return max(found, default=None)
 
 
 def table(outcome: Outcome) -> str:
-    """Times, ratios and the state of the machine, for one network."""
+    """Return times, ratios and the state of the machine, for one network."""
     lines = [f"  {'':46}{'median ms':>10}{'quarters ms':>20}{'best ms':>10}{'steps':>7}{'faults/step':>13}"]
     for times in outcome.times.values():
         quarters = " .. ".join(f"{1e3 * t:.2f}" for t in times.spread)
@@ -57,7 +57,7 @@ def table(outcome: Outcome) -> str:
 
 
 def _machine(outcome: Outcome) -> str:
-    """Who else used the CPUs, and whether that was too much."""
+    """Return a text about other users of the CPUs, with a warning if they used too much."""
     used = {key: mean(getattr(u, key) for u in outcome.usage) for key in _DISTURBED}
     text = (
         f"  cores used meanwhile: {used['others']:.2f} by others, {used['idle']:.2f} by waiting contestants, "
@@ -69,7 +69,7 @@ def _machine(outcome: Outcome) -> str:
 
 
 def summary(outcomes: Sequence[Outcome]) -> str:
-    """The last lines of the output."""
+    """Return the last lines of the output."""
     found = worst(outcomes)
     if found is None:
         return "no peers took part: no ratio to the best peer"

@@ -1,9 +1,9 @@
-"""What a rank computes before its first step: the program, and the plan of every exchange, without MPI.
+"""Cost of a rank's set-up before its first step: the program, and the plan of every exchange, without MPI.
 
     python benchmarks/startup.py --networks mesh_2k resnet50 unet2d inception_v3 --ranks 2048
 
-Every sample is cut 4 x 4, so that there are `ranks` / 16 samples. Each network is compiled in a process of its own, for
-the first rank and one in the middle. Printed are CPU seconds and the memory that layouts and plans take.
+Every sample is cut 4 x 4, so that there are `ranks` / 16 samples. Each network is compiled in a separate process, for
+the first rank and one in the middle. The output has CPU seconds and the memory of layouts and plans.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CUT = {"height": 4, "width": 4}
 
 
 def start(name: str, ranks: int, rank: int) -> int:
-    """Everything that one rank computes; the number of exchanges."""
+    """Compute everything that one rank needs; return the number of exchanges."""
     network, samples = build(name), max(1, ranks // 16)
     strategy = Strategy({"sample": samples, **CUT})
     strategy.validate(network, 16 * samples)
@@ -43,27 +43,27 @@ def start(name: str, ranks: int, rank: int) -> int:
 
 
 def measure(job: Job) -> tuple[float, int]:
-    """CPU seconds of one rank of a fresh process, and its exchanges."""
+    """Return CPU seconds of one rank in a new process, and its exchanges."""
     begin = time.process_time()
     exchanges = start(*job)
     return time.process_time() - begin, exchanges
 
 
 def memory(job: Job) -> int:
-    """What is allocated at most meanwhile [B]."""
+    """Return the peak of allocated memory [B]."""
     tracemalloc.start()
     start(*job)
     return tracemalloc.get_traced_memory()[1]
 
 
 def apart(call: Callable[[Job], Result], job: Job) -> Result:
-    """In a process of its own, which remembers nothing."""
+    """Call a function in a new process, without caches."""
     with multiprocessing.get_context("spawn").Pool(1) as fresh:
         return fresh.apply(call, (job,))
 
 
 def main() -> None:
-    """Print a line per network and rank, and the worst."""
+    """Print a line per network and rank, and the maximum."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--networks", nargs="+", default=["mesh_2k", "resnet50", "unet2d", "inception_v3"])
     parser.add_argument("--ranks", type=int, default=2048)

@@ -1,11 +1,10 @@
-"""How long ranks take to build an executor together, with many more ranks than cores.
+"""Time of ranks to build an executor together, with many more ranks than cores.
 
     mpiexec -n 64 python -m benchmarks.startup_ranks --network mesh --options resolution=256 --parts height=8 width=8
 
-Every repetition builds and closes one executor on the NumPy backend. Printed are the seconds of each on the wall and
-the CPU seconds of all ranks; the last line is the median. The first repetition opens what is opened once (shared
-memory, communicators of groups). Garbage is collected between repetitions: on each of 64 ranks that takes as long as to
-build.
+Every repetition builds and closes one executor on the NumPy backend. The output has wall seconds and the CPU seconds of
+all ranks for each; the last line is the median. The first repetition also opens shared memory and communicators of
+groups. Garbage is collected between repetitions, because on each of 64 ranks this takes as long as building.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def main() -> None:
             comm.barrier()
             wall, cpu = time.perf_counter(), time.process_time()
             executor = Executor(network, comm, kernels, given.batch, Strategy(parts), "float32")
-            cpu = comm.allreduce_scalar(time.process_time() - cpu)  # meets all ranks
+            cpu = comm.allreduce_scalar(time.process_time() - cpu)  # synchronizes all ranks
             walls.append(time.perf_counter() - wall)
             executor.close()
             del executor

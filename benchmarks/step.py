@@ -1,13 +1,13 @@
-"""Time of a training step beside torch and JAX: forward, backward, update by plain SGD, in float32.
+"""Time of a training step compared with torch and JAX: forward, backward, update by plain SGD, in float32.
 
     make bench-step                                  # or: pip install '.[mpich,peers]'; python benchmarks/step.py
     python benchmarks/step.py --quick --networks mesh-256 --peers torch
 
-Every contestant is a process of its own (two under MPI for two ranks) with its own settings of threads, on the same
-two cores and with the same allocator settings. All train the same network from the same weights on the same data:
-their losses of the first three steps must agree to 1e-3, or nothing is timed. Then they run in turn, a block of steps
-each, in one order and back (A B C C B A); those whose turn it is not sleep in a read, which is checked. The time of a
-step goes from the end of the step before it to its own end; every step reads its loss on the host.
+Every contestant is a separate process (two under MPI for two ranks) with its own settings of threads, on the same two
+cores and with the same allocator settings. All train the same network from the same weights on the same data: their
+losses of the first three steps must agree to 1e-3, or nothing is timed. Then they run in turn, a block of steps each,
+in one order and back (A B C C B A); the others sleep in a read, which is checked. The time of a step is from the end of
+the previous step to its own end; every step reads its loss on the host.
 
 ``median``, ``quarters`` (between which half of the steps lie) and ``best`` are over all steps of all blocks. Per
 network::
@@ -49,21 +49,21 @@ from benchmarks.problems import DEFAULT, PROBLEMS
 
 PEERS = tuple(e.name for e in CONTESTANTS if e.peer)
 CORES = 2
-#: Packages of those that are not in the extra ``peers``, as they bring a CUDA toolkit with them.
+#: Packages of peers outside of the extra ``peers``, because they install a CUDA toolkit.
 OPTIONAL = {"physicsnemo": "nvidia-physicsnemo"}
 
 
 class UsageError(ValueError):
-    """Something that the caller can put right."""
+    """An error that the caller can fix."""
 
 
 def select(peers: Sequence[str]) -> list[Entry]:
-    """Our contestants, and the peers by name; none is imported here.
+    """Return our contestants, and the peers by name; imports none of them.
 
     Raises
     ------
     UsageError
-        If a peer is not known, or one of the extra ``peers`` is not installed.
+        A peer is unknown, or one of the extra ``peers`` is not installed.
     """
     unknown = sorted(set(peers) - set(PEERS))
     if unknown:
@@ -81,7 +81,7 @@ def select(peers: Sequence[str]) -> list[Entry]:
 
 
 def split(text: str, known: Sequence[str], option: str) -> list[str]:
-    """Names separated by commas."""
+    """Return names separated by commas."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     unknown = [name for name in names if name not in known]
     if unknown or not names:
@@ -90,7 +90,7 @@ def split(text: str, known: Sequence[str], option: str) -> list[str]:
 
 
 def record(path: Path, outcomes: Sequence[Outcome], settings: Settings) -> None:
-    """Write everything that was measured as JSON."""
+    """Write all measurements as JSON."""
     data = {
         "date": datetime.datetime.now().isoformat(timespec="seconds"),
         "machine": describe(),
@@ -104,7 +104,7 @@ def record(path: Path, outcomes: Sequence[Outcome], settings: Settings) -> None:
 
 
 def results_path() -> Path:
-    """Where results go by default, named after today."""
+    """Return the default path of the results, with today's date."""
     return Path(__file__).resolve().parent / "results" / f"step-{datetime.date.today().isoformat()}.json"
 
 
@@ -116,7 +116,7 @@ def main(
     quick: Annotated[bool, typer.Option("--quick", help="Two short rounds: to see that it works.")] = False,
     out: Annotated[str, typer.Option(help="Write JSON there; 'auto' for benchmarks/results/step-DATE.json.")] = "",
 ) -> None:
-    """Time a training step of halograd beside torch and JAX.
+    """Time a training step of halograd, torch and JAX.
 
     Example: python benchmarks/step.py --networks mesh-512 --peers torch --rounds 4
     """

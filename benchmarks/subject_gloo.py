@@ -1,7 +1,7 @@
-"""torch on several ranks as a contestant: what one writes by hand to cut an image along its height, over gloo.
+"""torch on several ranks as a contestant: hand-written code that cuts an image along its height, over gloo.
 
-Halos as an autograd function around torch's own convolutions, batch norm with summed statistics, and one all-reduce of
-all gradients, which are views of one buffer. Nothing overlaps: that would be a library.
+It has halos as an autograd function around torch's own convolutions, batch norm with summed statistics, and one
+all-reduce of all gradients, which are views of one buffer. There is no overlap, which would need a library.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class Halo:
     Attributes
     ----------
     above, below
-        Of the neighbors; negative where that many own rows are not needed.
+        Rows from the neighbors; negative: number of own rows that are not needed.
     give_above, give_below
         Own rows that the neighbors need.
     pad_above, pad_below
-        Beyond the image.
+        Rows beyond the image.
     """
 
     above: int
@@ -52,7 +52,7 @@ class Halo:
 
     @classmethod
     def of(cls, window: Any, size: int, out: int, rank: int, ranks: int) -> Halo:
-        """What a window from `size` rows to `out` needs, both in even parts, of its direct neighbors only."""
+        """Return the rows for a window from `size` rows to `out`, both in even parts, from direct neighbors only."""
         rows, outs = intervals(size, ranks), intervals(out, ranks)
         needs = [window.input_range(*part) for part in outs]
         if any(high - size > 0 < ranks - 1 - r or low < 0 < r for r, (low, high) in enumerate(needs)):
@@ -65,12 +65,12 @@ class Halo:
 
     @property
     def empty(self) -> bool:
-        """Whether the own rows are all that is needed, by the neighbors too."""
+        """Whether neither this rank nor its neighbors need other rows."""
         return self == Halo(0, 0, 0, 0, 0, 0)
 
 
 def swap(above: torch.Tensor | None, below: torch.Tensor | None, into: list[torch.Tensor | None]) -> None:
-    """Send rows to the neighbors, and receive theirs; None where there are none."""
+    """Send rows to the neighbors and receive theirs; None for no rows."""
     rank, work = dist.get_rank(), []
     for rows, peer in zip(into, (rank - 1, rank + 1)):
         if rows is not None:
@@ -83,7 +83,7 @@ def swap(above: torch.Tensor | None, below: torch.Tensor | None, into: list[torc
 
 
 class WithHalo(torch.autograd.Function):
-    """The rows of a block with those of its neighbors and the padding around them; ``(N, C, H, W)``, channels-last."""
+    """Rows of a block with those of its neighbors and the padding around them; ``(N, C, H, W)``, channels-last."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, halo: Halo, fill: float) -> torch.Tensor:
@@ -150,7 +150,7 @@ class SummedNorm(torch.autograd.Function):
 
 
 class Summed(torch.autograd.Function):
-    """A sum over the ranks; so is its gradient."""
+    """A sum over the ranks, whose gradient is summed too."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -166,7 +166,7 @@ class Summed(torch.autograd.Function):
 
 
 class _CutNetwork(TorchNetwork):
-    """The part of this rank; windows with their halos, norms and losses of the whole."""
+    """The part of the network on this rank: windows with halos; norms and losses over the whole image."""
 
     def __init__(self, network: hl.Network, weights: Mapping[str, Any], inputs: Mapping[str, Any], batch: int) -> None:
         self.batch, self.rank, self.ranks = batch, dist.get_rank(), dist.get_world_size()
@@ -196,7 +196,9 @@ class _CutNetwork(TorchNetwork):
         return name, [network.names[n] for n in node.inputs], function
 
     def _windowed(self, layer: Any, shape: Any, out: Any, fill: float) -> tuple[Function, dict[str, Any]]:
-        """Brings a block's halo; and the options of the function that reads it, without padding along the height."""
+        """Return a function that fetches a block's halo, and the options of its reader, without padding along the
+        height.
+        """
         h, w = layer.windows(shape)
         halo = Halo.of(h, shape[0], out[0], self.rank, self.ranks)
         options = {"stride": (h.stride, w.stride), "padding": (0, w.pad_lo), "dilation": (h.dilation, w.dilation)}
@@ -235,7 +237,7 @@ class _CutNetwork(TorchNetwork):
         return lambda x, t: F.binary_cross_entropy_with_logits(x, t, reduction="sum") / total
 
     def _softmax(self, layer: Any, own: Any, shape: Any, out: Any) -> Function:
-        # Behind a global average every rank has all samples: each has a part of the loss.
+        # After a global average, every rank has all samples and computes a part of the loss.
         total = self.batch * math.prod(shape[:-1]) * (self.ranks if len(shape) == 1 else 1)
         return lambda x, t: F.cross_entropy(x, t[:, 0].long(), reduction="sum") / total
 
@@ -275,7 +277,7 @@ class GlooSubject:
         return time.perf_counter()
 
     def settle(self) -> None:
-        """Nothing: every step is complete."""
+        """Do nothing: every step is complete."""
 
     def close(self) -> None:
         dist.destroy_process_group()

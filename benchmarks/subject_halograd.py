@@ -1,4 +1,4 @@
-"""halograd as a contestant, and the sum of its bare kernels."""
+"""halograd as a contestant, and the sum of its kernels' times."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ class HalogradSubject:
 
 
 class RawSubject(HalogradSubject):
-    """The same on a clock that runs only while one of the backend's kernels does.
+    """The same network, timed by a clock that only runs during the backend's kernels.
 
-    What a step takes on it is the sum of its raw primitives, on the step's own arrays and in its order, without
-    messages, copies, loss and update, and without the library around them.
+    So the time of a step is the sum of its kernels, on the step's own arrays and in its order, without messages,
+    copies, loss and update, and without the library's own code.
     """
 
     def _backend(self, spec: dict[str, Any]) -> Any:
@@ -77,7 +77,7 @@ class RawSubject(HalogradSubject):
 
 
 class TimedBackend:
-    """A backend that adds up the time in its kernels.
+    """A backend that sums the time in its kernels.
 
     Attributes
     ----------

@@ -8,7 +8,7 @@ from typing import Any
 
 import mpi4py
 
-mpi4py.rc.initialize = False  # descriptions of layers are read; nothing is communicated
+mpi4py.rc.initialize = False  # only descriptions of layers are used; no communication
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
@@ -30,8 +30,8 @@ _IMAGES, _SAME = ("NHWC", "HWIO", "NHWC"), ((0, 0), (0, 0))
 class JaxSubject:
     """A network's graph as one jitted function: loss, gradients, SGD, running statistics; buffers are donated.
 
-    With several devices the arrays ``(N, H, W, C)`` of the data are sharded along H (`NamedSharding`), parameters
-    are replicated, and XLA partitions the step.
+    With several devices the arrays ``(N, H, W, C)`` of the data are sharded along H (`NamedSharding`), parameters are
+    replicated, and XLA partitions the step.
     """
 
     def __init__(self, spec: dict[str, Any]) -> None:
@@ -60,10 +60,10 @@ class JaxSubject:
         return time.perf_counter()
 
     def settle(self) -> None:
-        """Nothing: every step is complete."""
+        """Do nothing: every step is complete."""
 
     def close(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 def _sharding(mesh: Mesh, array: np.ndarray) -> NamedSharding:
@@ -72,7 +72,7 @@ def _sharding(mesh: Mesh, array: np.ndarray) -> NamedSharding:
 
 
 def _bind(network: hl.Network, weights: Mapping[str, np.ndarray]) -> tuple[list, dict[str, np.ndarray]]:
-    """Per layer its name, its inputs and its function; and the weights as JAX wants them."""
+    """Return each layer's name, inputs and function, and the weights in JAX's layout."""
     functions, params = [], dict(weights)
     for name, node in network.layers.items():
         kind = type(node.layer)
@@ -129,7 +129,7 @@ def _conv(layer: hl.Conv, shape: tuple[int, ...]) -> Function:
 
 
 def _transposed(layer: hl.ConvTranspose, shape: tuple[int, ...]) -> Function:
-    """As one matrix product: on CPUs `lax.conv_transpose` and its gradients are up to 100 times slower."""
+    """Return a transposed convolution as one matrix product; on CPUs `lax.conv_transpose` is up to 100 times slower."""
     if any((w.kernel, w.pad_lo, w.pad_hi) != (w.stride, 0, 0) for w in layer.windows(shape)) or layer.groups > 1:
         raise ValueError(f"{layer.name}: expected a transposed convolution whose windows do not overlap, for JAX")
 
@@ -163,7 +163,7 @@ def _max_pool(layer: hl.MaxPool, shape: tuple[int, ...]) -> Function:
     windows = layer.windows(shape)
     if all((w.kernel, w.pad_lo, w.pad_hi) == (w.stride, 0, 0) and n % w.kernel == 0 for w, n in zip(windows, shape)):
         (h, w), (i, j) = shape[:2], (v.kernel for v in windows)
-        # On CPUs the gradient of `lax.reduce_window` is several times slower than that of this.
+        # On CPUs the gradient of `lax.reduce_window` is several times slower.
         return _plain(lambda x: x.reshape(x.shape[0], h // i, i, w // j, j, x.shape[-1]).max((2, 4)))
     window, strides = (1, *(w.kernel for w in windows), 1), (1, *(w.stride for w in windows), 1)
     padding = ((0, 0), *((w.pad_lo, w.pad_hi) for w in windows), (0, 0))
@@ -183,7 +183,7 @@ def _binary_cross_entropy(x: jax.Array, t: jax.Array) -> jax.Array:
     return jnp.mean(jnp.maximum(x, 0) - x * t + jnp.log1p(jnp.exp(-jnp.abs(x))))
 
 
-#: Makes a layer's function of its description and the sample shape of its first input.
+#: Builders of a layer's function, from its description and the sample shape of its first input.
 FUNCTIONS: dict[type, Callable[[Any, tuple[int, ...]], Function]] = {
     hl.Conv: _conv,
     hl.ConvTranspose: _transposed,
@@ -198,5 +198,5 @@ FUNCTIONS: dict[type, Callable[[Any, tuple[int, ...]], Function]] = {
     hl.BinaryCrossEntropyWithLogits: lambda layer, shape: _plain(_binary_cross_entropy),
 }
 
-#: From halograd's ``(K, *kernel, C)`` to ``(*kernel, C, K)``.
+#: Axis order from halograd's ``(K, *kernel, C)`` to ``(*kernel, C, K)``.
 WEIGHTS: dict[type, Callable[[np.ndarray], np.ndarray]] = {hl.Conv: lambda w: w.transpose(1, 2, 3, 0)}

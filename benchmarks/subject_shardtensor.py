@@ -1,7 +1,7 @@
-"""PhysicsNeMo's ShardTensor as a contestant: an image cut along its height over gloo, by a library that is alive.
+"""PhysicsNeMo's ShardTensor as a contestant: an image cut along its height over gloo, by a maintained library.
 
-It is made for GPUs; what it supports on a CPU are stacks of convolutions and ReLU on even parts (batch norm is computed
-on gathered data, max pooling of three by two is refused). So it takes part on such networks only.
+It is made for GPUs. On a CPU it supports stacks of convolutions and ReLU on even parts (it computes batch norm on
+gathered data, and refuses 3 x 3 max pooling of stride 2), so it takes part on such networks only.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ __all__ = ["ShardTensorSubject"]
 
 
 class ShardTensorSubject:
-    """A network cut along the height, one part per rank, by ShardTensor. Collective over the ranks launched.
+    """A network cut along the height, one part per rank, by ShardTensor. Collective over the launched ranks.
 
-    In NCHW, in which it is fastest; the loss is that of the own part, and its gradients are summed by the library.
+    It uses NCHW, in which it is fastest. The loss is that of the rank's own part; the library sums its gradients.
     """
 
     def __init__(self, spec: dict[str, Any]) -> None:
         torch.set_num_threads(spec["threads"])
         torch.set_num_interop_threads(1)
         rank, self.ranks = launched_rank(), spec["ranks"]
-        # It asks the environment for these.
+        # It reads these from the environment.
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(self.ranks)}
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         store = f"file://{spec['pipes']}/{spec['name']}.store"
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=self.ranks)
-        parallel.register_custom_ops()  # the package does it where there is CUDA only
+        parallel.register_custom_ops()  # the package does this only with CUDA
         self.mesh, self.rank = init_device_mesh("cpu", (self.ranks,)), rank
         problem = PROBLEMS[spec["problem"]]
         self.network = problem.make()
@@ -62,7 +62,7 @@ class ShardTensorSubject:
         return parallel.ShardTensor.from_local(local, self.mesh, (Shard(2),), sharding_shapes=shapes)
 
     def _loss(self) -> torch.Tensor:
-        """This rank's part of the mean."""
+        """Return this rank's part of the mean."""
         values, network = dict(self.inputs), self.network
         for name, node in network.layers.items():
             inputs = [values[network.names[n]] for n in node.inputs]
@@ -95,13 +95,13 @@ class ShardTensorSubject:
         return time.perf_counter()
 
     def settle(self) -> None:
-        """Nothing: every step is complete."""
+        """Do nothing: every step is complete."""
 
     def close(self) -> None:
         dist.destroy_process_group()
 
 
 def _packed(array: np.ndarray) -> torch.Tensor:
-    """``(N, H, W, C)`` as packed ``(N, C, H, W)``; others as they are."""
+    """Return ``(N, H, W, C)`` as packed ``(N, C, H, W)``; other arrays unchanged."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     return tensor.permute(0, 3, 1, 2).contiguous() if tensor.ndim == 4 else tensor.clone()

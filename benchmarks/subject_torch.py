@@ -1,4 +1,4 @@
-"""torch as a contestant: the same graph in eager mode, channels-last, with the settings that serve it best."""
+"""torch as a contestant: the same graph in eager mode, channels-last, with its fastest settings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import mpi4py
 
-mpi4py.rc.initialize = False  # descriptions of layers are read; nothing is communicated
+mpi4py.rc.initialize = False  # only descriptions of layers are used; no communication
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
@@ -24,16 +24,16 @@ Params = Mapping[str, torch.Tensor]
 
 
 class TorchNetwork:
-    """A network's graph, walked node by node, with torch's functions; channels-last activations and weights.
+    """A network's graph, evaluated node by node with torch's functions; channels-last activations and weights.
 
     Parameters
     ----------
     network
-        Whose graph.
+        Network with the graph.
     weights, inputs
-        By name, packed with the channels last.
+        Arrays by name, packed with the channels last.
     device
-        Where it runs.
+        Device of the tensors.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class TorchNetwork:
         return name, [network.names[n] for n in node.inputs], function
 
     def loss(self) -> torch.Tensor:
-        """Forward, of the inputs."""
+        """Return the loss of the inputs."""
         values = dict(self.inputs)
         for name, inputs, function in self.steps:
             values[name] = function(*(values[i] for i in inputs))
@@ -98,14 +98,14 @@ class TorchSubject:
         return time.perf_counter()
 
     def settle(self) -> None:
-        """Nothing: every step is complete."""
+        """Do nothing: every step is complete."""
 
     def close(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 def autocast(loss: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-    """The same in 16 bits where torch says that they do."""
+    """Return the loss function under autocast to bfloat16."""
 
     def low() -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16):
@@ -115,9 +115,9 @@ def autocast(loss: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
 
 
 def channels_last(array: torch.Tensor) -> torch.Tensor:
-    """``(N, H, W, C)`` as ``(N, C, H, W)`` with the channels packed, in 3-D likewise; others as they are.
+    """Return ``(N, H, W, C)`` as ``(N, C, H, W)`` with packed channels, also in 3-D; other arrays unchanged.
 
-    Weights ``(K, h, w, C)`` become torch's ``(K, C, h, w)`` by the same move, those of transposed convolutions too.
+    The same move turns weights ``(K, h, w, C)`` into torch's ``(K, C, h, w)``, also for transposed convolutions.
     """
     if array.ndim == 5:
         return array.permute(0, 4, 1, 2, 3).contiguous(memory_format=torch.channels_last_3d)
@@ -127,7 +127,7 @@ def channels_last(array: torch.Tensor) -> torch.Tensor:
 
 
 def _symmetric(layer: Any, shape: tuple[int, ...]) -> dict[str, Any]:
-    """Stride and padding in torch's terms."""
+    """Return stride and padding in torch's form."""
     windows = layer.windows(shape)
     if any(w.pad_lo != w.pad_hi for w in windows):
         raise ValueError(f"{layer.name}: expected the same padding on both sides for torch, got {windows}")
@@ -178,14 +178,14 @@ def _add(layer: hl.Add, own: Params, shape: tuple[int, ...]) -> Function:
     return _activated(torch.add, layer)
 
 
-#: Makes a layer's function of its description, its parameters and the sample shape of its first input.
+#: Builders of a layer's function, from its description, its parameters and the sample shape of its first input.
 FUNCTIONS: dict[type, Callable[[Any, Params, tuple[int, ...]], Function]] = {
     hl.Conv: _conv,
     hl.ConvTranspose: _transposed,
     hl.BatchNorm: _batch_norm,
     hl.MaxPool: _max_pool,
     hl.Add: _add,
-    # In these networks a ReLU of its own follows a sum, whose value no other layer reads.
+    # In these networks a separate ReLU follows a sum that no other layer reads.
     hl.ReLU: lambda layer, own, shape: lambda x: F.relu(x, inplace=True),
     hl.Concat: lambda layer, own, shape: lambda *xs: torch.cat(xs, dim=1),
     hl.GlobalAveragePool: lambda layer, own, shape: lambda x: x.mean(dim=tuple(range(2, x.ndim))),

@@ -1,4 +1,4 @@
-"""One process of a contestant: sets up, then runs steps when it is asked to, and sleeps otherwise.
+"""One process of a contestant: sets up, then runs steps on request, and sleeps otherwise.
 
 Started by :mod:`benchmarks.contestants` as ``python worker.py SPEC`` (under mpiexec for several ranks), with a
 JSON object. Commands and replies are JSON lines through two named pipes per rank. A rank that waits for a
@@ -27,20 +27,20 @@ class Subject(Protocol):
     about: str
 
     def step(self) -> float:
-        """Forward, backward, update; the loss before the update."""
+        """Run forward, backward and update; return the loss before the update."""
 
     def clock(self) -> float:
-        """The time that its steps are measured by [s]: `time.perf_counter`, but for the raw kernels."""
+        """Return the time that measures its steps [s]: `time.perf_counter`, except for the raw kernels."""
 
     def settle(self) -> None:
-        """Return when everything of the steps so far is done."""
+        """Wait until all steps so far are complete."""
 
     def close(self) -> None:
-        """Free what has to be freed."""
+        """Free resources."""
 
 
 def make(spec: dict[str, Any]) -> Subject:
-    """The subject of this process; imports only what it needs."""
+    """Return the subject of this process; imports only what it needs."""
     kind = spec["kind"]
     if kind == "torch":
         from benchmarks.subject_torch import TorchSubject
@@ -64,11 +64,11 @@ def make(spec: dict[str, Any]) -> Subject:
 
 
 def measure(subject: Subject, count: int) -> dict[str, Any]:
-    """Wall times [s] of `count` steps, of which each begins where the one before it ended.
+    """Return the wall times [s] of `count` steps; each begins at the end of the previous one.
 
-    One step more goes before them, not timed: it warms the caches that other contestants have emptied, and in
-    halograd it leaves its updates to the step that follows, as every step does. So each of the timed steps
-    holds one forward, one backward and one update of all parameters.
+    An additional untimed step comes first. It warms the caches that other contestants have emptied, and in halograd it
+    leaves its updates to the next step, as every step does. So each timed step has one forward, one backward and one
+    update of all parameters.
     """
     subject.step()
     faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -85,16 +85,16 @@ def measure(subject: Subject, count: int) -> dict[str, Any]:
 
 
 def losses(subject: Subject, count: int) -> dict[str, Any]:
-    """Losses of `count` steps."""
+    """Return the losses of `count` steps."""
     found = [subject.step() for _ in range(count)]
     subject.settle()
     return {"losses": found}
 
 
 def serve(spec: dict[str, Any]) -> None:
-    """Answer commands until the parent says ``quit`` or is gone."""
+    """Answer commands until the parent sends ``quit`` or has ended."""
     base = Path(spec["pipes"]) / f"{spec['name']}.{launched_rank()}"
-    # Opened before anything that takes long: later, a parent that is gone would not be noticed.
+    # Open the pipes before long work; later, a parent that has ended would not be noticed.
     with open(f"{base}.in") as commands, open(f"{base}.out", "w", buffering=1) as replies:
         subject = make(spec)
         gc.collect()
@@ -110,7 +110,7 @@ def serve(spec: dict[str, Any]) -> None:
 
 
 def launched_rank() -> int:
-    """Rank that the launcher gave to this process, 0 without one; known before MPI is."""
+    """Return the rank from the launcher's environment, 0 without one; known before MPI starts."""
     for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK"):
         if name in os.environ:
             return int(os.environ[name])

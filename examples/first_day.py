@@ -1,10 +1,11 @@
-"""A first day: a U-Net of PyTorch, forty files of which some have holes, and back to PyTorch.
+"""A first day: a U-Net from PyTorch, forty files (some with missing values), and back to PyTorch.
 
     mpirun -n 2 python examples/first_day.py FOLDER
 
-In FOLDER appear: the data (each file one simulation), the model that torch has exported, a run, predictions of files
-without labels, and the trained model as ONNX and as weights for torch. The last line says how far torch and halograd
-are apart on the files without labels. It needs ``pip install 'halograd[interchange]' torch onnxscript``.
+The script writes to FOLDER: the data (one simulation per file), the model that torch has exported, a run, predictions
+of files without labels, and the trained model as ONNX and as weights for torch. The last line has the difference
+between torch and halograd on the files without labels. It needs ``pip install 'halograd[interchange]' torch
+onnxscript``.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ EDGE, CHANNELS, CLASSES, FILES, SAMPLES = 64, 3, 3, 40, 4
 
 
 def write_files(folder: Path, first: int, labelled: bool) -> None:
-    """Waves that travel, sampled in time; the class of a cell is that of its height. Some samples have NaN."""
+    """Write travelling waves, sampled in time; the class of a cell is that of its height. Some samples have NaN."""
     folder.mkdir(parents=True)
     y, x = np.meshgrid(*[np.linspace(0, 2 * np.pi, EDGE, endpoint=False)] * 2, indexing="ij")
     for number in range(first, first + (FILES if labelled else 4)):
@@ -45,7 +46,7 @@ def write_files(folder: Path, first: int, labelled: bool) -> None:
 
 
 def torch_unet() -> Any:
-    """Group norm, strided convolutions, bilinear upsampling, skip connections."""
+    """Return a U-Net in torch: group norm, strided convolutions, bilinear upsampling, skip connections."""
     import torch
     from torch import nn
 
@@ -71,7 +72,7 @@ def torch_unet() -> Any:
 
 
 def export_unet(path: Path) -> None:
-    """What one does where the model is."""
+    """Export the torch model, as on the machine where it was written."""
     import torch
 
     training: Any = torch.onnx.TrainingMode.TRAINING
@@ -81,7 +82,7 @@ def export_unet(path: Path) -> None:
 
 
 def with_losses(path: Path) -> hg.Network:
-    """The model as halograd reads it, and what it is trained for: cross-entropy and Dice."""
+    """Load the model in halograd and add its losses: cross-entropy and Dice."""
     logits = hg.onnx.load(path).outputs["logits"]
     target = hg.Input((EDGE, EDGE, 1), "classes", "int32")
     loss = hg.SoftmaxCrossEntropy()(logits, target) + 0.5 * hg.Dice("softmax")(logits, target)
@@ -89,7 +90,7 @@ def with_losses(path: Path) -> hg.Network:
 
 
 def difference_to_torch(folder: Path, statistics: ChannelStatistics) -> float:
-    """Largest difference of logits to those of torch, and of the ONNX file, which normalizes the data itself."""
+    """Return the largest difference of logits to torch's, also for the ONNX file, which normalizes the data itself."""
     import onnxruntime
     import safetensors.torch
     import torch

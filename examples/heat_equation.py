@@ -1,4 +1,4 @@
-"""Heat equation in two dimensions on a distributed tensor, halos behind the interior; no deep learning.
+"""Heat equation in two dimensions on a distributed tensor, with halos hidden behind the interior; no deep learning.
 
     mpirun -n 4 python -m examples.heat_equation
 
@@ -21,13 +21,13 @@ MARGIN = ((0, 0), (1, 1), (1, 1), (0, 0))
 
 
 def initial() -> np.ndarray:
-    """A hot disk off the centre, shape ``(1, ROWS, COLUMNS, 1)``."""
+    """Return a hot disk off the centre, shape ``(1, ROWS, COLUMNS, 1)``."""
     y, x = np.mgrid[:ROWS, :COLUMNS]
     return (np.hypot(y - 60, x - 90) < 30).astype(np.float64)[None, :, :, None]
 
 
 def update(old: np.ndarray, new: np.ndarray, rows: slice, columns: slice) -> None:
-    """One Euler step of the cells ``rows x columns`` of an array with a margin of one cell."""
+    """Compute one Euler step of the cells ``rows x columns`` of an array with a margin of one cell."""
     r, c = (slice(s.start, s.stop) for s in (rows, columns))
     up, down = slice(r.start - 1, r.stop - 1), slice(r.start + 1, r.stop + 1)
     left, right = slice(c.start - 1, c.stop - 1), slice(c.start + 1, c.stop + 1)
@@ -36,7 +36,7 @@ def update(old: np.ndarray, new: np.ndarray, rows: slice, columns: slice) -> Non
 
 
 def solve(comm: Communicator) -> np.ndarray | None:
-    """The field after all steps, on rank 0. Collective."""
+    """Return the field after all steps, on rank 0. Collective."""
     parts = MPI.Compute_dims(comm.size, 2)
     layout = Layout.blocks((1, ROWS + 2, COLUMNS + 2, 1), (1, *parts, 1), comm.size)
     cold = np.pad(initial(), ((0, 0), (1, 1), (1, 1), (0, 0)))

@@ -1,11 +1,11 @@
-"""Losses and scores of a run in MLflow, by a callback.
+"""Logging of a run's losses and scores to MLflow, by a callback.
 
     pip install mlflow
     halograd generate mesh-tangling mesh.h5 --samples 32 --resolution 32
     python -m examples.tracking mesh.h5 runs/tracked
     mlflow ui
 
-Under ``mpirun`` rank 0 alone writes. Weights & Biases is alike: ``wandb.init(config=...)``, then
+Under ``mpirun`` only rank 0 writes. Weights & Biases works in the same way: ``wandb.init(config=...)``, then
 ``wandb.log(values, step=...)``.
 """
 
@@ -20,16 +20,16 @@ import halograd as hg
 
 
 class Mlflow(hg.Callback):
-    """Logs every so-many-th step, all validations, and the checkpoint with the best one.
+    """Callback that logs every n-th step, all validations, and the checkpoint with the best one.
 
     Parameters
     ----------
     rank
-        Of this process: rank 0 writes.
+        Rank of this process: rank 0 writes.
     settings
-        What is to be found again by.
+        Parameters of the run, for searching.
     every
-        Steps between two losses. To look at a loss makes the host wait for a device.
+        Steps between two logged losses. Reading a loss makes the host wait for a device.
     """
 
     def __init__(self, rank: int, settings: Mapping[str, Any], every: int = 10) -> None:
@@ -44,7 +44,7 @@ class Mlflow(hg.Callback):
     def on_step(self, step: int, loss: SupportsFloat, learning_rate: float) -> None:
         self.step = step
         if step % self.every == 0:
-            value = float(loss)  # on all ranks: they may have to wait for one another
+            value = float(loss)  # on all ranks, because it may communicate
             if self.writes:
                 self.mlflow.log_metrics({"loss": value, "learning rate": learning_rate}, step=step)
 
@@ -59,7 +59,7 @@ class Mlflow(hg.Callback):
 
 
 def main(data: str, out: str) -> None:
-    """Train a small U-Net, and follow it."""
+    """Train a small U-Net and log the run."""
     settings = {"epochs": 3, "batch": 4}
     network = hg.models.unet((32, 32), channels=18, classes=2, width=4, levels=2)
     hg.fit(network, data, out, callbacks=[Mlflow(hg.boot().rank, settings, every=2)], **settings)

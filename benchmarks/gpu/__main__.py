@@ -1,6 +1,7 @@
 """``python -m benchmarks.gpu host | copies | cutting [SUBJECT PRECISION] | steps SUBJECT PRECISION``: JSON lines.
 
-``{"begin": NAME}`` before a timing, ``{"check": NAME, "status": ..., "detail": ..., "numbers": {...}}`` behind it.
+It prints ``{"begin": NAME}`` before a timing, and ``{"check": NAME, "status": ..., "detail": ..., "numbers": {...}}``
+after it.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from halograd.kernels import Backend, get_backend
 
 __all__ = ["main", "measure", "run"]
 
-#: File with the names of timings that need not be made again, as JSON; tests/gpu/runner.py sets it.
+#: Variable for a JSON file with the names of timings to skip; tests/gpu/runner.py sets it.
 SKIP = "HALOGRAD_GPU_SKIP"
 
 
 def measure(name: str, call: Callable[[], tuple[str, Mapping[str, float]]]) -> None:
-    """Make a timing and print it; what goes wrong is its result."""
+    """Run a timing and print its result; an exception is a result too."""
     if name in _known():
         return
     print(json.dumps({"begin": name}), flush=True)
@@ -51,7 +52,7 @@ def _known() -> list[str]:
 
 
 def run(what: Sequence[str], kernels: Backend, comm: Communicator, torch_device: str = "cuda") -> None:
-    """Make the timings of one name. Local."""
+    """Run the timings of one name. Local."""
     name = what[0]
     if name == "host":
         measure("time of the host per call", lambda: time_host(kernels))
@@ -68,7 +69,7 @@ def run(what: Sequence[str], kernels: Backend, comm: Communicator, torch_device:
 
 
 def _steps(kernels: Backend, comm: Communicator, subject: Subject, precision: str, torch_device: str) -> None:
-    """Ours beside torch's, if there is one; each of its modes in a process of its own."""
+    """Time our steps and torch's, if it is installed; each mode of torch runs in a separate process."""
     title, lacks = f"{subject.title}, {precision}", find_torch()
     if lacks:
         measure(title, lambda: contest(kernels, comm, subject, precision, None))
@@ -81,7 +82,7 @@ def _steps(kernels: Backend, comm: Communicator, subject: Subject, precision: st
 
 
 def main() -> int:
-    """On the first GPU, with measured algorithms and TF32, as torch has them with ``cudnn.benchmark``."""
+    """Run the timings on the first GPU, with autotuning and TF32, as in torch with ``cudnn.benchmark``."""
     with Communicator(MPI.COMM_SELF) as comm, get_backend("cudnn", autotune=True, precision="tf32") as kernels:
         run(sys.argv[1:], kernels, comm)
     return 0

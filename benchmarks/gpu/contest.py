@@ -1,4 +1,4 @@
-"""Training steps of ours beside torch's, by turns on one GPU."""
+"""Training steps of halograd and torch, timed in turn on one GPU."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ __all__ = ["DTYPES", "LIMITS", "Ours", "contest", "contest_compiled", "rounds"]
 
 Outcome = tuple[str, Mapping[str, float]]
 
-#: Dtype of activations by what is compared; the backend computes float32 in TF32.
+#: Dtype of activations by name of the precision; the backend computes float32 in TF32.
 DTYPES = {"bf16": "bfloat16", "tf32": "float32"}
-#: Largest difference of the first losses, relative: it must be the same network on the same data.
+#: Largest relative difference of the first losses, which shows that network and data are the same.
 LIMITS = {"bf16": 0.05, "tf32": 0.01}
 ROUNDS, ROUND_SECONDS, MOST_STEPS = 5, 0.25, 50
 EAGER_PATIENCE, COMPILE_PATIENCE, STEPS_PATIENCE = 60.0, 150.0, 60.0  # [s]
 
 
 class Ours:
-    """Training steps of a subject by our kernels. Collective over `comm`."""
+    """Training steps of a subject in halograd. Collective over `comm`."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Ours:
             self.executor.set_input(name, array)
 
     def warm_up(self) -> float:
-        """Some steps, in which graphs are recorded too; the loss of the first."""
+        """Run some steps, which also captures graphs; return the loss of the first."""
         loss = float(self.trainer.step())
         for _ in range(3):
             self.trainer.step()
@@ -63,7 +63,7 @@ class Ours:
         return loss
 
     def seconds(self, count: int) -> float:
-        """Time of a step on the device, that follows others without waiting [s]."""
+        """Return the mean time of consecutive steps on the device, without waits in between [s]."""
         first = self._device.stamp()
         for _ in range(count):
             self.trainer.step()
@@ -72,9 +72,10 @@ class Ours:
         return self._device.seconds(first, second) / count
 
     def host_seconds(self, count: int) -> float:
-        """Median time in which the host enqueues a step [s]; where it is the longer one, it sets the pace.
+        """Return the median time in which the host enqueues a step [s].
 
-        Each behind a synchronization: a step waits for the loss of the step before, so for the device.
+        Each step follows a synchronization, because a step waits for the loss of the previous one. If this time is
+        longer than that of the device, the host limits the speed.
         """
         found = []
         for _ in range(count):
@@ -86,7 +87,9 @@ class Ours:
         return statistics.median(found)
 
     def launches(self) -> int | None:
-        """Nodes of the graphs of a forward and a backward pass: kernels, copies and fills. None without graphs."""
+        """Return the number of graph nodes of a forward and a backward pass: kernels, copies and fills. None without
+        graphs.
+        """
         capture = getattr(self._device, "_captured", None)
         if capture is None:
             return None
@@ -97,7 +100,7 @@ class Ours:
         return sum(_nodes(capture(section.run)) for section in found)
 
     def update(self) -> None:
-        """The updates of all parameters once more."""
+        """Update all parameters once more."""
         for bucket in self.executor.store.buckets:
             self.trainer.optimizer.update(bucket)
 
@@ -110,7 +113,8 @@ class Ours:
 
 
 def rounds(contestants: Mapping[str, Callable[[int], float]], count: int = ROUNDS) -> dict[str, list[float]]:
-    """Seconds of a step per round, all contestants taking turns; the order turns around from round to round."""
+    """Return the times of a step per round [s]; contestants alternate, and the order is reversed from round to round.
+    """
     steps = {}
     for name, run in contestants.items():
         steps[name] = max(3, min(MOST_STEPS, math.ceil(ROUND_SECONDS / max(run(2), 1e-6))))
@@ -122,7 +126,7 @@ def rounds(contestants: Mapping[str, Callable[[int], float]], count: int = ROUND
 
 
 def _nodes(graph: Any) -> int:
-    """Number of nodes of a graph of CuPy's, which does not tell it."""
+    """Return the number of nodes of a CuPy graph, which CuPy does not report."""
     count = ctypes.c_size_t()
     status = ctypes.CDLL("libcuda.so.1").cuGraphGetNodes(ctypes.c_void_p(graph.graph), None, ctypes.byref(count))
     if status:
@@ -131,9 +135,9 @@ def _nodes(graph: Any) -> int:
 
 
 def contest(kernels: Backend, comm: Any, subject: Subject, precision: str, torch: TorchProcess | None) -> Outcome:
-    """Median seconds of a step of ours, also as a graph, and of torch's eager mode.
+    """Time steps of halograd, without and with a graph, and of torch's eager mode; medians [s].
 
-    Ours alone comes first: memory against the prediction, launches, and what the host takes.
+    First halograd alone: memory compared with the prediction, launches, and time of the host.
     """
     numbers: dict[str, float] = {}
     notes: list[str] = []
@@ -171,7 +175,7 @@ def contest(kernels: Backend, comm: Any, subject: Subject, precision: str, torch
 
 
 def contest_compiled(kernels: Backend, comm: Any, subject: Subject, precision: str, torch: TorchProcess) -> Outcome:
-    """The same with torch's compiled network, which takes a minute to be compiled, beside our graph."""
+    """Time torch's compiled network and our graph. Compiling takes a minute."""
     numbers: dict[str, float] = {}
     ours = Ours(kernels, comm, subject, DTYPES[precision], graph=True)
     try:
@@ -187,12 +191,12 @@ def contest_compiled(kernels: Backend, comm: Any, subject: Subject, precision: s
 def _torch(
     torch: TorchProcess, subject: Subject, precision: str, compiled: bool, numbers: dict[str, float]
 ) -> Callable[[int], float]:
-    """torch's network, if its first loss is ours: else it is another one.
+    """Return torch's network after a check that its first loss is ours.
 
     Raises
     ------
     AssertionError
-        If it is.
+        The losses differ.
     """
     name, patience = ("compiled", COMPILE_PATIENCE) if compiled else ("eager", EAGER_PATIENCE)
     asked = {"name": name, "subject": asdict(subject), "precision": precision, "compiled": compiled}
@@ -218,7 +222,7 @@ def _torch_seconds(torch: TorchProcess, name: str, count: int) -> float:
 
 
 def _text(numbers: Mapping[str, float], notes: list[str], found: Mapping[str, list[float]]) -> str:
-    """Milliseconds of a step each, and the memory."""
+    """Return a text of milliseconds per step and memory."""
     parts = [f"{name} {1e3 * numbers[name]:.2f}" for name in found]
     text = f"ms/step: {', '.join(parts)}"
     if "host" in numbers:

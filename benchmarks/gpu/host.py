@@ -1,4 +1,4 @@
-"""What the host takes to enqueue one thing: kernels of ours, operations of CuPy, plans of cuDNN, products. Local."""
+"""Time of the host to enqueue one operation: our kernels, CuPy operations, cuDNN plans, matrix products. Local."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FIELDS = np.dtype([(name, np.uint64) for name in "abcd"])
 
 
 def time_host(kernels: Backend) -> Outcome:
-    """Median seconds per call, of calls that do next to nothing on the device."""
+    """Time calls with almost no device work; median seconds per call."""
     cases = {**_ours(kernels), **_raw(kernels)}
     numbers = {name: _seconds(kernels, call) for name, call in cases.items()}
     parts = [f"{name} {1e6 * seconds:.1f}" for name, seconds in numbers.items()]
@@ -30,7 +30,7 @@ def time_host(kernels: Backend) -> Outcome:
 
 
 def _ours(kernels: Backend) -> dict[str, Callable[[], Any]]:
-    """By what a step calls."""
+    """Return calls of our own kernels by name."""
     x, y = (kernels.zeros((2, 4, 4, 8), "float32") for _ in range(2))
     w, dense = kernels.zeros((8, 3, 3, 8), "float32"), kernels.zeros((8, 8), "float32")
     flat, out = kernels.zeros((4, 8), "float32"), kernels.zeros((4, 8), "float32")
@@ -46,7 +46,7 @@ def _ours(kernels: Backend) -> dict[str, Callable[[], Any]]:
 
 
 def _raw(kernels: Backend) -> dict[str, Callable[[], Any]]:
-    """One kernel of CuPy with its arguments as a structured record, and as a void view of it."""
+    """Return a CuPy kernel with its arguments as a structured record, and as a void view of it."""
     cupy = getattr(kernels.device, "cupy", None)
     if cupy is None or not hasattr(cupy, "RawModule"):
         return {}

@@ -1,6 +1,6 @@
-"""One rank of several without the others: its kernels, packing and unpacking, while messages lead back to itself.
+"""One rank without its peers: kernels, packing and unpacking are real, and messages return to the sender.
 
-For times only: what arrives are the own messages, so that numbers are of no use.
+For timings only: a rank receives its own messages, so results are wrong.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ __all__ = ["LoneCommunicator"]
 
 
 class LoneCommunicator:
-    """What an executor asks of a communicator, for rank `rank` of `size`, with no other rank there. Local.
+    """Communicator interface for an executor, as rank `rank` of `size`, without other ranks. Local.
 
-    Messages are copied from the send to the receive buffers within the device, as many bytes as both have; sums leave
-    their buffer as it is. All ranks must share all samples: groups of some of them cannot be made.
+    Messages are copied from the send to the receive buffers within the device, as many bytes as both have; sums do not
+    change their buffer. All ranks must share all samples, because subgroups are not supported.
     """
 
     transport = "lone"
@@ -36,7 +36,7 @@ class LoneCommunicator:
         self.rank, self.size, self.ranks = rank, size, tuple(range(size))
         self.nodes = (0,) * size
         self.instruments = Instruments()
-        # Copies within the device can be in a graph, as messages of NCCL can.
+        # Copies within the device can be captured into a graph, as NCCL messages can.
         copies = Choice("nccl", "copies within the device")
         self.devices = SimpleNamespace(choice=copies, launched=lambda label: lambda: None)
         self.counters = self.instruments.counters
@@ -49,7 +49,7 @@ class LoneCommunicator:
         return made
 
     def reduction(self, buffer: Any, **options: Any) -> _Unchanged:
-        """A sum in which the others have no part."""
+        """Return a sum without contributions of other ranks."""
         return _Unchanged()
 
     def reductions(self, specs: Sequence[ReductionSpec]) -> list[_Unchanged]:
@@ -57,7 +57,7 @@ class LoneCommunicator:
         return [_Unchanged() for _ in specs]
 
     def split(self, color: int | None) -> LoneCommunicator:
-        """Refused: who the others of a group are, one rank alone cannot know."""
+        """Raise ValueError: one rank alone cannot know the members of a group."""
         raise ValueError("LoneCommunicator: expected a cut in which all ranks share all samples, got one of groups")
 
     @property
@@ -111,36 +111,36 @@ class _Mirror:
             np.copyto(target, source)
 
     def finish(self) -> None:
-        """Nothing: the copy is in the queue."""
+        """Do nothing: the copy is in the queue."""
 
     def release(self) -> None:
         self.slot = 1 - self.slot
 
     def close(self) -> None:
-        """Nothing to free but memory."""
+        """Do nothing: only memory is held."""
 
 
 class _Unchanged:
-    """A reduction that leaves its buffer alone."""
+    """A reduction that does not change its buffer."""
 
     closed = False
     encoding = None  # elements travel as they are
 
     def start(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def finish(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def run(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 def _parts(array: Any, counts: Mapping[int, int]) -> dict[int, Any]:
-    """The part of each peer, one behind the other."""
+    """Return the part of each peer; the parts are consecutive."""
     parts, start = {}, 0
     for peer, count in counts.items():
         parts[peer] = array[start : start + count]

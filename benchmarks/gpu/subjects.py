@@ -1,4 +1,4 @@
-"""Networks that are timed on a GPU, their weights and data: the same for us and for torch."""
+"""Networks to time on a GPU, with their weights and data; the same for halograd and torch."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from halograd.models import build
 
 __all__ = ["MOMENTUM", "RATE", "SUBJECTS", "Subject"]
 
-#: Of the optimizer, SGD.
+#: Settings of the optimizer, SGD.
 MOMENTUM, RATE = 0.9, 1e-4
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A network by the name of its model and its options, and a batch."""
+    """A network, by the name of its model and its options, and a batch."""
 
     title: str
     model: str
@@ -31,11 +31,11 @@ class Subject:
         return build(self.model, **self.options)
 
     def weights(self, network: Network) -> dict[str, np.ndarray]:
-        """Initial parameters in float32 by ``layer/parameter``, those of seed 0."""
+        """Return the initial parameters of seed 0 in float32, by ``layer/parameter``."""
         return {name: spec.initial(name, 0).astype(np.float32) for name, spec in network.parameters().items()}
 
     def data(self, network: Network) -> dict[str, np.ndarray]:
-        """Inputs ``(N, *spatial, C)`` by name: normal numbers, random targets."""
+        """Return inputs ``(N, *spatial, C)`` by name: normal numbers, random targets."""
         result = {}
         for name, node in network.inputs.items():
             draw, shape = np.random.default_rng([7, zlib.crc32(name.encode())]), (self.batch, *node.shape)
@@ -48,7 +48,7 @@ class Subject:
         return result
 
 
-#: By short name, the most telling first.
+#: Subjects by short name, the most important first.
 SUBJECTS: dict[str, Subject] = {
     "mesh-2K": Subject("mesh-2K, batch 1", "mesh_2k"),
     "resnet50": Subject("ResNet-50 224, batch 64", "resnet50", 64),

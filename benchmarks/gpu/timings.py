@@ -1,4 +1,4 @@
-"""Speed on one GPU: copies, halos, the cost of cutting. Local."""
+"""Speed on one GPU: copies, halos, and the overhead of cutting. Local."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Outcome = tuple[str, Mapping[str, float]]
 
 
 def time_copies(kernels: Backend, nbytes: int = 1 << 28) -> Outcome:
-    """Bandwidth of a copy, reading and writing [B/s]."""
+    """Time a copy; return its bandwidth of reading and writing [B/s]."""
     source, target = (kernels.zeros((nbytes,), "uint8") for _ in range(2))
     rate = 2 * nbytes / _fastest(kernels, lambda: np.copyto(target, source))
     return f"{rate / 1e9:.0f} GB/s", {"bytes_per_second": rate}
@@ -31,10 +31,10 @@ def time_copies(kernels: Backend, nbytes: int = 1 << 28) -> Outcome:
 def time_halo(
     kernels: Backend, extent: int = 1024, channels: int = 128, dtype: str = "bfloat16", nbytes: int = 1 << 28
 ) -> Outcome:
-    """Pack, copy and unpack of a block's halo of width 1 with all eight neighbors, without a wire; beside a large copy.
+    """Time packing, copying and unpacking the halo of width 1 of a block with eight neighbors, without a network.
 
-    Beside it the time of three launches that move next to nothing, below which three launches cannot be. Both are
-    recorded as graphs where the device has them, so that the host's share is not in it.
+    For comparison, it times a large copy, and three launches that move almost nothing, which is a lower bound. Both are
+    captured as graphs if the device supports them, which excludes the host's time.
     """
     bandwidth = time_copies(kernels, nbytes)[1]["bytes_per_second"]
     blocks = Layout.blocks((1, 3 * extent, 3 * extent, channels), {"height": 3, "width": 3}, 9).boxes
@@ -54,7 +54,7 @@ def time_halo(
     seconds, least = _fastest(kernels, _recorded(kernels, exchange.run)), _fastest(kernels, _recorded(kernels, floor))
     enqueued = _fastest(kernels, exchange.run)
     exchange.close()
-    # Packing, the copy and unpacking each read and write what travels.
+    # Packing, the copy and unpacking each read and write the halo.
     rate = 6 * nbytes / seconds
     share = rate / bandwidth
     numbers = {"seconds": seconds, "floor_seconds": least, "enqueued_seconds": enqueued, "bytes": nbytes}
@@ -71,12 +71,12 @@ def time_cutting(
     cuts: Sequence[Mapping[str, int]] = CUTS,
     graph: bool = False,
 ) -> Outcome:
-    """The same sample as blocks, whose steps are worked one after the other, against uncut.
+    """Time a sample as blocks, whose steps run in sequence, compared with the uncut sample.
 
-    A block's step holds everything but the wires: its kernels over its part of the sample with halos, packing,
-    unpacking, statistics around sums. The update of all parameters, which every block repeats, is counted once.
-    One by one the host enqueues as many kernels for a quarter of the sample as for the whole, and may set the pace
-    (what it takes is printed); as graphs (`graph`) it does not, and what is left is the device's.
+    A block's step includes everything except the network: its kernels on its part of the sample with halos, packing,
+    unpacking, and statistics around sums. The update of all parameters, which every block repeats, counts once. Without
+    graphs, the host enqueues as many kernels for a quarter of the sample as for the whole, and may limit the speed (its
+    time is printed). With `graph` only the device's time remains.
     """
     dtype, numbers = DTYPES[precision], {}
     uncut = Ours(kernels, comm, subject, dtype, graph)
@@ -107,8 +107,8 @@ def _median(run: Callable[[int], float]) -> float:
 
 
 def _recorded(kernels: Backend, run: Callable[[], None]) -> Callable[[], None]:
-    """The same as a graph, where the device has them."""
-    run()  # what is loaded at the first launch is not recorded
+    """Return a function captured as a graph if the device supports graphs, else `run`."""
+    run()  # load libraries at a first launch, before the capture
     kernels.device.synchronize()
     prepare = kernels.before_capture
     if prepare is not None:
@@ -120,7 +120,7 @@ def _recorded(kernels: Backend, run: Callable[[], None]) -> Callable[[], None]:
 
 
 def _fastest(kernels: Backend, run: Callable[[], None]) -> float:
-    """Seconds of one run on the device, in the fastest of some rounds."""
+    """Return the device time of one run, in the fastest of some rounds [s]."""
     device, seconds = kernels.device, []
     for _ in range(ROUNDS + 1):
         first = device.stamp()

@@ -1,4 +1,4 @@
-"""torch as a process of its own, that runs steps when it is asked to: its cuDNN and ours need not be the same."""
+"""torch in a separate process that runs steps on request, because its cuDNN may differ from ours."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _SERVER = "benchmarks.gpu.torch_steps"
 
 
 class TorchError(RuntimeError):
-    """torch cannot do what it was asked for, or took too long."""
+    """Raised if torch cannot execute a command, or took too long."""
 
 
 def find_torch() -> str | None:
-    """What is missing to compare with torch; None if nothing is."""
+    """Return what is missing for a comparison with torch; None if nothing is."""
     return "needs torch (pip install torch)" if find_spec("torch") is None else None
 
 
 class TorchProcess:
-    """Talks to ``benchmarks/gpu/torch_steps.py`` by JSON lines. Local. It uses neither CPU nor GPU while it waits.
+    """Client of ``benchmarks/gpu/torch_steps.py`` by JSON lines. Local. While it waits, it uses neither CPU nor GPU.
 
     Parameters
     ----------
@@ -44,12 +44,12 @@ class TorchProcess:
         )
 
     def ask(self, patience: float, **command: Any) -> dict[str, Any]:
-        """The answer to a command, within so many seconds; else the process is ended.
+        """Send a command and return its answer; end the process after `patience` seconds.
 
         Raises
         ------
         TorchError
-            Also if torch says that it cannot.
+            There is no answer, or torch reports an error.
         """
         assert self._process.stdin is not None and self._process.stdout is not None
         try:

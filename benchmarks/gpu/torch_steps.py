@@ -1,4 +1,4 @@
-"""torch on a device, asked by :mod:`benchmarks.gpu.contest`: builds a network, and runs steps that it times there.
+"""torch on a device, controlled by :mod:`benchmarks.gpu.contest`: builds a network, and runs and times its steps.
 
 ``python -m benchmarks.gpu.torch_steps DEVICE``; commands and answers are JSON lines::
 
@@ -50,7 +50,7 @@ class Steps:
         return loss.detach()
 
     def seconds(self, count: int) -> float:
-        """Time of a step, that follows others without waiting [s]."""
+        """Return the mean time of consecutive steps, without waits in between [s]."""
         if self.device == "cpu":
             begin = time.perf_counter()
             for _ in range(count):
@@ -87,7 +87,7 @@ class _Server:
         before = torch.cuda.memory_allocated() if gpu else 0
         made = Steps(Subject(**command["subject"]), command["precision"], command["compiled"], self.device)
         loss = float(made.step())
-        made.step()  # by now cudnn.benchmark has measured, and everything is compiled
+        made.step()  # now cudnn.benchmark has measured, and everything is compiled
         if gpu:
             torch.cuda.reset_peak_memory_stats()
         made.step()
@@ -98,7 +98,7 @@ class _Server:
 
 
 def serve(device: str) -> None:
-    """Answer commands until there are no more; what else prints goes to the standard error output."""
+    """Answer commands until the input ends; other output goes to stderr."""
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     server = _Server(device)

@@ -1,4 +1,4 @@
-"""What `make docs` makes beside the pages that are written by hand: references, and links to the sources.
+"""Generator of the site's references and source links, for `make docs`.
 
-MkDocs calls `hooks`; mkdocstrings has griffe call `docstrings`. Nothing here is part of the library.
+MkDocs calls `hooks`; mkdocstrings passes docstrings through `docstrings`. Nothing here is part of the library.
 """

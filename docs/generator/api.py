@@ -1,7 +1,7 @@
-"""The reference of the Python names: a page per folder, an entry per public name where it is defined.
+"""Reference of the Python names: a page per folder, and an entry per public name where it is defined.
 
-Public is what the ``__all__`` of a package lists; of a package without one, what those of its modules list. A name that
-several packages offer has one entry, in the folder that defines it, and links from the others.
+Public names are those in the ``__all__`` of a package, or, for a package without one, of its modules. A name that
+several packages export has one entry, in the folder that defines it, and links from the others.
 """
 
 from __future__ import annotations
@@ -18,27 +18,28 @@ from .docstrings import row, to_markdown
 __all__ = ["FOLDERS", "names", "page", "public"]
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-#: Folders with a page of their own. `cli`, `demo` and `report` are commands: see commands.md.
+#: Folders with their own page. `cli`, `demo` and `report` are commands: see commands.md.
 FOLDERS = (
     *("comm", "data", "device", "dtensor", "interchange", "jobs", "kernels", "layers", "lowering", "models"),
     *("perfmodel", "program", "training"),
 )
-#: Modules beside the folders that scripts import.
+#: Modules outside of these folders that scripts import.
 TOP = ("halograd.onnx", "halograd.testing", "halograd.auto")
-#: Behind the end of a sentence: no dot within code, or of an abbreviation.
+#: Position after the end of a sentence, excluding dots in code and abbreviations.
 SENTENCE = re.compile(r"(?<!et al)(?<!Eq)(?<!i\.e)\.\s(?=[A-Z`\"](?:[^`]|`[^`]*`)*$)")
 
 
 @lru_cache(maxsize=1)
 def package() -> griffe.Module:
-    """The whole library as griffe reads it: nothing is imported."""
+    """Return the whole library as parsed by griffe, without importing it."""
     loaded = griffe.load("halograd", search_paths=[str(ROOT)], docstring_parser="numpy", resolve_aliases=True)
     assert isinstance(loaded, griffe.Module)
     return loaded
 
 
 def public(module: griffe.Module) -> dict[str, list[str]]:
-    """Public names by the dotted package or module that offers them: of `module`, then of the packages below it."""
+    """Return the public names by the dotted package or module that exports them: `module` first, then its subpackages.
+    """
     found = {module.path: exported(module)} if exported(module) else {}
     for below in sorted(_modules(module), key=lambda m: m.path):
         if below.is_init_module:
@@ -49,7 +50,7 @@ def public(module: griffe.Module) -> dict[str, list[str]]:
 
 
 def exported(module: griffe.Module) -> list[str]:
-    """What ``__all__`` of a module lists."""
+    """Return the names in ``__all__`` of a module."""
     return [str(name) for name in module.exports or ()]
 
 
@@ -58,13 +59,13 @@ def _modules(module: griffe.Module) -> Iterator[griffe.Module]:
 
 
 def home(module: str, name: str) -> str:
-    """Where a public name is defined, as a dotted path."""
+    """Return the dotted path at which a public name is defined."""
     member = package()[module.removeprefix("halograd").lstrip(".")][name] if module != "halograd" else package()[name]
     return member.final_target.path if member.is_alias else member.path
 
 
 def page(folder: str) -> str:
-    """The Markdown of the page of a folder."""
+    """Return the Markdown of the page of a folder."""
     module = package()[folder]
     lines = [f"# halograd.{folder}", "", *_about(module), *_files(module)]
     seen: set[str] = set()
@@ -76,7 +77,7 @@ def page(folder: str) -> str:
 
 
 def names() -> str:
-    """The Markdown of all that ``import halograd as hg`` offers, with the entries that no other page has."""
+    """Return the Markdown of all names in ``import halograd as hg``, with the entries that no other page has."""
     offered = exported(package())
     lines = ["| `hg.` | |", "|---|---|"]
     lines += [row(f"[`{name}`][{home('halograd', name)}]", summary(home("halograd", name))) for name in offered]
@@ -98,7 +99,7 @@ def names() -> str:
 
 
 def summary(path: str) -> str:
-    """The first line of the docstring of an object, fit for a cell of a table."""
+    """Return the first sentence of an object's docstring, formatted for a table cell."""
     thing = package()[path.removeprefix("halograd.")]
     text = thing.docstring.value.split("\n\n")[0] if thing.docstring else ""
     sentence = SENTENCE.split(" ".join(text.split()), maxsplit=1)[0]
@@ -106,7 +107,7 @@ def summary(path: str) -> str:
 
 
 def _entries(offering: str, offered: list[str], inside: str, seen: set[str]) -> list[str]:
-    """Entries of the names that the folder defines, and links to those it only passes on."""
+    """Return entries of the names that the folder defines, and links to names that it only re-exports."""
     entries, passed_on = [], []
     for name in offered:
         path = home(offering, name)
@@ -124,7 +125,7 @@ def _about(module: griffe.Module) -> list[str]:
 
 
 def _files(module: griffe.Module) -> list[str]:
-    """What is where: the modules of a folder, each with its first line."""
+    """Return a table of the modules of a folder, each with its first line."""
     rows = []
     for below in sorted(_modules(module), key=lambda m: m.path):
         path = below.path.removeprefix("halograd.").replace(".", "/")

@@ -1,4 +1,4 @@
-"""The reference of the command line, from the commands themselves."""
+"""Reference of the command line, generated from the commands."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["all_commands", "reference"]
 
 
 def reference() -> str:
-    """A section per command: what it does, its arguments and options, its examples."""
+    """Return a section per command: description, arguments and options, examples."""
     lines: list[str] = []
     for name, command in all_commands():
         about, _, examples = (command.help or "").partition("\b")
@@ -28,7 +28,7 @@ def reference() -> str:
 
 
 def all_commands() -> Iterator[tuple[str, Any]]:
-    """Name and command, ``halograd generate mesh-tangling`` too; without those that only halograd itself calls."""
+    """Yield names and commands, including ``halograd generate mesh-tangling``, without internal commands."""
     waiting = [("halograd", typer.main.get_command(app))]
     while waiting:
         name, command = waiting.pop(0)
@@ -61,5 +61,5 @@ def _parameters(command: Any) -> list[str]:
 
 
 def _metavar(parameter: Any) -> str:
-    """What stands for a value: ``KEY=VALUE``, or the name of the parameter."""
+    """Return the placeholder of a value: ``KEY=VALUE``, or the name of the parameter."""
     return parameter.metavar or parameter.name.upper()

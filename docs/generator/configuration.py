@@ -1,7 +1,7 @@
-"""The reference of the files that people write, from the tables (pydantic) that check them.
+"""Reference of the files that users write, generated from the tables (pydantic) that check them.
 
 Type, range and default of a key are those of its field; its text is the docstring below the field, or its entry among
-the attributes of the class. So a key that is checked is a key that is explained: a test refuses one without a text.
+the attributes of the class. So every key that is checked is explained: a test fails for a key without a text.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from .docstrings import row, to_markdown
 
 __all__ = ["ConfigSection", "Key", "machine_tables", "model_options", "run_tables", "sections", "strategy_tables"]
 
-#: Bounds that only keep arithmetic finite; a reader need not see them.
+#: Bounds that only keep arithmetic finite; the reference omits them.
 BEYOND = (schema.MOST, schema.LARGEST, 1 / schema.LARGEST, 2**63)
 PLAIN = {int: "whole number", float: "number", bool: "true or false", str: "text", Any: "any value"}
-#: What a text has to be, by the name of the function that checks it.
+#: Expected kind of a text, by the name of its check function.
 TEXTS = {"_one_line": "text", "_path": "path", "_size": 'size such as `"16GiB"`'}
-#: What a docstring of a table begins with, which the heading says already.
+#: Start of a table's docstring that repeats the heading.
 PLACE = re.compile(r"^``\[[\w.]+\]``(?: with ``kind = [^:]*)?: ")
 #: An entry of a list of definitions in the text of a key: ``"value"`` and its meaning in the next lines.
 LISTED = re.compile(r'^(``"\w+"``)\n\s*', re.M)
 BOUNDS = {"ge": ">= {}", "gt": "> {}", "le": "<= {}", "lt": "< {}"}
 
 
-#: Tables whose keys are those of another class, which explains them.
+#: Tables whose keys are documented in another class.
 EXPLAINED_BY = {ReductionConfig: Scheme, EfficiencyTable: Efficiency, RuntimeTable: Overheads}
 
 
@@ -61,7 +61,7 @@ class Key:
 
 @dataclasses.dataclass(frozen=True)
 class ConfigSection:
-    """A table of a file: where it stands, what it is for, its keys."""
+    """A table of a file: its name, purpose and keys."""
 
     heading: str
     anchor: str
@@ -76,11 +76,11 @@ class Inner:
     Attributes
     ----------
     step
-        The step that leads there: ``augment``, ``sums.RANKS``.
+        Keys that lead to the table: ``augment``, ``sums.RANKS``.
     kind
         Class of the table.
     names
-        What its key `kind` may be, where that names a class of a registry.
+        Values of its key `kind` if that names a class of a registry.
     several
         Whether other names have other tables.
     """
@@ -92,22 +92,22 @@ class Inner:
 
 
 def run_tables() -> str:
-    """The tables of a run's configuration."""
+    """Return the tables of a run's configuration."""
     return _markdown(sections(Config))
 
 
 def machine_tables() -> str:
-    """The tables of a machine file."""
+    """Return the tables of a machine file."""
     return _markdown(sections(MachineTable, "machine"))
 
 
 def strategy_tables() -> str:
-    """The tables of a strategy, which is JSON."""
+    """Return the tables of a strategy (JSON)."""
     return _markdown(sections(Strategy, "strategy-file"))
 
 
 def sections(root: type, before: str = "") -> list[ConfigSection]:
-    """The tables of a file in the order in which it has them: the keys at its top, then each table with its own."""
+    """Return the tables of a file in their order: the top-level keys, then each table with its keys."""
     found: dict[str, ConfigSection] = {}
     waiting: list[tuple[Inner, str]] = [(Inner("", root), "")]
     while waiting:
@@ -121,13 +121,13 @@ def sections(root: type, before: str = "") -> list[ConfigSection]:
 
 
 def model_options() -> str:
-    """What each model takes, with types and defaults."""
+    """Return a table of each model's options, with types and defaults."""
     lines = ["| model | option | type | default |", "|---|---|---|---|"]
     for name, make in models.MODELS.items():
         defaults = _defaults(name)
         fields = schema.table_of(*models.makers(name)).model_fields
         for i, (option, field) in enumerate(fields.items()):
-            # A function's None means: as its own code chooses.
+            # None as a default means that the function chooses.
             default = defaults.get(option)
             shown = "" if default is None else f"`{to_toml(default)}`"
             first = f"[`{name}`][{make.__module__}.{make.__name__}]" if i == 0 else ""
@@ -179,7 +179,7 @@ def _fields(table: type) -> dict[str, FieldInfo]:
 
 
 def _inner(table: type) -> Iterator[Inner]:
-    """Tables within a table."""
+    """Yield the tables within a table."""
     for name, field in _fields(table).items():
         for inner in _tables_of(field.annotation, field.metadata):
             yield dataclasses.replace(inner, step=name + inner.step)
@@ -208,11 +208,11 @@ def _is_section(field: FieldInfo) -> bool:
     return any(True for _ in _tables_of(field.annotation, field.metadata))
 
 
-# -- words -----------------------------------------------------------------------------------------
+# -- texts -----------------------------------------------------------------------------------------
 
 
 def _kind(annotation: Any, metadata: Any = ()) -> str:
-    """Type and range of a value, in words."""
+    """Return type and range of a value, in words."""
     origin, parts = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Annotated:
         return _kind(parts[0], parts[1:])
@@ -242,7 +242,7 @@ def _bounds(checks: list[Any]) -> str:
 
 
 def _number(value: float) -> str:
-    """A bound as one reads it: 1,000,000 and not 1e+06."""
+    """Return a bound in readable form: 1,000,000 and not 1e+06."""
     return f"{int(value):,}" if value == int(value) else f"{value:g}"
 
 
@@ -254,7 +254,7 @@ def _default(field: FieldInfo) -> str:
 
 
 def _text(table: type, name: str) -> str:
-    """The docstring of a field, where it is defined; else its entry among the attributes of the class."""
+    """Return the docstring of a field, where it is defined, or its entry among the attributes of the class."""
     for kind in (*table.__mro__, EXPLAINED_BY.get(table, object)):
         thing = _source(kind)
         if thing is None:
@@ -269,7 +269,7 @@ def _text(table: type, name: str) -> str:
 
 
 def _described(thing: griffe.Object) -> dict[str, str]:
-    """Texts of a class's docstring by the name of the attribute or parameter."""
+    """Return the texts in a class's docstring by the name of the attribute or parameter."""
     wanted = (griffe.DocstringSectionKind.attributes, griffe.DocstringSectionKind.parameters)
     parsed = thing.docstring.parse("numpy", warnings=False) if thing.docstring else ()
     return {entry.name: entry.description for part in parsed if part.kind in wanted for entry in part.value}

@@ -1,8 +1,8 @@
 """Docstrings as Markdown: roles become links, pictures and prompts become code.
 
-Docstrings in the sources are numpydoc with the roles of Sphinx (``:class:`Conv```). Griffe parses the sections;
-this extension, which it calls once all modules are read, mends the text between them. A role whose target is not found
-is a warning, and `mkdocs build --strict` fails by it.
+Docstrings in the sources are numpydoc with the roles of Sphinx (``:class:`Conv```). Griffe parses the sections; this
+extension, which it calls after all modules are read, converts the text between them. A role with an unknown target is a
+warning, with which `mkdocs build --strict` fails.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ __all__ = ["Docstrings", "row", "to_markdown", "unresolved_roles"]
 _log = griffe.get_logger("docs.generator.docstrings")
 
 ROLE = re.compile(r":(?:class|func|meth|attr|data|mod|exc):`(?:[^`<]*<)?([^`<>]+)>?`")
-#: Code, which stays as it is, between stretches of text, which do not.
+#: Code, which is not changed, between parts of text, which are.
 CODE = re.compile(r"(``.+?``|`[^`]+`|<autoref .+?</autoref>)", re.S)
 
 
 class Docstrings(griffe.Extension):
-    """Rewrites all docstrings of a package that was loaded."""
+    """An extension that converts all docstrings of a loaded package."""
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
         for thing in documented(pkg):
@@ -38,7 +38,7 @@ class Docstrings(griffe.Extension):
 
 
 def documented(thing: griffe.Object) -> Iterator[griffe.Object]:
-    """Objects below `thing`, and itself, that have a docstring; each where it is defined."""
+    """Yield `thing` and all objects below it that have a docstring, each where it is defined."""
     if thing.docstring:
         yield thing
     for member in thing.members.values():
@@ -47,7 +47,7 @@ def documented(thing: griffe.Object) -> Iterator[griffe.Object]:
 
 
 def unresolved_roles(package: griffe.Module) -> list[str]:
-    """``place: target`` of every role of a package that names nothing."""
+    """Return ``place: target`` for every role of a package with an unknown target."""
     return [
         f"{thing.path}: {target}"
         for thing in documented(package)
@@ -57,14 +57,14 @@ def unresolved_roles(package: griffe.Module) -> list[str]:
 
 
 def row(*cells: str) -> str:
-    """A row of a table in Markdown. Bars in code stay as they are: there they end no cell."""
+    """Return a row of a Markdown table. Bars in code are not escaped, because they do not end a cell."""
     parts = (CODE.split(cell) for cell in cells)
     escaped = ("".join(part if k % 2 else part.replace("|", "\\|") for k, part in enumerate(some)) for some in parts)
     return f"| {' | '.join(escaped)} |"
 
 
 def to_markdown(text: str, thing: griffe.Object) -> tuple[str, list[str]]:
-    """A docstring for Markdown, and the targets of its roles that were not found."""
+    """Return a docstring as Markdown, and the targets of its roles that were not found."""
     missing: list[str] = []
 
     def link(match: re.Match[str]) -> str:
@@ -86,9 +86,9 @@ def to_markdown(text: str, thing: griffe.Object) -> tuple[str, list[str]]:
 
 
 def target_of(name: str, thing: griffe.Object) -> str | None:
-    """Path of what a role in the docstring of `thing` names: in its scope, a member of its class, or alone of its name.
+    """Return the path of a role's target in the docstring of `thing`: in its scope, in its class, or a unique name.
 
-    A name that starts with a dot is looked for beside the module, then anywhere in the library.
+    A name that starts with a dot is searched in the same module first, then in the whole library.
     """
     package = thing.package
     for path in _candidates(name, thing):
@@ -115,7 +115,7 @@ def _candidates(name: str, thing: griffe.Object) -> Iterator[str]:
 
 
 def _canonical(package: griffe.Module, path: str) -> str | None:
-    """Where the object of a path is defined, inherited members included; None if there is no such object."""
+    """Return the path at which an object is defined, including inherited members; None if there is no such object."""
     if path != package.path and not path.startswith(package.path + "."):
         return None
     at: Any = package
@@ -142,7 +142,7 @@ def _all_paths(package: griffe.Module) -> list[str]:
 
 
 def _split(text: str) -> Iterator[tuple[str, str]]:
-    """Stretches of a docstring: ``(words, "")``, or ``("", code)`` of literal blocks and prompts, fenced."""
+    """Yield the parts of a docstring: ``(words, "")``, or ``("", code)`` for literal blocks and prompts, fenced."""
     words: list[str] = []
     lines = text.split("\n")
     at = 0
@@ -167,7 +167,7 @@ def _split(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _literal_end(lines: list[str], start: int) -> int:
-    """The line behind the block that is indented more than the line which announces it."""
+    """Return the number of the line after the block that is indented more than line `start`."""
     indent = _indent(lines[start])
     end = start + 1
     while end < len(lines) and (not lines[end].strip() or _indent(lines[end]) > indent):
@@ -178,7 +178,7 @@ def _literal_end(lines: list[str], start: int) -> int:
 
 
 def _fenced(lines: list[str], language: str) -> str:
-    """Lines as a code block at their own indentation, so that it stays where it is: in a list, in a section."""
+    """Return lines as a code block at their own indentation, so that it stays in its list or section."""
     full = [line for line in lines if line.strip()]
     if not full:
         return ""
@@ -194,9 +194,9 @@ def _indent(line: str) -> int:
 
 
 def _escaped(text: str) -> str:
-    """Signs that mean something to HTML or Markdown, and nothing in a docstring."""
+    """Escape characters that have a meaning in HTML or Markdown, but not in a docstring."""
     parts = CODE.split(text)
     for i in range(0, len(parts), 2):
         plain = re.sub(r"<(?=[\w/!])", "&lt;", parts[i])
-        parts[i] = re.sub(r"\[(?=[^\[\]]*\]\s?[\[(])", r"\\[", plain)  # "`n` [B] [s]" is no link
+        parts[i] = re.sub(r"\[(?=[^\[\]]*\]\s?[\[(])", r"\\[", plain)  # "`n` [B] [s]" is not a link
     return "".join(parts)

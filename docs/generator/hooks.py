@@ -1,4 +1,4 @@
-"""What MkDocs calls while it builds the site: generated pages, references in marked places, links to the sources."""
+"""Hooks of MkDocs: generated pages, references in marked places, and links to the sources."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if str(ROOT) not in sys.path:
 
 from docs.generator import api, commands, configuration, words  # noqa: E402
 
-#: ``<!-- generated: NAME -->`` in a page, with the line for readers of a clone before it, or their version of the text
-#: up to ``<!-- end -->`` after it (`__main__` writes it), is replaced by what the function returns.
+#: ``<!-- generated: NAME -->`` in a page is replaced by the result of the function NAME, together with the line before
+#: it for readers of a clone, or with their version of the text up to ``<!-- end -->`` (written by `__main__`).
 REFERENCES = {
     "configuration": configuration.run_tables,
     "machine": configuration.machine_tables,
@@ -28,9 +28,9 @@ REFERENCES = {
 MARK = re.compile(
     r"^(?:\*Not in a clone[^\n]*\n\n)?<!-- generated: (\w+) -->$(?:(?:(?!<!-- gen).)*?^<!-- end -->$)?", re.M | re.S
 )
-#: A link of a page to a file that is not on the site: ``[the trainer](../training/trainer.py)``.
+#: A link from a page to a file outside of the site: ``[the trainer](../training/trainer.py)``.
 SOURCE_LINK = re.compile(r"\[([^\]]+)\]\(\.\./([^)#\s]+)(#[^)\s]*)?\)")
-#: Files beside `docs/` that are pages of the site.
+#: Files outside of `docs/` that are pages of the site.
 ABOVE = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 
 
@@ -45,7 +45,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
-    """Put references into their places; link names to them; make links to sources what the site can show."""
+    """Insert the references into a page, link names to them, and convert links to sources for the site."""
     made = outside_code(markdown, lambda text: with_source_links(text, config.repo_url))
     if "/" not in page.file.src_uri:
         made = outside_code(made, words.linked)
@@ -53,7 +53,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
 
 
 def from_above(text: str) -> str:
-    """A page of the top folder as one of `docs/`: its links begin elsewhere."""
+    """Return a page of the top folder with its links adapted to `docs/`."""
 
     def moved(match: re.Match[str]) -> str:
         target = match[1]
@@ -69,12 +69,12 @@ def from_above(text: str) -> str:
 
 
 def with_source_links(text: str, repository: str | None) -> str:
-    """Links to files of the repository lead to its host where `repo_url` is set, and are plain text else."""
+    """Return text in which links to files of the repository lead to `repo_url`, or are plain text without one."""
 
     def linked(match: re.Match[str]) -> str:
         words, path, anchor = match[1], match[2], match[3] or ""
         if not (ROOT / path).exists():
-            return match[0]  # a broken link, which the strict build reports
+            return match[0]  # a broken link: the strict build reports it
         if path in ABOVE:
             return f"[{words}]({ABOVE[path]}{anchor})"
         return f"[{words}]({repository.rstrip('/')}/blob/main/{path}{anchor})" if repository else words
@@ -83,6 +83,6 @@ def with_source_links(text: str, repository: str | None) -> str:
 
 
 def outside_code(text: str, change: Any) -> str:
-    """`change` applied to all stretches of a page that are not code blocks."""
+    """Apply `change` to all parts of a page that are not code blocks."""
     parts = re.split(r"(^ *```.*?^ *```$)", text, flags=re.M | re.S)
     return "".join(part if i % 2 else change(part) for i, part in enumerate(parts))

@@ -1,4 +1,4 @@
-"""Names in the text of a page become links to their entries: keys of a configuration, commands, Python names."""
+"""Links from names in the text of a page to their entries: configuration keys, commands, Python names."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from . import api, commands, configuration
 
 __all__ = ["linked"]
 
-#: Code within a line that is not the text of a link already, nor in a heading.
+#: Inline code that is not yet the text of a link, and not in a heading.
 WORD = re.compile(r"(?<![\[`])`([^`\n]+)`(?![\]`])")
 PYTHON = re.compile(r"(?:hg|halograd)((?:\.\w+)+)(?:\(.*\))?")
 KEY = re.compile(r"(\w+(?:\.\w+)+)(?: = .*)?")
 
 
 def linked(text: str) -> str:
-    """A stretch of a page, without code blocks, whose names are links."""
+    """Return a part of a page, without code blocks, with links on its names."""
     lines = text.split("\n")
     return "\n".join(line if line.startswith("#") else WORD.sub(_link, line) for line in lines)
 
@@ -33,19 +33,19 @@ def _link(match: re.Match[str]) -> str:
 
 
 def _command(words: str) -> str:
-    """``halograd plan mesh_2k`` leads to the entry of the command, the longest that fits."""
+    """Return the entry of a command such as ``halograd plan mesh_2k``: the longest matching name."""
     fits = [name for name in _commands() if f"{words} ".startswith(f"{name} ")]
     return f"commands.md#{max(fits, key=len).replace(' ', '-')}" if fits else ""
 
 
 def _key(words: str) -> str:
-    """``output.timeline = true`` leads to the entry of the key."""
+    """Return the entry of a key such as ``output.timeline = true``."""
     match = KEY.fullmatch(words)
     return f"configuration.md#{match[1]}" if match and match[1] in _keys() else ""
 
 
 def _python(words: str) -> str:
-    """``hg.fit(...)`` and ``halograd.data.Dataset`` lead to where the name is defined."""
+    """Return the entry of a Python name such as ``hg.fit(...)`` or ``halograd.data.Dataset``."""
     match = PYTHON.fullmatch(words)
     return _names().get(f"halograd{match[1]}", "") if match else ""
 
@@ -64,7 +64,7 @@ def _keys() -> frozenset[str]:
 
 @lru_cache(maxsize=1)
 def _names() -> dict[str, str]:
-    """Where public names are defined, by all the paths at which they are offered."""
+    """Return the path at which each public name is defined, by all paths that export it."""
     offered = {"halograd": api.exported(api.package())}
     for folder in api.FOLDERS:
         offered |= api.public(api.package()[folder])
