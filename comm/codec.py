@@ -107,7 +107,7 @@ class Codec(ABC):
         return np.dtype(self.wire).itemsize / np.dtype(self.dtype).itemsize
 
     def __str__(self) -> str:
-        return self.name or repr(self)
+        return vars(type(self)).get("name") or repr(self)  # not the name of the class that it is derived from
 
 
 #: Codecs by name, for `Scheme.payload` and `Communicator.reduction`.

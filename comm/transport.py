@@ -93,7 +93,8 @@ class Transport:
     def __str__(self) -> str:
         """Return the text that names it in a configuration; of a class in a file, its class and settings."""
         settings = ",".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self))
-        return ":".join(filter(None, (self.name or type(self).__name__, settings)))
+        own = vars(type(self)).get("name") or type(self).__name__  # not the name of the class that it is derived from
+        return ":".join(filter(None, (own, settings)))
 
 
 #: Transports by name, for `Communicator`.

@@ -1,0 +1,261 @@
+"""A codec and a transport of a user, each in one file that the configuration names: numbers, bytes, price, memory."""
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from halograd.comm import CommError, Communicator
+from halograd.comm.codec import CODECS, PIECE
+from halograd.comm.transport import TRANSPORTS
+from halograd.errors import UserError
+from halograd.layers.parameter import parameter_blocks
+from halograd.layers.reduction_scheme import Scheme
+from halograd.layers.strategy import Strategy
+from halograd.perfmodel.cost import Pricing, Training, Wires, buckets_of, count_step, memory_of, program_of, simulate
+from halograd.perfmodel.kernel_times import RooflineTimes
+from halograd.perfmodel.machine import Machine
+from halograd.program.compiler import Target
+from halograd.training import load_config
+from halograd.training.checkpoint import CheckpointReader
+from tests.launch import mpiexec
+from tests.perfmodel.counted import differing
+from tests.training.launching import losses, sets
+from tests.training.reductions import BATCH, BUCKET, advance, build, trainer_of
+from tests.training.runs import write_config
+from tests.training.steps import NETWORKS
+
+CODEC = '''
+from dataclasses import dataclass
+import numpy as np
+from halograd.comm.codec import Codec
+
+@dataclass(frozen=True)
+class Half(Codec):
+    """Float32, times a scale, as float16."""
+    wire = "float16"
+    scale: float = 1.0
+
+    def encode(self, values, wire, work):
+        np.multiply(values, np.float32(self.scale), out=wire, casting="unsafe")
+
+    def decode(self, wire, out):
+        np.divide(wire, np.float32(self.scale), out=out)
+
+class Same(Codec):
+    """Float64, bit by bit."""
+    dtype, wire, lossy = "float64", "uint64", False
+
+    def encode(self, values, wire, work):
+        wire[:] = values.view(np.uint64)
+
+    def decode(self, wire, out):
+        out.view(np.uint64)[:] = wire
+
+class Late(Codec):
+    """Without a decoder."""
+    wire = "float16"
+
+    def encode(self, values, wire, work):
+        pass
+'''
+
+TRANSPORT = '''
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from halograd.comm.transport import Emulated, Shared
+
+@dataclass(frozen=True)
+class Counted(Shared):
+    """Shared memory, which notes in a file of each rank what was made."""
+    file: str
+
+    def connect(self, links):
+        return Counting(links, self.file)
+
+class Counting:
+    def __init__(self, links, file):
+        self.links, self.file, self.made = links, file, {"channels": 0, "sums": 0}
+
+    buffer_bytes = property(lambda self: self.links.buffer_bytes)
+
+    def nodes(self):
+        return self.links.nodes()
+
+    def channels(self, patterns, meters):
+        self.made["channels"] += len(patterns)
+        return self.links.channels(patterns, meters)
+
+    def plans(self, wanted):
+        self.made["sums"] += len(wanted)
+        return self.links.plans(wanted)
+
+    def close(self):
+        self.links.close()
+        with open(self.file, "a") as file:
+            file.write(json.dumps(self.made) + "\\n")
+
+@dataclass(frozen=True)
+class Slow(Shared):
+    """Every message takes some time."""
+    seconds: float = 1e-3
+
+    @property
+    def network(self):
+        return Emulated(self.seconds, 0.0)
+'''
+
+
+@pytest.fixture
+def files(tmp_path_factory):
+    """Folder with the files of the user, the same on all ranks."""
+    comm = MPI.COMM_WORLD
+    folder = comm.bcast(tmp_path_factory.mktemp("own") if comm.rank == 0 else None)
+    if comm.rank == 0:
+        (folder / "half.py").write_text(CODEC)
+        (folder / "slow.py").write_text(TRANSPORT)
+    comm.barrier()
+    return folder
+
+
+@pytest.fixture
+def half(files):
+    return f"{files / 'half.py'}:Half:scale=1024"
+
+
+def run(config, out, *settings, ranks=2, resume=(), cwd=None):
+    """Losses of a run of the command line."""
+    common = ["training.epochs=2", "training.batch=2", f"output.directory={out}"]
+    done = mpiexec(ranks, ["-m", "halograd", "train", config, *sets(*common, *settings), *resume], cwd=cwd)
+    assert done.returncode == 0, done.stderr
+    return losses(out)
+
+
+def test_a_run_with_a_codec_of_a_file(files):
+    """Named relative to the working folder; without loss the run is that of ordered sums, bit by bit; its residuals
+    are in the checkpoint, and a run of one rank takes them.
+    """
+    config = write_config(files)
+    plain = run(config, files / "plain", "reduction.deterministic=true")
+    assert run(config, files / "same", "reduction.payload=half.py:Same", cwd=files) == plain
+    single = ["training.dtype=float32", "reduction.payload=half.py:Half:scale=1024"]
+    found = run(config, files / "half", *single, cwd=files)
+    assert list(found) == list(plain) and list(found.values()) != list(plain.values())
+    assert list(found.values()) == pytest.approx(list(plain.values()), rel=1e-2)
+    (newest,) = sorted((files / "half" / "checkpoints").glob("step-*.h5"))[-1:]
+    with Communicator(MPI.COMM_SELF) as alone, CheckpointReader(newest, alone) as reader:
+        kept = [path for path in reader._index["arrays"] if path.startswith("errors/")]
+    assert kept
+    longer = run(config, files / "half", *single, "training.epochs=3", ranks=1, resume=["--resume"], cwd=files)
+    assert len(longer) == len(plain) * 3 // 2
+
+
+def test_what_is_refused(files):
+    config = write_config(files)
+    for payload, message in {
+        "Half:scale=x": r"reduction\.payload\.scale: expected a number, got 'x'",
+        "Half:size=2": r"reduction\.payload\.size: unknown key; expected one of scale",
+        "Late": r"reduction\.payload: .*:Late: expected a class that defines decode",
+        "Full": r"reduction\.payload: expected a class 'Full' in .*half\.py, got Half, Same, Late",
+        "np": r"reduction\.payload: expected a class 'np'",
+    }.items():
+        with pytest.raises(UserError, match=message):
+            load_config(config, [f"reduction.payload={files / 'half.py'}:{payload}"])
+    with pytest.raises(UserError, match=r"reduction\.payload: .*:Counted: expected a class derived from Codec"):
+        Scheme(payload=f"{files / 'slow.py'}:Counted")
+    strategy = Strategy(reduction=Scheme(payload=f"{files / 'half.py'}:Half"))
+    with Communicator(MPI.COMM_SELF) as alone, pytest.raises(UserError, match=r'dtype = "float32" with ".*Half"'):
+        build("lenet", alone, strategy, "float64")
+
+
+def halves(values, scale):
+    return (values * np.float32(scale)).astype(np.float16) / np.float32(scale)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("transport", ["mpi", "auto"])
+@pytest.mark.parametrize("count", [5, 70_001])
+def test_sums_have_the_bits_of_the_definition_and_errors_come_back(comm, half, transport, count):
+    def summand(rank):
+        return np.random.default_rng([rank, count]).standard_normal(count).astype(np.float32)
+
+    with Communicator(comm, transport) as ranks:
+        total = ranks.reduction(summand(ranks.rank), codec=CODECS.make(half), kind="own")
+        total.run()
+        expected = np.zeros(count, np.float32)
+        for rank in range(ranks.size):
+            expected += halves(summand(rank), 1024)
+        np.testing.assert_array_equal(total.buffer, halves(expected, 1024))
+        assert (ranks.counters["own"].messages, ranks.counters["own"].bytes) == (1, 2 * count)
+        error = np.zeros(count, np.float32)
+        total.encoding.compensate(error)
+        total.buffer[...] = summand(ranks.rank)
+        total.run()
+        np.testing.assert_array_equal(error, summand(ranks.rank) - halves(summand(ranks.rank), 1024))
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("feedback", [True, False])
+def test_a_step_is_counted_held_and_priced_as_predicted(comm, half, feedback):
+    """Memory in messages, too: what the prediction leaves out are the pieces that encoding works on."""
+    scheme = Scheme("bucketed", payload=half, error_feedback=feedback)
+    strategy = Strategy({"sample": comm.size}, bucket_bytes=BUCKET, reduction=scheme)
+    network = NETWORKS["lenet"]()
+    with Communicator(comm, "mpi") as ranks, build("lenet", ranks, strategy) as executor:
+        trainer = trainer_of(executor)
+        advance(trainer, [0])
+        trainer.settle()
+        ranks.counters.reset()
+        advance(trainer, [1])
+        trainer.settle()
+        counted = {kind: count for kind, count in ranks.counters.snapshot().items() if kind != "errors"}
+        held, sums = dict(executor.predicted_bytes), len(executor.store.buckets)
+        faults = differing(counted, count_step(network, strategy, BATCH, ranks.size, per_node=1), ranks.rank)
+        target = Target(BATCH, ranks.size, ranks.rank, overlaps=ranks.waits_for_network)
+        blocks = parameter_blocks(network, strategy, ranks.size)
+        program, buckets = program_of(network, strategy, target, blocks), buckets_of(network, blocks, 4, strategy)
+        wanted = memory_of(program, blocks, buckets, strategy, 1, 1)
+        ranks.agree(AssertionError(str(faults)) if faults else None)
+    assert held.pop("kernel workspace") > 0
+    pieces = held.pop("messages") - wanted.pop("messages")
+    assert abs(pieces - sums * 2 * 4 * PIECE) <= sums * 64 * (comm.size + 1), "but for whole cache lines of shards"
+    assert held == wanted and ("gradient error" in held) is feedback
+
+
+def test_the_price_follows_from_the_bytes(files):
+    machine = Machine.load("lassen")
+
+    def seconds(payload, feedback=True):
+        scheme = Scheme("bucketed", payload=payload, error_feedback=feedback)
+        strategy = Strategy({"sample": 8}, bucket_bytes=BUCKET, reduction=scheme)
+        pricing = Pricing(Wires(machine), RooflineTimes(machine))
+        return simulate(NETWORKS["lenet"](), strategy, 8, pricing, Training("float32", 1)).step_seconds
+
+    own = f"{files / 'half.py'}:Half"
+    assert seconds(own) == seconds("bfloat16"), "as many bytes, as many passes over memory"
+    assert seconds(own, False) == seconds("bfloat16", False) < seconds(own) != seconds("float32")
+
+
+def test_a_run_with_a_transport_of_a_file(files):
+    config = write_config(files)
+    plain = run(config, files / "plain", "backend.transport=shared", "strategy.height=2")
+    counted = "backend.transport=slow.py:Counted:file=made.jsonl"
+    assert run(config, files / "own", counted, "strategy.height=2", cwd=files) == plain
+    slow = "backend.transport=slow.py:Slow:seconds=2e-3"
+    assert run(config, files / "slow", slow, "strategy.height=2", cwd=files) == plain
+    noted = [line for line in (files / "made.jsonl").read_text().splitlines() if '"channels": 0' not in line]
+    assert len(noted) == 2 and noted[0] == noted[1], "one communicator with channels on each of two ranks"
+
+
+@pytest.mark.mpi(min_size=2)
+def test_others_read_the_properties_of_a_transport(comm, files):
+    """It waits for a network, refuses nothing that shared memory allows, and all messages are late."""
+    place = f"{files / 'slow.py'}:Slow:seconds=0.5"
+    with Communicator(comm, place) as ranks:
+        assert ranks.transport == place and ranks.shares_memory and ranks.network.alpha == 0.5
+        assert ranks.waits_for_network and ranks.nodes == tuple(range(comm.size))
+        assert ranks.reduction(np.ones(4, np.float32), method="hierarchical").buffer_bytes > 0
+    with Communicator(comm, TRANSPORTS.make(f"{files / 'slow.py'}:Slow")) as ranks:
+        assert ranks.transport == "Slow:seconds=0.001" and ranks.network.message(1000) == 1e-3
+    with pytest.raises(CommError, match=r"transport: .*:Half: expected a class derived from Transport"):
+        Communicator(comm, f"{files / 'half.py'}:Half")
