@@ -1,4 +1,4 @@
-"""A communicator per transport."""
+"""Fixtures: a communicator per transport."""
 
 import pytest
 
@@ -9,7 +9,7 @@ EMULATED = "emulated:alpha=1e-4,beta=1e-10"
 
 @pytest.fixture(params=["mpi", "shared", "auto", EMULATED], ids=lambda text: text.partition(":")[0])
 def communicator(request, comm):
-    """A `Communicator` of all ranks, once for every transport."""
+    """Return a `Communicator` of all ranks, once for every transport."""
     from halograd.comm import Communicator
 
     with Communicator(comm, request.param) as made:
@@ -18,5 +18,5 @@ def communicator(request, comm):
 
 @pytest.fixture
 def network_clock(monkeypatch):
-    """The clock of this rank by which emulated messages and sums travel."""
+    """Return the clock of this rank that times emulated messages and sums."""
     return clock.network_clock(monkeypatch)

@@ -1,4 +1,4 @@
-"""How a program of several ranks begins and ends."""
+"""Tests of the start and the end of programs with several ranks."""
 
 import os
 import platform
@@ -19,7 +19,7 @@ START = "from halograd.comm import boot, leave\nworld = boot()\n"
 
 
 def run(body, ranks=3):
-    """Exit code and stderr of a program whose ranks all run `body` after `boot()`; it must end by itself."""
+    """Return exit code and stderr of a program whose ranks all run `body` after `boot()`; it must end by itself."""
     done = mpiexec(ranks, ["-c", START + body])
     return done.returncode, done.stderr
 
@@ -63,7 +63,7 @@ def test_an_exception_on_one_rank_ends_the_job_with_its_traceback():
 
 @pytest.mark.parametrize("attempt", range(4))
 def test_the_code_of_an_abort_reaches_the_launcher(attempt):
-    """Also from a clone of the communicator, where MPICH's mpiexec may see the kills that follow first."""
+    """This includes an abort of a clone, for which MPICH's mpiexec may see the following kills first."""
     body = "import time; from halograd.comm.ending import end\nmine = world.Dup()\n"
     body += "if mine.rank == 1: end(mine, 130)\ntime.sleep(60)"
     assert run(body)[0] == 130
@@ -76,7 +76,7 @@ def test_a_thread_may_exit_by_itself():
 
 @pytest.mark.parametrize("read", [True, False])
 def test_a_job_is_ended_when_the_launcher_has_read_what_was_printed(monkeypatch, read):
-    """Or does not read it at all."""
+    """The job also ends if the launcher reads nothing."""
 
     class Reader(DrivenClock):
         def sleep(self, seconds):
@@ -140,7 +140,7 @@ SLURM = {"SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "1,4(x2),3"}
     ],
 )
 def test_shared_memory_that_does_not_suffice_to_start(environment, needed):
-    """By the ranks of a node; Open MPI speaks for itself."""
+    """The need is that of all ranks of a node; Open MPI reports the shortage itself."""
     found = shared_memory_fault(0, environment)
     assert shared_memory_fault(100 << 20, environment) is None
     if needed is None:
@@ -153,7 +153,7 @@ def test_shared_memory_that_does_not_suffice_to_start(environment, needed):
 
 
 def in_small_memory(mebibytes, *command, **variables):
-    """Run a command where /dev/shm has so little space, in a name space of its own."""
+    """Run a command in its own namespace with a /dev/shm of this size."""
     script = f'mount -t tmpfs -o size={mebibytes}m tmpfs /dev/shm && exec "$@"'
     isolated = ["unshare", "--mount", "--map-root-user", "sh", "-c", script, "sh"]
     if shutil.which("unshare") is None or subprocess.run([*isolated, "true"], capture_output=True).returncode:
@@ -165,7 +165,7 @@ def in_small_memory(mebibytes, *command, **variables):
 @pytest.mark.skipif(mpi.LAUNCHER in os.environ, reason="needs MPICH: Open MPI reports it by itself")
 @pytest.mark.parametrize("ranks", [0, 1, 2])
 def test_a_line_before_mpi_crashes_for_want_of_shared_memory(ranks):
-    """It is there whether MPICH then crashes or not: once, by the first rank of the node."""
+    """The first rank of the node prints the line once, whether MPICH then crashes or not."""
     launcher = [find_mpiexec(), "-n", str(ranks)] if ranks else []
     command = [*launcher, sys.executable, "-m", "halograd", "doctor"]
     done = in_small_memory(16, *command)

@@ -1,4 +1,4 @@
-"""Channels: the data arrive, whatever the pattern, and no exchange disturbs another."""
+"""Tests of channels: data arrive for every pattern, and exchanges do not disturb each other."""
 
 import time
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ REPETITIONS = 50
 
 
 def pattern(size, seed, largest=5000):
-    """Elements that rank p sends to rank q, the same on all ranks; about half of them none, some one way only."""
+    """Return the number of elements from rank p to rank q, the same on all ranks; about half of them are zero."""
     rng = np.random.default_rng(seed)
     counts = rng.integers(1, largest, (size, size)) * (rng.random((size, size)) < 0.5)
     np.fill_diagonal(counts, 0)
@@ -33,7 +33,7 @@ def open_channel(communicator, counts, dtype=np.float32, **options):
 
 
 def message(source, target, step, count, dtype):
-    """Values small enough for every dtype, different for each step and (nearly) each element."""
+    """Return values that fit every dtype, and differ for each step and (nearly) each element."""
     return ((np.arange(count) + 7 * source + 3 * target + 11 * step) % 120).astype(dtype)
 
 
@@ -49,7 +49,7 @@ def check(channel, rank, step):
 
 
 def exchange(channel, rank, steps):
-    """Pack, send and check messages of several steps."""
+    """Pack, send and check the messages of several steps."""
     for step in range(steps):
         pack(channel, rank, step)
         channel.start()
@@ -137,7 +137,7 @@ def test_buffers_stay_where_they_are_and_are_aligned(communicator):
 
 
 class Between:
-    """`MPI` whose shared segments begin between two cache lines, as those of Open MPI do."""
+    """`MPI` whose shared segments begin between two cache lines, as in Open MPI."""
 
     def __init__(self, wrapped, **replaced):
         self._wrapped = wrapped
@@ -281,7 +281,7 @@ def test_memory_of_closed_channels_is_used_again(comm):
 
 
 def test_shared_buffers_are_the_peers_own(comm):
-    """Zero copy: what the peer writes after the exchange shows at once."""
+    """Receiving copies nothing: data that the peer writes after the exchange are visible at once."""
     with Communicator(comm, "shared") as communicator:
         channel = open_channel(communicator, np.full((comm.size, comm.size), 4))
         right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
@@ -293,7 +293,7 @@ def test_shared_buffers_are_the_peers_own(comm):
 
 @pytest.fixture
 def nodes_of_two(monkeypatch):
-    """Pretend that ranks 0 and 1 are on one node, 2 and 3 on the next."""
+    """Pretend that ranks 0 and 1 are on one node, and 2 and 3 on the next."""
     from halograd.comm.transports import base
 
     monkeypatch.setattr(base, "split_node", lambda comm: comm.Split(comm.rank // 2, comm.rank))
@@ -340,7 +340,7 @@ def test_too_little_shared_memory_is_an_error_not_a_bus_error(comm, monkeypatch)
 
 
 def test_channels_made_together_are_of_one_device(comm):
-    """And of one kind on all ranks: others would wait for messages that go another way."""
+    """All ranks need the same kind of device: otherwise they would wait for messages of another transport."""
     elsewhere = SimpleNamespace(is_host=False, name="a device")
     none = ChannelSpec({}, {}, np.float32)
     with Communicator(comm) as communicator:

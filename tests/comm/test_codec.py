@@ -1,4 +1,4 @@
-"""bfloat16: rounded to nearest, exact back, and what is lost is known."""
+"""Tests of bfloat16: rounding to nearest, exact conversion back, and the rounding error."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ HALF_ULP = 2.0**-8  # relative, of 8 significant bits
 
 
 def draw(count, seed=0):
-    """Numbers of all sizes that gradients have, and far beyond."""
+    """Return numbers of all magnitudes of gradients, and far beyond."""
     rng = np.random.default_rng(seed)
     return (rng.standard_normal(count) * 10.0 ** rng.integers(-30, 30, count)).astype(np.float32)
 

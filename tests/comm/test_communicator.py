@@ -1,4 +1,4 @@
-"""Communicators: agreement on faults, small objects, splitting, closing."""
+"""Tests of communicators: agreement on faults, small objects, splitting, closing."""
 
 import gc
 import os
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.mpi
 
 
 class PickyError(Exception):
-    """Cannot be made from a text alone."""
+    """Error that cannot be constructed from a text alone."""
 
     def __init__(self, key, value):
         super().__init__(f"{key}={value}")
@@ -38,7 +38,7 @@ def test_a_fault_of_one_rank_is_raised_on_all(plain, fault):
 
 
 def named(comm, rank):
-    """How the rank of a fault is named: not at all where it is the only one."""
+    """Return the name of the faulty rank in a message; empty for a single rank."""
     return f"rank {rank}: " if comm.size > 1 else ""
 
 
@@ -197,7 +197,7 @@ def test_closing_frees_windows_thread_and_groups(comm):
 
 
 def test_a_local_fault_does_not_wait_for_the_others(comm):
-    """Leaving by an error that the others do not know of frees nothing that is collective."""
+    """A rank that leaves by an error of its own frees nothing that is collective."""
     communicator = Communicator(comm, "mpi")
     if comm.rank == 0:
         with pytest.raises(RuntimeError, match="mine alone"), communicator:

@@ -1,4 +1,4 @@
-"""Communicators and windows of MPI: what is closed gives all of them back, and what is not is refused in time."""
+"""Tests of MPI communicators and windows: closing frees all of them, and too many open ones are rejected in time."""
 
 import os
 
@@ -26,7 +26,7 @@ CHANNEL = "peers = {p: 9 for p in range(c.size) if p != c.rank}; kept.append(c.c
 
 
 def use(communicator):
-    """All that takes communicators or windows of MPI."""
+    """Create every object that uses MPI communicators or windows."""
     peers = {peer: 30_000 for peer in range(communicator.size) if peer != communicator.rank}
     communicator.channel(peers, peers, np.float64)
     group = communicator.split(communicator.rank % 2)
@@ -51,7 +51,7 @@ def test_closing_gives_back_all_that_was_taken(comm, transport):
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("call", ["make", "split", "channel", "reduction", "window", "hierarchical", "nodes"])
 def test_a_rank_that_holds_too_many_is_refused_on_all(comm, monkeypatch, call):
-    """Whatever would take one more, on one rank only; afterwards it works."""
+    """All ranks reject a call that needs one more context on one rank; afterwards the call works."""
     calls = {
         "make": lambda made: Communicator(comm).close(),
         "split": lambda made: made.split(0),

@@ -1,4 +1,4 @@
-"""The emulated network: what arrives, when, and that a rank sleeps until then. Clocks are driven, one per rank."""
+"""Tests of the emulated network: messages, their arrival times, and sleeping ranks. Tests drive one clock per rank."""
 
 import numpy as np
 import pytest
@@ -32,7 +32,7 @@ def ring(communicator):
 
 
 def awake(clock, seconds):
-    """How much of so many seconds the rank did not sleep; its naps are forgotten."""
+    """Return the fraction of the time in which the rank did not sleep, and forget its naps."""
     asleep, clock.naps = sum(clock.naps), []
     return seconds - asleep
 

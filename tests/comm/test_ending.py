@@ -1,4 +1,4 @@
-"""How a script ends when ranks fail: an open communicator is enough, nothing else has to be called."""
+"""Tests of scripts whose ranks fail: an open communicator is sufficient, no other call is necessary."""
 
 import os
 import platform
@@ -23,7 +23,7 @@ BRISK = "from halograd.comm import ending\nending.PATIENCE.update({1: 0.1, 2: 0.
 
 
 def finish(tmp_path, text, ranks=2, options=(), env=None):
-    """A script that has ended on so many ranks; 0: without a launcher."""
+    """Return a finished script that ran on this number of ranks; 0: without a launcher."""
     script = tmp_path / "script.py"
     script.write_text(text)
     arguments = [*options, str(script)]
@@ -35,19 +35,19 @@ def finish(tmp_path, text, ranks=2, options=(), env=None):
 
 
 def run(*script, **options):
-    """Exit code and stdout of a script, and what its ranks wrote to stderr."""
+    """Return exit code and stdout of a script, and the stderr of its ranks."""
     done = finish(*script, **options)
     return done.returncode, done.stdout, done.stderr
 
 
 def ours(stderr):
-    """The lines that the library has written; the MPI library says that a job was aborted."""
+    """Return the lines that the library wrote; the MPI library adds lines about the abort."""
     return [line for line in stderr.splitlines() if line.startswith("halograd: ")]
 
 
 @pytest.mark.parametrize("ranks", [0, 2])
 def test_a_mistake_in_what_fit_is_given_is_one_line(tmp_path, ranks):
-    """No communicator is open yet."""
+    """No communicator is open at this time."""
     code, _, stderr = run(tmp_path, PATIENT + START + "hg.fit('unet2d', 'data.h5', 'out', epochs=0, batch=1)\n", ranks)
     expected = "halograd: error: fit(): training.epochs: expected a whole number >= 1, got 0 (script.py, line 6)\n"
     assert (code, stderr) == (2, expected)
@@ -72,7 +72,7 @@ def test_the_example_of_the_readme_ends_when_a_rank_fails(tmp_path, manager):
 
 
 def test_a_rank_that_fails_in_a_step_does_not_wait_for_its_sums(tmp_path):
-    """They are under way when it leaves the ``with`` of its executor."""
+    """The sums are active when the rank leaves the ``with`` of its executor."""
     text = START + "x, target = hg.Input((4, 1), name='x'), hg.Input((4, 1), name='target')\n"
     text += "network = hg.Network({'loss': hg.MeanSquaredError()(hg.Conv(1, 1)(x), target)})\n"
     text += "with hg.Communicator(MPI.COMM_WORLD) as comm:\n"
@@ -113,7 +113,7 @@ def test_a_mistake_on_one_rank_ends_the_job(tmp_path):
 
 
 def test_ranks_that_work_apart_end_apart(tmp_path):
-    """A mistake that all ranks of one communicator find does not concern those of another."""
+    """A mistake that all ranks of one communicator find does not affect the ranks of another one."""
     text = PATIENT + START + "world = MPI.COMM_WORLD\nhalf = world.Split(world.rank // 2)\n"
     text += "with hg.Communicator(half, 'mpi') as comm:\n"
     text += "    if world.rank >= 2: raise hg.UserError('no such moon')\n    comm.barrier()\nprint('fine')"
@@ -123,7 +123,7 @@ def test_ranks_that_work_apart_end_apart(tmp_path):
 
 @pytest.mark.parametrize("kind", ["UserError", "OSError"])
 def test_an_agreed_error_is_told_where_it_arose(tmp_path, kind):
-    """The ``with`` closes the communicator, all ranks together; then nothing has to be aborted."""
+    """All ranks close the communicator together in the ``with``; afterwards nothing has to be aborted."""
     kind = "hg.UserError" if kind == "UserError" else kind
     body = f"comm.agree({kind}('bad disk') if rank == 1 else None)"
     done = finish(tmp_path, PATIENT + WITHIN + body)
@@ -184,7 +184,7 @@ def test_an_exception_that_the_script_catches_is_its_own(tmp_path):
 
 
 def test_ranks_that_all_leave_by_an_error_they_catch_go_on_alone(tmp_path):
-    """One of them may take its time after that: here until the other process is gone from the Python level."""
+    """One rank may continue for longer: here until the other process has ended in Python."""
     text = START + "try:\n    with hg.Communicator(MPI.COMM_WORLD, 'mpi') as comm: raise ValueError\n"
     text += "except ValueError:\n    pass\n"
     text += PATIENT + "MPI.COMM_WORLD.Barrier()\nif comm.rank == 0: MPI.COMM_WORLD.recv(source=1)\n"
@@ -205,7 +205,7 @@ def test_a_rank_that_leaves_alone_and_ends_does_not_leave_the_others_waiting(tmp
 
 
 def test_before_a_prompt_nothing_ends(tmp_path):
-    """``python -i``: an error of the script, or of what is typed, is for the user to look at."""
+    """With ``python -i``, an error of the script or of typed code does not end the job."""
     # Each rank writes to a file of its own: the launcher mixes what two write within a line.
     body = "import os\nos.dup2(os.open(os.devnull, os.O_RDONLY), 0)\n"
     body += f"os.dup2(os.open(f{str(tmp_path)!r} f'/{{rank}}', os.O_WRONLY | os.O_CREAT), 2)\n"
@@ -223,7 +223,7 @@ def test_a_hook_that_was_there_before_still_prints(tmp_path):
 
 
 def test_a_test_harness_catches_what_it_wants(tmp_path):
-    """A test that fails on all ranks, in a thread too, leaves the other tests to be run."""
+    """A test that fails on all ranks, also in a thread, does not stop the other tests."""
     (tmp_path / "test_it.py").write_text(
         START + "import threading\nimport pytest\n"
         "def test_that_fails():\n"

@@ -1,4 +1,4 @@
-"""Every method of a sum, over every transport and every shape of nodes."""
+"""Tests of every method of a sum, over every transport and every distribution over nodes."""
 
 from itertools import pairwise
 
@@ -32,12 +32,12 @@ def communicator(request, comm):
 
 @pytest.fixture
 def nodes_of_two(monkeypatch):
-    """Pretend that ranks 0 and 1 of a communicator are on one node, 2 and 3 on the next."""
+    """Pretend that ranks 0 and 1 of a communicator are on one node, and 2 and 3 on the next."""
     monkeypatch.setattr(base, "split_node", lambda comm: comm.Split(comm.rank // 2, comm.rank))
 
 
 def draw(rank, number, size, dtype="float64"):
-    """Whole numbers of few bits: sums are the same in whatever order, and in bfloat16."""
+    """Return integers of few bits, whose sums are the same in any order, and in bfloat16."""
     return np.random.default_rng([rank, number, size]).integers(-8, 8, size).astype(dtype)
 
 
@@ -46,7 +46,7 @@ def total(communicator, number, size, dtype="float64"):
 
 
 def check_all(communicator, method, dtype="float64", order=(3, 1, 0, 2), steps=3):
-    """Sums of all sizes under way at once, finished in another order on every rank, are right."""
+    """Check sums of all sizes that are active at once, and finished in another order on every rank."""
     order = np.roll(order, communicator.rank)
     reductions = [communicator.reduction(np.zeros(size, dtype), method=method) for size in SIZES]
     for step in range(steps):
@@ -61,7 +61,7 @@ def check_all(communicator, method, dtype="float64", order=(3, 1, 0, 2), steps=3
 
 
 def check(communicator, method, buffer, number):
-    """Raise unless the buffer is what `draw` gives of this number, by this method."""
+    """Assert that the buffer holds the result of this method for the numbers from `draw`."""
     size, dtype = buffer.size, buffer.dtype
     parts = shards(size, communicator.size, buffer.itemsize)
     if method == "all_gather":
@@ -114,7 +114,8 @@ def test_both_halves_are_an_all_reduce(communicator):
 @pytest.mark.parametrize("communicator", ["auto", f"{FAST},node=2"], indirect=True)
 @pytest.mark.parametrize("method", ["reduce_scatter", "hierarchical", "accumulate"])
 def test_groups_sum_among_themselves(communicator, method):
-    """Ranks 0 and 2 (on two emulated nodes), rank 1 and whoever is left; beside a sum of all."""
+    """One group has ranks 0 and 2 (on two emulated nodes), another the other ranks; a sum of all ranks is active too.
+    """
     color = communicator.rank % 2
     group = communicator.split(color)
     assert group.nodes == tuple(range(group.size)) if "node" in communicator.transport else (0,) * group.size
@@ -151,7 +152,7 @@ def test_other_sums_and_channels_go_on_beside_sums_by_nodes(communicator):
 
 
 def test_what_is_counted(comm):
-    """A contribution per sum; across nodes only what the first of a node sends."""
+    """Each sum counts one contribution; across nodes only the messages of a node's first rank count."""
     size, rank = comm.size, comm.rank
     with Communicator(comm, f"{FAST},node=2") as communicator:
         own = shards(1000, size, 4)[rank]
@@ -192,7 +193,7 @@ def test_all_transports_count_alike(communicator):
 
 @transports
 def test_nothing_and_one_element(communicator):
-    """Also closed under way: what was begun is finished. Nothing is booked for nothing."""
+    """Sums of no or one element work; closing an active sum finishes it, and empty sums count no traffic."""
     for method, codec in [*((name, UNCHANGED) for name in METHODS), ("allreduce", BFloat16())]:
         if METHODS[method].by_nodes and communicator.transport == "mpi":
             continue
@@ -267,7 +268,7 @@ def test_ranks_of_an_emulated_node_have_no_network_between_them(network_clock):
 @pytest.mark.mpi(min_size=3)
 @pytest.mark.parametrize("method", ["allreduce", "reduce_scatter", "all_gather", "hierarchical", "accumulate"])
 def test_how_long_a_collective_takes_on_an_emulated_network(method, network_clock):
-    """Rings over all ranks, or half of one; sums by nodes are rings over nodes. They end when they would, not later."""
+    """Collectives take the time of rings over all ranks, or half of it; hierarchical sums are rings over nodes."""
     alpha, beta, count, clock = 0.02, 1e-7, 50_000, network_clock
     by_nodes = method in ("hierarchical", "accumulate")
     if by_nodes:
@@ -295,7 +296,7 @@ def test_how_long_a_collective_takes_on_an_emulated_network(method, network_cloc
 
 
 def all_sent(network, total, step):
-    """Whether the first ranks of all nodes have sent their totals, which is the third of four signals of a run."""
+    """Return whether the first ranks of all nodes have sent their totals (the third of four signals of a run)."""
     flags = total._plan.arrival.flags
     heads = {network.nodes.index(node) for node in network.nodes}
     sent = 4 * step + 3
@@ -303,7 +304,7 @@ def all_sent(network, total, step):
 
 
 class SpanEnds:
-    """A recorder of when messages and sums were there."""
+    """Recorder of the arrival times of messages and sums."""
 
     def __init__(self, ends):
         self.ends = ends

@@ -1,4 +1,4 @@
-"""The stages of sums by nodes, with ranks that live in one process and are driven in any order."""
+"""Tests of the stages of hierarchical sums, with all ranks in one process, driven in any order."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ BYTES = 8 * PIECE
 
 
 class LocalPlaces:
-    """As `Places`, in memory of one process."""
+    """`Places` in the memory of one process."""
 
     def __init__(self, memories, mine):
         self.memories, self.mine, self.ranks = memories, mine, len(memories)
@@ -40,13 +40,13 @@ class LocalPlaces:
 
 
 class Driven(Progress):
-    """Has no thread: the test advances it."""
+    """Progress without a thread, which the test drives."""
 
     def _launch(self):
         pass
 
     def advance(self):
-        """Do a piece, if one can be done."""
+        """Do a piece of work if possible."""
         return self._advance(tuple(self._pending))
 
     @property
@@ -55,7 +55,7 @@ class Driven(Progress):
 
 
 def make(node_of, counts, seconds=0.0, in_background=True):
-    """Per rank what drives its sums, and its sums of these numbers of elements."""
+    """Return, per rank, the driver of its sums and the sums of these numbers of elements."""
     rooms = [[np.zeros(BYTES, np.uint8) for _ in node_of] for _ in counts]
     several, drivers, sums = len(set(node_of)) > 1, [], []
     heads = [list(node_of).index(node) for node in sorted(set(node_of))]
@@ -118,7 +118,7 @@ def sum_in_order(parts):
 
 @pytest.mark.parametrize("node_of", [(0, 0), (0, 1)], ids=str)
 def test_a_sum_may_begin_before_others_have_read_the_one_before(node_of):
-    """What the quick rank deposits for the next one does not touch what the slow one has yet to read."""
+    """The next deposit of a fast rank does not overwrite data that a slow rank still has to read."""
     drivers, sums = make(node_of, (3,))
     for rank, own in enumerate(sums):
         own[0].buffer[:] = rank
@@ -172,7 +172,7 @@ def test_the_network_takes_its_time_from_the_last_node(monkeypatch):
 
 
 class Late(DrivenClock):
-    """Begins something in a nap of the rank that waits for it."""
+    """Stage that begins during a nap of the waiting rank."""
 
     def __init__(self, seconds, begin):
         super().__init__(tick=0.0)
@@ -186,7 +186,7 @@ class Late(DrivenClock):
 
 
 def test_waiting_for_a_late_rank_costs_little(monkeypatch):
-    """However many sums wait for it, a poll looks at one per stage; and polls become rare."""
+    """A poll examines one sum per stage, for any number of waiting sums, and polls become rare."""
     drivers, sums = make((0, 0), (3,) * 20)
     looks, reached = [], Flags.reached
     monkeypatch.setattr(Flags, "reached", lambda self, *args: (looks.append(args), reached(self, *args))[1])
@@ -216,7 +216,7 @@ def both_idle(drivers):
 
 
 def test_a_fault_is_raised_by_finish_and_others_go_on():
-    """What fails between nodes fails on their first ranks; the others of the node do not wait for ever."""
+    """A fault between nodes is raised on the first ranks; the other ranks of the node do not wait forever."""
     failing, down = Attempt(Work([lambda: 1 / 0 if down else None])), [True]
     drivers, sums = make((0, 0), (3, 4))
     operation = sums[0][0]._plan.operation

@@ -1,4 +1,4 @@
-"""Sums in the order of the ranks, plain and rounded on their way: the same bits by every transport."""
+"""Tests of sums in rank order, plain and rounded: the bits are the same for every transport."""
 
 import numpy as np
 import pytest
@@ -59,7 +59,7 @@ def test_rounded_sums_have_the_bits_of_their_definition(communicator, count):
 
 
 def compensated(communicator, count):
-    """A rounded sum with error feedback."""
+    """Return a rounded sum with error feedback."""
     total = communicator.reduction(np.zeros(count, "float32"), method="ordered", codec=BFloat16())
     if total.encoding is not None:
         total.encoding.compensate(np.zeros(count, "float32"))
@@ -67,7 +67,8 @@ def compensated(communicator, count):
 
 
 def everything_taken(communicator, total):
-    """What rounding took from all summands and sums so far: ``(n,)``, the same on all ranks; of one rank nothing."""
+    """Return the rounding errors of all summands and sums so far ``(n,)``, the same on all ranks; for one rank, zeros.
+    """
     if communicator.size == 1:
         assert total.encoding is None
         return np.zeros_like(total.buffer)
@@ -81,7 +82,7 @@ def everything_taken(communicator, total):
 
 @pytest.mark.parametrize("count", [15, 33_003])
 def test_what_is_rounded_away_comes_back_in_later_sums(communicator, count):
-    """The sum of T results is that of the summands but for one rounding, not T: all of it lies in the errors."""
+    """The sum of T results differs from that of the summands by one rounding, not T: the rest is in the errors."""
     steps, mine = 40, np.abs(summand(communicator.rank, count)) + 1
     total = compensated(communicator, count)
     plain = communicator.reduction(np.zeros(count, "float32"), method="ordered", codec=BFloat16())
@@ -118,7 +119,7 @@ def test_transports_agree_bit_for_bit(comm):
 @pytest.mark.parametrize("codec", [UNCHANGED, BFloat16()], ids=str)
 @pytest.mark.parametrize("communicator", ["mpi"], indirect=True)
 def test_the_progress_thread_adds_up_piece_by_piece(communicator, codec, monkeypatch):
-    """Both phases, and the work between them, go on while the main thread does not call MPI."""
+    """Both phases, and the additions between them, progress while the main thread does not call MPI."""
     monkeypatch.setattr("halograd.comm.reduction.PIECE", 4000)
     count = 20_003
     total = communicator.reduction(summand(communicator.rank, count), method="ordered", codec=codec)

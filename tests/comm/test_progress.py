@@ -1,4 +1,4 @@
-"""The progress thread, stages, and how ranks wait, with operations that need no network."""
+"""Tests of the progress thread, stages, and waiting ranks, with operations that need no network."""
 
 import threading
 import time
@@ -17,7 +17,7 @@ from tests.support.clock import DrivenClock
 
 
 class Countdown(StagedOperation):
-    """Complete after some polls; notes who polled and waited."""
+    """Stage that is complete after some polls; it records the threads that polled and waited."""
 
     def __init__(self, polls, fault=None):
         super().__init__()
@@ -47,7 +47,7 @@ def threads():
 
 
 def left_to_the_thread(progress, *operations):
-    """Wait until the thread has brought these to their ends."""
+    """Wait until the thread has completed these operations."""
     wait_until(lambda: not set(operations) & set(progress._pending), "the thread to complete them")
     for operation in operations:
         progress.complete(operation)
@@ -97,10 +97,10 @@ def test_a_fault_is_raised_once_where_the_operation_is_waited_for(progress):
 
 
 def test_an_operation_that_is_started_anew_just_after_its_last_poll_is_driven_on(progress):
-    """Its owner may complete and submit it before the thread has forgotten the run that is over."""
+    """Its owner may complete and submit it again before the thread has removed the finished run."""
 
     class Lock:
-        """Lets the owner go on between the thread's last poll and what the thread does next."""
+        """Lock that lets the owner continue between the thread's last poll and its next action."""
 
         def __init__(self):
             self.inner, self.polled, self.submitted = threading.Lock(), threading.Event(), threading.Event()
@@ -139,7 +139,7 @@ def test_an_operation_that_is_started_anew_just_after_its_last_poll_is_driven_on
 
 
 def test_an_idle_thread_waits_for_work(progress, monkeypatch):
-    """It does not look now and then: it is woken."""
+    """An idle thread does not poll; it is woken."""
     idle, wait = threading.Event(), progress._work.wait
     monkeypatch.setattr(progress._work, "wait", lambda: (idle.set(), wait()))
     progress.submit(Countdown(1))
@@ -147,7 +147,7 @@ def test_an_idle_thread_waits_for_work(progress, monkeypatch):
 
 
 def test_a_thread_polls_often_at_first_and_then_less_and_less(progress, monkeypatch):
-    """The rounds of an all-reduce follow each other; a late rank is looked for 500 times a second at most."""
+    """The rounds of an all-reduce follow each other; for a late rank the thread polls at most 500 times a second."""
     clock = DrivenClock().drive(monkeypatch, module)
     pending = Countdown(1000)
     progress.submit(pending)
@@ -167,7 +167,7 @@ def test_a_thread_polls_often_at_first_and_then_less_and_less(progress, monkeypa
 
 
 class Gate(Stage):
-    """Over when it was opened; notes what happens to it."""
+    """Stage that is over when it was opened; it records its calls."""
 
     def __init__(self, log, name):
         self.log, self.name, self.open, self.looks = log, name, False, 0
@@ -212,7 +212,8 @@ def test_turns_alternate_and_a_waiter_does_everything():
 
 
 def test_of_a_line_only_the_first_in_every_stage_is_looked_at(progress):
-    """None passes another, so that a stage may be a collective, and many that wait cost no more than one."""
+    """No operation passes another, so that a stage may be a collective; many waiting operations cost no more than one.
+    """
     line, log = Line(), []
     gates = [(Gate(log, f"{i} 1"), Gate(log, f"{i} 2")) for i in range(20)]
     operations = [StagedOperation(both, line=line) for both in gates]
@@ -263,7 +264,7 @@ def test_time_of_a_ring():
 
 
 class Peer:
-    """A flag that is raised after so many looks at it, or at some time of a clock."""
+    """Flag that is raised after a number of polls, or at a time of a clock."""
 
     def __init__(self, clock, looks=0, seconds=0.0):
         self.clock, self.looks, self.seconds, self.looked = clock, looks, seconds, 0
@@ -275,7 +276,7 @@ class Peer:
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Stands still but for naps; `offers` counts how often the core was offered to others."""
+    """Fixture: a clock that advances only in naps; `offers` counts the yields of the core."""
     made = DrivenClock(tick=0.0).drive(monkeypatch, module)
     made.offers = []
     monkeypatch.setattr(module.os, "sched_yield", lambda: made.offers.append(1))

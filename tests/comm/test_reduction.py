@@ -1,4 +1,4 @@
-"""Reductions: sums in place, several at once, on split groups, and their faults."""
+"""Tests of reductions: sums in place, several at once, on split groups, and their faults."""
 
 import numpy as np
 import pytest
@@ -98,7 +98,7 @@ def test_buffers_must_be_alike(communicator):
 @over_mpi
 @pytest.mark.mpi(min_size=2)
 def test_a_fault_on_the_progress_thread_is_raised_by_finish(communicator):
-    """The other reductions under way, and later ones, are not harmed."""
+    """Other active reductions, and later ones, are not affected."""
     bad, good = communicator.reduction(np.ones(20_000), name="bucket 7"), communicator.reduction(np.ones(20_000))
     poll, polled = bad._plan.operation.poll, []
 
@@ -134,7 +134,7 @@ def test_it_proceeds_while_the_main_thread_does_not_call_mpi(communicator):
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("nbytes", [8, 65_528, 65_536, 65_544, 262_136, 262_144, 262_152, 1_000_008])
 def test_sums_in_shared_memory_of_every_length(communicator, nbytes, dtype):
-    """Around the limit between small and large sums, and around whole pieces; the same bits on all ranks."""
+    """Lengths are near the limit between small and large sums, and near whole pieces; all ranks get the same bits."""
     count = nbytes // np.dtype(dtype).itemsize
     draw = [np.random.default_rng([rank, count]).standard_normal(count).astype(dtype) for rank in range(4)]
     expected = draw[0].copy()
@@ -159,7 +159,7 @@ def test_large_sums_share_one_stage(communicator):
 
 
 def address_of(total):
-    """Where a small sum deposits."""
+    """Return the address at which a small sum deposits."""
     deposit = total._plan.operation.turns[0][0]
     target, _ = deposit.calls[0].args
     return target.ctypes.data

@@ -1,4 +1,4 @@
-"""No shared memory outlives a run, even one that was killed."""
+"""No shared memory outlives a run, even a killed one."""
 
 import mmap
 import os
@@ -35,7 +35,7 @@ time.sleep(10**6)
 
 @pytest.fixture
 def shared_memory(tmp_path, monkeypatch):
-    """A directory that stands for /dev/shm."""
+    """Fixture: a directory that stands for /dev/shm."""
     monkeypatch.setattr(module, "SHARED_MEMORY", tmp_path)
     return tmp_path
 
@@ -50,7 +50,7 @@ def segments_mapped_by(pids):
 
 
 def swept(names):
-    """Those of `names` that a sweep removes once they are old; segments of jobs that are just starting stay."""
+    """Return those of `names` that a sweep removes once they are old; segments of starting jobs stay."""
     for name in names:
         if Path(name).exists():
             os.utime(name, (0, time.time() - 1000))
@@ -116,7 +116,7 @@ def test_by_hand():
 
 
 def test_nothing_of_a_job_has_a_name():
-    """After `boot` no segment of MPICH has one, whatever is done: a job that is killed as a whole leaves nothing."""
+    """After `boot` no segment of MPICH has a name, so a job that is killed as a whole leaves nothing behind."""
     if os.environ.get(LAUNCHER):
         pytest.skip("needs MPICH: Open MPI looks its names up again, and removes them itself when the job ends")
     body = "import numpy as np\nfrom halograd.comm import boot, Communicator\nworld = boot()\n"

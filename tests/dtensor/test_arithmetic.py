@@ -1,4 +1,4 @@
-"""Boxes, windows, layouts and plans against brute force. No MPI."""
+"""Tests of boxes, windows, layouts and plans against brute force. No MPI."""
 
 import itertools
 
@@ -114,7 +114,7 @@ def test_balanced_boundaries(size, parts):
 
 @given(st.integers(0, 300), st.lists(st.integers(1, 50), min_size=1, max_size=8))
 def test_shared_boundaries(size, shares):
-    """Every boundary is the nearest to its share; layers of half the size are cut at half of it."""
+    """Every boundary is nearest to its share; layers of half the size are cut at half of it."""
     found = shared_boundaries(size, shares)
     exact = np.cumsum([0, *shares]) * size / sum(shares)
     assert found[0] == 0 and found[-1] == size and list(found) == sorted(found)
@@ -152,7 +152,7 @@ test_layout_errors = refusals(
 
 
 def run_plan(sources, targets, shape, summed=False):
-    """Run a plan in one process; the pieces of both ends must be the same."""
+    """Run a plan in one process, and assert that the pieces of both ends are the same."""
     whole = np.random.default_rng(0).standard_normal(shape)
     plans = [plan_exchange(sources, targets, r, summed=summed) for r in range(len(sources))]
     for r, plan in enumerate(plans):
@@ -173,7 +173,8 @@ def run_plan(sources, targets, shape, summed=False):
 
 @st.composite
 def arrays_in_blocks(draw):
-    """A shape, the blocks that own it on so many ranks, and blocks that are wanted: cut anyhow, halos and all."""
+    """Draw a shape, the blocks that own it on a number of ranks, and needed blocks with arbitrary cuts, such as halos.
+    """
     shape = tuple(draw(st.lists(st.integers(1, 7), min_size=1, max_size=3)))
     owned = [draw(uneven(n)) for n in shape]
     if draw(st.booleans()):  # replicas: an axis whose parts come several times

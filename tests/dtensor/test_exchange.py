@@ -1,4 +1,4 @@
-"""Exchanges and distributed tensors under MPI: equality, round trips, adjoints in float64."""
+"""Tests of exchanges and distributed tensors under MPI: equality, round trips, adjoints in float64."""
 
 import math
 
@@ -84,7 +84,7 @@ def dot(comm, a, b):
 
 
 def test_halo_and_its_adjoint(comm):
-    """<F x, y> = <x, F* y> with x on owned boxes and y on boxes with margins."""
+    """Assert <F x, y> = <x, F* y> with x on owned boxes and y on boxes with margins."""
     for layout in layouts(comm.size):
         margin = ((0, 0), (1, 2), (2, 1), (0, 0))
         x = filled(comm, layout, margin)

@@ -1,4 +1,4 @@
-"""Groups of ranks by color: made once, the communicator itself where all are of one color."""
+"""Tests of groups of ranks by color: each is created once; a group of all ranks is the communicator itself."""
 
 import pytest
 from mpi4py import MPI
@@ -10,13 +10,13 @@ from halograd.dtensor import Groups, group_of, in_group
 
 @pytest.fixture
 def ranks(comm):
-    """A `Communicator` of all ranks of the test."""
+    """Return a `Communicator` of all ranks of the test."""
     with Communicator(comm) as made:
         yield made
 
 
 def alternating(size):
-    """Two groups, even and odd ranks, with one rank left over at times."""
+    """Return two groups of even and odd ranks, sometimes with one rank left over."""
     return Groups.agreeing((max(1, size // 2), min(2, size)), (1,), size)
 
 
@@ -64,7 +64,7 @@ def test_what_groups_make(ranks):
 
 @pytest.mark.many_ranks
 def test_a_fault_within_a_group_is_raised_on_all(ranks):
-    """On the ranks of other groups, and of none, too."""
+    """Ranks of other groups, and of none, raise it too."""
     groups = alternating(ranks.size)
     last = groups.placed - 1
 

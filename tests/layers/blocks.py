@@ -1,4 +1,4 @@
-"""Every rank's program of a layer, one after the other in one process: what arrives by messages is written instead."""
+"""Programs of all ranks for one layer, run one after another in one process; received data are written directly."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["computed_in_blocks"]
 
 
 class _Silent:
-    """Stands for the communicator of one rank; its channels carry nothing."""
+    """Stand-in for the communicator of one rank, whose channels transfer nothing."""
 
     waits_for_network = False
     recorder = None
@@ -116,7 +116,7 @@ def _compute_block(layer, kernels, arrays, parts, comm, halo, dtype, found) -> R
 
 
 def _run(segments, passes, runner: Runner, whole: np.ndarray) -> None:
-    """All operations; what an exchange would bring is written when it ends."""
+    """Run all operations; at the end of an exchange, write the data that it would receive."""
     for segment, calls in zip(segments, passes, strict=True):
         for operation, call in zip(segment.operations, calls.training, strict=True):
             if not isinstance(operation, Transfer):

@@ -20,6 +20,6 @@ def _freed(monkeypatch):
 
 @pytest.fixture
 def ranks(comm):
-    """A `Communicator` of all ranks of the test."""
+    """Return a `Communicator` of all ranks of the test."""
     with Communicator(comm) as made:
         yield made

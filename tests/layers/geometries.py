@@ -1,7 +1,7 @@
-"""Geometries on which distributed convolutions and poolings go wrong, and cuts that make them worse.
+"""Geometries that are difficult for distributed convolutions and poolings, and cuts that make them harder.
 
-From DistDL's tests and PhysicsNeMo's known failures: strides that do not divide the blocks, halos wider than a
-block, ranks with nothing, even kernels, dilation, asymmetric padding.
+They come from DistDL's tests and PhysicsNeMo's known failures: strides that do not divide the blocks, halos wider than
+a block, ranks without elements, even kernels, dilation, asymmetric padding.
 """
 
 import itertools
@@ -37,7 +37,7 @@ CROWDED = ("k3 s2 p1 on 8,8,8,7", "halo wider than a block", "more ranks than ou
 
 
 def skewed_boundaries(size, parts):
-    """Boundaries of an uneven split in which some blocks may be empty; 9, 8, 8, 7 for 32 in 4."""
+    """Return the boundaries of an uneven split, possibly with empty blocks; 9, 8, 8, 7 for 32 in 4."""
     if (size, parts) == (32, 4):
         return (0, 9, 17, 25, 32)
     inner = np.random.default_rng([size, parts]).integers(0, size + 1, parts - 1)
@@ -45,7 +45,7 @@ def skewed_boundaries(size, parts):
 
 
 def skew(monkeypatch):
-    """Cut the spatial axes of all arrays unevenly from here on."""
+    """Cut the spatial axes of all arrays unevenly from now on."""
 
     def layout(shape, parts, size):
         even = layout_of(shape, parts, size)
@@ -64,7 +64,7 @@ def skew(monkeypatch):
 
 @st.composite
 def drawn(draw, axes=2, largest=12):
-    """Spatial shape, kernel, stride, padding, dilation; the window fits at least once."""
+    """Draw spatial shape, kernel, stride, padding and dilation such that the window fits at least once."""
     columns = []
     for _ in range(axes):
         kernel, stride, dilation = draw(st.integers(1, 5)), draw(st.integers(1, 3)), draw(st.integers(1, 2))
@@ -76,10 +76,10 @@ def drawn(draw, axes=2, largest=12):
 
 
 def brute_force_taps(kernel, stride, lo, dilation, o):
-    """Inputs that output `o` reads on one axis."""
+    """Return the inputs that output `o` reads on one axis."""
     return [o * stride - lo + dilation * j for j in range(kernel)]
 
 
 def every(ranges):
-    """All index tuples of a box."""
+    """Return all index tuples of a box."""
     return itertools.product(*(range(a, b) for a, b in ranges))

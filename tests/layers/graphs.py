@@ -1,4 +1,4 @@
-"""Small random networks under random strategies, and what one step of them computes."""
+"""Small random networks with random strategies, and the results of one of their steps."""
 
 import math
 from contextlib import closing
@@ -21,7 +21,7 @@ LARGEST = 800
 
 
 class Gate(hg.Layer):
-    """``y[o] = x0[o] * sum of x1 over the window of o``: a layer of one's own with two inputs of different halos."""
+    """Custom layer ``y[o] = x0[o] * sum of x1 over the window of o``, with two inputs of different halos."""
 
     def __init__(self, reach):
         super().__init__()
@@ -46,7 +46,7 @@ class Gate(hg.Layer):
 
 
 class Centre(hg.Layer):
-    """``y = amount * (x - mean of x over its sample and channel)``: reads whole samples, whatever it makes of them."""
+    """Layer ``y = amount * (x - mean of x over its sample and channel)``, which always reads whole samples."""
 
     def parameters(self, shape):
         return {"amount": hg.Parameter((shape[-1],), "ones", decay=False)}
@@ -75,7 +75,7 @@ class Centre(hg.Layer):
 
 
 class Graphs:
-    """Draws networks: everything depends on the seed only."""
+    """Generator of networks that depend only on the seed."""
 
     def __init__(self, seed):
         self.rng = np.random.default_rng([1909, seed])
@@ -91,7 +91,7 @@ class Graphs:
         return tuple(self.pick(*choices) for _ in range(self.axes))
 
     def network(self):
-        """A trunk of a few layers, then a head; values without a reader become outputs of their own."""
+        """Return a network of a trunk of few layers and a head; values without a reader become outputs."""
         first = hg.Input((*self.spatial, self.pick(2, 4)), name="x")
         values = [first]
         if self.rng.random() < 0.3:
@@ -186,7 +186,7 @@ class Graphs:
         return Centre()(x)
 
     def _head(self, values):
-        """Outputs by name: the loss, and now and then a second one with parameters that no gradient reaches."""
+        """Return the outputs by name: the loss, and sometimes a second output with parameters without gradient."""
         last = values[-1]
         kind = self.pick("field", "field", "classes of positions", "vector", "vector")
         if kind == "field":
@@ -205,7 +205,7 @@ class Graphs:
         return {"loss": hg.SoftmaxCrossEntropy(name="ce")(vector, target), "vector": vector}
 
     def strategy(self, network, size):
-        """Parts and halo algorithms at random; some layers have their own, channels too, perhaps with fewer ranks."""
+        """Draw parts and halo algorithms; some layers have their own, including channels, possibly on fewer ranks."""
         axes = ("sample", *("depth", "height", "width")[3 - self.axes :])
         everyone = self._parts(axes, size)
         layers = {}
@@ -226,7 +226,7 @@ class Graphs:
 
 
 def poison(monkeypatch):
-    """Transient arrays hold NaN until somebody writes them: what is read before shows."""
+    """Fill transient arrays with NaN, so that a read before a write is visible."""
     made = Runner._array
 
     def poisoned(self, buffer):
@@ -240,7 +240,7 @@ def poison(monkeypatch):
 
 
 def batch_of(network, batch, step):
-    """Random inputs by name, a function of the step."""
+    """Return random inputs by name, a function of the step."""
     arrays = {}
     for name, node in network.inputs.items():
         array = random_array((batch, *node.shape), name, step)
@@ -249,7 +249,7 @@ def batch_of(network, batch, step):
 
 
 def run(network, comm, batch, strategy, steps, backend="numpy", dtype="float64", keeps=True):
-    """Values, gradients and loss of the last of some steps, whole, on rank 0 (else None). Collective.
+    """Return whole values, gradients and loss of the last of these steps on rank 0 (else None). Collective.
 
     `steps`: numbers of the steps. More than one: what earlier steps left behind must not matter. `keeps`: all values,
     and not those of the network's outputs alone.

@@ -1,4 +1,4 @@
-"""One loss of random predictions: targets, an executor, value and gradient, scores."""
+"""Helpers for tests of one loss of random predictions: targets, an executor, value and gradient, scores."""
 
 import numpy as np
 
@@ -25,7 +25,7 @@ def target(kind, shape, batch=BATCH):
 
 
 def make_executor(make, shape, given, comm, parts, dtype="float64", backend="numpy", trainable=True):
-    """Make an executor of one loss of an input ``x`` of this sample shape.
+    """Create an executor of one loss of an input ``x`` of this sample shape.
 
     `given` are the other inputs, which are set: the target ``t``, and the weights ``w`` if there are some.
     """

@@ -1,4 +1,4 @@
-"""Normalisation by its definition in float64, and an executor around one layer whose state can be seen."""
+"""Normalization by its definition in float64, and an executor around one layer with visible state."""
 
 import contextlib
 
@@ -12,7 +12,7 @@ from halograd.training.executor import Executor
 
 
 class Probe(Loss):
-    """The linear functional sum(y * g), whose gradient is g."""
+    """Linear functional sum(y * g), whose gradient is g."""
 
     def local(self, prediction, target, dx, scale, work):
         if dx is not None:
@@ -21,7 +21,7 @@ class Probe(Loss):
 
 
 def normalize(x, dy, gamma, beta, axes, eps=1e-5, relu=False):
-    """y, dx, dgamma, dbeta, mean, var of ``relu?(gamma * (x - mean) / sqrt(var + eps) + beta)``; all float64.
+    """Compute y, dx, dgamma, dbeta, mean, var of ``relu?(gamma * (x - mean) / sqrt(var + eps) + beta)``; all float64.
 
     `axes` are those of the statistics; gamma and beta broadcast against x.
     """
@@ -40,7 +40,7 @@ def normalize(x, dy, gamma, beta, axes, eps=1e-5, relu=False):
 
 
 def moved(shape, batch, change):
-    """`change` of the random input as `run_layer` wants it, and the input that results."""
+    """Return `change` of the random input, as `run_layer` needs it, and the resulting input."""
     drawn = random_array((batch, *shape), "x0")
     shift = change(drawn) - drawn
     return {"x0": shift}, drawn + shift
@@ -54,7 +54,7 @@ def close(found, want, dtype="float64", factor=1000.0):
 
 
 def check_grids(ranks, make, shape, want, factor=1000.0, dtype="float64", **options):
-    """Hold what is wanted of a layer against what ranks find of it on every grid (`close`)."""
+    """Compare the expected results of a layer with those of the ranks on every grid (`close`)."""
     for parts in grids(ranks.size, ("sample", "height", "width")):
         found = run_layer(make, [shape], ranks, parts, dtype=dtype, **options)
         for key, array in want.items() if found is not None else ():
@@ -63,7 +63,7 @@ def check_grids(ranks, make, shape, want, factor=1000.0, dtype="float64", **opti
 
 @contextlib.contextmanager
 def executing(make, shape, comm, parts, batch=2, dtype="float64", backend="numpy", x=None, **options):
-    """An executor of one layer named ``norm``, with random input `x`, parameters and output gradient `g`."""
+    """Return an executor of one layer named ``norm``, with random input `x`, parameters and output gradient `g`."""
     source = Input(shape, name="x")
     y = make()(source)
     g = Input(y.shape, name="g")
@@ -80,7 +80,7 @@ def executing(make, shape, comm, parts, batch=2, dtype="float64", backend="numpy
 
 
 def step(executor):
-    """One forward and backward, gradients summed."""
+    """Run one forward and backward pass, and sum the gradients."""
     executor.forward(training=True)
     executor.loss_value()
     executor.backward()
@@ -88,7 +88,7 @@ def step(executor):
 
 
 def traffic(comm, run):
-    """Messages by kind that this rank books in `run`."""
+    """Return the messages by kind that this rank counts in `run`."""
     comm.counters.reset()
     run()
     return {kind: t.messages for kind, t in comm.counters.snapshot().items() if t.messages}

@@ -1,4 +1,4 @@
-"""Layers against torch: one process, the same inputs, parameters and gradient of the output."""
+"""Comparison of layers with torch: one process, the same inputs, parameters and gradient of the output."""
 
 import numpy as np
 import pytest
@@ -12,12 +12,12 @@ BATCH = 2
 
 
 def torch():
-    """The torch module; skips the test where there is none."""
+    """Return the torch module; skip the test without torch."""
     return pytest.importorskip("torch", reason="needs torch as oracle: pip install 'halograd[oracle]'")
 
 
 def parameters(make, shapes):
-    """The parameters that `run_layer` will use, as torch tensors that want a gradient."""
+    """Return the parameters that `run_layer` will use, as torch tensors with gradients."""
     layer = make()
     specs = layer.parameters(*shapes)
     layer(*(Input(s) for s in shapes))
@@ -28,17 +28,17 @@ def parameters(make, shapes):
 
 
 def first(array):
-    """Channels last -> channels first."""
+    """Convert channels last to channels first."""
     return np.moveaxis(array, -1, 1)
 
 
 def last(tensor):
-    """Channels first -> channels last, as an array."""
+    """Convert channels first to channels last, as an array."""
     return np.moveaxis(tensor.detach().numpy(), 1, -1)
 
 
 def weights(tensor):
-    """(K, *kernel, C) -> (K, C, *kernel), differentiable."""
+    """Convert (K, *kernel, C) to (K, C, *kernel), differentiably."""
     return tensor.movedim(-1, 1)
 
 

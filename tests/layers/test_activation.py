@@ -1,4 +1,4 @@
-"""Activations and softmax: before convolutions, under extremes, as logits."""
+"""Tests of activations and softmax: before convolutions, at extremes, as logits."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from tests.layers.graphs import run
 @pytest.mark.parametrize("backend, dtype", [("numpy", "float64"), ("onednn", "float32")])
 @pytest.mark.parametrize("kind", [kind for kind in ACTIVATIONS if "soft" not in kind])
 def test_exact_before_a_convolution(kind, backend, dtype):
-    """Whose copy with halos is what is left of the output in the backward pass, where columns are cut."""
+    """If columns are cut, backward reads the activation's output from the convolution's copy with halos."""
 
     def chain():
         return lambda x: hg.Conv(2, 3, padding=1, name="behind")(ACTIVATIONS[kind]()(hg.Conv(3, 1, name="before")(x)))

@@ -1,7 +1,7 @@
-"""Convolutions that one process computes are computed under every cut, whatever kernels oneDNN has for the blocks.
+"""Tests that every convolution works under every cut, whatever kernels oneDNN has for the blocks.
 
-oneDNN has no fast kernel for some blocks of few channels whose padding is wide against them, though it has one for the
-whole sample, or for the blocks of other ranks.
+oneDNN has no fast kernel for some blocks of few channels with wide padding, although it has one for the whole sample,
+or for the blocks of other ranks.
 """
 
 import doctest
@@ -32,7 +32,9 @@ EPS = np.finfo(np.float32).eps
 
 
 def _geometries():
-    """Layer, sample shape and cut: kernels of 3 to 11, dilation 1 to 4, every padding up to the extent, in 4 blocks."""
+    """Return layer, sample shape and cut: kernels of 3 to 11, dilation 1 to 4, every padding up to the extent, 4
+    blocks.
+    """
     found = []
     for kernel, dilation, cut in itertools.product(range(3, 12), range(1, 5), CUTS):
         extent = dilation * (kernel - 1) + 1
@@ -53,14 +55,14 @@ def _some():
 
 
 def draw(layer, shape):
-    """Arrays of a layer on one sample."""
+    """Draw the arrays of a layer on one sample."""
     sizes = {k: p.shape for k, p in layer.parameters(shape).items()}
     sizes |= {"x": (1, *shape), "dy": (1, *layer.output_shape(shape))}
     return {name: random_array(size, name) for name, size in sizes.items()}
 
 
 def check(layer, shape, parts, size, onednn, halo, substitutes=None):
-    """The blocks of all ranks by oneDNN against one process in float64, within 8 roundings per summand."""
+    """Compare the blocks of all ranks by oneDNN with one process in float64, within 8 roundings per summand."""
     arrays = draw(layer, shape)
     with get_backend("numpy") as numpy:
         want = computed_in_blocks(layer, numpy, arrays, {}, 1, dtype="float64")
@@ -78,7 +80,7 @@ def padded(kernel, dilation, padding, filters=2):
 
 @pytest.mark.timeout(300 if COUNT != "all" else 3600)
 def test_dilated_blocks(onednn):
-    """Forward, data and filter gradient of every block; boundary strips too."""
+    """The test covers forward, data and filter gradient of every block, and boundary strips."""
     substituted: list = []
     for kernel, dilation, padding, edge, cut in _some():
         for halo in ("pad", "overlap"):
@@ -112,7 +114,7 @@ def test_other_blocks(onednn, name):
 @pytest.mark.parametrize("halo", ["pad", "overlap"])
 @pytest.mark.parametrize("name", ["wide padding", "whole sample", "transposed"])
 def test_cut_layers_that_some_ranks_have_no_kernel_for(comm, name, halo):
-    """Under MPI the result is that of one process."""
+    """Under MPI the result is equal to that of one process."""
     layer, shape, _ = OTHERS[name]
     with Communicator(comm) as ranks, OnednnBackend() as kernels:
         got = run_layer(lambda: layer, [shape], ranks, {"width": ranks.size}, dtype="float32", backend=kernels,

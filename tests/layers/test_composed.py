@@ -1,4 +1,4 @@
-"""What makes several layers at a call: sequences, pieces of the channels, crops."""
+"""Tests of functions that create several layers: sequences, splits of the channels, crops."""
 
 import doctest
 
@@ -38,7 +38,7 @@ def test_a_sequence_that_is_called_again_has_the_same_parameters():
 @pytest.mark.mpi
 @pytest.mark.parametrize("sizes", [5, (2, 1, 2)], ids=str)
 def test_pieces_of_all_channels(sizes):
-    """Put together again in another order."""
+    """The pieces are joined in another order."""
 
     def turned():
         split, both = hg.Split(sizes, "s"), hg.Concat(name="both")

@@ -1,4 +1,4 @@
-"""Convolution: drawn geometries, between other layers, arithmetic, refusals."""
+"""Tests of convolution: drawn geometries, between other layers, arithmetic, rejected settings."""
 
 import numpy as np
 import pytest
@@ -36,7 +36,9 @@ def test_exact_on_drawn_geometries_in_3d(geometry):
 @pytest.mark.parametrize("halo", ["pad", "overlap"])
 @pytest.mark.parametrize("backend, dtype", [("numpy", "float64"), ("onednn", "float32")])
 def test_exact_between_other_layers(backend, dtype, halo):
-    """The halo is received into margins where they fit, halos reach behind the neighbor, ranks have nothing."""
+    """The halo is received into margins if they fit, some halos are wider than the neighbor, some ranks have no
+    elements.
+    """
 
     def chain():
         def build(x):
@@ -92,7 +94,7 @@ def test_shapes_parameters_and_flops():
 
 
 def test_windows_may_be_given_as_lists_and_arrays():
-    """A layer is a key of what was computed before; numbers that the user computed are not Python's."""
+    """A layer is a key of cached results, although computed numbers are not Python integers."""
     plain = Conv(8, (3, 5), (2, 1), ((1, 1), (2, 2)), dilation=(1, 2))
     for kind in (list, np.array):
         layer = Conv(8, kind([3, 5]), kind([2, 1]), kind([[1, 1], [2, 2]]), dilation=kind([1, 2]))
@@ -101,7 +103,7 @@ def test_windows_may_be_given_as_lists_and_arrays():
 
 
 def test_parameters_may_have_shapes_that_are_lists():
-    """The user's own layers; their blocks are looked up by shape."""
+    """Custom layers may use lists; their blocks are looked up by shape."""
 
     class Scale(Layer):
         def output_shape(self, shape):

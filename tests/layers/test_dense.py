@@ -1,4 +1,4 @@
-"""Dense and Flatten: behind a trunk that is cut, refusals."""
+"""Tests of Dense and Flatten: after a trunk that is cut; rejected inputs."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Layers on the double of a device: the results of the host, without a single synchronization."""
+"""Tests of layers on the double of a device: the results are those of the host, without a synchronization."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from tests.support.fake_device import FakeBackend
 
 
 class Sharpen(hg.Layer):
-    """A custom layer, of NumPy's functions only: these an array of a device answers itself."""
+    """Custom layer that uses only NumPy functions, which device arrays implement."""
 
     stencil = hg.Stencil(kernel=3, padding=1)
 
@@ -37,7 +37,7 @@ class Sharpen(hg.Layer):
 
 
 class OnTheHost(Sharpen):
-    """What somebody may write who thinks of the host."""
+    """Custom layer that creates host arrays, which is wrong on a device."""
 
     def forward(self, inputs, params, box):
         return np.zeros(box.shape)
@@ -141,7 +141,7 @@ NEEDS_COMPILER = pytest.mark.skipif(compiler() is None, reason="needs g++ to run
 
 
 def several(x, t):
-    """A sum of losses, one of them of training."""
+    """Return a sum of losses, one of them for training only."""
     return (
         hg.SoftmaxCrossEntropy()(x, t)
         + 0.5 * hg.Dice("softmax")(x, t)
@@ -206,7 +206,7 @@ def test_losses_compute_what_they_compute_on_the_host(name):
 @pytest.mark.parametrize("weights", [(6, 5, 1), (1, 1, 1), (1,)], ids=str)
 @pytest.mark.parametrize("cuda", [False, pytest.param(True, marks=NEEDS_COMPILER)])
 def test_weighted_losses_compute_what_they_compute_on_the_host(cuda, weights, tmp_path):
-    """By the kernels of the device, and where there are none in functions that its arrays answer."""
+    """The losses use the kernels of the device, or functions that its arrays implement."""
     from halograd.kernels.numpy import NumpyBackend
 
     with Communicator(MPI.COMM_WORLD) as comm:
@@ -233,7 +233,7 @@ def test_weighted_losses_compute_what_they_compute_on_the_host(cuda, weights, tm
 @pytest.mark.ranks(1)
 @NEEDS_COMPILER
 def test_a_target_that_is_no_class_makes_the_loss_undefined(tmp_path):
-    """The host does not look at targets on a device; a run then stops because its loss is not finite."""
+    """The host does not read targets on a device; a run then stops because its loss is not finite."""
     make, shape, target = LOSSES["cross-entropy"]
     kernels = FakeBackend(HostBackend(HostLauncher(tmp_path)))
     with Communicator(MPI.COMM_WORLD) as comm:

@@ -1,4 +1,4 @@
-"""Layers of every kind under every cut give what one process gives, and their gradients are the derivatives."""
+"""Tests of layers of every kind under every cut: results are those of one process, and gradients the derivatives."""
 
 from functools import partial
 from itertools import product
@@ -47,7 +47,7 @@ CASES = []
 
 
 def add(cut, name, make, shape, **options):
-    """A layer or what makes it, the shape of its input or of several, options of `check_layer`."""
+    """Add a case: a layer or a function that creates it, the shapes of its inputs, options of `check_layer`."""
     CASES.append(pytest.param(cut, make, shape, options, marks=MARKS[cut], id=f"{name}: {cut}"))
 
 
@@ -56,7 +56,7 @@ def behind(make, first):
 
 
 def window(geometry, channels=2):
-    """Shape of an input, and the rest of a geometry."""
+    """Return the shape of an input, and the rest of a geometry."""
     spatial, *rest = geometry
     return (*spatial, channels), rest
 

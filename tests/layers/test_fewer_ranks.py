@@ -1,4 +1,4 @@
-"""Every layer on fewer ranks than there are: the others hold nothing of it, and nothing goes wrong there."""
+"""Tests of every layer on some of the ranks: the other ranks hold nothing of it, and the results are right."""
 
 import pytest
 from mpi4py import MPI

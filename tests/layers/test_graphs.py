@@ -1,4 +1,4 @@
-"""Random networks under random cuts, layer by layer: values and gradients are those of one process."""
+"""Tests of random networks under random cuts, layer by layer: values and gradients are those of one process."""
 
 import numpy as np
 import pytest
@@ -41,7 +41,7 @@ def test_random_networks(group, monkeypatch):
 @pytest.mark.parametrize("backend", ["numpy", "onednn"])
 @pytest.mark.parametrize("group", range(6))
 def test_random_networks_that_keep_nothing(group, backend):
-    """Every operation names the arrays it uses: the memory of all others is free, and is overwritten."""
+    """Every operation declares the arrays that it uses: the memory of all others is overwritten."""
     dtype = "float64" if backend == "numpy" else "float32"
     with Communicator(MPI.COMM_WORLD) as comm:
         for seed in range(1000 + group * EACH, 1000 + (group + 1) * EACH):
@@ -51,7 +51,7 @@ def test_random_networks_that_keep_nothing(group, backend):
 @pytest.mark.mpi
 @pytest.mark.parametrize("shape", [(3, 7, 2), (2, 1, 2), (5, 3)])
 def test_a_layer_that_reads_whole_samples_owes_nothing_where_it_makes_nothing(shape, monkeypatch):
-    """Ranks without output must not add what happens to be in their memory to the gradient of what they could read."""
+    """Ranks without output must not add the undefined contents of their memory to the gradient of the input."""
     poison(monkeypatch)
     check_layer(Centre, shape)
 
@@ -85,7 +85,7 @@ POINTWISE = {
 @pytest.mark.parametrize("backend", ["numpy", "onednn"])
 @pytest.mark.parametrize("kind", POINTWISE)
 def test_the_owned_part_of_an_input_that_has_a_halo_for_another_layer(kind, backend):
-    """Inputs of a network are stored with the halos of all their readers: the owned part is not packed."""
+    """Inputs of a network are stored with the halos of all their readers, so the owned part is not packed."""
 
     def both(x):
         return hg.Add()(POINTWISE[kind](name="own")(x), hg.Conv(4, 3, padding=1, name="c")(x))
@@ -95,7 +95,7 @@ def test_the_owned_part_of_an_input_that_has_a_halo_for_another_layer(kind, back
 
 
 class Blur(hg.Layer):
-    """``y = amount * (sum of x over three rows)``, channel by channel: blocks of channels are all it needs."""
+    """Layer ``y = amount * (sum of x over three rows)`` per channel, which needs only its own block of channels."""
 
     stencil = hg.Stencil((3, 1), padding=(1, 0))
     cuts_channels = "channelwise"
@@ -118,14 +118,14 @@ class Blur(hg.Layer):
 
 
 class GateOfChannels(Gate):
-    """The same with leave to cut its channels: its input boxes follow those of the output."""
+    """`Gate` whose channels may be cut: its input boxes follow those of the output."""
 
     cuts_channels = "channelwise"
 
 
 @pytest.mark.mpi
 def test_channels_of_layers_of_ones_own(monkeypatch):
-    """A parameter along the channels is held in blocks, another one whole, and its gradient summed by all."""
+    """A parameter along the channels is held in blocks; another one is whole, and all ranks sum its gradient."""
     poison(monkeypatch)
     axes = ("sample", "height", "channel")
     check_layer(Blur, (7, 5, 6), axes=axes)

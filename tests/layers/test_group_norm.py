@@ -1,4 +1,4 @@
-"""Group, instance and layer norm: the definition, messages, refusals."""
+"""Tests of group, instance and layer norm: the definition, messages, rejected settings."""
 
 import math
 
@@ -19,7 +19,7 @@ OPTIONS = [{"activation": "relu"}, {"affine": False}, {"affine": False, "activat
 
 
 def oracle(kind, x, relu=False, affine=True):
-    """The definition: x as (N, positions, groups, members), statistics over the axes of the kind."""
+    """Apply the definition: x as (N, positions, groups, members), statistics over the axes of the kind."""
     shape, channels = x.shape, x.shape[-1]
     groups = {"group": 2, "instance": channels, "layer": 1, "channels": 1}[kind]
     axes = (3,) if kind == "channels" else (1, 3)

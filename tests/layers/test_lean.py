@@ -1,4 +1,6 @@
-"""Steps of any layer: no array is allocated, halos have the bytes of the formula, unnamed arrays are overwritten."""
+"""Tests of steps of any layer: no array is allocated, halos have the bytes of the formula, unused arrays are
+overwritten.
+"""
 
 import contextlib
 
@@ -85,7 +87,7 @@ LEAN_NORMS = [f"{key} norm relu" for key in NORMS] + ["local norm"]
 
 @contextlib.contextmanager
 def compiled(build, shape, comm, parts, backend="numpy", batch=2, layers=None):
-    """An executor of `build`'s layers behind a pointwise convolution, filled; `layers` are cut by themselves."""
+    """Return a filled executor of `build`'s layers after a pointwise convolution; `layers` have their own cuts."""
     x = hg.Input(shape, "x")
     y = build(hg.Conv(shape[-1], 1, name="before")(x))
     network = hg.Network({"y": y, "loss": Probe("probe")(y, hg.Input(y.shape, "g"))})
@@ -100,7 +102,7 @@ def compiled(build, shape, comm, parts, backend="numpy", batch=2, layers=None):
 @pytest.mark.parametrize("backend", ["numpy", "onednn"])
 @pytest.mark.parametrize("name", [*LAYERS, *LEAN_NORMS, "responses", "wide weight norm"])
 def test_a_step_allocates_no_array(name, backend):
-    """Every block has 256 KiB and more. NumPy's casting buffers (8192 elements per operand) are no arrays."""
+    """Every block has at least 256 KiB. NumPy's casting buffers (8192 elements per operand) are no arrays."""
     with (
         Communicator(MPI.COMM_WORLD) as comm,
         compiled({**OTHERS, **LAYERS}[name], (64, 64, 16), comm, {"width": comm.size}, backend) as executor,

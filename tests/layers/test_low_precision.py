@@ -1,4 +1,4 @@
-"""Layers on activations of 16 bits, on the double of a device: as in float32, up to rounding of what they write."""
+"""Tests of layers on 16-bit activations, on the double of a device: equal to float32 up to rounding of the results."""
 
 from itertools import islice
 
@@ -83,7 +83,7 @@ def test_layers(name):
 
 
 def rounding(name, shape):
-    """What makes the inputs of a test numbers of bfloat16."""
+    """Round the inputs of a test to bfloat16."""
     x = random_array((2, *shape), name, 0)
     return x.astype(as_dtype("bfloat16")).astype(np.float64) - x
 

@@ -1,4 +1,4 @@
-"""Cut channels: which summand each rank computes; convolutions and dense layers exact under every cut; messages."""
+"""Tests of cut channels: the summand of each rank; convolutions and dense layers exact under every cut; messages."""
 
 import math
 
@@ -27,7 +27,7 @@ BACKENDS = [("numpy", "float64"), ("onednn", "float32")]
 
 @st.composite
 def cases(draw):
-    """Output shape, input channels, parts, idle ranks."""
+    """Yield output shape, input channels, parts, idle ranks."""
     made, read = draw(st.integers(1, 8)), draw(st.integers(1, 6))
     spatial = draw(st.sampled_from([(), (3,), (4, 2)]))
     shape = (draw(st.integers(1, 3)), *spatial, made)
@@ -36,7 +36,7 @@ def cases(draw):
 
 @given(cases())
 def test_summands_of_every_output_cover_the_input_channels_once(case):
-    """The ranks that compute a summand of an element read disjoint blocks of the input channels, together all."""
+    """The ranks that compute a summand of an element read disjoint blocks that together are all input channels."""
     shape, read, parts, idle = case
     output = layout_of(shape, parts, math.prod(parts.values()) + idle)
     partial = partial_boxes(output, parts)
@@ -79,7 +79,7 @@ def conv(name, filters=5, **options):
 
 
 def axes(name):
-    """The channels and one other axis, in turn: all of those together are cut in test_exact."""
+    """Return the channels and one other axis, in turn; test_exact covers cuts of all of them."""
     others = ("depth", "height", "width")[3 - len(NASTY[name][0]) :]
     return (others[list(NASTY).index(name) % len(others)], *CHANNELS)
 
@@ -137,7 +137,7 @@ def chain():
 
 
 def gradients(comm, strategy, kernels):
-    """Whole gradients of a step of `chain`, on rank 0, and the loss."""
+    """Return the whole gradients of a step of `chain`, on rank 0, and the loss."""
     with Executor(chain(), comm, kernels, 3, strategy, "float64", probed=["x"]) as executor:
         for name, node in executor.network.inputs.items():
             executor.set_input(name, random_array((3, *node.shape), name))
@@ -177,7 +177,7 @@ BATCH, ROWS, COLUMNS, READ, MADE = 4, 8, 5, 8, 12
 
 
 def wide(parts):
-    """One convolution under `parts` between whole samples; all activations float32."""
+    """Return a network of one convolution with `parts` between whole samples; all activations are float32."""
     x = hg.Input((ROWS, COLUMNS, READ), "x")
     y = hg.Conv(READ, 1, name="before")(x)
     y = hg.Conv(MADE, 3, padding=1, name="wide")(y)
@@ -193,7 +193,7 @@ def wide(parts):
 
 
 def traffic(comm, parts):
-    """Bytes by kind that this rank sends in a step for the layer `wide`, and its buckets."""
+    """Return the bytes by kind that this rank sends in a step for the layer `wide`, and its buckets."""
     network, strategy = wide(parts)
     with Executor(network, comm, get_backend("numpy"), BATCH, strategy, "float32") as executor:
         for name, node in network.inputs.items():
@@ -214,7 +214,7 @@ def nbytes(counted, kind):
 
 @pytest.mark.ranks(2, 4)
 def test_the_gradient_of_a_filter_block_is_summed_by_its_holders_only():
-    """With as many blocks of filters as ranks no block is shared. With half as many, two ranks share each block."""
+    """With as many filter blocks as ranks no block is shared. With half as many, two ranks share each block."""
     with Communicator(MPI.COMM_WORLD) as comm:
         for sample in (1, 2):
             channel = comm.size // sample
@@ -229,8 +229,11 @@ def test_the_gradient_of_a_filter_block_is_summed_by_its_holders_only():
 
 @pytest.mark.ranks(2, 4)
 def test_filter_cuts_gather_x_and_bring_its_gradient_back():
-    """x comes whole from `before`, which cuts samples: each rank lacks what the others own, and so does its
-    gradient. Partial sums there are none."""
+    """The ranks gather x and return its gradient.
+
+    x comes whole from `before`, which cuts samples: each rank gathers the parts that other ranks own, and returns their
+    gradients. There are no partial sums.
+    """
     with Communicator(MPI.COMM_WORLD) as comm:
         counted, _, _ = traffic(comm, {"channel": comm.size})
         share = BATCH * ROWS * COLUMNS * READ * 4 // comm.size
@@ -247,8 +250,11 @@ def test_filter_cuts_gather_x_and_bring_its_gradient_back():
 
 @pytest.mark.ranks(2, 4)
 def test_cuts_of_the_sum_add_partial_sums_and_gather_their_gradient():
-    """Every rank has a summand of all of y and owns 1/P: to each other goes that one's part, and its own part of
-    dy comes back to all. x is read where it is."""
+    """The ranks sum parts of y and gather its gradient.
+
+    Every rank has a summand of all of y and owns 1/P of it: it sends every other rank that rank's part. Its own part of
+    dy goes to all ranks. x is read without messages.
+    """
     with Communicator(MPI.COMM_WORLD) as comm:
         counted, shapes, _ = traffic(comm, {"input_channel": comm.size})
         assert shapes["wide/w"] == (MADE, 3, 3, READ // comm.size)

@@ -1,4 +1,4 @@
-"""What layers need, as products of intervals, against the boxes that the layers themselves ask for."""
+"""Tests of the needs of layers as products of intervals, against the boxes that the layers themselves return."""
 
 import pytest
 from hypothesis import assume, given
@@ -15,7 +15,7 @@ RANKS = 8
 
 
 class Window(hg.Layer):
-    """A layer of one's own with a stencil and nothing else."""
+    """Custom layer with only a stencil."""
 
     def __init__(self):
         super().__init__()
@@ -23,7 +23,7 @@ class Window(hg.Layer):
 
 
 class Diagonal(hg.Layer):
-    """What it needs along the width depends on the height: no product of intervals."""
+    """Custom layer whose needs along the width depend on the height, so that they are no product of intervals."""
 
     def input_boxes(self, box, *shapes):
         return (box.replace(2, box.start[2] + box.start[1], box.stop[2] + box.start[1]),)

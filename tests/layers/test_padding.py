@@ -1,4 +1,4 @@
-"""Padding: as a part of networks; arithmetic; refusals."""
+"""Tests of padding: within networks; arithmetic; rejected settings."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ DATA = st.data()
 
 @pytest.mark.mpi
 def test_a_periodic_convolution():
-    """As on a globe: circular along one axis, mirrored along the other."""
+    """The padding is circular along one axis and mirrored along the other, as on a globe."""
 
     def layers():
         around, ends = Pad(((0, 0), (1, 1)), "circular", name="c"), Pad(((1, 1), (0, 0)), "replicate", name="r")
@@ -29,7 +29,7 @@ def test_a_periodic_convolution():
 @pytest.mark.mpi
 @pytest.mark.parametrize("axes", [("sample", "height"), ("sample", "width", "channel")])
 def test_some_of_the_channels(axes):
-    """Put together again in another order; where channels are cut, they lie elsewhere."""
+    """The pieces are joined in another order; if channels are cut, they are on other ranks."""
 
     def turned():
         first, rest, both = Slice(0, 2, "first"), Slice(2, 5, "rest"), Concat(name="both")

@@ -1,4 +1,4 @@
-"""Chunks of gradients against the rules in words and in papers, on real and on random networks; replicated layers."""
+"""Tests of chunks of gradients against written rules and papers, on real and random networks; replicated layers."""
 
 import hypothesis.strategies as st
 import pytest
@@ -40,7 +40,7 @@ CONV43, CONV21 = ("conv4_2", "conv4_1", "conv3_2", "conv3_1"), ("conv2_1", "conv
     ("k", "first"), [(3, DENSE), (4, DENSE), (6, DENSE + CONV5), (9, DENSE + CONV5 + CONV43[:2]), (1, DENSE[:1])]
 )
 def test_two_chunks_of_vgg_a_are_those_of_the_paper(vgg, k, first):
-    """Lee et al., Section V-C4: k = 3, 6, 9 divide the layers at poolings, which count."""
+    """Lee et al., Section V-C4: k = 3, 6, 9 divide the layers at poolings, which count as layers."""
     everything = DENSE + CONV5 + CONV43 + CONV21
     chunks = layers_of(chunks_of(vgg, Scheme("two_chunks", k), 1, ITEM))
     assert chunks == [first, everything[len(first) :]]
@@ -67,7 +67,7 @@ def test_blocking_per_layer_and_buckets(vgg):
 
 
 def test_norms_go_with_the_layers_around_them():
-    """A chunk ends with the gradients of a convolution, though the norm before it has some too."""
+    """A chunk ends with the gradients of a convolution, although the norm before it has gradients too."""
     network = resnet((1, 1, 1, 1), classes=5, resolution=32, width=4)
     layers = gradient_layers(network, parameter_blocks(network, Strategy(), 1))
     kinds = {layer.name: layer.kind for layer in layers}
@@ -125,7 +125,7 @@ def test_a_bucket_is_closed_by_the_layer_that_fills_it(described, bucket_bytes):
 
 
 def chain(count, dense=0):
-    """Layers in the order of backward: `dense` dense ones, then others; every second one followed by a norm."""
+    """Return layers in the order of backward: `dense` dense layers, then others; a norm follows every second one."""
     layers = []
     for i in range(count):
         kind = "dense" if i < dense else "weights"
@@ -136,7 +136,7 @@ def chain(count, dense=0):
 
 
 def sizes_of_the_paper(layers, k):
-    """Le et al. 2018, Section 4.2, of `layers` layers; in the order of backward."""
+    """Return the chunk sizes of Le et al. 2018, Section 4.2, for `layers` layers, in the order of backward."""
     if layers % k == 0:
         return [k] * (layers // k - 1) + [1] * k
     return [k] * (layers // k) + [1] * (layers - k * (layers // k))
@@ -156,7 +156,8 @@ def test_chunks_of_layers_are_those_of_the_paper(count, k):
     "scheme", [{}, {"name": "blocking"}, {"name": "two_chunks", "first_layers": 4}, {"name": "per_layer"}]
 )
 def test_layers_that_lie_apart_are_in_chunks_of_their_own(scheme, replicated):
-    """However many of them are replicated now: dense1 and dense2 are the first two in the order of computation."""
+    """This holds for any number of replicated layers: dense1 and dense2 are the first two in the order of computation.
+    """
     layers, apart = chain(8, dense=3), frozenset({"layer1", "layer2"})
     chunks = chunks_of(layers, Scheme(**scheme, replicated_dense=replicated), 100, 4, apart)
     names = [g.name for chunk in chunks for g in chunk.gradients]

@@ -1,4 +1,4 @@
-"""Schemes of gradient reduction: plain data, saved with strategies and plans, refused in one line."""
+"""Tests of reduction schemes: plain data, saved with strategies and plans, rejected in one line."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Rows of all ranks together: room for them by arithmetic, contents, messages and bytes."""
+"""Tests of gathered rows of all ranks: buffer sizes by arithmetic, contents, messages and bytes."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Flatten, reshape, pixel and channel shuffle: as a part of networks, refusals."""
+"""Tests of flatten, reshape, pixel and channel shuffle: within networks; rejected inputs."""
 
 import pytest
 
@@ -12,7 +12,7 @@ AXES = ("sample", "height", "width")
 
 @pytest.mark.many_ranks
 def test_exact_on_uneven_and_empty_blocks_between_layers(monkeypatch):
-    """As in a generator: a vector becomes a map."""
+    """A vector becomes a map, as in a generator."""
     skew(monkeypatch)
 
     def chain():

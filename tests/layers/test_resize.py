@@ -1,4 +1,4 @@
-"""Resize: arithmetic against brute force."""
+"""Tests of resizing: arithmetic against brute force."""
 
 from fractions import Fraction
 
@@ -37,7 +37,7 @@ def resamplings(draw):
 
 
 def row(r, o):
-    """Weights of all inputs in output `o`, by the formulas."""
+    """Return the weights of all inputs in output `o`, by the formulas."""
     position = o * float(r.ratio) if r.aligned else (o + 0.5) * float(r.ratio) - 0.5
     weights = np.zeros(r.size)
     if r.mode == "nearest":
@@ -57,7 +57,7 @@ def row(r, o):
 
 
 def keys(x, a=-0.75):
-    """The cubic convolution kernel of Keys (1981), equation 4 with 3/4 in place of 1/2."""
+    """Return the cubic convolution kernel of Keys (1981), equation 4 with 3/4 instead of 1/2."""
     if x <= 1:
         return (a + 2) * x**3 - (a + 3) * x**2 + 1
     return a * x**3 - 5 * a * x**2 + 8 * a * x - 4 * a if x < 2 else 0.0

@@ -1,4 +1,4 @@
-"""Layers and losses near saturation and at the infinities: gradients that are small keep their digits."""
+"""Tests of layers and losses near saturation and at infinities: small gradients keep their digits."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def assert_few(got, want, what, size=None):
 
 
 def in_a_network(made, x, backend, dtype, gradient=None, target=None):
-    """Loss, output, gradients of the input and of the slope of a PReLU, for one sample ``(positions, 1, C)``.
+    """Return loss, output, gradients of the input and of the slope of a PReLU, for one sample ``(positions, 1, C)``.
 
-    `gradient`: of the output of a layer, by a loss that is its product with the output. `target`: of a loss.
+    `gradient` is that of a layer's output, given by a loss that is its product with the output. `target` is for a loss.
     """
     given = hg.Input(x.shape[1:], "x")
     passed = hg.Affine(1.0, name="passed")(given)
@@ -72,7 +72,7 @@ def in_a_network(made, x, backend, dtype, gradient=None, target=None):
 
 
 class _Product(Loss):
-    """The sum of the prediction times a constant."""
+    """Loss that is the sum of the prediction times a constant."""
 
     def __init__(self, gradient):
         super().__init__()
@@ -92,7 +92,7 @@ def test_every_loss_is_here_or_with_the_kernels():
 
 # ---------------------------------------------------------------------- losses
 def focal(x, t, gamma, positive, negative):
-    """Value, and the two terms of the derivative, which have one sign for targets 0 and 1."""
+    """Return the value, and the two terms of the derivative, which have the same sign for targets 0 and 1."""
     x, t = x.astype(Long), Long(t)
     p, rest = sigmoid(x), sigmoid(-x)
     ce = (1 - t) * softplus(x) + t * softplus(-x)
@@ -175,7 +175,7 @@ def test_overlap_of_softmax(label, backend, dtype):
 
 
 def margins(dtype):
-    """Logits of three classes, of which the first is larger by one of the points."""
+    """Return logits of three classes, of which the first is larger by one of the points."""
     margin = some_points(dtype)
     x = np.zeros((1, len(margin), 1, 3), dtype)
     x[0, :, 0, 0] = margin
@@ -188,14 +188,14 @@ def _probabilities(x):
 
 
 def _of_others(p):
-    """The sum of the other two probabilities, of each."""
+    """Return, for each probability, the sum of the other two."""
     return np.stack([p[..., [k for k in range(3) if k != c]].sum(axis=-1) for c in range(3)], axis=-1)
 
 
 # ---------------------------------------------------------------------- layers that are no kernel
 @EVERYWHERE
 def test_softmax(backend, dtype):
-    """The gradient of one probability."""
+    """The loss gives the gradient of one probability."""
     x = margins(dtype)
     for of in range(3):
         _, y, dx, _ = in_a_network(hg.Softmax(), x, backend, dtype, gradient=np.eye(3)[of])
@@ -208,7 +208,7 @@ def test_softmax(backend, dtype):
 
 @EVERYWHERE
 def test_log_softmax(backend, dtype):
-    """The gradient of one logarithm."""
+    """The loss gives the gradient of one logarithm."""
     x = margins(dtype)
     for of in range(3):
         _, y, dx, _ = in_a_network(hg.LogSoftmax(), x, backend, dtype, gradient=np.eye(3)[of])
@@ -235,7 +235,7 @@ def test_prelu_of_infinities(slopes, backend, dtype):
 @EVERYWHERE
 @pytest.mark.parametrize("slopes", ["one", "channel"])
 def test_prelu_of_an_infinite_gradient(slopes, backend, dtype):
-    """That of a square behind an infinity."""
+    """The infinite gradient is that of a square after an infinite value."""
     x = np.array([np.inf, 1, -1], dtype).reshape(1, 3, 1, 1)
     gradient = np.array([np.inf, np.inf, 4]).reshape(1, 3, 1, 1)
     _, _, dx, slope = in_a_network(hg.PReLU(slopes, name="p"), x, backend, dtype, gradient=gradient)

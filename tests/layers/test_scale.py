@@ -1,4 +1,4 @@
-"""Learned factors per channel: what they begin with; refusals."""
+"""Tests of learned factors per channel: initial values; rejected settings."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Layers that are called several times: one array of parameters, the sum of the gradients of all calls."""
+"""Tests of layers that are called several times: one array of parameters, with the sum of all gradients."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ BATCH, STEPS, RATE = 4, 3, 0.2
 
 
 def network() -> hg.Network:
-    """Two images through one trunk, whose head is called at two scales; vectors through one dense layer twice."""
+    """Return a network of two images through one trunk with a shared head, and vectors through one dense layer twice.
+    """
     trunk = hg.Sequential(
         hg.Conv(8, 3, padding=1, name="conv"), hg.GroupNorm(2, name="norm"), hg.PReLU("channel", name="slopes")
     )
@@ -53,7 +54,7 @@ def fill(executor, step):
 
 
 def run(comm, strategy, batch=BATCH):
-    """Losses and this rank's blocks of the parameters after `STEPS` steps. Collective."""
+    """Return the losses, and this rank's blocks of the parameters after `STEPS` steps. Collective."""
     made = network()
     with Executor(made, comm, get_backend("numpy"), batch, strategy, "float64", seed=3) as executor:
         trainer, losses = Trainer(executor, SGD(executor.store, momentum=0.5), Constant(RATE)), []
@@ -131,7 +132,7 @@ def test_all_grids(subtests):
     "parts", [{"sample": 4}, {"sample": 2, "width": 2}, {"height": [1, 1, 1, 9]}, {"width": [9, 1, 1, 1]}], ids=str
 )
 def test_ranks_without_samples_or_rows(parts):
-    """What they add to the gradients of a call is nothing, not what lay in memory."""
+    """They add zeros to the gradients of a call, not the contents of their memory."""
     with Communicator(MPI.COMM_WORLD, "mpi") as comm:
         check(comm, Strategy(parts), batch=1)
 
@@ -152,7 +153,9 @@ def test_random_strategies(seed):
 
 
 def normed(shared=True):
-    """Convolution and dense layer of directions and lengths, each called twice, or two of each with their own."""
+    """Return a weight-normalized convolution and dense layer, each called twice, or two of each with their own
+    parameters.
+    """
     x, t = hg.Input((6, 5, 3), "x"), hg.Input((3,), "target")
     convs = [hg.Conv(3, 3, padding=1, weight_norm=True, name=f"conv{k}") for k in range(2)]
     denses = [hg.Dense(3, weight_norm=True, name=f"dense{k}") for k in range(2)]
@@ -189,7 +192,7 @@ def test_gradients_of_weight_norm_are_those_of_layers_of_one_s_own_added_up():
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("scheme", [Scheme(replicated_dense=1), Scheme(replicated_dense=2), Scheme("auto")], ids=str)
 def test_gradients_of_shared_layers_are_not_replicated(scheme):
-    """Only layers with a gradient of one call may compute that of the whole batch on every rank."""
+    """Only a layer that is called once may compute the gradient of the whole batch on every rank."""
 
     def made():
         a, b, t = hg.Input((6,), "a"), hg.Input((6,), "b"), hg.Input((3,), "target")

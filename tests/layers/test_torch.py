@@ -1,4 +1,4 @@
-"""Layers of every kind compute what torch does, forward and backward; functions of torch are looked up when called."""
+"""Tests that layers of every kind compute the same as torch, forward and backward."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ CASES = []
 
 
 def add(name, make, shapes, function, backend="numpy"):
-    """Shapes of the inputs; a function of them and of the parameters by their names."""
+    """Add a case: shapes of the inputs, and a torch function of them and of the parameters by name."""
     CASES.append(pytest.param(make, shapes, function, BACKENDS[backend], backend, id=f"{name}, {backend}"))
 
 
 def f(name, axes=""):
-    """A function of torch, looked up when it is called."""
+    """Return a torch function that is looked up when it is called."""
     return lambda *inputs, **more: getattr(torch().nn.functional, f"{name}{axes}{'d' if axes else ''}")(*inputs, **more)
 
 
 def _channels(x, *numbers):
-    """One number per channel, for a value ``(N, C, H, W)``."""
+    """Return one number per channel for a value ``(N, C, H, W)``."""
     return x.new_tensor(numbers).reshape(-1, 1, 1)
 
 
@@ -162,7 +162,7 @@ for kind, (name, (spatial, size)) in product(ADAPTIVE, ADAPTIVE_CASES.items()):
 
 
 def interpolate(x, mode, size=None, scale_factor=None, **more):
-    """As torch does it; cubic of one axis and of three by its rule for two."""
+    """Interpolate as torch; for cubic with one or three axes, by its rule for two."""
     made = torch().nn.functional.interpolate
     axes = x.dim() - 2
     if mode != "cubic" or axes == 2:
@@ -199,7 +199,7 @@ add("dense", partial(hg.Dense, 4, name="d"), [(6,)], lambda x, w, b: f("linear")
 
 
 def shuffle(x, factor):
-    """Any number of axes, by reshaping and permuting."""
+    """Shuffle pixels of any number of axes, by reshaping and permuting."""
     axes, (n, channels, *spatial) = x.dim() - 2, x.shape
     cells = x.reshape(n, channels // factor**axes, *[factor] * axes, *spatial)
     order = [0, 1, *(i for axis in range(axes) for i in (2 + axes + axis, 2 + axis))]

@@ -1,4 +1,4 @@
-"""Losses with weights: against torch in float64 under every cut, masks over garbage, sums, messages, refusals."""
+"""Tests of losses with weights: torch in float64 under every cut, masks over invalid data, sums, messages."""
 
 import numpy as np
 import pytest
@@ -96,7 +96,7 @@ def test_blocks_of_many_chunks_in_float32(ranks, name):
 @pytest.mark.parametrize("garbage", [9.96921e36, np.nan, -np.inf])
 @pytest.mark.parametrize("name", LOSSES)
 def test_nothing_comes_of_a_position_without_weight(ranks, name, garbage):
-    """Whatever prediction and target hold there: the same in every bit, and a gradient of 0."""
+    """Whatever prediction and target hold there, the loss is the same in every bit, and the gradient is 0."""
     make, _, kind = LOSSES[name]
     x, t, w = random_array((BATCH, *SHAPE), "x"), target(kind, SHAPE), np.ones((BATCH, *FORMS["position"]))
     w[:, 1], w[0] = 0, 0
@@ -119,7 +119,7 @@ IGNORING = {
 
 
 def with_ignored(channels, ignored):
-    """A prediction, a target of which some positions are ignored, and where it is not."""
+    """Return a prediction, a target with ignored positions, and the mask of the other positions."""
     rng = np.random.default_rng(4)
     t = rng.integers(0, max(2, channels), (BATCH, *SHAPE[:-1], 1))
     there = rng.random(t.shape) < 0.6
@@ -220,7 +220,7 @@ def test_weights_may_be_whole_numbers(ranks, kind):
 
 
 def two_scales():
-    """One number per sample weighs predictions of two extents; the first term is of training alone."""
+    """Return losses in which one number per sample weighs predictions of two extents; the first is training-only."""
     fine, coarse = hg.Input((4, 6, 4), "fine"), hg.Input((2, 3, 4), "coarse")
     t, few, w = hg.Input((4, 6, 1), "t", "int32"), hg.Input((2, 3, 4), "few"), hg.Input((1,), "w")
     mask = hg.Input((4, 6, 1), "mask")
@@ -314,7 +314,7 @@ def test_metrics_do_not_judge_what_has_no_weight(ranks, form):
     [("mse", "position", 1), ("mse, weights", "position", 2), ("ce, weights", "position", 2), ("ce", "column", 1)],
 )
 def test_sums_over_ranks(ranks, name, form, sums):
-    """An input with the extent 1 is read by all ranks that need it."""
+    """All ranks that need an input of extent 1 read it."""
     make, _, kind = LOSSES[name]
     given = target(kind, SHAPE), weights_of(form)
     with make_executor(make, SHAPE, given, ranks, {"height": ranks.size}, "float32") as executor:
@@ -336,7 +336,7 @@ def test_a_step_allocates_no_array(ranks, name, form):
 
 
 def test_weights_are_part_of_the_work():
-    """They are read as often as a prediction is."""
+    """Weights are read as often as a prediction."""
     plain, weighted = hg.MeanSquaredError(), hg.MeanSquaredError(normalization="weights")
     shapes = [(2, 4, 3), (2, 4, 3)]
     alone, more = LayerWork.of(plain, shapes), LayerWork.of(weighted, [*shapes, (2, 4, 1)])

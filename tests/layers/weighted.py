@@ -1,4 +1,4 @@
-"""Losses with weights, and torch's value and gradient of them in float64."""
+"""Losses with weights, and their value and gradient by torch in float64."""
 
 import numpy as np
 
@@ -19,7 +19,7 @@ def mean(values, w, normalization):
 
 
 def cross_entropy(x, t, w, smoothing=0.0, class_weights=None, normalization="count"):
-    """`functional.cross_entropy` per position, times the weight."""
+    """Compute `functional.cross_entropy` per position, times the weight."""
     lib = torch()
     given = None if class_weights is None else lib.tensor(class_weights, dtype=lib.float64)
     functional = lib.nn.functional
@@ -48,7 +48,7 @@ def focal(normalization):
 
 
 def overlap(activation, reduction, ratio, smooth=1.0):
-    """Dice for ``ratio = (2, 1, 1)``; the sums have weights."""
+    """Compute Dice for ``ratio = (2, 1, 1)``, with weighted sums."""
 
     def found(x, t, w):
         lib = torch()
@@ -115,14 +115,14 @@ CASES = [
 
 
 def weights_of(form, batch=BATCH):
-    """Numbers in [0, 3), some of them 0."""
+    """Return numbers in [0, 3), some of them 0."""
     found = 3 * np.random.default_rng(5).random((batch, *FORMS[form]))
     found[found < 0.6] = 0
     return found
 
 
 def reference(function, x, t, w):
-    """Loss and its gradient by torch."""
+    """Return loss and gradient by torch."""
     lib = torch()
     given = lib.tensor(x.copy(), requires_grad=True)
     w = w.reshape((*w.shape[:1], *(1,) * (x.ndim - w.ndim), *w.shape[1:]))

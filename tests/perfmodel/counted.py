@@ -1,4 +1,4 @@
-"""Networks and strategies of which messages and bytes are counted."""
+"""Networks and strategies whose messages and bytes are counted."""
 
 import random
 
@@ -14,7 +14,7 @@ BATCH = 4
 
 
 def zoo():
-    """Layers that the models do not have, a value that two layers read, an input that two layers read."""
+    """Return a network of layers that the models lack, a value with two readers, and an input with two readers."""
     x = hg.Input((12, 10, 4), name="x")
     # Residuals with a gradient and without, with an activation and without.
     z = hg.BatchNorm(activation="relu", name="with input")(hg.Conv(4, 1, name="beside")(x), x)
@@ -34,7 +34,7 @@ def zoo():
 
 
 def dice():
-    """With a layer that the loss does not depend on, whose gradients are not summed."""
+    """Return a network with a layer that the loss does not depend on, whose gradients are not summed."""
     x = hg.Input((8, 6, 2), name="x")
     y = hg.Conv(2, 3, padding=1, name="conv")(x)
     outputs = {"prediction": y, "aside": hg.Conv(5, 1, name="aside")(y)}
@@ -42,7 +42,7 @@ def dice():
 
 
 def frozen():
-    """With layers that keep their parameters: the first ones, and some in the middle."""
+    """Return a network with frozen layers: the first ones, and some in the middle."""
     return NETWORKS["unet"]().freeze("down0*", "up1", "bottom_*_a", "predict")
 
 
@@ -54,7 +54,7 @@ DRAWS = 4
 
 
 def strategies(network, size):
-    """The same cut for all layers, then random ones, with fewer ranks for some."""
+    """Yield the same cut for all layers, then random cuts, with fewer ranks for some layers."""
     for grid in grids(size, ("sample", "height", "width")):
         yield Strategy(grid, bucket_bytes=4096)
     draw = random.Random(f"{network.name} {size}")
@@ -71,13 +71,13 @@ def strategies(network, size):
 
 
 def shares(draw, axis, parts):
-    """Uneven parts in place of some even ones."""
+    """Replace some even parts by uneven ones."""
     even = parts == 1 or "channel" in axis or draw.random() < 0.7
     return parts if even else [draw.randint(1, 3) for _ in range(parts)]
 
 
 def differing(found, want, rank):
-    """Kinds whose messages or bytes differ."""
+    """Return the kinds whose messages or bytes differ."""
     faults = []
     for kind in sorted(set(found) | set(want)):
         have = (found[kind].messages, found[kind].bytes) if kind in found else (0, 0)
@@ -88,7 +88,7 @@ def differing(found, want, rank):
 
 
 def differing_layers(found, ledger, rank):
-    """What layers send in all, where it is not what was counted but for gradients and the sum of the loss."""
+    """Return the layers whose total traffic differs from the count, without gradients and the sum of the loss."""
     own = [traffic for kind, traffic in found.items() if kind != "allreduce"]
     have = sum(t.messages for t in own), sum(t.bytes for t in own)
     layers, several = ledger.layers.values(), ledger.ranks > 1

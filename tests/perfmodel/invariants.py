@@ -1,13 +1,13 @@
-"""What plans promise, held against random problems.
+"""Invariants of plans, checked on random problems.
 
     python -m tests.perfmodel.invariants --count 500
 
-* Never slower than a grid for all layers alike, or a baseline, that fits.
-* Not slower with faster links, with faster devices, or with more memory.
-* Within 5 % as fast with the spatial axes in another order, where all links are alike. (Ranks are numbered along the
+* A plan is never slower than a grid that is the same for all layers, or a baseline, that fits.
+* It is not slower with faster links, with faster devices, or with more memory.
+* It is within 5 % as fast with the spatial axes in another order, if all links are equal. (Ranks are numbered along the
   axes in their order: which elements stay where they are when the cut changes, and which neighbors share a node,
   depends on it, in the runtime too.)
-* What a plan takes of memory is enough for it; a limit is kept, or refused.
+* A plan's own memory is a sufficient limit for it; a limit is respected, or rejected.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ SMALLER, LIMITS = 0.8, 3
 
 
 def plan_of(problem: PlanningProblem, network: Network, machine: Machine, limit: float | None = None) -> Plan:
-    """The plan of a problem on some machine."""
+    """Return the plan of a problem on a machine."""
     times = RooflineTimes(machine)
     return plan_network(network, problem.batch, problem.ranks, machine, times, Planning(limit=limit))
 
 
 def rivals(problem: PlanningProblem, network: Network) -> Iterator[tuple[str, Prediction]]:
-    """Grids and baselines, and what a step takes under them."""
+    """Return grids and baselines, with the time of a step."""
     pricing = Pricing(Wires(problem.machine), RooflineTimes(problem.machine), best_halo=True)
     some = {name: baseline(name, network, problem.batch, problem.ranks) for name in BASELINES}
     for parts in grids(network, problem.batch, problem.ranks):
@@ -55,7 +55,7 @@ def rivals(problem: PlanningProblem, network: Network) -> Iterator[tuple[str, Pr
 
 
 def violations(problem: PlanningProblem) -> list[str]:
-    """What is broken, in words."""
+    """Return texts on broken invariants."""
     network, machine = problem.network(), problem.machine
     free = plan_of(problem, network, machine)
     found = [
@@ -100,7 +100,7 @@ def _checked(seed: int) -> tuple[int, list[str]]:
 
 
 def main() -> int:
-    """Run what the command line asks for; the last line says how many problems held."""
+    """Run the command line; the last line reports the number of problems without violations."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=500)
     parser.add_argument("--first", type=int, default=0)

@@ -1,4 +1,4 @@
-"""Random planning problems: networks of several families, machines from slow to fast, with and without limits."""
+"""Random planning problems: networks of several families, slow and fast machines, with and without limits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FAMILIES = ("strip", "image", "volume", "branches", "dilated", "convnext", "unet
 
 @dataclass
 class Drawing:
-    """Settings of a network in the order in which they are drawn, so that it can be made again with its axes turned."""
+    """Settings of a network in drawing order, so that it can be built again with its axes exchanged."""
 
     family: str
     seed: int
@@ -27,19 +27,19 @@ class Drawing:
         self.rng = np.random.default_rng([14, self.seed])
 
     def whole(self, low: int, high: int) -> int:
-        """One of ``low .. high``."""
+        """Draw an integer in ``low .. high``."""
         return int(self.rng.integers(low, high + 1))
 
     def one_of(self, *some: Any) -> Any:
-        """One of these."""
+        """Draw one of the arguments."""
         return some[int(self.rng.integers(len(some)))]
 
     def along(self, *values: Any) -> Any:
-        """One value per spatial axis, in their order, or in the opposite one."""
+        """Return one value per spatial axis, in their order or reversed."""
         return values[::-1] if self.turned else values
 
     def extents(self) -> tuple[int, ...]:
-        """Spatial extents of a sample."""
+        """Return the spatial extents of a sample."""
         if self.family == "strip":
             return self.along(2 ** self.whole(3, 5), 2 ** self.whole(8, 12))
         if self.family == "volume":
@@ -47,12 +47,12 @@ class Drawing:
         return self.along(*(16 * self.whole(2, 16) for _ in range(2)))
 
     def network(self) -> hg.Network:
-        """The network of these settings."""
+        """Build the network of these settings."""
         start = hg.Input((*self.extents(), self.whole(1, 8)))
         return hg.Network({"loss": self.end(getattr(self, self.family)(start))})
 
     def end(self, y: Any) -> Any:
-        """A loss of one of two kinds."""
+        """Add one of two kinds of loss."""
         if self.rng.random() < 0.5:
             return hg.MeanSquaredError()(y, hg.Input(y.shape, name="target"))
         classes = 2 ** self.whole(3, 10)
@@ -60,12 +60,12 @@ class Drawing:
         return hg.SoftmaxCrossEntropy()(hg.Dense(classes)(y), hg.Input((1,), name="target"))
 
     def conv(self, y: Any, **options: Any) -> Any:
-        """A convolution that keeps extents, its kernel not always square."""
+        """Add a convolution that keeps extents; its kernel is not always square."""
         kernel = self.along(*(self.one_of(1, 3, 3, 5) for _ in y.shape[:-1]))
         return hg.Conv(2 ** self.whole(2, 6), kernel, padding=tuple(k // 2 for k in kernel), **options)(y)
 
     def strip(self, y: Any) -> Any:
-        """A chain."""
+        """Build a chain."""
         for _ in range(self.whole(2, 5)):
             y = self.conv(y, activation="relu")
         return y
@@ -73,14 +73,14 @@ class Drawing:
     volume = strip
 
     def image(self, y: Any) -> Any:
-        """Convolutions, norms and pooling."""
+        """Build convolutions, norms and pooling."""
         for _ in range(self.whole(2, 4)):
             y = hg.BatchNorm(activation="relu")(self.conv(y, bias=False))
             y = hg.MaxPool(2)(y) if min(y.shape[:-1]) >= 16 and self.rng.random() < 0.7 else y
         return y
 
     def branches(self, y: Any) -> Any:
-        """Two or three ways, joined again."""
+        """Build two or three branches that are joined again."""
         for _ in range(self.whole(1, 2)):
             ways = [self.conv(y, activation="relu") for _ in range(self.whole(2, 3))]
             joined = hg.Concat()(*ways)
@@ -89,13 +89,13 @@ class Drawing:
         return y
 
     def dilated(self, y: Any) -> Any:
-        """Halos that grow."""
+        """Build layers with growing halos."""
         for i in range(self.whole(2, 4)):
             y = hg.Conv(2 ** self.whole(2, 5), 3, padding=2**i, dilation=2**i, activation="relu")(y)
         return y
 
     def convnext(self, y: Any) -> Any:
-        """Depthwise convolutions, norms of layers, wide products; residual."""
+        """Build depthwise convolutions, layer norms, and wide products; residual."""
         y = hg.Conv(16, 4, stride=4)(y)
         for _ in range(self.whole(1, 2)):
             z = hg.LayerNorm()(hg.Conv(16, 7, padding=3, groups=16)(y))
@@ -103,13 +103,13 @@ class Drawing:
         return y
 
     def unet(self, y: Any) -> Any:
-        """Down, up, and across."""
+        """Build a U-Net with skip connections."""
         top = self.conv(y, activation="relu")
         down = self.conv(hg.MaxPool(2)(top), activation="relu")
         return self.conv(hg.Concat()(top, hg.Resize(2)(down)))
 
     def scales(self, y: Any) -> Any:
-        """One head at several scales, another one twice in a row."""
+        """Build one head at several scales, and another one that is called twice."""
         kernel, channels = self.along(3, self.one_of(1, 3)), 2 ** self.whole(3, 6)
         head = hg.Conv(channels, kernel, padding=tuple(k // 2 for k in kernel), activation="relu")
         y = self.conv(y)
@@ -120,7 +120,7 @@ class Drawing:
 
 @dataclass(frozen=True)
 class PlanningProblem:
-    """What a plan is asked for."""
+    """Request for a plan."""
 
     family: str
     seed: int
@@ -129,12 +129,12 @@ class PlanningProblem:
     machine: Machine
 
     def network(self, turned: bool = False) -> hg.Network:
-        """The network; `turned`: with the order of its spatial axes reversed."""
+        """Build the network; with `turned`, the order of its spatial axes is reversed."""
         return Drawing(self.family, self.seed, turned).network()
 
 
 def random_problem(seed: int) -> PlanningProblem:
-    """The problem of this number."""
+    """Return the problem with this number."""
     rng = np.random.default_rng([1415, seed])
     family = FAMILIES[seed % len(FAMILIES)]
     batch, ranks = int(rng.choice([1, 1, 2, 4, 8])), int(rng.choice([2, 3, 4, 4, 6, 8, 16]))
@@ -142,7 +142,7 @@ def random_problem(seed: int) -> PlanningProblem:
 
 
 def random_machine(rng: np.random.Generator, seed: int) -> Machine:
-    """Slow and fast links, flat and steep hierarchies."""
+    """Draw a machine: slow and fast links, flat and steep hierarchies."""
     peak = 10 ** rng.uniform(10.5, 14)
     bandwidth = peak / 10 ** rng.uniform(0.5, 2)
     steep = 10 ** rng.uniform(0, 1.5) if rng.random() < 0.6 else 1.0
@@ -168,7 +168,7 @@ def random_machine(rng: np.random.Generator, seed: int) -> Machine:
 def faster(
     machine: Machine, factor: float = 2.0, what: Callable[[str], bool] = lambda level: level != "device"
 ) -> Machine:
-    """The machine with links so many times as fast."""
+    """Return the machine with links that are this factor faster."""
     links = {
         level: Link(link.alpha / factor, link.beta / factor) if what(level) else link
         for level, link in machine.links.items()
@@ -177,7 +177,7 @@ def faster(
 
 
 def stronger(machine: Machine, factor: float = 2.0) -> Machine:
-    """The machine with devices that compute, and reach their memory, so many times as fast."""
+    """Return the machine with devices whose computation and memory are this factor faster."""
     peaks = {dtype: peak * factor for dtype, peak in machine.peak_flops.items()}
     return replace(
         machine, peak_flops=peaks, memory_bandwidth=machine.memory_bandwidth * factor, launch=machine.launch / factor

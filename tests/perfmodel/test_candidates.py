@@ -1,4 +1,4 @@
-"""Candidates: legal, balanced, few, and never without one rank alone."""
+"""Tests of candidates: legal, balanced, few, and always with a single rank among them."""
 
 import itertools
 import math
@@ -31,7 +31,7 @@ def of(layer, batch, ranks, full=False, shape=SHAPE):
 
 
 def legal(layer, batch, parts):
-    """Whether a layer can be cut so, and no rank of an axis has nothing."""
+    """Return whether a layer can be cut like this, and every part of an axis has elements."""
     try:
         Strategy(dict(zip(AXES, parts))).validate(Network(layer(Placeholder(SHAPE))), math.prod(parts))
     except UserError:

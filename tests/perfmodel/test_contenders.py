@@ -1,4 +1,4 @@
-"""Which schemes are worth a try, and their order by predicted time."""
+"""Tests of promising schemes, and of their order by predicted time."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Predicted messages, bytes and memory against those of training steps, rank by rank."""
+"""Tests of predicted messages, bytes and memory against those of training steps, rank by rank."""
 
 import pytest
 from mpi4py import MPI
@@ -17,7 +17,7 @@ from tests.training.steps import fill
 @pytest.mark.mpi(min_size=1)
 @pytest.mark.parametrize("name", CASES)
 def test_messages_bytes_and_memory(name):
-    """Exact, byte for byte; workspaces of kernels are left out."""
+    """Predictions are exact to the byte, without workspaces of kernels."""
     with Communicator(MPI.COMM_WORLD, "mpi") as comm:
         network = CASES[name]()
         faults = []

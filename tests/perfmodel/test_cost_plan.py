@@ -1,4 +1,4 @@
-"""Simulation and plans: sums of parts, memory limits, choice among baselines, plans as files and what they refuse."""
+"""Tests of simulation and plans: sums of parts, memory limits, baselines, files and rejected files."""
 
 import math
 
@@ -83,14 +83,14 @@ def test_messages_of_records_are_those_of_operations(name):
 
 
 def memory_of_every_rank(made):
-    """What each rank takes in all [B]."""
+    """Return the total memory of each rank [B]."""
     what = made.blocks, made._buckets(), made.strategy, made.training.slots, made.pricing.wires.per_node
     return [sum(memory_of(made._program(rank), *what).values()) for rank in range(made.ranks)]
 
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_memory_is_that_of_the_fullest_rank(name):
-    """Exact for few ranks under any cut, and for many where every layer is cut alike and moves nothing far."""
+    """The memory is exact for few ranks under any cut, and for many ranks if all layers have the same cut."""
     network = NETWORKS[name]()
     cuts = [(random_strategy(network, 4, seed), 4) for seed in range(3)]
     if name != "lenet":
@@ -103,7 +103,7 @@ def test_memory_is_that_of_the_fullest_rank(name):
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_all_kernels_of_a_layer_are_priced(name):
-    """On one rank a layer takes what its kernels take; the mask of a ReLU where no gradient is passed on with them."""
+    """On one rank a layer takes the time of its kernels, including the mask of a ReLU."""
     network = NETWORKS[name]()
     made = Simulation(network, Strategy(), 2, priced(LASSEN), Training())
     program = compile_program(network, Strategy(), Target(2))
@@ -159,7 +159,7 @@ def test_a_plan_is_never_slower_than_a_baseline_and_is_legal(name, ranks):
 
 
 def test_additive_costs_are_those_of_simulation_where_nothing_overlaps():
-    """One bucket per layer, all sums charged and ended before the next step: a chain is its own sum."""
+    """With one bucket per layer and all sums exposed, the cost of a chain is the sum of its parts."""
     network, training = mesh(resolution=128, widths=(8, 16), convs=2), Training(barrier=True)
     costs = network_costs(network, 4, 4, priced(SLOW, quick=True), training, bucket_bytes=1)
     choice = PLANNERS["elimination"]().plan(costs.problem(1.0))
@@ -221,7 +221,7 @@ def test_strategies_are_predicted_for_more_ranks_than_they_use():
 
 @pytest.mark.parametrize("name", ["lenet5", "alexnet", "vgg16", "resnet50", "inception_v3"])
 def test_problems_are_small_and_nothing_is_priced_twice(name, monkeypatch):
-    """Layers that are alike share their prices, and pairs of layers their tables."""
+    """Equal layers share their prices, and pairs of layers their tables."""
     network, layers, tables = build(name), [], []
     price_layer, edge_seconds = problem_module.price_layer, problem_module.edge_seconds
 
@@ -244,7 +244,7 @@ def test_problems_are_small_and_nothing_is_priced_twice(name, monkeypatch):
 
 
 def test_the_scheme_of_gradient_reduction_is_part_of_the_plan(tmp_path):
-    """VGG-A on many nodes: shards are updated by one node each, and gathered behind forward; the file says so."""
+    """For VGG-A on many nodes the plan shards the updates and gathers shards during forward; the file contains that."""
     network, machine = build("vgg_a"), Machine.load("cori-haswell")
     planning = Planning("data", bucket_bytes=4 << 20)
     plan = plan_network(network, 256, 128, machine, times(machine), planning)
@@ -257,7 +257,7 @@ def test_the_scheme_of_gradient_reduction_is_part_of_the_plan(tmp_path):
 
 
 def test_schemes_that_a_run_cannot_have_are_not_planned():
-    """Those by nodes where a node has one device; those that are named."""
+    """These are hierarchical schemes if a node has one device, and explicitly excluded schemes."""
     lenet, eight = build("lenet5"), Strategy({"sample": 8})
     names = [
         {s.name for s in planned_schemes(lenet, eight, 64, machine, without)}

@@ -1,4 +1,4 @@
-"""Predicted messages, bytes and memory of every scheme of gradient reduction against those of training steps."""
+"""Tests of predicted messages, bytes and memory of every reduction scheme against those of training steps."""
 
 import pytest
 from mpi4py import MPI
@@ -39,7 +39,7 @@ CASES = [
 
 
 def faults_of(name, comm, strategy, per_node):
-    """What differs in a step of training, on this rank. Collective."""
+    """Return the differences in a training step, on this rank. Collective."""
     network = NETWORKS[name]()
     with build(name, comm, strategy) as executor:
         trainer = trainer_of(executor)
@@ -59,7 +59,7 @@ def faults_of(name, comm, strategy, per_node):
 
 
 def memory_faults(held, want, comm, scheme):
-    """Arrays of the scheme are exact; so is all memory where MPI carries the sums, less what rounding scribbles on."""
+    """Check the memory: arrays of the scheme are exact; with MPI sums, so is all memory except scratch of rounding."""
     uses = ["parameter", "parameter gradient", "optimizer state", "gradient error", "replicated gradient"]
     if comm.transport == "mpi" and scheme.payload == "float32":
         uses.append("messages")

@@ -1,4 +1,4 @@
-"""Layers that are lowered one by one cost what they cost in the program of the network."""
+"""Tests that layers lowered one by one cost the same as in the program of the network."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PRICED = {
 
 
 class Late(Layer):
-    """Reads its own block forward, and a halo in the backward pass alone."""
+    """Layer that reads its own block forward, and a halo only in the backward pass."""
 
     def input_boxes(self, box, *shapes):
         return (box,)
@@ -48,7 +48,7 @@ class Late(Layer):
 
 
 class Reaching(Gate):
-    """The reach of its window is a function, as settings of one's own layers may be."""
+    """Custom layer with a function as a setting: the reach of its window."""
 
     def __init__(self, far):
         Layer.__init__(self)
@@ -58,12 +58,12 @@ class Reaching(Gate):
 
 
 def as_it_is(environment, x, y):
-    """Only priced here, never run."""
+    """Kernel that is only priced, never run."""
     raise NotImplementedError
 
 
 def alike():
-    """Layers with equal settings and shapes that are frozen, shared, read twice, beside others, or behind those."""
+    """Return a network of layers with equal settings that are frozen, shared, or read twice."""
     x = Input((12, 12, 4), name="x")
     twice = Conv(4, 3, padding=1, name="twice")
     y = Conv(4, 3, padding=1, name="frozen first")(x)
@@ -104,7 +104,7 @@ def of_program(program, pricing):
 
 
 def differences(network, strategy, pricing, rank):
-    """Names of steps that cost something else, or gather other boxes, in the program."""
+    """Return the names of steps that have another cost, or gather other boxes, in the program."""
     target = Target(BATCH, SIZE, rank, overlaps=pricing.overlaps)
     made = outline(network, strategy, target)
     costs, gathered = price_steps(network, made, pricing)
@@ -123,7 +123,7 @@ def _values(program):
 @pytest.mark.parametrize("on", PRICED)
 @pytest.mark.parametrize("case", CASES)
 def test_costs_are_those_of_the_program(case, on):
-    """What one strategy taught is used for the next one, and for other ranks."""
+    """Cached costs of one strategy are used for the next one, and for other ranks."""
     machine, best_halo = PRICED[on]
     network, pricing = CASES[case](), Pricing(Wires(machine), RooflineTimes(machine), best_halo=best_halo)
     tried = [*strategies(network, SIZE), *(baseline(name, network, BATCH, SIZE) for name in BASELINES)]

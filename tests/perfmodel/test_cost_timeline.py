@@ -1,4 +1,4 @@
-"""Overlap of gradient sums with computation, by hand (Dryden et al. 2019, Section V-B)."""
+"""Tests of the overlap of gradient sums with computation, by hand (Dryden et al. 2019, Section V-B)."""
 
 from dataclasses import replace
 
@@ -16,14 +16,14 @@ COSTS = [LayerCost(forward=1.0, backward_data=1.0, backward_filter=1.0)] * 3
 
 
 def reductions(*seconds, update=0.0):
-    """One bucket per layer, last layer first."""
+    """Return one bucket per layer, last layer first."""
     return [
         PricedReduction(PricedBucket((n,), Groups.whole(2), (8,)), t, update) for n, t in zip(reversed(NAMES), seconds)
     ]
 
 
 def test_all_hidden_behind_backward_and_the_next_forward():
-    """c is summed from 2 to 3, b from 4 to 5, a from 6 to 6: nothing waits."""
+    """c is summed from 2 to 3, b from 4 to 5, a from 6 to 6: no computation waits."""
     assert run_step(NAMES, COSTS, reductions(1.0, 1.0, 0.0)).seconds == 9.0
 
 
@@ -50,7 +50,7 @@ def test_one_sum_at_a_time_or_all_at_once(options, in_order, waits):
 
 
 def test_a_barrier_ends_all_sums_before_the_next_step():
-    """c: 2 to 6, b: 6 to 6.5, a: 6.5 to 7.5."""
+    """The sums run from 2 to 6 (c), 6 to 6.5 (b), and 6.5 to 7.5 (a)."""
     found = run_step(NAMES, COSTS, reductions(4.0, 0.5, 1.0), barrier=True)
     assert found.seconds == pytest.approx(7.5 + 3)
     assert run_step(NAMES, COSTS, reductions(0.1, 3.0, 0.0)).seconds == 9.0 + 1.0
@@ -79,23 +79,23 @@ def test_halos_hide_behind_kernels():
 
 
 def test_blocking_sums_begin_when_backward_is_over():
-    """6 of backward; 1 + 1 + 0.5 of sums, one after the other, nothing behind them."""
+    """Backward takes 6; sums of 1 + 1 + 0.5 follow one after another, without overlap."""
     found = run_step(NAMES, COSTS, reductions(1.0, 1.0, 0.5, update=0.25), blocking=True)
     assert found.seconds == pytest.approx(6 + 2.5 + 3 * 0.25 + 3) and sum(found.waits) == 2.5
     assert run_step(NAMES, COSTS, reductions(1.0, 1.0, 0.5), concurrent=True, blocking=True).seconds == 6 + 1 + 3
 
 
 def test_what_a_start_takes_delays_backward():
-    """c's sum is begun from 2 to 2.5 and is there at 3.5; b and a have none."""
+    """The start of c's sum takes from 2 to 2.5, and the sum arrives at 3.5; b and a have no sum."""
     begun = [PricedReduction(PricedBucket(("c",), Groups.whole(2), (8,)), 1.0, 0.0, begin=0.5)]
     found = run_step(NAMES, COSTS, begun)
     assert found.seconds == 9.5 and found.waits == (0.5,) and found.backward == 6.0
 
 
 def test_shards_are_updated_first_and_gathered_behind_forward():
-    """Scattered c 2-3, b 4-5, a 6-7; from 7 on updates of a, b, c, 0.25 each, each followed by its gather of 2 s.
+    """c is scattered 2-3, b 4-5, a 6-7; from 7 on a, b, c are updated, 0.25 each, each followed by its gather of 2 s.
 
-    a is there at 9.25, b at 11.25, c at 13.25; forward waits from 7.75 for a, at 10.25 for b, at 12.25 for c.
+    a arrives at 9.25, b at 11.25, c at 13.25; forward waits from 7.75 for a, at 10.25 for b, at 12.25 for c.
     """
     shards = [
         PricedReduction(PricedBucket((n,), Groups.whole(2), (8,)), 1.0, 0.25, gather=2.0) for n in reversed(NAMES)

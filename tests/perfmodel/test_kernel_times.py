@@ -1,4 +1,4 @@
-"""Times of layers: keys, the roofline, and what was measured."""
+"""Tests of layer times: keys, the roofline, and measured times."""
 
 import json
 import os
@@ -153,7 +153,7 @@ def test_layers_without_arithmetic_are_priced_by_their_bytes(machine):
 
 
 def test_what_takes_no_time(machine):
-    """The backward pass of a loss and of evaluation; both passes of a rank with nothing."""
+    """These are the backward pass of a loss and of evaluation, and both passes of a rank without elements."""
     times, conv = RooflineTimes(machine), hg.Conv(4, 3)
     found = times.time(hg.BinaryCrossEntropyWithLogits(), [(1, 8, 8, 1)] * 2)
     assert found.backward == 0 < found.forward

@@ -1,4 +1,4 @@
-"""Machines: files and their units, links, stages, rooflines, and what is refused in one line."""
+"""Tests of machines: files and their units, links, stages, rooflines, and errors in one line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LASSEN = (FOLDER / "lassen.toml").read_text(encoding="utf-8")
 
 
 def small(**changes: object) -> Machine:
-    """Two devices per node, three nodes per switch, a link of its own per level, rates of one."""
+    """Return a machine with two devices per node, three nodes per switch, one link per level, and rates of one."""
     links = {level: Link(alpha=10.0**i, beta=float(i)) for i, level in enumerate(LEVELS)}
     machine = Machine("small", "made up", 2, 3, {"float32": 1e9}, 1e8, 2**30, 1e-5, links)
     return dataclasses.replace(machine, **changes)
@@ -41,7 +41,7 @@ def test_shipped_file(name: str, tmp_path: Path) -> None:
 
 
 def test_published_numbers() -> None:
-    """Dryden Section VI and LBANN's perfmodel.py; Jia Section 6."""
+    """The sources are Dryden Section VI and LBANN's perfmodel.py, and Jia Section 6."""
     lassen = Machine.load("lassen")
     assert lassen.devices_per_node == 4 and lassen.memory == 16 * 2**30 and lassen.peak_flops["float32"] == 15.7e12
     assert lassen.links["across"] == Link(1.2e-6, 3.893e-11) and lassen.links["node"] == Link(8e-6, 2.661e-11)
@@ -205,7 +205,7 @@ def test_wrong_file(old: str, new: str, message: str, tmp_path: Path) -> None:
 
 
 def without(text: str, table: str) -> str:
-    """A file without one of its tables."""
+    """Return a file without one of its tables."""
     start = text.index(f"[{table}]")
     end = text.find("\n[", start)
     return text[:start] + (text[end + 1 :] if end > 0 else "")
@@ -247,7 +247,7 @@ def test_unreadable_file(tmp_path: Path) -> None:
 
 
 def test_documented_file_and_table() -> None:
-    """The example of docs/machines.md is a machine, and its table names every shipped one."""
+    """The example of docs/machines.md is a machine, and its table lists every shipped machine."""
     text = (FOLDER.resolve().parent.parent / "docs" / "machines.md").read_text(encoding="utf-8")
     machine = parse_machine(text.split("```toml\n")[1].split("```")[0])
     assert machine.rails == 2 and machine.links["across"].alpha == 5e-6

@@ -1,4 +1,4 @@
-"""Promises of plans: on random problems, and on those that broke one."""
+"""Tests of the invariants of plans: on random problems, and on problems that violated one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_promises_are_kept(seed):
 
 
 def strip(*extents: int) -> Network:
-    """A sample that is long and narrow."""
+    """Return a network for a long and narrow sample."""
     y = Input((*extents, 8))
     for filters in (16, 16, 32, 32):
         y = Conv(filters, 3, padding=1, activation="relu")(y)

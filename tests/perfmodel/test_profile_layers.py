@@ -1,4 +1,4 @@
-"""Layers on their own: bound as in an executor, timed, and kept; what is measured of a network."""
+"""Tests of single layers: bound as in an executor, timed, and stored; the measured layers of a network."""
 
 from types import SimpleNamespace
 
@@ -126,7 +126,7 @@ def conv_net():
 
 
 def works(batch=4, ranks=2):
-    """Every cut of the small network, by key."""
+    """Return every cut of the small network, by key."""
     return works_of(conv_net(), batch, ranks, MACHINE, full=True)
 
 
@@ -144,7 +144,7 @@ def test_works_cover_the_uncut_network(full):
 
 @pytest.mark.parametrize("model", ["lenet5", "resnet50", "unet2d"])
 def test_works_are_what_a_plan_asks_for_and_few(model):
-    """Many layers compute the same, and planners ask for shapes, not for cuts."""
+    """Many layers compute the same, and planners request shapes, not cuts."""
     network = build(model)
     times = Recorded(RooflineTimes(MACHINE))
     network_costs(network, 4, 4, priced(MACHINE, times, quick=True), grids=grids(network, 4, 4))
@@ -154,7 +154,7 @@ def test_works_are_what_a_plan_asks_for_and_few(model):
 
 
 class FakeTimer:
-    """Takes no time, and may be interrupted."""
+    """Timer that takes no time, and can be interrupted."""
 
     def __init__(self, comm, interrupt_after=None):
         self.comm, self.interrupt_after, self.keys = comm, interrupt_after, []

@@ -1,4 +1,4 @@
-"""What every rank stores: pure arithmetic, so one process asks for all ranks."""
+"""Tests of the memory of every rank: pure arithmetic, so one process computes it for all ranks."""
 
 import math
 from functools import partial
@@ -18,14 +18,14 @@ def compiled(network, strategy, rank, size, batch=1):
 
 
 def fork():
-    """The input has two readers."""
+    """Return a network whose input has two readers."""
     x = hg.Input((8, 8, 2), "x")
     y = hg.Add(name="sum")(hg.Conv(2, 3, padding=1, name="a")(x), hg.Conv(2, 3, padding=1, name="b")(x))
     return hg.Network({"loss": hg.MeanSquaredError(name="mse")(y, hg.Input((8, 8, 2), "target"))})
 
 
 def test_an_input_holds_the_halo_of_its_first_cut_only():
-    """Redistributed to another cut it is sent, not read twice by every rank."""
+    """For another cut it is redistributed, instead of being read twice by every rank."""
     strategy = Strategy({"height": 2}, {"b": {"width": 2}})
     for rank, rows in enumerate([(0, 5), (3, 8)]):
         steps, values = compiled(fork(), strategy, rank, 2)
@@ -34,7 +34,7 @@ def test_an_input_holds_the_halo_of_its_first_cut_only():
 
 
 def test_what_is_flattened_gets_no_margins():
-    """The rank that will own a sample receives it flattened already."""
+    """The rank that will own a sample receives it already flattened."""
     y = hg.Conv(2, 3, padding=1, name="a")(hg.Input((8, 8, 2), "x"))
     network = hg.Network({"loss": hg.MeanSquaredError()(hg.Dense(3)(hg.Flatten()(y)), hg.Input((3,), "target"))})
     steps, _ = compiled(network, Strategy({"height": 4}), 0, 4)
@@ -59,7 +59,7 @@ def test_packed_boxes():
 
 
 def arrays_per_block(*makers, parts=None):
-    """How many arrays a block of these layers adds to what a rank stores."""
+    """Return the number of arrays that a block of these layers adds to the memory of a rank."""
     parts = parts or {"height": 2}
 
     def stored(blocks):
@@ -79,7 +79,7 @@ def arrays_per_block(*makers, parts=None):
 )
 @pytest.mark.parametrize("activation", [hg.ReLU, hg.LeakyReLU, hg.Clamp])
 def test_the_input_of_an_activation_is_not_kept(activation, norm):
-    """Backward needs the input of the norm and the output of the activation, the input of the next block."""
+    """Backward needs the input of the norm, and the output of the activation, which is the input of the next block."""
     assert arrays_per_block(norm, activation) == pytest.approx(2, abs=0.1)
 
 
@@ -106,14 +106,16 @@ BLOCKS = {
 @pytest.mark.parametrize("parts", [{"width": 4}, {"height": 2, "width": 2}], ids=["columns", "both"])
 @pytest.mark.parametrize("block", BLOCKS)
 def test_an_output_is_not_kept_beside_its_copy_with_halos(block, parts):
-    """Columns have their halos in a copy, which the convolution behind needs. The sign before a ReLU follows from the
-    input of the norm; other activations read that copy."""
+    """Columns have their halos in a copy, which the next convolution needs.
+
+    The sign before a ReLU follows from the input of the norm; other activations read that copy.
+    """
     rows = arrays_per_block(*BLOCKS[block], parts={"height": 4})
     assert arrays_per_block(*BLOCKS[block], parts=parts) == pytest.approx(rows, rel=0.1)
 
 
 def test_an_output_is_kept_where_its_copy_with_halos_is_not():
-    """The convolution behind is frozen: its backward pass reads no input."""
+    """The next convolution is frozen: its backward pass reads no input."""
     x, parts = hg.Input((32, 32, 64), "x"), {"height": 2, "width": 2}
     y = hg.Conv(64, 3, padding=1, activation="relu", name="first")(x)
     y = hg.Conv(64, 3, padding=1, name="second")(y)

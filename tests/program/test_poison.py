@@ -1,4 +1,4 @@
-"""Wrong declarations of what kernels read and write: found by an executor with `debug`, and by `check_layer`."""
+"""Tests of wrong declarations of reads and writes: an executor with `debug`, and `check_layer`, find them."""
 
 import re
 
@@ -17,7 +17,7 @@ from halograd.training.executor import Executor
 
 
 class Cube(hg.Layer):
-    """``y = x ** 3``, whose backward pass reads x."""
+    """Layer ``y = x ** 3``, whose backward pass reads x."""
 
     def forward(self, inputs, params, box):
         return inputs[0] ** 3
@@ -39,7 +39,7 @@ class Forgotten(Cube):
 
 
 class Negative(hg.Layer):
-    """``y = -x``, whose backward pass reads nothing of x."""
+    """Layer ``y = -x``, whose backward pass does not read x."""
 
     def forward(self, inputs, params, box):
         return -inputs[0]
@@ -55,7 +55,7 @@ class Frugal(Negative):
 
 
 class Scaled(hg.Layer):
-    """``y = x`` by a kernel of its own with a work array."""
+    """Layer ``y = x`` with its own kernel and a work array."""
 
     inputs_taken = 1
 
@@ -109,7 +109,7 @@ class WritesWhatItReads(Right):
 
 
 class AddsUp(Right):
-    """The contents of y before matter."""
+    """Layer that reads the previous contents of y."""
 
     @reads("work")
     @writes("y", "work")
@@ -119,7 +119,7 @@ class AddsUp(Right):
 
 
 class Silent(Right):
-    """Without a declaration every array is used."""
+    """Layer without a declaration, so that every array is used."""
 
     def first(self):
         super().first()

@@ -1,4 +1,5 @@
-"""The table of transports for devices: what auto takes where, and why a name is refused."""
+"""Tests of the choice of device transports: the transport that ``auto`` selects, and the reasons for rejecting a name.
+"""
 
 import doctest
 import os
@@ -25,7 +26,7 @@ NO_MPI = "MPICH 5.0.2 does not report that it is CUDA-aware"
 
 
 def ranks(*changes, **common):
-    """Facts of some ranks that differ from the best by these."""
+    """Return the facts of ranks that differ from the best ones in these values."""
     return [replace(BEST, mpi_fault=NO_MPI, **{**common, **change}) for change in changes]
 
 

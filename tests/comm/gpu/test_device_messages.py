@@ -1,4 +1,4 @@
-"""Messages and sums of arrays on a device, over every transport: the same numbers, and everything ordered."""
+"""Messages and sums of device arrays over every transport: the results are right, and all work is ordered."""
 
 import ml_dtypes
 import numpy as np
@@ -18,7 +18,8 @@ TRANSPORTS = ["nccl", "cuda-ipc", "mpi-cuda", "mpi-staged"]
 
 
 def ring(size, rank, count):
-    """Every rank sends `count` elements to the next, one more to the one after that."""
+    """Return counts in which every rank sends `count` elements to the next rank, and one more to the rank after that.
+    """
     sends, recvs = {}, {}
     for step, more in ((1, 0), (2, 1)):
         if size > step:
@@ -95,7 +96,7 @@ def test_two_channels_under_way_at_once(transport, monkeypatch):
 @pytest.mark.parametrize(("count", "dtype"), [(5, "float32"), (96 * 4, "float32"), (3000, "int64")])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_sums(transport, count, dtype, monkeypatch):
-    """5: some ranks have no shard; 384: all shards are as long; 3000: one is shorter."""
+    """With 5 elements some ranks have no shard; with 384 all shards are equal; with 3000 one shard is shorter."""
     with gpu_ranks(monkeypatch, transport) as r:
         comm, device = r.comm, r.device
         parts = shards(count, comm.size, np.dtype(dtype).itemsize)
@@ -200,7 +201,7 @@ def test_traffic_is_counted_alike(transport, monkeypatch):
 
 @pytest.mark.ranks(2)
 def test_sums_of_the_host_go_by_way_of_it(monkeypatch):
-    """By nodes, and rounded: whatever carries arrays of the device."""
+    """Hierarchical and rounded sums go through the host, whatever transport carries device arrays."""
     with gpu_ranks(monkeypatch, "nccl") as r:
         for method, codec in (("allreduce", BFloat16()), ("hierarchical", UNCHANGED), ("accumulate", UNCHANGED)):
             buffer = r.device.array(np.full(64, 1.0 + r.comm.rank), "float32")
@@ -211,7 +212,7 @@ def test_sums_of_the_host_go_by_way_of_it(monkeypatch):
 
 
 class Recorder:
-    """Notes spans. Paused, it is told nothing."""
+    """Recorder of spans that ignores them while it is paused."""
 
     def __init__(self):
         self.spans, self.paused = [], False
@@ -247,7 +248,7 @@ def test_a_recorder_is_told_the_times_of_the_device(monkeypatch):
 
 @pytest.mark.ranks(2)
 def test_a_staged_message_travels_while_kernels_run(monkeypatch):
-    """The host waits for the copy, but not before it has enqueued what may run meanwhile."""
+    """The host waits for the copy only after it has enqueued the kernels that may run at the same time."""
     device = FakeDevice()
     with Communicator(MPI.COMM_WORLD) as comm:
         other, kernel = 1 - comm.rank, device.zeros((9,), "float32")

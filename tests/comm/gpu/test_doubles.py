@@ -1,4 +1,4 @@
-"""The doubles have what CuPy has, of the same names and as many arguments. Needs CuPy, no GPU."""
+"""The test doubles have the functions of CuPy, with the same names and numbers of arguments. Needs CuPy, no GPU."""
 
 import inspect
 
@@ -21,7 +21,7 @@ def nccl():
 
 
 def arguments(doc):
-    """Number of arguments in a line such as ``f(self, intptr_t a, int b)``, as Cython writes it."""
+    """Return the number of arguments in a Cython signature such as ``f(self, intptr_t a, int b)``."""
     return doc.splitlines()[0].partition("(")[2].partition(")")[0].count(",") + 1
 
 

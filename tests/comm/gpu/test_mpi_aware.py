@@ -1,4 +1,4 @@
-"""Whether MPI reaches device memory: what it says, and the proof."""
+"""Tests of whether MPI reaches device memory: the library's own report, and the proof."""
 
 from types import SimpleNamespace
 
@@ -71,7 +71,7 @@ def test_the_proof_is_no_rank_of_the_job():
 
 
 def test_the_proof_without_a_gpu_says_so():
-    """A real process, and the real MPI of this machine."""
+    """The proof runs in a real process with the real MPI of this machine."""
     try:
         if count_devices(import_cupy()):
             pytest.skip("needs a machine without a GPU")

@@ -1,4 +1,4 @@
-"""The checker of order sees what it must see; and what transports enqueue is ordered because of what they say it is."""
+"""The order checker detects missing dependencies, and the work that transports enqueue is ordered."""
 
 import pytest
 
@@ -97,7 +97,7 @@ def test_the_clock_tells_what_may_run_at_once():
 
 
 def some_of_everything(r):
-    """Exchanges and sums, run after run, with buffers that are used again at once."""
+    """Run exchanges and sums repeatedly, with buffers that are reused at once."""
     comm, device, other = r.comm, r.device, 1 - r.comm.rank
     channel = comm.channel({other: 50}, {other: 50}, "float32", device=device)
     sums = [comm.reduction(device.zeros((n,), "float32"), method=m) for n, m in METHODS]
@@ -143,7 +143,7 @@ def test_a_way_into_a_lane_or_back_that_is_left_out(transport, left_out, monkeyp
 
 
 class SameSlot(ipc.WindowChannel):
-    """As if one slot were enough."""
+    """Channel that uses one slot for all exchanges, which is wrong."""
 
     def _send_buffer(self, peer, slot):
         return super()._send_buffer(peer, 0)
@@ -162,7 +162,7 @@ def test_one_slot_is_not_enough_where_peers_read_it(monkeypatch):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("which", [0, 1])
 def test_events_of_others_that_are_not_waited_for(which, monkeypatch):
-    """Event 0 guards what is read, event 1 also what is overwritten in the next run."""
+    """Event 0 protects data that are read; event 1 also protects data that the next run overwrites."""
     follow = ipc.EventMove.follow
     monkeypatch.setattr(ipc.EventMove, "follow", lambda self: None if self._which == which else follow(self))
     with pytest.raises(AssertionError, match=r"rank [01]: .* and rank [01]: "):
@@ -170,7 +170,7 @@ def test_events_of_others_that_are_not_waited_for(which, monkeypatch):
 
 
 def two_channels(r):
-    """One after the other, in the same memory."""
+    """Run two channels one after another in the same memory."""
     other, device = 1 - r.comm.rank, r.device
     for value in (1, 2):
         channel = r.comm.channel({other: 50}, {other: 50}, "float32", device=device)
@@ -193,7 +193,7 @@ def test_memory_that_was_given_back_is_used_again_when_all_devices_are_done(monk
 
 @pytest.mark.ranks(2)
 def test_an_event_that_is_waited_for_before_it_is_recorded(monkeypatch):
-    """Without the flags of the host a stream waits for the record before: CUDA does not say that this is wrong."""
+    """Without the flags of the host, a stream waits for the record before; CUDA reports no error."""
     monkeypatch.setattr(ipc.Signal, "wait", nothing)
     follow = ipc.EventMove.follow
     with pytest.raises(AssertionError, match=r"rank [01]: .* and rank [01]: "), gpu_ranks(monkeypatch, "cuda-ipc") as r:
@@ -221,7 +221,7 @@ def test_an_event_that_is_waited_for_before_it_is_recorded(monkeypatch):
 
 @pytest.mark.ranks(2)
 def test_a_rank_that_sums_in_another_order_is_seen(monkeypatch):
-    """The double compares what ranks call as it runs."""
+    """The double compares the calls of the ranks while they run."""
     with pytest.raises(AssertionError, match="ranks make different calls"), gpu_ranks(monkeypatch, "nccl") as r:
         sums = [r.comm.reduction(r.device.zeros((n,), "float32")) for n in (8, 16)]
         for total in sums if r.comm.rank else sums[::-1]:
@@ -232,7 +232,7 @@ def test_a_rank_that_sums_in_another_order_is_seen(monkeypatch):
 
 @pytest.mark.ranks(2)
 def test_a_message_and_a_kernel_may_run_at_once(monkeypatch):
-    """What the host enqueues between start and finish is not ordered with the message, nor the other way round."""
+    """Work that the host enqueues between start and finish is not ordered with the message, in either direction."""
     with gpu_ranks(monkeypatch, "nccl") as r:
         other, device = 1 - r.comm.rank, r.device
         channel = r.comm.channel({other: 50}, {other: 50}, "float32", device=device)

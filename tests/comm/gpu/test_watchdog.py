@@ -1,4 +1,4 @@
-"""The watchdog: faults of communicators, things that take too long, a peer that is gone."""
+"""Tests of the watchdog: faults of communicators, operations that take too long, a lost peer."""
 
 import threading
 from contextlib import contextmanager
@@ -36,7 +36,7 @@ def clock(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch):
-    """On a busy machine the thread that aborts may come late."""
+    """Wait for a condition; on a busy machine the thread that aborts may be late."""
     monkeypatch.setattr(module, "PATIENCE", LIMIT)
 
 
@@ -45,7 +45,7 @@ def passage(done):
 
 
 def still(**options):
-    """A watchdog whose thread sleeps: the test looks itself."""
+    """Return a watchdog whose thread sleeps, so that the test polls itself."""
     ended = []
     dog = DeviceWatchdog("rank 1 of 4", interval=1000, end=ended.append, **{"timeout": 60, "grace": 0, **options})
     return dog, ended
@@ -80,7 +80,7 @@ def test_an_error_of_a_communicator_aborts_all_of_them():
 
 
 def test_a_device_that_has_failed_is_a_fault():
-    """Nothing is ever over on it."""
+    """No operation ever ends on a failed device."""
 
     class Failed:
         @property
@@ -96,7 +96,7 @@ def test_a_device_that_has_failed_is_a_fault():
 
 
 def test_an_abort_that_never_returns_keeps_nobody(monkeypatch):
-    """Neither the thread that ends the job, nor the main thread, which has a traceback to print."""
+    """A hanging abort blocks neither the thread that ends the job nor the main thread, which prints a traceback."""
     released = threading.Event()
 
     class Stuck(Watched):
@@ -114,7 +114,7 @@ def test_an_abort_that_never_returns_keeps_nobody(monkeypatch):
 
 
 def test_all_are_aborted_as_one():
-    """The kernels of one may wait for those of another."""
+    """All communicators are aborted in one group, because the kernels of one may wait for those of another."""
     order = []
 
     @contextmanager
@@ -181,7 +181,7 @@ def test_a_fault_that_is_raised_in_time_does_not_end_the_job():
     dog = DeviceWatchdog("rank 0 of 2", interval=0.01, end=ended.append, grace=1000)
 
     class Stop(threading.Event):
-        """Its grace time is over as soon as the fault was raised."""
+        """Event whose grace time is over as soon as the fault is raised."""
 
         def wait(self, timeout=None):
             return not was_raised.wait(LIMIT) if timeout == 1000 else super().wait(timeout)
@@ -197,7 +197,7 @@ def test_a_fault_that_is_raised_in_time_does_not_end_the_job():
 
 
 def fault_of(dog):
-    """What it raises, if anything."""
+    """Return the fault that the watchdog raises, or None."""
     try:
         dog.raise_fault()
     except CommError as fault:
@@ -208,7 +208,7 @@ def test_a_start_that_blocks_ends_the_job(monkeypatch):
     timers = []
 
     class Timer:
-        """Its time is over when the test says so."""
+        """Timer that expires when the test triggers it."""
 
         def __init__(self, interval, function):
             self.interval, self.function = interval, function
@@ -232,7 +232,7 @@ def test_a_timeout_must_be_positive():
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("begun", ["exchange", "sum"])
 def test_a_message_whose_peer_is_gone_raises_at_the_next_call(begun, clock, monkeypatch):
-    """The other rank never starts its part."""
+    """The other rank never starts its part of the message."""
     ended = []
     monkeypatch.setattr(link, "end", lambda mpi, code: ended.append(code))
     with pytest.raises(CommError, match=f"^nccl: rank 0 of 2: {begun} '.*' .*has been under way"):  # noqa: SIM117
@@ -257,7 +257,7 @@ def test_a_message_whose_peer_is_gone_raises_at_the_next_call(begun, clock, monk
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("begun", ["exchange", "sum"])
 def test_what_a_graph_records_is_not_watched_any_more(begun, monkeypatch):
-    """An event that was recorded in a graph is never done: to ask it is an error. The run before may be watched yet."""
+    """An event that was recorded in a graph must not be queried. The watchdog may still monitor the run before."""
     with gpu_ranks(monkeypatch, "nccl") as r:
         other = 1 - r.comm.rank
         if begun == "exchange":
@@ -279,7 +279,9 @@ def test_what_a_graph_records_is_not_watched_any_more(begun, monkeypatch):
 
 @pytest.mark.ranks(2)
 def test_the_thread_is_on_the_device_of_its_rank(monkeypatch):
-    """Else every rank of a node opens a context on the node's first device; the double notes who has none."""
+    """Otherwise every rank of a node would open a context on the first device; the double records threads without a
+    device.
+    """
     looks = []
     with gpu_ranks(monkeypatch, "nccl") as r:
         total = r.comm.reduction(r.device.zeros((4,), "float32"))
@@ -320,7 +322,7 @@ def test_what_nccl_refuses_is_raised_everywhere(where, monkeypatch):
 
 @pytest.mark.ranks(2)
 def test_a_fault_of_one_rank_leaves_nothing_that_could_hang(monkeypatch):
-    """A communicator that is left by a fault aborts what NCCL has under way, on this rank alone."""
+    """A communicator that is left by a fault aborts the active NCCL operations on this rank."""
     made = []
     with pytest.raises(ZeroDivisionError), gpu_ranks(monkeypatch, "nccl") as r:
         r.comm.reduction(r.device.zeros((4,), "float32"))

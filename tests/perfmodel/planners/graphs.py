@@ -1,4 +1,4 @@
-"""Random problems for the planners: lines, series-parallel graphs and graphs of any kind, drawn by seed."""
+"""Random problems for the planners: chains, series-parallel graphs and arbitrary graphs, drawn by seed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def line(random: np.random.Generator) -> tuple[int, Edges]:
 
 
 def series_parallel(random: np.random.Generator) -> tuple[int, Edges]:
-    """From one edge, replace edges by two in series or by two in parallel, until there are enough layers."""
+    """Start with one edge and replace edges by two in series or in parallel, until there are enough layers."""
     n = int(random.integers(3, 9))
     edges, count = [(0, 1)], 2
     while count < n:
@@ -28,13 +28,13 @@ def series_parallel(random: np.random.Generator) -> tuple[int, Edges]:
 
 
 def any_graph(random: np.random.Generator) -> tuple[int, Edges]:
-    """Every edge with the same probability: also complete graphs, disconnected parts, single layers."""
+    """Draw every edge with the same probability; this includes complete graphs, disconnected parts, single layers."""
     n, share = int(random.integers(1, 9)), random.random()
     return n, [(u, v) for u in range(n) for v in range(u + 1, n) if random.random() < share]
 
 
 def renumbered(count: int, edges: Edges) -> tuple[int, Edges]:
-    """In order of computation, so that every edge points up."""
+    """Renumber layers in order of computation, so that every edge points up."""
     left, order = set(range(count)), []
     while left:
         free = min(v for v in left if not any(w == v and u in left for u, w in edges))
@@ -53,7 +53,7 @@ def priced(
     edge_memory: bool = False,
     candidates: int = 4,
 ) -> Problem:
-    """Random costs: whole numbers if there are to be ties; a share of them infinite; a limit that often binds."""
+    """Draw random costs: integers if there should be ties; some of them infinite; a limit that often binds."""
     random = np.random.default_rng([seed, 1])
     n, edges = graph
     sizes = random.integers(1, candidates + 1, n)

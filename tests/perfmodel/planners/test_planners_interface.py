@@ -1,4 +1,4 @@
-"""Problems that are refused, messages, what plans cost, and the next best."""
+"""Tests of rejected problems, messages, effort of plans, and the next best."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_shortest_path_refuses_branches():
 
 
 def test_longest_path_first_gets_stuck_where_elimination_does_not():
-    """Layer 1 is long and wants the candidate that leaves layer 2 nothing."""
+    """Layer 1 is long, and its best candidate leaves no candidate for layer 2."""
     edges = {(0, 1): np.array([[0.0], [5.0]]), (0, 2): np.array([[np.inf], [0.0]])}
     times = (np.zeros(2), np.array([9.0]), np.array([1.0]))
     problem = Problem(("a", "b", "c"), times, (np.zeros(2), np.zeros(1), np.zeros(1)), edges)
@@ -75,7 +75,7 @@ def test_longest_path_first_gets_stuck_where_elimination_does_not():
 
 
 def test_order_of_paths():
-    """The long branch first, then the short one, although it shares both ends; then what stands alone."""
+    """The long branch comes first, then the short one, although it shares both ends, then isolated layers."""
     times = tuple(np.array([t, t + 1.0]) for t in (1.0, 2.0, 2.0, 3.0, 1.0, 1.0))
     edges = {e: np.zeros((2, 2)) for e in [(0, 1), (1, 2), (2, 4), (0, 3), (3, 4)]}
     problem = Problem(tuple("abcdef"), times, tuple(np.zeros(2) for _ in times), edges)
@@ -101,7 +101,7 @@ test_bad_problems = refusals(
 @pytest.mark.parametrize("options", [{}, {"limited": True, "edge_memory": True}, {"infinite": 0.2}])
 @pytest.mark.parametrize("table_limit", [1 << 20, 4])
 def test_next_best_is_exact(graph, options, table_limit):
-    """Each candidate's best total is what exhaustive search finds with this candidate alone."""
+    """Each candidate's best total is the result of exhaustive search with only this candidate."""
     for seed in range(25):
         problem = priced(seed, graph(np.random.default_rng(seed)), **options)
         try:
@@ -122,7 +122,7 @@ def test_next_best_is_exact(graph, options, table_limit):
 
 
 def test_large_networks_are_planned_at_once():
-    """A table over two layers is the largest on a residual network, and equal blocks are worked on once."""
+    """On a residual network the largest table has two layers, and equal blocks are processed once."""
     random = np.random.default_rng(0)
     edge, skip, times = random.random((60, 60)), random.random((60, 60)), random.random(60)
     count = 1 + 5 * 80
