@@ -17,6 +17,7 @@ from halograd.perfmodel.machine import Machine
 from halograd.program.compiler import Target
 from halograd.training import load_config
 from halograd.training.checkpoint import CheckpointReader
+from tests.docs.pages import write_files
 from tests.launch import mpiexec
 from tests.perfmodel.counted import differing
 from tests.training.launching import losses, sets
@@ -24,22 +25,10 @@ from tests.training.reductions import BATCH, BUCKET, advance, build, trainer_of
 from tests.training.runs import write_config
 from tests.training.steps import NETWORKS
 
-CODEC = '''
-from dataclasses import dataclass
+# Beside the files of docs/extending.md.
+OTHERS = '''
 import numpy as np
 from halograd.comm.codec import Codec
-
-@dataclass(frozen=True)
-class Half(Codec):
-    """Float32, times a scale, as float16."""
-    wire = "float16"
-    scale: float = 1.0
-
-    def encode(self, values, wire, work):
-        np.multiply(values, np.float32(self.scale), out=wire, casting="unsafe")
-
-    def decode(self, wire, out):
-        np.divide(wire, np.float32(self.scale), out=out)
 
 class Same(Codec):
     """Float64, bit by bit."""
@@ -59,52 +48,6 @@ class Late(Codec):
         pass
 '''
 
-TRANSPORT = '''
-import json
-from dataclasses import dataclass
-from pathlib import Path
-from halograd.comm.transport import Emulated, Shared
-
-@dataclass(frozen=True)
-class Counted(Shared):
-    """Shared memory, which notes in a file of each rank what was made."""
-    file: str
-
-    def connect(self, links):
-        return Counting(links, self.file)
-
-class Counting:
-    def __init__(self, links, file):
-        self.links, self.file, self.made = links, file, {"channels": 0, "sums": 0}
-
-    buffer_bytes = property(lambda self: self.links.buffer_bytes)
-
-    def nodes(self):
-        return self.links.nodes()
-
-    def channels(self, patterns, meters):
-        self.made["channels"] += len(patterns)
-        return self.links.channels(patterns, meters)
-
-    def plans(self, wanted):
-        self.made["sums"] += len(wanted)
-        return self.links.plans(wanted)
-
-    def close(self):
-        self.links.close()
-        with open(self.file, "a") as file:
-            file.write(json.dumps(self.made) + "\\n")
-
-@dataclass(frozen=True)
-class Slow(Shared):
-    """Every message takes some time."""
-    seconds: float = 1e-3
-
-    @property
-    def network(self):
-        return Emulated(self.seconds, 0.0)
-'''
-
 
 @pytest.fixture
 def files(tmp_path_factory):
@@ -112,8 +55,8 @@ def files(tmp_path_factory):
     comm = MPI.COMM_WORLD
     folder = comm.bcast(tmp_path_factory.mktemp("own") if comm.rank == 0 else None)
     if comm.rank == 0:
-        (folder / "half.py").write_text(CODEC)
-        (folder / "slow.py").write_text(TRANSPORT)
+        write_files("extending.md", folder)
+        (folder / "others.py").write_text(OTHERS)
     comm.barrier()
     return folder
 
@@ -137,7 +80,7 @@ def test_a_run_with_a_codec_of_a_file(files):
     """
     config = write_config(files)
     plain = run(config, files / "plain", "reduction.deterministic=true")
-    assert run(config, files / "same", "reduction.payload=half.py:Same", cwd=files) == plain
+    assert run(config, files / "same", "reduction.payload=others.py:Same", cwd=files) == plain
     single = ["training.dtype=float32", "reduction.payload=half.py:Half:scale=1024"]
     found = run(config, files / "half", *single, cwd=files)
     assert list(found) == list(plain) and list(found.values()) != list(plain.values())
@@ -153,14 +96,14 @@ def test_a_run_with_a_codec_of_a_file(files):
 def test_what_is_refused(files):
     config = write_config(files)
     for payload, message in {
-        "Half:scale=x": r"reduction\.payload\.scale: expected a number, got 'x'",
-        "Half:size=2": r"reduction\.payload\.size: unknown key; expected one of scale",
-        "Late": r"reduction\.payload: .*:Late: expected a class that defines decode",
-        "Full": r"reduction\.payload: expected a class 'Full' in .*half\.py, got Half, Same, Late",
-        "np": r"reduction\.payload: expected a class 'np'",
+        "half.py:Half:scale=x": r"reduction\.payload\.scale: expected a number, got 'x'",
+        "half.py:Half:size=2": r"reduction\.payload\.size: unknown key; expected one of scale",
+        "others.py:Late": r"reduction\.payload: .*:Late: expected a class that defines decode",
+        "others.py:Full": r"reduction\.payload: expected a class 'Full' in .*others\.py, got Same, Late",
+        "half.py:np": r"reduction\.payload: expected a class 'np'",
     }.items():
         with pytest.raises(UserError, match=message):
-            load_config(config, [f"reduction.payload={files / 'half.py'}:{payload}"])
+            load_config(config, [f"reduction.payload={files / payload}"])
     with pytest.raises(UserError, match=r"reduction\.payload: .*:Counted: expected a class derived from Codec"):
         Scheme(payload=f"{files / 'slow.py'}:Counted")
     strategy = Strategy(reduction=Scheme(payload=f"{files / 'half.py'}:Half"))
