@@ -20,7 +20,8 @@ from halograd.layers.parameter import parameter_blocks
 from halograd.layers.strategy import Strategy
 from halograd.lowering.operations import Transfer
 from halograd.models import build
-from halograd.program.compiler import Target, compile_program
+from halograd.program.compiler import compile_program
+from halograd.program.program import Target
 
 Result = TypeVar("Result")
 Job = tuple[str, int, int]

@@ -125,7 +125,7 @@ class Communicator:
         self._progress = progress
         self._context = TransportContext(own, progress, self.agree, ranks)
         self._links: Links = transport.connect(HostLinks(self._context, transport))
-        self._maker = Maker(self, self._context, self._links)
+        self._maker = Maker(self, self._context, self._links, links, instruments)
         self._open: list[Communicator | Channel | Reduction] = []
         self._is_root = self.closed = False
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..device import HOST, on_device
 from .channel import Channel, ChannelSpec, check_counts, check_matching, expectations
-from .counters import Meter
+from .counters import Instruments, Meter
 from .device_channel import StagedChannel, staged, staging
 from .errors import CommError, agree
-from .gpu.link import DeviceTransport
+from .gpu.link import DeviceLinks, DeviceTransport
+from .ranks import Ranks
 from .reduction import (
     REDUCIBLE,
     Reduction,
@@ -28,9 +28,6 @@ from .sums import node_shares
 from .transport import Links
 from .transports.base import Pattern, TransportContext
 
-if TYPE_CHECKING:
-    from .communicator import Communicator
-
 __all__ = ["Maker"]
 
 
@@ -41,8 +38,11 @@ class Maker:
     they differ does it search for the difference.
     """
 
-    def __init__(self, comm: Communicator, context: TransportContext, links: Links) -> None:
+    def __init__(
+        self, comm: Ranks, context: TransportContext, links: Links, devices: DeviceLinks, instruments: Instruments
+    ) -> None:
         self._comm, self._context, self._links = comm, context, links
+        self._devices, self._instruments = devices, instruments
 
     def channels(self, specs: Sequence[ChannelSpec]) -> list[Channel]:
         """Return one channel per specification; see `Communicator.channels`."""
@@ -69,7 +69,7 @@ class Maker:
                 for spec in specs
             ]
             meters = [self._meter(spec, pattern) for spec, pattern in zip(specs, patterns)]
-            over = None if device.is_host else comm.devices.transport(self._context, device)
+            over = None if device.is_host else self._devices.transport(self._context, device)
             channels: list[Channel] = (over or self._links).channels(patterns, meters)
             if over is None and not device.is_host:
                 channels = [StagedChannel(channel, device, meter) for channel, meter in zip(channels, meters)]
@@ -102,7 +102,7 @@ class Maker:
 
     def _meter(self, spec: ChannelSpec, pattern: Pattern) -> Meter:
         nbytes = sum(pattern.sends.values()) * pattern.dtype.itemsize
-        return Meter(self._comm.instruments, spec.kind, spec.name or spec.kind, len(pattern.sends), nbytes)
+        return Meter(self._instruments, spec.kind, spec.name or spec.kind, len(pattern.sends), nbytes)
 
     def _meters(self, spec: ReductionSpec) -> list[Meter]:
         """Return the meters of a sum. Collective.
@@ -115,7 +115,7 @@ class Maker:
             share = node_shares(comm.nodes)[comm.rank]
             booked = [(spec.kind, share.across(buffer.nbytes)), ("node", share.within(buffer.nbytes))]
         name = spec.name or spec.kind
-        return [Meter(comm.instruments, kind, name, int(nbytes > 0), nbytes) for kind, nbytes in booked]
+        return [Meter(self._instruments, kind, name, int(nbytes > 0), nbytes) for kind, nbytes in booked]
 
     def _link(self, spec: ReductionSpec) -> DeviceTransport | None:
         """Return the device transport that makes the sum without the host, or None. Collective if the array is on a
@@ -123,7 +123,7 @@ class Maker:
         """
         device, link = on_device(spec.buffer), None
         if device is not None and spec.sum.on_devices:
-            link = self._comm.devices.transport(self._context, device)
+            link = self._devices.transport(self._context, device)
         check_type(spec, REDUCIBLE if link is None else link.summable)
         return link
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -65,9 +65,7 @@ from ..layers import (
 )
 from ..layers.activation import inside
 from ..layers.padding import PadAxis
-
-if TYPE_CHECKING:
-    from .onnx_export import Writer
+from .onnx_writer import Writer
 
 __all__ = ["LAYERS", "first_axes"]
 

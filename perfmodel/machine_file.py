@@ -5,8 +5,10 @@ from __future__ import annotations
 import difflib
 import math
 import re
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -15,9 +17,9 @@ from halograd.documents import parse_toml, read_toml, shown, shown_path, to_toml
 from halograd.errors import UserError
 from halograd.schema import LARGEST, MOST, Count, Table, build
 
-from .machine import FOLDER, LEVELS, MACHINES, Efficiency, Link, Machine, Overheads
+from .machine_parts import FOLDER, LEVELS, MACHINES, Efficiency, Link, Overheads
 
-__all__ = ["UNITS", "format_quantity", "load_machine", "machine_to_toml", "parse_machine", "parse_quantity"]
+__all__ = ["UNITS", "format_quantity", "machine_to_toml", "parse_machine", "parse_quantity", "read_machine"]
 
 #: Unit -> the measured quantity, and an example.
 UNITS = {
@@ -218,49 +220,43 @@ class MachineTable(Table):
     links: LinksTable
     runtime: RuntimeTable = RuntimeTable()
 
-    def machine(self) -> Machine:
-        """Return the machine of the cost model."""
+    def values(self) -> dict[str, Any]:
+        """Return the arguments of :class:`~halograd.perfmodel.machine.Machine`."""
         device, links = self.device, self.links
-        return Machine(
-            name=self.name,
-            source=self.source,
-            devices_per_node=self.devices_per_node,
-            nodes_per_switch=self.nodes_per_switch,
-            peak_flops=dict(device.peak_flops),
-            memory_bandwidth=device.memory_bandwidth,
-            memory=int(device.memory),
-            launch=device.launch,
-            links={level: getattr(links, level).link() for level in LEVELS},
-            efficiency=Efficiency(**device.efficiency.model_dump()),
-            rails=self.rails,
-            device=device.name,
-            runtime=self.runtime.runtime(),
-        )
+        return {
+            "name": self.name,
+            "source": self.source,
+            "devices_per_node": self.devices_per_node,
+            "nodes_per_switch": self.nodes_per_switch,
+            "peak_flops": dict(device.peak_flops),
+            "memory_bandwidth": device.memory_bandwidth,
+            "memory": int(device.memory),
+            "launch": device.launch,
+            "links": {level: getattr(links, level).link() for level in LEVELS},
+            "efficiency": Efficiency(**device.efficiency.model_dump()),
+            "rails": self.rails,
+            "device": device.name,
+            "runtime": self.runtime.runtime(),
+        }
 
 
-def load_machine(name_or_path: str | Path) -> Machine:
-    """Load a machine; see `Machine.load`."""
+def read_machine(name_or_path: str | Path) -> dict[str, Any]:
+    """Return the arguments of a machine that are read from its file; see `Machine.load`."""
     path = Path(name_or_path)
     if path.suffix != ".toml":
         if str(name_or_path) not in MACHINES:
             raise UserError(_unknown(str(name_or_path)))
         path = FOLDER / f"{name_or_path}.toml"
-    return _machine(read_toml(path, "machine"), f"machine {shown_path(path)}")
+    return _values(read_toml(path, "machine"), f"machine {shown_path(path)}")
 
 
-def parse_machine(text: str, where: str = "machine file") -> Machine:
-    """Return the machine in the TOML `text`; errors name `where`.
-
-    Raises
-    ------
-    UserError
-        If the text is invalid; one line with the key's path, the expected and the given value.
-    """
-    return _machine(parse_toml(text, where), where)
+def parse_machine(text: str, where: str = "machine file") -> dict[str, Any]:
+    """Return the arguments of the machine in the TOML `text`; see `Machine.parse`."""
+    return _values(parse_toml(text, where), where)
 
 
-def _machine(tables: dict[str, Any], where: str) -> Machine:
-    return build(MachineTable, tables, where).machine()
+def _values(tables: dict[str, Any], where: str) -> dict[str, Any]:
+    return build(MachineTable, tables, where).values()
 
 
 def _unknown(name: str) -> str:
@@ -269,10 +265,12 @@ def _unknown(name: str) -> str:
     return f"machine: expected one of {', '.join(MACHINES)} or the path of a .toml file, got {shown(name)}; {hint}"
 
 
-def machine_to_toml(machine: Machine) -> str:
-    """Return the text of a machine file; see `Machine.to_toml`. Base units are used, so that numbers are read back
-    exactly.
+def machine_to_toml(values: Mapping[str, Any]) -> str:
+    """Return the text of a machine file, of the arguments of a machine; see `Machine.to_toml`.
+
+    Base units are used, so that numbers are read back exactly.
     """
+    machine = SimpleNamespace(**values)
     curve = machine.efficiency
     lines = [
         f"name = {to_toml(machine.name)}",

@@ -209,9 +209,7 @@ class Request:
 
     def load_machine(self) -> Machine:
         """Return the machine of the plan, as it was at that time."""
-        from .machine_file import parse_machine
-
-        return parse_machine(self.machine, f"machine {self.machine_file} in the plan")
+        return Machine.parse(self.machine, f"machine {self.machine_file} in the plan")
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ place, and orders the backward pass. Every layer lowers itself (:meth:`Layer.low
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,52 +20,13 @@ from ..layers.strategy import Cut, Strategy, counts_of, layout_of
 from ..lowering.context import Context
 from ..lowering.operations import KernelSpec, Operation, Run
 from ..lowering.views import Buffer, Value, View
-from .program import Program, Segment, Step
+from .program import Program, Segment, Step, Target
 
-__all__ = ["Alone", "Target", "compile_program", "outline"]
+__all__ = ["Alone", "compile_program", "outline"]
 
 
 #: Layer object of all redistributions.
 _MOVED = Redistribute()
-
-
-@dataclass(frozen=True)
-class Target:
-    """Rank, batch and options that a program is compiled for.
-
-    Attributes
-    ----------
-    batch
-        Global number of samples.
-    size, rank
-        Size of the communicator, and rank of this process.
-    dtype
-        Dtype of activations.
-    trainable
-        Whether there is a backward pass.
-    overlaps
-        Whether ``halo = "auto"`` computes while halos travel.
-    looks
-        Whether the host may read numbers within a step and branch on them, because arrays are in its memory.
-    probed
-        Names of inputs whose gradients are computed too.
-    padded_channels
-        Function ``padded_channels(channels, dtype)`` that returns the channels in memory of an input that only
-        convolutions read, see :meth:`halograd.kernels.Backend.padded_channels`; None: no padding.
-    kept
-        Names of layers whose outputs are kept until a step has ended, in addition to the outputs of the network.
-    """
-
-    batch: int
-    size: int = 1
-    rank: int = 0
-    dtype: np.dtype = field(default_factory=lambda: np.dtype("float32"))
-    trainable: bool = True
-    overlaps: bool = False
-    looks: bool = True
-    probed: frozenset[str] = frozenset()
-    kept: frozenset[str] = frozenset()
-    padded_channels: Callable[[int, np.dtype], int] | None = None
 
 
 def compile_program(

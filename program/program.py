@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -19,10 +19,7 @@ from ..lowering.operations import KernelSpec, Operation, Run, Total, Transfer
 from ..lowering.views import Buffer, Value, View
 from .arena import Placement, place
 
-if TYPE_CHECKING:
-    from .compiler import Target
-
-__all__ = ["Program", "Segment", "Step", "lines_of", "name_of"]
+__all__ = ["Program", "Segment", "Step", "Target", "lines_of", "name_of"]
 
 
 @dataclass(eq=False)
@@ -72,6 +69,45 @@ class Step:
     def states(self) -> Mapping[str, Parameter]:
         """Whole untrained arrays by their short names."""
         return self.layer.state(*self.shapes)
+
+
+@dataclass(frozen=True)
+class Target:
+    """Rank, batch and options that a program is compiled for.
+
+    Attributes
+    ----------
+    batch
+        Global number of samples.
+    size, rank
+        Size of the communicator, and rank of this process.
+    dtype
+        Dtype of activations.
+    trainable
+        Whether there is a backward pass.
+    overlaps
+        Whether ``halo = "auto"`` computes while halos travel.
+    looks
+        Whether the host may read numbers within a step and branch on them, because arrays are in its memory.
+    probed
+        Names of inputs whose gradients are computed too.
+    padded_channels
+        Function ``padded_channels(channels, dtype)`` that returns the channels in memory of an input that only
+        convolutions read, see :meth:`halograd.kernels.Backend.padded_channels`; None: no padding.
+    kept
+        Names of layers whose outputs are kept until a step has ended, in addition to the outputs of the network.
+    """
+
+    batch: int
+    size: int = 1
+    rank: int = 0
+    dtype: np.dtype = field(default_factory=lambda: np.dtype("float32"))
+    trainable: bool = True
+    overlaps: bool = False
+    looks: bool = True
+    probed: frozenset[str] = frozenset()
+    kept: frozenset[str] = frozenset()
+    padded_channels: Callable[[int, np.dtype], int] | None = None
 
 
 @dataclass(eq=False)

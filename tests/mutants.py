@@ -28,8 +28,8 @@ from halograd.layers.parameter import parameter_blocks
 from halograd.layers.strategy import Strategy
 from halograd.models import mesh
 from halograd.perfmodel.cost import buckets_of, memory_of, program_of
-from halograd.perfmodel.machine import FOLDER
-from halograd.program.compiler import Target
+from halograd.perfmodel.machine_parts import FOLDER
+from halograd.program.program import Target
 from halograd.training.build import make_network, make_schedule, make_strategy
 from halograd.training.config import load_config
 from tests.support.mutants import mutant

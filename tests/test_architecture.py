@@ -152,7 +152,7 @@ def test_imports_point_one_way():
         ("layers/layer.py", "from halograd.kernels import Backend\nimport numpy", False),
         ("layers/layer.py", "from halograd.training.executor import Executor", True),
         ("layers/layer.py", "from halograd.lowering.context import Context", False),
-        ("layers/layer.py", "if TYPE_CHECKING:\n    from halograd.program.compiler import Target", True),
+        ("layers/layer.py", "if TYPE_CHECKING:\n    from halograd.program.program import Target", True),
         ("halograd/testing.py", "from halograd.training import Executor", False),
     ],
 )

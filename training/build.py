@@ -24,7 +24,7 @@ from ..limits import memory_size
 from ..models import build
 from ..perfmodel.cost import buckets_of, memory_of, program_of
 from ..perfmodel.plans import Plan, is_plan
-from ..program.compiler import Target
+from ..program.program import Target
 from .config import Config, DataConfig, ScheduleConfig, StrategyConfig
 from .optimizers import OPTIMIZERS, Optimizer, factors_of
 from .schedules import Constant, Cosine, Schedule, StepDecay, WarmUp

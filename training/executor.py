@@ -22,7 +22,8 @@ from ..layers.reduction_chunks import dense_layers, replicable_layers
 from ..layers.reduction_scheme import Scheme
 from ..layers.strategy import Strategy
 from ..lowering.views import Value
-from ..program.compiler import Target, compile_program
+from ..program.compiler import compile_program
+from ..program.program import Target
 from ..program.runner import Mode, Runner
 from .graph import GraphedPass, check_graph, drop, graphed_passes
 from .kernels import check_debug, check_dtype, report_substitutes

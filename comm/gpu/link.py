@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Protocol, cast
 
 from mpi4py import MPI
 
@@ -17,6 +17,7 @@ from ..channel import Channel
 from ..counters import Meter
 from ..ending import end
 from ..errors import CommError, mark_agreed
+from ..ranks import Ranks
 from ..reduction import Reduction
 from ..sums import Method
 from ..transports.base import Pattern, TransportContext
@@ -27,9 +28,6 @@ from .mpi_cuda import MpiCudaTransport
 from .nccl import NcclTransport, aborting, load_nccl
 from .streams import Cuda, Lane, LaneSpans, Launched
 from .watchdog import TIMEOUT, DeviceWatchdog
-
-if TYPE_CHECKING:
-    from ..communicator import Communicator
 
 __all__ = ["DeviceLinks", "DeviceTransport", "gpu_address", "rank_facts", "reachable_gpus", "timeout_from"]
 
@@ -94,7 +92,7 @@ class DeviceLinks:
         self._opened: _Opened | None = None
         self._transports: dict[TransportContext, DeviceTransport] = {}
 
-    def choose(self, comm: Communicator, device: Device, wanted: str, timeout: float | None = None) -> Choice:
+    def choose(self, comm: Ranks, device: Device, wanted: str, timeout: float | None = None) -> Choice:
         """Choose the transport, and prepare the shared objects. Collective over the root communicator.
 
         Raises
@@ -191,7 +189,7 @@ def timeout_from(environment: Any) -> float:
     raise CommError(f"HALOGRAD_GPU_TIMEOUT: expected seconds > 0 and <= 1e6, got {text[:60]!r}")
 
 
-def _decide(comm: Communicator, device: Device, wanted: str) -> Choice:
+def _decide(comm: Ranks, device: Device, wanted: str) -> Choice:
     """Return the same choice on all ranks. Collective."""
     node = comm.nodes[comm.rank]
     gpus = _gathered(comm, lambda: gpu_address(device))
@@ -206,7 +204,7 @@ def _decide(comm: Communicator, device: Device, wanted: str) -> Choice:
     return _choose(comm, wanted, [replace(fact, mpi_fault=fault) for fact, fault in zip(facts, faults)])
 
 
-def _choose(comm: Communicator, wanted: str, facts: Sequence[RankFacts]) -> Choice:
+def _choose(comm: Ranks, wanted: str, facts: Sequence[RankFacts]) -> Choice:
     try:
         return choose(wanted, facts)
     except CommError as error:
@@ -215,7 +213,7 @@ def _choose(comm: Communicator, wanted: str, facts: Sequence[RankFacts]) -> Choi
         raise
 
 
-def _gathered(comm: Communicator, ask: Callable[[], Any]) -> list[Any]:
+def _gathered(comm: Ranks, ask: Callable[[], Any]) -> list[Any]:
     """Return the result of `ask` on every rank; the ranks agree on errors. Collective."""
     found, fault = None, None
     try:
@@ -226,7 +224,7 @@ def _gathered(comm: Communicator, ask: Callable[[], Any]) -> list[Any]:
     return comm.mpi.allgather(found)
 
 
-def _open(comm: Communicator, device: Device, choice: Choice, timeout: float) -> _Opened:
+def _open(comm: Ranks, device: Device, choice: Choice, timeout: float) -> _Opened:
     cuda = Cuda(device)
 
     def lost(text: str) -> None:

@@ -109,8 +109,7 @@ def _program(plan: Plan, asked: Asked, rank: int, layers: Sequence[str]) -> Iter
     """Yield the program of one rank, as lines."""
     from ..device import as_dtype
     from ..perfmodel.cost import Wires, program_of
-    from ..program.compiler import Target
-    from ..program.program import lines_of
+    from ..program.program import Target, lines_of
 
     if rank >= plan.ranks:
         raise UserError(f"--rank: expected one of 0 to {plan.ranks - 1}, got {rank}")

@@ -123,7 +123,7 @@ class ModelOptions:
 
     def asked(self) -> Asked:
         """Build the model, and read the machine. Raises UserError."""
-        from ..perfmodel.machine import MACHINES
+        from ..perfmodel.machine_parts import MACHINES
         from ..planning import Asked
 
         if self.machine is None:

@@ -18,8 +18,8 @@ from ...layers.parameter import ParameterBlocks, parameter_blocks
 from ...layers.reduction_chunks import dense_layers
 from ...layers.reduction_scheme import Scheme
 from ...layers.strategy import Strategy
-from ...program.compiler import Target, compile_program
-from ...program.program import Program
+from ...program.compiler import compile_program
+from ...program.program import Program, Target
 from ...program.traffic import ExchangeTraffic, GroupSum, Ledger, Move, messages_of, sums_of
 from .timeline import PricedBucket, PricedReduction, aligned, buckets_of
 from .wires import Wires

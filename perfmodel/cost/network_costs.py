@@ -31,8 +31,8 @@ from ...layers import Input, Network, Node, Strategy
 from ...layers.parameter import blocks_of
 from ...layers.strategy import AXES, layout_of
 from ...lowering.views import Value
-from ...program.compiler import Alone, Target, compile_program
-from ...program.program import Step
+from ...program.compiler import Alone, compile_program
+from ...program.program import Step, Target
 from ..cuts import Parts, candidates, grids, shared_alike
 from ..kernel_times import LayerWork, Recorded, RooflineTimes
 from ..machine import Machine

@@ -16,8 +16,8 @@ from ...layers import Network
 from ...layers.parameter import parameter_blocks
 from ...layers.reduction_scheme import Scheme
 from ...layers.strategy import Strategy, layout_of
-from ...program.compiler import Alone, Target, outline
-from ...program.program import Program, Step
+from ...program.compiler import Alone, outline
+from ...program.program import Program, Step, Target
 from ...program.traffic import Ledger
 from ..plans import LayerRecord, Prediction
 from .account import Keeping, add_sums, count_program, layers_memory, price, program_of

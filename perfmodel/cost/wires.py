@@ -22,7 +22,8 @@ import numpy as np
 from ...dtensor import Blocks, Intervals
 from ...program.traffic import Move
 from .. import collectives
-from ..machine import LEVELS, Machine
+from ..machine import Machine
+from ..machine_parts import LEVELS
 
 __all__ = ["Ranks", "Wires", "middle_rank"]
 

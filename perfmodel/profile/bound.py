@@ -14,8 +14,8 @@ from ...layers import Layer
 from ...layers.strategy import AXES
 from ...lowering.operations import Run
 from ...lowering.views import Value
-from ...program.compiler import Alone, Target
-from ...program.program import Program, Segment, Step
+from ...program.compiler import Alone
+from ...program.program import Program, Segment, Step, Target
 from ...program.runner import Mode, Runner
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ import numpy as np
 
 from ...kernels import Geometry
 from ...limits import memory_size
-from ..machine import Efficiency, Link, Machine
+from ..machine import Machine
+from ..machine_parts import Efficiency, Link
 from .cache import Crowd, device_name
 from .messages import LARGE, SIZES, MessageTimer, Nodes, fit_copy
 from .record import Fit, Profile, fit_line

@@ -16,7 +16,8 @@ from halograd.documents import read_json, shown_path, write_whole
 from halograd.errors import UserError
 from halograd.schema import STRICT, Count, NotNegative, build
 
-from ..machine import Link, Machine, Overheads
+from ..machine import Machine
+from ..machine_parts import Link, Overheads
 
 __all__ = ["Fit", "Profile", "fit_line", "record_path"]
 

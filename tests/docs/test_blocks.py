@@ -15,7 +15,7 @@ import typer
 from halograd.cli.commands import app
 from halograd.documents import parse_toml
 from halograd.layers import Strategy
-from halograd.perfmodel.machine_file import parse_machine
+from halograd.perfmodel.machine import Machine
 from halograd.training.config import check_config
 from tests.docs.pages import PAGES, ROOT, Block, blocks, commands_of, write_files
 
@@ -118,7 +118,7 @@ def test_toml_is_a_configuration_or_a_machine(block: Block, tmp_path: Path, monk
     monkeypatch.chdir(tmp_path)
     tables = parse_toml(block.text, block.place)
     if "devices_per_node" in tables:
-        parse_machine(block.text, block.place)
+        Machine.parse(block.text, block.place)
     else:
         checked(tables, [], block.place)
 

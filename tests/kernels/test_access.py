@@ -8,7 +8,8 @@ import halograd as hg
 from halograd.kernels.access import ANY, Access, access_of, makes, reads, writes
 from halograd.layers.strategy import Strategy
 from halograd.lowering.operations import Run
-from halograd.program.compiler import Target, compile_program
+from halograd.program.compiler import compile_program
+from halograd.program.program import Target
 from tests.layers.graphs import Graphs
 
 

@@ -16,8 +16,8 @@ from halograd.layers import Layer
 from halograd.layers.strategy import AXES, layout_of
 from halograd.lowering.operations import Transfer
 from halograd.lowering.views import Value
-from halograd.program.compiler import Alone, Target
-from halograd.program.program import Program, Segment, Step
+from halograd.program.compiler import Alone
+from halograd.program.program import Program, Segment, Step, Target
 from halograd.program.runner import Mode, Runner
 
 __all__ = ["computed_in_blocks"]

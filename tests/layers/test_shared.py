@@ -17,7 +17,7 @@ from halograd.layers.reduction_scheme import Scheme
 from halograd.layers.settings import fingerprint
 from halograd.layers.strategy import Strategy
 from halograd.perfmodel.cost import buckets_of, memory_of, program_of
-from halograd.program.compiler import Target
+from halograd.program.program import Target
 from halograd.testing import grids, random_array
 from halograd.training.auto_reduction import Tuning
 from halograd.training.executor import Executor

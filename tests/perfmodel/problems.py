@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 import halograd as hg
-from halograd.perfmodel.machine import LEVELS, Efficiency, Link, Machine
+from halograd.perfmodel.machine import Machine
+from halograd.perfmodel.machine_parts import LEVELS, Efficiency, Link
 
 FAMILIES = ("strip", "image", "volume", "branches", "dilated", "convnext", "unet", "scales")
 

@@ -7,7 +7,7 @@ from halograd.comm import Communicator
 from halograd.kernels import get_backend
 from halograd.layers.parameter import parameter_blocks
 from halograd.perfmodel.cost import buckets_of, count_program, count_step, memory_of, program_of
-from halograd.program.compiler import Target
+from halograd.program.program import Target
 from halograd.training.executor import Executor
 from tests.layers.norms import step
 from tests.perfmodel.counted import BATCH, CASES, differing, differing_layers, strategies

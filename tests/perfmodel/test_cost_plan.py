@@ -20,7 +20,8 @@ from halograd.perfmodel.machine import Machine
 from halograd.perfmodel.planners import PLANNERS
 from halograd.perfmodel.plans import Plan
 from halograd.perfmodel.predict import Planning, plan_network
-from halograd.program.compiler import Target, compile_program
+from halograd.program.compiler import compile_program
+from halograd.program.program import Target
 from halograd.program.traffic import messages_of
 from tests.layers.cuts import random_strategy
 from tests.models.gated import gated

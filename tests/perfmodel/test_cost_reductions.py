@@ -8,7 +8,7 @@ from halograd.layers.parameter import parameter_blocks
 from halograd.layers.reduction_scheme import Scheme
 from halograd.layers.strategy import Strategy
 from halograd.perfmodel.cost import buckets_of, count_step, memory_of, program_of
-from halograd.program.compiler import Target
+from halograd.program.program import Target
 from tests.perfmodel.counted import differing
 from tests.training.reductions import BATCH, BUCKET, advance, build, trainer_of
 from tests.training.steps import NETWORKS

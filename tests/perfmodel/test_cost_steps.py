@@ -13,7 +13,8 @@ from halograd.perfmodel.cost.steps import price_steps
 from halograd.perfmodel.cuts import BASELINES, baseline
 from halograd.perfmodel.kernel_times import RooflineTimes
 from halograd.perfmodel.machine import Machine
-from halograd.program.compiler import Target, compile_program, outline
+from halograd.program.compiler import compile_program, outline
+from halograd.program.program import Target
 from tests.layers.cuts import random_strategy
 from tests.layers.graphs import Gate, Graphs
 from tests.perfmodel.counted import BATCH, strategies

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halograd.errors import UserError
-from halograd.perfmodel.machine import FOLDER, LEVELS, MACHINES, Efficiency, Link, Machine
-from halograd.perfmodel.machine_file import UNITS, format_quantity, parse_machine, parse_quantity
+from halograd.perfmodel.machine import Machine
+from halograd.perfmodel.machine_file import UNITS, format_quantity, parse_quantity
+from halograd.perfmodel.machine_parts import FOLDER, LEVELS, MACHINES, Efficiency, Link
 
 LASSEN = (FOLDER / "lassen.toml").read_text(encoding="utf-8")
 
@@ -69,7 +70,7 @@ def test_round_trip(
         efficiency=Efficiency(fraction, half, fraction, fraction, fraction),
         rails=3,
     )
-    again = parse_machine(machine.to_toml())
+    again = Machine.parse(machine.to_toml())
     assert again == machine and again.links["node"].note == text
 
 
@@ -118,7 +119,7 @@ def test_emulated() -> None:
     assert machine.links["device"] == small().links["device"]
     assert {machine.links[level] for level in LEVELS[1:]} == {Link(2e-4, 1e-9)}
     assert machine.name != "small" and "emulated" in machine.source
-    assert parse_machine(machine.to_toml()) == machine
+    assert Machine.parse(machine.to_toml()) == machine
     assert small().emulated(0, 0, name="ideal").name == "ideal"
 
 
@@ -215,13 +216,13 @@ def without(text: str, table: str) -> str:
 def test_missing_level(level: str) -> None:
     text = without(LASSEN, f"links.{level}")
     with pytest.raises(UserError, match=rf"links\.{level}: expected a value, got nothing; this table is required"):
-        parse_machine(text)
+        Machine.parse(text)
 
 
 def test_no_links_at_all() -> None:
     text = LASSEN[: LASSEN.index("[links.device]")]
     with pytest.raises(UserError, match="links: expected a value, got nothing; this table is required"):
-        parse_machine(text)
+        Machine.parse(text)
 
 
 @pytest.mark.parametrize(
@@ -249,7 +250,7 @@ def test_unreadable_file(tmp_path: Path) -> None:
 def test_documented_file_and_table() -> None:
     """The example of docs/machines.md is a machine, and its table lists every shipped machine."""
     text = (FOLDER.resolve().parent.parent / "docs" / "machines.md").read_text(encoding="utf-8")
-    machine = parse_machine(text.split("```toml\n")[1].split("```")[0])
+    machine = Machine.parse(text.split("```toml\n")[1].split("```")[0])
     assert machine.rails == 2 and machine.links["across"].alpha == 5e-6
     assert all(f"| `{name}` |" in text for name in MACHINES)
 

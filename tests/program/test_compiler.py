@@ -9,7 +9,8 @@ import halograd as hg
 from halograd.dtensor import Box
 from halograd.layers.strategy import Strategy
 from halograd.lowering.views import is_packed
-from halograd.program.compiler import Target, compile_program
+from halograd.program.compiler import compile_program
+from halograd.program.program import Target
 
 
 def compiled(network, strategy, rank, size, batch=1):

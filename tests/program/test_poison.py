@@ -10,8 +10,9 @@ import halograd as hg
 from halograd.comm import Communicator
 from halograd.kernels import get_backend, reads, writes
 from halograd.layers.strategy import Strategy
-from halograd.program.compiler import Target, compile_program
+from halograd.program.compiler import compile_program
 from halograd.program.poison import AccessError
+from halograd.program.program import Target
 from halograd.testing import check_layer, random_array
 from halograd.training.executor import Executor
 

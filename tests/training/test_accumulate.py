@@ -17,7 +17,7 @@ from halograd.layers.parameter import parameter_blocks
 from halograd.layers.reduction_scheme import Scheme
 from halograd.layers.strategy import Strategy
 from halograd.perfmodel.cost import buckets_of, memory_of, program_of
-from halograd.program.compiler import Target
+from halograd.program.program import Target
 from halograd.testing import grids, random_array
 from halograd.training import train
 from halograd.training import trainer as trainer_module

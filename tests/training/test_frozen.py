@@ -13,7 +13,8 @@ from halograd.layers.reduction_chunks import dense_layers
 from halograd.layers.strategy import Strategy
 from halograd.lowering.operations import Run
 from halograd.perfmodel.cost.account import layers_memory
-from halograd.program.compiler import Target, compile_program
+from halograd.program.compiler import compile_program
+from halograd.program.program import Target
 from halograd.training import train as train_run
 from halograd.training.executor import Executor
 from tests.layers.cuts import random_strategy

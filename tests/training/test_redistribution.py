@@ -8,7 +8,8 @@ from halograd.comm import Communicator
 from halograd.kernels import get_backend
 from halograd.layers import Add, Conv, Input, MeanSquaredError, Network, Strategy
 from halograd.lowering.operations import Run, Transfer
-from halograd.program.compiler import Target, compile_program
+from halograd.program.compiler import compile_program
+from halograd.program.program import Target
 from halograd.testing import random_array
 from halograd.training.executor import Executor
 

@@ -1,0 +1,33 @@
+"""What is asked of a communicator while links, channels and sums are made."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from mpi4py import MPI
+
+__all__ = ["Ranks"]
+
+
+class Ranks(Protocol):
+    """Ranks that agree on faults; see :class:`halograd.comm.Communicator`."""
+
+    @property
+    def mpi(self) -> MPI.Intracomm: ...
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def ranks(self) -> tuple[int, ...]: ...
+
+    @property
+    def nodes(self) -> tuple[int, ...]: ...
+
+    def agree(self, fault: Exception | None) -> None: ...
+
+    def agreement(self) -> AbstractContextManager[None]: ...
