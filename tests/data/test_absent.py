@@ -1,4 +1,4 @@
-"""Targets of weight 0 are absent: against brute force, for weights of any grid, in every pass over the data."""
+"""Absent targets (weight 0) against brute force, for weights on any grid, in every pass over the data."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from halograd.dtensor import Box
 
 N, GRID = 4, (4, 6)
 SHAPE = (N, *GRID, 2)
-#: Shapes of weights of one sample, and that they are coarser, finer, or broadcast.
+#: Shapes of weights of one sample: coarser, finer, or broadcast.
 WEIGHTS = [(4, 6, 1), (4, 6, 2), (1, 6, 1), (4, 1, 1), (1, 1, 1), (2, 3, 1), (8, 12, 1), (2, 12, 1), (1,)]
 
 
 def spread(weights: np.ndarray) -> np.ndarray:
-    """Which elements of the target have the weight 0, element by element."""
+    """Return which elements of the target have the weight 0, element by element."""
     found = np.zeros(SHAPE, bool)
     for at in np.ndindex(*SHAPE):
         if weights.ndim == 2:
@@ -57,7 +57,7 @@ def test_weights_on_another_grid_excuse_nothing(shape):
 
 @pytest.fixture(params=["file", "files", "arrays"])
 def dataset(request, tmp_path):
-    """Targets that are invalid where they have no weight, in a class and in numbers."""
+    """Write targets that are invalid where their weight is 0: class indices and numbers."""
     rng = np.random.default_rng(1)
     land = rng.random((N, *GRID)) < 0.4
     numbers, classes = rng.integers(0, 2, SHAPE).astype(float), rng.integers(0, 3, (N, *GRID)).astype(float)
@@ -95,7 +95,7 @@ def strict(dataset):
 
 def test_no_number_of_weight_0_is_a_fault(dataset):
     found, arrays, land, ranges = dataset
-    np.testing.assert_array_equal(read(found, "t"), arrays["t"])  # NaN stays: losses and scores pass over it
+    np.testing.assert_array_equal(read(found, "t"), arrays["t"])  # NaN stays: losses and scores ignore it
     np.testing.assert_array_equal(read(found, "c"), np.where(land[..., None], 0, arrays["c"]))
     assert find_invalid(found, ranges, range(N)) == {}
     with pytest.raises(DataError, match=r"target nan in sample 0 of 't' .*or give it the weight 0 there"):
@@ -128,7 +128,7 @@ def test_surveys_pass_over_them(dataset):
 
 @pytest.mark.parametrize("rule", ["any", "all", "majority", "fraction", "max"])
 def test_patches_are_made_of_the_cells_that_are_there(dataset, rule):
-    """In the loader, and where patches are counted."""
+    """The loader and the count of patches ignore absent cells."""
     found, arrays, land, _ = dataset
     reduction = TargetReduction(rule, (2, 3))
     want = np.zeros((N, 2, 2, 2))

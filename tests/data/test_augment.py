@@ -1,4 +1,4 @@
-"""Samples that are varied: what each rank reads is its box of the whole sample, varied by NumPy."""
+"""Augmentation: each rank's box equals its part of the whole sample augmented in NumPy."""
 
 import numpy as np
 import pytest
@@ -37,7 +37,7 @@ def fields_of(arrays, names=None):
 
 
 def varied(x, placement, window, ratio):
-    """A whole sample by NumPy: shifted, cut, turned, mirrored."""
+    """Return a whole sample augmented in NumPy: shifted, cropped, turned, mirrored."""
     axes = range(len(window))
     x = np.roll(x, [-s * r for s, r in zip(placement.starts, ratio)], list(axes))
     x = x[tuple(slice(n) for n in window)]
@@ -64,7 +64,7 @@ def cases(draw):
 
 @given(cases(), st.data())
 def test_boxes_are_those_of_the_whole_sample(case, data):
-    """Of fields on two grids, moved alike; of boxes that reach outside, what lies there stays."""
+    """Boxes of two fields on different grids match the whole sample; elements outside the sample are not changed."""
     unit, ratios, window, rules = case
     rng = np.random.default_rng(1)
     arrays = {name: rng.random((N, *(n * r for n in unit), 2)) for name, r in ratios.items()}
@@ -76,7 +76,7 @@ def test_boxes_are_those_of_the_whole_sample(case, data):
     for name, r in ratios.items():
         shape = (4, *(n * r for n in window), 2)
         assert augmentation.fields[name].shape == shape[1:]
-        # Extents that have more in common than was drawn: shifts are in those.
+        # Extents with a larger common divisor than drawn: shifts are multiples of it.
         common = augmentation._units
         whole = np.stack(
             [
@@ -100,7 +100,7 @@ def test_boxes_are_those_of_the_whole_sample(case, data):
 
 @given(cases(), st.data())
 def test_what_has_one_row_is_the_same_along_it(case, data):
-    """Weights per row, column or sample are moved as the maps that they stand for."""
+    """Weights per row, column or sample are moved like the full maps that they represent."""
     unit, ratios, window, rules = case
     full = [n * ratios["x"] for n in unit]
     flat = [data.draw(FLAGS) for _ in unit]
@@ -126,7 +126,7 @@ def _ratio(array, units):
 
 
 def test_turns_are_those_of_numpy():
-    """All four of them, and each with its mirror image."""
+    """All four turns match NumPy, with and without mirroring."""
     x = np.random.default_rng(1).random((1, 6, 6, 1))
     augmentation = Augmentation(Rules(("height", "width"), True), fields_of({"x": x}), {"x": (6, 6, 1)}, 0)
     turned = [np.rot90(x[0], k) for k in range(4)]
@@ -141,7 +141,7 @@ def test_turns_are_those_of_numpy():
 
 @given(st.integers(0, 200))
 def test_vectors_keep_pointing_where_they_point(epoch):
-    """The gradient of a field that was varied is the gradient of the field, varied: on a periodic grid."""
+    """The gradient of an augmented periodic field equals the augmented gradient of the field."""
     n = 8
     rng = np.random.default_rng(epoch)
     f = rng.random((1, n, n))

@@ -1,4 +1,4 @@
-"""Compressed chunks: kept in memory where it pays, against brute force; and a warning where reading stays slow."""
+"""Compressed chunks: cached when this helps, against brute force; a warning if reading stays slow."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def write(
 
 
 def memory(dataset: Hdf5Dataset) -> int:
-    """Memory for chunks of the inputs as HDF5 has it [B]."""
+    """Return the memory that HDF5 has for chunks of the inputs [B]."""
     return dataset._dataset("x").id.get_access_plist().get_chunk_cache()[1]
 
 
 def loads(chunks: Chunks, ranges: list, order: list[int], cache: int) -> int:
-    """Numbers that are decompressed if samples are read in this order and the last chunks are kept."""
+    """Return how many numbers are decompressed if samples are read in this order with a cache of the last chunks."""
     kept: OrderedDict[tuple[int, ...], None] = OrderedDict()
     size, count = int(np.prod(chunks.shape)), 0
     columns = [range(low // c, -(-high // c)) for (low, high), c in zip(ranges, chunks.shape[1:])]
@@ -60,7 +60,7 @@ def test_the_factor_is_that_of_a_cache_of_the_last_chunks(data):
     used = int(np.prod([high - low for low, high in ranges]))
     least, everything = chunks.cache(0), chunks.cache(1 << 40)
     in_order = loads(chunks, ranges, list(range(whole[0])), least)
-    # Of the last chunk some samples may not be there.
+    # The last chunk may be incomplete.
     samples = -(-whole[0] // shape[0]) * shape[0]
     assert chunks.factor(ranges, least, False) == pytest.approx(in_order / used / samples)
     order = [int(k) for k in np.random.default_rng(0).permutation(whole[0])]
@@ -71,7 +71,7 @@ def test_the_factor_is_that_of_a_cache_of_the_last_chunks(data):
 
 
 def test_rows_of_a_sample_need_one_row_of_chunks():
-    """As statistics read: 64 rows after 64 rows. A chunk of several samples is kept for the next one."""
+    """Statistics read 64 rows after 64 rows. A chunk of several samples is cached for the next sample."""
     assert Chunks((1, 512, 900, 2), (9, 5000, 2000, 4), 1, 4).cache(0) == 512 * 2700 * 4 * 4
     assert Chunks((1, 2, 512, 900), (9, 4, 5000, 2000), 2, 4).cache(0) == 512 * 2700 * 4 * 4
     assert Chunks((1, 32, 50, 2), (9, 5000, 2000, 4), 1, 4).cache(0) == 8 << 20
@@ -85,7 +85,7 @@ def test_rows_of_a_sample_need_one_row_of_chunks():
 @pytest.mark.parametrize("layout", ["NHWC", "NCHW"])
 @pytest.mark.parametrize("link", ["", "soft", "external"])
 def test_memory_for_chunks(tmp_path, layout, link):
-    """Chunks behind links are found too; the numbers are right; large uncompressed chunks are read in part."""
+    """Chunks behind links are found, numbers are correct, and large uncompressed chunks are read in part."""
     x = np.random.default_rng(0).integers(0, 9, (6, 64, 64, 8)).astype(np.float32)
     stored = x if layout == "NHWC" else np.moveaxis(x, -1, 1)
     name = "inputs"
@@ -102,7 +102,7 @@ def test_memory_for_chunks(tmp_path, layout, link):
         dataset.read("x", [5, 0, 3], Box.of_shape(out.shape), out)
         np.testing.assert_array_equal(out, x[[5, 0, 3]])
         again = Hdf5Dataset(path, structure=dataset.structure)
-        assert memory(again) == x.nbytes  # of a rank that has not examined the file
+        assert memory(again) == x.nbytes  # on a rank that has not examined the file
     with Hdf5Dataset(write(tmp_path / "c.h5", x, (6, 64, 64, 8), None)) as dataset:
         assert memory(dataset) == dataset.cached == x.nbytes  # HDF5 keeps chunks up to 8 MiB, and reads them whole
     large = np.zeros((40, 64, 64, 16), np.float32)
@@ -135,7 +135,7 @@ def test_many_files_share_the_memory(tmp_path, monkeypatch):
     ],
 )
 def test_chunks_are_read_once(tmp_path, shape, chunks, filter_):
-    """Chunks beyond 8 MiB together were read (and decompressed) for every sample, and for every part of a sample."""
+    """With more than 8 MiB of chunks, each chunk was decompressed again for every sample and every part of a sample."""
     x = np.random.default_rng(0).integers(0, 255, shape, np.uint8)
     path, rows = write(tmp_path / "a.h5", x, chunks, filter_), shape[1] // 4
     with Hdf5Dataset(path) as dataset:
@@ -148,7 +148,7 @@ def test_chunks_are_read_once(tmp_path, shape, chunks, filter_):
 
 
 def _bytes_read() -> int:
-    """Bytes that this process has read of files."""
+    """Return the bytes that this process has read from files."""
     return int(Path("/proc/self/io").read_text().split("rchar: ")[1].split()[0])
 
 
@@ -157,7 +157,9 @@ SLOW_LINE = r"a.h5: 'inputs' is stored in chunks \((.*)\); a run reads \(and dec
 
 @pytest.mark.parametrize("layout", ["NHWC", "NCHW"])
 def test_slow_chunks_and_the_remedy(tmp_path, monkeypatch, layout):
-    """Chunks that a rank uses a quarter of, and chunks of many samples; the suggested chunks are fast."""
+    """A warning covers chunks of which a rank uses a quarter, and chunks of many samples. The suggested chunks are
+    fast.
+    """
     x = np.zeros((64, 64, 96, 2), np.float32)
     stored = x if layout == "NHWC" else np.moveaxis(x, -1, 1)
     path = write(tmp_path / "a.h5", stored, (4, *stored.shape[1:]), layout=layout)
@@ -197,7 +199,7 @@ def test_suggested_chunks_are_small():
 @pytest.mark.parametrize("dtype", ["u1", ">u2", "i2", "i8", "f2", ">f4", "f8", "?"])
 @pytest.mark.parametrize("layout", ["NHWC", "NCHW"])
 def test_hdf5_converts_nothing(tmp_path, monkeypatch, dtype, layout):
-    """It is 2 to 180 times slower than NumPy at that; a type that NumPy lacks is the exception."""
+    """NumPy converts types, because HDF5 is 2 to 180 times slower, except for a type that NumPy lacks."""
     x = np.random.default_rng(0).integers(0, 2, (2, 4, 5, 3)).astype(dtype)
     path = write(tmp_path / "a.h5", x if layout == "NHWC" else np.moveaxis(x, -1, 1), (1, 3, 3, 3), None, layout)
     types, plain = [], h5py.Dataset.read_direct

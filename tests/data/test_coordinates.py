@@ -1,4 +1,4 @@
-"""Coordinates of samples in a file of predictions: those of the data, or none; never those of other cells."""
+"""Coordinates of samples in a file of predictions: those of the data or none, and never those of other cells."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ABSENT = "This is a netCDF dimension but not a netCDF variable."
 
 
 def write(path: Path, samples: int = 2, first: bool = False, **changes: Any) -> Path:
-    """A file as netCDF writes it, channels first or last; `changes` replace datasets, None leaves one out."""
+    """Write a file in netCDF form, channels first or last; `changes` replace datasets, and None removes one."""
     with h5py.File(path, "w") as file:
         order = ("time", "channel", "lat", "lon") if first else ("time", "lat", "lon", "channel")
         sizes = {"time": samples, "lat": H, "lon": W, "channel": C}
@@ -47,7 +47,7 @@ def add_mapping(path: Path, **attributes: Any) -> None:
 
 
 def predicted(folder: Path, data: Any, outputs: dict[str, tuple[int, ...]] | None = None) -> tuple[Path, list[str]]:
-    """File with datasets of these shapes and the coordinates of the data; what was left out."""
+    """Return a file with datasets of these shapes and the data's coordinates, and the list of omitted variables."""
     outputs = {"prediction": (H, W, 1)} if outputs is None else outputs
     with open_dataset(data, targets=None) as dataset, h5py.File(folder / "predicted.h5", "w") as file:
         for name, shape in outputs.items():
@@ -58,7 +58,7 @@ def predicted(folder: Path, data: Any, outputs: dict[str, tuple[int, ...]] | Non
 
 
 def names_of(file: h5py.File, name: str) -> list[list[str]]:
-    """Names of the scales of each axis of a dataset, each of the right extent."""
+    """Return the names of the scales of each axis of a dataset, after a check of their extents."""
     found = [list(dim.values()) for dim in file[name].dims]
     for size, scales in zip(file[name].shape, found):
         assert all(scale.shape == (size,) for scale in scales)
@@ -67,7 +67,7 @@ def names_of(file: h5py.File, name: str) -> list[list[str]]:
 
 @pytest.mark.parametrize("first", [False, True])
 def test_they_are_those_of_the_samples(tmp_path, first):
-    """Coordinates are copied for any storage order, with attributes in their types; input channels are not."""
+    """Coordinates are copied for any storage order, with attributes in their types; input channels are not copied."""
     path = write(tmp_path / "data.h5", first=first)
     add_mapping(path, inverse_flattening=np.float32(298.25), towgs84=np.arange(7.0))
     out, left_out = predicted(tmp_path, path)
@@ -90,7 +90,7 @@ def test_they_are_those_of_the_samples(tmp_path, first):
 
 
 def test_of_several_files_samples_are_joined_and_grids_compared(tmp_path):
-    """Where files have other grids, every sample has its own, by the attribute ``coordinates``."""
+    """If grids differ between files, every sample has its own coordinates, through the attribute ``coordinates``."""
     for number, samples in enumerate((2, 1, 3)):
         write(tmp_path / f"s{number + 9}.h5", samples, number == 1, start=100.0 * number, lon=LON + (number == 2))
     out, left_out = predicted(tmp_path, tmp_path)
@@ -133,7 +133,7 @@ def test_what_means_something_else_in_another_file_is_left_out(tmp_path, change,
 
 
 def test_of_another_extent_there_are_none(tmp_path):
-    """Half as many rows are other cells; columns are what they were. Without a grid there is no map."""
+    """With half as many rows, rows have no coordinates, but columns keep theirs. Without a grid there is no mapping."""
     add_mapping(write(tmp_path / "data.h5"))
     shapes = {"rows": (H // 2, W, 2), "whole": (H, W, 1), "label": (5,)}
     out, left_out = predicted(tmp_path, tmp_path / "data.h5", shapes)
@@ -155,7 +155,7 @@ def test_of_another_extent_there_are_none(tmp_path):
 
 
 def test_of_several_inputs_the_one_on_the_grid_of_predictions_counts(tmp_path):
-    """Such as fine topography beside coarse fields."""
+    """Coordinates come from the input on the grid of the predictions, such as fine topography among coarse fields."""
     with h5py.File(write(tmp_path / "data.h5"), "a") as file:
         file["fine"], file["y"] = np.ones((2, 2 * H, 2 * W, 1)), np.arange(2.0 * H)
         file["fine"].dims[1].attach_scale(file["y"])
@@ -169,7 +169,7 @@ def test_of_several_inputs_the_one_on_the_grid_of_predictions_counts(tmp_path):
 
 
 def test_auxiliary_coordinates_and_bounds(tmp_path):
-    """Two-dimensional, scalar, and texts along the samples; found in the group of the input, or above."""
+    """Two-dimensional, scalar and text coordinates are found in the group of the input, or above."""
     with h5py.File(write(tmp_path / "data.h5"), "a") as file:
         file["bounds"] = np.stack([LAT + 0.5, LAT - 0.5], -1)
         file["lat"].attrs["bounds"] = "bounds"
@@ -203,7 +203,7 @@ def test_auxiliary_coordinates_and_bounds(tmp_path):
 
 
 def test_a_scalar_of_each_file_is_one_of_each_sample(tmp_path):
-    """As of files that were cut out of a longer one; bounds go with their coordinate."""
+    """A scalar that differs between files is written per sample; bounds follow their coordinate."""
     for number in (1, 2):
         with h5py.File(write(tmp_path / f"{number}.h5", 2, time=None, lat=LAT + number), "a") as file:
             file["when"], file["rows"] = 10.0 * number, np.stack([LAT, LAT], -1) + number
@@ -224,7 +224,7 @@ def test_a_scalar_of_each_file_is_one_of_each_sample(tmp_path):
 
 
 def test_without_scales_there_are_no_dimensions(tmp_path):
-    """Files of plain arrays stay so; labels of axes are copied, and name coordinates where there are such."""
+    """Files of plain arrays get no scales. Axis labels are copied, and name coordinates if these exist."""
     with h5py.File(tmp_path / "data.h5", "w") as file:
         file.create_dataset("inputs", data=np.ones((2, H, W, C), "f4")).attrs["layout"] = "NHWC"
         file["lat"] = LAT
@@ -256,7 +256,7 @@ def test_dimensions_without_a_variable_keep_their_names(tmp_path):
 
 
 def _damaged(path: Path, values: Any = LAT) -> None:
-    """A coordinate in chunks with checksums, one of which is wrong."""
+    """Write a coordinate in chunks with checksums, one of which is wrong."""
     with h5py.File(path, "a") as file:
         file.create_dataset("near", data=values, chunks=(len(values) // 2,), fletcher32=True)
         at = file["near"].id.get_chunk_info(1).byte_offset
@@ -298,7 +298,7 @@ def _made(**datasets: Any) -> Any:
     ],
 )
 def test_one_that_cannot_be_read_is_left_out_with_the_reason(tmp_path, make, why):
-    """The predictions, and the other coordinates, are as they would be without it."""
+    """Predictions and other coordinates are the same as without it."""
     path = write(tmp_path / "data.h5")
     with h5py.File(path, "a") as file:
         file["inputs"].attrs["coordinates"] = "near"
@@ -312,7 +312,7 @@ def test_one_that_cannot_be_read_is_left_out_with_the_reason(tmp_path, make, why
 
 
 def test_scales_that_were_deleted_are_none(tmp_path):
-    """What refers to them stays in the file."""
+    """References to deleted scales in the file are ignored."""
     with h5py.File(write(tmp_path / "data.h5"), "a") as file:
         del file["lat"]
     out, left_out = predicted(tmp_path, tmp_path / "data.h5")
@@ -322,7 +322,7 @@ def test_scales_that_were_deleted_are_none(tmp_path):
 
 
 def test_texts_that_are_not_utf8_are_not_copied(tmp_path):
-    """h5py reads them, and cannot write them."""
+    """h5py can read them, but not write them."""
     wrong = b"\xff\xfe"
     with h5py.File(write(tmp_path / "data.h5"), "a") as file:
         for item, name in ((file["lat"], b"long_name"), (file["lat"], wrong), (file, b"title"), (file, wrong)):
@@ -342,7 +342,7 @@ def test_texts_that_are_not_utf8_are_not_copied(tmp_path):
 
 
 def test_names_that_are_in_use(tmp_path):
-    """An output, and what the file keeps, come before a coordinate of that name."""
+    """Names of outputs and of the file's own datasets take precedence over coordinates."""
     write(tmp_path / "data.h5")
     out, left_out = predicted(tmp_path, tmp_path / "data.h5", {"lat": (H, W, 1), "width": (H, 3, 1), "lon": (2,)})
     assert sorted(left_out) == [f"{name} (predictions have a dataset of this name)" for name in ("lat", "lon")]
@@ -352,7 +352,7 @@ def test_names_that_are_in_use(tmp_path):
 
 
 def test_an_input_in_another_file_has_the_coordinates_of_that_file(tmp_path):
-    """Files that are linked into one."""
+    """Coordinates are found through a link to the other file."""
     write(tmp_path / "data.h5")
     with h5py.File(tmp_path / "index.h5", "w") as file:
         file["inputs"] = h5py.ExternalLink("data.h5", "inputs")

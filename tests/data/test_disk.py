@@ -1,4 +1,4 @@
-"""Files on file systems with locks and without, and structures that another rank has found."""
+"""Files on file systems with and without locks, and structures that another rank has found."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.harness.limits import LIMIT
 
 N, EDGE = 3, 4
 
-# What flock answers on many mounts of Lustre (ENOSYS) and NFS (ENOLCK, EOPNOTSUPP).
+# Errors of flock on many mounts of Lustre (ENOSYS) and NFS (ENOLCK, EOPNOTSUPP).
 WITHOUT_LOCKS = """
 #include <errno.h>
 #include <stdlib.h>
@@ -60,7 +60,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def no_locks(tmp_path_factory) -> Path:
-    """A library to preload, in which flock fails."""
+    """Return a library to preload, in which flock fails."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.skip("needs a C compiler, to stand in for a file system without locks")
@@ -79,7 +79,7 @@ def test_no_locks_to_be_had(path, no_locks, answer, told):
     assert done.returncode == 0 and done.stdout == "(4, 4, 2) (4, 4, 2)\n", done.stderr
     lines = done.stderr.splitlines()
     if told:
-        (line,) = lines  # once, though two files were opened
+        (line,) = lines  # one warning, although two files were opened
         assert line.startswith(f"halograd: {path}: this file system has no file locks (E") and "reading without" in line
     else:
         assert not lines
@@ -97,7 +97,7 @@ def test_a_file_that_is_being_written(path):
 
 
 def test_another_ranks_structure_is_not_looked_for_again(path, monkeypatch):
-    """Only the two datasets are opened, and only when something is read."""
+    """Only the two datasets are opened, at the first read."""
     with Hdf5Dataset(path) as first:
         found = first.structure
     looked: list[str] = []
@@ -129,7 +129,7 @@ def test_another_file_than_rank_0_has_seen(path):
 
 
 def test_folders_are_made_for_a_file_that_is_written(tmp_path):
-    """They are removed again where writing fails, but for what others have put there."""
+    """New folders are removed again if writing fails, unless they contain other files."""
     out = tmp_path / "several/folders/out.h5"
     with pytest.raises(ZeroDivisionError), atomic_path(out, parents=True) as partial:
         partial.write_text("half")

@@ -1,4 +1,4 @@
-"""Samples in many files: read as from one, whatever the order; files that differ are named."""
+"""Samples in several files are read as from one file, in any order; errors name files that differ."""
 
 import re
 
@@ -17,14 +17,14 @@ SHAPE, CHANNELS = (5, 6), 3
 
 
 def write(folder, lengths=LENGTHS, groups=False):
-    """Files of these lengths; all inputs and masks of all of them."""
+    """Write files of these lengths; return all inputs and masks."""
     rng = np.random.default_rng(7)
     xs, ys = [], []
     for i, n in enumerate(lengths):
         x = rng.standard_normal((n, *SHAPE, CHANNELS)).astype(np.float32)
         y = rng.integers(0, 2, (n, *SHAPE)).astype(np.uint8)
         with h5py.File(folder / f"run{i}.h5", "w") as file:
-            # Every other one channels first: what differs on disk need not differ in the samples.
+            # Every second file has channels first: the storage order may differ between files.
             first = bool(i % 2)
             file["inputs"] = np.moveaxis(x, -1, 1) if first else x
             file["inputs"].attrs["layout"] = "NCHW" if first else "NHWC"
@@ -95,11 +95,11 @@ def test_what_a_path_stands_for(tmp_path):
 
 
 def test_numbers_in_names_are_sorted_by_value(tmp_path):
-    """Wherever they stand; other names, and numbers of equal width, are sorted as text; a list stays as it is."""
+    """Numbers anywhere in names are compared by value; other names are sorted as text; a list keeps its order."""
     want = ["a.h5", "a1.h5", "a01.h5", "a2b3.h5", "a2b20.h5", "a10.h5", "a10b.h5", "b-2.h5", "b.h5", "b0.h5", "b7.h5"]
     for name in reversed(want):
         (tmp_path / name).touch()
-    want[1:3] = ["a01.h5", "a1.h5"]  # of equal value: as text
+    want[1:3] = ["a01.h5", "a1.h5"]  # equal values are sorted as text
     assert [path.name for path in find_files(tmp_path)] == want
     assert [path.name for path in find_files(tmp_path / "*.h5")] == want
     for run in ("run9", "run10", "run100"):
@@ -112,7 +112,7 @@ def test_numbers_in_names_are_sorted_by_value(tmp_path):
 
 @given(st.lists(st.text("ab-._5", max_size=6), max_size=8), st.lists(st.integers(0, 10**30), max_size=8))
 def test_the_order_of_names_is_that_of_text_and_of_numbers(texts, numbers):
-    texts = [re.sub("5+", "5", text) for text in texts]  # numbers of one width
+    texts = [re.sub("5+", "5", text) for text in texts]  # numbers of equal width
     assert sorted(texts, key=natural) == sorted(texts)
     assert sorted([f"a{n}" for n in numbers], key=natural) == [f"a{n}" for n in sorted(numbers)]
     padded = [f"a{n:040}.h5" for n in numbers]

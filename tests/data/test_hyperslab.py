@@ -12,7 +12,7 @@ from halograd.data.hyperslab import Hyperslab, hyperslabs
 
 
 def chosen(slab: Hyperslab, n: int) -> list[int]:
-    """The indices along the one axis of a selection, by the definition."""
+    """Return the indices along the single axis of a selection, by the definition."""
     count = n if slab.count[0] == h5s.UNLIMITED else slab.count[0]
     starts = (slab.start[0] + k * slab.stride[0] for k in range(count))
     return [i for start in starts for i in range(start, start + slab.block[0]) if i < n]
@@ -38,7 +38,7 @@ def test_one_block_of_a_growing_selection() -> None:
 
 
 def test_selections_of_hdf5() -> None:
-    """Together the regular ones select what HDF5 does, also where it is irregular."""
+    """The union of the regular selections equals HDF5's selection, also if that is irregular."""
     rng = np.random.default_rng(0)
     space = h5s.create_simple((9, 7))
     assert [slab.size((9, 7)) for slab in hyperslabs(space, (9, 7))] == [63]

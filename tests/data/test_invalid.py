@@ -1,4 +1,4 @@
-"""NaN, infinity and targets out of range: found, left out of statistics, filled; and as before where there are none."""
+"""NaN, infinity and targets out of range: found, left out of statistics, filled; no effect on data without them."""
 
 import h5py
 import numpy as np
@@ -41,7 +41,7 @@ def test_samples_and_what_is_wrong_with_them(tmp_path, arrays):
         4: "-inf in channel 0 (rho)",
     }
     assert find_invalid(dataset, RANGES, [2, 5, 4]) == {4: "-inf in channel 0 (rho)"}
-    with pytest.raises(DataError, match="expected finite numbers"):  # strict again
+    with pytest.raises(DataError, match="expected finite numbers"):  # strict mode is restored
         dataset.read("x", [1], Box.of_shape((1, EDGE, EDGE, CHANNELS)), np.empty((1, EDGE, EDGE, CHANNELS)))
 
 
@@ -57,7 +57,7 @@ def test_of_several_files_the_place_is_named(tmp_path, arrays):
 
 @given(st.data())
 def test_statistics_are_those_of_the_numbers_that_are_there(tmp_path_factory, data):
-    """Of any pattern of holes; a transform of infinity is no number either."""
+    """Statistics ignore any pattern of missing numbers, including transforms of infinity."""
     holes = data.draw(st.lists(st.integers(0, N * EDGE * EDGE * CHANNELS - 1), max_size=40))
     value = data.draw(st.sampled_from([np.nan, np.inf, -np.inf]))
     rng = np.random.default_rng(3)

@@ -1,4 +1,4 @@
-"""The flow: confined, divergence as designed, and the mesh that it moves keeps its mass."""
+"""The flow is confined and has its designed divergence, and the mesh that it moves keeps its mass."""
 
 from __future__ import annotations
 

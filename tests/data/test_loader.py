@@ -1,4 +1,4 @@
-"""The prefetch thread: right boxes in order, errors where they belong, and no thread left behind."""
+"""The prefetch thread: correct boxes in order, errors at the right place, and no thread left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The baseline: the maximum of the likelihood, block by block."""
+"""Logistic regression: the maximum of the likelihood, block by block."""
 
 from __future__ import annotations
 

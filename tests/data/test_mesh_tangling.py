@@ -1,4 +1,4 @@
-"""The generator: deterministic, sensible masks, bounded memory, and no partial file under the final name."""
+"""The generator: deterministic, with sensible masks, bounded memory, and no partial file under the final name."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_instants_do_not_depend_on_the_resolution() -> None:
 
 
 def test_flow_that_hardly_tangles_still_gives_its_samples() -> None:
-    # With so low a limit no instant has the wanted share: the nearest ones are taken, none of them at rest.
+    # With so low a limit no instant has a share in range: the nearest ones are taken, none of them at rest.
     steps = MeshSimulation(Settings(16, 3, samples_per_simulation=3, limit=1e-6, most_steps=14), 0).steps
     assert len(steps) == 3 and min(steps) >= 1
 
@@ -119,7 +119,7 @@ def test_memory_does_not_grow_with_samples_and_stays_linear_in_resolution(
     peak(16, 2)  # caches of the libraries
     one, three = peak(64, 2), peak(64, 6)
     assert three < 1.1 * one
-    # Four times the cells in blocks of as many rows: at most twice the memory.
+    # Four times the cells in blocks of equal rows need at most twice the memory.
     assert peak(128, 2) < 2.2 * one
 
 
@@ -166,7 +166,9 @@ def test_too_little_space_is_refused_beforehand(tmp_path: Path, monkeypatch: pyt
 
 
 def test_disk_full_while_writing(tmp_path: Path) -> None:
-    """A process that may write 200 kB only: the same error of write(2) that a full disk gives, another number."""
+    """A process with a file size limit of 200 kB gets the same kind of write error as on a full disk, with another
+    number.
+    """
     pytest.importorskip("resource", reason="needs POSIX limits on the file size")
     script = (
         "import resource, sys\n"

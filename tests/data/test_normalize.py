@@ -1,4 +1,4 @@
-"""Normalisation: right, independent of the ranks, and robust against what tangled cells bring."""
+"""Normalization: correct, the same for any number of ranks, and robust against values of tangled cells."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def data(tmp_path: Path):
 
 
 def on_ranks(dataset: Hdf5Dataset, indices, size: int) -> list[ChannelStatistics]:
-    """What each of `size` ranks gets: two rounds, the first to collect what is to be summed."""
+    """Return the results of each of `size` ranks, in two passes: the first collects the terms of the sums."""
     parts: list[np.ndarray] = []
     for rank in range(size):
         channel_statistics(
@@ -125,7 +125,7 @@ def test_clip_cuts_after_normalisation(data) -> None:
 
 @pytest.mark.parametrize(("rule", "alike"), [("log", False), ("asinh", False), ("metric", True), ("none", False)])
 def test_a_metric_alone_is_limited(data, rule: str, alike: bool) -> None:
-    """Pressures in Pa are larger than any metric of a cell that is not tangled."""
+    """Only metrics are clipped: pressures in Pa are larger than any metric of an untangled cell."""
     dataset, x = data
     y = x.copy()
     y[0, 0, :2, 0] = 2e6, 3e9

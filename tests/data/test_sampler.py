@@ -1,4 +1,4 @@
-"""Order, split and resumption."""
+"""Order of samples, split and resumption."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_an_epoch_holds_every_sample_once_in_a_new_order() -> None:
 def test_order_depends_on_seed_and_epoch_only() -> None:
     assert taken(Sampler(range(50), 8, seed=1), 12) == taken(Sampler(range(50), 8, seed=1), 12)
     assert taken(Sampler(range(50), 8, seed=1), 3) != taken(Sampler(range(50), 8, seed=2), 3)
-    # The same samples at other batch sizes come in the same order.
+    # The order of samples is the same for other batch sizes.
     assert sum(taken(Sampler(range(48), 4, seed=1), 12), ()) == sum(taken(Sampler(range(48), 16, seed=1), 3), ())
 
 
@@ -88,7 +88,7 @@ def test_split_extremes() -> None:
 
 @pytest.mark.parametrize("groups", [None, [3, 1, 1, 2, 3, 0, 2, 2, 5, 7]])
 def test_split_is_that_of_earlier_versions(groups: list[int] | None) -> None:
-    """A permutation of the distinct names, in order, is drawn: a run that is resumed holds out the same samples."""
+    """The split permutes the sorted distinct names, so a resumed run holds out the same samples."""
     for seed in range(5):
         labels = np.arange(10) if groups is None else np.array(groups)
         names = np.unique(labels)
@@ -99,14 +99,14 @@ def test_split_is_that_of_earlier_versions(groups: list[int] | None) -> None:
 
 
 def test_many_samples_are_not_looked_for_twins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes NumPy 50 s for ten million numbers that are all different."""
+    """NumPy's unique takes 50 s for ten million different numbers."""
     for name in ("unique", "isin"):
         monkeypatch.setattr(np, name, lambda *_, **__: pytest.fail("expected no search"))
     assert [len(part) for part in split(1000, 0.1)] == [900, 100]
 
 
 def test_batches_are_made_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An epoch of a thousand million samples must not be a list of objects."""
+    """An epoch of a thousand million samples must not become a list of objects."""
     made: list[int] = []
 
     def counted(indices: tuple[int, ...], valid: int, epoch: int, position: int, augmented: bool) -> Batch:

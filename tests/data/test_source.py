@@ -1,4 +1,4 @@
-"""Samples in arrays: read by boxes as from a file, checked, and refused."""
+"""Samples in arrays: read by boxes as from a file, and checked."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ SHAPE = (4, 6, 5, 3)
 
 @given(st.data())
 def test_boxes(data):
-    """Of maps, vectors and numbers; what lies outside is left as it is."""
+    """Boxes of maps, vectors and numbers; elements outside are not changed."""
     rng = np.random.default_rng(1)
     arrays = {"x": rng.random(SHAPE), "v": rng.random((4, 3)), "k": rng.integers(0, 3, 4)}
     dataset = ArrayDataset(arrays, ["k"])
@@ -34,7 +34,7 @@ def test_boxes(data):
 
 
 def test_of_a_file_and_of_its_arrays(tmp_path):
-    """A memory map gives what the file gives, names and order included."""
+    """A memory map gives the same data as the file, including names and order."""
     import h5py
 
     rng = np.random.default_rng(1)

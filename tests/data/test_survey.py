@@ -1,4 +1,4 @@
-"""Channels and targets that carry no information are named, from a bounded number of reads."""
+"""Channels and targets without information are reported, after a bounded number of reads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ N, GRID = 200, (6, 5)
 
 
 class Reads:
-    """Stands in for a dataset; keeps what was read."""
+    """Double of a dataset that records the reads."""
 
     def __init__(self, values: np.ndarray) -> None:
         self.values, self.boxes, self.samples = values, [], []
@@ -58,11 +58,11 @@ def test_a_label_per_sample_differs_between_samples() -> None:
     labels = np.repeat([3.0, 4.0], N // 2)[:, None]
     assert look_at(Reads(labels), "x").constant == {}
     assert look_at(Reads(labels[:100]), "x").constant == {0: 3.0}
-    assert look_at(Reads(labels[:1]), "x").constant == {}  # one number is no sign of anything
+    assert look_at(Reads(labels[:1]), "x").constant == {}  # a single number proves nothing
 
 
 def test_parts_of_large_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No more than a part is read of one sample, and other rows of every sample."""
+    """At most one part is read per sample, and each sample contributes other rows."""
     monkeypatch.setattr(survey, "PART", 10)
     read = Reads(np.ones((N, *GRID, 1)))
     assert look_at(read, "x").constant == {0: 1.0}
@@ -72,7 +72,7 @@ def test_parts_of_large_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(survey, "PART", 1)
     read = Reads(np.ones((2, *GRID, 1)))
     look_at(read, "x")
-    assert [box.size for box in read.boxes] == [5, 5]  # a row is the least
+    assert [box.size for box in read.boxes] == [5, 5]  # at least one row
 
 
 def test_the_scale_is_the_loss_of_predicting_zero() -> None:
@@ -80,7 +80,7 @@ def test_the_scale_is_the_loss_of_predicting_zero() -> None:
     values[100:] = [[0.1], [-0.3]]
     assert look_at(Reads(values), "x").scale == pytest.approx(0.2)
     values[-1] = [[30.0], [-10.0]]
-    assert look_at(Reads(values), "x").scale == pytest.approx(0.2)  # others already differ
+    assert look_at(Reads(values), "x").scale == pytest.approx(0.2)  # the others differ early
     assert look_at(Reads(values), "x", least=survey.LOOKS).scale == pytest.approx(500)
 
 
@@ -103,7 +103,7 @@ def test_messages(path: Path, caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_messages_of_statistics(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Normalisation makes zeros of what differs in the last digits only."""
+    """Normalization maps values that differ in the last digits only to zero."""
     with Hdf5Dataset(path) as data:
         look_at_data(data, {"x": channel_statistics(data, "x", range(5, 20))}, 5)
     message = caplog.messages[0]
@@ -111,7 +111,7 @@ def test_messages_of_statistics(path: Path, caplog: pytest.LogCaptureFixture) ->
 
 
 def test_nothing_to_say(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """One class of a one-hot target that does not occur is nothing to mention."""
+    """A class that does not occur in a one-hot target gives no message."""
     with h5py.File(path, "r+") as file:
         del file["mask"]
         file["inputs"][...] = drawn(20, *GRID, 4)

@@ -1,4 +1,4 @@
-"""Rules that reduce cells to patches, and numbers of a file that stand for other classes, against brute force."""
+"""Rules that reduce cells to patches, and label maps, against brute force."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ NUMBERS = st.integers(-300, 300)
 @given(st.dictionaries(NUMBERS, NUMBERS, max_size=6), st.lists(NUMBERS | st.just(2**24), max_size=30))
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_as_a_dictionary(dtype, numbers, values):
-    """All at once: a number that another became is not replaced again."""
+    """All numbers are replaced at once, so a result is not replaced again."""
     found = np.array([values, values], dtype).T.copy()[:, ::-1]
     LabelMap(numbers).apply(found)
     want = [numbers.get(value, value) for value in values]

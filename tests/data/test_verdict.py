@@ -45,7 +45,7 @@ SPECIAL = {
 
 
 def as_mesh(corners: np.ndarray) -> np.ndarray:
-    """Nodes (2, 2, 2) of the one-cell mesh with these corners in Verdict's order."""
+    """Return nodes (2, 2, 2) of the one-cell mesh with these corners in Verdict's order."""
     return np.array([[corners[0], corners[1]], [corners[3], corners[2]]], dtype=np.float64)
 
 
@@ -98,7 +98,7 @@ def test_trapezoid_taper_and_distortion() -> None:
     got = metrics_of([(0, 0), (3, 0), (2, 1), (1, 1)])
     assert got["taper"] == pytest.approx(2 / 2)
     assert got["volume"] == pytest.approx(2)
-    # Corner Jacobians 3, 3, 1, 1 over 4 each; the least times 4 over the area.
+    # Corner Jacobians 3, 3, 1, 1, divided by 4; the smallest times 4 over the area.
     assert got["distortion"] == pytest.approx(1 / 4 * 4 / 2)
 
 
@@ -154,7 +154,7 @@ def vtk_metrics(corners: np.ndarray) -> dict[str, float]:
 
 
 def assert_like_vtk(corners) -> None:
-    """Equal within 64 eps times what the formulas amplify: position / edge, edge^2 / Jacobian."""
+    """Check equality within 64 eps times the amplification of the formulas: position / edge, edge^2 / Jacobian."""
     corners = np.asarray(corners, dtype=np.float64)
     got, expected = metrics_of(corners), vtk_metrics(corners)
     edge = max(np.hypot(*(corners[k] - corners[k - 1])) for k in range(4))

@@ -1,4 +1,4 @@
-"""The CUDA device on a double of CuPy: what it asks for, and what it says when that fails."""
+"""The CUDA device on a double of CuPy: its calls, and its errors if they fail."""
 
 import sys
 import weakref
@@ -14,7 +14,9 @@ NULL = SimpleNamespace(ptr=0)
 
 
 class StreamDouble:
-    """A stream whose capture is invalidated by a call that CUDA does not permit in one; then ending it fails too."""
+    """A stream whose capture is invalidated by a call that CUDA does not permit in it; then ending the capture fails
+    too.
+    """
 
     around, current = [], None
 
@@ -31,7 +33,7 @@ class StreamDouble:
         return self.use()
 
     def __exit__(self, *exception):
-        """As CuPy's: what was used before is forgotten (its own tests say so)."""
+        """Restore the outer stream as CuPy does: a stream set by use() is forgotten (CuPy's own tests show this)."""
         self.around.pop()
         StreamDouble.current = self.around[-1] if self.around else NULL
 
@@ -58,7 +60,7 @@ class Recorded:
 
 
 class Pinned:
-    """``cupy.cuda.PinnedMemory``, of which the double counts the bytes."""
+    """Double of ``cupy.cuda.PinnedMemory`` that counts bytes."""
 
     taken = 0
 
@@ -70,7 +72,8 @@ class Pinned:
 
 @pytest.fixture
 def cupy(monkeypatch):
-    """The part of CuPy that the device opens with. Its pool of pinned memory rounds up, as CuPy's does."""
+    """Return a double of the CuPy functions that the device uses. Its pool of pinned memory rounds up as CuPy's does.
+    """
     Pinned.taken, StreamDouble.around, StreamDouble.current = 0, [], NULL
     runtime = SimpleNamespace(getDeviceCount=lambda: 1, hostAllocPortable=1)
     cuda = SimpleNamespace(
@@ -90,7 +93,7 @@ def cupy(monkeypatch):
 
 
 class Allocator:
-    """A context that changes nothing."""
+    """A context without effect."""
 
     def __init__(self, allocate):
         pass
@@ -110,7 +113,8 @@ def device(cupy):
 
 
 def test_its_stream_is_the_current_one_behind_those_of_others(device):
-    """Messages have streams of their own, and CuPy too: behind them kernels would go to the null stream, unordered."""
+    """After a context with another stream (of messages, or in CuPy), kernels must not go to the null stream, unordered.
+    """
     assert StreamDouble.current is device.compute
     with StreamDouble():
         assert StreamDouble.current is not device.compute
@@ -121,7 +125,7 @@ def test_its_stream_is_the_current_one_behind_those_of_others(device):
 
 
 def test_a_capture_of_what_goes_elsewhere_is_refused(device):
-    """It would be empty, and its launches would compute nothing."""
+    """Such a graph would be empty, and its launches would compute nothing."""
     with (
         StreamDouble(),
         pytest.raises(DeviceError, match=r"^graph: expected the device's compute stream as the current one"),
@@ -162,7 +166,7 @@ def test_an_event_of_a_device_that_has_failed_is_not_merely_late(cupy):
 
 
 def test_a_capture_that_fails_says_why(device):
-    """The first error, not that the capture cannot be ended behind it; and the stream captures no more."""
+    """The error is the first one, not the failure to end the capture; and the stream leaves capture mode."""
 
     def refused():
         device.compute.invalidated = True

@@ -1,4 +1,4 @@
-"""Backends, arrays drawn from a seed, outputs that begin as NaN, and comparison in units of rounding."""
+"""Backends, arrays from a seed, outputs that start as NaN, and comparison in units of rounding."""
 
 from __future__ import annotations
 
@@ -22,36 +22,37 @@ EPS = {
 
 
 class Arrays:
-    """Arrays of one backend and dtype."""
+    """Factory of arrays for one backend and dtype."""
 
     def __init__(self, backend: Backend, dtype, seed: int = 0) -> None:
         self.backend, self.dtype = backend, np.dtype(dtype)
         self._random = np.random.default_rng(seed)
 
     def draw(self, *shape: int, dtype=None):
-        """Standard normal numbers."""
+        """Return standard normal numbers."""
         a = self.backend.empty(shape, dtype or self.dtype)
         a[...] = self._random.standard_normal(shape)
         return a
 
     def levels(self, *shape: int):
-        """Numbers out of -1, 0, 1, so that ties are common."""
+        """Return numbers among -1, 0, 1, so that ties are common."""
         a = self.backend.empty(shape, self.dtype)
         a[...] = self._random.integers(-1, 2, shape)
         return a
 
     def poisoned(self, *shape: int, dtype=None):
-        """An output: NaN wherever a kernel forgets to write."""
+        """Return an output array of NaN, which stays where a kernel does not write."""
         a = self.backend.empty(shape, dtype or self.dtype)
         a.fill(np.nan)
         return a
 
 
 def assert_close(got, expected, terms: int, what: str = "", scale: float | None = None) -> None:
-    """Every element of `got` is within ``4 * eps * terms * scale`` of `expected`.
+    """Check that every element of `got` is within ``4 * eps * terms * scale`` of `expected`.
 
-    `terms` is the length of the sum behind an element, `scale` the size of its terms (default: the largest expected,
-    at least 1). A sum in any order errs by at most ``eps * terms * sum |terms|``; 4 leaves room for its products.
+    `terms` is the length of the sum behind an element, `scale` the size of its terms (default: the largest expected, at
+    least 1). A sum in any order has an error of at most ``eps * terms * sum |terms|``; the factor 4 covers its
+    products.
     """
     assert got.shape == expected.shape, f"{what}: {got.shape} instead of {expected.shape}"
     found = got.astype(np.float64)
@@ -64,7 +65,7 @@ def assert_close(got, expected, terms: int, what: str = "", scale: float | None 
 
 @pytest.fixture(autouse=True)
 def guarded() -> Iterator[None]:
-    """Guard bytes around all arrays and scratch memory of a test; none may have changed."""
+    """Surround all arrays and scratch memory of a test with guard bytes; none may change."""
     with GUARDS:
         yield
         GUARDS.check()
@@ -72,7 +73,7 @@ def guarded() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def backends() -> Iterator[Callable[[str], Backend]]:
-    """A function that gives the backend of a name, opened once."""
+    """Return a function that returns the backend of a name, opened once."""
     made: dict[str, Backend] = {}
 
     def get(name: str) -> Backend:
@@ -87,13 +88,13 @@ def backends() -> Iterator[Callable[[str], Backend]]:
 
 @pytest.fixture(params=["numpy", "onednn"])
 def backend(backends, request) -> Backend:
-    """Each backend in turn."""
+    """Yield each backend in turn."""
     return backends(request.param)
 
 
 @pytest.fixture
 def arrays(backend) -> Arrays:
-    """float32 arrays of the backend."""
+    """Return a factory of float32 arrays of the backend."""
     return Arrays(backend, np.float32)
 
 
@@ -102,7 +103,7 @@ def arrays(backend) -> Arrays:
     ids=["numpy-float32", "numpy-float64", "onednn-float32"],
 )
 def typed(backends, request) -> Arrays:
-    """Arrays of every backend in every dtype that it has for everything."""
+    """Return factories of arrays for every backend and every dtype that all its kernels support."""
     name, dtype = request.param
     backend = backends(name)
     assert np.dtype(dtype).name in backend.dtypes
@@ -111,5 +112,5 @@ def typed(backends, request) -> Arrays:
 
 @pytest.fixture(params=[(FLOAT32, FLOAT32, None), (FLOAT64, FLOAT64, None), (FLOAT32, FLOAT32, BFLOAT16)], ids=str)
 def precision(request):
-    """Dtypes of parameters, their gradients, and a copy of them."""
+    """Return dtypes of parameters, their gradients, and a copy of them."""
     return request.param

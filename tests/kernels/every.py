@@ -1,4 +1,4 @@
-"""One kernel of each sort, and what is said when one is refused."""
+"""One kernel of each kind, and the errors of refused ones."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ G2 = Geometry.of((2, 2), 2)
 
 
 def norm(a: Arrays, shape=(2, 4, 4, 16), local=True, **changed):
-    """Arguments of a batch norm, some of them replaced."""
+    """Return the arguments of a batch norm, some of them replaced."""
     c = shape[-1]
     arrays = {k: a.draw(*shape) for k in ("x", "y", "dy", "dx")}
     arrays |= {k: a.draw(c) for k in ("gamma", "beta", "mean", "var")}
@@ -26,7 +26,7 @@ def norm(a: Arrays, shape=(2, 4, 4, 16), local=True, **changed):
 
 
 def every_kernel(a: Arrays, size: int = 8) -> list[Kernel]:
-    """One kernel of each sort, on images of size x size."""
+    """Return one kernel of each kind, on images of size x size."""
     b = a.backend
     whole, half = (2, size, size, 16), (2, size // 2, size // 2, 16)
     x, y, w, v = a.draw(*whole), a.draw(*whole), a.draw(16, 3, 3, 16), a.draw(16)

@@ -1,4 +1,4 @@
-"""Geometries on which distributed convolutions are known to fail, and some more."""
+"""Geometries on which distributed convolutions often fail, and others."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Case:
 
     @property
     def shapes(self):
-        """Shapes of x, w, b, y."""
+        """Return the shapes of x, w, b, y."""
         g = self.geometry
         return (
             (self.samples, *self.spatial, self.channels),

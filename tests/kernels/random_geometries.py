@@ -1,8 +1,7 @@
 """Random geometries for oneDNN: every direction and algorithm, with guard bytes, compared with NumPy in float64.
 
-``python -m tests.kernels.random_geometries 5000 2`` tries as many with 2 threads per kernel, and reports counts; the
-suite tries some with one thread.
-``ONEDNN_MAX_CPU_ISA=AVX2`` limits the instruction set.
+``python -m tests.kernels.random_geometries 5000 2`` tries 5000 with 2 threads per kernel, and reports counts; the suite
+tries a few with one thread. ``ONEDNN_MAX_CPU_ISA=AVX2`` limits the instruction set.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ NUMBERS = (1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 24, 31, 32, 33, 48, 64)
 
 @dataclass
 class Counts:
-    """What was tried, and what was found.
+    """Counts of trials and of faults.
 
     Attributes
     ----------
     kinds, implementations, refused
         Geometries by kind, kernels by the name of their implementation, implementations refused by their fault.
     overruns, wrong
-        Texts of what should not be.
+        Texts of faults.
     """
 
     kinds: Counter[str] = field(default_factory=Counter)
@@ -47,7 +46,7 @@ class Counts:
 
 
 class Only:
-    """A choice among algorithms that takes one of them, or the first where that is none."""
+    """A choice among algorithms that takes a given one, or the first if that is missing."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -208,7 +207,7 @@ class Trial:
 
 
 def examine(count: int, seed: int = 0, threads: int = 1) -> Counts:
-    """Try `count` geometries with `threads` per kernel; report what was found."""
+    """Try `count` geometries with `threads` per kernel; return the counts."""
     counts = Counts()
     reason = faults.reason
 
@@ -240,7 +239,7 @@ def examine(count: int, seed: int = 0, threads: int = 1) -> Counts:
 
 
 def main() -> None:
-    """Try as many geometries as the command line says, and print the counts."""
+    """Try the number of geometries in the command line, and print the counts."""
     count, threads = (*map(int, sys.argv[1:]), *(1000, 1)[len(sys.argv) - 1 :])
     counts = examine(count, threads=threads)
     with OnednnBackend(threads) as onednn:

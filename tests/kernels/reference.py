@@ -1,4 +1,4 @@
-"""Direct loops in float64: what every backend is compared with. Shares no code with any of them."""
+"""Direct loops in float64, to which every backend is compared. They share no code with the backends."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from halograd.kernels import FusedActivation, Geometry
 
 
 def windows(spatial, geometry: Geometry):
-    """All triples (output index, tap index, input index) whose input lies inside an array of extents `spatial`."""
+    """Yield all triples (output index, tap index, input index) whose input is inside an array of extents `spatial`."""
     outputs = []
     for n, (lo, hi), k, s, d in zip(spatial, geometry.padding, geometry.kernel, geometry.stride, geometry.dilation):
         count = 0
@@ -29,7 +29,7 @@ def windows(spatial, geometry: Geometry):
 
 
 def conv(x, w, b, geometry: Geometry, y_shape):
-    """Convolution, tap by tap."""
+    """Return a convolution, tap by tap."""
     x, w = x.astype(np.float64), w.astype(np.float64)
     y = np.zeros(y_shape)
     groups = geometry.groups
@@ -42,7 +42,7 @@ def conv(x, w, b, geometry: Geometry, y_shape):
 
 
 def conv_data(dy, w, geometry: Geometry, x_shape):
-    """Gradient of a convolution in its input."""
+    """Return the gradient of a convolution in its input."""
     dy, w = dy.astype(np.float64), w.astype(np.float64)
     dx = np.zeros(x_shape)
     groups = geometry.groups
@@ -55,7 +55,7 @@ def conv_data(dy, w, geometry: Geometry, x_shape):
 
 
 def conv_filter(x, dy, geometry: Geometry, w_shape):
-    """Gradient of a convolution in its weights."""
+    """Return the gradient of a convolution in its weights."""
     x, dy = x.astype(np.float64), dy.astype(np.float64)
     dw = np.zeros(w_shape)
     groups = geometry.groups
@@ -68,7 +68,7 @@ def conv_filter(x, dy, geometry: Geometry, w_shape):
 
 
 def max_pool(x, dy, geometry: Geometry, y_shape):
-    """Maximum and its gradient; the first of equal elements gets it."""
+    """Return the maximum and its gradient, which goes to the first of equal elements."""
     y = np.full(y_shape, -np.inf)
     chosen = np.empty(y_shape, object)
     for o, _, i in windows(x.shape[1:-1], geometry):
@@ -85,7 +85,7 @@ def max_pool(x, dy, geometry: Geometry, y_shape):
 
 
 def average_pool(x, dy, geometry: Geometry, y_shape, include: bool):
-    """Mean and its gradient."""
+    """Return the mean and its gradient."""
     total, count = np.zeros(y_shape), np.zeros(y_shape)
     for o, _, i in windows(x.shape[1:-1], geometry):
         total[(slice(None), *o)] += x[(slice(None), *i)]
@@ -97,18 +97,18 @@ def average_pool(x, dy, geometry: Geometry, y_shape, include: bool):
     return total / divisor, dx
 
 
-#: Without activation, and with one each that oneDNN has in its norms, that follows from its output, from its input.
+#: No activation; one that oneDNN fuses into norms; one differentiated by its output; one by its input.
 FUSED = [None, FusedActivation("relu"), FusedActivation("leaky_relu", 0.1), FusedActivation("silu")]
 RELU = FUSED[1]
 
 
 def activated(f: FusedActivation | None, z):
-    """Value and derivative of an activation, or of none."""
+    """Return value and derivative of an activation, or of the identity."""
     return (z, np.ones(z.shape)) if f is None else activation(f.kind, z, f.alpha)
 
 
 def batch_norm(x, dy, gamma, beta, eps: float, f: FusedActivation | None):
-    """All results of a batch norm on its own statistics."""
+    """Return all results of a batch norm with its own statistics."""
     x, dy, gamma, beta = (a.astype(np.float64) for a in (x, dy, gamma, beta))
     axes = tuple(range(x.ndim - 1))
     mean, var = x.mean(axis=axes), x.var(axis=axes)
@@ -122,7 +122,7 @@ def batch_norm(x, dy, gamma, beta, eps: float, f: FusedActivation | None):
 
 
 def activation(kind: str, x, alpha: float):
-    """Value and derivative, element by element."""
+    """Return value and derivative, element by element."""
     value, slope = np.empty(x.shape), np.empty(x.shape)
     for index in np.ndindex(*x.shape):
         value[index], slope[index] = _point(kind, float(x[index]), alpha)

@@ -1,7 +1,7 @@
-"""Activations and their derivatives in extended precision, and the measure of an error in units of rounding.
+"""Activations and their derivatives in extended precision, and the error in units of rounding.
 
-Closed forms without a difference of nearly equal numbers, in np.longdouble: torch's own float64 loses digits near
-saturation (its ``tanh'`` at 18 is 4e-16, and 0 from 20 on). They share no code with any backend.
+The closed forms avoid differences of nearly equal numbers and use np.longdouble: torch's own float64 loses digits near
+saturation (its ``tanh'`` at 18 is 4e-16, and 0 from 20 on). They share no code with the backends.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ import ml_dtypes
 import numpy as np
 
 Long = np.longdouble
-#: What float64 is compared with has more digits.
+#: The reference for float64 has more digits.
 EXTENDED = np.finfo(Long).eps < np.finfo(np.float64).eps / 256
 _PI = Long("3.14159265358979323846264338327950288")
 _ROOT = np.sqrt(2 * _PI)
 _LINEAR = 2 * np.sqrt(2 / _PI)
 _CUBIC = _LINEAR * (Long(44715) / 1000000)
 
-#: Allowed error.
+#: Largest permitted error.
 ROUNDINGS = 8
-#: Results below so many of the smallest normal numbers may be anything as small: the exponential alone is subnormal.
+#: Results below this multiple of the smallest normal number are not compared: the exponential alone is subnormal.
 SMALL = 128
 
 
 def _sigmoid(w: Any) -> tuple[Any, Any]:
-    """Value and derivative."""
+    """Return value and derivative."""
     e = np.exp(-np.abs(w))
     return np.where(w >= 0, 1, e) / (1 + e), e / (1 + e) ** 2
 
 
 def _normal(x: Any) -> tuple[Any, Any]:
-    """The normal distribution and its density: a series near 0, a continued fraction elsewhere."""
+    """Return the normal distribution and its density, by a series near 0 and a continued fraction elsewhere."""
     size = np.minimum(np.abs(x), 150)
     density = np.exp(-size * size / 2) / _ROOT
     near = np.minimum(size, 2)
@@ -49,7 +49,7 @@ def _normal(x: Any) -> tuple[Any, Any]:
 
 
 def _gated(x: Any, gate: tuple[Any, Any], rate: Any) -> tuple[Any, Any]:
-    """Value and derivative of ``x * gate``."""
+    """Return value and derivative of ``x * gate``."""
     return x * gate[0], gate[0] + x * rate * gate[1]
 
 
@@ -90,7 +90,8 @@ ALPHAS = {"leaky_relu": (0.1, 1.5, -0.3), "elu": (1.0, 0.3)}
 
 
 def points(dtype: Any) -> Any:
-    """Numbers from -100 to 100: close together, tiny ones, and the neighbors of those where a formula changes."""
+    """Return numbers from -100 to 100: closely spaced ones, tiny ones, and neighbors of points where a formula changes.
+    """
     info = ml_dtypes.finfo(dtype)
     sizes = np.concatenate([np.geomspace(float(info.tiny), 1, 300), np.linspace(0.001, 4, 1500)])
     knees = np.array([0.5, 1, 2, 3, 4, 8.5, 16, 17, 17.5, 20, 36.5, 37, 40, 87, 88, 88.5, 90])
@@ -100,16 +101,16 @@ def points(dtype: Any) -> Any:
 
 
 def bent(f: Callable[[Any], Any], x: Any) -> Any:
-    """``|x f'(x)|``: the change of f where x changes by its own size."""
+    """Return ``|x f'(x)|``, the change of f for a relative change of x."""
     step = Long(2) ** -20
     return np.abs(f(x * (1 + step)) - f(x * (1 - step))) / (2 * step)
 
 
 def exact(kind: str, x: Any, alpha: float = 0.0) -> tuple[tuple[Any, Any], Any]:
-    """Value and derivative at `x`, and what the error of the derivative is measured by.
+    """Return value and derivative at `x`, and the scale of the derivative's error.
 
-    That is its size; close to where a derivative passes through 0 at an argument that is no number (-1.28 of silu),
-    the change that a rounding of the argument makes.
+    The scale is the derivative's size; close to a zero of a derivative at an irrational argument (-1.28 for silu), it
+    is the change caused by a rounding of the argument.
     """
     x, alpha = x.astype(Long), Long(alpha)
     with np.errstate(all="ignore"):
@@ -122,11 +123,11 @@ def exact(kind: str, x: Any, alpha: float = 0.0) -> tuple[tuple[Any, Any], Any]:
 
 
 def roundings(got: Any, expected: Any, size: Any = None) -> Any:
-    """Error of every element in units of the last place of `got`'s dtype, relative to the size of what is expected."""
+    """Return the error of every element in units of the last place of `got`'s dtype, relative to the expected size."""
     info = ml_dtypes.finfo(got.dtype)
     least = SMALL * Long(info.tiny)
     size = np.abs(expected) if size is None else size
     error = np.abs(got.astype(Long) - expected) / (np.maximum(size, least) * Long(info.eps))
     small = np.abs(expected) < least
-    # Where both are small the error counts as none.
+    # If both are small, the error counts as 0.
     return np.where(small & (np.abs(got.astype(Long)) <= 2 * least), 0, error)

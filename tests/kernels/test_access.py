@@ -1,4 +1,4 @@
-"""What kernels declare to read and write, and what follows where they declare nothing."""
+"""Declared reads and writes of kernels, and the behavior without declarations."""
 
 from functools import partial
 
@@ -103,6 +103,7 @@ def norm(activation):
 
 
 def test_what_backward_reads_depends_on_what_is_added():
-    """An activation behind a sum of two inputs is differentiated by its output, else nothing reads it again."""
+    """An activation after a sum of two inputs is differentiated by its output; otherwise the output is not read again.
+    """
     assert "y" in norm("relu") and "y" not in norm(None)
     assert not {"residual"} & (norm("relu") | norm(None))

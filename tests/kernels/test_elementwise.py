@@ -28,7 +28,7 @@ def test_activation(typed, kind, strided):
         value, slope = reference.activation(kind, x, alpha)
         forward()
         assert_close(y, value, 4, "y")
-        (y if reads_input(kind, alpha) else x).fill(np.nan)  # others may have the memory of what is not read
+        (y if reads_input(kind, alpha) else x).fill(np.nan)  # the memory of arrays that are not read may be reused
         backward()
         assert_close(dx, slope * dy, 4, "dx")
         forward.close()
@@ -49,7 +49,7 @@ def test_activation_in_place(typed, kind):
 
 @pytest.mark.parametrize("kind", ACTIVATIONS)
 def test_activation_of_large_values(typed, kind):
-    """No overflow, no NaN, and the limits are right."""
+    """Nothing overflows or becomes NaN, and the limits are correct."""
     x = typed.draw(1, 4)
     x[...] = [-300, -50, 50, 300]
     dy, y, dx = typed.draw(1, 4), typed.poisoned(1, 4), typed.poisoned(1, 4)
@@ -95,7 +95,7 @@ def test_add(typed, terms, f, where):
 @pytest.mark.parametrize("f", [None, RELU], ids=str)
 @pytest.mark.parametrize("terms", [33, 34, 40])
 def test_many_terms(typed, terms, f):
-    """A value that as many layers read has as many gradients; oneDNN fuses 32 operations."""
+    """A value read by many layers has as many gradients; oneDNN fuses 32 operations."""
     xs, y = [typed.draw(2, 5, 8) for _ in range(terms)], typed.poisoned(2, 5, 8)
     total = sum(x.astype(np.float64) for x in xs)
     kernel = typed.backend.add(xs, y, f)

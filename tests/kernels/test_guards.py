@@ -1,4 +1,4 @@
-"""Guard bytes: writes outside of arrays and scratch memory are found, and the kernels of oneDNN make none."""
+"""Guard bytes detect writes outside of arrays and scratch memory; oneDNN's kernels make none."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_write_outside_of_an_array_is_found_after_the_kernel(offset, where):
     kernel()
     with pytest.raises(GuardError, match=f"layer 'a': vendor:fast wrote .*: 1 bytes {where}"):
         GUARDS.check()
-    GUARDS.check()  # what was found is written again
+    GUARDS.check()  # the guard bytes are restored
 
 
 def test_a_write_after_scratch_memory_is_found_although_it_is_shared():
@@ -69,7 +69,7 @@ def test_nothing_is_guarded_outside_of_the_context():
 
 
 def thin(backend, channels: int, extents=(64, 64), stride=(2, 2)):
-    """Return the gradient of weights of a strided 1 x 1 convolution."""
+    """Return a kernel for the gradient of weights of a strided 1 x 1 convolution."""
     outputs = tuple(n // s for n, s in zip(extents, stride))
     geometry = Geometry((1,) * len(extents), stride, (1,) * len(extents), ((0, 0),) * len(extents))
     x, dy, dw = ((1, *extents, channels), (1, *outputs, 8), (8, *(1,) * len(extents), channels))
@@ -79,7 +79,7 @@ def thin(backend, channels: int, extents=(64, 64), stride=(2, 2)):
 
 @pytest.mark.parametrize("case", [((64, 64), (2, 2)), ((64, 64), (1, 2)), ((64, 64), (2, 1)), ((4096,), (2,))], ids=str)
 def test_the_implementation_that_overruns_is_refused_exactly_where_it_does(onednn, case, monkeypatch):
-    """Without the refusal it is taken, and the guards see it; with more channels it is taken and right."""
+    """Without the refusal it is used, and the guards detect it; with more channels it is used and correct."""
     kernel = thin(onednn, 3, *case)
     kernel()
     GUARDS.check()
@@ -113,7 +113,7 @@ def test_the_refusal_is_for_channels_below_a_vector(impl, lanes):
 @pytest.mark.parametrize("filters", [1, 33])
 @pytest.mark.parametrize("channels, dtype", [(1, "float32"), (1, "bfloat16"), (16, "bfloat16")])
 def test_a_single_column_of_outputs_is_right(onednn, channels, dtype, filters):
-    """In oneDNN 3.7.1 an implementation is wrong there."""
+    """An implementation of oneDNN 3.7.1 is wrong here."""
     a = Arrays(onednn, dtype)
     for stride in (1, 2, 3):
         geometry = Geometry((3, 4), (1, stride), (1, 1), ((1, 0), (0, 0)))
@@ -127,7 +127,9 @@ def test_a_single_column_of_outputs_is_right(onednn, channels, dtype, filters):
 
 
 def test_the_next_implementation_is_taken(onednn, monkeypatch):
-    """Refused ones are passed over one by one, however many a processor has; where all are, the message says why."""
+    """Refused implementations are skipped one by one, however many there are; if all are refused, the message has the
+    reason.
+    """
     x, dy, dw = (onednn.zeros(shape, np.float32) for shape in ((1, 8, 8, 24), (1, 4, 4, 8), (8, 1, 1, 24)))
     args = (onednn._engine, x, dy, dw, None, Geometry.of((1, 1), 2))
     names = []
@@ -183,7 +185,7 @@ with hg.Communicator(MPI.COMM_WORLD) as comm:
 
 @pytest.mark.parametrize("channels", [1, 3, 6])
 def test_training_with_a_thin_strided_convolution(onednn, channels):
-    """In a process of its own: a write outside of its memory ended it."""
+    """Runs in a separate process, because the write outside of its memory ended the process."""
     extents = ("64", "96", "128")
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(channels), *extents], capture_output=True, text=True, timeout=scaled(120)

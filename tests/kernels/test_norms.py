@@ -1,4 +1,4 @@
-"""Group, instance and layer norm from kernels per sample and the small ones in between, against their formula."""
+"""Group, instance and layer norm, from per-sample kernels and small kernels in between, against their formula."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ NORM_EPS = 1e-3
 
 
 def group_norm(x, dy, gamma, beta, groups, f):
-    """Group norm and its gradients in float64, by the formula of each sample and group."""
+    """Return group norm and its gradients in float64, by the formula for each sample and group."""
     x, dy, gamma, beta = (a.astype(np.float64) for a in (x, dy, gamma, beta))
     c = x.shape[-1]
     axes = (*range(1, x.ndim - 1), x.ndim)
@@ -45,7 +45,7 @@ def group_norm(x, dy, gamma, beta, groups, f):
     ids=str,
 )
 def test_group_norm(typed, shape, groups, f):
-    """All kernels of a group norm in the order of a step, none of which needs the host."""
+    """All kernels of a group norm run in the order of a step, none of which needs the host."""
     n, c = shape[0], shape[-1]
     count = int(np.prod(shape[1:])) // groups
     x, dy, gamma, beta = typed.draw(*shape), typed.draw(*shape), typed.draw(c), typed.draw(c)
@@ -63,7 +63,7 @@ def test_group_norm(typed, shape, groups, f):
     k.normalize()
     want = group_norm(x, dy, gamma, beta, groups, f)
     assert_close(y, want["y"], count, "y", scale=8)
-    y.fill(np.nan)  # backward does not read it: others may have its memory
+    y.fill(np.nan)  # backward does not read it: its memory may be reused
     k.backward_sums()
     k.backward_data()
     k.close()
@@ -79,7 +79,7 @@ def test_group_norm(typed, shape, groups, f):
 def test_channel_norm(typed, shape, affine, f):
     c = shape[-1]
     x, dy, y = typed.draw(*shape), typed.draw(*shape), typed.poisoned(*shape)
-    dx = y if affine else typed.poisoned(*shape)  # it may lie where the output was
+    dx = y if affine else typed.poisoned(*shape)  # it may use the memory of the output
     vectors = [typed.draw(c), typed.draw(c), typed.poisoned(c), typed.poisoned(c)] if affine else [None] * 4
     forward, backward = typed.backend.channel_norm(ChannelNormArrays(x, y, dy, dx, *vectors, NORM_EPS, f))
     forward()

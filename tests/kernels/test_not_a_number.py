@@ -1,4 +1,4 @@
-"""NaN reaches the output of every kernel that reads it, on every backend: a run must notice."""
+"""NaN reaches the output of every kernel that reads it, on every backend, so that a run detects it."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ POOLS = {
     "dropped rows": Geometry.of((3, 3), 2, ((1, -1), (0, -2))),
 }
 SHAPE = (2, 8, 9)
-#: Samples, rows and columns that hold no number; the channel is the last.
+#: Positions (sample, row, column) of NaN, in the last channel.
 PLACES = ((0, 2, 3), (1, 7, 8))
 CHANNELS = pytest.mark.parametrize("channels", [5, 16, 18])
 
@@ -27,7 +27,7 @@ def with_nan(arrays, *shape, value=np.nan):
 
 
 def windows_with(x, geometry):
-    """Where windows of a pooling hold NaN."""
+    """Return the pooling windows that contain NaN."""
     torch = pytest.importorskip("torch", reason="needs torch as oracle: pip install 'halograd[oracle]'")
     (lo_h, hi_h), (lo_w, hi_w) = geometry.padding
     padded = torch.nn.functional.pad(
@@ -90,7 +90,7 @@ def test_convolutions(arrays, f, channels, geometry, where):
 @pytest.mark.parametrize("trainable", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize("name", POOLS)
 def test_maxima(arrays, name, trainable, channels):
-    """A NaN is the maximum of its windows, and gets their gradient; the next batch is none the worse for it."""
+    """A NaN is the maximum of its windows and gets their gradient; the next batch is not affected."""
     geometry = POOLS[name]
     x = with_nan(arrays, *SHAPE, channels)
     numbers = arrays.draw(*x.shape)
@@ -119,7 +119,7 @@ def test_maxima(arrays, name, trainable, channels):
 
 @CHANNELS
 def test_maxima_of_no_numbers(arrays, channels):
-    """The maximum of nothing but -inf is -inf."""
+    """The maximum of -inf only is -inf."""
     x = arrays.draw(*SHAPE, channels)
     x[0, :2, :2] = -np.inf
     y = arrays.poisoned(2, 4, 4, channels)
@@ -142,7 +142,7 @@ def test_means(arrays, name, channels):
 @pytest.mark.parametrize("local", [False, True], ids=["given", "own"])
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_batch_norm_in_training(arrays, value, local, f, channels):
-    """One NaN makes the channel's statistics NaN, and all of the channel; an infinity the variance."""
+    """One NaN makes the channel's statistics and all its elements NaN; an infinity makes the variance NaN."""
     given = norm(arrays, (*SHAPE, channels), local=local, activation=f)
     given["x"][(*zip(*PLACES), -1)] = value
     kernels = arrays.backend.batch_norm(BatchNormArrays(**given))

@@ -1,4 +1,4 @@
-"""What is oneDNN's alone: bfloat16, the choice of algorithms, what is delegated and what refused."""
+"""Features of oneDNN alone: bfloat16, the choice of algorithms, delegated and refused kernels."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ def refuse(monkeypatch, impl="ref:any"):
 @pytest.mark.parametrize("master", ["bfloat16", "float32"], ids=["bf16 weights", "f32 weights"])
 @pytest.mark.parametrize("case", [c for c in CASES if c.geometry.groups == 1][:11], ids=str)
 def test_bfloat16(onednn, case, master):
-    """Products are exact and summed in float32; one rounding to bfloat16 at the end, one of float32 masters before."""
+    """Products are exact and summed in float32, with one rounding to bfloat16 at the end, and one of float32 masters
+    before.
+    """
     a, g, (xs, ws, bs, ys) = Arrays(onednn, ml_dtypes.bfloat16), case.geometry, case.shapes
     dtype = ml_dtypes.bfloat16 if master == "bfloat16" else np.float32
     x, dy, w, b = a.draw(*xs), a.draw(*ys), a.draw(*ws, dtype=dtype), a.draw(*bs, dtype=dtype)
@@ -73,7 +75,7 @@ def test_bfloat16_is_for_convolutions(onednn):
 # ---------------------------------------------------------------------- algorithms
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_algorithm_is_right(onednn, case, monkeypatch):
-    """Each candidate in turn, whichever would be the fastest."""
+    """Each candidate is tested in turn, not only the fastest."""
     tried = []
     for name in ("packed", "blocked", "taps"):
 
@@ -144,7 +146,7 @@ def test_autotune_takes_the_fastest(onednn, monkeypatch):
 
 # ---------------------------------------------------------------------- refused and delegated
 def test_slow_convolutions_are_numpys(onednn, monkeypatch):
-    """And are noted, for a warning."""
+    """NumPy computes them, and they are recorded for a warning."""
     a = Arrays(onednn, np.float32)
     x, w, y = a.draw(1, 4, 4, 8), a.draw(8, 3, 3, 8), a.draw(1, 4, 4, 8)
     refuse(monkeypatch)
@@ -190,7 +192,7 @@ def test_slow_dense_layers_are_numpys(onednn, monkeypatch):
 
 
 def test_delegation_is_named(onednn):
-    """Exactly what the table lists goes to NumPy, and the kernels say so; of convolutions the library decides."""
+    """Exactly the cases in the table go to NumPy, as shown in `impl`; for convolutions the library decides."""
     a, b = Arrays(onednn, np.float32), onednn
     x, y = a.draw(2, 8, 8, 16), a.draw(2, 6, 6, 16)
     dilated = Geometry.of((2, 2), 1, 0, dilation=2)
@@ -229,7 +231,7 @@ def test_statistics_of_odd_channels_are_fast_too(onednn):
 @pytest.mark.parametrize("drop", [(-1, 0), (-2, 0), (0, -3), (-2, -1)], ids=str)
 @pytest.mark.parametrize("stride", [1, 2])
 def test_dropped_rows(onednn, samples, drop, stride):
-    """oneDNN rejects a padding of -stride and less behind; the rows are left out, and their gradient is zero."""
+    """oneDNN rejects a high padding of -stride or less; the rows are left out, and their gradient is zero."""
     geometry = Geometry.of((3, 3), stride, ((1, drop[0]), (0, drop[1])))
     a, spatial = Arrays(onednn, np.float32), (9, 10)
     ys = (samples, *geometry.output_shape(spatial), 16)
@@ -246,15 +248,15 @@ def test_dropped_rows(onednn, samples, drop, stride):
 @pytest.mark.parametrize(
     "rows, plane",
     [
-        # Told of a padding of -1, oneDNN's AVX2 gradient of weights read an output behind the last one.
+        # With a padding of -1, oneDNN's AVX2 gradient of weights read an output after the last one.
         *(((3, 2, 2, -1, 3), (6,)), ((3, 2, 3, -2, 4), (6,)), ((3, 1, 2, -1, 4), (6,)), ((2, 1, 3, -2, 4), (6,))),
-        # Before few rows its AVX-512 gradient of 3-D weights is wrong where padding is wide: another one is taken.
+        # With few rows and wide padding its AVX-512 gradient of 3-D weights is wrong: another implementation is used.
         *(((4, 3, 2, 2, 3), (5, 5)), ((5, 4, 1, 1, 2), (5, 5)), ((7, 3, 2, 2, 6), (5, 5)), ((5, 4, 3, 3, 6), (5, 5))),
     ],
     ids=str,
 )
 def test_gradients_of_weights_of_unusual_padding(onednn, rows, plane):
-    """What lies behind the gradient of the outputs is not read."""
+    """Elements after the gradient of the outputs are not read."""
     kernel, lo, stride, hi, extent = rows
     window = (kernel, *(3 for _ in plane))
     geometry = Geometry.of(window, (stride, *(1 for _ in plane)), ((lo, hi), *((1, 1) for _ in plane)))

@@ -30,14 +30,14 @@ CASES = {
 
 
 def make(a: Arrays, geometry, spatial, channels=5, ties=False):
-    """Arrays x, y, dy, dx of a pooling."""
+    """Return arrays x, y, dy, dx of a pooling."""
     xs = (2, *spatial, channels)
     ys = (2, *geometry.output_shape(spatial), channels)
     return a.levels(*xs) if ties else a.draw(*xs), a.poisoned(*ys), a.draw(*ys), a.poisoned(*xs)
 
 
 def outcomes(a, kind, x, y, dy, dx, geometry):
-    """Kernels of a pooling, forward and backward, and what they give."""
+    """Return the results of a pooling's forward and backward kernel."""
     if kind in ("max", "ties"):
         return a.backend.max_pool(x, y, dy, dx, geometry), reference.max_pool(x, dy, geometry, y.shape)
     include = kind == "include pad"
@@ -57,7 +57,7 @@ def test_pools(typed, name, channels, kind):
         assert np.array_equal(y, value.astype(y.dtype))
     else:
         assert_close(y, value, geometry.taps, "y")
-    for array in (x, y):  # others may have their memory
+    for array in (x, y):  # their memory may be reused
         array.fill(np.nan)
     backward()
     assert_close(dx, gradient, geometry.taps, "dx")
@@ -109,7 +109,7 @@ def test_forward_only(arrays, kind):
 
 
 def test_remembered_positions_survive_other_kernels(arrays):
-    """Scratch memory is shared; what backward needs must not lie in it."""
+    """Scratch memory is shared, so it must not contain data for backward."""
     geometry, spatial = CASES["3/2/1 overlapping"]
     x, y, dy, dx = make(arrays, geometry, spatial)
     forward, backward = arrays.backend.max_pool(x, y, dy, dx, geometry)

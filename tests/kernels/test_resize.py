@@ -1,4 +1,4 @@
-"""Interpolation against the resampling of every output, and its adjoint."""
+"""Interpolation against a resampling of every output, and its adjoint."""
 
 import itertools
 from fractions import Fraction
@@ -23,12 +23,12 @@ CASES = {
 
 
 def axes(inputs, outputs, mode):
-    """All outputs, axis by axis."""
+    """Return resamplings of all outputs, axis by axis."""
     return [Resampled(Resampling(n, m, Fraction(n, m), mode), 0, m) for n, m in zip(inputs, outputs)]
 
 
 def matrix(axis, inputs):
-    """The resampling of one axis as a matrix."""
+    """Return the resampling of one axis as a matrix."""
     first, weights = axis.table()
     taps = weights.shape[1]
     full = np.zeros((len(first), inputs + taps))
@@ -38,7 +38,7 @@ def matrix(axis, inputs):
 
 
 def apply(x, matrices):
-    """x (N, *spatial, C) times a matrix along each spatial axis."""
+    """Return x (N, *spatial, C) times a matrix along each spatial axis."""
     for axis, m in enumerate(matrices, start=1):
         x = np.moveaxis(np.tensordot(m, x, axes=(1, axis)), 0, axis)
     return x

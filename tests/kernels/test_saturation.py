@@ -1,4 +1,4 @@
-"""Activations and losses from -100 to 100 and at the infinities: a few roundings of the exact result, everywhere."""
+"""Activations and losses from -100 to 100 and at infinities are within a few roundings of the exact result."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .conftest import Arrays
 from .every import norm
 from .saturation import ALPHAS, EXACT, EXTENDED, ROUNDINGS, Long, exact, points, roundings
 
-#: What a maximum makes of more than numbers.
+#: Extreme values, and their maximum with 0.
 EXTREMES = np.array([-np.inf, np.inf, np.nan, -3e38, 3e38, -1e-30, 1e-30, 0, -1, 2], np.float32)
 RECTIFIED = np.array([0, np.inf, np.nan, 0, 3e38, 0, 1e-30, 0, 0, 2], np.float32)
 RELU = FusedActivation("relu")
 
 
 def results(arrays, kind, x, alpha):
-    """Value and derivative at a copy of `x`; nothing warns."""
+    """Return value and derivative at a copy of `x`, without warnings."""
     x = np.array(x)
     y, dy, dx = np.full_like(x, np.nan), np.ones_like(x), np.full_like(x, np.nan)
     with warnings.catch_warnings():
@@ -58,7 +58,9 @@ def test_activation_near_saturation(typed, kind):
 @pytest.mark.torch
 @pytest.mark.parametrize("kind", ACTIVATIONS)
 def test_the_exact_forms_are_those_of_torch(kind):
-    """Where its float64 has digits: it errs by a rounding of 1, or of x, where it subtracts."""
+    """They agree with torch's float64 where that has digits; torch has an error of a rounding of 1, or of x, where it
+    subtracts.
+    """
     x = points(np.float64)
     x = x[np.abs(np.abs(x) - 3) > 1e-14]  # the derivative of a hard swish at its corners is a convention
     for alpha in ALPHAS.get(kind, (0.0,)):
@@ -70,7 +72,7 @@ def test_the_exact_forms_are_those_of_torch(kind):
 @pytest.mark.torch
 @pytest.mark.parametrize("kind", ACTIVATIONS)
 def test_activation_of_infinities(typed, kind):
-    """As torch; where that has NaN, an infinity times 0, there is NaN or the limit."""
+    """Results equal torch's; where torch has NaN (infinity times 0), NaN or the limit is accepted."""
     x = np.array([-np.inf, np.inf, np.nan] * 6).astype(typed.dtype)
     limits = {"value": exact(kind, np.array([-1e4, 1e4]), 0.1)[0][0], "derivative": (0, 1)}
     for alpha in ALPHAS.get(kind, (0.0,)):
@@ -88,7 +90,7 @@ def test_activation_of_infinities(typed, kind):
 
 @pytest.mark.parametrize("kind", ["relu", "hard_sigmoid", "hard_swish"])
 def test_no_gradient_passes_where_an_activation_is_flat(typed, kind):
-    """Not even NaN, which a loss has behind an infinity; of ReLU with oneDNN an infinity alone."""
+    """This includes NaN, which a loss has after an infinity; for ReLU in oneDNN only infinities."""
     x = np.array([-np.inf, -4, 4, np.inf] * 4).astype(typed.dtype)
     onednn = kind == "relu" and typed.backend.name == "onednn" and typed.dtype == np.float32
     for number in (np.inf, -np.inf) if onednn else (np.inf, -np.inf, np.nan):
@@ -117,7 +119,7 @@ def torch_results(kind, x, alpha):
 
 @pytest.fixture(params=["numpy", "onednn", "onednn on 2 threads"])
 def extremes(backends, request):
-    """float32 arrays of every backend, and of oneDNN also where several threads run a kernel."""
+    """Return float32 arrays of every backend; for oneDNN also with several threads per kernel."""
     if not request.param.endswith("threads"):
         yield Arrays(backends(request.param), np.float32)
         return
@@ -127,7 +129,7 @@ def extremes(backends, request):
 
 
 def extreme(arrays, *shape):
-    """An array whose elements are EXTREMES in turn, and what ReLU makes of it."""
+    """Return an array of repeated EXTREMES, and its ReLU."""
     x = arrays.draw(*shape)
     x.reshape(-1)[...] = np.resize(EXTREMES, x.size)
     return x, np.resize(RECTIFIED, x.size).reshape(shape)
@@ -166,7 +168,7 @@ def test_relu_of_sums_of_infinities(extremes, in_place, terms):
 @pytest.mark.parametrize("geometry", [Geometry.of((1, 1)), Geometry.of((3, 3), 1, 1)], ids=["1x1", "3x3"])
 @pytest.mark.parametrize("channels", [5, 16, 64])
 def test_relu_of_convolutions_of_infinities(extremes, channels, geometry):
-    """By a bias: of an image, an infinity would meet zeros of the weights, which is NaN."""
+    """The infinities come from a bias, because infinities in an image would meet zero weights, which gives NaN."""
     x, w = extremes.draw(2, 6, 7, channels), extremes.draw(10, *geometry.kernel, channels)
     b, y = extremes.draw(10), extremes.poisoned(2, 6, 7, 10)
     kernel = extremes.backend.conv_forward(x, w, b, y, geometry, RELU)
@@ -195,7 +197,7 @@ def test_relu_of_a_convolution_of_an_image_of_infinities(extremes):
 
 @pytest.mark.parametrize("channels", [16, 18])
 def test_relu_of_a_norm_and_a_residual_of_infinities(extremes, channels):
-    """The residual decides."""
+    """The residual determines the result."""
     given = norm(extremes, (2, 8, 9, channels), local=False, activation=RELU, dy=None, dx=None)
     given["x"][...] = 0
     given["mean"][...], given["beta"][...] = 0, 0
@@ -223,7 +225,7 @@ def assert_few(got, want, what, size=None):
 
 
 def each(kernel_of, x):
-    """Loss and gradient of every row of `x` by itself."""
+    """Return loss and gradient of every row of `x` alone."""
     losses, gradients = [], np.full_like(x, np.nan)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -273,7 +275,7 @@ def test_saturated_softmax_cross_entropy(typed, classes, label, smoothing):
         return typed.backend.softmax_cross_entropy(LossArrays(x, t, dx, loss), ClassTargets(classes), smoothing)
 
     losses, gradients = each(kernel, x)
-    # The sum of the others, and its own, of every class.
+    # For every class: the sum of the others, and its own term.
     z = x.astype(Long) - np.maximum(x[:, :1], 0).astype(Long)
     e = np.exp(z)
     others = np.stack([np.delete(e, c, axis=1).sum(axis=1) for c in range(classes)], axis=1)
@@ -303,7 +305,7 @@ def test_squared_error_of_small_differences(typed):
 @pytest.mark.parametrize("target", [0, 1])
 @pytest.mark.parametrize("kind", ["binary_cross_entropy", "softmax_cross_entropy", "mean_squared_error"])
 def test_losses_of_infinities(typed, kind, target, number):
-    """As torch; where that has NaN, an infinity times 0, there is NaN or an infinite loss."""
+    """Results equal torch's; where torch has NaN (infinity times 0), NaN or an infinite loss is accepted."""
     torch = pytest.importorskip("torch", reason="needs torch as oracle: pip install 'halograd[oracle]'")
     functional, classes = torch.nn.functional, kind.startswith("softmax")
     x = np.array([[number, 0, 1] if classes else [number]]).astype(typed.dtype)

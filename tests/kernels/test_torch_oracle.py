@@ -1,4 +1,4 @@
-"""The same kernels in torch, an implementation that shares nothing with ours."""
+"""The same kernels in torch, an independent implementation."""
 
 import math
 
@@ -18,18 +18,18 @@ F = torch.nn.functional
 
 
 def to_torch(a, gradient=True):
-    """(N, *spatial, C) as float64 (N, C, *spatial)."""
+    """Return (N, *spatial, C) as float64 (N, C, *spatial)."""
     t = torch.from_numpy(np.ascontiguousarray(np.moveaxis(a.astype(np.float64), -1, 1)))
     return t.requires_grad_(gradient)
 
 
 def from_torch(t):
-    """(N, C, *spatial) as (N, *spatial, C)."""
+    """Return (N, C, *spatial) as (N, *spatial, C)."""
     return np.moveaxis(t.detach().numpy(), 1, -1)
 
 
 def padded(t, geometry, value=0.0):
-    """Asymmetric and negative padding, which torch's own operations do not have."""
+    """Apply asymmetric and negative padding, which torch's own operations lack."""
     sides = [side for pair in reversed(geometry.padding) for side in pair]
     return F.pad(t, sides, value=value)
 

@@ -1,4 +1,4 @@
-"""The CUDA kernels as a backend on the CPU, in place of the backends of the tests one folder up."""
+"""The CUDA kernels as a CPU backend, for the tests in the parent folder."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DTYPES = [np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.float16), BFLO
 
 @pytest.fixture(scope="session", params=PLACES)
 def host(request, tmp_path_factory) -> Iterator[HostLauncher]:
-    """The double of a device, and a real one where there is one; the latter's double with ``HALOGRAD_CUDA_MIRROR``."""
+    """Return the double of a device, or a real one if there is one (its mirror with ``HALOGRAD_CUDA_MIRROR``)."""
     folder: Path = tmp_path_factory.mktemp("cuda-on-the-host")
     real, mirrored = request.param == "gpu", bool(os.environ.get("HALOGRAD_CUDA_MIRROR"))
     if not real and compiler() is None:
@@ -38,7 +38,7 @@ def host(request, tmp_path_factory) -> Iterator[HostLauncher]:
 
 @pytest.fixture
 def backend(host) -> Iterator[Backend]:
-    """The kernels on the double, threads in their order."""
+    """Return the kernels on the double, with threads in order."""
     host.set_order(False)
     with HostBackend(host) as made:
         yield made
@@ -47,19 +47,19 @@ def backend(host) -> Iterator[Backend]:
 
 @pytest.fixture
 def cuda(backend) -> HostBackend:
-    """The same."""
+    """Return the same backend."""
     return backend
 
 
 @pytest.fixture
 def arrays(backend) -> Arrays:
-    """float32 arrays."""
+    """Return a factory of float32 arrays."""
     return Arrays(backend, np.float32)
 
 
 @pytest.fixture(params=[d for d in DTYPES if d.name != "float16"], ids=str)
 def typed(backend, host, request) -> Arrays:
-    """Arrays of a dtype; with every other one threads run from the last to the first.
+    """Return a factory of arrays of a dtype; for every second dtype, threads run in reverse order.
 
     float16 differs from bfloat16 by two conversions: test_around.py.
     """
@@ -78,5 +78,5 @@ def typed(backend, host, request) -> Arrays:
     ids=str,
 )
 def precision(request):
-    """Dtypes of parameters, their gradients, and a copy of them."""
+    """Return dtypes of parameters, their gradients, and a copy of them."""
     return request.param

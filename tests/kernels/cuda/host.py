@@ -1,4 +1,4 @@
-"""A double of a CUDA device: g++ compiles the kernels behind host_shim.h, and they run on NumPy arrays."""
+"""A double of a CUDA device: g++ compiles the kernels with host_shim.h, and they run on NumPy arrays."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from halograd.kernels.memory import Scratch, aligned_empty
 from halograd.kernels.numpy import NumpyBackend
 
 SHIM = Path(__file__).parent / "host_shim.h"
-# The kernels look at elements as vectors of them, which CUDA allows and C++ does not.
+# The kernels access elements as vectors, which CUDA permits and C++ does not.
 OPTIONS = ("-std=c++17", "-O0", "-shared", "-fPIC", "-fno-strict-aliasing", "-fno-gnu-unique", "-fvisibility=hidden",
            "-Werror=switch")  # fmt: skip
 FAULTS = {1: "some threads of a block ended while others waited at a barrier", 2: "a barrier in a KERNEL"}
 
 
 def compiler() -> str | None:
-    """The C++ compiler, if there is one."""
+    """Return the C++ compiler, or None."""
     return shutil.which("g++")
 
 
 class HostLauncher(Launcher):
-    """Runs kernels on the CPU.
+    """Launcher that runs kernels on the CPU.
 
     Parameters
     ----------
     folder
-        Where compiled programs are kept.
+        Folder of compiled programs.
     units
-        Few multiprocessors make small grids, so that loops over a grid take several turns.
+        Number of multiprocessors. Few of them make small grids, so that loops over a grid run several times.
     """
 
     def __init__(self, folder: Path, units: int = 2) -> None:
@@ -50,7 +50,7 @@ class HostLauncher(Launcher):
 
     def empty(self, shape: Sequence[int], dtype: Any) -> Any:
         array = aligned_empty(shape, dtype)
-        array.reshape(-1).view(np.uint8).fill(0xFF)  # NaN for floats: nobody may read it
+        array.reshape(-1).view(np.uint8).fill(0xFF)  # NaN for floats: no kernel may read it
         return array
 
     def upload(self, array: np.ndarray) -> Any:
@@ -62,7 +62,7 @@ class HostLauncher(Launcher):
         return "g++"
 
     def set_order(self, backward: bool) -> None:
-        """Run threads and blocks from the last to the first."""
+        """Run threads and blocks in reverse order."""
         self._backward = backward
         for library in self._libraries.values():
             library.set_order(int(backward))
@@ -101,7 +101,7 @@ class HostLauncher(Launcher):
 
 
 class HostBackend(CudaKernels, NumpyBackend):
-    """What cuDNN does by NumPy, all else by the CUDA kernels."""
+    """Backend with NumPy in place of cuDNN, and the CUDA kernels for everything else."""
 
     name: ClassVar[str] = "cuda on the host"
 

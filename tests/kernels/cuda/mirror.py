@@ -1,8 +1,8 @@
-"""The tests' NumPy arrays, and kernels that run elsewhere: on a GPU, the same tests as on the CPU.
+"""A mirror of the tests' NumPy arrays on a device, so that the tests of the CPU also run on a GPU.
 
-Before a launch every array that it knows is copied to the device, together with what it is a view of; addresses are
-translated; afterwards everything is copied back. Slow, and right whatever the launchers do with addresses.
-``python -m pytest -m gpu tests/kernels/cuda`` runs all tests so where there is a GPU.
+Before a launch, every known array is copied to the device together with its base array, and addresses are translated;
+afterwards everything is copied back. This is slow, but correct for any use of addresses by the launchers. ``python -m
+pytest -m gpu tests/kernels/cuda`` runs all tests in this way on a machine with a GPU.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ ALIGNMENT = 512
 
 
 def start(array: np.ndarray) -> int:
-    """Address of the first byte."""
+    """Return the address of the first byte."""
     return int(array.__array_interface__["data"][0])
 
 
 def owner(array: np.ndarray) -> np.ndarray:
-    """The array whose memory this is a view of."""
+    """Return the array whose memory this is a view of."""
     while isinstance(array.base, np.ndarray):
         array = array.base
     return array
 
 
 def arrays_in(value: Any) -> Iterator[np.ndarray]:
-    """All arrays among the arguments of a launch."""
+    """Return all arrays among the arguments of a launch."""
     if isinstance(value, np.ndarray):
         yield value
     elif isinstance(value, list | tuple):
@@ -44,7 +44,7 @@ def arrays_in(value: Any) -> Iterator[np.ndarray]:
 
 
 class Copy:
-    """One block of host memory on the device, at an address with the same remainder."""
+    """A copy of a block of host memory on the device, at an address with the same remainder."""
 
     def __init__(self, array: np.ndarray, allocate: Callable[[int], Any]) -> None:
         assert array.flags.c_contiguous, "an owner of memory is packed"
@@ -60,14 +60,14 @@ class Copy:
 
 
 class MirrorLauncher(HostLauncher):
-    """Arrays of a :class:`HostLauncher`, kernels of another device.
+    """A launcher with arrays of a :class:`HostLauncher` and kernels on another device.
 
     Parameters
     ----------
     kernels
         Compiles and launches.
     allocate
-        Bytes on that device: an array that is indexed by slices, and its address.
+        Returns bytes on that device: an array that supports slices, and its address.
     put, get
         Copy a host array into a slice of such an array, and return a slice as host array; `get` waits for kernels.
     """
@@ -79,7 +79,7 @@ class MirrorLauncher(HostLauncher):
         self._kernels, self._allocate, self._put, self._get = kernels, allocate, put, get
 
     def set_order(self, backward: bool) -> None:
-        """The device decides."""
+        """Do nothing: the device sets the order."""
 
     def function(self, program: CudaProgram, name: str) -> Function:
         self.programs.add(program)
@@ -89,11 +89,11 @@ class MirrorLauncher(HostLauncher):
         return self._kernels.bind(function, grid, block, record)
 
     def run(self, launch: Launch) -> None:
-        """What a launch on this device does instead."""
+        """Run a launch on the other device."""
         self.launched.append(launch.name)
         owners = {start(o): o for o in map(owner, arrays_in(launch._kept)) if o.nbytes}
         copies = [Copy(o, self._allocate) for o in owners.values()]
-        # The table of pieces holds addresses too: it is translated, and not copied back.
+        # The table of pieces contains addresses too: they are translated, and the table is not copied back.
         tables = [owner(launch._kept["pieces"])] if "pieces" in launch._kept else []
         for copy in copies:
             content = copy.host
@@ -120,7 +120,7 @@ class MirrorLauncher(HostLauncher):
 
 
 def _moved(address: int, copies: list[Copy]) -> int:
-    """The address on the device; what is no address (a pattern to fill with, null) stays."""
+    """Return the address on the device; values that are no addresses (a fill pattern, null) are unchanged."""
     for copy in copies:
         found = copy.translate(address)
         if found is not None:
@@ -129,7 +129,7 @@ def _moved(address: int, copies: list[Copy]) -> int:
 
 
 def on_cupy(folder: Any, kernels: Launcher) -> MirrorLauncher:
-    """Kernels on the current CUDA device."""
+    """Return a mirror with kernels on the current CUDA device."""
     import cupy
 
     def allocate(nbytes: int) -> tuple[Any, int]:
@@ -146,7 +146,7 @@ def on_cupy(folder: Any, kernels: Launcher) -> MirrorLauncher:
 
 
 def on_host(folder: Any, kernels: HostLauncher) -> MirrorLauncher:
-    """Kernels on the CPU, in memory of their own: checks the mirror."""
+    """Return a mirror with kernels on the CPU, in separate memory, to check the mirror."""
 
     def allocate(nbytes: int) -> tuple[Any, int]:
         memory = np.full(nbytes, 0xFF, np.uint8)

@@ -1,4 +1,4 @@
-"""NVRTC without CuPy and without a GPU: are the sources CUDA C++, and what do the compiled kernels need?"""
+"""NVRTC without CuPy and without a GPU: whether the sources are CUDA C++, and the resources of compiled kernels."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _REGISTERS = re.compile(r"Used (\d+) registers")
 
 @dataclass(frozen=True)
 class Usage:
-    """What a compiled kernel needs per thread: registers, and bytes of local memory for its stack and for spills."""
+    """Resources of a compiled kernel per thread: registers, and bytes of local memory for stack and spills."""
 
     registers: int
     stack: int
@@ -47,7 +47,7 @@ class Nvrtc:
     Raises
     ------
     KernelError
-        If there is none.
+        There is none.
     """
 
     def __init__(self) -> None:
@@ -70,12 +70,12 @@ class Nvrtc:
             raise KernelError(f"{name}: {self._library.nvrtcGetErrorString(status).decode()}")
 
     def compile(self, program: CudaProgram, arch: str, options: Sequence[str] = ()) -> tuple[bytes, str]:
-        """Machine code of a program for ``sm_80`` or another architecture, and the log.
+        """Return the machine code of a program for ``sm_80`` or another architecture, and the log.
 
         Raises
         ------
         KernelError
-            With the compiler's messages, if the program is wrong.
+            The program has errors; the message is the compiler's.
         """
         handle = ctypes.c_void_p()
         text, name = program.text.encode(), f"{program.source}.cu".encode()
@@ -98,7 +98,7 @@ class Nvrtc:
         return buffer.raw
 
     def usage(self, program: CudaProgram, arch: str) -> dict[str, Usage]:
-        """What each kernel of a program needs on `arch`, by the assembler's own report."""
+        """Return the resources of each kernel of a program on `arch`, from the assembler's report."""
         _, log = self.compile(program, arch, ("-Xptxas=-v",))
         found = {}
         for part in re.split(r"(?=ptxas info\s+: Compiling entry)", log):

@@ -1,4 +1,4 @@
-"""Bias beside other dtypes, the order of threads, and memory."""
+"""Bias with other dtypes, order of threads, and memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .conftest import DTYPES
 
 @pytest.fixture(params=DTYPES, ids=str)
 def typed(backend, host, request) -> Arrays:
-    """Arrays of every dtype."""
+    """Return a factory of arrays of every dtype."""
     host.set_order(request.param.name in ("float64", "float16"))
     return Arrays(backend, request.param)
 
@@ -37,13 +37,13 @@ def test_bias_gradient(typed, cuda, shape, vector):
     db = typed.poisoned(shape[-1], dtype=None if vector == "own" else np.dtype(vector))
     cuda._bias_gradient(dy, db)()
     want = dy.astype(np.float64).reshape(-1, shape[-1]).sum(axis=0)
-    # In float32 at the least, and rounded once.
+    # computed at least in float32, and rounded once
     eps = max(EPS[db.dtype], min(EPS[np.dtype(np.float32)], EPS[dy.dtype]))
     assert np.abs(db.astype(np.float64) - want).max() <= 4 * eps * max(8.0, np.abs(want).max()) * 8
 
 
 def test_nan_is_not_lost(cuda):
-    """Like NumPy's, a ReLU and a maximum of NaN are NaN."""
+    """ReLU and maximum return NaN for NaN, as in NumPy."""
     x = np.array([np.nan, -1, 2, np.nan], np.float32)
     y = np.empty_like(x)
     cuda.activation("relu", x, y, None, None, 0.0)[0]()
@@ -58,7 +58,7 @@ def test_refused(cuda):
 
 
 def test_large_offsets(cuda, monkeypatch):
-    """The programs for 64-bit offsets do the same."""
+    """The programs for 64-bit offsets give the same results."""
     from halograd.kernels import Geometry
     from halograd.kernels.cuda import launch
 
@@ -80,7 +80,7 @@ def test_large_offsets(cuda, monkeypatch):
 
 
 def test_many_targets_have_large_offsets(cuda, monkeypatch):
-    """The number of 2^31 targets would be negative in 32 bits: their weight would be 0, and so the loss."""
+    """In 32 bits, a count of 2^31 targets would be negative, so their weight and the loss would be 0."""
     from halograd.kernels.cuda import launch
     from halograd.kernels.losses import ClassTargets
 
@@ -93,7 +93,7 @@ def test_many_targets_have_large_offsets(cuda, monkeypatch):
 
 
 def test_the_order_of_threads_does_not_matter(cuda, arrays):
-    """Bit for bit: trees of sums have one order, and no thread reads what another has not written yet."""
+    """Results are bitwise equal: sum trees have one order, and no thread reads data before they are written."""
     x, dy = arrays.draw(2, 40, 13, 12), arrays.draw(2, 40, 13, 12)
     gamma, beta = arrays.draw(12), arrays.draw(12)
     found = []
@@ -130,7 +130,7 @@ def test_nothing_is_allocated_when_kernels_run(cuda, arrays, monkeypatch):
 
 
 def test_kernels_follow_scratch_that_has_grown(cuda, arrays):
-    """A later kernel enlarges the shared memory: earlier ones must not use the old one."""
+    """After a later kernel has enlarged the shared memory, earlier kernels must not use the old memory."""
     dy, db = arrays.draw(30, 4), arrays.poisoned(4)
     small = cuda.bias_gradient(dy, db)
     small()

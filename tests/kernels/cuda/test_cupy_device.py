@@ -1,4 +1,4 @@
-"""What is asked of CuPy, by a recording double of it, and what is said where there is none."""
+"""The calls of CuPy, by a recording double, and the errors without CuPy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .host import HostBackend
 
 
 class Memory:
-    """An array on a device: an address, and no way to look at it from the host."""
+    """A device array: an address that the host cannot read."""
 
     def __init__(self, shape, dtype, at=1 << 40) -> None:
         self.shape, self.dtype = tuple(shape), np.dtype(dtype)
@@ -38,7 +38,7 @@ class Memory:
 
 
 class Recorder:
-    """Stands for the module ``cupy``."""
+    """Double of the module ``cupy``."""
 
     __version__ = "14.2.0"
 
@@ -72,7 +72,7 @@ class Recorder:
         return SimpleNamespace(ptr=self.stream)
 
     def _launch(self, function, gx, gy, gz, bx, by, bz, shared, stream, parameters, extra):
-        """``cuLaunchKernel``: one parameter, whose bytes are copied."""
+        """Record ``cuLaunchKernel``: one parameter, whose bytes are copied."""
         source, name = self._kernels[function - 1]
         assert all(type(n) is int for n in (function, gx, gy, gz, bx, by, bz, stream, parameters))
         assert (shared, extra) == (0, 0) and stream == self.stream
@@ -90,7 +90,8 @@ def recorder(monkeypatch) -> Recorder:
 
 
 def test_a_launch(recorder):
-    """One record of one element by value, integers for grid and block, one program per source and dtype."""
+    """A launch passes one record by value, and integers for grid and block; there is one program per source and dtype.
+    """
     cuda = HostBackend(CupyLauncher())
     assert cuda.launcher.describe() == "H200, 132 multiprocessors, CuPy 14.2.0"
     dy, db = Memory((8, 56, 56, 64), "float32"), Memory((64,), "float32", at=1 << 41)
@@ -107,7 +108,7 @@ def test_a_launch(recorder):
 
 
 def test_a_launch_prepares_nothing(recorder, monkeypatch):
-    """A launch asks for the stream only; arguments are those of the moment, at an address known before."""
+    """A launch only asks for the stream; the current arguments are at an address prepared before."""
     launch = Launch(CupyLauncher(), CudaProgram("reduce"), "clip", (1,), max_norm=1.0)
     asked = []
     monkeypatch.setattr(recorder.cuda, "get_current_stream", None)  # bound before

@@ -1,4 +1,4 @@
-"""The mirror by which the tests run on a GPU, with a second memory on the host in place of one."""
+"""The mirror that runs the tests on a GPU, with a second host memory in place of the GPU's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .host import HostBackend, HostLauncher
 
 @pytest.fixture
 def apart(host, tmp_path, monkeypatch) -> HostBackend:
-    """Kernels that see no array of the test, only copies."""
+    """Return kernels that see only copies of the test's arrays."""
     device = mirror.on_host(tmp_path, HostLauncher(tmp_path))
     monkeypatch.setattr(Launch, "__call__", lambda launch: device.run(launch))
     return HostBackend(device)
@@ -34,7 +34,7 @@ def test_arguments_and_tables_are_translated(apart):
 
 
 def test_the_kernels_work_on_copies(apart, monkeypatch):
-    """Without copying back nothing arrives."""
+    """Without the copy back, results do not arrive."""
     y = np.zeros(8, np.float32)
     device = apart.launcher
     kernel = apart.boxes.fill(1, y)

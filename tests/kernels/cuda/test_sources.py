@@ -1,4 +1,4 @@
-"""The sources as text, what NVRTC makes of them, and the double of a device itself."""
+"""The sources as text, their compilation by NVRTC, and the double of a device."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from .conftest import DTYPES
 from .host import HostBackend, HostLauncher, compiler
 from .nvrtc import Nvrtc
 
-#: Each architecture with half of the dtypes: what differs between them is two conversions.
+#: Each architecture with half of the dtypes, which differ in two conversions only.
 ARCHITECTURES = {"sm_80": ("float64", "float16"), "sm_90": ("float32", "bfloat16")}
 
 
 def programs(source, dtypes):
-    """What a training in these dtypes asks for, in 32-bit offsets, and once in 64-bit."""
+    """Return the programs of a training in these dtypes, with 32-bit offsets, and once with 64-bit offsets."""
     for dtype in dtypes:
         if source == "optimizer":
             yield CudaProgram(source, ("float64",) * 3 if dtype == "float64" else ("float32", dtype, dtype))
         elif source == "boxes_cast":
             yield from (CudaProgram(source, (dtype, other.name)) for other in DTYPES)
-        elif source == "boxes":  # by bytes, whatever the dtype
+        elif source == "boxes":  # by bytes, for any dtype
             yield CudaProgram(source, ("float32",), large=dtype in ("float16", "bfloat16"))
         else:
             yield CudaProgram(source, (dtype,))
@@ -45,7 +45,7 @@ def test_the_table_names_every_source():
 
 @pytest.mark.parametrize("source", PROGRAMS)
 def test_sources(source):
-    """Includes stand once, every kernel's struct has a layout, and no line or file is long."""
+    """Includes occur once, every kernel's struct has a layout, and no line or file is long."""
     text = text_of(source)
     assert text.count("typedef SCALAR T;") == 1 and "#include" not in text.replace("#include HOST_SHIM", "")
     assert kernels_of(source)
@@ -65,7 +65,7 @@ def test_kinds_of_activations_are_numbered_alike():
 
 @pytest.mark.parametrize("where, what", [("GELU_TANH,\n", "GELU_TANH,\n    NEW,\n"), ("-1\n#endif", "12\n#endif")])
 def test_a_kind_without_a_case_does_not_compile(tmp_path, where, what):
-    """A kind that has a number and no case, and the number of no kind."""
+    """A kind with a number but without a case fails, and so does an unknown number."""
     if compiler() is None:
         pytest.skip("needs g++")
 
@@ -91,7 +91,7 @@ def test_a_number_that_is_no_kind_gives_nan(tmp_path, monkeypatch):
 
 
 def test_what_cupy_adds_to_the_options_is_what_we_say_and_compile_with():
-    """As ADDED has it; nothing else, or numbers would differ from those of the CPU by more than is documented."""
+    """CuPy adds the options in ADDED and no others, or results would differ from the CPU by more than documented."""
     compiler = pytest.importorskip("cupy.cuda.compiler", reason="needs CuPy (no GPU): pip install 'halograd[nvrtc]'")
     text = inspect.getsource(compiler._compile_with_cache_cuda).replace("\n", " ")
     always = re.findall(r"    arch = _get_arch\(\)(.*?)    if to_ltoir:", text)
@@ -138,14 +138,15 @@ def nvrtc():
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("source", PROGRAMS)
 def test_nvrtc_compiles(nvrtc, source, arch):
-    """Every kernel; none needs so many registers that a block of 256 threads does not fit twice."""
+    """Every kernel compiles, and its registers permit two resident blocks of 256 threads."""
     made = list(programs(source, ARCHITECTURES[arch]))
     with ThreadPoolExecutor(2) as pool:
         for program, usage in zip(made, pool.map(lambda p: nvrtc.usage(p, arch), made)):
             assert set(usage) == set(kernels_of(source))
             for name, used in usage.items():
                 assert used.registers <= 128, f"{program} {name}: {used}"
-                # Arrays indexed at run time would lie in memory; the assembler's own trade for occupancy is this small.
+                # Arrays indexed at run time would be in local memory; the assembler's spills for occupancy are at most
+                # this large.
                 assert used.stack <= 64 and used.spilled <= 128, f"{program} {name}: {used}"
 
 
@@ -176,7 +177,7 @@ KERNEL(alone, MeetParams) {
 
 
 class Meeting(CudaProgram):
-    """A program of which the double must find fault."""
+    """A program with a fault that the double must detect."""
 
     @property
     def text(self) -> str:

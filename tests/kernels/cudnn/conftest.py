@@ -1,4 +1,4 @@
-"""A GPU that is not there."""
+"""Doubles of a GPU."""
 
 from __future__ import annotations
 
@@ -19,6 +19,6 @@ def machine(tmp_path: Path) -> Machine:
 
 @pytest.fixture
 def backend(machine: Machine) -> Iterator[CudnnBackend]:
-    """The backend with its defaults, on the machine."""
+    """Return the backend with its defaults on the machine."""
     with machine.open() as opened:
         yield opened

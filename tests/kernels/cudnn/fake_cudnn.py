@@ -1,9 +1,9 @@
-"""A double of the module `cudnn` (nvidia-cudnn-frontend 1.26) whose graphs really run, on host memory.
+"""A double of the module `cudnn` (nvidia-cudnn-frontend 1.26) whose graphs run on host memory.
 
-A graph remembers what it was told: extents, strides, paddings, numbers of its tensors. Launched, it reads the table of
-addresses as the real one does, looks at the memory there through those extents and strides only, and computes with
-NumPy. So a wrong stride, a swapped address or a padding on the wrong side gives a wrong number. It refuses what cuDNN
-refuses, and spoils its workspace, which must not overlap anything.
+A graph stores its tensors' extents, strides, paddings and uids. A launch reads the table of addresses as the real one
+does, accesses the memory there through those extents and strides only, and computes with NumPy. So a wrong stride, a
+swapped address or a padding on the wrong side gives a wrong result. It refuses what cuDNN refuses, and overwrites its
+workspace, which must not overlap other memory.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ MADE = {"fprop": "y", "dgrad": "x", "wgrad": "w"}
 
 
 class NotSupported(RuntimeError):
-    """Stands for ``cudnn.cudnnGraphNotSupportedError``."""
+    """Double of ``cudnn.cudnnGraphNotSupportedError``."""
 
 
 @dataclass
 class EngineDouble:
-    """An engine: what it is called, needs, and refuses."""
+    """An engine: its name, needs and unsupported cases."""
 
     name: str
     notes: tuple[str, ...] = ()
@@ -60,7 +60,7 @@ class EngineDouble:
 
 
 def default_engines() -> list[EngineDouble]:
-    """As cuDNN proposes them for float32: TF32 tensor cores first."""
+    """Return the engines that cuDNN proposes for float32: TF32 tensor cores first."""
     return [
         EngineDouble("eng62_k2=1", ("TENSOR_CORE", "DOWN_CONVERT_INPUTS"), 4096, 1e-3),
         EngineDouble("eng10_k1=3", ("NONDETERMINISTIC",), 1000, 3e-3),
@@ -71,7 +71,7 @@ def default_engines() -> list[EngineDouble]:
 
 @dataclass
 class TensorDouble:
-    """A tensor of a graph; `compute` gives a virtual one's values from those of the others."""
+    """A tensor of a graph; `compute` returns a virtual tensor's values from those of others."""
 
     dim: list[int] | None = None
     stride: list[int] | None = None
@@ -103,7 +103,7 @@ class TensorDouble:
         return self
 
     def view(self, address: int) -> np.ndarray:
-        """The memory at `address` as this tensor describes it."""
+        """Return the memory at `address` as this tensor describes it."""
         assert address and address % 16 == 0, f"tensor {self.uid} at {address}"
         dtype = DTYPES[self.data_type]
         last = sum((n - 1) * s for n, s in zip(self.dim, self.stride))
@@ -121,7 +121,7 @@ def channels_first(a: np.ndarray) -> np.ndarray:
 
 @lru_cache
 def reference() -> NumpyBackend:
-    """One for all: opening it asks all libraries of the process for their threads."""
+    """Return one shared reference backend, because opening one searches all libraries of the process."""
     return NumpyBackend()
 
 
@@ -146,7 +146,7 @@ class GraphDouble:
         self.barred: set[int] = set()
         self.limit: int | None = None
         self.candidate: int | None = None
-        self.plans: list[str] = []  # which it keeps
+        self.plans: list[str] = []  # which it stores
         self.prepared = False
         module.graphs.append(self)
 
@@ -185,7 +185,7 @@ class GraphDouble:
     def validate(self) -> None:
         made = self.made = self.results[-1]
         assert made.output and made.dim and made.stride and made.data_type, "an output needs extents, strides and type"
-        self.results[0].dim = made.dim  # of the convolution, where a bias or a ReLU follows
+        self.results[0].dim = made.dim  # result of the convolution, if a bias or a ReLU follows
         used = [*self.tensors, made]
         assert len({t.uid for t in used}) == len(used) and all(t.uid > 0 for t in used), "tensors need numbers"
         x, w, y = (self.roles[name].dim for name in "xwy")
@@ -242,7 +242,7 @@ class GraphDouble:
         self.plans.append(engine.name)
         self.candidate, self.prepared = index, False
 
-    # ------------------------------------------------------------------ keeping
+    # ------------------------------------------------------------------ serialization
     def serialize(self) -> list[int]:
         assert self.candidate is not None
         self.module.saved[self.module.stamp] = self
@@ -309,7 +309,7 @@ class GraphDouble:
 
 
 class CudnnDouble:
-    """The module. `engines` gives what is proposed for every graph."""
+    """Double of the module. `engines` returns the proposed engines for every graph."""
 
     __version__ = "1.26.0"
     data_type, heur_mode = DataType, HeurMode

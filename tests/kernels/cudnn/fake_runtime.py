@@ -1,4 +1,4 @@
-"""Doubles of `cupy`, of cuBLAS and of our own CUDA kernels on host memory, and a backend put together from them."""
+"""Doubles of `cupy`, cuBLAS and our own CUDA kernels on host memory, and a backend made of them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class DeviceArray(np.ndarray):
 
 
 def device_empty(shape: Any, dtype: Any = "float32") -> DeviceArray:
-    """As CuPy's pool gives it: aligned to 512 B."""
+    """Return an array as CuPy's pool does, aligned to 512 B."""
     shape = (shape,) if isinstance(shape, int) else tuple(shape)
     nbytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
     raw = np.empty(nbytes + 512, np.uint8)
@@ -52,7 +52,7 @@ def device_empty(shape: Any, dtype: Any = "float32") -> DeviceArray:
 
 
 class CublasDouble:
-    """The C functions of cuBLAS: matrices by columns, factors on the host, a workspace that a new stream takes away.
+    """The C functions of cuBLAS: matrices by columns, factors on the host, a workspace that a new stream removes.
 
     Attributes
     ----------
@@ -84,7 +84,7 @@ class CublasDouble:
 
     @staticmethod
     def _status(call: Any) -> Any:
-        """As C has it: 0, or 7 for arguments that are wrong. ctypes would swallow an exception."""
+        """Return a C status: 0, or 7 for wrong arguments, because ctypes would ignore an exception."""
 
         def run(*arguments: Any) -> int:
             try:
@@ -167,13 +167,13 @@ class CupyDouble:
         self.maximum, self.sum = np.maximum, np.sum
 
     def empty(self, shape: Any, dtype: Any = "float32") -> DeviceArray:
-        """An array of the pool, which must not grow while a graph is recorded."""
+        """Return an array of the pool, which must not grow during a capture."""
         assert not self.capturing, "memory is allocated while a graph is recorded"
         return device_empty(shape, dtype)
 
     @staticmethod
     def asarray(values: np.ndarray) -> DeviceArray:
-        """A copy on the device."""
+        """Return a copy on the device."""
         array = device_empty(values.shape, values.dtype)
         array[...] = values
         return array
@@ -189,7 +189,7 @@ class CupyDouble:
 
     @contextlib.contextmanager
     def capture(self) -> Iterator[None]:
-        """While the current stream is captured."""
+        """Run the block while the current stream is captured."""
         self.capturing = True
         try:
             yield
@@ -198,7 +198,7 @@ class CupyDouble:
 
     @contextlib.contextmanager
     def on(self, stream: int) -> Iterator[None]:
-        """With this stream as the current one."""
+        """Run the block with this stream as the current one."""
         before, self.stream = self.stream, stream
         try:
             yield
@@ -207,7 +207,7 @@ class CupyDouble:
 
 
 class EventDouble:
-    """Notes the clock of the device."""
+    """An event that records the clock of the device."""
 
     def __init__(self, cupy: CupyDouble) -> None:
         self._cupy, self.time = cupy, 0.0
@@ -220,7 +220,7 @@ class EventDouble:
 
 
 class BoxesDouble(Boxes):
-    """Copies, sums and fills by NumPy."""
+    """Copies, sums and fills in NumPy."""
 
     def __init__(self) -> None:
         super().__init__(SimpleNamespace(empty=device_empty))  # type: ignore[arg-type]
@@ -236,7 +236,7 @@ class BoxesDouble(Boxes):
 
 
 class NumpyAround(NumpyPointwise, NumpyNorms, NumpyLosses, NumpyUpdates, CudnnBackend):
-    """Convolutions and dense layers as on a GPU, all else by NumPy."""
+    """A backend with convolutions and dense layers as on a GPU, and NumPy for everything else."""
 
     fuses_norms = False
 
@@ -249,7 +249,7 @@ class NumpyAround(NumpyPointwise, NumpyNorms, NumpyLosses, NumpyUpdates, CudnnBa
 
 
 class DeviceDouble(HostDevice):
-    """Where the arrays of the double live."""
+    """The device that owns the double's arrays."""
 
     def __init__(self, ordinal: int = 0) -> None:
         self.ordinal, self.closed = ordinal, 0
@@ -259,19 +259,19 @@ class DeviceDouble(HostDevice):
 
 
 class RuntimeDouble(Runtime):
-    """Has the double of cuBLAS."""
+    """A runtime with the double of cuBLAS."""
 
     def load_cublas(self) -> Any:
         return self.cupy.cublas
 
 
 class Machine:
-    """A GPU that is not there, with everything on it.
+    """A double of a GPU with all libraries.
 
     Parameters
     ----------
     folder
-        Where plans are kept.
+        Folder of stored plans.
     """
 
     def __init__(self, folder: Path, **cupy: Any) -> None:
@@ -286,6 +286,6 @@ class Machine:
         return RuntimeDouble(self.cupy, Frontend(self.cudnn), self.boxes, self.device, self.cupy.device)
 
     def open(self, **options: Any) -> CudnnBackend:
-        """A backend on it."""
+        """Return a backend on it."""
         kind = NumpyAround if isinstance(self.boxes, BoxesDouble) else CudnnBackend
         return kind(store=self.store, runtime=self.runtime(), **options)

@@ -1,4 +1,4 @@
-"""One convolution or dense layer on whatever device a backend has, compared with direct loops in float64."""
+"""One convolution or dense layer on the device of a backend, compared with direct loops in float64."""
 
 from __future__ import annotations
 
@@ -16,41 +16,41 @@ DTYPES = {
     "float16": np.dtype(np.float16),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
 }
-#: Largest error relative to the largest element, by what the factors and results are rounded to.
+#: Largest error relative to the largest element, by the precision of factors and results.
 BOUNDS = {"float64": 1e-12, "strict": 1e-5, "tf32": 2e-3, "float16": 2e-3, "bfloat16": 1e-2}
 
 
 class OnDevice:
-    """Arrays of a backend, drawn on the host."""
+    """Factory of a backend's arrays, drawn on the host."""
 
     def __init__(self, backend: Backend, dtype: str, seed: int = 0) -> None:
         self.backend, self.dtype = backend, DTYPES[dtype]
         self._random = np.random.default_rng(seed)
 
     def draw(self, *shape: int):
-        """Standard normal numbers: on the device, and the same in float64 on the host."""
+        """Return standard normal numbers on the device, and the same in float64 on the host."""
         host = self._random.standard_normal(shape).astype(self.dtype)
         return self.backend.xp.asarray(host), host.astype(np.float64)
 
     def poisoned(self, *shape: int):
-        """An output: NaN wherever a kernel forgets to write."""
+        """Return an output array of NaN, which stays where a kernel does not write."""
         return self.backend.xp.asarray(np.full(shape, np.nan, self.dtype))
 
 
 def to_host(array) -> np.ndarray:
-    """In float64; waits for the device."""
+    """Return the array in float64 on the host; waits for the device."""
     return (array.get() if hasattr(array, "get") else np.asarray(array)).astype(np.float64)
 
 
 def error(got, expected: np.ndarray) -> float:
-    """Largest error relative to the largest element; NaN counts as infinite."""
+    """Return the largest error relative to the largest element; NaN counts as infinite."""
     difference = np.abs(to_host(got) - expected)
     largest = max(float(np.abs(expected).max(initial=0)), 1e-30)
     return float("inf") if np.isnan(difference).any() else float(difference.max(initial=0)) / largest
 
 
 def convolution_errors(backend: Backend, case: Case, dtype: str) -> dict[str, float]:
-    """Relative errors of a forward with bias and ReLU, and of both gradients."""
+    """Return relative errors of a forward kernel with bias and ReLU, and of both gradients."""
     a, g, (xs, ws, bs, ys) = OnDevice(backend, dtype), case.geometry, case.shapes
     (x, x64), (w, w64), (b, b64), (dy, dy64) = a.draw(*xs), a.draw(*ws), a.draw(*bs), a.draw(*ys)
     y, dx, dw, db = a.poisoned(*ys), a.poisoned(*xs), a.poisoned(*ws), a.poisoned(*bs)
@@ -73,7 +73,7 @@ def convolution_errors(backend: Backend, case: Case, dtype: str) -> dict[str, fl
 
 
 def dense_errors(backend: Backend, dtype: str) -> dict[str, float]:
-    """Relative errors of a dense layer and its gradients."""
+    """Return relative errors of a dense layer and its gradients."""
     a = OnDevice(backend, dtype)
     (x, x64), (w, w64), (b, b64), (dy, dy64) = a.draw(33, 70), a.draw(45, 70), a.draw(45), a.draw(33, 45)
     y, dx, dw, db = a.poisoned(33, 45), a.poisoned(33, 70), a.poisoned(45, 70), a.poisoned(45)

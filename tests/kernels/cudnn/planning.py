@@ -1,7 +1,7 @@
-"""Let the real cuDNN plan convolutions for a GPU that is not there; a process of its own, see `test_planning.py`.
+"""Let the real cuDNN plan convolutions for an absent GPU; runs in a separate process, see `test_planning.py`.
 
-cuDNN plans for a device it is told of, if it finds the names of a driver. Nothing runs. Each line printed is JSON: the
-convolution, and its plan or why there is none.
+cuDNN plans for a described device if it finds the symbols of a driver. Nothing runs. Each output line is JSON: the
+convolution, and its plan or the reason why there is none.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from halograd.kernels.cudnn.graphs import (
 from halograd.kernels.geometry import tensor_core_channels
 from tests.kernels.geometries import CASES, Case
 
-#: What `cudnn.create_device_properties(0).serialize()` says of such a device, as far as is known without one.
+#: Result of `cudnn.create_device_properties(0).serialize()` for such a device, as far as is known without one.
 HOPPER = {
     "maxGridSize": [2147483647, 65535, 65535],
     "maxBlockSize": [1024, 1024, 64],
@@ -64,7 +64,7 @@ LARGE = [
 
 
 def main() -> None:
-    """Plan every case in every direction, and say so."""
+    """Plan every case in every direction, and print the results."""
     frontend = Frontend(cudnn)
     where = {"device_property": cudnn.create_device_properties(json.dumps(HOPPER))}
     for case in [*CASES, *LARGE]:
@@ -74,7 +74,7 @@ def main() -> None:
             fused = direction == FORWARD
             keys = [PlanKey(direction, "float32", shapes, Arithmetic(), fused, fused)]
             keys.append(PlanKey(direction, "float32", shapes, Arithmetic("tf32", True)))
-            # Filter gradients of few channels in 16 bits take a compiler, and seconds.
+            # Filter gradients of few channels in 16 bits need a compiler, which takes seconds.
             if fused or direction == BACKWARD_DATA or case in LARGE:
                 keys.append(PlanKey(direction, "bfloat16", shapes, Arithmetic(), fused, fused))
             for key in keys:
@@ -85,7 +85,7 @@ def main() -> None:
 
 
 def plan(frontend: Frontend, key: PlanKey, where: dict) -> tuple[str, int, bool]:
-    """Name and workspace of the first plan, and whether it would be launched by a table of addresses."""
+    """Return name and workspace of the first plan, and whether it would be launched by a table of addresses."""
     try:
         candidates = Candidates(frontend, key, where)
         built = next(candidates.all(), None)

@@ -1,4 +1,4 @@
-"""The backend: streams, handles, workspaces, dense layers, what it holds, and what it refuses."""
+"""The cuDNN backend: streams, handles, workspaces, dense layers, memory, and errors."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_a_captured_workspace_is_never_freed():
 
 
 def test_captured_scratch_is_never_freed(backend):
-    """Kernels made after a graph was recorded may need more; those in the graph go on with what they had."""
+    """Kernels built after a capture may need more scratch memory; those in the graph continue with the old memory."""
     scratch = backend.scratch
     scratch.reserve(64)
     captured = weakref.ref(scratch._buffer)
@@ -165,7 +165,7 @@ def test_dense_layers(machine, backend, dtype, bias):
 
 
 def test_a_dense_layer_can_be_captured(machine, backend):
-    """Nothing is allocated and no handle is made meanwhile; CuPy's own calls of cuBLAS would refuse."""
+    """A call allocates nothing and creates no handle; CuPy's own calls of cuBLAS would fail in a capture."""
     a = Arrays(backend, np.float32)
     x, w, dy = a.draw(5, 7), a.draw(3, 7), a.draw(5, 3)
     y, dx, dw = a.poisoned(5, 3), a.poisoned(5, 7), a.poisoned(3, 7)
@@ -183,7 +183,7 @@ def test_a_dense_layer_can_be_captured(machine, backend):
 
 
 def test_products_have_a_workspace_per_stream_that_is_counted(machine, backend):
-    """So two streams repeat every bit, and no memory is taken that the backend does not say it holds."""
+    """So results on two streams are reproducible, and the reported memory is complete."""
     a = Arrays(backend, np.float32)
     kernel = backend.dense_forward(a.draw(5, 7), a.draw(3, 7), None, a.poisoned(5, 3))
     used = []
@@ -221,7 +221,7 @@ def test_dense_layers_of_16_bits_are_summed_in_float32(machine):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_gradients_of_dense_layers_of_16_bits_come_in_float32(backend, dtype):
-    """As training keeps them: what cuBLAS has summed up is not rounded again."""
+    """cuBLAS's sums are not rounded again, as training needs."""
     low, wide = Arrays(backend, as_dtype(dtype)), Arrays(backend, np.float32)
     x, dy, dw, db = low.draw(5, 7), low.draw(5, 3), wide.poisoned(3, 7), wide.poisoned(3)
     backend.dense_backward_filter(x, dy, dw, db)()
@@ -319,7 +319,7 @@ def test_a_missing_cupy_is_refused(monkeypatch):
 
 
 def found_with(monkeypatch, machine: Machine, ordinal: int = 0, boxes=BoxesDouble) -> Runtime:
-    """What is found where these doubles are installed."""
+    """Return the runtime that is found with these doubles installed."""
     monkeypatch.setitem(sys.modules, "cupy", machine.cupy)
     monkeypatch.setitem(sys.modules, "cudnn", machine.cudnn)
 

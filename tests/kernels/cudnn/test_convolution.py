@@ -1,4 +1,4 @@
-"""Convolutions through the double of cuDNN, which sees addresses, extents and strides only, against direct loops."""
+"""Convolutions by the double of cuDNN, which sees only addresses, extents and strides, against direct loops."""
 
 import ml_dtypes
 import numpy as np
@@ -44,7 +44,7 @@ def test_sums_are_of_the_right_type(backend, machine):
 
 
 def test_a_relu_without_bias_adds_zeros(backend, machine):
-    """cuDNN has compiled engines for bias and ReLU, none for ReLU alone."""
+    """cuDNN has compiled engines for bias with ReLU, but none for ReLU alone."""
     a = Arrays(backend, np.float32)
     x, w, y = a.draw(1, 4, 4, 8), a.draw(6, 3, 3, 8), a.poisoned(1, 4, 4, 6)
     kernel = backend.conv_forward(x, w, None, y, G, RELU)
@@ -57,7 +57,7 @@ def test_a_relu_without_bias_adds_zeros(backend, machine):
 # ---------------------------------------------------------------------- arrays that do not suit
 @pytest.mark.parametrize("direction", ["forward", "data", "filter"])
 def test_arrays_that_begin_anywhere_are_copied(backend, direction):
-    """Rows of a block of one sample are packed, but begin at multiples of 4 B only."""
+    """Rows of a block of one sample are packed, but start at multiples of 4 B only."""
     a = Arrays(backend, np.float32)
     block, w = a.draw(1, 9, 5, 3), a.draw(7, 3, 3, 3)
     x = block[:, 1:8]
@@ -91,7 +91,7 @@ def test_arrays_that_begin_anywhere_are_copied(backend, direction):
 @pytest.mark.parametrize("kind", ["float32", "as x"], ids=str)
 @pytest.mark.parametrize("rows", [slice(None), slice(1, 5)], ids=["whole", "rows"])
 def test_channels_that_lie_padded(machine, backend, rows, kind):
-    """18 of 24 channels in bfloat16: cuDNN sees 24, and weights have as many; gradients are of 18."""
+    """With 18 of 24 channels in bfloat16, cuDNN gets 24 channels and weights for all; gradients are of 18."""
     bfloat16 = np.dtype(ml_dtypes.bfloat16)
     a = Arrays(backend, bfloat16)
     room = a.draw(1, 6, 5, 24)
@@ -150,7 +150,7 @@ def test_weights_in_float32_beside_images_of_16_bits(backend, dtype):
     backend.conv_backward_filter(x, dy, dw, db, G)()
     np.testing.assert_allclose(dw, reference.conv_filter(x, dy, G, w.shape), rtol=2 * eps, atol=2 * eps)
     np.testing.assert_allclose(db, dy.astype(np.float64).sum(axis=(0, 1, 2)), rtol=1e-6)
-    w *= 2  # converted anew at every call
+    w *= 2  # converted at every call
     forward()
     np.testing.assert_allclose(
         y.astype(np.float64), reference.conv(x, 2 * rounded, b.astype(dtype), G, y.shape), rtol=2 * eps, atol=2 * eps

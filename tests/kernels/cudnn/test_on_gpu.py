@@ -1,4 +1,4 @@
-"""What must be seen on a GPU: numbers, streams, kept plans, captured graphs. The bodies also run on the double."""
+"""Tests that need a GPU: numbers, streams, stored plans, captured graphs. They also run on the double."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Open = Callable[..., CudnnBackend]
 
 @pytest.fixture(params=PLACES)
 def opened(request, tmp_path: Path) -> Iterator[Open]:
-    """Opens the backend: on the double of a GPU, and on a real one where there is one."""
+    """Yield the backend on the double of a GPU, and on a real one if there is one."""
     made: list[CudnnBackend] = []
     machine = Machine(tmp_path)
 
@@ -42,7 +42,7 @@ def opened(request, tmp_path: Path) -> Iterator[Open]:
 @pytest.mark.parametrize("case", CASES if gpu_count() else CASES[::6], ids=str)
 @pytest.mark.parametrize("dtype", ["strict", "bfloat16", "tf32", "float64", "float16"])
 def test_numbers(opened, case, dtype):
-    """Every geometry where there is a GPU."""
+    """Every geometry is tested on a GPU, some on the double."""
     options = {"precision": dtype} if dtype in ("strict", "tf32") else {}
     found = convolution_errors(opened(**options), case, "float32" if options else dtype)
     assert max(found.values()) <= BOUNDS[dtype], found
@@ -56,14 +56,14 @@ def test_dense_layers(opened, dtype):
 
 
 def kernel_and_output(backend: CudnnBackend, dtype: str = "float32"):
-    """A forward convolution of 32 channels."""
+    """Return a forward convolution of 32 channels."""
     a = OnDevice(backend, dtype)
     y = a.poisoned(2, 16, 16, 32)
     return backend.conv_forward(a.draw(2, 16, 16, 32)[0], a.draw(32, 3, 3, 32)[0], a.draw(32)[0], y, G, RELU), y
 
 
 def test_kept_plans_give_the_same(opened):
-    """By name after a measurement; plans that took a compiler from the file itself."""
+    """A measured plan is restored by name, a plan that needed a compiler from the file."""
     results, names = [], []
     for _ in range(2):
         with opened(autotune=True, precision="tf32") as backend:
@@ -91,7 +91,7 @@ def test_deterministic_mode_repeats_every_bit(opened):
 
 @only_gpu
 def test_two_streams_and_a_captured_graph(tmp_path):
-    """Two streams at once have a workspace each; a graph repeats what was captured, on new data."""
+    """Two concurrent streams have separate workspaces; a graph repeats the captured work on new data."""
     with CudnnBackend(store=tmp_path / "plans.jsonl") as backend:
         kernel, y = kernel_and_output(backend)
         other, z = kernel_and_output(backend)

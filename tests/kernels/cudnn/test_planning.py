@@ -1,4 +1,4 @@
-"""The real cuDNN, where its wheels are installed, plans every geometry for a GPU that is not there."""
+"""The real cuDNN, if its wheels are installed, plans every geometry for an absent GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 
-#: What cuDNN looks up in a driver before it plans. The first fail, as they need a device; the others may not.
+#: Symbols that cuDNN looks up in a driver before it plans. The first functions fail, because they need a device; the
+#: others must not.
 FAILING = """
     cuCtxGetCurrent cuCtxGetLimit cuCtxPopCurrent cuCtxPushCurrent cuDeviceGet cuDeviceGetCount cuDriverGetVersion
     cuLaunchCooperativeKernel cuLaunchKernel cuLaunchKernelEx cuStreamGetCtx
@@ -28,7 +29,7 @@ PASSING = """
 
 
 def driver_double(folder: Path) -> None:
-    """A libcuda that has the names, and no device."""
+    """Return a libcuda that has the symbols, but no device."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.skip("needs a C compiler")
@@ -62,6 +63,6 @@ def test_cudnn_has_a_plan_for_every_geometry(tmp_path):
     # A packed block with margins needs no hidden copy; its convolutions in bfloat16 are those of tensor cores.
     haloed = [line for line in found if line[0] == "mesh-2K rows with halos" and line[2] == "bfloat16"]
     assert len(haloed) == 3 and all(line[5] < 4 << 20 for line in haloed), haloed
-    # Nor does the stem, whose 18 channels cuDNN itself would pad in 192 MiB.
+    # The stem does not either; cuDNN itself would pad its 18 channels in 192 MiB.
     stem = [line for line in found if line[0] == "mesh-2K stem, padded" and line[2] == "bfloat16"]
     assert len(stem) == 3 and all(line[5] < 4 << 20 for line in stem if line[1] != "backward data"), stem

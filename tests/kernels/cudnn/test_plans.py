@@ -1,4 +1,4 @@
-"""Plans: which is chosen, what is kept in memory and on disk, what happens where the device refuses one."""
+"""Plans: their choice, storage in memory and on disk, and replacement if the device refuses one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COMPILED = [EngineDouble("eng71", (), 256, compiled=True)]
 
 
 def forward(backend, samples: int = 1, relu: bool = False, dtype=np.float32):
-    """A forward convolution."""
+    """Return a forward convolution."""
     a = Arrays(backend, dtype)
     shape = (samples, 4, 4, 8)
     return backend.conv_forward(
@@ -219,7 +219,7 @@ def test_entries_survive_the_file(tmp_path):
 
 
 def test_ranks_share_what_one_of_them_has_compiled(machine):
-    """Also what was kept after this rank opened its backend: several ranks on one GPU build the same plans."""
+    """A rank also reads plans stored after it opened its backend, because ranks on one GPU build the same plans."""
     machine.cudnn.engines = lambda: COMPILED
     with machine.open() as one, machine.open() as other:
         forward(one)
@@ -268,7 +268,7 @@ def test_autotune_takes_the_fastest_and_keeps_it(machine):
 
 
 def test_engines_are_compared_before_settings_of_one(machine):
-    """The best engine stands behind fifteen settings of another; of each engine the first comes first."""
+    """The best engine comes after fifteen settings of another; the first setting of each engine is measured first."""
     knobs = [EngineDouble(f"eng62_k2={i}", seconds=3e-3) for i in range(15)]
     machine.cudnn.engines = lambda: [
         *knobs,
@@ -283,7 +283,7 @@ def test_engines_are_compared_before_settings_of_one(machine):
 
 
 def test_memory_of_a_measurement_is_given_back(machine):
-    """Losers may have taken a gigabyte each, which CuPy's pool would keep; also where none can be launched."""
+    """Rejected candidates may have used a gigabyte each, which CuPy's pool would keep; also if none can be launched."""
     with machine.open(autotune=True) as backend:
         forward(backend)
         assert machine.cupy.released == 1
@@ -309,7 +309,7 @@ def test_a_measured_plan_without_compiler_is_found_again_by_name(machine):
 
 
 def test_what_was_measured_is_not_used_without_autotune(machine):
-    """Else the same run would give other bits after somebody else had measured."""
+    """Else the same run would give other bits after another run has measured."""
     with machine.open(autotune=True) as backend:
         forward(backend)
     with machine.open() as backend:

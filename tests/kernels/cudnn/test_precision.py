@@ -1,4 +1,4 @@
-"""Which engines may be used for what."""
+"""Permitted engines for each precision."""
 
 import numpy as np
 import pytest
@@ -34,12 +34,12 @@ def test_arithmetic_of_matrix_products():
 
 
 def truncated(a):
-    """Factors as an engine takes them that cuts float32 off to TF32 and does not round."""
+    """Return factors as used by an engine that truncates float32 to TF32 without rounding."""
     return (a.astype(np.float32).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32).astype(np.float64)
 
 
 def test_the_bound_of_tf32_is_that_of_an_engine_that_truncates():
-    """One that rounds errs by half as much. 1e-3 would refuse such an engine."""
+    """An engine that rounds has half that error. A bound of 1e-3 would exclude engines that truncate."""
     worst, (case,) = 0.0, (c for c in CASES if c.name == "depthwise x2")
     xs, ws, _, ys = case.shapes
     with get_backend("numpy") as numpy:
