@@ -179,19 +179,19 @@ __all__ = [
     "training_only",
 ]
 
-#: Modules of the exported names; first those that need no MPI.
+#: Modules of the exported names; first those that import least: a name loads the modules before its own, too.
 _MODULES = (
     "errors",
-    "dtensor",
-    "layers",
-    "kernels",
-    "training.schedules",
-    "training.optimizers",
-    "training.trainer",
-    "training.executor",
-    "training.monitors",
-    "fitting",
     "comm",
+    "training.schedules",
+    "training.monitors",
+    "dtensor",
+    "kernels",
+    "layers",
+    "training.optimizers",
+    "training.executor",
+    "training.trainer",
+    "fitting",
 )
 _FOLDERS = (
     *("comm", "data", "device", "dtensor", "interchange", "kernels", "layers", "models", "onnx", "perfmodel"),

@@ -123,6 +123,18 @@ def test_pure_arithmetic_does_not_start_mpi():
     assert "AttributeError: module 'halograd.comm' has no attribute 'nonsense'" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("name", "folders"),
+    [("Communicator", "('layers', 'training', 'perfmodel')"), ("Network", "('perfmodel', 'data', 'auto')")],
+)
+def test_a_name_loads_what_it_needs_and_no_more(name, folders):
+    """A script that opens a communicator does not wait for planners and training."""
+    check = f"import sys, halograd; halograd.{name}; sys.exit([m for m in sys.modules if m.split('.')[1:2] and "
+    check += f"m.split('.')[0] == 'halograd' and m.split('.')[1] in {folders}] or 0)"
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=LIMIT)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 HYDRA = {"PMI_SIZE": "8", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "4"}
 SLURM = {"SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "1,4(x2),3"}
 
