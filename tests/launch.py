@@ -98,9 +98,14 @@ def mpiexec(
 
 
 def _watch(process: subprocess.Popen[str], mark: str, seen: set[str]) -> None:
-    """Collect the names of the shared-memory segments of the job while it runs."""
+    """Collect the names of the shared-memory segments of the job while it runs.
+
+    To look through all processes of a machine is dear: it is done where there are names that were not there before.
+    """
+    before = jobs.names_in_shared_memory()
     while process.poll() is None:
-        seen |= jobs.segments(jobs.members(mark))
+        if jobs.names_in_shared_memory() - before - seen:
+            seen |= jobs.segments(jobs.members(mark))
         time.sleep(0.05)
 
 

@@ -1,5 +1,6 @@
 """Limits against deadlock: they grow with the load, and a test that waits says for what."""
 
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -52,3 +53,17 @@ def test_what_is_waited_for_is_given_back_or_named(monkeypatch):
     assert clock.seconds == pytest.approx(limits.LIMIT + 1, abs=0.1)
     with pytest.raises(AssertionError, match="within 3 s"):
         limits.wait_until(lambda: 0, "nothing", 3.0)
+
+
+@pytest.mark.parametrize(("seconds", "pause"), [(0.0, 5e-3), (0.02, 0.08), (3.0, 0.5)])
+def test_a_question_that_takes_long_is_asked_less_often(monkeypatch, seconds, pause):
+    clock = DrivenClock(tick=0.0).drive(monkeypatch, limits)
+    asked = []
+
+    def condition():
+        asked.append(clock.seconds)
+        clock.seconds += seconds
+        return len(asked) == 3
+
+    limits.wait_until(condition, "a moon")
+    assert [later - earlier for earlier, later in pairwise(asked)] == pytest.approx(2 * [seconds + pause])

@@ -15,15 +15,15 @@ from contextlib import suppress
 from pathlib import Path
 
 from tests.harness.limits import grace
-from tests.harness.record import HALF, VARIABLE
+from tests.harness.record import VARIABLE
 
 MARK = "HALOGRAD_TEST_JOB"
 PROC = Path("/proc")
 SHARED_MEMORY = Path("/dev/shm")
 
-# A job must not believe to be a rank of the job that starts it, nor run a half of its tests, nor write into its record.
+# A job must not believe to be a rank of the job that starts it, nor write into its record.
 OF_OUTER_MPI = ("PMI_", "PMIX_", "OMPI_", "HYDI_", "HYDRA_", "MPIR_CVAR_", "MPI_LOCAL", "SLURM_")
-LAUNCHER_VARIABLES = (*OF_OUTER_MPI, HALF, VARIABLE)
+LAUNCHER_VARIABLES = (*OF_OUTER_MPI, VARIABLE)
 
 # Threads: several ranks share few cores. Open MPI refuses root and more ranks than cores unless told.
 TEST_ENVIRONMENT = {
@@ -81,6 +81,11 @@ def alive(pid: int) -> bool:
         return (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
+
+
+def names_in_shared_memory() -> set[str]:
+    """Names of all shared-memory files of this machine."""
+    return set(os.listdir(SHARED_MEMORY)) if SHARED_MEMORY.exists() else set()
 
 
 def segments(pids: Iterable[int]) -> set[str]:

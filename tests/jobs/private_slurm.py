@@ -248,8 +248,10 @@ class PrivateSlurm:
 
     def _watch(self) -> None:
         """Collect the names of the shared memory of jobs while they run."""
+        before = jobs.names_in_shared_memory()
         while not self._stopping.wait(0.2):
-            self._segments |= jobs.segments(self.processes("SLURM_JOB_ID="))
+            if jobs.names_in_shared_memory() - before - self._segments:
+                self._segments |= jobs.segments(self.processes("SLURM_JOB_ID="))
 
     def job_processes(self) -> list[str]:
         """Live processes of jobs, their command lines."""
