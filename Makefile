@@ -1,6 +1,7 @@
 # Everything runs from .venv, made by pip alone; a second call re-uses it.
 #   make demo        dataset, training on 4 MPI ranks, evaluation, report in demo/
 #   make test        the whole suite, serially and under 1, 2, 3, 4, 6 and 8 MPI ranks
+#   make quick       a part of everything in less than a minute: arithmetic, layers, two ranks, one training step
 #   make test-openmpi  tests of communication, and a run that is killed and resumed, under an Open MPI of this machine
 #   make bench-step  step times beside torch and JAX (installs them)
 #   make docs        the documentation as a site in site/, broken links as errors
@@ -20,7 +21,7 @@ $(if $(OWN),,$(info == $(VENV) was not made here: nothing is installed into it))
 stamp = $(if $(OWN),$(VENV)/.stamp-$(1))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv oracle nvrtc peers lint-tools docs-tools docs docs-pages demo test test-openmpi bench-step gpu-check gpu-check-here gpu-check-offline gpu-wheels lint typecheck clean distclean
+.PHONY: help venv oracle nvrtc peers lint-tools docs-tools docs docs-pages demo quick test test-openmpi bench-step gpu-check gpu-check-here gpu-check-offline gpu-wheels lint typecheck clean distclean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -56,6 +57,9 @@ docs-tools: $(call stamp,docs)
 
 demo: venv
 	@$(VENV)/bin/halograd demo --out demo
+
+quick: venv
+	@$(PY) tests/run_suite.py --quick $(SUITE)
 
 test: venv
 	@$(PY) tests/run_suite.py $(SUITE)

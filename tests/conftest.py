@@ -23,15 +23,11 @@ from hypothesis import settings
 from tests.harness.jobs import TEST_ENVIRONMENT
 from tests.harness.limits import TEST_LIMIT, scaled
 from tests.harness.plugin import RankPlugin, limit_of, quiet
-from tests.harness.record import HALF, Record
+from tests.harness.record import Record
 from tests.harness.sizes import sizes_in, sizes_of
 from tests.harness.watchdog import Watchdog
 
 SIZE = pytest.StashKey[int]()
-ROOT = Path(__file__).parent
-# Folders and files whose serial tests start programs.
-PROGRAMS = ("cli", "gpu", "harness", "jobs", "report", "test_demo.py", "test_docs.py", "test_examples.py")
-PROGRAMS += ("test_launch.py", "test_run_suite.py", "training")
 
 for _name, _value in TEST_ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)
@@ -72,10 +68,10 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the tests for this number of ranks, or for this half of the serial ones."""
+    """Keep the tests for this number of ranks, or the serial ones."""
     size = config.stash[SIZE]
     _check_marks(items)
-    wanted = [size in sizes_of(item) if size else not sizes_of(item) and _in_half(item) for item in items]
+    wanted = [size in sizes_of(item) if size else not sizes_of(item) for item in items]
     if not all(wanted):
         config.hook.pytest_deselected(items=[item for item, keep in zip(items, wanted) if not keep])
         items[:] = [item for item, keep in zip(items, wanted) if keep]
@@ -96,12 +92,6 @@ def _check_marks(items: list[pytest.Item]) -> None:
             named[item.path] = sizes_in(item.path.read_text(encoding="utf-8"))
         if not named[item.path].issuperset(sizes_of(item)):
             raise pytest.UsageError(f"{item.nodeid}: expected its marks for MPI in the text of its file, got none")
-
-
-def _in_half(item: pytest.Item) -> bool:
-    """Whether a serial test belongs to the half that this process is to run."""
-    half = os.environ.get(HALF)
-    return not half or (half == "programs") == (item.path.relative_to(ROOT).parts[0] in PROGRAMS)
 
 
 class SerialLimit:

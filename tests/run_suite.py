@@ -11,6 +11,7 @@ hangs is killed with all its ranks and counts as failed, with the tracebacks of 
     python tests/run_suite.py --runs 2,4 tests/comm   these tests, under 2 and 4 ranks only
     python tests/run_suite.py --runs serial -k box    other arguments go to pytest
     python tests/run_suite.py --slowest 20            the 20 files of each run that took longest
+    python tests/run_suite.py --quick                 a part of everything in less than a minute (``make quick``)
     python tests/run_suite.py --mpi openmpi           tests of communication, and a run that is killed, under Open MPI
 """
 
@@ -46,6 +47,27 @@ RUNS = ("serial", "1", "2", "3", "4", "6", "8")
 RUNS_OF_A_PART = ("serial", "2", "4")
 #: What some tests need, by the target of the Makefile that installs it.
 INSTALLED_BY = {"torch": "oracle", "vtk": "oracle", "tensorboard": "oracle", "onnx": "oracle", "mkdocs": "docs-tools"}
+#: Folders and files below ``tests`` whose serial tests start programs.
+PROGRAMS = ("cli", "gpu", "jobs", "report", "test_demo.py", "test_docs.py", "test_examples.py")
+PROGRAMS += ("test_launch.py", "test_run_suite.py", "training")
+#: What is run of each kind where there is a minute only.
+QUICK = {
+    "serial": (
+        "tests/dtensor/test_arithmetic.py",
+        "tests/layers/test_network.py",
+        "tests/layers/test_strategy.py",
+        "tests/layers/test_convolution.py",
+        "tests/kernels/test_pooling.py",
+        "tests/program",
+    ),
+    "2": (
+        "tests/dtensor/test_exchange.py",
+        "tests/layers/test_convolution.py",
+        "tests/training/test_executor.py",
+        "tests/training/test_trainer.py::test_steps",
+        "tests/training/test_combinations.py::test_as_one_process[0]",
+    ),
+}
 ENDED_WELL = (0, 5)  # exit codes of pytest: all passed, nothing was selected
 
 
@@ -72,11 +94,21 @@ def command(name: str, limit: float, arguments: list[str]) -> list[str]:
     return [find_mpiexec(), "-n", name, *pytest, "--with-mpi", "-m", "mpi", *arguments]
 
 
-def arguments_for(name: str, options: argparse.Namespace) -> list[str]:
+def arguments_for(name: str, half: str, options: argparse.Namespace) -> list[str]:
     """Those for pytest; under MPI the whole suite is the files that have tests for so many ranks."""
-    if name == "serial" or not options.whole:
+    if options.quick:
+        return [*options.arguments, *QUICK[name]]
+    if not options.whole or (name == "serial" and not half):
         return options.arguments
-    return [*options.arguments[:-1], *(files_for(int(name), options.directory / "tests") or ["tests"])]
+    tests = options.directory / "tests"
+    files = files_for(int(name), tests) if name != "serial" else files_of_half(half, tests)
+    return [*options.arguments[:-1], *(files or ["tests"])]
+
+
+def files_of_half(half: str, folder: Path) -> list[str]:
+    """Files and folders of the serial tests that start programs, or of the others."""
+    paths = [path for path in sorted(folder.iterdir()) if path.match("test_*.py") or any(path.rglob("test_*.py"))]
+    return [str(path) for path in paths if (path.name in PROGRAMS) == (half == "programs")]
 
 
 def execute(name: str, options: argparse.Namespace, folder: Path, half: str = "") -> Run:
@@ -86,10 +118,10 @@ def execute(name: str, options: argparse.Namespace, folder: Path, half: str = ""
     temporary.mkdir()
     mark = jobs.new_mark()
     extra = {record.VARIABLE: str(records), "PYTEST_DEBUG_TEMPROOT": str(temporary), "TMPDIR": str(temporary)}
-    extra |= {record.HALF: half, **jobs.bytecode(folder)}
+    extra |= jobs.bytecode(folder)
     begin = time.monotonic()
     process = subprocess.Popen(
-        command(name, options.test_limit, arguments_for(name, options)),
+        command(name, options.test_limit, arguments_for(name, half, options)),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         stdin=subprocess.DEVNULL,
@@ -116,8 +148,8 @@ def execute(name: str, options: argparse.Namespace, folder: Path, half: str = ""
 
 
 def execute_all(options: argparse.Namespace, folder: Path) -> list[Run]:
-    """Do all runs; those of the whole suite, and those under another MPI, in two lanes."""
-    if not (options.whole or options.mpi) or "serial" not in options.runs:
+    """Do all runs; those of the whole suite, of a part of it, and those under another MPI in two lanes."""
+    if not (options.whole or options.mpi or options.quick) or "serial" not in options.runs:
         return each(options.runs, options, folder)
     with ThreadPoolExecutor(1) as pool:
         if not options.whole:  # these programs wait a lot, too
@@ -199,8 +231,17 @@ def _judge(name: str, code: int, ended: str, outcomes: record.Outcomes, tail: de
     return run
 
 
-def summarize(runs: list[Run], slowest: int = 0) -> bool:
-    """Print failures, skip reasons, the table and the line of totals; return whether all is well."""
+def left_out(options: argparse.Namespace) -> str:
+    """What of the whole suite is not run where there is a minute only."""
+    files = {path.relative_to(ROOT) for path in (ROOT / "tests").rglob("test_*.py")}
+    named = {Path(test.partition("::")[0]) for name in options.runs for test in QUICK[name]}
+    others = [file for file in files if not named & {file, *file.parents}]
+    ranks = ", ".join(name for name in RUNS if name not in options.runs)
+    return f"left out: {len(others)} of {len(files)} files of tests, and the runs {ranks}; `make test` does all"
+
+
+def summarize(runs: list[Run], slowest: int = 0, note: str = "") -> bool:
+    """Print failures, skip reasons, the table, a note and the line of totals; return whether all is well."""
     print("\n" + "=" * 30 + " summary " + "=" * 30)
     reasons = sorted({text for run in runs for _, text in run.skips})
     for reason in reasons:
@@ -224,6 +265,8 @@ def summarize(runs: list[Run], slowest: int = 0) -> bool:
     if passed + failed == 0:
         print("expected at least one test, got none")
         failed = 1
+    if note:
+        print(f"\n{note}")
     print(f"\n{passed} passed, {failed} failed, {skipped} skipped", flush=True)
     return failed == 0
 
@@ -232,6 +275,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Options of this script; what it does not know is for pytest."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", help=f"comma-separated list of 'serial' and rank counts (default {','.join(RUNS)})")
+    parser.add_argument("--quick", action="store_true", help="a part of everything in less than a minute")
     parser.add_argument("--mpi", choices=sorted(mpi.INSTALLATIONS), help="in place of the environment's own")
     limits = "on an idle machine [s] (default %(default)g)"
     parser.add_argument("--limit", type=float, default=3600, help=f"wall-clock limit of a run {limits}")
@@ -240,13 +284,16 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--directory", type=Path, default=ROOT, help="where to run pytest (default: the repository)")
     options, options.arguments = parser.parse_known_args(arguments)
     installation = mpi.INSTALLATIONS.get(options.mpi)
-    options.runs = options.runs.split(",") if options.runs else list(RUNS_OF_A_PART if installation else RUNS)
+    every = QUICK if options.quick else RUNS_OF_A_PART if installation else RUNS
+    options.runs = options.runs.split(",") if options.runs else list(every)
     unknown = [name for name in options.runs if name != "serial" and not name.isdigit()]
     if unknown:
         parser.error(f"--runs: expected 'serial' or rank counts, got {unknown}")
     paths = [a for a in options.arguments if (options.directory / a.partition("::")[0]).exists()]
-    options.whole = not paths and installation is None
-    if not paths:
+    if options.quick and (paths or not QUICK.keys() >= set(options.runs)):
+        parser.error(f"--quick: expected no tests and no other runs than {','.join(QUICK)}; leave --quick out")
+    options.whole = not paths and installation is None and not options.quick
+    if not paths and not options.quick:
         options.arguments += ["tests"] if installation is None else installation.tests
     return options
 
@@ -264,7 +311,7 @@ def main() -> int:
     print(f"limits are {slowness():g} times those of an idle machine", flush=True)
     with tempfile.TemporaryDirectory(prefix="halograd-suite-", ignore_cleanup_errors=True) as folder:
         runs = execute_all(options, Path(folder))
-    return 0 if summarize(runs, options.slowest) else 1
+    return 0 if summarize(runs, options.slowest, left_out(options) if options.quick else "") else 1
 
 
 if __name__ == "__main__":

@@ -54,6 +54,13 @@ def test_nothing_is_installed_into_another_environment(clone, target, made_by):
     )
 
 
+@pytest.mark.parametrize("target, options", [("test", ""), ("quick", " --quick"), ("test-openmpi", " --mpi openmpi")])
+def test_what_runs_the_suite(clone, target, options):
+    other = environment(clone.parent / "other")
+    done, calls = make(clone, target, f"VENV={other}", "SUITE=-x")
+    assert done.returncode == 0 and calls == f"tests/run_suite.py{options} -x\n", done.stdout + done.stderr
+
+
 def test_another_environment_is_not_removed(clone):
     other = environment(clone.parent / "other", "/another/clone")
     done, _ = make(clone, "distclean", f"VENV={other}")

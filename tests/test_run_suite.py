@@ -89,6 +89,46 @@ def test_modules_are_compiled_once_for_all_processes(tmp_path, monkeypatch):
     assert jobs.bytecode(tmp_path) == {}, "beside the sources, as always"
 
 
+@pytest.mark.parametrize("name", runner.QUICK)
+def test_what_is_quick_is_there_and_selects_tests(name):
+    """pytest refuses a name that it does not find; of a file that is there it may select nothing."""
+    command = runner.command(name, LIMIT, ["--collect-only", *runner.QUICK[name]])
+    environment = jobs.job_environment(jobs.new_mark())
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for test in runner.QUICK[name]:
+        assert any(line.startswith(test) and "::" in line for line in done.stdout.splitlines()), test
+
+
+def test_a_part_of_the_suite_says_what_it_leaves_out(capsys):
+    options = runner.parse(["--quick"])
+    assert options.runs == list(runner.QUICK) and not options.whole
+    for name, tests in runner.QUICK.items():
+        assert runner.arguments_for(name, "", options) == [*tests]
+    assert runner.summarize([runner.Run("2", passed=1)], 0, runner.left_out(options))
+    *_, note, _, total = capsys.readouterr().out.splitlines()
+    assert total == "1 passed, 0 failed, 0 skipped"
+    files = list((ROOT / "tests").rglob("test_*.py"))
+    left, of, runs = re.fullmatch(r"left out: (\d+) of (\d+) files of tests, and the runs ([\d, ]+); .*", note).groups()
+    assert 0 < int(left) < int(of) == len(files)
+    assert runs.split(", ") == [name for name in runner.RUNS if name not in runner.QUICK]
+
+
+@pytest.mark.parametrize("more", [["tests/comm"], ["--runs", "3"]], ids=["tests", "runs"])
+def test_a_part_of_the_suite_is_given(more, capsys):
+    with pytest.raises(SystemExit):
+        runner.parse(["--quick", *more])
+    assert "--quick: expected no tests and no other runs than serial,2" in capsys.readouterr().err
+
+
+def test_serial_tests_are_in_one_half():
+    """Each of them, and the folders that are named exist."""
+    halves = [runner.files_of_half(half, ROOT / "tests") for half in ("programs", "rest")]
+    assert {Path(path).name for path in halves[0]} == set(runner.PROGRAMS)
+    for file in (ROOT / "tests").rglob("test_*.py"):
+        assert sum(Path(path) in (file, *file.parents) for half in halves for path in half) == 1, file
+
+
 def test_fault_on_one_rank_fails_the_test_and_the_next_one_runs(tmp_path):
     body = """
     @pytest.mark.mpi

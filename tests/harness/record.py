@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 VARIABLE = "HALOGRAD_TEST_RECORD"
-#: Which half of the serial tests to run, ``"programs"`` or ``"rest"``; all where it is empty.
-HALF = "HALOGRAD_TEST_HALF"
 
 
 class Record:
