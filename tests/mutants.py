@@ -30,8 +30,9 @@ from halograd.models import mesh
 from halograd.perfmodel.cost import buckets_of, memory_of, program_of
 from halograd.perfmodel.machine_parts import FOLDER
 from halograd.program.program import Target
-from halograd.training.build import make_network, make_schedule, make_strategy
+from halograd.training.build import make_network, make_strategy
 from halograd.training.config import load_config
+from halograd.training.schedules import make_schedule
 from tests.support.mutants import mutant
 
 #: Against mutants that hang, on the slowest machine [s].

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .metrics import Confusion, Counter
     from .optimizers import LARS, OPTIMIZERS, SGD, Adam, AdamW, Optimizer, OptimizerSettings
     from .run import apply, evaluate, train
-    from .schedules import Constant, Cosine, StepDecay, WarmUp
+    from .schedules import SCHEDULES, Constant, Cosine, Schedule, ScheduleSettings, StepDecay, TrainingSpan, WarmUp
     from .store import ParameterStore
     from .timeline import Timeline, write_trace
     from .trainer import Diverged, Trainer
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "LARS",
     "OPTIMIZERS",
+    "SCHEDULES",
     "SGD",
     "Adam",
     "AdamW",
@@ -39,12 +40,15 @@ __all__ = [
     "Optimizer",
     "OptimizerSettings",
     "ParameterStore",
+    "Schedule",
+    "ScheduleSettings",
     "Snapshot",
     "StepDecay",
     "Strategy",
     "Timeline",
     "Trainer",
     "TrainingProgress",
+    "TrainingSpan",
     "WarmUp",
     "apply",
     "evaluate",
@@ -63,7 +67,9 @@ _HOMES = {
     "metrics": ("Confusion", "Counter"),
     "optimizers": ("LARS", "OPTIMIZERS", "SGD", "Adam", "AdamW", "Optimizer", "OptimizerSettings"),
     "run": ("apply", "evaluate", "train"),
-    "schedules": ("Constant", "Cosine", "StepDecay", "WarmUp"),
+    "schedules": (
+        *("SCHEDULES", "Constant", "Cosine", "Schedule", "ScheduleSettings", "StepDecay", "TrainingSpan", "WarmUp"),
+    ),
     "store": ("ParameterStore",),
     "halograd.layers": ("Strategy",),
     "timeline": ("Timeline", "write_trace"),

@@ -25,9 +25,8 @@ from ..models import build
 from ..perfmodel.cost import buckets_of, memory_of, program_of
 from ..perfmodel.plans import Plan, is_plan
 from ..program.program import Target
-from .config import Config, DataConfig, ScheduleConfig, StrategyConfig
-from .optimizers import OPTIMIZERS, Optimizer, factors_of
-from .schedules import Constant, Cosine, Schedule, StepDecay, WarmUp
+from .config import Config, DataConfig, StrategyConfig
+from .optimizers import OPTIMIZERS, Optimizer, groups_of
 from .store import ParameterStore
 
 if TYPE_CHECKING:
@@ -41,7 +40,6 @@ __all__ = [
     "label_maps",
     "make_network",
     "make_optimizer",
-    "make_schedule",
     "make_strategy",
     "other_cuts",
     "weighted_targets",
@@ -243,29 +241,11 @@ def make_optimizer(config: Config, store: ParameterStore) -> Optimizer:
     """
     own, factors = config.optimizer, config.schedule.factors
     try:
-        factors_of(factors, store.network)
+        groups_of(factors, store.network)
     except ValueError as error:
         raise UserError(f"schedule.factors: {error}") from error
     make, settings = OPTIMIZERS[own.kind], {key: getattr(own, key) for key in type(own).model_fields}
     return make(store, factors=factors, average=config.training.average, **settings)
-
-
-def make_schedule(config: ScheduleConfig, epochs: int, steps_per_epoch: int) -> Schedule:
-    """Create the schedule of ``[schedule]``; epochs are converted to steps."""
-
-    def steps(count: float) -> int:
-        return max(1, round(count * steps_per_epoch))
-
-    warm_up = steps(config.warmup_epochs) if config.warmup_epochs > 0 else 0
-    schedule: Schedule = Constant(config.learning_rate)
-    if config.kind == "step":
-        milestones = sorted({steps(m) for m in config.milestones})
-        schedule = StepDecay(config.learning_rate, tuple(milestones), config.factor)
-    elif config.kind == "cosine":
-        schedule = Cosine(config.learning_rate, steps(epochs), config.final, warm_up)
-    if warm_up:
-        schedule = WarmUp(schedule, warm_up, config.warmup_start)
-    return schedule
 
 
 # -- cuts that fit ---------------------------------------------------------------------------------

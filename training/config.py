@@ -6,7 +6,6 @@ with the path of the key, the expected and the given value.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,7 +16,6 @@ from halograd.documents import is_one_line, parse_option, parse_toml, read_toml,
 from halograd.errors import UserError
 from halograd.registry import Chosen
 from halograd.schema import (
-    LARGEST,
     Below1,
     Count,
     FilePath,
@@ -36,6 +34,7 @@ from ..layers.strategy import CutField
 from ..perfmodel.machine_file import parse_quantity
 from .data_config import AugmentConfig, DataConfig
 from .optimizers import OPTIMIZERS, OptimizerSettings
+from .schedules import SCHEDULES, ScheduleSettings
 
 __all__ = [
     "AugmentConfig",
@@ -46,7 +45,6 @@ __all__ = [
     "OutputConfig",
     "ReductionConfig",
     "RunConfig",
-    "ScheduleConfig",
     "StrategyConfig",
     "TrainingConfig",
     "check_config",
@@ -54,7 +52,6 @@ __all__ = [
     "parse_config",
 ]
 
-Epochs = Annotated[NotNegative, Field(le=1e6)]
 Minutes = Annotated[NotNegative, Field(le=1e6)]
 
 
@@ -190,39 +187,6 @@ class ReductionConfig(Table):
         return Scheme(**self.model_dump(exclude=_TUNING))
 
 
-class ScheduleConfig(Table):
-    """``[schedule]``: the learning rate over the epochs; epochs may be fractions."""
-
-    kind: Literal["constant", "step", "cosine"] = "constant"
-    """Change of the learning rate: none; multiplied by `factor` at each of `milestones`; half a cosine from the end of
-    the warm-up to the end of training."""
-    learning_rate: Positive
-    """Learning rate after the warm-up."""
-    warmup_epochs: Epochs = 0.0
-    """Duration of the warm-up, in which the rate rises linearly."""
-    warmup_start: Below1 = 0.0
-    """Fraction of the rate at the beginning of the warm-up."""
-    milestones: Annotated[list[Annotated[Epochs, Field(gt=0)]], Field(max_length=100)] = Field(default_factory=list)
-    """Epochs at which the rate is multiplied by `factor`."""
-    factor: Positive = 0.1
-    """Factor that multiplies the rate at a milestone."""
-    final: NotNegative = 0.0
-    """Learning rate at the end of a cosine."""
-    factors: dict[Text, NotNegative] = Field(default_factory=dict)
-    """Factors that multiply the rate, by layer or pattern of layers: ``{"encoder/*" = 0.1}``. If several patterns
-    match, the last one applies."""
-
-    @model_validator(mode="after")
-    def _milestones(self) -> ScheduleConfig:
-        if self.kind == "step" and not self.milestones:
-            raise ValueError("milestones: expected the epochs at which the rate drops, got none")
-        if self.milestones != sorted(set(self.milestones)):
-            raise ValueError(f"milestones: expected rising epochs, got {self.milestones}")
-        if math.log10(self.learning_rate) + len(self.milestones) * math.log10(self.factor) > math.log10(LARGEST):
-            raise ValueError(f"factor: expected rates of at most {LARGEST:g} at all milestones, got {self.factor:g}")
-        return self
-
-
 class TrainingConfig(Table):
     """``[training]``: duration, batch size and precision of the training."""
 
@@ -347,7 +311,7 @@ class Config(Table):
     strategy: StrategyConfig = StrategyConfig()
     reduction: ReductionConfig = ReductionConfig()
     optimizer: Annotated[OptimizerSettings, Chosen(OPTIMIZERS)]
-    schedule: ScheduleConfig
+    schedule: Annotated[ScheduleSettings, Chosen(SCHEDULES, "constant")]
     training: TrainingConfig
     backend: BackendConfig = BackendConfig()
     output: OutputConfig

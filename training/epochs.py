@@ -14,19 +14,19 @@ import numpy as np
 
 from halograd.documents import bytes_text
 from halograd.errors import UserError
-from halograd.schema import build
 
 from ..data import Batch
 from ..layers.reduction_scheme import Scheme
 from .auto_reduction import Tuning, report_to
-from .build import make_optimizer, make_schedule
+from .build import make_optimizer
 from .checkpoint import CheckpointReader
 from .checkpoints import CheckpointFolder, Checkpoints
-from .config import Config, ScheduleConfig
+from .config import Config
 from .evaluation import Evaluation
 from .log import Entry, RunLog, read_log
 from .monitors import BestScore, Callback, LossWatch, is_defined
 from .pass_loss import STOP
+from .schedules import SCHEDULES, make_schedule
 from .session import Session
 from .signals import CHECKPOINTED, StopSignals
 from .step_times import StepTimes
@@ -121,7 +121,8 @@ class TrainingRun:
             return
         step, now = self.optimizer.step, self.trainer.learning_rate
         try:
-            schedule = build(ScheduleConfig, before["config"]["schedule"])
+            table = before["config"]["schedule"]
+            schedule = SCHEDULES.settings(table["kind"], table)
         except (KeyError, UserError):  # a log of another version
             return
         was = make_schedule(schedule, before["epochs"], before["steps_per_epoch"])(step)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ..layers import Network
     from .store import Bucket, ParameterStore
 
-__all__ = ["AVERAGE", "LARS", "OPTIMIZERS", "SGD", "Adam", "AdamW", "Optimizer", "OptimizerSettings", "factors_of"]
+__all__ = ["AVERAGE", "LARS", "OPTIMIZERS", "SGD", "Adam", "AdamW", "Optimizer", "OptimizerSettings", "groups_of"]
 
 
 #: Name of the state with moving averages of parameters; it is the last state.
@@ -67,8 +67,10 @@ class Optimizer:
         Settings of this optimizer.
     step
         Number of updates that have begun.
+    groups
+        Layers, or patterns of layers, with factors; first ``""``, all other layers.
     learning_rate
-        Learning rate of the current step.
+        Learning rate of the current step, of layers without a factor.
     gradient_scale
         Factor on all gradients of the current step (clipping).
 
@@ -112,9 +114,10 @@ class Optimizer:
             raise ValueError(f"average: expected a number in [0, 1), got {average!r}")
         if average:
             self.state_names = (*self.state_names, AVERAGE)
-        #: Factors by layer, where given; and the distinct factors, with a row of scalars each.
-        self._factor_of = factors_of(factors or {}, store.network)
-        self._factors = np.array(sorted({1.0, *self._factor_of.values()}))
+        self._group_of = groups_of(factors or {}, store.network)
+        #: Groups of layers with one learning rate each, and a row of scalars: first those without a factor.
+        self.groups: tuple[str, ...] = ("", *dict.fromkeys(self._group_of.values()))
+        self._factors = np.array([1.0, *((factors or {})[group] for group in self.groups[1:])])
         self.step, self.learning_rate = 0, 0.0
         self.gradient_scale: Any = 1.0
         self._device: Device = store.memory.device
@@ -149,11 +152,11 @@ class Optimizer:
         self._kernels = {id(bucket): list(self._kernels_of(bucket)) for bucket in self.store.buckets}
 
     def _kernels_of(self, bucket: Bucket) -> Iterator[Kernel]:
-        """Yield kernels that update this rank's part of a bucket, one per run of parameters with the same factor."""
+        """Yield kernels that update this rank's part of a bucket, one per run of parameters of one group."""
         own = self.store.owned(bucket)
-        for run, factor in self._runs(bucket):
+        for run, group in self._runs(bucket):
             part = slice(max(run.start, own.start), max(min(run.stop, own.stop), run.start, own.start))
-            scalars = self._scalars[int(np.searchsorted(self._factors, factor))]
+            scalars = self._scalars[self.groups.index(group)]
             arrays, average = self._bound(bucket, part, scalars)
             yield self.kernel(arrays)
             if average is not None:
@@ -161,15 +164,15 @@ class Optimizer:
                 given = UpdateArrays(average, arrays.p, (), scalars, whole, skip=arrays.skip)
                 yield self.store.memory.kernels.average(given)
 
-    def _runs(self, bucket: Bucket) -> list[tuple[slice, float]]:
-        """Return consecutive ranges of a bucket, each of whose layers have the same factor."""
-        starts: list[tuple[int, float]] = []
+    def _runs(self, bucket: Bucket) -> list[tuple[slice, str]]:
+        """Return consecutive ranges of a bucket, each of whose layers are of one group."""
+        starts: list[tuple[int, str]] = []
         for name, where in bucket.slices.items():
-            factor = self._factor_of.get(name.rpartition("/")[0], 1.0)
-            if not starts or starts[-1][1] != factor:
-                starts.append((where.start, factor))
+            group = self._group_of.get(name.rpartition("/")[0], "")
+            if not starts or starts[-1][1] != group:
+                starts.append((where.start, group))
         stops = [start for start, _ in starts[1:]] + [bucket.params.size]
-        return [(slice(start, stop), factor) for (start, factor), stop in zip(starts, stops)]
+        return [(slice(start, stop), group) for (start, group), stop in zip(starts, stops)]
 
     def _bound(self, bucket: Bucket, part: slice, scalars: Any) -> tuple[UpdateArrays, Any]:
         """Return the arrays of an update of part of a bucket, and its averages, if there are any."""
@@ -193,12 +196,21 @@ class Optimizer:
             own, first = self.store.owned(bucket), self._starts[id(bucket)]
             yield bucket, own, self._arrays[bucket.flat][-1][first + own.start : first + own.stop]
 
-    def begin_step(self, learning_rate: float, gradient_scale: Any = 1.0) -> None:
-        """Begin a step, after all updates of the previous one. The scale may be an array ``(1,)`` on the device."""
+    def begin_step(self, learning_rate: float | Sequence[float], gradient_scale: Any = 1.0) -> None:
+        """Begin a step, after all updates of the previous one.
+
+        Parameters
+        ----------
+        learning_rate
+            Of all groups, or of each of `groups`; factors multiply it.
+        gradient_scale
+            Factor on the gradients; it may be an array ``(1,)`` on the device.
+        """
         if not self.step:
             self.begin_averages()  # parameters may be read from a file after construction
         self.step += 1
-        self.learning_rate, self.gradient_scale = learning_rate, gradient_scale
+        self.learning_rate = learning_rate if isinstance(learning_rate, (int, float)) else learning_rate[0]
+        self.gradient_scale = gradient_scale
         pinned, sent = self._pinned[self.step % 2], self._sent[self.step % 2]
         if sent is not None:
             sent.wait()  # it was enqueued two steps ago
@@ -462,19 +474,19 @@ def _checked_names(kind: type[Optimizer], names: Any) -> tuple[str, ...]:
     return names
 
 
-def factors_of(factors: Mapping[str, float], network: Network) -> dict[str, float]:
-    """Return the factors on the learning rate by layer, from factors by pattern. Local.
+def groups_of(factors: Mapping[str, float], network: Network) -> dict[str, str]:
+    """Return the last matching pattern by layer, from factors by pattern. Local.
 
     Raises
     ------
     ValueError
         If a pattern matches no layer with parameters, or a factor is no finite number of at least 0.
     """
-    found: dict[str, float] = {}
+    found: dict[str, str] = {}
     for pattern, factor in factors.items():
         if not 0 <= factor < math.inf:
             raise ValueError(f"factors: expected a finite number >= 0 for {pattern!r}, got {factor!r}")
-        found |= dict.fromkeys(network.matching(pattern), float(factor))
+        found |= dict.fromkeys(network.matching(pattern), pattern)
     return found
 
 

@@ -135,6 +135,11 @@ class Trainer:
         """Learning rate of the next step."""
         return self.schedule(self.optimizer.step)
 
+    def _rates(self) -> list[float]:
+        """Return the learning rate of the next step by group of layers."""
+        groups = self.optimizer.groups[1:]
+        return [self.learning_rate, *(self.schedule(self.optimizer.step, group) for group in groups)]
+
     @property
     def loss_scale(self) -> float | None:
         return None if self._scaling is None else self._scaling.known
@@ -229,7 +234,7 @@ class Trainer:
             self.gradient_norm = norm = float(self._clip.norm)
             if not math.isfinite(norm):
                 raise self._diverged(f"the norm of the gradients is {norm}; lower schedule.learning_rate")
-        self.optimizer.begin_step(self.learning_rate, scale)
+        self.optimizer.begin_step(self._rates(), scale)
         return loss
 
     def _step_on_device(self, added: Sequence[PendingLoss]) -> PendingLoss:
@@ -246,7 +251,7 @@ class Trainer:
         if known is not None and not math.isfinite(known):
             raise self._diverged(f"the norm of the gradients was {known}; lower schedule.learning_rate")
         self.gradient_norm = None if self._clip is None else self._clip.norm
-        self.optimizer.begin_step(self.learning_rate, scale)
+        self.optimizer.begin_step(self._rates(), scale)
         if self._scaling is not None:
             self._scaling.adapt()
         assert self.executor.pass_loss.pending is not None

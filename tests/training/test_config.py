@@ -73,8 +73,8 @@ def test_file(tmp_path):
     assert load_config(path, ["training.batch=8"]).training.batch == 8
 
 
-WARMUP = "unknown key; expected one of kind, learning_rate, warmup_epochs, warmup_start, milestones, factor, final, "
-WARMUP += "factors; did you mean warmup_epochs or warmup_start?"
+WARMUP = "unknown key; expected one of kind, learning_rate, warmup_epochs, warmup_start, factors, milestones, "
+WARMUP += "factor, final; did you mean warmup_epochs or warmup_start?"
 ONE_OF_SGD = "kind, momentum, nesterov, weight_decay"
 
 BAD = [

@@ -4,9 +4,7 @@ import math
 
 import pytest
 
-from halograd.training.build import make_schedule
-from halograd.training.config import ScheduleConfig
-from halograd.training.schedules import Constant, Cosine, StepDecay, WarmUp
+from halograd.training.schedules import Constant, Cosine, DecaySettings, StepDecay, WarmUp, make_schedule
 
 
 def test_constant():
@@ -37,7 +35,7 @@ def test_warm_up_of_warm_up():
 
 
 def test_cosine_after_a_warm_up():
-    config = ScheduleConfig(kind="cosine", learning_rate=0.4, warmup_epochs=2, warmup_start=0.1, final=0.1)
+    config = DecaySettings(kind="cosine", learning_rate=0.4, warmup_epochs=2, warmup_start=0.1, final=0.1)
     rate = make_schedule(config, epochs=10, steps_per_epoch=2)
     assert [rate(s) for s in range(5)] == pytest.approx([0.13, 0.22, 0.31, 0.4, 0.4])
     assert rate(5) < rate(4) == max(map(rate, range(30)))
