@@ -1,4 +1,4 @@
-"""What only a GPU can show: checks marked `gpu`, and the program that runs them, each process apart, and keeps results.
+"""Checks that need a GPU, marked `gpu`, and the program that runs each in a process of its own and keeps the results.
 
 ``python -m halograd.gpucheck`` runs them part by part (:mod:`tests.gpu.parts`), ``pytest -m gpu`` the checks alone.
 """

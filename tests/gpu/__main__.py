@@ -1,4 +1,4 @@
-"""The same as ``python -m halograd.gpucheck``."""
+"""Entry point of ``python -m tests.gpu``, the same as ``python -m halograd.gpucheck``."""
 
 import sys
 

@@ -1,8 +1,8 @@
-"""``python -m halograd.gpucheck [PART ...]``: run parts of the GPU check, keep their results, print the table of them.
+"""The command ``python -m halograd.gpucheck [PART ...]``: it runs parts of the GPU check, keeps and prints the results.
 
-Results are appended to a file of JSON lines. What is recorded there is not run again: a call that was ended, by
-whatever, is repeated to go on. Exit code 0: all is well, or there is no GPU; 1: something failed; 3: the time of the
-call was over before the last check.
+Results are appended to a file of JSON lines. A check with a recorded result is not run again: after an interruption
+the user repeats the call to continue. Exit code 0: all checks passed, or there is no GPU; 1: a check failed; 3: the
+time of the call ended before the last check.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ WELL, FAILED, UNFINISHED = 0, 1, 3
 
 
 def parse(arguments: Sequence[str] | None, parts: Sequence[Part]) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     names = "\n".join(f"  {part.name:13} {part.question}" for part in parts)
     parser = argparse.ArgumentParser(
         prog="python -m halograd.gpucheck",
@@ -58,7 +58,7 @@ def parse(arguments: Sequence[str] | None, parts: Sequence[Part]) -> argparse.Na
 
 
 def main(arguments: Sequence[str] | None = None, parts: Sequence[Part] = PARTS) -> int:
-    """Run what the command line asks for; see the exit codes above."""
+    """Execute the command line; return one of the exit codes above."""
     given = parse(arguments, parts)
     results = Results(given.results.absolute())
     wanted = [part for part in parts if not given.parts or part.name in given.parts]
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None, parts: Sequence[Part] = PARTS) 
 
 
 def _prepare(given: argparse.Namespace, results: Results) -> int | None:
-    """Unpack wheels and look what is there; the exit code if nothing can be run."""
+    """Unpack wheels and check the requirements; return the exit code if nothing can be run."""
     if given.wheels is not None:
         try:
             said, environment = unpack(given.wheels)
@@ -108,12 +108,12 @@ def _prepare(given: argparse.Namespace, results: Results) -> int | None:
 
 
 def _limits() -> Mapping[str, str]:
-    """Environment by which all limits grow on a machine that is slow."""
+    """Return environment variables that lengthen all limits on a slow machine."""
     return {"HALOGRAD_TEST_SLOWNESS": f"{slowness():.2f}"}
 
 
 def _gpu_answers() -> str:
-    """What ``nvidia-smi`` says of the first GPU; empty if none answers."""
+    """Return the output of ``nvidia-smi`` for the first GPU; empty if there is none."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return ""
@@ -126,7 +126,7 @@ def _gpu_answers() -> str:
 
 
 def _facts(results: Results) -> dict[str, Any]:
-    """Versions and devices, recorded; what a process that died had to say, otherwise."""
+    """Record versions and devices and return them, or the last output of the process if it died."""
     command = [sys.executable, "-m", "tests.gpu.facts"]
     found: dict[str, Any] = {}
     try:

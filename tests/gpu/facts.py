@@ -1,4 +1,4 @@
-"""Versions and devices, as one JSON object: a program of its own, as the import of a library may end the process.
+"""Versions and devices as one JSON object, from a program of its own: the import of a library may end the process.
 
 ``python -m tests.gpu.facts``. Local.
 """
@@ -16,7 +16,7 @@ __all__ = ["commit", "facts", "missing"]
 
 
 def facts() -> dict[str, Any]:
-    """Versions of everything that results depend on; None for what is not there."""
+    """Return the versions of everything that results depend on; None for what is missing."""
     cupy, cudnn = _module("cupy"), _module("cudnn")
     return {
         "commit": commit(),
@@ -33,7 +33,7 @@ def facts() -> dict[str, Any]:
 
 
 def missing(found: dict[str, Any]) -> list[str]:
-    """What a check on a GPU needs and does not find."""
+    """Return the requirements of a GPU check that are missing."""
     lacks = []
     if found.get("cupy") is None:
         lacks.append("CuPy (pip install 'halograd[gpu]')")
@@ -47,7 +47,7 @@ def missing(found: dict[str, Any]) -> list[str]:
 
 
 def commit() -> str:
-    """Commit of the repository that this runs in, with a mark where files differ from it; empty without git."""
+    """Return the commit of this repository, with a mark if files differ from it; empty without git."""
     git = ["git", "-C", str(Path(__file__).resolve().parents[2])]
     try:
         head = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)

@@ -1,4 +1,4 @@
-"""The parts of the GPU check, in the order in which a device should be asked: what each stands on comes first.
+"""The parts of the GPU check, in the order in which to run them: each part comes after those that it depends on.
 
 The limits of the jobs of a part add up to less than eight minutes.
 """

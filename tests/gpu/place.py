@@ -1,4 +1,4 @@
-"""Where the tests of a GPU run: on its double everywhere, and on a GPU where one answers."""
+"""Choice of the device for GPU tests: the double everywhere, and a GPU if the machine has one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["PLACES", "gpu_count", "only_gpu"]
 
 @cache
 def gpu_count() -> int:
-    """Number of CUDA devices that the driver shows; no context is made."""
+    """Return the number of CUDA devices that the driver reports, without creating a context."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -29,6 +29,6 @@ PLACES: list[Any] = ["double", *([pytest.param("gpu", marks=pytest.mark.gpu)] if
 
 
 def only_gpu(test: Any) -> Any:
-    """Mark a test, or a whole file by ``pytestmark``, that has no double."""
+    """Mark a test, or a whole file by ``pytestmark``, that cannot run on the double."""
     skipped = pytest.mark.skipif(not gpu_count(), reason="needs a GPU")
     return skipped(pytest.mark.gpu(test))

@@ -1,7 +1,7 @@
-"""pytest plugin of one job of the GPU check: ``-p tests.gpu.recording``. Rank 0 writes, all ranks leave out the same.
+"""pytest plugin of one job of the GPU check, ``-p tests.gpu.recording``. Rank 0 writes; all ranks skip the same checks.
 
-A result is on the disk when the next check begins. After a failure the device is asked whether it still answers: an
-illegal address makes every later call fail, so that the process ends there and the rest begins in a new one.
+A result is on the disk when the next check begins. After a failure the plugin tests whether the device still works:
+an illegal address makes every later call fail, so that the process ends and a new one runs the remaining checks.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from tests.gpu.results import ABANDONED, JOB, RESULTS, SKIP, append
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Begin to record, where a job says where to."""
+    """Start to record if the job names a file for the results."""
     if RESULTS in os.environ:
         config.pluginmanager.register(Recording(config), "halograd-gpu-recording")
 
 
 class Recording:
-    """Writes the outcome of every test."""
+    """Hooks that write the outcome of every test."""
 
     def __init__(self, config: pytest.Config) -> None:
         rank = 0
@@ -85,7 +85,7 @@ class Recording:
 
 
 def _lost() -> str:
-    """Why the device answers no more; empty if it does, or was never used."""
+    """Return the reason why the device no longer works; empty if it works or was never used."""
     cupy = sys.modules.get("cupy")
     if cupy is None:
         return ""

@@ -1,8 +1,8 @@
 """Results of the GPU check: one JSON line per event, on the disk before the next check begins.
 
 ``{"begin": CHECK}`` before a check, ``{"check": CHECK, "status": ...}`` behind it, both with their part and job;
-``{"done": true}`` when a job has come to its end; ``{"facts": {...}}`` once per run. Whatever is killed, what was
-written stays: a line that was cut is skipped, and the next one begins on a line of its own.
+``{"done": true}`` when a job has come to its end; ``{"facts": {...}}`` once per run. A killed process loses no
+written result: a truncated line is skipped, and the next event begins on a line of its own.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BAD = ("failed", "crashed", "hung")
 
 
 def append(path: Path, **event: Any) -> None:
-    """Write one event as a line of its own; it is on the disk when this returns. Several processes may append."""
+    """Write one event as a line of its own and flush it to the disk. Several processes may append."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     try:
         size = os.fstat(handle).st_size
@@ -44,16 +44,16 @@ def append(path: Path, **event: Any) -> None:
 
 @dataclass
 class Result:
-    """One check.
+    """Result of one check.
 
     Attributes
     ----------
     status
         One of `STATES`.
     detail
-        What was found, or why not.
+        The finding, or the reason why there is none.
     seconds
-        What it took [s].
+        Duration [s].
     numbers
         Errors, times [s], bytes [B], rates, by name.
     """
@@ -69,12 +69,12 @@ class Result:
 
 
 class Results:
-    """A file of results, read once and appended to. Local.
+    """A file of results, which is read once and appended to. Local.
 
     Attributes
     ----------
     facts
-        Of the last run: versions and devices.
+        Versions and devices of the last run.
     """
 
     def __init__(self, path: Path) -> None:
@@ -87,7 +87,7 @@ class Results:
         self.refresh()
 
     def refresh(self) -> None:
-        """Read what was appended since."""
+        """Read the events that were appended since the last call."""
         if not self.path.exists():
             return
         with self.path.open("rb") as file:
@@ -122,7 +122,7 @@ class Results:
             self._forget(part, event["again"])
 
     def _forget(self, part: str, states: list[str]) -> None:
-        """What is to be done anew."""
+        """Remove the results that are to be repeated."""
         whole = set(states) == set(STATES)
         again = [key for key, result in self._found.items() if key[0] == part and result.status in states]
         jobs = {key for key in self._done if key[0] == part} if whole else {key[:2] for key in again}
@@ -133,19 +133,19 @@ class Results:
 
     # ------------------------------------------------------------------ what is known
     def all(self) -> Iterator[Result]:
-        """The last result of every check, in the order in which they were first made."""
+        """Return the last result of every check, in the order in which the checks were first made."""
         yield from self._found.values()
 
     def of(self, key: Key) -> list[Result]:
-        """The results of a job."""
+        """Return the results of a job."""
         return [result for result in self._found.values() if (result.part, result.job) == key]
 
     def done(self, key: Key) -> bool:
-        """Whether a job has come to its end."""
+        """Return whether a job has come to its end."""
         return key in self._done
 
     def unfinished(self, key: Key) -> dict[str, int]:
-        """Checks of a job that were begun and have no result, with the number of times."""
+        """Return the checks of a job that were begun and have no result, with the number of attempts."""
         return {check: n for (part, job, check), n in self._begun.items() if (part, job) == key}
 
     # ------------------------------------------------------------------ writing
@@ -161,5 +161,5 @@ class Results:
         return result
 
     def again(self, part: str, states: tuple[str, ...] = STATES) -> None:
-        """Let the checks of a part be done anew that have one of these states."""
+        """Mark the checks of a part that have one of these states to be repeated."""
         self.write(part=part, again=list(states))

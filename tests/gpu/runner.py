@@ -1,8 +1,8 @@
-"""Runs the jobs of a part: each a process of its own with a limit; what dies takes no other check with it.
+"""Runner of the jobs of a part: each is a process with a limit, and a crash affects no other check.
 
-Needs the standard library only: it runs before anything else is shown to work. A job is begun again behind a crash,
-without the checks that have a result, until it comes to its end. What the time of a call does not allow for is left for
-the next call, which goes on where this one was ended, by whatever.
+The runner needs the standard library only, as it runs before anything else is known to work. After a crash it starts
+the job again without the checks that have a result, until the job comes to its end. Checks for which a call has no time
+are left to the next call, which continues from the recorded results.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ class Job:
     Parameters
     ----------
     name
-        Within its part.
+        Name within the part.
     arguments
-        For pytest, or with `module` for that module, whose output is JSON lines.
+        Arguments of pytest, or of `module`, whose output is JSON lines.
     ranks
-        Of an MPI job; 0 for a process without MPI.
+        Number of ranks of an MPI job; 0 for a process without MPI.
     seconds
-        Limit [s]; that of one check is half of it.
+        Limit [s]; the limit of one check is half of it.
     module
-        Other than pytest.
+        Module to run in place of pytest.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Job:
     module: str = ""
 
     def command(self, python: str = sys.executable) -> list[str]:
-        """Command line."""
+        """Return the command line."""
         if self.module:
             run = [python, "-m", self.module, *self.arguments]
         else:
@@ -81,18 +81,18 @@ class Part:
 
 
 class Runner:
-    """Runs parts, as long as the time of this call lasts.
+    """Runner of parts, within the time of this call.
 
     Parameters
     ----------
     results
-        Where events go.
+        Destination of the events.
     seconds
-        Of this call [s]; nothing runs longer.
+        Time of this call [s]; no job runs longer.
     environment
-        For all jobs, beside their own.
+        Variables for all jobs, in addition to their own.
     say
-        Takes every line for the terminal.
+        Function that prints a line on the terminal.
     """
 
     def __init__(
@@ -109,11 +109,11 @@ class Runner:
 
     @property
     def seconds_left(self) -> float:
-        """Time of this call [s]."""
+        """Return the remaining time of this call [s]."""
         return self._deadline - time.monotonic()
 
     def run(self, part: Part) -> bool:
-        """Run what a part lacks; whether it is complete."""
+        """Run the jobs of a part that are incomplete; return whether the part is complete."""
         self._say(f"== {part.name}: {part.question}")
         complete = True
         for job in part.jobs:
@@ -125,7 +125,7 @@ class Runner:
         return complete
 
     def _complete(self, part: str, job: Job) -> bool:
-        """Run a job until it has come to its end; False if the time does not allow for that."""
+        """Run a job until it has come to its end; return False if the time is too short."""
         key = (part, job.name)
         crashes = 0
         while True:
@@ -153,9 +153,9 @@ class Runner:
                 self._tell([self._add(key, check, "hung", text)])
 
     def _once(self, key: tuple[str, str], job: Job) -> str:
-        """Run a job once; how it ended: a text, or ``"late"`` if the time of the call was over.
+        """Run a job once; return how it ended as a text, or ``"late"`` if the time of the call was over.
 
-        One that was killed at its limit, and has made progress, goes on where it was: no check of it is to blame.
+        A job that was killed at its limit after some progress continues from there: none of its checks is at fault.
         """
         limit = min(job.seconds, self.seconds_left)
         own = job.seconds <= limit  # else this call ends, and it was not the job's fault
@@ -186,7 +186,7 @@ class Runner:
         return ended
 
     def _blame(self, key: tuple[str, str], code: int | None, text: str, before: set[str]) -> None:
-        """Record what was under way when the process died, be it its own end."""
+        """Record the check that was running when the process died, or the end of the process itself."""
         if self.results.done(key):
             if code not in (0, 1, 2, 5):  # of pytest: tests have run, cannot be collected, or there was none left
                 self._add(key, "end of the process", "crashed", text)
@@ -201,7 +201,7 @@ class Runner:
         return self.results.add(Result(*key, check, status, detail, commit=self._commit))
 
     def _tell(self, found: Sequence[Result]) -> None:
-        """Say what was measured, and what is not ok, the first few."""
+        """Print the measured values and the first few failures."""
         told = [result for result in found if result.status == "ok" and result.numbers]
         wrong = [result for result in found if result.status != "ok"]
         for result in [*told, *wrong[:MOST_LINES]]:
@@ -225,7 +225,9 @@ class Runner:
     def _wait(
         self, process: subprocess.Popen[bytes], mark: str, limit: float, about: Mapping[str, str] | None
     ) -> tuple[int | None, str]:
-        """Exit code, None if it was killed at its limit, and the last lines; all its processes have ended."""
+        """Return the exit code, None if the job was killed at its limit, and its last lines; all its processes have
+        ended.
+        """
         tail: deque[str] = deque(maxlen=15)
         reader = threading.Thread(target=self._read, args=(process, tail, about), daemon=True)
         reader.start()
@@ -242,7 +244,7 @@ class Runner:
         return code, "\n".join(tail)
 
     def _read(self, process: subprocess.Popen[bytes], tail: deque[str], about: Mapping[str, str] | None) -> None:
-        """Keep what a job prints, and the results among it."""
+        """Keep the output of a job, and the results in it."""
         assert process.stdout is not None
         with self._log.open("a", encoding="utf-8") as log:
             for raw in process.stdout:
@@ -257,7 +259,7 @@ class Runner:
 
 
 def _event(line: str) -> dict[str, object] | None:
-    """What a line of a module says, None if it is some other output."""
+    """Parse a line of a module's output; return None if it is not an event."""
     try:
         event = json.loads(line)
     except json.JSONDecodeError:
@@ -266,7 +268,7 @@ def _event(line: str) -> dict[str, object] | None:
 
 
 def _ending(code: int) -> str:
-    """How a process ended, in words."""
+    """Describe in words how a process ended."""
     number = -code if code < 0 else code - 128
     try:
         return f"ended by {signal.Signals(number).name}"

@@ -1,4 +1,6 @@
-"""One tool of compute-sanitizer over a small step, as JSON lines. ``python -m tests.gpu.sanitize memcheck``"""
+"""One tool of compute-sanitizer over a small step, with results as JSON lines: ``python -m tests.gpu.sanitize
+memcheck``.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,14 @@ _FOUND = re.compile(r"^=+ (.*(?:Invalid|Race|hazard|Error|Barrier|leak|Uninitial
 
 
 def find() -> str | None:
-    """The program, on the PATH or in a toolkit."""
+    """Return the path of compute-sanitizer, on PATH or in a CUDA toolkit."""
     folders = [os.environ.get("CUDA_HOME", ""), os.environ.get("CUDA_PATH", ""), PLACE]
     beside = [Path(folder, "bin", "compute-sanitizer") for folder in folders if folder]
     return shutil.which("compute-sanitizer") or next((str(path) for path in beside if path.exists()), None)
 
 
 def sanitize(tool: str, program: Sequence[str] = PROGRAM) -> dict[str, object]:
-    """The result of one tool."""
+    """Run one tool and return its result."""
     found = find()
     if found is None:
         return {"check": tool, "status": "missing", "detail": "needs compute-sanitizer of the CUDA toolkit"}
@@ -46,7 +48,7 @@ def sanitize(tool: str, program: Sequence[str] = PROGRAM) -> dict[str, object]:
 
 
 def main() -> int:
-    """One result per tool."""
+    """Print one result per tool."""
     for tool in sys.argv[1:]:
         print(json.dumps({"begin": tool}), flush=True)
         print(json.dumps(sanitize(tool)), flush=True)

@@ -1,4 +1,4 @@
-"""A producer that takes long, and messages behind it: what they carry is what it has written."""
+"""A slow producer and messages that follow it: the messages must carry the values that it has written."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Slow:
 
 
 def reused_message(kernels: Backend, comm: Communicator) -> None:
-    """A redistribution from rows to columns, again and again, without waiting in between."""
+    """Repeat a redistribution from rows to columns without a wait between the repetitions."""
     slow, size, shape = Slow(kernels), comm.size, (1, 4 * comm.size, 4 * comm.size, 16)
     rows, columns = Layout.blocks(shape, {"height": size}, size), Layout.blocks(shape, {"width": size}, size)
     source = kernels.zeros(rows.boxes[comm.rank].shape, "float32")

@@ -1,4 +1,4 @@
-"""Two training steps of small networks on a GPU: what compute-sanitizer looks at. ``python -m tests.gpu.small_step``"""
+"""Two training steps of small networks on a GPU, for compute-sanitizer: ``python -m tests.gpu.small_step``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Every network once, in float32 and in bfloat16, with other optimizers."""
+    """Train every network in float32 and in bfloat16, with different optimizers."""
     with Communicator(MPI.COMM_SELF) as comm, get_backend("cudnn") as kernels:
         for dtype, optimizer in (("float32", LARS), ("bfloat16", AdamW)):
             for make in NETWORKS.values():

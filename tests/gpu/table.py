@@ -1,4 +1,4 @@
-"""The table of docs/gpu.md from the results: what was checked, what failed, and what was measured."""
+"""The table of docs/gpu.md from the results: checks made, failures and measured values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["table"]
 
 
 def table(results: Results, parts: Sequence[Part]) -> str:
-    """Markdown: counts per part, what went wrong, and the numbers."""
+    """Return Markdown: counts per part, failures, and measured values."""
     everything = list(results.all())
     facts = results.facts
     devices = facts.get("devices") or [{}]
@@ -42,7 +42,7 @@ def _row(part: Part, found: Sequence[Result]) -> str:
 
 
 def _grouped(wrong: Sequence[Result]) -> Iterator[str]:
-    """A line for all checks of a job that ended alike, which names the first."""
+    """Return one line for all checks of a job with the same outcome, which names the first."""
     groups: dict[tuple[str, str, str, str], list[Result]] = {}
     for result in wrong:
         why = " ".join(result.detail.strip().splitlines()[-1:])[:300]

@@ -1,4 +1,4 @@
-"""Graphs: passes of small networks that are replayed compute what the same passes compute one kernel at a time."""
+"""Tests of CUDA graphs: replayed passes of small networks give the results of passes kernel by kernel."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STEPS = 6  # three of them replayed
 
 @pytest.fixture(scope="module", params=PLACES)
 def kernels(request) -> Iterator[Backend]:
-    """On the double, whose graphs repeat what they recorded, and on a GPU."""
+    """Fixture: kernels of the double, whose graphs repeat what they recorded, and of a GPU."""
     with FakeBackend() if request.param == "double" else get_backend("cudnn", deterministic=True) as backend:
         yield backend
 
@@ -27,7 +27,7 @@ def kernels(request) -> Iterator[Backend]:
 @only_gpu
 @pytest.mark.parametrize("what", ["convolution", "dense", "copy and sum"])
 def test_operations(what):
-    """Alone, before whole networks: cuDNN, cuBLAS, CuPy."""
+    """Single operations of cuDNN, cuBLAS and CuPy are captured, before whole networks are."""
     with get_backend("cudnn") as k:
         x, y = (k.device.array(np.arange(2 * 6 * 6 * 8).reshape(2, 6, 6, 8) / 100.0, "float32") for _ in range(2))
         if what == "convolution":

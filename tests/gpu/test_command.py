@@ -1,4 +1,4 @@
-"""The command of the GPU check: with a stub of ``nvidia-smi``, without a GPU, and what its parts select."""
+"""Tests of the command of the GPU check: with a stub of ``nvidia-smi``, without a GPU, and the choice of parts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FOUND = {"cupy": "14.2.0", "cudnn frontend": "1.26.0", "cudnn": 91900, "devices"
 
 @pytest.fixture
 def smi(tmp_path, monkeypatch):
-    """A stub of ``nvidia-smi`` that says this and ends with this code; without it there is none."""
+    """Install a stub of ``nvidia-smi`` with this output and exit code, or hide the program."""
 
     def put(text="GPU 0: NVIDIA H100 (UUID: GPU-5)", code=0):
         path = tmp_path / "bin" / "nvidia-smi"
@@ -41,7 +41,7 @@ def smi(tmp_path, monkeypatch):
 
 @pytest.fixture
 def call(tmp_path, monkeypatch, capsys):
-    """Call the command with what a machine has; gives exit code, output and results."""
+    """Call the command on a machine with these properties; return exit code, output and results."""
 
     def go(*arguments, found=None, parts=()):
         if found is not None:
@@ -68,7 +68,9 @@ def test_without_a_gpu_it_says_what_is_missing_and_succeeds(smi, call):
 
 @pytest.mark.parametrize("lacks", ["cupy", "cudnn frontend", "cudnn", "devices"])
 def test_a_gpu_that_answers_where_something_is_missing_is_a_failure(smi, call, lacks):
-    """All skipped, and green: so it was where the wheel of the front end was not there."""
+    """A GPU with a missing requirement is a failure: without a wheel of the front end all checks would be skipped
+    silently.
+    """
     smi()
     code, said, results = call(found={**FOUND, lacks: None}, parts=PARTS)
     (result,) = results.all()
@@ -123,7 +125,7 @@ DRIVER = "int cuInit(unsigned f) { return 0; }\nint cuDeviceGetCount(int* n) { *
 
 @pytest.fixture(scope="module")
 def collected(tmp_path_factory) -> dict[int, list[str]]:
-    """All checks marked `gpu` by number of ranks, as collected where a driver shows one GPU; the driver is a stub."""
+    """Return all checks marked `gpu` by number of ranks, as collected with a stub of a driver that shows one GPU."""
     if shutil.which("gcc") is None:
         pytest.skip("needs gcc for the stub of a driver")
     folder = tmp_path_factory.mktemp("driver")
@@ -146,7 +148,7 @@ def collected(tmp_path_factory) -> dict[int, list[str]]:
 
 
 def selected(job: Job, names: list[str]) -> list[str]:
-    """What pytest would run of these."""
+    """Return the checks of these that pytest would run."""
     arguments = list(job.arguments)
     chosen = Expression.compile(arguments[arguments.index("-k") + 1]) if "-k" in arguments else None
     files = tuple(a for a in arguments if a.endswith(".py"))

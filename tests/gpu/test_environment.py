@@ -1,4 +1,4 @@
-"""What everything else on a GPU stands on: libraries that load and belong together, a driver, MPI that starts ranks."""
+"""Tests of the requirements on a GPU: libraries that load and match, a driver, and an MPI that starts ranks."""
 
 import re
 from pathlib import Path
@@ -32,7 +32,8 @@ def test_versions_are_those_that_were_examined():
 
 @only_gpu
 def test_one_library_of_each_is_loaded(record_property):
-    """torch and CuPy may bring a cuDNN each: which one answers would hang on the order of imports."""
+    """Only one cuDNN is loaded: torch and CuPy may each contain one, and the import order would decide which is used.
+    """
     from halograd.kernels import get_backend
 
     with get_backend("cudnn") as backend:
@@ -47,7 +48,7 @@ def test_one_library_of_each_is_loaded(record_property):
 
 @only_gpu
 def test_the_properties_of_the_device_are_kept(record_property):
-    """What cuDNN plans by: tests/kernels/cudnn/planning.py makes do with a description written by hand."""
+    """The properties by which cuDNN plans are recorded: tests/kernels/cudnn/planning.py has a description by hand."""
     import cudnn
 
     found = cudnn.create_device_properties(0).serialize()
@@ -85,7 +86,7 @@ def test_two_ranks_start_on_one_gpu(record_property):
 
 @only_gpu
 def test_the_compute_stream_is_current_behind_any_other():
-    """CuPy goes back to the null stream behind ``with stream:``, its own too, and forgets what was used."""
+    """The compute stream is current after any other: CuPy returns to the null stream after ``with stream:``."""
     import cupy
 
     from halograd.device.cupy import cupy_device

@@ -1,4 +1,4 @@
-"""Every kernel of a backend against NumPy's in float64: on the double, and on a GPU in every precision.
+"""Tests of every kernel of a backend against NumPy's in float64: on the double, and on a GPU in every precision.
 
 Convolutions of all geometries against direct loops: tests/kernels/cudnn/test_on_gpu.py. Our own kernels alone, losses
 and optimizers among them: tests/kernels/cuda.
@@ -35,9 +35,9 @@ PRECISIONS = {"double": ("strict", "float16", "bfloat16"), "gpu": ("strict", "tf
 
 
 class Pair:
-    """The same kernels on the backend and in float64 on the host: arrays by name on both sides.
+    """The same kernels on the backend and in float64 on the host, with arrays by name on both sides.
 
-    What goes in is rounded to the dtype first, so that errors are the kernel's own.
+    Inputs are rounded to the dtype first, so that all errors are the kernel's own.
     """
 
     def __init__(self, backend: Backend, reference: Backend, dtype: np.dtype, bound: float) -> None:
@@ -47,14 +47,14 @@ class Pair:
         self.there: dict[str, Any] = {}
 
     def draw(self, name: str, shape: tuple[int, ...], dtype: Any = None, low: float | None = None) -> None:
-        """Random numbers, normal or uniform from `low` on."""
+        """Draw random numbers, normal or uniform from `low` on."""
         values = self._random.standard_normal(shape) if low is None else self._random.uniform(low, low + 1, shape)
         array = self.backend.empty(shape, dtype or self.dtype)
         self.backend.device.assign(array, values.astype(array.dtype))
         self.there[name], self.here[name] = array, values.astype(array.dtype).astype(np.float64)
 
     def room(self, name: str, shape: tuple[int, ...], dtype: Any = None) -> None:
-        """An output, NaN until it is written."""
+        """Allocate an output filled with NaN."""
         array = self.backend.empty(shape, dtype or self.dtype)
         array.fill(np.nan)
         self.there[name], self.here[name] = array, np.full(shape, np.nan)
@@ -179,7 +179,7 @@ def _dense(p: Pair, samples: int, features: int, units: int, gradients: str | No
 
 
 def checks() -> Iterator[tuple[str, Callable[[Pair], None]]]:
-    """Name and body of every check."""
+    """Yield name and body of every check."""
     for case in CASES[::6]:
         yield f"convolution {case}", partial(_convolution, case=case)
         yield f"convolution {case}, dw float32", partial(_convolution, case=case, gradients="float32")
@@ -212,7 +212,7 @@ CHECKS = dict(checks())
     ],
 )
 def opened(request) -> Iterator[tuple[Backend, str]]:
-    """A backend and how it computes; opened once per file."""
+    """Open a backend and its precision once per file."""
     place, precision = request.param
     backend = FakeBackend() if place == "double" else get_backend("cudnn", precision=_mode(precision))
     with backend:
@@ -237,7 +237,7 @@ def test_kernel(opened, name):
 
 @only_gpu
 def test_denormals_of_float32_are_zero():
-    """As docs/gpu.md says; were they kept, it could say more."""
+    """Kernels flush denormals of float32 to zero, as docs/gpu.md says."""
     with get_backend("cudnn") as backend:
         small = backend.device.array([1e-40, -1e-40, 2e-38], "float32")
         y = backend.zeros((3,), "float32")

@@ -1,7 +1,7 @@
-"""Arrays of more than 2^31 elements: offsets that do not fit into 32 bits, in cuDNN and in our own kernels.
+"""Tests with arrays of more than 2^31 elements, whose offsets do not fit into 32 bits, in cuDNN and in our own kernels.
 
-Zero but for some windows, at both ends and where 32 bits end: so that all else must stay zero, and the windows can be
-computed by NumPy, each alone.
+The arrays are zero except in some windows, at both ends and at element 2^31. All other elements of the result must
+be zero, and NumPy computes each window alone.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SIZES = {"double": (40, 4), "gpu": (8192, 64)}
 
 @pytest.fixture(scope="module", params=["double", *[pytest.param("gpu", marks=pytest.mark.gpu)] * bool(gpu_count())])
 def large(request) -> Iterator[tuple[Backend, np.ndarray, Any, Any]]:
-    """A backend, weights, and two arrays (1, extent, extent, channels) in bfloat16."""
+    """Fixture: a backend, weights, and two arrays (1, extent, extent, channels) in bfloat16."""
     extent, channels = SIZES[request.param]
     with FakeBackend() if request.param == "double" else get_backend("cudnn") as kernels:
         memory = kernels.device.memory()
@@ -38,7 +38,8 @@ def large(request) -> Iterator[tuple[Backend, np.ndarray, Any, Any]]:
 
 
 def windows(extent: int) -> list[tuple[slice, slice]]:
-    """Rows and columns of each window with what is around it: corners, and the middle, where element 2^31 is."""
+    """Return rows and columns of each window with its surroundings: the corners, and the middle, where element 2^31 is.
+    """
     places = [(0, 0), (extent // 2 - 3, 0), (extent // 2 - 3, extent - WINDOW), (extent - WINDOW, extent - WINDOW)]
     return [
         (
@@ -50,7 +51,7 @@ def windows(extent: int) -> list[tuple[slice, slice]]:
 
 
 def put(kernels: Backend, array: Any, seed: int) -> list[np.ndarray]:
-    """Zero an array but for its windows; their values, zeros around them included."""
+    """Set an array to zero except in its windows; return their values with the zeros around them."""
     array.fill(0)
     extent, found = array.shape[1], []
     random = np.random.default_rng(seed)
@@ -66,7 +67,7 @@ def put(kernels: Backend, array: Any, seed: int) -> list[np.ndarray]:
 
 
 def check(kernels: Backend, array: Any, expected: list[np.ndarray]) -> None:
-    """The windows are as expected, and nothing else was written."""
+    """Check that the windows have the expected values and that all other elements are zero."""
     nonzero = 0
     for (rows, columns), want in zip(windows(array.shape[1]), expected):
         got = kernels.device.to_host(array[:, rows, columns]).astype(np.float64)
@@ -80,7 +81,7 @@ def check(kernels: Backend, array: Any, expected: list[np.ndarray]) -> None:
 
 
 def reference(name: str, *arrays: np.ndarray) -> np.ndarray:
-    """One window by NumPy in float64: what is around it is zero, as is what NumPy pads with."""
+    """Compute one window with NumPy in float64; the elements around it are zero, as is NumPy's padding."""
     with get_backend("numpy") as numpy:
         out = np.zeros(arrays[0].shape if name != "conv_backward_filter" else _weights(arrays[0]))
         if name == "conv_backward_filter":

@@ -1,6 +1,6 @@
-"""Layers and training under several ranks by staged messages, and races between streams, copies and messages.
+"""Tests of layers and training on several ranks with staged messages, and of races of streams, copies and messages.
 
-On the double, and with 1, 2 and 4 ranks on one GPU. Collective.
+They run on the double, and with 1, 2 and 4 ranks on one GPU. Collective.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ CUTS = list(grids(SIZE, ("sample", "height", "width")))
 
 
 def text(parts: Mapping[str, int]) -> str:
-    """``1x2x1``"""
+    """Return a cut as text, such as ``1x2x1``."""
     return "x".join(str(n) for n in parts.values())
 
 
@@ -67,7 +67,7 @@ def text(parts: Mapping[str, int]) -> str:
     ],
 )
 def opened(request) -> Iterator[tuple[Backend, Communicator]]:
-    """Kernels and a communicator whose messages go by the host."""
+    """Open kernels and a communicator whose messages go through the host."""
     with Communicator(MPI.COMM_WORLD) as comm:
         kernels = FakeBackend() if request.param == "double" else open_kernels(BackendConfig(kernels="cudnn"), comm)
         with kernels:
@@ -77,7 +77,7 @@ def opened(request) -> Iterator[tuple[Backend, Communicator]]:
 @pytest.mark.parametrize("parts", CUTS, ids=text)
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers(opened, name, parts):
-    """Output and gradients against NumPy under the same cut."""
+    """Outputs and gradients are those of NumPy under the same cut."""
     kernels, comm = opened
     make, inputs = LAYERS[name]
     shapes = [(9, 8, 4)] * inputs
@@ -94,13 +94,13 @@ def test_layers(opened, name, parts):
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_training(opened, dtype, name, parts):
-    """Losses of some steps against NumPy's under the same cut."""
+    """Losses of some steps are those of NumPy under the same cut."""
     compare_losses(*opened, dtype, name, parts)
 
 
 @pytest.mark.parametrize("name", ["mesh", "resnet"])
 def test_graphs(opened, name):
-    """Between messages, in the steps behind the third."""
+    """Steps after the third replay graphs between messages."""
     compare_losses(*opened, "float32", name, {"height": SIZE}, steps=STEPS)
 
 
@@ -118,7 +118,7 @@ def compare_losses(
     optimizer: str = "sgd",
     steps: int | None = None,
 ) -> None:
-    """Raise unless the losses are NumPy's, as far as `dtype` allows; of so many `steps`, if given, by graphs."""
+    """Raise unless the losses are NumPy's, up to the precision of `dtype`, with this number of `steps` by graphs."""
     network = NETWORKS[name]()
     with get_backend("numpy") as reference:
         expected, *_ = train(network, comm, reference, parts, optimizer, steps=steps or STEPS)
@@ -147,7 +147,7 @@ def test_messages_behind_a_slow_producer(opened):
 
 @pytest.mark.ranks(1, 2)
 def test_races_are_found(monkeypatch):
-    """A device whose uploads ahead are never waited for, and one whose downloads are not."""
+    """The test finds devices whose uploads ahead, or whose downloads, are never awaited."""
     with FakeBackend() as kernels, Communicator(MPI.COMM_WORLD) as comm:
         monkeypatch.setattr(kernels.device, "join", lambda ticket: None)
         monkeypatch.setattr(kernels.device, "arrive", lambda ticket: None)

@@ -1,4 +1,4 @@
-"""Results on disk: what is read back after any end, and the table of it."""
+"""Tests of results on disk after an interruption at any point, and of their table."""
 
 import json
 

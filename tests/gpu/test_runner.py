@@ -1,4 +1,5 @@
-"""Jobs that crash, hang, lose their device or are killed: what is recorded, and what goes on behind it."""
+"""Tests of jobs that crash, hang, lose their device or are killed: the recorded results and the checks that still run.
+"""
 
 import json
 import os
@@ -22,7 +23,7 @@ PREFACE = "import os, signal, sys, time, pytest\npytestmark = pytest.mark.gpu\n"
 
 @pytest.fixture
 def checks(tmp_path):
-    """Write a file of checks; gives a job of it."""
+    """Write a file of checks; return a job of it."""
 
     def write(text, name="job", **options):
         path = tmp_path / f"test_{name.replace(' ', '_')}.py"
@@ -34,7 +35,7 @@ def checks(tmp_path):
 
 @pytest.fixture
 def run(tmp_path):
-    """Run jobs; gives the status of every check, and the results."""
+    """Run jobs; return the status of every check, and the results."""
 
     def go(*some, seconds=10 * LIMIT, path=tmp_path / "r.jsonl"):
         results = Results(path)
@@ -46,7 +47,7 @@ def run(tmp_path):
 
 
 def test_a_crash_costs_one_check(checks, run, tmp_path):
-    """An abort, an illegal address and a failure, and all that is between and behind them; what is known is not run."""
+    """An abort, an illegal address and a failure each cost one check; checks with a result are not run again."""
     job = checks("""
         def test_a(record_property):
             open(os.environ["COUNT"], "a").write("a")
@@ -76,7 +77,7 @@ def test_a_crash_costs_one_check(checks, run, tmp_path):
 
 
 def test_a_job_that_hangs_is_killed_and_the_rest_is_run(checks, run, tmp_path, monkeypatch):
-    """Its limit is made to come when the check hangs, whatever the time is."""
+    """The runner kills a job that hangs and runs its other checks; the limit expires when the check hangs."""
     here = tmp_path / "here"
     job = checks(
         """
@@ -107,7 +108,7 @@ def test_a_job_that_hangs_is_killed_and_the_rest_is_run(checks, run, tmp_path, m
 
 
 def test_a_device_that_answers_no_more_ends_its_process(checks, run):
-    """As an illegal address does: every call of CUDA fails from then on, also in checks that are right."""
+    """A lost device ends the process: after an illegal address every call of CUDA fails, also in correct checks."""
     job = checks("""
         class Runtime:
             lost = False
@@ -130,7 +131,9 @@ def test_a_job_that_cannot_begin_is_given_up(checks, run, monkeypatch):
 
 
 def test_a_crash_at_the_end_is_one_too(checks, run):
-    """As where a library of CUDA or MPI is torn down: every check was right."""
+    """A crash after the last check, while a library of CUDA or MPI is unloaded, is recorded although every check
+    passed.
+    """
     job = checks("""
         def test_a():
             import atexit
@@ -220,7 +223,9 @@ sys.exit(not Runner(Results(Path(sys.argv[1])), 1e6).run(Part("part", "?", (job,
 
 
 def test_killed_at_random_times_it_goes_on(checks, tmp_path):
-    """Nothing that is recorded is run again, nothing is lost, no process is left. HALOGRAD_GPU_KILLS: how often."""
+    """After kills at random times no result is lost or made twice, and no process is left. HALOGRAD_GPU_KILLS: their
+    number.
+    """
     kills = int(os.environ.get("HALOGRAD_GPU_KILLS", "4"))
     count = 3 * kills
     job = checks("\n".join(f"def test_{i}(): time.sleep(0.02)" for i in range(count)))

@@ -1,4 +1,4 @@
-"""compute-sanitizer by a stub of it: what is right, what it finds, what it cannot do, and where there is none."""
+"""Tests of the use of compute-sanitizer with a stub: success, findings, unsupported devices, and a missing program."""
 
 import json
 import sys
@@ -10,7 +10,7 @@ from tests.gpu import sanitize
 
 @pytest.fixture
 def stub(tmp_path, monkeypatch):
-    """A program that prints this and ends with this code."""
+    """Install a program with this output and exit code."""
 
     def put(text, code):
         path = tmp_path / "compute-sanitizer"

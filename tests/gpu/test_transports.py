@@ -1,7 +1,7 @@
-"""One way for arrays of devices to travel, under several ranks: messages, sums, halos, training. Collective.
+"""Tests of one transport for device arrays on several ranks: messages, sums, halos, training. Collective.
 
-On doubles, and with several ranks on one GPU: by CUDA IPC, by a CUDA-aware MPI, by NCCL where it lets ranks share it.
-What cannot be had is skipped with the reason that the library gives.
+They run on doubles, and with several ranks on one GPU: by CUDA IPC, by a CUDA-aware MPI, by NCCL if it lets ranks share
+a GPU. A transport that is not available is skipped with the library's reason.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SHARING = {"cuda-ipc": (2, 4), "nccl": (2,), "mpi-cuda": (2,)}
 
 
 def places(names: Mapping[str, tuple[int, ...]]) -> list[Any]:
-    """Each transport under two ranks on doubles, and under those given on a GPU."""
+    """Return the parameters of a test: each transport on two ranks with doubles, and on the given ranks on a GPU."""
     return [
         pytest.param((place, name), marks=[pytest.mark.ranks(*sizes), *[pytest.mark.gpu] * gpu], id=f"{place}-{name}")
         for place, gpu in (("double", False), *[("gpu", True)] * bool(gpu_count()))
@@ -49,7 +49,7 @@ def places(names: Mapping[str, tuple[int, ...]]) -> list[Any]:
 
 @pytest.fixture(params=places(SHARING))
 def opened(request, monkeypatch) -> Iterator[tuple[Backend, Communicator, str]]:
-    """Kernels, a communicator over the transport, and where."""
+    """Open kernels and a communicator over the transport, on the double or on the GPU."""
     place, name = request.param
     if place == "double":
         monkeypatch.setattr(Slow, "write", lambda self, array, value: array.fill(value))
@@ -72,7 +72,7 @@ def test_messages(opened):
 @pytest.mark.parametrize("opened", places({"cuda-ipc": SHARING["cuda-ipc"]}), indirect=True)
 @pytest.mark.parametrize("how", ["memory", "events"])
 def test_memory_of_another_process(opened, how):
-    """What CUDA IPC stands on, alone: memory that a peer maps, events that it waits for, recorded again and again."""
+    """CUDA IPC works alone: a peer maps memory and waits for events that are recorded repeatedly."""
     kernels, comm, _ = opened
     memory, device, slow = IpcMemory(Cuda(kernels.device), comm.mpi, comm.agree), kernels.device, Slow(kernels)
     shared = memory.share(4096, events=1)
@@ -99,7 +99,7 @@ def test_memory_of_another_process(opened, how):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_sums(opened, method):
-    """Several under way at once behind a slow producer, run after run, looked at in the end only."""
+    """Several simultaneous sums after a slow producer are right, run after run; results are read only at the end."""
     kernels, comm, place = opened
     slow, device = Slow(kernels), kernels.device
     buffers = [kernels.zeros((count,), "float32") for count in COUNTS[place]]
@@ -123,7 +123,7 @@ def test_sums(opened, method):
 
 
 def check_sum(found: np.ndarray, summands: list[float], method: str, rank: int) -> None:
-    """Raise unless `found` is what this rank has of the sum of one number per rank."""
+    """Raise unless `found` is this rank's part of the sum of one number per rank."""
     parts = shards(found.size, len(summands), found.itemsize)
     expected = np.full(found.size, sum(summands), np.float32)
     where = parts[rank] if method == "reduce_scatter" else slice(None)
@@ -135,7 +135,7 @@ def check_sum(found: np.ndarray, summands: list[float], method: str, rank: int) 
 
 
 def test_halos(opened, record_property):
-    """Between blocks of rows, one exchange behind the other; timed by the device."""
+    """Successive halo exchanges between blocks of rows are right, and the device times them."""
     kernels, comm, place = opened
     extent, channels, rounds = (256, 64, 20) if place == "gpu" else (8, 4, 2)
     shape, device = (1, extent * comm.size, extent, channels), kernels.device
@@ -172,7 +172,7 @@ def test_training(opened, name):
 
 
 def test_graphs(opened):
-    """With NCCL a graph holds the messages too."""
+    """With NCCL a graph contains the messages too."""
     kernels, comm, _ = opened
     compare_losses(kernels, comm, "float32", "mesh", {"sample": 1, "height": SIZE, "width": 1}, steps=6)
 
@@ -185,7 +185,7 @@ def test_graphs(opened):
     ]
 )
 def link(request, monkeypatch) -> Iterator[tuple[Backend, NcclLink]]:
-    """A communicator of NCCL with one rank, on a lane of its own."""
+    """Open a communicator of NCCL with one rank, on a lane of its own."""
 
     def connected(kernels: Backend, comm: Communicator) -> Iterator[tuple[Backend, NcclLink]]:
         from halograd.comm.gpu import link as links
@@ -209,7 +209,7 @@ def link(request, monkeypatch) -> Iterator[tuple[Backend, NcclLink]]:
 
 @pytest.mark.parametrize("dtype", SUMMABLE)
 def test_every_call_of_nccl_in_every_dtype(link, dtype):
-    """Out of one array into another, over one rank: order of arguments, constants and streams as NCCL has them."""
+    """Every call copies one array into another over one rank: order of arguments, constants and streams are NCCL's."""
     kernels, link = link
     count, stream, nccl = 1000, link.lane.ptr, link.nccl
     values = np.arange(count).astype(as_dtype(dtype))
@@ -240,7 +240,7 @@ def test_every_call_of_nccl_in_every_dtype(link, dtype):
 # -- the checks themselves ------------------------------------------------------------------------------------------
 @pytest.mark.ranks(2)
 def test_what_is_wrong_is_found(monkeypatch):
-    """Nobody waits for what a lane does: the double does it late, so the numbers are those of before."""
+    """A missing wait for a lane is found: the double executes the lane late, so the numbers are the old ones."""
     monkeypatch.setattr(Passage, "join", lambda self: None)
     monkeypatch.setattr(Slow, "write", lambda self, array, value: array.fill(value))
     with pytest.raises(AssertionError, match="rank [01]: "), gpu_ranks(monkeypatch, "nccl") as r:  # noqa: RUF043

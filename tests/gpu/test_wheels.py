@@ -1,4 +1,4 @@
-"""Wheels that travel to a machine without an index: what is unpacked there, where, and what is refused."""
+"""Tests of wheels for a machine without an index: the unpacked packages, their place, and the errors."""
 
 import importlib.metadata
 import os
@@ -15,7 +15,7 @@ from tests.gpu.wheels import WheelError, collect, unpack
 
 @pytest.fixture
 def wheel(tmp_path):
-    """Make a wheel."""
+    """Write a wheel."""
 
     def make(name, files):
         folder = tmp_path / "wheels"
@@ -31,7 +31,9 @@ def wheel(tmp_path):
 
 
 def test_what_is_missing_or_older_is_unpacked_beside_the_interpreter(wheel, tmp_path, monkeypatch):
-    """Packages, programs and libraries: the library of MPI is data of its wheel, which ``pip --target`` leaves out."""
+    """Missing or older packages, programs and libraries are unpacked: MPI's library is data that ``pip --target``
+    omits.
+    """
     wheel("new_thing-1.0-py3-none-any.whl", {"new_thing/__init__.py": ("x = 5\n", 0o644), "../evil": ("", 0o644)})
     data = "libthing-2.0.data/data"
     program = f"#!{sys.executable}\nimport new_thing, sys; sys.exit(new_thing.x)\n"
@@ -66,7 +68,7 @@ def test_wheels_of_another_python_are_refused_unless_they_are_not_needed(wheel, 
 
 
 def pip(monkeypatch, sizes, code=0):
-    """A pip that downloads wheels of these sizes."""
+    """Install a stub of pip that downloads wheels of these sizes."""
     asked = []
 
     def run(arguments, **options):

@@ -1,14 +1,14 @@
-"""Wheels for a machine with a GPU and without a package index: collected where there is one, unpacked there.
+"""Wheels for a machine with a GPU and without a package index: one machine collects them, the other unpacks them.
 
 ::
 
     python -m tests.gpu.wheels .gpu-wheels --python 3.12      # with an index: at most 60 MiB
     python -m halograd.gpucheck --wheels .gpu-wheels          # without: unpacks what is missing there, and runs
 
-What such a machine has of its own (NumPy, CuPy, cuDNN, NCCL, torch) is not collected. A wheel is unpacked if its
-distribution is not installed, or older, into a folder of its own beside the interpreter that is there: the libraries of
-CUDA are found by where that one is installed, so neither a virtual environment nor ``pip --target`` will do (the latter
-leaves out the library of MPI besides). Standard library only.
+Packages that such a machine already has (NumPy, CuPy, cuDNN, NCCL, torch) are not collected. A wheel is unpacked if its
+distribution is missing or older, into a separate folder that the installed interpreter uses: CUDA's libraries are
+found relative to that interpreter, so neither a virtual environment nor ``pip --target`` works (the latter also leaves
+out the library of MPI). The module needs the standard library only.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PLATFORMS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_17", "manylinux201
 
 
 class WheelError(Exception):
-    """Wheels cannot be had, or are not for this machine; one line."""
+    """Error: wheels are missing, or are not for this machine; the message is one line."""
 
 
 def collect(folder: Path, python: str = "3.12") -> list[Path]:
@@ -70,12 +70,13 @@ def collect(folder: Path, python: str = "3.12") -> list[Path]:
 
 
 def unpack(folder: Path, where: Path | None = None) -> tuple[str, dict[str, str]]:
-    """Unpack what this machine lacks: a line that says what, and the environment in which it is found.
+    """Unpack the wheels that this machine lacks; return a line that names them, and the environment in which they are
+    found.
 
     Parameters
     ----------
     where
-        By default below the folder for temporary files; used again if it is there.
+        Folder to unpack into, by default below the folder for temporary files; it is used again if it exists.
 
     Raises
     ------
@@ -113,13 +114,13 @@ def _environment(target: Path) -> dict[str, str]:
 
 
 def _name(path: Path) -> tuple[str, str]:
-    """Distribution and version of a wheel."""
+    """Return the distribution and version of a wheel."""
     name, version = path.name.split("-")[:2]
     return re.sub(r"[-_.]+", "-", name).lower(), version
 
 
 def _lacks(name: str, version: str) -> bool:
-    """Whether it is not installed here, or older."""
+    """Return whether the distribution is missing here, or older."""
     try:
         return _numbers(importlib.metadata.version(name)) < _numbers(version)
     except importlib.metadata.PackageNotFoundError:
@@ -137,7 +138,9 @@ def _check_python(path: Path) -> None:
 
 
 def _unpack(path: Path, target: Path) -> None:
-    """The files of a wheel: packages in ``site``, data (programs, libraries) where they belong below `target`."""
+    """Unpack the files of a wheel: packages into ``site``, data (programs, libraries) into their folders below
+    `target`.
+    """
     schemes: Mapping[str, str] = {"purelib": "site", "platlib": "site", "data": "", "scripts": "bin"}
     with zipfile.ZipFile(path) as archive:
         for member in archive.infolist():
@@ -156,7 +159,7 @@ def _unpack(path: Path, target: Path) -> None:
 
 
 def main() -> int:
-    """Collect, and say how much."""
+    """Collect the wheels and print their size."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--python", default="3.12", help="of the machine with the GPU (default: %(default)s)")

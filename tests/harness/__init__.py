@@ -1,1 +1,1 @@
-"""What runs the suite under MPI so that a fault or a deadlock on one rank is a failure and never a hang."""
+"""Runner of the test suite under MPI, in which a fault or a deadlock of one rank is a failure and never a hang."""

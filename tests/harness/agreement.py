@@ -1,7 +1,7 @@
-"""All ranks agree on the outcome of each phase of a test, so that a fault on one of them is everyone's.
+"""Agreement of all ranks on the outcome of each phase of a test: a fault of one rank fails the test on all ranks.
 
-The agreement waits with non-blocking calls and a deadline on a communicator of its own: a rank that failed while
-the others wait for it inside the test cannot be waited for.
+The agreement uses non-blocking calls with a deadline on a communicator of its own: a blocking call would never return
+if one rank failed while the others wait for it inside the test.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ NAMES = {"passed": PASSED, "skipped": SKIPPED, "failed": FAILED}
 
 
 class Agreement:
-    """Outcomes of all ranks, exchanged over a duplicate of `comm`. Collective over `comm`.
+    """Exchange of all ranks' outcomes over a duplicate of `comm`. Collective over `comm`.
 
     Parameters
     ----------
     grace
-        How long a rank that failed waits for the others [s] before it ends the job.
+        Time that a failed rank waits for the others [s] before it ends the job.
     stderr
-        File descriptor for last words: pytest's capture has its hands on number 2 during a test.
+        File descriptor for the last message: pytest captures number 2 during a test.
     """
 
     def __init__(self, comm: MPI.Intracomm, record: Record, grace: float, stderr: int) -> None:
@@ -46,9 +46,9 @@ class Agreement:
         self._peers = {rank: pid for rank, (where, pid) in everyone if where == host}
 
     def outcomes(self, key: str, outcome: str, text: str, patience: float) -> list[int]:
-        """Outcome of every rank for the phase `key`; ends the job if that cannot be had. Collective.
+        """Return every rank's outcome of the phase `key`; end the job if a rank does not report. Collective.
 
-        A rank that failed waits `grace`, one that did not waits `patience` [s]: the others may still be at
+        A rank that failed waits `grace` [s], any other rank `patience` [s]: the others may still be at
         work, and each of them has a limit of its own.
         """
         mine = np.array([NAMES[outcome], zlib.crc32(key.encode())], np.int64)
@@ -69,7 +69,7 @@ class Agreement:
         return [int(code) for code in everyone[:, 0]]
 
     def gather_objects(self, value: object) -> list:
-        """JSON-able value of every rank, on every rank. Collective."""
+        """Return the JSON-able value of every rank on every rank. Collective."""
         data = np.frombuffer(json.dumps(value).encode(), np.uint8)
         counts = np.zeros(self.comm.size, np.int64)
         self.comm.Allgather(np.array([data.size], np.int64), counts)
@@ -79,7 +79,7 @@ class Agreement:
         return [json.loads(part.tobytes()) for part in np.split(everyone, cuts)]
 
     def give_up(self, key: str, text: str) -> NoReturn:
-        """Say why, let the peers of this node leave their tracebacks, and end the job. Local."""
+        """Write the reason, let the ranks of this node write their tracebacks, and end the job. Local."""
         rank, size = self.comm.rank, self.comm.size
         self.record.write(fatal=key.partition(" ")[0], text=f"[rank {rank} of {size}] {text}")
         os.write(self.stderr, f"\n[rank {rank} of {size}] ends the job: {key}\n{text}\n".encode())

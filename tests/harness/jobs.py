@@ -1,7 +1,7 @@
-"""Processes and shared memory of one job: find them, end them, see what they leave behind.
+"""Processes and shared memory of one job: functions that find them, end them and check what they leave.
 
-A job carries a mark in its environment that all its descendants inherit, because the process group does not
-hold it together: hydra gives every rank a session of its own.
+A job's environment contains a mark that all its descendants inherit. A process group would not do: hydra gives every
+rank a session of its own.
 """
 
 from __future__ import annotations
@@ -40,22 +40,23 @@ TEST_ENVIRONMENT = {
 
 
 def new_mark() -> str:
-    """Mark for a job; one that is started inside another job belongs to that one too."""
+    """Return a mark for a job; the mark of a job that is started inside another job begins with the latter's."""
     outer = os.environ.get(MARK)
     own = uuid.uuid4().hex[:12]
     return f"{outer}/{own}" if outer else own
 
 
 def job_environment(mark: str, extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Environment for a job with this mark: that of this process without what its launcher has put there."""
+    """Return the environment for a job with this mark: this process's, without the variables of its launcher."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_VARIABLES)}
     return {**inherited, **TEST_ENVIRONMENT, MARK: mark, **(extra or {})}
 
 
 def bytecode(folder: Path) -> dict[str, str]:
-    """Environment that keeps bytecode in `folder` where none may be written beside the sources; else an empty one.
+    """Return variables that keep bytecode in `folder` if it cannot be written beside the sources; otherwise none.
 
-    Without any, each of thousands of processes compiles all that it imports: a sixth of the suite's time.
+    Without bytecode each of thousands of processes compiles all that it imports, which takes a sixth of the suite's
+    time.
     """
     if not os.environ.get("PYTHONDONTWRITEBYTECODE"):
         return {}
@@ -63,7 +64,7 @@ def bytecode(folder: Path) -> dict[str, str]:
 
 
 def members(mark: str) -> list[int]:
-    """Process ids of the live processes that carry the mark, or one that starts with it and a slash."""
+    """Return the ids of the live processes that carry the mark, or a mark that starts with it and a slash."""
     wanted = f"\0{MARK}={mark}".encode()
     found = []
     for folder in PROC.glob("[0-9]*"):
@@ -76,7 +77,7 @@ def members(mark: str) -> list[int]:
 
 
 def alive(pid: int) -> bool:
-    """Whether this process exists and is more than an entry that its parent has not asked for."""
+    """Return whether this process exists and is not a zombie."""
     try:
         return (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
@@ -89,7 +90,7 @@ def names_in_shared_memory() -> set[str]:
 
 
 def segments(pids: Iterable[int]) -> set[str]:
-    """Names of the shared-memory files that these processes have mapped and that still have a name."""
+    """Return the names of the shared-memory files that these processes have mapped and that still have a name."""
     found = set()
     for pid in pids:
         with suppress(OSError):
@@ -101,7 +102,7 @@ def segments(pids: Iterable[int]) -> set[str]:
 
 
 def end(mark: str) -> list[int]:
-    """Kill every process of the job; return the ids of those that are still there after the grace time."""
+    """Kill every process of the job; return the ids of processes that are alive after the grace time."""
     deadline = time.monotonic() + grace()
     while pids := members(mark):
         for pid in pids:
@@ -114,7 +115,8 @@ def end(mark: str) -> list[int]:
 
 
 def await_end(mark: str) -> list[int]:
-    """Process ids of the job that are alive after at most the grace time; nothing is killed."""
+    """Wait at most the grace time for the end of the job; return the ids of its live processes. No process is killed.
+    """
     deadline = time.monotonic() + grace()
     while (pids := members(mark)) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -122,7 +124,7 @@ def await_end(mark: str) -> list[int]:
 
 
 def await_removal(names: Iterable[str]) -> list[str]:
-    """Those of the shared-memory files that exist after at most the grace time."""
+    """Wait at most the grace time; return those of the shared-memory files that still exist."""
     deadline = time.monotonic() + grace()
     while (left := [n for n in names if (SHARED_MEMORY / n).exists()]) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -130,7 +132,7 @@ def await_removal(names: Iterable[str]) -> list[str]:
 
 
 def remove(names: Iterable[str]) -> None:
-    """Remove shared-memory files of a job that was killed: MPICH leaves one then."""
+    """Remove the shared-memory files of a killed job, which MPICH leaves."""
     for name in names:
         with suppress(OSError):
             (SHARED_MEMORY / name).unlink()

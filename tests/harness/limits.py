@@ -1,7 +1,7 @@
-"""Limits against deadlock: generous, and longer on a machine that is slow or busy. No verdict depends on them.
+"""Time limits against deadlock: generous, and longer on a slow or busy machine. No verdict depends on them.
 
-A short calibration at the start of the suite finds how much slower than nominal this machine runs; the factor goes to
-all processes of the suite by the environment, so that every limit grows by it.
+A short calibration at the start of the suite measures how much slower than nominal this machine is. All processes of
+the suite get the factor from the environment and multiply every limit by it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ GRACE_VARIABLE = "HALOGRAD_TEST_GRACE"
 
 
 def measure() -> float:
-    """How many times longer than nominal fixed work takes, in as many processes as cores; 1 or more."""
+    """Return the measured time of fixed work, in one process per core, relative to the nominal time; at least 1."""
     processes = min(_cores(), MOST_RANKS)
     begin = time.monotonic()
     started = [subprocess.Popen([sys.executable, "-S", "-c", WORK]) for _ in range(processes)]
@@ -41,14 +41,14 @@ def _cores() -> int:
 
 @cache
 def slowness() -> float:
-    """The factor that the first process of the suite has measured."""
+    """Return the factor that the first process of the suite has measured."""
     if SLOWNESS_VARIABLE not in os.environ:
         os.environ[SLOWNESS_VARIABLE] = f"{measure():.2f}"
     return float(os.environ[SLOWNESS_VARIABLE])
 
 
 def scaled(seconds: float) -> float:
-    """A limit for an idle machine of nominal speed [s], as long as this machine needs it."""
+    """Return the limit [s] on this machine for a limit on an idle machine of nominal speed."""
     return seconds * slowness()
 
 
@@ -59,21 +59,21 @@ TEST_LIMIT = 600.0
 
 
 def grace() -> float:
-    """How long after a first sign of trouble a harder measure follows [s]."""
+    """Return the time [s] between a first sign of a failure and a harder measure."""
     return float(os.environ.get(GRACE_VARIABLE, scaled(20)))
 
 
 def wait_until(condition: Callable[[], T], what: str | Callable[[], str], limit: float | None = None) -> T:
-    """Return what `condition` gives as soon as that is true.
+    """Return the value of `condition` as soon as it is true.
 
     Asking takes at most a fifth of the time, so that what is waited for has the cores: a condition may start a program.
 
     Parameters
     ----------
     what
-        Completes "expected ... within n s"; a function, where it is known in the end only.
+        Completes "expected ... within n s"; a function if the text is known only at the end.
     limit
-        Other than `LIMIT` [s], as it is.
+        Limit in place of `LIMIT` [s]; it is not scaled.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Launchers of MPI: what they write themselves, and another MPI than that of the environment for all ranks.
+"""Launchers of MPI: their own output, and an MPI for all ranks other than the environment's.
 
 ``run_suite.py --mpi openmpi`` selects the other MPI.
 """
@@ -34,30 +34,30 @@ _OF_A_LAUNCHER = re.compile(
 
 
 def split_stderr(text: str) -> tuple[str, str]:
-    """Return what the ranks have written to the stderr of a job, and what its launcher has written there."""
+    """Return the ranks' part and the launcher's part of the stderr of a job."""
     return _OF_A_LAUNCHER.sub("", text), "".join(_OF_A_LAUNCHER.findall(text))
 
 
 class NotInstalled(Exception):
-    """This machine has no such MPI."""
+    """Error: this machine does not have the MPI."""
 
 
 @dataclass(frozen=True)
 class Installation:
-    """An MPI that a machine may have beside that of the environment.
+    """An MPI that a machine may have in addition to the environment's.
 
     Attributes
     ----------
     launchers
-        Names that its launcher may have on PATH.
+        Possible names of the launcher on PATH.
     version
-        A word of what the launcher prints for ``--version``: launchers of all MPIs share their names.
+        A word of the launcher's output for ``--version``: launchers of all MPIs have the same names.
     library
-        What mpi4py's wheel is to load.
+        Library that mpi4py's wheel is to load.
     tests
-        What is run under it where no tests are named.
+        Tests to run under this MPI if none are named.
     remedy
-        How to install it.
+        Instructions for the installation.
     """
 
     launchers: tuple[str, ...]
@@ -67,7 +67,7 @@ class Installation:
     remedy: str
 
     def variables(self, path: str | None = None) -> Mapping[str, str]:
-        """Variables with which ranks run under it; `path` in place of PATH. Raises NotInstalled."""
+        """Return the environment variables for ranks under this MPI; `path` replaces PATH. Raises NotInstalled."""
         own = Path(sys.executable).parent
         folders = [f for f in (os.environ.get("PATH", "") if path is None else path).split(os.pathsep) if f]
         searched = os.pathsep.join(f for f in folders if Path(f) != own)

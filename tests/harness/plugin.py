@@ -1,4 +1,4 @@
-"""pytest plugin of a rank: every test ends alike on all ranks, rank 0 alone speaks.
+"""pytest plugin of a rank: every test has the same outcome on all ranks, and only rank 0 prints.
 
 A test body may communicate; a fault on one rank fails the test on all of them, with that rank's traceback. A rank
 that fails while the others wait for it, and a test that exceeds its limit, end the whole job.
@@ -71,7 +71,7 @@ class RankPlugin:
         self._note_segments()
 
     def _note_segments(self) -> None:
-        """The runner looks whether what is mapped here outlives the run."""
+        """Record the shared memory that is mapped here; the runner checks that it does not outlive the run."""
         self.record.write(segments=sorted(segments([os.getpid()])))
 
     # Limits: pytest-timeout asks whoever wants to do it.
@@ -91,14 +91,14 @@ class RankPlugin:
 
 
 def limit_of(item: pytest.Item) -> float:
-    """The limit of a test [s], which the suite has set on every one."""
+    """Return the limit of a test [s], which the suite has set on every test."""
     marker = item.get_closest_marker("timeout")
     assert marker is not None
     return float(marker.args[0])
 
 
 def quiet(config: pytest.Config, rank: int) -> None:
-    """Let only rank 0 print, and nobody the long description of the MPI library that pytest-mpi adds."""
+    """Let only rank 0 print, and remove the long description of the MPI library that pytest-mpi adds."""
     reporter: Any = config.pluginmanager.getplugin("terminalreporter")
     if rank and reporter is not None:
         reporter._tw = TerminalWriter(io.StringIO())

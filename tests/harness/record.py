@@ -1,4 +1,4 @@
-"""What happened to every test, one JSON line per event, readable after the process has died.
+"""Record of every test's outcome, one JSON line per event, which remains readable after the process has died.
 
 Each rank appends to its own file in the folder named by `VARIABLE`; without it nothing is written. Rank 0's file
 holds the verdicts. `stack-RANK.txt` beside it takes the tracebacks of a rank that hangs.
@@ -25,18 +25,18 @@ class Record:
         self._rank = rank
 
     def write(self, **event: Any) -> None:
-        """Append one event; opened and closed each time, so that a killed process loses nothing."""
+        """Append one event; the file is opened and closed each time, so that a killed process loses no event."""
         if self._path:
             with self._path.open("a") as file:
                 file.write(json.dumps(event) + "\n")
 
     def stack_file(self) -> Path | None:
-        """Where this rank's tracebacks go when it hangs."""
+        """Path of this rank's tracebacks if it hangs."""
         return stack_path(self.folder, self._rank) if self.folder else None
 
 
 def stack_path(folder: Path, rank: int) -> Path:
-    """Where the tracebacks of a rank go."""
+    """Return the path of a rank's tracebacks."""
     return folder / f"stack-{rank}.txt"
 
 
@@ -52,20 +52,20 @@ class Verdict:
 
 @dataclass
 class Outcomes:
-    """What a run's record says.
+    """The content of a run's record.
 
     Attributes
     ----------
     verdicts
-        One per test that was begun; a test that never ended counts as failed.
+        One verdict per test that was begun; a test that never ended counts as failed.
     collected
-        Number of tests the run set out to do, None if it did not come so far.
+        Number of collected tests, None if the run ended before.
     pids
-        Rank to its process id.
+        Process id of each rank.
     segments
         Names of the shared-memory files that the ranks mapped.
     stacks
-        Rank to the tracebacks it left.
+        Tracebacks of each rank that wrote any.
     """
 
     verdicts: list[Verdict] = field(default_factory=list)
@@ -75,7 +75,7 @@ class Outcomes:
     stacks: dict[int, str] = field(default_factory=dict)
 
     def count(self, outcome: str) -> int:
-        """Number of tests with this outcome."""
+        """Return the number of tests with this outcome."""
         return sum(v.outcome == outcome for v in self.verdicts)
 
 

@@ -1,4 +1,4 @@
-"""Numbers of ranks that tests are to be run under, as marks say: of a test, and of a file without importing it."""
+"""Numbers of ranks on which tests run, from the marks of a test, or of a file without an import of it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MARK = re.compile(r"mark\.(mpi|many_ranks|ranks)\b(?:\(([^)]*)\))?")
 
 
 def sizes_of(item: pytest.Item) -> tuple[int, ...]:
-    """Numbers of ranks a test is to be run under; empty for a serial test."""
+    """Return the numbers of ranks on which a test runs; empty for a serial test."""
     exact = item.get_closest_marker("ranks")
     if exact is not None:
         if not exact.args or not all(isinstance(n, int) and n > 0 for n in exact.args):
@@ -29,7 +29,7 @@ def sizes_of(item: pytest.Item) -> tuple[int, ...]:
 
 
 def sizes_in(text: str) -> set[int]:
-    """Numbers of ranks that the marks in the text of a file name; all where one is no plain number.
+    """Return the numbers of ranks that the marks in a file's text name; all numbers if one is not a literal.
 
     >>> sorted(sizes_in("@pytest.mark.ranks(2, 6)")), sizes_in("def test_serial(): pass")
     ([2, 6], set())
@@ -45,5 +45,7 @@ def sizes_in(text: str) -> set[int]:
 
 
 def files_for(size: int, folder: Path) -> list[str]:
-    """Test files with tests for so many ranks: to collect the others takes every rank longer than to run some."""
+    """Return the test files with tests for this number of ranks: to collect the others would take longer than to run
+    these.
+    """
     return sorted(str(p) for p in folder.rglob("test_*.py") if size in sizes_in(p.read_text(encoding="utf-8")))

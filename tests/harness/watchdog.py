@@ -1,4 +1,4 @@
-"""A limit per test that holds inside MPI and C calls too, and leaves every thread's traceback."""
+"""A time limit per test that also holds inside MPI and C calls, and writes every thread's traceback."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from tests.harness.record import Record, stack_path
 
 
 class Watchdog:
-    """Timer for one test at a time; `expired(limit)` is called in a thread of its own.
+    """Timer for one test at a time; it calls `expired(limit)` in a thread of its own.
 
-    SIGUSR2 writes the tracebacks at any time: the runner or another rank asks for them so.
+    SIGUSR2, which the runner or another rank sends, writes the tracebacks at any time.
     """
 
     def __init__(self, record: Record) -> None:
@@ -31,9 +31,9 @@ class Watchdog:
         self._timer: threading.Timer | None = None
 
     def start(self, limit: float, expired: Callable[[float], None] | None) -> None:
-        """Begin to watch. Without `expired` only the second watchdog acts, which ends this process.
+        """Start the timer. Without `expired` only the second watchdog acts, which ends this process.
 
-        It needs no interpreter lock, and acts after the grace time where the first one could not.
+        The second watchdog needs no interpreter lock; it acts after the grace time if the first one could not.
         """
         self.stop()
         faulthandler.dump_traceback_later(limit + grace(), exit=True, file=self.file)
@@ -43,7 +43,7 @@ class Watchdog:
             self._timer.start()
 
     def stop(self) -> None:
-        """End the watch."""
+        """Stop the timer."""
         faulthandler.cancel_dump_traceback_later()
         if self._timer is not None:
             self._timer.cancel()
@@ -51,9 +51,9 @@ class Watchdog:
 
 
 def ask_for_stacks(folder: Path | None, pids: Mapping[int, int]) -> None:
-    """Have processes, given by rank, write their tracebacks to the files of this record; return when they have.
+    """Make processes, given by rank, write their tracebacks to the files of this record; return when they have.
 
-    Without a record they go to stderr, and nothing says when.
+    Without a record the tracebacks go to stderr, and the function does not wait for them.
     """
     for pid in pids.values():
         with suppress(ProcessLookupError):

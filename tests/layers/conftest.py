@@ -1,4 +1,4 @@
-"""A communicator of all ranks; freed memory is overwritten; oneDNN, where it cannot be loaded, is skipped by name."""
+"""Fixtures: a communicator of all ranks, memory that is overwritten after use, and a skip where oneDNN is missing."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Random strategies that cut everything a layer lets itself be cut along, channels too, perhaps on fewer ranks."""
+"""Random strategies that cut layers along all axes that they allow, channels included, also on fewer ranks."""
 
 import math
 
@@ -13,20 +13,20 @@ IMAGE = ("sample", "height", "width", "channel", "input_channel")
 
 
 def axes_of(node):
-    """Axes along which a node's layer may be cut."""
+    """Return the axes along which a node's layer may be cut."""
     spatial = ("depth", "height", "width")[4 - max(len(n.shape) for n in (node, *node.inputs)) :]
     channels = {"no": (), "channelwise": ("channel",), "contracts": ("channel", "input_channel")}
     return ("sample", *spatial, *channels[node.layer.cuts_channels])
 
 
 def room(node):
-    """Most parts along each of the channel axes; their product is at most the first."""
+    """Return the largest number of parts along each of the channel axes; their product is at most the first."""
     read = min((n.shape[-1] for n in node.inputs), default=1)
     return {"channel": node.shape[-1], "input_channel": min(read, node.shape[-1])}
 
 
 def random_parts(node, ranks, rng):
-    """Parts whose product is `ranks`, prime by prime along an axis of the layer's that has room for it."""
+    """Return random parts whose product is `ranks`: each prime factor goes to an axis of the layer with room for it."""
     parts, most = dict.fromkeys(axes_of(node), 1), room(node)
     for prime in primes(ranks):
         fits = [axis for axis in parts if _fits(parts, axis, prime, most)]
@@ -42,7 +42,7 @@ def _fits(parts, axis, prime, most):
 
 
 def uneven(parts, rng):
-    """Some of the parts along samples and space with shares of their own."""
+    """Give some of the parts along samples and space random unequal shares."""
     for axis, count in parts.items():
         if count > 1 and "channel" not in axis and rng.random() < 0.3:
             parts[axis] = [int(n) for n in rng.integers(1, 4, count)]
@@ -50,7 +50,7 @@ def uneven(parts, rng):
 
 
 def random_strategy(network: Network, size: int, seed: int) -> Strategy:
-    """Every layer cut by itself, on all ranks or on fewer, evenly or not; halo algorithms and buckets at random too."""
+    """Return a strategy with random parts per layer, on all ranks or fewer, with random halo algorithms and buckets."""
     rng, shares = np.random.default_rng([1807, seed]), np.random.default_rng([1808, seed])
     divisors = [d for d in range(1, size + 1) if size % d == 0]
     layers = {}
@@ -65,7 +65,7 @@ def random_strategy(network: Network, size: int, seed: int) -> Strategy:
 
 
 def primes(n):
-    """Prime factors, each as often as it divides `n`."""
+    """Return the prime factors of `n`, each as often as it divides `n`."""
     found, p = [], 2
     while n > 1:
         while n % p == 0:
@@ -77,7 +77,7 @@ def primes(n):
 
 @st.composite
 def drawn_parts(draw, made, read, largest=24):
-    """Parts per axis of a layer that makes and reads so many channels, on at most `largest` ranks."""
+    """Draw parts per axis of a layer with these numbers of input and output channels, on at most `largest` ranks."""
     parts = dict.fromkeys(AXES, 1)
     parts["input_channel"] = draw(st.integers(1, min(read, made, 4)))
     parts["channel"] = draw(st.integers(1, min(made // parts["input_channel"], 5)))

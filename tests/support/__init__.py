@@ -1,1 +1,1 @@
-"""Doubles for tests."""
+"""Test doubles and helpers that tests of several packages share."""

@@ -1,4 +1,4 @@
-"""A clock that tests drive, in place of the module `time` in modules of the library."""
+"""A clock that tests set and advance, in place of the module `time` in modules of the library."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ TICK = 2.0**-20  # [s], about 1 us: sums of it are exact
 
 
 class DrivenClock:
-    """Stands still but for naps, and for a tick whenever it is read: polling takes time too.
+    """A clock that advances only when something sleeps on it, and by one tick whenever it is read, as polling takes
+    time.
 
-    Every process that has one has its own. What processes tell each other by it, such as when a message was sent, they
-    compare as they would with clocks that agree: the time of a network emulated on them is exact, whatever the load.
+    Each process has its own clock. Processes compare times that they send each other, such as when a message was sent,
+    as if their clocks agreed: the time of a network emulated on these clocks is exact, whatever the load of the
+    machine.
 
     Attributes
     ----------
     seconds
-        What it shows; to be set by the test.
+        Time that the clock shows [s]; the test may set it.
     tick
-        How long it takes to read it [s].
+        Time that one reading takes [s].
     naps
-        How long each call of `sleep` was to last [s].
+        Duration of each call of `sleep` [s].
     """
 
     def __init__(self, tick: float = TICK) -> None:
@@ -34,7 +36,7 @@ class DrivenClock:
         self.tick = tick
 
     def drive(self, monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> DrivenClock:
-        """Let these modules, which say ``import time``, read this clock and sleep on it."""
+        """Replace `time` in these modules, which say ``import time``, by this clock."""
         for module in modules:
             monkeypatch.setattr(module, "time", self)
         return self
@@ -52,7 +54,7 @@ class DrivenClock:
 
 
 def network_clock(monkeypatch: pytest.MonkeyPatch) -> DrivenClock:
-    """The clock of this rank by which emulated messages and sums travel; it moves when the rank waits for them.
+    """Fixture: this rank's clock, by which emulated messages and sums travel; it advances when the rank waits for them.
 
     Ranks leave a barrier at the time of the last of them.
     """

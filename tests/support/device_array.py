@@ -1,6 +1,6 @@
-"""A double of CuPy's arrays over NumPy memory: refuses what CuPy refuses, counts when the host would wait.
+"""A double of CuPy's arrays over NumPy memory, which refuses what CuPy refuses and counts when the host would wait.
 
-What CuPy does was read in its sources (`cupy/_core/core.pyx`, `_kernel.pyx`, `_manipulation/basic.py` of version 14):
+The behaviour is that of CuPy's sources (`cupy/_core/core.pyx`, `_kernel.pyx`, `_manipulation/basic.py` of version 14):
 ufuncs and functions of NumPy dispatch to it; an array of the host among the operands raises TypeError, as does a
 conversion to one; `reduce` exists for `add` and `multiply` only; ufuncs take no `where`; an index of one element gives
 an array of no axes, not a number.
@@ -52,7 +52,7 @@ _VIEWS = {"broadcast_to", "expand_dims", "moveaxis", "reshape", "squeeze", "tran
 
 
 def unwrap(value: Any) -> Any:
-    """The NumPy array behind a device's; anything else as it is."""
+    """Return the NumPy array that a device array wraps; return anything else unchanged."""
     return value.memory if isinstance(value, DeviceArray) else value
 
 
@@ -62,9 +62,9 @@ class DeviceArray(NDArrayOperatorsMixin):
     Attributes
     ----------
     memory
-        The NumPy array behind it: for the double's own use.
+        The wrapped NumPy array, for the double's own use.
     device
-        Whose it is.
+        The device that holds the array.
     """
 
     def __init__(self, memory: np.ndarray, device: Any, base: DeviceArray | None = None) -> None:
@@ -108,7 +108,7 @@ class DeviceArray(NDArrayOperatorsMixin):
 
     @property
     def data(self) -> Any:
-        """Where it lies, as `ptr`."""
+        """Address of the array, as `ptr`."""
         return SimpleNamespace(ptr=self.memory.__array_interface__["data"][0])
 
     @property

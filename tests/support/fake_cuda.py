@@ -1,7 +1,8 @@
-"""Doubles of CuPy's streams, events and memory of other processes, which note everything and run it late.
+"""Doubles of CuPy's streams, events and memory of other processes, which record every call and execute it late.
 
-The stream of the kernels runs at once what it is given. All others run nothing before somebody waits for it: what is
-read too early or overwritten too soon gives wrong numbers; and the trace tells of what was not ordered at all.
+The kernels' stream executes its operations at once. All other streams execute an operation only when something waits
+for it: a read that comes too early and a write that comes too soon give wrong numbers, and the trace shows operations
+that were not ordered at all.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Shared:
 
 
 class FakeEvent:
-    """Like ``cupy.cuda.Event``. What waits, waits for the last record before it was told to; there must be one."""
+    """A double of ``cupy.cuda.Event``. A wait is for the last record before it, and there must be one."""
 
     def __init__(self, cuda: FakeCuda, timed: bool, interprocess: bool) -> None:
         assert not (timed and interprocess), "Timing must be disabled for interprocess events"
@@ -82,7 +83,7 @@ class FakeEvent:
 
     @property
     def done(self) -> bool:
-        """True when asked for the third time: things take their time."""
+        """Return True at the third call: operations take time."""
         self._cuda.seen()
         self._polls += 1
         if self.stream is None or self._polls < 3:
@@ -96,7 +97,7 @@ class FakeEvent:
         self._cuda.host_waits(self)
 
     def come_to(self) -> None:
-        """Return when the last record was come to."""
+        """Return when the stream has reached the last record."""
         version = int(self.counts[0])
         if self.stream is not None:
             self.stream.run_to(self.position)
@@ -110,7 +111,7 @@ class FakeEvent:
 
 
 class FakeStream:
-    """Like ``cupy.cuda.Stream``: runs at once if it is that of the kernels, otherwise when it must."""
+    """A double of ``cupy.cuda.Stream``, which executes at once if it is the kernels' stream, otherwise when it must."""
 
     def __init__(self, cuda: FakeCuda, non_blocking: bool = False, priority: int = 0, kernels: bool = False) -> None:
         assert non_blocking, "a stream that the null stream would hold up"
@@ -121,7 +122,7 @@ class FakeStream:
         cuda.streams[self.ptr] = self
 
     def enqueue(self, run: Callable[[], None]) -> int:
-        """Place in the stream behind this."""
+        """Enqueue an operation; return the position in the stream after it."""
         with self._cuda.lock:
             if not self._at_once:
                 self._todo.append(run)
@@ -131,7 +132,7 @@ class FakeStream:
             return self.ran
 
     def run_to(self, position: int) -> None:
-        """Run what lies before a place."""
+        """Execute the operations up to a position."""
         with self._cuda.lock:
             while self.ran < position:
                 self._todo.pop(0)()
@@ -170,7 +171,7 @@ class FakeStream:
         return self.use()
 
     def __exit__(self, *exception: object) -> None:
-        """As CuPy: the stream of the ``with`` around it, whatever was used; around all is that of the device."""
+        """Restore, as CuPy does, the stream of the enclosing ``with``; outside of any, the device's."""
         stack = self._cuda.local.stack
         stack.pop()
         (stack[-1] if stack else self._cuda.compute).use()
@@ -204,7 +205,7 @@ class FakeCuda:
 
     @property
     def current(self) -> FakeStream:
-        """The stream of this thread."""
+        """The current stream of this thread."""
         return getattr(self.local, "stream", self.compute)
 
     def host_waits(self, event: FakeEvent) -> None:
@@ -263,7 +264,7 @@ class FakeCuda:
 
 
 class FakeCupy:
-    """The module ``cupy`` as far as transports see it."""
+    """The part of the module ``cupy`` that transports use."""
 
     def __init__(self, cuda: FakeCuda, make: Callable[[np.ndarray], Any], address: str = "0000:00:00.0") -> None:
         self._make = make

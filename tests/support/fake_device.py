@@ -1,4 +1,4 @@
-"""A double of a GPU: arrays that refuse the host, copies that are late, and a count of when the host waits."""
+"""A double of a GPU: arrays that the host cannot read, copies that complete late, and a count of the host's waits."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ POISON = 0xA5
 
 
 class FakeTicket:
-    """A place in the queue of a :class:`FakeDevice`, or copies beside it that have not yet been joined.
+    """A position in the queue of a :class:`FakeDevice`, or copies on another stream that have not been joined yet.
 
     Attributes
     ----------
     copies
-        Array, pinned memory and its values, of an upload ahead; None for a place in the queue. A loader's thread
-        makes the ticket and the main thread joins it: so they stand here, not in a list both would change.
+        Array, pinned memory and its values, of an upload ahead; None for a position in the queue. A loader's thread
+        makes the ticket and the main thread joins it: the ticket holds them, as both would change a list of the device.
     """
 
     def __init__(self, device: FakeDevice, copies: list[tuple[DeviceArray, np.ndarray, np.ndarray]] | None = None):
         self.device, self.number, self.copies, self._polls = device, device.number, copies, 0
 
     def done(self) -> bool:
-        """True when asked for the third time: things take their time."""
+        """Return True at the third call: operations take time."""
         self.device.seen()
         self._polls += 1
         if self._polls > 2:
@@ -56,24 +56,25 @@ class FakeTicket:
 
 
 class FakeDevice(Device):
-    """Kernels run at once, in the order of the queue; copies to the host come when they are waited for.
+    """A device that executes kernels at once, in the order of the queue; copies to the host complete when they are
+    awaited.
 
     Until then pinned memory that a download goes to is poisoned, and memory that an upload comes from must not change.
 
     Attributes
     ----------
     number
-        Of what was enqueued last.
+        Number of the operation that was enqueued last.
     synchronizations
-        Why the host had to wait for everything, once per time.
+        Reason of every wait of the host for the whole queue.
     waits
-        How often the host waited for a ticket.
+        Number of the host's waits for a ticket.
     idled
-        How often nothing was enqueued behind it: the device had nothing to do meanwhile.
+        Number of these waits for the last operation of the queue: the device then had nothing to do.
     allocations
-        Arrays made so far.
+        Number of arrays made so far.
     strangers
-        Threads that touched the device without `use`: CUDA would open a context on the first device of the machine.
+        Threads that used the device without `use`: CUDA would open a context on the first device of the machine.
     operations
         Operations on arrays that CuPy carries out itself: ufuncs, copies, casts, fills, reductions, each of which takes
         the host several times as long as a launch.
@@ -112,7 +113,7 @@ class FakeDevice(Device):
         self.enqueued()
 
     def seen(self) -> None:
-        """A thread touches the device."""
+        """Record that this thread uses the device."""
         if not hasattr(self._here, "used"):
             self.strangers.add(threading.current_thread().name)
 
@@ -121,7 +122,7 @@ class FakeDevice(Device):
         self._deliver(self.number)
 
     def arrive(self, ticket: FakeTicket) -> None:
-        """What the ticket stands behind is done."""
+        """Complete everything that was enqueued before the ticket."""
         if ticket.copies is None:
             self._deliver(ticket.number)
             return
@@ -138,7 +139,7 @@ class FakeDevice(Device):
         self._uploads = [i for i in self._uploads if i[0] > number]
 
     def _settle_uploads(self, pinned: np.ndarray) -> None:
-        """Nobody may have changed what is still being copied from there."""
+        """Check that the source of no upload has changed before the upload completed."""
         for _, other, values in self._uploads:
             if other is pinned:
                 assert np.array_equal(_bytes(other), _bytes(values)), "pinned memory changed while it was copied"
@@ -218,7 +219,9 @@ class FakeDevice(Device):
         return 1e-6 * (second.number - first.number)
 
     def capture(self, run: Any) -> Any:
-        """Like a graph, but what is recorded is done at once: so the first launch, which follows, does nothing."""
+        """Capture as a CUDA graph does, but execute the operations at once; the first launch, which follows, does
+        nothing.
+        """
         before = len(self.synchronizations), self.waits
         self.recording = recorded = _Recorded(run)
         try:
@@ -236,7 +239,7 @@ class FakeDevice(Device):
 
 
 class _Recorded:
-    """What CUDA holds of a graph; alive as long as somebody holds it."""
+    """The content of a CUDA graph; it lives as long as a reference to it."""
 
     def __init__(self, run: Any) -> None:
         self._run, self._done = run, True
@@ -256,7 +259,7 @@ class _Stamp:
 
 
 def mapped(value: Any, change: Any) -> Any:
-    """A value, or those of a list, tuple or dataclass, each changed."""
+    """Apply a function to a value, or to each value of a list, tuple or dataclass."""
     if isinstance(value, (list, tuple)):
         return type(value)(mapped(v, change) for v in value)
     if isinstance(value, Geometry) or not is_dataclass(value):
@@ -265,7 +268,7 @@ def mapped(value: Any, change: Any) -> Any:
 
 
 def operands(args: Any) -> list[Any]:
-    """The arguments of a factory of kernels one by one, those of lists and dataclasses too."""
+    """Yield the arguments of a factory of kernels one by one, and the items of lists and dataclasses."""
     found: list[Any] = []
     mapped(list(args), lambda value: found.append(value) or value)
     return found
@@ -281,7 +284,7 @@ def _bytes(array: np.ndarray) -> np.ndarray:
 
 
 class Counted(LossKernel):
-    """A kernel of another backend, run in another way."""
+    """A kernel of another backend, which is executed by another function."""
 
     def __init__(self, run: Any, made: Any) -> None:
         super().__init__(run, made.impl, made.workspace_bytes, made.close)
@@ -297,7 +300,7 @@ _PRODUCTS |= {"_dense_forward", "_dense_backward_data", "_dense_backward_filter"
 
 
 def _delegated(name: str) -> Any:
-    """A method of :class:`FakeBackend`: by our own kernels where there are some, else by those of NumPy."""
+    """Return a method of :class:`FakeBackend` that uses our own kernel if there is one, otherwise NumPy's."""
 
     def make(self: Any, *args: Any) -> Any:
         if self.cuda is None or name in _PRODUCTS:
@@ -312,9 +315,9 @@ class _Delegated(Backend):
 
 
 class FakeBackend(_Delegated):
-    """The kernels of NumPy on arrays of a fake device; with `cuda` our own kernels, run by the CPU.
+    """NumPy's kernels on arrays of a fake device; with `cuda` our own kernels, which the CPU executes.
 
-    Arrays of 16 bits are computed with in float32 and rounded behind every kernel, as tensor cores do.
+    Kernels compute arrays of 16 bits in float32 and round the results, as tensor cores do.
     """
 
     name: ClassVar[str] = "fake"
@@ -403,7 +406,7 @@ class FakeBackend(_Delegated):
         return tensor_core_channels(channels, dtype)
 
     def _suited(self, array: Any, x: Any) -> Any:
-        """As cuDNN wants it: of the dtype of the images, converted at every call where it is another."""
+        """Return parameters as cuDNN takes them: in the images' dtype, converted at every call if theirs is another."""
         same = array is None or array.dtype == x.dtype or self.cuda is None
         return array if same else self.empty(array.shape, x.dtype)
 

@@ -1,7 +1,7 @@
-"""A double of ``cupy.cuda.nccl`` over MPI: refuses what NCCL would not survive, and runs when its stream must.
+"""A double of ``cupy.cuda.nccl`` over MPI, which refuses wrong calls and executes when its stream must.
 
-What ranks pass to a call is compared when it runs: the same call, as the same member of the same order, of matching
-sizes. Addresses must be of memory of the device, streams must be streams, counts and constants those of NCCL.
+The double compares the ranks' arguments when a call executes: all ranks make the same call, in the same order, with
+matching sizes. Addresses must be of device memory, streams must be streams, counts and constants those of NCCL.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class FakeNccl:
     Parameters
     ----------
     mpi
-        Whose ranks are the processes.
+        Communicator of the processes.
     folder
-        Where members of a communicator find each other, the same for all ranks.
+        Folder in which the members of a communicator find each other, the same for all ranks.
     """
 
     NCCL_SUM = 0
@@ -120,7 +120,7 @@ class FakeNccl:
 
 
 class FakeCommunicator:
-    """``cupy.cuda.nccl.NcclCommunicator``. Blocks until all members are there."""
+    """A double of ``cupy.cuda.nccl.NcclCommunicator``, whose constructor blocks until all members are there."""
 
     def __init__(self, nccl: FakeNccl, size: int, unique: bytes, rank: int) -> None:
         assert isinstance(unique, bytes) and len(unique) == 128 and 0 <= rank < size
@@ -205,7 +205,7 @@ class FakeCommunicator:
 
     # -- running --------------------------------------------------------------------------------
     def run(self, calls: list[Any]) -> None:
-        """What a group does, once all partners do it too."""
+        """Execute the calls of a group as soon as all partners execute theirs."""
         if self.dead:
             return
         requests, received = [], []

@@ -1,4 +1,4 @@
-"""Memory that no operation names is free for others: here it is overwritten, so that whoever reads it is seen."""
+"""Overwriting of memory that no operation declares: a read of it gives a wrong result."""
 
 from functools import partial
 from weakref import WeakKeyDictionary
@@ -9,8 +9,9 @@ __all__ = ["overwrite"]
 
 
 def overwrite(monkeypatch):
-    """What no operation uses any more is overwritten at once, and what none has used yet, in every step: nothing may
-    be read there. Where the host computes."""
+    """Overwrite in every step each buffer after its last declared use and before its first one, on a backend of the
+    host.
+    """
     made, uses = Runner._call, WeakKeyDictionary()
 
     def called(self, operation):
@@ -42,7 +43,7 @@ def _between(before, call, after):
 
 
 def _first_and_last_uses(program):
-    """Operation -> the buffers that it uses first, and last; of those that share the arena with others."""
+    """Return the buffers in the shared arena that each operation uses first, and those that it uses last."""
     values = (v for v in program.values.values() if v.read or v.kept)
     gradients = (program.values[name].gradient for name in program.target.probed)
     always = {v.region.view.buffer for v in values} | {g.view.buffer for g in gradients if g is not None}

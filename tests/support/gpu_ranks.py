@@ -1,4 +1,4 @@
-"""Ranks that each have a double of a GPU, and what must hold of everything that they have enqueued."""
+"""Ranks that each have a double of a GPU, and the checks of everything that they have enqueued."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ __all__ = ["Rank", "gathered", "gpu_ranks", "steps"]
 
 
 class Rank:
-    """One rank and its double.
+    """One rank and its double of a GPU.
 
     Attributes
     ----------
     choice
-        What `use_device` has chosen.
+        The result of `use_device`.
     """
 
     def __init__(self, comm: Communicator, kernels: StreamBackend, nccl: FakeNccl) -> None:
@@ -37,7 +37,7 @@ class Rank:
         self.choice: Any = None
 
     def trace_barriers(self, monkeypatch: Any) -> None:
-        """Let barriers of this communicator order the hosts in the traces, as they do."""
+        """Record the barriers of this communicator in the traces: they order the hosts."""
         comm, trace, barrier, count = self.comm, self.device.trace, self.comm.barrier, itertools.count()
 
         def traced() -> None:
@@ -52,10 +52,9 @@ class Rank:
 
 @contextmanager
 def gpu_ranks(monkeypatch: Any, transport: str, sharing: bool = False, **options: Any) -> Iterator[Rank]:
-    """Ranks of MPI, each with a GPU of its own (or all the same one), and an open communicator.
+    """Open a communicator over MPI's ranks, each with a double of its own (or all with the same one).
 
-    With the transport ``"none"`` nothing is chosen yet. In the end every rank's trace is looked at together with those
-    of the others.
+    With the transport ``"none"`` no transport is chosen yet. At the end the traces of all ranks are checked together.
     """
     world = MPI.COMM_WORLD.Dup()
     folder = Path(world.bcast(tempfile.mkdtemp(prefix="halograd-nccl-") if world.rank == 0 else None))
@@ -85,10 +84,10 @@ def gpu_ranks(monkeypatch: Any, transport: str, sharing: bool = False, **options
 
 
 def gathered(mpi: MPI.Intracomm, device: StreamDevice) -> list[list[Entry]] | None:
-    """On the first rank the traces of all. Collective."""
+    """Return the traces of all ranks on the first rank. Collective."""
     return mpi.gather(device.trace.entries)
 
 
 def steps(entries: list[Entry]) -> list[str]:
-    """What an order of entries reads like: the names of operations, and of marks."""
+    """Return a readable list of entries: the names of operations and of marks."""
     return [entry.name for entry in entries if entry.kind in ("op", "mark")]

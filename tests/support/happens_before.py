@@ -1,8 +1,8 @@
-"""Is everything ordered that has to be? Races and deadlocks in what ranks have enqueued, found by vector clocks.
+"""Detection of races and deadlocks in the operations that ranks have enqueued, by vector clocks.
 
-Two operations are ordered if one is behind the other on a stream, behind an event that was recorded behind the other,
-or was enqueued when the host had waited for the other. Two that touch the same bytes, one of them writing, must be.
-What is found holds for every speed of every device and host, not only for how this run went.
+Two operations are ordered if one follows the other on a stream, follows an event that was recorded after the other,
+or was enqueued after the host had waited for the other. Two operations that access the same bytes, one of them
+writing, must be ordered. The result holds for every speed of devices and hosts, not only for this run.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ BLOCK = 4096
 
 
 class Ordered:
-    """The operations of some ranks, and which of them come before which.
+    """The operations of some ranks and their happens-before relation.
 
     Attributes
     ----------
     races
-        What is wrong, one line each.
+        One line per race.
     """
 
     def __init__(self, traces: Sequence[Sequence[Entry]]) -> None:
@@ -40,7 +40,7 @@ class Ordered:
         self._run(traces)
 
     def before(self, first: tuple[int, int], second: tuple[int, int]) -> bool:
-        """Whether an operation, by rank and place in its trace, comes before another."""
+        """Return whether an operation, given by rank and position in the trace, happens before another."""
         _, timeline, number = self._of[first]
         return self._of[second][0].get(timeline, 0) >= number
 
@@ -99,16 +99,17 @@ class Ordered:
 
 
 def find_races(traces: Sequence[Sequence[Entry]]) -> list[str]:
-    """Pairs of operations of these ranks that touch the same bytes and are not ordered; one line each."""
+    """Return one line for each pair of unordered operations of these ranks that access the same bytes."""
     return Ordered(traces).races
 
 
 def check_collectives(traces: Sequence[Sequence[Entry]]) -> list[str]:
-    """What is wrong with the calls of NCCL: order of collectives, messages without a partner, groups that wait on.
+    """Return the errors in NCCL calls: different orders of collectives, messages without a partner, groups that never
+    end.
 
-    Every stream runs its groups one after the other; one is over when its collectives are at their turn on all ranks of
-    the communicator and each of its messages is at its turn on the other side. If in the end some are left over, the
-    ranks would hang.
+    Every stream executes its groups one after the other. A group ends when all ranks of the communicator have reached
+    its collectives and the partner of each message has reached the message. If groups are left at the end, the ranks
+    would hang.
     """
     groups = [[e for e in trace if e.nccl is not None] for trace in traces]
     members: dict[str, dict[int, int]] = defaultdict(dict)
@@ -133,7 +134,7 @@ def check_collectives(traces: Sequence[Sequence[Entry]]) -> list[str]:
 
 
 def _over(heads: Any, members: Any, faults: list[str]) -> list[tuple[int, int]]:
-    """Streams whose first group can be over, with all those of other ranks that it takes part in."""
+    """Return the streams whose first group can end, with the streams of other ranks that take part in the group."""
     done: set[Any] = {(key, comm) for key, comm in heads}
     changed = True
     while changed:  # the largest set of groups that have all partners among them

@@ -32,12 +32,12 @@ FREEING = {"__del__", "close", "__exit__"}
 
 
 class Injected(RuntimeError):
-    """A fault made by a test."""
+    """A fault that a test injects."""
 
 
 @contextmanager
 def raising(owner: Any, name: str, number: int = 1) -> Iterator[None]:
-    """Let the `number`-th call of ``owner.name`` raise :class:`Injected`, once."""
+    """Make the `number`-th call of ``owner.name`` raise :class:`Injected`, once."""
     original: Callable[..., Any] = getattr(owner, name)
     calls = 0
 
@@ -58,7 +58,7 @@ def raising(owner: Any, name: str, number: int = 1) -> Iterator[None]:
 
 @contextmanager
 def refusing(name: str, number: int, part: str = "") -> Iterator[list[str]]:
-    """Let every call of ``os.NAME`` whose first argument has `part` in it fail with error `number`, as a system does.
+    """Make every call of ``os.NAME`` whose first argument contains `part` fail with the system's error `number`.
 
     Yields the arguments of the calls that failed.
     """
@@ -79,12 +79,13 @@ def refusing(name: str, number: int, part: str = "") -> Iterator[list[str]]:
 
 
 class AtCall:
-    """Raises :class:`Injected` at the n-th call of a function of the library, on this thread; counts them without `n`.
+    """A tracer that raises :class:`Injected` at the n-th call of a library function on this thread; without `n` it
+    counts.
 
     Attributes
     ----------
     count
-        Calls so far.
+        Number of calls so far.
     where
         File, line and name of the function that raised.
     """
@@ -103,7 +104,7 @@ class AtCall:
         sys.unraisablehook = self._lost
 
     def _on_lost(self, lost: Any) -> None:
-        """A generator that was being freed swallows the fault: the next call raises it."""
+        """Raise at the next call if a generator that was being freed has swallowed the fault."""
         if not isinstance(lost.exc_value, Injected):
             self._lost(lost)
             return

@@ -1,7 +1,7 @@
-"""Whether something that runs again and again allocates arrays.
+"""Checks of the memory that a repeated call allocates.
 
-Python traces the memory of the whole process: another thread may allocate while something is measured. So it runs
-several times, and the least counts: what `run` itself allocates it allocates every time.
+Python traces the memory of the whole process, and another thread may allocate during a measurement. The call is
+therefore repeated and the smallest value counts: what `run` itself allocates, it allocates every time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ TIMES = 3
 
 
 def traced(run: Callable[[], object]) -> tuple[int, int]:
-    """Return the most memory [B] that Python holds at once of what `run` allocates, and what it leaves. Local.
+    """Return the peak of memory [B] that `run` allocates, and the memory that it leaves allocated. Local.
 
     `run` is called `TIMES` times, on every rank if it communicates.
     """

@@ -1,6 +1,6 @@
 """Mutants of TOML and JSON documents: bytes flipped, tokens swapped, values of other types and sizes at any place.
 
-A mutant is a function of its document and its number, so that a fault that is found can be made again.
+A mutant depends on its document and its number alone, so that a fault can be reproduced.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class _Raw(str):
 
 
 def mutant(document: str, kind: str, number: int) -> bytes:
-    """The mutant of this number of a document of ``"toml"`` or ``"json"``."""
+    """Return the mutant of this number of a document of ``"toml"`` or ``"json"``."""
     draw = random.Random(f"{kind} {number} {len(document)}")
     if draw.random() < 0.2:
         return _flipped(document.encode(), draw)
@@ -85,7 +85,7 @@ def mutant(document: str, kind: str, number: int) -> bytes:
 
 
 def _flipped(data: bytes, draw: random.Random) -> bytes:
-    """Some bytes changed, left out or put in."""
+    """Return the text with some bytes changed, removed or inserted."""
     found = bytearray(data)
     for _ in range(draw.choice((1, 1, 2, 5, 50))):
         place = draw.randrange(len(found))
@@ -103,7 +103,7 @@ def _flipped(data: bytes, draw: random.Random) -> bytes:
 
 
 def _shuffled(document: str, draw: random.Random) -> str:
-    """Tokens swapped, left out, said twice, or replaced."""
+    """Return the text with tokens swapped, removed, repeated or replaced."""
     tokens = re.findall(r"\w+|\s+|\"[^\"\n]*\"|.", document)
     for _ in range(draw.choice((1, 1, 2, 6))):
         a, b = draw.randrange(len(tokens)), draw.randrange(len(tokens))
@@ -120,7 +120,7 @@ def _shuffled(document: str, draw: random.Random) -> str:
 
 
 def _changed(data: Any, draw: random.Random) -> Any:
-    """One place of a document changed."""
+    """Return the document with one value or key changed."""
     data = copy.deepcopy(data)
     places = list(_places(data))
     if not places or draw.random() < 0.02:
@@ -150,7 +150,7 @@ def _odd(draw: random.Random) -> Any:
 
 
 def _nudge(table: Any, key: Any, draw: random.Random) -> None:
-    """A value of the same kind, or the same value as another kind."""
+    """Return another value of the same type, or the same value as another type."""
     value = table[key]
     if isinstance(value, bool):
         table[key] = draw.choice((not value, int(value), str(value).lower()))
@@ -166,7 +166,7 @@ def _nudge(table: Any, key: Any, draw: random.Random) -> None:
 
 
 def _rearrange(table: Any, key: Any, draw: random.Random) -> None:
-    """A key left out, renamed or said twice, or an entry under another one."""
+    """Remove, rename or repeat a key, or move an entry to another key."""
     value, what = table[key], draw.randrange(5)
     if what == 0 or isinstance(table, list):
         del table[key]

@@ -1,4 +1,4 @@
-"""oneDNN, or a skip that says why there is none."""
+"""Access to oneDNN for tests, which skip where it is missing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from halograd.kernels import Backend, KernelError, get_backend
 
 
 def opened(name: str) -> Backend:
-    """Open a backend, or skip the test where it cannot be had."""
+    """Open a backend, or skip the test if it cannot be opened."""
     try:
         return get_backend(name)
     except KernelError as error:
@@ -19,6 +19,6 @@ def opened(name: str) -> Backend:
 
 @pytest.fixture(scope="module")
 def onednn() -> Iterator[Backend]:
-    """oneDNN with one thread."""
+    """Fixture: oneDNN with one thread."""
     with opened("onednn") as backend:
         yield backend

@@ -1,4 +1,4 @@
-"""Tests of what is refused, one per mistake."""
+"""Parametrized tests of refused input, one case per mistake."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ def refusals(
     error: type[Exception] | tuple[type[Exception], ...] = ValueError,
     literal: bool = False,
 ) -> Callable[..., None]:
-    """A test that `call` of the first of each pair, by default its own call, raises `error` with the second.
+    """Return a test that `call` of the first item of each pair, by default its own call, raises `error` with the
+    second.
 
-    The second is a pattern, or in `literal` cases the text itself.
+    The second item is a pattern, or in `literal` cases the text itself.
     """
 
     @pytest.mark.parametrize(("wrong", "message"), cases)

@@ -1,4 +1,4 @@
-"""What one training step enqueues, counted on the double of a device."""
+"""Counts of the operations that one training step enqueues on the double of a device."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ NETWORKS = {
 
 @dataclass(frozen=True)
 class StepCounts:
-    """Counts of a step: see :class:`tests.support.fake_device.FakeDevice`; `launches` are those of our own kernels."""
+    """Counts of a step, as in :class:`tests.support.fake_device.FakeDevice`; `launches` are those of our own kernels.
+    """
 
     operations: int
     launches: int
@@ -44,12 +45,12 @@ class StepCounts:
 def count_step(
     network: Network, cuda: Any, parts: Mapping[str, int], dtype: str = "float32", clip: float | None = None
 ) -> StepCounts:
-    """The third step of a training by SGD on the first rank of as many as there are parts. Local.
+    """Return the counts of the third SGD step on the first rank of as many ranks as there are parts. Local.
 
     Parameters
     ----------
     cuda
-        Our kernels on a double of a device that lists what is launched.
+        Our kernels on a double of a device that lists the launches.
     """
     size, kernels = int(np.prod(list(parts.values()))), FakeBackend(cuda)
     # Nothing arrives from the others, who are not there: NCCL is given addresses, and asks CuPy for nothing.

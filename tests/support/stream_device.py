@@ -1,4 +1,4 @@
-"""A double of a GPU with streams: what it runs is traced, what transports enqueue is late."""
+"""A double of a GPU with streams, which traces its operations and executes those of transports late."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class StreamDevice(FakeDevice):
     Attributes
     ----------
     trace
-        What was enqueued.
+        The enqueued operations.
     """
 
     def __init__(self, rank: int, address: str = "0000:00:00.0") -> None:
@@ -52,12 +52,14 @@ class StreamDevice(FakeDevice):
         return TracedArray(memory, self)
 
     def holder(self, address: int, nbytes: int) -> Any:
-        """The one array that these bytes are of; None if there is none any more."""
+        """Return the array that owns these bytes, or None if it no longer exists."""
         found = [(hi, there()) for lo, (hi, there) in self._allocated.items() if lo <= address < hi]
         return next((there for hi, there in found if there is not None and address + nbytes <= hi), None)
 
     def run(self, name: str, reads: Sequence[Any], writes: Sequence[Any], work: Any) -> Any:
-        """Note an operation and run it when the current stream comes to it; on that of the kernels its result."""
+        """Record an operation and execute it when the current stream reaches it; on the kernels' stream return its
+        result.
+        """
         stream, result = self.cuda.current, []
         memory = [[unwrap(a) for a in some if isinstance(a, DeviceArray)] for some in (reads, writes)]
         self.trace.op(name, stream.ptr, *memory)
@@ -75,7 +77,7 @@ class StreamDevice(FakeDevice):
 
 
 class StreamTicket(FakeTicket):
-    """A ticket whose waiting the trace tells of."""
+    """A ticket whose waits are recorded in the trace."""
 
     device: StreamDevice
 
@@ -97,7 +99,7 @@ class StreamTicket(FakeTicket):
 
 
 class TracedArray(DeviceArray):
-    """An array of a :class:`StreamDevice`: every operation is noted, with what it reads and writes."""
+    """An array of a :class:`StreamDevice`, which records every operation with the arrays that it reads and writes."""
 
     device: StreamDevice
 
@@ -140,7 +142,7 @@ class TracedArray(DeviceArray):
 
 
 class StreamBackend(FakeBackend):
-    """The kernels of NumPy on arrays of a :class:`StreamDevice`; each counts as writing all of its arrays."""
+    """NumPy's kernels on arrays of a :class:`StreamDevice`; each counts as a write of all its arrays."""
 
     def __init__(self, rank: int, address: str = "0000:00:00.0") -> None:
         super().__init__()

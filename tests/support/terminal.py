@@ -1,4 +1,4 @@
-"""Commands on a terminal."""
+"""Execution of commands on a terminal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["on_terminal"]
 
 
 def on_terminal(command: list[str]) -> tuple[int, str]:
-    """Exit code of a command on a terminal of 133 columns, and what that shows."""
+    """Execute a command on a terminal of 133 columns; return its exit code and the text that the terminal shows."""
     mark = jobs.new_mark()
     process, terminal = pty.fork()
     if not process:

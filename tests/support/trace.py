@@ -1,4 +1,4 @@
-"""What ranks enqueue on the streams of a device: a record of operations, and of the events between them."""
+"""Traces of what ranks enqueue on a device's streams: operations and the events between them."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ COMPUTE = 1
 
 @dataclass(frozen=True)
 class Entry:
-    """Something a rank did.
+    """One entry of a trace.
 
     Attributes
     ----------
     kind
         ``"op"``: an operation on `stream`; ``"record"``, ``"wait"``: of `event` there; ``"host wait"``: the host waited
-        for `event`; ``"host record"``: it told others where it is; ``"mark"``: nothing, for whoever reads the trace.
+        for `event`; ``"host record"``: the host signalled its progress to others; ``"mark"``: a name for this place.
     event
-        Which one, and the how-manieth record of it.
+        The event and the number of its record.
     nccl
-        Of an operation of NCCL: communicator, number, and the calls in it.
+        Communicator, number and calls of an NCCL operation.
     """
 
     kind: str
@@ -53,16 +53,16 @@ class Trace:
         self._lock = threading.Lock()
 
     def add(self, kind: str, name: str, **more: Any) -> None:
-        """Note something; from any thread."""
+        """Add an entry; any thread may do so."""
         with self._lock:
             self.entries.append(Entry(kind, name, **more))
 
     def op(self, name: str, stream: int, reads: Sequence[Any] = (), writes: Sequence[Any] = (), **more: Any) -> None:
-        """Note an operation on arrays, or on ``(address, bytes)``."""
+        """Add an operation on arrays, or on ``(address, bytes)``."""
         self.add("op", name, stream=stream, reads=self.ranges(reads), writes=self.ranges(writes), **more)
 
     def ranges(self, arrays: Sequence[Any]) -> tuple[Range, ...]:
-        """Where these lie; empty ones nowhere."""
+        """Return the address ranges of these arrays; an empty array has none."""
         found = (bounds(a) if isinstance(a, np.ndarray) else (a[0], a[0] + a[1]) for a in arrays)
         return tuple(self._range(lo, hi) for lo, hi in found if hi > lo)
 
@@ -74,17 +74,19 @@ class Trace:
         return self.rank, lo, hi
 
     def mark(self, name: str) -> None:
-        """Name this place."""
+        """Add a mark with this name."""
         self.add("mark", name)
 
     def between(self, first: str, second: str) -> list[Entry]:
-        """What lies between two marks."""
+        """Return the entries between two marks."""
         marks = [e.name if e.kind == "mark" else None for e in self.entries]
         return self.entries[marks.index(first) + 1 : marks.index(second)]
 
 
 def bounds(array: np.ndarray) -> tuple[int, int]:
-    """First byte of an array and the one behind its last; equal for an empty one."""
+    """Return the address of an array's first byte and the address after its last one; they are equal for an empty
+    array.
+    """
     if not array.size:
         return 0, 0
     lo = hi = array.__array_interface__["data"][0]
