@@ -22,7 +22,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 from halograd.layers import Network, Strategy
-from halograd.layers.parameter import parameter_blocks
+from halograd.layers.strategy import parameter_blocks
 from halograd.models import build
 from halograd.perfmodel.cost.layer_cost import Pricing
 from halograd.perfmodel.cost.network_costs import network_costs

@@ -16,8 +16,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from halograd.dtensor import plan_exchange
-from halograd.layers.parameter import parameter_blocks
-from halograd.layers.strategy import Strategy
+from halograd.layers.strategy import Strategy, parameter_blocks
 from halograd.lowering.operations import Transfer
 from halograd.models import build
 from halograd.program.compiler import compile_program

@@ -1,5 +1,6 @@
 """Layers: the base class, the graph that layers build, and the built-in layers."""
 
+from . import arithmetic  # noqa: F401  (operators of nodes)
 from .activation import (
     ELU,
     GELU,

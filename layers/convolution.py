@@ -11,14 +11,14 @@ from ..dtensor import Blocks, Box, Layout, Window, input_box, output_box
 from ..kernels import Geometry
 from ..kernels.access import reads, writes
 from ..kernels.fused import FusedActivation
-from ..lowering.context import Context
+from ..lowering.context import Context, Gathered
 from .activation import activated, fused
 from .layer import Layer, Passes, Shape
-from .lowering import cuts_channels, gradient_of, lower_contraction, lower_strips
+from .lowering import cuts_channels, gradient_of, lower_contraction
 from .needs import Stencil, all_of, reaching
 from .parameter import Parameter, lower_weight_norm, with_lengths
 
-__all__ = ["Conv", "LocalGeometry", "local_geometry"]
+__all__ = ["Conv", "LocalGeometry", "boundary_boxes", "local_geometry"]
 
 #: Function that returns a geometry when a kernel is created. (A plan lowers layers many times, without kernels.)
 LocalGeometry = Callable[[], Geometry]
@@ -145,7 +145,7 @@ def _lower(layer: Conv, context: Context, windows: Sequence[Window]) -> Callable
     context.run(kernel, timing=context.timing("forward"))
     if overlaps:
         x.finish()
-        lower_strips(context, windows, x, layer.groups, f)
+        _lower_strips(context, windows, x, layer.groups, f)
 
     def backward() -> None:
         dy, masked = context.dy, None
@@ -238,3 +238,60 @@ def _local_geometry(windows: Sequence[Window], x: Box, y: Box, groups: int) -> G
         padding=tuple(padding),
         groups=groups,
     )
+
+
+def boundary_boxes(windows: Sequence[Window], out: Box, owned: Box, shape: Sequence[int]) -> list[Box]:
+    """Return disjoint boxes that cover the outputs in `out` that need inputs outside `owned`. Pure arithmetic.
+
+    `shape` is the input's global shape: elements outside it are padding, and belong to no halo.
+    """
+    boxes = []
+    rest = out
+    for axis, w in enumerate(windows, start=1):
+        start, stop = rest.ranges[axis]
+        first, last = start, stop
+        size, (a, b) = shape[axis], owned.ranges[axis]
+        while first < stop and max(0, w.input_range(first, first + 1)[0]) < a:
+            first += 1
+        while last > first and min(size, w.input_range(last - 1, last)[1]) > b:
+            last -= 1
+        boxes += [rest.replace(axis, start, first), rest.replace(axis, last, stop)]
+        rest = rest.replace(axis, first, last)
+    return [box for box in boxes if box.size]
+
+
+def _lower_strips(
+    context: Context, windows: Sequence[Window], x: Gathered, groups: int, f: FusedActivation | None
+) -> None:
+    """Compute the boundary strips of a convolution: the outputs that need a halo. Local.
+
+    An earlier kernel ran before the halos arrived, so its results for these outputs are wrong. ::
+
+        +---------------+
+        |     top       |      interior: outputs whose inputs this rank owns
+        +---+-------+---+      strips: the others, computed again when the halo has arrived
+        |lef|interio|rig|
+        +---+-------+---+
+        |    bottom     |
+        +---------------+
+    """
+    value = context.inputs[0]
+    shape, y, origin = value.layout.shape, context.y, context.box.start
+    before, kernels, behind = [], [], []
+    for box in boundary_boxes(windows, context.box, value.box, shape):
+        need = input_box(windows, box, shape[-1]) & Box.of_shape(shape)
+        source = x.view.part([a - o for a, o in zip(need.start, x.box.start)], need.shape)
+        target = y.part([a - o for a, o in zip(box.start, origin)], box.shape)
+        xs = source if source.packed else context.scratch(need.shape, value.dtype)
+        ys = target if target.packed else context.scratch(box.shape)
+        before += [] if xs is source else [(source, xs)]
+        behind += [] if ys is target else [(ys, target)]
+        geometry = local_geometry(windows, need, box, groups)
+        w, b = context.params["w"], context.params.get("b")
+        timing = context.timing("forward", inputs=(need.shape,), outputs=box.shape[1:-1])
+        kernels.append((context.kernel(partial(conv_forward, geometry, f), x=xs, w=w, b=b, y=ys), timing))
+    # One operation copies all strips: each strip has its own arrays.
+    context.copy(*before)
+    for kernel, timing in kernels:
+        context.run(kernel, timing=timing)
+    context.copy(*behind)

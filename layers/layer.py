@@ -14,10 +14,11 @@ from __future__ import annotations
 import copy
 import math
 import numbers
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
@@ -25,6 +26,7 @@ from halograd.signatures import check_methods
 
 from ..dtensor import Blocks, Box, Layout, Window, input_box
 from ..lowering.context import Context
+from .local import lower_local
 from .needs import Shape, Stencil, all_of, probe, sliding
 from .parameter import GivenValues, Parameter, given
 from .targets import TargetReader
@@ -60,6 +62,22 @@ class Passes:
         return first * sizes[0] + (first if self.others is None else self.others[backward]) * sum(sizes[1:])
 
 
+class Arithmetic(ABC):
+    """Layers that the operators of nodes create: :mod:`halograd.layers.arithmetic` has them, above all layers."""
+
+    @abstractmethod
+    def add(self, first: Node, second: Node) -> Node:
+        """Return the sum; the second may have fewer extents."""
+
+    @abstractmethod
+    def multiply(self, first: Node, second: Node) -> Node:
+        """Return the product; the second may have fewer extents."""
+
+    @abstractmethod
+    def affine(self, node: Node, factor: float, shift: float) -> Node:
+        """Return ``factor * node + shift``."""
+
+
 class Node:
     """Value in the graph: the output of one call of a layer.
 
@@ -78,18 +96,19 @@ class Node:
         self.inputs = tuple(inputs)
         self.shape: Shape = layer.output_shape(*(n.shape for n in inputs))
 
+    #: Set when the package is imported.
+    arithmetic: ClassVar[Arithmetic]
+
     # NumPy scalars then let the node compute products with them.
     __array_ufunc__ = None
 
     def __add__(self, other: Any) -> Node:
         """Return the node of a sum with another node or a number; a smaller node broadcasts as in a product."""
-        from .merge import Add, BroadcastAdd
-
         if _is_number(other):
             return self._affine(1.0, other)
         if not isinstance(other, Node) or other.shape == self.shape:
-            return Add()(self, other)
-        return BroadcastAdd()(*_large_first(self, other))
+            return self.arithmetic.add(self, other)
+        return self.arithmetic.add(*_large_first(self, other))
 
     def __radd__(self, other: Any) -> Node:
         return self + other
@@ -109,13 +128,11 @@ class Node:
 
         The smaller operand may have 1 for any extent, or be a vector per sample.
         """
-        from .merge import Multiply
-
         if _is_number(other):
             return self._affine(other, 0.0)
         if not isinstance(other, Node):
             raise TypeError(f"product: expected the outputs of two layers, or a number, got {type(other).__name__}")
-        return Multiply()(*_large_first(self, other))
+        return self.arithmetic.multiply(*_large_first(self, other))
 
     def __rmul__(self, other: Any) -> Node:
         return self * other
@@ -127,9 +144,7 @@ class Node:
         return self._affine(1.0 / other, 0.0)
 
     def _affine(self, factor: float, shift: float) -> Node:
-        from .activation import Affine
-
-        return self if (factor, shift) == (1, 0) else Affine(factor, shift)(self)
+        return self if (factor, shift) == (1, 0) else self.arithmetic.affine(self, factor, shift)
 
 
 def _large_first(*nodes: Node) -> list[Node]:
@@ -358,8 +373,6 @@ class Layer(TargetReader):
         Function that adds the operations of the backward pass, called when the output's gradient has its memory; None:
         there are none.
         """
-        from .lowering import lower_local
-
         return lower_local(self, context)
 
 

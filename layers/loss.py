@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -30,6 +30,7 @@ __all__ = [
     "HOW_TO_COUNT",
     "LocalLoss",
     "Loss",
+    "LossArithmetic",
     "LossBlock",
     "LossNode",
     "LossOfKernel",
@@ -47,13 +48,26 @@ BALANCED = "balanced"
 HOW_TO_COUNT = "train by the command line or halograd.fit, which count them, or give them to Network.balance()"
 
 
+class LossArithmetic(ABC):
+    """Losses that the operators of losses create: :mod:`halograd.layers.arithmetic` has them."""
+
+    @abstractmethod
+    def total(self, first: LossNode, second: Any) -> LossNode:
+        """Return the sum of two losses."""
+
+    @abstractmethod
+    def weighted(self, loss: LossNode, factor: Any) -> LossNode:
+        """Return `factor` times a loss."""
+
+
 class LossNode(Node):
     """Loss in the graph. Losses can be added, and multiplied by numbers: ``ce + 0.5 * dice``."""
 
-    def __add__(self, other: Any) -> LossNode:
-        from .total_loss import total_of
+    #: Set when the package is imported.
+    of_losses: ClassVar[LossArithmetic]
 
-        return total_of(self, other)
+    def __add__(self, other: Any) -> LossNode:
+        return self.of_losses.total(self, other)
 
     def __radd__(self, other: object) -> LossNode:
         if other != 0:  # sum() starts with 0
@@ -61,9 +75,7 @@ class LossNode(Node):
         return self
 
     def __mul__(self, other: Any) -> LossNode:
-        from .total_loss import weighted
-
-        return weighted(self, other)
+        return self.of_losses.weighted(self, other)
 
     __rmul__ = __mul__
 

@@ -1,128 +1,29 @@
 """Lowering methods that several layers use.
 
-- :func:`lower_local`: any layer that is written as `forward` and `backward` on plain local arrays;
 - :func:`lower_contraction`: convolutions and dense layers whose channels are cut;
-- :func:`lower_strips`: convolutions that compute their interior while halos travel.
+- :class:`Pair`, :func:`gradient_of`: kernels of two passes, and the gradient of a fused activation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-import numpy as np
-
-from ..dtensor import Blocks, Box, Layout, Window, input_box, intervals
-from ..kernels.access import ANY, Access, access_of, makes, reads, writes
+from ..dtensor import Blocks, Box, Layout, intervals
+from ..kernels.access import reads, writes
 from ..kernels.fused import FusedActivation
-from ..lowering.context import Context, Gathered
+from ..lowering.context import Context
 from .parameter import block_channels
-
-if TYPE_CHECKING:
-    from .layer import Layer
 
 __all__ = [
     "Pair",
-    "boundary_boxes",
     "cuts_channels",
     "gradient_of",
     "lower_contraction",
-    "lower_local",
-    "lower_strips",
     "partial_boxes",
     "read_boxes",
 ]
-
-
-def lower_local(layer: Layer, context: Context) -> Callable[[], None]:
-    """Lower a layer with `forward` and `backward`: gather its boxes, call it, and return gradients to their owners.
-
-    Forward: exchange (assign), `layer.forward`. Backward: `layer.backward`, exchange (sum), the adjoint. The result is
-    exact for every layer and every cut; layers with kernels of their own overlap more.
-
-    Communication per process: the needed box minus the owned box, forward and backward.
-    """
-    boxes = [context.needed(i) for i in range(len(context.inputs))]
-    inputs = [context.gather(i, blocks, layer.pad_value) for i, blocks in enumerate(boxes)]
-    for gathered in inputs:
-        gathered.start()
-    for gathered in inputs:
-        gathered.finish()
-    views = {"y": context.y} | {f"x{i}": gathered.view for i, gathered in enumerate(inputs)}
-    views |= {f"param {key}": view for key, view in context.params.items()}
-    forward, back = (_local_access(layer, method) for method in ("forward", "backward"))
-
-    @makes(
-        forward=Access((*forward, "param *"), ("y",)), backward=Access(("dy", *back, "param *"), ("dx*", "grad *"))
-    )
-    def local_kernel(environment: Any, **arrays: Any) -> _LocalKernel:
-        return _LocalKernel(layer, context.box, environment, **arrays)
-
-    kernel = context.kernel(local_kernel, **views)
-    kernel.recordable = False  # it allocates its arrays in every step
-    context.run(kernel, "forward", timing=context.timing("forward"))
-
-    def backward() -> None:
-        wanted = [i for i in range(len(boxes)) if context.needs_gradient(i)]
-        returned = {i: context.return_gradient(i, boxes[i]) for i in wanted}
-        kernel.add(dy=context.dy, **{f"dx{i}": some.view for i, some in returned.items()})
-        kernel.add(**{f"grad {key}": view for key, view in context.grads.items()})
-        context.run(kernel, "backward", timing=context.timing("backward_data"))
-        for some in returned.values():
-            some.start()
-        for some in returned.values():
-            some.finish()
-
-    return backward
-
-
-def _local_access(layer: Layer, method: str) -> tuple[str, ...]:
-    """Return the names of the inputs that a method of a layer reads: all, if it declares nothing."""
-    found = access_of(type(layer), method)
-    return ("x*",) if found is ANY else found.reads
-
-
-class _LocalKernel:
-    """Kernel that calls a layer on its arrays, and copies the results to their targets."""
-
-    def __init__(self, layer: Layer, box: Box, environment: Any, y: Any, dy: Any = None, **arrays: Any) -> None:
-        self.layer, self.box, self.name, self.y, self.dy = layer, box, environment.name, y, dy
-        self.device = environment.kernels.device
-        self.inputs = [arrays[f"x{i}"] for i in range(sum(key[0] == "x" for key in arrays))]
-        self.dxs = {int(key[2:]): array for key, array in arrays.items() if key.startswith("dx")}
-        self.params = {key[6:]: array for key, array in arrays.items() if key.startswith("param ")}
-        self.grads = {key[5:]: array for key, array in arrays.items() if key.startswith("grad ")}
-
-    def forward(self) -> None:
-        if not self.box.size:
-            return
-        y = self.layer.forward(self.inputs, self.params, self.box)
-        self._check("forward()", y, self.box.shape)
-        np.copyto(self.y, y)
-
-    def backward(self) -> None:
-        if not self.box.size:
-            for array in (*self.grads.values(), *self.dxs.values()):
-                array.fill(0)
-            return
-        dxs, grads = self.layer.backward(self.dy, self.inputs, self.params, self.box)
-        for i, target in self.dxs.items():
-            self._check(f"gradient {i} of backward()", dxs[i], target.shape)
-            np.copyto(target, dxs[i])
-        for key, array in self.grads.items():
-            self._check(f"gradient of {key!r}", grads[key], array.shape)
-            np.copyto(array, grads[key])
-
-    def _check(self, what: str, array: Any, shape: Sequence[int]) -> None:
-        """Raise ValueError if an array has another shape, or is not on the device of the layer's arrays."""
-        if np.shape(array) != tuple(shape):
-            raise ValueError(f"{self.name}: {what}: expected an array of shape {tuple(shape)}, got {np.shape(array)}")
-        if not self.device.owns(array):
-            raise ValueError(
-                f"{self.name}: {what}: expected an array on {self.device.name} like those of the layer, got "
-                f"{type(array).__module__}.{type(array).__name__}; create arrays by np.zeros_like(x) or similar"
-            )
 
 
 class Pair:
@@ -240,62 +141,3 @@ def _applying(f: FusedActivation, environment: Any, y: Any) -> Any:
 def gradient_of(f: FusedActivation, environment: Any, y: Any, dy: Any, dx: Any) -> Any:
     """Return the kernel ``dx = f' * dy``, which computes ``f'`` from the output `y`."""
     return environment.kernels.activation(f.kind, y, y, dy, dx, f.alpha)[1]
-
-
-def boundary_boxes(windows: Sequence[Window], out: Box, owned: Box, shape: Sequence[int]) -> list[Box]:
-    """Return disjoint boxes that cover the outputs in `out` that need inputs outside `owned`. Pure arithmetic.
-
-    `shape` is the input's global shape: elements outside it are padding, and belong to no halo.
-    """
-    boxes = []
-    rest = out
-    for axis, w in enumerate(windows, start=1):
-        start, stop = rest.ranges[axis]
-        first, last = start, stop
-        size, (a, b) = shape[axis], owned.ranges[axis]
-        while first < stop and max(0, w.input_range(first, first + 1)[0]) < a:
-            first += 1
-        while last > first and min(size, w.input_range(last - 1, last)[1]) > b:
-            last -= 1
-        boxes += [rest.replace(axis, start, first), rest.replace(axis, last, stop)]
-        rest = rest.replace(axis, first, last)
-    return [box for box in boxes if box.size]
-
-
-def lower_strips(
-    context: Context, windows: Sequence[Window], x: Gathered, groups: int, f: FusedActivation | None
-) -> None:
-    """Compute the boundary strips of a convolution: the outputs that need a halo. Local.
-
-    An earlier kernel ran before the halos arrived, so its results for these outputs are wrong. ::
-
-        +---------------+
-        |     top       |      interior: outputs whose inputs this rank owns
-        +---+-------+---+      strips: the others, computed again when the halo has arrived
-        |lef|interio|rig|
-        +---+-------+---+
-        |    bottom     |
-        +---------------+
-    """
-    from .convolution import conv_forward, local_geometry
-
-    value = context.inputs[0]
-    shape, y, origin = value.layout.shape, context.y, context.box.start
-    before, kernels, behind = [], [], []
-    for box in boundary_boxes(windows, context.box, value.box, shape):
-        need = input_box(windows, box, shape[-1]) & Box.of_shape(shape)
-        source = x.view.part([a - o for a, o in zip(need.start, x.box.start)], need.shape)
-        target = y.part([a - o for a, o in zip(box.start, origin)], box.shape)
-        xs = source if source.packed else context.scratch(need.shape, value.dtype)
-        ys = target if target.packed else context.scratch(box.shape)
-        before += [] if xs is source else [(source, xs)]
-        behind += [] if ys is target else [(ys, target)]
-        geometry = local_geometry(windows, need, box, groups)
-        w, b = context.params["w"], context.params.get("b")
-        timing = context.timing("forward", inputs=(need.shape,), outputs=box.shape[1:-1])
-        kernels.append((context.kernel(partial(conv_forward, geometry, f), x=xs, w=w, b=b, y=ys), timing))
-    # One operation copies all strips: each strip has its own arrays.
-    context.copy(*before)
-    for kernel, timing in kernels:
-        context.run(kernel, timing=timing)
-    context.copy(*behind)

@@ -11,17 +11,13 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..dtensor import Blocks, Groups, Intervals, balanced_boundaries, intervals
 from ..kernels.access import reads, writes
 from ..lowering.context import Context
-
-if TYPE_CHECKING:
-    from .network import Network
-    from .strategy import Strategy
 
 __all__ = [
     "GivenValues",
@@ -31,7 +27,6 @@ __all__ = [
     "blocks_of",
     "given",
     "lower_weight_norm",
-    "parameter_blocks",
     "with_lengths",
 ]
 
@@ -160,20 +155,6 @@ class ParameterBlocks:
     def largest(self) -> int:
         """Number of elements in the largest block."""
         return self.boxes.fullest
-
-
-def parameter_blocks(network: Network, strategy: Strategy, size: int) -> dict[str, ParameterBlocks]:
-    """Return the blocks of all parameters and states by ``layer/parameter``, on `size` ranks. Local.
-
-    A rank that a layer does not use holds none of its parameters. If channels are cut, a rank holds its block of
-    filters, of input channels, or of both. Biases belong to the first part of the sum over the input channels.
-    """
-    result: dict[str, ParameterBlocks] = {}
-    for name, node in network.layers.items():
-        specs = {**network.own_parameters(name), **node.layer.state(*(n.shape for n in node.inputs))}
-        parts = strategy.parts_of(name)
-        result |= {f"{name}/{key}": blocks_of(spec, parts, size) for key, spec in specs.items()}
-    return result
 
 
 def block_channels(channels: int, parts: Mapping[str, int]) -> list[tuple[int, int]]:

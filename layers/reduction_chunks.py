@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from halograd.errors import UserError
 
@@ -21,7 +22,6 @@ from .parameter import Parameter, ParameterBlocks
 from .pooling import AdaptiveAveragePool, AdaptiveMaxPool, AveragePool, MaxPool
 from .reduction_scheme import Scheme
 from .scale import PReLU, Scale
-from .strategy import Strategy
 
 __all__ = [
     "Gradient",
@@ -37,6 +37,15 @@ __all__ = [
     "replicated_layers",
     "saves_traffic",
 ]
+
+
+class CutLayers(Protocol):
+    """What is asked of a strategy; see :class:`halograd.layers.Strategy`."""
+
+    @property
+    def reduction(self) -> Scheme: ...
+
+    def parts_of(self, layer: str) -> Mapping[str, int]: ...
 
 
 @dataclass(frozen=True)
@@ -270,7 +279,7 @@ def dense_layers(network: Network) -> dict[str, Node]:
     return {name: node for name, node in found.items() if name in network.trained and not network.is_shared(name)}
 
 
-def check_replicated(strategy: Strategy, network: Network) -> None:
+def check_replicated(strategy: CutLayers, network: Network) -> None:
     """Check that every layer with a replicated gradient is whole on every rank. Local, the same on every rank.
 
     Raises
@@ -289,7 +298,7 @@ def check_replicated(strategy: Strategy, network: Network) -> None:
             )
 
 
-def replicable_layers(strategy: Strategy, network: Network, batch: int) -> list[str]:
+def replicable_layers(strategy: CutLayers, network: Network, batch: int) -> list[str]:
     """Return the first dense layers whose replication is possible and saves traffic, in order of computation."""
     found: list[str] = []
     for name, node in dense_layers(network).items():
@@ -311,6 +320,6 @@ def saves_traffic(node: Node, batch: int) -> bool:
     return (features + units) * batch < features * units
 
 
-def _blocks(strategy: Strategy, name: str) -> int:
+def _blocks(strategy: CutLayers, name: str) -> int:
     parts = strategy.parts_of(name)
     return parts["channel"] * parts["input_channel"]

@@ -22,9 +22,11 @@ from ..dtensor import Layout, axis_names, shared_boundaries
 from .layer import Node
 from .loss import Loss
 from .network import Network
+from .parameter import ParameterBlocks, blocks_of
+from .reduction_chunks import check_replicated, check_scheme
 from .reduction_scheme import Scheme
 
-__all__ = ["AXES", "Cut", "CutField", "Strategy", "counts_of", "cuts_text", "layout_of"]
+__all__ = ["AXES", "Cut", "CutField", "Strategy", "counts_of", "cuts_text", "layout_of", "parameter_blocks"]
 
 _log = logging.getLogger(__name__)
 
@@ -187,11 +189,6 @@ class Strategy:
         return f"{cuts_text(self.cuts_of(most))}{f' of layer {most!r}' if most else ''}"
 
     def _check_reduction(self, network: Network) -> None:
-        from .reduction_chunks import (
-            check_replicated,
-            check_scheme,  # not at the top: layers know strategies
-        )
-
         check_scheme(self.reduction, network)
         check_replicated(self, network)
 
@@ -369,3 +366,17 @@ def _layout(shape: tuple[int, ...], given: tuple[Cut, ...], size: int) -> Layout
     uneven = {d: shared_boundaries(shape[d], cut) for d, cut in shares.items() if isinstance(cut, tuple)}
     known = {name: parts[name] for name in names[:-1]}
     return Layout.blocks(shape, {**known, "channel": channel}, size, uneven)
+
+
+def parameter_blocks(network: Network, strategy: Strategy, size: int) -> dict[str, ParameterBlocks]:
+    """Return the blocks of all parameters and states by ``layer/parameter``, on `size` ranks. Local.
+
+    A rank that a layer does not use holds none of its parameters. If channels are cut, a rank holds its block of
+    filters, of input channels, or of both. Biases belong to the first part of the sum over the input channels.
+    """
+    result: dict[str, ParameterBlocks] = {}
+    for name, node in network.layers.items():
+        specs = {**network.own_parameters(name), **node.layer.state(*(n.shape for n in node.inputs))}
+        parts = strategy.parts_of(name)
+        result |= {f"{name}/{key}": blocks_of(spec, parts, size) for key, spec in specs.items()}
+    return result

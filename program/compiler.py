@@ -15,8 +15,8 @@ from ..device import is_low, wide
 from ..dtensor import Blocks
 from ..kernels.access import reads, writes
 from ..layers import Input, Network, Node, Redistribute
-from ..layers.parameter import ParameterBlocks, blocks_of, parameter_blocks
-from ..layers.strategy import Cut, Strategy, counts_of, layout_of
+from ..layers.parameter import ParameterBlocks, blocks_of
+from ..layers.strategy import Cut, Strategy, counts_of, layout_of, parameter_blocks
 from ..lowering.context import Context
 from ..lowering.operations import KernelSpec, Operation, Run
 from ..lowering.views import Buffer, Value, View

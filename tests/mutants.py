@@ -24,8 +24,7 @@ import numpy as np
 from halograd.cli.run import run
 from halograd.device import as_dtype
 from halograd.errors import UserError
-from halograd.layers.parameter import parameter_blocks
-from halograd.layers.strategy import Strategy
+from halograd.layers.strategy import Strategy, parameter_blocks
 from halograd.models import mesh
 from halograd.perfmodel.cost import buckets_of, memory_of, program_of
 from halograd.perfmodel.machine_parts import FOLDER

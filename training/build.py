@@ -18,8 +18,7 @@ from ..comm.boot import start_text
 from ..data.targets import LabelMap
 from ..device import as_dtype
 from ..layers import Input, Loss, Network
-from ..layers.parameter import parameter_blocks
-from ..layers.strategy import Strategy, counts_of, cuts_text
+from ..layers.strategy import Strategy, counts_of, cuts_text, parameter_blocks
 from ..limits import memory_size
 from ..models import build
 from ..perfmodel.cost import buckets_of, memory_of, program_of

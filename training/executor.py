@@ -17,10 +17,9 @@ from ..device import is_low
 from ..dtensor import Box
 from ..kernels.guards import GUARDS
 from ..layers import Network
-from ..layers.parameter import parameter_blocks
 from ..layers.reduction_chunks import dense_layers, replicable_layers
 from ..layers.reduction_scheme import Scheme
-from ..layers.strategy import Strategy
+from ..layers.strategy import Strategy, parameter_blocks
 from ..lowering.views import Value
 from ..program.compiler import compile_program
 from ..program.program import Target

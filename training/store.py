@@ -13,10 +13,11 @@ from ..comm import shards
 from ..device import device_of, is_low, wide
 from ..dtensor import Box, End, Exchange, Groups, Layout, group_of
 from ..layers import Network, Parameter, Strategy
-from ..layers.parameter import ParameterBlocks, parameter_blocks
+from ..layers.parameter import ParameterBlocks
 from ..layers.reduction_chunks import chunks_of, gradient_layers, replicated_layers
 from ..layers.reduction_scheme import Scheme
 from ..layers.settings import fingerprint
+from ..layers.strategy import parameter_blocks
 from .gradient_scaling import LossScale
 from .memory import Memory
 

@@ -14,10 +14,10 @@ from ...comm.sums import LARGEST_AT_ONCE, node_shares, shards
 from ...device import as_dtype
 from ...dtensor import Groups
 from ...layers import Network
-from ...layers.parameter import ParameterBlocks, parameter_blocks
+from ...layers.parameter import ParameterBlocks
 from ...layers.reduction_chunks import dense_layers
 from ...layers.reduction_scheme import Scheme
-from ...layers.strategy import Strategy
+from ...layers.strategy import Strategy, parameter_blocks
 from ...program.compiler import compile_program
 from ...program.program import Program, Target
 from ...program.traffic import ExchangeTraffic, GroupSum, Ledger, Move, messages_of, sums_of

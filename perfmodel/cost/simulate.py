@@ -13,9 +13,8 @@ import numpy as np
 
 from ...device import as_dtype
 from ...layers import Network
-from ...layers.parameter import parameter_blocks
 from ...layers.reduction_scheme import Scheme
-from ...layers.strategy import Strategy, layout_of
+from ...layers.strategy import Strategy, layout_of, parameter_blocks
 from ...program.compiler import Alone, outline
 from ...program.program import Program, Step, Target
 from ...program.traffic import Ledger

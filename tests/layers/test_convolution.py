@@ -6,9 +6,9 @@ from hypothesis import given, settings
 
 from halograd.dtensor import Box, Window
 from halograd.layers import Conv, Input, Layer, MaxPool, Network, Strategy
-from halograd.layers.convolution import local_geometry
-from halograd.layers.lowering import boundary_boxes
-from halograd.layers.parameter import Parameter, parameter_blocks
+from halograd.layers.convolution import boundary_boxes, local_geometry
+from halograd.layers.parameter import Parameter
+from halograd.layers.strategy import parameter_blocks
 from halograd.testing import check_layer
 from tests.layers.cases import conv
 from tests.layers.geometries import drawn, every

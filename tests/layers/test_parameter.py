@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from halograd.errors import UserError
 from halograd.layers import BatchNorm, Conv, Dense, Flatten, GroupNorm, Input, Network
 from halograd.layers.lowering import partial_boxes, read_boxes
-from halograd.layers.parameter import block_channels, parameter_blocks
+from halograd.layers.parameter import block_channels
 from halograd.layers.reduction_chunks import dense_layers
-from halograd.layers.strategy import AXES, Strategy, layout_of
+from halograd.layers.strategy import AXES, Strategy, layout_of, parameter_blocks
 from halograd.testing import check_layer
 from tests.layers.cuts import drawn_parts
 from tests.layers.geometries import skew

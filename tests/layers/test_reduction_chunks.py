@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given
 
 from halograd.errors import UserError
-from halograd.layers.parameter import parameter_blocks
 from halograd.layers.reduction_chunks import (
     Gradient,
     GradientLayer,
@@ -16,7 +15,7 @@ from halograd.layers.reduction_chunks import (
     saves_traffic,
 )
 from halograd.layers.reduction_scheme import Scheme
-from halograd.layers.strategy import Strategy
+from halograd.layers.strategy import Strategy, parameter_blocks
 from halograd.models import resnet, resnet50, vgg_a
 
 ITEM = 4

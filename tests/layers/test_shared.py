@@ -12,10 +12,9 @@ import halograd as hg
 from halograd.comm import Communicator
 from halograd.errors import UserError
 from halograd.kernels import get_backend
-from halograd.layers.parameter import parameter_blocks
 from halograd.layers.reduction_scheme import Scheme
 from halograd.layers.settings import fingerprint
-from halograd.layers.strategy import Strategy
+from halograd.layers.strategy import Strategy, parameter_blocks
 from halograd.perfmodel.cost import buckets_of, memory_of, program_of
 from halograd.program.program import Target
 from halograd.testing import grids, random_array

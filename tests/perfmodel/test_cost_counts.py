@@ -5,7 +5,7 @@ from mpi4py import MPI
 
 from halograd.comm import Communicator
 from halograd.kernels import get_backend
-from halograd.layers.parameter import parameter_blocks
+from halograd.layers.strategy import parameter_blocks
 from halograd.perfmodel.cost import buckets_of, count_program, count_step, memory_of, program_of
 from halograd.program.program import Target
 from halograd.training.executor import Executor

@@ -4,9 +4,8 @@ import pytest
 from mpi4py import MPI
 
 from halograd.comm import Communicator
-from halograd.layers.parameter import parameter_blocks
 from halograd.layers.reduction_scheme import Scheme
-from halograd.layers.strategy import Strategy
+from halograd.layers.strategy import Strategy, parameter_blocks
 from halograd.perfmodel.cost import buckets_of, count_step, memory_of, program_of
 from halograd.program.program import Target
 from tests.perfmodel.counted import differing

@@ -13,7 +13,7 @@ from halograd.comm.transports.host_links import HostLinks
 from halograd.dtensor import Exchange
 from halograd.kernels import get_backend
 from halograd.kernels.onednn import OnednnBackend
-from halograd.layers import lowering as lowering_module
+from halograd.layers import convolution as convolution_module
 from halograd.layers.reduction_scheme import Scheme
 from halograd.layers.strategy import Strategy
 from halograd.lowering.context import Context
@@ -118,7 +118,7 @@ STAGES = {
     "dense kernel": (OnednnBackend, "_dense_forward", 1),
     "filter gradient": (OnednnBackend, "_conv_backward_filter", 1),
     "data gradient": (OnednnBackend, "_conv_backward_data", 2),
-    "strips": (lowering_module, "boundary_boxes", 1),
+    "strips": (convolution_module, "boundary_boxes", 1),
     "exchange": (Exchange, "_set_up", 2),
     "views of an exchange": (Exchange, "_bind", 3),
     "channel": (Communicator, "channels", 1),

@@ -8,9 +8,8 @@ import halograd as hg
 from halograd.comm import Communicator
 from halograd.errors import UserError
 from halograd.kernels import get_backend
-from halograd.layers.parameter import parameter_blocks
 from halograd.layers.reduction_chunks import dense_layers
-from halograd.layers.strategy import Strategy
+from halograd.layers.strategy import Strategy, parameter_blocks
 from halograd.lowering.operations import Run
 from halograd.perfmodel.cost.account import layers_memory
 from halograd.program.compiler import compile_program

@@ -8,9 +8,8 @@ from halograd.comm import CommError, Communicator
 from halograd.comm.codec import CODECS, PIECE
 from halograd.comm.transport import TRANSPORTS
 from halograd.errors import UserError
-from halograd.layers.parameter import parameter_blocks
 from halograd.layers.reduction_scheme import Scheme
-from halograd.layers.strategy import Strategy
+from halograd.layers.strategy import Strategy, parameter_blocks
 from halograd.perfmodel.cost import Pricing, Training, Wires, buckets_of, count_step, memory_of, program_of, simulate
 from halograd.perfmodel.kernel_times import RooflineTimes
 from halograd.perfmodel.machine import Machine

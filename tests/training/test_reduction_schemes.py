@@ -7,10 +7,9 @@ from mpi4py import MPI
 from halograd.comm import Communicator, shards
 from halograd.errors import UserError
 from halograd.kernels import get_backend
-from halograd.layers.parameter import parameter_blocks
 from halograd.layers.reduction_chunks import chunks_of, gradient_layers
 from halograd.layers.reduction_scheme import Scheme
-from halograd.layers.strategy import Strategy
+from halograd.layers.strategy import Strategy, parameter_blocks
 from halograd.models import lenet5
 from halograd.training.executor import Executor
 from tests.support.lean import check_allocations
