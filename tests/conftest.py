@@ -5,7 +5,7 @@
 ``@pytest.mark.ranks(2, 6)``      run under exactly these numbers of ranks
 ``@pytest.mark.timeout(seconds)`` a limit longer than the default; on a slow or busy machine all of them are longer
 
-A test with one of the first three is not run serially. Under MPI a fault on one rank fails the test on all.
+A test with one of the first three markers does not run serially. Under MPI a failure on one rank fails the test on all.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ SIZE = pytest.StashKey[int]()
 for _name, _value in TEST_ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)
 
-# The same draws on every rank and in every run; shared machines make deadlines meaningless.
+# The same examples on every rank and in every run, without deadlines, which have no meaning on shared machines.
 settings.register_profile("suite", derandomize=True, deadline=None, print_blob=True)
 settings.load_profile("suite")
 
 
-@pytest.hookimpl(trylast=True)  # the reporter to be silenced must be there
+@pytest.hookimpl(trylast=True)  # the reporter that is silenced must exist
 def pytest_configure(config: pytest.Config) -> None:
     gc.disable()
     rank, size = 0, 0
@@ -59,7 +59,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Make ``-m mpi`` find the tests of the other two markers too; give every test a limit for this machine."""
+    """Make ``-m mpi`` select the tests of the other two markers too; give every test a limit for this machine."""
     if sizes_of(item) and item.get_closest_marker("mpi") is None:
         item.add_marker("mpi")
     own, common = item.get_closest_marker("timeout"), item.config.getoption("timeout")
@@ -68,7 +68,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the tests for this number of ranks, or the serial ones."""
+    """Keep the tests for this number of ranks, or for this half of the serial ones."""
     size = config.stash[SIZE]
     _check_marks(items)
     wanted = [size in sizes_of(item) if size else not sizes_of(item) for item in items]
@@ -78,14 +78,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What was imported and collected stays: to search it for garbage over and over is a tenth of a run."""
+    """Exclude imported and collected objects from garbage collection, which would take a tenth of a run."""
     gc.freeze()
     gc.set_threshold(10_000, 10, 10)
     gc.enable()
 
 
 def _check_marks(items: list[pytest.Item]) -> None:
-    """The runner chooses files by their text: a mark that comes from elsewhere would go unseen."""
+    """Check that marks are visible in the text of the files, because the runner chooses files by it."""
     named: dict[Path, set[int]] = {}
     for item in items:
         if item.path not in named:
@@ -95,7 +95,7 @@ def _check_marks(items: list[pytest.Item]) -> None:
 
 
 class SerialLimit:
-    """pytest-timeout interrupts a serial test by a signal; where that cannot work this ends the process."""
+    """A second limit of serial tests, which ends the process if pytest-timeout's signal has no effect."""
 
     def __init__(self, watchdog: Watchdog) -> None:
         self.watchdog = watchdog
@@ -110,7 +110,7 @@ class SerialLimit:
 
 
 class Recorder:
-    """Writes the outcome of each test as soon as it is known."""
+    """Recorder that writes the outcome of each test at once."""
 
     def __init__(self, record: Record) -> None:
         self.record = record
@@ -150,21 +150,21 @@ def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
 
 @pytest.fixture
 def comm() -> Any:
-    """`MPI.COMM_WORLD`: all ranks of the test. Tests of data movement clone it."""
-    from mpi4py import MPI  # not at the top: it initialises MPI
+    """Return `MPI.COMM_WORLD`, all ranks of the test. Tests of data movement clone it."""
+    from mpi4py import MPI  # not at the top, because it initializes MPI
 
     return MPI.COMM_WORLD
 
 
 @pytest.fixture
 def shared(comm: Any, tmp_path: Path) -> Path:
-    """An empty folder, the same on all ranks."""
+    """Return an empty folder, the same on all ranks."""
     return Path(comm.bcast(str(tmp_path)))
 
 
 @pytest.fixture
 def working(shared: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder `shared` as the working folder; afterwards the path of modules is as before."""
+    """Make the folder `shared` the working directory; restore the path of modules afterwards."""
     monkeypatch.chdir(shared)
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield shared

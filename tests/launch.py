@@ -1,4 +1,4 @@
-"""Start programs from inside a serial test: an MPI job, or a command that is alone."""
+"""Start of programs from inside a serial test: an MPI job, or a single command."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.harness.limits import LIMIT, scaled
 
 __all__ = ["PATIENT", "FinishedJob", "command_line", "find_mpiexec", "mpiexec"]
 
-#: ``-m halograd`` for ranks that all fail alike: they wait for each other however slow this machine is now.
+#: ``-m halograd`` for ranks that all fail in the same way, with a long wait for each other on a slow machine.
 PATIENT = (
     "-c",
     "from halograd.cli import main; from halograd.comm import ending; ending.PATIENCE[2] = ending.AGREED = 1e6; main()",
@@ -25,13 +25,13 @@ PATIENT = (
 
 
 class FinishedJob(subprocess.CompletedProcess[str]):
-    """An MPI job that has ended: `stderr` has what its ranks wrote, `launcher` what mpiexec wrote there itself."""
+    """An MPI job that has ended: `stderr` is the ranks' output, `launcher` that of mpiexec itself."""
 
     launcher = ""
 
 
 def find_mpiexec() -> str:
-    """Path of the mpiexec that the run of the suite names, else beside this Python, else of the first on PATH."""
+    """Return the mpiexec of the suite's run, else the one next to this Python, else the first on PATH."""
     if named := os.environ.get(mpi.LAUNCHER):
         return named
     beside = Path(sys.executable).with_name("mpiexec")
@@ -42,7 +42,7 @@ def find_mpiexec() -> str:
 
 
 def command_line(*arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a command of ours in a process of its own, alone, with these environment variables."""
+    """Run a command of ours in a separate process with these environment variables."""
     command = [sys.executable, "-m", "halograd", *map(str, arguments)]
     env = jobs.job_environment(jobs.new_mark(), variables)
     return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, env=env)
@@ -57,12 +57,12 @@ def mpiexec(
 ) -> FinishedJob:
     """Run ``mpiexec -n N python ARGS`` and return its exit code, stdout and the stderr of its ranks as text.
 
-    What mpiexec writes itself to stderr goes to that of the test, which pytest shows where the test fails.
+    The launcher's own output goes to the test's stderr, which pytest shows if the test fails.
 
     ``mpiexec(4, ["-m", "halograd", "doctor"])``. After `timeout` (on an idle machine [s]; by default `LIMIT`) the whole
-    job is killed and `subprocess.TimeoutExpired` raised, with what was printed so far. A job that ends by itself with
-    code 0 must leave neither a process nor a shared-memory segment: `AssertionError` otherwise. What a failing job
-    leaves is swept (MPICH leaves a segment after every abort).
+    job is killed and `subprocess.TimeoutExpired` raised, with the output so far. A job that ends by itself with code 0
+    must leave neither a process nor a shared-memory segment, or this raises `AssertionError`. Leftovers of a failing
+    job are removed (MPICH leaves a segment after every abort).
     """
     mark, limit = jobs.new_mark(), LIMIT if timeout is None else scaled(timeout)
     command = [find_mpiexec(), "-n", str(n), sys.executable, *map(str, args)]

@@ -1,8 +1,8 @@
-"""Files under mutation: a mutant is read and its object can be used, or it is refused in one line. No third outcome.
+"""Mutants of data files: each must be read into a usable object, or raise a one-line error.
 
     python -m tests.mutants --count 1250 --first 0 configuration strategy plan machine
 
-tries so many mutants of every kind of file; the suite tries a few (tests/test_mutants.py).
+tries this number of mutants of every kind of file; the suite tries a few (tests/test_mutants.py).
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from halograd.training.config import load_config
 from halograd.training.schedules import make_schedule
 from tests.support.mutants import mutant
 
-#: Against mutants that hang, on the slowest machine [s].
+#: Time limit for mutants that hang, on the slowest machine [s].
 PATIENCE = 120
-#: More ranks than this are not compiled for.
+#: Largest number of ranks to compile for.
 RANKS = 64
 
 CONFIG = """
@@ -99,7 +99,7 @@ STRATEGY = Strategy(
 
 
 def built(network, strategy: Strategy, batch: int, size: int, dtype: str = "float32") -> None:
-    """Everything that a run finds out before it allocates."""
+    """Return everything that a run computes before it allocates."""
     strategy.validate(network, size)
     strategy.refuse_empty_blocks(network)
     if size <= RANKS:
@@ -135,7 +135,7 @@ def use_machine(path: Path) -> None:
 
 
 def command(*arguments: object) -> None:
-    """Run a command; a mistake that it says in one line is raised again."""
+    """Run a command; raise its one-line error again."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = run([str(argument) for argument in arguments])
@@ -181,7 +181,7 @@ def patience():
 
 
 def outcome(use, path: Path) -> str:
-    """ "accepted", "refused", or what went wrong."""
+    """Return "accepted", "refused", or a text about the fault."""
     try:
         with patience():
             use(path)
@@ -194,7 +194,7 @@ def outcome(use, path: Path) -> str:
 
 
 def campaign(kind: str, numbers: Iterable[int], folder: Path) -> tuple[Counter[str], list[str]]:
-    """Outcomes of the mutants of these numbers, counted, and what went wrong."""
+    """Return the counted outcomes of the mutants of these numbers, and the faults."""
     form, document_of, use = KINDS[kind]
     document, path = document_of(folder), folder / f"mutant.{form}"
     path.write_text(document)
@@ -213,7 +213,7 @@ def campaign(kind: str, numbers: Iterable[int], folder: Path) -> tuple[Counter[s
 
 
 def main() -> int:
-    """Print what became of the mutants, and every fault."""
+    """Print the outcomes of the mutants, and every fault."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("kinds", nargs="*", metavar="KIND", help=", ".join(KINDS))
     parser.add_argument("--count", type=int, default=1250)

@@ -1,4 +1,4 @@
-"""The house's rules that a machine can check: who imports whom, file sizes, nothing of one machine in the sources."""
+"""Architecture rules: imports between folders, file sizes, and no machine-specific text in the sources."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import halograd
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# What each folder may import of the others. `halograd/` itself is on top and may import all of them.
+# Folders that each folder may import. `halograd/` itself is on top and may import all of them.
 BELOW: dict[str, set[str]] = {
     "device": set(),
     "comm": {"device"},
@@ -37,12 +37,12 @@ BELOW: dict[str, set[str]] = {
     },
     "jobs": {"perfmodel", "models"},
 }
-# What is handed to a folder from above: it may be named in annotations, and is never imported when the program runs.
+# Types passed to a folder from above: they may be named in annotations, and are never imported at run time.
 HANDED_DOWN = {"layers": {f"halograd.program.{name}" for name in ("context", "operations", "views")}}
-# Modules of `halograd/` that are below everything.
+# Modules of `halograd/` that are below all folders.
 FOR_ALL = {"documents", "errors", "limits", "registry", "schema", "signatures", "user_code", "version"}
 
-# Everything else is arithmetic or goes through `comm` and `kernels`, and is tested without MPI and without a GPU.
+# All other files are arithmetic or use `comm` and `kernels`, and are tested without MPI and without a GPU.
 MAY_IMPORT = {
     "mpi4py": ("comm/", "halograd/testing.py", "halograd/findings.py", "halograd/cli/"),
     "cupy": ("comm/gpu/", "kernels/cudnn/", "kernels/cuda/", "device/", "halograd/cli/"),
@@ -51,8 +51,8 @@ MAY_IMPORT = {
 }
 PICKLERS = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 
-# What a test says of time it says by a clock that it drives (tests/support/clock.py), by counted calls, or by an order
-# of events; limits against deadlock come from tests/harness/limits.py. These files may read or sleep on a clock:
+# Tests of time use a simulated clock (tests/support/clock.py), counted calls, or an order of events; limits against
+# deadlock come from tests/harness/limits.py. These files may read or sleep on a clock:
 CLOCKS = {"monotonic", "perf_counter", "process_time", "sleep", "thread_time", "time"}
 MAY_READ_CLOCKS = {
     "tests/gpu/recording.py": "what checks took",
@@ -78,29 +78,29 @@ INDEX_HOST = re.compile(r"pyp[i]\.org|pythonhoste[d]\.org|download\.pytorc[h]\.o
 
 
 def sources(*folders: str) -> list[Path]:
-    """Python files of these folders, by path."""
+    """Return the Python files of these folders, by path."""
     return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
 
 
 def library() -> list[Path]:
-    """Python files of the installed package."""
+    """Return the Python files of the installed package."""
     return sources("halograd", *BELOW)
 
 
 def name(path: Path) -> str:
-    """Path from the root of the repository, for messages and test ids."""
+    """Return the path from the root of the repository, for messages and test ids."""
     return path.relative_to(ROOT).as_posix()
 
 
 def package(path: Path) -> list[str]:
-    """Dotted name of the package a file is in, as a list: ``dtensor/box.py`` is in ``halograd.dtensor``."""
+    """Return the dotted name of a file's package, as a list: ``dtensor/box.py`` is in ``halograd.dtensor``."""
     parts = list(path.relative_to(ROOT).parent.parts)
     return parts if parts[0] == "halograd" else ["halograd", *parts]
 
 
 @cache
 def imports(path: Path, text: str | None = None) -> list[tuple[int, str]]:
-    """Line and dotted name of everything a file imports, relative imports resolved, at any depth."""
+    """Yield line and dotted name of all imports of a file at any depth, with relative imports resolved."""
     tree, found = ast.parse(path.read_text(encoding="utf-8") if text is None else text), []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -113,14 +113,14 @@ def imports(path: Path, text: str | None = None) -> list[tuple[int, str]]:
 
 
 def typed_only(path: Path, text: str | None = None) -> set[int]:
-    """Lines below ``if TYPE_CHECKING:``."""
+    """Return the lines below ``if TYPE_CHECKING:``."""
     tree = ast.parse(path.read_text(encoding="utf-8") if text is None else text)
     blocks = [n for n in ast.walk(tree) if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
     return {line for block in blocks for line in range(block.lineno + 1, (block.body[-1].end_lineno or 0) + 1)}
 
 
 def upward(path: Path, text: str | None = None) -> list[str]:
-    """Imports of a file that its folder may not have."""
+    """Return the imports of a file that its folder must not have."""
     folder = package(path)[1] if len(package(path)) > 1 else ""
     if folder not in BELOW:
         return []
@@ -161,16 +161,16 @@ def test_the_check_of_imports_sees_all_forms(path, text, bad):
 
 
 def module_of(path: Path) -> str:
-    """Dotted name of the module that a file is."""
+    """Return the dotted name of a file's module."""
     return ".".join(package(path) + ([] if path.stem == "__init__" else [path.stem]))
 
 
-#: When a module imports another: while it is loaded, within a function that runs later, or only for a type checker.
+#: Times of an import: when the module is loaded, in a function that runs later, or only for a type checker.
 WHEN = ("load", "call", "typing")
 
 
 def import_lines(tree: ast.AST, when: str = "load") -> Iterator[tuple[int, str]]:
-    """Line of every import of a tree, and when it happens."""
+    """Return the line of every import of a tree, and its time."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             yield node.lineno, when
@@ -184,9 +184,10 @@ def import_lines(tree: ast.AST, when: str = "load") -> Iterator[tuple[int, str]]
 
 @cache
 def graph_of_imports(sources: tuple[tuple[Path, str], ...]) -> dict[str, dict[str, tuple[str, int]]]:
-    """Per module, the modules of these files that it imports: each with the first moment, out of `WHEN`, and its line.
+    """Return the imports among these modules: for each, the imported modules with the earliest time in `WHEN` and its
+    line.
 
-    A package imports its modules only where its ``__init__.py`` says so.
+    A package imports its modules only if its ``__init__.py`` does so explicitly.
     """
     modules = {module_of(path) for path, _ in sources}
     graph: dict[str, dict[str, tuple[str, int]]] = {}
@@ -200,9 +201,9 @@ def graph_of_imports(sources: tuple[tuple[Path, str], ...]) -> dict[str, dict[st
 
 
 def cycles(graph: dict[str, dict[str, tuple[str, int]]], mode: str) -> list[list[str]]:
-    """Import cycles as lines of text, each a shortest one through some module that no other has; [] where all is well.
+    """Return import cycles as lines of text, each a shortest one through a module that no other has; [] without cycles.
 
-    `mode`: the last of the moments in `WHEN` whose imports count.
+    `mode` is the last of the times in `WHEN` whose imports count.
     """
     counted, named, found = WHEN[: WHEN.index(mode) + 1], set(), []
     for first in sorted(graph):
@@ -214,7 +215,7 @@ def cycles(graph: dict[str, dict[str, tuple[str, int]]], mode: str) -> list[list
 
 
 def _way_back(graph: dict[str, dict[str, tuple[str, int]]], first: str, counted: tuple[str, ...]) -> list[str]:
-    """Modules from `first` to itself, each of which imports the next; [] where there is no way."""
+    """Return modules from `first` to itself, each of which imports the next; [] if there is no such cycle."""
     ways, known = deque([[first]]), {first}
     while ways:
         way = ways.popleft()
@@ -229,7 +230,9 @@ def _way_back(graph: dict[str, dict[str, tuple[str, int]]], first: str, counted:
 
 @pytest.mark.parametrize("mode", WHEN[:1])
 def test_no_modules_import_each_other(mode):
-    """Neither while they are loaded, nor within functions, nor for a type checker: what two share stands below both."""
+    """There are no cycles when modules are loaded, in functions, or for a type checker; shared code is below both
+    modules.
+    """
     read = tuple((path, path.read_text(encoding="utf-8")) for path in library())
     found = ["\n".join(lines) for lines in cycles(graph_of_imports(read), mode)]
     assert not found, "expected no import cycle; move below what modules share. Got\n" + "\n\n".join(found)
@@ -313,7 +316,7 @@ def test_no_pickle():
 
 
 def clock_readings(path: Path, text: str | None = None) -> list[str]:
-    """Where a file reads a clock of the machine, sleeps on it, or has a limit of its own."""
+    """Return where a file reads a clock of the machine, sleeps on it, or has its own limit."""
     found = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8") if text is None else text)):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "time":
@@ -359,7 +362,7 @@ def test_no_file_over_500_lines():
 
 
 def oversized(path: Path, text: str | None = None) -> list[str]:
-    """Functions of a file with more than 8 parameters, and classes with more than 25 methods."""
+    """Return functions of a file with more than 8 parameters, and classes with more than 25 methods."""
     found = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8") if text is None else text)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -374,7 +377,7 @@ def oversized(path: Path, text: str | None = None) -> list[str]:
 
 
 def test_functions_and_classes_are_no_larger_than_a_reader_can_hold():
-    """Options of commands are groups (`halograd.cli.options.grouped`)."""
+    """Options of commands are grouped (`halograd.cli.options.grouped`)."""
     files = [path for path in sources("halograd", "jobs", "perfmodel") if path.name != "testing.py"]
     found = [line for path in files for line in oversized(path)]
     assert not found, "expected at most 8 parameters and 25 methods, got\n" + "\n".join(found)
@@ -396,7 +399,7 @@ def test_what_a_module_offers_is_there():
 
 
 def test_folders_import_each_other_relatively():
-    """So a file means the same whether a tool opens it as ``comm/sums.py`` or as ``halograd/comm/sums.py``."""
+    """So a tool that opens a file as ``comm/sums.py`` or as ``halograd/comm/sums.py`` sees the same imports."""
     absolute = re.compile(rf"^\s*(?:from|import) halograd\.({'|'.join(BELOW)})\b", re.MULTILINE)
     found = [name(path) for path in library() if absolute.search(path.read_text(encoding="utf-8"))]
     assert not found, f"expected relative imports, as `from ..comm import`, got absolute ones in {found}"
@@ -420,7 +423,7 @@ def test_every_folder_is_a_package_of_halograd():
 
 
 def test_static_tools_find_every_public_name():
-    """What ``import halograd`` offers is named once more below ``if TYPE_CHECKING``, where it really is."""
+    """Every name of ``import halograd`` is also below ``if TYPE_CHECKING``, from its module."""
     path = ROOT / "halograd" / "__init__.py"
     annotations = typed_only(path)
     homes = {n.rpartition(".")[2]: n.rpartition(".")[0] for line, n in imports(path) if line in annotations}
@@ -433,7 +436,7 @@ def test_static_tools_find_every_public_name():
 def test_nothing_of_one_machine(pattern):
     files = [*library(), *sources("tests", "benchmarks", "examples")]
     files += [path for path in ROOT.glob("*") if path.is_file() and path.suffix in ("", ".md", ".toml", ".py", ".yml")]
-    files = [path for path in files if path.name != ".git"]  # of a worktree
+    files = [path for path in files if path.name != ".git"]  # file of a worktree
     files += [p for folder in ("docs", ".ci", "examples") for p in (ROOT / folder).rglob("*") if p.is_file()]
     files = [path for path in files if path.suffix not in (".png", ".h5", ".pyc")]
     found = []

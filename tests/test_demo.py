@@ -1,4 +1,4 @@
-"""`halograd demo`: the whole way from nothing to a report, and what it leaves alone."""
+"""`halograd demo`: from nothing to a report, without changes to foreign files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def demo(*arguments: object, seconds: float = 240) -> subprocess.CompletedProcess[str]:
-    """Run ``halograd demo ARGUMENTS`` alone; nothing of it may be left when it ends."""
+    """Run ``halograd demo ARGUMENTS`` alone, and check that no process is left."""
     mark = jobs.new_mark()
     command = [sys.executable, "-m", "halograd", "demo", *map(str, arguments)]
     try:
@@ -36,7 +36,7 @@ def demo(*arguments: object, seconds: float = 240) -> subprocess.CompletedProces
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> tuple[Path, str]:
-    """Folder and output of a small demonstration."""
+    """Return folder and output of a small demonstration."""
     out = tmp_path_factory.mktemp("demo") / "out"
     done = demo("--quick", "--out", out)
     assert done.returncode == 0, done.stdout + done.stderr

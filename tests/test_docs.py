@@ -23,7 +23,7 @@ def blocks(page: str) -> list[str]:
 
 @pytest.mark.mpi(min_size=1)
 def test_custom_layer_tutorial():
-    """All blocks of the page, one after the other, on the ranks of this run."""
+    """All blocks of the page run in sequence, on the ranks of this run."""
     found = blocks("custom_layers.md")
     assert len(found) == 5
     space: dict = {"__name__": "tutorial"}
@@ -33,7 +33,7 @@ def test_custom_layer_tutorial():
 
 @pytest.mark.mpi(min_size=1)
 def test_networks_of_ones_own_train():
-    """Those of the page, on the ranks of this run; the loss goes down."""
+    """The page's networks train on the ranks of this run, and the loss falls."""
     first, part, _, again, second, weighted, _ = blocks("networks.md")
     space: dict = {}
     exec(compile(first, "networks.md", "exec"), space)
@@ -59,7 +59,7 @@ def test_networks_of_ones_own_train():
 
 @pytest.mark.mpi(min_size=1)
 def test_a_metric_of_ones_own_counts():
-    """That of the page, on the ranks of this run, against NumPy; it says which scores are better."""
+    """The page's metric on the ranks of this run equals NumPy's, and declares which scores are better."""
     space: dict = {"hg": halograd}
     exec(compile(blocks("networks.md")[-1], "networks.md", "exec"), space)
     x, target = halograd.Input((9, 4, 1), "x"), halograd.Input((9, 4, 1), "target")
@@ -84,7 +84,7 @@ def test_a_metric_of_ones_own_counts():
 
 @pytest.mark.mpi(min_size=1)
 def test_the_script_of_the_page_trains(shared, monkeypatch, capsys):
-    """On the ranks of this run, with data as the network of the page reads them."""
+    """The page's script trains on the ranks of this run, with data of the shape that its network reads."""
     comm = MPI.COMM_WORLD
     if comm.rank == 0:
         rng = np.random.default_rng(1)
@@ -104,7 +104,7 @@ def test_the_script_of_the_page_trains(shared, monkeypatch, capsys):
 
 @pytest.mark.torch
 def test_a_model_of_torch_comes_and_goes(tmp_path, monkeypatch):
-    """All blocks of the page, one after the other; what is written and read again computes what torch computes."""
+    """All blocks of the page run in sequence; the written and read model computes the same as torch."""
     torch = pytest.importorskip("torch", reason="needs torch as oracle: pip install 'halograd[oracle]'")
     for name in ("onnx", "onnxscript", "safetensors"):
         pytest.importorskip(name, reason="needs what exchanges with torch: pip install 'halograd[oracle]'")

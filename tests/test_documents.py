@@ -1,4 +1,4 @@
-"""Files of data: what parsers let through and we do not, every message, what is read unchanged, and whole writes."""
+"""Data files: input that parsers accept and we refuse, every message, unchanged values, and atomic writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The examples run as their first lines say."""
+"""The examples run as described in their first lines."""
 
 import json
 import os
@@ -24,7 +24,7 @@ def test_heat_equation_is_that_of_one_process(ranks):
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_first_day(tmp_path, ranks):
-    """A U-Net of torch is trained on forty files with holes, and computes in torch what it predicts here."""
+    """A torch U-Net is trained on forty files with missing values, and computes the same in torch as here."""
     for name in ("torch", "onnxscript", "onnxruntime", "safetensors"):
         pytest.importorskip(name, reason="needs torch as oracle: pip install 'halograd[oracle]'")
     done = mpiexec(ranks, ["-m", "examples.first_day", str(tmp_path / "day")])
@@ -38,7 +38,7 @@ def test_a_first_day(tmp_path, ranks):
     assert (tmp_path / "day/run/checkpoints/best.h5").exists() and (tmp_path / "day/unet.onnx").exists()
 
 
-#: Stands for MLflow: writes down what it is called with.
+#: Double of MLflow that records its calls.
 MLFLOW = """
 import json, sys
 
@@ -52,7 +52,7 @@ def __getattr__(name):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_tracking(tmp_path, ranks):
-    """One rank writes; every score of every epoch is there, and the best checkpoint."""
+    """One rank writes; every score of every epoch and the best checkpoint are recorded."""
     calls = tmp_path / "calls.jsonl"
     (tmp_path / "mlflow.py").write_text(f"CALLS = {str(calls)!r}\n" + MLFLOW)
     generate(tmp_path / "mesh.h5", resolution=32, samples=12)

@@ -1,4 +1,4 @@
-"""MPI jobs that serial tests start: what comes back, and that nothing stays."""
+"""MPI jobs that serial tests start: their results, and no leftovers."""
 
 import subprocess
 
@@ -41,7 +41,7 @@ OURS = "halograd: error: no such moon (script.py, line 9)\n"
 
 @pytest.mark.parametrize("noise", [EPOLL, ABORTED, FRAMES, AGGREGATED, HYDRA, "[mpiexec@n1] Timeout\n"])
 def test_what_a_launcher_writes_is_told_from_what_ranks_write(noise):
-    """Wherever it stands; libevent's warning within a line of a rank, too."""
+    """The launcher's output is separated at any position; libevent's warning may be within a line of a rank."""
     assert split_stderr(noise) == ("", noise)
     assert split_stderr(OURS + noise + OURS) == (OURS + OURS, noise)
     assert split_stderr(noise + OURS + noise) == (OURS, noise + noise)
@@ -67,7 +67,7 @@ def test_nothing_that_ranks_write_is_lost(text):
 
 
 def test_the_stderr_of_a_job_is_that_of_its_ranks(tmp_path, monkeypatch, capfd):
-    """Under the MPI of a cluster that says more; what it says is shown with a test that fails."""
+    """The launcher's output (more under a cluster's MPI) is shown only with a test that fails."""
     launcher = tmp_path / "mpiexec"
     launcher.write_text(f"#!/bin/sh\nshift 2\n\"$@\"\ncode=$?\nprintf '%s' '{EPOLL}' >&2\nexit $code\n")
     launcher.chmod(0o755)
@@ -78,7 +78,7 @@ def test_the_stderr_of_a_job_is_that_of_its_ranks(tmp_path, monkeypatch, capfd):
 
 
 def test_job_that_hangs_is_killed_with_all_its_ranks(tmp_path, monkeypatch):
-    """Its limit is over when all ranks have said who they are."""
+    """The limit is triggered after all ranks have reported."""
     communicate = subprocess.Popen.communicate
 
     def until_they_hang(process, timeout=None):
@@ -103,7 +103,7 @@ def test_job_that_hangs_is_killed_with_all_its_ranks(tmp_path, monkeypatch):
 
 
 def test_segments_of_an_aborted_job_are_swept(tmp_path, monkeypatch):
-    """Those that the watcher has seen, once they are."""
+    """This covers the segments that the watcher has seen."""
     name, segments = "halograd-test-launch", jobs.segments
     jobs.remove([name])  # of a run of this test that was killed: what was there before the job is not the job's
 
@@ -136,7 +136,7 @@ def test_process_that_outlives_a_good_job_is_an_error(tmp_path, monkeypatch):
 
 
 def test_a_job_knows_nothing_of_the_run_of_the_suite_that_started_it(monkeypatch):
-    """Checks that fail on purpose in a job once stood in the record of the suite, as failures of its own."""
+    """Checks that fail on purpose in a job once appeared as failures in the suite's record."""
     inherited = {"HALOGRAD_TEST_RECORD": "outer", "PMI_RANK": "1", "SLURM_PROCID": "1"}
     for name, value in {**inherited, "KEPT": "yes"}.items():
         monkeypatch.setenv(name, value)

@@ -1,4 +1,4 @@
-"""Limits against deadlock: they grow with the load, and a test that waits says for what."""
+"""Limits against deadlock grow with the load, and a waiting test reports what it waits for."""
 
 from itertools import pairwise
 from types import SimpleNamespace
@@ -11,7 +11,7 @@ from tests.support.clock import DrivenClock
 
 @pytest.mark.parametrize(("cores", "seconds", "factor"), [(2, 0.5, 1.0), (2, 3.0, 3.0), (64, 3.0, 3.0)])
 def test_slowness_is_measured_on_all_cores_at_once(monkeypatch, cores, seconds, factor):
-    """All processes are at work at the same time; each takes so many times the nominal time."""
+    """All processes work at the same time, and each takes this multiple of the nominal time."""
     clock = DrivenClock(tick=0.0).drive(monkeypatch, limits)
     begins, ends = [], []
 

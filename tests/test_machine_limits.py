@@ -1,4 +1,4 @@
-"""Memory and cores of a rank: the least of the machine, its control groups and what Slurm gave."""
+"""Memory and cores of a rank: the minimum of the machine, its control groups and Slurm's allocation."""
 
 import math
 import os
@@ -19,7 +19,7 @@ V2 = "0::{}\n"
 
 
 def tree(root, lines, limits):
-    """A directory with ``proc/self/cgroup`` and these limits of control groups."""
+    """Return a directory with ``proc/self/cgroup`` and these limits of control groups."""
     for name, text in {"proc/self/cgroup": lines, **{f"sys/fs/cgroup/{k}": v for k, v in limits.items()}}.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -73,7 +73,7 @@ V1_CPU = "7:cpu,cpuacct:{}\n4:memory:/other\n"
 
 
 def quota(folder, time, period=100_000):
-    """Files of a control group of version 1."""
+    """Return the files of a version 1 control group."""
     return {f"{folder}/cpu.cfs_quota_us": time, f"{folder}/cpu.cfs_period_us": period}
 
 
@@ -107,9 +107,9 @@ def test_cores_without_a_limit_are_those_that_the_process_may_run_on(tmp_path):
 @pytest.mark.parametrize(
     ("processes", "count"),
     [
-        ([Cores(frozenset(range(16)), quota=2.0)] * 4, 2),  # of a container, together
+        ([Cores(frozenset(range(16)), quota=2.0)] * 4, 2),  # a container's quota for all processes
         ([Cores(frozenset(range(16)), quota=0.5)], 1),
-        ([Cores(frozenset(range(16)), task=2)] * 4, 8),  # of Slurm, each
+        ([Cores(frozenset(range(16)), task=2)] * 4, 8),  # Slurm's cores for each task
         ([Cores(frozenset(range(4)), task=2)] * 4, 4),
         ([Cores(frozenset({0})), Cores(frozenset({1}), quota=9.0)], 2),
     ],
@@ -120,7 +120,7 @@ def test_cores_of_the_ranks_of_a_node(processes, count):
 
 @pytest.fixture
 def container(monkeypatch, tmp_path):
-    """A quota of one core, as `docker run --cpus=1` gives, for all that asks for the cores of this process."""
+    """Set a quota of one core, as `docker run --cpus=1` does, for all code that reads this process's cores."""
     root = tree(tmp_path, V2.format("/"), {"cpu.max": "100000 100000"})
     monkeypatch.setattr(usable_cores, "__defaults__", (root, {}))
 

@@ -1,4 +1,4 @@
-"""`make` leaves an environment alone that it has not made."""
+"""`make` does not change an environment that it has not created."""
 
 import shutil
 import subprocess
@@ -10,7 +10,7 @@ from tests.harness.limits import LIMIT
 
 ROOT = Path(__file__).resolve().parents[1]
 STAMPS = ("python", "base", "docs", "lint", "oracle", "nvrtc", "peers")
-#: Notes its arguments in place of a Python.
+#: Replacement of Python that records its arguments.
 NOTES = '#!/bin/sh\necho "$@" >>"${0%/*}/../calls"\n'
 
 
@@ -26,7 +26,8 @@ def clone(tmp_path):
 
 
 def environment(path, made_by=None):
-    """An environment whose packages are older than the sources, so that what installs would install again."""
+    """Return an environment whose packages are older than the sources, so that installing targets would install again.
+    """
     (path / "bin").mkdir(parents=True)
     (path / "bin" / "python").write_text(NOTES)
     (path / "bin" / "python").chmod(0o755)

@@ -1,4 +1,4 @@
-"""What is shipped: a wheel holds every file of the package once, and so does one that is made of an sdist."""
+"""Packages: a wheel contains every file of the package once, and so does a wheel made from an sdist."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHIPPED = (".py", ".toml", ".cu", ".cuh", ".j2")
 
 
 def _copied(folder: Path) -> Path:
-    """The files that a package is made of, with the links as they are."""
+    """Return the files of the package, with links as links."""
     folder.mkdir()
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
@@ -31,7 +31,7 @@ def _copied(folder: Path) -> Path:
 
 
 def _built(what: str, source: Path, out: Path) -> Path:
-    """The file that setuptools builds: a "wheel" or an "sdist"."""
+    """Return the file that setuptools builds: a "wheel" or an "sdist"."""
     out.mkdir()
     code = f"from setuptools import build_meta; build_meta.build_{what}({str(out)!r})"
     done = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True, timeout=LIMIT)

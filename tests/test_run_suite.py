@@ -1,4 +1,4 @@
-"""The suite's runner: a fault or a hang on any rank is reported as a failure, in time, and nothing is left behind."""
+"""The suite's runner: a fault or a hang on any rank is reported as a failure, in time, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_markers_choose_the_runs(tmp_path):
 
 
 def test_modules_are_compiled_once_for_all_processes(tmp_path, monkeypatch):
-    """Containers often forbid bytecode beside the sources, which stay clean."""
+    """Containers often forbid bytecode next to the sources, which stay unchanged."""
     body = """
     @pytest.mark.ranks(2)
     def test_place():
@@ -170,11 +170,11 @@ def test_fault_while_the_others_wait_ends_the_run(tmp_path):
     code, output, counts = run_suite(tmp_path, body, "2", grace=0.1)
     assert code == 1 and counts == (0, 1, 0), output
     assert "rank one left" in output and "1 tests of run '2' were not reached" in output
-    assert re.search(r"\[rank 0\] .*in test_fault", output), output  # where the other one waited
+    assert re.search(r"\[rank 0\] .*in test_fault", output), output  # position at which the other rank waited
 
 
 def test_hang_on_one_rank_is_ended_by_the_limit_of_the_test(tmp_path):
-    """Its limit is over when it hangs."""
+    """The limit is triggered when it hangs."""
     body = """
     import threading
     hangs = threading.Event()
@@ -198,7 +198,7 @@ def test_hang_on_one_rank_is_ended_by_the_limit_of_the_test(tmp_path):
 
 
 def test_hang_outside_a_test_is_ended_by_the_limit_of_the_run(tmp_path, monkeypatch, capsys):
-    """Its limit is over when it hangs."""
+    """The limit is triggered when it hangs."""
     hangs, records = tmp_path / "hangs", tmp_path / "records"
     records.mkdir()
     body = f"@pytest.mark.mpi\ndef test_good(): pass\nif world.rank == 1: open({str(hangs)!r}, 'w'); time.sleep(10**6)"
@@ -248,7 +248,7 @@ def test_ranks_that_collect_different_tests_are_a_failure(tmp_path):
 
 
 def test_serial_hangs_are_failures_too(tmp_path):
-    """Their limits are over when they hang; the second test does not let itself be interrupted."""
+    """The limits are triggered when the tests hang; the second test ignores the interrupt."""
     body = """
     import faulthandler
     limits, end_later = {}, faulthandler.dump_traceback_later
@@ -310,7 +310,7 @@ def test_no_tests_at_all_is_a_failure(tmp_path):
 
 
 def launcher(folder: Path, name: str, version: str) -> Path:
-    """A program that says only which version it is."""
+    """Write a program that only prints a version."""
     folder.mkdir(exist_ok=True)
     path = folder / name
     path.write_text(f"#!/bin/sh\necho '{version}'\n")
@@ -319,7 +319,7 @@ def launcher(folder: Path, name: str, version: str) -> Path:
 
 
 def test_the_launcher_of_another_mpi_is_known_by_its_version(tmp_path):
-    """Debian's names it after itself, modules do not, and an environment's own comes first on PATH."""
+    """Debian names its launcher after the MPI, modules do not, and an environment's own launcher is first on PATH."""
     openmpi = mpi.INSTALLATIONS["openmpi"]
     first, second = tmp_path / "first", tmp_path / "second"
     launcher(first, "mpirun", "HYDRA build details:")
@@ -333,7 +333,7 @@ def test_the_launcher_of_another_mpi_is_known_by_its_version(tmp_path):
 
 
 def test_the_environment_comes_before_the_path(tmp_path, monkeypatch):
-    """Unless a run of the suite says otherwise."""
+    """The environment's launcher is used, unless a run of the suite names another."""
     environment, site = tmp_path / "environment", launcher(tmp_path / "site", "mpiexec", "Open MPI")
     monkeypatch.setattr(sys, "executable", str(environment / "python"))
     monkeypatch.setenv("PATH", str(site.parent))
@@ -346,7 +346,7 @@ def test_the_environment_comes_before_the_path(tmp_path, monkeypatch):
 
 
 def test_under_open_mpi(tmp_path):
-    """Ranks, more of them than cores, and the jobs that serial tests start."""
+    """Ranks run, more of them than cores, and so do jobs started by serial tests."""
     try:
         mpi.INSTALLATIONS["openmpi"].variables()
     except mpi.NotInstalled as missing:

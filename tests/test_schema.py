@@ -1,4 +1,4 @@
-"""Objects made of plain data: strict types, places in messages, and tables of what functions take."""
+"""Objects built from plain data: strict types, keys in messages, and tables of function parameters."""
 
 from __future__ import annotations
 

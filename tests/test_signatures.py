@@ -1,4 +1,4 @@
-"""Classes of the user's own: methods that do not take what the library gives are refused before it calls them."""
+"""User classes: methods that do not take the library's arguments are refused before they are called."""
 
 import numpy as np
 import pytest
@@ -17,12 +17,12 @@ X, T, W = hg.Input((4, 4, 1), "x"), hg.Input((4, 4, 1), "t"), hg.Input((4, 4, 1)
 
 
 def method(name, function, base=hg.Layer, **attributes):
-    """Return an object of a class with one method of its own."""
+    """Return an object of a class with one method."""
     return type("Own", (base,), {name: function, **attributes})()
 
 
 class Positional(Loss):
-    """As the documentation has it, with other names, and a default in place of one of them."""
+    """The documented method with other names, and a default for one of them."""
 
     takes_weights = True
 
@@ -52,14 +52,14 @@ class OneInput(hg.Layer):
 
 
 class Narrow(hg.Conv):
-    """The first method of a layer of the library differs."""
+    """A class that differs in the first method of a library layer."""
 
     def parameters(self, shape):
         return super().parameters(shape)
 
 
 def test_what_takes_the_arguments_is_fine():
-    """Under any names, with defaults, gathered, of one input as the layers of the documentation."""
+    """Methods may use any names, defaults, gathered arguments, or one input as the documented layers do."""
     for loss in (Positional(), Anything()):
         assert loss(X, T).shape == (1,) and loss(X, T, W).shape == (1,)
     assert OneInput()(X).shape == X.shape and Narrow(2, 3)(X).shape == (2, 2, 2)
@@ -125,7 +125,7 @@ class Late(hg.Callback):
 
 
 def test_callbacks(tmp_path):
-    """Before the run: an epoch later is hours later."""
+    """The check comes before the run, because the error would otherwise appear an epoch later."""
     with pytest.raises(UserError, match=r"Late\.on_epoch: .* \(self, epoch, scores\), got \(self, epoch\)"):
         hg.fit(unet(), "none.h5", tmp_path / "out", comm=MPI.COMM_SELF, callbacks=[Late()], **OPTIONS)
     assert not (tmp_path / "out").exists()

@@ -1,4 +1,4 @@
-"""Who plans, explains, predicts or writes a job script needs no MPI: all of it runs where mpi4py cannot be imported."""
+"""Planning, explaining, predicting and writing job scripts work without mpi4py."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ sys.exit(run(sys.argv[1:]))
 
 
 def without_mpi(program: str, *arguments: object, cwd: Path | None = None) -> str:
-    """What a program prints where mpi4py cannot be imported."""
+    """Return the output of a program in a process without mpi4py."""
     command = [sys.executable, "-c", BLOCKED + program, *map(str, arguments)]
     env = job_environment(new_mark())
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, cwd=cwd, env=env)

@@ -1,4 +1,4 @@
-"""The benchmarks of a GPU on the double of one: what they run is what they say; torch on the CPU beside it."""
+"""The GPU benchmarks on a double of a GPU: their results are consistent; torch runs on the CPU."""
 
 import json
 import math
@@ -40,7 +40,7 @@ def kernels():
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
-    """Few steps: the double's clock counts what is enqueued. torch has time."""
+    """Limit the number of steps, because the double's clock counts enqueued work. torch has enough time."""
     monkeypatch.setattr(contests, "MOST_STEPS", 3)
     monkeypatch.setattr(host, "CALLS", 3)
     for name in ("EAGER_PATIENCE", "STEPS_PATIENCE", "COMPILE_PATIENCE"):
@@ -101,7 +101,7 @@ def test_rounds_take_turns():
 @needs_torch
 @pytest.mark.parametrize("name", SMALL)
 def test_torch_trains_the_same_network(kernels, torch, name):
-    """`contest` refuses to compare if the first losses differ; beside it our graphs and torch's eager mode."""
+    """`contest` raises if the first losses differ; it compares our graphs with torch's eager mode."""
     with Communicator(MPI.COMM_SELF) as comm:
         text, numbers = contest(kernels, comm, SMALL[name], "tf32", torch)
     torch.ask(LIMIT, do="free")
@@ -133,7 +133,7 @@ def test_torch_that_fails_or_takes_too_long_is_told():
 
 
 class Answers:
-    """torch, without being there: the loss of ours, and a time."""
+    """Double of torch that returns our loss and a time."""
 
     def __init__(self, device="cuda"):
         self.asked = []

@@ -1,4 +1,4 @@
-"""The gradient reduction benchmark: what stands for the papers' machines, an emulated device, tables."""
+"""The gradient reduction benchmark: the model of the papers' machines, the emulated device, tables."""
 
 import time
 from dataclasses import replace
@@ -17,7 +17,7 @@ from halograd.layers.strategy import Strategy
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_ranks_stand_for_the_machine_of_the_paper(name):
-    """Sums, rows and layers of the narrow network take what they take there; every scheme can be had."""
+    """Sums, rows and layers of the narrow network take the paper's times; every scheme is available."""
     part = Part(PAPERS[name], 4)
     s, alpha_beta = part.setting, part.links
     whole = 4 * sum(spec.size for spec in part.paper.network.parameters().values())

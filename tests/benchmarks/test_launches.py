@@ -1,4 +1,4 @@
-"""The launch benchmark: what it times really is a launch."""
+"""The launch benchmark times real launches."""
 
 import subprocess
 import sys
@@ -13,7 +13,7 @@ def test_the_table_has_every_kernel():
     pytest.importorskip("cupy", reason="needs CuPy, whose launches are timed")
     if compiler() is None:
         pytest.skip("needs g++ for what stands for the driver")
-    command = [sys.executable, launches.__file__, "--calls", "10"]  # apart: it loads a library in the driver's place
+    command = [sys.executable, launches.__file__, "--calls", "10"]  # it loads a library in place of the driver
     lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
     assert lines[1].split() == ["kernel", *launches.COLUMNS]
     assert [line.split()[0] for line in lines[2:]] == list(launches.KERNELS)

@@ -1,4 +1,4 @@
-"""The papers' tables: trends within the stated bounds, the same winners."""
+"""The papers' tables: trends within the stated bounds, and the same winners."""
 
 import functools
 import itertools
@@ -11,7 +11,7 @@ from benchmarks.paper_tables import TABLE_I, TABLE_II, TABLE_III
 
 @pytest.fixture(scope="module", autouse=True)
 def once():
-    """Every table is computed once; the program prints what the other tests have looked at."""
+    """Compute every table once; the program prints the tables that the other tests have checked."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("table_i", "table_ii", "resnet_scaling", "vgg_strategy", "dense_configurations"):
             patch.setattr(paper_tables, name, functools.cache(getattr(paper_tables, name)))
@@ -36,7 +36,9 @@ def test_resnet_speeds_up_with_every_doubling_but_less_than_twice():
 
 
 def test_vgg_is_cut_in_samples_first_and_in_channels_last():
-    """Jia et al. cut the last convolutions in space, too: they measured kernels to be faster so, a roofline is not."""
+    """Jia et al. also cut the last convolutions in space, because their measured kernels are faster then; a roofline is
+    not.
+    """
     parts = paper_tables.vgg_strategy()
     assert all(parts[name] == {"sample": 4} for name in parts if name.startswith(("conv", "pool")))
     for name in ("dense1", "dense2"):
@@ -44,7 +46,7 @@ def test_vgg_is_cut_in_samples_first_and_in_channels_last():
 
 
 def test_few_devices_win_for_a_dense_layer_on_one_bus():
-    """DeePa, Table 2: two of 16 devices win, by 40 over data parallelism and by 5 over all of them."""
+    """In DeePa's Table 2, two of 16 devices are 40 times faster than data parallelism and 5 times faster than all."""
     found = {name: sum(dense.bus) for name, dense in paper_tables.dense_configurations().items()}
     assert min(found, key=found.get) == "c=2"
     assert found["n=16"] / found["c=2"] > 20

@@ -1,4 +1,4 @@
-"""The step benchmark: contestants train alike, wait without using the CPU, and are compared as defined."""
+"""The step benchmark: contestants train the same network, wait without CPU use, and are compared as defined."""
 
 import math
 import os
@@ -30,13 +30,13 @@ def patient(monkeypatch):
 def test_contestants_are_timed_in_turn_on_the_same_network():
     outcome = run("mesh-tiny", OURS, Settings(0.02, 2, 1.0), lambda line: None, NUMPY)
     assert [len(t.seconds) > 0 and t.best > 0 for t in outcome.times.values()] == [True] * len(OURS)
-    assert len(outcome.usage) == 2 * 2 * len(OURS)  # two rounds, there and back
+    assert len(outcome.usage) == 2 * 2 * len(OURS)  # two rounds, each in both orders
     assert all(math.isclose(a, b, rel_tol=1e-5) for a, b in zip(outcome.losses["halograd-2x1"], outcome.losses["raw"]))
     assert "ratio to raw sum" in report.ratios(outcome)
 
 
 def activity(contestant):
-    """CPU time, and how often each of its threads was given a core; None while one of them wants a core."""
+    """Return CPU time and number of schedulings of each thread; None while a thread is runnable."""
     found = {}
     for path in [path for pid in contestant.pids for path in Path(f"/proc/{pid}/task").glob("*/status")]:
         fields = dict(line.split(":", 1) for line in path.read_text().splitlines())
@@ -47,7 +47,7 @@ def activity(contestant):
 
 
 def test_waiting_contestants_use_no_cpu_and_end_with_their_parent():
-    """Once they wait, none of their threads runs, be it for a moment."""
+    """None of the threads of a waiting contestant runs, even briefly."""
     (entry,) = [e for e in OURS if e.ranks == 2]
     with Contestant(entry, "mesh-tiny", NUMPY) as contestant:
         contestant.ready()
@@ -141,7 +141,7 @@ for make in Conv(2, 3, activation="leaky_relu"), BatchNorm(activation="gelu"), l
 
 @pytest.mark.torch
 def test_torch_refuses_what_it_would_compute_otherwise():
-    """In a process of its own: the module keeps MPI from being started."""
+    """Runs in a separate process, because the module prevents MPI from starting."""
     pytest.importorskip("torch", reason="needs torch as oracle: pip install 'halograd[oracle]'")
     done = subprocess.run([sys.executable, "-c", WITH_TORCH], capture_output=True, text=True, timeout=LIMIT)
     refused = [line.rpartition("got ")[2] for line in done.stdout.splitlines()]
@@ -156,7 +156,8 @@ def test_contestants_take_part_in_what_they_can_do():
 
 @pytest.mark.parametrize("problem", ["mesh-tiny", "resnet-tiny"])
 def test_halos_by_hand_and_16_bits_train_alike(problem):
-    """Else nothing is timed; windows with strides, pooling, norms and both losses are in these networks."""
+    """These networks have windows with strides, pooling, norms and both losses; equal losses are required for timing.
+    """
     pytest.importorskip("torch", reason="needs torch as peer: pip install 'halograd[peers]'")
     named = {e.name: replace(e, threads=1) for e in CONTESTANTS}
     entries = [named[name] for name in ("halograd-2x1", "torch-gloo", "torch-bf16")]

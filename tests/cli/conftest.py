@@ -1,4 +1,4 @@
-"""Commands in the process of the tests."""
+"""Commands run in the process of the tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from halograd.perfmodel.machine import Machine
 
 @pytest.fixture
 def typed(capsys) -> Callable[..., tuple[int, str, str]]:
-    """Runs a command in this process: exit code, stdout, stderr."""
+    """Return a function that runs a command in this process and returns exit code, stdout and stderr."""
 
     def call(*arguments: object) -> tuple[int, str, str]:
         code = run([str(a) for a in arguments])
@@ -26,7 +26,7 @@ def typed(capsys) -> Callable[..., tuple[int, str, str]]:
 
 @pytest.fixture
 def known(shared, monkeypatch) -> Path:
-    """A folder of all ranks, with an empty cache, on a machine that need not be measured."""
+    """Return a folder shared by all ranks, with an empty cache, and a machine that need not be measured."""
     machine = Machine.load("p100-cluster")
     monkeypatch.setenv("HALOGRAD_CACHE", str(shared / "cache"))
     monkeypatch.setattr(measuring.Measuring, "known_machine", lambda self, path: machine)

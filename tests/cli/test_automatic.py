@@ -1,4 +1,4 @@
-"""`strategy = "auto"`: profiled, planned and run under MPI, and held against what was measured."""
+"""`strategy = "auto"`: profiled, planned and run under MPI, and compared with measurements."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ UNMEASURED = "strategy.budget=0"
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Folder, environment, and the finished process of a run on 2 ranks that planned itself."""
+    """Return folder, environment and finished process of an automatically planned run on 2 ranks."""
     folder = tmp_path_factory.mktemp("auto")
     write_data(folder / "data.h5")
     (folder / "run.toml").write_text(AUTO)
     env = {"HALOGRAD_CACHE": str(folder / "cache")}
     done = mpiexec(2, ["-m", "halograd", "train", "run.toml"], cwd=folder, env=env)
-    shutil.copy(folder / "out" / "plan.json", folder / "plan.json")  # a run that resumes makes a plan of its own
+    shutil.copy(folder / "out" / "plan.json", folder / "plan.json")  # a resumed run makes its own plan
     return folder, env, done
 
 
@@ -215,7 +215,7 @@ def test_steps_are_measured_one_strategy_at_a_time(monkeypatch):
 
 @pytest.mark.ranks(2)
 def test_a_run_settles_on_what_was_faster(known, monkeypatch):
-    """The plan is followed, written and shown with the one that it took the place of beside it."""
+    """The faster plan is used, saved and printed, with the replaced plan as an alternative."""
     with Communicator(MPI.COMM_WORLD) as comm:
         config = parse_config(AUTO, [f"output.directory={known / 'out'}"])
         tried: list[list[str]] = []
@@ -243,7 +243,7 @@ def test_a_run_settles_on_what_was_faster(known, monkeypatch):
 
 @pytest.mark.ranks(2)
 def test_a_plan_rests_on_measured_times(known, monkeypatch):
-    """However often the planner, by the times that it has got, asks for a layer that it did not ask for before."""
+    """The planner may request further layers several times, each time with new measurements."""
     measured: list[str] = []
     calls: list[object] = []
 
@@ -274,7 +274,7 @@ def test_a_plan_rests_on_measured_times(known, monkeypatch):
 
 @pytest.mark.ranks(1)
 def test_a_budget_is_one_for_all_rounds(tmp_path, monkeypatch):
-    """What a round has spent is not there for the next."""
+    """All rounds share the budget."""
     budgets = []
 
     def layers(self, works, budget, again, show):
@@ -295,7 +295,7 @@ def test_a_budget_is_one_for_all_rounds(tmp_path, monkeypatch):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("fault", [KernelError("no primitive"), MemoryError(), UserError("not one sample")], ids=repr)
 def test_what_one_rank_cannot_do_ends_no_run(known, monkeypatch, fault):
-    """One rank with all threads is tried for the comparison only."""
+    """One rank with all threads is tried for comparison only, so its failure must not end the run."""
 
     def measured(comm, strategies, opened):
         if "alone" in strategies:
@@ -312,7 +312,7 @@ def test_what_one_rank_cannot_do_ends_no_run(known, monkeypatch, fault):
 
 @pytest.mark.ranks(2)
 def test_what_the_configuration_forbids_is_no_rival(tmp_path):
-    """A run must not end because of a strategy that nobody asked for."""
+    """An optional strategy must not end a run."""
     network = build("lenet5")
     with Communicator(MPI.COMM_WORLD) as comm:
         asked = ["reduction.name=bucketed", "reduction.replicated_dense=1"]
@@ -325,13 +325,13 @@ def test_what_the_configuration_forbids_is_no_rival(tmp_path):
         }
 
 
-# -- what is measured once more -------------------------------------------------------------------
+# -- second measurements --------------------------------------------------------------------------
 
 BATCH, RANKS = 8, 4
 
 
 class Disturbed(Recorded):
-    """Some layers take a second longer."""
+    """Measurements in which some layers take a second longer."""
 
     def __init__(self, keys):
         super().__init__(RooflineTimes(MACHINE))

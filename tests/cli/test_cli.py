@@ -1,4 +1,4 @@
-"""The command line: help with examples, one-line errors, and how several ranks end together."""
+"""The command line: help with examples, one-line errors, and the end of several ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.launch import PATIENT, command_line, mpiexec
 
 
 def commands() -> list[list[str]]:
-    """Every command, as the words one types."""
+    """Return every command as the words of a command line."""
     found = [[info.name or info.callback.__name__] for info in app.registered_commands if not info.hidden]
     for group in app.registered_groups:
         found += [
@@ -72,7 +72,7 @@ def test_only_rank_0_tells_of_a_mistake():
 
 
 def job(tmp_path, body: str, patience: float = 1e6):
-    """Run a command with this body on 2 ranks, one of which waits so long [s] for the other to fail alike."""
+    """Run a command with this body on 2 ranks; one waits `patience` [s] for the other to fail in the same way."""
     script = tmp_path / "job.py"
     script.write_text(
         "from mpi4py import MPI\n"

@@ -1,4 +1,4 @@
-"""`halograd plan --cores`: every split is a job with its own threads, the best is named; what ``auto`` says of it."""
+"""`halograd plan --cores`: every split is a job with its own threads, the best is printed; and the hint of ``auto``."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ from tests.cli.test_automatic import AUTO, UNMEASURED
 
 @pytest.fixture
 def jobs(monkeypatch):
-    """Jobs that were started: ranks and configuration; their results are made up, of 3 ranks there is none."""
+    """Record the started jobs (ranks and configuration); results are made up, and there is none for 3 ranks."""
     found = []
 
     def started(mpiexec, ranks, arguments, say):

@@ -1,4 +1,4 @@
-"""`halograd doctor`: what it finds, of GPUs too, what it says of what is missing, and its exit code."""
+"""`halograd doctor`: its findings (also for GPUs), remedies, and exit code."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tests.launch import command_line, mpiexec
 
 
 def doctor(**variables: str) -> tuple[int, dict[str, str], str]:
-    """Exit code, lines by name, and last line of ``halograd doctor`` with these environment variables."""
+    """Return exit code, lines by name, and last line of ``halograd doctor`` with these environment variables."""
     done = command_line("doctor", **variables)
     return done.returncode, lines_of(done.stdout), done.stdout.splitlines()[-1]
 
 
 def lines_of(output: str) -> dict[str, str]:
-    """``status value`` of each line, by name."""
+    """Return ``status value`` of each line, by name."""
     parts = [line.split(maxsplit=1) for line in output.splitlines()[:-1]]
     pairs = [(status, *rest.split("  ", maxsplit=1)) for status, rest in parts]
     return {name: f"{status} {value.strip()}" for status, name, value in pairs}
@@ -121,7 +121,7 @@ def test_status_is_one_of_four():
 
 
 def findings(monkeypatch, devices: int, modules: dict[str, object], backend=None) -> dict[str, Finding]:
-    """By name, on a machine with so many devices, these modules, and this backend."""
+    """Return findings by name, on a machine with so many devices, these modules, and this backend."""
 
     def load(name: str):
         return modules.get(name, f"{name.split('.')[0]} is not installed")
@@ -143,7 +143,7 @@ def findings(monkeypatch, devices: int, modules: dict[str, object], backend=None
 
 @pytest.fixture
 def modules() -> dict[str, object]:
-    """What is loaded where everything is installed."""
+    """Return doubles of the modules of a complete installation."""
     return {
         "cupy": SimpleNamespace(__version__="14.2.0"),
         "cudnn": SimpleNamespace(__version__="1.26.0", backend_version=lambda: 92800),

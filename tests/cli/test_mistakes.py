@@ -1,4 +1,4 @@
-"""Mistakes in options of every command: one line that names the option, what was expected, and what it got."""
+"""Errors in options of every command: one line with the option, the expected and the given value."""
 
 import pytest
 

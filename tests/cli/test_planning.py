@@ -1,4 +1,4 @@
-"""`halograd plan`, `explain` and `predict` as one types them: what they print, their JSON, and their errors."""
+"""`halograd plan`, `explain` and `predict` on the command line: output, JSON and errors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory) -> Path:
-    """A plan, written by a process of its own."""
+    """Return a plan, written by a separate process."""
     path = tmp_path_factory.mktemp("plan") / "plan.json"
     done = command_line("plan", *SMALL, *LASSEN, "-o", path)
     assert done.returncode == 0, done.stderr
@@ -112,7 +112,7 @@ def test_a_baseline_may_be_asked_for(typed):
 
 
 def test_baselines_with_equal_cuts_take_the_same(typed, planned):
-    """No layer of a mesh network is dense: `owt` is `data`, and neither is the plan."""
+    """A mesh network has no dense layer, so `owt` equals `data`, and so does the plan."""
     rows = {b["name"]: b for b in json.loads(typed("plan", *SMALL, *LASSEN, "--json")[1])["baselines"]}
     assert rows["owt"] == {**rows["data"], "name": "owt"} and rows["owt"]["speed_up"] > 1
     made = Plan.load(planned)
@@ -123,7 +123,7 @@ def test_baselines_with_equal_cuts_take_the_same(typed, planned):
 
 
 def test_a_grid_is_shown_where_one_was_looked_for(planned):
-    """A plan of one planner, or of an earlier version, has none; baselines are simulated."""
+    """A plan with a fixed planner, or of an earlier version, has no grid; baselines are simulated."""
     made = Plan.load(planned)
     assert made.request is not None
     network = build(made.request.model, **made.request.options)
@@ -133,7 +133,7 @@ def test_a_grid_is_shown_where_one_was_looked_for(planned):
 
 
 def test_the_arrays_of_the_optimizer_count(typed):
-    """Adam keeps two of the parameters' size, SGD one: in a plan, its baselines, and in a prediction."""
+    """Adam keeps two arrays of the parameters' size, SGD one: in a plan, its baselines, and in a prediction."""
     network = build("mesh", resolution=[128, 64], widths=[8, 16], convs=1)
     parameters = 4 * sum(math.prod(p.shape) for p in network.parameters().values())
     found = {}
@@ -220,7 +220,7 @@ def test_predict_scales_strongly_and_weakly(typed, tmp_path):
 
 
 def test_predict_where_some_numbers_of_ranks_have_no_grid(typed, tmp_path):
-    """A narrow sample has rows for two ranks, and for sixteen none."""
+    """A narrow sample has enough rows for two ranks, but not for sixteen."""
     few = ("mesh", "--option", "resolution=[4, 1]", "--option", "widths=[8]", "--option", "convs=1")
     arguments = ("predict", *few, "--machine", "lassen", "--ranks", "2,16", "--batch", "1")
     code, out, err = typed(*arguments, "--json", "--plot", tmp_path / "curves.png")
@@ -246,7 +246,7 @@ def test_predict_says_where_nothing_fits(typed):
     ],
 )
 def test_an_output_that_cannot_be_written_is_found_first(typed, planned, tmp_path, monkeypatch, path, message):
-    """Before minutes of planning."""
+    """The error comes before minutes of planning."""
     monkeypatch.setattr("halograd.planning.make_plan", lambda *_: pytest.fail("it plans"))
     monkeypatch.setattr("halograd.cli.explaining._asked", lambda *_: pytest.fail("it plans"))
     monkeypatch.setattr("halograd.cli.profiling.Measuring", lambda *_: pytest.fail("it measures"), raising=False)
@@ -365,7 +365,7 @@ def test_machine_files_with_faults(typed, tmp_path, change, message):
 
 
 def test_what_takes_long_shows_a_sign_of_life_on_a_terminal(typed, tmp_path):
-    """And nothing of it where stderr is read by a program."""
+    """Nothing is shown if stderr is not a terminal."""
     out = str(tmp_path / "plan.json")
     for words, sign in [
         (("plan", *SMALL, *LASSEN, "--out", out), "planning mesh on 8 ranks"),

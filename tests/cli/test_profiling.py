@@ -1,4 +1,4 @@
-"""`halograd profile` and `halograd bench`, from the outside: alone, under MPI, and resumed."""
+"""`halograd profile` and `halograd bench` from the outside: alone, under MPI, and resumed."""
 
 import json
 import re
@@ -15,7 +15,7 @@ from tests.launch import command_line, mpiexec
 
 
 def test_alone_it_measures_resumes_and_writes(typed, tmp_path, monkeypatch):
-    """First in a process of its own, which fills no cache but that of the files."""
+    """The first run is a separate process, which fills only the cache on disk."""
     monkeypatch.setenv("HALOGRAD_CACHE", str(tmp_path / "cache"))
     out = tmp_path / "machine.toml"
     first = command_line(*SMALL, "--out", out, "--ranks", 2, "--budget", 0)
@@ -54,7 +54,7 @@ def test_plans_for_more_ranks_use_what_these_have_measured(typed, tmp_path, tran
     code, planned, err = typed("plan", "lenet5", "--machine", out, "--out", tmp_path / "plan.json", *common)
     assert code == 0, err
     found = re.search(r"kernel times: measured here(?:, (\d+) shapes)?", planned)
-    # Measured times may lead to a shape that rooflines did not; of other conditions, all but a few are not known.
+    # Measured times may lead to a shape that rooflines did not; under other conditions almost all are unknown.
     assert found and int(found[1] or 0) < 10, planned
 
 

@@ -1,4 +1,4 @@
-"""Code blocks of the pages, and the commands in them."""
+"""Code blocks of the documentation pages, and the commands in them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FENCE = re.compile(r"^ *```(?P<info>[^\n`]*)\n(?P<text>.*?)^ *```$", re.M | re.S
 
 @dataclass(frozen=True)
 class Block:
-    """A code block: its page, the line where it begins, its language and text."""
+    """A code block: its page, first line, language and text."""
 
     page: Path
     line: int
@@ -26,12 +26,12 @@ class Block:
 
     @property
     def place(self) -> str:
-        """For messages and test ids."""
+        """Location for messages and test ids."""
         return f"{self.page.name}:{self.line}"
 
 
 def blocks(*languages: str) -> list[Block]:
-    """All blocks, or those of some languages, in the order of pages and lines."""
+    """Return all blocks, or those of some languages, in the order of pages and lines."""
     found = []
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
@@ -44,7 +44,7 @@ def blocks(*languages: str) -> list[Block]:
 
 
 def write_files(page: str, folder: Path) -> None:
-    """Write the blocks of Python of a page that begin with the name of a file, ``# rms.py``, to a folder."""
+    """Write the Python blocks of a page that start with a file name, ``# rms.py``, to a folder."""
     for block in blocks("python"):
         name = re.match(r"# (\w+\.py)\n", block.text)
         if block.page.name == page and name:
@@ -52,7 +52,7 @@ def write_files(page: str, folder: Path) -> None:
 
 
 def commands_of(block: Block) -> Iterator[list[str]]:
-    """Words of every command of a block; of one with a prompt only the lines behind ``$ ``."""
+    """Return the words of every command of a block; with prompts, only of lines after ``$ ``."""
     text = block.text.replace("\\\n", " ")
     lines = text.splitlines()
     if block.language == "console":

@@ -1,4 +1,4 @@
-"""Every code block of every page says its language, and is run, read or parsed; so are commands within a line."""
+"""Every code block of every page has a language, and is run, read or parsed; so are inline commands."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from halograd.perfmodel.machine import Machine
 from halograd.training.config import check_config
 from tests.docs.pages import PAGES, ROOT, Block, blocks, commands_of, write_files
 
-# Tests that run the Python of a page, in order, on which ranks.
+# Tests that run the Python of a page, and their ranks.
 RUN_BY = {
     "README.md": "tests/test_docs.py",
     "custom_layers.md": "tests/test_docs.py",
@@ -35,9 +35,9 @@ RUN_BY = {
 }
 LANGUAGES = {"python", "toml", "json", "sh", "console", "text"}
 LAUNCHERS = {"mpirun", "mpiexec", "srun", "watch"}
-#: Programs of others: a test can neither run them nor check their arguments.
+#: External programs: a test can neither run them nor check their arguments.
 OTHERS = {"apt-get", "cd", "cp", "export", "git", "module", "scancel", "sbatch", "source", "tensorboard"}
-#: A configuration with all that is required, over which a page's few lines are laid.
+#: A configuration with all required keys, to which a page's lines are added.
 WHOLE: dict[str, dict[str, Any]] = {
     "model": {"name": "mesh"},
     "data": {"path": "mesh.h5"},
@@ -49,7 +49,7 @@ WHOLE: dict[str, dict[str, Any]] = {
 
 
 def checked(tables: dict[str, Any], sets: list[str], place: str) -> None:
-    """Refuse keys and values that a run would refuse."""
+    """Return a configuration after the checks of a run. Raises for unknown keys and values."""
     whole: dict[str, Any] = {name: dict(table) for name, table in WHOLE.items()}
     for name, table in tables.items():
         if name == "model" and "file" in table:
@@ -59,7 +59,7 @@ def checked(tables: dict[str, Any], sets: list[str], place: str) -> None:
 
 
 def parsed(words: list[str]) -> Any:
-    """The context of ``halograd ...``: what typer makes of its words, and what --set says of a configuration."""
+    """Return the context of ``halograd ...``: typer's parsed words, and the configuration with --set."""
     command: Any = typer.main.get_command(app)
     words = list(words)
     while getattr(command, "commands", None):
@@ -72,7 +72,7 @@ def parsed(words: list[str]) -> Any:
 
 
 def check_command(words: list[str]) -> None:
-    """Fail if one command of a page cannot be meant."""
+    """Raise unless a command of a page is valid."""
     while words and re.fullmatch(r"\w+=.*", words[0]):
         words = words[1:]
     name = words[0] if words else "cd"
@@ -148,7 +148,7 @@ def test_commands_within_a_line_can_be_meant(page: Path):
         try:
             check_command(line)
         except Exception as error:
-            # A command that a sentence only names, as `halograd plan`, lacks its arguments.
+            # A command that a sentence only mentions, such as `halograd plan`, lacks its arguments.
             if not re.search("Missing|requires an argument", str(error)):
                 raise AssertionError(f"{page.name}: {found}: {error}") from error
 
@@ -171,7 +171,7 @@ def test_the_check_of_commands_sees_mistakes(line: str):
 
 
 def test_data_sets_of_other_formats(tmp_path, monkeypatch):
-    """The block of the page, with a double of Zarr, which is not installed for tests."""
+    """The page's block runs with a double of Zarr, which the tests do not install."""
     import numpy as np
 
     x, target = np.ones((4, 8, 8, 4), np.float32), np.zeros((4, 8, 8, 1), np.float32)

@@ -1,4 +1,4 @@
-"""The reference of the configuration that a clone has is that of the sources."""
+"""The configuration reference in the repository agrees with the sources."""
 
 import pytest
 
@@ -19,7 +19,7 @@ def test_the_page_of_a_clone_has_all_keys():
 
 
 def test_the_site_has_its_own_version():
-    """With anchors and links, and nothing of the page's twice."""
+    """The site's version has anchors and links, and no part of the page twice."""
     pytest.importorskip("mkdocs", reason="needs MkDocs: pip install 'halograd[docs]'")
     from docs.generator.__main__ import PAGE
     from docs.generator.hooks import MARK, REFERENCES

@@ -1,4 +1,4 @@
-"""Examples in docstrings are run; those of the whole library, so that none is forgotten."""
+"""Examples in docstrings of the whole library are run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import halograd
 
 
 def modules_with_examples() -> list[str]:
-    """Modules of the library whose source has a prompt."""
+    """Return the modules of the library whose source contains a prompt."""
     found = []
     for module in pkgutil.walk_packages(halograd.__path__, "halograd."):
         spec = module.module_finder.find_spec(module.name, None)

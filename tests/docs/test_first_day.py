@@ -1,4 +1,4 @@
-"""All of first_day.md happens: its files are written, its Python is run, its commands are called, in order."""
+"""All of first_day.md is executed in order: files, Python and commands."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TITLE = re.compile(r'title="([^"]+)"')
 
 
 def title(block: Block) -> str:
-    """The file that a block shows, if it says one."""
+    """Return the name of the file that a block shows, if any."""
     line = block.page.read_text(encoding="utf-8").splitlines()[block.line - 1]
     return "".join(TITLE.findall(line))
 
@@ -35,7 +35,7 @@ def test_what_is_quoted_is_in_the_example():
 
 
 def call(words: list[str], folder: Path) -> str:
-    """Call a command of the page in a folder; what it prints."""
+    """Run a command of the page in a folder and return its output."""
     programs = {"halograd": [sys.executable, "-m", "halograd"], "mpirun": [find_mpiexec()], "python": [sys.executable]}
     full = [part for word in words for part in programs.get(word, [word])]
     full = [str(EXAMPLE) if word == "examples/first_day.py" else word for word in full]
@@ -48,7 +48,7 @@ def call(words: list[str], folder: Path) -> str:
 
 
 def losses(run: Path) -> list[float]:
-    """Validation losses of a run, from its log."""
+    """Return the validation losses of a run, from its log."""
     events = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
     return [event["loss"] for event in events if event["event"] == "validation"]
 
@@ -79,7 +79,7 @@ def test_the_day_goes_as_the_page_says(tmp_path, monkeypatch, capsys):
 
 
 def compare(said: dict[str, str], day: Path) -> None:
-    """What the page promises of the day."""
+    """Check the results that the page states."""
     one, four = losses(day / "by-hand"), losses(day / "on-four")
     assert four == pytest.approx(one[:4], rel=1e-3) and len(one) == 5
     shown = "".join(block.text for block in PAGE if block.language == "text")

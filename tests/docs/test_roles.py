@@ -1,4 +1,4 @@
-"""Docstrings become Markdown, and what they name is there."""
+"""Docstrings become Markdown, and their roles have existing targets."""
 
 from pathlib import Path
 

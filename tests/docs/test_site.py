@@ -1,4 +1,4 @@
-"""The site builds without a broken link, and has every public name, key of a configuration, command and page."""
+"""The site builds without broken links, and contains every public name, configuration key, command and page."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.harness.limits import LIMIT
 
 ROOT = Path(__file__).resolve().parents[2]
 NEEDS = "needs MkDocs: pip install 'halograd[docs]'"
-#: Packages of commands, which `commands.md` explains.
+#: Packages of commands, which `commands.md` documents.
 COMMANDS = {"halograd.cli", "halograd.demo", "halograd.report"}
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site, built as `make docs` does it; warnings are errors."""
+    """Return the site, built as `make docs` does it; warnings are errors."""
     for module in ("mkdocs", "material", "mkdocstrings_handlers"):
         pytest.importorskip(module, reason=NEEDS)
     folder = tmp_path_factory.mktemp("site")
@@ -42,7 +42,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def build(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """Call MkDocs. Not with --quiet, which keeps --strict from seeing warnings."""
+    """Run MkDocs, without --quiet, which would hide warnings from --strict."""
     return subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder), *options],
         cwd=ROOT,
@@ -58,13 +58,13 @@ def anchors(page: Path) -> set[str]:
 
 
 def inventory(site: Path) -> set[str]:
-    """Dotted names that have an entry, under all paths by which they can be had."""
+    """Return the dotted names with an entry, under all exported paths."""
     data = (site / "objects.inv").read_bytes().split(b"\n", 4)[4]
     return {line.split()[0] for line in zlib.decompress(data).decode().splitlines()}
 
 
 def public_names() -> Iterator[str]:
-    """Names in ``__all__`` of all packages; of a package without one, in those of its modules."""
+    """Return the names in ``__all__`` of all packages, or of the modules of a package without one."""
     yield from (f"halograd.{name}" for name in halograd.__all__)
     for module in ("onnx", "testing"):
         yield from (f"halograd.{module}.{n}" for n in importlib.import_module(f"halograd.{module}").__all__)
@@ -80,7 +80,7 @@ def public_names() -> Iterator[str]:
 
 
 def keys_of(schema: dict[str, Any], before: str = "") -> Iterator[str]:
-    """Dotted keys of a JSON schema as pydantic makes it: not by the way in which the reference is made."""
+    """Return the dotted keys of a JSON schema made by pydantic, independently of the reference's code."""
 
     def inner(node: Any, place: str) -> Iterator[str]:
         for part in node.get("anyOf", ()) or node.get("oneOf", ()):
@@ -152,7 +152,7 @@ def test_every_command_is_listed(site):
     ],
 )
 def test_what_leads_nowhere_fails_the_build(tmp_path, text, message):
-    """By the settings of the site, on a page or two."""
+    """Builds a page or two with the site's settings."""
     pytest.importorskip("material", reason=NEEDS)
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "index.md").write_text(f"# Known {{#known}}\n\n{text}\n")
@@ -167,7 +167,7 @@ def test_what_leads_nowhere_fails_the_build(tmp_path, text, message):
 
 
 def test_nothing_is_loaded_from_elsewhere(site):
-    """Machines are offline: scripts, styles, fonts and pictures lie in the site."""
+    """Machines are offline, so scripts, styles, fonts and pictures must be in the site."""
     found = set()
     for page in site.rglob("*.html"):
         text = page.read_text(encoding="utf-8")
@@ -178,7 +178,7 @@ def test_nothing_is_loaded_from_elsewhere(site):
 
 
 def test_no_sign_of_a_markup_is_left(site):
-    """Roles of Sphinx, marks of generated places, literal blocks."""
+    """No Sphinx roles, marks of generated places or literal blocks are left."""
     for page in site.rglob("*.html"):
         text = re.sub(r"<pre.*?</pre>|<code.*?</code>", "", page.read_text(encoding="utf-8"), flags=re.S)
         found = re.findall(r":(?:class|func|meth|attr|data|mod):|<!-- generated|``|&lt;autoref", text)

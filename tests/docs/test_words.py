@@ -1,4 +1,4 @@
-"""Names in the text of pages are links to their entries."""
+"""Names in the text of pages become links to their entries."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_links_to_sources_lead_to_the_host_or_nowhere():
     there = with_source_links(text, "https://host.example/halograd/")
     assert there.startswith("see [the example](https://host.example/halograd/blob/main/examples/first_day.py#L3) and")
     broken = "[gone](../examples/second_day.py)"
-    assert with_source_links(broken, None) == broken  # and the strict build refuses it
+    assert with_source_links(broken, None) == broken  # and the strict build fails
 
 
 def test_pages_of_the_top_folder_keep_their_links():

@@ -25,7 +25,7 @@ EXPORTERS = ["old", "dynamo"]
 
 
 def torch():
-    """The torch module; skips the test where torch, or what its exporter needs, is not there."""
+    """Return the torch module; skip the test if torch or its exporter's requirements are missing."""
     pytest.importorskip("onnx", reason="needs onnx: pip install 'halograd[interchange]'")
     pytest.importorskip("onnxscript", reason="needs the exporter of torch: pip install 'halograd[oracle]'")
     return pytest.importorskip("torch", reason="needs torch as oracle: pip install 'halograd[oracle]'")
@@ -48,13 +48,13 @@ def as_module(function, **layers):
 
 
 def together(*modules):
-    """Return one module with the outputs of several, joined along the channels: one export in place of many."""
+    """Return one module with the outputs of several, concatenated along the channels: one export in place of many."""
     lib = torch()
     return as_module(lambda m, x: lib.cat([one(x) for one in m.parts], 1), parts=lib.nn.ModuleList(modules))
 
 
 def export(module, x, path: Path, exporter: str, training: bool = False, **options) -> Path:
-    """Write a module with the input `x`, called ``x``, as docs/torch.md says it."""
+    """Write a module with the input `x`, called ``x``, as in docs/torch.md."""
     lib = torch()
     mode = lib.onnx.TrainingMode.TRAINING if training else lib.onnx.TrainingMode.EVAL
     module.train(training)
@@ -72,15 +72,15 @@ def export(module, x, path: Path, exporter: str, training: bool = False, **optio
 
 @functools.cache
 def _keep_operators() -> None:
-    """Let the new exporter keep its table of operators, which it only reads: to make it is half of every export."""
-    with contextlib.suppress(ImportError, AttributeError):  # where another torch has none
+    """Let the new exporter keep its read-only table of operators, whose construction takes half of every export."""
+    with contextlib.suppress(ImportError, AttributeError):  # other versions of torch have no such table
         from torch.onnx._internal.exporter._registration import ONNXRegistry
 
         ONNXRegistry.from_torchlib = staticmethod(functools.cache(ONNXRegistry.from_torchlib))
 
 
 def predicted(network: Network, x: np.ndarray, dtype: str = "float64") -> dict[str, np.ndarray]:
-    """All outputs of a network for one batch, by one process in evaluation."""
+    """Return all outputs of a network for one batch, computed by one process in evaluation."""
     with (
         Communicator(MPI.COMM_SELF) as alone,
         Executor(network, alone, get_backend("numpy"), len(x), dtype=dtype, trainable=False) as executor,
@@ -125,22 +125,22 @@ def check_step(network: Network, module, x: np.ndarray, rate: float = 0.5) -> No
 
 
 def samples(*shape: int, name: str = "x") -> np.ndarray:
-    """A batch ``(N, *spatial, C)``."""
+    """Return a batch ``(N, *spatial, C)``."""
     return random_array((BATCH, *shape), name)
 
 
 def first(array: np.ndarray):
-    """Channels last -> channels first, as a tensor of torch."""
+    """Return an array with channels last as a torch tensor with channels first."""
     return torch().tensor(np.ascontiguousarray(np.moveaxis(array, -1, 1)))
 
 
 def last(tensor) -> np.ndarray:
-    """Channels first -> channels last, as an array."""
+    """Return a tensor with channels first as an array with channels last."""
     return np.moveaxis(tensor.detach().numpy(), 1, -1)
 
 
 def shake(module) -> None:
-    """Give all parameters and running statistics numbers that an error would show in."""
+    """Set all parameters and running statistics to numbers that reveal errors."""
     lib = torch()
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if tensor.dtype.is_floating_point:

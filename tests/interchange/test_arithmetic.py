@@ -16,7 +16,7 @@ SMALL = st.integers(1, 6)
 
 @given(st.integers(1, 40), st.integers(1, 7), st.integers(1, 5), st.integers(0, 3), st.integers(0, 3))
 def test_padding_that_rounds_up_gives_the_windows_of_torch(size, kernel, stride, low, high):
-    """Those that begin inside of the array or of the padding before it, and reach into the padding behind or not."""
+    """torch's windows start inside of the array or its low padding, and may reach into the high padding."""
     low, high = min(low, kernel // 2), min(high, kernel // 2)
     if size + low + high < kernel:
         return
@@ -28,7 +28,7 @@ def test_padding_that_rounds_up_gives_the_windows_of_torch(size, kernel, stride,
 @given(SMALL, st.lists(SMALL, min_size=1, max_size=3))
 def test_flattened_features_are_found_where_they_were(channels, spatial):
     image = np.arange(channels * math.prod(spatial)).reshape(*spatial, channels)
-    theirs = np.moveaxis(image, -1, 0).reshape(1, -1)  # torch has its channels first
+    theirs = np.moveaxis(image, -1, 0).reshape(1, -1)  # torch has channels first
     np.testing.assert_array_equal(permuted(theirs, spatial), image.reshape(1, -1))
     one = Arrangement(("w",), (1, image.size), {1: pieces((*spatial, channels))})
     np.testing.assert_array_equal(one.from_torch(theirs), image.reshape(1, -1))

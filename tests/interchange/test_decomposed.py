@@ -1,4 +1,4 @@
-"""Functions of torch that its exporters write as several operators, or as others than the one of this name."""
+"""Functions of torch that its exporters write as several operators, or under another operator's name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ SHAPE = (6, 5, 3)
 
 
 def _functions():
-    """By name: a function behind a convolution of four channels, and the kinds of layers that it becomes."""
+    """Return functions that follow a convolution of four channels, and the kinds of layers that they become, by name.
+    """
     lib = torch()
     functional = lib.nn.functional
     respond = functional.local_response_norm
@@ -62,7 +63,7 @@ def _module(name):
 
 
 def _check(name, module, exporter, folder):
-    """Assert that a module is that of torch, with as few layers as there can be."""
+    """Check that a network computes the same as its torch module with the smallest number of layers."""
     x = samples(*SHAPE)
     network = hg.onnx.load(export(module, first(x), folder / "m.onnx", exporter, training=True))
     assert network.parameter_count == sum(p.numel() for p in module.parameters())

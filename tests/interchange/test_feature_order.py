@@ -1,4 +1,4 @@
-"""Features behind Flatten, in the order of torch: weights go to a module of torch and back."""
+"""Features after Flatten, in torch's order: weights are written to a torch module and read back."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FLAT = pieces(IMAGE)
 
 
 def _networks():
-    """By name: what makes our nodes of the input, and torch's layers and function of them."""
+    """Return by name: a function that builds our nodes from the input, and torch's layers and function."""
     nn = torch().nn
     dense = {"head": nn.Linear(FEATURES, 5)}
 
@@ -99,7 +99,7 @@ CASES = [
 @pytest.mark.torch
 @pytest.mark.parametrize("name", CASES)
 def test_weights_are_those_of_the_module(name, tmp_path):
-    """Ours in torch, then torch's here: the same outputs, and every array is back."""
+    """Our weights in torch, then torch's here, give the same outputs and the same arrays."""
     make, function, layers = _networks()[name]
     network, module = hg.Network({"y": make(hg.Input(IMAGE, name="x"))}), as_module(function, **layers).double()
     shake(module)
@@ -120,7 +120,7 @@ def test_weights_are_those_of_the_module(name, tmp_path):
 
 
 def test_lengths_of_a_dense_layer_are_in_the_order_of_its_units():
-    """Not in that of its features, of which there are as many."""
+    """They are not in the order of its features, of which there are as many."""
     y = hg.Dense(FEATURES, weight_norm=True, name="head")(hg.Flatten()(hg.Input(IMAGE, name="x")))
     found = arrangements(hg.Network({"y": y}))
     assert found["head/w"].orders == {1: FLAT}
@@ -130,7 +130,7 @@ def test_lengths_of_a_dense_layer_are_in_the_order_of_its_units():
 
 
 class Shifted(hg.Layer):
-    """Shows every feature at the place of the next one."""
+    """A layer that moves each feature to the next position."""
 
 
 def _mixed(kind: str) -> hg.Node:
@@ -161,7 +161,7 @@ def test_what_torch_has_no_counterpart_of_is_refused(kind, tmp_path):
 
 
 def test_what_has_no_parameters_is_not_refused():
-    """Nor what is behind a dense layer, whose units have an order of their own."""
+    """Layers without parameters, and layers after a dense layer, which has its own order of units, are permitted."""
     y = hg.Dense(3, name="next")(hg.Dense(5, name="head")(Shifted("mix")(hg.Flatten()(hg.Input(IMAGE, name="x")))))
     assert set(arrangements(hg.Network({"y": y}), fresh=["head"])) == {"next/w", "next/b"}
 

@@ -1,4 +1,4 @@
-"""Files that would hang, fill the memory, or give weights that are none: refused in a line, at once."""
+"""Files that would hang, fill the memory, or give invalid weights raise a one-line error at once."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _loop():
 
 
 def _computed():
-    """By the message: a node of constants, and its inputs."""
+    """Return, by message, a node of constants and its inputs."""
     node = _onnx().helper.make_node
     many = np.array([10**9])
     doubled = [node("Concat", ["b" if i else "a", "b" if i else "a"], ["b"], axis=0) for i in range(1)]
@@ -83,7 +83,7 @@ def test_groups_that_no_convolution_has_are_refused_by_name(kind, group, tmp_pat
         hg.onnx.load(path)
 
 
-#: By the operator: attributes that ONNX does not allow, or that no layer has.
+#: By operator: attributes that ONNX does not permit, or that no layer has.
 MALFORMED = [
     ("Conv", {"strides": [0, 1], "kernel_shape": [3, 3]}),
     ("Conv", {"dilations": [0, 0], "kernel_shape": [3, 3]}),
@@ -115,7 +115,7 @@ def test_malformed_attributes_are_refused_by_name(kind, attributes, tmp_path):
 
 @pytest.mark.parametrize("attributes", [{"pads": [2**33, 0, 0, 0]}, {"dilations": [9, 1]}])
 def test_extents_that_no_value_has_are_refused(attributes, tmp_path):
-    """Before they are looped over, and before the library of ONNX ends the process at a negative one."""
+    """The check comes before loops over them, and before ONNX's library ends the process at a negative one."""
     node = _onnx().helper.make_node
     nodes = [
         node("MaxPool", ["x"], ["0"], "pool", kernel_shape=[2, 2], **attributes),
@@ -132,7 +132,7 @@ def _network():
 
 
 def test_pipes_are_not_read(tmp_path):
-    """Reading one waits for a writer, for ever."""
+    """Reading a pipe waits for a writer for ever."""
     _onnx()
     pytest.importorskip("safetensors", reason="needs safetensors: pip install 'halograd[interchange]'")
     os.mkfifo(tmp_path / "pipe")
@@ -155,7 +155,7 @@ def test_pipes_are_not_read(tmp_path):
 
 @pytest.mark.parametrize("kind", ["int8", "uint8", "bool", "int32", "int64"])
 def test_weights_of_integers_are_refused(kind, tmp_path):
-    """Quantized weights without their scales are other weights."""
+    """Quantized weights without their scales have other values."""
     numpy = pytest.importorskip("safetensors.numpy", reason="needs safetensors: pip install 'halograd[interchange]'")
     arrays = {"c.weight": np.ones((2, 3, 1, 1), kind), "c.bias": np.zeros(2, np.float32)}
     numpy.save_file(arrays, tmp_path / "w.safetensors")
@@ -183,7 +183,7 @@ def test_weights_of_bfloat16_are_refused(tmp_path):
 
 @pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
 def test_weights_that_are_not_finite_are_refused(number, tmp_path):
-    """In training they would look like a learning rate that is too large."""
+    """In training they would look like the effect of a too large learning rate."""
     numpy = pytest.importorskip("safetensors.numpy", reason="needs safetensors: pip install 'halograd[interchange]'")
     weights = np.ones((2, 3, 1, 1), np.float32)
     weights[1, 2] = number
@@ -198,7 +198,7 @@ def test_weights_that_are_not_finite_are_refused(number, tmp_path):
 
 @pytest.mark.torch
 def test_a_large_weight_of_a_small_file_is_no_allocation(tmp_path):
-    """Extents without the numbers for them: the file is cut off."""
+    """The file has large extents without their numbers, as if truncated."""
     onnx = _onnx()
     path = export(torch().nn.Conv2d(3, 4, 1), torch().zeros(2, 3, 4, 4), tmp_path / "m.onnx", "old")
     model = onnx.load(path)

@@ -1,4 +1,4 @@
-"""Networks written as ONNX: run by onnxruntime, and read again."""
+"""Networks written as ONNX, run by onnxruntime, and read again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.interchange.support import predicted, samples
 pytest.importorskip("onnx", reason="needs onnx: pip install 'halograd[interchange]'")
 
 IMAGE = (8, 7, 4)
-#: By name: layers one behind the other, and the shape of a sample.
+#: By name: layers in sequence, and the shape of a sample.
 LAYERS = {
     "conv": (lambda: [hg.Conv(6, (3, 2), (2, 1), ((1, 2), (0, 1)), (1, 2), activation="relu")], IMAGE),
     "conv in groups": (lambda: [hg.Conv(6, 3, groups=2, bias=False, padding="same")], IMAGE),
@@ -89,7 +89,7 @@ LAYERS = {
     "pixel shuffle 3d": (lambda: [hg.PixelShuffle(2)], (2, 3, 2, 16)),
     "pixel shuffle": (lambda: [hg.PixelShuffle(2)], IMAGE),
 }
-#: What operators of ONNX make of it is no such layer again.
+#: Layers that become other layers when their ONNX operators are read again.
 WRITTEN = {
     "conv of directions and lengths": (lambda: [hg.Conv(6, 3, padding=1, weight_norm=True)], IMAGE),
     "dense of directions and lengths": (lambda: [hg.Dense(3, weight_norm=True, activation="silu")], (4,)),
@@ -110,7 +110,7 @@ def _chain(layers, shape) -> hg.Network:
 
 
 def _shaken(network: hg.Network) -> hg.Network:
-    """With numbers that an error would show in."""
+    """Return a network whose parameters and statistics reveal errors."""
     specs = {**network.parameters(), **network.state()}
     drawn = {name: 0.5 * random_array(spec.shape, name) for name, spec in specs.items()}
     network.begin_with({name: 0.5 + np.abs(a) if name.endswith("/var") else a for name, a in drawn.items()})
@@ -118,7 +118,7 @@ def _shaken(network: hg.Network) -> hg.Network:
 
 
 def _run(path, x: np.ndarray) -> dict[str, np.ndarray]:
-    """Outputs by onnxruntime, channels last."""
+    """Return the outputs of onnxruntime, channels last."""
     runtime = pytest.importorskip("onnxruntime", reason="needs onnxruntime: pip install 'halograd[interchange]'")
     session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     given = {one.name: np.moveaxis(x, -1, 1).astype(np.float32) for one in session.get_inputs()}
@@ -127,7 +127,7 @@ def _run(path, x: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def _check(network: hg.Network, path, x: np.ndarray) -> None:
-    """onnxruntime to 1e-4 of the largest number, in float32; what is read again to the last digits."""
+    """Compare onnxruntime to 1e-4 of the largest number in float32, and the network read again to the last digits."""
     want = predicted(network, x)
     hg.onnx.save(network, None, path)
     found = _run(path, x)
@@ -206,7 +206,7 @@ def test_a_layer_that_is_called_twice_is_written_and_read_as_one(name, tmp_path)
     [
         (lambda: hg.Scale(0.3, bias=True, name="c"), hg.Tanh, {"c.weight", "c.bias"}, 1e-4),
         (lambda: hg.LayerNorm("channels", name="c"), hg.Tanh, {"c.weight", "c.bias"}, 1e-4),
-        # Of maps and vectors: arrays of different shapes.
+        # Arrays of different shapes: maps and vectors.
         (lambda: hg.PReLU("channel", name="c"), hg.GlobalAveragePool, {"c.weight", "c#2.weight"}, 1e-5),
     ],
 )
@@ -279,7 +279,7 @@ def test_normalization_is_a_part_of_the_graph(tmp_path):
 
 
 class Own(Layer):
-    """A layer that ONNX does not know."""
+    """A layer without an ONNX operator."""
 
 
 def test_refusals(tmp_path):

@@ -1,4 +1,4 @@
-"""Modules of torch, exported by both exporters, imported, and compared with torch itself."""
+"""torch modules, exported by both exporters, imported, and compared with torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.torch
 
 
 def _modules():
-    """By name: what makes a module, and the shape (*spatial, C) of a sample."""
+    """Return by name: a function that builds a module, and the shape (*spatial, C) of a sample."""
     lib = torch()
     nn, functional = lib.nn, lib.nn.functional
 
@@ -176,7 +176,7 @@ def _modules():
 
 
 NAMES = list(_modules()) if importlib.util.find_spec("torch") else []
-#: What the new exporter writes otherwise than the old one, or may; it takes a second for each.
+#: Modules that the two exporters write differently, or may; the new one takes a second for each.
 ALSO_NEW = [
     *("conv", "conv same", "conv transposed", "conv, norm", "group norm", "instance norm", "layer norm", "gelu"),
     *("silu", "relu 6", "elu", "hard swish", "dropout", "max pool, rounded up", "global pool", "bilinear"),
@@ -185,7 +185,7 @@ ALSO_NEW = [
     *("activations", "mish", "gelu by tanh", "numbers", "differences", "embedding", "channel shuffle"),
 ]
 CASES = [*((name, "old") for name in NAMES), *((name, "dynamo") for name in ALSO_NEW)]
-#: And where it leaves more when it does not optimize.
+#: Modules for which the new exporter writes more operators without optimization.
 TRAINED_NEW = [
     *("conv in groups", "conv, norm", "group norm", "instance norm", "layer norm", "elu", "slices", "gate"),
     *("channels last", "global pool behind permutes"),
@@ -199,13 +199,13 @@ def _imported(name, folder, exporter, training=False):
     module = make().double()
     shake(module)
     x = samples(*shape)
-    # The old exporter does not tell a learned factor of a module's own from a buffer.
+    # The old exporter does not distinguish a module's learned factor from a buffer.
     buffers = () if name == "channels last" else None
     return hg.onnx.load(export(module, first(x), folder / "m.onnx", exporter, training), buffers=buffers), module, x
 
 
 def _check_outputs(network, module, x):
-    """Assert that a network computes what the module does in evaluation."""
+    """Check that a network computes the same as the module in evaluation."""
     module.eval()
     (ours,) = predicted(network, x).values()
     want = last(module(first(x)))
@@ -220,7 +220,7 @@ def test_outputs_are_those_of_torch(name, exporter, tmp_path):
 
 @pytest.mark.parametrize("name, exporter", TRAINED)
 def test_what_is_exported_for_training_has_the_parameters_of_torch(name, exporter, tmp_path):
-    """All of them and no others, under torch's names, and computes the same in evaluation."""
+    """The network has exactly torch's parameters, under torch's names, and computes the same in evaluation."""
     network, module, x = _imported(name, tmp_path, exporter, training=True)
     assert network.parameter_count == sum(p.numel() for p in module.parameters())
     named = {key.rpartition(".")[0] or key for key, _ in module.named_parameters()}
@@ -231,7 +231,7 @@ def test_what_is_exported_for_training_has_the_parameters_of_torch(name, exporte
 
 @pytest.mark.parametrize("exporter", EXPORTERS)
 def test_weights_beside_the_file_and_open_extents(exporter, tmp_path):
-    """The new exporter writes large weights to a second file. What is open in the file is given."""
+    """The new exporter writes large weights to a second file. Open extents are given to `load`."""
     lib = torch()
     module = lib.nn.Sequential(lib.nn.Conv2d(3, 64, 9), lib.nn.ReLU(), lib.nn.Upsample(scale_factor=2)).double()
     x = samples(12, 10, 3)
@@ -253,14 +253,14 @@ def test_weights_beside_the_file_and_open_extents(exporter, tmp_path):
 
 
 def _kinds(name, folder) -> list[str]:
-    """Layers of an imported module, in order."""
+    """Return the layers of an imported module, in order."""
     make, shape = _modules()[name]
     network = hg.onnx.load(export(make(), first(samples(*shape)).float(), folder / "m.onnx", "old", training=True))
     return [node.layer.kind for node in network.layers.values()]
 
 
 def test_layers_are_as_few_as_can_be(tmp_path):
-    """Activations and shortcuts in the kernels of norms; vectors behind a pooling, unless positions are read.
+    """Norms fuse activations and shortcuts; a pooling gives vectors unless positions are read.
 
     The activation of an output stays a layer.
     """
@@ -278,7 +278,7 @@ def test_layers_are_as_few_as_can_be(tmp_path):
 
 
 def test_weights_are_read_when_they_are_needed(tmp_path):
-    """And not before: a file that is cut off meanwhile is noticed."""
+    """They are not read before, and a file that is truncated meanwhile raises an error."""
     lib = torch()
     path = export(lib.nn.Conv2d(3, 64, 9), lib.zeros(2, 3, 9, 9), tmp_path / "m.onnx", "old")
     network = hg.onnx.load(path)
@@ -289,7 +289,7 @@ def test_weights_are_read_when_they_are_needed(tmp_path):
 
 
 def _refused():
-    """By what is said: a module, and its input."""
+    """Return modules and their inputs by the expected message."""
     lib = torch()
     nn, functional = lib.nn, lib.nn.functional
 
@@ -410,7 +410,7 @@ def test_what_is_no_file_of_onnx_is_refused(tmp_path, monkeypatch):
 
 
 def _by_hand(**external):
-    """A file of one convolution, whose weights are elsewhere."""
+    """Write a file of one convolution, whose weights are in another file."""
     onnx = pytest.importorskip("onnx", reason="needs onnx: pip install 'halograd[interchange]'")
     helper = onnx.helper
     info = [helper.make_tensor_value_info(name, 1, ["n", 2, 4, 4]) for name in "xy"]
@@ -438,7 +438,7 @@ def test_weights_outside_of_the_folder_are_not_read(tmp_path):
 
 
 def test_operations_without_effect_leave_no_layer(tmp_path):
-    """Several in a row, each of which is renamed when the one before it is left out."""
+    """Several in sequence are removed; each is renamed when the previous one is removed."""
     onnx = pytest.importorskip("onnx", reason="needs onnx: pip install 'halograd[interchange]'")
     helper = onnx.helper
     chain = [("Relu", ["x"]), ("Mul", ["0", "one"]), ("Add", ["1", "zero"]), ("Div", ["2", "one"]), ("Tanh", ["3"])]

@@ -1,4 +1,4 @@
-"""Runs that begin with given weights, on any number of ranks, and what is exported of a run."""
+"""Runs that start with given weights, on any number of ranks, and exports of a run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def build():
 
 
 def _latest(folder) -> dict[str, np.ndarray]:
-    """Parameters of the last checkpoint."""
+    """Return the parameters of the last checkpoint."""
     found: dict[str, np.ndarray] = {}
 
     def note(name, entry):
@@ -55,7 +55,7 @@ def _drawn_by(seed: int) -> tuple[hg.Network, dict[str, np.ndarray]]:
 
 
 def _write_weights(comm, folder) -> tuple[dict[str, np.ndarray], str]:
-    """Write a run and a file of weights; return these, and the override that names the file. Collective."""
+    """Write a run and a file of weights; return the weights, and the override that names the file. Collective."""
     network, arrays = _drawn_by(99)
     if comm.rank == 0:
         save_weights(network, arrays, folder / "w.safetensors")
@@ -65,7 +65,7 @@ def _write_weights(comm, folder) -> tuple[dict[str, np.ndarray], str]:
 
 @pytest.mark.ranks(1, 2, 4)
 def test_a_run_begins_with_the_weights_of_a_file(comm, shared):
-    """A step of no length leaves them; layers that begin anew have those of the seed."""
+    """A step with learning rate 0 keeps them; freshly initialized layers have the values of the seed."""
     arrays, init = _write_weights(comm, shared)
     sets = [*STAY, init, 'training.init_fresh=["predict"]']
     cut = "strategy.height=2" if comm.size > 1 else "strategy.height=1"
@@ -107,7 +107,7 @@ def test_a_run_that_is_resumed_does_not_read_the_file(comm, shared):
 
 @pytest.mark.ranks(1, 2, 4)
 def test_a_network_of_a_file_trains_and_goes_on_under_another_cut(comm, working):
-    """`hg.onnx.load` in a function of the user's own: the run begins with the weights of the file."""
+    """With `hg.onnx.load` in a user function, the run starts with the weights of the file."""
     network, arrays = _drawn_by(99)
     if comm.rank == 0:
         bare = hg.Network({"prediction": network.outputs["prediction"]})
@@ -186,4 +186,4 @@ def test_what_export_refuses(tmp_path):
     assert export_run(tmp_path / "out", "onnx", tmp_path / "m.onnx", ["model.resolution=32"]) == 3
     shape = onnx.load(str(tmp_path / "m.onnx")).graph.input[0].type.tensor_type.shape
     assert [dim.dim_value for dim in shape.dim] == [0, 3, 32, 32]
-    assert export_run(tmp_path / "out", "onnx", tmp_path / "m.onnx") == 3  # ours is replaced
+    assert export_run(tmp_path / "out", "onnx", tmp_path / "m.onnx") == 3  # our own file is replaced

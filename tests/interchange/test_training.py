@@ -1,4 +1,4 @@
-"""One step of training of an imported network, under every cut that the ranks allow, against torch's own."""
+"""One training step of an imported network, under every cut that the ranks permit, against torch."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ RATE = 0.1
 
 
 def _step_of_torch(module, x, classes):
-    """Loss, and parameters after a step of SGD."""
+    """Return loss, and parameters after a step of SGD."""
     lib = torch()
     module.train()
     optimizer = lib.optim.SGD(module.parameters(), lr=RATE)
@@ -26,7 +26,7 @@ def _step_of_torch(module, x, classes):
 
 
 def _trainable(path):
-    """The network of a file with a loss: as docs/torch.md has it."""
+    """Return the network of a file with a loss, as in docs/torch.md."""
     imported = hg.onnx.load(path)
     (logits,) = imported.outputs.values()
     target = hg.Input((*logits.shape[:-1], 1), "target", "int32")

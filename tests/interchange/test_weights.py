@@ -1,4 +1,4 @@
-"""Weights alone: names and orders of torch, there and back, and what does not fit."""
+"""Weights alone: torch's names and orders, in both directions, and errors."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_refusals_name_the_first_parameter_that_does_not_fit(tmp_path):
         save_weights(network, {}, path)
 
 
-#: Of torchvision 0.28: by our models, some parameters in torch; the program `zoo` looks at them all.
+#: Some parameters of torchvision 0.28, by our models; the program `zoo` checks all of them.
 VISION = {
     "resnet50": {
         "conv1/w": ("conv1.weight", (64, 3, 7, 7)),
@@ -167,7 +167,7 @@ def test_orders_are_undone():
 @pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
 @pytest.mark.parametrize("kind", ["parametrizations", "function"])
 def test_weight_norm_and_slopes_have_the_names_of_torch(kind, tmp_path):
-    """torch loads what is written strictly; its older function has other names, which are read."""
+    """torch's strict loading accepts the file; the other names of its older function can be read."""
     nn = torch().nn
     x = hg.Input((4, 5, 3), name="x")
     y = hg.PReLU("channel", name="slope")(hg.Conv(6, 3, weight_norm=True, name="conv")(x))

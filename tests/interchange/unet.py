@@ -1,4 +1,4 @@
-"""A U-Net of torch: group norm, strided convolutions, bilinear upsampling, skip connections."""
+"""A U-Net in torch: group norm, strided convolutions, bilinear upsampling, skip connections."""
 
 from tests.interchange.support import torch
 
@@ -6,7 +6,7 @@ CHANNELS, CLASSES, RESOLUTION = 3, 4, (16, 12)
 
 
 def make():
-    """The module."""
+    """Return the module."""
     lib = torch()
     nn = lib.nn
 

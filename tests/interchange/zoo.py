@@ -1,6 +1,6 @@
-"""Networks of torchvision and U-Nets, imported, and one step of training on 2 x 2 blocks, against torch.
+"""torchvision's networks and U-Nets, imported, and one training step on 2 x 2 blocks, against torch.
 
-Not a part of the suite: it needs torchvision, and some minutes.
+Not a part of the suite, because it needs torchvision and some minutes.
 
     python -m tests.interchange.zoo                    all of them
     python -m tests.interchange.zoo resnet50 unet      some of them
@@ -50,7 +50,7 @@ def _deeplab() -> Made:
     lib = torch()
 
     class Only(lib.nn.Module):
-        """The one output that is not auxiliary."""
+        """A module with the one output that is not auxiliary."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -64,7 +64,8 @@ def _deeplab() -> Made:
 
 
 def _classic_unet(axes: int) -> Made:
-    """Batch norm, max pooling, transposed convolutions; in three dimensions instance norm and leaky ReLU."""
+    """Return a U-Net with batch norm, max pooling, transposed convolutions; in 3-D with instance norm and leaky ReLU.
+    """
     lib = torch()
     nn = lib.nn
     conv, up, pool = (getattr(nn, f"{kind}{axes}d") for kind in ("Conv", "ConvTranspose", "MaxPool"))
@@ -116,7 +117,7 @@ NETWORKS: dict[str, Callable[[], Made]] = {
 
 
 def _prepare(name: str, exporter: str, folder: Path) -> tuple[Any, np.ndarray, np.ndarray]:
-    """Write the file, and what torch makes of it; the module in evaluation, samples and classes."""
+    """Write the file and torch's results; return the module in evaluation, samples and classes."""
     lib = torch()
     lib.manual_seed(1)
     module, shape = NETWORKS[name]()
@@ -135,7 +136,7 @@ def _prepare(name: str, exporter: str, folder: Path) -> tuple[Any, np.ndarray, n
 
 
 def _look(module: Any, x: Any) -> None:
-    """Have running statistics be those of a batch: else nothing of a deep network arrives at its end in evaluation."""
+    """Set running statistics to those of a batch; otherwise activations of a deep network vanish in evaluation."""
     lib = torch()
     norms = [(one, one.momentum) for one in module.modules() if isinstance(one, lib.nn.modules.batchnorm._BatchNorm)]
     for norm, _ in norms:
@@ -160,7 +161,7 @@ def _trained_by_torch(module: Any, x: np.ndarray, classes: np.ndarray, folder: P
 
 
 def step_on_blocks(folder: Path) -> None:
-    """One step of the imported network on the ranks of this job; rank 0 prints what differs. Collective."""
+    """Run one step of the imported network on the ranks of this job; rank 0 prints the differences. Collective."""
     from mpi4py import MPI
 
     want = np.load(folder / "want.npz")
@@ -182,7 +183,7 @@ def step_on_blocks(folder: Path) -> None:
 
 
 def _difference(network: hg.Network, found: dict[str, np.ndarray], folder: Path) -> float:
-    """The largest difference between parameters, relative to the largest change of one."""
+    """Return the largest difference between parameters, relative to the largest change of one."""
     before, after = np.load(folder / "before.npz"), np.load(folder / "after.npz")
     largest, change, seen = 0.0, 0.0, set()
     for name, one in arrangements(network).items():

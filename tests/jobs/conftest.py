@@ -1,4 +1,4 @@
-"""A Slurm of our own for the tests of one session."""
+"""A private Slurm for the tests of one session."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from tests.jobs.private_slurm import CannotStart, PrivateSlurm, available
 
 @pytest.fixture(scope="session")
 def slurm() -> Iterator[PrivateSlurm]:
-    """Two nodes of 8 cores and 2 GPUs each; partitions `main` and, higher, `urgent`."""
+    """Yield a Slurm with two nodes of 8 cores and 2 GPUs each, and partitions `main` and, of higher priority, `urgent`.
+    """
     if not available():
         pytest.skip("needs Slurm (`apt-get install slurm-wlm munge`)")
-    # Not in pytest's own folder: the path of a socket is short, and daemons want one that others may enter.
+    # Not in pytest's own folder: the path of a socket must be short, and daemons need a folder that others may enter.
     folder = Path(tempfile.mkdtemp(prefix="halograd-slurm-"))
     folder.chmod(0o755)
     found = PrivateSlurm(folder)

@@ -1,4 +1,4 @@
-"""Jobs for tests, small and complete."""
+"""Small, complete jobs for tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PROFILING = Profiling("mesh", {"resolution": 32, "widths": [8, 12]}, 4)
 
 
 def job(**changes: Any) -> Job:
-    """A job on 2 nodes with 2 ranks each; `changes` are of the job, of its resources or of its software."""
+    """Return a job on 2 nodes with 2 ranks each; `changes` are for the job, its resources or its software."""
     resources = {k: changes.pop(k) for k in tuple(changes) if k in Resources.__dataclass_fields__}
     software = {k: changes.pop(k) for k in tuple(changes) if k in Software.__dataclass_fields__}
     found = Job(

@@ -1,4 +1,4 @@
-"""A Slurm of our own on this machine: munged, slurmctld and several slurmd, as children of the tests.
+"""A private Slurm on this machine: munged, slurmctld and several slurmd, as children of the tests.
 
 It needs no systemd, no cgroups, nothing in /etc and no data base, and works as root and as an ordinary user. Nodes
 are as large as the configuration says, not as the machine is; their GPUs are symbolic links to /dev/null.
@@ -23,7 +23,7 @@ from tests.harness import jobs
 from tests.harness.limits import LIMIT, grace, scaled, wait_until
 
 SBIN = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
-#: Marks everything that a node's daemon starts.
+#: Variable that marks all processes of a node's daemon.
 NODE = "HALOGRAD_TEST_NODE"
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED")
 
@@ -72,12 +72,12 @@ PartitionName=urgent Nodes=ALL DefaultTime=10 PriorityTier=10 PreemptMode=OFF
 
 
 def available() -> bool:
-    """Whether what is needed is installed."""
+    """Return whether the required programs are installed."""
     return all(shutil.which(program, path=SBIN) for program in ("sbatch", "slurmctld", "slurmd", "munged"))
 
 
 class CannotStart(Exception):
-    """A daemon has ended by itself; what it wrote last."""
+    """Raised if a daemon ends by itself; the message is its last output."""
 
 
 class PrivateSlurm:
@@ -86,7 +86,8 @@ class PrivateSlurm:
     Parameters
     ----------
     folder
-        For configuration, logs and state; its path must be short (a socket lies there) and open to others.
+        Folder for configuration, logs and state; its path must be short (it contains a socket) and accessible to
+        others.
     nodes, gpus
         Nodes n1, n2, ..., and GPUs on each.
     """
@@ -116,20 +117,20 @@ class PrivateSlurm:
             first=secrets.randbelow(60_000_000) + 1,
             nodes=self.nodes,
             gpus=gpus,
-            expire=min(60, round(scaled(5))),  # a job that is requeued waits for so long [s]
+            expire=min(60, round(scaled(5))),  # delay of a requeued job [s]
         )
         (self.folder / "slurm.conf").write_text(text)
         for i in range(gpus):
             (self.folder / "dev" / f"nvidia{i}").symlink_to("/dev/null")
         (self.folder / "gres.conf").write_text(f"Name=gpu File={self.folder}/dev/nvidia[0-{gpus - 1}]\n")
-        # Not looked for: where none are mounted slurmd would end. Nothing here uses them.
+        # No control groups: without a mount slurmd would end. Nothing here uses them.
         (self.folder / "cgroup.conf").write_text("CgroupAutomount=no\nCgroupPlugin=cgroup/v1\n")
         key = self.folder / "munge.key"
         key.touch(0o600)
         key.write_bytes(os.urandom(128))
 
     def start(self) -> None:
-        """Start everything, and wait until the nodes can be used. Raises CannotStart."""
+        """Start everything, and wait until the nodes are ready. Raises CannotStart."""
         folder = self.folder
         munge = ["--foreground", "--force", "--num-threads=2", f"--key-file={folder}/munge.key"]
         munge += [f"--{name}={folder}/munge.{name.split('-')[0]}" for name in ("socket", "pid-file", "log-file")]
@@ -147,7 +148,7 @@ class PrivateSlurm:
         self._await(lambda: self.call("sinfo", "-hNn", node, "-o%t", check=False).split()[:1] == ["idle"], node)
 
     def _await(self, condition: Callable[[], bool], what: str) -> None:
-        """Wait for what daemons do, as long as all of them are there."""
+        """Wait for a condition while all daemons run."""
 
         def over() -> bool:
             for name, daemon in self._daemons.items():
@@ -172,7 +173,7 @@ class PrivateSlurm:
             )
 
     def fail_node(self, node: str) -> None:
-        """What a power cut does: the daemon and everything on the node are gone, and Slurm gets to know."""
+        """Simulate a power failure: kill the daemon and everything on the node, and let Slurm detect it."""
         for pid in self.processes(f"{NODE}={node}") + self.processes(f"SLURMD_NODENAME={node}"):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -199,7 +200,7 @@ class PrivateSlurm:
     # -- commands of a user --------------------------------------------------------------------
 
     def call(self, *command: object, check: bool = True, cwd: Path | None = None, **extra: str) -> str:
-        """What a command prints, errors included."""
+        """Return the output of a command, including errors."""
         done = subprocess.run(
             list(map(str, command)),
             stdout=subprocess.PIPE,
@@ -214,12 +215,14 @@ class PrivateSlurm:
         return done.stdout
 
     def fields(self, job: str) -> dict[str, str]:
-        """What Slurm knows about a job."""
+        """Return Slurm's fields of a job."""
         text = self.call("scontrol", "--oneliner", "show", "job", job).splitlines()[0]
         return dict(field.split("=", 1) for field in text.split() if "=" in field)
 
     def wait(self, job: str, *states: str, **wanted: str) -> None:
-        """Until the job is in one of these states, any final one by default, and its other fields are as wanted."""
+        """Wait until the job is in one of these states (by default any final one) and its other fields have these
+        values.
+        """
 
         def reached() -> bool:
             found = self.fields(job)
@@ -233,14 +236,14 @@ class PrivateSlurm:
         wait_until(reached, what)
 
     def log(self, job: str) -> str:
-        """What a job has printed."""
+        """Return the output of a job."""
         path = Path(self.fields(job)["StdOut"])
         return path.read_text(errors="replace") if path.exists() else ""
 
-    # -- what is left --------------------------------------------------------------------------
+    # -- leftovers -----------------------------------------------------------------------------
 
     def leftovers(self) -> list[str]:
-        """Processes and shared memory of jobs that are still there after at most the grace time."""
+        """Return processes and shared memory of jobs that exist after the grace time."""
         deadline = time.monotonic() + grace()
         while (found := self.job_processes()) and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -254,7 +257,7 @@ class PrivateSlurm:
                 self._segments |= jobs.segments(self.processes("SLURM_JOB_ID="))
 
     def job_processes(self) -> list[str]:
-        """Live processes of jobs, their command lines."""
+        """Return the command lines of live processes of jobs."""
         found = []
         for pid in self.processes("SLURM_JOB_ID="):
             with suppress(OSError):
@@ -262,7 +265,7 @@ class PrivateSlurm:
         return found
 
     def processes(self, variable: str) -> list[int]:
-        """Our processes with this in their environment."""
+        """Return our processes with this text in their environment."""
         found = []
         for pid in jobs.members(self.mark):
             with suppress(OSError):
@@ -272,7 +275,7 @@ class PrivateSlurm:
 
 
 def _free_ports(count: int) -> int:
-    """The first of some ports in a row that nobody uses."""
+    """Return the first of some consecutive unused ports."""
     for first in range(26000 + os.getpid() % 500 * 8, 32000):
         sockets = [socket.socket() for _ in range(count)]
         try:

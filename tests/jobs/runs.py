@@ -1,4 +1,4 @@
-"""A small run: configuration, data, and what it has logged."""
+"""A small run: configuration, data, and its log."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ progress = false
 
 
 def write_config(folder: Path) -> Path:
-    """The configuration of the mesh-tangling demo, smaller."""
+    """Write a smaller configuration of the mesh-tangling demo."""
     path = folder / "mesh.toml"
     path.write_text(CONFIG)
     return path
 
 
 def losses(run: Path) -> dict[int, float]:
-    """Losses by step, as far as they are logged."""
+    """Return the logged losses by step."""
     path = run / "log.jsonl"
     return {entry["step"]: entry["loss"] for entry in read_log(path, "step")} if path.exists() else {}

@@ -1,4 +1,4 @@
-"""Commands that only note how they were called, to run scripts without Slurm."""
+"""Commands that only record their calls, to run scripts without Slurm."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 from tests.harness.limits import LIMIT
 
 NAMES = ("srun", "mpirun", "scontrol", "squeue", "sbatch", "scancel", "module")
-#: A call is its words, each ended by NUL, and a line feed. The program ends as STUB_CODE says; `sbatch` keeps scripts.
+#: A call is recorded as its words, each ended by NUL, and a line feed. STUB_CODE sets the exit code; `sbatch` keeps
+#: scripts.
 STUB = """\
 #!/bin/bash
 name=${0##*/}
@@ -47,7 +48,7 @@ class Stubs:
     Parameters
     ----------
     folder
-        Made; the calls are noted there too.
+        Created; it also has the recorded calls.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -58,13 +59,13 @@ class Stubs:
             (folder / name).chmod(0o755)
 
     def environment(self, **extra: str) -> dict[str, str]:
-        """That of a job on 2 nodes."""
+        """Return the environment of a job on 2 nodes."""
         job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_NTASKS": "4"}
         path = os.pathsep.join([str(self.folder), os.environ["PATH"]])
         return {**os.environ, **job, "PATH": path, **extra}
 
     def run(self, script: str, cwd: Path | None = None, **extra: str) -> subprocess.CompletedProcess[str]:
-        """Run a script by bash."""
+        """Run a script in bash."""
         return subprocess.run(
             ["bash"],
             input=script,
@@ -76,11 +77,11 @@ class Stubs:
         )
 
     def calls(self, name: str | None = None) -> list[list[str]]:
-        """How the stubs were called, those of this name."""
+        """Return the recorded calls of this name."""
         text = self._calls.read_text() if self._calls.exists() else ""
         found = [call.split("\0")[:-1] for call in text.split("\n\0")[:-1]]
         return [call for call in found if name in (None, call[0])]
 
     def submitted(self) -> list[str]:
-        """The scripts that `sbatch` was given."""
+        """Return the scripts passed to `sbatch`."""
         return [p.read_text() for p in sorted(self.folder.glob("calls.*"), key=lambda p: int(p.suffix[1:]))]

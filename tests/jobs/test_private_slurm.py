@@ -1,4 +1,4 @@
-"""The Slurm of the tests: it starts in a container, and what cannot start is skipped at once."""
+"""The tests' Slurm starts in a container, and is skipped at once if it cannot start."""
 
 import os
 import shutil
@@ -27,7 +27,7 @@ finally:
     slurm.stop()
     shutil.rmtree(folder)
 """
-#: In place of the programs of a Slurm whose nodes do not start.
+#: Replacements for the programs of a Slurm whose nodes do not start.
 BROKEN = {
     "munged": 'for word; do case $word in --socket=*) : >"${word#*=}" ;; esac; done; exec sleep 99999',
     "slurmctld": "exec sleep 99999",
@@ -47,7 +47,7 @@ def run(*command, **variables):
 
 @pytest.mark.parametrize("groups", ["umount -R /sys/fs/cgroup", "mount -t tmpfs tmpfs /sys/fs/cgroup"])
 def test_it_starts_without_control_groups(groups):
-    """As in containers, where nothing is mounted there: slurmd ended, and every test waited for its node."""
+    """Containers mount no control groups: slurmd ended, and every test waited for its node."""
     if not available():
         pytest.skip("needs Slurm (`apt-get install slurm-wlm munge`)")
     isolated = ["unshare", "--mount", "sh", "-c", f'{groups} && exec "$@"', "sh"]

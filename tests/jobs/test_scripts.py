@@ -1,4 +1,4 @@
-"""Scripts do what they say: checked by bash and shellcheck, and run with commands that only note their arguments."""
+"""Scripts work as described: checked by bash and shellcheck, and run with commands that only record their arguments."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ VARIANTS = {
 
 
 def scripts(kind: str, variant: str) -> list[str]:
-    """A script, and those that it submits."""
+    """Yield a script, and those that it submits."""
     changes = dict(VARIANTS[variant])
     if kind == "local":
         changes = {k: v for k, v in changes.items() if k not in ("container", "runtime", "stage")} | {"nodes": 1}
@@ -127,7 +127,9 @@ def test_ranks_are_started_by_name(stubs):
 
 @pytest.mark.parametrize("local_rank", ["SLURM_LOCALID", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK"])
 def test_a_rank_sees_the_gpu_of_its_number(local_rank, stubs):
-    """Also where Slurm has given the job the last two of four, and below mpirun, whose own daemon is Slurm's task 0."""
+    """This also holds if Slurm gave the job the last two of four GPUs, and under mpirun, whose daemon is Slurm's task
+    0.
+    """
     stubs.run(render("train", job(folder=str(stubs.folder), gpus_per_node=2)))
     (call,) = stubs.calls("srun")
     wrapper = call[call.index("bash") : call.index("python")]
@@ -141,7 +143,7 @@ def test_a_rank_sees_the_gpu_of_its_number(local_rank, stubs):
 
 @pytest.mark.parametrize(("given", "seen"), [("3", "3"), ("", ""), ("0,1,2", "1")])
 def test_a_gpu_that_slurm_has_bound_to_a_task_stays_its_own(given, seen, stubs):
-    """A site may bind one to each task (``gpu-bind``, ``gpus-per-task``): task 1 then sees GPU 3 alone."""
+    """A site may bind one GPU to each task (``gpu-bind``, ``gpus-per-task``): task 1 then sees only GPU 3."""
     stubs.run(render("train", job(folder=str(stubs.folder), gpus_per_node=2)))
     (call,) = stubs.calls("srun")
     wrapper = call[call.index("bash") : call.index("python")]
@@ -176,15 +178,15 @@ def test_containers_are_entered_on_every_node(stubs):
         (0, "RUNNING", True, "requeue", False),
         (75, "RUNNING", False, "requeue", True),
         (75, "RUNNING", False, "stop", True),
-        (75, "CANCELLED", False, "requeue", False),  # by the user: it stays so
+        (75, "CANCELLED", False, "requeue", False),  # cancelled by the user: not requeued
         (75, "TIMEOUT", False, "requeue", False),
         (75, "", False, "requeue", False),
-        (2, "RUNNING", True, "requeue", False),  # the user's mistake
+        (2, "RUNNING", True, "requeue", False),  # a user error
         (64, "RUNNING", True, "requeue", False),
         (130, "RUNNING", True, "requeue", False),
         (1, "RUNNING", True, "requeue", True),
-        (137, "RUNNING", True, "requeue", True),  # killed, but further than the last time
-        (137, "RUNNING", False, "requeue", False),  # killed before the next checkpoint: it would be again
+        (137, "RUNNING", True, "requeue", True),  # killed, but after more progress than the last time
+        (137, "RUNNING", False, "requeue", False),  # killed before the next checkpoint: it would happen again
         (9, "RUNNING", True, "requeue", True),  # mpiexec
         (137, "RUNNING", True, "stop", False),
     ],
@@ -200,7 +202,7 @@ def test_when_a_job_goes_back_into_the_queue(code, state, newer, after_crash, ag
 
 
 def test_a_task_of_an_array_goes_back_alone(stubs):
-    """The number in SLURM_JOB_ID is that of the whole array for one of its tasks."""
+    """SLURM_JOB_ID of one of its tasks is the number of the whole array."""
     script = render("sweep", job(folder=str(stubs.folder), settings=SETTINGS))
     stubs.run(script, STUB_CODE="75", SLURM_ARRAY_JOB_ID="7", SLURM_ARRAY_TASK_ID="3")
     assert stubs.calls("scontrol") == [["scontrol", "requeue", "7_3"]]
@@ -225,7 +227,7 @@ while sleep 0.02; do :; done
 
 
 def await_line(process: subprocess.Popen[str], wanted: str) -> None:
-    """Return when the script has printed this line."""
+    """Wait until the script has printed this line."""
     assert process.stdout is not None
     line = ""
     while line != f"{wanted}\n":
@@ -234,7 +236,7 @@ def await_line(process: subprocess.Popen[str], wanted: str) -> None:
 
 
 def start(kind: str, stubs: Stubs, edit: Callable[[str], str] = str, **extra: str) -> subprocess.Popen[str]:
-    """A script whose mpirun is a program that waits for USR1."""
+    """Start a script whose mpirun is a program that waits for USR1."""
     (stubs.folder / "mpirun").write_text(PROGRAM)
     script = render(kind, job(folder=str(stubs.folder), nodes=1, launcher="mpirun", mpirun=f"{stubs.folder}/mpirun"))
     return subprocess.Popen(
@@ -248,7 +250,7 @@ def start(kind: str, stubs: Stubs, edit: Callable[[str], str] = str, **extra: st
 
 @pytest.mark.parametrize("kind", ["train", "local"])
 def test_signals_to_the_script_reach_the_program(kind, stubs):
-    """And the script waits for how it ends, however many come."""
+    """The script waits for the program's end, after any number of signals."""
     process = start(kind, stubs)
     await_line(process, "started")
     for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR1):
@@ -259,7 +261,7 @@ def test_signals_to_the_script_reach_the_program(kind, stubs):
 
 @pytest.mark.parametrize("kind", ["train", "local"])
 def test_a_signal_before_the_script_knows_its_program(kind, stubs):
-    """It is for the program all the same, which it may end before that waits for signals."""
+    """It is still forwarded, and may end the program before that waits for signals."""
     process = start(kind, stubs, edit=lambda script: script.replace("program=$!", "kill -USR1 $$\nprogram=$!"))
     out, _ = process.communicate(timeout=LIMIT)
     assert process.returncode in (75, 128 + signal.SIGUSR1), out
@@ -267,7 +269,7 @@ def test_a_signal_before_the_script_knows_its_program(kind, stubs):
 
 @pytest.mark.parametrize("kind", ["train", "local"])
 def test_a_signal_in_the_first_line_of_a_script(kind, stubs):
-    """While modules are loaded and data are staged: training is begun, and stops before its first step."""
+    """It arrives while modules are loaded and data are staged: training starts, and stops before its first step."""
 
     def edit(script: str) -> str:
         script = script.replace("\ncd -- ", "\nkill -USR1 $$\ncd -- ", 1)
@@ -276,13 +278,13 @@ def test_a_signal_in_the_first_line_of_a_script(kind, stubs):
     process = start(kind, stubs, edit)
     out, _ = process.communicate(timeout=LIMIT)
     code = process.returncode
-    # The second one is that of a program which gets the signal before it can wait for it.
+    # In the second case the program gets the signal before it can wait for it.
     assert code in (75, 128 + signal.SIGUSR1) and f"at its end: {code}" in out, out
 
 
 @pytest.mark.parametrize("kind", ["train", "local"])
 def test_a_signal_to_a_rank_that_cannot_note_it_yet(kind, stubs):
-    """Such a rank would end the job with 138, which stands for no code of ours."""
+    """Such a rank ends the job with 138, which is not one of our exit codes."""
     (stubs.folder / "launcher").write_text('#!/bin/bash\nshift 2\nexec "$@"\n')
     (stubs.folder / "program").write_text("#!/bin/bash\nkill -USR1 $$\nexit 75\n")
     for name in ("launcher", "program"):
@@ -293,7 +295,7 @@ def test_a_signal_to_a_rank_that_cannot_note_it_yet(kind, stubs):
 
 
 def test_a_signal_when_training_has_ended(stubs):
-    """It does not bring a job back that has crashed where it crashed before."""
+    """It does not requeue a job that crashed again at the same step."""
     script = render("train", job(folder=str(stubs.folder), run=str(stubs.folder / "run")))
     assert script.count("\ncase $code in\n") == 1
     done = stubs.run(script.replace("\ncase $code in\n", "\nkill -USR1 $$\ncase $code in\n"), STUB_CODE="1")
@@ -302,7 +304,7 @@ def test_a_signal_when_training_has_ended(stubs):
 
 
 def test_a_job_told_to_stop_before_training_has_begun_goes_on_later(stubs):
-    """The signal ends the program that does not wait for it yet."""
+    """The signal ends the program, which does not wait for it yet."""
     process = start("train", stubs, EARLY="1")
     await_line(process, "early")
     process.send_signal(signal.SIGUSR1)
@@ -311,7 +313,7 @@ def test_a_job_told_to_stop_before_training_has_begun_goes_on_later(stubs):
     assert stubs.calls("scontrol") == [["scontrol", "requeue", "7"]]
 
 
-# -- mistakes -----------------------------------------------------------------------------------
+# -- user errors --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Jobs on a real Slurm with two nodes: they run, and survive what clusters do."""
+"""Jobs on a real Slurm with two nodes: they run, and survive failures and preemption."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class Site:
     slurm: PrivateSlurm
 
     def submit(self, run: str, *options: object, until: int | None = None, nodes: int = 2) -> str:
-        """Number of the (last) job of ``halograd submit``, on `nodes` x 2 ranks, into this directory.
+        """Run ``halograd submit`` on `nodes` x 2 ranks into this directory; return the number of the (last) job.
 
-        It makes `until` steps, and no more before it is signaled or let go on.
+        The job makes `until` steps, and no more before it is signaled or released.
         """
         self.gate(run).unlink(missing_ok=True)
         if until is not None:
@@ -69,15 +69,15 @@ class Site:
         )
 
     def gate(self, run: str) -> Path:
-        """Where a job finds how many steps it may make."""
+        """Return the file with the number of steps that a job may make."""
         return self.folder / f"{run}.gate"
 
     def let_go_on(self, run: str) -> None:
-        """From here on a job may make all its steps."""
+        """Let a job make all its remaining steps."""
         self.gate(run).unlink()
 
     def complete(self, job: str, restarts: int) -> str:
-        """Wait until a job is through, and give its log."""
+        """Wait until a job has ended, and return its log."""
         self.slurm.wait(job, "COMPLETED", Restarts=str(restarts))
         return self.slurm.log(job)
 
@@ -92,10 +92,10 @@ def site(slurm, tmp_path_factory) -> Site:
 
 @pytest.fixture(autouse=True)
 def no_leftovers(site: Site) -> Iterator[None]:
-    """After every test there is no process, no shared memory and no unfinished file of a job that has ended."""
+    """Check after every test that ended jobs left no process, shared memory or unfinished file."""
     yield
     if site.slurm.call("squeue", "-h").strip():
-        return  # the job that waits for its time limit
+        return  # the job that runs into its time limit
     assert site.slurm.leftovers() == []
     names = [p.name for p in site.folder.rglob("*")]
     assert not [name for name in names if name.endswith((".partial", ".new", ".tmp", ".damaged"))], names
@@ -104,7 +104,7 @@ def no_leftovers(site: Site) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def undisturbed(site: Site) -> dict[int, float]:
-    """Losses of the run that nobody disturbs."""
+    """Return the losses of an undisturbed run."""
     job = site.submit("undisturbed")
     log = site.complete(job, 0)
     found = site.losses("undisturbed")
@@ -115,17 +115,17 @@ def undisturbed(site: Site) -> dict[int, float]:
 
 @pytest.fixture(scope="module")
 def limited(site: Site) -> str:
-    """A job that is signaled 30 to 60 s after it began, because Slurm looks at limits twice a minute."""
+    """Return a job that is signaled 30 to 60 s after its start, because Slurm checks limits twice a minute."""
     return site.submit("limited", "--time", 2, "--warning", 60, until=3)
 
 
 @pytest.fixture(scope="module")
 def planned(site: Site) -> str:
-    """The training job of a chain that measures and plans first."""
+    """Return the training job of a chain that first measures and plans."""
     return site.submit("planned", "--kind", "plan-then-train", "--set", "strategy=auto", "--set", "strategy.budget=0")
 
 
-# -- they run -----------------------------------------------------------------------------------
+# -- normal runs --------------------------------------------------------------------------------
 
 
 def test_training_by_srun_runs_to_the_end(disturbed, limited, planned, undisturbed, site):
@@ -140,7 +140,7 @@ def test_training_by_mpirun_runs_to_the_end(undisturbed, site):
 
 
 def test_every_task_of_a_sweep_trains(undisturbed, site):
-    """Also: staged data are read and removed."""
+    """Staged data are also read and removed."""
     options = ["--sweep", "schedule.learning_rate=0.01,0.02", "--stage", site.folder, "--set", "training.epochs=2"]
     job = site.submit("sweep", *options, *seeing_gpus(site))
     for task in (0, 1):
@@ -150,7 +150,7 @@ def test_every_task_of_a_sweep_trains(undisturbed, site):
 
 
 def seeing_gpus(site: Site) -> list[object]:
-    """Options for a job that asks for GPUs, and whose ranks tell which they see; they compute on CPUs."""
+    """Return options for a job that reserves GPUs, and whose ranks print the visible ones; they compute on CPUs."""
     python = site.folder / "python"
     told = 'echo "rank ${PMI_RANK} sees GPU $CUDA_VISIBLE_DEVICES"; set -- "$@" --set backend.kernels=auto'
     python.write_text(f'#!/bin/bash\ncase $* in *train*) {told} ;; esac\nexec {sys.executable} "$@"\n')
@@ -160,7 +160,7 @@ def seeing_gpus(site: Site) -> list[object]:
 
 
 def gpus_seen(log: str) -> dict[int, str]:
-    """GPUs by rank."""
+    """Return the GPUs by rank."""
     return {int(rank): gpu for rank, gpu in re.findall(r"^rank (\d) sees GPU (.*)$", log, re.M)}
 
 
@@ -179,11 +179,11 @@ def test_names_reach_slurm_literally(site):
     assert not list(site.folder.rglob("PWNED"))
 
 
-# -- and survive --------------------------------------------------------------------------------
+# -- failures and preemption --------------------------------------------------------------------
 
 
 def signal_script(site: Site, job: str) -> None:
-    """What Slurm does before a time limit."""
+    """Send the signal that Slurm sends before a time limit."""
     site.slurm.call("scancel", "--batch", "--signal=USR1", job)
 
 
@@ -201,12 +201,12 @@ def kill_rank(site: Site, job: str) -> None:
 def fail_node(site: Site, job: str) -> None:
     site.slurm.fail_node("n2")
     site.slurm.wait(job, "PENDING")
-    site.slurm.call("scontrol", "hold", job)  # else the next outage could hit it too
+    site.slurm.call("scontrol", "hold", job)  # else the next failure could affect it too
     site.slurm.start_node("n2")
 
 
 def preempt(site: Site, job: str) -> None:
-    """A job of a higher partition needs all cores of both nodes."""
+    """Submit a job of a higher partition that needs all cores of both nodes."""
     urgent = site.slurm.call(
         "sbatch", "--parsable", "-purgent", "-N2", "--ntasks-per-node=8", "--wrap=srun true", cwd=site.folder
     )
@@ -228,7 +228,9 @@ SIGNALS = {"script": signal_script, "ranks": signal_ranks, "killed": kill_rank}
 
 @pytest.fixture(scope="module")
 def disturbed(site: Site) -> dict[str, str]:
-    """Jobs that are disturbed at their third step. Most of what they do then is wait for Slurm, beside other tests."""
+    """Return jobs that are disturbed at their third step. Most of their time is a wait for Slurm, parallel to other
+    tests.
+    """
     found = {}
     for run, disturb in OUTAGES.items():
         found[run] = site.submit(run, until=3)
@@ -247,7 +249,7 @@ def disturbed(site: Site) -> dict[str, str]:
 
 
 def survive(site: Site, undisturbed: dict[int, float], run: str, job: str) -> str:
-    """A disturbed job goes back into the queue once, and gets the losses of the undisturbed run; the log."""
+    """Check that a disturbed job is requeued once and gets the losses of the undisturbed run; return the log."""
     log = site.complete(job, 1)
     assert site.losses(run) == undisturbed, log
     assert log.count("starting from the beginning") == 1
@@ -256,7 +258,7 @@ def survive(site: Site, undisturbed: dict[int, float], run: str, job: str) -> st
 
 @pytest.mark.parametrize("run", OUTAGES)
 def test_slurm_itself_brings_a_job_back_into_the_queue(run, undisturbed, disturbed, site):
-    """A node that fails; preemption by a higher partition."""
+    """The causes are a node failure, and preemption by a higher partition."""
     survive(site, undisturbed, run, disturbed[run])
 
 
@@ -279,7 +281,8 @@ def test_a_signal_when_all_is_trained_does_not_bring_a_job_back(undisturbed, sit
 
 
 def test_a_cancelled_job_stays_so_and_goes_on_elsewhere(undisturbed, site):
-    """Ranks write a checkpoint when they are told to end. Then: one node, samples cut instead of rows."""
+    """The ranks write a checkpoint at the signal. Then the run continues on one node, with samples cut instead of rows.
+    """
     job = site.submit("elsewhere", until=3)
     site.reach("elsewhere", job, 3)
     site.slurm.call("scancel", job)
@@ -307,7 +310,7 @@ def test_a_chain_goes_on_until_a_job_is_through(undisturbed, site):
 
 
 def test_a_time_limit_leads_to_a_checkpoint_and_back_into_the_queue(limited, undisturbed, site):
-    """The only test in which Slurm itself sends the signal."""
+    """This is the only test in which Slurm itself sends the signal."""
     wait_until(lambda: site.slurm.fields(limited)["Restarts"] != "0", lambda: site.slurm.log(limited))
     site.let_go_on("limited")
     site.slurm.wait(limited, "COMPLETED")

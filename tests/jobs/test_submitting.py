@@ -1,4 +1,4 @@
-"""`halograd submit`: what it writes, checks, submits and says."""
+"""`halograd submit`: its script, checks, submission and messages."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from tests.jobs.stubs import Stubs
 
 @dataclass
 class Submitting:
-    """`halograd submit` where Slurm's commands are stubs."""
+    """`halograd submit` with stubs of Slurm's commands."""
 
     folder: Path
     stubs: Stubs
     capsys: pytest.CaptureFixture[str]
 
     def __call__(self, *arguments: object) -> tuple[int, str, str]:
-        """Exit code, stdout and stderr of ``halograd submit mesh.toml ARGUMENTS`` for 2 nodes with 2 ranks."""
+        """Return exit code, stdout and stderr of ``halograd submit mesh.toml ARGUMENTS`` for 2 nodes with 2 ranks."""
         everything = ["submit", "mesh.toml", "--nodes", 2, "--ranks-per-node", 2, *arguments]
         self.capsys.readouterr()
         code = run(list(map(str, everything)))
@@ -85,7 +85,7 @@ def test_a_dry_run_prints_the_script_and_nothing_else(submit, monkeypatch):
     ],
 )
 def test_cores_that_are_reserved_are_used(options, cores, threads, noted, submit):
-    """One number for both, unless the configuration says how many threads; GPUs need few."""
+    """One number sets both, unless the configuration sets the threads; with GPUs few cores are enough."""
     code, script, err = submit("--dry-run", *options)
     assert code == 0, err
     assert f"#SBATCH --cpus-per-task={cores}\n" in script and f" OMP_NUM_THREADS={threads} " in script
@@ -118,7 +118,7 @@ PAGES = [ROOT / "README.md", ROOT / "docs" / "clusters.md", ROOT / "halograd" / 
 
 
 def examples(page: Path) -> list[str]:
-    """The lines of a page that submit a job."""
+    """Return the lines of a page that submit a job."""
     text = page.read_text().replace("\\\n", " ")
     return [line.strip() for line in text.splitlines() if line.strip().startswith("halograd submit ")]
 
@@ -132,10 +132,10 @@ def test_pages_with_examples():
 def test_examples_reserve_what_they_use(line, monkeypatch, capsys, caplog):
     monkeypatch.chdir(ROOT)
     words = shlex.split(line, comments=True)[1:]
-    if words[1] == "mesh.toml":  # the reader's
+    if words[1] == "mesh.toml":  # of the reader
         words[1:2] = ["examples/mesh.toml", "--set", "training.batch=32"]
     assert run([*words, "--dry-run"]) == 0, capsys.readouterr().err
-    assert capsys.readouterr().err == "" and caplog.messages == []  # such as that ranks are idle
+    assert capsys.readouterr().err == "" and caplog.messages == []  # such as a note about idle ranks
 
 
 def test_a_chain_waits_for_all_before_it(submit):
@@ -168,7 +168,7 @@ def test_profile_plan_and_training_wait_for_each_other(submit):
 
 
 def submit_local(*arguments: object) -> list[str]:
-    """`halograd submit` of a local job as a process of its own, which becomes the script."""
+    """Run `halograd submit` of a local job in a separate process, which becomes the script."""
     local = ["submit", "mesh.toml", "--kind", "local", *map(str, arguments)]
     return [sys.executable, "-c", f"from halograd.cli.run import main; main({local})"]
 
@@ -183,7 +183,7 @@ def test_a_local_job_is_run_at_once(submit):
     assert (submit.folder / "run" / "mesh.sh").exists()
 
 
-# A launcher that passes on what it gets: Ctrl-C ends its ranks, USR1 has them write a checkpoint.
+# A launcher that forwards signals: Ctrl-C ends its ranks, USR1 makes them write a checkpoint.
 LAUNCHER = """\
 #!/bin/bash
 trap 'echo interrupted; exit 130' INT
@@ -195,12 +195,12 @@ while sleep 0.02; do :; done
 
 @pytest.mark.parametrize(("hung", "presses", "code", "said"), [("", 1, 75, "signaled"), ("yes", 2, 130, "interrupted")])
 def test_ctrl_c_has_a_local_job_write_a_checkpoint(hung, presses, code, said, submit):
-    """The terminal gives it to all in its foreground; the second one ends what does not stop."""
+    """The terminal sends it to all foreground processes; a second one ends those that do not stop."""
     (submit.stubs.folder / "mpirun").write_text(LAUNCHER)
     command = submit_local("--ranks-per-node", 4, "--mpirun", submit.stubs.folder / "mpirun")
     process, terminal = pty.fork()
     if not process:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs, such as this suite, ignore it
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # background jobs of a shell, such as this suite, ignore it
         os.chdir(submit.folder)
         os.execve(command[0], command, {**job_environment(new_mark()), "HUNG": hung})
     told = ""
@@ -265,7 +265,7 @@ def test_inside_a_job_it_is_refused(submit, monkeypatch):
 
 
 def test_what_sbatch_refuses_is_passed_on(submit):
-    """And what it had taken of a chain is canceled."""
+    """The submitted jobs of the chain are canceled."""
     refuse = "#!/bin/bash\n[[ $* == *--dependency* ]] || { echo 101; exit; }\necho 'sbatch: error: No' >&2\nexit 1\n"
     (submit.stubs.folder / "sbatch").write_text(refuse)
     code, _, err = submit("--chain", 2)

@@ -1,10 +1,12 @@
-"""A network of what the models do not have: rows around and away, gates, two tasks, four losses, some of weights."""
+"""A network of layers that the models lack: padding and cropping, gates, two tasks, four losses, some with weights."""
 
 import halograd as hg
 
 
 def gated(edge=16, pad=5, width=6):
-    """Targets ``target`` (a map of 3 classes) and ``kind`` (4 classes per sample); weights ``share`` and ``mask``."""
+    """Return the network: targets ``target`` (a map of 3 classes) and ``kind`` (4 classes per sample); weights
+    ``share``, ``mask``.
+    """
     x = hg.Input((edge, edge, 3), name="x")
     y = residual(hg.Conv(width, 3, padding=1, activation="silu", name="conv")(x), width)
     y = hg.Pad(((0, 0), (pad, pad)), "circular", name="around")(y)
@@ -30,7 +32,7 @@ def gated(edge=16, pad=5, width=6):
 
 
 def residual(x, width):
-    """A branch on cells of 2 x 2, scaled, and left out for some samples."""
+    """Return a branch on cells of 2 x 2, scaled, and left out for some samples."""
     branch = hg.Sequential(
         hg.PixelUnshuffle(2, name="unshuffled"),
         hg.Conv(4 * width, 3, padding=1, activation=hg.PReLU("channel", name="slopes"), name="cells"),
@@ -42,14 +44,14 @@ def residual(x, width):
 
 
 def called_again(x, width):
-    """One convolution at two scales: its second call has the parameters of the first."""
+    """Return one convolution at two scales; its second call has the parameters of the first."""
     conv = hg.Conv(width, 3, padding=1, activation="relu", name="again")
     coarse = conv(hg.MaxPool(2, name="halved")(conv(x)))
     return x + hg.Resize(size=x.shape[:-1], name="doubled")(coarse)
 
 
 def pyramid(x, width):
-    """Means, maxima and a map made of a vector, of few positions each, brought to the extent of x and added."""
+    """Return the sum of means, maxima and a map made of a vector, of few positions each, resized to the extent of x."""
     size = x.shape[:-1]
     means = hg.Resize(size=size, mode="bicubic", align_corners=True, name="means_up")(hg.AdaptiveAveragePool((5, 3))(x))
     maxima = hg.MaxPool(2, ceil_mode=True, name="rounded")(hg.AdaptiveMaxPool((7, 5))(x))

@@ -13,7 +13,8 @@ from halograd.training.executor import Executor
 
 BATCH = 4
 CLASSES = 5
-#: Label -> name and options. Resolutions leave several positions to the last batch norm, or it would amplify rounding.
+#: Name and options, by label. Resolutions leave several positions for the last batch norm, or it would amplify
+#: rounding.
 SMALL: dict[str, dict] = {
     "lenet5": {"name": "lenet5", "width": 0.5},
     "alexnet": {"name": "alexnet", "resolution": 67, "width": 1 / 16},
@@ -37,7 +38,7 @@ SMALL: dict[str, dict] = {
 
 
 def small(label: str) -> Network:
-    """The network of this label; classifiers with `CLASSES` classes."""
+    """Return the network of this label; classifiers have `CLASSES` classes."""
     given = dict(SMALL[label])
     if not given["name"].startswith(("mesh", "unet")):
         given["classes"] = CLASSES
@@ -45,7 +46,7 @@ def small(label: str) -> Network:
 
 
 def executor_of(network: Network, comm, parts=None) -> Executor:
-    """An executor of `network` in float64 on NumPy, its inputs filled. Collective."""
+    """Return an executor of `network` in float64 on NumPy, with filled inputs. Collective."""
     executor = Executor(network, comm, get_backend("numpy"), BATCH, Strategy(parts or {}), "float64", seed=3)
     for name, node in network.inputs.items():
         array = random_array((BATCH, *node.shape), name)
@@ -58,9 +59,9 @@ def executor_of(network: Network, comm, parts=None) -> Executor:
 
 
 def descend(executor: Executor, fraction: float, steps: int) -> np.ndarray:
-    """Losses before each of `steps` steps and after the last; one batch, one dropout mask. Collective.
+    """Return the losses before each of `steps` steps and after the last; one batch, one dropout mask. Collective.
 
-    A step is so long that to first order in its length the loss falls by `fraction` of itself, whatever the network.
+    The learning rate is chosen so that, to first order, the loss falls by `fraction` of itself, for any network.
     """
     losses = []
     for _ in range(steps):

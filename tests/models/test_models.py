@@ -1,4 +1,4 @@
-"""Models: published parameter counts, shapes, and what is refused."""
+"""Models: published parameter counts, shapes, and errors."""
 
 import re
 from pathlib import Path
@@ -25,7 +25,7 @@ from halograd.models import (
 )
 from halograd.models.common import scaled
 
-#: Published, or (LeNet-5, VGG-128 ... VGG-512) counted by hand from the published layers.
+#: Published counts, or (LeNet-5, VGG-128 ... VGG-512) counted by hand from the published layers.
 COUNTS = {
     "lenet5": 61_706,
     "alexnet": 61_100_840,
@@ -39,7 +39,7 @@ COUNTS = {
     "resnet50": 25_557_032,
     "resnet152": 60_192_808,
 }
-#: Model -> shape behind some of its layers.
+#: Shapes after some layers, by model.
 SHAPES = {
     "alexnet": {"conv1": (55, 55, 64), "pool1": (27, 27, 64), "conv2": (27, 27, 192), "pool2": (13, 13, 192)}
     | {"conv4": (13, 13, 256), "pool5": (6, 6, 256), "flatten": (9216,), "dropout7": (4096,)},
@@ -77,7 +77,7 @@ def test_shapes_are_those_of_the_papers(name):
 
 @pytest.mark.parametrize("name", sorted(set(COUNTS) - {"lenet5"}))
 def test_heads_of_21841_classes(name):
-    """Another head, the same trunk: ``(features + 1)`` more parameters per class."""
+    """Another head on the same trunk has ``(features + 1)`` more parameters per class."""
     network = build(name, classes=21_841)
     (features,) = network.outputs["prediction"].inputs[0].shape
     assert network.outputs["prediction"].shape == (21_841,)
@@ -107,7 +107,7 @@ def test_inception_factorizes_its_kernels():
     kernels = [layers[f"conv6c_double_{i}"].layer.stencil.kernel for i in range(1, 6)]
     assert kernels == [1, (7, 1), (1, 7), (7, 1), (1, 7)]
     assert {layers[f"conv7b_{k}"].layer.stencil.kernel for k in ("1x3", "3x1")} == {(1, 3), (3, 1)}
-    assert len({n.shape for k, n in layers.items() if k.startswith("bn6c")}) == 2  # 160 within, 192 to the outside
+    assert len({n.shape for k, n in layers.items() if k.startswith("bn6c")}) == 2  # 160 inside, 192 at the output
 
 
 def test_dropout_is_that_of_the_papers():
@@ -145,7 +145,9 @@ def test_width_scales_every_layer():
 
 
 def test_mesh_models_are_those_of_the_paper():
-    """Six blocks of 3 (1K) or 5 (2K) units; the layers the paper measures; one prediction per 64 x 64 patch."""
+    """They have six blocks of 3 (1K) or 5 (2K) units, the layers that the paper measures, and one prediction per 64 x
+    64 patch.
+    """
     small, large = mesh_1k(), mesh_2k()
     assert sum(name.startswith("bn") for name in small.layers) == 18
     assert sum(name.startswith("bn") for name in large.layers) == 30
@@ -228,7 +230,7 @@ def test_what_build_refuses():
 
 
 def test_the_page_of_models_is_true():
-    """Every model has a row with its parameters, and the options that are named exist."""
+    """Every model has a row with its parameters, and all named options exist."""
     page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
     rows = dict(re.findall(r"^\| `(\w+)` \| ([\d,]+) \|", page, flags=re.M))
     assert set(rows) == set(MODELS)

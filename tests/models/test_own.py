@@ -1,4 +1,4 @@
-"""Networks of one's own: functions in files and modules, their options, and what is said of mistakes."""
+"""Networks of the user: functions in files and modules, their options, and error messages."""
 
 import os
 import sys

@@ -33,7 +33,9 @@ def test_every_model_has_a_small_version():
 
 @pytest.mark.parametrize("label", SMALL)
 def test_loss_falls_as_its_gradient_says(label):
-    """Three steps along the gradient; the first, short one lowers the loss by its square, as of a smooth function."""
+    """Three steps along the gradient; the first, short step lowers the loss by the squared gradient, as for a smooth
+    function.
+    """
     with Communicator(MPI.COMM_SELF) as alone, executor_of(small(label), alone) as executor:
         first, second = descend(executor, 1e-6, 1)
         assert (first - second) / first == pytest.approx(1e-6, rel=0.02)
@@ -42,7 +44,7 @@ def test_loss_falls_as_its_gradient_says(label):
 
 
 def compare(label, comm):
-    """Losses of two steps and the last gradients under all cuts against those of one process. Collective."""
+    """Compare losses of two steps and the last gradients under all cuts with those of one process. Collective."""
     network, allowed = small(label), FAMILIES[label]
     with Communicator(MPI.COMM_SELF) as alone, executor_of(network, alone) as executor:
         want = descend(executor, 1e-3, 2)
@@ -50,7 +52,7 @@ def compare(label, comm):
     for parts in CUTS[comm.size]:
         with executor_of(network, comm, parts) as executor:
             found = descend(executor, 1e-3, 2)
-            # A unit that is dead has no gradient, and must have none under any cut.
+            # A dead unit has a gradient of zero, also under any cut.
             ours = executor.store.grads
             errors = {k: largest(ours[k] - g) / (largest(g) or EPS) for k, g in gradients.items()}
         key = max(errors, key=errors.__getitem__)
@@ -63,7 +65,7 @@ def compare(label, comm):
 
 
 def largest(array):
-    """The largest magnitude."""
+    """Return the largest magnitude."""
     return float(np.max(np.abs(array)))
 
 

@@ -1,4 +1,4 @@
-"""The first training steps of a U-Net against one written in torch, independently of our layers."""
+"""The first training steps of a U-Net against an independent one in torch."""
 
 import numpy as np
 import pytest

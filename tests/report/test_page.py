@@ -1,4 +1,4 @@
-"""The page about a run: what is in it for runs of every kind, and that nothing of it can be mistaken for HTML."""
+"""The page about a run: its content for runs of every kind, and the escaping of HTML."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
-    """Directory of a run with a timeline and predictions."""
+    """Return the directory of a run with a timeline and predictions."""
     folder = tmp_path_factory.mktemp("runs")
     config = write_config(folder)
     train(config, ["output.timeline=true"], comm=MPI.COMM_SELF)
@@ -43,16 +43,16 @@ def trained(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def begun(trained, tmp_path) -> Path:
-    """Directory of the same run when it had just begun."""
+    """Return the directory of the same run just after its start."""
     log = tmp_path / "begun" / "log.jsonl"
     log.parent.mkdir()
     log.write_text((trained / "log.jsonl").read_text().splitlines()[0] + "\n")
-    os.utime(log, (2e9, 2e9))  # however long this test takes: just now
+    os.utime(log, (2e9, 2e9))  # set to now, for any duration of this test
     return log.parent
 
 
 def page_of(directory: Path, out: Path, **options) -> tuple[str, list[str]]:
-    """The page, which must be whole and load nothing, and what was left out."""
+    """Return the page, which must be complete and load nothing, and the list of missing parts."""
     left_out = write_page(read_record(directory), out, **options)
     text = out.read_text()
     assert not re.search(r"<script|<link|src=\"(?!data:)|url\(|@import", text)
@@ -217,7 +217,7 @@ def test_rows_go_from_the_best_to_the_worst():
 
 
 def halograd(capsys, *arguments: object) -> tuple[int, str, str]:
-    """Exit code and what was printed."""
+    """Return exit code and output."""
     code = run([str(argument) for argument in arguments])
     return code, *capsys.readouterr()
 
@@ -225,7 +225,7 @@ def halograd(capsys, *arguments: object) -> tuple[int, str, str]:
 def test_the_commands(begun, trained, tmp_path, capsys):
     code, out, _ = halograd(capsys, "status", trained, begun, "--json")
     assert code == 0 and [json.loads(line)["state"] for line in out.splitlines()] == ["finished", "running"]
-    code, out, complaint = halograd(capsys, "status", tmp_path, trained, "--json")  # one is queued, say
+    code, out, complaint = halograd(capsys, "status", tmp_path, trained, "--json")  # for example a queued run
     assert code == 2 and json.loads(out)["state"] == "finished" and len(complaint.splitlines()) == 1
     code, out, _ = halograd(capsys, "status", trained)
     assert code == 0 and out.startswith(f"{trained}: finished, step 9 of 9 (100 %), epoch 3 of 3\n")
@@ -238,7 +238,7 @@ def test_the_commands(begun, trained, tmp_path, capsys):
 
 
 def test_status_needs_no_mpi(trained):
-    """Login nodes may not have one."""
+    """Login nodes may not have an MPI."""
     code = (
         "import sys; sys.argv = ['halograd', 'status', sys.argv[1]]\n"
         "from halograd.cli.run import run\n"
@@ -249,7 +249,7 @@ def test_status_needs_no_mpi(trained):
 
 
 def test_details_that_are_none(trained, begun, tmp_path):
-    """A file that is missing, changed, or of another program is refused; without one the page says how to make it."""
+    """A missing, changed or foreign file raises an error; without one the page shows how to create it."""
     record = read_record(begun)
     other, changed = tmp_path / "other.json", tmp_path / "changed.json"
     other.write_text('{"a": 1}')
@@ -270,7 +270,7 @@ def test_details_that_are_none(trained, begun, tmp_path):
 
 
 def test_many_classes(trained, tmp_path):
-    """The table ends after 50 classes; a picture whose numbers would be too small to read is left out."""
+    """The table ends after 50 classes; a picture with unreadably small numbers is left out."""
     found, classes = json.loads((trained / "evaluation.json").read_text()), 60
     counts = np.arange(classes**2).reshape(classes, classes)
     found["predictions"][0] |= {"confusion": counts.tolist(), "by_class": by_class(counts)}

@@ -13,7 +13,7 @@ from halograd.report import status as module
 from halograd.report.status import duration_text, read_record, status_of, status_text
 from tests.support.clock import DrivenClock
 
-NOW = 2e9  # [s], later than anything that has no age of its own
+NOW = 2e9  # [s], later than all times without a given age
 PER_EPOCH, EPOCHS, BATCH = 10, 4, 8
 BEGIN = {
     "event": "begin",
@@ -31,12 +31,12 @@ BEGIN = {
 
 @pytest.fixture(autouse=True)
 def now(monkeypatch):
-    """The state of a run depends on the time, which stands still here."""
+    """Stop the clock, on which the state of a run depends."""
     DrivenClock(tick=0.0).drive(monkeypatch, module).seconds = NOW
 
 
 def log_of(steps: int, seconds: float = 0.5, validation: float = 5.0, begin: int = 0, at: float = 1000.0) -> list[dict]:
-    """Lines of a job that makes these steps, validating after every epoch, the first one beginning at `at` [s]."""
+    """Return lines of a job with these steps and a validation after every epoch; the first step begins at `at` [s]."""
     lines: list[dict] = [{**BEGIN, "step": begin, "time": at}]
     for step in range(begin + 1, steps + 1):
         at += seconds
@@ -56,12 +56,12 @@ def write(folder: Path, lines: list[dict], tail: str = "", age: float = 0.0) -> 
 
 
 def written(path: Path, age: float = 0.0) -> None:
-    """As if a file had been written so long ago [s]."""
+    """Set the time of a file to so long ago [s]."""
     os.utime(path, (NOW - age, NOW - age))
 
 
 def test_a_run_under_way(tmp_path):
-    """Over two epochs a step takes 0.5 s, and its share of a validation of 5 s."""
+    """Over two epochs a step takes 0.5 s, plus its share of a validation of 5 s."""
     folder = write(tmp_path, log_of(35), '{"event": "st')
     phases = {"halo": {"communication": 2.0, "blocked": 0.5, "overlap": 75.0}, "forward": {"seconds": 1.0}}
     with (folder / "log.jsonl").open("a") as file:
@@ -127,7 +127,7 @@ def test_how_a_run_ended(tmp_path, lines, state, detail):
 
 
 def test_a_run_that_goes_on_after_a_failure(tmp_path):
-    """What the job before said does not count, nor how fast it was."""
+    """State and speed of the previous job are ignored."""
     failed = {"event": "failed", "rank": 2, "host": "n17", "cause": "gone", "at_step": 20}
     status = status_of(read_record(write(tmp_path, [*log_of(20), failed, *log_of(26, 2.0, begin=20, at=9000.0)])))
     assert status.state == "running" and status.seconds_per_step == pytest.approx(2.0)
@@ -155,7 +155,7 @@ def test_a_log_of_an_old_version(tmp_path):
 
 
 def test_a_checkpoint_that_has_just_been_removed(tmp_path):
-    """By the run, which goes on: the next newest is told of; or that there is none."""
+    """If the run removes it meanwhile, the next newest one is reported, or none."""
     folder = write(tmp_path, log_of(35)) / "checkpoints"
     folder.mkdir()
     (folder / "latest.h5").symlink_to("step-00000030.h5")
@@ -164,7 +164,7 @@ def test_a_checkpoint_that_has_just_been_removed(tmp_path):
     assert status_of(read_record(tmp_path)).checkpoint_step == 20
     (folder / "step-00000030.h5").symlink_to("best.h5")
     (folder / "best.h5").write_bytes(bytes(100))
-    os.utime(folder / "best.h5", (2e9, 2e9))  # by a clock that is ahead
+    os.utime(folder / "best.h5", (2e9, 2e9))  # a clock is ahead
     status = status_of(read_record(tmp_path))
     assert (status.checkpoint, status.checkpoint_step) == (str(folder / "best.h5"), None)
     assert any(line.startswith("  checkpoint  0 s ago, 100 B: ") for line in status_text(status))
