@@ -22,17 +22,18 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 from halograd.layers import Network, Strategy
+from halograd.layers.reduction_chunks import buckets_of
 from halograd.layers.strategy import parameter_blocks
 from halograd.models import build
 from halograd.perfmodel.cost.layer_cost import Pricing
 from halograd.perfmodel.cost.network_costs import network_costs
 from halograd.perfmodel.cost.simulate import Simulation, Training, simulate
-from halograd.perfmodel.cost.timeline import buckets_of
 from halograd.perfmodel.cost.wires import Wires
 from halograd.perfmodel.kernel_times import RooflineTimes
 from halograd.perfmodel.machine import Machine
 from halograd.perfmodel.planners import PLANNERS
 from halograd.program.program import Step
+from halograd.program.traffic import GroupSum
 
 __all__ = ["Dense", "Scaling", "dense_configurations", "main", "resnet_scaling", "table_i", "table_ii", "vgg_strategy"]
 
@@ -186,8 +187,8 @@ def dense_configurations() -> dict[str, Dense]:
         transfer = 0.0 if change is None or step.inputs[0].name in network.layers else change.seconds
         transfer += cost.halo_forward + cost.halo_backward + cost.packing_forward + cost.packing_backward
         each = replace(strategy, bucket_bytes=1)
-        own = [b for b in buckets_of(network, parameter_blocks(network, strategy, 16), 4, each) if name in b.layers]
-        update = sum(pricing.wires.sum(*bucket.sum.largest) for bucket in own)
+        own = [b for b in buckets_of(network, parameter_blocks(network, strategy, 16), each, 4) if name in b.layers]
+        update = sum(pricing.wires.sum(*GroupSum.of("allreduce", b.sharing, b.nbytes).largest) for b in own)
         moved, updated = _over_one_bus(step, parts)
         beta = machine.links["node"].beta
         found[label] = Dense((transfer, cost.compute, update), (moved * beta, cost.compute, updated * beta))

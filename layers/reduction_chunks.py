@@ -6,12 +6,13 @@ Pure arithmetic that the runtime and the cost model share.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from halograd.errors import UserError
 
+from ..dtensor import Groups
 from .batch_norm import BatchNorm
 from .dense import Dense
 from .global_pooling import GlobalAveragePool, GlobalMaxPool
@@ -27,6 +28,8 @@ __all__ = [
     "Gradient",
     "GradientChunk",
     "GradientLayer",
+    "aligned",
+    "buckets_of",
     "check_replicated",
     "check_scheme",
     "chunks_of",
@@ -43,9 +46,20 @@ class CutLayers(Protocol):
     """What is asked of a strategy; see :class:`halograd.layers.Strategy`."""
 
     @property
+    def bucket_bytes(self) -> int: ...
+    @property
     def reduction(self) -> Scheme: ...
 
     def parts_of(self, layer: str) -> Mapping[str, int]: ...
+
+
+#: Parameters begin at multiples of this [B].
+ALIGNMENT = 64
+
+
+def aligned(nbytes: int) -> int:
+    """Return the next multiple of `ALIGNMENT` [B]."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True)
@@ -60,11 +74,14 @@ class Gradient:
         Ranks that hold the same block; parameters with equal `sharing` can be summed together.
     size
         Number of elements in the largest block.
+    sizes
+        Number of elements in the block of each group of `sharing`.
     """
 
     name: str
-    sharing: Hashable
+    sharing: Groups
     size: int
+    sizes: tuple[int, ...] = field(default=(), compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -100,12 +117,15 @@ class GradientChunk:
         Names of their layers, each once.
     replicated
         Whether every rank computes the gradient of the whole batch, so that there is nothing to sum.
+    nbytes
+        Size by group of `sharing`, with the gaps of alignment [B].
     """
 
-    sharing: Hashable
+    sharing: Groups
     gradients: tuple[Gradient, ...]
     layers: tuple[str, ...]
     replicated: bool = False
+    nbytes: tuple[int, ...] = field(default=(), compare=False, repr=False)
 
 
 def kinds_of(network: Network) -> dict[str, str]:
@@ -145,7 +165,7 @@ def gradient_layers(network: Network, blocks: Mapping[str, ParameterBlocks]) -> 
     for layer, kind in reversed(kinds_of(network).items()):
         own = network.own_parameters(layer) if layer in network.trained else {}
         names = [f"{layer}/{key}" for key in decayed_first(own)]
-        gradients = tuple(Gradient(n, blocks[n].holders, blocks[n].largest) for n in names)
+        gradients = tuple(Gradient(n, blocks[n].holders, blocks[n].largest, blocks[n].sizes) for n in names)
         result.append(GradientLayer(layer, kind, gradients))
     return result
 
@@ -211,7 +231,17 @@ def chunks_of(
     """
     ends = _rule(scheme, layers, bucket_bytes, itemsize)
     replicated = replicated_layers(layers, scheme)
-    return _Filling(ends, replicated, apart).run(layers)
+    return _Filling(ends, replicated, apart, itemsize).run(layers)
+
+
+def buckets_of(
+    network: Network, blocks: Mapping[str, ParameterBlocks], strategy: CutLayers, itemsize: int
+) -> list[GradientChunk]:
+    """Return all buckets of a network under the strategy's scheme, in the order in which their sums are issued.
+
+    `blocks` are those of the parameters, by ``layer/parameter``; `itemsize` is that of a gradient [B].
+    """
+    return chunks_of(gradient_layers(network, blocks), strategy.reduction, strategy.bucket_bytes, itemsize)
 
 
 #: Function of a chunk's number of elements and a layer's number: whether that layer closes the chunk.
@@ -238,11 +268,11 @@ def _rule(scheme: Scheme, layers: Sequence[GradientLayer], bucket_bytes: int, it
 class _Filling:
     """Chunks that still grow: one per set of ranks that share gradients, and another one for layers in `apart`."""
 
-    def __init__(self, ends: _Ends, replicated: frozenset[str], apart: frozenset[str]) -> None:
-        self._ends, self._replicated, self._apart = ends, replicated, apart
+    def __init__(self, ends: _Ends, replicated: frozenset[str], apart: frozenset[str], itemsize: int) -> None:
+        self._ends, self._replicated, self._apart, self._itemsize = ends, replicated, apart, itemsize
         self._done: list[GradientChunk] = []
-        self._growing: dict[tuple[Hashable, bool], list[tuple[str, Gradient]]] = {}
-        self._elements: dict[tuple[Hashable, bool], int] = {}
+        self._growing: dict[tuple[Groups, bool], list[tuple[str, Gradient]]] = {}
+        self._elements: dict[tuple[Groups, bool], int] = {}
 
     def run(self, layers: Sequence[GradientLayer]) -> list[GradientChunk]:
         for i, layer in enumerate(layers):
@@ -261,16 +291,22 @@ class _Filling:
             self._close(key)
         return self._done
 
-    def _close(self, key: tuple[Hashable, bool]) -> None:
+    def _close(self, key: tuple[Groups, bool]) -> None:
         members = self._growing.pop(key)
         self._elements.pop(key)
         layers = tuple(dict.fromkeys(name for name, _ in members))
-        self._done.append(GradientChunk(key[0], tuple(g for _, g in members), layers))
+        self._add(key[0], tuple(g for _, g in members), layers)
+
+    def _add(
+        self, sharing: Groups, gradients: tuple[Gradient, ...], layers: tuple[str, ...], replicated: bool = False
+    ) -> None:
+        sizes = [[aligned(n * self._itemsize) for n in gradient.sizes] for gradient in gradients]
+        self._done.append(GradientChunk(sharing, gradients, layers, replicated, tuple(map(sum, zip(*sizes)))))
 
     def _add_replicated(self, layer: GradientLayer) -> None:
         for sharing in dict.fromkeys(g.sharing for g in layer.gradients):
             own = tuple(g for g in layer.gradients if g.sharing == sharing)
-            self._done.append(GradientChunk(sharing, own, (layer.name,), replicated=True))
+            self._add(sharing, own, (layer.name,), replicated=True)
 
 
 def dense_layers(network: Network) -> dict[str, Node]:

@@ -6,7 +6,7 @@ them computes the gradient of all `N` samples. ::
     forward    x    all-gather, started; y of the own samples
     backward   dx   of the own samples; dy is kept
                dy   all-gather, started when backward is over
-    later      dw   = dy^T x of all samples, when the layer is needed next (`training/reduction.py`)
+    later      dw   = dy^T x of all samples, when the layer is needed next (`program/gradients.py`)
 
 References: Lee et al. 2017, Section III-C2 and Algorithm 2.
 """
@@ -42,7 +42,7 @@ def lower_replicated(context: Context) -> Callable[[], None]:
         count = ranks * rows if context.rank < ranks else 0
         array = context.keep((count, length), context.dtype, "replicated gradient")
         kernel.add(**{name: array})
-        sizes, label = [rows * length * context.dtype.itemsize], f"{context.name} {what}"
+        sizes, label = [ranks * rows * length * context.dtype.itemsize], f"{context.name} {what}"
         kernel.sums[f"{name}_gather"] = context.all_gather(holders, array, "replicated_dense", sizes, label)
     context.run(kernel, "forward", timing=context.timing("forward"))
 
@@ -58,7 +58,8 @@ class ReplicatedDense:
     """Kernels of a dense layer whose gradients are those of the whole batch.
 
     `replicates` chooses the gradient that `backward` computes. False: that of the own samples, which is summed over the
-    ranks as usual. True: that of the whole batch; :meth:`gather_errors` and :meth:`whole_gradient` must follow.
+    ranks as usual. True: that of the whole batch; the gather of errors and :meth:`whole_gradient` must follow
+    (`halograd.program.gradients`).
 
     Attributes
     ----------
@@ -126,14 +127,10 @@ class ReplicatedDense:
             self.rows.start()
         self.errors.put()
 
-    def gather_errors(self) -> None:
-        """Send the errors that :meth:`backward` kept. Collective; does not wait."""
-        if self.errors is not None:
-            self.errors.start()
-
+    @reads("rows", "errors")
+    @writes("dw", "db")
     def whole_gradient(self) -> None:
-        """Wait for activations and errors, and compute the gradient of the whole batch. Collective."""
-        self.abandon()
+        """Compute the gradient of the whole batch, after the gathers of activations and errors. Local."""
         if self.whole is not None:
             self.whole()
 

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from ..comm.codec import UNCHANGED, Codec
+from ..comm.sums import Method, carrying
 from ..dtensor import Blocks, Groups
 from ..kernels.access import Access, access_of
 from .views import Buffer, View
@@ -96,14 +98,25 @@ class Sum:
         Kind for the traffic counters, and name for the recorder.
     method
         Method of the sum, see `Communicator.reduction`.
+    codec
+        Format of the data in messages.
+    feedback
+        Whether encoding errors are kept for the next sum.
     """
 
     groups: Groups
     view: View
     sizes: Sequence[int]
     kind: str
-    name: str
+    name: str | None
     method: str = "allreduce"
+    codec: Codec = UNCHANGED
+    feedback: bool = False
+
+    @property
+    def algorithm(self) -> Method:
+        """What the method is with this codec."""
+        return carrying(self.method, self.codec)
 
 
 @dataclass(eq=False)
@@ -113,9 +126,10 @@ class Operation:
     Attributes
     ----------
     layer
-        Name of the layer, or of the redistribution, that it belongs to.
+        Name of the layer, or of the redistribution, that it belongs to; "" for operations on gradients.
     when
-        ``"training"`` or ``"evaluation"``: only passes of this kind run it; None: both kinds do.
+        ``"training"`` or ``"evaluation"``: only passes of this kind run it; ``"step"``: only the last training pass of
+        a step; None: all do.
     """
 
     layer: str
@@ -136,6 +150,10 @@ class Operation:
     def sums(self) -> Iterator[Sum]:
         """Yield the sums that it takes part in."""
         yield from ()
+
+    def describe(self) -> str:
+        """Return what it does, for the listing of a program."""
+        return type(self).__name__.lower()
 
 
 @dataclass(eq=False)

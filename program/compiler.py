@@ -57,7 +57,10 @@ def outline(network: Network, strategy: Strategy, target: Target) -> Program:
     """
     compiler = _Compiler(network, strategy, target)
     compiler.place(compiler.program.inputs.values())
-    return compiler.program
+    program = compiler.program
+    program.forward = [Segment(step.name) for step in program.steps]
+    program.backward = [Segment(step.name) for step in reversed(program.steps)]
+    return program
 
 
 class _Compiler:

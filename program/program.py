@@ -15,6 +15,7 @@ import numpy as np
 from ..device import wide
 from ..layers.layer import Layer
 from ..layers.parameter import Parameter
+from ..layers.reduction_chunks import GradientChunk
 from ..lowering.operations import KernelSpec, Operation, Run, Total, Transfer
 from ..lowering.views import Buffer, Value, View
 from .arena import Placement, place
@@ -112,10 +113,20 @@ class Target:
 
 @dataclass(eq=False)
 class Segment:
-    """Consecutive operations of one layer."""
+    """Consecutive operations of one layer in one pass.
+
+    Attributes
+    ----------
+    before
+        Operations of the step before that complete the layer's parameters; see `halograd.program.gradients`.
+    after
+        Operations on gradients that are complete after this layer.
+    """
 
     name: str
     operations: list[Operation] = field(default_factory=list)
+    before: list[Operation] = field(default_factory=list)
+    after: list[Operation] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -142,7 +153,11 @@ class Program:
         Terms of the loss that count in evaluation: views of this rank's part, and of the sum of weights over all ranks
         by which the term is divided, both float64 ``(1,)``; None: it is not divided by such a sum.
     exposed
-        Kernels that code outside the program runs too, by layer.
+        Kernels of dense layers that can compute the gradient of the whole batch, by layer.
+    end
+        Operations on gradients at the end of the backward pass.
+    buckets
+        Buckets of gradients, which the operations on gradients name by their numbers.
     """
 
     network: str
@@ -155,11 +170,14 @@ class Program:
     loss: View | None = None
     terms: list[tuple[View, View | None]] = field(default_factory=list)
     exposed: dict[str, KernelSpec] = field(default_factory=dict)
+    end: list[Operation] = field(default_factory=list)
+    buckets: tuple[GradientChunk, ...] = ()
 
     def __iter__(self) -> Iterator[Operation]:
-        """Yield all operations in order, the backward pass after the forward pass."""
+        """Yield all operations in the order of execution: forward pass, backward pass, operations on gradients."""
         for segment in (*self.forward, *self.backward):
-            yield from segment.operations
+            yield from (*segment.before, *segment.operations, *segment.after)
+        yield from self.end
 
     @property
     def wide(self) -> np.dtype:
@@ -193,9 +211,12 @@ def lines_of(program: Program, layers: frozenset[str] | None = None) -> Iterator
     kind = f"batch {target.batch}, {target.dtype.name}, arena of {total} B"
     yield f"program of {program.network}: rank {rank} of {target.size}, {kind}"
     for way, segments in (("forward", program.forward), ("backward", program.backward)):
-        for operation in (o for segment in segments for o in segment.operations):
-            if layers is None or operation.layer.partition(" (")[0] in layers:
-                yield f"{way:8} {operation.layer:20} {_text(program, operation)}"
+        for segment in segments:
+            if layers is None or segment.name.partition(" (")[0] in layers:
+                for operation in (*segment.before, *segment.operations, *segment.after):
+                    yield f"{way:8} {operation.layer:20} {_text(program, operation)}"
+    for operation in program.end if layers is None else ():
+        yield f"{'end':8} {operation.layer:20} {_text(program, operation)}"
 
 
 def _text(program: Program, operation: Operation) -> str:
@@ -206,7 +227,8 @@ def _text(program: Program, operation: Operation) -> str:
     if isinstance(operation, Total):
         one = operation.sum
         return f"{operation.end} sum of {one.kind}: {_view(program, one.view)}, {one.groups.members_each} ranks{when}"
-    assert isinstance(operation, Run)
+    if not isinstance(operation, Run):
+        return f"{operation.describe()}{when}"
     more = f", guards {len(operation.guarded)} operations" if operation.guarded else ""
     used = ", ".join(f"{name} {_view(program, view)}" for name, view in operation.arrays.items())
     return f"{name_of(operation)}({used}){more}{when}"

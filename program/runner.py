@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..comm.reduction import ReductionSpec
-from ..comm.sums import METHODS
 from ..dtensor import End, Exchange, reductions_in_groups
 from ..kernels import KernelError, Substitute
 from ..kernels.guards import GUARDS
-from ..lowering.operations import ExchangeSpec, KernelSpec, Operation, Run, Total, Transfer
+from ..lowering.operations import ExchangeSpec, KernelSpec, Operation, Run, Sum, Total, Transfer
 from ..lowering.views import Buffer, Region, View
 from .poison import Poison
 from .program import Program, Segment, name_of
@@ -168,9 +167,9 @@ class Runner:
         """Return the array of a region."""
         return self.view(region.view)
 
-    def made(self, kernel: KernelSpec) -> Any:
-        """Return the object that the kernel's `make` returned."""
-        return self._made[kernel]
+    def made(self, spec: KernelSpec | Sum) -> Any:
+        """Return the result of a kernel's `make`, or the sum; None: this rank takes no part in the sum."""
+        return self._made[spec]
 
     def _array(self, buffer: Buffer) -> Any:
         if buffer not in self._arrays:
@@ -231,7 +230,7 @@ class Runner:
         if self.comm.size == 1:
             return True
         choice = self.comm.devices.choice
-        by_host = isinstance(operation, Total) and not METHODS[operation.sum.method].on_devices
+        by_host = isinstance(operation, Total) and not operation.sum.algorithm.on_devices
         return choice is not None and choice.captures and not by_host
 
     @cached_property

@@ -7,19 +7,20 @@ that a rank sends is thus a product of sums over one axis each, minus the elemen
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Protocol
 
 import numpy as np
 
+from ..comm.sums import node_shares, shards
 from ..dtensor import Groups
 from ..dtensor.blocks import Blocks, Interval, Intervals, outer, padded
-from ..lowering.operations import Run, Sum, Total, Transfer
+from ..lowering.operations import Operation, Sum, Total, Transfer
 from .program import Program
 
-__all__ = ["ExchangeTraffic", "GroupSum", "Ledger", "Move", "Sender", "messages_of", "sums_of"]
+__all__ = ["ExchangeTraffic", "GroupSum", "Ledger", "Move", "Sender", "Sent", "messages_of", "senders", "sums_of"]
 
 
 _FIRST, _ONE, _NONE = np.zeros(1, np.int64), np.ones(1, np.int64), np.zeros(0, np.int64)
@@ -147,6 +148,29 @@ class GroupSum:
         return size, members
 
 
+@dataclass(frozen=True)
+class Sent:
+    """One message per rank, of different sizes.
+
+    Attributes
+    ----------
+    kind
+        Kind in `comm.counters`.
+    nbytes
+        Bytes that a rank sends, by rank [B].
+    """
+
+    kind: str
+    nbytes: Mapping[int, int]
+
+    def sent(self, ranks: int) -> ExchangeTraffic:
+        """Return the messages and bytes that every rank of ``0 .. ranks - 1`` sends."""
+        messages, nbytes = np.zeros(ranks, np.int64), np.zeros(ranks, np.int64)
+        for rank, size in self.nbytes.items():
+            messages[rank], nbytes[rank] = size > 0, size
+        return ExchangeTraffic(messages, nbytes)
+
+
 @lru_cache(maxsize=16384)
 def overlap(source: tuple[tuple[int, int], ...], target: tuple[tuple[int, int], ...]) -> np.ndarray:
     """Return the number of common elements of every interval of `source` and every interval of `target`."""
@@ -235,29 +259,53 @@ class Ledger:
         return {kind: total for kind, total in self._kinds.items() if total.messages.any()}
 
 
-def messages_of(program: Program) -> Iterator[tuple[str, Sender]]:
-    """Yield the messages that the operations of a training step send, on all ranks, each with the name of its layer.
+def messages_of(program: Program, per_node: int | None = None) -> Iterator[tuple[str | None, Sender]]:
+    """Yield what the operations of a training step send, on all ranks, each with the name of its layer, if it has one.
 
     The counts are those of `comm.counters`: an exchange is one message per peer, a reduction one message of its buffer,
-    an all-gather one message of the rank's part. Guarded operations are left out, because they are not known
-    beforehand: the second sum of statistics whose variance would cancel. Sums of gradients are not part of a program.
+    an all-gather one message of the rank's part. Guarded operations are left out, as they are not known beforehand: the
+    second sum of statistics whose variance would cancel.
+
+    Parameters
+    ----------
+    per_node
+        So many consecutive ranks share memory; all of them if None.
     """
+    per_node, started = per_node or program.target.size, set[Sum]()
     for operation in program:
         if operation.when == "evaluation":
             continue
+        layer = operation.layer or None
         if isinstance(operation, Transfer) and operation.end == "start":
             made = operation.exchange
-            yield operation.layer, Move(made.sources, made.targets, made.itemsize, made.kind)
+            yield layer, Move(made.sources, made.targets, made.itemsize, made.kind)
         elif isinstance(operation, Total) and operation.end == "start":
-            yield operation.layer, _summed(operation.sum)
-    within = {one: run.layer for run in program if isinstance(run, Run) for one in run.sums()}
-    yield from ((layer, _summed(one)) for one, layer in within.items())
+            started.add(operation.sum)
+            yield from ((layer, sender) for sender in senders(operation.sum, per_node))
+    # Sums that kernels start by themselves.
+    within = {one: operation.layer or None for operation in program for one in operation.sums() if one not in started}
+    yield from ((layer, sender) for one, layer in within.items() for sender in senders(one, per_node))
 
 
-def sums_of(program: Program) -> list[Sum]:
-    """Return all sums of a program, each once, in the order of operations."""
-    return list(dict.fromkeys(one for operation in program for one in operation.sums()))
+def sums_of(operations: Iterable[Operation]) -> list[Sum]:
+    """Return all sums of operations, each once, in their order."""
+    return list(dict.fromkeys(one for operation in operations for one in operation.sums()))
 
 
-def _summed(total: Sum) -> GroupSum:
-    return GroupSum.of(total.kind, total.groups, total.sizes)
+def senders(total: Sum, per_node: int) -> list[Sender]:
+    """Return the messages of one sum on all ranks, of which `per_node` consecutive ones share memory."""
+    method, whole = total.algorithm, GroupSum.of(total.kind, total.groups, total.sizes)
+    several = [(members, size) for members, size in whole.groups if len(members) > 1]
+    if method.by_nodes:
+        within, across = dict[int, int](), dict[int, int]()
+        for members, size in several:
+            for rank, share in zip(members, node_shares([rank // per_node for rank in members])):
+                within[rank], across[rank] = share.within(size), share.across(size)
+        return [Sent("node", within), Sent("allreduce", across)]
+    if method.adds:
+        return [GroupSum(total.kind, tuple((members, method.codec.payload(size)) for members, size in whole.groups))]
+    itemsize, parts = total.view.dtype.itemsize, dict[int, int]()
+    for members, size in several:
+        own = shards(size // itemsize, len(members), itemsize)
+        parts |= {rank: (part.stop - part.start) * itemsize for rank, part in zip(members, own)}
+    return [Sent(total.kind, parts)]

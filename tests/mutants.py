@@ -26,7 +26,7 @@ from halograd.device import as_dtype
 from halograd.errors import UserError
 from halograd.layers.strategy import Strategy, parameter_blocks
 from halograd.models import mesh
-from halograd.perfmodel.cost import buckets_of, memory_of, program_of
+from halograd.perfmodel.cost import memory_of, program_of
 from halograd.perfmodel.machine_parts import FOLDER
 from halograd.program.program import Target
 from halograd.training.build import make_network, make_strategy
@@ -104,10 +104,9 @@ def built(network, strategy: Strategy, batch: int, size: int, dtype: str = "floa
     strategy.refuse_empty_blocks(network)
     if size <= RANKS:
         blocks = parameter_blocks(network, strategy, size)
-        buckets = buckets_of(network, blocks, 4, strategy)
         for rank in {0, size - 1}:
             program = program_of(network, strategy, Target(batch, size, rank, as_dtype(dtype)))
-            memory_of(program, blocks, buckets, strategy)
+            memory_of(program, blocks)
 
 
 def use_config(path: Path) -> None:

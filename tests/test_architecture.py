@@ -24,7 +24,7 @@ BELOW: dict[str, set[str]] = {
     "comm": {"device"},
     "kernels": {"device"},
     "dtensor": {"device", "comm", "kernels"},
-    "lowering": {"device", "kernels", "dtensor"},
+    "lowering": {"device", "comm", "kernels", "dtensor"},
     "layers": {"device", "comm", "kernels", "dtensor", "lowering"},
     "program": {"device", "comm", "kernels", "dtensor", "lowering", "layers"},
     "models": {"device", "comm", "kernels", "dtensor", "layers"},

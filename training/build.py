@@ -21,7 +21,7 @@ from ..layers import Input, Loss, Network
 from ..layers.strategy import Strategy, counts_of, cuts_text, parameter_blocks
 from ..limits import memory_size
 from ..models import build
-from ..perfmodel.cost import buckets_of, memory_of, program_of
+from ..perfmodel.cost import memory_of, program_of
 from ..perfmodel.plans import Plan, is_plan
 from ..program.program import Target
 from .config import Config, DataConfig, StrategyConfig
@@ -330,9 +330,7 @@ def check_memory(config: Config, comm: Communicator, network: Network, strategy:
     batch, dtype, size = config.training.at_once, config.training.dtype, comm.size
     blocks = parameter_blocks(network, strategy, size)
     target = Target(batch, size, comm.rank, as_dtype(dtype), trainable)
-    program = program_of(network, strategy, target, blocks)
-    buckets = buckets_of(network, blocks, program.wide.itemsize, strategy) if trainable else []
-    needs = memory_of(program, blocks, buckets, strategy, accumulates=config.training.accumulate > 1)
+    needs = memory_of(program_of(network, strategy, target, blocks, config.training.accumulate), blocks)
     needs["batches read ahead"] = (config.data.prefetch + 1) * needs.get("input", 0)
     _refuse_too_much(comm.allgather_objects((comm.nodes[comm.rank], memory_size(1), needs)))
 

@@ -22,8 +22,10 @@ from ..layers.reduction_scheme import Scheme
 from ..layers.strategy import Strategy, parameter_blocks
 from ..lowering.views import Value
 from ..program.compiler import compile_program
-from ..program.program import Target
+from ..program.gradients import check_gradients, reduce_gradients
+from ..program.program import Program, Target
 from ..program.runner import Mode, Runner
+from .gradient_scaling import GradientCheck
 from .graph import GraphedPass, check_graph, drop, graphed_passes
 from .kernels import check_debug, check_dtype, report_substitutes
 from .memory import Memory
@@ -101,6 +103,8 @@ class Executor:
         Device of the arrays.
     probed
         Inputs whose gradient is kept.
+    checks
+        Checks of gradients by name (:meth:`check_gradients`).
 
     Raises
     ------
@@ -129,6 +133,7 @@ class Executor:
         debug: bool = False,
     ) -> None:
         self.probed, self.parts = frozenset(probed), parts
+        self.checks: dict[str, GradientCheck] = {}
         self.network, self.comm, self.kernels, self.batch = network, comm, kernels, batch
         self.debug = debug
         with ExitStack() as guards, comm.agreement():
@@ -197,12 +202,13 @@ class Executor:
             self.kernels.padded_channels,
         )
         replicable = self.replicable if trainable else ()
-        self.program = compile_program(self.network, self.strategy, target, self.store.blocks, replicable)
+        self._layers = compile_program(self.network, self.strategy, target, self.store.blocks, replicable)
+        self.program = self._reduced()
         self.steps, self.values = self.program.steps, self.program.values
         store = self.store
         arrays = {"params": store.params, "copies": store.copies, "grads": store.grads, "state": store.state}
         arrays["rounded"] = store.rounded
-        self.runner = Runner(self.program, self.comm, self.kernels, arrays, self.mode, self.debug)
+        self.runner = Runner(self._layers, self.comm, self.kernels, arrays, self.mode, self.debug)
         for use, nbytes in self.program.placement.uses.items():
             self.memory.count(nbytes, use)
         self.pass_loss = PassLoss(self.comm, self.device, self.loss)
@@ -218,13 +224,42 @@ class Executor:
         """Return this rank's block of a value, as long as its memory is not reused."""
         return self.runner.view(value.view)
 
+    def _reduced(self) -> Program:
+        """Return the program with operations on gradients, by the scheme that the buckets of the store are made for."""
+        chunks = [bucket.chunk for bucket in self.store.buckets]
+        program = reduce_gradients(self._layers, chunks, self.store.scheme, self.parts)
+        for what, check in self.checks.items():
+            program = check_gradients(program, what, check.over_ranks)
+        return program
+
     def _make_reducer(self) -> Reducer:
-        """Make the reducer of the scheme that the buckets of the store are made for."""
-        scheme, reached = self.store.scheme, {segment.name for segment in self.program.backward}
-        dense = [self.runner.made(kernel) for name, kernel in self.program.exposed.items() if name in reached]
-        for operator in dense:
-            operator.replicates = operator.name in self.replicable[: scheme.replicated_dense]
-        return Reducer(self.store, self.comm, scheme, dense, self._run)
+        """Make the reducer of the present program."""
+        for name, kernel in self.program.exposed.items():
+            self.runner.made(kernel).replicates = name in self.replicable[: self.store.scheme.replicated_dense]
+        checks = {what: check.measure for what, check in self.checks.items()}
+        return Reducer(self.program, self.store, self.comm, self.runner, self._run, checks)
+
+    def check_gradients(self, checks: Mapping[str, GradientCheck]) -> None:
+        """Make these checks in every step, when all gradients are complete and before any update. Collective.
+
+        They take the place of earlier ones. `checks` are by their names, under which their sums are counted.
+        """
+        assert self.reducer is not None, "the executor was built with trainable=False"
+        if checks or self.checks:
+            if self.pulse.count:  # residuals of rounding lie with the sums
+                self.reducer.settle()
+            self.checks = dict(checks)
+            self._replace_reducer(self.reducer)
+
+    def _replace_reducer(self, old: Reducer) -> None:
+        """Make the program and the reducer again, after all sums and updates in progress. Collective."""
+        old.close()
+        with self.comm.agreement():
+            self.program = self._reduced()
+            self.reducer = self._make_reducer()
+        self.reducer.update = old.update
+        drop(self._graphs)  # sums start and end in other places
+        self._graphs = None
 
     def reduce_by(self, scheme: Scheme) -> None:
         """Sum gradients by another scheme from now on, after all sums and updates in progress. Collective.
@@ -244,13 +279,7 @@ class Executor:
         with self.comm.agreement():  # the old reducer stays until the new scheme is known to be possible
             check_possible(self.store, self.comm, scheme)
             self.store.rechunk(scheme)
-        update = self.reducer.update
-        self.reducer.close()
-        with self.comm.agreement():
-            self.reducer = self._make_reducer()
-        self.reducer.update = update
-        drop(self._graphs)  # sums start and end in other places
-        self._graphs = None
+        self._replace_reducer(self.reducer)
 
     # -- running ------------------------------------------------------------------------------
 

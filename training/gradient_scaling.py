@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -16,14 +16,26 @@ from .pass_loss import FetchedNumber, PendingLoss
 if TYPE_CHECKING:
     from ..comm import Communicator, Reduction
     from .memory import Memory
-    from .reduction import Reducer
     from .store import Bucket, ParameterStore
 
-__all__ = ["Clip", "LossScale"]
+__all__ = ["Clip", "GradientCheck", "LossScale"]
 
 INITIAL, GROWTH, BACKOFF, INTERVAL = 2.0**16, 2.0, 0.5, 2000
 #: So many consecutive steps are skipped at a scale of 1: then the gradients themselves are not finite.
 PATIENCE = 20
+
+
+class GradientCheck(Protocol):
+    """Number computed from all gradients, between their sums and the updates."""
+
+    @property
+    def over_ranks(self) -> bool:
+        """Whether it is summed over the ranks."""
+        ...
+
+    def measure(self) -> None:
+        """Compute it. Collective if it is summed."""
+        ...
 
 
 class LossScale:
@@ -32,7 +44,7 @@ class LossScale:
     ::
 
         forward   the loss multiplies its gradient by `factor`
-        look      when all gradients are summed: sets `skip` if one is infinite or NaN
+        measure   when all gradients are summed: sets `skip` if one is infinite or NaN
         updates   multiply gradients by `inverse`; do nothing if `skip` is set
         adapt     halves the factor after a skipped step, doubles it after 2000 that were not skipped
 
@@ -80,7 +92,12 @@ class LossScale:
         self._find = self._kernels.find_nonfinite(grads, self._flag)
         self._sum = None if comm is None else comm.reduction(self._count, kind="loss scale")
 
-    def look(self) -> None:
+    @property
+    def over_ranks(self) -> bool:
+        """Whether the ranks combine their findings."""
+        return self._sum is not None
+
+    def measure(self) -> None:
         """Set `skip` if a summed gradient is not finite. Enqueued; collective with `comm`."""
         self._find()
         if self._sum is not None:
@@ -152,17 +169,19 @@ class Clip:
     ----------
     norm
         Global norm in the last step; None before the first.
+    factor
+        Factor on the gradients of this step, float64 ``(1,)`` where they are.
     """
 
     def __init__(self, store: ParameterStore, comm: Communicator, max_norm: float) -> None:
         device, kernels = store.memory.device, store.memory.kernels
         self._store = store
-        self._square, self._norm, self._factor = (device.zeros((1,), np.float64) for _ in range(3))
+        self._square, self._norm, self.factor = (device.zeros((1,), np.float64) for _ in range(3))
         self._fetched = FetchedNumber(device)
         local = store.whole and not store.scheme.kind.shards
         self._sum = None if local else comm.reduction(self._square, kind="norm")
         inverse = None if store.loss_scale is None else store.loss_scale.inverse
-        self._clip: Kernel = kernels.clip(self._square, inverse, max_norm, self._norm, self._factor)
+        self._clip: Kernel = kernels.clip(self._square, inverse, max_norm, self._norm, self.factor)
         self._squares: Kernel | None = None
         self.bind()
         self.norm: PendingLoss | None = None
@@ -179,12 +198,16 @@ class Clip:
         """Return by how many ranks a square is counted: a block by all that hold it, a shard by its owner only."""
         return 1 if self._sum is None or self._store.is_sharded(bucket) else bucket.holders.members_each
 
-    def scale(self, reducer: Reducer) -> Any:
-        """Wait for the sums of all gradients; return the factor, float64 ``(1,)`` where they are. Collective.
+    @property
+    def over_ranks(self) -> bool:
+        """Whether the ranks sum their squares."""
+        return self._sum is not None
+
+    def measure(self) -> None:
+        """Compute the norm and the factor from summed gradients. Collective.
 
         On a device the host knows `norm` one step later, as it does a loss.
         """
-        reducer.wait()
         assert self._squares is not None
         self._squares()
         if self._sum is not None:
@@ -195,4 +218,3 @@ class Clip:
         self._fetched.put(self._norm)
         self._fetched.fetch()
         self.norm = PendingLoss(self._fetched.read)
-        return self._factor

@@ -136,41 +136,31 @@ def graphed_passes(executor: Executor) -> tuple[GraphedPass, GraphedPass]:
     """Create forward and backward of training steps, with the calls of the reducer between graphs. Collective."""
     reducer, program, runner = executor.reducer, executor.program, executor.runner
     assert reducer is not None
-    summed = _summed_from(executor)
     forward, backward, passed = list[Item](), list[Item](), list[str]()
-    if executor.comm.size == 1:
-        forward.append(Item(partial(_each, reducer.require, [step.name for step in program.steps]), "", False))
+    alone = executor.comm.size == 1  # nothing is sent, and each pass is one graph
+    if alone:
+        forward.append(Item(partial(_each, reducer.require, [segment.name for segment in program.forward]), "", False))
     for segment in program.forward:
-        if segment.name in summed:
+        if segment.before and not alone:
             forward.append(Item(partial(reducer.require, segment.name), segment.name, False))
         forward += runner.items(segment)
     if executor.loss is not None:
         forward.append(Item(executor.pass_loss.put, "loss"))
     for segment in program.backward:
         backward += runner.items(segment)
-        passed.append(segment.name)
-        if segment.name in summed or segment is program.backward[-1]:
+        if segment.after:
+            passed.append(segment.name)
+        if passed and not alone:
             backward.append(Item(partial(_each, reducer.ready, passed), segment.name, False))
             passed = []
+    if passed:
+        backward.append(Item(partial(_each, reducer.ready, passed), passed[-1], False))
     return _pass(executor, forward, "forward"), _pass(executor, backward, "backward")
 
 
 def _pass(executor: Executor, items: list[Item], phase: str) -> GraphedPass:
     prepare = getattr(executor.kernels, "before_capture", None)
     return GraphedPass(executor.comm, executor.device, items, partial(executor.pulse.at, phase), prepare)
-
-
-def _summed_from(executor: Executor) -> set[str]:
-    """Return layers at which sums of gradients start in backward, and are awaited in forward; none on a single rank.
-
-    For a bucket this is the first of its layers. Layers whose gradients the reducer computes are included.
-    """
-    program = executor.program
-    if executor.comm.size == 1:
-        return set()
-    order = {step.name: at for at, step in enumerate(program.steps)}
-    firsts = {min((n.rpartition("/")[0] for n in b.names), key=order.__getitem__) for b in executor.store.buckets}
-    return firsts | set(program.exposed)
 
 
 def _each(call: Callable[[str], None], names: Iterable[str]) -> None:

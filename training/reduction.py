@@ -1,10 +1,11 @@
-"""Sums of gradients and updates of parameters, when the layers are passed: every scheme, from its description."""
+"""Operations on gradients on this rank's arrays: the calls that sum gradients and update parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
 
 from halograd.errors import UserError
 
@@ -12,70 +13,74 @@ from ..comm import Communicator, Reduction
 from ..comm.reduction import ReductionSpec
 from ..dtensor import group_of, reductions_in_groups
 from ..layers.reduction_scheme import BY_NODES, KINDS, Scheme
-from ..layers.replicated_dense import ReplicatedDense
+from ..lowering.operations import Operation, Run, Sum
+from ..program.gradients import (
+    GRADIENTS,
+    Accumulate,
+    BucketOperation,
+    BucketTotal,
+    Cast,
+    CheckGradients,
+    Compensate,
+    Refresh,
+    Update,
+    completions,
+)
+from ..program.program import Program
+from ..program.runner import Call, Runner
+from ..program.traffic import sums_of
 from .store import Bucket, ParameterStore
 
-__all__ = ["Reducer", "Run", "check_possible"]
-
-Run = Callable[[str, str, Callable[[], None]], None]
+__all__ = ["Reducer", "check_possible"]
 
 
 class Reducer:
-    """Sums of the gradients of a store over the ranks that hold the same blocks, and their updates. Collective. ::
+    """Operations on gradients of a program (`halograd.program.gradients`), on the arrays of a store. Collective. ::
 
         begin()                      # before backward; begin(part) for a batch in parts
-        ready(layer)                 # after backward of each layer: start the sums that are complete
+        ready(layer)                 # after backward of each layer
         flush()                      # after backward
         ...
-        require(layer)               # before each layer of the next forward pass: wait, update
+        require(layer)               # before each layer of the next forward pass
 
     and `finish` before parameters are read. All ranks make the same calls in the same order, so collectives are issued
     in one order everywhere. A step allocates nothing.
 
-    The buckets of the store decide what one sum contains, the method of the scheme how it is computed
-    (`halograd.comm.sums`). With shards (``sharded``) every rank sums and updates its shard of the parameters, and sends
-    it to the others. The first `require` of a forward pass does that for all buckets, those of the first layers first:
-    it waits for the reduce-scatter, updates the own shard and starts the all-gather, for which the layers of the bucket
-    wait. So gradients travel during backward, and parameters during forward.
-
-    Replicated dense layers sum nothing, under any scheme: their operators gather activations and errors, and `require`
-    computes the gradient of the whole batch. The gathers of errors start after all sums in `flush`, and travel during
-    the next forward pass.
+    The calls of one bucket depend on what has happened to it: `require` updates only a bucket whose sum was started,
+    and only once, so that `finish` may be called at any time.
 
     Parameters
     ----------
+    program
+        Program with operations on gradients, for the buckets of the store.
     store
-        Store that was made for this scheme.
+        Store of the parameters.
     comm
         Communicator of the ranks that share the parameters.
-    scheme
-        Scheme of gradient reduction.
-    dense
-        Operators of the layers that may be replicated, as far as backward reaches them, in order of computation.
+    runner
+        Runner of the layers' operations.
     run
-        ``run(layer, "backward", call)`` calls, and records the time of a gradient; None: no times are recorded.
+        ``run(layer, "backward", call)`` calls, and records the time of a gradient.
+    checks
+        Calls of :class:`~halograd.program.gradients.CheckGradients`, by name.
 
     Attributes
     ----------
-    store, comm, scheme
+    store, comm
         The parameters of the same names.
     update
         Called with a bucket after its gradients are summed: when its parameters are next needed or at :meth:`finish`,
         whichever comes first. None: nothing is updated.
-    delayed
-        False: `flush` waits for gathers of replicated layers and computes the gradients, as a step without overlap
-        would. Both orders give the same bits, because they compute the same from the same arrays.
 
     Raises
     ------
     UserError
-        If the scheme is not possible here; on all ranks.
+        If the scheme of the store is not possible here; on all ranks.
 
     Notes
     -----
-    Communication per process and step: one sum per bucket of which it holds a part, counted by its method
-    (`Communicator.reduction`); per replicated layer two all-gathers of its rows
-    (`halograd.layers.replicated_dense`). Rounding residuals are in `Bucket.errors`, and with the sums until `settle`.
+    Communication per process and step: `halograd.perfmodel.cost.count_program`. Residuals of rounding are in
+    `Bucket.errors`, and with the sums until `settle`.
 
     References
     ----------
@@ -87,175 +92,166 @@ class Reducer:
 
     def __init__(
         self,
+        program: Program,
         store: ParameterStore,
         comm: Communicator,
-        scheme: Scheme,
-        dense: Sequence[ReplicatedDense] = (),
-        run: Run | None = None,
+        runner: Runner,
+        run: Callable[[str, str, Callable[[], None]], None],
+        checks: Mapping[str, Call] | None = None,
     ) -> None:
-        check_possible(store, comm, scheme)
-        self.store, self.comm, self.scheme, self._kind = store, comm, scheme, scheme.kind
+        check_possible(store, comm, store.scheme)
+        self.program, self.store, self.comm = program, store, comm
         self.update: Callable[[Bucket], None] | None = None
-        self.delayed, self._run = True, run or _unrecorded
-        self._sums = self._make([bucket for bucket in store.buckets if not bucket.replicated])
-        operators, replicated = {one.name: one for one in dense}, [b for b in store.buckets if b.replicated]
-        found = {layer: _Replicated(b, operators.get(layer)) for b in replicated for layer in _layers(b)}
-        # Gathers have the order in which forward needs them.
-        self._replicated = {layer: found[layer] for layer in dict.fromkeys([*operators, *found]) if layer in found}
-        self._sums_of: dict[str, list[_Sum]] = {}
+        self._runner, self._run, self._checks = runner, run, checks or {}
+        self._states = [_State(bucket) for bucket in store.buckets]
         self._part, self._parts = 0, store.parts
-        for one in self._sums:
-            for layer in one.layers:
-                self._sums_of.setdefault(layer, []).append(one)
+        self._due: set[str] = set()  # layers with a gradient of the whole batch to compute
+        self._sums = self._open()
+        made: dict[Operation, Call] = {}
 
-    def _make(self, buckets: Sequence[Bucket]) -> list[_Sum]:
-        """Make the sums of buckets over the ranks that hold the same blocks; none for buckets without elements here."""
-        made = []
-        for i, method in enumerate(self.scheme.sums):
-            kind = method.name if self._kind.shards else "allreduce"  # the kind under which traffic is counted
-            arrays = [bucket.params if i else bucket.grads for bucket in buckets]
-            specs = [ReductionSpec(array, kind, method=method.name, codec=method.codec) for array in arrays]
-            made.append(reductions_in_groups(self.comm, [(b.holders, s) for b, s in zip(buckets, specs)]))
-        sums = [_Sum(bucket, *of_bucket) for bucket, *of_bucket in zip(buckets, *made)]
-        for bucket, one in zip(buckets, sums):
-            if one.total is not None and one.total.encoding is not None and bucket.errors is not None:
-                one.total.encoding.compensate(bucket.errors)
-        return sums
+        def calls(operations: Sequence[Operation]) -> list[Call]:
+            return [made.setdefault(operation, self._call(operation)) for operation in operations]
+
+        self._before = {segment.name: calls(segment.before) for segment in program.forward}
+        self._after = {segment.name: calls(segment.after) for segment in program.backward}
+        self._end, self._completions = calls(program.end), calls(completions(program))
+
+    def _open(self) -> dict[Sum, Reduction | None]:
+        """Make the sums of buckets; None for those without elements here."""
+        totals = [o for o in self.program if isinstance(o, BucketTotal) and not o.layer]
+        sums, numbers = sums_of(totals), {o.sum: o.bucket for o in totals}
+        specs = []
+        for one in sums:
+            bucket = self._states[numbers[one]].bucket
+            array = bucket.grads if _is_of_gradients(one) else bucket.params
+            specs.append((one.groups, ReductionSpec(array, one.kind, one.name, one.method, one.codec)))
+        found = dict(zip(sums, reductions_in_groups(self.comm, specs)))
+        for one, total in found.items():
+            state = self._states[numbers[one]]
+            if _is_of_gradients(one):
+                state.total = total
+                if total is not None and total.encoding is not None and state.bucket.errors is not None:
+                    total.encoding.compensate(state.bucket.errors)
+            else:
+                state.gather = total
+        return found
+
+    # -- calls ---------------------------------------------------------------------------------
+
+    def _call(self, operation: Operation) -> Call:
+        """Return the call of an operation."""
+        call = self._bound(operation)
+        return partial(self._in_last_pass, call) if operation.when == "step" else call
+
+    def _in_last_pass(self, call: Call) -> None:
+        if self._part + 1 == self._parts:
+            call()
+
+    def _bound(self, operation: Operation) -> Call:
+        if isinstance(operation, CheckGradients):
+            return self._checks[operation.what]
+        if isinstance(operation, Run):
+            return partial(self._compute, operation)
+        if isinstance(operation, BucketTotal) and operation.layer:
+            gather = self._runner.made(operation.sum)
+            call = self._gather_errors if operation.end == "start" else self._finish_rows
+            return partial(call, operation.layer, gather)
+        assert isinstance(operation, BucketOperation | BucketTotal)
+        state = self._states[operation.bucket]
+        if isinstance(operation, BucketTotal):
+            return self._of_sum(operation, state)
+        calls: dict[type, Call] = {
+            Cast: state.bucket.widen,
+            Accumulate: partial(self._accumulate, state),
+            Compensate: partial(self._compensate, state),
+            Update: partial(self._update, state),
+            Refresh: state.refresh,
+        }
+        return calls[type(operation)]
+
+    def _of_sum(self, operation: BucketTotal, state: _State) -> Call:
+        if self._sums[operation.sum] is None:
+            return _nothing
+        if _is_of_gradients(operation.sum):
+            return state.start if operation.end == "start" else state.finish
+        return state.start_gather if operation.end == "start" else state.finish_gather
+
+    def _gather_errors(self, layer: str, gather: Reduction | None) -> None:
+        if gather is not None:
+            gather.start()
+        self._due.add(layer)
+
+    def _finish_rows(self, layer: str, gather: Reduction | None) -> None:
+        # The next forward pass may have started a gather of its own already.
+        if gather is not None and layer in self._due:
+            gather.finish()
+
+    def _compute(self, operation: Run) -> None:
+        """Compute the gradient of the whole batch, if it is due."""
+        if operation.layer in self._due:
+            self._due.discard(operation.layer)
+            operator = self._runner.made(operation.kernel)
+            self._run(operation.layer, "backward", getattr(operator, operation.method or ""))
+            for state in self._replicated(operation.layer):
+                state.computed, state.pending = True, self._part + 1 == self._parts
+
+    def _replicated(self, layer: str) -> list[_State]:
+        return [s for s in self._states if s.bucket.replicated and layer in s.bucket.chunk.layers]
+
+    def _accumulate(self, state: _State) -> None:
+        if state.computed or not state.bucket.replicated:
+            state.computed = False
+            state.bucket.add_part(self._part, self._parts)
+
+    def _compensate(self, state: _State) -> None:
+        """Add residuals of another decomposition, once, to a bucket of one rank, which is not rounded."""
+        bucket, total = state.bucket, state.total
+        if total is not None and total.encoding is None and bucket.errors is not None and bucket.errors.any():
+            bucket.grads += self.store.memory.device.array(bucket.errors, bucket.errors.dtype)
+            bucket.errors.fill(0)
+
+    def _update(self, state: _State) -> None:
+        if state.pending:
+            state.pending = False
+            if self.update is not None:
+                self.update(state.bucket)
+                state.updated = True
+
+    # -- a step --------------------------------------------------------------------------------
 
     def begin(self, part: int = 0) -> None:
         """Begin the backward pass of a part of the batch (`ParameterStore.parts`); the last part starts the sums."""
         self.finish()
         self._part = part
-        for one in self._sums:
-            one.missing = len(one.layers)
 
     def ready(self, layer: str) -> None:
         """Note that the gradients of `layer` are complete on this rank."""
-        for one in self._sums_of.get(layer, ()):
-            one.missing -= 1
-            if one.missing == 0 and not self._kind.waits:
-                self._start(one)
-
-    def _start(self, one: _Sum) -> None:
-        if one.total is None:
-            return
-        one.bucket.widen()
-        one.bucket.add_part(self._part, self._parts)
-        if not self._is_last:
-            return
-        if one.total.encoding is None and one.bucket.errors is not None:
-            self._add_errors(one.bucket)
-        one.total.start()
-        one.running = one.pending = True
-
-    @property
-    def _is_last(self) -> bool:
-        """Whether the gradients are those of the whole batch after this pass."""
-        return self._part + 1 == self._parts
-
-    def _add_errors(self, bucket: Bucket) -> None:
-        """Add residuals of another decomposition, once, to a bucket of one rank, which is not rounded."""
-        assert bucket.errors is not None
-        if bucket.errors.any():
-            bucket.grads += self.store.memory.device.array(bucket.errors, bucket.errors.dtype)
-            bucket.errors.fill(0)
+        for call in self._after[layer]:
+            call()
 
     def flush(self) -> None:
-        """End backward: start the sums of buckets with layers that no gradient reaches."""
-        for one in self._sums:
-            if one.missing > 0 or self._kind.waits:
-                self._start(one)
-                one.missing = 0
-        if self._kind.waits:
-            self._wait_for_sums()
-        for other in self._replicated.values():
-            other.pending = self._is_last
-            if other.operator is not None:
-                other.operator.gather_errors()
-                other.due = True
-        if not self.delayed:
-            self._compute_all()
+        """End backward."""
+        for call in self._end:
+            call()
 
     def require(self, layer: str) -> None:
         """Complete the parameters of `layer` before it uses them."""
-        if layer in self._replicated:
-            self._complete_replicated(layer)
-            return
-        if self._kind.shards:
-            self._update_shards()
-        for one in self._sums_of.get(layer, ()):
-            self._complete(one)
-
-    def _complete(self, one: _Sum) -> None:
-        """Complete the update of a bucket, and the gather of its parameters."""
-        self._update(one)
-        if one.gathering:
-            one.gathering = False
-            assert one.gather is not None
-            one.gather.finish()
-            one.bucket.refresh()
-
-    def _update(self, one: _Sum) -> None:
-        if not one.pending:
-            return
-        one.wait()
-        one.pending = False
-        if self.update is not None:
-            self.update(one.bucket)
-            if one.gather is not None:
-                one.gather.start()
-                one.gathering = True
-
-    def _update_shards(self) -> None:
-        """Update all shards that are due, and start their gathers, in the order in which forward needs them."""
-        for one in reversed(self._sums):
-            self._update(one)
-
-    def _complete_replicated(self, layer: str) -> None:
-        self._compute(layer)
-        one = self._replicated[layer]
-        if one.pending:
-            one.pending = False
-            if self.update is not None:
-                self.update(one.bucket)
-
-    def _compute(self, layer: str) -> None:
-        one = self._replicated[layer]
-        if one.due:
-            one.due = False
-            assert one.operator is not None
-            self._run(layer, "backward", one.operator.whole_gradient)
-            one.bucket.add_part(self._part, self._parts)
-
-    def _compute_all(self) -> None:
-        for layer in self._replicated:
-            self._compute(layer)
-
-    def _wait_for_sums(self) -> None:
-        for one in self._sums:
-            one.wait()
-
-    def wait(self) -> None:
-        """Finish all sums without updates (to clip by the global norm, for example); `finish` updates."""
-        self._wait_for_sums()
-        self._compute_all()
+        for call in self._before[layer]:
+            call()
 
     def finish(self) -> None:
         """Finish all sums and update all parameters."""
-        if self._kind.shards:
-            self._update_shards()
-        for one in reversed(self._sums) if self._kind.shards else self._sums:
-            self._complete(one)
-        for layer in self._replicated:
-            self._complete_replicated(layer)
+        for call in self._completions:
+            call()
+
+    # -- outside of a step ---------------------------------------------------------------------
 
     def spread(self) -> None:
         """Gather the parameters that each rank updates, after a change outside of a step. Collective."""
-        for one in self._sums:
-            if one.gather is not None:
-                one.gather.run()
-        for bucket in self.store.buckets:
-            bucket.refresh()
+        for state in self._states:
+            if state.gather is not None:
+                state.gather.run()
+            state.bucket.refresh()
 
     def settle(self) -> None:
         """Finish, and move all state to where a checkpoint finds it. Collective; no part of a step.
@@ -264,11 +260,11 @@ class Reducer:
         next gradient, also under another decomposition.
         """
         self.finish()
-        for one in self._sums:
-            bucket, group = one.bucket, group_of(self.comm, one.bucket.holders)
-            if one.total is None or one.total.encoding is None or bucket.errors is None or group is None:
+        for state in self._states:
+            bucket, group = state.bucket, group_of(self.comm, state.bucket.holders)
+            if state.total is None or state.total.encoding is None or bucket.errors is None or group is None:
                 continue
-            one.total.encoding.collect()
+            state.total.encoding.collect()
             with closing(group.reduction(bucket.errors, kind="errors")) as whole:
                 whole.run()
             if group.rank:
@@ -276,64 +272,85 @@ class Reducer:
 
     def discard(self) -> None:
         """Finish all sums, and drop the updates of a failed step and residuals that are not finite."""
-        for one in self._sums:
-            one.wait()
-            one.pending = False
-            if one.total is not None and one.total.encoding is not None:
-                one.total.encoding.forget_faults()
-        for one in reversed(self._sums):
-            self._complete(one)
-        for other in self._replicated.values():
-            if other.operator is not None:
-                other.operator.abandon()
-            other.due = other.pending = False
+        for state in self._states:
+            state.finish()
+            state.pending = state.computed = False
+            if state.total is not None and state.total.encoding is not None:
+                state.total.encoding.forget_faults()
+        self._due.clear()
+        self.finish()
+        for kernel in self.program.exposed.values():
+            self._runner.made(kernel).abandon()
 
     def close(self) -> None:
         """Free the sums; idempotent."""
-        for one in self._sums:
-            for total in (one.total, one.gather):
-                if total is not None:
-                    total.close()
+        for total in self._sums.values():
+            if total is not None:
+                total.close()
 
 
-class _Sum:
-    """State of a bucket whose gradients are summed.
+@dataclass
+class _State:
+    """State of a bucket between its gradients and its parameters.
 
     Attributes
     ----------
     total, gather
-        The sum, and the gather of parameters where ranks update shards.
-    missing
-        Number of layers with incomplete gradients.
-    running, pending, gathering
-        Whether the sum is in progress, the update due, the gather in progress.
+        The sum, and the gather of parameters where ranks update shards; None where there is none, or not here.
+    computed
+        Whether the gradient of the whole batch was computed just now.
+    pending, updated
+        Whether an update is due, and whether it was made just now.
+    gathered
+        Whether its parameters were gathered just now.
     """
 
-    def __init__(self, bucket: Bucket, total: Reduction | None, gather: Reduction | None = None) -> None:
-        self.bucket, self.total, self.gather = bucket, total, gather
-        self.layers = _layers(bucket)
-        self.missing, self.running, self.pending, self.gathering = 0, False, False, False
+    bucket: Bucket
+    total: Reduction | None = None
+    gather: Reduction | None = None
+    computed: bool = False
+    pending: bool = False
+    updated: bool = False
+    gathered: bool = False
 
-    def wait(self) -> None:
+    def start(self) -> None:
+        """Start the sum: an update is due then."""
+        assert self.total is not None
+        self.total.start()
+        self.pending = True
+
+    def finish(self) -> None:
         """Finish the sum if it is in progress."""
-        if self.running:
-            self.running = False
-            assert self.total is not None
+        if self.total is not None and self.total.under_way:
             self.total.finish()
 
+    def start_gather(self) -> None:
+        """Start the gather of parameters that were updated."""
+        if self.updated:
+            assert self.gather is not None
+            self.gather.start()
+            self.updated = False
 
-class _Replicated:
-    """State of a bucket whose gradients every rank computes for the whole batch, by `operator`, if backward reaches it.
+    def finish_gather(self) -> None:
+        """Finish the gather if it is in progress."""
+        if self.gather is not None and self.gather.under_way:
+            self.gather.finish()
+            self.gathered = True
 
-    Attributes
-    ----------
-    due, pending
-        Whether the computation of the gradient and the update are due.
-    """
+    def refresh(self) -> None:
+        """Round gathered parameters to 16 bits."""
+        if self.gathered:
+            self.gathered = False
+            self.bucket.refresh()
 
-    def __init__(self, bucket: Bucket, operator: Any) -> None:
-        self.bucket, self.operator = bucket, operator
-        self.due = self.pending = False
+
+def _is_of_gradients(total: Sum) -> bool:
+    """Return whether a sum is of gradients, and no gather of parameters."""
+    return total.view.buffer.place is not None and total.view.buffer.place[0] == GRADIENTS
+
+
+def _nothing() -> None:
+    pass
 
 
 def check_possible(store: ParameterStore, comm: Communicator, scheme: Scheme) -> None:
@@ -361,11 +378,3 @@ def check_possible(store: ParameterStore, comm: Communicator, scheme: Scheme) ->
             f'"{comm.transport}"; '
             f'choose backend.transport = "auto", or one of {", ".join(others)}'
         )
-
-
-def _layers(bucket: Bucket) -> frozenset[str]:
-    return frozenset(name.rpartition("/")[0] for name in bucket.names)
-
-
-def _unrecorded(layer: str, category: str, call: Callable[[], None]) -> None:
-    call()

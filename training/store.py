@@ -14,7 +14,7 @@ from ..device import device_of, is_low, wide
 from ..dtensor import Box, End, Exchange, Groups, Layout, group_of
 from ..layers import Network, Parameter, Strategy
 from ..layers.parameter import ParameterBlocks
-from ..layers.reduction_chunks import chunks_of, gradient_layers, replicated_layers
+from ..layers.reduction_chunks import GradientChunk, chunks_of, gradient_layers, replicated_layers
 from ..layers.reduction_scheme import Scheme
 from ..layers.settings import fingerprint
 from ..layers.strategy import parameter_blocks
@@ -77,12 +77,10 @@ class Bucket:
         Ranges of elements ``(start, stop, decayed)``, with or without weight decay.
     slices
         Place of each parameter, counted from the start of the bucket.
-    holders
-        Ranks of one group hold the same blocks (see :class:`ParameterBlocks`).
+    chunk
+        Description of the bucket on all ranks.
     flat, start
         Index in :attr:`ParameterStore.flats`, and where in those arrays the bucket starts.
-    replicated
-        Whether every rank computes the gradients of the whole batch, so that they are not summed.
     widen
         Enqueues the conversion of all gradients that are computed in 16 bits, in one launch; called before their sum.
     refresh
@@ -94,15 +92,24 @@ class Bucket:
     grads: Any
     decays: list[tuple[int, int, bool]]
     slices: dict[str, slice]
-    holders: Groups
+    chunk: GradientChunk
     flat: int = 0
     start: int = 0
-    replicated: bool = False
     errors: np.ndarray | None = None
     copies: Any = None
     sums: Any = None
     widen: Callable[[], None] = _nothing
     refresh: Callable[[], None] = _nothing
+
+    @property
+    def holders(self) -> Groups:
+        """Groups of ranks that hold the same blocks (see :class:`ParameterBlocks`)."""
+        return self.chunk.sharing
+
+    @property
+    def replicated(self) -> bool:
+        """Whether every rank computes the gradients of the whole batch, so that they are not summed."""
+        return self.chunk.replicated
 
     def add_part(self, part: int, parts: int) -> None:
         """Add the gradients of a part of a batch; after the last one `grads` is the mean, that of the batch."""
@@ -331,10 +338,10 @@ class ParameterStore:
     def _chunked(self, scheme: Scheme) -> list[Bucket]:
         assert self.apart is not None
         chunks = chunks_of(self._layers, scheme, self.bucket_bytes, self.dtype.itemsize, self.apart)
-        return [self._bucket([g.name for g in chunk.gradients], chunk.replicated) for chunk in chunks]
+        return [self._bucket(chunk) for chunk in chunks]
 
-    def _bucket(self, names: list[str], replicated: bool) -> Bucket:
-        assert self.blocks is not None
+    def _bucket(self, chunk: GradientChunk) -> Bucket:
+        names = [gradient.name for gradient in chunk.gradients]
         number = self._places[names[0]]
         flat, step = self.flats[number], _ALIGN // self.dtype.itemsize
         start, last = flat.slices[names[0]].start, flat.slices[names[-1]]
@@ -350,10 +357,9 @@ class ParameterStore:
             flat.grads[start:stop],
             _joined(decays),
             slices,
-            self.blocks[names[0]].holders,
+            chunk,
             number,
             start,
-            replicated,
             None if flat.errors is None else flat.errors[start:stop],
             None if flat.copies is None else flat.copies[start:stop],
             None if flat.sums is None else flat.sums[start:stop],

@@ -17,9 +17,10 @@ from ..comm.errors import mark_agreed
 from ..layers.reduction_scheme import Scheme
 from .auto_reduction import AutoReduction, Tuning
 from .executor import Executor
-from .gradient_scaling import Clip
+from .gradient_scaling import Clip, GradientCheck
 from .optimizers import Optimizer
 from .pass_loss import PendingLoss, mean_of
+from .reduction import Reducer
 from .schedules import Schedule
 from .store import Bucket
 
@@ -86,7 +87,6 @@ class Trainer:
         self._parts = list[Any]()  # losses of the parts of this batch so far
         self._seconds = 0.0  # time of these parts [s]
         self._clip: Clip | None = None
-        self._reducer = executor.reducer
         self._scaling = executor.store.loss_scale
         self._recorder = executor.recorder
         self.auto: AutoReduction | None = None
@@ -96,12 +96,15 @@ class Trainer:
     def _bind(self, ranked: Sequence[Scheme], tuning: Tuning | None) -> None:
         """Create the objects that steps need. Collective."""
         executor, optimizer = self.executor, self.optimizer
-        if self.clip_norm is not None:
-            self._clip = Clip(executor.store, executor.comm, self.clip_norm)
+        checks: dict[str, GradientCheck] = {}
         if self._scaling is not None:
             store = executor.store
             shared = store.whole and not store.scheme.kind.shards  # if so, all ranks have the same sums
             self._scaling.watch([flat.grads for flat in store.flats], None if shared else executor.comm)
+            checks["loss scale"] = self._scaling
+        if self.clip_norm is not None:
+            self._clip = checks["norm"] = Clip(executor.store, executor.comm, self.clip_norm)
+        executor.check_gradients(checks)
         self._reducer.update = optimizer.update if self._recorder is None else self._timed_update
         if executor.strategy.reduction.kind.searches:
             self.auto = AutoReduction(executor, self.reduce_by, ranked, tuning)
@@ -121,11 +124,14 @@ class Trainer:
                 f"reduce_by(): expected {now.name!r} to stay, because its optimizer has other state, got {scheme}"
             )
         self.executor.reduce_by(scheme)
-        assert self.executor.reducer is not None
-        self._reducer = self.executor.reducer
         self.optimizer.bind()
         if self._clip is not None:
             self._clip.bind()
+
+    @property
+    def _reducer(self) -> Reducer:
+        assert self.executor.reducer is not None
+        return self.executor.reducer
 
     def _timed_update(self, bucket: Bucket) -> None:
         self.executor.timed("update", "update", partial(self.optimizer.update, bucket))
@@ -221,15 +227,16 @@ class Trainer:
                 f"step(): expected {executor.parts - 1} calls of add() before it, for the executor's {executor.parts} "
                 f"parts, got {len(added)}; call it for every part of the batch except the last"
             )
+        before = None if self._clip is None else self._clip.norm
         self._pass(len(added))
         self._parts = []
         if not executor.device.is_host:
-            return self._step_on_device(added)
+            return self._step_on_device(added, before)
         losses = [*added, self._loss_of_pass()]
         loss = sum(map(float, losses)) / len(losses)
         scale: Any = 1.0
         if self._clip is not None:
-            scale = self._clip.scale(self._reducer)
+            scale = self._clip.factor
             assert self._clip.norm is not None
             self.gradient_norm = norm = float(self._clip.norm)
             if not math.isfinite(norm):
@@ -237,13 +244,9 @@ class Trainer:
         self.optimizer.begin_step(self._rates(), scale)
         return loss
 
-    def _step_on_device(self, added: Sequence[PendingLoss]) -> PendingLoss:
-        """Run the rest of a step; it waits only for messages."""
-        norm = None if self._clip is None else self._clip.norm
-        if self._scaling is not None:
-            self._reducer.wait()  # an overflow in one gradient skips all updates
-            self._scaling.look()
-        scale = 1.0 if self._clip is None else self._clip.scale(self._reducer)
+    def _step_on_device(self, added: Sequence[PendingLoss], norm: PendingLoss | None) -> PendingLoss:
+        """Run the rest of a step; it waits only for messages. `norm` is that of the previous step."""
+        scale = 1.0 if self._clip is None else self._clip.factor
         self._check_last()
         if self._scaling is not None and self._scaling.hopeless:
             raise self._diverged("gradients are not finite, however small the loss scale; lower schedule.learning_rate")

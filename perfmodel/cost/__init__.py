@@ -4,7 +4,6 @@ from ..plans import LayerRecord, Prediction
 from .account import count_program, count_step, memory_of, program_of
 from .layer_cost import LayerCost, Pricing, price_layer
 from .simulate import Training, simulate
-from .timeline import buckets_of
 from .wires import Wires
 
 __all__ = [
@@ -14,7 +13,6 @@ __all__ = [
     "Pricing",
     "Training",
     "Wires",
-    "buckets_of",
     "count_program",
     "count_step",
     "memory_of",

@@ -13,16 +13,19 @@ import numpy as np
 
 from ...device import as_dtype
 from ...layers import Network
+from ...layers.reduction_chunks import GradientChunk, buckets_of
 from ...layers.reduction_scheme import Scheme
 from ...layers.strategy import Strategy, layout_of, parameter_blocks
+from ...lowering.operations import KernelSpec
 from ...program.compiler import Alone, outline
+from ...program.gradients import reduce_gradients
 from ...program.program import Program, Step, Target
 from ...program.traffic import Ledger
 from ..plans import LayerRecord, Prediction
-from .account import Keeping, add_sums, count_program, layers_memory, price, program_of
+from .account import count_program, gradients_memory, layers_memory, program_of
 from .layer_cost import LayerCost, Pricing
 from .steps import apart, price_steps
-from .timeline import Gradients, PricedBucket, PricedReduction, Replication, StepTimeline, run_step
+from .timeline import OperationPrices, StepTimeline, play
 from .wires import middle_rank
 
 __all__ = ["Simulation", "Training", "simulate"]
@@ -31,60 +34,21 @@ __all__ = ["Simulation", "Training", "simulate"]
 FEW = 4
 
 
-@dataclass(frozen=True)
-class Rows:
-    """What the ranks gather of one replicated layer.
-
-    Attributes
-    ----------
-    group
-        Ranks that hold the layer: the first so many.
-    rows
-        Rows that every one of them sends, padding included.
-    activations, errors
-        What every one of them sends [B].
-    """
-
-    group: int
-    rows: int
-    activations: int
-    errors: int
-
-
-def rows_of(step: Step) -> Rows:
-    """Return the rows of a dense layer if its gradient is replicated."""
+def gathering(step: Step) -> KernelSpec:
+    """Return the kernel of a dense layer whose gradient is replicated."""
     options = {**step.options, "weight_gradient": "replicated"}
     exposed = Alone(replace(apart(step), options=options), trainable=True).context.exposed
     assert exposed is not None
-    activations, errors = exposed.sums["rows_gather"], exposed.sums["errors_gather"]
-    assert activations is not None and errors is not None
-    rows = errors.sizes[0] // (step.output.layout.shape[-1] * step.output.dtype.itemsize)
-    return Rows(activations.groups.members_each, rows, activations.sizes[0], errors.sizes[0])
+    return exposed
 
 
-def lighter(cost: LayerCost, rows: Rows, pricing: Pricing) -> LayerCost:
+def lighter(cost: LayerCost, kernel: KernelSpec, pricing: Pricing) -> LayerCost:
     """Return the cost of a layer that leaves its weight gradient for later: its rows are copied instead."""
-    copy = pricing.wires.copy
-    return replace(
-        cost,
-        backward_filter=0.0,
-        packing_forward=cost.packing_forward + copy(rows.activations),
-        packing_backward=cost.packing_backward + copy(rows.errors),
-    )
-
-
-def replication(step: Step, rows: Rows, nbytes: int, slots: int, pricing: Pricing) -> Replication:
-    """Return what gathering, multiplying and updating take; `nbytes` [B] of parameters."""
-    group, wires = range(rows.group), pricing.wires
-    whole = (rows.group * rows.rows, step.inputs[0].layout.shape[-1])
-    time = pricing.times.time(step.layer, [whole], pricing.dtype, True)
-    return Replication(
-        step.name,
-        wires.gather(rows.group * rows.activations, group),
-        wires.gather(rows.group * rows.errors, group),
-        time.backward_filter,
-        wires.update(nbytes, slots),
-    )
+    rows, errors = (kernel.sums[f"{what}_gather"] for what in ("rows", "errors"))
+    assert rows is not None and errors is not None
+    copies = (pricing.wires.copy(one.sizes[0] / one.groups.members_each) for one in (rows, errors))
+    forward, backward = (packing + copy for packing, copy in zip((cost.packing_forward, cost.packing_backward), copies))
+    return replace(cost, backward_filter=0.0, packing_forward=forward, packing_backward=backward)
 
 
 @dataclass(frozen=True)
@@ -141,28 +105,20 @@ def simulate(
 
 @dataclass(frozen=True)
 class _Played:
-    """What layers, sums and replicated layers cost under one scheme, and the step that they make."""
+    """Costs of layers and buckets of gradients under one scheme, and the step that they make."""
 
-    costs: Sequence[LayerCost]
-    reductions: Sequence[PricedReduction]
-    replications: Sequence[Replication]
+    costs: Mapping[str, LayerCost]
+    buckets: Sequence[GradientChunk]
     timeline: StepTimeline
 
 
 @dataclass
 class _Remembered:
-    """What simulations of one strategy under all schemes have found."""
+    """Results of the simulations of one strategy under all schemes."""
 
     memory: dict[tuple[int, int], dict[str, int]] = field(default_factory=dict)
+    gathering: dict[str, KernelSpec] = field(default_factory=dict)
     fullest: int | None = None
-
-
-@dataclass
-class _Sums:
-    """Gradients and their sums by scheme, for all simulations in which parameters have the same blocks."""
-
-    gradients: Gradients
-    priced: dict[tuple[object, ...], list[PricedReduction]] = field(default_factory=dict)
 
 
 class Simulation:
@@ -195,7 +151,8 @@ class Simulation:
 
     def _program(self, rank: int) -> Program:
         """Return the program of one rank, with the dense layers that the scheme replicates."""
-        return program_of(self.network, self.strategy, self._target(rank), self.blocks)
+        parts = 2 if self.training.accumulates else 1
+        return program_of(self.network, self.strategy, self._target(rank), self.blocks, parts)
 
     def with_reduction(self, scheme: Scheme, bucket_bytes: int | None = None) -> Simulation:
         """Return the same with another scheme of gradient reduction, or buckets of another size [B].
@@ -225,19 +182,18 @@ class Simulation:
         These are the one with halos on all sides, and the one whose parameters, blocks and halos are the most; all of
         up to `FEW`.
         """
-        training, per_node, buckets = self.training, self.pricing.wires.per_node, self._buckets()
         some = range(self.ranks) if self.ranks <= FEW else sorted({self._rank, self._fullest})
-        found = [dict(self._layers_memory(rank)) for rank in some]
-        for rank, memory in zip(some, found):
-            keeping = Keeping(self.strategy.reduction, rank, per_node, training.slots, training.accumulates)
-            add_sums(memory, buckets, keeping)
-        return max(found, key=lambda m: sum(m.values()))
+        return max((self._memory(rank) for rank in some), key=lambda m: sum(m.values()))
 
-    def _layers_memory(self, rank: int) -> dict[str, int]:
+    def _memory(self, rank: int) -> dict[str, int]:
         key = rank, self.strategy.reduction.replicated_dense
         if key not in self._known.memory:
             self._known.memory[key] = layers_memory(self._program(rank), self.blocks)
-        return self._known.memory[key]
+        target = replace(self._outline.target, rank=rank)
+        program = self._reduced(replace(self._outline, target=target))
+        found = Counter(self._known.memory[key])
+        found.update(gradients_memory(program, self.training.slots, self.pricing.wires.per_node))
+        return dict(found)
 
     @property
     def _fullest(self) -> int:
@@ -254,47 +210,35 @@ class Simulation:
             held += value.dtype.itemsize * np.maximum.reduce([value.layout.boxes.sizes(), *(b.sizes() for b in needed)])
         return int(held.argmax())
 
-    def _buckets(self) -> list[PricedBucket]:
-        return self._sums.gradients.buckets(self.strategy)
-
-    @cached_property
-    def _sums(self) -> _Sums:
-        itemsize, known = self._outline.wide.itemsize, self.pricing.known
-        key = self.network, itemsize, *self.blocks.values()
+    def _buckets(self) -> list[GradientChunk]:
+        scheme, itemsize, known = self.strategy.reduction, self._outline.wide.itemsize, self.pricing.known
+        chunking = scheme.kind.chunks, scheme.first_layers, scheme.chunk, scheme.replicated_dense
+        nbytes = self.strategy.bucket_bytes * scheme.has_buckets
+        key = "buckets", self.network, itemsize, chunking, nbytes, *self.blocks.values()
         if key not in known:
-            known[key] = _Sums(Gradients(self.network, self.blocks, itemsize))
-        found: _Sums = known[key]
+            known[key] = buckets_of(self.network, self.blocks, self.strategy, itemsize)
+        found: list[GradientChunk] = known[key]
         return found
 
-    def _reductions(self, buckets: Sequence[PricedBucket]) -> list[PricedReduction]:
-        scheme, slots, sums = self.strategy.reduction, self.training.slots, self._sums
-        key = scheme, slots, self.strategy.bucket_bytes * scheme.has_buckets
-        if key not in sums.priced:
-            wires = self.pricing.wires
-            sums.priced[key] = [price(bucket, scheme, wires, slots) for bucket in buckets if not bucket.replicated]
-        return sums.priced[key]
+    def _reduced(self, outlined: Program) -> Program:
+        """Return an outline with operations on gradients by the strategy's scheme."""
+        buckets, known = self._buckets(), self._known.gathering
+        for name in (name for bucket in buckets if bucket.replicated for name in bucket.layers):
+            if name not in known:
+                known[name] = gathering(self.steps[name])
+        parts = 2 if self.training.accumulates else 1
+        return reduce_gradients(replace(outlined, exposed=known), buckets, self.strategy.reduction, parts)
 
     def _play(self) -> _Played:
-        pricing, slots, scheme = self.pricing, self.training.slots, self.strategy.reduction
-        buckets = self._buckets()
-        replicated = {name for bucket in buckets if bucket.replicated for name in bucket.layers}
-        rows = {name: rows_of(step) for name, step in self.steps.items() if name in replicated}
-        nbytes: Counter[str] = Counter()
-        for bucket in buckets:
-            nbytes.update({name: max(bucket.nbytes) for name in bucket.layers if bucket.replicated})
-        replications = [replication(self.steps[n], own, nbytes[n], slots, pricing) for n, own in rows.items()]
-        costs = [lighter(cost, rows[name], pricing) if name in rows else cost for name, cost in self.costs.items()]
-        reductions = self._reductions(buckets)
-        timeline = run_step(
-            list(self.costs),
-            costs,
-            reductions,
-            pricing.wires.emulated,
-            self.training.barrier,
-            replications,
-            scheme.kind.waits,
-        )
-        return _Played(costs, reductions, replications, timeline)
+        pricing, program = self.pricing, self._reduced(self._outline)
+        replicated = {name for bucket in program.buckets if bucket.replicated for name in bucket.layers}
+        costs = {
+            name: lighter(cost, program.exposed[name], pricing) if name in replicated else cost
+            for name, cost in self.costs.items()
+        }
+        prices = OperationPrices(program, pricing, self.training.slots)
+        timeline = play(program, costs, prices, pricing.wires.emulated, self.training.barrier)
+        return _Played(costs, program.buckets, timeline)
 
     def prediction(self, account: bool = True) -> Prediction:
         """Return everything; memory and traffic if `account`."""
@@ -302,8 +246,7 @@ class Simulation:
         timeline = step.timeline
         traffic = Ledger(self.ranks)
         if account:
-            program, per_node = self._program(self._rank), self.pricing.wires.per_node
-            traffic = count_program(program, self._buckets(), self.strategy, per_node)
+            traffic = count_program(self._program(self._rank), self.pricing.wires.per_node)
         sender = int(sum((t.bytes for t in traffic.layers.values()), np.zeros(self.ranks, np.int64)).argmax())
         sent = {name: (int(t.messages[sender]), int(t.bytes[sender])) for name, t in traffic.layers.items()}
         return Prediction(
@@ -316,8 +259,8 @@ class Simulation:
             step_seconds=timeline.seconds + self.pricing.wires.machine.runtime.step,
             forward_seconds=timeline.forward,
             backward_seconds=timeline.backward,
-            allreduce_seconds=sum(r.total for r in step.reductions) + sum(r.total for r in step.replications),
-            allreduce_exposed=sum(timeline.waits) + sum(timeline.replicated),
+            allreduce_seconds=sum(timeline.sums.values()),
+            allreduce_exposed=sum(timeline.waits.values()),
             update_seconds=timeline.update,
             memory=self.memory if account else {},
             traffic={kind: (int(t.messages.max()), int(t.bytes.max())) for kind, t in traffic.kinds.items()},
@@ -337,16 +280,15 @@ def _records(
 ) -> list[LayerRecord]:
     """Make the record of every layer; changes of layout are in that of the next layer. `sent`: messages, and [B]."""
     shares = _shares(network, steps, step)
-    whole = {r.layer: r.compute for r in step.replications}
     records, before, messages, nbytes = [], 0.0, 0, 0
-    for one, cost in zip(steps, step.costs):
+    for one, cost in zip(steps, step.costs.values()):
         own = sent.get(one.name, (0, 0))
         messages, nbytes = messages + own[0], nbytes + own[1]
         if one.name not in network.layers:
             before += cost.seconds
             continue
         record = _record(one, cost, before, shares.get(one.name, (0.0, 0.0)))
-        backward = record.backward + whole.get(one.name, 0.0)
+        backward = record.backward + step.timeline.whole.get(one.name, 0.0)
         records.append(replace(record, backward=backward, messages=messages, sent=nbytes))
         before, messages, nbytes = 0.0, 0, 0
     return records
@@ -380,11 +322,13 @@ def _shares(network: Network, steps: Sequence[Step], step: _Played) -> Mapping[s
         for one in steps
         if one.name in network.layers and not one.owner
     }
-    found = {r.layer: (r.total, wait) for r, wait in zip(step.replications, step.timeline.replicated)}
-    for reduction, wait in zip(step.reductions, step.timeline.waits):
-        total = sum(weights[name] for name in reduction.bucket.layers)
-        for name in reduction.bucket.layers:
+    found: dict[str, tuple[float, float]] = {}
+    for i, bucket in enumerate(step.buckets):
+        total = sum(weights[name] for name in bucket.layers)
+        for name in bucket.layers:
             share = weights[name] / total
             seconds, waited = found.get(name, (0.0, 0.0))
-            found[name] = (seconds + reduction.total * share, waited + wait * share)
+            found[name] = (
+                seconds + step.timeline.sums.get(i, 0.0) * share, waited + step.timeline.waits.get(i, 0.0) * share
+            )
     return found

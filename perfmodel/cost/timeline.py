@@ -1,20 +1,13 @@
-"""One step in time: backward, the sums of gradients behind it, and the next forward that waits for them.
+"""One step in time: its program played from the beginning of one backward pass to that of the next.
 
-All-reduces are overlapped greedily (Dryden et al. 2019, Section V-B): one at a time, in the order in which backward
-completes their buckets, behind the rest of backward and, because the runtime waits for a bucket only when its first
-parameter is needed again, behind the next forward::
+Sums are overlapped greedily (Dryden et al. 2019, Section V-B): one at a time, in the order of their starts, behind
+the rest of backward and, where the program finishes them before the layer that needs them, behind the next forward::
 
     compute    | backward .......................| forward of the next step ...|
     network        | bucket 0 | bucket 1 |    | bucket 2 |
                                                     ^ waits here if bucket 2 is late
 
-A step lasts from the beginning of one backward to that of the next. The emulated network differs: there all sums
-under way travel at the same time.
-
-Schemes differ in the buckets (`halograd.layers.reduction_chunks`), and in this: ``blocking`` starts its sums when
-backward is over, and waits for them at once; ``sharded`` updates all shards before the first layer of forward, those of
-the first layers first, and all-gathers each behind it; replicated dense layers gather their activations behind the
-forward pass of the step before, their errors behind its backward, and compute their gradients where they are needed.
+On the emulated network all sums travel at the same time.
 """
 
 from __future__ import annotations
@@ -22,157 +15,76 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
-from ...dtensor import Groups
-from ...layers import Network, Strategy
-from ...layers.parameter import ParameterBlocks
-from ...layers.reduction_chunks import chunks_of, gradient_layers
+from ...comm.sums import LARGEST_AT_ONCE
+from ...lowering.operations import Operation, Run, Sum, Total
+from ...program.gradients import Accumulate, BucketTotal, Cast, CheckGradients, Update, completions
+from ...program.program import Program
 from ...program.traffic import GroupSum
-from .layer_cost import LayerCost
+from .layer_cost import LayerCost, Pricing
+from .wires import Wires
 
-__all__ = ["PricedBucket", "PricedReduction", "Replication", "StepTimeline", "aligned", "buckets_of", "run_step"]
+__all__ = ["OperationPrices", "StepTimeline", "SumPrice", "play", "price_sum"]
 
-#: Parameters begin at multiples of this [B].
-ALIGN = 64
-
-
-@dataclass(frozen=True)
-class PricedBucket:
-    """Parameters whose gradients are summed together.
-
-    Attributes
-    ----------
-    layers
-        Names, last layer first.
-    holders
-        Who sums them: ranks of one group hold the same block.
-    nbytes
-        Per group, alignment included [B].
-    replicated
-        Every rank computes the gradients of the whole batch: there is nothing to sum.
-    """
-
-    layers: tuple[str, ...]
-    holders: Groups
-    nbytes: tuple[int, ...]
-    replicated: bool = False
-
-    @cached_property
-    def sum(self) -> GroupSum:
-        """The reduction of its gradients."""
-        return GroupSum.of("allreduce", self.holders, self.nbytes)
-
-
-def buckets_of(
-    network: Network, blocks: Mapping[str, ParameterBlocks], itemsize: int, strategy: Strategy
-) -> list[PricedBucket]:
-    """Return all buckets under the strategy's scheme, in the order in which the store makes them."""
-    return Gradients(network, blocks, itemsize).buckets(strategy)
-
-
-class Gradients:
-    """The gradients of a network by layer, with their bytes; buckets are made of them under any scheme."""
-
-    def __init__(self, network: Network, blocks: Mapping[str, ParameterBlocks], itemsize: int) -> None:
-        self._layers, self._itemsize = gradient_layers(network, blocks), itemsize
-        names = [gradient.name for layer in self._layers for gradient in layer.gradients]
-        self._nbytes = {name: [aligned(n * itemsize) for n in blocks[name].sizes] for name in names}
-        self._found: dict[tuple[object, ...], list[PricedBucket]] = {}
-
-    def buckets(self, strategy: Strategy) -> list[PricedBucket]:
-        """Return all buckets under the strategy's scheme, in the order in which the store makes them."""
-        scheme, nbytes = strategy.reduction, strategy.bucket_bytes * strategy.reduction.has_buckets
-        key = scheme.kind.chunks, scheme.first_layers, scheme.chunk, scheme.replicated_dense, nbytes
-        if key not in self._found:
-            self._found[key] = self._buckets(strategy)
-        return self._found[key]
-
-    def _buckets(self, strategy: Strategy) -> list[PricedBucket]:
-        found = []
-        for chunk in chunks_of(self._layers, strategy.reduction, strategy.bucket_bytes, self._itemsize):
-            assert isinstance(chunk.sharing, Groups)
-            nbytes = tuple(map(sum, zip(*(self._nbytes[g.name] for g in chunk.gradients))))
-            found.append(PricedBucket(chunk.layers, chunk.sharing, nbytes, chunk.replicated))
-        return found
-
-
-def aligned(nbytes: int) -> int:
-    """Return what so many bytes take [B]."""
-    return -(-nbytes // ALIGN) * ALIGN
+#: Memory that operations on gradients pass over, in copies of the gradients: 16 bits are read and 32 written; two
+#: arrays are read and one written; one is read.
+_CAST, _ACCUMULATE, _CHECK = 6 / 8, 3 / 2, 1 / 2
 
 
 @dataclass(frozen=True)
-class PricedReduction:
-    """One bucket's sum.
+class SumPrice:
+    """Times of one sum over ranks [s].
 
     Attributes
     ----------
-    bucket
-        What is summed.
     seconds
-        How long it takes [s].
-    update
-        How long the optimizer takes behind it [s].
+        Time from its start to its end, without `begin`.
     work
-        The part of `seconds` that is done where the sum is waited for, and not behind computation [s].
+        The part of `seconds` that is done where the sum is waited for, and not behind computation.
     begin
-        What it takes to start the sum, not behind computation [s].
-    gather
-        All-gather of the updated parameters [s]; None: they are updated whole.
-    gather_work
-        The part of `gather` that is done where it is waited for [s].
+        Time that its start takes, not behind computation.
     in_order
         On the emulated network, where all sums travel at the same time: whether this one ends no earlier than others
         of the kind that were started before.
     """
 
-    bucket: PricedBucket
     seconds: float
-    update: float
     work: float = 0.0
     begin: float = 0.0
-    gather: float | None = None
-    gather_work: float = 0.0
     in_order: bool = False
 
-    @property
-    def total(self) -> float:
-        """All of its communication [s]."""
-        return self.begin + self.seconds + (self.gather or 0.0)
 
-
-@dataclass(frozen=True)
-class Replication:
-    """One dense layer whose gradient every rank computes of the whole batch.
-
-    Attributes
-    ----------
-    layer
-        Name.
-    activations, errors
-        All-gathers [s].
-    compute
-        The gradient of the whole batch [s].
-    update
-        The optimizer [s].
-    """
-
-    layer: str
-    activations: float
-    errors: float
-    compute: float
-    update: float
-
-    @property
-    def total(self) -> float:
-        """All of its communication [s]."""
-        return self.activations + self.errors
+def price_sum(total: Sum, wires: Wires) -> SumPrice:
+    """Return the times of a sum of gradients, or of a gather, on the ranks that take longest. Local."""
+    nbytes, members = GroupSum.of(total.kind, total.groups, total.sizes).largest
+    method = total.algorithm
+    if len(members) < 2 or not nbytes:
+        return SumPrice(0.0)
+    # Small sums have their own places in shared memory; large ones share a stage, sums by nodes a thread.
+    in_order = method.adds and wires.emulated and (nbytes > LARGEST_AT_ONCE or not method.on_devices)
+    if method.by_nodes:
+        parts = wires.sum_by_nodes(nbytes, members)
+        if method.in_background:
+            return SumPrice(parts.seconds, in_order=in_order)
+        behind = parts.addition + parts.across
+        return SumPrice(behind + parts.way_back, parts.way_back, parts.deposit, in_order)
+    if not (method.adds and method.gathers):
+        seconds = wires.scatter(nbytes, members) if method.adds else wires.gather(nbytes, members)
+        return SumPrice(seconds, min(seconds, wires.sum_work(nbytes, members) / 2), in_order=in_order)
+    codec = method.codec
+    payload = codec.payload(nbytes)
+    seconds = wires.sum(payload, members)
+    work = min(seconds, wires.sum_work(payload, members))
+    if codec.identity:
+        return SumPrice(seconds, work, in_order=in_order)
+    one_pass = wires.copy(nbytes) / 2  # a copy reads and writes
+    back, begin = codec.decoding * one_pass, codec.encoding(total.feedback) * one_pass
+    return SumPrice(seconds + back, work + back, begin, in_order)
 
 
 @dataclass(frozen=True)
 class StepTimeline:
-    """What a step takes [s].
+    """Times of a step [s].
 
     Attributes
     ----------
@@ -181,57 +93,97 @@ class StepTimeline:
     forward, backward
         The two passes, without waiting for sums of gradients and without updates; gradients of replicated layers are
         in the second.
-    waits
-        Per bucket, what computation waited for it.
+    waits, sums
+        Per bucket, what computation waited for its sums and gathers, and how long these take.
     update
         The optimizer.
-    replicated
-        Per replicated layer, what computation waited for its activations and errors.
+    whole
+        Per replicated layer, the gradient of the whole batch.
     """
 
     seconds: float
     forward: float
     backward: float
-    waits: tuple[float, ...]
+    waits: Mapping[int, float]
+    sums: Mapping[int, float]
     update: float
-    replicated: tuple[float, ...] = ()
+    whole: Mapping[str, float]
 
 
-def run_step(
-    names: Sequence[str],
-    costs: Sequence[LayerCost],
-    reductions: Sequence[PricedReduction],
-    concurrent: bool = False,
-    barrier: bool = False,
-    replications: Sequence[Replication] = (),
-    blocking: bool = False,
-) -> StepTimeline:
-    """Return a step in its steady state.
+class OperationPrices:
+    """Times of operations on gradients [s]. Local; sums are priced once per machine.
 
     Parameters
     ----------
-    names, costs
-        Stages in order of computation.
-    reductions
-        Buckets in the order in which backward completes them.
-    concurrent
-        All sums travel at the same time (the emulated network).
-    barrier
-        Nothing is overlapped with the next forward: all sums end, and all parameters are updated, before it begins.
-    replications
-        Layers whose gradients are replicated, in order of computation; they are in no bucket.
-    blocking
-        Sums begin when backward is over and end before the next forward begins; updates come where they are needed.
+    program
+        Program of the operations.
+    pricing
+        Machine.
+    slots
+        Arrays of the parameters' size that the optimizer keeps.
     """
-    step = _Player(reductions, replications, _Link(concurrent))
-    step.gather_activations(names, costs)
-    step.backward(names, costs, blocking)
-    if blocking:
-        step.wait()
+
+    def __init__(self, program: Program, pricing: Pricing, slots: int) -> None:
+        self._layers = {step.name: step.layer for step in program.steps}
+        self._pricing, self._slots, self.wires = pricing, slots, pricing.wires
+
+    def sum(self, total: Sum) -> SumPrice:
+        """Return the times of a sum or of a gather."""
+        known, key = self._pricing.known, (total.groups, tuple(total.sizes), total.method, total.codec, total.feedback)
+        if key not in known:
+            known[key] = price_sum(total, self.wires)
+        return known[key]
+
+    @property
+    def synchronize(self) -> float:
+        """The wait for the device before a sum starts amid other work."""
+        return self.wires.machine.runtime.synchronize
+
+    def update(self, operation: Update) -> float:
+        """Return the optimizer on the largest part that a rank updates."""
+        return self.wires.update(operation.largest, self._slots)
+
+    def whole_gradient(self, operation: Run) -> float:
+        """Return the gradient of a dense layer from the samples of all ranks."""
+        assert operation.timing is not None
+        layer, inputs = self._layers[operation.layer], list(operation.timing.inputs)
+        return self._pricing.times.time(layer, inputs, self._pricing.dtype, True).backward_filter
+
+    def pass_over(self, operation: Cast | Accumulate | CheckGradients) -> float:
+        """Return an operation that passes over gradients once, with its sum over the ranks."""
+        copies = {Cast: _CAST, Accumulate: _ACCUMULATE, CheckGradients: _CHECK}[type(operation)]
+        return copies * self.wires.copy(operation.nbytes) + sum(self.sum(total).seconds for total in operation.sums())
+
+
+def play(
+    program: Program,
+    costs: Mapping[str, LayerCost],
+    prices: OperationPrices,
+    concurrent: bool = False,
+    barrier: bool = False,
+) -> StepTimeline:
+    """Return a step in its steady state. Local.
+
+    Parameters
+    ----------
+    program
+        Program with operations on gradients; those of layers may be missing.
+    costs
+        Costs of the layers, by name of the segment; segments without are part of another one.
+    prices
+        Times of operations on gradients.
+    concurrent
+        Whether all sums travel at the same time (the emulated network).
+    barrier
+        Whether all sums end, and all parameters are updated, before the next forward pass begins.
+    """
+    player = _Player(program, costs, prices, _Link(concurrent))
+    player.start_gathers()
+    player.backward()
     if barrier:
-        step.finish()
-    step.forward(names, costs)
-    return step.timeline()
+        player.run(completions(program))
+    player.forward()
+    return player.timeline()
 
 
 class _Link:
@@ -251,134 +203,89 @@ class _Link:
 
 
 class _Player:
-    """Where computation stands, and what is under way; time 0 is the beginning of backward."""
+    """Time of computation, and sums in progress; time 0 is the beginning of backward."""
 
-    def __init__(self, reductions: Sequence[PricedReduction], replications: Sequence[Replication], link: _Link) -> None:
-        self.reductions, self.replications, self.link = reductions, replications, link
-        self.now = self.forward_seconds = self.backward_seconds = 0.0
-        self.waits = [0.0] * len(reductions)
-        self.replicated_waits = [0.0] * len(replications)
-        self._of_layer: dict[str, list[int]] = {}
-        for i, reduction in enumerate(reductions):
-            for name in reduction.bucket.layers:
-                self._of_layer.setdefault(name, []).append(i)
-        self._replicated = {r.layer: i for i, r in enumerate(replications)}
-        self._started: list[int] = []
-        self._ends = [0.0] * len(reductions)  # of sums, without the work that is left for who waits
-        self._pending: set[int] = set()  # neither waited for nor updated
-        self._unwaited: set[int] = set()
-        self._gathers: dict[int, float] = {}  # when the parameters of all shards are there
-        self._activations = [0.0] * len(replications)
-        self._errors = [0.0] * len(replications)
-        self._uncomputed = set(range(len(replications)))
+    def __init__(
+        self, program: Program, costs: Mapping[str, LayerCost], prices: OperationPrices, link: _Link
+    ) -> None:
+        self._program, self._prices, self._link = program, prices, link
+        self._seconds = {name: (cost.forward_seconds, cost.backward_seconds) for name, cost in costs.items()}
+        self._now = self._forward = self._backward = self._update = 0.0
+        self._waits: dict[int, float] = dict.fromkeys(range(len(program.buckets)), 0.0)
+        self._sums = dict(self._waits)
+        self._whole: dict[str, float] = {}
+        self._ends: dict[Sum, float] = {}  # of sums in progress, without the work that is left for their finish
+        self._done: set[Operation] = set()  # before a barrier
+        end = [o for o in program.end if isinstance(o, Total)]
+        # A sum that is started and waited for at the end of backward finds the device at rest.
+        self._at_rest = {o.sum for o in end if o.end == "start"} & {o.sum for o in end if o.end == "finish"}
 
-    def gather_activations(self, names: Sequence[str], costs: Sequence[LayerCost]) -> None:
-        """Play what the forward pass of the step before has left under way."""
-        before = -sum(cost.forward_seconds for cost in costs)
-        for name, cost in zip(names, costs):
-            if name in self._replicated:
-                i = self._replicated[name]
-                self._activations[i] = self.link.send(before, self.replications[i].activations)
-            before += cost.forward_seconds
+    def start_gathers(self) -> None:
+        """Play the gathers that kernels of the forward pass before have started."""
+        program = self._program
+        placed = [*(o for s in program.forward for o in s.before), *(o for s in program.backward for o in s.after)]
+        started = {o.sum for o in (*placed, *program.end) if isinstance(o, Total) and o.end == "start"}
+        before = -sum(forward for forward, _ in self._seconds.values())
+        for segment in program.forward:
+            for operation in (*segment.before, *(program.end if segment is program.forward[0] else ())):
+                if isinstance(operation, BucketTotal) and operation.sum not in started:
+                    self._send(operation, before)
+            before += self._seconds.get(segment.name, (0.0, 0.0))[0]
 
-    def backward(self, names: Sequence[str], costs: Sequence[LayerCost], blocking: bool) -> None:
-        missing = [len(r.bucket.layers) for r in self.reductions]
-        ready = []
-        for name, cost in zip(reversed(names), reversed(costs)):
-            self.now += cost.backward_seconds
-            self.backward_seconds += cost.backward_seconds
-            for i in self._of_layer.get(name, ()):
-                missing[i] -= 1
-                if not missing[i]:
-                    ready.append(i)
-                    if not blocking:
-                        self._start(i)
-        if blocking:
-            for i in ready:
-                self._start(i)
-        self._pending, self._unwaited = set(ready), set(ready)
-        for i, replication in enumerate(self.replications):
-            self._errors[i] = self.link.send(self.now, replication.errors)
+    def backward(self) -> None:
+        for segment in self._program.backward:
+            seconds = self._seconds.get(segment.name, (0.0, 0.0))[1]
+            self._now += seconds
+            self._backward += seconds
+            self.run(segment.after)
+        self.run(self._program.end)
 
-    def _start(self, i: int) -> None:
-        reduction = self.reductions[i]
-        self.now += reduction.begin
-        self.waits[i] += reduction.begin
-        self._ends[i] = self.link.send(self.now, reduction.seconds - reduction.work, reduction.in_order)
-        self._started.append(i)
+    def forward(self) -> None:
+        for segment in self._program.forward:
+            self.run(segment.before)
+            seconds = self._seconds.get(segment.name, (0.0, 0.0))[0]
+            self._now += seconds
+            self._forward += seconds
 
-    def wait(self) -> None:
-        """For all sums; nothing is updated."""
-        for i in self._started:
-            self._wait(i)
+    def run(self, operations: Sequence[Operation]) -> None:
+        """Play operations on gradients, each once."""
+        for operation in operations:
+            if operation in self._done:
+                continue
+            self._done.add(operation)
+            if isinstance(operation, BucketTotal):
+                (self._start if operation.end == "start" else self._finish)(operation)
+            elif isinstance(operation, Update):
+                seconds = self._prices.update(operation)
+                self._update += seconds
+                self._now += seconds
+            elif isinstance(operation, Run):
+                self._whole[operation.layer] = seconds = self._prices.whole_gradient(operation)
+                self._backward += seconds
+                self._now += seconds
+            elif isinstance(operation, Cast | Accumulate | CheckGradients):
+                self._now += self._prices.pass_over(operation)
 
-    def _wait(self, i: int) -> None:
-        if i in self._unwaited:
-            self._unwaited.discard(i)
-            waited = max(0.0, self._ends[i] - self.now) + self.reductions[i].work
-            self.waits[i] += waited
-            self.now += waited
+    def _start(self, operation: BucketTotal) -> None:
+        price = self._prices.sum(operation.sum)
+        begin = price.begin
+        if operation.sum.algorithm.adds and price.seconds and operation.sum not in self._at_rest:
+            begin += self._prices.synchronize
+        self._now += begin
+        self._waits[operation.bucket] += begin
+        self._sums[operation.bucket] += begin
+        self._send(operation, self._now)
 
-    def _complete(self, i: int) -> None:
-        """Wait for a bucket, update it, and send the updated shards."""
-        if i not in self._pending:
-            return
-        self._pending.discard(i)
-        self._wait(i)
-        reduction = self.reductions[i]
-        self.now += reduction.update
-        if reduction.gather is not None:
-            self._gathers[i] = self.link.send(self.now, reduction.gather - reduction.gather_work)
+    def _send(self, operation: BucketTotal, at: float) -> None:
+        price = self._prices.sum(operation.sum)
+        self._sums[operation.bucket] += price.seconds
+        self._ends[operation.sum] = self._link.send(at, price.seconds - price.work, price.in_order)
 
-    def _wait_for_gather(self, i: int) -> None:
-        if i in self._gathers:
-            waited = max(0.0, self._gathers.pop(i) - self.now) + self.reductions[i].gather_work
-            self.waits[i] += waited
-            self.now += waited
-
-    def _compute(self, i: int) -> None:
-        """Play the gradient of the whole batch, and its update."""
-        if i not in self._uncomputed:
-            return
-        self._uncomputed.discard(i)
-        replication = self.replications[i]
-        self.replicated_waits[i] = max(0.0, self._activations[i] - self.now, self._errors[i] - self.now)
-        self.now += self.replicated_waits[i] + replication.compute + replication.update
-        self.backward_seconds += replication.compute
-
-    def finish(self) -> None:
-        """Wait for what is under way."""
-        self._update_shards()
-        for i in self._started:
-            self._complete(i)
-        for i in reversed(self._started):
-            self._wait_for_gather(i)
-        for i in range(len(self.replications)):
-            self._compute(i)
-
-    def _update_shards(self) -> None:
-        for i in reversed(self._started):
-            if self.reductions[i].gather is not None:
-                self._complete(i)
-
-    def forward(self, names: Sequence[str], costs: Sequence[LayerCost]) -> None:
-        self._update_shards()
-        for name, cost in zip(names, costs):
-            for i in self._of_layer.get(name, ()):
-                self._complete(i)
-                self._wait_for_gather(i)
-            if name in self._replicated:
-                self._compute(self._replicated[name])
-            self.now += cost.forward_seconds
-            self.forward_seconds += cost.forward_seconds
+    def _finish(self, operation: BucketTotal) -> None:
+        waited = max(0.0, self._ends.pop(operation.sum) - self._now) + self._prices.sum(operation.sum).work
+        self._waits[operation.bucket] += waited
+        self._now += waited
 
     def timeline(self) -> StepTimeline:
-        update = sum(r.update for r in self.reductions) + sum(r.update for r in self.replications)
-        return StepTimeline(
-            self.now,
-            self.forward_seconds,
-            self.backward_seconds,
-            tuple(self.waits),
-            update,
-            tuple(self.replicated_waits),
-        )
+        passes = self._forward, self._backward
+        return StepTimeline(self._now, *passes, self._waits, self._sums, self._update, self._whole)

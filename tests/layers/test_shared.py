@@ -15,7 +15,7 @@ from halograd.kernels import get_backend
 from halograd.layers.reduction_scheme import Scheme
 from halograd.layers.settings import fingerprint
 from halograd.layers.strategy import Strategy, parameter_blocks
-from halograd.perfmodel.cost import buckets_of, memory_of, program_of
+from halograd.perfmodel.cost import memory_of, program_of
 from halograd.program.program import Target
 from halograd.testing import grids, random_array
 from halograd.training.auto_reduction import Tuning
@@ -147,7 +147,7 @@ def test_random_strategies(seed):
         with Executor(made, comm, get_backend("numpy"), BATCH, strategy, "float64") as executor:
             found = dict(executor.memory.bytes)
         program = program_of(made, strategy, Target(BATCH, comm.size, comm.rank, np.dtype("float64")), blocks)
-        want = memory_of(program, blocks, buckets_of(made, blocks, 8, strategy), strategy)
+        want = memory_of(program, blocks)
         assert found == {use: n for use, n in want.items() if use in found}
 
 

@@ -6,7 +6,7 @@ from mpi4py import MPI
 from halograd.comm import Communicator
 from halograd.kernels import get_backend
 from halograd.layers.strategy import parameter_blocks
-from halograd.perfmodel.cost import buckets_of, count_program, count_step, memory_of, program_of
+from halograd.perfmodel.cost import count_program, count_step, memory_of, program_of
 from halograd.program.program import Target
 from halograd.training.executor import Executor
 from tests.layers.norms import step
@@ -33,9 +33,8 @@ def test_messages_bytes_and_memory(name):
             target = Target(BATCH, comm.size, comm.rank, overlaps=comm.waits_for_network)
             program = program_of(network, strategy, target)
             blocks = parameter_blocks(network, strategy, comm.size)
-            buckets = buckets_of(network, blocks, 4, strategy)
-            faults += differing_layers(counted, count_program(program, buckets, strategy, comm.size), comm.rank)
-            want = memory_of(program, blocks, buckets, strategy)
+            faults += differing_layers(counted, count_program(program), comm.rank)
+            want = memory_of(program, blocks)
             if {k: v for k, v in want.items() if v} != {k: v for k, v in held.items() if v}:
                 faults.append(f"memory: predicted {want}, found {held} under {strategy}")
         comm.agree(AssertionError(f"rank {comm.rank}: " + "; ".join(faults[:4])) if faults else None)

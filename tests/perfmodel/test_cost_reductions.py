@@ -6,7 +6,7 @@ from mpi4py import MPI
 from halograd.comm import Communicator
 from halograd.layers.reduction_scheme import Scheme
 from halograd.layers.strategy import Strategy, parameter_blocks
-from halograd.perfmodel.cost import buckets_of, count_step, memory_of, program_of
+from halograd.perfmodel.cost import count_step, memory_of, program_of
 from halograd.program.program import Target
 from tests.perfmodel.counted import differing
 from tests.training.reductions import BATCH, BUCKET, advance, build, trainer_of
@@ -52,8 +52,7 @@ def faults_of(name, comm, strategy, per_node):
     faults = differing(found, count_step(network, strategy, BATCH, comm.size, per_node=per_node), comm.rank)
     scheme, blocks = strategy.reduction, parameter_blocks(network, strategy, comm.size)
     program = program_of(network, strategy, Target(BATCH, comm.size, comm.rank, overlaps=comm.waits_for_network))
-    buckets = buckets_of(network, blocks, 4, strategy)
-    want = memory_of(program, blocks, buckets, strategy, 1, per_node)
+    want = memory_of(program, blocks, 1, per_node)
     return [f"{fault} under {strategy}" for fault in faults] + memory_faults(held, want, comm, scheme)
 
 

@@ -2,35 +2,80 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from halograd.dtensor import Groups
+from halograd.layers.reduction_chunks import GradientChunk
+from halograd.layers.reduction_scheme import Scheme
+from halograd.lowering.operations import KernelSpec, Sum
+from halograd.lowering.views import Buffer
 from halograd.perfmodel.cost.layer_cost import LayerCost
-from halograd.perfmodel.cost.timeline import PricedBucket, PricedReduction, Replication, run_step
+from halograd.perfmodel.cost.timeline import SumPrice, play
+from halograd.program.gradients import complete_early, reduce_gradients
+from halograd.program.program import Program, Segment, Target
 
 NAMES = ("a", "b", "c")
 #: Forward 1 s, backward 2 s, each.
-COSTS = [LayerCost(forward=1.0, backward_data=1.0, backward_filter=1.0)] * 3
+COSTS = dict.fromkeys(NAMES, LayerCost(forward=1.0, backward_data=1.0, backward_filter=1.0))
+BOTH = Groups.whole(2)
 
 
-def reductions(*seconds, update=0.0):
-    """Return one bucket per layer, last layer first."""
-    return [
-        PricedReduction(PricedBucket((n,), Groups.whole(2), (8,)), t, update) for n, t in zip(reversed(NAMES), seconds)
-    ]
+class Prices:
+    """Prices by the label of a bucket ("bucket 0"), or by the name of a gather of a replicated layer."""
+
+    synchronize = 0.0
+
+    def __init__(self, *sums, update=0.0, gathers=(), rows=None, whole=0.0):
+        self.of = {("bucket gradients", f"bucket {i}"): price for i, price in enumerate(sums)}
+        self.of |= {("bucket parameters", f"bucket {i}"): price for i, price in enumerate(gathers)}
+        self.of |= rows or {}
+        self.seconds, self.whole = update, whole
+
+    def sum(self, total):
+        price = self.of[total.view.buffer.place]
+        return price if isinstance(price, SumPrice) else SumPrice(price)
+
+    def update(self, operation):
+        return self.seconds
+
+    def whole_gradient(self, operation):
+        return self.whole
+
+
+def program(*buckets, scheme="bucketed", replicated=()):
+    """Program with these buckets of layers, those of the last layers first."""
+    chunks = [GradientChunk(BOTH, (), tuple(layers), layers in replicated, (8,)) for layers in buckets]
+    exposed = {name: gathering(name) for name in replicated}
+    made = Program("net", Target(1, 2), forward=[Segment(n) for n in NAMES], exposed=exposed)
+    made.backward = [Segment(name) for name in reversed(NAMES)]
+    return reduce_gradients(made, chunks, Scheme(scheme))
+
+
+def gathering(name):
+    """Kernel with the gathers of a replicated layer."""
+    views = {what: Buffer((2, 1), np.dtype("float32"), "", place=(name, what)).view for what in ("rows", "errors")}
+    sums = {f"{k}_gather": Sum(BOTH, v, [8], "replicated_dense", None, "all_gather") for k, v in views.items()}
+    return KernelSpec(lambda environment: None, views, sums)
+
+
+def step(*seconds, update=0.0, **options):
+    """Step with one bucket per layer, last layer first."""
+    return play(program("c", "b", "a"), COSTS, Prices(*seconds, update=update), **options)
 
 
 def test_all_hidden_behind_backward_and_the_next_forward():
-    """c is summed from 2 to 3, b from 4 to 5, a from 6 to 6: no computation waits."""
-    assert run_step(NAMES, COSTS, reductions(1.0, 1.0, 0.0)).seconds == 9.0
+    """c is summed from 2 to 3, b from 4 to 5, a from 6 to 6: nothing waits."""
+    assert step(1.0, 1.0, 0.0).seconds == 9.0
 
 
 def test_the_last_sum_is_waited_for_by_the_first_layer():
-    found = run_step(NAMES, COSTS, reductions(1.0, 1.0, 0.5, update=0.25))
-    assert found.waits == (0.0, 0.0, 0.5) and found.seconds == 9.0 + 0.5 + 3 * 0.25
+    found = step(1.0, 1.0, 0.5, update=0.25)
+    assert found.waits == {0: 0.0, 1: 0.0, 2: 0.5} and found.seconds == 9.0 + 0.5 + 3 * 0.25
     assert found.forward == 3.0 and found.backward == 6.0 and found.update == 0.75
+    assert found.sums == {0: 1.0, 1: 1.0, 2: 0.5}
 
 
 @pytest.mark.parametrize(
@@ -45,27 +90,32 @@ def test_the_last_sum_is_waited_for_by_the_first_layer():
     ],
 )
 def test_one_sum_at_a_time_or_all_at_once(options, in_order, waits):
-    found = run_step(NAMES, COSTS, [replace(r, in_order=in_order) for r in reductions(4.0, 4.0, 1.0)], **options)
-    assert found.waits == (0.0, 0.0, waits) and found.seconds == 6 + waits + 3
+    found = step(*(SumPrice(seconds, in_order=in_order) for seconds in (4.0, 4.0, 1.0)), **options)
+    assert found.waits == {0: 0.0, 1: 0.0, 2: waits} and found.seconds == 6 + waits + 3
 
 
 def test_a_barrier_ends_all_sums_before_the_next_step():
-    """The sums run from 2 to 6 (c), 6 to 6.5 (b), and 6.5 to 7.5 (a)."""
-    found = run_step(NAMES, COSTS, reductions(4.0, 0.5, 1.0), barrier=True)
+    """c: 2 to 6, b: 6 to 6.5, a: 6.5 to 7.5."""
+    found = step(4.0, 0.5, 1.0, barrier=True)
     assert found.seconds == pytest.approx(7.5 + 3)
-    assert run_step(NAMES, COSTS, reductions(0.1, 3.0, 0.0)).seconds == 9.0 + 1.0
+    assert step(0.1, 3.0, 0.0).seconds == 9.0 + 1.0
+
+
+def test_sums_that_must_be_complete_early_are_waited_for_before_any_update():
+    """As with a barrier, but updates stay in forward, before their layers."""
+    found = play(complete_early(program("c", "b", "a")), COSTS, Prices(4.0, 0.5, 1.0, update=0.25))
+    assert found.seconds == pytest.approx(7.5 + 3 + 3 * 0.25) and sum(found.waits.values()) == 1.5
 
 
 def test_a_bucket_is_started_when_its_last_layer_is_done():
-    one = [PricedReduction(PricedBucket(("c", "b", "a"), Groups.whole(2), (8,)), 2.0, 0.0)]
-    assert run_step(NAMES, COSTS, one).seconds == 6 + 2 + 3
+    assert play(program("cba"), COSTS, Prices(2.0)).seconds == 6 + 2 + 3
 
 
 @given(st.lists(st.floats(0, 5), min_size=3, max_size=3))
 def test_a_step_is_never_shorter_than_computation_or_sums_nor_longer_than_both(seconds):
-    found = run_step(NAMES, COSTS, reductions(*seconds)).seconds
+    found = step(*seconds).seconds
     assert found + 1e-9 >= 9.0 and found <= 9.0 + sum(seconds) + 1e-9
-    assert found <= run_step(NAMES, COSTS, reductions(*seconds), barrier=True).seconds + 1e-9
+    assert found <= step(*seconds, barrier=True).seconds + 1e-9
 
 
 def test_halos_hide_behind_kernels():
@@ -79,17 +129,24 @@ def test_halos_hide_behind_kernels():
 
 
 def test_blocking_sums_begin_when_backward_is_over():
-    """Backward takes 6; sums of 1 + 1 + 0.5 follow one after another, without overlap."""
-    found = run_step(NAMES, COSTS, reductions(1.0, 1.0, 0.5, update=0.25), blocking=True)
-    assert found.seconds == pytest.approx(6 + 2.5 + 3 * 0.25 + 3) and sum(found.waits) == 2.5
-    assert run_step(NAMES, COSTS, reductions(1.0, 1.0, 0.5), concurrent=True, blocking=True).seconds == 6 + 1 + 3
+    """6 of backward; 1 + 1 + 0.5 of sums, one after the other, nothing behind them."""
+    made = program("c", "b", "a", scheme="blocking")
+    found = play(made, COSTS, Prices(1.0, 1.0, 0.5, update=0.25))
+    assert found.seconds == pytest.approx(6 + 2.5 + 3 * 0.25 + 3) and sum(found.waits.values()) == 2.5
+    assert play(made, COSTS, Prices(1.0, 1.0, 0.5), concurrent=True).seconds == 6 + 1 + 3
 
 
 def test_what_a_start_takes_delays_backward():
-    """The start of c's sum takes from 2 to 2.5, and the sum arrives at 3.5; b and a have no sum."""
-    begun = [PricedReduction(PricedBucket(("c",), Groups.whole(2), (8,)), 1.0, 0.0, begin=0.5)]
-    found = run_step(NAMES, COSTS, begun)
-    assert found.seconds == 9.5 and found.waits == (0.5,) and found.backward == 6.0
+    """c's sum is begun from 2 to 2.5 and is there at 3.5; b and a have none."""
+    found = play(program("c"), COSTS, Prices(SumPrice(1.0, begin=0.5)))
+    assert found.seconds == 9.5 and found.waits == {0: 0.5} and found.backward == 6.0
+
+
+def test_the_device_is_waited_for_before_a_sum_amid_other_work():
+    prices = Prices(1.0, 1.0, 1.0)
+    prices.synchronize = 0.125
+    assert play(program("c", "b", "a"), COSTS, prices).seconds == 9.0 + 1.0 + 3 * 0.125
+    assert play(program("c", "b", "a", scheme="blocking"), COSTS, prices).seconds == 9.0 + 3.0
 
 
 def test_shards_are_updated_first_and_gathered_behind_forward():
@@ -97,13 +154,16 @@ def test_shards_are_updated_first_and_gathered_behind_forward():
 
     a arrives at 9.25, b at 11.25, c at 13.25; forward waits from 7.75 for a, at 10.25 for b, at 12.25 for c.
     """
-    shards = [
-        PricedReduction(PricedBucket((n,), Groups.whole(2), (8,)), 1.0, 0.25, gather=2.0) for n in reversed(NAMES)
-    ]
-    found = run_step(NAMES, COSTS, shards)
+    made = program("c", "b", "a", scheme="sharded")
+    found = play(made, COSTS, Prices(1.0, 1.0, 1.0, update=0.25, gathers=(2.0, 2.0, 2.0)))
     assert found.seconds == pytest.approx(14.25)
-    assert found.waits == pytest.approx((1.0, 1.0, 1.0 + 1.5))
+    assert found.waits == pytest.approx({0: 1.0, 1: 1.0, 2: 1.0 + 1.5})
     assert found.update == 0.75
+
+
+def replicating(seconds, whole=0.5):
+    rows = {("b", "rows"): seconds[0], ("b", "errors"): seconds[1]}
+    return Prices(1.0, 0.0, 0.0, update=0.25, rows=rows, whole=whole)
 
 
 def test_a_replicated_layer_computes_its_gradient_where_it_is_needed():
@@ -111,11 +171,24 @@ def test_a_replicated_layer_computes_its_gradient_where_it_is_needed():
 
     c's sum, ready at 2, follows A: 2 to 3. Forward: a 6-7; b waits to 8, multiplies to 8.5, updates to 8.75.
     """
-    others = [r for r in reductions(1.0, 1.0, 0.0) if r.bucket.layers != ("b",)]
-    replicated = [Replication("b", activations=4.0, errors=2.0, compute=0.5, update=0.25)]
-    found = run_step(NAMES, COSTS, others, replications=replicated)
-    assert found.seconds == pytest.approx(8.75 + 2) and found.replicated == (1.0,)
-    assert found.backward == 6.5 and found.forward == 3.0 and found.update == 0.25
-    late = [Replication("b", activations=9.5, errors=0.0, compute=0.5, update=0.25)]
-    assert run_step(NAMES, COSTS, [], replications=late).replicated == (0.5,)
-    assert run_step(NAMES, COSTS, others, replications=replicated, barrier=True).seconds == pytest.approx(11.75)
+    made = program("c", "b", replicated=("b",))
+    prices = replicating((4.0, 2.0))
+    found = play(made, COSTS, prices)
+    assert found.seconds == pytest.approx(8.75 + 1 + 0.25 + 1) and found.waits[1] == 1.0
+    assert found.backward == 6.5 and found.forward == 3.0 and found.update == 0.5
+    assert found.sums[1] == 6.0 and found.whole == {"b": 0.5}
+    alone = program("b", replicated=("b",))
+    assert play(alone, COSTS, replicating((9.5, 0.0))).waits == {0: 0.5}
+    assert play(made, COSTS, prices, barrier=True).seconds == pytest.approx(11.75), "c is updated while E travels"
+
+
+@pytest.mark.parametrize("scheme", ["blocking", "bucketed", "sharded"])
+def test_every_scheme_starts_each_sum_once_and_updates_each_bucket_once(scheme):
+    made = program("c", "b", "a", scheme=scheme)
+    counts = {}
+    for operation in made:
+        counts[type(operation).__name__] = counts.get(type(operation).__name__, 0) + 1
+    assert counts["Update"] == 3 and counts["BucketTotal"] == (12 if scheme == "sharded" else 6)
+    again = reduce_gradients(made, made.buckets, Scheme(scheme))
+    assert [type(o) for o in again] == [type(o) for o in made], "a second pass takes the place of the first"
+    assert replace(again, end=[]).buckets == made.buckets

@@ -126,7 +126,7 @@ def test_clipping_is_by_the_norm_of_everything():
                 trainer = trainer_of(executor, clip_norm=0.1)
                 losses = steps(trainer, range(STEPS))
                 again = Clip(executor.store, ranks, 0.1)
-                again.scale(executor.reducer)
+                again.measure()
                 results.append((losses, trainer.gradient_norm, float(again.norm)))
         (losses, norm, after), (found, ours, own) = results
         assert norm > 0.1, "the test must clip"

@@ -106,7 +106,7 @@ def test_an_overflow_in_a_block_of_one_rank_is_that_of_all(kernels):
             scaling.watch([flat.grads for flat in built.store.flats], comm)
             for flat in built.store.flats:
                 flat.grads.fill(np.inf if comm.rank else 0)
-            scaling.look()
+            scaling.measure()
             assert built.device.to_host(scaling.skip).tolist() == [1]
 
 

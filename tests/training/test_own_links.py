@@ -10,10 +10,10 @@ from halograd.comm.transport import TRANSPORTS
 from halograd.errors import UserError
 from halograd.layers.reduction_scheme import Scheme
 from halograd.layers.strategy import Strategy, parameter_blocks
-from halograd.perfmodel.cost import Pricing, Training, Wires, buckets_of, count_step, memory_of, program_of, simulate
+from halograd.perfmodel.cost import Pricing, Training, Wires, count_step, memory_of, program_of, simulate
 from halograd.perfmodel.kernel_times import RooflineTimes
 from halograd.perfmodel.machine import Machine
-from halograd.program.compiler import Target
+from halograd.program.program import Target
 from halograd.training import load_config
 from halograd.training.checkpoint import CheckpointReader
 from tests.docs.pages import write_files
@@ -155,8 +155,7 @@ def test_a_step_is_counted_held_and_priced_as_predicted(comm, half, feedback):
         faults = differing(counted, count_step(network, strategy, BATCH, ranks.size, per_node=1), ranks.rank)
         target = Target(BATCH, ranks.size, ranks.rank, overlaps=ranks.waits_for_network)
         blocks = parameter_blocks(network, strategy, ranks.size)
-        program, buckets = program_of(network, strategy, target, blocks), buckets_of(network, blocks, 4, strategy)
-        wanted = memory_of(program, blocks, buckets, strategy, 1, 1)
+        wanted = memory_of(program_of(network, strategy, target, blocks), blocks, 1, 1)
         ranks.agree(AssertionError(str(faults)) if faults else None)
     assert held.pop("kernel workspace") > 0
     pieces = held.pop("messages") - wanted.pop("messages")

@@ -147,7 +147,7 @@ def test_schemes_are_tried_without_a_cost_model_and_by_the_clock(monkeypatch):
         tried = {t.scheme.name for t in trainer.auto.tuner.trials}
         assert tried == {"bucketed", "two_chunks"} | ({"host_accumulate"} if several else set())
         chosen = comm.allgather_objects(str(trainer.auto.scheme))
-        assert len(set(chosen)) == 1 and str(executor.reducer.scheme) == chosen[0]
+        assert len(set(chosen)) == 1 and str(executor.store.scheme) == chosen[0]
 
 
 @pytest.mark.mpi(min_size=2)

@@ -53,7 +53,7 @@ def test_gradients_come_back_while_backward_goes_on(transport):
 
             def ready(layer):
                 if layer == "conv1":
-                    wait_until(lambda: reducer._sums[0].total.summed, "the sum of the first chunk")
+                    wait_until(lambda: reducer._states[0].total.summed, "the sum of the first chunk")
                     norms = comm.allgather_objects(float(first[:8] @ first[:8]))
                     assert len(set(norms)) == 1
                     seen.append(norms[0])

@@ -20,15 +20,6 @@ from tests.training.steps import assert_arrays, copied
 BATCH, STEPS, RATE, MOMENTUM = 4, 4, 0.5, 0.9
 
 
-class Reducer:
-    """Stands for gradients that are summed already."""
-
-    waited, comm = False, None
-
-    def wait(self):
-        self.waited = True
-
-
 def fill_gradients(store):
     rng = np.random.default_rng(3)
     for array in store.grads.values():
@@ -38,12 +29,13 @@ def fill_gradients(store):
 @pytest.mark.parametrize("bucket_bytes", [1, 1 << 20])
 @pytest.mark.parametrize("max_norm, scale", [(1.0, None), (1e9, 1.0)])
 def test_clip(make_store, bucket_bytes, max_norm, scale):
-    store, reducer = make_store(bucket_bytes), Reducer()
+    store = make_store(bucket_bytes)
     fill_gradients(store)
     norm = np.sqrt(sum(np.sum(g * g) for g in store.grads.values()))
     clip = Clip(store, None, max_norm)
-    found = float(clip.scale(reducer)[0]), float(clip.norm)
-    assert reducer.waited and found == pytest.approx((scale or max_norm / (norm + 1e-6), norm), rel=1e-14)
+    clip.measure()
+    found = float(clip.factor[0]), float(clip.norm)
+    assert found == pytest.approx((scale or max_norm / (norm + 1e-6), norm), rel=1e-14)
 
 
 @pytest.mark.torch
@@ -55,9 +47,10 @@ def test_clip_of_torch(make_store):
     for twin in twins:
         twin.grad = twin.detach().clone()
     torch.nn.utils.clip_grad_norm_(twins, 0.7)
-    scale = Clip(store, None, 0.7).scale(Reducer())
+    clip = Clip(store, None, 0.7)
+    clip.measure()
     for twin, gradient in zip(twins, store.grads.values()):
-        np.testing.assert_allclose(scale * gradient, twin.grad.numpy(), rtol=1e-13)
+        np.testing.assert_allclose(clip.factor * gradient, twin.grad.numpy(), rtol=1e-13)
 
 
 def test_public_names():

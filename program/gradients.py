@@ -1,0 +1,345 @@
+"""Gradients in a program: operations that sum them by a scheme and update parameters, and the pass that places them.
+
+A step ends with its last update, and updates are made in the forward pass of the next step, before the layers that
+read the parameters. Its operations therefore stand in three places (:class:`Segment`, :class:`Program`)::
+
+    backward  conv2        kernels of the layer
+                 after:    cast, accumulate, start sum 0
+    backward  conv1        ...
+                 after:    cast, accumulate
+    end                    start sum 1, gather errors, norm of the gradients
+    forward   conv1
+                 before:   finish sum 1, update, start gather
+                           finish gather, refresh copies
+
+Operations that stand before a layer belong to the step before. Pure data: no arrays, no MPI, no device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ..comm.sums import shards
+from ..device import is_low
+from ..dtensor import Groups
+from ..layers.reduction_chunks import GradientChunk
+from ..layers.reduction_scheme import Scheme
+from ..lowering.operations import KernelSpec, Operation, Run, Sum, Timing, Total
+from ..lowering.views import Buffer
+from .program import Program
+
+__all__ = [
+    "Accumulate",
+    "BucketOperation",
+    "BucketTotal",
+    "Cast",
+    "CheckGradients",
+    "Compensate",
+    "Refresh",
+    "Update",
+    "check_gradients",
+    "complete_early",
+    "completions",
+    "reduce_gradients",
+]
+
+#: Arrays of buckets, as places of buffers.
+GRADIENTS, PARAMETERS = "bucket gradients", "bucket parameters"
+
+
+@dataclass(eq=False)
+class BucketOperation(Operation):
+    """Local operation on the arrays of one bucket.
+
+    Attributes
+    ----------
+    bucket
+        Number of the bucket among those of the program.
+    nbytes
+        Size of its gradients on this rank [B].
+    """
+
+    bucket: int
+    nbytes: int
+
+    def describe(self) -> str:
+        return f"{super().describe()} bucket {self.bucket}, {self.nbytes} B"
+
+
+@dataclass(eq=False)
+class BucketTotal(Total):
+    """Start or finish of the sum of a bucket's gradients, or of a gather for it.
+
+    Attributes
+    ----------
+    bucket
+        Number of the bucket among those of the program.
+    """
+
+    bucket: int
+
+
+@dataclass(eq=False)
+class Cast(BucketOperation):
+    """Conversion of the gradients that kernels compute in 16 bits."""
+
+
+@dataclass(eq=False)
+class Accumulate(BucketOperation):
+    """Addition to the gradients of the parts of the batch before; after the last part, their mean.
+
+    Attributes
+    ----------
+    parts
+        Number of parts.
+    """
+
+    parts: int
+
+
+@dataclass(eq=False)
+class Compensate(BucketOperation):
+    """Addition of the residuals of rounding, which the bucket keeps.
+
+    Where its sum is rounded, the sum does this. Where one rank holds the bucket, nothing is rounded: residuals of
+    another decomposition are added once. Buckets with replicated gradients keep them without use.
+    """
+
+
+@dataclass(eq=False)
+class Update(BucketOperation):
+    """Update of the parameters of a bucket by the optimizer.
+
+    Attributes
+    ----------
+    updated
+        Size of the part that this rank updates: all of it, or its shard [B].
+    largest
+        Size of the largest part that a rank updates [B].
+    """
+
+    updated: int
+    largest: float
+
+
+@dataclass(eq=False)
+class Refresh(BucketOperation):
+    """Rounding of gathered parameters to copies in 16 bits."""
+
+
+@dataclass(eq=False)
+class CheckGradients(Operation):
+    """Number computed from all gradients of this rank and summed over the ranks, such as their squared norm.
+
+    Attributes
+    ----------
+    what
+        Name of the number.
+    nbytes
+        Size of the gradients that are read on this rank [B].
+    sum
+        Sum of the number over the ranks; None: all ranks have the same gradients.
+    """
+
+    what: str
+    nbytes: int
+    sum: Sum | None
+
+    def describe(self) -> str:
+        return f"{self.what} of {self.nbytes} B of gradients"
+
+    def sums(self) -> Iterator[Sum]:
+        if self.sum is not None:
+            yield self.sum
+
+
+def reduce_gradients(program: Program, buckets: Sequence[GradientChunk], scheme: Scheme, parts: int = 1) -> Program:
+    """Return the program with the operations that sum the gradients of `buckets` by a scheme and update parameters.
+
+    Operations of another scheme are replaced. Local.
+
+    Parameters
+    ----------
+    buckets
+        Buckets, in the order in which their sums are issued.
+    parts
+        Number of passes per step; the last one starts the sums.
+    """
+    if not program.backward:
+        return program
+    return _Placing(program, buckets, scheme, parts).program()
+
+
+class _Placing:
+    """Operations by place, until they are put into segments."""
+
+    def __init__(self, program: Program, buckets: Sequence[GradientChunk], scheme: Scheme, parts: int) -> None:
+        self._program, self._buckets, self._scheme, self._parts = program, buckets, scheme, parts
+        self._before: dict[str, list[Operation]] = {segment.name: [] for segment in program.forward}
+        self._after: dict[str, list[Operation]] = {segment.name: [] for segment in program.backward}
+        self._end: list[Operation] = []
+        #: Positions of layers in the forward pass; backward has the opposite order.
+        self._places = {name: i for i, name in enumerate(self._before)}
+
+    def program(self) -> Program:
+        self._add_sums([i for i, bucket in enumerate(self._buckets) if not bucket.replicated])
+        self._add_replicated([i for i, bucket in enumerate(self._buckets) if bucket.replicated])
+        forward = [replace(segment, before=self._before[segment.name]) for segment in self._program.forward]
+        backward = [replace(segment, after=self._after[segment.name]) for segment in self._program.backward]
+        return replace(
+            self._program, forward=forward, backward=backward, end=self._end, buckets=tuple(self._buckets)
+        )
+
+    def _add_sums(self, summed: Sequence[int]) -> None:
+        """Add sums of gradients and updates, by one sum of all elements or by shards."""
+        sums, kind = {i: self._sums(i) for i in summed}, self._scheme.kind
+        for i in summed:
+            last = None if kind.waits else self._last(i)
+            (self._end if last is None else self._after[last]).extend(self._starts(i, sums[i][0]))
+        if kind.waits:
+            self._end += [BucketTotal("", sums[i][0], "finish", i, when="step") for i in summed]
+        for i in reversed(summed) if kind.shards else summed:
+            # All shards are updated before the first layer, those of the first layers first, and travel during forward.
+            before = self._before[next(iter(self._before)) if kind.shards else self._first(i)]
+            if not kind.waits:
+                before.append(BucketTotal("", sums[i][0], "finish", i))
+            before.append(self._update(i))
+            if kind.shards:
+                before.append(BucketTotal("", sums[i][1], "start", i))
+        for i in summed if kind.shards else ():
+            done = [BucketTotal("", sums[i][1], "finish", i), Refresh("", i, self._own(i))]
+            self._before[self._first(i)] += done
+
+    def _starts(self, i: int, total: Sum) -> list[Operation]:
+        """Return the operations that prepare the gradients of a bucket, and start their sum."""
+        cast = [Cast("", i, self._own(i))] if is_low(self._program.target.dtype) else []
+        return [*cast, *self._prepared(i), BucketTotal("", total, "start", i, when="step")]
+
+    def _prepared(self, i: int) -> list[Operation]:
+        """Return the operations on the gradients of a bucket before they count."""
+        own = self._own(i)
+        operations: list[Operation] = [Accumulate("", i, own, self._parts)] if self._parts > 1 else []
+        return [*operations, Compensate("", i, own, when="step")] if self._scheme.keeps_errors else operations
+
+    def _add_replicated(self, replicated: Sequence[int]) -> None:
+        """Add gathers of errors, gradients of the whole batch, and updates, for dense layers that sum nothing."""
+        numbers: dict[str, list[int]] = {}
+        for i in replicated:
+            numbers.setdefault(self._buckets[i].layers[0], []).append(i)
+        for name in sorted(numbers, key=self._places.__getitem__):
+            before, own, kernel = self._before[name], numbers[name], self._program.exposed[name]
+            rows, errors = kernel.sums["rows_gather"], kernel.sums["errors_gather"]
+            assert rows is not None and errors is not None
+            self._end.append(BucketTotal(name, errors, "start", own[0]))
+            before += [BucketTotal(name, gather, "finish", own[0]) for gather in (rows, errors)]
+            before.append(self._whole(name, kernel, rows))
+            for i in own:
+                before += [*self._prepared(i), self._update(i)]
+
+    def _whole(self, name: str, kernel: KernelSpec, rows: Sum) -> Run:
+        """Return the computation of a dense layer's gradient from the rows of all ranks."""
+        view = kernel.views["rows"]
+        assert view is not None
+        samples = rows.sizes[0] // (view.shape[1] * view.dtype.itemsize)
+        timing = Timing("backward_filter", ((samples, view.shape[1]),))
+        return Run(name, kernel, "whole_gradient", timing)
+
+    # -- descriptions --------------------------------------------------------------------------
+
+    def _own(self, i: int) -> int:
+        """Return the bytes of a bucket on this rank."""
+        color = self._buckets[i].sharing.color(self._program.target.rank)
+        return 0 if color is None else self._buckets[i].nbytes[color]
+
+    def _sums(self, i: int) -> list[Sum]:
+        """Return the sum of a bucket's gradients, and the gather of its parameters where ranks update shards."""
+        bucket, dtype, scheme = self._buckets[i], self._program.wide, self._scheme
+        shape, label, found = (self._own(i) // dtype.itemsize,), f"bucket {i}", []
+        for place, method in zip((GRADIENTS, PARAMETERS), scheme.sums):
+            kind = method.name if scheme.kind.shards else "allreduce"  # the kind under which traffic is counted
+            view = Buffer(shape, dtype, "parameter gradient", place=(place, label)).view
+            sent = method.name, method.codec, scheme.keeps_errors
+            found.append(Sum(bucket.sharing, view, bucket.nbytes, kind, None, *sent))
+        return found
+
+    def _update(self, i: int) -> Update:
+        bucket, own = self._buckets[i], self._own(i)
+        updated, largest = own, float(max(bucket.nbytes))
+        if self._scheme.kind.shards and not bucket.replicated:
+            updated, largest = self._shard(bucket, own), largest / bucket.sharing.members_each
+        return Update("", i, own, updated, largest)
+
+    def _shard(self, bucket: GradientChunk, own: int) -> int:
+        """Return the bytes of this rank's shard of a bucket."""
+        rank, itemsize = self._program.target.rank, self._program.wide.itemsize
+        color = bucket.sharing.color(rank)
+        if color is None:
+            return 0
+        members = bucket.sharing.members(color)
+        part = shards(own // itemsize, len(members), itemsize)[members.index(rank)]
+        return (part.stop - part.start) * itemsize
+
+    def _first(self, i: int) -> str:
+        """Return the first layer of a bucket in forward."""
+        return min(self._buckets[i].layers, key=self._places.__getitem__)
+
+    def _last(self, i: int) -> str | None:
+        """Return the last layer of a bucket in backward; None: backward does not reach all of them."""
+        layers = self._buckets[i].layers
+        if any(name not in self._after for name in layers):
+            return None
+        return min(layers, key=self._places.__getitem__)
+
+
+def completions(program: Program) -> list[Operation]:
+    """Return the operations that complete all parameters, in the order for a call outside of a pass. Local.
+
+    Sums end in the order of their starts; gathers of updated shards end last.
+    """
+    operations = [operation for segment in reversed(program.forward) for operation in segment.before]
+    gathers = {o.sum for o in operations if isinstance(o, Total) and o.end == "start"}
+    late = [o for o in operations if isinstance(o, Refresh) or (isinstance(o, Total) and o.sum in gathers)]
+    late = [o for o in late if not (isinstance(o, Total) and o.end == "start")]
+    return [*(o for o in operations if o not in late), *late]
+
+
+def complete_early(program: Program) -> Program:
+    """Return the program with all gradients complete at the end of backward; updates stay where they are. Local."""
+    before = [operation for segment in program.forward for operation in segment.before]
+    gathers = {o.sum for o in before if isinstance(o, Total) and o.end == "start"}
+    end, forward = list(program.end), []
+    for segment in program.forward:
+        early = [o for o in segment.before if _completes(o, gathers)]
+        end += early
+        forward.append(replace(segment, before=[o for o in segment.before if o not in early]))
+    return replace(program, forward=forward, end=end)
+
+
+def _completes(operation: Operation, gathers: set[Sum]) -> bool:
+    """Return whether an operation completes gradients, and not parameters, which these sums gather."""
+    if isinstance(operation, Total):
+        return operation.sum not in gathers
+    return isinstance(operation, Run | Accumulate | Compensate)
+
+
+def check_gradients(program: Program, what: str, over_ranks: bool) -> Program:
+    """Return the program with a number computed from all gradients before any update.
+
+    Parameters
+    ----------
+    what
+        Name of the number, and kind under which its sum is counted.
+    over_ranks
+        Whether the numbers of all ranks are summed; else every rank has all gradients.
+    """
+    total = None
+    if over_ranks:
+        number = Buffer((1,), np.dtype("float64"), "loss", place=(what, ""))
+        total = Sum(Groups.whole(program.target.size), number.view, [number.nbytes], what, None)
+    updates = [o for segment in program.forward for o in segment.before if isinstance(o, Update)]
+    check = CheckGradients("", what, sum(o.updated for o in updates), total, when="step")
+    program = complete_early(program)
+    return replace(program, end=[*program.end, check])
