@@ -92,7 +92,7 @@ class Chunks:
 
 
 def chunks_of(dataset: h5py.Dataset, rows: int) -> Chunks | None:
-    """Return the chunks of a dataset; None if HDF5 reads any part by itself. Local."""
+    """Return the chunks of a dataset; None if HDF5 reads parts without their chunks. Local."""
     if dataset.is_virtual or dataset.chunks is None:
         return None
     found = Chunks(tuple(dataset.chunks), tuple(dataset.shape), min(rows, dataset.ndim - 1), dataset.dtype.itemsize)

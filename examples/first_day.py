@@ -25,7 +25,7 @@ EDGE, CHANNELS, CLASSES, FILES, SAMPLES = 64, 3, 3, 40, 4
 
 
 def write_files(folder: Path, first: int, labelled: bool) -> None:
-    """Write travelling waves, sampled in time; the class of a cell is that of its height. Some samples have NaN."""
+    """Write travelling waves, sampled in time. The class of a cell depends on its height. Some samples have NaN."""
     folder.mkdir(parents=True)
     y, x = np.meshgrid(*[np.linspace(0, 2 * np.pi, EDGE, endpoint=False)] * 2, indexing="ij")
     for number in range(first, first + (FILES if labelled else 4)):

@@ -59,7 +59,7 @@ def export_run(target: Path, kind: str, out: Path, overrides: Sequence[str] = ()
 
 
 def _statistics(known: Mapping[str, Any] | None, inputs: Sequence[str]) -> dict[str, ChannelStatistics]:
-    """Return statistics by input; a checkpoint of an earlier version has those of the only input."""
+    """Return statistics by input. A checkpoint of an earlier version has statistics of its single input only."""
     if not known:
         return {}
     known = {inputs[0]: known} if "mean" in known else known

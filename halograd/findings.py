@@ -1,4 +1,4 @@
-"""What is found out about this machine: the form of a finding, and the MPI library."""
+"""Findings about this machine: their form, and the probe of the MPI library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plan as text, and beside what was measured."""
+"""Texts of a plan, and of its comparison with measurements."""
 
 from __future__ import annotations
 

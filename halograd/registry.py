@@ -1,4 +1,4 @@
-"""Registries: what a user or a contributor adds is a class with a name, in one registry per kind."""
+"""Registries of extensions: one registry per kind, in which each extension is a class with a name."""
 
 from __future__ import annotations
 
@@ -66,7 +66,8 @@ class Registry(Generic[Kind]):
         return cls
 
     def register_later(self, name: str, load: Callable[[], type[Kind]]) -> None:
-        """Add a class that `load` imports when it is first asked for: its module loads what most runs do not need."""
+        """Add a class that `load` imports at first use, because its module loads libraries that most runs do not need.
+        """
         if self._classes.get(name) is not None or name in self._later:
             raise ValueError(f"{self.kind} {name!r}: expected a name that is not taken")
         self._later[name] = load
@@ -90,7 +91,7 @@ class Registry(Generic[Kind]):
     def find(self, name: str, at: str = "") -> type[Kind]:
         """Return the class of this name, or at this location. Local.
 
-        `at` is what messages call the entry (an option of a command, ...), by default `key`.
+        `at` is the name of the entry in messages (an option of a command, ...), by default `key`.
 
         Raises
         ------
@@ -129,8 +130,8 @@ class Registry(Generic[Kind]):
             TRANSPORTS.make("emulated:alpha=1e-3,beta=1e-9")
             CODECS.make("half.py:Half:scale=1024")
 
-        A value is a number, ``true`` or ``false``, else a text. `at` is what messages call the entry, by
-        default `key`. Raises UserError for an unknown name, and for settings that its class does not allow.
+        A value is a number, ``true`` or ``false``, else a text. `at` is the name of the entry in messages, by default
+        `key`. Raises UserError for an unknown name, and for settings that its class does not permit.
         """
         at = at or self.key
         name, values = _split(text)

@@ -1,10 +1,10 @@
-"""Declarations of the arrays that a kernel reads and writes, beside its code.
+"""Declarations of the arrays that a kernel reads and writes, next to its code.
 
-A program knows from them how long an array is needed. ::
+A program derives the lifetimes of arrays from them. ::
 
     @reads("x", "w", "b")
     @writes("y")
-    def conv_forward(geometry, environment, x, w, b, y): ...        # returns what is run
+    def conv_forward(geometry, environment, x, w, b, y): ...        # returns a kernel
 
     class GroupNormKernels:                                         # its methods are run
         @reads("x")
@@ -14,10 +14,12 @@ A program knows from them how long an array is needed. ::
     @makes(forward=Access(("x",), ("y",)), backward=Access(("dy",), ("dx",)))
     def pool(environment, x, y, dy, dx): ...                        # returns an object with these two methods
 
-An array is *read* if its contents before the run matter. It is *written* if the run may change its contents; one that
-is only written may hold anything before (results, and work space). One that is changed in place is both.
+An array is *read* if the result of the run depends on its contents. It is *written* if the run may change its contents.
+An array that is only written may have any contents before (results, and work space). An array that is changed in place
+is both.
 
-What declares nothing reads and writes all arrays that it is made with: that is always right, and takes more memory.
+A kernel without a declaration counts as reading and writing all its arrays. This is always correct, but takes more
+memory.
 """
 
 from __future__ import annotations
@@ -36,8 +38,8 @@ Declared = TypeVar("Declared", bound=Callable[..., Any])
 class Access:
     """Names of the arrays that a run reads and writes.
 
-    A name that ends with ``*`` stands for all that begin so: ``"x*"`` for ``x0``, ``x1``, ... Names of arrays that a
-    kernel is made without are left out.
+    A name that ends with ``*`` matches all names with that prefix: ``"x*"`` matches ``x0``, ``x1``, ... Names of arrays
+    that a kernel does not have are ignored.
     """
 
     reads: tuple[str, ...] = ()
@@ -56,7 +58,7 @@ class Access:
         return [name for name in names if _among(name, self.reads) or _among(name, self.writes)]
 
 
-#: Access of a run that declares nothing.
+#: Access of a kernel without a declaration.
 ANY = Access(("*",), ("*",))
 
 
@@ -85,7 +87,7 @@ def writes(*names: str) -> Callable[[Declared], Declared]:
 
 
 def makes(kind: type | None = None, **methods: Access) -> Callable[[Declared], Declared]:
-    """Declare what a function makes: an object of a class whose methods declare, or with methods of this access."""
+    """Declare the result of a function: an object of a class with declared methods, or with methods of this access."""
 
     def declare(make: Declared) -> Declared:
         make.__dict__["makes"] = methods if kind is None else kind
@@ -95,14 +97,14 @@ def makes(kind: type | None = None, **methods: Access) -> Callable[[Declared], D
 
 
 def access_of(make: Callable[..., Any], method: str | None = None) -> Access:
-    """Return the access of a run: of what `make` makes, or of one of its methods.
+    """Return the access of a kernel that `make` returns, or of one of its methods.
 
     Parameters
     ----------
     make
-        Function that returns what is run, or the class of it; arguments may be bound by `functools.partial`.
+        Function that returns the kernel, or the kernel's class; arguments may be bound by `functools.partial`.
     method
-        Name of the method that is run; None: what is made is called.
+        Name of the method that runs; None: the kernel itself is called.
     """
     while isinstance(make, partial):
         make = make.func

@@ -29,7 +29,7 @@ Some = TypeVar("Some", bound="Backend")
 
 @dataclass(frozen=True)
 class BackendOptions:
-    """What a run asks of its backend.
+    """Options of a backend for a run.
 
     Attributes
     ----------
@@ -52,7 +52,7 @@ class BackendOptions:
     device: int = 0
 
     def refuse_precision(self, name: str) -> None:
-        """Raise KernelError if another precision than strict is asked of the backend `name`, which has no other."""
+        """Raise KernelError unless the precision is strict; for a backend `name` that has no other."""
         if self.precision != "strict":
             raise KernelError(
                 f"expected precision strict for the backend {name}, got {self.precision!r}; choose the backend cudnn "
@@ -90,7 +90,7 @@ class Backend(Convolutions, Pointwise, Norms, Losses, Updates):
         Raises
         ------
         KernelError
-            If the library or the device is missing, or has not what is asked for.
+            If the library or the device is missing, or does not support an option.
         """
         options.refuse_precision(cls.name)
         return cls(options.threads)  # type: ignore[call-arg]

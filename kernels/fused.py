@@ -1,4 +1,4 @@
-"""Activations by name, alone or computed by another kernel behind what it makes."""
+"""Activations by name, as separate kernels or fused into other kernels."""
 
 from __future__ import annotations
 

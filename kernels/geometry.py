@@ -1,8 +1,8 @@
 """Geometry of operations on plain arrays: sliding windows, channels that lie padded in memory, and resampling.
 
 Pure arithmetic. :class:`Geometry` has kernel, stride, dilation, padding and groups of a sliding operation;
-:class:`Resampling` says which inputs an output reads on one axis, and with which weights. That is exact: positions
-are rational numbers, so nothing depends on rounding or on how an axis is cut. With a ratio of p inputs per q outputs,
+:class:`Resampling` gives the inputs that an output reads on one axis, and their weights. It is exact: positions are
+rational numbers, so nothing depends on rounding or on the cut of an axis. With a ratio of p inputs per q outputs,
 outputs that are q apart read inputs that are p apart with the same weights: a block of outputs is a few strided *runs*,
 each one multiply-add of strided views::
 
@@ -242,7 +242,7 @@ class Resampled:
 
 @dataclass(frozen=True)
 class Geometry:
-    """How a window slides over the spatial axes of an array ``(N, *spatial, C)``.
+    """Geometry of a window that slides over the spatial axes of an array ``(N, *spatial, C)``.
 
     Output ``o`` of an axis reads the inputs ``o * stride - lo + dilation * j`` for ``j`` in
     ``range(kernel)``; those outside the array are padding.

@@ -26,7 +26,7 @@ class StepNumbers(NamedTuple):
     scale
         Factor on the gradients (clipping, loss scale).
     first, second
-        Two numbers of the optimizer: what Adam divides its first moment, and the root of its second moment, by.
+        Two numbers of the optimizer: Adam's divisors of the first moment, and of the root of the second moment.
     weight
         Weight of new parameters in their average.
     """
@@ -70,7 +70,7 @@ class UpdateArrays:
 
 @dataclass(frozen=True)
 class UpdatePiece:
-    """A range of a bucket that is updated in one go, as a :data:`Rule` gets it. Arrays are flat and of one length.
+    """A range of a bucket that is updated at once, the argument of a :data:`Rule`. Arrays are flat and of one length.
 
     Attributes
     ----------
@@ -81,7 +81,7 @@ class UpdatePiece:
     state
         Arrays of the optimizer, in the order of their names (modified).
     scratch
-        Arrays to compute in, contents undefined; :meth:`gradient` uses the first two.
+        Work arrays, contents undefined; :meth:`gradient` uses the first two.
     decayed
         Whether these parameters have weight decay; biases and norms have none.
     """
@@ -236,7 +236,7 @@ class Updates(Base):
 
 
 def piece_of(arrays: UpdateArrays, start: int, stop: int, decayed: bool, scratch: Sequence[Any]) -> UpdatePiece:
-    """Return the piece ``[start, stop)`` of a bucket, with the beginnings of the scratch arrays. Local."""
+    """Return the piece ``[start, stop)`` of a bucket, with the leading part of each scratch array. Local."""
     part = slice(start, stop)
     state, views = tuple(s[part] for s in arrays.state), tuple(s[: stop - start] for s in scratch)
     return UpdatePiece(arrays.p[part], arrays.g[part], state, views, decayed)

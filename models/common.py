@@ -97,7 +97,7 @@ def classifier(
     weight: float = 0.3,
     label_smoothing: float = 0.0,
 ) -> Network:
-    """Return the network with softmax cross-entropy behind `logits (classes,)` or ``(*spatial, classes)``.
+    """Return the network with softmax cross-entropy on `logits (classes,)` or ``(*spatial, classes)``.
 
     Parameters
     ----------

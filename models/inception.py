@@ -62,8 +62,8 @@ def googlenet(
     dropout
         Rate before the last layer (the auxiliary classifiers have 0.7, or 0 where this is 0).
     auxiliary
-        Whether two more classifiers, behind the modules 4a and 4d, add to the loss of training, with weight 0.3
-        each; needs a resolution of at least 65.
+        Whether two more classifiers, after the modules 4a and 4d, add to the training loss, with weight 0.3 each; needs
+        a resolution of at least 65.
     class_weights
         Weights of the classes in the loss: a number per class, or "balanced".
 
@@ -75,7 +75,7 @@ def googlenet(
 
     Notes
     -----
-    Pooling of stride 2 rounds up, with the padding behind, as in Caffe at sizes that are multiples of 32.
+    Pooling of stride 2 rounds up, with padding at the end, as in Caffe at sizes that are multiples of 32.
     """
     y: Node = Input((resolution, resolution, channels), name="x")
     y = Conv(scaled(64, width), 7, 2, 3, activation="relu", name="conv1")(y)
@@ -154,8 +154,8 @@ def inception_v3(
     dropout
         Rate before the last layer.
     auxiliary
-        Whether one more classifier, behind the last 17 x 17 module, adds to the loss of training, with weight 0.4;
-        needs at least 17 x 17 positions there, a resolution of 299.
+        Whether one more classifier, after the last 17 x 17 module, adds to the training loss, with weight 0.4; needs at
+        least 17 x 17 positions there, a resolution of 299.
     label_smoothing
         Share of the target that is spread over all classes (0.1 in the paper).
     statistics

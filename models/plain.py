@@ -66,8 +66,8 @@ def alexnet(
     ``variant="one_tower"`` (61,100,840 parameters) is the network of Krizhevsky's "One weird trick" (2014): 64, 192,
     384, 256, 256 filters, no groups, no normalization. It is the default because torchvision has it and the papers that
     we compare with train it (Jia et al.'s Table 1: conv2 has 64 channels in, 192 out, conv5 256 and 256).
-    ``variant="grouped"`` (60,965,224) is the network of 2012: 96, 256, 384, 384, 256 filters, the second, fourth
-    and fifth convolution in two groups, local response normalization behind the first two.
+    ``variant="grouped"`` (60,965,224) is the network of 2012: 96, 256, 384, 384, 256 filters, the second, fourth and
+    fifth convolution in two groups, local response normalization after the first two.
 
     Parameters
     ----------
@@ -108,7 +108,7 @@ def alexnet(
 
 
 def _pooled(y: Node, label: int, normalized: bool) -> Node:
-    """Add overlapping pooling, if `normalized` behind the paper's normalization (alpha not divided by the size)."""
+    """Add overlapping pooling, with `normalized` after the paper's normalization (alpha not divided by the size)."""
     if normalized:
         y = LocalResponseNorm(5, alpha=5e-4, beta=0.75, k=2.0, name=f"norm{label}")(y)
     return MaxPool(3, 2, name=f"pool{label}")(y)

@@ -1,11 +1,11 @@
 """Run the whole suite: serially, then under 1, 2, 3, 4, 6 and 8 MPI ranks. Called by ``make test``.
 
-Of the whole suite, the serial tests that start programs, which wait a lot, and then the run under one rank, are beside
-the others.
+In a run of the whole suite, the serial tests that start programs, which mostly wait, and then the run under one rank,
+run parallel to the others.
 
-Every run has a wall-clock limit, every test one of its own, which grow on a machine that is slow or busy. A run that
-hangs is killed with all its ranks and counts as failed, with the tracebacks of every rank. The last line is
-``N passed, N failed, N skipped``.
+Every run and every test has a wall-clock limit, which grows on a slow or busy machine. A run that hangs is killed with
+all its ranks and counts as failed, with the tracebacks of every rank. The last line is ``N passed, N failed, N
+skipped``.
 
     python tests/run_suite.py                         everything
     python tests/run_suite.py --runs 2,4 tests/comm   these tests, under 2 and 4 ranks only
@@ -85,7 +85,7 @@ class Run:
 
 
 def command(name: str, limit: float, arguments: list[str]) -> list[str]:
-    """Command line of a run."""
+    """Return the command line of a run."""
     # Open MPI gives its ranks a terminal, in which pytest would write in colors.
     pytest = [sys.executable, "-m", "pytest", "-q", "--color=no", "--no-header", "--tb=short", "-r", "fE"]
     pytest += ["--continue-on-collection-errors", f"--timeout={limit:g}"]
@@ -95,7 +95,9 @@ def command(name: str, limit: float, arguments: list[str]) -> list[str]:
 
 
 def arguments_for(name: str, half: str, options: argparse.Namespace) -> list[str]:
-    """Those for pytest; under MPI the whole suite is the files that have tests for so many ranks."""
+    """Return the arguments for pytest; under MPI the whole suite consists of the files with tests for this number of
+    ranks.
+    """
     if options.quick:
         return [*options.arguments, *QUICK[name]]
     if not options.whole or (name == "serial" and not half):
@@ -112,7 +114,7 @@ def files_of_half(half: str, folder: Path) -> list[str]:
 
 
 def execute(name: str, options: argparse.Namespace, folder: Path, half: str = "") -> Run:
-    """Do one run, or one half of the serial one, and judge it."""
+    """Execute one run, or one half of the serial one, and return its result."""
     records, temporary = folder / f"record-{name}{half}", folder / f"tmp-{name}{half}"
     records.mkdir()
     temporary.mkdir()
@@ -167,7 +169,7 @@ def execute_all(options: argparse.Namespace, folder: Path) -> list[Run]:
 
 
 def each(names: Iterable[str], options: argparse.Namespace, folder: Path) -> list[Run]:
-    """Do these runs one after the other."""
+    """Execute these runs in sequence."""
     runs = []
     for name in names:
         print(f"\n== {'serial' if name == 'serial' else f'{name} ranks'}", flush=True)
@@ -176,7 +178,7 @@ def each(names: Iterable[str], options: argparse.Namespace, folder: Path) -> lis
 
 
 def together(run: Run, other: Run) -> Run:
-    """Two halves of one run."""
+    """Return the combined result of two halves of one run."""
     both = Run(run.name, run.passed + other.passed, run.skipped + other.skipped, max(run.seconds, other.seconds))
     both.failures, both.skips = run.failures + other.failures, run.skips + other.skips
     both.files = run.files + other.files
@@ -193,7 +195,7 @@ def _pass_on(process: subprocess.Popen[bytes], tail: deque[str]) -> None:
 
 
 def _wait(process: subprocess.Popen[bytes], mark: str, deadline: float, records: Path) -> bool:
-    """Wait for the run, or kill it at its deadline (`time.monotonic` [s]); return whether it had to be killed."""
+    """Wait for the run, or kill it at its deadline (`time.monotonic` [s]); return whether it was killed."""
     while process.poll() is None:
         if time.monotonic() > deadline:
             ask_for_stacks(records, record.read(records).pids)
@@ -232,7 +234,7 @@ def _judge(name: str, code: int, ended: str, outcomes: record.Outcomes, tail: de
 
 
 def left_out(options: argparse.Namespace) -> str:
-    """What of the whole suite is not run where there is a minute only."""
+    """Return the parts of the whole suite that a run of one minute leaves out."""
     files = {path.relative_to(ROOT) for path in (ROOT / "tests").rglob("test_*.py")}
     named = {Path(test.partition("::")[0]) for name in options.runs for test in QUICK[name]}
     others = [file for file in files if not named & {file, *file.parents}]
@@ -272,7 +274,7 @@ def summarize(runs: list[Run], slowest: int = 0, note: str = "") -> bool:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Options of this script; what it does not know is for pytest."""
+    """Return the parsed options; unknown ones are for pytest."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", help=f"comma-separated list of 'serial' and rank counts (default {','.join(RUNS)})")
     parser.add_argument("--quick", action="store_true", help="a part of everything in less than a minute")
@@ -299,7 +301,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> int:
-    """Run what the command line asks for."""
+    """Run the command line."""
     options = parse()
     if options.mpi is not None:
         try:

@@ -399,7 +399,7 @@ def test_what_a_module_offers_is_there():
 
 
 def test_folders_import_each_other_relatively():
-    """So a tool that opens a file as ``comm/sums.py`` or as ``halograd/comm/sums.py`` sees the same imports."""
+    """A tool that opens a file as ``comm/sums.py`` or as ``halograd/comm/sums.py`` then sees the same imports."""
     absolute = re.compile(rf"^\s*(?:from|import) halograd\.({'|'.join(BELOW)})\b", re.MULTILINE)
     found = [name(path) for path in library() if absolute.search(path.read_text(encoding="utf-8"))]
     assert not found, f"expected relative imports, as `from ..comm import`, got absolute ones in {found}"

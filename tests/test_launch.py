@@ -103,7 +103,7 @@ def test_job_that_hangs_is_killed_with_all_its_ranks(tmp_path, monkeypatch):
 
 
 def test_segments_of_an_aborted_job_are_swept(tmp_path, monkeypatch):
-    """This covers the segments that the watcher has seen."""
+    """The runner removes the segments that its watcher has seen."""
     name, segments = "halograd-test-launch", jobs.segments
     jobs.remove([name])  # of a run of this test that was killed: what was there before the job is not the job's
 

@@ -116,7 +116,7 @@ class ModelOptions:
     ] = "sgd"
 
     def training(self) -> Training:
-        """Return what a step keeps and updates."""
+        """Return the memory and update costs of training."""
         from ..planning import training_of
 
         return training_of(self.dtype, self.optimizer)

@@ -52,9 +52,9 @@ class CudaUpdates(Updates):
         return self._update("average", arrays)
 
     def _by_rule(self, name: str, arrays: UpdateArrays, rule: Rule, scratch: int, whole: bool) -> Kernel:
-        """Return calls of the rule on whole ranges, where the arrays are.
+        """Build an update that calls the rule on whole ranges of device arrays.
 
-        What a skipped step must not change is kept, and put back on the device: the host does not know of it.
+        The host does not know whether a step is skipped, so the arrays are saved and restored on the device.
         """
         numbers = StepNumbers(*(arrays.scalars[i : i + 1] for i in range(len(StepNumbers._fields))))
         kept = () if arrays.skip is None else (arrays.p, *arrays.state)

@@ -257,9 +257,9 @@ class _Convolution:
 def forward(
     engine: OnednnEngine, x: Any, w: Any, b: Any, y: Any, geometry: Geometry, behind: Sequence, blocked: bool = False
 ) -> PrimitiveList:
-    """Return ``y = f(conv(x, w) + b)`` as one primitive with the fused operations `behind`.
+    """Return ``y = f(conv(x, w) + b)`` as one primitive; `behind` are the operations fused after the convolution.
 
-    These have the form that :meth:`PrimitiveList.attributes` takes.
+    They have the form that :meth:`PrimitiveList.attributes` takes.
     """
     p = PrimitiveList(engine)
     bias = None if b is None else vector(p, b)

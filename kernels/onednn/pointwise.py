@@ -45,7 +45,7 @@ __all__ = ["MAX", "Finite", "activation", "add", "average", "max_pool", "pool"]
 
 
 class Finite:
-    """Check that all elements of a packed array ``(N, *spatial, C)`` are finite, by a sum that reads the array once.
+    """A check that all elements of a packed array ``(N, *spatial, C)`` are finite, by a sum that reads the array once.
 
     One thread computes the scalar product of the array with itself in BLAS; several threads compute sums in oneDNN.
 

@@ -120,7 +120,7 @@ def test_weights_are_those_of_the_module(name, tmp_path):
 
 
 def test_lengths_of_a_dense_layer_are_in_the_order_of_its_units():
-    """They are not in the order of its features, of which there are as many."""
+    """The lengths are not in the order of the layer's features, of which there are as many."""
     y = hg.Dense(FEATURES, weight_norm=True, name="head")(hg.Flatten()(hg.Input(IMAGE, name="x")))
     found = arrangements(hg.Network({"y": y}))
     assert found["head/w"].orders == {1: FLAT}

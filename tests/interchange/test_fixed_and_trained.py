@@ -76,7 +76,7 @@ FIXED = list(_fixed()) if importlib.util.find_spec("torch") else []
     "name, exporter", [*((name, "old") for name in FIXED), ("all", "dynamo"), ("of vectors", "dynamo")]
 )
 def test_constants_of_the_source_are_not_trained(name, exporter, tmp_path):
-    """They are also kept on the way back to ONNX."""
+    """Constants are also kept on the way back to ONNX."""
     names = [one for one in FIXED if one != "of vectors"] if name == "all" else [name]
     modules = [_fixed()[one]().double() for one in names]
     module, x = together(*modules) if name == "all" else modules[0], samples(*SHAPE)

@@ -278,7 +278,7 @@ def test_layers_are_as_few_as_can_be(tmp_path):
 
 
 def test_weights_are_read_when_they_are_needed(tmp_path):
-    """They are not read before, and a file that is truncated meanwhile raises an error."""
+    """`load` does not read weights, and a file that is truncated meanwhile raises an error."""
     lib = torch()
     path = export(lib.nn.Conv2d(3, 64, 9), lib.zeros(2, 3, 9, 9), tmp_path / "m.onnx", "old")
     network = hg.onnx.load(path)

@@ -74,7 +74,7 @@ def trained(stubs: Stubs) -> list[str]:
 
 @pytest.mark.parametrize("text", HOSTILE)
 def test_values_reach_the_program_literally(text, stubs, tmp_path):
-    """This covers all words of commands."""
+    """The values cover all words of commands."""
     (tmp_path / "in" / f"x{text}").mkdir(parents=True)
     values = {
         "config": f"{text}.toml",

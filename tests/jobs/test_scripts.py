@@ -127,8 +127,8 @@ def test_ranks_are_started_by_name(stubs):
 
 @pytest.mark.parametrize("local_rank", ["SLURM_LOCALID", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK"])
 def test_a_rank_sees_the_gpu_of_its_number(local_rank, stubs):
-    """This also holds if Slurm gave the job the last two of four GPUs, and under mpirun, whose daemon is Slurm's task
-    0.
+    """The rule also holds if Slurm gave the job the last two of four GPUs, and under mpirun, whose daemon is Slurm's
+    task 0.
     """
     stubs.run(render("train", job(folder=str(stubs.folder), gpus_per_node=2)))
     (call,) = stubs.calls("srun")
@@ -261,7 +261,7 @@ def test_signals_to_the_script_reach_the_program(kind, stubs):
 
 @pytest.mark.parametrize("kind", ["train", "local"])
 def test_a_signal_before_the_script_knows_its_program(kind, stubs):
-    """It is still forwarded, and may end the program before that waits for signals."""
+    """The script still forwards the signal, which may end a program that does not yet wait for signals."""
     process = start(kind, stubs, edit=lambda script: script.replace("program=$!", "kill -USR1 $$\nprogram=$!"))
     out, _ = process.communicate(timeout=LIMIT)
     assert process.returncode in (75, 128 + signal.SIGUSR1), out
@@ -269,7 +269,9 @@ def test_a_signal_before_the_script_knows_its_program(kind, stubs):
 
 @pytest.mark.parametrize("kind", ["train", "local"])
 def test_a_signal_in_the_first_line_of_a_script(kind, stubs):
-    """It arrives while modules are loaded and data are staged: training starts, and stops before its first step."""
+    """The signal arrives while modules are loaded and data are staged: training starts, and stops before its first
+    step.
+    """
 
     def edit(script: str) -> str:
         script = script.replace("\ncd -- ", "\nkill -USR1 $$\ncd -- ", 1)
@@ -295,7 +297,7 @@ def test_a_signal_to_a_rank_that_cannot_note_it_yet(kind, stubs):
 
 
 def test_a_signal_when_training_has_ended(stubs):
-    """It does not requeue a job that crashed again at the same step."""
+    """The signal does not requeue a job that crashed again at the same step."""
     script = render("train", job(folder=str(stubs.folder), run=str(stubs.folder / "run")))
     assert script.count("\ncase $code in\n") == 1
     done = stubs.run(script.replace("\ncase $code in\n", "\nkill -USR1 $$\ncase $code in\n"), STUB_CODE="1")

@@ -310,7 +310,7 @@ def test_a_chain_goes_on_until_a_job_is_through(undisturbed, site):
 
 
 def test_a_time_limit_leads_to_a_checkpoint_and_back_into_the_queue(limited, undisturbed, site):
-    """This is the only test in which Slurm itself sends the signal."""
+    """Slurm itself sends the signal, only in this test."""
     wait_until(lambda: site.slurm.fields(limited)["Restarts"] != "0", lambda: site.slurm.log(limited))
     site.let_go_on("limited")
     site.slurm.wait(limited, "COMPLETED")

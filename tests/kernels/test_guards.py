@@ -79,7 +79,8 @@ def thin(backend, channels: int, extents=(64, 64), stride=(2, 2)):
 
 @pytest.mark.parametrize("case", [((64, 64), (2, 2)), ((64, 64), (1, 2)), ((64, 64), (2, 1)), ((4096,), (2,))], ids=str)
 def test_the_implementation_that_overruns_is_refused_exactly_where_it_does(onednn, case, monkeypatch):
-    """Without the refusal it is used, and the guards detect it; with more channels it is used and correct."""
+    """Without the refusal, oneDNN uses the implementation and the guards detect it; with more channels it is correct.
+    """
     kernel = thin(onednn, 3, *case)
     kernel()
     GUARDS.check()

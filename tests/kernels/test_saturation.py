@@ -58,9 +58,7 @@ def test_activation_near_saturation(typed, kind):
 @pytest.mark.torch
 @pytest.mark.parametrize("kind", ACTIVATIONS)
 def test_the_exact_forms_are_those_of_torch(kind):
-    """They agree with torch's float64 where that has digits; torch has an error of a rounding of 1, or of x, where it
-    subtracts.
-    """
+    """The closed forms agree with torch's float64, except where torch subtracts and loses digits."""
     x = points(np.float64)
     x = x[np.abs(np.abs(x) - 3) > 1e-14]  # the derivative of a hard swish at its corners is a convention
     for alpha in ALPHAS.get(kind, (0.0,)):
@@ -90,7 +88,7 @@ def test_activation_of_infinities(typed, kind):
 
 @pytest.mark.parametrize("kind", ["relu", "hard_sigmoid", "hard_swish"])
 def test_no_gradient_passes_where_an_activation_is_flat(typed, kind):
-    """This includes NaN, which a loss has after an infinity; for ReLU in oneDNN only infinities."""
+    """The gradient may be NaN, as after an infinite loss; for ReLU in oneDNN only infinite."""
     x = np.array([-np.inf, -4, 4, np.inf] * 4).astype(typed.dtype)
     onednn = kind == "relu" and typed.backend.name == "onednn" and typed.dtype == np.float32
     for number in (np.inf, -np.inf) if onednn else (np.inf, -np.inf, np.nan):

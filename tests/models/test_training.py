@@ -33,9 +33,7 @@ def test_every_model_has_a_small_version():
 
 @pytest.mark.parametrize("label", SMALL)
 def test_loss_falls_as_its_gradient_says(label):
-    """Three steps along the gradient; the first, short step lowers the loss by the squared gradient, as for a smooth
-    function.
-    """
+    """After three steps along the gradient the loss falls; the first, short step lowers it by the squared gradient."""
     with Communicator(MPI.COMM_SELF) as alone, executor_of(small(label), alone) as executor:
         first, second = descend(executor, 1e-6, 1)
         assert (first - second) / first == pytest.approx(1e-6, rel=0.02)

@@ -309,7 +309,7 @@ def test_a_measured_plan_without_compiler_is_found_again_by_name(machine):
 
 
 def test_what_was_measured_is_not_used_without_autotune(machine):
-    """Else the same run would give other bits after another run has measured."""
+    """A run must not change its bits because another run has measured."""
     with machine.open(autotune=True) as backend:
         forward(backend)
     with machine.open() as backend:
