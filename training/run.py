@@ -132,13 +132,13 @@ def train(
             run.resume(found)
             found.close()
             log.say(_resumed(run, found.path))
-        log.write("begin", **begin_entry(session, run))
+        log.write("begin", **begin_entry(session, run.optimizer.step, run.epochs, len(run.sampler)))
         watchdog.follow(session.executor.pulse)
         interruption.follow(session.executor.pulse)
         result = run.train()
         if result["stopped"] is None:  # after a signal, little time is left
             report_times(session, log, run.steps, directory)
-            report_plan(plan, run, log)
+            report_plan(plan, run.step_times, run.optimizer.step, log)
             log.write("finished", step=run.optimizer.step)
         on_root(ranks.mpi, lock.check)  # the result refers to log and checkpoints
     return {**result, "directory": str(directory)}

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -38,9 +38,6 @@ from .root import agreed_root
 from .samples import Samples
 from .timeline import Timeline
 from .transfer import DeviceFeed
-
-if TYPE_CHECKING:
-    from .epochs import TrainingRun
 
 __all__ = ["Session", "begin_entry", "begin_with", "data_lines", "headline"]
 
@@ -317,14 +314,17 @@ def _some(texts: Sequence[str]) -> str:
     return ", ".join(texts[:_NAMED]) + more
 
 
-def begin_entry(session: Session, run: TrainingRun) -> dict[str, Any]:
-    """Return the log entry ``begin``: network, data, ranks, versions and configuration. Collective."""
+def begin_entry(session: Session, step: int, epochs: int, steps_per_epoch: int) -> dict[str, Any]:
+    """Return the log entry ``begin``: network, data, ranks, versions and configuration. Collective.
+
+    `step` is the step that the run begins with.
+    """
     config, comm = session.config, session.comm
     hosts = Counter(comm.allgather_objects(platform.node()))
     return {
-        "step": run.optimizer.step,
-        "epochs": run.epochs,
-        "steps_per_epoch": len(run.sampler),
+        "step": step,
+        "epochs": epochs,
+        "steps_per_epoch": steps_per_epoch,
         "batch": config.training.batch,
         "samples": len(session.samples.training),
         "held_out": len(session.samples.validation),

@@ -14,7 +14,6 @@ from .executor import Executor
 from .timeline import Timeline, kind_of, write_trace
 
 if TYPE_CHECKING:
-    from .epochs import TrainingRun
     from .log import RunLog
     from .session import Session
 
@@ -175,9 +174,9 @@ def report_times(session: Session, log: RunLog, steps: int, directory: Path) -> 
     log.say(timeline.table(steps))
 
 
-def report_plan(plan: RunPlan | None, run: TrainingRun, log: RunLog) -> None:
-    """Print and log predicted and measured times. Local."""
-    measured = None if plan is None or run.step_times is None else run.step_times.result()
+def report_plan(plan: RunPlan | None, times: StepTimes | None, step: int, log: RunLog) -> None:
+    """Print and log predicted and measured times, after `step`. Local."""
+    measured = None if plan is None or times is None else times.result()
     if plan is not None and measured is not None:
         log.say(plan.compare(measured))
-        log.write("prediction", step=run.optimizer.step, **plan.record(measured))
+        log.write("prediction", step=step, **plan.record(measured))
