@@ -15,6 +15,10 @@ from pathlib import Path
 import pytest
 
 import halograd
+from halograd.comm.codec import CODECS
+from halograd.comm.gpu import DEVICE_TRANSPORTS
+from halograd.comm.transport import TRANSPORTS
+from halograd.layers.reduction_scheme import NAMES
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -403,6 +407,85 @@ def test_folders_import_each_other_relatively():
     absolute = re.compile(rf"^\s*(?:from|import) halograd\.({'|'.join(BELOW)})\b", re.MULTILINE)
     found = [name(path) for path in library() if absolute.search(path.read_text(encoding="utf-8"))]
     assert not found, f"expected relative imports, as `from ..comm import`, got absolute ones in {found}"
+
+
+# Where a name of a codec, transport or scheme is compared although the file is not its own.
+MAY_COMPARE_NAMES = {
+    "perfmodel/machine_file.py": "machine files of earlier versions say in a note what carries a link",
+}
+OWN_NAMES = {"comm/codec.py", "comm/transport.py", "comm/gpu/choice.py", "layers/reduction_scheme.py"}
+# Names that are words of other things, too: they count where what they are compared with says so.
+AMBIGUOUS = {"auto", "float32", "bfloat16"}
+SAYS = re.compile(r"transport|payload|codec|scheme|reduction|\broute\b|\bchoice\b", re.I)
+
+
+def registered() -> set[str]:
+    return {*CODECS.names, *TRANSPORTS.names, *DEVICE_TRANSPORTS.names, *NAMES}
+
+
+def literals(node: ast.expr) -> list[str]:
+    """Texts that an operand of a comparison, or an argument of `startswith`, consists of."""
+    parts = node.elts if isinstance(node, (ast.Tuple, ast.List, ast.Set)) else [node]
+    return [part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str)]
+
+
+def compared_names(text: str) -> list[tuple[int, str]]:
+    """Lines and names where a name of a codec, transport or scheme is compared: ``==``, ``in``, `startswith`,
+    ``case``.
+    """
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "startswith":
+            sides = [node.func.value, *node.args]
+        elif isinstance(node, ast.Match):
+            patterns = [part for case in node.cases for part in ast.walk(case.pattern)]
+            sides = [node.subject, *(part.value for part in patterns if isinstance(part, ast.MatchValue))]
+        else:
+            continue
+        others = " ".join(ast.unparse(side) for side in sides if not literals(side))
+        for word in (word for side in sides for word in literals(side)):
+            is_name = word.partition(":")[0] in registered()
+            if is_name and (word.partition(":")[0] not in AMBIGUOUS or SAYS.search(others)):
+                found.append((node.subject.lineno if isinstance(node, ast.Match) else node.lineno, word))
+    return found
+
+
+def test_no_other_file_compares_names_of_codecs_transports_or_schemes():
+    """They read properties, so that one of a user's file needs no change elsewhere."""
+    found = {
+        name(path): [f"{name(path)}:{line} {word!r}" for line, word in compared_names(path.read_text(encoding="utf-8"))]
+        for path in library()
+        if name(path) not in OWN_NAMES
+    }
+    lines = [line for path, several in found.items() if path not in MAY_COMPARE_NAMES for line in several]
+    assert not lines, "expected a property in place of the comparison of a name, got\n" + "\n".join(lines)
+    assert all(found[path] for path in MAY_COMPARE_NAMES), "an exception that is none any more"
+
+
+@pytest.mark.parametrize(
+    ("text", "seen"),
+    [
+        ('comm.transport == "mpi"', True),
+        ('"mpi" != transport', True),
+        ('scheme.name in ("sharded", "hierarchical")', True),
+        ('record.transport.startswith("emulated")', True),
+        ('note.startswith(("shared", "auto"))', True),
+        ('text.startswith("emulated:alpha=")', True),
+        ('match scheme.name:\n    case "x" | "sharded":\n        pass', True),
+        ('scheme.payload == "bfloat16"', True),
+        ('config.reduction.name != "auto"', True),
+        ('choice.name == "nccl"', True),
+        ('dtype.name == "bfloat16"', False),
+        ('halo == "auto"', False),
+        ('"sharded" + name', False),
+        ('Scheme("sharded")', False),
+        ('kind.shards and name == "lars"', False),
+    ],
+)
+def test_the_check_of_names_sees_all_forms(text, seen):
+    assert bool(compared_names(text)) is seen
 
 
 def test_one_class_has_a_name():

@@ -29,7 +29,8 @@ from halograd.schema import (
     build,
 )
 
-from ..layers.reduction_scheme import Name, Scheme
+from ..comm.gpu.choice import named_route
+from ..layers.reduction_scheme import KINDS, Name, Scheme
 from ..layers.strategy import CutField
 from ..perfmodel.machine_file import parse_quantity
 from .data_config import AugmentConfig, DataConfig
@@ -177,7 +178,7 @@ class ReductionConfig(Table):
     @model_validator(mode="after")
     def _together(self) -> ReductionConfig:
         others = sorted(self.model_fields_set & _TUNING)
-        if others and self.name != "auto":
+        if others and not KINDS[self.name].searches:
             raise ValueError(f'{others[0]}: expected name = "auto" with it, got "{self.name}"; remove one of them')
         self.scheme()
         return self
@@ -259,8 +260,14 @@ class BackendConfig(Table):
     """Whether to replay the forward and backward pass as CUDA graphs, between messages."""
     device: Literal["auto"] | Whole | Annotated[list[Whole], Field(min_length=1)] = "auto"
     """Number of a GPU, or numbers that the ranks of a node use in turn; ``"auto"``: all GPUs of the node in turn."""
-    device_transport: Literal["auto", "nccl", "cuda-ipc", "mpi-cuda", "mpi-staged"] = "auto"
-    """Transport of GPU arrays; ``"auto"`` follows the rule in docs/gpu.md."""
+    device_transport: Text = "auto"
+    """Transport of GPU arrays: ``"nccl"``, ``"cuda-ipc"``, ``"mpi-cuda"``, ``"mpi-staged"``; ``"auto"`` follows the
+    rule in docs/gpu.md."""
+
+    @model_validator(mode="after")
+    def _known_transport(self) -> BackendConfig:
+        named_route(self.device_transport)
+        return self
 
 
 class OutputConfig(Table):

@@ -366,7 +366,7 @@ def _plan(config: Config, ranks: Communicator, planner: Planner | None, training
 def _ranked(ranker: Ranker | None, session: Session) -> Sequence[Scheme]:
     """Return the schemes to try first if gradient reduction is ``"auto"``. Collective."""
     strategy = session.executor.strategy
-    if strategy.reduction.name != "auto" or ranker is None:
+    if not strategy.reduction.kind.searches or ranker is None:
         return ()
     return ranker(session.config, session.comm, strategy)
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from halograd.comm.channel import ChannelSpec
 from halograd.comm.counters import Instruments
-from halograd.comm.gpu.choice import Choice
+from halograd.comm.gpu.choice import Choice, Nccl
 from halograd.comm.reduction import ReductionSpec
 from halograd.device import Device
 
@@ -37,7 +37,7 @@ class LoneCommunicator:
         self.nodes = (0,) * size
         self.instruments = Instruments()
         # Copies within the device can be captured into a graph, as NCCL messages can.
-        copies = Choice("nccl", "copies within the device")
+        copies = Choice(Nccl(), "copies within the device")
         self.devices = SimpleNamespace(choice=copies, launched=lambda label: lambda: None)
         self.counters = self.instruments.counters
         self._channels: list[_Mirror] = []

@@ -14,6 +14,6 @@
 Importing this package imports neither CuPy nor NCCL.
 """
 
-from .choice import NAMES, Choice, RankFacts, choose
+from .choice import DEVICE_TRANSPORTS, Choice, RankFacts, choose
 
-__all__ = ["NAMES", "Choice", "RankFacts", "choose"]
+__all__ = ["DEVICE_TRANSPORTS", "Choice", "RankFacts", "choose"]

@@ -1,16 +1,40 @@
-"""Choice of the transport of device arrays. Pure arithmetic on facts that every rank reports."""
+"""Transports of device arrays, and the choice among them. Pure arithmetic on facts that every rank reports.
+
+A transport is one class; other files read its properties, and compare no names.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from halograd.errors import UserError
+from halograd.registry import Registry
 
 from ..errors import CommError
 
-__all__ = ["MULTI_RANK_VERSION", "NAMES", "Choice", "RankFacts", "check_name", "choose", "version_text"]
+if TYPE_CHECKING:
+    from ..transports.base import TransportContext
 
-#: Names that `Communicator.use_device` accepts in addition to ``"auto"``.
-NAMES = ("nccl", "mpi-cuda", "mpi-staged", "cuda-ipc")
+__all__ = [
+    "DEVICE_TRANSPORTS",
+    "MULTI_RANK_VERSION",
+    "Choice",
+    "CudaIpc",
+    "MpiCuda",
+    "MpiStaged",
+    "Nccl",
+    "RankFacts",
+    "Route",
+    "choose",
+    "named_route",
+    "route_of",
+    "version_text",
+]
+
+AUTO = "auto"
 MULTI_RANK_VERSION = 23003  # first NCCL with which ranks may share a GPU, as ``ncclGetVersion`` counts
 OLDEST_NCCL = 20700  # first NCCL with send and recv
 
@@ -46,27 +70,150 @@ class RankFacts:
     mpi_fault: str = ""
 
 
+class Route(ABC):
+    """How arrays of devices travel. Local.
+
+    Attributes
+    ----------
+    name
+        Name in the registry; a class in a file of a user needs none.
+    reason
+        Text for the log on why ``"auto"`` took it.
+    captures
+        Whether the work of a step can be part of a CUDA graph; otherwise the host takes part.
+    staged
+        Whether arrays go by way of pinned host memory and the transport of the host: nothing is connected.
+    proven
+        Whether :meth:`fault` needs a proof that MPI reaches device memory (`RankFacts.mpi_fault`).
+    uses_nccl
+        Whether NCCL is loaded for it.
+    """
+
+    name: ClassVar[str] = ""
+    reason: ClassVar[str] = ""
+    captures: ClassVar[bool] = False
+    staged: ClassVar[bool] = False
+    proven: ClassVar[bool] = False
+    uses_nccl: ClassVar[bool] = False
+
+    @abstractmethod
+    def fault(self, facts: Sequence[RankFacts]) -> str:
+        """Return why it cannot work on these ranks; empty if it can. The same on all ranks."""
+
+    @abstractmethod
+    def connect(self, opened: Any, context: TransportContext) -> Any:
+        """Return the `halograd.comm.gpu.link.DeviceTransport` of one communicator. Collective over it.
+
+        `opened` has what all communicators share: `cuda`, `lanes`, `watchdog`, `nccl`, `spans`.
+        """
+
+
+#: Transports of device arrays by name, in the order in which ``"auto"`` tries them.
+DEVICE_TRANSPORTS: Registry[Route] = Registry("device_transport", Route, key="backend.device_transport")  # type: ignore[type-abstract]
+
+
+@DEVICE_TRANSPORTS.register
+class Nccl(Route):
+    """NCCL: every rank has a GPU of its own, or NCCL lets ranks share one."""
+
+    name = "nccl"
+    reason = "NCCL on every rank"
+    captures = True
+    uses_nccl = True
+
+    def fault(self, facts: Sequence[RankFacts]) -> str:
+        return _nccl_fault(facts)
+
+    def connect(self, opened: Any, context: TransportContext) -> Any:
+        from .nccl import NcclTransport
+
+        return NcclTransport(opened.lanes, context, opened.watchdog, opened.nccl, opened.spans)
+
+
+@DEVICE_TRANSPORTS.register
+class CudaIpc(Route):
+    """CUDA IPC: all ranks are on one node, and reach each other's GPUs."""
+
+    name = "cuda-ipc"
+    reason = "all ranks on one node, GPUs reach each other"
+
+    def fault(self, facts: Sequence[RankFacts]) -> str:
+        return _ipc_fault(facts)
+
+    def connect(self, opened: Any, context: TransportContext) -> Any:
+        from .ipc import IpcTransport
+
+        return IpcTransport(opened.cuda, opened.lanes[1], context, opened.spans)
+
+
+@DEVICE_TRANSPORTS.register
+class MpiCuda(Route):
+    """Messages of device memory by MPI, if it was proven to reach it."""
+
+    name = "mpi-cuda"
+    reason = "MPI reaches device memory"
+    proven = True
+
+    def fault(self, facts: Sequence[RankFacts]) -> str:
+        return _mpi_fault(facts)
+
+    def connect(self, opened: Any, context: TransportContext) -> Any:
+        from .mpi_cuda import MpiCudaTransport
+
+        return MpiCudaTransport(opened.cuda, opened.lanes[1], context)
+
+
+@DEVICE_TRANSPORTS.register
+class MpiStaged(Route):
+    """By way of pinned host memory and the transport of the host; works everywhere."""
+
+    name = "mpi-staged"
+    staged = True
+
+    def fault(self, facts: Sequence[RankFacts]) -> str:
+        return ""
+
+    def connect(self, opened: Any, context: TransportContext) -> Any:
+        raise AssertionError("arrays go through the host")
+
+
 @dataclass(frozen=True)
 class Choice:
     """A transport, and the reason for it."""
 
-    name: str
+    route: Route
     reason: str
 
     @property
+    def name(self) -> str:
+        """Name of the transport."""
+        return vars(type(self.route)).get("name") or type(self.route).__name__
+
+    @property
     def captures(self) -> bool:
-        """Whether the work of a step can be part of a CUDA graph; with the other transports the host takes part."""
-        return self.name == "nccl"
+        """Whether the work of a step can be part of a CUDA graph."""
+        return self.route.captures
+
+    def answers(self, wanted: str) -> bool:
+        """Return whether it is what `wanted` names; ``"auto"`` names any."""
+        return wanted == AUTO or type(route_of(wanted)) is type(self.route)
 
     def describe(self) -> str:
         """Return one line for the log."""
         return f"{self.name} ({self.reason})"
 
 
-def check_name(wanted: str) -> None:
-    """Raise CommError unless `wanted` is ``"auto"`` or the name of a transport. Local."""
-    if wanted not in ("auto", *NAMES):
-        raise CommError(f"device transport: expected 'auto', {', '.join(map(repr, NAMES))}, got {wanted!r}")
+def named_route(wanted: str, at: str = "backend.device_transport") -> Route | None:
+    """Return the transport of a name; None for ``"auto"``. Local. Raises UserError, about `at`, if there is none."""
+    return None if wanted == AUTO else DEVICE_TRANSPORTS.make(wanted, at)
+
+
+def route_of(wanted: str) -> Route | None:
+    """Return the transport of a name; None for ``"auto"``. Local. Raises CommError if there is none."""
+    try:
+        return named_route(wanted, "device transport")
+    except UserError as error:
+        raise CommError(str(error)) from error
 
 
 def version_text(version: int) -> str:
@@ -90,21 +237,22 @@ def choose(wanted: str, facts: Sequence[RankFacts]) -> Choice:
     CommError
         If the requested transport cannot work; the text gives the reason.
     """
-    check_name(wanted)
-    if wanted != "auto":
-        fault = _FAULTS[wanted](facts)
+    route = route_of(wanted)
+    if route is not None:
+        fault = route.fault(facts)
         if fault:
             raise CommError(f"device transport: expected one that works here, got {wanted!r}: {fault}")
-        return Choice(wanted, "asked for")
+        return Choice(route, "asked for")
     if len(facts) == 1:
-        return Choice("mpi-staged", "one rank: nothing travels")
+        return Choice(MpiStaged(), "one rank: nothing travels")
     reasons: list[str] = []
-    for name in ("nccl", "cuda-ipc", "mpi-cuda"):
-        fault = _FAULTS[name](facts)
+    for name in DEVICE_TRANSPORTS.names:
+        route = DEVICE_TRANSPORTS.make(name)
+        fault = route.fault(facts)
         if not fault:
-            return Choice(name, "; ".join([_WHY[name], *reasons]))
+            return Choice(route, "; ".join(filter(None, [route.reason, *reasons])))
         reasons.append(f"no {name}: {fault}")
-    return Choice("mpi-staged", "; ".join(reasons))
+    raise AssertionError("one of the transports works everywhere")
 
 
 def _no_cuda(facts: Sequence[RankFacts]) -> str:
@@ -168,16 +316,3 @@ def _mpi_fault(facts: Sequence[RankFacts]) -> str:
         return fault
     bad = [rank for rank, fact in enumerate(facts) if fact.mpi_fault]
     return f"rank {bad[0]}: {facts[bad[0]].mpi_fault}; use 'nccl' or 'mpi-staged'" if bad else ""
-
-
-_FAULTS: dict[str, Callable[[Sequence[RankFacts]], str]] = {
-    "nccl": _nccl_fault,
-    "cuda-ipc": _ipc_fault,
-    "mpi-cuda": _mpi_fault,
-    "mpi-staged": lambda facts: "",
-}
-_WHY = {
-    "nccl": "NCCL on every rank",
-    "cuda-ipc": "all ranks on one node, GPUs reach each other",
-    "mpi-cuda": "MPI reaches device memory",
-}

@@ -21,11 +21,9 @@ from ..ranks import Ranks
 from ..reduction import Reduction
 from ..sums import Method
 from ..transports.base import Pattern, TransportContext
-from .choice import Choice, RankFacts, check_name, choose
-from .ipc import IpcTransport
+from .choice import Choice, MpiStaged, RankFacts, choose, route_of
 from .mpi_aware import claim_fault, prove
-from .mpi_cuda import MpiCudaTransport
-from .nccl import NcclTransport, aborting, load_nccl
+from .nccl import aborting, load_nccl
 from .streams import Cuda, Lane, LaneSpans, Launched
 from .watchdog import TIMEOUT, DeviceWatchdog
 
@@ -71,11 +69,8 @@ class _Opened:
 
     def make(self, context: TransportContext) -> DeviceTransport:
         """Return the transport for one communicator. Collective over it."""
-        if self.choice.name == "nccl":
-            return NcclTransport(self.lanes, context, self.watchdog, self.nccl, self.spans)
-        if self.choice.name == "cuda-ipc":
-            return IpcTransport(self.cuda, self.lanes[1], context, self.spans)
-        return MpiCudaTransport(self.cuda, self.lanes[1], context)
+        made: DeviceTransport = self.choice.route.connect(self, context)
+        return made
 
 
 class DeviceLinks:
@@ -102,9 +97,9 @@ class DeviceLinks:
         """
         fault: Exception | None = None
         try:
-            check_name(wanted)
+            route_of(wanted)
             seconds = timeout_from(os.environ) if timeout is None else timeout
-            if self.choice is not None and wanted not in ("auto", self.choice.name):
+            if self.choice is not None and not self.choice.answers(wanted):
                 raise CommError(f"device transport: expected {self.choice.name!r}, which was chosen, got {wanted!r}")
         except CommError as error:
             fault = error
@@ -112,9 +107,9 @@ class DeviceLinks:
         if self.choice is not None:
             return self.choice
         if device.is_host:
-            return Choice("mpi-staged", "arrays are the host's")
+            return Choice(MpiStaged(), "arrays are the host's")
         choice = _decide(comm, device, wanted)
-        if choice.name != "mpi-staged":
+        if not choice.route.staged:
             self._opened = _open(comm, device, choice, seconds)
         self.choice = choice
         return choice
@@ -196,7 +191,7 @@ def _decide(comm: Ranks, device: Device, wanted: str) -> Choice:
     here = [gpu for gpu, other in zip(gpus, comm.nodes) if other == node]
     facts: list[RankFacts] = _gathered(comm, lambda: rank_facts(device, node, here))
     choice = _choose(comm, wanted, facts)
-    if choice.name != "mpi-cuda":
+    if not choice.route.proven:
         return choice
     # The first rank of each node runs the proof for the others; it takes seconds, so only if it would be used.
     leads = comm.nodes.index(node) == comm.rank
@@ -232,7 +227,7 @@ def _open(comm: Ranks, device: Device, choice: Choice, timeout: float) -> _Opene
         sys.stderr.flush()
         end(comm.mpi, 1)
 
-    nccl = load_nccl() if choice.name == "nccl" else None
+    nccl = load_nccl() if choice.route.uses_nccl else None
     together = nullcontext if nccl is None else partial(aborting, nccl, device)
     watchdog = DeviceWatchdog(f"rank {comm.rank} of {comm.size}", timeout, lost, device.use, together)
     return _Opened(choice, cuda, (cuda.lane(), cuda.lane()), watchdog, nccl, LaneSpans(cuda))
