@@ -34,8 +34,8 @@ class Judgement:
     weights
         Number of the loss's input that holds weights of positions: positions of weight 0 are ignored. None: there are
         no weights.
-    counter
-        A subclass of :class:`halograd.training.Counter`, or a function that returns one; None: the library's counters.
+    metric
+        A subclass of :class:`halograd.training.Metric`, or a function that returns one; None: the library's metrics.
     """
 
     classes: int | None = None
@@ -45,7 +45,7 @@ class Judgement:
     target: int = 1
     probabilities: bool = False
     weights: int | None = None
-    counter: Callable[[], Any] | None = None
+    metric: Callable[[], Any] | None = None
 
 
 class TargetReader:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .config import Config, load_config
     from .evaluation import Evaluation
     from .executor import Executor
-    from .metrics import Confusion, Counter
+    from .metrics import METRICS, Confusion, Metric
     from .optimizers import LARS, OPTIMIZERS, SGD, Adam, AdamW, Optimizer, OptimizerSettings
     from .run import apply, evaluate, train
     from .schedules import SCHEDULES, Constant, Cosine, Schedule, ScheduleSettings, StepDecay, TrainingSpan, WarmUp
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LARS",
+    "METRICS",
     "OPTIMIZERS",
     "SCHEDULES",
     "SGD",
@@ -33,10 +34,10 @@ __all__ = [
     "Confusion",
     "Constant",
     "Cosine",
-    "Counter",
     "Diverged",
     "Evaluation",
     "Executor",
+    "Metric",
     "Optimizer",
     "OptimizerSettings",
     "ParameterStore",
@@ -64,7 +65,7 @@ _HOMES = {
     "config": ("Config", "load_config"),
     "evaluation": ("Evaluation",),
     "executor": ("Executor",),
-    "metrics": ("Confusion", "Counter"),
+    "metrics": ("METRICS", "Confusion", "Metric"),
     "optimizers": ("LARS", "OPTIMIZERS", "SGD", "Adam", "AdamW", "Optimizer", "OptimizerSettings"),
     "run": ("apply", "evaluate", "train"),
     "schedules": (

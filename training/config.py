@@ -292,6 +292,9 @@ class OutputConfig(Table):
     """Score by which the checkpoint with the best validation is kept too: ``"loss"``, ``"iou"``, ...; ``"none"``: no
     such checkpoint. The default is the loss, if every epoch has a checkpoint and the held-out targets have several
     classes. A validation without the score is ignored."""
+    metrics: list[Text] = Field(default_factory=list)
+    """Metrics of the first prediction, in addition to those of the loss: ``"errors"`` (``mae`` and ``rmse``), or one of
+    your own, ``"FILE.py:CLASS"``, with settings ``"FILE.py:CLASS:key=value"``. `best` may be one of their scores."""
     timeline: bool = False
     """Whether to measure every step of every rank: ``timeline.json``, and the hidden share of the communication."""
     rank_logs: bool = False

@@ -76,7 +76,7 @@ class TrainingRun:
         self.trainer = Trainer(executor, self.optimizer, schedule, config.training.clip_norm, ranked, tuning)
         if self.trainer.auto is not None:
             report_to(log, self.trainer.auto, lambda: self.optimizer.step)
-        self.evaluation = Evaluation(executor)
+        self.evaluation = Evaluation(executor, metrics=config.output.metrics)
         self.watch = LossWatch(session.samples.target_scale if self.evaluation.of_numbers else 0.0)
         self._held_out: Sequence[Batch] = (
             session.in_order(session.samples.validation) if len(session.samples.validation) else []

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
+
+from halograd.errors import UserError
 
 from ..data import Batch, Dataset
 from ..data.coordinates import SOURCES, write_sources
@@ -19,7 +21,7 @@ from ..layers.needs import operand_blocks
 from ..layers.targets import Judgement
 from ..lowering.views import Value, View
 from .executor import Executor
-from .metrics import Calibration, Confusion, Counter, Errors, own_counter
+from .metrics import METRICS, Calibration, Confusion, Errors, Metric, checked_metric
 from .session import Session
 from .transfer import Gather
 
@@ -45,32 +47,50 @@ class Evaluation:
         Executor of a network with a loss.
     calibrated
         Whether to count probabilities of classes too, which costs an exponential per class and position.
+    metrics
+        Metrics of the first prediction, by their names in :data:`METRICS`, in addition to those of the loss.
+
+    Raises
+    ------
+    UserError
+        If a metric is unknown or invalid, or has a score that another one has.
     """
 
-    def __init__(self, executor: Executor, calibrated: bool = False) -> None:
+    def __init__(self, executor: Executor, calibrated: bool = False, metrics: Sequence[str] = ()) -> None:
         self._executor = executor
         self._judged = judged(executor)
+        self._counted = [*self._judged, *(_added(name, self._judged[0]) for name in metrics)]
+        self._check_names(metrics)
         self._counts: list[np.ndarray] = []
-        for one in self._judged:
-            self._counts.append(one.counter.counts)
-            if calibrated and isinstance(one.counter, Confusion):
-                one.counter.calibration = Calibration()
-                self._counts.append(one.counter.calibration.counts)
+        for one in self._counted:
+            self._counts.append(one.metric.counts)
+            if calibrated and isinstance(one.metric, Confusion):
+                one.metric.calibration = Calibration()
+                self._counts.append(one.metric.calibration.counts)
         self._reductions = [executor.comm.reduction(counts, kind="metrics") for counts in self._counts]
         self._loss = MeanLoss(executor)
+
+    def _check_names(self, metrics: Sequence[str]) -> None:
+        taken = {"loss": "the loss"}
+        for one, name in zip(self._counted, [""] * len(self._judged) + list(metrics)):
+            for key in one.metric.scores():
+                if name and f"{one.prefix}{key}" in taken:
+                    other = taken[f"{one.prefix}{key}"]
+                    raise UserError(f"output.metrics: {name}: expected other scores than those of {other}, got {key!r}")
+                taken[f"{one.prefix}{key}"] = name or "the loss"
 
     @property
     def names(self) -> dict[str, str | None]:
         """Names of the scores of :meth:`finish`, and whether "lower" or "higher" is better; None: not declared."""
         found: dict[str, str | None] = {"loss": "lower"}
-        for one in self._judged:
-            found |= {f"{one.prefix}{key}": one.counter.better.get(key) for key in one.counter.scores()}
+        for one in self._counted:
+            found |= {f"{one.prefix}{key}": one.metric.better.get(key) for key in one.metric.scores()}
         return found
 
     @property
-    def counted(self) -> Counter:
+    def counted(self) -> Metric:
         """Counts of the first prediction."""
-        return self._judged[0].counter
+        return self._judged[0].metric
 
     @property
     def of_numbers(self) -> bool:
@@ -79,14 +99,14 @@ class Evaluation:
 
     @property
     def blind(self) -> bool:
-        """Whether the counts of :meth:`finish` cannot distinguish good from bad predictions (:meth:`Counter.lacking`).
+        """Whether the counts of :meth:`finish` cannot distinguish good from bad predictions (:meth:`Metric.lacking`).
         """
-        return all(one.counter.lacking() for one in self._judged)
+        return all(one.metric.lacking() for one in self._judged)
 
     @property
     def lacking_text(self) -> str:
         """The predictions whose counts cannot distinguish good from bad, with the reason; "" if there are none."""
-        found = [(one.name, one.counter.lacking()) for one in self._judged]
+        found = [(one.name, one.metric.lacking()) for one in self._judged]
         return "; ".join(f"of {name!r} {text}" for name, text in found if text)
 
     def begin(self) -> None:
@@ -100,7 +120,7 @@ class Evaluation:
         valid = self._executor.mode.valid
         loss = self._executor.loss_value()
         self._loss.add(loss, valid)
-        for one in self._judged:
+        for one in self._counted:
             box = one.prediction.box
             count = max(0, min(box.stop[0], valid) - box.start[0])
             if count and box.size:
@@ -108,7 +128,7 @@ class Evaluation:
                 to_host, view = self._executor.device.to_host, self._executor.runner.view
                 arrays = (to_host(view(array)[:count]) for array in one.views)
                 prediction, target, *weights = (a.astype(np.float32) if is_low(a.dtype) else a for a in arrays)
-                one.counter.add(prediction, target, **({"weights": weights[0]} if weights else {}))
+                one.metric.add(prediction, target, **({"weights": weights[0]} if weights else {}))
         return loss
 
     def finish(self) -> dict[str, float | None]:
@@ -119,17 +139,17 @@ class Evaluation:
         loss = self._loss.result()
         for reduction in self._reductions:
             reduction.run()
-        found = {"loss": None if all(one.counter.empty for one in self._judged) else loss}
-        for one in self._judged:
-            for key, score in one.counter.scores().items():
+        found = {"loss": None if all(one.metric.empty for one in self._judged) else loss}
+        for one in self._counted:
+            for key, score in one.metric.scores().items():
                 found[f"{one.prefix}{key}"] = None if score is None else float(score)
         return found
 
     def details(self) -> list[dict[str, Any]]:
         """Return the details of every prediction, after :meth:`finish`: plain data, the same on all ranks. Local."""
         return [
-            {"name": one.name, "target": one.nodes[1], **one.counter.details(), "scores": one.counter.scores()}
-            for one in self._judged
+            {"name": one.name, "target": one.nodes[1], **one.metric.details(), "scores": one.metric.scores()}
+            for one in self._counted
         ]
 
     def close(self) -> None:
@@ -154,8 +174,8 @@ class JudgedPair:
         Names of both in the network.
     prediction, target
         Values that the loss reads.
-    judgement, counter
-        The comparison, and the counter of its results.
+    judgement, metric
+        The comparison, and the metric of its results.
     weights
         Weights of this rank's block, with extents of 1 where they are broadcast; None: all elements count.
     """
@@ -166,7 +186,7 @@ class JudgedPair:
     prediction: Value
     target: Value
     judgement: Judgement
-    counter: Counter
+    metric: Metric
     weights: View | None = None
 
     @property
@@ -181,7 +201,7 @@ _TAKEN = ("prediction", "target", "sample", *SOURCES)
 
 
 def judged(executor: Executor) -> list[JudgedPair]:
-    """List the predictions and targets that the minimized loss reads, each with its counter."""
+    """List the predictions and targets that the minimized loss reads, each with its metric."""
     network, node = executor.network, executor.network.outputs.get("loss")
     step = next((step for step in executor.steps if node is not None and step.layer is node.layer), None)
     judgements = [] if step is None else step.layer.judgements(*(value.layout.shape[1:] for value in step.inputs))
@@ -200,14 +220,20 @@ def judged(executor: Executor) -> list[JudgedPair]:
             if found and (name in _TAKEN or any(name == other.name for other in found)):
                 name = f"{name} {nodes[1]}"
             prefix = f"{name} " if found else ""
-            found.append(JudgedPair(name, prefix, nodes, *values, one, _counter(one, name), weights))
+            found.append(JudgedPair(name, prefix, nodes, *values, one, _metric(one, name), weights))
         return found
     raise ValueError(f"network {executor.network.name!r}: expected a loss layer, whose targets scores need, got none")
 
 
-def _counter(judgement: Judgement, name: str) -> Counter:
-    if judgement.counter is not None:
-        return own_counter(judgement.counter, name)
+def _added(name: str, first: JudgedPair) -> JudgedPair:
+    """Return a pair as the first one, compared by a metric of the configuration."""
+    metric = checked_metric(lambda: METRICS.make(name), first.name)
+    return replace(first, name=f"{first.name} by {type(metric).__name__}", metric=metric)
+
+
+def _metric(judgement: Judgement, name: str) -> Metric:
+    if judgement.metric is not None:
+        return checked_metric(judgement.metric, name)
     if judgement.classes is None:
         return Errors()
     return Confusion(judgement.classes, judgement.threshold, judgement.ignored, judgement.probabilities)

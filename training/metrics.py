@@ -1,7 +1,7 @@
 """Counts of right and wrong predictions, their scores, and the file that holds both.
 
 Counts are integers, so a score does not depend on the decomposition in any digit. A metric of your own is a subclass of
-:class:`Counter`.
+:class:`Metric`.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from halograd.documents import read_json
 from halograd.errors import UserError
+from halograd.registry import Registry
+from halograd.schema import STRICT
 from halograd.signatures import check_methods
 
 from ..data.disk import atomic_path, check_writable
@@ -25,14 +27,15 @@ from .log import STAMPS
 
 __all__ = [
     "BINS",
+    "METRICS",
     "Calibration",
     "Confusion",
-    "Counter",
     "Errors",
+    "Metric",
     "by_class",
     "check_details",
+    "checked_metric",
     "counted",
-    "own_counter",
     "read_details",
     "scores",
     "sigmoid",
@@ -44,11 +47,14 @@ __all__ = [
 NOTHING = "no position counts: all of them are ignored or have weight 0"
 
 
-class Counter(ABC):
+class Metric(ABC):
     """Base class of metrics: counts of a prediction and its target, and their scores.
 
-    A loss names a counter of your own: ``Judgement(counter=RelativeError)``. Every rank counts its blocks, the counts
-    are summed over the ranks, and all ranks compute the scores from the sums.
+    A configuration names metrics of your own for the first prediction of the loss,
+    ``output.metrics = ["within.py:Within"]``; so does a loss, in place of the library's:
+    ``Judgement(metric=RelativeError)``. Every rank counts its blocks, the counts are summed over the ranks, and all
+    ranks compute the scores from the sums. Names of scores are their labels in log, progress and pictures. Fields of a
+    metric that is a dataclass are settings: ``"within.py:Within:limit=0.5"``.
 
     Attributes
     ----------
@@ -59,6 +65,9 @@ class Counter(ABC):
     #: Score -> whether ``"lower"`` or ``"higher"`` is better. A score that is missing here cannot be `output.best`.
     better: Mapping[str, str] = MappingProxyType({})
     counts: np.ndarray
+    #: Name in the configuration, for registered classes.
+    name: ClassVar[str] = ""
+    __pydantic_config__ = STRICT
 
     @abstractmethod
     def add(self, prediction: Any, target: Any, weights: Any = None) -> None:
@@ -90,18 +99,22 @@ class Counter(ABC):
         return NOTHING if self.empty else ""
 
 
-def own_counter(make: Any, name: str) -> Counter:
-    """Create and check the counter of a comparison of the prediction `name`. Local; every rank calls it.
+#: Metrics by name, or by ``"FILE.py:CLASS"``.
+METRICS: Registry[Metric] = Registry("metric", Metric, "output.metrics")  # type: ignore[type-abstract]
+
+
+def checked_metric(make: Any, name: str) -> Metric:
+    """Create and check the metric of a comparison of the prediction `name`. Local; every rank calls it.
 
     Raises
     ------
     UserError
-        If it is no :class:`Counter`, or one of its methods or attributes is invalid.
+        If it is no :class:`Metric`, or one of its methods or attributes is invalid.
     """
     made = make()
-    if not isinstance(made, Counter):
-        raise UserError(f"counter of {name!r}: expected a halograd.training.Counter, got {type(made).__name__}")
-    kind, counts = f"counter {type(made).__name__} of {name!r}", getattr(made, "counts", None)
+    if not isinstance(made, Metric):
+        raise UserError(f"metric of {name!r}: expected a halograd.training.Metric, got {type(made).__name__}")
+    kind, counts = f"metric {type(made).__name__} of {name!r}", getattr(made, "counts", None)
     check_methods(made, optional=["weights"])
     if not (isinstance(counts, np.ndarray) and counts.dtype in (np.int64, np.float64) and counts.flags.c_contiguous):
         got = f"an array of {counts.dtype}" if isinstance(counts, np.ndarray) else type(counts).__name__
@@ -124,7 +137,7 @@ def own_counter(make: Any, name: str) -> Counter:
     return made
 
 
-class Confusion(Counter):
+class Confusion(Metric):
     """Confusion counts of a classification of samples, pixels or cells.
 
     Parameters
@@ -275,7 +288,8 @@ def _ratio(above: int, below: int) -> float | None:
     return above / below if below else None
 
 
-class Errors(Counter):
+@METRICS.register
+class Errors(Metric):
     """Sums of differences, for regression.
 
     Attributes
@@ -284,6 +298,7 @@ class Errors(Counter):
         ``(3,)`` float64: elements, sum of absolute differences, sum of squares.
     """
 
+    name: ClassVar[str] = "errors"
     better = MappingProxyType({"mae": "lower", "rmse": "lower"})
 
     def __init__(self) -> None:

@@ -126,7 +126,7 @@ class BestScore:
         if names and name != "none" and names[name] is None:
             raise UserError(
                 f"output.best: expected a score whose better direction is known, got {name!r}; declare it in the class "
-                'of its counter: better = {"NAME": "lower"}, or "higher"'
+                'of its metric: better = {"NAME": "lower"}, or "higher"'
             )
         if patience and (not names or name == "none"):
             wrong = "none" if names else "data.validation = 0"

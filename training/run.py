@@ -198,7 +198,7 @@ def evaluate(
         reader.close()
         chosen = _chosen(session, samples)
         batches = session.in_order(chosen)
-        evaluation = Evaluation(session.executor, calibrated=details is not None)
+        evaluation = Evaluation(session.executor, details is not None, config.output.metrics)
         result = evaluate_batches(session, evaluation, batches)
         assert result is not None, "it is not interrupted"
         if evaluation.lacking_text:

@@ -13,7 +13,7 @@ from halograd.kernels import get_backend
 from halograd.layers import Judgement
 from halograd.report.page import write_page
 from halograd.report.status import read_record
-from halograd.training import Counter, Executor, evaluate, train
+from halograd.training import Executor, Metric, evaluate, train
 from halograd.training.evaluation import Evaluation
 from halograd.training.log import read_log
 from halograd.training.metrics import counted
@@ -23,10 +23,10 @@ from tests.training.runs import EDGE, write_own
 NET = """
 import numpy as np
 import halograd as hg
-from halograd.training import Counter
+from halograd.training import Metric
 from halograd.training.metrics import counted
 
-class Shares(Counter):
+class Shares(Metric):
     better = {{"drag": "lower", "agreement": "higher"}}
 
     def __init__(self):
@@ -44,7 +44,7 @@ class Shares(Counter):
 
 class Own(hg.BinaryCrossEntropyWithLogits):
     def judged(self, prediction, target):
-        return (hg.layers.Judgement(2, threshold=0.0, counter=Shares),)
+        return (hg.layers.Judgement(2, threshold=0.0, metric=Shares),)
 
 def build():
     x = hg.Input(({edge}, {edge}, 3), name="x")
@@ -95,7 +95,7 @@ def test_a_score_without_a_direction_is_refused(comm, config):
     assert train(config, comm=comm)["validation"]["missed"] is not None
 
 
-class Sum(Counter):
+class Sum(Metric):
     """Sums of the weights that count, and of the predictions there."""
 
     def __init__(self):
@@ -110,15 +110,15 @@ class Sum(Counter):
 
 
 class Loss(hg.MeanSquaredError):
-    counter = Sum
+    metric = Sum
 
     def judged(self, prediction, target):
-        return (Judgement(counter=self.counter),)
+        return (Judgement(metric=self.metric),)
 
 
-def executor(ranks, counter=Sum, parts=None):
+def executor(ranks, metric=Sum, parts=None):
     x, t, w = (hg.Input((4, 6, 1), name) for name in "xtw")
-    loss = hg.MeanSquaredError()(x, t) + Loss().changed(counter=counter)(hg.ReLU(name="relu")(x), t, w)
+    loss = hg.MeanSquaredError()(x, t) + Loss().changed(metric=metric)(hg.ReLU(name="relu")(x), t, w)
     network = hg.Network({"prediction": x, "loss": loss})
     return Executor(network, ranks, get_backend("numpy"), 2, hg.Strategy(parts or {}), "float32", False)
 
@@ -151,9 +151,9 @@ def changed(**attributes):
 
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize(
-    ("counter", "message"),
+    ("metric", "message"),
     [
-        (dict, "counter of 'relu': expected a halograd.training.Counter, got dict"),
+        (dict, "metric of 'relu': expected a halograd.training.Metric, got dict"),
         (changed(__init__=lambda self: None), "array of int64 or float64, got NoneType"),
         (changed(__init__=lambda self: setattr(self, "counts", np.zeros(2, "f4"))), "got an array of float32"),
         (changed(scores=lambda self: {}), "names of scores() other than loss, event, time, epoch, step, got none"),
@@ -161,10 +161,10 @@ def changed(**attributes):
         (changed(better={"mean": "less"}), """"lower" or "higher" for each, got 'mean': 'less'"""),
         (changed(better={"other": "lower"}), """better: expected scores (mean) and "lower" or"""),
         (changed(add=lambda self, x, t: None), "Own.add: expected a method that takes (self, prediction, target, weig"),
-        (Broken, "counter Broken of 'relu': expected scores() to work without counts (None: undefined), got ZeroDiv"),
+        (Broken, "metric Broken of 'relu': expected scores() to work without counts (None: undefined), got ZeroDiv"),
     ],
 )
-def test_what_is_no_counter_is_refused(comm, counter, message):
-    with Communicator(comm) as ranks, executor(ranks, counter) as made, pytest.raises(UserError) as error:
+def test_what_is_no_metric_is_refused(comm, metric, message):
+    with Communicator(comm) as ranks, executor(ranks, metric) as made, pytest.raises(UserError) as error:
         Evaluation(made)
     assert message in str(error.value) and "'relu'" * ("add" not in message) in str(error.value)
