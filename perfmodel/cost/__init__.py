@@ -1,4 +1,4 @@
-"""What a network costs under a strategy: time, traffic and memory per rank, by arithmetic over axes."""
+"""Prediction of the time, traffic and memory of a network under a strategy, per rank, without execution."""
 
 from ..plans import LayerRecord, Prediction
 from .account import count_program, count_step, memory_of, program_of

@@ -1,4 +1,4 @@
-"""Messages and memory of a training step: what its program sends, and what it keeps on a rank."""
+"""Traffic, times and memory of a training step: those of its program, and of the sums of gradients by scheme."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ...program.traffic import ExchangeTraffic, GroupSum, Ledger, Move, messages
 
 __all__ = ["count_program", "count_step", "gradients_memory", "layers_memory", "memory_of", "program_of"]
 
-#: What is summed with every loss [B]: it, and two numbers by which the ranks agree on checkpoints
+#: Size of the sum of a loss [B]: the loss, and two numbers by which the ranks agree on checkpoints
 #: (`halograd.training.pass_loss.VOTES`).
 LOSS_BYTES = 24
 
@@ -37,7 +37,7 @@ def program_of(
     Parameters
     ----------
     target
-        Batch, ranks, dtype, and for which of the ranks.
+        Batch, ranks, dtype, and the rank of the program.
     blocks
         Blocks of parameters and states, if they are known already.
     parts
@@ -58,25 +58,26 @@ def count_step(
     dtype: str = "float32",
     per_node: int | None = None,
 ) -> dict[str, ExchangeTraffic]:
-    """Count what every rank sends in one training step, by kind (``"halo"``, ``"redistribute"``, ``"allreduce"``, ...).
+    """Count the traffic that every rank sends in one training step, by kind (``"halo"``, ``"redistribute"``,
+    ``"allreduce"``, ...).
 
     Parameters
     ----------
     ranks
         Number of ranks; that of the strategy if None.
     per_node
-        So many consecutive ranks share memory; all of them if None.
+        Number of consecutive ranks that share memory; all ranks if None.
 
     Notes
     -----
-    See :func:`halograd.program.traffic.messages_of`. Shards are gathered where there is an optimizer.
+    See :func:`halograd.program.traffic.messages_of`. The count includes the all-gathers of shards after an update.
     """
     target = Target(batch, ranks or strategy.ranks, dtype=as_dtype(dtype))
     return count_program(program_of(network, strategy, target), per_node).kinds
 
 
 def count_program(program: Program, per_node: int | None = None) -> Ledger:
-    """Count what every rank sends in one step of a program."""
+    """Count the traffic that every rank sends in one step of a compiled program with these buckets."""
     ledger = Ledger(program.target.size)
     for layer, item in messages_of(program, per_node):
         ledger.book([item], layer)
@@ -88,14 +89,14 @@ def count_program(program: Program, per_node: int | None = None) -> Ledger:
 def memory_of(
     program: Program, blocks: Mapping[str, ParameterBlocks], slots: int = 0, per_node: int | None = None
 ) -> dict[str, int]:
-    """Return the bytes of the program's rank by use, as `Executor.predicted_bytes`, without workspaces of kernels [B].
+    """Return the memory of the program's rank by use, as `Executor.predicted_bytes`, without workspaces of kernels [B].
 
     Parameters
     ----------
     slots
-        Arrays of the parameters' size that the optimizer keeps.
+        Number of arrays of the parameters' size in the optimizer's state.
     per_node
-        So many consecutive ranks share memory; all of them if None.
+        Number of consecutive ranks that share memory; all ranks if None.
     """
     found = Counter(layers_memory(program, blocks))
     found.update(gradients_memory(program, slots, per_node))
@@ -103,7 +104,7 @@ def memory_of(
 
 
 def layers_memory(program: Program, blocks: Mapping[str, ParameterBlocks]) -> dict[str, int]:
-    """Return the bytes of the program's rank by use, without those of operations on gradients [B]."""
+    """Return the memory of the program's rank by use, without sums of gradients and the optimizer [B]."""
     found = Counter(program.placement.uses)
     found["parameter"] = found["parameter gradient"] = 0
     rank, itemsize = program.target.rank, program.wide.itemsize
@@ -126,7 +127,7 @@ def layers_memory(program: Program, blocks: Mapping[str, ParameterBlocks]) -> di
 def gradients_memory(program: Program, slots: int = 0, per_node: int | None = None) -> dict[str, int]:
     """Return the bytes that operations on gradients keep on the program's rank, by use [B].
 
-    MPI takes as much memory for messages as an all-reduce sums.
+    An all-reduce needs as much memory for messages as the gradients have.
     """
     rank, per_node = program.target.rank, per_node or program.target.size
     found = Counter[str]()

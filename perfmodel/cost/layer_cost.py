@@ -1,7 +1,7 @@
-"""What one layer costs under one cut: kernels, halos, statistics, on the rank that has most to do.
+"""Times of one layer under one cut: kernels, halos and statistics, on the slowest rank.
 
 All times in [s]. Terms are those of Dryden et al. 2019, Section V-A: forward ``C``, backward ``Cx`` and ``Cw``, halos
-``SR``; what hides behind what follows the runtime (`docs/layers.md`)::
+``SR``; communication overlaps with kernels as in the runtime (`docs/layers.md`)::
 
     pad        forward   pack | halo of x | unpack | kernel
     overlap    forward   pack | max(halo of x, kernel) | unpack | boundary strips again
@@ -35,22 +35,22 @@ class LayerCost:
     forward, backward_data, backward_filter
         Kernels.
     halo_forward, halo_backward
-        From the start of the halo exchange until the last rank has it, packing left out. Where channels are cut,
-        with the input channels that other ranks own, and the sums of their gradients.
+        Time from the start of the halo exchange until the last rank has its halo, without packing. With cut channels it
+        includes the exchange of input channels that other ranks own, and the sums of their gradients.
     channel_forward, channel_backward
-        Partial sums of `y` to their owners, and `dy` from there.
+        Sending of partial sums of `y` to their owners, and of `dy` back.
     redistribution_forward, redistribution_backward
-        The same of changes of layout (`Redistribute`, `Flatten`, `GlobalAveragePool`).
+        Exchanges of changes of layout (`Redistribute`, `Flatten`, `GlobalAveragePool`).
     packing_forward, packing_backward
-        Into and out of messages.
+        Packing and unpacking of messages.
     strips
-        The boundary computed again, if the halo of `x` is overlapped.
+        Repeated computation of the boundary, if the halo of `x` is overlapped.
     statistics_forward, statistics_backward
-        Sums that are waited for.
+        Blocking sums of statistics.
     overlaps
-        Whether the halo of `x` travels behind the kernel.
+        Whether the exchange of the halo of `x` overlaps with the kernel.
     hides
-        Whether the halo of `dy` travels behind the filter gradient.
+        Whether the exchange of the halo of `dy` overlaps with the filter gradient.
     """
 
     forward: float = 0.0
@@ -72,43 +72,43 @@ class LayerCost:
 
     @property
     def compute(self) -> float:
-        """All kernels."""
+        """Time of all kernels."""
         return self.forward + self.backward_data + self.backward_filter + self.strips * self.overlaps
 
     @property
     def exposed_forward(self) -> float:
-        """The part of the exchange of `x` that nothing hides."""
+        """The part of the exchange of `x` that does not overlap with computation."""
         return max(0.0, self.halo_forward - self.forward) if self.overlaps else self.halo_forward
 
     @property
     def exposed_backward(self) -> float:
-        """The part of the backward exchange that nothing hides."""
+        """The part of the backward exchange that does not overlap with computation."""
         return max(0.0, self.halo_backward - self.backward_filter) if self.hides else self.halo_backward
 
     @cached_property
     def forward_seconds(self) -> float:
-        """From the layer's start to its end, forward."""
+        """Time from the start to the end of the layer's forward pass."""
         beside = self.packing_forward + self.channel_forward + self.redistribution_forward + self.statistics_forward
         return self.forward + self.strips * self.overlaps + self.exposed_forward + beside
 
     @cached_property
     def backward_seconds(self) -> float:
-        """The same, backward."""
+        """Time from the start to the end of the layer's backward pass."""
         beside = self.packing_backward + self.channel_backward + self.redistribution_backward + self.statistics_backward
         return self.backward_data + self.backward_filter + self.exposed_backward + beside
 
     @property
     def seconds(self) -> float:
-        """Both; all-reduces of parameters not included."""
+        """Time of both passes, without all-reduces of parameters' gradients."""
         return self.forward_seconds + self.backward_seconds
 
     def with_halo(self, algorithm: str) -> LayerCost:
-        """With the halo algorithm ``"pad"`` or ``"overlap"``."""
+        """Return the cost with the halo algorithm ``"pad"`` or ``"overlap"``."""
         return replace(self, overlaps=algorithm == "overlap" and self.strips > 0)
 
 
 class Pricing:
-    """What prices layers: links and kernels of a machine. Remembers what it was asked.
+    """Times of kernels and links of a machine, from which layers are priced. Caches its results.
 
     Parameters
     ----------
@@ -117,22 +117,23 @@ class Pricing:
     times
         Times of kernels.
     dtype
-        Of the computation.
+        Dtype of the computation.
     best_halo
-        What ``halo = "auto"`` means: the cheaper algorithm (True, for planning), or that of the runtime: overlapped
-        where messages cross a network (False).
+        Meaning of ``halo = "auto"``: the cheaper algorithm (True, for planning), or the runtime's choice, which
+        overlaps if messages cross a network (False).
     """
 
     def __init__(self, wires: Wires, times: KernelTimes, dtype: str = "float32", best_halo: bool = False) -> None:
         self.wires, self.times, self.dtype, self.best_halo = wires, times, dtype, best_halo
-        #: What is priced already: layers under a cut (`steps.py`), sums of gradients (`simulate.py`).
+        #: Cached results: of layers under a cut (`steps.py`) and of sums of gradients (`simulate.py`).
         self.known: dict[Hashable, Any] = {}
         self._signatures: dict[Hashable, Hashable] = {}
 
     def signature(self, step: Step) -> Hashable:
-        """Return what is equal for layers that do the same on inputs of the same shapes, whatever their names.
+        """Return a key that is equal for layers with the same operations on inputs of the same shapes, whatever their
+        names.
 
-        A layer of the user's own is like no other: its settings may be functions, of which the names are known only.
+        The key of a user's own layer is unique: its settings may be functions, of which only the names are known.
         """
         shapes = tuple(value.layout.shape for value in step.inputs)
         key = step.layer, shapes
@@ -143,12 +144,12 @@ class Pricing:
 
     @property
     def overlaps(self) -> bool:
-        """Whether to lower what ``halo = "auto"`` may choose: boundary strips."""
+        """Whether to lower the boundary strips, which ``halo = "auto"`` may choose."""
         return self.best_halo or self.wires.waits_for_network
 
 
 def price_layer(step: Step, forward: Sequence[Operation], backward: Sequence[Operation], pricing: Pricing) -> LayerCost:
-    """Return what the operations of one layer, or of a redistribution, take in both passes."""
+    """Return the times of the operations of one layer, or of a redistribution, in both passes."""
     price = _Price(step, pricing, bool(backward))
     first, second = price.of(forward, "forward"), price.of(backward, "backward")
     more = pricing.wires.machine.runtime.layer
@@ -172,7 +173,7 @@ _KINDS = {"halo": "halo", "channel": "channel", "redistribute": "redistribution"
 
 
 class _Price:
-    """Times of operations by what they are for [s]."""
+    """Sums of the operations' times by purpose [s]."""
 
     def __init__(self, step: Step, pricing: Pricing, trained: bool) -> None:
         self.step, self.pricing, self.trained = step, pricing, trained
@@ -186,7 +187,7 @@ class _Price:
             if isinstance(operation, Transfer):
                 self._exchange(operation, travelling, found)
             elif isinstance(operation, Total):
-                if operation.end == "start" and operation.sum.kind != "running statistics":  # no layer waits for those
+                if operation.end == "start" and operation.sum.kind != "running statistics":  # no layer waits for these
                     total = GroupSum.of(operation.sum.kind, operation.sum.groups, operation.sum.sizes)
                     found["statistics"] += self.pricing.wires.sum(*total.largest)
             elif isinstance(operation, Run) and operation.timing is not None and operation.when != "evaluation":
@@ -211,7 +212,8 @@ class _Price:
             found[name] += self._seconds(timing, own=name == "kernels").forward
         else:
             time = self._seconds(timing, own=True)
-            # Of a layer without gradient of its inputs the rest (of an activation) goes with that of the weights.
+            # Without a gradient of the inputs, the other operations (of an activation) count with the weights'
+            # gradient.
             found["data"] += time.backward_data * (timing.phase == "backward_data" or not self.gradient)
             found["filter"] += time.backward_filter * (timing.phase == "backward_filter")
         hidden = timing.phase == "backward_filter" or way == "forward"

@@ -1,18 +1,21 @@
-"""The planners' problem of a network: costs of all candidates of all layers, and of all changes between them.
+"""The planners' problem for a network: costs of all candidates of all layers, and of all redistributions between them.
 
-Layers with the same settings and shapes are priced once, tables of edges once per shape and pair of candidate lists.
+Layers with the same settings and shapes are priced once; tables of edges are made once per shape and pair of lists of
+candidates.
 
-What is approximated, because the problem is a sum over layers and pairs of layers (`simulate` is not):
+The problem is a sum over layers and pairs of layers, which requires approximations that `simulate` does not make:
 
-* Sums of gradients overlap with computation, so what they add is not a sum over layers. A layer is charged `exposed`
+* Sums of gradients overlap with computation, so the time that they add is not a sum over layers. A layer is charged
+`exposed`
   times its share of a bucket; :func:`halograd.perfmodel.predict.plan_network` solves for several values (0: all
   hidden, 1: none, as Jia et al. 2018 charge `t_s`) and lets `simulate` decide.
 * A value that two layers read under the same other cut is redistributed once, and charged twice.
 * A halo that two layers share is charged to both.
-* A redistribution is priced for a few ranks that stand for all (see :class:`Wires`): bytes and messages of those ranks
+* A redistribution is priced for a few representative ranks (see :class:`Wires`): bytes and messages of these ranks
   are exact; that all devices of a node send as much through its link is an assumption.
-* Memory is what stays: parameters, gradients and optimizer state, activations, halo copies. What the arena lends for
-  part of the backward pass (`transient`) is not additive; `plan_network` checks it with `memory_of`.
+* Memory is that of arrays that stay: parameters, gradients and optimizer state, activations, halo copies. Arrays that
+the arena holds for part of the backward pass (`transient`) are not additive; `plan_network` checks them with
+`memory_of`.
 """
 
 from __future__ import annotations
@@ -53,7 +56,7 @@ class Grids:
     Attributes
     ----------
     shape
-        Global, one number per axis.
+        Global extent of each axis.
     parts
         ``[candidates, axes]``.
     """
@@ -67,7 +70,8 @@ class Grids:
         return cls(shape, np.array(grids, np.int64))
 
     def boxes(self, rank: int) -> tuple[Ints, Ints]:
-        """Return starts and stops of a rank's box, ``[candidates, axes]``; empty where it takes no part."""
+        """Return starts and stops of a rank's box, ``[candidates, axes]``; the box of a rank without a part is empty.
+        """
         left = np.full(len(self.parts), rank, np.int64)
         at = np.empty_like(self.parts)
         for axis in range(self.parts.shape[1] - 1, -1, -1):
@@ -80,7 +84,7 @@ class Grids:
         return start, stop
 
     def count(self, start: Ints, stop: Ints) -> Ints:
-        """Return how many ranks of each of these cuts boxes ``[u, axes]`` meet: ``[u, candidates]``."""
+        """Return the number of ranks of each cut whose blocks overlap boxes ``[u, axes]``: ``[u, candidates]``."""
         found = np.repeat((stop > start).all(axis=1, keepdims=True).astype(np.int64), len(self.parts), axis=1)
         for axis, (size, (some, which)) in enumerate(zip(self.shape, self._cuts)):
             base, more = np.divmod(size, some)
@@ -90,24 +94,24 @@ class Grids:
 
     @cached_property
     def _cuts(self) -> list[tuple[Ints, Ints]]:
-        """Per axis, the parts that there are, and which of them a candidate has: they are few."""
+        """Distinct numbers of parts per axis, and the index of each candidate's: there are few of them."""
         return [np.unique(column, return_inverse=True) for column in self.parts.T]
 
     @property
     def fullest(self) -> Ints:
-        """Elements of the largest box, ``[candidates]``."""
+        """Number of elements of the largest box, ``[candidates]``."""
         return (-(-np.array(self.shape, np.int64) // self.parts)).prod(axis=1)
 
 
 def _block(position: Ints, base: Ints, more: Ints) -> Ints:
-    """Return the number of the block of a balanced cut that holds a position."""
+    """Return the number of the block of a balanced cut that contains a position."""
     large = more * (base + 1)
     behind = more + (position - large) // np.maximum(base, 1)
     return np.where(position < large, position // (base + 1), behind)
 
 
 def _overlap(a: tuple[Ints, Ints], b: tuple[Ints, Ints]) -> Ints:
-    """Return elements in common, ``[u, v]``."""
+    """Return the number of common elements of boxes, ``[u, v]``."""
     total = np.ones((len(a[0]), len(b[0])), np.int64)
     for axis in range(a[0].shape[1]):
         low = np.maximum.outer(a[0][:, axis], b[0][:, axis])
@@ -118,7 +122,8 @@ def _overlap(a: tuple[Ints, Ints], b: tuple[Ints, Ints]) -> Ints:
 def edge_seconds(
     shape: tuple[int, ...], makers: Sequence[Parts], readers: Sequence[Parts], wires: Wires, itemsize: int, ranks: int
 ) -> NDArray[np.float64]:
-    """Return one redistribution of an array ``(N, *spatial, C)``, ``[makers, readers]`` [s]; 0 between equal layouts.
+    """Return the time of one redistribution of an array ``(N, *spatial, C)``, ``[makers, readers]`` [s]; 0 between
+    equal layouts.
 
     Its adjoint takes as long.
     """
@@ -134,13 +139,12 @@ def edge_seconds(
 
 
 def _looked_at(ranks: int) -> list[int]:
-    """Return all of a few; else the first, whose blocks are largest, and one that is at no corner and keeps little."""
+    """Return representative ranks: up to four of at most 8; else the first, with the largest blocks, and one at 3/8."""
     return sorted({0, min(1, ranks - 1), ranks // 2, ranks - 1}) if ranks <= 8 else [0, 3 * ranks // 8]
 
 
 def _one_way(source: Grids, target: Grids, rank: int, wires: Wires, itemsize: int, ranks: int) -> NDArray[np.float64]:
-    """Return what `rank` takes to send all it has, ``[source, target]`` [s]; receiving is the same the other way round.
-    """
+    """Return the time in which `rank` sends its elements, ``[source, target]`` [s]; receiving is the reverse."""
     own = source.boxes(rank)
     kept = _overlap(own, target.boxes(rank))
     messages = target.count(*own) - (kept > 0)
@@ -170,7 +174,7 @@ def _one_way(source: Grids, target: Grids, rank: int, wires: Wires, itemsize: in
 
 
 def _largest(source: Grids, target: Grids) -> Ints:
-    """Return the elements of the largest message at most, ``[source, target]``."""
+    """Return an upper bound on the elements of the largest message, ``[source, target]``."""
     sizes = np.array(source.shape, np.int64)
     a, b = -(-sizes // source.parts), -(-sizes // target.parts)
     return np.minimum(a[:, None, :], b[None, :, :]).prod(axis=2)
@@ -179,7 +183,7 @@ def _largest(source: Grids, target: Grids) -> Ints:
 def redistributed_bytes(
     shape: tuple[int, ...], makers: Sequence[Parts], readers: Sequence[Parts], itemsize: int
 ) -> NDArray[np.float64]:
-    """Return the memory of the copy under the reader's cut, ``[makers, readers]`` [B]; 0 between equal layouts."""
+    """Return the size of the copy under the reader's cut, ``[makers, readers]`` [B]; 0 between equal layouts."""
     u, v = Grids.of(shape, makers), Grids.of(shape, readers)
     differ = (u.parts[:, None, :] != v.parts[None, :, :]).any(axis=2)
     return differ * (v.fullest * itemsize)[None, :].astype(np.float64)
@@ -190,19 +194,19 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class NetworkCosts:
-    """What a `Problem` is made of.
+    """Costs of which a `Problem` is made.
 
     Attributes
     ----------
     names
         Layers in order of computation.
     candidates
-        Per layer, the cuts that are looked at.
+        Cuts of each layer that are compared.
     times, sums, memory
-        Per layer ``[candidates]``: kernels, halos, statistics and update [s]; sums of gradients [s]; what stays in
-        memory [B].
+        Per layer ``[candidates]``: kernels, halos, statistics and update [s]; sums of gradients [s]; memory of arrays
+        that stay [B].
     halos
-        Per layer, the cheaper halo algorithm of each candidate; "" where there is no halo.
+        Per layer, the cheaper halo algorithm of each candidate; "" without a halo.
     edges, edge_memory
         ``(u, v)`` -> ``[candidates of u, candidates of v]``: redistribution, both passes [s]; its copy [B].
     """
@@ -217,12 +221,12 @@ class NetworkCosts:
     edge_memory: Mapping[tuple[int, int], Floats]
 
     def problem(self, exposed: float = 1.0, limit: float | None = None) -> Problem:
-        """Return the problem with this part of the sums of gradients charged, under a memory limit [B]."""
+        """Return the problem with this fraction of the sums of gradients charged, under a memory limit [B]."""
         times = tuple(t + exposed * s for t, s in zip(self.times, self.sums))
         return Problem(self.names, times, self.memory, self.edges, limit, self.edge_memory)
 
     def strategy(self, indices: Sequence[int], bucket_bytes: int = 4 << 20) -> Strategy:
-        """Return the strategy that a choice of candidates stands for, halo algorithms included."""
+        """Return the strategy for a choice of candidates, with halo algorithms."""
         layers: dict[str, dict[str, Any]] = {}
         for name, some, halos, i in zip(self.names, self.candidates, self.halos, indices):
             layers[name] = {axis: n for axis, n in zip(AXES, some[i]) if n > 1} or {"sample": 1}
@@ -231,7 +235,7 @@ class NetworkCosts:
         return Strategy({}, layers, bucket_bytes=bucket_bytes)
 
     def indices(self, strategy: Strategy) -> list[int] | None:
-        """Return the choice that a strategy stands for; None if it has a cut that is no candidate."""
+        """Return the choice of candidates for a strategy; None if one of its cuts is no candidate."""
         found = []
         for name, some in zip(self.names, self.candidates):
             cuts = tuple(strategy.cuts_of(name).get(axis, 1) for axis in AXES)
@@ -266,13 +270,13 @@ def network_costs(
     batch
         Global number of samples.
     ranks
-        How many there are; a layer may use fewer.
+        Number of ranks; a layer may use fewer.
     pricing
         Links and kernels of the machine. (``Wires(machine, quick=True)`` is enough for a plan.)
     full
-        Every legal cut, not only those that are worth a look (`candidates`).
+        Whether to price every legal cut, not only the preselected ones (`candidates`).
     grids
-        Cuts of all layers alike that are looked at too.
+        Additional cuts, the same for all layers.
     """
     return _Maker(network, batch, ranks, pricing, training or Training(), full, bucket_bytes, grids).costs()
 
@@ -280,15 +284,14 @@ def network_costs(
 def works_of(
     network: Network, batch: int, ranks: int, machine: Machine, dtype: str = "float32", full: bool = False
 ) -> dict[str, LayerWork]:
-    """Return the layers on local blocks that the costs of all candidates are made of, boundary strips among them, by
-    key.
+    """Return the layers on local blocks whose times the costs of all candidates need, with boundary strips, by key.
 
     Parameters
     ----------
     machine
-        What the layers are for: where messages cross a network, boundary strips are computed apart.
+        Target machine: if its messages cross a network, boundary strips are computed separately.
     full
-        Of every legal cut, not only of those that are worth a look.
+        Whether to include every legal cut, not only the preselected ones.
     """
     recorded = Recorded(RooflineTimes(machine))
     pricing = Pricing(Wires(machine, quick=True), recorded, dtype, best_halo=True)
@@ -311,7 +314,7 @@ class _Maker:
         self.network, self.batch, self.ranks, self.pricing, self.training = network, batch, ranks, pricing, training
         self.full, self.grids = full, grids
         self.itemsize = as_dtype(training.dtype).itemsize
-        # A bucket holds no more than all gradients: what its sum costs at least is shared by those there are.
+        # A bucket holds at most all gradients: they share the least cost of its sum.
         self.bucket_bytes = max(1, min(bucket_bytes, self.itemsize * _parameters(network)))
         program = compile_program(network, Strategy(), Target(batch, dtype=as_dtype(training.dtype)))
         self.plain = {step.name: step for step in program.steps}
@@ -320,7 +323,7 @@ class _Maker:
         self._tables: dict[object, tuple[Floats, Floats]] = {}
 
     def price(self) -> tuple[list[tuple[Parts, ...]], list[_Priced]]:
-        """Return candidates and their costs, layer by layer."""
+        """Return the candidates of all layers and their costs."""
         nodes = self.network.layers
         some = list(self._candidates(nodes).values())
         return some, [self._price(self.plain[name], own) for name, own in zip(nodes, some)]
@@ -405,13 +408,13 @@ class _Maker:
             for source in dict.fromkeys(node.inputs):
                 u = place.get(source)
                 if isinstance(source, Input):
-                    # Read from disk by its first reader, redistributed from there for the others.
+                    # The first reader's layout is read from disk, and redistributed for the other readers.
                     u = place.setdefault(source, v)
                 assert u is not None
                 if u == v:
                     continue
                 seconds, nbytes = self._table(source, some[u], some[v])
-                # Two values may be passed between the same pair of layers: an input, and what its reader makes.
+                # Two values may pass between the same pair of layers: an input, and its reader's output.
                 edges[u, v] = edges[u, v] + seconds if (u, v) in edges else seconds
                 memory[u, v] = memory[u, v] + nbytes if (u, v) in memory else nbytes
         return edges, memory

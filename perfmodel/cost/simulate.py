@@ -1,4 +1,4 @@
-"""A training step under a strategy, simulated: times, what hides behind what, memory and traffic."""
+"""Simulation of a training step under a strategy: times, overlap, memory and traffic."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .wires import middle_rank
 
 __all__ = ["Simulation", "Training", "simulate"]
 
-#: Ranks whose memory is looked at one by one.
+#: Up to this number of ranks, the memory of every rank is computed.
 FEW = 4
 
 
@@ -43,7 +43,7 @@ def gathering(step: Step) -> KernelSpec:
 
 
 def lighter(cost: LayerCost, kernel: KernelSpec, pricing: Pricing) -> LayerCost:
-    """Return the cost of a layer that leaves its weight gradient for later: its rows are copied instead."""
+    """Return the cost of a layer whose weight gradient is computed later: the layer copies its rows instead."""
     rows, errors = (kernel.sums[f"{what}_gather"] for what in ("rows", "errors"))
     assert rows is not None and errors is not None
     copies = (pricing.wires.copy(one.sizes[0] / one.groups.members_each) for one in (rows, errors))
@@ -53,18 +53,18 @@ def lighter(cost: LayerCost, kernel: KernelSpec, pricing: Pricing) -> LayerCost:
 
 @dataclass(frozen=True)
 class Training:
-    """What a step does besides the network.
+    """Settings of a training step that do not belong to the network.
 
     Attributes
     ----------
     dtype
-        Of the computation.
+        Dtype of the computation.
     slots
-        Arrays of the parameters' size that the optimizer keeps (SGD with momentum: 1, Adam: 2).
+        Number of arrays of the parameters' size in the optimizer's state (SGD with momentum: 1, Adam: 2).
     barrier
-        Whether all sums of gradients end before the next forward begins; the runtime's do not.
+        Whether all sums of gradients end before the next forward pass begins; in the runtime they need not.
     accumulates
-        Whether the batch is the last part of a larger one: its gradients are added to those of the others.
+        Whether the batch is the last part of a larger one, so that its gradients are added to the other parts'.
     """
 
     dtype: str = "float32"
@@ -82,13 +82,12 @@ def simulate(
     ranks: int | None = None,
     account: bool = True,
 ) -> Prediction:
-    """Return what one training step takes.
+    """Return the prediction for one training step.
 
     Parameters
     ----------
     network, strategy
-        What is trained, and how it is cut; a strategy that does not fit is the caller's mistake
-        (`Strategy.validate`).
+        Network, and its strategy, which must fit (`Strategy.validate`).
     batch
         Global number of samples.
     pricing
@@ -96,16 +95,16 @@ def simulate(
     training
         Dtype and optimizer.
     ranks
-        How many there are; those of the strategy if None.
+        Number of ranks; the strategy's if None.
     account
-        Whether to find memory and traffic too.
+        Whether to predict memory and traffic, too.
     """
     return Simulation(network, strategy, batch, pricing, training or Training(), ranks).prediction(account)
 
 
 @dataclass(frozen=True)
 class _Played:
-    """Costs of layers and buckets of gradients under one scheme, and the step that they make."""
+    """Costs of layers, sums and replicated layers under one scheme, and the resulting step."""
 
     costs: Mapping[str, LayerCost]
     buckets: Sequence[GradientChunk]
@@ -114,7 +113,7 @@ class _Played:
 
 @dataclass
 class _Remembered:
-    """Results of the simulations of one strategy under all schemes."""
+    """Cached results that simulations of one strategy share under all schemes."""
 
     memory: dict[tuple[int, int], dict[str, int]] = field(default_factory=dict)
     gathering: dict[str, KernelSpec] = field(default_factory=dict)
@@ -122,9 +121,9 @@ class _Remembered:
 
 
 class Simulation:
-    """A step of a network under a strategy: what layers cost is found once, what else is asked for when it is.
+    """A simulated step of a network under a strategy; costs of layers are computed once, other results on demand.
 
-    Parameters are those of :func:`simulate`; the machine is that of `pricing`.
+    Its parameters are those of :func:`simulate`; the machine is that of `pricing`.
     """
 
     def __init__(
@@ -155,7 +154,7 @@ class Simulation:
         return program_of(self.network, self.strategy, self._target(rank), self.blocks, parts)
 
     def with_reduction(self, scheme: Scheme, bucket_bytes: int | None = None) -> Simulation:
-        """Return the same with another scheme of gradient reduction, or buckets of another size [B].
+        """Return the simulation with another scheme of gradient reduction, or buckets of another size [B].
 
         Layers are not priced again.
         """
@@ -166,21 +165,21 @@ class Simulation:
 
     @property
     def step_seconds(self) -> float:
-        """What a step takes [s]."""
+        """Time of a step [s]."""
         return self._play().timeline.seconds + self.pricing.wires.machine.runtime.step
 
     @cached_property
     def computing(self) -> float:
-        """What a step takes at least, under any scheme of gradient reduction: both passes [s]."""
+        """Lower bound on the time of a step under any scheme of gradient reduction: the time of both passes [s]."""
         passes = sum(cost.forward_seconds + cost.backward_seconds for cost in self.costs.values())
         return passes + self.pricing.wires.machine.runtime.step
 
     @property
     def memory(self) -> Mapping[str, int]:
-        """What the fullest rank takes, by use [B]; only ranks that may be it are looked at.
+        """Memory of the fullest rank, by use [B], found among the ranks that may be the fullest.
 
-        These are the one with halos on all sides, and the one whose parameters, blocks and halos are the most; all of
-        up to `FEW`.
+        These are a rank with halos on all sides, and the rank with the largest parameters, blocks and halos; all ranks
+        if there are at most `FEW`.
         """
         some = range(self.ranks) if self.ranks <= FEW else sorted({self._rank, self._fullest})
         return max((self._memory(rank) for rank in some), key=lambda m: sum(m.values()))
@@ -197,7 +196,7 @@ class Simulation:
 
     @property
     def _fullest(self) -> int:
-        """The first rank with the most bytes of parameters and of all values, halos included."""
+        """The first rank with the largest total of parameters and values, halos included."""
         if self._known.fullest is None:
             self._known.fullest = self._find_fullest()
         return self._known.fullest
@@ -241,7 +240,7 @@ class Simulation:
         return _Played(costs, program.buckets, timeline)
 
     def prediction(self, account: bool = True) -> Prediction:
-        """Return everything; memory and traffic if `account`."""
+        """Return the whole prediction, with memory and traffic if `account` is true."""
         step = self._play()
         timeline = step.timeline
         traffic = Ledger(self.ranks)
@@ -278,7 +277,9 @@ def _middle(network: Network, strategy: Strategy, batch: int, ranks: int) -> int
 def _records(
     network: Network, steps: Sequence[Step], step: _Played, sent: Mapping[str, tuple[int, int]]
 ) -> list[LayerRecord]:
-    """Make the record of every layer; changes of layout are in that of the next layer. `sent`: messages, and [B]."""
+    """Return the record of every layer; a redistribution counts with the next layer. `sent`: number of messages, and
+    [B].
+    """
     shares = _shares(network, steps, step)
     records, before, messages, nbytes = [], 0.0, 0, 0
     for one, cost in zip(steps, step.costs.values()):
@@ -316,7 +317,7 @@ def _record(one: Step, cost: LayerCost, before: float, share: tuple[float, float
 
 
 def _shares(network: Network, steps: Sequence[Step], step: _Played) -> Mapping[str, tuple[float, float]]:
-    """Per layer, its part of the sum of its bucket and of the wait for it, by parameters."""
+    """Return each layer's share of its bucket's sum and of the wait for it, in proportion to the parameters."""
     weights = {
         one.name: sum(p.size for p in one.parameters.values())
         for one in steps

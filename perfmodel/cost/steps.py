@@ -1,8 +1,8 @@
-"""What every step of a program costs: layers are lowered one by one, and each under equal circumstances once.
+"""Costs of a program's steps: layers are lowered one by one, and each is priced once per set of circumstances.
 
-A search simulates strategies that differ in a few layers. What a layer does depends on its own cut, on what is stored
-of its inputs, and on what layers before it have gathered of them. Where all of this is equal, its cost is equal in any
-program.
+A search simulates strategies that differ in a few layers. The operations of a layer depend on its own cut, on the
+stored blocks of its inputs, and on the boxes of them that earlier layers have gathered. If all of these are equal, its
+cost is equal in any program.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .layer_cost import LayerCost, Pricing, price_layer
 
 __all__ = ["apart", "price_steps"]
 
-#: What adds up the gradients of several readers.
+#: Operations that add the gradients of several readers.
 _ADD = Add()
 
 #: Per input, keys of `Value.gathered`.
@@ -30,11 +30,11 @@ _Gathered = tuple[tuple[Any, ...], ...]
 def price_steps(
     network: Network, program: Program, pricing: Pricing
 ) -> tuple[dict[str, LayerCost], Mapping[Value, Collection[Any]]]:
-    """Price the steps of a program, whose operations need not be there.
+    """Price the steps of a program, which need not have been lowered.
 
     Returns
     -------
-    Costs by name, in order of computation; and what layers gather of values: keys of `Value.gathered`.
+    Costs by name, in order of computation; and the boxes of values that layers gather: keys of `Value.gathered`.
     """
     values, node = _Values(), network.outputs.get("loss")
     known = _forward(program, pricing, values)
@@ -43,7 +43,7 @@ def price_steps(
 
 
 def apart(step: Step) -> Step:
-    """Return the same step with values that no other layer has."""
+    """Return a copy of the step whose values no other layer uses."""
     copies = {value: _copied(value) for value in (*step.inputs, step.output)}
     return step.under(step.parts, [copies[value] for value in step.inputs], copies[step.output])
 
@@ -55,7 +55,7 @@ def _copied(value: Value) -> Value:
 
 
 class _Known:
-    """A layer under one cut, priced when it is asked for."""
+    """A layer under one cut, priced on demand."""
 
     def __init__(self, step: Step, gathered: _Gathered, pricing: Pricing) -> None:
         self._step, self._before = step, gathered
@@ -68,9 +68,11 @@ class _Known:
         return Alone(apart(self._step), True, pricing.overlaps, self._before)
 
     def passes(self, gathered: _Gathered | None, pricing: Pricing) -> _Passes:
-        """Price it with a backward pass, before which others have gathered this; None: without a backward pass."""
+        """Price the layer with a backward pass after others gathered these boxes of its gradients; None: without
+        backward.
+        """
         if gathered not in self._passes:
-            alone, self._alone = self._alone or self._lowered(pricing), None  # operations take more memory than costs
+            alone, self._alone = self._alone or self._lowered(pricing), None  # operations need more memory than costs
             backward = [] if gathered is None else alone.backward(gathered)
             cost = price_layer(alone.step, alone.forward, backward, pricing)
             made = [len(value.contributions) for value in dict.fromkeys(alone.step.inputs)]
@@ -79,7 +81,9 @@ class _Known:
 
 
 class _Passes(NamedTuple):
-    """Cost of a layer; gradients that it makes, per input (one that is read twice counts once); all boxes gathered."""
+    """Cost of a layer; gradients that it makes, per input (an input that is read twice counts once); all gathered
+    boxes.
+    """
 
     cost: LayerCost
     contributions: list[int]
@@ -91,7 +95,7 @@ def _gathered(step: Step) -> _Gathered:
 
 
 class _Values:
-    """What is known of the values of a program."""
+    """State of the values of a program during pricing."""
 
     def __init__(self) -> None:
         self.gathered: dict[Value, dict[Any, None]] = {}
@@ -119,7 +123,7 @@ def _forward(program: Program, pricing: Pricing, values: _Values) -> list[_Known
 
 
 def _key(step: Step, gathered: _Gathered, pricing: Pricing) -> Hashable:
-    """Return what the cost of a layer depends on: equal keys cost the same."""
+    """Return the circumstances on which the cost of a layer depends: equal keys have equal costs."""
     output = step.output
     inputs = [
         (step.inputs.index(v), v.layout.boxes, v.stored, v.dtype, v.trainable, keys)
@@ -141,7 +145,7 @@ def _backward(
             values.contributions.update(dict(zip(dict.fromkeys(step.inputs), contributions)))
             values.add(step, gathered)
         if trained and summands > 1:
-            # The gradients of several readers are added up before the layer's own backward.
+            # The gradients of several readers are added before the layer's own backward pass.
             shape = step.output.layout.boxes.longest
             time = pricing.times.time(_ADD, [shape] * summands, pricing.dtype, False)
             cost = replace(cost, backward_data=cost.backward_data + time.forward)

@@ -1,4 +1,4 @@
-"""One step in time: its program played from the beginning of one backward pass to that of the next.
+"""Timeline of one step: backward, the sums of gradients during it, and the next forward pass, which waits for them.
 
 Sums are overlapped greedily (Dryden et al. 2019, Section V-B): one at a time, in the order of their starts, behind
 the rest of backward and, where the program finishes them before the layer that needs them, behind the next forward::
@@ -44,7 +44,7 @@ class SumPrice:
     begin
         Time that its start takes, not behind computation.
     in_order
-        On the emulated network, where all sums travel at the same time: whether this one ends no earlier than others
+        On the emulated network, where all sums travel at the same time: whether this sum ends no earlier than others
         of the kind that were started before.
     """
 
@@ -89,10 +89,10 @@ class StepTimeline:
     Attributes
     ----------
     seconds
-        The whole step.
+        Time of the whole step.
     forward, backward
-        The two passes, without waiting for sums of gradients and without updates; gradients of replicated layers are
-        in the second.
+        Times of the two passes, without waits for sums of gradients and without updates; gradients of replicated layers
+        count in the second.
     waits, sums
         Per bucket, what computation waited for its sums and gathers, and how long these take.
     update
@@ -187,13 +187,13 @@ def play(
 
 
 class _Link:
-    """What carries the sums: one after the other, or all at the same time."""
+    """Link that carries the sums, one after the other or all at the same time."""
 
     def __init__(self, concurrent: bool) -> None:
         self._concurrent, self._free = concurrent, -math.inf
 
     def send(self, at: float, seconds: float, in_order: bool = False) -> float:
-        """Return when something that is ready then has arrived."""
+        """Return the time of arrival of a message that is ready at a time."""
         if self._concurrent:
             if in_order:
                 self._free = max(self._free, at + seconds)
@@ -203,7 +203,7 @@ class _Link:
 
 
 class _Player:
-    """Time of computation, and sums in progress; time 0 is the beginning of backward."""
+    """Time that computation has reached, and the communication in progress; time 0 is the beginning of backward."""
 
     def __init__(
         self, program: Program, costs: Mapping[str, LayerCost], prices: OperationPrices, link: _Link

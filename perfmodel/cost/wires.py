@@ -1,9 +1,9 @@
-"""What exchanges and sums take on a machine's links, seen from the ranks that have most to do.
+"""Times of exchanges and sums on a machine's links, on the ranks with the most communication.
 
 A rank sends its messages one after the other, each ``alpha + beta * n`` of its level, and receives at the same time
-(Dryden et al. 2019, Section V-A: ``2 SR + 2 SR + 4 SR``). Devices of a node share its link to others: what all of them
-send across takes the node's link together. Only some nodes are looked at: those of the first rank, of the last and
-of the ones in the middle of the grids, which have neighbors on all sides; all ranks where there are few.
+(Dryden et al. 2019, Section V-A: ``2 SR + 2 SR + 4 SR``). Devices of a node share its link to other nodes, which
+carries the messages of all of them. Only some nodes are priced: those of the first rank, of the last rank and
+of the ranks in the middle of the grids, which have neighbors on all sides; all ranks if there are few.
 
 The emulated network (`comm/transports/emulated.py`) is simpler: messages travel independently of each other, and
 every sum takes the time of a ring over its ranks; between ranks of one node nothing is delayed.
@@ -27,7 +27,7 @@ from ..machine_parts import LEVELS
 
 __all__ = ["Ranks", "Wires", "middle_rank"]
 
-#: With at most so many ranks all are looked at.
+#: Up to this number of ranks, all ranks are priced.
 FEW = 8
 
 Ranks = range | tuple[int, ...]
@@ -35,16 +35,16 @@ Ranks = range | tuple[int, ...]
 
 @dataclass(frozen=True)
 class NodeSumTimes:
-    """What a sum by nodes takes, part by part [s] (`comm/transports/nodes.py`).
+    """Times of the parts of a sum by nodes [s] (`comm/transports/nodes.py`).
 
     Attributes
     ----------
     deposit, way_back
-        Copies of the buffer to the memory that the node shares, and of the result to the buffer.
+        Times of the copies of the buffer to the node's shared memory, and of the result back.
     addition
-        Of a rank's share of the summands of its node.
+        Time in which a rank adds its share of the summands of its node.
     across
-        Between the first ranks of the nodes.
+        Time of the all-reduce between the first ranks of the nodes.
     """
 
     deposit: float = 0.0
@@ -54,21 +54,21 @@ class NodeSumTimes:
 
     @property
     def seconds(self) -> float:
-        """All parts, one after the other."""
+        """Time of all parts, one after the other."""
         return self.deposit + self.addition + self.across + self.way_back
 
 
 class _Way(NamedTuple):
-    """From a rank to some others, whatever the size of messages.
+    """Links from a rank to some others, for messages of any size.
 
     Attributes
     ----------
     alpha, outside_alpha
-        Sum over all of them, and over those on other nodes [s].
+        Sum of latencies over all of them, and over those on other nodes [s].
     betas
-        Per rank [s/B].
+        Inverse bandwidth to each rank [s/B].
     outside
-        Which of them are on other nodes; None: no rank is.
+        Mask of the ranks on other nodes; None: there are none.
     """
 
     alpha: float
@@ -78,14 +78,14 @@ class _Way(NamedTuple):
 
 
 class Wires:
-    """Times of communication on a machine. Local; remembers what it was asked.
+    """Times of communication on a machine. Local; caches its results.
 
     Parameters
     ----------
     machine
-        Whose links.
+        Machine with the links.
     quick
-        Look at the node in the middle only (for the many candidates of a plan).
+        Whether to price the node in the middle only (for the many candidates of a plan).
     """
 
     def __init__(self, machine: Machine, quick: bool = False) -> None:
@@ -104,42 +104,42 @@ class Wires:
 
     @cached_property
     def per_node(self) -> int:
-        """Ranks that share memory; one where even the links of a node are emulated."""
+        """Number of ranks that share memory; 1 if even the links of a node are emulated."""
         return 1 if self.machine.links["node"].emulated else self.machine.devices_per_node
 
     @cached_property
     def waits_for_network(self) -> bool:
-        """What `Communicator.waits_for_network` says there: whether there is time to compute meanwhile."""
+        """Value of `Communicator.waits_for_network` on the machine: whether computation can overlap with messages."""
         return self.emulated or not self.machine.links["node"].shared
 
     @property
     def packed(self) -> bool:
-        """Whether packing and unpacking are in the times of links; they are not in those of the emulated network."""
+        """Whether times of links include packing and unpacking; those of the emulated network do not."""
         return self.machine.runtime.packed and not self.emulated
 
     def copy(self, nbytes: float) -> float:
-        """Return the packing or unpacking of `nbytes` [B]: read and written once [s]."""
+        """Return the time to pack or unpack `nbytes` [B], which are read and written once [s]."""
         return 2 * nbytes / (self.machine.memory_bandwidth * self.machine.efficiency.memory)
 
     def update(self, nbytes: float, slots: int) -> float:
-        """Return the optimizer on `nbytes` [B] of parameters with so many arrays of its own [s].
+        """Return the time of the optimizer's update of `nbytes` [B] of parameters with `slots` arrays of its own [s].
 
-        It reads gradient, parameter and its own arrays, and writes the last two.
+        The update reads the gradient, the parameters and its own arrays, and writes the last two.
         """
         arrays = 3 + 2 * slots
         measured = self.machine.runtime.update
         return nbytes * measured * arrays / 5 if measured else self.copy(nbytes) * arrays / 2 + self.machine.launch
 
     def sum(self, nbytes: float, ranks: Ranks) -> float:
-        """Return an all-reduce of `nbytes` [B] over a group of ranks [s]."""
+        """Return the time of an all-reduce of `nbytes` [B] over a group of ranks [s]."""
         return self._collective("allreduce", nbytes, ranks)
 
     def scatter(self, nbytes: float, ranks: Ranks) -> float:
-        """Return a reduce-scatter of a buffer of `nbytes` [B] [s]."""
+        """Return the time of a reduce-scatter of a buffer of `nbytes` [B] [s]."""
         return self._collective("reduce_scatter", nbytes, ranks)
 
     def gather(self, nbytes: float, ranks: Ranks) -> float:
-        """Return an all-gather; `nbytes` [B] are those of all shards together [s]."""
+        """Return the time of an all-gather; `nbytes` [B] is the size of all shards together [s]."""
         return self._collective("all_gather", nbytes, ranks)
 
     def _collective(self, kind: str, nbytes: float, ranks: Ranks) -> float:
@@ -151,7 +151,7 @@ class Wires:
         return self._sums[key]
 
     def _collective_seconds(self, kind: str, nbytes: float, ranks: Ranks) -> float:
-        part = 1.0 if kind == "allreduce" else 0.5  # the halves of an all-reduce are measured with it only
+        part = 1.0 if kind == "allreduce" else 0.5  # an all-reduce is measured as a whole
         measured = self.machine.runtime.sums.get(len(ranks))
         if measured is not None and self._together(ranks):
             return part * measured.seconds(nbytes)
@@ -163,17 +163,17 @@ class Wires:
         return collectives.group_seconds(kind, nbytes, self.machine.stages(ranks))
 
     def sum_work(self, nbytes: float, ranks: Ranks) -> float:
-        """Return the part of a sum that is done where it is waited for, not behind computation [s]."""
+        """Return the part of a sum that is done during the wait for it, and does not overlap with computation [s]."""
         measured = self.machine.runtime.work.get(len(ranks))
         if len(ranks) < 2 or not nbytes or measured is None or not self._together(ranks):
             return 0.0
         return measured.seconds(nbytes)
 
     def sum_by_nodes(self, nbytes: float, ranks: Ranks) -> NodeSumTimes:
-        """Return an all-reduce of `nbytes` [B] in the memory of each node, then by one rank of each [s].
+        """Return the times of an all-reduce of `nbytes` [B] in the memory of each node, then by one rank of each [s].
 
-        Copies are those of the device, or of the links within a node where these are slower (they bring gradients to
-        the host).
+        A copy takes the time of the device's memory, or of the links within a node if they are slower (they bring
+        gradients to the host).
         """
         if len(ranks) < 2 or not nbytes:
             return NodeSumTimes()
@@ -194,29 +194,27 @@ class Wires:
         return found
 
     def _together(self, ranks: Ranks) -> bool:
-        """Return whether a group is like the one of its size that was measured: the first ranks, on one node if they
-        fit.
-        """
-        if self.emulated:  # the time of a ring, whichever of its links cross the network
+        """Return whether a group equals the measured one of its size: the first ranks, on one node if they fit."""
+        if self.emulated:  # the time of a ring, independent of the links that cross the network
             return len(ranks) > self.per_node or len(self._nodes(ranks)) == 1
         return self.machine.span(ranks) in ("device", "node")
 
     def exchange(self, move: Move) -> tuple[float, float]:
         """Return the times of an exchange from its start until the last rank has everything, and of packing [s].
 
-        Packing is into its messages and out of them, a kernel each, on the rank that has most to do.
+        Packing includes unpacking, with one kernel per message, on the rank with the most of it.
         """
         found = self._exchanges.get(move)
         if found is None:
             found = self._exchanges[move] = self._exchange(move)
-            if not self.quick:  # both ways are looked at
+            if not self.quick:  # both directions are priced
                 self._exchanges[move.adjoint] = found
         return found
 
     def _exchange(self, move: Move) -> tuple[float, float]:
         if move.source == move.target:
             return 0.0, 0.0
-        # Most exchanges are as much work for who receives as for who sends.
+        # In most exchanges receivers have as much work as senders.
         ways = [move] if self.quick else [move, move.adjoint]
         ranks = self._ranks(move)
         sent = [{rank: way.peers(rank) for rank in ranks} for way in ways]
@@ -244,12 +242,13 @@ class Wires:
         return [rank for node in sorted(nodes) for rank in range(node * width, min(ranks, (node + 1) * width))]
 
     def _farthest(self, peers: np.ndarray, nbytes: np.ndarray, rank: int) -> float:
-        """Return the largest of messages that travel at the same time to other nodes."""
+        """Return the time of the largest message to another node; these messages travel at the same time."""
         far = nbytes[peers // self.per_node != rank // self.per_node]
         return self.machine.links["across"].seconds(int(far.max())) if len(far) else 0.0
 
     def _nodewise(self, sent: Mapping[int, tuple[np.ndarray, np.ndarray]]) -> float:
-        """Return the slowest rank, with what its node sends to others through one link."""
+        """Return the time of the slowest rank, given that all ranks of its node send to other nodes through one link.
+        """
         slowest, node, beyond, alphas = 0.0, -1, 0.0, 0.0
         for rank, (peers, nbytes) in sent.items():
             if rank // self.machine.devices_per_node != node:
@@ -281,7 +280,8 @@ class Wires:
 
 
 def middle_rank(blocks: Blocks) -> int:
-    """Return the rank in the middle of a grid, with neighbors on all sides; where shares differ, one that has the most.
+    """Return the rank in the middle of a grid, which has neighbors on all sides; with unequal shares, one with the
+    largest.
     """
     rank = 0
     for axis in blocks.axes:
@@ -291,7 +291,7 @@ def middle_rank(blocks: Blocks) -> int:
 
 @lru_cache(maxsize=16384)
 def _middle_part(axis: Intervals) -> int:
-    """Return the part in the middle; that of the longest nearest to it where shares differ."""
+    """Return the part in the middle; with unequal shares, the largest part that is nearest to the middle."""
     extents = [max(0, stop - start) for start, stop in axis]
     middle, longest = len(extents) // 2, max(extents)
     if extents[middle] + 1 >= longest:
