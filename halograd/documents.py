@@ -185,8 +185,8 @@ def dotted(path: Iterable[str | int], before: str = "") -> str:
 def shown(value: object) -> str:
     """Return a value for a message, as one short line.
 
-    >>> shown(True), shown("a\nb")
-    ('true', "'a\\nb'")
+    >>> shown(True), shown("a\\nb")
+    ('true', "'a\\\\nb'")
     """
     text = str(value).lower() if isinstance(value, bool) else repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
