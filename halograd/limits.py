@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path, PurePosixPath
 
 __all__ = ["Cores", "memory_size", "usable_cores"]
@@ -99,6 +100,13 @@ def usable_cores(root: Path = ROOT, environment: Mapping[str, str] = os.environ)
         Variables of the process.
     """
     affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    task = environment.get("SLURM_CPUS_PER_TASK", "")
+    return Cores(frozenset(affinity), _quota(root), int(task) if task.isdigit() and int(task) else math.inf)
+
+
+@cache
+def _quota(root: Path) -> float:
+    """Return the number of cores whose time the control groups of this process grant; read once per process."""
     quota = math.inf
     for group, version in _groups(root, "cpu"):
         if version == 2:
@@ -107,8 +115,7 @@ def usable_cores(root: Path = ROOT, environment: Mapping[str, str] = os.environ)
             time, period = _read(group / "cpu.cfs_quota_us"), _read(group / "cpu.cfs_period_us")
         if time.isdigit() and period.isdigit() and int(period):  # not "max", not -1
             quota = min(quota, int(time) / int(period))
-    task = environment.get("SLURM_CPUS_PER_TASK", "")
-    return Cores(frozenset(affinity), quota, int(task) if task.isdigit() and int(task) else math.inf)
+    return quota
 
 
 def _read(path: Path) -> str:

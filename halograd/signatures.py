@@ -38,6 +38,8 @@ def check_methods(
     UserError
         A method takes other arguments; the message has the expected and the actual ones.
     """
+    if _is_ours(type(made)):
+        return
     base = base or next((one for one in type(made).__mro__ if _is_ours(one)), object)
     for name, method in inspect.getmembers(base, inspect.isfunction):
         own = inspect.getattr_static(type(made), name, None)

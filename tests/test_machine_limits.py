@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from halograd import limits
 from halograd.cli.doctor import probe_threads
 from halograd.limits import Cores, memory_size, usable_cores
 from halograd.perfmodel.profile.cache import Crowd
@@ -102,6 +103,15 @@ def test_cores_without_a_limit_are_those_that_the_process_may_run_on(tmp_path):
     assert usable_cores(tmp_path, {"SLURM_CPUS_PER_TASK": "1"}).count == 1
     assert usable_cores(tmp_path, {"SLURM_CPUS_PER_TASK": "4096"}).count == len(os.sched_getaffinity(0))
     assert usable_cores(tmp_path, {"SLURM_CPUS_PER_TASK": "many"}).task == math.inf
+
+
+def test_a_process_reads_the_quota_once_and_its_cores_each_time(tmp_path, monkeypatch):
+    """Every communicator asks; a process may change where it runs, its control group is one."""
+    root = tree(tmp_path, V2.format("/"), {"cpu.max": "300000 100000"})
+    assert usable_cores(root, {}).quota == 3
+    monkeypatch.setattr(limits, "_read", lambda path: pytest.fail(f"{path} was read again"))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {5}, raising=False)
+    assert usable_cores(root, {"SLURM_CPUS_PER_TASK": "4"}) == Cores(frozenset({5}), quota=3.0, task=4)
 
 
 @pytest.mark.parametrize(
