@@ -9,6 +9,7 @@ from halograd.testing import grids
 from halograd.training.executor import Executor
 from tests.interchange import unet
 from tests.interchange.support import export, first, samples, shake, torch
+from tests.support.on_rank_0 import on_rank_0
 
 pytestmark = [pytest.mark.torch, pytest.mark.ranks(1, 2, 4)]
 RATE = 0.1
@@ -35,15 +36,17 @@ def _trainable(path):
 
 @pytest.mark.parametrize("exporter", ["old", "dynamo"])
 def test_a_step_of_a_u_net_is_that_of_torch(exporter, comm, shared):
-    module = unet.make().double()
-    shake(module)
     x = samples(*unet.RESOLUTION, unet.CHANNELS)
     classes = np.floor(4 * np.abs(samples(*unet.RESOLUTION, 1, name="t"))) % unet.CLASSES
     path = shared / "unet.onnx"
-    if comm.rank == 0:
+
+    def of_torch():
+        module = unet.make().double()
+        shake(module)
         export(module, first(x), path, exporter, training=True)
-    comm.barrier()
-    want, after = _step_of_torch(module, x, classes)
+        return _step_of_torch(module, x, classes)
+
+    want, after = on_rank_0(comm, of_torch)
     network = _trainable(path)
     for parts in grids(comm.size, ("sample", "height", "width")):
         if parts["sample"] > len(x):
