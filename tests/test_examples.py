@@ -20,6 +20,19 @@ def test_heat_equation_is_that_of_one_process(ranks):
     assert f"{ranks} ranks, 100 steps: largest difference from one process 0" in done.stdout
 
 
+def test_training_by_hand_is_that_of_one_process():
+    done = {ranks: mpiexec(ranks, ["-m", "examples.train_by_hand", "--list"]) for ranks in (1, 3)}
+    assert [one.returncode for one in done.values()] == [0, 0], done
+    found = [re.findall(r"(\d) ranks: loss (.*) after", one.stdout)[0] for one in done.values()]
+    (alone, losses), (many, others) = found
+    assert (alone, many, losses) == ("1", "3", others)
+    first, last = map(float, losses.split(" -> "))
+    assert last < first / 20
+    listing = done[3].stdout.splitlines()
+    for operation in ("start halo", "conv_forward", "start sum", "finish sum", "update bucket 0"):
+        assert any(operation in line for line in listing), operation
+
+
 @pytest.mark.torch
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("ranks", [1, 2])
