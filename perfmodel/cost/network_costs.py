@@ -6,16 +6,15 @@ candidates.
 The problem is a sum over layers and pairs of layers, which requires approximations that `simulate` does not make:
 
 * Sums of gradients overlap with computation, so the time that they add is not a sum over layers. A layer is charged
-`exposed`
-  times its share of a bucket; :func:`halograd.perfmodel.predict.plan_network` solves for several values (0: all
-  hidden, 1: none, as Jia et al. 2018 charge `t_s`) and lets `simulate` decide.
+  `exposed` times its share of a bucket; :func:`halograd.perfmodel.predict.plan_network` solves for several values (0:
+  all hidden, 1: none, as Jia et al. 2018 charge `t_s`) and lets `simulate` decide.
 * A value that two layers read under the same other cut is redistributed once, and charged twice.
 * A halo that two layers share is charged to both.
 * A redistribution is priced for a few representative ranks (see :class:`Wires`): bytes and messages of these ranks
   are exact; that all devices of a node send as much through its link is an assumption.
 * Memory is that of arrays that stay: parameters, gradients and optimizer state, activations, halo copies. Arrays that
-the arena holds for part of the backward pass (`transient`) are not additive; `plan_network` checks them with
-`memory_of`.
+  the arena holds for part of the backward pass (`transient`) are not additive; `plan_network` checks them with
+  `memory_of`.
 """
 
 from __future__ import annotations
@@ -70,8 +69,8 @@ class Grids:
         return cls(shape, np.array(grids, np.int64))
 
     def boxes(self, rank: int) -> tuple[Ints, Ints]:
-        """Return starts and stops of a rank's box, ``[candidates, axes]``; the box of a rank without a part is empty.
-        """
+        """Return starts and stops of a rank's box, ``[candidates, axes]``; the box of a rank without a part is
+        empty."""
         left = np.full(len(self.parts), rank, np.int64)
         at = np.empty_like(self.parts)
         for axis in range(self.parts.shape[1] - 1, -1, -1):

@@ -68,9 +68,8 @@ class _Known:
         return Alone(apart(self._step), True, pricing.overlaps, self._before)
 
     def passes(self, gathered: _Gathered | None, pricing: Pricing) -> _Passes:
-        """Price the layer with a backward pass after others gathered these boxes of its gradients; None: without
-        backward.
-        """
+        """Price the layer with a backward pass, before which other layers have gathered these boxes of its inputs;
+        None: without a backward pass. """
         if gathered not in self._passes:
             alone, self._alone = self._alone or self._lowered(pricing), None  # operations need more memory than costs
             backward = [] if gathered is None else alone.backward(gathered)
