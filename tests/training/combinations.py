@@ -1,7 +1,7 @@
 """Random networks, losses and ways to train, on any number of ranks against one process.
 
-What goes wrong lies where two things meet: layers that are called twice and gradients that are replicated, parts of a
-batch and schemes that are tried. Each case draws some of everything.
+Most errors come from combinations of two features, such as shared layers with replicated gradients, or parts of a batch
+with trials of schemes. Each case draws some of all features.
 
     mpiexec -n 3 python -m tests.training.combinations --count 200
 """
@@ -44,23 +44,23 @@ SCHEMES = (
 
 
 class Draw:
-    """Choices by a seed."""
+    """Random choices from a seed."""
 
     def __init__(self, *seed: int) -> None:
         self.rng = np.random.default_rng(seed)
 
     def one(self, *some: Any) -> Any:
-        """One of these."""
+        """Return one of these values."""
         return some[int(self.rng.integers(len(some)))]
 
     def chance(self, share: float) -> bool:
-        """True in this share of all cases."""
+        """Return True with this probability."""
         return bool(self.rng.random() < share)
 
 
 @dataclass
 class Case:
-    """What is trained and how, all of it by `seed`."""
+    """A network and its training, all drawn from `seed`."""
 
     seed: int
     network: hg.Network = field(init=False)
@@ -83,18 +83,18 @@ class Case:
         return f"case {self.seed}: {self.batch} samples in {self.parts} parts, {self.scheme}, {own}"
 
     def optimizer(self, store: Any) -> Any:
-        """A new optimizer of these parameters."""
+        """Return a new optimizer of these parameters."""
         return self._kind(store, weight_decay=1e-2, factors=self._factors, average=self._average)
 
     def strategy(self, size: int) -> Strategy:
-        """A random cut for so many ranks; where dense layers are replicated, samples alone are cut."""
+        """Return a random cut for these ranks; with replicated dense layers only samples are cut."""
         if self.scheme.replicated_dense:
             return Strategy({"sample": size}, reduction=self.scheme)
         found = random_strategy(self.network, size, self.seed)
         return Strategy(found.parts, found.layers, bucket_bytes=found.bucket_bytes, reduction=self.scheme)
 
     def arrays(self, step: int) -> dict[str, np.ndarray]:
-        """The inputs of a batch."""
+        """Return the inputs of a batch."""
         draw = Draw(5, self.seed, step)
         return {name: self._array(draw, name, (self.batch, *i.shape)) for name, i in self.network.inputs.items()}
 
@@ -112,7 +112,7 @@ class Case:
 
 
 def _network(draw: Draw, ignored: int | None) -> hg.Network:
-    """A trunk whose layers are called again, with a map of classes, a map of masks, and numbers per sample."""
+    """Return a trunk of shared layers with a map of classes, a map of masks, and numbers per sample as outputs."""
     height, width = int(draw.rng.integers(4, 10)), int(draw.rng.integers(3, 8))
     x = hg.Input((height, width, 3), "x")
     normed = draw.chance(0.3)
@@ -139,7 +139,9 @@ def _network(draw: Draw, ignored: int | None) -> hg.Network:
 
 
 def _bending(draw: Draw, width: int) -> Callable[[Node, Node], Node]:
-    """One of the ways to compute with values and numbers; layers are made once, and may be called again."""
+    """Return a function that computes with values and numbers in one of several ways; its layers may be called
+    repeatedly.
+    """
     settings, row = hg.Input((2,), "settings"), hg.Input((1, width, 8), "row")
     factor, summand = hg.Dense(8, name="factor"), hg.Dense(8, name="summand")
     rows, mask = hg.Conv(8, 1, name="rows"), hg.Conv(1, 1, name="mask", activation="sigmoid")
@@ -159,7 +161,7 @@ def _bending(draw: Draw, width: int) -> Callable[[Node, Node], Node]:
 
 
 def _losses(draw: Draw, maps: Node, masks: Node, vector: Node, ignored: int | None) -> Any:
-    """A sum of losses, some of them weighted, of training alone, or divided by their weights."""
+    """Return a sum of losses: some are weighted, apply to training alone, or are divided by their weights."""
     height, width, _ = maps.shape
     forms = [(height, width, 1), (1, width, 1), (height, 1, 1), (1, 1, 1), (1,)]
     many = [hg.Input(draw.one(*forms), f"weights{k}") for k in range(3)]
@@ -194,7 +196,7 @@ def _losses(draw: Draw, maps: Node, masks: Node, vector: Node, ignored: int | No
 
 @dataclass
 class Outcome:
-    """What training led to; arrays are this rank's blocks."""
+    """Result of a training; arrays are this rank's blocks."""
 
     losses: list[float]
     scores: dict[str, float | None]
@@ -203,7 +205,7 @@ class Outcome:
 
 
 def trained(case: Case, comm: Communicator, strategy: Strategy) -> Outcome:
-    """Train some steps, and evaluate short batches under the averages. Collective over `comm`."""
+    """Train some steps, then evaluate short batches with averaged parameters. Collective over `comm`."""
     size = case.batch // case.parts
     kernels, network = get_backend("numpy"), case.network
     with Executor(network, comm, kernels, size, strategy, "float64", seed=3, parts=case.parts) as executor:
@@ -247,7 +249,7 @@ def _evaluated(case: Case, executor: Executor) -> dict[str, float | None]:
 
 
 def differences(found: Outcome, want: Outcome) -> list[str]:
-    """What is not as in one process, in words."""
+    """Return descriptions of all differences from the result of one process."""
     wrong = [] if np.allclose(found.losses, want.losses, rtol=1e-10, atol=0) else [f"losses {found.losses}"]
     for key, value in want.scores.items():
         same = value == found.scores[key] if value is None else np.isclose(found.scores[key] or 0, value, rtol=1e-9)
@@ -261,7 +263,7 @@ def differences(found: Outcome, want: Outcome) -> list[str]:
 
 
 def main() -> int:
-    """Run what the command line asks for; the last line says how many cases held."""
+    """Execute the command line; the last line gives the number of cases without differences."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--first", type=int, default=0)

@@ -1,4 +1,5 @@
-"""A run of a folder that all ranks share; a small network for tests that run no layer; freed memory is overwritten."""
+"""Fixtures: a run's folder that all ranks share, a small network for tests without layers, overwriting of freed memory.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ HOST_KERNELS = NumpyBackend()
 
 
 class Scale(Layer):
-    """A layer with parameters of given shapes: a decayed `w`, an undecayed `b`, a running `mean`."""
+    """A layer with parameters of given shapes: `w` with weight decay, `b` without, and a running `mean`."""
 
     def __init__(self, w: tuple[int, ...], name: str) -> None:
         super().__init__(name)
@@ -46,20 +47,20 @@ def _freed(monkeypatch):
 
 @pytest.fixture
 def config(request, comm, working):
-    """The configuration of a run in the working folder, written by `write` of the module of the test if it has one."""
+    """Fixture: the configuration of a run in the working folder, from `write` of the test's module if it has one."""
     return write_shared(comm, working, getattr(request.module, "write", write_config))
 
 
 @pytest.fixture
 def kernels():
-    """The double of a device."""
+    """Fixture: kernels of the double of a device."""
     with FakeBackend() as opened:
         yield opened
 
 
 @pytest.fixture
 def make_store() -> Callable[..., ParameterStore]:
-    """``make_store(bucket_bytes=..., dtype=..., network=..., seed=...)``"""
+    """Fixture: ``make_store(bucket_bytes=..., dtype=..., network=..., seed=...)`` makes a store."""
 
     def make(bucket_bytes: int = 1 << 20, dtype: str = "float64", seed: int = 0, **shape) -> ParameterStore:
         return ParameterStore(small_network(**shape), Memory(HOST_KERNELS), np.dtype(dtype), seed, bucket_bytes)

@@ -1,4 +1,4 @@
-"""Whole runs under several cuts of their samples, compared with one process."""
+"""Comparison of whole runs under several cuts of their samples with one process."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ CUTS: dict[int, list[dict[str, int]]] = {
 
 
 def overrides_of(cut: Mapping[str, int]) -> list[str]:
-    """Overrides of a configuration that set a cut."""
+    """Return the overrides of a configuration that set a cut."""
     return [f"strategy.{axis}={n}" for axis, n in cut.items()]
 
 
 def logged_losses(folder: Path) -> list[float]:
-    """The losses that a run has logged, step by step."""
+    """Return the losses in a run's log, step by step."""
     return [entry["loss"] for entry in read_log(folder / "log.jsonl", "step")]
 
 
@@ -92,7 +92,7 @@ TOLERANCE = 1e-9
 
 
 def curve(directory):
-    """Losses by step and validations by epoch."""
+    """Return the losses by step and the validations by epoch."""
     losses = {e["step"]: e["loss"] for e in read_log(directory / "log.jsonl", "step")}
     metrics = [
         {k: v for k, v in e.items() if k not in ("event", "epoch", "step", "time")}

@@ -1,4 +1,4 @@
-"""Damage a checkpoint in many ways, and see that a run goes on from the one before.
+"""Random damage to a checkpoint, and checks that a run resumes from the one before.
 
 ::
 
@@ -48,7 +48,7 @@ LIMIT = scaled(120.0)  # for one case, against a hang [s]
 
 
 def make(seed: int) -> tuple[ParameterStore, Adam]:
-    """Parameters, states, moments and errors of rounding, all of them random numbers."""
+    """Return random parameters, states, moments and rounding residuals."""
     memory, scheme = Memory(HOST_KERNELS), Scheme(payload="bfloat16")
     store = ParameterStore(small_network(), memory, np.dtype("float32"), scheme=scheme)
     optimizer, rng = Adam(store), np.random.default_rng(seed)
@@ -60,7 +60,7 @@ def make(seed: int) -> tuple[ParameterStore, Adam]:
 
 
 def write(path: Path, step: int) -> None:
-    """A checkpoint of all that one can hold."""
+    """Write a checkpoint with everything that one can hold."""
     store, optimizer = make(step)
     sampler = {"epoch": 4, "position": 2, "seed": 7, "batch": 4, "samples": 13, "shuffle": "epoch"}
     progress = TrainingProgress(
@@ -70,7 +70,7 @@ def write(path: Path, step: int) -> None:
 
 
 def content(path: Path) -> list[object]:
-    """All that a run takes from a checkpoint, comparable."""
+    """Return everything that a run reads from a checkpoint, in a comparable form."""
     store, optimizer = make(0)
     progress = read_checkpoint(path, store, optimizer)
     groups = [store.params, store.state, store.errors, *optimizer.named_state().values()]
@@ -79,7 +79,7 @@ def content(path: Path) -> list[object]:
 
 
 def damaged(whole: bytes, rng: np.random.Generator) -> bytes:
-    """The same bytes after some damage, most often one flipped bit."""
+    """Return the bytes after some damage, most often one flipped bit."""
     data = bytearray(whole)
     kind = rng.choice(["bit", "bits", "ends", "cut", "zeros", "noise", "moved", "longer"], p=_SHARES)
     first = SECTOR * int(rng.integers(-(-len(data) // SECTOR)))
@@ -108,7 +108,7 @@ _SHARES = [0.7, 0.03, 0.05, 0.05, 0.05, 0.04, 0.05, 0.03]
 
 
 def work(folder: Path, seed: int, first: int, stop: int) -> None:
-    """Make the cases and print a line for each: its number and what came of it."""
+    """Execute the cases and print a line for each: its number and its outcome."""
     older, newer = folder / "step-00000001.h5", folder / "step-00000002.h5"
     for path, step in ((older, 1), (newer, 2)):
         write(path, step)
@@ -121,7 +121,7 @@ def work(folder: Path, seed: int, first: int, stop: int) -> None:
 
 
 def outcome(folder: Path, contents: list[list[object]]) -> str:
-    """What a run takes from the folder."""
+    """Return the outcome of a resumption from the folder."""
     try:
         found, told = CheckpointFolder(folder).newest_whole()
         assert found is not None
@@ -141,7 +141,7 @@ def outcome(folder: Path, contents: list[list[object]]) -> str:
 
 
 def lines(process: subprocess.Popen[str]) -> Iterator[str]:
-    """Lines of the worker; ends when it ends, or prints nothing for too long."""
+    """Yield lines of the worker until it ends, or prints nothing for too long."""
     assert process.stdout is not None
     while select.select([process.stdout], [], [], LIMIT)[0]:
         line = process.stdout.readline()
@@ -151,7 +151,7 @@ def lines(process: subprocess.Popen[str]) -> Iterator[str]:
 
 
 def campaign(count: int, seed: int = 1, program: str = "tests.training.damage", ranks: int = 1) -> Counter[str]:
-    """So many cases of a program such as this one; how many came out how."""
+    """Run a number of cases of a program such as this one; return the count of each outcome."""
     launch = [find_mpiexec(), "-n", str(ranks)] if ranks > 1 else []
     counted: Counter[str] = Counter()
     case = 0

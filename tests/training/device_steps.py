@@ -1,4 +1,4 @@
-"""Whole training steps on a device or its double: networks, optimizers, and what is counted meanwhile."""
+"""Whole training steps on a device or its double: networks, optimizers, and counts of the device's operations."""
 
 import numpy as np
 
@@ -31,7 +31,7 @@ OPTIMIZERS = {
 
 
 def counted(device):
-    """How often a host has waited so far, where it is that of a double."""
+    """Return the number of the host's waits so far if the device is a double."""
     if not isinstance(device, FakeDevice):
         return {}
     return {"syncs": len(device.synchronizations), "waits": device.waits, "idled": device.idled}
@@ -50,7 +50,7 @@ def train(
     graph=False,
     split=1,
 ):
-    """Losses, parameters and what the device counted between the first step and the last, of batches in parts.
+    """Return losses, parameters and the device's counts between the first and the last step, of batches in parts.
 
     Collective.
     """
@@ -74,14 +74,14 @@ def train(
 
 
 def assert_near(found, params, expected, wanted, bound):
-    """Losses, and parameters by the size of each array, are those of other kernels."""
+    """Check that losses, and parameters relative to their arrays' sizes, are near those of other kernels."""
     np.testing.assert_allclose(found, expected, rtol=bound)
     for key, array in wanted.items():
         np.testing.assert_allclose(params[key], array, rtol=0, atol=bound * max(1, np.abs(array).max()), err_msg=key)
 
 
 class Doubling(Layer):
-    """Makes arrays of its own in every step."""
+    """A layer that allocates arrays in every step."""
 
     def output_shape(self, shape):
         return shape
@@ -104,7 +104,7 @@ ROUNDING = 2.0**-8  # half the distance of neighbors, relative
 
 
 def close(found, expected, params, ours, start, layers, where=""):
-    """Each layer may round what it reads and writes once: losses by that, what training moved by some times that."""
+    """Check losses up to one rounding of each layer's inputs and outputs, and updates up to a multiple of it."""
     np.testing.assert_allclose(found, expected, rtol=2 * layers * ROUNDING, err_msg=where)
     moved = np.sqrt(sum(np.sum((params[k] - start[k]) ** 2) for k in params))
     apart = np.sqrt(sum(np.sum((params[k] - ours[k].astype(np.float64)) ** 2) for k in params))
@@ -112,7 +112,7 @@ def close(found, expected, params, ours, start, layers, where=""):
 
 
 def both(name, comm, parts, **options):
-    """The same training on the host and on the device, up to the rounding of sums in another order."""
+    """Train on the host and on the device, and check that results agree up to rounding in sums of another order."""
     network = NETWORKS[name]()
     expected, params, _ = train(network, comm, NumpyBackend(), parts, **options)
     kernels = FakeBackend()

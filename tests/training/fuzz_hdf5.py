@@ -1,10 +1,10 @@
-"""What runs make of damaged and odd HDF5 files: exit code 0 or 2, one line if refused, never a traceback or a hang.
+"""Runs with damaged and odd HDF5 files: exit code 0 or 2, one line if refused, never a traceback or a hang.
 
     python -m tests.training.fuzz_hdf5                        every mutation once, each in a process of its own
     python -m tests.training.fuzz_hdf5 --rounds 20            the random parts of each drawn twenty times
     python -m tests.training.fuzz_hdf5 --ranks 2 --only virtual
 
-A line for every case that is not as it should be, and one with the counts; exit code 1 if there is such a case.
+The program prints a line for every failed case, and one with the counts; its exit code is 1 if a case failed.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ directory = "{folder}/out"
 
 
 def prepare(folder: Path, name: str, seed: int) -> list[str]:
-    """Make the data set and configuration of a case; arguments of the command line."""
+    """Write the data set and the configuration of a case; return the arguments of the command line."""
     rng = np.random.default_rng([seed, sum(name.encode())])
     write(folder, seed)
     MUTATIONS[name][1](folder, rng)
@@ -66,7 +66,7 @@ def prepare(folder: Path, name: str, seed: int) -> list[str]:
 
 
 def launched(arguments: list[str], ranks: int) -> tuple[int | None, str]:
-    """Exit code and what was said of a run on several ranks; None if it had to be killed."""
+    """Return exit code and output of a run on several ranks; None if it had to be killed."""
     command = [find_mpiexec(), "-n", str(ranks), sys.executable, "-m", "halograd", *arguments]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True, errors="replace"
@@ -80,7 +80,7 @@ def launched(arguments: list[str], ranks: int) -> tuple[int | None, str]:
 
 
 def forked(arguments: list[str], said: Path) -> tuple[int | None, str]:
-    """The same of a run on one rank, in a copy of this process."""
+    """Return exit code and output of a run on one rank, in a fork of this process."""
     child = os.fork()
     if child == 0:
         descriptor = os.open(said, os.O_WRONLY | os.O_CREAT)
@@ -107,7 +107,7 @@ def forked(arguments: list[str], said: Path) -> tuple[int | None, str]:
 
 
 def judge(outcome: str, code: int | None, said: str) -> str | None:
-    """What is wrong with the end of a run, None if nothing is."""
+    """Return the error in the end of a run, None if there is none."""
     errors = re.findall(r"^halograd: error: .*$", said, re.M)
     warnings = re.findall(r"^(?:halograd: |WARNING:).*data\.h5.*$", said, re.M)
     if code is None:

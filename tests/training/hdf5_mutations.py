@@ -1,4 +1,4 @@
-"""HDF5 files that are wrong in one way each: names, links, shapes, types, attributes.
+"""HDF5 files with one error each in names, links, shapes, types or attributes.
 
 A mutation changes the files of :func:`write` in a folder. What is to come of it:
 
@@ -29,7 +29,7 @@ MUTATIONS: dict[str, tuple[str, Mutation]] = {}
 
 
 def write(folder: Path, seed: int = 0) -> Path:
-    """A sound data set; its path."""
+    """Write a valid data set; return its path."""
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((*GRID, CHANNELS)).astype(np.float32)
     with h5py.File(folder / "data.h5", "w") as file:
@@ -44,7 +44,7 @@ def case(name: str, outcome: str, change: Mutation) -> None:
 
 
 def mutation(outcome: str) -> Callable[[Mutation], Mutation]:
-    """The decorator that makes a mutation of a function, under its name."""
+    """Return a decorator that registers a function as a mutation under its name."""
 
     def note(function: Mutation) -> Mutation:
         case(function.__name__, outcome, function)
@@ -58,7 +58,7 @@ def opened(folder: Path) -> h5py.File:
 
 
 def replaced(folder: Path, name: str, make: Callable[[h5py.File, np.ndarray], Any]) -> None:
-    """Remove a dataset; `make(file, values)` puts something else there. Attributes stay if that is a dataset."""
+    """Replace a dataset by the result of `make(file, values)`. Attributes stay if that is a dataset."""
     with opened(folder) as file:
         values, attributes = file[name][()], dict(file[name].attrs)
         del file[name]
@@ -68,7 +68,7 @@ def replaced(folder: Path, name: str, make: Callable[[h5py.File, np.ndarray], An
 
 
 def put(name: str, make: Callable[[np.ndarray], Any], under: str | None = None) -> Mutation:
-    """The mutation that puts `make(values)` in the place of a dataset, or under another name."""
+    """Return a mutation that replaces a dataset by `make(values)`, under the same or another name."""
 
     def change(folder: Path, rng: np.random.Generator) -> None:
         def insert(file: h5py.File, values: np.ndarray) -> None:
@@ -80,7 +80,7 @@ def put(name: str, make: Callable[[np.ndarray], Any], under: str | None = None) 
 
 
 def added(name: str, make: Callable[[], Any]) -> Mutation:
-    """The mutation that adds something under a new name."""
+    """Return a mutation that adds an object under a new name."""
 
     def change(folder: Path, rng: np.random.Generator) -> None:
         with opened(folder) as file:
@@ -90,7 +90,7 @@ def added(name: str, make: Callable[[], Any]) -> Mutation:
 
 
 def attribute(name: str, make: Callable[[], Any]) -> Mutation:
-    """The mutation that sets an attribute of the inputs."""
+    """Return a mutation that sets an attribute of the inputs."""
 
     def change(folder: Path, rng: np.random.Generator) -> None:
         with opened(folder) as file:

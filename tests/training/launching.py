@@ -1,4 +1,4 @@
-"""Jobs that tests disturb: start one, find its ranks, wait until it makes steps."""
+"""Jobs for tests that disturb them: functions that start a job, find its ranks and wait until it makes steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def sets(*overrides: str) -> list[str]:
 
 
 class Gate:
-    """Lets ranks of a job make so many steps, and no more until they get a signal; `ranks`: these only.
+    """A gate that lets the given `ranks` (default all) make a number of steps, and no more until they get a signal.
 
     The others wait for them in the next step. `tests/support/gate` says what holds besides: no rank is taken for one
     that hangs before the test says so, and ranks give each other time to answer.
@@ -39,17 +39,17 @@ class Gate:
         self.environment = {"HALOGRAD_TEST_GATE": str(self._file), "PYTHONPATH": os.pathsep.join(filter(None, path))}
 
     def await_signal(self) -> None:
-        """Return when a rank has noted a signal that asks it to stop."""
+        """Return when a rank has recorded a signal that requests a stop."""
         wait_until(self._beside("noted").exists, "a rank to note a signal")
 
     def await_waiting(self, *ranks: int, updates: int | None = None) -> None:
-        """Return when these ranks wait for another one after so many updates, by default at the gate."""
+        """Return when these ranks wait for another one after a number of updates, by default at the gate."""
         files = [self._beside(f"waits.{rank}") for rank in ranks]
         wanted = str(self._steps if updates is None else updates)
         wait_until(lambda: all(f.exists() and f.read_text() == wanted for f in files), f"ranks {ranks} to wait")
 
     def let_hang(self) -> None:
-        """From now on a rank that does not move is one that hangs."""
+        """Let a rank that makes no progress count as hanging from now on."""
         self._beside("hangs").touch()
 
     def _beside(self, what: str) -> Path:
@@ -60,7 +60,9 @@ class Gate:
 def started(
     n: int, *args: object, wrapper: Sequence[str] = (), gate: Gate | None = None
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A job and its mark, every rank started by `wrapper`; afterwards nothing of it must be alive."""
+    """Start a job, every rank by `wrapper`; yield it and its mark, and check afterwards that none of its processes
+    lives.
+    """
     mark = jobs.new_mark()
     command = [find_mpiexec(), "-n", str(n), *wrapper, sys.executable, *map(str, args)]
     environment = jobs.job_environment(mark, gate.environment if gate else None)
@@ -78,7 +80,7 @@ def started(
 
 
 def rank_processes(mark: str) -> list[int]:
-    """Process ids of the ranks of a job, in the order of the ranks: those that run our Python."""
+    """Return the ids of the ranks' processes, in the order of the ranks: those that run our Python."""
     found = {}
     for pid in jobs.members(mark):
         try:

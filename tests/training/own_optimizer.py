@@ -1,4 +1,4 @@
-"""Optimizers of a user: that of the page in docs, and one that needs whole parameters."""
+"""A user's optimizers: the one in docs, and one that needs whole parameters."""
 
 from __future__ import annotations
 

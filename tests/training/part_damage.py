@@ -1,4 +1,4 @@
-"""Damage the parts of an interrupted `apply` in many ways, and see that what comes out is what it would have been.
+"""Random damage to the parts of an interrupted `apply`, and checks that the job's predictions stay right.
 
 ::
 
@@ -60,11 +60,11 @@ def build():
 
 
 class Interrupted(Exception):
-    """The end of a job before its last batch."""
+    """Exception that ends a job before its last batch."""
 
 
 class Job:
-    """A trained network, data, and what is there when a job is interrupted. Collective over `comm`.
+    """A trained network, data, and the files of an interrupted job. Collective over `comm`.
 
     `states` has the files of each state: bytes by path from the folder of `out`.
     """
@@ -105,7 +105,7 @@ class Job:
             train(config, sets, comm=MPI.COMM_SELF)
 
     def _other(self, name: str, what: str = "classes", sets: Any = ()) -> dict[str, bytes]:
-        """The parts of another job: of another run, of other samples, ..."""
+        """Write the parts of another job: of another run, of other samples, ..."""
         self.root(self.clear)
         data = self.folder / ("other.h5" if name == "files" else "new.h5")
         run = self.folder / ("second" if name in ("seed", "checkpoint") else "out")
@@ -120,12 +120,12 @@ class Job:
         return found
 
     def exchange(self) -> None:
-        """Put another run, of as many steps, in the place of the first."""
+        """Replace the run by another one with as many steps."""
         for old, new in (("out", "kept"), ("second", "out"), ("kept", "second")):
             (self.folder / old).rename(self.folder / new)
 
     def touch(self) -> None:
-        """Change the file to which the samples refer, not the one that is named."""
+        """Change the file to which the samples refer, not the named file."""
         os.utime(self.folder / "far.h5", ns=(1, 1))
 
     def root(self, call: Callable[[], object]) -> None:
@@ -177,7 +177,7 @@ MUTATIONS: dict[str, Mutation] = {}
 
 
 class Case:
-    """Files to damage, on rank 0: a part `h5` of a rank, and its progress, where there is such a file."""
+    """Files to damage, on rank 0: a part `h5` of a rank, and its progress if there is such a file."""
 
     def __init__(self, job: Job, rng: np.random.Generator) -> None:
         self.job, self.rng = job, rng
@@ -187,7 +187,7 @@ class Case:
         self.victim = job.folder / "victim.h5"
 
     def some_file(self) -> Path:
-        """Any of the files of that rank."""
+        """Return a random file of that rank."""
         mine = sorted(self.folder.glob(f"rank-{self.rank:05d}.*"))
         return mine[int(self.rng.integers(len(mine)))]
 
@@ -210,7 +210,7 @@ ODD += [[1, 2], [3], [[3]], None, True, {}, {"batches": 3}, "\ud800", "a" * 10_0
 
 @mutation
 def attribute(case: Case) -> None:
-    """An attribute of the file or of a dataset is changed, added or removed."""
+    """Change, add or remove an attribute of the file or of a dataset."""
     odd = [np.array([1, 2]), np.nan, "x", -1, 8, 99, b"\xff", h5py.Empty("i4"), np.zeros((2, 2)), 2.5, True]
     value = case.pick(odd)
     with h5py.File(case.h5, "r+") as file:
@@ -224,7 +224,7 @@ def attribute(case: Case) -> None:
 
 @mutation
 def progress(case: Case) -> None:
-    """The record of the progress says something else, under a right checksum."""
+    """Change the content of the progress record, with a right checksum."""
     path = case.h5.with_suffix(".progress")
     if not path.exists():  # where progress is an attribute of the part
         with h5py.File(case.h5, "r+") as file:
@@ -246,7 +246,7 @@ def progress(case: Case) -> None:
 
 @mutation
 def dataset(case: Case) -> None:
-    """A dataset is missing, short, of another type, stored otherwise, or something else."""
+    """Remove, shorten or replace a dataset, or change its type or storage."""
     name = case.name()
     kind = case.pick(["missing", "short", "long", "type", "group", "external", "soft", "chunks", "renamed", "scalar"])
     with h5py.File(case.h5, "r+") as file:
@@ -275,7 +275,7 @@ def dataset(case: Case) -> None:
 
 @mutation
 def numbers(case: Case) -> None:
-    """One number, a batch or all of what was written are others; or two batches have changed places."""
+    """Change one number, a batch or all written numbers; or exchange two batches."""
     with h5py.File(case.h5, "r+") as file:
         there = file[case.name()]
         values = there[()]
@@ -293,7 +293,7 @@ def numbers(case: Case) -> None:
 
 @mutation
 def structure(case: Case) -> None:
-    """One to three bits are flipped in the first bytes, where HDF5 describes the file."""
+    """Flip one to three bits in the first bytes, where HDF5 describes the file."""
     path = case.h5
     data = bytearray(path.read_bytes())
     for at in case.rng.integers(8 * min(3000, len(data)), size=int(case.rng.integers(1, 4))).tolist():
@@ -303,7 +303,7 @@ def structure(case: Case) -> None:
 
 @mutation
 def anywhere(case: Case) -> None:
-    """Bits, sectors, zeros, noise, an end too early or too late: in any file of the rank."""
+    """Change bits or sectors, write zeros or noise, truncate or extend any file of the rank."""
     path = case.some_file()
     path.write_bytes(damaged(path.read_bytes(), case.rng))
 
@@ -321,7 +321,8 @@ def missing(case: Case) -> None:
 
 @mutation
 def link(case: Case) -> None:
-    """A link to another file, to a copy of it, to nothing; a second name of one; a pipe; a folder; a device."""
+    """Replace a file by a link to another file, to a copy or to nothing, a second name, a pipe, a folder or a device.
+    """
     path = case.some_file()
     copy = case.job.folder / "copy.h5"
     shutil.copy(path, copy)
@@ -351,7 +352,7 @@ def link(case: Case) -> None:
 
 @mutation
 def folders(case: Case) -> None:
-    """The folder of the job or of all parts is a link to another one, or a file."""
+    """Replace the folder of the job, or of all parts, by a link to another one or by a file."""
     path = case.pick([case.folder, case.folder.parent])
     elsewhere = case.job.folder / "elsewhere"
     path.rename(elsewhere)
@@ -363,7 +364,7 @@ def folders(case: Case) -> None:
 
 @mutation
 def swapped(case: Case) -> None:
-    """Parts of two ranks, one file of them, or parts of an earlier and a later attempt are exchanged."""
+    """Exchange the parts of two ranks, one file of them, or the parts of two attempts."""
     other = case.folder / case.h5.name.replace(f"{case.rank:05d}", f"{(case.rank + 1) % case.job.comm.size:05d}")
     files = case.job.states[case.pick(["early", "interrupted", "ended"])]
     if other != case.h5 and case.rng.integers(3):
@@ -383,7 +384,7 @@ def swapped(case: Case) -> None:
 
 @mutation
 def of_another(case: Case) -> None:
-    """Files of other runs, networks, samples, batches and forms, under the names of this job."""
+    """Put files of other runs, networks, samples, batches and formats under the names of this job."""
     files = case.pick(case.job.others)
     paths = [Path(name) for name in files if Path(name).name.startswith(f"rank-{case.rank:05d}.")]
     if not case.rng.integers(3):
@@ -393,7 +394,7 @@ def of_another(case: Case) -> None:
 
 
 def case_of(job: Job, seed: int, number: int, name: str | None = None) -> str:
-    """Damage the parts, by rank 0; the name of the mutation. Collective."""
+    """Damage the parts on rank 0; return the name of the mutation. Collective."""
     rng = np.random.default_rng([seed, number])
     name = name or sorted(MUTATIONS)[number % len(MUTATIONS)]
     state = "interrupted" if job.comm.size == 1 or rng.integers(3) else "ended"
@@ -410,7 +411,7 @@ def case_of(job: Job, seed: int, number: int, name: str | None = None) -> str:
 
 
 def outcome(job: Job) -> str:
-    """What comes of the job when it is started again; alike on all ranks. Collective."""
+    """Return the outcome of a restart of the job, the same on all ranks. Collective."""
     with noted() as lines:
         try:
             job.run(job.out)
@@ -445,7 +446,7 @@ def _compared(job: Job, lines: list[str]) -> str:
 
 @contextmanager
 def noted() -> Iterator[list[str]]:
-    """The warnings of a body."""
+    """Collect the warnings of a ``with`` block."""
     lines: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -457,7 +458,7 @@ def noted() -> Iterator[list[str]]:
 
 
 def work(folder: Path, seed: int, first: int, stop: int) -> None:
-    """Make the cases; rank 0 prints a line for each: its number and what came of it."""
+    """Execute the cases; rank 0 prints a line for each: its number and its outcome."""
     os.chdir(folder)
     job = Job(folder, MPI.COMM_WORLD)
     for number in range(first, stop):

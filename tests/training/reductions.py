@@ -1,4 +1,4 @@
-"""Training under a scheme of gradient reduction, held against one process."""
+"""Comparison of a training under a scheme of gradient reduction with one process."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ AXES = ("sample", "height", "width")
 
 
 def build(name: str, comm: Communicator, strategy: Strategy, dtype: str = "float32") -> Executor:
-    """One of `NETWORKS`, its parameters the same in every test. Collective."""
+    """Build one of `NETWORKS`, with the same parameters in every test. Collective."""
     return Executor(NETWORKS[name](), comm, get_backend("numpy"), BATCH, strategy, dtype, seed=3)
 
 
 def trainer_of(executor: Executor, rate: float = RATE) -> Trainer:
-    """Momentum and weight decay: what is updated twice, late or not at all shows in later steps."""
+    """Return a trainer with momentum and weight decay: a repeated, missing or late update shows in later steps."""
     return Trainer(executor, SGD(executor.store, momentum=0.5, weight_decay=1e-3), Constant(rate))
 
 
 def train(name: str, comm: Communicator, strategy: Strategy, dtype: str, rate: float = RATE) -> Outcome:
-    """`STEPS` steps. Collective."""
+    """Train `STEPS` steps. Collective."""
     with build(name, comm, strategy, dtype) as executor:
         trainer = trainer_of(executor, rate)
         losses = advance(trainer, range(STEPS))
@@ -44,7 +44,7 @@ def train(name: str, comm: Communicator, strategy: Strategy, dtype: str, rate: f
 
 @functools.cache
 def alone(name: str, dtype: str, rate: float = RATE) -> Outcome:
-    """The same of one process, whole. Local."""
+    """Return the whole result of one process. Local."""
     with Communicator(MPI.COMM_SELF) as comm:
         return learned(train(name, comm, Strategy(bucket_bytes=BUCKET), dtype, rate))
 
@@ -59,6 +59,6 @@ def check_strategy(
 
 
 def check_grids(name: str, comm: Communicator, scheme: Scheme, dtype: str) -> None:
-    """`check_strategy` under every cut of samples, height and width that uses all ranks. Collective."""
+    """Apply `check_strategy` to every cut of samples, height and width that uses all ranks. Collective."""
     for parts in grids(comm.size, AXES):
         check_strategy(name, comm, Strategy(parts, bucket_bytes=BUCKET, reduction=scheme), dtype)

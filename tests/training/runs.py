@@ -48,7 +48,7 @@ progress = false
 
 
 def write_data(path: Path) -> None:
-    """Smooth random fields, and a mask of where the first is larger than the second."""
+    """Write smooth random fields, and a mask of positions at which the first field is larger than the second."""
     rng = np.random.default_rng(5)
     x = rng.standard_normal((SAMPLES, EDGE, EDGE, CHANNELS))
     for axis in (1, 2):
@@ -68,7 +68,7 @@ def write_arrays(path: Path, arrays: Mapping[str, Any], **layouts: str) -> None:
 
 
 def write_config(folder: Path, out: str = "out", name: str = "run.toml") -> Path:
-    """Write data and configuration to `folder`; the path of the latter."""
+    """Write data and configuration to `folder`; return the path of the latter."""
     if not (folder / "data.h5").exists():
         write_data(folder / "data.h5")
     text = CONFIG.format(edge=EDGE, channels=CHANNELS, data=folder / "data.h5", out=folder / out)
@@ -77,7 +77,7 @@ def write_config(folder: Path, out: str = "out", name: str = "run.toml") -> Path
 
 
 def write_own(folder: Path, network: str, data: str | None = None, settings: str = "") -> Path:
-    """Write a network of one's own, data unless its table is given, and configuration; the path of the latter."""
+    """Write a user's network, data unless its table is given, and a configuration; return the path of the latter."""
     (folder / "net.py").write_text(network)
     text = CONFIG.format(edge=EDGE, channels=CHANNELS, data="data.h5", out="out")
     if data is None:
@@ -89,13 +89,14 @@ def write_own(folder: Path, network: str, data: str | None = None, settings: str
 
 
 def write_named(folder: Path, network: str, data: str, arrays: Mapping[str, Any], **layouts: str) -> Path:
-    """Write a network of one's own, `arrays` (see `write_arrays`), and configuration with their table but its path."""
+    """Write a user's network, `arrays` (see `write_arrays`), and a configuration with their table except its path."""
     write_arrays(folder / "data.h5", arrays, **layouts)
     return write_own(folder, network, f'[data]\npath = "data.h5"\n{data}')
 
 
 def write_shared(comm: Any, folder: Path, write: Callable[[Path], object] = write_config) -> Path:
-    """Let rank 0 write a run to a folder of all ranks; the path of its configuration. Collective over `comm`."""
+    """Let rank 0 write a run to a folder that all ranks share; return its configuration's path. Collective over `comm`.
+    """
     if comm.rank == 0:
         write(folder)
     comm.barrier()

@@ -1,4 +1,4 @@
-"""Training steps that tests share: networks, inputs, plain gradient descent, and a comparison with one process."""
+"""Training steps for several tests: networks, inputs, plain gradient descent, and a comparison with one process."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def copied(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def outcome(executor: Executor, losses: Sequence[float]) -> Outcome:
-    """What training has led to when the last update is done."""
+    """Return the result of a training after its last update."""
     store = executor.store
     return Outcome(np.array(losses), copied(store.params), {k: store.box(k).slices() for k in store.params})
 
@@ -60,7 +60,7 @@ def descend(
     steps: int = STEPS,
     rate: float = RATE,
 ) -> Outcome:
-    """Plain gradient descent. Collective."""
+    """Train by plain gradient descent. Collective."""
     losses = []
     with Executor(network, comm, get_backend(backend), BATCH, strategy, dtype, seed=3) as executor:
 
@@ -79,7 +79,7 @@ def descend(
 
 
 def fill(executor: Executor, step: int) -> None:
-    """Inputs drawn by global index: the same whatever the cut."""
+    """Fill inputs with numbers drawn by global index: the same under every cut."""
     for name, node in executor.network.inputs.items():
         shape = (executor.batch, *node.shape)
         array = random_array(shape, name, seed=step % 3)
@@ -94,7 +94,7 @@ def fill(executor: Executor, step: int) -> None:
 
 
 def advance(trainer: Trainer, numbers: Iterable[int]) -> list[float]:
-    """Losses of the steps with these numbers. Collective."""
+    """Train the steps with these numbers; return their losses. Collective."""
     losses = []
     for number in numbers:
         fill(trainer.executor, number)
@@ -103,13 +103,15 @@ def advance(trainer: Trainer, numbers: Iterable[int]) -> list[float]:
 
 
 def learned(found: Outcome) -> Outcome:
-    """An outcome that others are held against."""
+    """Return a reference outcome for comparisons."""
     assert np.isfinite(found.losses).all() and found.losses[-1] < found.losses[0], "the network must learn something"
     return found
 
 
 def bound(network: Network, dtype: str, steps: int = STEPS) -> np.ndarray:
-    """What losses may differ by in each step: it grows with them, as rounding does in training."""
+    """Return the bound on the differences of losses in each step, which grows with the steps as rounding does in
+    training.
+    """
     longest = max(math.prod(n.shape) for n in network.layers.values()) * BATCH
     return float(np.finfo(dtype).eps) * math.sqrt(longest) * 20 * (1 + np.arange(steps)) ** 2
 
@@ -124,7 +126,7 @@ def check_losses(comm: Communicator, found: np.ndarray, want: np.ndarray, allowe
 def check_outcome(comm: Communicator, found: Outcome, want: Outcome, allowed: np.ndarray, what: object) -> None:
     """Fail on all ranks unless losses, and parameters by ten times as much, are near those of one process. Collective.
 
-    What one process has is whole.
+    Arrays of one process are whole.
     """
     check_losses(comm, found.losses, want.losses, allowed, what)
     blocks = {name: array[found.places[name]] for name, array in want.params.items()}
@@ -136,6 +138,6 @@ def check_outcome(comm: Communicator, found: Outcome, want: Outcome, allowed: np
 def assert_arrays(
     found: Mapping[str, np.ndarray], want: Mapping[str, np.ndarray], atol: float = 0.0, what: str = ""
 ) -> None:
-    """Every array that is wanted is found, by default with the same bits."""
+    """Check that every expected array was found, by default with the same bits."""
     for name, array in want.items():
         np.testing.assert_allclose(found[name], array, rtol=0, atol=atol, err_msg=f"{what} {name}")

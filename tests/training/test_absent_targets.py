@@ -1,4 +1,4 @@
-"""What stands in a target under the weight 0 changes no digit: 0, numbers out of range and NaN, under every cut."""
+"""Tests that targets of weight 0 change no digit under any cut: 0, numbers out of range and NaN."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_no_digit_depends_on_what_has_no_weight(comm, config, rule):
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("invalid", ["skip", "fill"])
 def test_policies_see_no_fault(comm, config, invalid):
-    """With NaN in the inputs of one sample."""
+    """Policies ignore NaN in targets of weight 0, and find NaN in the inputs of one sample."""
     if comm.rank == 0:
         for name in THERE:
             with h5py.File(f"{name}.h5", "r+") as file:
@@ -106,7 +106,7 @@ def test_policies_see_no_fault(comm, config, invalid):
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("trainable", [True, False])
 def test_no_sample_left(comm, config, trainable):
-    """All have NaN in a target that counts."""
+    """A run is refused if all samples have NaN in a target that counts."""
     sets = ["training.epochs=1", f"strategy.height={comm.size}"]
     train(config, sets, comm=comm)
     if comm.rank == 0:

@@ -1,4 +1,4 @@
-"""Batches in parts whose gradients are added up: the steps of the whole batch, under every cut and scheme."""
+"""Tests of batches in parts with added gradients: steps equal those of whole batches, under every cut and scheme."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SCHEMES = {
 
 
 def network() -> hg.Network:
-    """Random masks of elements and of samples, sums over positions: nothing over samples."""
+    """Return a network with random masks of elements and of samples, and sums over positions, but none over samples."""
     x, t = hg.Input((8, 6, 2), "x"), hg.Input((1,), "target", "int32")
     y = hg.Conv(6, 3, padding=1, activation="relu", name="conv1")(x)
     y = y + hg.StochasticDepth(0.4, name="depth")(
@@ -52,7 +52,7 @@ def network() -> hg.Network:
 
 
 def fill(executor: Executor, step: int, part: int) -> None:
-    """Samples of one part of the batch of this step."""
+    """Fill the inputs with the samples of one part of this step's batch."""
     some = slice(part * executor.batch, (part + 1) * executor.batch)
     executor.set_input("x", random_array((BATCH, 8, 6, 2), "x", step)[some])
     classes = (np.abs(random_array((BATCH, 1), "t", step)) * 10).astype(int) % 4
@@ -60,7 +60,7 @@ def fill(executor: Executor, step: int, part: int) -> None:
 
 
 def run(comm, strategy, parts, clip=None, dtype="float64", make=network, **tried):
-    """Losses, norms and parameters (this rank's blocks) of `STEPS` steps. Collective."""
+    """Return losses, norms and parameters (this rank's blocks) of `STEPS` steps. Collective."""
     kernels = get_backend("numpy")
     with Executor(make(), comm, kernels, BATCH // parts, strategy, dtype, seed=SEED, parts=parts) as executor:
         optimizer = SGD(executor.store, momentum=0.5, weight_decay=1e-3)
@@ -82,7 +82,7 @@ def run(comm, strategy, parts, clip=None, dtype="float64", make=network, **tried
 
 @functools.cache
 def whole(clip=None):
-    """The same of one process that computes every batch at once."""
+    """Return the result of one process that computes every batch at once."""
     with Communicator(MPI.COMM_SELF) as comm:
         found = run(comm, Strategy(), 1, clip)
     assert found.losses[-1] < found.losses[0]
@@ -129,7 +129,7 @@ def test_schemes(name):
 
 
 def wide() -> hg.Network:
-    """Dense layers whose weights outnumber the activations of a part."""
+    """Return a network of dense layers with more weights than activations of a part."""
     x, t = hg.Input((8, 6, 2), "x"), hg.Input((1,), "target", "int32")
     y = hg.Dense(40, name="dense1", activation="tanh")(hg.Flatten()(x))
     y = hg.Dense(4, name="out")(hg.Dense(40, name="dense2", activation="tanh")(y))
@@ -164,7 +164,7 @@ def test_stores_of_other_parts_are_refused(parts):
 
 @pytest.mark.ranks(2)
 def test_gradients_are_summed_once():
-    """Per step as much is sent for gradients as without parts."""
+    """A step in parts sends as many bytes for gradients as a step without parts."""
     sent = []
     for parts in (1, 4):
         with Communicator(MPI.COMM_WORLD, "mpi") as comm:
@@ -207,7 +207,7 @@ def test_calls_in_another_order():
 
 
 def test_a_part_that_diverges_leaves_parameters_as_they_are():
-    """Nothing of it is left in the next step."""
+    """The gradients of a part that diverges do not affect the next step."""
     with Communicator(MPI.COMM_SELF) as comm:
         results = []
         for broken in (False, True):
@@ -245,7 +245,7 @@ def build():
 
 
 def write(folder):
-    """Configuration of a network without batch norm."""
+    """Write the configuration of a network without batch norm."""
     write_own(folder, OWN)
 
 
@@ -254,7 +254,8 @@ AUGMENTED = "data.augment={flips = ['width'], noise = 0.05}"
 
 @pytest.mark.mpi
 def test_a_run_in_parts_is_that_of_whole_batches(comm, config):
-    """Stopped after an epoch and resumed; evaluated in parts too."""
+    """A run in parts, stopped after an epoch and resumed, equals a run of whole batches; evaluation in parts does, too.
+    """
     files = [f"model.file='{config.parent / 'net.py'}:build'", f"data.path='{config.parent / 'data.h5'}'"]
     parts = [(cut, 2 if "sample" in cut else 4) for cut in CUTS[comm.size]]
     cuts = [[*overrides_of(cut), f"training.accumulate={number}"] for cut, number in parts]

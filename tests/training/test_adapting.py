@@ -1,4 +1,4 @@
-"""Other data and other ranks than in training: what follows from them, what the user set, what is refused."""
+"""Tests of other data and other ranks than in training: derived settings, the user's settings, and errors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def write_samples(path: Path, shape: tuple[int, ...], layout: str | None = "NHWC
 
 @pytest.fixture
 def trained(comm, working):
-    """A run in ``out``, and ``four.toml``, which says that it was trained by four ranks."""
+    """Fixture: a run in ``out``, and ``four.toml``, a configuration for four ranks."""
     if comm.rank == 0:
         config = write_config(working)
         train(config, ["training.epochs=1", "strategy.sample=1"], comm=MPI.COMM_SELF)
@@ -60,7 +60,7 @@ def read(path: str) -> np.ndarray:
 
 @pytest.mark.ranks(1, 2, 3, 4)
 def test_one_sample_of_another_size(comm, trained):
-    """Five settings were needed; what comes out is the same."""
+    """Predictions of one sample of another size need no settings, and equal those with five settings by hand."""
     if comm.rank == 0:
         found = apply("four.toml", ["one.h5"], "by-hand.h5", FIVE, comm=MPI.COMM_SELF)
         assert found["settings"] == []
@@ -75,7 +75,7 @@ def test_one_sample_of_another_size(comm, trained):
 
 @pytest.mark.ranks(1, 2)
 def test_evaluates_what_it_predicts(comm, trained):
-    """Samples of another size with targets: the predictions are those of `apply`, the scores those of any cut."""
+    """Evaluation of samples of another size has the predictions of `apply` and the same scores under any cut."""
     if comm.rank == 0:
         alone = evaluate("four.toml", [*FIVE, "data.path=large.h5"], "all", comm=MPI.COMM_SELF)
     alone = comm.bcast(alone if comm.rank == 0 else None)
@@ -107,7 +107,7 @@ def test_what_the_user_sets_stays(comm, trained, sets, message):
 
 
 def test_a_cut_that_fits_stays(trained):
-    """With the same ranks and size nothing changes, with a short file only the batch."""
+    """With the same ranks and size nothing changes; with a short file only the batch does."""
     write_samples(Path("few.h5"), (3, EDGE, EDGE, 3))
     write_samples(Path("many.h5"), (4, EDGE, EDGE, 3))
     assert apply("out", ["many.h5"], "p.h5", comm=MPI.COMM_SELF)["settings"] == []
@@ -116,7 +116,7 @@ def test_a_cut_that_fits_stays(trained):
 
 
 def test_order_of_axes(trained):
-    """Where one axis alone has the channels of the network, a file need not say it."""
+    """A file need not give its order of axes if only one axis has the network's number of channels."""
     rng = np.random.default_rng(8)
     x = rng.standard_normal((2, EDGE, EDGE, 3))
     for name, array in (("last", x), ("first", np.moveaxis(x, -1, 1))):

@@ -1,4 +1,4 @@
-"""Predictions of data without labels: under every cut as of one process, of other extents, interrupted, and refused."""
+"""Tests of predictions for data without labels: equal under every cut, other extents, interruptions, and errors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CUTS = {1: ({},), 2: ({"height": 2}, {"sample": 2}), 3: ({"width": 3},), 4: ({"h
 
 
 def write_new(folder: Path, edge: int = EDGE, name: str = "new") -> None:
-    """Files without masks."""
+    """Write files without masks."""
     rng = np.random.default_rng(11)
     (folder / name).mkdir()
     for number, samples in enumerate(FILES):
@@ -52,7 +52,7 @@ def write_new(folder: Path, edge: int = EDGE, name: str = "new") -> None:
 
 @pytest.fixture
 def trained(comm, shared):
-    """Folder of a run in ``out``, and of data without labels in ``new``; the same on all ranks."""
+    """Fixture: folder of a run in ``out`` and of data without labels in ``new``, the same on all ranks."""
     if comm.rank == 0:
         write_config(shared)
         write_new(shared)
@@ -67,13 +67,13 @@ def read(path: Path, name: str = "prediction") -> np.ndarray:
 
 
 def sources(out: Path) -> list[tuple[str, int]]:
-    """File of each prediction, and the number of the sample in it."""
+    """Return the file of each prediction, and the number of the sample in it."""
     with h5py.File(out) as file:
         return list(zip(file["source_file"].asstr()[()], file["source_sample"][()]))
 
 
 def parts(out: Path) -> list[int]:
-    """Ranks of which there is a part, of one job."""
+    """Return the ranks that have written a part of one job."""
     (folder,) = Path(f"{out}.parts").iterdir()
     return sorted(int(path.stem.removeprefix("rank-")) for path in folder.glob("*.h5"))
 
@@ -81,7 +81,7 @@ def parts(out: Path) -> list[int]:
 @pytest.mark.mpi
 @pytest.mark.parametrize("what", ["logits", "probabilities", "classes"])
 def test_is_that_of_one_process_under_every_cut(comm, trained, what):
-    """Eight samples of two files in batches of four, of which the last is short under no cut and three."""
+    """Predictions equal those of one process; of eight samples in batches of four the last batch may be short."""
     new = [str(trained / "new")]
     if comm.rank == 0:
         apply(trained / "out", new, trained / "alone.h5", ["strategy.sample=1"], what, MPI.COMM_SELF)
@@ -102,7 +102,7 @@ def test_is_that_of_one_process_under_every_cut(comm, trained, what):
 
 @pytest.mark.ranks(1, 2)
 def test_is_what_evaluation_predicts(comm, trained):
-    """The samples that it was trained on, with their labels unread."""
+    """Predictions of the training samples equal those of an evaluation, without their labels being read."""
     sets = [f"strategy.height={comm.size}", "strategy.sample=1"]
     evaluate(trained / "out", sets, "all", trained / "judged.h5", comm)
     apply(trained / "out", [str(trained / "data.h5")], trained / "applied.h5", sets, comm=comm)
@@ -115,7 +115,8 @@ def test_is_what_evaluation_predicts(comm, trained):
 
 @pytest.mark.ranks(1, 2, 3)
 def test_samples_of_another_size(comm, trained):
-    """Twice as many rows and columns: a row in the middle does not see the border."""
+    """Predictions of samples with twice as many rows and columns equal in the middle: it does not depend on the border.
+    """
     if comm.rank == 0:
         write_new(trained, 2 * EDGE, "large")
     comm.barrier()
@@ -128,7 +129,7 @@ def test_samples_of_another_size(comm, trained):
 
 @pytest.mark.ranks(1, 2)
 def test_goes_on_where_it_was_interrupted(comm, trained, monkeypatch):
-    """Behind the last batch that all ranks have written; of another job nothing is kept."""
+    """An interrupted job resumes after the last batch that all ranks have written; parts of another job are removed."""
     new, sets = [str(trained / "new")], [f"strategy.height={comm.size}", "strategy.sample=1", "training.batch=2"]
     apply(trained / "out", new, trained / "whole.h5", sets, comm=comm)
     written = []
@@ -161,7 +162,8 @@ def test_goes_on_where_it_was_interrupted(comm, trained, monkeypatch):
 
 @pytest.mark.ranks(2)
 def test_what_is_there_stays_until_another_job_has_ended(comm, trained, monkeypatch):
-    """Whose parts lie elsewhere; the name is one that HDF5 takes for a pattern."""
+    """An existing file stays until another job, whose parts lie elsewhere, has ended; its name is a pattern for HDF5.
+    """
     new, sets = [str(trained / "new")], ["strategy.height=2", "strategy.sample=1"]
     out = trained / "50%b.h5"
     apply(trained / "out", new, out, sets, comm=comm)
@@ -187,7 +189,7 @@ def test_what_is_there_stays_until_another_job_has_ended(comm, trained, monkeypa
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("what", ["logits", "classes"])
 def test_without_its_parts_no_number_is_a_prediction(comm, trained, what):
-    """It says which files it needs; with some of them the rest is seen to be missing; with all it is whole."""
+    """A file without its parts names the missing ones; with some of them the rest is marked; with all it is whole."""
     sets = [f"strategy.height={comm.size}", "strategy.sample=1"]
     apply(trained / "out", [str(trained / "new")], trained / "p.h5", sets, what, comm)
     comm.barrier()
@@ -217,7 +219,7 @@ def test_without_its_parts_no_number_is_a_prediction(comm, trained, what):
 
 
 def test_the_value_of_missing_classes_is_no_class():
-    """The largest number of the type; with 256 classes that is not 255."""
+    """The value of missing classes is the largest number of the type; with 256 classes it is not 255."""
     boxes = Blocks([((0, 1),)] * 3)
     for classes, dtype in ((2, "u1"), (255, "u1"), (256, "u2"), (65_535, "u2"), (65_536, "u4")):
         plain = applying.Output("y", SimpleNamespace(), (4, classes), boxes, np.dtype("f4"), lambda block: block)
@@ -228,7 +230,7 @@ def test_the_value_of_missing_classes_is_no_class():
 
 @pytest.mark.ranks(1, 2)
 def test_samples_are_in_the_natural_order_of_their_files(comm, trained):
-    """One sample per file; the mean of a prediction tells which it is of."""
+    """Samples of one file each are in natural order; the mean of a prediction identifies its sample."""
     names = [f"s{number}.h5" for number in range(1, 13)]
     if comm.rank == 0:
         rng = np.random.default_rng(3)
@@ -287,7 +289,7 @@ def test_parts_of_killed_ranks_are_continued(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("fails", ["fsync", "pwrite", "replace", "open"])
 def test_progress_is_not_ahead_of_the_disk(tmp_path, monkeypatch, fails):
-    """Data are on the disk before the progress says so; what fails leaves the progress of before."""
+    """Data are on the disk before the progress is written; after a failure the progress is the previous one."""
     monkeypatch.setattr(training_parts, "RECORD_SECONDS", 0.0)
     array = PartArray("prediction", Box.of_shape((2, 3)), np.dtype(np.float64))
     path, calls = tmp_path / "job" / "rank-00000.h5", []
@@ -305,7 +307,8 @@ def test_progress_is_not_ahead_of_the_disk(tmp_path, monkeypatch, fails):
 
 
 def test_two_jobs_do_not_share_a_part(tmp_path):
-    """The second one begins anew where the first has recorded nothing yet; that one may not finish by its file."""
+    """A second job begins anew if the first has recorded no progress; the first may not finish with the second's file.
+    """
     array = PartArray("prediction", Box.of_shape((2, 3)), np.dtype(np.float64))
     path = tmp_path / "job" / "rank-00000.h5"
     with PartFile(path, 0, [array], 4, 2, "job") as first:
@@ -322,7 +325,7 @@ def test_two_jobs_do_not_share_a_part(tmp_path):
 
 
 def called(calls, name, function, fails, *arguments, **options):
-    """Call a function, or fail as a broken disk does; either is noted."""
+    """Call a function, or fail as a broken disk does; record either."""
     calls.append(name)
     if fails:
         raise OSError(5, os.strerror(5), *arguments[:1] * isinstance(arguments[0], Path))
@@ -330,7 +333,8 @@ def called(calls, name, function, fails, *arguments, **options):
 
 
 def test_of_probabilities_they_are_what_it_computes(working):
-    """Where a loss reads probabilities; and an output with the name of what the file keeps is refused beforehand."""
+    """Predictions for a loss of probabilities are probabilities; an output with a reserved name is refused beforehand.
+    """
     train(write_own(working, NET), ["training.epochs=1"], comm=MPI.COMM_SELF)
     write_new(working)
     for what in applying.WHAT:
@@ -376,7 +380,7 @@ def test_refusals(comm, trained):
 
 @pytest.mark.parametrize("check", [applying.check_outputs, check_predictions])
 def test_what_others_have_written_is_not_replaced(tmp_path, check):
-    """However much it looks like predictions of ours."""
+    """A file of another program is never replaced, even if it resembles predictions."""
     for number, (names, attributes) in enumerate(
         [(("prediction",), {}), (("prediction", "target", "sample", "notes"), {"network": "seismic"})]
     ):

@@ -1,4 +1,4 @@
-"""What predictions say of themselves: attributes of the data and of the target, coordinates of the samples."""
+"""Tests of the metadata of predictions: attributes of the data and of the target, coordinates of the samples."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def build():
 
 
 def write_map(folder: Path, edge: int = EDGE) -> None:
-    """Two files as netCDF has them: two samples and three, columns that differ, a map projection."""
+    """Write two files in netCDF's layout: two samples and three, columns that differ, a map projection."""
     folder.mkdir()
     rng = np.random.default_rng(2)
     for number, samples in enumerate((2, 3), 9):
@@ -43,7 +43,7 @@ def write_map(folder: Path, edge: int = EDGE) -> None:
 
 
 def content(path: Path) -> dict[str, tuple]:
-    """All datasets but predictions, the names of the scales of each axis, and attributes that are no references."""
+    """Return all datasets but predictions, the names of each axis's scales, and attributes that are no references."""
     with h5py.File(path) as file:
         return {
             name: (
@@ -57,7 +57,7 @@ def content(path: Path) -> dict[str, tuple]:
 
 @pytest.mark.ranks(1, 2, 4)
 def test_has_the_coordinates_of_the_samples(comm, working, caplog):
-    """Under every cut; of the outputs on another grid it has none, and says so where no output has them."""
+    """Predictions have the samples' coordinates under every cut; outputs on another grid have none, with a message."""
     if comm.rank == 0:
         write_map(Path("map"))
         with h5py.File("data.h5", "w") as file:

@@ -1,4 +1,4 @@
-"""Runs whose samples are varied: under every cut as in one process, resumed or not; evaluated as they are."""
+"""Tests of runs with augmented samples: equal under every cut, resumed or not; evaluation does not augment."""
 
 import h5py
 import numpy as np
@@ -38,7 +38,7 @@ def test_as_in_one_process(comm, config, rules):
 
 @pytest.mark.ranks(1)
 def test_evaluation_and_predictions(comm, config):
-    """Of a run with crops: evaluation of the middle, predictions of all of it."""
+    """After a run with crops, evaluation uses the middle of each sample, and predictions cover all of it."""
     out = config.parent / "out"
     sets = [CROP, "model.resolution=12", "training.epochs=1"]
     train(config, sets, comm=comm)

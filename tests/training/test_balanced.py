@@ -1,4 +1,4 @@
-"""Weights of classes by how often they occur: counted over the training samples, kept, the same under every cut."""
+"""Tests of class weights from frequencies: counted over the training samples, stored, the same under every cut."""
 
 import json
 from pathlib import Path
@@ -56,19 +56,19 @@ def write(folder, network=NET, data=DATA):
 
 
 def weights_of(labels, classes):
-    """The formula of scikit-learn's `compute_class_weight`."""
+    """Return the weights by the formula of scikit-learn's `compute_class_weight`."""
     return labels.size / (classes * np.bincount(labels.reshape(-1), minlength=classes))
 
 
 def trained(found):
-    """Numbers of the samples that a run has not held out."""
+    """Return the numbers of the samples that a run does not hold out."""
     with h5py.File(found) as file:
         return np.setdiff1d(np.arange(SAMPLES), file["sample"][()])
 
 
 @pytest.mark.mpi
 def test_as_with_the_numbers_themselves(comm, config, capfd):
-    """Training samples of all ranks are counted; the counts are printed, logged, and in the checkpoint."""
+    """Weights equal those of the counts over all ranks' training samples; counts are printed, logged and stored."""
     cut = {1: {}, 2: {"height": 2}, 3: {"sample": 3}, 4: {"height": 2, "width": 2}}[comm.size]
     sets = overrides_of(cut)
     found = train(config, [*sets, "model.auxiliary=false", "output.progress=true"], comm=comm)
@@ -185,7 +185,7 @@ def test_refused_weights_of_the_positive_class(comm, one_channel, sets, message)
 
 
 def test_counts_of_patches_and_of_many_rows(monkeypatch):
-    """As the network sees them; what is ignored does not count."""
+    """Counts are those of the samples that the network reads; ignored positions do not count."""
     from halograd.data import survey
 
     labels = np.random.default_rng(1).integers(-1, 4, (5, 12, 8, 1))
@@ -210,7 +210,7 @@ def test_ignored_classes_have_no_weight():
 
 
 def test_a_network_that_was_not_balanced_says_so():
-    """It would count all classes alike without a word."""
+    """A network without its class weights raises an error, as it would count all classes equally without notice."""
 
     def network():
         x = hg.Input((4, 3), "x")
@@ -239,7 +239,7 @@ def test_a_network_that_was_not_balanced_says_so():
     ("layer", "channels"), [(hg.SoftmaxCrossEntropy("balanced"), 3), (hg.BinaryCrossEntropyWithLogits("balanced"), 1)]
 )
 def test_layers_are_measured_without_counts(layer, channels):
-    """A plan is made before the data are read."""
+    """Layers are measured without counts: a plan is made before the data are read."""
     inputs = [(2, 4, channels), (2, 4, 1)]
     with Communicator(MPI.COMM_SELF) as alone, get_backend("numpy") as kernels:
         bound = BoundLayer(layer, inputs, "float32", kernels, alone)

@@ -1,4 +1,4 @@
-"""A fault of one rank while everything is built is raised on all ranks, wherever it arises."""
+"""Tests that an error of one rank while everything is built is raised on all ranks, wherever it occurs."""
 
 import os
 from contextlib import nullcontext
@@ -40,7 +40,8 @@ LIMIT = 120  # [s], against deadlock: a build takes some 0.2 s
 
 
 def network() -> hg.Network:
-    """Halos both ways, groups of ranks that share samples, redistribution, gradients that are returned and summed."""
+    """Return a network with halos both ways, groups that share samples, redistributions, and gradients that are summed.
+    """
     x = hg.Input((12, 10, 3), "x")
     y = hg.Conv(4, 3, padding=1, activation="relu", name="conv1")(x)
     y = hg.BatchNorm(statistics="sample", name="batch_norm")(y)
@@ -54,7 +55,7 @@ def network() -> hg.Network:
 
 
 def strategy(size: int, kind: str) -> Strategy:
-    """A scheme of gradient reduction, or a cut of channels."""
+    """Return a strategy with a scheme of gradient reduction, or a cut of channels."""
     schemes = {
         "channels": Scheme("bucketed"),
         "replicated": Scheme("bucketed", replicated_dense=1),
@@ -75,7 +76,7 @@ def strategy(size: int, kind: str) -> Strategy:
 
 
 def build_and_step(comm, kind="bucketed", steps=1) -> float:
-    """The loss of the last step. Collective."""
+    """Return the loss of the last step. Collective."""
     with (
         get_backend("onednn") as kernels,
         Executor(network(), comm, kernels, 4, strategy(comm.size, kind), seed=1) as executor,
@@ -90,7 +91,7 @@ def build_and_step(comm, kind="bucketed", steps=1) -> float:
 
 
 def errors(comm, call) -> list[str]:
-    """What `call` raises, of all ranks; empty texts for nothing. Collective."""
+    """Return the errors of `call` on all ranks; empty texts for none. Collective."""
     try:
         call()
     except Exception as error:
@@ -138,7 +139,7 @@ STAGES = {
 @pytest.mark.timeout(LIMIT)
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_fault_of_one_rank_is_raised_on_all(comm, stage):
-    """The communicator is as good as new afterwards."""
+    """After the error the communicator works as before."""
     culprit = comm.size - 1
     owner, name, number = STAGES[stage]
     kind = "channels" if stage == "group" else "bucketed"  # two ranks that share no filters
@@ -171,7 +172,7 @@ CASES = [
 @pytest.mark.timeout(LIMIT + ANYWHERE)
 @pytest.mark.parametrize(("kind", "transport"), CASES, ids=lambda text: text.partition(":")[0])
 def test_a_fault_anywhere(comm, kind, transport):
-    """At calls of functions of the library drawn at random while everything is built."""
+    """Errors at random calls of library functions during building are raised on all ranks."""
     rng = np.random.default_rng([comm.size, CASES.index((kind, transport))])
     for _ in range(2):  # the second time what is cached is there, as it is below
         with Communicator(comm, transport) as ranks, AtCall() as counted:

@@ -1,4 +1,4 @@
-"""Features beside each other, drawn at random, under random cuts against one process."""
+"""Tests of random combinations of features under random cuts against one process."""
 
 import pytest
 from mpi4py import MPI

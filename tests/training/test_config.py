@@ -1,4 +1,4 @@
-"""Configurations: what is read, what overrides do, and every message."""
+"""Tests of configurations: valid files, overrides, and every message."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Parameters of which ranks hold blocks, or nothing: checkpoints, clipping, divergence, and what is refused."""
+"""Tests of cut parameters: checkpoints, clipping, divergence, and errors."""
 
 import math
 
@@ -34,7 +34,7 @@ def network():
 
 
 def cut(size):
-    """Filters and both kinds of channels cut, a layer on one rank."""
+    """Return a strategy that cuts filters and both kinds of channels, with a layer on one rank."""
     if size == 1:
         return Strategy()
     layers = {
@@ -59,13 +59,13 @@ def steps(trainer, numbers):
 
 
 def run(comm, strategy, body):
-    """`body(trainer)` on a fresh executor."""
+    """Return the result of `body(trainer)` on a new executor."""
     with Executor(network(), comm, get_backend("numpy"), 4, strategy, "float64", seed=2) as executor:
         return body(trainer_of(executor))
 
 
 def arrays_of(snapshot):
-    """Every array of a snapshot by a name of its own."""
+    """Return every array of a snapshot under a unique name."""
     if snapshot is None:
         return None
     groups = {"params": snapshot.params, "state": snapshot.state, **snapshot.optimizer}
@@ -74,7 +74,7 @@ def arrays_of(snapshot):
 
 @pytest.mark.ranks(1, 2, 3, 4)
 def test_written_under_one_strategy_and_resumed_under_another(shared):
-    """Parameters, moments and running statistics come back bit for bit, and the curve goes on as in one process."""
+    """Parameters, moments and running statistics are equal bit for bit, and losses continue as in one process."""
     path = shared / "step.h5"
     with Communicator(MPI.COMM_SELF) as alone:
         expected = run(alone, Strategy(), lambda trainer: steps(trainer, range(STEPS)))

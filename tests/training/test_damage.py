@@ -1,9 +1,9 @@
-"""Damaged checkpoints: whatever the damage is, the one before is taken. See `damage.py` for more cases."""
+"""Tests of damaged checkpoints: a run takes the one before. See `damage.py` for more cases."""
 
 from tests.training.damage import GOOD, campaign
 
 
 def test_no_damage_is_accepted():
-    """A child process makes the cases, so that a hang or a crash is a failure of this test."""
+    """A child process executes the cases, so that a hang or a crash fails this test."""
     counted = campaign(300)
     assert set(counted) <= GOOD and counted["detected"] > 250 and counted.total() == 300, counted
