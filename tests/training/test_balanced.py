@@ -172,7 +172,7 @@ def test_the_positive_class_as_with_the_number_itself(comm, one_channel, capfd):
         (["model.channels=2"], 'pos_weight: expected one channel with "balanced", got 2; give numbers'),
         (["model.weight=even"], "pos_weight: expected a number > 0, one per channel, or \"balanced\", got 'even'"),
         (['data.targets={kind="none"}'], "pos_weight: expected all of 2 classes in the training samples for"),
-        (['data.targets={kind="soft"}'], r"expected numbers of classes in 'kind', which are counted, got 0\.5; give"),
+        (['data.targets={kind="soft"}'], r"expected class indices in 'kind', to count them, got 0\.5; give"),
     ],
 )
 def test_refused_weights_of_the_positive_class(comm, one_channel, sets, message):

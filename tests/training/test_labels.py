@@ -72,7 +72,7 @@ def test_as_a_file_with_the_new_numbers(comm, config, invalid):
         (["data.labels={a = 1}"], r"data.labels: expected whole numbers of the file as keys, got 'a'"),
         (
             ["data.labels={255 = -1, mask = {7 = 1}}"],
-            "data.labels: expected numbers for numbers, or a table .* got both",
+            "data.labels: expected a new number per number, or such a table .* got both",
         ),
         (["data.labels={valid = {7 = 1}}"], r"data.labels.valid: expected a target \(mask\)"),
         (["data.labels={mask = {7 = 0.5}}"], r"data.labels.mask.7: expected a whole number, got 0.5"),
