@@ -11,7 +11,7 @@ import numpy as np
 
 from ..kernels.access import Access, makes, reads, writes
 from ..kernels.fused import FusedActivation, reads_input
-from ..lowering.context import Context
+from ..lowering.context import Context, Lowered
 from .layer import Layer, Passes, Shape
 from .lowering import Pair
 from .softmax import Softmax
@@ -48,7 +48,7 @@ class _Activation(Layer):
     def flops(self, *shapes: Shape) -> int:
         return math.prod(shapes[0])
 
-    def lower(self, context: Context) -> Callable[[], None]:
+    def lower(self, context: Context) -> Lowered:
         by_input = reads_input(self.function, self.alpha)
         make = partial(_activation_by_input if by_input else _activation, self)
         kernel = context.kernel(make, x=context.inputs[0].view, y=context.y)
@@ -61,7 +61,7 @@ class _Activation(Layer):
             made.add(dy=context.dy, dx=context.gradient(0))
             context.run(made, "backward", timing=context.timing("backward_data"))
 
-        return backward
+        return Lowered(backward)
 
 
 @makes(forward=Access(("x",), ("y",)), backward=Access(("y", "dy"), ("dx",)))
@@ -203,7 +203,7 @@ class Affine(Layer):
     def flops(self, *shapes: Shape) -> int:
         return ((self.factor != 1) + (self.shift != 0)) * math.prod(shapes[0])
 
-    def lower(self, context: Context) -> Callable[[], None]:
+    def lower(self, context: Context) -> Lowered:
         first = context.box.start[-1]
         channels = slice(first, first + context.box.shape[-1])
         factor, shift = (n[channels] if isinstance(n, tuple) else n for n in (self.factor, self.shift))
@@ -219,7 +219,7 @@ class Affine(Layer):
             kernel = context.kernel(make, x=context.dy, y=context.gradient(0))
             context.run(kernel, timing=context.timing("backward_data"))
 
-        return backward
+        return Lowered(backward)
 
 
 def _numbers(given: float | Sequence[float]) -> float | tuple[float, ...]:
@@ -266,7 +266,7 @@ class Clamp(Layer):
     def flops(self, *shapes: Shape) -> int:
         return 2 * math.prod(shapes[0])
 
-    def lower(self, context: Context) -> Callable[[], None]:
+    def lower(self, context: Context) -> Lowered:
         limits = (self.low, self.high)
         kernel = context.kernel(partial(_clamp, limits), x=context.inputs[0].view, y=context.y)
         context.run(kernel, timing=context.timing("forward"))
@@ -277,7 +277,7 @@ class Clamp(Layer):
             kernel = context.kernel(partial(_clamp_gradient, limits), inside=inside, **views)
             context.run(kernel, timing=context.timing("backward_data"))
 
-        return backward
+        return Lowered(backward)
 
 
 @reads("x")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from ..kernels.fused import FusedActivation
 from ..kernels.kernel import BatchNormArrays, BatchNormKernels, BatchNormTraining
 from ..kernels.memory import Workspace
 from ..kernels.norm_parts import cancellation_limit, cancels, centered_squares
-from ..lowering.context import Context
+from ..lowering.context import Context, Lowered
 from ..lowering.views import View
 from .activation import activated, fused, inside
 from .layer import Layer, Node, Passes, Shape
@@ -134,7 +134,7 @@ class BatchNorm(Layer):
         sums = ranks > 1 and options.get("statistics", self.statistics) != "local"
         return self.changed(statistics="global" if sums else "local"), sums
 
-    def lower(self, context: Context) -> Callable[[], None]:
+    def lower(self, context: Context) -> Lowered:
         """Lower to kernels around sums over the ranks that share statistics, or to kernels alone if no ranks share
         them.
 
@@ -206,7 +206,7 @@ class BatchNorm(Layer):
                 context.add_up(total)
                 context.run(kernel, "backward_data")
 
-        return backward
+        return Lowered(backward)
 
 
 @dataclass(frozen=True)

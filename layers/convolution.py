@@ -11,7 +11,7 @@ from ..dtensor import Blocks, Box, Layout, Window, input_box, output_box
 from ..kernels import Geometry
 from ..kernels.access import reads, writes
 from ..kernels.fused import FusedActivation
-from ..lowering.context import Context, Gathered
+from ..lowering.context import Context, Gathered, Lowered
 from .activation import activated, fused
 from .layer import Layer, Passes, Shape
 from .lowering import cuts_channels, gradient_of, lower_contraction
@@ -116,17 +116,17 @@ class Conv(Layer):
     def of_filters(self, filters: int) -> Layer:
         return self.changed(filters=filters)
 
-    def lower(self, context: Context) -> Callable[[], None]:
+    def lower(self, context: Context) -> Lowered:
         return lower_weight_norm(context, self._lower) if self.weight_norm else self._lower(context)
 
-    def _lower(self, context: Context) -> Callable[[], None]:
+    def _lower(self, context: Context) -> Lowered:
         windows = self.windows(context.shapes[0])
         if cuts_channels(context.parts):
             return lower_contraction(context, _ConvKernels(windows), fused(self))
         return _lower(self, context, windows)
 
 
-def _lower(layer: Conv, context: Context, windows: Sequence[Window]) -> Callable[[], None]:
+def _lower(layer: Conv, context: Context, windows: Sequence[Window]) -> Lowered:
     """Lower with the halo algorithm "pad" or "overlap".
 
     "pad" waits for the halos and runs one kernel. "overlap" runs one kernel over the whole block while the halos
@@ -169,7 +169,7 @@ def _lower(layer: Conv, context: Context, windows: Sequence[Window]) -> Callable
             data = context.kernel(partial(conv_data, back), dy=halo.view, w=w, dx=dx)
         context.run(data, timing=context.timing("backward_data"))
 
-    return backward
+    return Lowered(backward)
 
 
 class _ConvKernels:

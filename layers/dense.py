@@ -8,7 +8,7 @@ from typing import Any
 from ..dtensor import Box
 from ..kernels.access import reads, writes
 from ..kernels.fused import FusedActivation
-from ..lowering.context import Context
+from ..lowering.context import Context, Lowered
 from .activation import activated
 from .layer import Layer, Passes, Shape
 from .lowering import cuts_channels, lower_contraction
@@ -82,10 +82,10 @@ class Dense(Layer):
     def of_filters(self, filters: int) -> Layer:
         return self.changed(units=filters)
 
-    def lower(self, context: Context) -> Callable[[], None]:
+    def lower(self, context: Context) -> Lowered:
         return lower_weight_norm(context, self._lower) if self.weight_norm else self._lower(context)
 
-    def _lower(self, context: Context) -> Callable[[], None]:
+    def _lower(self, context: Context) -> Lowered:
         if cuts_channels(context.parts):
             return lower_contraction(context, _DenseKernels())
         if context.options.get("weight_gradient") == "replicated":
@@ -105,7 +105,7 @@ class Dense(Layer):
                 data = context.kernel(_data, dy=dy, w=w, dx=context.gradient(0))
                 context.run(data, timing=context.timing("backward_data"))
 
-        return backward
+        return Lowered(backward)
 
 
 class _DenseKernels:

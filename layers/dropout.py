@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,7 +13,7 @@ import numpy as np
 from ..dtensor import Box
 from ..kernels import DropoutMask
 from ..kernels.access import reads, writes
-from ..lowering.context import Context
+from ..lowering.context import Context, Lowered
 from .layer import Layer, Passes, Shape
 from .merge import product
 
@@ -56,7 +55,7 @@ class Dropout(Layer):
     def flops(self, *shapes: Shape) -> int:
         return math.prod(shapes[0])
 
-    def lower(self, context: Context) -> Callable[[], None]:
+    def lower(self, context: Context) -> Lowered:
         shape, box = context.output.layout.shape, context.box
         # No communication: the input is copied if it is not packed.
         x = context.gather(0, context.needed(0)).run()
@@ -67,7 +66,7 @@ class Dropout(Layer):
             kernel.add(dy=context.dy, dx=context.gradient(0))
             context.run(kernel, "backward", timing=context.timing("backward_data"))
 
-        return backward
+        return Lowered(backward)
 
 
 class StochasticDepth(Layer):
@@ -98,7 +97,7 @@ class StochasticDepth(Layer):
     def flops(self, *shapes: Shape) -> int:
         return math.prod(shapes[0])
 
-    def lower(self, context: Context) -> Callable[[], None]:
+    def lower(self, context: Context) -> Lowered:
         samples, axes = context.box.ranges[0], len(context.box.shape)
         ones = context.keep((context.box.shape[0], 1), context.wide, "statistics", fill=1.0)
         drawn = context.scratch(ones.shape, context.wide)
@@ -113,7 +112,7 @@ class StochasticDepth(Layer):
             views = {"x": context.dy, "g": factor, "y": context.gradient(0)}
             context.run(context.kernel(product, **views), timing=context.timing("backward_data"))
 
-        return backward
+        return Lowered(backward)
 
 
 def _checked(layer: Layer, rate: float) -> float:

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..dtensor import Blocks, Interval, Layout
 from ..kernels.access import reads, writes
-from ..lowering.context import Context
+from ..lowering.context import Context, Lowered
 from ..lowering.views import View
 from .layer import Layer, Passes, Shape
 from .needs import without_space
@@ -57,7 +57,7 @@ class GlobalAveragePool(_GlobalPool):
 
     passes = Passes()
 
-    def lower(self, context: Context) -> Callable[[], None]:
+    def lower(self, context: Context) -> Lowered:
         value, boxes = context.inputs[0], context.output.layout.boxes
         scale = 1.0 / math.prod(context.shapes[0][:-1])
         # Samples and channels of each rank's summands.
@@ -74,7 +74,7 @@ class GlobalAveragePool(_GlobalPool):
             spread = dy.reshape(shape[0], *(1 for _ in context.shapes[0][:-1]), shape[1])
             context.run(context.kernel(partial(_scale, scale), x=spread, y=dx), timing=context.timing("backward_data"))
 
-        return backward
+        return Lowered(backward)
 
 
 class GlobalMaxPool(_GlobalPool):
@@ -94,7 +94,7 @@ class GlobalMaxPool(_GlobalPool):
     # A few passes over a second array find the position of the largest element.
     passes = Passes((8, 1), (3, 1))
 
-    def lower(self, context: Context) -> Callable[[], None]:
+    def lower(self, context: Context) -> Lowered:
         value, rank = context.inputs[0], context.rank
         found, wanted = _candidates(value.layout.boxes, context.output.layout.boxes)
         own = context.scratch(found[rank].shape, "float64")
@@ -118,7 +118,7 @@ class GlobalMaxPool(_GlobalPool):
             kernel = context.kernel(spread, chosen=brought, dy=dy, dx=context.gradient(0), mask=mask)
             context.run(kernel, timing=context.timing("backward_data"))
 
-        return backward
+        return Lowered(backward)
 
 
 def _candidates(inputs: Blocks, outputs: Blocks) -> tuple[Blocks, Blocks]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from ..dtensor import sample_groups
 from ..kernels import ChannelNormArrays, GroupNormArrays
 from ..kernels.access import Access, makes
 from ..kernels.norm_parts import GroupNormKernels
-from ..lowering.context import Context
+from ..lowering.context import Context, Lowered
 from .activation import activated, fused
 from .batch_norm import affine_parameters, lower_affine
 from .layer import Layer, Passes, Shape
@@ -82,7 +82,7 @@ class GroupNorm(Layer):
     def flops(self, *shapes: Shape) -> int:
         return 7 * math.prod(shapes[0])
 
-    def lower(self, context: Context) -> Callable[[], None]:
+    def lower(self, context: Context) -> Lowered:
         return _lower(self, context, self.group_count(context.output.layout.shape[-1]))
 
 
@@ -123,13 +123,13 @@ class LayerNorm(GroupNorm):
             raise ValueError(f"axes: expected 'sample' or 'channels', got {axes!r}")
         self.axes = axes
 
-    def lower(self, context: Context) -> Callable[[], None]:
+    def lower(self, context: Context) -> Lowered:
         if self.axes == "channels":
             return _lower_channel_norm(self, context)
         return super().lower(context)
 
 
-def _lower(layer: GroupNorm, context: Context, groups: int) -> Callable[[], None]:
+def _lower(layer: GroupNorm, context: Context, groups: int) -> Lowered:
     """Lower to the backend's kernels around sums over groups of channels and over the ranks that share samples."""
     boxes, shape = context.output.layout.boxes, context.output.layout.shape
     samples, channels = context.box.shape[0], shape[-1]
@@ -158,7 +158,7 @@ def _lower(layer: GroupNorm, context: Context, groups: int) -> Callable[[], None
         context.add_up(total)
         context.run(kernel, "backward_data")
 
-    return backward
+    return Lowered(backward)
 
 
 @makes(GroupNormKernels)
@@ -168,7 +168,7 @@ def _group_norm(layer: GroupNorm, count: int, environment: Any, **arrays: Any) -
     return environment.kernels.group_norm(made)
 
 
-def _lower_channel_norm(layer: LayerNorm, context: Context) -> Callable[[], None]:
+def _lower_channel_norm(layer: LayerNorm, context: Context) -> Lowered:
     """Lower to kernels with statistics over the channels of each position: no communication."""
     x = context.gather(0, context.clipped(0))
     views = {"x": x.view, "y": context.y, **context.params}
@@ -185,7 +185,7 @@ def _lower_channel_norm(layer: LayerNorm, context: Context) -> Callable[[], None
         kernel.add(**{f"d{key}": view for key, view in context.grads.items()})
         context.run(kernel, "backward", timing=context.timing("backward_data"))
 
-    return backward
+    return Lowered(backward)
 
 
 @makes(

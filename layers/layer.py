@@ -15,7 +15,7 @@ import copy
 import math
 import numbers
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
@@ -25,7 +25,7 @@ import numpy as np
 from halograd.signatures import check_methods
 
 from ..dtensor import Blocks, Box, Layout, Window, input_box
-from ..lowering.context import Context
+from ..lowering.context import Context, Lowered
 from .local import lower_local
 from .needs import Shape, Stencil, all_of, probe, sliding
 from .parameter import GivenValues, Parameter, given
@@ -365,13 +365,12 @@ class Layer(TargetReader):
             setattr(made, name, value)
         return made
 
-    def lower(self, context: Context) -> Callable[[], None] | None:
+    def lower(self, context: Context) -> Lowered:
         """Add the operations of the forward pass of one rank to the program. Local.
 
         Returns
         -------
-        Function that adds the operations of the backward pass, called when the output's gradient has its memory; None:
-        there are none.
+        What else there is to add, and when: the backward pass, called when the output's gradient has its memory.
         """
         return lower_local(self, context)
 

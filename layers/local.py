@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from ..dtensor import Box
 from ..kernels.access import ANY, Access, access_of, makes
-from ..lowering.context import Context
+from ..lowering.context import Context, Lowered
 
 __all__ = ["LocalLayer", "lower_local"]
 
@@ -26,7 +26,7 @@ class LocalLayer(Protocol):
     ) -> tuple[Sequence[Any], Mapping[str, Any]]: ...
 
 
-def lower_local(layer: LocalLayer, context: Context) -> Callable[[], None]:
+def lower_local(layer: LocalLayer, context: Context) -> Lowered:
     """Lower a layer with `forward` and `backward`: gather its boxes, call it, and return gradients to their owners.
 
     Forward: exchange (assign), `layer.forward`. Backward: `layer.backward`, exchange (sum), the adjoint. The result is
@@ -63,7 +63,7 @@ def lower_local(layer: LocalLayer, context: Context) -> Callable[[], None]:
         for some in returned.values():
             some.finish()
 
-    return backward
+    return Lowered(backward)
 
 
 def _local_access(layer: LocalLayer, method: str) -> tuple[str, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,7 +10,7 @@ import numpy as np
 
 from ..kernels.access import reads, writes
 from ..kernels.memory import Workspace, buffer, chunks, widened
-from ..lowering.context import Context
+from ..lowering.context import Context, Lowered
 from .layer import Layer, Passes, Shape
 
 __all__ = ["LocalResponseNorm"]
@@ -72,7 +71,7 @@ class LocalResponseNorm(Layer):
         # The squares, their sum, one multiply-add, the power (as one), the product.
         return (self.size + 4) * math.prod(shapes[0])
 
-    def lower(self, context: Context) -> Callable[[], None]:
+    def lower(self, context: Context) -> Lowered:
         # No communication: the input is copied if it is not packed.
         x = context.gather(0, context.needed(0)).run()
         kernel = context.kernel(partial(_LocalResponseNorm, self), x=x.view, y=context.y)
@@ -82,7 +81,7 @@ class LocalResponseNorm(Layer):
             kernel.add(dy=context.dy, dx=context.gradient(0))
             context.run(kernel, "backward", timing=context.timing("backward_data"))
 
-        return backward
+        return Lowered(backward)
 
 
 class _LocalResponseNorm:

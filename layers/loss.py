@@ -18,7 +18,7 @@ from ..dtensor import Blocks, Groups, Layout
 from ..kernels import LossArrays
 from ..kernels.access import reads, writes
 from ..kernels.memory import Workspace, buffer
-from ..lowering.context import Context
+from ..lowering.context import Context, Lowered
 from ..lowering.operations import KernelSpec, Timing
 from ..lowering.views import Value, View
 from .layer import Layer, Node, Passes, Shape
@@ -209,21 +209,17 @@ class Loss(Layer):
         """Return whether the sum is divided by the sum of weights; `weighted` is whether positions have weights."""
         return weighted and self.normalization == "weights"
 
-    def lower(self, context: Context) -> Callable[[], None]:
-        context.loss = context.keep((1,), "float64", "loss")
+    def lower(self, context: Context) -> Lowered:
+        value = context.keep((1,), "float64", "loss")
         prediction, target, *others = context.inputs
         weights = weights_view(context, prediction, 2) if others else None
-        term = LossTerm(prediction, target, context.loss, timing=loss_timing(context), weights=weights)
-        backward = self.lower_term(context, term)
-        return lambda: backward(context.gradient(0))
+        term = LossTerm(prediction, target, value, timing=loss_timing(context), weights=weights)
+        lowered = self.lower_term(context, term)
+        terms = ((value, lowered.divisor),)
+        return Lowered(lambda: lowered.backward(context.gradient(0)), loss=value, terms=terms)
 
-    def lower_term(self, context: Context, term: LossTerm) -> Callable[[View], None]:
-        """Add the loss of one prediction and its gradient; the forward pass computes both.
-
-        Returns
-        -------
-        A function that receives the view for the gradient of the prediction, and adds the backward pass.
-        """
+    def lower_term(self, context: Context, term: LossTerm) -> LoweredTerm:
+        """Add the loss of one prediction and its gradient; the forward pass computes both."""
         prediction, target = term.prediction, term.target
         if prediction.box.shape[:-1] != target.box.shape[:-1]:
             raise ValueError(
@@ -240,14 +236,14 @@ class Loss(Layer):
         positions = math.prod(shape[1:-1])
         place = LossPlace(self, prediction.box.start[0], shape[0], positions, shape[-1], context.rank, term.weight)
         kernel = context.kernel(partial(block, place), **views)
-        context.terms.append((term.value, self.lower_passes(context, kernel, term)))
+        divisor = self.lower_passes(context, kernel, term)
 
         def backward(gradient: View) -> None:
             kernel.add(dx=gradient)
             if low:
                 kernel.add(dx_copy=context.scratch(prediction.box.shape, context.wide))
 
-        return backward
+        return LoweredTerm(backward, divisor)
 
     def block_type(self) -> type[LossBlock]:
         """Return the class that computes the loss of a block, by default :class:`LocalLoss`."""
@@ -268,6 +264,22 @@ class Loss(Layer):
             context.add_up(context.sum(Groups.whole(context.size), weight, "loss", [8], f"{context.name} (weights)"))
         context.run(kernel, "forward", timing=term.timing)
         return weight
+
+
+@dataclass(frozen=True)
+class LoweredTerm:
+    """Loss of one prediction, lowered.
+
+    Attributes
+    ----------
+    backward
+        Function that receives the view for the gradient of the prediction, and adds the backward pass.
+    divisor
+        View of the sum of weights over all ranks that divides the loss, float64 ``(1,)``; None without one.
+    """
+
+    backward: Callable[[View], None]
+    divisor: View | None
 
 
 def check_counts(option: str, counts: Sequence[int], ignored: int | None = None) -> tuple[int, ...]:

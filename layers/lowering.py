@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from ..dtensor import Blocks, Box, Layout, intervals
 from ..kernels.access import reads, writes
 from ..kernels.fused import FusedActivation
-from ..lowering.context import Context
+from ..lowering.context import Context, Lowered
 from .parameter import block_channels
 
 __all__ = [
@@ -68,7 +68,7 @@ class ContractionKernels(Protocol):
 
 def lower_contraction(
     context: Context, kernels: ContractionKernels, f: FusedActivation | None = None
-) -> Callable[[], None]:
+) -> Lowered:
     """Lower a layer that contracts channels, on its blocks of filters and input channels. It waits for halos.
 
     A rank has a block of filters and a block of input channels. It gathers its block of input channels from the ranks
@@ -127,7 +127,7 @@ def lower_contraction(
         if returned is not None:
             returned.finish()
 
-    return backward
+    return Lowered(backward)
 
 
 @reads("y")

@@ -13,7 +13,7 @@ import numpy as np
 from ..dtensor import Blocks, Box, Interval, Layout
 from ..kernels.access import reads, writes
 from ..kernels.fused import FusedActivation
-from ..lowering.context import Context
+from ..lowering.context import Context, Lowered
 from ..lowering.views import View
 from .activation import activated, fused
 from .layer import Layer, Passes, Shape
@@ -52,7 +52,7 @@ class Add(Layer):
     def flops(self, *shapes: Shape) -> int:
         return (len(shapes) - 1) * math.prod(shapes[0])
 
-    def lower(self, context: Context) -> Callable[[], None]:
+    def lower(self, context: Context) -> Lowered:
         f = fused(self)
         views = {f"x{i}": value.view for i, value in enumerate(context.inputs)}
         context.run(context.kernel(partial(_add, f), y=context.y, **views), timing=context.timing("forward"))
@@ -67,7 +67,7 @@ class Add(Layer):
                 if context.needs_gradient(i):
                     context.pass_gradient(i, masked)
 
-        return backward
+        return Lowered(backward)
 
 
 @reads("x*")
@@ -114,7 +114,7 @@ class _OfTwo(Layer):
         """Compute the gradient of `x`."""
         raise TypeError(f"{self.kind} must override pass_on()")
 
-    def lower(self, context: Context) -> Callable[[], None]:
+    def lower(self, context: Context) -> Lowered:
         boxes = [context.needed(i) for i in range(2)]
         x, g = (context.gather(i, blocks) for i, blocks in enumerate(boxes))
         for gathered in (x, g):
@@ -140,7 +140,7 @@ class _OfTwo(Layer):
             if context.needs_gradient(1):
                 returned.finish()
 
-        return backward
+        return Lowered(backward)
 
 
 @reads("x", "g")
@@ -265,7 +265,7 @@ class Concat(Layer):
         same = [lambda a, b: (a, b)] * (len(output.shape) - 1)
         return output.boxes.map(*same, channels)
 
-    def lower(self, context: Context) -> Callable[[], None]:
+    def lower(self, context: Context) -> Lowered:
         """Lower to copies between packed arrays and ranges of the channels of the output.
 
         If channels are cut, the blocks of inputs and output differ: the inputs are gathered.
@@ -296,7 +296,7 @@ class Concat(Layer):
             for some in returned.values():
                 some.finish()
 
-        return backward
+        return Lowered(backward)
 
 
 def _list(shapes: tuple[Shape, ...]) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..dtensor import Blocks, Interval, Layout, axis_names
 from ..kernels.access import reads, writes
-from ..lowering.context import Context
+from ..lowering.context import Context, Lowered
 from ..lowering.operations import Timing
 from ..lowering.views import View
 from .layer import Layer, Node, Passes, Shape
@@ -54,7 +54,7 @@ class _Shifted(Copied):
         shifts = [0, *self.shifts(inputs[i].shape[1:])]
         return output.boxes.map(*(partial(_shifted, shift) for shift in shifts))
 
-    def lower(self, context: Context) -> Callable[[], None]:
+    def lower(self, context: Context) -> Lowered:
         boxes = context.needed(0)
         x = context.gather(0, boxes, self.value).run()
         copied = [(x.view, context.y)] if context.box.size else []  # empty boxes may have different shapes
@@ -66,7 +66,7 @@ class _Shifted(Copied):
             context.copy(*copied, timing=self.timing(context, "backward_data"))
             returned.run()
 
-        return backward
+        return Lowered(backward)
 
 
 class Slice(_Shifted):
@@ -211,7 +211,7 @@ class PadAxis(Copied):
             ((low + n, low + n + self.high), behind[self.mode]),
         ]
 
-    def lower(self, context: Context) -> Callable[[], None]:
+    def lower(self, context: Context) -> Lowered:
         axis, parts = self.axis + 1, self.pieces(context.shapes[0][self.axis])
         boxes = [self._sources(context.output.layout.boxes, *part) for part in parts]
         gathered = [context.gather(0, blocks) for blocks in boxes]
@@ -250,7 +250,7 @@ class PadAxis(Copied):
                     context.run(kernel, timing=timing)
                 returned.run()
 
-        return backward
+        return Lowered(backward)
 
     def _flips(self, number: int) -> bool:
         return self.mode == "reflect" and number != 1

@@ -17,7 +17,7 @@ import numpy as np
 
 from ..dtensor import Blocks, Groups, Intervals, balanced_boundaries, intervals
 from ..kernels.access import reads, writes
-from ..lowering.context import Context
+from ..lowering.context import Context, Lowered
 
 __all__ = [
     "GivenValues",
@@ -211,7 +211,7 @@ def with_lengths(specs: Mapping[str, Parameter]) -> dict[str, Parameter]:
     return {"w": specs["w"], "g": lengths, **{key: spec for key, spec in specs.items() if key != "w"}}
 
 
-def lower_weight_norm(context: Context, lower: Callable[[Context], Callable[[], None]]) -> Callable[[], None]:
+def lower_weight_norm(context: Context, lower: Callable[[Context], Lowered]) -> Lowered:
     """Lower a layer with the weights ``g[k] * w[k] / |w[k]|`` instead of its parameter `w` (Salimans and Kingma 2016).
 
     Every rank computes the gradients of directions and lengths from its gradient of the weights. They are linear in
@@ -224,21 +224,20 @@ def lower_weight_norm(context: Context, lower: Callable[[Context], Callable[[], 
     unit = context.scratch(v.shape, context.wide)
     views = {"v": v, "g": g.reshape(*lengths), "norms": norms}
     context.run(context.kernel(_normalizing, **views, w=made, unit=unit, sums=sums))
-    context.params = {**given, "w": made}
-    context.grads = {**grads, "w": context.scratch(v.shape, grads["w"].dtype)}
-    backward = lower(context)
+    dw = context.scratch(v.shape, grads["w"].dtype)
+    lowered = lower(context.with_arrays({**given, "w": made}, {**grads, "w": dw}))
 
-    def both() -> None:
-        backward()
+    def backward() -> None:
+        assert lowered.backward is not None
+        lowered.backward()
         if context.frozen:
             return
         work = {"unit": context.scratch(v.shape, context.wide), "product": context.scratch(v.shape, context.wide)}
         work |= {"sums": context.scratch(lengths, "float64"), "factor": context.scratch(lengths, context.wide)}
-        found = {"dw": context.grads["w"], "dv": grads["w"], "dg": grads["g"].reshape(*lengths)}
+        found = {"dw": dw, "dv": grads["w"], "dg": grads["g"].reshape(*lengths)}
         context.run(context.kernel(_gradients, **views, **found, **work))
-        context.grads = grads  # gradients of several calls of the layer are added up
 
-    return both
+    return Lowered(backward)
 
 
 def _others(array: Any) -> tuple[int, ...]:

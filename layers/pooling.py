@@ -16,7 +16,7 @@ import numpy as np
 
 from ..dtensor import Window
 from ..kernels.access import Access, makes, reads, writes
-from ..lowering.context import Context
+from ..lowering.context import Context, Lowered
 from ..lowering.views import View
 from .convolution import LocalGeometry, local_geometry
 from .global_pooling import GlobalAveragePool, GlobalMaxPool, Search, in_wide, number_dtype
@@ -69,7 +69,7 @@ class _Pool(Layer, ABC):
     def kernels(self, backend: Any, x: Any, y: Any, dy: Any, dx: Any, geometry: Any) -> tuple[Any, Any]:
         """Return the forward and the backward kernel of the backend."""
 
-    def lower(self, context: Context) -> Callable[[], None]:
+    def lower(self, context: Context) -> Lowered:
         """Add the halo exchange of `x` and one kernel; backward, one kernel and the adjoint of the exchange.
 
         The gathered box ends at the border of the global array, so the padding of the kernel is the padding of the
@@ -91,7 +91,7 @@ class _Pool(Layer, ABC):
             context.run(kernel, "backward", timing=context.timing("backward_data"))
             returned.run()
 
-        return backward
+        return Lowered(backward)
 
 
 @makes(forward=Access(("x",), ("y",)), backward=Access(("dy",), ("dx",)))
@@ -246,7 +246,7 @@ class AdaptiveMaxPool(_Adaptive):
     whole = GlobalMaxPool
     passes = Passes((8, 1), (5, 1))
 
-    def lower(self, context: Context) -> Callable[[], None]:
+    def lower(self, context: Context) -> Lowered:
         """Lower to searches along one axis after another, the last axis first, so that the lowest row of equal maxima
         is found.
         """
@@ -254,7 +254,7 @@ class AdaptiveMaxPool(_Adaptive):
         boxes = context.clipped(0, [0, *(math.ceil(r.ratio) for r in resamplings), 0])
         x = context.gather(0, boxes).run()
         if not context.box.size:
-            return lambda: context.return_gradient(0, boxes).run()
+            return Lowered(lambda: context.return_gradient(0, boxes).run())
         searches = []
         for axis, r in enumerate(resamplings, start=1):
             first = x.box.start[axis]
@@ -278,7 +278,7 @@ class AdaptiveMaxPool(_Adaptive):
             context.copy(*([] if direct else [(dx, returned.view)]))
             returned.run()
 
-        return backward
+        return Lowered(backward)
 
 
 class _Stage:

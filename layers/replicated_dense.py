@@ -14,18 +14,18 @@ References: Lee et al. 2017, Section III-C2 and Algorithm 2.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from ..dtensor import Groups
 from ..kernels.access import reads, writes
-from ..lowering.context import Context
+from ..lowering.context import Context, Lowered
 
 __all__ = ["ReplicatedDense", "RowGather", "lower_replicated", "padded_rows"]
 
 
-def lower_replicated(context: Context) -> Callable[[], None]:
+def lower_replicated(context: Context) -> Lowered:
     """Lower a dense layer on its own samples, with the all-gathers of the other ranks' samples."""
     layout, (features,), units = context.output.layout, context.shapes[0], context.output.layout.shape[1]
     # Only the ranks that the layer's parts use hold the weights.
@@ -37,7 +37,7 @@ def lower_replicated(context: Context) -> Callable[[], None]:
     x = context.gather(0, context.needed(0))
     x.start()
     x.finish()
-    kernel = context.exposed = context.kernel(partial(ReplicatedDense, first), x=x.view, y=context.y, **context.params)
+    kernel = context.kernel(partial(ReplicatedDense, first), x=x.view, y=context.y, **context.params)
     for name, what, length in (("rows", "x", features), ("errors", "dy", units)):
         count = ranks * rows if context.rank < ranks else 0
         array = context.keep((count, length), context.dtype, "replicated gradient")
@@ -51,7 +51,7 @@ def lower_replicated(context: Context) -> Callable[[], None]:
         kernel.add(dx=context.gradient(0) if context.needs_gradient(0) else None)
         context.run(kernel, "backward", timing=context.timing("backward_data"))
 
-    return backward
+    return Lowered(backward, exposed=kernel)
 
 
 class ReplicatedDense:

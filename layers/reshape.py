@@ -16,7 +16,8 @@ import numpy as np
 
 from ..dtensor import Blocks, Box, Interval, Layout
 from ..kernels.access import reads, writes
-from ..lowering.context import Context
+from ..lowering.context import Context, Lowered
+from ..lowering.operations import ExchangeSpec
 from ..lowering.views import View
 from .layer import Layer, Passes, Shape
 from .padding import Copied
@@ -41,22 +42,22 @@ class Redistribute(Layer):
         """
         return inputs[i].boxes
 
-    def lower(self, context: Context) -> Callable[[], None]:
+    def lower(self, context: Context) -> Lowered:
         value, output = context.inputs[0], context.output
         before, behind = value.layout.boxes, output.layout.boxes
         move = context.exchange(before, behind, value.view, context.y, kind="redistribute")
         context.start(move)
-        context.finishing = lambda: context.finish(move)
+        back: ExchangeSpec | None = None
 
         def backward() -> None:
+            nonlocal back
             if not context.needs_gradient(0):
                 return
             dx = context.gradient(0)
             back = context.exchange(behind, before, context.dy, dx, combine="sum", kind="redistribute")
             context.start(back)
-            context.settling = lambda: context.finish(back)
 
-        return backward
+        return Lowered(backward, lambda: context.finish(move), lambda: context.finish(back))
 
 
 class _WholeSamples(Layer):
@@ -93,7 +94,7 @@ class Flatten(_WholeSamples):
     def output_shape(self, *shapes: Shape) -> Shape:
         return (math.prod(shapes[0]),)
 
-    def lower(self, context: Context) -> Callable[[], None]:
+    def lower(self, context: Context) -> Lowered:
         value = context.inputs[0]
         boxes = _whole(context.output.layout, context.shapes[0])
         shape = boxes[context.rank].shape
@@ -105,7 +106,7 @@ class Flatten(_WholeSamples):
             # Every sample of the output has one owner: the boxes are disjoint and every element arrives once.
             context.move(context.exchange(boxes, value.layout.boxes, dy, dx, kind="redistribute"))
 
-        return backward
+        return Lowered(backward)
 
 
 class Reshape(_WholeSamples):
@@ -141,7 +142,7 @@ class Reshape(_WholeSamples):
             raise ValueError(f"Reshape: expected {math.prod(self.shape)} elements for {self.shape}, got {shape[0]}")
         return self.shape
 
-    def lower(self, context: Context) -> Callable[[], None]:
+    def lower(self, context: Context) -> Lowered:
         value, blocks = context.inputs[0], context.output.layout.boxes
         boxes = _whole(value.layout, self.shape)
         shape = boxes[context.rank].shape
@@ -152,7 +153,7 @@ class Reshape(_WholeSamples):
             dx = context.gradient(0).reshape(*shape)
             context.move(context.exchange(blocks, boxes, context.dy, dx, kind="redistribute"))
 
-        return backward
+        return Lowered(backward)
 
 
 def _whole(vectors: Layout, shape: Shape) -> Blocks:
@@ -181,7 +182,7 @@ class _Pixels(Copied):
             raise ValueError(f"{self.kind}: expected samples with spatial axes (*spatial, C), got {shape}")
         return int(self.factor ** (len(shape) - 1))
 
-    def lower(self, context: Context) -> Callable[[], None]:
+    def lower(self, context: Context) -> Lowered:
         boxes, (read, made) = context.needed(0), self.names
         x = context.gather(0, boxes).run()
         places = _places(**{read: x.box, made: context.box}, factor=self.factor) if context.box.size else []
@@ -195,7 +196,7 @@ class _Pixels(Copied):
             context.run(kernel, timing=self.timing(context, "backward_data"))
             returned.run()
 
-        return backward
+        return Lowered(backward)
 
 
 class PixelShuffle(_Pixels):
@@ -278,14 +279,14 @@ class ChannelShuffle(Layer):
             raise ValueError(f"ChannelShuffle: expected channels in {self.groups} equal groups, got {shape[-1]}")
         return shape
 
-    def lower(self, context: Context) -> Callable[[], None]:
+    def lower(self, context: Context) -> Lowered:
         def moved(source: View, target: View, groups: int, phase: str) -> None:
             kernel = context.kernel(partial(_shuffle, groups), x=source, y=target)
             context.run(kernel, timing=context.timing(phase))
 
         moved(context.inputs[0].view, context.y, self.groups, "forward")
         back = context.shapes[0][-1] // self.groups
-        return lambda: moved(context.dy, context.gradient(0), back, "backward_data")
+        return Lowered(lambda: moved(context.dy, context.gradient(0), back, "backward_data"))
 
 
 @reads("x")

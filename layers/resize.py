@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from functools import partial
 from typing import Any
@@ -12,7 +12,7 @@ from ..dtensor import Box
 from ..kernels import Resampled, Resampling
 from ..kernels.access import Access, makes
 from ..kernels.geometry import MODES
-from ..lowering.context import Context
+from ..lowering.context import Context, Lowered
 from .layer import Layer, Passes, Shape
 from .lowering import Pair
 
@@ -124,7 +124,7 @@ class Resize(Layer):
         spatial = [r.input_range(a, b) for r, (a, b) in zip(self.resamplings(shapes[0]), box.ranges[1:-1])]
         return (Box.of_ranges([box.ranges[0], *spatial, box.ranges[-1]]),)
 
-    def lower(self, context: Context) -> Callable[[], None]:
+    def lower(self, context: Context) -> Lowered:
         """Lower to the gather of the inputs and a resampling; backward, the transpose and the adjoint of the exchange.
         """
         resamplings = self.resamplings(context.shapes[0])
@@ -141,7 +141,7 @@ class Resize(Layer):
             context.run(back, "backward", timing=context.timing("backward_data"))
             returned.run()
 
-        return backward
+        return Lowered(backward)
 
 
 @makes(forward=Access(("x",), ("y",)), backward=Access(("dy",), ("dx",)))

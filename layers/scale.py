@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..kernels.access import reads, writes
-from ..lowering.context import Context
+from ..lowering.context import Context, Lowered
 from ..lowering.views import View
 from .layer import Layer, Passes, Shape
 from .merge import product, summing
@@ -55,7 +55,7 @@ class Scale(Layer):
     def flops(self, *shapes: Shape) -> int:
         return (1 + self.bias) * math.prod(shapes[0])
 
-    def lower(self, context: Context) -> Callable[[], None]:
+    def lower(self, context: Context) -> Lowered:
         x, gamma, beta = context.inputs[0].view, context.params["gamma"], context.params.get("beta")
         context.run(context.kernel(product, x=x, g=gamma, y=context.y), timing=context.timing("forward"))
         if beta is not None:
@@ -71,7 +71,7 @@ class Scale(Layer):
                 back = context.kernel(product, x=context.dy, g=gamma, y=context.gradient(0))
                 context.run(back, timing=context.timing("backward_data"))
 
-        return backward
+        return Lowered(backward)
 
 
 class PReLU(Layer):
@@ -108,7 +108,7 @@ class PReLU(Layer):
     def flops(self, *shapes: Shape) -> int:
         return 2 * math.prod(shapes[0])
 
-    def lower(self, context: Context) -> Callable[[], None]:
+    def lower(self, context: Context) -> Lowered:
         views = {"x": context.inputs[0].view, "slope": context.params["slope"]}
         work = context.scratch(context.box.shape, context.wide)
         context.run(context.kernel(_rectify, y=context.y, work=work, **views), timing=context.timing("forward"))
@@ -122,7 +122,7 @@ class PReLU(Layer):
                 kernel = context.kernel(_bent, dx=context.gradient(0), **given)
                 context.run(kernel, timing=context.timing("backward_data"))
 
-        return backward
+        return Lowered(backward)
 
 
 def _finite(what: str, value: float) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..kernels.access import reads, writes
-from ..lowering.context import Context
+from ..lowering.context import Context, Lowered
 from ..lowering.views import View
 from .layer import Layer, Passes, Shape
 
@@ -28,7 +28,7 @@ class Softmax(Layer):
     def flops(self, *shapes: Shape) -> int:
         return 4 * math.prod(shapes[0])
 
-    def lower(self, context: Context) -> Callable[[], None]:
+    def lower(self, context: Context) -> Lowered:
         low = context.wide != context.dtype
         row = (*context.box.shape[:-1], 1)
         beside: dict[str, View | None] = {"row": context.scratch(row, context.wide)}
@@ -45,7 +45,7 @@ class Softmax(Layer):
             kernel = context.kernel(_softmax_gradient, y=context.y, dy=context.dy, dx=dx, **beside)
             context.run(kernel, timing=context.timing("backward_data"))
 
-        return backward
+        return Lowered(backward)
 
 
 class LogSoftmax(Layer):
@@ -61,7 +61,7 @@ class LogSoftmax(Layer):
     def flops(self, *shapes: Shape) -> int:
         return 4 * math.prod(shapes[0])
 
-    def lower(self, context: Context) -> Callable[[], None]:
+    def lower(self, context: Context) -> Lowered:
         rows = (*context.box.shape[:-1], 1)
         beside = {name: context.scratch(rows, context.wide) for name in ("largest", "sums", "ties")}
         beside["work"] = context.scratch(context.box.shape, context.wide)
@@ -75,7 +75,7 @@ class LogSoftmax(Layer):
             views |= {name: context.scratch(context.box.shape, context.wide) for name in ("work", "other")}
             context.run(context.kernel(_log_softmax_gradient, **views), timing=context.timing("backward_data"))
 
-        return backward
+        return Lowered(backward)
 
 
 @reads("x")

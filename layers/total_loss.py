@@ -13,10 +13,10 @@ import numpy as np
 
 from ..dtensor import Blocks, Layout
 from ..kernels.access import reads, writes
-from ..lowering.context import Context
+from ..lowering.context import Context, Lowered
 from ..lowering.views import View
 from .layer import Node, Shape
-from .loss import Loss, LossNode, LossTerm, loss_timing, weights_view
+from .loss import Loss, LossNode, LossTerm, LoweredTerm, loss_timing, weights_view
 from .needs import operand_blocks
 from .targets import Judgement
 
@@ -145,33 +145,31 @@ class TotalLoss(Loss):
         pairs = [(one.prediction, one.target) for one in found]
         return [one for k, one in enumerate(found) if pairs[k] not in pairs[:k]]
 
-    def lower(self, context: Context) -> Callable[[], None]:
-        context.loss = context.keep((1,), "float64", "loss")
+    def lower(self, context: Context) -> Lowered:
+        loss = context.keep((1,), "float64", "loss")
         values = {f"value{k}": context.keep((1,), "float64", "loss") for k in range(len(self.terms))}
-        backwards = []
+        lowered: list[LoweredTerm] = []
         for term, value in zip(self.terms, values.values()):
             prediction, target, *others = self._of(term, context.inputs)
             # Evaluation gathers the weights too: another term may read them.
             weights = weights_view(context, prediction, term.inputs[2]) if others else None
-            first, before = len(context.operations), len(context.terms)
             own = LossTerm(prediction, target, value, term.weight, weights=weights)
-            backwards.append(term.layer.lower_term(context, own))
-            if term.training_only:
-                del context.terms[before:]
-                for operation in context.operations[first:]:
-                    operation.when = "training"
+            with context.only("training" if term.training_only else None):
+                lowered.append(term.layer.lower_term(context, own))
         left_out = tuple(term.training_only for term in self.terms)
-        kernel = context.kernel(partial(_Total, left_out), total=context.loss, **values)
+        kernel = context.kernel(partial(_Total, left_out), total=loss, **values)
         context.run(kernel, timing=loss_timing(context))
 
         def backward() -> None:
-            for k, (term, add) in enumerate(zip(self.terms, backwards)):
+            for k, (term, one) in enumerate(zip(self.terms, lowered)):
                 gradient: View = context.gradient(term.inputs[0])
-                add(gradient)
+                one.backward(gradient)
                 if term.training_only:
                     kernel.add(**{f"dx{k}": gradient})
 
-        return backward
+        counted = zip(self.terms, values.values(), lowered)
+        terms = tuple((value, one.divisor) for term, value, one in counted if not term.training_only)
+        return Lowered(backward, loss=loss, terms=terms)
 
 
 def _renumbered(one: Judgement, inputs: Sequence[int]) -> Judgement:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from ..dtensor import Box, Window, input_box, output_box
 from ..kernels.access import reads, writes
-from ..lowering.context import Context, Gathered
+from ..lowering.context import Context, Gathered, Lowered
 from .activation import activated
 from .convolution import LocalGeometry, conv_data, conv_filter, conv_forward, local_geometry, zeroing
 from .layer import Layer, Passes, Shape
@@ -173,7 +173,7 @@ class ConvTranspose(Layer):
         needed = input_box(self.windows(shape), box, out_shape[-1]) & Box((0,) * box.ndim, (box.stop[0], *out_shape))
         return needed if needed.size else Box((0,) * box.ndim, (0,) * box.ndim)
 
-    def lower(self, context: Context) -> Callable[[], None]:
+    def lower(self, context: Context) -> Lowered:
         value, windows, groups = context.inputs[0], self.windows(context.shapes[0]), self.groups
         x, w, bias = context.gather(0, context.needed(0)), context.params["w"], context.params.get("b")
         x.start()
@@ -203,7 +203,7 @@ class ConvTranspose(Layer):
                 data = context.kernel(partial(conv_forward, geometry, None), **views)
             context.run(data, timing=context.timing("backward_data"))
 
-        return backward
+        return Lowered(backward)
 
 
 def _gradients(context: Context, dy: Gathered, geometry: LocalGeometry | None) -> None:

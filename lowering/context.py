@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import copy
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,7 +16,7 @@ from ..kernels.access import reads, writes
 from .operations import ExchangeSpec, KernelSpec, Operation, Run, Sum, Timing, Total, Transfer
 from .views import Buffer, Region, Value, View
 
-__all__ = ["Context", "Gathered", "LoweredLayer", "LoweredStep", "Returned"]
+__all__ = ["Context", "Gathered", "Lowered", "LoweredLayer", "LoweredStep", "Returned"]
 
 
 class LoweredLayer(Protocol):
@@ -52,11 +55,46 @@ class LoweredStep(Protocol):
     def frozen(self) -> bool: ...
 
 
+@dataclass(frozen=True)
+class Lowered:
+    """What a layer has lowered itself to, besides the operations of its forward pass.
+
+    The functions add operations to the context of the layer, when they are called; None: there is nothing to add.
+
+    Attributes
+    ----------
+    backward
+        Adds the backward pass. Called when the gradient of the output has its place.
+    finish
+        Adds what finishes the output, where other layers may compute in between. Called before the first of them that
+        reads it.
+    finish_backward
+        Adds what finishes the gradients of the inputs, as `finish`. Called after `backward`, if that was called.
+    loss
+        View of the value, float64 ``(1,)``, of a loss.
+    terms
+        Terms of a loss that count in evaluation: see `Program.terms`.
+    exposed
+        Kernel that code outside the program runs too.
+    """
+
+    backward: Callable[[], None] | None = None
+    finish: Callable[[], None] | None = None
+    finish_backward: Callable[[], None] | None = None
+    loss: View | None = None
+    terms: tuple[tuple[View, View | None], ...] = ()
+    exposed: KernelSpec | None = None
+
+
 class Context:
     """Lowering of one layer on one rank. Local; it holds no arrays and no messages.
 
-    `Layer.lower` adds the operations of the forward pass. It returns a function that adds those of the backward pass,
-    which is called when the gradient of the output has its memory.
+    `Layer.lower` adds the operations of the forward pass, and returns what else there is to add (:class:`Lowered`).
+
+    Parameters
+    ----------
+    reread
+        Buffers that backward passes of layers after this one use: known when its own is added.
 
     Attributes
     ----------
@@ -99,6 +137,7 @@ class Context:
         trainable: bool = True,
         overlaps: bool = False,
         looks: bool = True,
+        reread: Collection[Buffer] = (),
     ) -> None:
         self.layer, self.name = step.layer, step.name
         self.inputs, self.output = tuple(step.inputs), step.output
@@ -111,19 +150,8 @@ class Context:
         self.overlaps_halo = halo == "overlap" or (halo == "auto" and overlaps)
         self.trainable, self.frozen, self.looks = trainable, step.frozen, looks
         self._needed: dict[int, Blocks] = {}
-        self.operations: list[Operation] = []
-        #: A layer that only moves data sets these: they add the operations that finish the output, and the gradient of
-        #: the input, when those are needed.
-        self.finishing: Callable[[], None] | None = None
-        self.settling: Callable[[], None] | None = None
-        #: A loss sets this: the view of its value, float64 ``(1,)``.
-        self.loss: View | None = None
-        #: A loss adds its terms: views of the value, and of the sum of weights that divides it, if one does.
-        self.terms: list[tuple[View, View | None]] = []
-        #: Buffers that backward passes of layers behind this one read.
-        self.reread: Collection[Buffer] = ()
-        #: A dense layer whose gradient may be that of the whole batch sets this: code outside the program runs it too.
-        self.exposed: KernelSpec | None = None
+        self._operations: list[Operation] = []
+        self._reread = reread
 
     @property
     def y(self) -> View:
@@ -136,11 +164,11 @@ class Context:
         If a later layer has gathered the output into an array with halos, and reads this array again in its backward
         pass, the result is a part of that array, and the output itself is not kept.
         """
-        if self.output.kept or self.y.buffer in self.reread:
+        if self.output.kept or self.y.buffer in self._reread:
             return self.y
         for (boxes, _, padded), view in self.output.gathered.items():
             box = boxes[self.rank]
-            if view.buffer in self.reread and box.contains(self.box) and not padded:
+            if view.buffer in self._reread and box.contains(self.box) and not padded:
                 return Region(view, box).part(self.box)
         return self.y
 
@@ -173,6 +201,28 @@ class Context:
         found = self.layer.gradient_blocks(self.inputs[0].layout, self.output.layout)
         assert found is not None, f"{self.layer.kind} does not gather the gradient of its output"
         return found
+
+    # -- arrays of another layer, operations of one kind of pass --------------------------------
+
+    def with_arrays(self, params: Mapping[str, View], grads: Mapping[str, View]) -> Context:
+        """Return the same context with other parameters and gradients; operations are added to both."""
+        other = copy.copy(self)
+        other.params, other.grads = params, grads
+        return other
+
+    @contextmanager
+    def only(self, when: str | None) -> Iterator[None]:
+        """Let passes of one kind alone, such as ``"training"``, run what is added within; None: no change."""
+        first = len(self._operations)
+        yield
+        for operation in self._operations[first:]:
+            operation.when = when or operation.when
+
+    def take(self) -> list[Operation]:
+        """Return the operations that were added since the last call. For the compiler."""
+        taken = list(self._operations)
+        self._operations.clear()
+        return taken
 
     # -- memory --------------------------------------------------------------------------------
 
@@ -216,7 +266,7 @@ class Context:
         """Add a run of a kernel, or of one of its methods."""
         if self.frozen and timing is not None and timing.phase == "backward_filter":
             return
-        self.operations.append(Run(self.name, kernel, method, timing, tuple(guarded), when=when))
+        self._operations.append(Run(self.name, kernel, method, timing, tuple(guarded), when=when))
 
     def operation(self, kernel: KernelSpec, method: str) -> Run:
         """Return the run of a kernel without adding it to the program, for guarded operations."""
@@ -263,11 +313,11 @@ class Context:
 
     def start(self, message: ExchangeSpec | Sum | None, when: str | None = None) -> None:
         """Add the start of an exchange or of a sum; no-op for None."""
-        self.operations += _end_of(self.name, message, "start", when)
+        self._operations += _end_of(self.name, message, "start", when)
 
     def finish(self, message: ExchangeSpec | Sum | None, when: str | None = None) -> None:
         """Add the finish of an exchange or of a sum. It does nothing if none is active."""
-        self.operations += _end_of(self.name, message, "finish", when)
+        self._operations += _end_of(self.name, message, "finish", when)
 
     def move(self, exchange: ExchangeSpec) -> None:
         """Add the start and the finish of an exchange."""
@@ -281,7 +331,7 @@ class Context:
     def add_up(self, total: Sum | None, when: str | None = None) -> list[Operation]:
         """Add the start and the finish of a sum, and return the operations."""
         added = [one for end in ("start", "finish") for one in _end_of(self.name, total, end, when)]
-        self.operations += added
+        self._operations += added
         return added
 
     # -- boxes of inputs and gradients ---------------------------------------------------------

@@ -17,7 +17,7 @@ from ..kernels.access import reads, writes
 from ..layers import Input, Network, Node, Redistribute
 from ..layers.parameter import ParameterBlocks, blocks_of
 from ..layers.strategy import Cut, Strategy, counts_of, layout_of, parameter_blocks
-from ..lowering.context import Context
+from ..lowering.context import Context, Lowered
 from ..lowering.operations import KernelSpec, Operation, Run
 from ..lowering.views import Buffer, Value, View
 from .program import Program, Segment, Step, Target
@@ -72,7 +72,7 @@ class _Compiler:
         self._cuts: dict[Node, tuple[Cut, ...]] = {}
         self._moves: dict[Value, list[Step]] = {}
         self._reread: set[Buffer] = set()
-        self._contexts: dict[str, tuple[Context, Callable[[], None] | None]] = {}
+        self._contexts: dict[str, tuple[Context, Lowered]] = {}
         self._calls: dict[str, list[Step]] = {}  # later calls of layers that are called several times
         outputs = {network.names[node] for node in network.outputs.values()}
         self._kept = target.kept | outputs
@@ -194,9 +194,8 @@ class _Compiler:
 
     def _context(self, step: Step) -> Context:
         target = self.target
-        return Context(
-            step, self._arrays(step), trainable=target.trainable, overlaps=target.overlaps, looks=target.looks
-        )
+        options = {"trainable": target.trainable, "overlaps": target.overlaps, "looks": target.looks}
+        return Context(step, self._arrays(step), **options, reread=self._reread)
 
     def _arrays(self, step: Step) -> dict[str, dict[str, View]]:
         blocks = {key: self.blocks[f"{step.arrays_of}/{key}"] for key in (*step.parameters, *step.states)}
@@ -204,12 +203,13 @@ class _Compiler:
 
     def _lower(self, step: Step) -> list[Operation]:
         context = self._context(step)
-        self._contexts[step.name] = context, step.layer.lower(context)
-        if context.loss is not None and step.name == self._loss_name:
-            self.program.loss, self.program.terms = context.loss, context.terms
-        if context.exposed is not None:
-            self.program.exposed[step.name] = context.exposed
-        return context.operations
+        lowered = _lowered(step, context)
+        self._contexts[step.name] = context, lowered
+        if lowered.loss is not None and step.name == self._loss_name:
+            self.program.loss, self.program.terms = lowered.loss, list(lowered.terms)
+        if lowered.exposed is not None:
+            self.program.exposed[step.name] = lowered.exposed
+        return context.take()
 
     @property
     def _loss_name(self) -> str | None:
@@ -222,11 +222,10 @@ class _Compiler:
             self.program.forward.append(Segment(step.name, self._lower(step)))
 
     def _finish(self, step: Step) -> list[Operation]:
-        context, _ = self._contexts[step.name]
-        context.operations = []
-        if context.finishing is not None:
-            context.finishing()
-        return context.operations
+        context, lowered = self._contexts[step.name]
+        if lowered.finish is not None:
+            lowered.finish()
+        return context.take()
 
     def _lower_backward(self) -> None:
         for step in reversed(self.program.steps):
@@ -235,13 +234,13 @@ class _Compiler:
             if not value.trainable or not (value.contributions or is_loss):
                 continue
             self._close(step.name, value)
-            context, backward = self._contexts[step.name]
-            context.operations, context.reread = [], self._reread
-            if backward is not None:
-                backward()
+            context, lowered = self._contexts[step.name]
+            if lowered.backward is not None:
+                lowered.backward()
             self._add_calls(step, context)
-            self.program.backward.append(Segment(step.name, context.operations))
-            self._reread.update(*(operation.buffers() for operation in context.operations))
+            operations = context.take()
+            self.program.backward.append(Segment(step.name, operations))
+            self._reread.update(*(operation.buffers() for operation in operations))
 
     def _add_calls(self, step: Step, context: Context) -> None:
         """Add up the gradients of all calls of a layer, after the backward of the first call, which runs last."""
@@ -256,11 +255,12 @@ class _Compiler:
     def _close(self, name: str, value: Value) -> None:
         """Finish the gradient of a value: wait for redistributed gradients, and sum several contributions."""
         for step in self._moves.get(value, ()):
-            context, _ = self._contexts[step.name]
-            context.operations = []
-            if context.settling is not None:
-                context.settling()
-                self.program.backward.append(Segment(f"{name} (moved)", context.operations))
+            context, lowered = self._contexts[step.name]
+            if lowered.finish_backward is not None:
+                lowered.finish_backward()
+            operations = context.take()
+            if operations:
+                self.program.backward.append(Segment(f"{name} (moved)", operations))
         value.close_gradient(lambda summands, total: self._add(f"{name} (sum)", summands, total))
 
     def _add(self, name: str, summands: list[View], total: View) -> None:
@@ -292,6 +292,17 @@ def _arrays(step: Step, blocks: Mapping[str, ParameterBlocks]) -> dict[str, dict
     return found
 
 
+def _lowered(step: Step, context: Context) -> Lowered:
+    """Return what a layer lowers itself to. Raises TypeError for a `lower` that returns something else."""
+    found = step.layer.lower(context)
+    if not isinstance(found, Lowered):
+        raise TypeError(
+            f"layer {step.name!r}: {step.layer.kind}.lower(): expected a Lowered, got {type(found).__name__}; "
+            "return Lowered(backward) with the function that adds the backward pass, or Lowered() without one"
+        )
+    return found
+
+
 class Alone:
     """One layer with one cut, lowered without other layers. Local; the values need no storage yet.
 
@@ -310,6 +321,8 @@ class Alone:
     ----------
     forward
         Operations of the forward pass.
+    lowered
+        What the layer has lowered itself to besides.
     """
 
     def __init__(
@@ -322,10 +335,10 @@ class Alone:
             value.place([self.context.clipped(i)])
         step.output.place([])
         self._gather(gathered)
-        self._backward = step.layer.lower(self.context)
-        if self.context.finishing is not None:
-            self.context.finishing()
-        self.forward, self.context.operations = self.context.operations, []
+        self.lowered = _lowered(step, self.context)
+        if self.lowered.finish is not None:
+            self.lowered.finish()
+        self.forward = self.context.take()
 
     def _gather(self, gathered: Sequence[Collection[Any]]) -> None:
         """Gather the boxes that other layers have gathered, without operations."""
@@ -342,14 +355,14 @@ class Alone:
             As for the constructor, but after all layers have gathered.
         """
         self._gather(gathered)
-        if self._backward is not None:
-            if self.context.loss is None:
+        if self.lowered.backward is not None:
+            if self.lowered.loss is None:
                 self.step.output.new_contribution()
                 self.step.output.close_gradient(lambda summands, total: None)
-            self._backward()
-        if self.context.settling is not None:
-            self.context.settling()
-        return self.context.operations
+            self.lowered.backward()
+        if self.lowered.finish_backward is not None:
+            self.lowered.finish_backward()
+        return self.context.take()
 
 
 @reads("x*")

@@ -91,7 +91,11 @@ class Poison:
     def watched(self, operation: Operation, call: Callable[[], object]) -> Callable[[], object]:
         """Return the call of an operation, with a look at what it does."""
         ends = self._ends.get(operation, ())
-        run = self._kernel(operation, call) if isinstance(operation, Run) else self._message(operation, call)
+        run = call
+        if isinstance(operation, Run):
+            run = self._kernel(operation, call)
+        elif isinstance(operation, Transfer | Total):
+            run = self._message(operation, call)
 
         def watched() -> object:
             result = run()
@@ -110,11 +114,10 @@ class Poison:
 
     # -- operations ----------------------------------------------------------------------------
 
-    def _message(self, operation: Operation, call: Callable[[], object]) -> Callable[[], object]:
+    def _message(self, operation: Transfer | Total, call: Callable[[], object]) -> Callable[[], object]:
         if isinstance(operation, Transfer):
             buffers = [operation.exchange.source.buffer, operation.exchange.target.buffer]
         else:
-            assert isinstance(operation, Total)
             buffers = [operation.sum.view.buffer]
         starts = operation.end == "start"
 

@@ -37,7 +37,7 @@ FEW = 4
 def gathering(step: Step) -> KernelSpec:
     """Return the kernel of a dense layer whose gradient is replicated."""
     options = {**step.options, "weight_gradient": "replicated"}
-    exposed = Alone(replace(apart(step), options=options), trainable=True).context.exposed
+    exposed = Alone(replace(apart(step), options=options), trainable=True).lowered.exposed
     assert exposed is not None
     return exposed
 

@@ -62,7 +62,7 @@ class _Known:
         self._passes: dict[_Gathered | None, _Passes] = {}
         self._alone: Alone | None = self._lowered(pricing)
         self.gathered = _gathered(self._alone.step)
-        self.is_loss = self._alone.context.loss is not None
+        self.is_loss = self._alone.lowered.loss is not None
 
     def _lowered(self, pricing: Pricing) -> Alone:
         return Alone(apart(self._step), True, pricing.overlaps, self._before)

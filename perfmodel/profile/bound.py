@@ -190,7 +190,7 @@ def _program(step: Step, size: int, trained: bool) -> Program:
     probed = frozenset([step.output.name])  # other layers write the gradient of the output
     target = Target(step.output.layout.shape[0], size, dtype=step.output.dtype, trainable=trained, probed=probed)
     program = Program("layer", target)
-    program.steps, program.loss = [step], lowered.context.loss
+    program.steps, program.loss = [step], lowered.lowered.loss
     program.values = {value.name: value for value in (*step.inputs, step.output)}
     program.forward, program.backward = [Segment(step.name, lowered.forward)], [Segment(step.name, backward)]
     if step.output.gradient is not None:

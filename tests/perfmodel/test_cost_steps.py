@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from halograd.layers import Add, Conv, Input, Layer, MeanSquaredError, Network
+from halograd.lowering.context import Lowered
 from halograd.lowering.operations import Run
 from halograd.perfmodel.cost import Pricing, Wires, price_layer
 from halograd.perfmodel.cost.steps import price_steps
@@ -45,7 +46,7 @@ class Late(Layer):
             context.gather(0, needed.clipped(layout.shape)).run()
             context.run(context.kernel(as_it_is, x=context.dy, y=context.gradient(0)))
 
-        return backward
+        return Lowered(backward)
 
 
 class Reaching(Gate):

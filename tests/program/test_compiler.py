@@ -1,5 +1,6 @@
 """Tests of the memory of every rank: pure arithmetic, so one process computes it for all ranks."""
 
+import dataclasses
 import math
 from functools import partial
 
@@ -8,6 +9,7 @@ import pytest
 import halograd as hg
 from halograd.dtensor import Box
 from halograd.layers.strategy import Strategy
+from halograd.lowering.context import Context, Lowered
 from halograd.lowering.views import is_packed
 from halograd.program.compiler import compile_program
 from halograd.program.program import Target
@@ -133,3 +135,26 @@ def test_an_output_is_kept_where_its_copy_with_halos_is_not():
 @pytest.mark.parametrize("pool", [hg.MaxPool, hg.AveragePool])
 def test_what_is_pooled_is_not_kept(pool):
     assert arrays_per_block(lambda: pool(3, stride=1, padding=1)) == pytest.approx(1, abs=0.1)
+
+
+class Old(hg.Layer):
+    """A layer whose `lower` returns the function that adds its backward pass, and no description."""
+
+    def lower(self, context):
+        context.copy((context.inputs[0].view, context.y))
+        return lambda: context.copy((context.dy, context.gradient(0)))
+
+
+def test_what_lower_returns_is_checked():
+    y = Old(name="old")(hg.Input((4, 4, 2), "x"))
+    network = hg.Network({"loss": hg.MeanSquaredError()(y, hg.Input((4, 4, 2), "target"))})
+    with pytest.raises(TypeError, match=r"layer 'old'.*expected a Lowered, got function; return Lowered\(backward\)"):
+        compile_program(network, Strategy({}), Target(1))
+
+
+def test_what_a_layer_lowers_itself_to_is_frozen():
+    """Nothing is set on the context of a layer: all that it says is in one object."""
+    lowered = Lowered()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        lowered.backward = lambda: None
+    assert not {"finishing", "settling", "loss", "terms", "exposed", "reread"} & set(dir(Context))

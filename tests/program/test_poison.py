@@ -10,6 +10,7 @@ import halograd as hg
 from halograd.comm import Communicator
 from halograd.kernels import get_backend, reads, writes
 from halograd.layers.strategy import Strategy
+from halograd.lowering.context import Lowered
 from halograd.program.compiler import compile_program
 from halograd.program.poison import AccessError
 from halograd.program.program import Target
@@ -69,7 +70,7 @@ class Scaled(hg.Layer):
         kernel = context.kernel(self.made, x=context.inputs[0].view, y=context.y, work=work)
         context.run(kernel, "first")
         context.run(kernel, "second")
-        return lambda: context.copy((context.dy, context.gradient(0)))
+        return Lowered(lambda: context.copy((context.dy, context.gradient(0))))
 
 
 class Right:
