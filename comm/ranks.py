@@ -1,4 +1,4 @@
-"""What is asked of a communicator while links, channels and sums are made."""
+"""Protocol of a communicator as links, channels and sums need it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Ranks"]
 
 
 class Ranks(Protocol):
-    """Ranks that agree on faults; see :class:`halograd.comm.Communicator`."""
+    """Ranks that agree on errors; see :class:`halograd.comm.Communicator`."""
 
     @property
     def mpi(self) -> MPI.Intracomm: ...

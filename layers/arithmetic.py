@@ -1,4 +1,4 @@
-"""Operators of nodes and of losses: which layers they create."""
+"""Layers that the operators of nodes and of losses create."""
 
 from __future__ import annotations
 

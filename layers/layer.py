@@ -63,15 +63,15 @@ class Passes:
 
 
 class Arithmetic(ABC):
-    """Layers that the operators of nodes create: :mod:`halograd.layers.arithmetic` has them, above all layers."""
+    """Protocol of the operators of nodes, which create layers; :mod:`halograd.layers.arithmetic` implements it."""
 
     @abstractmethod
     def add(self, first: Node, second: Node) -> Node:
-        """Return the sum; the second may have fewer extents."""
+        """Return the sum of two nodes; the second may have fewer extents."""
 
     @abstractmethod
     def multiply(self, first: Node, second: Node) -> Node:
-        """Return the product; the second may have fewer extents."""
+        """Return the product of two nodes; the second may have fewer extents."""
 
     @abstractmethod
     def affine(self, node: Node, factor: float, shift: float) -> Node:

@@ -15,7 +15,7 @@ __all__ = ["LocalLayer", "lower_local"]
 
 
 class LocalLayer(Protocol):
-    """What is asked of such a layer; see :class:`halograd.layers.Layer`."""
+    """Protocol of such a layer; see :class:`halograd.layers.Layer`."""
 
     pad_value: float
 

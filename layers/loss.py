@@ -49,7 +49,7 @@ HOW_TO_COUNT = "train by the command line or halograd.fit, which count them, or 
 
 
 class LossArithmetic(ABC):
-    """Losses that the operators of losses create: :mod:`halograd.layers.arithmetic` has them."""
+    """Protocol of the operators of losses; :mod:`halograd.layers.arithmetic` implements it."""
 
     @abstractmethod
     def total(self, first: LossNode, second: Any) -> LossNode:

@@ -43,7 +43,7 @@ __all__ = [
 
 
 class CutLayers(Protocol):
-    """What is asked of a strategy; see :class:`halograd.layers.Strategy`."""
+    """Protocol of a strategy as buckets need it; see :class:`halograd.layers.Strategy`."""
 
     @property
     def bucket_bytes(self) -> int: ...
@@ -58,7 +58,7 @@ ALIGNMENT = 64
 
 
 def aligned(nbytes: int) -> int:
-    """Return the next multiple of `ALIGNMENT` [B]."""
+    """Return a size rounded up to a multiple of `ALIGNMENT` [B]."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
@@ -110,13 +110,13 @@ class GradientChunk:
     Attributes
     ----------
     sharing
-        Ranks that sum it.
+        Groups of ranks that sum the gradients.
     gradients
-        Its gradients.
+        Gradients of the chunk.
     layers
-        Names of their layers, each once.
+        Names of the layers, each once.
     replicated
-        Whether every rank computes the gradient of the whole batch, so that there is nothing to sum.
+        Whether every rank computes the gradient of the whole batch, so that there is no sum.
     nbytes
         Size by group of `sharing`, with the gaps of alignment [B].
     """

@@ -325,7 +325,7 @@ class Context:
         self.finish(exchange)
 
     def all_gather(self, groups: Groups, view: View, kind: str, sizes: Sequence[int], name: str) -> Sum:
-        """Return an all-gather of an array of which every rank of a group has a part; `sizes` by group [B]."""
+        """Return the all-gather of an array of which every rank of a group has a part; `sizes` by group [B]."""
         return Sum(groups, view.reshape(view.size), sizes, kind, name, "all_gather")
 
     def add_up(self, total: Sum | None, when: str | None = None) -> list[Operation]:

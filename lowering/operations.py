@@ -126,10 +126,10 @@ class Operation:
     Attributes
     ----------
     layer
-        Name of the layer, or of the redistribution, that it belongs to; "" for operations on gradients.
+        Name of the layer, or of the redistribution, of the operation; "" for operations on gradients.
     when
-        ``"training"`` or ``"evaluation"``: only passes of this kind run it; ``"step"``: only the last training pass of
-        a step; None: all do.
+        Passes that run the operation. ``"training"`` or ``"evaluation"``: those of this kind; ``"step"``: the last
+        training pass of a step; None: all.
     """
 
     layer: str
@@ -152,7 +152,7 @@ class Operation:
         yield from ()
 
     def describe(self) -> str:
-        """Return what it does, for the listing of a program."""
+        """Return a description of the operation for the listing of a program."""
         return type(self).__name__.lower()
 
 

@@ -241,7 +241,7 @@ class MachineTable(Table):
 
 
 def read_machine(name_or_path: str | Path) -> dict[str, Any]:
-    """Return the arguments of a machine that are read from its file; see `Machine.load`."""
+    """Return the arguments of a machine from its file; see `Machine.load`."""
     path = Path(name_or_path)
     if path.suffix != ".toml":
         if str(name_or_path) not in MACHINES:
@@ -266,7 +266,7 @@ def _unknown(name: str) -> str:
 
 
 def machine_to_toml(values: Mapping[str, Any]) -> str:
-    """Return the text of a machine file, of the arguments of a machine; see `Machine.to_toml`.
+    """Return the text of a machine's file from its arguments; see `Machine.to_toml`.
 
     Base units are used, so that numbers are read back exactly.
     """

@@ -57,9 +57,9 @@ class BucketOperation(Operation):
     Attributes
     ----------
     bucket
-        Number of the bucket among those of the program.
+        Number of the bucket in the program.
     nbytes
-        Size of its gradients on this rank [B].
+        Size of the bucket's gradients on this rank [B].
     """
 
     bucket: int
@@ -76,7 +76,7 @@ class BucketTotal(Total):
     Attributes
     ----------
     bucket
-        Number of the bucket among those of the program.
+        Number of the bucket in the program.
     """
 
     bucket: int
@@ -89,7 +89,7 @@ class Cast(BucketOperation):
 
 @dataclass(eq=False)
 class Accumulate(BucketOperation):
-    """Addition to the gradients of the parts of the batch before; after the last part, their mean.
+    """Addition of a part's gradients to those of earlier parts of the batch; after the last part, their mean.
 
     Attributes
     ----------
@@ -102,10 +102,10 @@ class Accumulate(BucketOperation):
 
 @dataclass(eq=False)
 class Compensate(BucketOperation):
-    """Addition of the residuals of rounding, which the bucket keeps.
+    """Addition of the bucket's rounding residuals to its gradients.
 
-    Where its sum is rounded, the sum does this. Where one rank holds the bucket, nothing is rounded: residuals of
-    another decomposition are added once. Buckets with replicated gradients keep them without use.
+    A rounded sum adds them itself. If one rank holds the bucket, its sum is not rounded, and residuals of another
+    decomposition are added once. Buckets with replicated gradients keep their residuals without use.
     """
 
 
@@ -116,7 +116,7 @@ class Update(BucketOperation):
     Attributes
     ----------
     updated
-        Size of the part that this rank updates: all of it, or its shard [B].
+        Size of the part that this rank updates: the whole bucket, or its shard [B].
     largest
         Size of the largest part that a rank updates [B].
     """
@@ -219,7 +219,7 @@ class _Placing:
         return [*cast, *self._prepared(i), BucketTotal("", total, "start", i, when="step")]
 
     def _prepared(self, i: int) -> list[Operation]:
-        """Return the operations on the gradients of a bucket before they count."""
+        """Return the local operations on the gradients of a bucket that come before their sum."""
         own = self._own(i)
         operations: list[Operation] = [Accumulate("", i, own, self._parts)] if self._parts > 1 else []
         return [*operations, Compensate("", i, own, when="step")] if self._scheme.keeps_errors else operations
@@ -250,7 +250,7 @@ class _Placing:
     # -- descriptions --------------------------------------------------------------------------
 
     def _own(self, i: int) -> int:
-        """Return the bytes of a bucket on this rank."""
+        """Return the size of a bucket on this rank [B]."""
         color = self._buckets[i].sharing.color(self._program.target.rank)
         return 0 if color is None else self._buckets[i].nbytes[color]
 
@@ -273,7 +273,7 @@ class _Placing:
         return Update("", i, own, updated, largest)
 
     def _shard(self, bucket: GradientChunk, own: int) -> int:
-        """Return the bytes of this rank's shard of a bucket."""
+        """Return the size of this rank's shard of a bucket [B]."""
         rank, itemsize = self._program.target.rank, self._program.wide.itemsize
         color = bucket.sharing.color(rank)
         if color is None:
@@ -283,7 +283,7 @@ class _Placing:
         return (part.stop - part.start) * itemsize
 
     def _first(self, i: int) -> str:
-        """Return the first layer of a bucket in forward."""
+        """Return the first layer of a bucket in the forward pass."""
         return min(self._buckets[i].layers, key=self._places.__getitem__)
 
     def _last(self, i: int) -> str | None:

@@ -269,7 +269,7 @@ def messages_of(program: Program, per_node: int | None = None) -> Iterator[tuple
     Parameters
     ----------
     per_node
-        So many consecutive ranks share memory; all of them if None.
+        Number of consecutive ranks that share memory; all ranks if None.
     """
     per_node, started = per_node or program.target.size, set[Sum]()
     for operation in program:

@@ -53,7 +53,7 @@ class Evaluation:
     Raises
     ------
     UserError
-        If a metric is unknown or invalid, or has a score that another one has.
+        If a metric is unknown or invalid, or has the same score as another one.
     """
 
     def __init__(self, executor: Executor, calibrated: bool = False, metrics: Sequence[str] = ()) -> None:
@@ -226,7 +226,7 @@ def judged(executor: Executor) -> list[JudgedPair]:
 
 
 def _added(name: str, first: JudgedPair) -> JudgedPair:
-    """Return a pair as the first one, compared by a metric of the configuration."""
+    """Return the first pair, with a metric of the configuration in place of its own."""
     metric = checked_metric(lambda: METRICS.make(name), first.name)
     return replace(first, name=f"{first.name} by {type(metric).__name__}", metric=metric)
 

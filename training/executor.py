@@ -109,7 +109,7 @@ class Executor:
     Raises
     ------
     UserError
-        If strategy, network and communicator do not fit, if `kept` or `probed` has a name that the network has not, or
+    If strategy, network and communicator do not fit, if the network lacks a name in `kept` or `probed`, or
         if `debug` is requested on a device.
     Exception
         Any other fault of a rank: all ranks raise the same error.
@@ -233,7 +233,7 @@ class Executor:
         return program
 
     def _make_reducer(self) -> Reducer:
-        """Make the reducer of the present program."""
+        """Make the reducer of the current program."""
         for name, kernel in self.program.exposed.items():
             self.runner.made(kernel).replicates = name in self.replicable[: self.store.scheme.replicated_dense]
         checks = {what: check.measure for what, check in self.checks.items()}
@@ -242,7 +242,7 @@ class Executor:
     def check_gradients(self, checks: Mapping[str, GradientCheck]) -> None:
         """Make these checks in every step, when all gradients are complete and before any update. Collective.
 
-        They take the place of earlier ones. `checks` are by their names, under which their sums are counted.
+        They replace earlier checks. `checks` maps names to checks; their sums are counted under these names.
         """
         assert self.reducer is not None, "the executor was built with trainable=False"
         if checks or self.checks:

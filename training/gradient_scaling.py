@@ -26,15 +26,15 @@ PATIENCE = 20
 
 
 class GradientCheck(Protocol):
-    """Number computed from all gradients, between their sums and the updates."""
+    """Protocol of a number that is computed from all gradients, between their sums and the updates."""
 
     @property
     def over_ranks(self) -> bool:
-        """Whether it is summed over the ranks."""
+        """Whether the number is summed over the ranks."""
         ...
 
     def measure(self) -> None:
-        """Compute it. Collective if it is summed."""
+        """Compute the number. Collective if it is summed."""
         ...
 
 
@@ -94,7 +94,7 @@ class LossScale:
 
     @property
     def over_ranks(self) -> bool:
-        """Whether the ranks combine their findings."""
+        """Whether the ranks combine their results."""
         return self._sum is not None
 
     def measure(self) -> None:
@@ -200,7 +200,7 @@ class Clip:
 
     @property
     def over_ranks(self) -> bool:
-        """Whether the ranks sum their squares."""
+        """Whether the ranks sum the squares of their gradients."""
         return self._sum is not None
 
     def measure(self) -> None:

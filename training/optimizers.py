@@ -44,9 +44,9 @@ class OptimizerSettings(Table):
 class Optimizer:
     """Base class of optimizers. Local: gradients are summed before, and all ranks make the same update of their copies.
 
-    A step is `begin_step`, then `update` of every bucket, in any order. One of your own defines :meth:`rule`, and what
-    it keeps: `state_names`, or :meth:`states`. The state is in shards where updates are, in checkpoints, in the memory
-    and the price of a plan.
+    A step is `begin_step`, then `update` of every bucket, in any order. A subclass of your own defines :meth:`rule` and
+    its state, by `state_names` or :meth:`states`. The library cuts the state into shards if updates are sharded, stores
+    it in checkpoints, and includes it in the memory and the time of a plan.
 
     Parameters
     ----------
@@ -165,7 +165,7 @@ class Optimizer:
                 yield self.store.memory.kernels.average(given)
 
     def _runs(self, bucket: Bucket) -> list[tuple[slice, str]]:
-        """Return consecutive ranges of a bucket, each of whose layers are of one group."""
+        """Return consecutive ranges of a bucket; the layers of each range are in one group."""
         starts: list[tuple[int, str]] = []
         for name, where in bucket.slices.items():
             group = self._group_of.get(name.rpartition("/")[0], "")
@@ -202,7 +202,7 @@ class Optimizer:
         Parameters
         ----------
         learning_rate
-            Of all groups, or of each of `groups`; factors multiply it.
+            Learning rate of all groups, or of each of `groups`; factors multiply it.
         gradient_scale
             Factor on the gradients; it may be an array ``(1,)`` on the device.
         """
@@ -475,7 +475,7 @@ def _checked_names(kind: type[Optimizer], names: Any) -> tuple[str, ...]:
 
 
 def groups_of(factors: Mapping[str, float], network: Network) -> dict[str, str]:
-    """Return the last matching pattern by layer, from factors by pattern. Local.
+    """Return the last matching pattern of each layer, from factors by pattern. Local.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Operations on gradients on this rank's arrays: the calls that sum gradients and update parameters."""
+"""Execution of the operations on gradients: the calls that sum this rank's gradients and update its parameters."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ __all__ = ["Reducer", "check_possible"]
 
 
 class Reducer:
-    """Operations on gradients of a program (`halograd.program.gradients`), on the arrays of a store. Collective. ::
+    """Executor of a program's operations on gradients (`halograd.program.gradients`), on a store's arrays. Collective.
+    ::
 
         begin()                      # before backward; begin(part) for a batch in parts
         ready(layer)                 # after backward of each layer
@@ -46,8 +47,8 @@ class Reducer:
     and `finish` before parameters are read. All ranks make the same calls in the same order, so collectives are issued
     in one order everywhere. A step allocates nothing.
 
-    The calls of one bucket depend on what has happened to it: `require` updates only a bucket whose sum was started,
-    and only once, so that `finish` may be called at any time.
+    The calls of one bucket depend on its state: `require` updates a bucket only if its sum was started, and only once,
+    so that `finish` may be called at any time.
 
     Parameters
     ----------
@@ -117,7 +118,7 @@ class Reducer:
         self._end, self._completions = calls(program.end), calls(completions(program))
 
     def _open(self) -> dict[Sum, Reduction | None]:
-        """Make the sums of buckets; None for those without elements here."""
+        """Make the sums of buckets; None for buckets without elements on this rank."""
         totals = [o for o in self.program if isinstance(o, BucketTotal) and not o.layer]
         sums, numbers = sums_of(totals), {o.sum: o.bucket for o in totals}
         specs = []
@@ -187,7 +188,7 @@ class Reducer:
             gather.finish()
 
     def _compute(self, operation: Run) -> None:
-        """Compute the gradient of the whole batch, if it is due."""
+        """Compute the gradient of the whole batch if it is due."""
         if operation.layer in self._due:
             self._due.discard(operation.layer)
             operator = self._runner.made(operation.kernel)
@@ -296,13 +297,13 @@ class _State:
     Attributes
     ----------
     total, gather
-        The sum, and the gather of parameters where ranks update shards; None where there is none, or not here.
+        The sum, and the gather of parameters if ranks update shards; None without a sum or gather on this rank.
     computed
-        Whether the gradient of the whole batch was computed just now.
+        Whether the gradient of the whole batch was computed in this call.
     pending, updated
-        Whether an update is due, and whether it was made just now.
+        Whether an update is due, and whether it was made in this call.
     gathered
-        Whether its parameters were gathered just now.
+        Whether the parameters were gathered in this call.
     """
 
     bucket: Bucket
@@ -314,7 +315,7 @@ class _State:
     gathered: bool = False
 
     def start(self) -> None:
-        """Start the sum: an update is due then."""
+        """Start the sum; an update is due afterwards."""
         assert self.total is not None
         self.total.start()
         self.pending = True
@@ -325,7 +326,7 @@ class _State:
             self.total.finish()
 
     def start_gather(self) -> None:
-        """Start the gather of parameters that were updated."""
+        """Start the gather of updated parameters."""
         if self.updated:
             assert self.gather is not None
             self.gather.start()
@@ -345,7 +346,7 @@ class _State:
 
 
 def _is_of_gradients(total: Sum) -> bool:
-    """Return whether a sum is of gradients, and no gather of parameters."""
+    """Return whether a sum is of gradients, and not a gather of parameters."""
     return total.view.buffer.place is not None and total.view.buffer.place[0] == GRADIENTS
 
 

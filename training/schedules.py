@@ -34,7 +34,7 @@ Epochs = Annotated[NotNegative, Field(le=1e6)]
 
 
 class ScheduleSettings(Table):
-    """``[schedule]``: keys that every schedule has; base of the settings of one of your own."""
+    """``[schedule]``: keys of every schedule, and base class of the settings of your own."""
 
     kind: Text = "constant"
     """Change of the learning rate: none; multiplied by `factor` at each of `milestones`; half a cosine from the end of
@@ -59,7 +59,7 @@ class TrainingSpan:
     epochs
         Number of epochs.
     steps_per_epoch
-        Updates in each of them.
+        Number of updates per epoch.
     """
 
     epochs: int
@@ -77,8 +77,8 @@ class TrainingSpan:
 class Schedule(ABC):
     """Learning rate as a function of the step and of the group of layers. Local, alike on all ranks.
 
-    One of your own takes its settings and the span of the training, and defines ``__call__``. The warm-up and the
-    factors of the table ``[schedule]`` multiply its rate.
+    A subclass of your own takes its settings and the span of the training, and defines ``__call__``. The warm-up and
+    the factors of the table ``[schedule]`` multiply its rate.
     """
 
     #: Name in the configuration, for registered classes.
@@ -101,8 +101,8 @@ class Schedule(ABC):
         step
             Number of the update, 0, 1, ...
         group
-            Layer, or pattern of layers, that has a factor; empty: layers without one. The factor multiplies the rate
-            that is returned.
+            Layer, or pattern of layers, with a factor; empty: layers without a factor. The factor multiplies the
+            returned rate.
         """
 
 
@@ -239,7 +239,7 @@ class WarmUp(Schedule):
 
 
 def make_schedule(settings: ScheduleSettings, epochs: int, steps_per_epoch: int) -> Schedule:
-    """Make the schedule of ``[schedule]``, with its warm-up; epochs become steps. Local."""
+    """Make the schedule of ``[schedule]``, with its warm-up; epochs are converted to steps. Local."""
     span = TrainingSpan(epochs, steps_per_epoch)
     schedule = SCHEDULES[settings.kind].of(settings, span)
     steps = span.warm_up(settings)

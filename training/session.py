@@ -317,7 +317,7 @@ def _some(texts: Sequence[str]) -> str:
 def begin_entry(session: Session, step: int, epochs: int, steps_per_epoch: int) -> dict[str, Any]:
     """Return the log entry ``begin``: network, data, ranks, versions and configuration. Collective.
 
-    `step` is the step that the run begins with.
+    `step` is the first step of the run.
     """
     config, comm = session.config, session.comm
     hosts = Counter(comm.allgather_objects(platform.node()))

@@ -175,7 +175,7 @@ def report_times(session: Session, log: RunLog, steps: int, directory: Path) -> 
 
 
 def report_plan(plan: RunPlan | None, times: StepTimes | None, step: int, log: RunLog) -> None:
-    """Print and log predicted and measured times, after `step`. Local."""
+    """Print and log the predicted and the measured times, after `step`. Local."""
     measured = None if plan is None or times is None else times.result()
     if plan is not None and measured is not None:
         log.say(plan.compare(measured))

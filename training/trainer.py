@@ -245,7 +245,7 @@ class Trainer:
         return loss
 
     def _step_on_device(self, added: Sequence[PendingLoss], norm: PendingLoss | None) -> PendingLoss:
-        """Run the rest of a step; it waits only for messages. `norm` is that of the previous step."""
+        """Run the rest of a step, which waits only for messages. `norm` is the norm of the previous step."""
         scale = 1.0 if self._clip is None else self._clip.factor
         self._check_last()
         if self._scaling is not None and self._scaling.hopeless:

@@ -1,6 +1,6 @@
-"""Transports of device arrays, and the choice among them. Pure arithmetic on facts that every rank reports.
+"""Transports of device arrays, and the choice among them from facts that every rank reports.
 
-A transport is one class; other files read its properties, and compare no names.
+A transport is one class; other files read its properties instead of its name.
 """
 
 from __future__ import annotations
@@ -71,22 +71,22 @@ class RankFacts:
 
 
 class Route(ABC):
-    """How arrays of devices travel. Local.
+    """Base class of the transports of device arrays. Local.
 
     Attributes
     ----------
     name
-        Name in the registry; a class in a file of a user needs none.
+        Name in the registry; a class in a user's file needs none.
     reason
-        Text for the log on why ``"auto"`` took it.
+        Reason for which ``"auto"`` chose the transport, for the log.
     captures
-        Whether the work of a step can be part of a CUDA graph; otherwise the host takes part.
+        Whether communication can be part of a CUDA graph; otherwise the host takes part in it.
     staged
-        Whether arrays go by way of pinned host memory and the transport of the host: nothing is connected.
+        Whether arrays go through pinned host memory and the host's transport, so that no connection is made.
     proven
-        Whether :meth:`fault` needs a proof that MPI reaches device memory (`RankFacts.mpi_fault`).
+        Whether :meth:`fault` needs the result of the test that MPI reaches device memory (`RankFacts.mpi_fault`).
     uses_nccl
-        Whether NCCL is loaded for it.
+        Whether the transport needs NCCL.
     """
 
     name: ClassVar[str] = ""
@@ -98,13 +98,13 @@ class Route(ABC):
 
     @abstractmethod
     def fault(self, facts: Sequence[RankFacts]) -> str:
-        """Return why it cannot work on these ranks; empty if it can. The same on all ranks."""
+        """Return the reason why the transport cannot work on these ranks; empty if it can. The same on all ranks."""
 
     @abstractmethod
     def connect(self, opened: Any, context: TransportContext) -> Any:
         """Return the `halograd.comm.gpu.link.DeviceTransport` of one communicator. Collective over it.
 
-        `opened` has what all communicators share: `cuda`, `lanes`, `watchdog`, `nccl`, `spans`.
+        `opened` has the objects that all communicators share: `cuda`, `lanes`, `watchdog`, `nccl`, `spans`.
         """
 
 
@@ -114,7 +114,7 @@ DEVICE_TRANSPORTS: Registry[Route] = Registry("device_transport", Route, key="ba
 
 @DEVICE_TRANSPORTS.register
 class Nccl(Route):
-    """NCCL: every rank has a GPU of its own, or NCCL lets ranks share one."""
+    """Transport by NCCL: every rank has a GPU of its own, or NCCL lets ranks share one."""
 
     name = "nccl"
     reason = "NCCL on every rank"
@@ -132,7 +132,7 @@ class Nccl(Route):
 
 @DEVICE_TRANSPORTS.register
 class CudaIpc(Route):
-    """CUDA IPC: all ranks are on one node, and reach each other's GPUs."""
+    """Transport by CUDA IPC: all ranks are on one node, and reach each other's GPUs."""
 
     name = "cuda-ipc"
     reason = "all ranks on one node, GPUs reach each other"
@@ -148,7 +148,7 @@ class CudaIpc(Route):
 
 @DEVICE_TRANSPORTS.register
 class MpiCuda(Route):
-    """Messages of device memory by MPI, if it was proven to reach it."""
+    """Transport by MPI messages of device memory, if a test has shown that MPI reaches it."""
 
     name = "mpi-cuda"
     reason = "MPI reaches device memory"
@@ -165,7 +165,7 @@ class MpiCuda(Route):
 
 @DEVICE_TRANSPORTS.register
 class MpiStaged(Route):
-    """By way of pinned host memory and the transport of the host; works everywhere."""
+    """Transport through pinned host memory and the host's transport, which works everywhere."""
 
     name = "mpi-staged"
     staged = True
@@ -191,11 +191,11 @@ class Choice:
 
     @property
     def captures(self) -> bool:
-        """Whether the work of a step can be part of a CUDA graph."""
+        """Whether communication can be part of a CUDA graph."""
         return self.route.captures
 
     def answers(self, wanted: str) -> bool:
-        """Return whether it is what `wanted` names; ``"auto"`` names any."""
+        """Return whether the chosen transport is the one that `wanted` names; ``"auto"`` names any."""
         return wanted == AUTO or type(route_of(wanted)) is type(self.route)
 
     def describe(self) -> str:
@@ -204,12 +204,13 @@ class Choice:
 
 
 def named_route(wanted: str, at: str = "backend.device_transport") -> Route | None:
-    """Return the transport of a name; None for ``"auto"``. Local. Raises UserError, about `at`, if there is none."""
+    """Return the transport with this name; None for ``"auto"``. Local. Raises UserError, about `at`, if there is none.
+    """
     return None if wanted == AUTO else DEVICE_TRANSPORTS.make(wanted, at)
 
 
 def route_of(wanted: str) -> Route | None:
-    """Return the transport of a name; None for ``"auto"``. Local. Raises CommError if there is none."""
+    """Return the transport with this name; None for ``"auto"``. Local. Raises CommError if there is none."""
     try:
         return named_route(wanted, "device transport")
     except UserError as error:

@@ -125,7 +125,7 @@ def layers_memory(program: Program, blocks: Mapping[str, ParameterBlocks]) -> di
 
 
 def gradients_memory(program: Program, slots: int = 0, per_node: int | None = None) -> dict[str, int]:
-    """Return the bytes that operations on gradients keep on the program's rank, by use [B].
+    """Return the memory of operations on gradients on the program's rank, by use [B].
 
     An all-reduce needs as much memory for messages as the gradients have.
     """
@@ -144,7 +144,7 @@ def gradients_memory(program: Program, slots: int = 0, per_node: int | None = No
 
 
 def _held(total: Sum, rank: int, per_node: int) -> int:
-    """Return the memory that a sum takes on a rank beside its array [B]."""
+    """Return the memory that a sum needs on a rank in addition to its array [B]."""
     color, method = total.groups.color(rank), total.algorithm
     if color is None or total.groups.members_each < 2:
         return 0

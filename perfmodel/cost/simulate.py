@@ -220,7 +220,7 @@ class Simulation:
         return found
 
     def _reduced(self, outlined: Program) -> Program:
-        """Return an outline with operations on gradients by the strategy's scheme."""
+        """Return the outline of the program with operations on gradients by the strategy's scheme."""
         buckets, known = self._buckets(), self._known.gathering
         for name in (name for bucket in buckets if bucket.replicated for name in bucket.layers):
             if name not in known:
@@ -268,7 +268,7 @@ class Simulation:
 
 
 def _middle(network: Network, strategy: Strategy, batch: int, ranks: int) -> int:
-    """Return a rank in the middle of the finest grid, or one that has the most to compute."""
+    """Return a rank in the middle of the finest grid, or one with the most computation."""
     nodes = network.layers.items()
     layouts = [layout_of((batch, *node.shape), strategy.cuts_of(name), ranks).boxes for name, node in nodes]
     return middle_rank(max(layouts, key=lambda boxes: boxes.placed))

@@ -1,7 +1,7 @@
 """Timeline of one step: backward, the sums of gradients during it, and the next forward pass, which waits for them.
 
-Sums are overlapped greedily (Dryden et al. 2019, Section V-B): one at a time, in the order of their starts, behind
-the rest of backward and, where the program finishes them before the layer that needs them, behind the next forward::
+Sums overlap greedily (Dryden et al. 2019, Section V-B): one at a time, in the order of their starts, with the rest of
+backward and, if the program finishes them before the layer that needs them, with the next forward pass::
 
     compute    | backward .......................| forward of the next step ...|
     network        | bucket 0 | bucket 1 |    | bucket 2 |
@@ -38,11 +38,11 @@ class SumPrice:
     Attributes
     ----------
     seconds
-        Time from its start to its end, without `begin`.
+        Time from the start to the end of the sum, without `begin`.
     work
-        The part of `seconds` that is done where the sum is waited for, and not behind computation.
+        The part of `seconds` that is done during the wait for the sum, and does not overlap with computation.
     begin
-        Time that its start takes, not behind computation.
+        Time to start the sum, which does not overlap with computation.
     in_order
         On the emulated network, where all sums travel at the same time: whether this sum ends no earlier than others
         of the kind that were started before.
@@ -55,7 +55,7 @@ class SumPrice:
 
 
 def price_sum(total: Sum, wires: Wires) -> SumPrice:
-    """Return the times of a sum of gradients, or of a gather, on the ranks that take longest. Local."""
+    """Return the times of a sum of gradients, or of a gather, on the slowest ranks. Local."""
     nbytes, members = GroupSum.of(total.kind, total.groups, total.sizes).largest
     method = total.algorithm
     if len(members) < 2 or not nbytes:
@@ -94,11 +94,11 @@ class StepTimeline:
         Times of the two passes, without waits for sums of gradients and without updates; gradients of replicated layers
         count in the second.
     waits, sums
-        Per bucket, what computation waited for its sums and gathers, and how long these take.
+        Per bucket, time that computation waited for its sums and gathers, and their durations.
     update
-        The optimizer.
+        Time of the optimizer's updates.
     whole
-        Per replicated layer, the gradient of the whole batch.
+        Per replicated layer, time of the gradient of the whole batch.
     """
 
     seconds: float
@@ -118,9 +118,9 @@ class OperationPrices:
     program
         Program of the operations.
     pricing
-        Machine.
+        Times of the machine's kernels and links.
     slots
-        Arrays of the parameters' size that the optimizer keeps.
+        Number of arrays of the parameters' size in the optimizer's state.
     """
 
     def __init__(self, program: Program, pricing: Pricing, slots: int) -> None:
@@ -136,21 +136,21 @@ class OperationPrices:
 
     @property
     def synchronize(self) -> float:
-        """The wait for the device before a sum starts amid other work."""
+        """Time to wait for the device before a sum that starts during other work."""
         return self.wires.machine.runtime.synchronize
 
     def update(self, operation: Update) -> float:
-        """Return the optimizer on the largest part that a rank updates."""
+        """Return the time of the optimizer's update of the largest part that a rank updates."""
         return self.wires.update(operation.largest, self._slots)
 
     def whole_gradient(self, operation: Run) -> float:
-        """Return the gradient of a dense layer from the samples of all ranks."""
+        """Return the time of a dense layer's gradient over the samples of all ranks."""
         assert operation.timing is not None
         layer, inputs = self._layers[operation.layer], list(operation.timing.inputs)
         return self._pricing.times.time(layer, inputs, self._pricing.dtype, True).backward_filter
 
     def pass_over(self, operation: Cast | Accumulate | CheckGradients) -> float:
-        """Return an operation that passes over gradients once, with its sum over the ranks."""
+        """Return the time of an operation that reads all gradients once, with its sum over the ranks."""
         copies = {Cast: _CAST, Accumulate: _ACCUMULATE, CheckGradients: _CHECK}[type(operation)]
         return copies * self.wires.copy(operation.nbytes) + sum(self.sum(total).seconds for total in operation.sums())
 
@@ -162,14 +162,14 @@ def play(
     concurrent: bool = False,
     barrier: bool = False,
 ) -> StepTimeline:
-    """Return a step in its steady state. Local.
+    """Return the timeline of a step in the steady state. Local.
 
     Parameters
     ----------
     program
         Program with operations on gradients; those of layers may be missing.
     costs
-        Costs of the layers, by name of the segment; segments without are part of another one.
+        Costs of the layers, by name of the segment; a segment without a cost belongs to another one.
     prices
         Times of operations on gradients.
     concurrent
@@ -214,14 +214,14 @@ class _Player:
         self._waits: dict[int, float] = dict.fromkeys(range(len(program.buckets)), 0.0)
         self._sums = dict(self._waits)
         self._whole: dict[str, float] = {}
-        self._ends: dict[Sum, float] = {}  # of sums in progress, without the work that is left for their finish
-        self._done: set[Operation] = set()  # before a barrier
+        self._ends: dict[Sum, float] = {}  # ends of sums in progress, without the work of their finish
+        self._done: set[Operation] = set()  # operations that a barrier has executed already
         end = [o for o in program.end if isinstance(o, Total)]
-        # A sum that is started and waited for at the end of backward finds the device at rest.
+        # The device is idle already at a sum that is started and finished at the end of backward.
         self._at_rest = {o.sum for o in end if o.end == "start"} & {o.sum for o in end if o.end == "finish"}
 
     def start_gathers(self) -> None:
-        """Play the gathers that kernels of the forward pass before have started."""
+        """Play the gathers that kernels of the previous forward pass have started."""
         program = self._program
         placed = [*(o for s in program.forward for o in s.before), *(o for s in program.backward for o in s.after)]
         started = {o.sum for o in (*placed, *program.end) if isinstance(o, Total) and o.end == "start"}

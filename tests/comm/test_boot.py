@@ -128,7 +128,7 @@ def test_pure_arithmetic_does_not_start_mpi():
     [("Communicator", "('layers', 'training', 'perfmodel')"), ("Network", "('perfmodel', 'data', 'auto')")],
 )
 def test_a_name_loads_what_it_needs_and_no_more(name, folders):
-    """A script that opens a communicator does not wait for planners and training."""
+    """A name loads only the modules that it needs: a script with a communicator does not load planners and training."""
     check = f"import sys, halograd; halograd.{name}; sys.exit([m for m in sys.modules if m.split('.')[1:2] and "
     check += f"m.split('.')[0] == 'halograd' and m.split('.')[1] in {folders}] or 0)"
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=LIMIT)

@@ -85,7 +85,7 @@ def test_messages_of_records_are_those_of_operations(name):
 
 
 def memory_of_every_rank(made):
-    """What each rank takes in all [B]."""
+    """Return the total memory of each rank [B]."""
     what = made.blocks, made.training.slots, made.pricing.wires.per_node
     return [sum(memory_of(made._program(rank), *what).values()) for rank in range(made.ranks)]
 

@@ -24,7 +24,7 @@ BOTH = Groups.whole(2)
 
 
 class Prices:
-    """Prices by the label of a bucket ("bucket 0"), or by the name of a gather of a replicated layer."""
+    """Stub of prices by the label of a bucket ("bucket 0"), or by the name of a gather of a replicated layer."""
 
     synchronize = 0.0
 
@@ -46,7 +46,7 @@ class Prices:
 
 
 def program(*buckets, scheme="bucketed", replicated=()):
-    """Program with these buckets of layers, those of the last layers first."""
+    """Return a program with these buckets of layers, those of the last layers first."""
     chunks = [GradientChunk(BOTH, (), tuple(layers), layers in replicated, (8,)) for layers in buckets]
     exposed = {name: gathering(name) for name in replicated}
     made = Program("net", Target(1, 2), forward=[Segment(n) for n in NAMES], exposed=exposed)
@@ -55,19 +55,19 @@ def program(*buckets, scheme="bucketed", replicated=()):
 
 
 def gathering(name):
-    """Kernel with the gathers of a replicated layer."""
+    """Return a kernel with the gathers of a replicated layer."""
     views = {what: Buffer((2, 1), np.dtype("float32"), "", place=(name, what)).view for what in ("rows", "errors")}
     sums = {f"{k}_gather": Sum(BOTH, v, [8], "replicated_dense", None, "all_gather") for k, v in views.items()}
     return KernelSpec(lambda environment: None, views, sums)
 
 
 def step(*seconds, update=0.0, **options):
-    """Step with one bucket per layer, last layer first."""
+    """Return the timeline of a step with one bucket per layer, last layer first."""
     return play(program("c", "b", "a"), COSTS, Prices(*seconds, update=update), **options)
 
 
 def test_all_hidden_behind_backward_and_the_next_forward():
-    """c is summed from 2 to 3, b from 4 to 5, a from 6 to 6: nothing waits."""
+    """Sums of c (2 to 3), b (4 to 5) and a (6 to 6) overlap completely: computation never waits."""
     assert step(1.0, 1.0, 0.0).seconds == 9.0
 
 
@@ -95,14 +95,14 @@ def test_one_sum_at_a_time_or_all_at_once(options, in_order, waits):
 
 
 def test_a_barrier_ends_all_sums_before_the_next_step():
-    """c: 2 to 6, b: 6 to 6.5, a: 6.5 to 7.5."""
+    """With a barrier the sums of c (2 to 6), b (6 to 6.5) and a (6.5 to 7.5) end before the next step."""
     found = step(4.0, 0.5, 1.0, barrier=True)
     assert found.seconds == pytest.approx(7.5 + 3)
     assert step(0.1, 3.0, 0.0).seconds == 9.0 + 1.0
 
 
 def test_sums_that_must_be_complete_early_are_waited_for_before_any_update():
-    """As with a barrier, but updates stay in forward, before their layers."""
+    """Sums end as with a barrier, but updates stay in forward, before their layers."""
     found = play(complete_early(program("c", "b", "a")), COSTS, Prices(4.0, 0.5, 1.0, update=0.25))
     assert found.seconds == pytest.approx(7.5 + 3 + 3 * 0.25) and sum(found.waits.values()) == 1.5
 
@@ -129,7 +129,7 @@ def test_halos_hide_behind_kernels():
 
 
 def test_blocking_sums_begin_when_backward_is_over():
-    """6 of backward; 1 + 1 + 0.5 of sums, one after the other, nothing behind them."""
+    """The step takes 6 of backward, then 1 + 1 + 0.5 of sums, one after the other, without overlap."""
     made = program("c", "b", "a", scheme="blocking")
     found = play(made, COSTS, Prices(1.0, 1.0, 0.5, update=0.25))
     assert found.seconds == pytest.approx(6 + 2.5 + 3 * 0.25 + 3) and sum(found.waits.values()) == 2.5
@@ -137,7 +137,7 @@ def test_blocking_sums_begin_when_backward_is_over():
 
 
 def test_what_a_start_takes_delays_backward():
-    """c's sum is begun from 2 to 2.5 and is there at 3.5; b and a have none."""
+    """The start of c's sum takes from 2 to 2.5, and the sum ends at 3.5; b and a have no sum."""
     found = play(program("c"), COSTS, Prices(SumPrice(1.0, begin=0.5)))
     assert found.seconds == 9.5 and found.waits == {0: 0.5} and found.backward == 6.0
 
