@@ -43,6 +43,7 @@ from .perfmodel.kernel_times import (
     RooflineTimes,
 )
 from .perfmodel.machine import Machine
+from .perfmodel.planners import PLANNERS
 from .perfmodel.plans import Alternative, Plan
 from .perfmodel.predict import Planning
 from .plan_text import compared, comparison, plan_text
@@ -256,7 +257,7 @@ class _Planner:
         table = self.config.strategy
         if not asked and (table.machine or self.budget == 0):
             return StepTrial(plan, plan.planner)
-        names = [] if table.planner in (*BASELINES, GRID) else rivals(plan)
+        names = rivals(plan) if PLANNERS[table.planner].searches else []
         times, plans = self.times(), {plan.planner: plan}
         for name in dict.fromkeys([*names, *asked]):
             with suppress(UserError):  # raised on all ranks: alone, its plan does not fit

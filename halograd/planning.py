@@ -149,9 +149,7 @@ def source_of(times: KernelTimes, machine: Machine) -> str:
 
 def check_planner(name: str, at: str = "--planner") -> None:
     """Raise UserError for an unknown planner; `at` is the name of the option or key."""
-    known = (*PLANNERS, *BASELINES, GRID)
-    if name not in known:
-        raise UserError(f"{at}: expected one of {', '.join(known)}, got {shown(name)}{nearest(name, known)}")
+    PLANNERS.find(name, at)
 
 
 def training_of(dtype: str, optimizer: str) -> Training:

@@ -26,7 +26,8 @@ owt        one weird trick (Krizhevsky 2014): `data`, but dense layers, and chan
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 
 from halograd.errors import UserError
@@ -34,12 +35,14 @@ from halograd.errors import UserError
 from ..dtensor import axis_names
 from ..layers import Layer, Network, Node, Strategy
 from ..layers.strategy import AXES
+from .planners import PLANNERS, Chooser, PlanSearch
 
 __all__ = [
     "BASELINES",
     "CHANNELS",
     "GRID",
     "UNEVEN",
+    "Baseline",
     "Parts",
     "baseline",
     "candidates",
@@ -254,33 +257,51 @@ def strategy_of(network: Network, parts: Mapping[str, Parts], bucket_bytes: int 
     return Strategy({}, layers, bucket_bytes=bucket_bytes)
 
 
-def baseline(name: str, network: Network, batch: int, ranks: int, bucket_bytes: int = 4 << 20) -> Strategy:
-    """Return the baseline strategy `name`, one of `BASELINES`, legal for the network.
+class Baseline(Chooser):
+    """A rule that cuts every layer by itself: a subclass has a `name` and defines :meth:`parts`."""
 
-    Parameters
-    ----------
-    batch
-        Global number of samples.
-    ranks
-        Number of ranks; some layers may use fewer.
+    def look(self, search: PlanSearch) -> None:
+        search.compare(self.name, self.strategy)
+
+    @abstractmethod
+    def parts(self, node: Node, batch: int, ranks: int, samples: int) -> Parts:
+        """Return the parts per axis of a layer, in the order of `AXES`; `samples` is the largest legal number of parts
+        of the batch.
+        """
+
+    def strategy(self, network: Network, batch: int, ranks: int, bucket_bytes: int = 4 << 20) -> Strategy:
+        """Return the strategy, legal for the network.
+
+        Parameters
+        ----------
+        batch
+            Global number of samples.
+        ranks
+            Number of ranks; some layers may use fewer.
+        """
+        samples = max(d for d in divisors(ranks) if d <= batch)
+        nodes = network.layers
+        parts = {layer: tuple(self.parts(node, batch, ranks, samples)) for layer, node in nodes.items()}
+        for layer, owner in network.owners.items():
+            blocks = [(*parts[one][4:], math.prod(parts[one])) for one in (layer, owner)]
+            if blocks[0] != blocks[1]:  # calls of one layer must hold the same blocks of its parameters
+                shared = [one for one, its in network.owners.items() if its == owner]
+                parts |= {one: _data(nodes[one], batch, ranks, samples) for one in shared}
+        return strategy_of(network, parts, bucket_bytes)
+
+
+def baseline(name: str, network: Network, batch: int, ranks: int, bucket_bytes: int = 4 << 20) -> Strategy:
+    """Return the strategy of the baseline `name`, one of `BASELINES` or a class of the user.
 
     Raises
     ------
     UserError
         If there is no baseline of that name.
     """
-    if name not in BASELINES:
+    found = PLANNERS.find(name, "baseline")
+    if not issubclass(found, Baseline):
         raise UserError(f"baseline: expected one of {', '.join(BASELINES)}, got {name!r}")
-    samples = max(d for d in divisors(ranks) if d <= batch)
-    choose = BASELINES[name]
-    nodes = network.layers
-    parts = {layer: choose(node, batch, ranks, samples) for layer, node in nodes.items()}
-    for layer, owner in network.owners.items():
-        blocks = [(*parts[one][4:], math.prod(parts[one])) for one in (layer, owner)]
-        if blocks[0] != blocks[1]:  # calls of one layer must hold the same blocks of its parameters
-            shared = [one for one, its in network.owners.items() if its == owner]
-            parts |= {one: _data(nodes[one], batch, ranks, samples) for one in shared}
-    return strategy_of(network, parts, bucket_bytes)
+    return found().strategy(network, batch, ranks, bucket_bytes)
 
 
 def _data(node: Node, batch: int, ranks: int, samples: int) -> Parts:
@@ -327,10 +348,55 @@ def _sizes(node: Node, batch: int) -> tuple[tuple[tuple[int, ...], ...], str]:
     return _extents(node.layer, [n.shape for n in node.inputs], node.shape, batch), node.layer.cuts_channels
 
 
-#: Name -> function of a node, batch, ranks and parts of the samples that returns the parts of the node.
-BASELINES: dict[str, Callable[[Node, int, int, int], Parts]] = {
-    "data": _data,
-    "spatial": _spatial,
-    "model": _model,
-    "owt": _owt,
-}
+@PLANNERS.register
+class _Data(Baseline):
+    """All layers by samples."""
+
+    name = "data"
+
+    def parts(self, node: Node, batch: int, ranks: int, samples: int) -> Parts:
+        return _data(node, batch, ranks, samples)
+
+
+@PLANNERS.register
+class _Spatial(Baseline):
+    """Every layer over space as far as it goes, else by samples."""
+
+    name = "spatial"
+
+    def parts(self, node: Node, batch: int, ranks: int, samples: int) -> Parts:
+        return _spatial(node, batch, ranks, samples)
+
+
+@PLANNERS.register
+class _Model(Baseline):
+    """Every layer by its channels as far as it goes, else by samples."""
+
+    name = "model"
+
+    def parts(self, node: Node, batch: int, ranks: int, samples: int) -> Parts:
+        return _model(node, batch, ranks, samples)
+
+
+@PLANNERS.register
+class _OneWeirdTrick(Baseline):
+    """Dense layers and what follows by channels, others by samples (Krizhevsky 2014)."""
+
+    name = "owt"
+
+    def parts(self, node: Node, batch: int, ranks: int, samples: int) -> Parts:
+        return _owt(node, batch, ranks, samples)
+
+
+@PLANNERS.register
+class _Grid(Chooser):
+    """The best cut that is the same for all layers."""
+
+    name = GRID
+
+    def look(self, search: PlanSearch) -> None:
+        search.compare_grids()
+
+
+#: Names of the baselines that every plan is compared with.
+BASELINES = ("data", "spatial", "model", "owt")

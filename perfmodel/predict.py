@@ -20,7 +20,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -38,10 +38,10 @@ from .cost.layer_cost import Pricing
 from .cost.network_costs import network_costs
 from .cost.simulate import Simulation, Training
 from .cost.wires import Wires
-from .cuts import BASELINES, GRID, Parts, baseline, grids, is_step, strategy_of
+from .cuts import BASELINES, GRID, Parts, grids, is_step, strategy_of
 from .kernel_times import KernelTimes
 from .machine import Machine
-from .planners import PLANNERS, Elimination, NoneFits
+from .planners import PLANNERS, Elimination, NoneFits, Planner
 from .planners.tables import memory_problem
 from .plans import Alternative, Plan, Prediction, Ranks
 
@@ -119,9 +119,7 @@ class _Search:
         self, network: Network, batch: int, ranks: int, machine: Machine, times: KernelTimes, planning: Planning
     ) -> None:
         build(Ranks, ranks, at="ranks")
-        known = (*PLANNERS, *BASELINES, GRID)
-        if planning.planner not in known:
-            raise UserError(f"planner: expected one of {', '.join(known)}, got {planning.planner!r}")
+        self.chooser = PLANNERS.find(planning.planner, "planner")()
         self.network, self.batch, self.ranks, self.machine = network, batch, ranks, machine
         self.times, self.planning, self.training = times, planning, planning.training
         self.limit: float = machine.memory if planning.limit is None else planning.limit
@@ -136,47 +134,36 @@ class _Search:
 
     def run(self) -> Plan:
         began = time.perf_counter()
-        failure = self._look()
+        failure = self.chooser.look(self)
         best = self.contenders.fastest(self.limit)
         if best is None:
             self._refuse(failure)
         return self._result(best, began)
 
-    def _look(self) -> NoneFits | None:
-        """Simulate the requested strategies; return the error of a planner that finds nothing."""
-        planner = self.planning.planner
-        if planner == GRID:
-            if not self._best_grids():
-                raise UserError(
-                    f"planner grid: expected inputs with samples, rows and columns for {self.ranks} parts, got a batch "
-                    f"of {self.batch} with too few; use fewer ranks, or another planner"
-                )
-            return None
-        for name in [planner] if planner in BASELINES else BASELINES:
-            strategy = baseline(name, self.network, self.batch, self.ranks, self.middle)
-            self.compared[name] = self._try(name, strategy)
-        return None if planner in BASELINES else self._explore_all()
+    def compare(self, name: str, cut: Callable[..., Strategy]) -> None:
+        """Simulate the strategy of a baseline."""
+        self.compared[name] = self._try(name, cut(self.network, self.batch, self.ranks, self.middle))
 
-    def _try(
-        self, name: str, strategy: Strategy, optimal: bool = False, indices: tuple[int, ...] | None = None
-    ) -> Contender:
-        known = self.contenders.find(strategy)
-        if known is not None:
-            return known
-        simulation = Simulation(self.network, strategy, self.batch, self.pricing, self.training, self.ranks)
-        return self.contenders.add(Contender(name, simulation, optimal, indices))
+    def compare_grids(self) -> None:
+        """Simulate the grids that are the same for all layers."""
+        if not self._best_grids():
+            raise UserError(
+                f"planner grid: expected inputs with samples, rows and columns for {self.ranks} parts, got a batch "
+                f"of {self.batch} with too few; use fewer ranks, or another planner"
+            )
 
-    # -- what is simulated ---------------------------------------------------------------------
-
-    def _explore_all(self) -> NoneFits | None:
-        """Simulate grids, and the results of planners and descents without a limit and under decreasing limits.
+    def explore(self, planner: Planner) -> NoneFits | None:
+        """Simulate baselines and grids, and the results of a planner and of descents, without a limit and under
+        decreasing limits.
 
         Returns the error of a planner that finds nothing.
         """
+        for name in BASELINES:
+            PLANNERS[name]().look(self)
         pricing = Pricing(Wires(self.machine, quick=True), self.times, self.training.dtype, best_halo=True)
         some = (self.network, self.batch, self.ranks, pricing, self.training, self.planning.full, self.middle)
         self.costs = network_costs(*some, self._best_grids())
-        self.changes, self.planner = Changes(self.costs), PLANNERS[self.planning.planner]()
+        self.changes, self.planner = Changes(self.costs), planner
         self._explore(math.inf)
         best = self.contenders.fastest()
         assert best is not None
@@ -191,8 +178,19 @@ class _Search:
                 return fault
         return None
 
+    def _try(
+        self, name: str, strategy: Strategy, optimal: bool = False, indices: tuple[int, ...] | None = None
+    ) -> Contender:
+        known = self.contenders.find(strategy)
+        if known is not None:
+            return known
+        simulation = Simulation(self.network, strategy, self.batch, self.pricing, self.training, self.ranks)
+        return self.contenders.add(Contender(name, simulation, optimal, indices))
+
+    # -- what is simulated ---------------------------------------------------------------------
+
     def _choose(self, indices: tuple[int, ...], optimal: bool = False) -> Contender:
-        return self._try(self.planning.planner, self.costs.strategy(indices, self.middle), optimal, indices)
+        return self._try(self.chooser.name, self.costs.strategy(indices, self.middle), optimal, indices)
 
     def _best_grids(self) -> list[Parts]:
         """Return the best grids that are the same for all layers; of many, the best that a neighborhood search finds.

@@ -122,7 +122,9 @@ class StrategyConfig(Table):
     auto: bool = False
     """Plan the cut of every layer before the run starts."""
     planner: str = "elimination"
-    """A planner, or a baseline: ``"data"``, ``"spatial"``, ``"model"``, ``"owt"``, ``"grid"``."""
+    """A planner, or a baseline: ``"data"``, ``"spatial"``, ``"model"``, ``"owt"``, ``"grid"``; or a class of your own,
+    ``"FILE.py:CLASS"``.
+    """
     memory: Annotated[str, AfterValidator(_size)] | None = None
     """Memory limit of a rank; by default the memory of the machine."""
     machine: FilePath | None = None

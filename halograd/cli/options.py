@@ -50,7 +50,8 @@ Memory = Annotated[
 Planner = Annotated[
     str,
     typer.Option(
-        help="elimination, shortest_path, longest_path_first, exhaustive; or data, spatial, model, owt, grid."
+        help="elimination, shortest_path, longest_path_first, exhaustive; data, spatial, model, owt, grid; "
+        "or FILE.py:CLASS."
     ),
 ]
 Dtype = Annotated[str, typer.Option(help="Of the computation, such as float32.")]

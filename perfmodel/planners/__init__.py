@@ -9,19 +9,23 @@ candidates, and a `Planner` returns a `Selection`. `PLANNERS` holds them by name
 ``exhaustive``          enumerates all choices: the oracle of the others
 """
 
+from halograd.registry import Registry
+
 from .elimination import Elimination, next_best
 from .paths import LongestPathFirst, ShortestPath
-from .problem import Effort, NoneFits, Planner, Problem, Selection
+from .problem import Chooser, Effort, NoneFits, Planner, PlanSearch, Problem, Selection
 from .search import Exhaustive
 from .tables import Pruned, prune
 
 __all__ = [
     "PLANNERS",
+    "Chooser",
     "Effort",
     "Elimination",
     "Exhaustive",
     "LongestPathFirst",
     "NoneFits",
+    "PlanSearch",
     "Planner",
     "Problem",
     "Pruned",
@@ -31,6 +35,7 @@ __all__ = [
     "prune",
 ]
 
-PLANNERS: dict[str, type[Planner]] = {
-    planner.name: planner for planner in (ShortestPath, LongestPathFirst, Elimination, Exhaustive)
-}
+#: The planners, and beside them the baselines of :mod:`halograd.perfmodel.cuts`.
+PLANNERS: Registry[Chooser] = Registry("planner", Chooser, key="strategy.planner")  # type: ignore[type-abstract]
+for _planner in (ShortestPath, LongestPathFirst, Elimination, Exhaustive):
+    PLANNERS.register(_planner)

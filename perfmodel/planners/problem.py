@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,9 +16,11 @@ from halograd.errors import UserError
 
 __all__ = [
     "Array",
+    "Chooser",
     "Edge",
     "Effort",
     "NoneFits",
+    "PlanSearch",
     "Planner",
     "Problem",
     "Selection",
@@ -254,10 +256,42 @@ class NoneFits(UserError):
     """No choice is within the memory limit, or none is allowed at all."""
 
 
-class Planner(ABC):
-    """Planner of a `Problem`; one object can plan any number of problems."""
+class PlanSearch(Protocol):
+    """What can be simulated for a plan; see :mod:`halograd.perfmodel.predict`."""
+
+    def explore(self, planner: Planner) -> NoneFits | None:
+        """Simulate the choices of a planner, what improves them, the baselines and the grids."""
+
+    def compare(self, name: str, cut: Callable[..., Any]) -> None:
+        """Simulate a strategy: ``cut(network, batch, ranks, bucket_bytes)``."""
+
+    def compare_grids(self) -> None:
+        """Simulate the grids that are the same for all layers."""
+
+
+class Chooser(ABC):
+    """What ``strategy.planner`` and ``--planner`` name: it decides what is simulated; the fastest that fits is the
+    plan.
+
+    A class of the user derives from :class:`Planner`, or from :class:`halograd.perfmodel.cuts.Baseline`.
+    """
 
     name: ClassVar[str]
+    #: Whether it compares its choices with the baselines and the grids; a run then also tries those that are near.
+    searches: ClassVar[bool] = False
+
+    @abstractmethod
+    def look(self, search: PlanSearch) -> NoneFits | None:
+        """Simulate what belongs to it, and return the error where it finds nothing."""
+
+
+class Planner(Chooser):
+    """Planner of a `Problem`; one object can plan any number of problems."""
+
+    searches = True
+
+    def look(self, search: PlanSearch) -> NoneFits | None:
+        return search.explore(self)
 
     def plan(self, problem: Problem) -> Selection:
         """Return the best choice that this planner finds within the memory limit.

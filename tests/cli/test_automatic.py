@@ -111,7 +111,7 @@ def test_a_plan_file_is_a_strategy(trained):
     [
         (2, ["strategy.memory=1KiB"], "within 1 KiB per rank, the smallest found"),
         (2, ["strategy.machine=lasen"], "got 'lasen'; did you mean lassen?"),
-        (2, ["strategy.planner=best"], "strategy.planner: expected one of shortest_path"),
+        (2, ["strategy.planner=best"], "strategy.planner: expected shortest_path"),
         (2, ["strategy.memory=lots"], "strategy.memory: expected a size with its unit"),
         (3, ["strategy.file=out/plan.json"], "plan: expected 2 ranks, which it was made for, got 3"),
         (2, ["strategy.file=out/plan.json", "training.batch=2"], "plan: expected a batch of 4 samples"),

@@ -191,7 +191,7 @@ def test_planners_by_name():
     assert found["data"].planner == "data" and found["elimination"].step_seconds <= found["data"].step_seconds
     line = plan_network(network, 32, 4, SLOW, times(SLOW), Planning("shortest_path"))
     assert line.step_seconds == pytest.approx(found["elimination"].step_seconds)
-    with pytest.raises(UserError, match=r"planner: expected one of .*elimination.*owt, grid, got 'luck'"):
+    with pytest.raises(UserError, match=r"planner: expected .*elimination.*owt, grid, .* got 'luck'"):
         plan_network(network, 32, 4, SLOW, times(SLOW), Planning("luck"))
 
 
