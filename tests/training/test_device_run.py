@@ -1,4 +1,4 @@
-"""A run whose kernels are those of the double of a device: data ahead, logs, timeline, checkpoints there and back."""
+"""Tests of a run on the double of a device: uploads ahead, logs, timeline, checkpoints to and from the host."""
 
 import itertools
 import json
@@ -26,7 +26,7 @@ CONSTANT = ['schedule={kind="constant", learning_rate=0.01}']
 
 @pytest.fixture
 def on_device(monkeypatch):
-    """``on_device(True)``: from here on runs open the double of a device."""
+    """Fixture: after ``on_device(True)`` runs open the double of a device."""
     opened = []
 
     def switch(on):
@@ -147,7 +147,7 @@ def test_the_first_line_says_whether_float32_takes_tensor_cores(tmp_path, on_dev
 
 @pytest.mark.parametrize("device", [False, True], ids=["host", "device"])
 def test_one_checkpoint_per_interval(tmp_path, on_device, monkeypatch, device):
-    """Votes are counted a step later on a device; one that came before a checkpoint asks for no second one."""
+    """Votes are counted a step later on a device; a vote from before a checkpoint requests no second one."""
     clock = itertools.count()
     monkeypatch.setattr(checkpoints, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     on_device(device)

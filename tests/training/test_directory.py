@@ -1,4 +1,4 @@
-"""One run at a time in a directory: who may take a lock over, and when."""
+"""Tests of the lock on a directory: one run at a time, and the conditions under which a run takes a lock over."""
 
 import json
 import os
@@ -25,7 +25,7 @@ LONG = 3600.0  # [s]; no test waits for so long
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch):
-    """No waiting, but where a test wants it."""
+    """Fixture: no waiting, unless a test requests it."""
     for name, seconds in {"POLL": 0.01, "ENDING": 0.0, "SILENCE": LONG, "OLD": LONG}.items():
         monkeypatch.setattr(directory, name, seconds)
     for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID"):
@@ -34,7 +34,7 @@ def at_once(monkeypatch):
 
 @pytest.fixture
 def process():
-    """Another process of this machine."""
+    """Return another process of this machine."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as found:
         yield found
         found.kill()
@@ -51,7 +51,7 @@ def hold(folder, owner):
 
 
 def acquired(folder):
-    """Whether a run gets the directory."""
+    """Return whether a run gets the directory."""
     with RunLock(folder) as lock:
         lock.acquire()
         return Owner.parse((folder / "run.lock").read_text()).process == os.getpid()
@@ -112,7 +112,7 @@ ELSEWHERE = replace(Owner.this(), key="other", host="n17", place="another kernel
 
 
 def test_another_node_that_is_at_work(tmp_path, caplog):
-    """However long ago the node's clock says it was touched: it is touched while we look."""
+    """A lock that another node touches while a run watches it is kept, however old the node's clock makes it."""
     hold(tmp_path, ELSEWHERE)
     os.utime(tmp_path / "run.lock", (1e9, time.time() - 60))
     ended = threading.Event()
@@ -147,7 +147,7 @@ def test_another_node_that_has_just_ended(tmp_path):
 
 
 def test_a_job_that_was_requeued(tmp_path, monkeypatch, process, caplog):
-    """On whatever node, at once; but not another job, nor another step of the same one."""
+    """A requeued job takes its lock over at once on any node; another job or another step of the same one does not."""
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     for owner in (ELSEWHERE, owner_of(process, job="4711", restarts=0)):
@@ -163,7 +163,7 @@ UNREADABLE = ["", "{", "[1]", "12", '{"key": "a"}', "\0" * 400, "[" * 10**5]
 
 @pytest.mark.parametrize("text", [*UNREADABLE, json.dumps({**asdict(ELSEWHERE), "process": "12"})])
 def test_a_lock_that_cannot_be_read(tmp_path, monkeypatch, caplog, text):
-    """As that of another node."""
+    """An unreadable lock is treated as one of another node."""
     hold(tmp_path, text)
     monkeypatch.setattr(directory, "SILENCE", 0.05)
     assert acquired(tmp_path)
@@ -176,7 +176,7 @@ def test_a_lock_that_cannot_be_read(tmp_path, monkeypatch, caplog, text):
     ids=["pipe", "folder", "dangling link", "link to itself", "link to a device"],
 )
 def test_something_else_in_its_place(tmp_path, make):
-    """A link that leads nowhere can be neither read nor created: that must not be tried without end."""
+    """A link to nothing can be neither read nor created; the run does not retry forever."""
     make(tmp_path / "run.lock")
     with pytest.raises(OSError, match=r"no regular file, so not a lock of a run; remove it.*/run\.lock"):
         acquired(tmp_path)
@@ -211,7 +211,7 @@ def test_a_directory_that_is_removed_or_moved(tmp_path, change):
 
 
 def test_of_several_one_takes_over(tmp_path, process):
-    """All find the same lock whose process is gone."""
+    """If several runs find a lock of a dead process, one of them takes it over."""
     process.kill()
     process.wait()
     for _ in range(20):
@@ -239,7 +239,7 @@ def test_of_several_one_takes_over(tmp_path, process):
 
 
 def test_a_claim_of_a_run_that_was_killed(tmp_path, process, monkeypatch):
-    """It had found the owner gone, and was killed before it took over."""
+    """A claim is removed if its run was killed before it took the lock over."""
     process.kill()
     process.wait()
     hold(tmp_path, owner_of(process))
@@ -272,7 +272,7 @@ def test_an_owner_touches_its_lock(tmp_path, monkeypatch):
 
 
 def test_who_was_taken_over_writes_nothing_more(tmp_path, make_store):
-    """What the other run is writing is left alone, and one's own checkpoints stay."""
+    """A run that lost its lock leaves the other run's files alone, and its own checkpoints stay."""
     with RunLock(tmp_path) as lock:
         folder = CheckpointFolder(tmp_path / "checkpoints", 1, lock.check)
         snapshot = Snapshot.of(make_store())

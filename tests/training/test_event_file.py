@@ -1,4 +1,4 @@
-"""Event files: checksums by their published values, records read back by hand and by TensorBoard itself."""
+"""Tests of event files: checksums by their published values, records read back by hand and by TensorBoard."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_checksums(data, wanted):
 
 
 def records(path: Path) -> list[bytes]:
-    """The payloads of a file; its checksums have to be right."""
+    """Return the payloads of a file after a check of their checksums."""
     data, found = path.read_bytes(), []
     while data:
         length, first = struct.unpack("<QI", data[:12])
@@ -79,7 +79,7 @@ def test_a_full_disk_does_not_end_a_run(tmp_path, monkeypatch, caplog):
 
 
 def test_a_run_as_tensorboard_reads_it(tmp_path):
-    """Stopped behind step 9 of a log that goes to 12, and continued: every step once, with the numbers of the log."""
+    """A run stopped after step 9 of a log up to 12 and resumed shows every step once, with the numbers of the log."""
     reader = pytest.importorskip(
         "tensorboard.backend.event_processing.event_accumulator", reason="needs tensorboard (make oracle)"
     )

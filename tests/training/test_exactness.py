@@ -1,4 +1,4 @@
-"""Training under every sample x height x width cut gives the losses of one process."""
+"""Tests that training under every sample x height x width cut gives the losses of one process."""
 
 import functools
 
@@ -13,7 +13,7 @@ from tests.training.steps import NETWORKS, bound, check_outcome, descend, learne
 
 @functools.cache
 def alone(name, dtype, backend):
-    """What one process computes."""
+    """Return the result of one process."""
     with Communicator(MPI.COMM_SELF) as comm:
         return learned(descend(NETWORKS[name](), comm, Strategy(bucket_bytes=4096), dtype, backend))
 

@@ -1,4 +1,4 @@
-"""Executors: in which order their methods may be called, side by side on one communicator, and what they refuse."""
+"""Tests of executors: the order of their methods, several on one communicator, and errors."""
 
 import contextlib
 
@@ -24,7 +24,7 @@ SHAPE = (7, 6, 2)
 
 
 def network(loss=True):
-    """The second branch ends in an output that no gradient comes from."""
+    """Return a network whose second branch ends in an output without a gradient."""
     y = Conv(2, 3, padding=1, name="conv")(Input(SHAPE, "x"))
     outputs = {"loss": MeanSquaredError(name="mse")(y, Input(SHAPE, "target"))} if loss else {}
     return Network({**outputs, "aside": BatchNorm(name="norm")(y)}, name="bare")
@@ -103,7 +103,7 @@ def test_refusals_name_what_is_missing():
 
 @pytest.mark.mpi
 def test_outputs_have_names_of_their_own():
-    """An output is gathered by the name that the network gives it; unknown names are refused on every rank."""
+    """An output is gathered by the name in the network; unknown names are refused on every rank."""
     known = r"expected an output \(loss, aside\), or a layer or input \(x, conv, norm, target, mse\), got "
     with Communicator(MPI.COMM_WORLD) as comm:
         with executing(comm, probed=["x"]) as executor:
@@ -145,7 +145,7 @@ def test_a_gather_is_made_once_and_run_after_every_step():
 
 @pytest.mark.mpi
 def test_debug_changes_no_number():
-    """Every array has memory of its own then, with guard bytes until the executor is closed."""
+    """With `debug` every array has memory of its own with guard bytes, and results are the same."""
     with Communicator(MPI.COMM_WORLD) as comm:
         with executing(comm, seed=3) as executor:
             want, loss = gradients(executor), executor.loss_value()
@@ -166,7 +166,7 @@ def test_debug_changes_no_number():
 @pytest.mark.mpi
 @pytest.mark.parametrize("way", ["forward", "backward"])
 def test_debug_names_the_layer_and_kernel_that_writes_outside_of_its_memory(way, monkeypatch):
-    """On the last rank only; all ranks raise the error."""
+    """An overrun on the last rank only raises the error on all ranks."""
     make = getattr(NumpyBackend, f"_conv_{'forward' if way == 'forward' else 'backward_data'}")
 
     def overrunning(self, *arrays):
@@ -222,7 +222,7 @@ def test_a_cut_that_the_network_cannot_have_is_refused_on_all_ranks():
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("transport", ["shared", "mpi", "emulated:alpha=1e-6,beta=1e-9,node=2"])
 def test_the_ranks_meet_as_often_for_many_layers_as_for_few(comm, transport, monkeypatch):
-    """Many ranks on few cores take long to meet: exchanges and sums are set up together, whatever their number."""
+    """Exchanges and sums are set up together, as many ranks on few cores take long to synchronize."""
     calls = []
     agree = communicator.agree
     for module in (communicator, maker):

@@ -48,7 +48,7 @@ def names(path):
 
 
 def test_without_symbolic_links(tmp_path, snapshot, monkeypatch):
-    """As on SMB and exFAT: all is written, pruned, and found again by the names that users give."""
+    """Without symbolic links, as on SMB and exFAT, checkpoints are written, pruned and found by the user's names."""
     monkeypatch.setattr("pathlib.Path.symlink_to", lambda *_: (_ for _ in ()).throw(OSError(errno.EPERM, "none")))
     folder = CheckpointFolder(tmp_path, keep=1)
     with refusing("symlink", errno.EPERM), refusing("link", errno.EPERM):
@@ -65,7 +65,7 @@ def test_without_symbolic_links(tmp_path, snapshot, monkeypatch):
 
 
 def test_links_of_older_versions(tmp_path, snapshot):
-    """They are read, and replaced without a change of the checkpoint that they point to."""
+    """Links of older versions are read, and replaced without a change of their checkpoint."""
     folder = CheckpointFolder(tmp_path)
     write(folder, snapshot, 1, 2)
     (tmp_path / "latest.h5").unlink()
@@ -79,7 +79,7 @@ def test_links_of_older_versions(tmp_path, snapshot):
 
 @pytest.mark.parametrize("text", ["", "step-00000001.h5 and more", "../step-00000001.h5", "latest.h5", "\xff" * 20])
 def test_a_name_that_cannot_be_read(tmp_path, snapshot, text):
-    """It names no other file: the newest counts, and who gives it is told that it is damaged."""
+    """An unreadable name counts for no other file: the newest is used, and a user who gives the name gets an error."""
     folder = CheckpointFolder(tmp_path)
     write(folder, snapshot, 1, 2)
     (tmp_path / "latest.h5").write_text(text, encoding="latin-1")
@@ -91,7 +91,7 @@ def test_a_name_that_cannot_be_read(tmp_path, snapshot, text):
 @pytest.mark.parametrize("call", ["replace", "fsync"])
 @pytest.mark.parametrize("number", ERRORS, ids=errno.errorcode.get)
 def test_what_cannot_be_written_is_named(tmp_path, snapshot, number, call):
-    """The file, the reason and the remedy; what was there before stays."""
+    """The message has the file, the reason and the remedy; existing files stay."""
     path = tmp_path / "step-00000001.h5"
     write_checkpoint(path, snapshot)
     before = path.read_bytes()
@@ -113,7 +113,7 @@ def test_a_folder_that_is_removed_meanwhile(tmp_path):
 
 
 def test_a_name_that_cannot_be_written(tmp_path, snapshot, caplog):
-    """The checkpoint counts all the same; neither an older one, nor the loss of the best one, is the result."""
+    """The checkpoint counts without its name: neither an older one nor the loss of the best one results."""
     folder = CheckpointFolder(tmp_path, keep=1)
     write(folder, snapshot, 1)
     with refusing("replace", errno.EIO, ".latest"), refusing("replace", errno.EIO, ".best"):
@@ -129,7 +129,7 @@ def test_a_name_that_cannot_be_written(tmp_path, snapshot, caplog):
 
 
 def test_what_cannot_be_removed(tmp_path, snapshot, caplog):
-    """Others are removed, the checkpoint counts, one message says so; later it is removed."""
+    """If a checkpoint cannot be removed, others are, with one message; it is removed later."""
     folder = CheckpointFolder(tmp_path, keep=1)
     write(folder, snapshot, 1)
     (tmp_path / ".step-00000000.h5.9.partial").write_text("half")
@@ -161,13 +161,13 @@ def alone(config, settings=(), resume=False, callbacks=()):
 
 @pytest.fixture
 def run(tmp_path):
-    """A configuration whose run makes 3 epochs of 3 steps."""
+    """Return a configuration whose run makes 3 epochs of 3 steps."""
     return write_config(tmp_path)
 
 
 @pytest.mark.parametrize("to", ["removed", "moved", "another"])
 def test_the_log_is_removed_while_the_run_writes(run, tmp_path, caplog, to):
-    """All steps stand in the log at the end; or those after another file came into its place."""
+    """The final log has all steps, or those since another file replaced it."""
     log = tmp_path / "out" / "log.jsonl"
 
     def change():
@@ -195,7 +195,7 @@ def test_the_directory_is_removed_while_the_run_writes(run, tmp_path, change, st
 
 
 def test_the_directory_is_removed_after_the_last_checkpoint(run, tmp_path, monkeypatch):
-    """What a caller is told at the end is there."""
+    """The checkpoint that the run returns at the end exists."""
     out = tmp_path / "out"
     write = RunLog.write
     monkeypatch.setattr(
@@ -206,7 +206,7 @@ def test_the_directory_is_removed_after_the_last_checkpoint(run, tmp_path, monke
 
 
 def test_the_checkpoints_are_removed_while_the_run_writes(run, tmp_path, monkeypatch):
-    """The run goes on; a message about the last one does not deny that there were some."""
+    """The run continues, and its last message does not claim that there were no checkpoints."""
     folder = tmp_path / "out" / "checkpoints"
     alone(run, callbacks=at_step(5, lambda: shutil.rmtree(folder)))
     assert evaluate(tmp_path / "out", comm=MPI.COMM_SELF)["step"] == 9
@@ -230,7 +230,7 @@ def cannot(path):
 
 @pytest.mark.parametrize("make", [cannot, lambda path: (path.parent.mkdir(), path.symlink_to("checkpoints"))])
 def test_a_folder_of_checkpoints_that_is_none(run, tmp_path, make):
-    """Found before the first step."""
+    """A file in place of the folder of checkpoints is found before the first step."""
     make(tmp_path / "out" / "checkpoints")
     with pytest.raises(UserError, match=r"expected \S+/out/checkpoints to be a folder that checkpoints can be written"):
         alone(run, callbacks=at_step(1, lambda: pytest.fail("it trains")))
@@ -255,7 +255,7 @@ def test_a_finished_run_is_resumed(run, capsys):
 
 @pytest.mark.parametrize("lost", ["log.jsonl", "checkpoints"])
 def test_the_closing_line_claims_what_is_there(run, tmp_path, capsys, monkeypatch, lost):
-    """What another process removes after the last write is not said to be there."""
+    """The closing line names no file that another process has removed after the last write."""
     out = tmp_path / "out"
     result = alone(run)
     monkeypatch.setattr("halograd.training.run.train", lambda *_, **__: result)

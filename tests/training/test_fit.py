@@ -1,4 +1,4 @@
-"""`hg.fit`: a network made by a script, trained, judged and applied by what the command line runs."""
+"""Tests of `hg.fit`: a script's network is trained, evaluated and applied as by the command line."""
 
 import h5py
 import numpy as np
@@ -14,7 +14,7 @@ from tests.training.runs import EDGE, OPTIONS, unet, write_config, write_data
 
 
 class Notes(hg.Callback):
-    """What was called."""
+    """A recorder of calls."""
 
     def __init__(self):
         self.steps, self.epochs, self.checkpoints = [], [], []
@@ -80,7 +80,7 @@ def test_goes_on_and_remembers_its_network(comm, folder):
 
 @pytest.mark.ranks(1)
 def test_a_model_by_its_name(comm, folder):
-    """The same as by a configuration."""
+    """A model by its name gives the same run as a configuration."""
     write_config(folder)
     options = {"resolution": EDGE, "channels": 3, "widths": [4, 6], "convs": 1, "decoder": True, "pos_weight": 2.0}
     schedule = {"kind": "cosine", "learning_rate": 0.01, "warmup_epochs": 1}
@@ -120,7 +120,7 @@ def predictions(path, name="prediction"):
 
 @pytest.mark.ranks(1, 2, 4)
 def test_arrays_are_applied_like_files(comm, folder):
-    """With a batch axis or one sample without, of any type and layout in memory; normalized like the training."""
+    """Arrays of any type and memory layout, with or without a batch axis, are normalized as in training."""
     cut = {"height": 2, "width": comm.size // 2} if comm.size > 1 else {}
     run = hg.fit(unet(), str(folder / "data.h5"), folder / "out", comm=comm, strategy=cut, **OPTIONS)
     with h5py.File(folder / "data.h5") as file:
@@ -176,7 +176,7 @@ def test_arrays_of_several_inputs_have_names(comm, folder):
 
 @pytest.mark.ranks(1, 2)
 def test_what_is_no_data_is_refused_on_all_ranks(comm, folder):
-    """Also where one rank alone has it; before anything is computed, or waits."""
+    """Invalid data, also of one rank alone, are refused on all ranks before any computation or wait."""
     run = hg.fit(unet(), str(folder / "data.h5"), folder / "out", comm=comm, strategy={"height": comm.size}, **OPTIONS)
     x = np.ones((5, EDGE, EDGE, 3))
     expected = "apply.*: data: expected files, an array of samples, arrays by the names of inputs or a data set, got "
@@ -214,7 +214,7 @@ def test_what_is_no_data_is_refused_on_all_ranks(comm, folder):
 
 @pytest.mark.ranks(1, 2)
 def test_objects_of_a_script_are_never_continued(comm, folder, monkeypatch):
-    """An interrupted job does not know whether an array is the one that it had."""
+    """An interrupted job on arrays begins anew, as it cannot know whether an array is the same."""
     run = hg.fit(unet(), str(folder / "data.h5"), folder / "out", comm=comm, strategy={"height": comm.size}, **OPTIONS)
     x = np.random.default_rng(1).standard_normal((12, EDGE, EDGE, 3))
     run.apply(x, folder / "whole.h5")

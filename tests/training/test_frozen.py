@@ -1,4 +1,5 @@
-"""Frozen layers keep their parameters; all others train as without a word of it, under every cut."""
+"""Tests of frozen layers: they keep their parameters, and all others train as without frozen layers, under every cut.
+"""
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ FROZEN = {
 
 
 def between():
-    """Frozen layers of every kind behind a trained one; beside one of them a trained layer reads the same value."""
+    """Return a network with frozen layers of every kind after a trained one, and a trained layer on the same value."""
     x, target = hg.Input((12, 10, 3), name="x"), hg.Input((4,), name="target")
     h = hg.Conv(4, 3, weight_norm=True, name="normed")(hg.Conv(4, 3, name="first")(x))
     up = [hg.ConvTranspose(3, 3, stride=2, padding=1, name=name)(h) for name in ("trained_up", "frozen_up")]
@@ -48,7 +49,7 @@ def network(name):
 
 
 def gradients(made):
-    """Of the first step, whole, in one process."""
+    """Return the whole gradients of the first step in one process."""
     with (
         Communicator(MPI.COMM_SELF) as alone,
         Executor(made, alone, get_backend("numpy"), 4, None, "float64", seed=3) as e,
@@ -82,7 +83,7 @@ def test_what_lies_before_all_that_is_trained_has_no_backward_pass():
 
 
 def filters(program):
-    """Layers whose parameters' gradients have a kernel of their own."""
+    """Return the layers whose parameters' gradients have a kernel of their own."""
     runs = [one for segment in program.backward for one in segment.operations if isinstance(one, Run)]
     return {one.layer for one in runs if one.timing is not None and one.timing.phase == "backward_filter"}
 
@@ -100,7 +101,7 @@ def test_nothing_is_computed_or_kept_for_gradients_that_nobody_reads(name):
 
 
 def test_only_norms_are_trained():
-    """What lies between has errors, and no gradient of a weight."""
+    """Frozen layers between trained norms propagate errors and compute no gradient of weights."""
     made = NETWORKS["resnet"]()
     trained = {name for name in made.layers if "norm" in name or "bn" in name}
     assert trained
@@ -136,7 +137,7 @@ def test_under_random_strategies(name):
 
 @pytest.mark.ranks(1, 2)
 def test_runs(comm, shared, config):
-    """By the configuration; resumed with other layers frozen; mistakes are named."""
+    """A configuration freezes layers; a resumed run may freeze others; errors name the mistakes."""
     train_run(config, ["training.epochs=1", 'training.freeze=["conv1_1", "bn*"]'], comm=comm)
     found = train_run(
         config, ["training.epochs=2", 'training.freeze=["predict"]', "training.clip_norm=1.0"], True, comm=comm

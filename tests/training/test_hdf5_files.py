@@ -1,4 +1,4 @@
-"""Damaged and odd HDF5 files: every run of ``tests/training/fuzz_hdf5.py`` ends as it should."""
+"""Tests of damaged and odd HDF5 files: every run of ``tests/training/fuzz_hdf5.py`` ends as specified."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.training.runs import SAMPLES, write_config
 
 
 def fuzz(*arguments: str) -> str:
-    """What the program says last; it has to find nothing wrong."""
+    """Return the program's last output, after a check that it found no error."""
     command = [sys.executable, "-m", "tests.training.fuzz_hdf5", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=scaled(850))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -38,7 +38,7 @@ def test_every_mutation():
 
 @pytest.mark.timeout(900)
 def test_on_two_ranks():
-    """One of each kind of fault: of names, attributes, storage, of all ranks while reading, and of one of them."""
+    """One mutation of each kind works on two ranks: names, attributes, storage, read errors of all ranks and of one."""
     names = ["links_in_a_circle", "names_scalar", "virtual_mask_source_missing", "inputs_some_chunks", "nan"]
     assert f"{len(names)} cases on 2 rank(s)" in fuzz("--ranks", "2", "--only", f"^({'|'.join(names)})$")
 
@@ -59,7 +59,7 @@ def test_all_ranks_raise_the_same(comm, tmp_path, name):
 @pytest.mark.ranks(2, 3)
 @pytest.mark.timeout(60)
 def test_a_fault_of_one_rank_while_statistics_are_computed(comm, config):
-    """The others do not wait for its sums."""
+    """An error of one rank while statistics are computed does not leave the others waiting for its sums."""
     if comm.rank == 0:
         sample = split(SAMPLES, 0.3, seed=7)[0][1]  # rank 1 reads it, for every number of ranks
         with h5py.File(config.with_name("data.h5"), "r+") as file:
@@ -72,7 +72,7 @@ def test_a_fault_of_one_rank_while_statistics_are_computed(comm, config):
 
 @pytest.mark.ranks(1)
 def test_numbers_from_outside_if_it_is_allowed(comm, tmp_path):
-    """``data.allow_external`` reaches the data set, in training and evaluation."""
+    """The key ``data.allow_external`` reaches the data set, in training and evaluation."""
     folder = tmp_path / "data"
     folder.mkdir()
     prepare(folder, "virtual_outside", 0)

@@ -1,4 +1,4 @@
-"""Whole arrays for the inputs of an executor: what is taken as it is, and what all ranks refuse."""
+"""Tests of whole arrays as inputs of an executor: accepted arrays, and arrays that all ranks refuse."""
 
 import re
 
@@ -27,7 +27,7 @@ def executing(comm):
 
 
 def arrays():
-    """One array of whole numbers, as a script may hold it."""
+    """Return one array of integers, as a script may hold it."""
     plain = np.arange(np.prod(SHAPE)).reshape(SHAPE) % 7
     shut = plain.astype(float)
     shut.flags.writeable = False

@@ -1,4 +1,4 @@
-"""Label maps of the configuration: the run on the file as it is, mapped, is that on a file that has the new numbers."""
+"""Tests of label maps: a run with a map equals a run on a file with the new numbers."""
 
 import h5py
 import numpy as np

@@ -1,4 +1,4 @@
-"""A step allocates nothing, and sends exactly the messages and bytes of the formula."""
+"""Tests that a step allocates nothing, and sends exactly the messages and bytes of the formula."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ BIG = {
 
 
 def in_space(network, size, halo):
-    """All layers cut along their width."""
+    """Return a strategy that cuts all layers along their width."""
     return Strategy({"width": size}, options={"halo": halo})
 
 
@@ -61,7 +61,7 @@ def test_a_step_allocates_no_array(name, cut, halo, backend):
 
 
 def chain(rows, columns):
-    """Three convolutions whose halos can be counted by hand: 5x5, 3x3 stride 2, 3x3; 4, 6, 5 channels."""
+    """Return three convolutions with countable halos: 5x5, 3x3 stride 2, 3x3; 4, 6, 5 channels."""
     x = Input((rows, columns, 2), name="x")
     y = Conv(4, 5, padding=2, name="a")(x)
     y = BatchNorm(name="bn")(y)

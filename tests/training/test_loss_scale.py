@@ -1,4 +1,4 @@
-"""float16 with its scaled loss, on our CUDA kernels run by the CPU: what overflows is skipped, and nobody waits."""
+"""Tests of float16 with a scaled loss, on our CUDA kernels executed by the CPU: overflows are skipped without waits."""
 
 import json
 from contextlib import nullcontext

@@ -1,4 +1,4 @@
-"""Training with activations of 16 bits on the double of a device: float32 behind them, against float32 throughout."""
+"""Tests of training with activations of 16 bits on the double of a device, against float32 throughout."""
 
 import numpy as np
 import pytest

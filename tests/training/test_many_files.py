@@ -1,4 +1,4 @@
-"""Runs on samples in many files give what one file gives; whole files can be held out."""
+"""Tests of runs on samples in many files: they equal those on one file, and whole files can be held out."""
 
 import json
 
@@ -16,7 +16,7 @@ LENGTHS = (4, 7, 1, 7)
 
 
 def write(folder):
-    """The data in one file, and cut into several."""
+    """Write the data in one file, and cut into several."""
     write_config(folder)
     (folder / "parts").mkdir()
     first = 0
@@ -56,7 +56,7 @@ def test_whole_files_are_held_out(comm, config, caplog):
 
 @pytest.mark.ranks(1, 2)
 def test_a_run_goes_on_with_the_samples_it_began_with(comm, config):
-    """A file that is renamed moves the numbers of all others: samples held out before would be trained on."""
+    """A renamed file shifts all numbers; a resumed run still does not train on held-out samples."""
     folder = config.parent
     cut = [f"strategy.height={comm.size}", f"data.path={folder / 'parts'}"]
     train(config, [*cut, "training.epochs=1"], comm=comm)

@@ -1,4 +1,4 @@
-"""How ranks connect: all of them in this process, over real sockets, with a clock that only the tests move."""
+"""Tests of the connection of ranks: all in this process, over real sockets, with a clock that only the tests move."""
 
 import contextlib
 import os
@@ -23,7 +23,7 @@ STRINGS = int(os.environ.get("HALOGRAD_FUZZ", "2000"))
 
 
 class Party:
-    """Meetings of several ranks, driven by one selector."""
+    """Several ranks that connect, driven by one selector."""
 
     def __init__(self):
         self.selector, self.meetings, self.listeners, self.now = selectors.DefaultSelector(), {}, {}, 0.0
@@ -39,7 +39,7 @@ class Party:
         return found
 
     def step(self):
-        """What is ready; whether anything was."""
+        """Process the ready sockets; return whether there were any."""
         events = self.selector.select(0.01)
         for key, _ in events:
             key.data()
@@ -53,7 +53,7 @@ class Party:
             self.step()
 
     def settle(self):
-        """Step until nothing comes any more."""
+        """Step until no data arrive any more."""
         while self.step():
             pass
 
@@ -77,7 +77,7 @@ def call(where):
 
 
 def exchange(party, one, other):
-    """A message from one rank to another, on the connection that both have."""
+    """Send a message from one rank to another on their connection."""
     party.meetings[one].lines[other].send({"kind": "hello", "from": one})
     line, found = party.meetings[other].lines[one], []
     line.socket.setblocking(True)
@@ -87,7 +87,7 @@ def exchange(party, one, other):
 
 
 def whole_tree(party, tree):
-    """All connections of a tree."""
+    """Return all connections of a tree."""
     ranks = range(len(tree.hosts))
     where = {rank: party.listen(rank) for rank in ranks if tree.downs(rank)}
     for rank in ranks:
@@ -116,7 +116,7 @@ def test_a_listener_for_all_hosts(party):
 
 
 def strings(where):
-    """What programs may send that are none of ours, or damaged."""
+    """Return data that other programs may send, or damaged messages."""
     yield from (b"1\n", b"null\n", b"[]\n", b'{"word": "\xc3\xa9"}\n', b"[" * 60_000, b"GET / HTTP/1.0\r\n\r\n", b"")
     yield from (where.password, where.password + b"\xff" * 8 + b"+", where.password + b"00000007+")
     yield from (where.password + b"-0000001", where.password[:-1] + b"x00000001+", b"\0" * 41, where.countersign * 2)
@@ -127,7 +127,7 @@ def strings(where):
 
 
 def test_random_strings_do_no_harm(party):
-    """Rank 1 comes in among them, rank 2 after them; no string is taken for a rank, none raises."""
+    """Ranks connect among random strings; no string counts as a rank, and none raises an error."""
     where = party.listen(0)
     hub = party.add(0, {}, [1, 2])
     source, opened = strings(where), []
@@ -157,7 +157,7 @@ def test_random_strings_do_no_harm(party):
 
 
 def test_silent_connections_hold_up_no_rank(party):
-    """The clock stands still while the ranks connect; then the silent ones are given up."""
+    """Silent connections do not delay the ranks, and are closed later."""
     where = party.listen(0)
     hub = party.add(0, {}, [1, 2])
     silent = [call(where) for _ in range(3)]
@@ -186,7 +186,7 @@ def test_few_files_for_strangers(party):
 
 
 def test_connected_only_when_answered(party):
-    """The kernel accepts for a listener that does nothing: the caller does not count that, and calls again."""
+    """A connection counts only after an answer: the kernel accepts for a listener that does nothing."""
     where = party.listen(0)
     caller = party.add(1, {0: where})
     party.settle()
@@ -206,7 +206,7 @@ def test_connected_only_when_answered(party):
 
 
 def test_an_impostor_is_not_believed(party):
-    """Another program listens under the first address: its answer is wrong, and the next address is tried."""
+    """If another program under the first address gives a wrong answer, the next address is tried."""
     where = party.listen(0)
     impostor = socket.create_server(("127.0.0.1", 0))
     caller = party.add(1, {0: replace(where, port=impostor.getsockname()[1])})
@@ -236,7 +236,7 @@ def test_strangers_are_not_let_in(party, wrong):
 
 
 def test_no_more_open_files(party, monkeypatch):
-    """Accepting fails: the rank goes on, and takes the connection when there are files again."""
+    """A rank that cannot accept a connection for lack of open files accepts it later."""
     where = party.listen(0)
     hub = party.add(0, {}, [1])
     listener = hub.listener.socket
@@ -272,7 +272,7 @@ def test_unknown_names(party, monkeypatch):
 
 @pytest.fixture
 def files():
-    """Enough open files for both ends of all connections of 2,048 ranks."""
+    """Fixture: enough open files for both ends of all connections of 2,048 ranks."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     if before[1] != resource.RLIM_INFINITY and before[1] < 6000:
         pytest.skip(f"needs 6000 open files, the hard limit is {before[1]}")
@@ -282,7 +282,7 @@ def files():
 
 
 class Post:
-    """A rank of the job below: it stands still, and writes down how the job ends."""
+    """A rank of the job below, which makes no progress and records the end of the job."""
 
     def __init__(self, rank, lines, ends):
         self.rank, self.lines, self.ends = rank, lines, ends
@@ -342,7 +342,7 @@ def test_2048_ranks(party, files):
 
 
 def above(tree, rank):
-    """Parents of a rank up to a head."""
+    """Return the ancestors of a rank up to a head."""
     found = []
     while not tree.is_head(rank):
         (rank,) = tree.ups(rank)
@@ -373,7 +373,7 @@ def test_ranks_of_a_job(comm, hosts, monkeypatch):
 
 @pytest.mark.ranks(2, 4)
 def test_a_rank_that_reaches_no_other(comm, monkeypatch):
-    """A firewall around the last rank: all know after a while, and rank 0 can say so."""
+    """With a firewall around the last rank all ranks learn of it after a while, and rank 0 can report it."""
     last = comm.size - 1
     monkeypatch.setattr(module, "PATIENCE", 1.0)
     if comm.rank == last:

@@ -1,4 +1,4 @@
-"""Metrics against direct computation over the whole array, on several ranks and with short batches."""
+"""Tests of metrics against direct computation over the whole array, on several ranks and with short batches."""
 
 from itertools import product
 
@@ -18,7 +18,7 @@ BATCH, SHAPE = 4, (6, 5)
 
 
 def direct(guess, truth, classes):
-    """Counts by the definition, element by element."""
+    """Return counts by the definition, element by element."""
     counts = np.zeros((classes, classes), np.int64)
     for g, t in zip(guess.reshape(-1), truth.reshape(-1)):
         counts[int(t), int(g)] += 1
@@ -57,7 +57,7 @@ def test_ignored_positions():
 
 
 def network(case):
-    """A loss of two inputs: predictions are what the test says."""
+    """Return a loss of two inputs; the test gives the predictions."""
     channels, target, dtype, loss = {
         "binary": (1, 1, "compute", hg.BinaryCrossEntropyWithLogits()),
         "labels": (3, 3, "compute", hg.BinaryCrossEntropyWithLogits()),
@@ -72,7 +72,7 @@ def network(case):
 
 
 def batches(case):
-    """Two full batches and a short one."""
+    """Return two full batches and a short one."""
     inputs = network(case).inputs
     for step, valid in enumerate((BATCH, BATCH, 3)):
         rng = np.random.default_rng(step)
@@ -135,7 +135,7 @@ def test_evaluation(comm, case):
 
 
 def counted_loss():
-    """The loss of the case "classes" by its definition: the mean over all positions that count."""
+    """Return the loss of the case "classes" by its definition: the mean over all positions that count."""
     each = []
     for x, t, valid in batches("classes"):
         logits, truth = x[:valid], t[:valid]
@@ -145,7 +145,7 @@ def counted_loss():
 
 
 def weighted():
-    """A mean of two weighted losses, one over classes, and one that is of training alone."""
+    """Return a mean of two weighted losses, one over classes, and one for training alone."""
     x, y = hg.Input((*SHAPE, 3), "x"), hg.Input((1,), "y")
     t, w = hg.Input((*SHAPE, 1), "t", "int32"), hg.Input((*SHAPE, 1), "w")
     z, v = hg.Input((1,), "z"), hg.Input((1,), "v")

@@ -1,4 +1,4 @@
-"""Monitors of a run: divergence of the loss, the best validation, early stopping."""
+"""Tests of a run's monitors: divergence of the loss, the best validation, early stopping."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ NAMES = {"loss": "lower", "iou": "higher", "flow rmse": "lower", "flow drag": "l
     ],
 )
 def test_which_is_the_best(name, values, best):
-    """The first of equal ones; one that is undefined is none."""
+    """The first of equal scores is the best; an undefined score never is."""
     score = BestScore(name, NAMES)
     found = [score.judge({name: value}, step) for step, value in enumerate(values, 1)]
     assert score.step == best and (not best or (found[best - 1] and not any(found[best:])))
@@ -209,7 +209,7 @@ def test_which_is_the_best(name, values, best):
 
 
 def test_patience():
-    """A validation in which the score is undefined is no evidence, neither for nor against the model."""
+    """A validation with an undefined score counts neither for nor against the model."""
     score = BestScore("loss", NAMES, 2)
     values = [None, math.nan, None, 0.5, 0.6, 0.4, 0.5, None, math.nan, 0.4]
     for step, value in enumerate(values, 1):
@@ -228,7 +228,7 @@ def validations(folder, name):
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("name", ["loss", "iou"])
 def test_its_checkpoint_is_kept(comm, config, name):
-    """However many come after it; evaluated, it gives the score that was the best."""
+    """The best checkpoint is kept whatever comes after it; its evaluation gives the best score."""
     out = config.parent / "out"
     sets = ["training.epochs=8", "output.keep=1", f'output.best="{name}"', *STEEP]
     result = train(config, [*sets, "output.checkpoint_epochs=0"], comm=comm)
@@ -247,7 +247,7 @@ def test_its_checkpoint_is_kept(comm, config, name):
 
 @pytest.mark.ranks(1, 2)
 def test_a_run_that_gives_up(comm, config):
-    """Interrupted or not, after the same validation; what is resumed then ends at once."""
+    """A run stops early after the same validation, interrupted or not; a resumed one then ends at once."""
     sets = ["training.epochs=40", "training.patience=3", *STEEP]
     whole = train(config, [*sets, f"output.directory={config.parent / 'whole'}"], comm=comm)
     comm.barrier()
