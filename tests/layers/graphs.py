@@ -248,7 +248,7 @@ def batch_of(network, batch, step):
     return arrays
 
 
-def run(network, comm, batch, strategy, steps, backend="numpy", dtype="float64", keeps=True):
+def run(network, comm, batch, strategy, steps, backend="numpy", dtype="float64", keeps=True, debug=False):
     """Return whole values, gradients and loss of the last of these steps on rank 0 (else None). Collective.
 
     `steps`: numbers of the steps. More than one: what earlier steps left behind must not matter. `keeps`: all values,
@@ -257,7 +257,8 @@ def run(network, comm, batch, strategy, steps, backend="numpy", dtype="float64",
     probed = [n for n, node in network.inputs.items() if node.dtype == "compute" and n != "target"]
     kernels = get_backend(backend)
     kept = network.layers if keeps else ()
-    with Executor(network, comm, kernels, batch, strategy, dtype, probed=probed, kept=kept) as executor:
+    options = {"probed": probed, "kept": kept, "debug": debug}
+    with Executor(network, comm, kernels, batch, strategy, dtype, **options) as executor:
         for key, array in executor.store.params.items():
             array[...] = random_array(executor.store.shapes[key], key)[executor.store.box(key).slices()]
         for step in steps:

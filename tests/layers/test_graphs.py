@@ -13,11 +13,11 @@ from tests.layers.graphs import Centre, Gate, Graphs, poison, run
 GROUPS, EACH = 12, 4
 
 
-def check(seed, comm, backend="numpy", dtype="float64", keeps=True):
+def check(seed, comm, backend="numpy", dtype="float64", keeps=True, debug=False):
     graphs = Graphs(seed)
     network = graphs.network()
     strategy = graphs.strategy(network, comm.size)
-    found = run(network, comm, graphs.batch, strategy, (0, 1), backend, dtype, keeps)
+    found = run(network, comm, graphs.batch, strategy, (0, 1), backend, dtype, keeps, debug)
     fault = None
     if comm.rank == 0:
         with Communicator(MPI.COMM_SELF) as alone:
@@ -46,6 +46,17 @@ def test_random_networks_that_keep_nothing(group, backend):
     with Communicator(MPI.COMM_WORLD) as comm:
         for seed in range(1000 + group * EACH, 1000 + (group + 1) * EACH):
             check(seed, comm, backend, dtype, keeps=False)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("backend", ["numpy", "onednn"])
+@pytest.mark.parametrize("group", range(3))
+def test_kernels_of_random_networks_use_what_they_declare(group, backend):
+    """Arrays that an operation holds and does not declare are filled with NaN while it runs."""
+    dtype = "float64" if backend == "numpy" else "float32"
+    with Communicator(MPI.COMM_WORLD) as comm:
+        for seed in range(2000 + group * EACH, 2000 + (group + 1) * EACH):
+            check(seed, comm, backend, dtype, keeps=False, debug=True)
 
 
 @pytest.mark.mpi
