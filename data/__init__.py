@@ -1,6 +1,6 @@
 """Datasets read by blocks, prefetch, augmentation, normalization, and the mesh-tangling generator."""
 
-from .augment import Augmentation, Rules
+from .augment import AUGMENTATIONS, Augmentation, AugmentationSettings, Rules, StandardAugmentation
 from .dataset import Hdf5Dataset
 from .disk import DataError
 from .files import FileSet, find_files, open_dataset
@@ -13,8 +13,10 @@ from .targets import LabelMap, TargetReduction
 from .verdict import quad_metrics
 
 __all__ = [
+    "AUGMENTATIONS",
     "ArrayDataset",
     "Augmentation",
+    "AugmentationSettings",
     "Batch",
     "ChannelStatistics",
     "DataError",
@@ -26,6 +28,7 @@ __all__ = [
     "Loader",
     "Rules",
     "Sampler",
+    "StandardAugmentation",
     "TargetReduction",
     "channel_statistics",
     "check_transforms",

@@ -13,13 +13,18 @@ from __future__ import annotations
 
 import itertools
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field as PydanticField
+
+from halograd.registry import Registry
+from halograd.schema import Below1, NotNegative, Table, Text
 
 from ..dtensor.box import Box
 from .disk import DataError
@@ -27,47 +32,134 @@ from .sampler import Batch
 from .source import Dataset
 from .structure import Field
 
-__all__ = ["AXES", "Augmentation", "Rules", "SamplePlacement"]
+__all__ = [
+    "AUGMENTATIONS",
+    "AXES",
+    "Augmentation",
+    "AugmentationSettings",
+    "Rules",
+    "SamplePlacement",
+    "StandardAugmentation",
+]
 
 AXES = ("depth", "height", "width")
 """Spatial axes; a sample has the last ones of them."""
-_PLACE, _ALTER, _NOISE = 3, 4, 5  # separate the random streams from each other and from those of the sampler
+_PLACE, _ALTER, _NOISE, _OWN = 3, 4, 5, 6  # separate the random streams from each other and from those of the sampler
 
 
-@dataclass(frozen=True)
-class Rules:
-    """Rules of random changes of samples in training.
+Axis = Literal["depth", "height", "width"]
+
+
+class AugmentationSettings(Table):
+    """``[data.augment]``: settings of an augmentation; base of the settings of one of your own."""
+
+    kind: Text = "standard"
+    """The changes below, or an augmentation of your own."""
+
+
+class Augmentation(ABC):
+    """Random changes of samples in training. Local; all ranks draw the same changes.
+
+    What is drawn must depend on the seed, the epoch and the number of the sample only, never on the rank or on the box
+    that it reads: :meth:`random` returns such a generator. One of your own overrides :meth:`alter`, to change numbers
+    of inputs after normalization, or :meth:`read`, to read other elements of the file.
+
+    Parameters
+    ----------
+    settings
+        Settings, of the class `Settings`.
+    fields
+        Fields of the data set.
+    wanted : mapping of shapes
+        Shapes of the inputs of the network, by name.
+    seed : int
 
     Attributes
     ----------
-    flips
-        Axes along which a sample is mirrored, each with the probability 1/2.
-    turns
-        Whether a sample is turned by 0 to 3 quarters in the plane of height and width.
-    shifts
-        Axes along which a sample is shifted cyclically by any distance.
-    crop
-        Whether samples may be larger than the network's input: training reads a random window, evaluation the middle
-        one.
-    noise
-        Standard deviation of the noise that is added to every number of an input, after normalization.
-    brightness
-        Largest magnitude of the offset that is added to every channel of an input, after normalization.
-    contrast
-        Every channel is multiplied by a factor of ``1 - contrast`` to ``1 + contrast``, after normalization.
-    vectors
-        Names of the channels of a dataset that are components of a vector, along the spatial axes in their order:
-        mirroring changes their sign, and turning exchanges them.
+    fields : dict of Field
+        Fields of the samples that are read: those of the data set, unless samples are cropped.
     """
 
-    flips: Sequence[str] = ()
+    #: Name in the configuration, for registered classes.
+    name: ClassVar[str] = ""
+    #: Class of the settings.
+    Settings: ClassVar[type[AugmentationSettings]] = AugmentationSettings
+
+    def __init__(
+        self, settings: Any, fields: Mapping[str, Field], wanted: Mapping[str, tuple[int, ...]], seed: int
+    ) -> None:
+        self.settings, self.seed, self.fields = settings, seed, dict(fields)
+
+    @classmethod
+    def crops(cls, settings: Any) -> bool:
+        """Return whether samples may be larger than the inputs of the network."""
+        return False
+
+    @property
+    def window(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Extents of the window that is read of every sample, and of the samples of the file; alike if all is read."""
+        return (), ()
+
+    def inside(self, name: str, batch: Batch, box: Box) -> Box:
+        """Return the part of a box that lies within the samples of a batch."""
+        return box & Box.of_shape((len(batch.indices), *self.fields[name].shape))
+
+    def random(self, name: str, batch: Batch, k: int) -> np.random.Generator:
+        """Return the generator of a field of sample `k` of a batch: the same on all ranks, under every cut."""
+        return np.random.default_rng([self.seed, _OWN, batch.epoch, batch.indices[k], *name.encode()])
+
+    def read(self, dataset: Dataset, name: str, batch: Batch, box: Box, out: NDArray[Any]) -> tuple[slice, ...]:
+        """Read the box of a batch as :meth:`Dataset.read`, with its samples changed if ``batch.augmented``."""
+        return dataset.read(name, batch.indices, box, out)
+
+    @abstractmethod
+    def alter(self, name: str, batch: Batch, box: Box, part: NDArray[Any]) -> None:
+        """Change the numbers of a field in place, if ``batch.augmented``. Local.
+
+        Parameters
+        ----------
+        name
+            Name of the field; ``self.fields[name].is_target`` says whether it is a target.
+        box
+            Box of the batch that this rank reads, ``(samples, *spatial, channels)``; it may reach beyond the samples.
+        part
+            Numbers of the box that lie within the samples; of inputs after normalization.
+        """
+
+
+#: Augmentations by name, or by ``"FILE.py:CLASS"``.
+AUGMENTATIONS: Registry[Augmentation] = Registry(
+    "augmentation",
+    Augmentation,  # type: ignore[type-abstract]
+    "data.augment.kind",
+)
+
+
+class Rules(AugmentationSettings):
+    """``[data.augment]``: random changes of samples in training, drawn by seed, epoch and number of the sample.
+
+    All fields with spatial axes are moved together, including targets. `noise`, `brightness` and `contrast` change only
+    inputs, after normalization.
+    """
+
+    flips: list[Axis] = PydanticField(default_factory=list)
+    """Axes along which a sample is mirrored, each with the probability 1/2."""
     turns: bool = False
-    shifts: Sequence[str] = ()
+    """Whether to rotate samples by multiples of 90 degrees, in the plane of height and width."""
+    shifts: list[Axis] = PydanticField(default_factory=list)
+    """Axes along which a sample is shifted circularly, by any distance."""
     crop: bool = False
-    noise: float = 0.0
-    brightness: float = 0.0
-    contrast: float = 0.0
-    vectors: Sequence[Sequence[str]] = ()
+    """Whether samples may be larger than the input of the network: a random window is read, in evaluation the middle
+    one."""
+    noise: NotNegative = 0.0
+    """Standard deviation of the noise that is added to every number."""
+    brightness: NotNegative = 0.0
+    """Maximum number that is added to a whole channel."""
+    contrast: Below1 = 0.0
+    """Range of the factor of a channel, ``1 - contrast`` to ``1 + contrast``."""
+    vectors: list[list[Text]] = PydanticField(default_factory=list)
+    """Names of channels of a dataset that are the components of a vector along the spatial axes. They change sign when
+    a sample is mirrored, and are exchanged when it is rotated."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +199,8 @@ class SamplePlacement:
 _Piece = tuple[tuple[int, int], tuple[int, int]]
 
 
-class Augmentation:
+@AUGMENTATIONS.register
+class StandardAugmentation(Augmentation):
     """Reader of samples with random changes. Local; every rank draws the same.
 
     Parameters
@@ -133,10 +226,14 @@ class Augmentation:
         names of channels.
     """
 
+    name: ClassVar[str] = "standard"
+    Settings: ClassVar[type[AugmentationSettings]] = Rules
+
     def __init__(
-        self, rules: Rules, fields: Mapping[str, Field], wanted: Mapping[str, tuple[int, ...]], seed: int
+        self, settings: Rules, fields: Mapping[str, Field], wanted: Mapping[str, tuple[int, ...]], seed: int
     ) -> None:
-        self.rules, self.seed, self._files = rules, seed, dict(fields)
+        super().__init__(settings, fields, wanted, seed)
+        self._files = dict(fields)
         self._moved = [name for name, field in fields.items() if len(field.shape) > 1]
         if not self._moved:
             raise DataError("data.augment: expected samples with space, got numbers per sample only; remove it")
@@ -150,7 +247,7 @@ class Augmentation:
         # (of weights) does not count.
         self._units = tuple(reduce(math.gcd, [n for n in e if n > 1] or [1]) for e in zip(*shapes.values()))
         first = self._moved[0]
-        self._window = wanted[first][:-1] if rules.crop else shapes[first]
+        self._window = wanted[first][:-1] if settings.crop else shapes[first]
         self.fields = {name: self._cropped(name, field) for name, field in fields.items()}
         self._check()
         self._vectors = {name: self._components(field) for name, field in fields.items()}
@@ -159,7 +256,7 @@ class Augmentation:
 
     def _cropped(self, name: str, field: Field) -> Field:
         """Return the field within the window."""
-        if not self.rules.crop or name not in self._moved:
+        if not self.settings.crop or name not in self._moved:
             return field
         first = self._files[self._moved[0]].shape
         spatial = []
@@ -177,14 +274,14 @@ class Augmentation:
 
     def _check(self) -> None:
         for key in ("flips", "shifts"):
-            unknown = [axis for axis in getattr(self.rules, key) if axis not in self._names]
+            unknown = [axis for axis in getattr(self.settings, key) if axis not in self._names]
             if unknown:
                 raise DataError(f"data.augment.{key}: expected axes of {', '.join(self._names)}, got {unknown[0]!r}")
-        for name in self._moved if self.rules.turns else ():
+        for name in self._moved if self.settings.turns else ():
             shape = self.fields[name].shape
             if self._rank < 2 or shape[-3] != shape[-2]:
                 raise DataError(f"data.augment.turns: expected as many rows as columns, got {name!r} of {shape[:-1]}")
-        for vector in self.rules.vectors:
+        for vector in self.settings.vectors:
             several = [self._files[name].channel_names for name in self._moved]
             if len(vector) != self._rank or not any(set(vector) <= set(names) for names in several):
                 raise DataError(
@@ -195,7 +292,7 @@ class Augmentation:
     def _components(self, field: Field) -> dict[int, tuple[int, tuple[int, ...]]]:
         """Return, for each channel that is a component of a vector, its axis and the channels of all components."""
         found: dict[int, tuple[int, tuple[int, ...]]] = {}
-        for vector in self.rules.vectors:
+        for vector in self.settings.vectors:
             if set(vector) <= set(field.channel_names):
                 channels = tuple(field.channel_names.index(name) for name in vector)
                 found |= {k: (axis, channels) for axis, k in enumerate(channels)}
@@ -214,12 +311,12 @@ class Augmentation:
         if not batch.augmented:
             return SamplePlacement(axes, (False,) * self._rank, tuple(n // 2 for n in free))
         draw = np.random.default_rng([self.seed, _PLACE, batch.epoch, index])
-        mirrored = [name in self.rules.flips and bool(draw.integers(2)) for name in self._names]
-        if self.rules.turns:
+        mirrored = [name in self.settings.flips and bool(draw.integers(2)) for name in self._names]
+        if self.settings.turns:
             axes, mirrored = _turned(axes, mirrored, int(draw.integers(4)))
         starts = [int(draw.integers(n + 1)) for n in free]
         for axis, (name, unit) in enumerate(zip(self._names, self._units)):
-            starts[axis] += int(draw.integers(unit)) if name in self.rules.shifts else 0
+            starts[axis] += int(draw.integers(unit)) if name in self.settings.shifts else 0
         return SamplePlacement(axes, tuple(mirrored), tuple(starts))
 
     def _free(self) -> list[int]:
@@ -231,7 +328,7 @@ class Augmentation:
 
     def read(self, dataset: Dataset, name: str, batch: Batch, box: Box, out: NDArray[Any]) -> tuple[slice, ...]:
         """Read a box as :meth:`Dataset.read` does, with the samples of the batch augmented."""
-        if name not in self._moved or not (batch.augmented or self.rules.crop):
+        if name not in self._moved or not (batch.augmented or self.settings.crop):
             return dataset.read(name, batch.indices, box, out)
         part = box & Box.of_shape((len(batch.indices), *self.fields[name].shape))
         filled = part.slices(origin=box.start)
@@ -293,12 +390,11 @@ class Augmentation:
 
     def alter(self, name: str, batch: Batch, box: Box, part: NDArray[Any]) -> None:
         """Apply noise, brightness and contrast to an input, in place; `part` lies within the samples. Local."""
-        rules = self.rules
+        rules = self.settings
         alters = rules.noise or rules.brightness or rules.contrast
         if not alters or not batch.augmented or self._files[name].is_target:
             return
-        shape = self.fields[name].shape
-        inside = box & Box.of_shape((len(batch.indices), *shape))
+        shape, inside = self.fields[name].shape, self.inside(name, batch, box)
         for sample, k in zip(part, range(*inside.ranges[0])):
             key = [self.seed, _ALTER, batch.epoch, batch.indices[k], *name.encode()]
             factors, terms = np.random.default_rng(key).uniform(-1, 1, (2, shape[-1]))
@@ -319,7 +415,7 @@ class Augmentation:
         for at in itertools.product(*(range(low, high) for low, high in leading)):
             row = sample[tuple(i - low for i, (low, _) in zip(at, leading))]
             noise = np.random.default_rng([*key, *at]).standard_normal(shape[-2:], np.float32)
-            row += self.rules.noise * noise[slice(*columns), slice(*channels)]
+            row += self.settings.noise * noise[slice(*columns), slice(*channels)]
 
 
 def _turned(axes: tuple[int, ...], mirrored: Sequence[bool], quarters: int) -> tuple[tuple[int, ...], list[bool]]:

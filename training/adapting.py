@@ -22,6 +22,7 @@ from halograd.documents import to_toml
 from halograd.errors import UserError
 
 from ..data import find_files
+from ..data.augment import AUGMENTATIONS
 from ..data.disk import open_file
 from ..data.storage import Storage
 from ..data.structure import find, input_kind, looking_into, shape_of
@@ -76,7 +77,8 @@ def adapted(config: Config, overrides: Sequence[str], ranks: int, labelled: bool
     looked = _look_at_own(config, network) if config.data.file is not None else _look(config, network)
     if looked.layout is not None and free("data.layout"):
         change("data", {"layout": looked.layout})
-    crops = labelled and config.data.augment is not None and config.data.augment.crop
+    augment = config.data.augment
+    crops = labelled and augment is not None and AUGMENTATIONS[augment.kind].crops(augment)
     extents = looked.extents
     if extents and not crops and free("model.resolution") and has_option(config.model.source, "resolution"):
         resolution = {"resolution": extents[0] if len({*extents}) == 1 else list(extents)}

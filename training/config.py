@@ -33,12 +33,11 @@ from ..comm.gpu.choice import named_route
 from ..layers.reduction_scheme import KINDS, Name, Scheme
 from ..layers.strategy import CutField
 from ..perfmodel.machine_file import parse_quantity
-from .data_config import AugmentConfig, DataConfig
+from .data_config import DataConfig
 from .optimizers import OPTIMIZERS, OptimizerSettings
 from .schedules import SCHEDULES, ScheduleSettings
 
 __all__ = [
-    "AugmentConfig",
     "BackendConfig",
     "Config",
     "DataConfig",

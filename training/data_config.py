@@ -6,40 +6,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from halograd.schema import Below1, Count, FilePath, NotNegative, Table, Text
+from halograd.registry import Chosen
+from halograd.schema import Below1, Count, FilePath, Table, Text
 
+from ..data.augment import AUGMENTATIONS, AugmentationSettings
 from ..data.targets import check_numbers
 
-__all__ = ["AugmentConfig", "DataConfig"]
+__all__ = ["DataConfig"]
 
-Axis = Literal["depth", "height", "width"]
-
-
-class AugmentConfig(Table):
-    """``[data.augment]``: random changes of samples in training, drawn by seed, epoch and number of the sample.
-
-    All fields with spatial axes are moved together, including targets. `noise`, `brightness` and `contrast` change only
-    inputs, after normalization.
-    """
-
-    flips: list[Axis] = Field(default_factory=list)
-    """Axes along which a sample is mirrored, each with the probability 1/2."""
-    turns: bool = False
-    """Whether to rotate samples by multiples of 90 degrees, in the plane of height and width."""
-    shifts: list[Axis] = Field(default_factory=list)
-    """Axes along which a sample is shifted circularly, by any distance."""
-    crop: bool = False
-    """Whether samples may be larger than the input of the network: a random window is read, in evaluation the middle
-    one."""
-    noise: NotNegative = 0.0
-    """Standard deviation of the noise that is added to every number."""
-    brightness: NotNegative = 0.0
-    """Maximum number that is added to a whole channel."""
-    contrast: Below1 = 0.0
-    """Range of the factor of a channel, ``1 - contrast`` to ``1 + contrast``."""
-    vectors: list[list[Text]] = Field(default_factory=list)
-    """Names of channels of a dataset that are the components of a vector along the spatial axes. They change sign when
-    a sample is mirrored, and are exchanged when it is rotated."""
 
 
 class DataConfig(Table):
@@ -93,7 +67,7 @@ class DataConfig(Table):
     """Treatment of NaN, infinity and targets out of range. ``"refuse"`` ends the run; ``"skip"`` leaves out samples
     with such numbers; ``"fill"`` replaces NaN and infinity in inputs by the mean of their channel (0 if it is not
     normalized). The last two read all samples once before the run, each rank a share of them."""
-    augment: AugmentConfig | None = None
+    augment: Annotated[AugmentationSettings, Chosen(AUGMENTATIONS, "standard")] | None = None
     labels: Annotated[dict[str, int | dict[str, int]], AfterValidator(check_numbers)] = Field(default_factory=dict)
     """Replacements of whole numbers of a target, ``{ 255 = -1, 7 = 1 }``, or by target: ``[data.labels.mask]``. Numbers
     that are not listed do not change. Replacements precede `rule` and the check of targets."""

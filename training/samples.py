@@ -19,13 +19,13 @@ from halograd.signatures import check_methods
 
 from ..comm import Communicator
 from ..data import (
+    AUGMENTATIONS,
     Augmentation,
     ChannelStatistics,
     DataError,
     Dataset,
     FileSet,
     Hdf5Dataset,
-    Rules,
     TargetReduction,
     channel_statistics,
     check_transforms,
@@ -370,7 +370,7 @@ def _augmentation(config: Config, dataset: Dataset, network: Network) -> Augment
     if given is None:
         return None
     wanted = {name: network.inputs[name].shape for name in dataset.fields}
-    return Augmentation(Rules(**given.model_dump()), dataset.fields, wanted, config.training.seed)
+    return AUGMENTATIONS[given.kind](given, dataset.fields, wanted, config.training.seed)
 
 
 def _fit_together(data: DataConfig, fields: Mapping[str, Field], network: Network) -> dict[str, TargetReduction]:

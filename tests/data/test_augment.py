@@ -5,11 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halograd.data import Augmentation, Batch, DataError, Rules
+from halograd.data import Batch, DataError, Rules, StandardAugmentation
 from halograd.data.structure import Field
 from halograd.dtensor import Box
 
 N = 5
+BOTH = ["height", "width"]
 FLAGS = st.booleans()
 
 
@@ -58,7 +59,7 @@ def cases(draw):
     window = [draw(st.integers(1, n)) for n in unit] if crop else list(unit)
     if rank > 1:
         window[-1] = window[-2]
-    rules = Rules(draw(chosen), rank > 1 and draw(FLAGS), draw(chosen), crop)
+    rules = Rules(flips=draw(chosen), turns=rank > 1 and draw(FLAGS), shifts=draw(chosen), crop=crop)
     return unit, ratios, window, rules
 
 
@@ -70,7 +71,7 @@ def test_boxes_are_those_of_the_whole_sample(case, data):
     arrays = {name: rng.random((N, *(n * r for n in unit), 2)) for name, r in ratios.items()}
     arrays["v"] = rng.random((N, 4))
     wanted = {"x": (*(n * ratios["x"] for n in window), 2)}
-    augmentation = Augmentation(rules, fields_of(arrays), wanted, seed=3)
+    augmentation = StandardAugmentation(rules, fields_of(arrays), wanted, seed=3)
     indices = (2, 0, 4, 4)
     batch = Batch(indices, 4, data.draw(st.integers(0, 50)), 0, True)
     for name, r in ratios.items():
@@ -113,7 +114,7 @@ def test_what_has_one_row_is_the_same_along_it(case, data):
     plain = {"x": arrays["x"], "w": np.broadcast_to(arrays["w"], (*arrays["x"].shape[:-1], 1)).copy()}
     found = []
     for some in (arrays, plain):
-        augmentation = Augmentation(rules, fields_of(some), wanted, seed=3)
+        augmentation = StandardAugmentation(rules, fields_of(some), wanted, seed=3)
         shape = augmentation.fields["w"].shape
         out = np.empty((3, *shape))
         augmentation.read(Arrays(some), "w", batch, Box.of_shape(out.shape), out)
@@ -128,7 +129,7 @@ def _ratio(array, units):
 def test_turns_are_those_of_numpy():
     """All four turns match NumPy, with and without mirroring."""
     x = np.random.default_rng(1).random((1, 6, 6, 1))
-    augmentation = Augmentation(Rules(("height", "width"), True), fields_of({"x": x}), {"x": (6, 6, 1)}, 0)
+    augmentation = StandardAugmentation(Rules(flips=BOTH, turns=True), fields_of({"x": x}), {"x": (6, 6, 1)}, 0)
     turned = [np.rot90(x[0], k) for k in range(4)]
     known = turned + [np.flip(y, 0) for y in turned]
     found = set()
@@ -147,9 +148,9 @@ def test_vectors_keep_pointing_where_they_point(epoch):
     f = rng.random((1, n, n))
     gradient = [np.roll(f, -1, a) - np.roll(f, 1, a) for a in (1, 2)]
     x = np.stack([gradient[1], f, gradient[0]], axis=-1)
-    rules = Rules(("height", "width"), True, ("height", "width"), vectors=(("dy", "dx"),))
+    rules = Rules(flips=BOTH, turns=True, shifts=BOTH, vectors=[["dy", "dx"]])
     fields = fields_of({"x": x}, {"x": ["dx", "f", "dy"]})
-    augmentation = Augmentation(rules, fields, {"x": x.shape[1:]}, 0)
+    augmentation = StandardAugmentation(rules, fields, {"x": x.shape[1:]}, 0)
     batch, out = Batch((0,), 1, epoch, 0, True), np.empty_like(x)
     augmentation.read(Arrays({"x": x}), "x", batch, Box.of_shape(x.shape), out)
     found = out[..., 1]
@@ -168,7 +169,7 @@ def test_numbers_are_altered_as_in_the_whole_sample(data):
     x = np.random.default_rng(2).random(shape)
     arrays = {"x": x, "t": x.copy(), "v": x[:, 0, 0]}
     rules = Rules(noise=0.1, brightness=0.2, contrast=0.3)
-    augmentation = Augmentation(rules, fields_of(arrays), {"x": shape[1:]}, 9)
+    augmentation = StandardAugmentation(rules, fields_of(arrays), {"x": shape[1:]}, 9)
     batch = Batch((0, 1, 2), 3, data.draw(st.integers(0, 9)), 0, True)
     for name, array in arrays.items():
         whole = array.copy()
@@ -188,22 +189,22 @@ def test_what_is_added_has_the_size_that_was_asked_for():
     fields = fields_of({"x": np.empty(shape)})
     batch, box = Batch(tuple(range(50)), 50, 0, 0, True), Box.of_shape(shape)
     noise = np.zeros(shape)
-    Augmentation(Rules(noise=0.5), fields, {}, 0).alter("x", batch, box, noise)
+    StandardAugmentation(Rules(noise=0.5), fields, {}, 0).alter("x", batch, box, noise)
     assert noise.std() == pytest.approx(0.5, rel=0.02) and abs(noise.mean()) < 0.01
     assert len(np.unique(noise.astype(np.float32))) > 0.99 * noise.size, "every row and channel has numbers of its own"
     terms = np.zeros(shape)
-    Augmentation(Rules(brightness=0.5), fields, {}, 0).alter("x", batch, box, terms)
+    StandardAugmentation(Rules(brightness=0.5), fields, {}, 0).alter("x", batch, box, terms)
     assert (terms == terms[:, :1, :1]).all() and 0.4 < np.abs(terms).max() <= 0.5 and terms.min() < 0
     factors = np.ones(shape)
-    Augmentation(Rules(contrast=0.5), fields, {}, 0).alter("x", batch, box, factors)
+    StandardAugmentation(Rules(contrast=0.5), fields, {}, 0).alter("x", batch, box, factors)
     assert (factors == factors[:, :1, :1]).all() and 0.5 <= factors.min() < 0.6 and 1.4 < factors.max() <= 1.5
 
 
 def test_refusals():
     square, flat = np.empty((2, 6, 6, 2)), np.empty((2, 6, 4, 2))
     for arrays, rules, wanted, message in (
-        ({"v": np.empty((2, 3))}, Rules(("width",)), (3,), "expected samples with space"),
-        ({"x": square}, Rules(("depth",)), (6, 6, 2), "flips: expected axes of height, width, got 'depth'"),
+        ({"v": np.empty((2, 3))}, Rules(flips=["width"]), (3,), "expected samples with space"),
+        ({"x": square}, Rules(flips=["depth"]), (6, 6, 2), "flips: expected axes of height, width, got 'depth'"),
         ({"x": flat}, Rules(turns=True), (6, 4, 2), "turns: expected as many rows as columns"),
         ({"x": square}, Rules(crop=True), (8, 8, 2), r"crop: expected a window \(8, 8\)"),
         (
@@ -212,20 +213,20 @@ def test_refusals():
             (3, 3, 2),
             r"crop: .* got 'x' of \(6, 6\) beside",
         ),
-        ({"x": square}, Rules(vectors=(("u", "v"),)), (6, 6, 2), "vectors: expected 2 channels of one dataset each"),
+        ({"x": square}, Rules(vectors=[["u", "v"]]), (6, 6, 2), "vectors: expected 2 channels of one dataset each"),
         ({"x": square, "y": square[..., 0]}, Rules(), (6, 6, 2), "expected samples of 2 spatial axes, got 'y'"),
     ):
         with pytest.raises(DataError, match=message):
-            Augmentation(rules, fields_of(arrays), {next(iter(arrays)): wanted}, 0)
+            StandardAugmentation(rules, fields_of(arrays), {next(iter(arrays)): wanted}, 0)
     names = {"x": ["u", "a"], "y": ["v", "b"]}
     fields = fields_of({"x": square, "y": square}, names)
     with pytest.raises(DataError, match="out of u, a; v, b, got u, v"):
-        Augmentation(Rules(vectors=(("u", "v"),)), fields, {"x": (6, 6, 2)}, 0)
+        StandardAugmentation(Rules(vectors=[["u", "v"]]), fields, {"x": (6, 6, 2)}, 0)
 
 
 def test_evaluation_sees_the_middle():
     x = np.arange(2 * 8 * 8.0).reshape(2, 8, 8, 1)
-    augmentation = Augmentation(Rules(("width",), crop=True), fields_of({"x": x}), {"x": (4, 6, 1)}, 0)
+    augmentation = StandardAugmentation(Rules(flips=["width"], crop=True), fields_of({"x": x}), {"x": (4, 6, 1)}, 0)
     out = np.empty((2, 4, 6, 1))
     augmentation.read(Arrays({"x": x}), "x", Batch((0, 1), 2, 0, 0), Box.of_shape(out.shape), out)
     np.testing.assert_array_equal(out, x[:, 2:6, 1:7])
