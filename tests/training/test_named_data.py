@@ -1,4 +1,4 @@
-"""Networks with several inputs, targets and losses, fed by datasets of any names: under every cut as in one process."""
+"""Tests of networks with several inputs, targets and losses from datasets of any names, under every cut."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ def write(folder: Path) -> None:
 
 @pytest.mark.mpi
 def test_trains_and_judges_as_one_process_does(comm, config):
-    """Five arrays of other kinds and extents, three tasks; predictions of all of them are written."""
+    """Five arrays of different types and extents and three tasks give the results of one process, and all predictions.
+    """
     want = check_scores(comm, config)
     if comm.rank == 0:
         assert {"accuracy", "iou", "flow mae", "kind of accuracy"} <= set(want)
@@ -115,7 +116,7 @@ def test_what_does_not_fit_is_named(comm, config, sets, message):
 
 @pytest.mark.ranks(1, 2)
 def test_a_run_says_which_channels_it_transforms(comm, config, capfd):
-    """A channel takes a rule by its name alone: nobody has to read the documents to learn of it."""
+    """A run prints the channels that get a rule by their name, so that the user need not read the documents."""
     if comm.rank == 0:
         with h5py.File("data.h5", "a") as file:
             file["u"].attrs["channel_names"] = ["Density", "speed", "Pressure"]

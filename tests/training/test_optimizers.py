@@ -1,4 +1,4 @@
-"""Optimizers against plain formulas and against torch; their state by name; no allocation in a step."""
+"""Tests of optimizers against plain formulas and torch; their state by name; no allocation in a step."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ def gradients(store, step):
 
 
 def run(store, optimizer, scale=1.0):
-    """Parameters after some steps, and what the gradients were."""
+    """Return the parameters after some steps, and the gradients."""
     seen = []
     for step, rate in enumerate(RATES):
         gradients(store, step)
@@ -131,7 +131,7 @@ def test_gaps_stay_zero(make_store, case):
 
 @pytest.mark.parametrize("case", CASES)
 def test_state_is_named_by_parameter(make_store, case):
-    """The same state under the same names, whatever the buckets."""
+    """The state has the same names and values with any buckets."""
     one, many = make_store(1 << 20), make_store(1)
     assert len(one.buckets) < len(many.buckets)
     states = []

@@ -1,4 +1,4 @@
-"""A backend in a file of the user: it changes some kernels of another one, and its name is that of the file."""
+"""Tests of a backend in a user's file, which changes some kernels of another one and is named by its file."""
 
 import numpy as np
 import pytest
@@ -48,7 +48,7 @@ def test_it_is_found_by_its_file_and_computes(counted):
 
 
 def test_a_run_names_it(comm, config, counted):
-    """The losses are those of the backend that it derives from, and the log says which one it was."""
+    """The losses are those of the base backend, and the log names the user's."""
     folder = config.parent
     for name, kernels in (("own", counted), ("theirs", "numpy")):
         train(config, [f"backend.kernels={kernels}", f"output.directory={folder / name}"], comm=comm)

@@ -1,4 +1,4 @@
-"""A codec and a transport of a user, each in one file that the configuration names: numbers, bytes, price, memory."""
+"""Tests of a user's codec and transport, each in a file that the configuration names: numbers, bytes, times, memory."""
 
 import numpy as np
 import pytest
@@ -50,7 +50,7 @@ class Late(Codec):
 
 @pytest.fixture
 def files(tmp_path_factory):
-    """Folder with the files of the user, the same on all ranks."""
+    """Fixture: folder with the user's files, the same on all ranks."""
     comm = MPI.COMM_WORLD
     folder = comm.bcast(tmp_path_factory.mktemp("own") if comm.rank == 0 else None)
     if comm.rank == 0:
@@ -66,7 +66,7 @@ def half(files):
 
 
 def run(config, out, *settings, ranks=2, resume=(), cwd=None):
-    """Losses of a run of the command line."""
+    """Return the losses of a run of the command line."""
     common = ["training.epochs=2", "training.batch=2", f"output.directory={out}"]
     done = mpiexec(ranks, ["-m", "halograd", "train", config, *sets(*common, *settings), *resume], cwd=cwd)
     assert done.returncode == 0, done.stderr
@@ -190,7 +190,7 @@ def test_a_run_with_a_transport_of_a_file(files):
 
 @pytest.mark.mpi(min_size=2)
 def test_others_read_the_properties_of_a_transport(comm, files):
-    """It waits for a network, refuses nothing that shared memory allows, and all messages are late."""
+    """The library reads the transport's properties: it waits for a network, and all its messages are late."""
     place = f"{files / 'slow.py'}:Slow:seconds=0.5"
     with Communicator(comm, place) as ranks:
         assert ranks.transport == place and ranks.shares_memory and ranks.network.alpha == 0.5

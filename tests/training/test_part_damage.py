@@ -1,4 +1,5 @@
-"""Damaged parts of predictions: they are begun anew, or refused in one line. See `part_damage.py` for more cases."""
+"""Tests of damaged parts of predictions: they are computed anew or refused in one line. See `part_damage.py` for more.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from tests.training.part_damage import GOOD, MUTATIONS, Job, case_of, outcome
 
 
 def test_no_damage_is_accepted():
-    """A child process makes the cases, so that a hang or a crash is a failure of this test."""
+    """A child process executes the cases, so that a hang or a crash fails this test."""
     counted = campaign(4 * len(MUTATIONS), program="tests.training.part_damage")
     assert set(counted) <= GOOD and counted.total() == 4 * len(MUTATIONS), counted
     assert counted["anew"] > 30 and counted["refused"] > 2, counted
@@ -19,7 +20,7 @@ def test_no_damage_is_accepted():
 
 @pytest.mark.ranks(2)
 def test_of_one_of_two_ranks(comm, working):
-    """Each mutation three times; all ranks begin anew, or raise the same."""
+    """With damage to one rank's part, three times per mutation, all ranks begin anew, or raise the same error."""
     job, counted = Job(working, comm), Counter[str]()
     for number in range(3 * len(MUTATIONS)):
         name = case_of(job, 3, number)
@@ -32,7 +33,7 @@ def test_of_one_of_two_ranks(comm, working):
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("other", ["seed", "sources", "settings"])
 def test_of_another_job_nothing_is_continued(comm, working, other):
-    """Another run of as many steps in its place, other files of the samples, or other settings."""
+    """A job does not continue parts of another run with as many steps, other samples' files, or other settings."""
     job = Job(working, comm, others=False)
     changed = {"seed": job.exchange, "sources": job.touch, "settings": lambda: None}[other]
     sets = ["data.normalize=false"] if other == "settings" else []

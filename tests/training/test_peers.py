@@ -1,4 +1,4 @@
-"""Connections between ranks beside MPI: which there are, messages on them, and how they end."""
+"""Tests of connections between ranks in addition to MPI: their tree, their messages, and their end."""
 
 import socket
 
@@ -10,7 +10,7 @@ from halograd.training.peers import FANOUT, LONGEST, Connection, Peers, Tree
 
 
 def joined(tree):
-    """Every connection of a tree, per rank."""
+    """Return every connection of a tree, by rank."""
     return [{*tree.ups(rank), *tree.downs(rank)} for rank in range(len(tree.hosts))]
 
 
@@ -18,7 +18,7 @@ def joined(tree):
 @settings(max_examples=20)
 @given(per_node=st.integers(1, 9), size=st.integers(1, 100))
 def test_connections(fanout, per_node, size):
-    """Both ends know of a connection; there are few of them; every rank reaches every other."""
+    """Both ends know of each connection; there are few of them; every rank reaches every other."""
     tree = Tree([f"n{rank // per_node}" for rank in range(size)], fanout)
     assert sorted(tree.order) == list(range(size)) and tree.order[0] == 0
     heads = [rank for rank in range(size) if tree.is_head(rank)]
@@ -45,7 +45,7 @@ def test_heads_are_on_many_hosts(per_node, size):
 
 
 def test_sixteen_thousand_ranks():
-    """However many ranks there are, each needs few files; none is far from a head."""
+    """With 16,000 ranks each rank needs few files, and none is far from a head."""
     tree = Tree([f"n{rank // 64}" for rank in range(16_384)])
     connections = joined(tree)
     assert max(map(len, connections)) == 2 * FANOUT < 1024 // 8
@@ -60,7 +60,7 @@ def test_sixteen_thousand_ranks():
 
 
 def test_what_is_reached():
-    """Not what lies behind a rank that has left, nor what was never connected."""
+    """Ranks behind a rank that has left, or without a connection, are not reached."""
     tree = Tree(["n"] * 11, fanout=2)
     connections = joined(tree)
     assert (tree.children(0), tree.children(3), tree.ups(9), tree.downs(1)) == ([3, 4], [9, 10], [3], [2, 5, 6])
@@ -72,7 +72,7 @@ def test_what_is_reached():
 
 
 def pair():
-    """Both ends of a connection over TCP."""
+    """Return both ends of a connection over TCP."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         one = socket.create_connection(server.getsockname())
         other, _ = server.accept()
@@ -80,7 +80,7 @@ def pair():
 
 
 class Hub:
-    """Rank 0 with two others in this process."""
+    """Rank 0 with two other ranks in this process."""
 
     def __init__(self):
         self.messages, self.ends, self.others, lines = [], [], {}, {}
@@ -122,7 +122,7 @@ def test_messages_both_ways(hub):
 
 
 def test_a_rank_that_does_not_read_holds_up_no_other(hub):
-    """What the kernel does not take is sent when the other end reads again, in order."""
+    """Data that the kernel does not accept are sent in order when the other end reads again."""
     count = 0
     while not hub.peers.lines[1].unsent:
         hub.peers.send(1, {"kind": "place", "number": count, "text": "x" * LONGEST})
@@ -162,7 +162,7 @@ def test_taking_leave():
     [(TimeoutError(110, ""), "lost"), (OSError(113, "No route to host"), "lost"), (ConnectionResetError(), "ended")],
 )
 def test_a_node_that_does_not_answer(hub, monkeypatch, error, how):
-    """What recv raises when the kernel has given up the connection."""
+    """A connection ends with the error that recv raises after the kernel has given it up."""
 
     def fails(self):
         raise error

@@ -1,4 +1,4 @@
-"""Redistributions travel while other branches compute, forward and backward, and change nothing."""
+"""Tests that redistributions overlap with the computation of other branches in both passes, with the same results."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ BATCH = 2
 
 
 def branches() -> Network:
-    """The left branch, two layers long, is cut along height; the right one along width."""
+    """Return a network with a left branch of two layers, cut along height, and a right one, cut along width."""
     x, target = Input((8, 8, 2), name="x"), Input((8, 8, 3), name="target")
     stem = Conv(3, 3, padding=1, name="stem")(x)
     left = Conv(3, 3, padding=1, name="left2")(Conv(3, 3, padding=1, name="left1")(stem))

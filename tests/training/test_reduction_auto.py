@@ -1,4 +1,5 @@
-"""``auto``: ranks try the same schemes and settle on the same one, whatever changes under way; exact, and kept."""
+"""Tests of ``auto``: all ranks try the same schemes and choose the same one; results are exact, and the choice is kept.
+"""
 
 import json
 import math
@@ -33,7 +34,7 @@ RANKED = [
 
 
 def network():
-    """Four convolutions, and two dense layers whose weights outnumber activations and errors."""
+    """Return a network of four convolutions, and two dense layers with more weights than activations and errors."""
     x, t = Input((12, 12, 2), "x"), Input((1,), "target", "int32")
     y = Conv(6, 3, padding=1, activation="relu", name="conv1")(x)
     y = MaxPool(2, 2, name="pool1")(Conv(8, 3, padding=1, activation="relu", name="conv2")(y))
@@ -49,14 +50,14 @@ def build(comm, parts, reduction, dtype="float64"):
 
 
 def seconds(scheme, rank=0):
-    """Made-up times of a step: chunks of 3 layers with two replicated layers are best."""
+    """Return artificial times of a step: chunks of 3 layers with two replicated layers are best."""
     base = {"two_chunks": 5.0, "bucketed": 6.0, "blocking": 9.0, "host_accumulate": 4.0}[scheme.name]
     chunked = 0.5 * abs(scheme.chunk - 3) if scheme.name == "host_accumulate" else 0.0
     return base - scheme.replicated_dense + chunked + 0.01 * rank
 
 
 def feign(auto, comm):
-    """Have made-up times observed, of which the slowest rank's must count."""
+    """Replace measured times by artificial ones, of which the slowest rank's must count."""
     real = auto.after_step
     auto.after_step = lambda measured: real(seconds(auto.scheme, comm.rank))
 
@@ -66,7 +67,7 @@ def momentum(store):
 
 
 def train(executor, make=momentum, steps=STEPS, comm=None, state=None):
-    """Losses, arrays, and what was measured. Collective."""
+    """Return losses, arrays, and the measured times. Collective."""
     measured = []
     with executor:
         trainer = Trainer(executor, make(executor.store), Cosine(RATE, 2 * STEPS), None, RANKED, TUNING)
@@ -122,7 +123,7 @@ def test_a_run_goes_on_with_what_was_measured():
 
 @pytest.mark.ranks(2)
 def test_what_another_transport_measured_is_forgotten():
-    """By messages of MPI there are no chunks that ranks add up in shared memory, which were the best."""
+    """Measurements of shared memory do not count for MPI messages, which lack the scheme that was best there."""
     parts, auto = {"sample": 2}, {"name": "auto"}
     with Communicator(MPI.COMM_WORLD) as comm:
         _, _, _, before = train(build(comm, parts, auto), comm=comm)
@@ -135,7 +136,7 @@ def test_what_another_transport_measured_is_forgotten():
 
 @pytest.mark.mpi(min_size=1)
 def test_schemes_are_tried_without_a_cost_model_and_by_the_clock(monkeypatch):
-    """By this one all steps take the same time."""
+    """Schemes are tried by a clock on which all steps take the same time."""
     DrivenClock().drive(monkeypatch, trainer_module)
     with Communicator(MPI.COMM_WORLD) as comm, build(comm, {"sample": comm.size}, {"name": "auto"}) as executor:
         trainer = Trainer(executor, SGD(executor.store), Cosine(RATE, 99), tuning=Tuning(2, 1, 1))

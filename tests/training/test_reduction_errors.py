@@ -1,4 +1,4 @@
-"""What rounding of gradients takes away survives a checkpoint, a change of chunks, and another decomposition."""
+"""Tests that rounding residuals of gradients survive a checkpoint, a change of chunks, and another decomposition."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,9 @@ def comm_():
 
 
 def begin(comm, strategy, path):
-    """Half of the steps, a checkpoint, the other half: whole errors at the checkpoint, and parameters at the end."""
+    """Train half of the steps, a checkpoint, the other half; return the checkpoint's whole residuals and final
+    parameters.
+    """
     with build("lenet", comm, strategy) as executor:
         trainer = trainer_of(executor)
         advance(trainer, range(HALF))
@@ -103,7 +105,7 @@ def test_a_run_that_rounded_nothing_before_begins_with_no_errors(comm_, shared):
 
 
 def test_errors_survive_a_change_of_chunks(comm_):
-    """The sum of all that was taken away is the same before and after."""
+    """The sum of all residuals is the same before and after."""
 
     def everything(executor):
         executor.reducer.settle()

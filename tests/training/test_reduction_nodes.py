@@ -1,4 +1,4 @@
-"""Sums by nodes, and shards: what runs beside, clipping, checkpoints, faults."""
+"""Tests of sums by nodes and of shards: overlap, clipping, checkpoints, errors."""
 
 import threading
 
@@ -44,7 +44,7 @@ def test_each_rank_keeps_the_state_of_its_shard(make):
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("transport", ["auto", NODES_OF_TWO])
 def test_gradients_come_back_while_backward_goes_on(transport):
-    """Le et al., step B-4-3. A layer late in backward waits, and finds the sum of the first chunk in the gradients."""
+    """A late layer of backward waits, and finds the sum of the first chunk (Le et al., step B-4-3)."""
     with Communicator(MPI.COMM_WORLD, transport) as comm:
         seen = []
         with build("lenet", comm, strategy_of(comm, Scheme("host_accumulate"))) as executor:
@@ -99,7 +99,7 @@ def test_clipping_scales_by_the_norm_of_one_process(scheme):
 
 
 def resumed(comm, path, first, second, make, steps=2):
-    """Parameters after some steps by one strategy, a checkpoint, and some by another; and those without a break."""
+    """Return the parameters after a checkpoint and a change of strategy; and those without an interruption."""
     with build("lenet", comm, first, "float64") as executor:
         trainer = Trainer(executor, make(executor.store), Constant(RATE))
         advance(trainer, range(steps))
@@ -129,7 +129,7 @@ def flat(states):
 @pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])
 @pytest.mark.parametrize("way", ["into", "out of", "with other"])
 def test_checkpoints_are_whole_and_resume_under_any_scheme(shared, way, cut):
-    """Into shards, out of them, and with shards of other buckets."""
+    """A checkpoint is resumed with shards, without them, and with shards of other buckets."""
     with Communicator(MPI.COMM_WORLD) as comm:
         path = shared / "step.h5"
         layers = {"dense3": {"channel": comm.size}, "dense4": {"channel": max(1, comm.size - 1)}} if cut else {}

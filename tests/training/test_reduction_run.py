@@ -1,4 +1,4 @@
-"""Runs whose configuration chooses how gradients are summed, or searches for it."""
+"""Tests of runs whose configuration chooses a scheme of gradient reduction, or searches for it."""
 
 import pytest
 from mpi4py import MPI
@@ -120,7 +120,7 @@ AUTO = ["reduction={name='auto', interval=2, step=1, range=1}", "training.epochs
 
 @pytest.fixture
 def steady(monkeypatch):
-    """By the clock all steps take the same time."""
+    """Fixture: a clock on which all steps take the same time."""
     DrivenClock().drive(monkeypatch, trainer)
 
 
@@ -150,7 +150,7 @@ def test_a_run_tries_chooses_and_goes_on(comm, config, steady):
 
 @pytest.mark.ranks(2)
 def test_a_resumed_run_does_not_try_again(comm, config, steady):
-    """Stopped after two epochs, in the midst of the trials; the rest of the log is that of one run."""
+    """A run stopped after two epochs, during the trials, continues them; its log is that of one run."""
     folder = config.parent
     out = [f"output.directory={folder / 'out'}"]
     train(config, [*AUTO, "training.epochs=2", *out], comm=comm)
@@ -178,7 +178,7 @@ def test_schemes_are_tried_in_the_order_of_who_ranks_them(comm, config, steady):
 
 @pytest.mark.parametrize("machine", ["lassen", None])
 def test_ranked_by_the_machine_that_is_named_or_not_at_all(tmp_path, monkeypatch, machine):
-    """Nothing is said of a machine that is not known: a run does not wait for it to be measured."""
+    """Without a known machine schemes are not ranked: a run does not measure one."""
     monkeypatch.setenv("HALOGRAD_CACHE", str(tmp_path / "cache"))
     overrides = [f"strategy={{auto=true, machine='{machine}'}}"] if machine else []
     config = load_config(write_config(tmp_path), overrides)
@@ -198,7 +198,7 @@ def test_ranked_by_the_machine_that_is_named_or_not_at_all(tmp_path, monkeypatch
     ],
 )
 def test_the_choice_can_be_pinned(tmp_path, scheme):
-    """What a run says can be put into its configuration, or given on the command line."""
+    """The printed choice is valid in the configuration and on the command line."""
     path = write_config(tmp_path)
     assert load_config(path, [pinned(scheme)]).reduction.scheme() == scheme
     path.write_text(f"{pinned(scheme)}\n{path.read_text()}")

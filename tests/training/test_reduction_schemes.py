@@ -1,4 +1,4 @@
-"""Gradient reduction under every scheme: the training of one process, the bytes of the formula, nothing allocated."""
+"""Tests of gradient reduction under every scheme: one process's training, the formula's bytes, no allocation."""
 
 import numpy as np
 import pytest
@@ -35,7 +35,7 @@ LINE = 64  # [B]: parameters begin at multiples of it
 
 
 def over(schemes, *transports):
-    """These schemes over each of the transports."""
+    """Return these schemes over each of the transports."""
     return [pytest.param(s, t, id=f"{s} {t.partition(':')[0]}") for t in transports for s in schemes]
 
 
@@ -71,7 +71,7 @@ def test_other_transports_give_the_same(scheme, transport):
     ("scheme", "transport"), over(CHUNKS + BY_NODES + SHARDS, "auto") + over(BY_NODES + SHARDS, NODES_OF_TWO)
 )
 def test_gradients_of_blocks_are_summed_by_those_who_hold_them(scheme, transport):
-    """Blocks of filters and of features, a layer on one rank: some gradients are summed by few ranks, some by none."""
+    """With cut filters and features and a layer on one rank, only ranks with the same block sum its gradients."""
     with Communicator(MPI.COMM_WORLD, transport) as comm:
         size = comm.size
         layers = {
@@ -85,7 +85,8 @@ def test_gradients_of_blocks_are_summed_by_those_who_hold_them(scheme, transport
 
 
 def expected_traffic(scheme, comm, per_node, sizes):
-    """Messages and bytes of a step by the formulas of docs/gradient_reduction.md, of chunks of these elements."""
+    """Return messages and bytes of a step by the formulas of docs/gradient_reduction.md, for chunks of these elements.
+    """
     size, rank, nbytes = comm.size, comm.rank, 4 * sum(sizes)
     whole, nothing = (len(sizes), nbytes), (0, 0)
     found = dict.fromkeys(("allreduce", "node", "reduce_scatter", "all_gather"), nothing)
@@ -135,7 +136,7 @@ def test_bytes_and_messages_of_a_step_are_those_of_the_formula(scheme, transport
     + over(BY_NODES + SHARDS, "auto", NODES_OF_TWO),
 )
 def test_a_step_allocates_no_array(scheme, transport):
-    """Gradients have 400 KiB: any temporary of a quarter of them would be seen."""
+    """A step allocates no array: gradients have 400 KiB, and a temporary of a quarter of them would be found."""
     with Communicator(MPI.COMM_WORLD, transport) as comm:
         network = lenet5(classes=4, resolution=36)
         with Executor(network, comm, get_backend("onednn"), 4, strategy_of(comm.size, scheme)) as executor:
@@ -172,7 +173,7 @@ def test_deterministic_sums_have_the_same_bits_under_every_transport_and_scheme(
 
 
 def off(comm, rate, **settings):
-    """How far the parameters are from those of one process after all steps, on any rank."""
+    """Return the largest difference of the parameters from those of one process after all steps, on any rank."""
     scheme = Scheme("per_layer", payload="bfloat16", **settings)
     whole = alone("lenet", "float32", rate).params
     params = train("lenet", comm, strategy_of(comm.size, scheme), "float32", rate).params
@@ -228,7 +229,7 @@ def test_training_goes_on_as_before_when_a_scheme_is_refused(transport):
 
 
 class Spans:
-    """A recorder that keeps what it is told."""
+    """A recorder that stores its spans."""
 
     def __init__(self):
         self.found = []

@@ -1,4 +1,5 @@
-"""Dense layers whose gradient every rank computes of the whole batch: exact, the same bits in any order, lean."""
+"""Tests of dense layers whose gradient every rank computes from the whole batch: exact, the same bits, no allocation.
+"""
 
 import functools
 
@@ -50,7 +51,7 @@ class Nothing:
 
 
 def train(executor, optimizer="momentum", steps=STEPS, clip=None, settle=False, delayed=True):
-    """Losses, and parameters and optimizer state when all is done. Collective."""
+    """Return losses, parameters and optimizer state after all updates. Collective."""
     with executor:
         trainer = Trainer(executor, OPTIMIZERS[optimizer](executor.store), Cosine(RATE, 2 * steps), clip)
         if not delayed:
@@ -72,7 +73,7 @@ def train(executor, optimizer="momentum", steps=STEPS, clip=None, settle=False, 
 
 @functools.cache
 def alone(dtype="float64", batch=4, optimizer="momentum", clip=None):
-    """What one process computes."""
+    """Return the result of one process."""
     with Communicator(MPI.COMM_SELF) as comm:
         found = train(build(comm, {}, {}, dtype, batch), optimizer, clip=clip)
     assert found[0][-1] < found[0][0], "the network must learn something"
@@ -150,7 +151,7 @@ def test_the_delayed_schedule_has_the_bits_of_the_undelayed_one(optimizer, clip,
 @pytest.mark.mpi(min_size=1)
 @pytest.mark.parametrize("batch", [4, 7])
 def test_messages_and_bytes_are_those_of_the_formula(batch):
-    """Per layer the rows of `x` and of `dy`; of all other parameters the sum."""
+    """Replicated layers send the rows of `x` and of `dy`, all other parameters are summed."""
     with (
         Communicator(MPI.COMM_WORLD) as comm,
         build(comm, {"sample": comm.size}, {"replicated_dense": 2}, "float32", batch) as executor,
@@ -177,7 +178,7 @@ def test_messages_and_bytes_are_those_of_the_formula(batch):
 
 
 def wide():
-    """Arrays of 256 KiB and more in every dense layer."""
+    """Return a network with arrays of at least 256 KiB in every dense layer."""
     x, t = Input((16, 16, 8), "x"), Input((1,), "target", "int32")
     y = Dense(1024, name="dense2")(Dense(1024, name="dense1")(Flatten(name="flat")(x)))
     y = Dense(4, name="dense3")(y)
@@ -187,7 +188,7 @@ def wide():
 @pytest.mark.mpi(min_size=1)
 @pytest.mark.parametrize("backend", ["numpy", "onednn"])
 def test_a_step_allocates_no_array(backend):
-    """Any temporary of one of the arrays that are gathered would be seen."""
+    """A step allocates no array: a temporary of one of the gathered arrays would be found."""
     with Communicator(MPI.COMM_WORLD) as comm:
         scheme = {"replicated_dense": 2}
         executor = build(comm, {"sample": comm.size}, scheme, "float32", 128, backend=backend, model=wide)

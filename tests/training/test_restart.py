@@ -1,4 +1,4 @@
-"""Jobs that end badly: killed in mid-epoch and resumed elsewhere, diverged, or failed on one rank."""
+"""Tests of jobs that fail: killed during an epoch and resumed elsewhere, diverged, or with an error of one rank."""
 
 import os
 import platform
@@ -22,7 +22,9 @@ STEPS, KILL_AFTER = 24, 10  # six steps per epoch: step 8 is a checkpoint in the
 
 
 def test_killed_and_resumed(tmp_path):
-    """kill -9 of one of 4 ranks (2 x 2 spatial) in mid-epoch, resumed by 2 ranks (sample cut): the same curve."""
+    """A job of 4 ranks (2 x 2 in space) that loses one to kill -9 is resumed by 2 ranks (cut by samples): the same
+    curve.
+    """
     config = write_config(tmp_path)
     train = ["-m", "halograd", "train", config, *sets(*COMMON)]
     whole = mpiexec(1, [*train, *sets(f"output.directory={tmp_path / 'whole'}")])
@@ -52,7 +54,7 @@ def test_killed_and_resumed(tmp_path):
 
 
 def test_diverged(tmp_path):
-    """One line on stderr, exit code 2, the last good checkpoint named and readable."""
+    """A diverged run writes one line to stderr, ends with exit code 2, and names the last good checkpoint."""
     config = write_config(tmp_path)
     settings = ["optimizer={kind = 'sgd'}", "schedule={kind = 'step', learning_rate = 0.01, milestones = [1]}"]
     settings += ["schedule.factor=1e30", "training.dtype=float32", "strategy.height=2"]
@@ -67,7 +69,7 @@ def test_diverged(tmp_path):
 
 
 def test_two_runs_in_one_directory(tmp_path):
-    """The second one ends in one line, and does no harm to the first, which then goes on to its end."""
+    """The second run ends in one line without effect on the first, which continues to its end."""
     config = write_config(tmp_path)
     train = ["-m", "halograd", "train", config, *sets(*COMMON)]
     with started(2, *train, *sets("strategy.height=2"), gate=Gate(tmp_path, 5, 0)) as (process, mark):
@@ -132,7 +134,7 @@ def test_bad_data_on_one_rank(tmp_path):
 
 @pytest.mark.mpi
 def test_a_refused_start_leaves_no_trace(comm, config):
-    """The log is that of the job before, which may be under way."""
+    """A refused start does not change the log of the job before, which may still run."""
     folder = config.parent
     sets = [f"strategy.height={comm.size}", "training.epochs=1"]
     train(folder / "run.toml", sets, comm=comm)

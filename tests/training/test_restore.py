@@ -1,4 +1,4 @@
-"""Reading a checkpoint on several ranks and nodes: how often each byte is read, and that all ranks find the same."""
+"""Tests of reading a checkpoint on several ranks and nodes: the reads of each byte, and the agreement of all ranks."""
 
 import h5py
 import numpy as np
@@ -28,7 +28,7 @@ SMALL = 4096  # bytes under a checksum, so that a small file has many
 
 @pytest.fixture
 def path(comm, shared, monkeypatch):
-    """A checkpoint after a step."""
+    """Fixture: a checkpoint after a step."""
     found = shared / "step-00000001.h5"
     if comm.rank == 0:
         with monkeypatch.context() as patch, Communicator(MPI.COMM_SELF) as alone:
@@ -42,7 +42,7 @@ def path(comm, shared, monkeypatch):
 
 
 def whole(comm, path):
-    """Parameters and moments of the file, read by this rank alone."""
+    """Return parameters and moments of the file, read by this rank alone."""
     with Executor(network(), comm, get_backend("numpy"), 4, dtype="float64") as executor:
         trainer = trainer_of(executor)
         read_checkpoint(path, executor.store, trainer.optimizer)
@@ -54,7 +54,7 @@ def whole(comm, path):
 @pytest.mark.parametrize("per_node", [1, 2, 4])
 @pytest.mark.parametrize("strategy", [lambda size: Strategy({"sample": size}), cut])
 def test_each_byte_is_read_once_per_node(path, monkeypatch, strategy, per_node):
-    """Parameters, moments, running statistics and position: all of the file by one rank of each node."""
+    """One rank of each node reads the whole file once: parameters, moments, running statistics and position."""
     monkeypatch.setattr(chunk_file, "PART", 1000)
     size, total = MPI.COMM_WORLD.size, path.stat().st_size
     with Communicator(MPI.COMM_SELF) as alone:
@@ -93,7 +93,7 @@ def test_parameters_alone_need_a_part_of_the_file(path):
 
 @pytest.mark.ranks(2, 4)
 def test_damage_that_one_node_sees_is_found_by_all(path, monkeypatch):
-    """All ranks take the file before; the message names the rank that saw it."""
+    """All ranks take the file before; the message names the rank that found the damage."""
     comm = MPI.COMM_WORLD
     if comm.rank == 0:
         path.with_name("step-00000000.h5").write_bytes(path.read_bytes())
@@ -156,7 +156,7 @@ def test_damage_that_is_met_when_arrays_are_read(path):
 
 
 def test_a_link_set_back_by_hand(tmp_path):
-    """A user may point latest.h5 to an older checkpoint: that one is taken, newer ones are left alone."""
+    """A user may set latest.h5 to an older checkpoint: the run resumes from it and leaves newer ones alone."""
     folder = CheckpointFolder(tmp_path, keep=1)
     for step in (5, 10):
         (tmp_path / f"step-{step:08d}.h5").touch()

@@ -1,4 +1,4 @@
-"""What rank 0 reads for all: results and errors reach every rank, and nobody else opens the files."""
+"""Tests that only rank 0 opens shared files, and that its results and errors reach every rank."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def hook():
 
 @pytest.fixture
 def opened(hook):
-    """Names of the files that Python opens on this rank."""
+    """Return the names of the files that Python opens on this rank."""
     global _opened
     _opened = []
     yield _opened

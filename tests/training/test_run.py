@@ -1,4 +1,4 @@
-"""Whole runs in this process: the same curve on every grid, evaluation, and what is refused."""
+"""Tests of whole runs in this process: the same curve on every grid, evaluation, and errors."""
 
 import errno
 import json
@@ -35,7 +35,7 @@ def test_the_same_curve_on_every_grid(comm, config):
 
 @pytest.mark.mpi
 def test_resume_on_another_grid(comm, config):
-    """Stopped after 5 of 9 steps on one rank, continued on all of them."""
+    """A run stopped after 5 of 9 steps on one rank continues on all ranks."""
     folder = config.parent
     common = ["output.checkpoint_steps=5", "training.clip_norm=0.5", "optimizer.kind=adam", "output.keep=9"]
     if comm.rank == 0:
@@ -56,7 +56,7 @@ def test_resume_on_another_grid(comm, config):
 
 @pytest.mark.mpi
 def test_evaluate(comm, config):
-    """The last validation of training, on any grid; the predictions agree with the metrics."""
+    """An evaluation on any grid equals the last validation, and its predictions agree with the metrics."""
     folder = config.parent
     trained = train(config, ["training.epochs=1", f"strategy.sample={comm.size}"], comm=comm)["validation"]
     for parts in grids(comm.size, ("sample", "height", "width")):
@@ -117,7 +117,7 @@ def test_nan_before_any_checkpoint(comm, config):
 
 @pytest.mark.mpi
 def test_full_disk(comm, config, monkeypatch):
-    """All ranks stop with one line; the checkpoint before is whole."""
+    """With a full disk all ranks stop with one line; the checkpoint before is intact."""
     from halograd.training import checkpoint as module
 
     def full(file, name, arrays):
@@ -188,7 +188,7 @@ def test_another_runs_directory(comm, config):
 
 @pytest.mark.mpi
 def test_nothing_to_resume(comm, config, caplog):
-    """A batch script always says --resume: the first run begins at the beginning, and says so."""
+    """With --resume and no checkpoint, as in a batch script's first job, the run starts at step 0 with a message."""
     if comm.rank == 0:  # what a run that was killed before its first checkpoint has logged
         (config.parent / "out").mkdir()
         (config.parent / "out" / "log.jsonl").write_text('{"event": "step", "step": 1, "loss": 7.0}\n')

@@ -1,4 +1,4 @@
-"""Schedules: values computed by hand, and the same whatever steps came before."""
+"""Tests of schedules: values computed by hand, independent of earlier steps."""
 
 import math
 

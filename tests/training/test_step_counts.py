@@ -1,4 +1,4 @@
-"""How often a training step goes through CuPy, and how many kernels it launches: exactly so often."""
+"""Tests of the exact number of CuPy operations and kernel launches of a training step."""
 
 from collections import Counter
 from dataclasses import replace
@@ -15,7 +15,7 @@ MOST = 60
 
 @pytest.fixture(scope="module")
 def cuda(tmp_path_factory):
-    """The kernels, each compiled once."""
+    """Fixture: the kernels, each compiled once."""
     if compiler() is None:
         pytest.skip("needs g++ to run CUDA kernels on the CPU")
     return HostBackend(HostLauncher(tmp_path_factory.mktemp("cuda-on-the-host")))
@@ -56,7 +56,7 @@ def test_clipping_takes_three_launches(dtype, cuda):
 
 @pytest.mark.parametrize("parts", [1, 2])
 def test_launches_of_a_batch_norm(parts, cuda):
-    """Six per step, of a cut one too: sums of x, their end, y; sums of dy, their end, dx."""
+    """A batch norm, also a cut one, takes six launches: sums of x, their end, y; sums of dy, their end, dx."""
     cuda.launcher.launched.clear()
     network = NETWORKS["mesh_2k"]()
     count_step(network, cuda, {"height": parts})

@@ -1,4 +1,4 @@
-"""Training with every layer cut by itself, channels and fewer ranks included, gives the losses of one process.
+"""Tests that training with separate cuts per layer, also of channels and on fewer ranks, gives one process's losses.
 
 Thirty random strategies per network, spread over 2, 3 and 4 ranks: most where a run takes least.
 """
@@ -49,7 +49,7 @@ RATES = {"inception_v3": 1e-4}
 
 @functools.cache
 def alone(name):
-    """What one process computes."""
+    """Return the result of one process."""
     with Communicator(MPI.COMM_SELF) as comm:
         found = descend(NETWORKS[name](), comm, Strategy(), steps=STEPS, rate=RATES.get(name, RATE))
     assert np.isfinite(found.losses).all()
@@ -64,7 +64,7 @@ def check(name, comm, seed):
 
 
 def seeds(name, size):
-    """The strategies that are run on so many ranks."""
+    """Return the strategies to run on this number of ranks."""
     shares = SHARES_OF_DEEP if name in DEEP else SHARES
     first = sum(n for ranks, n in shares.items() if ranks < size)
     return range(first, first + shares[size])
@@ -76,7 +76,7 @@ def test_there_are_thirty_strategies():
 
 
 def test_strategies_cut_channels_and_leave_ranks_out():
-    """What is drawn holds what is to be tested, in every network on 4 ranks."""
+    """The drawn strategies of every network on 4 ranks include cut channels and unused ranks."""
     for name, make in NETWORKS.items():
         network = make()
         drawn = [random_strategy(network, 4, seed) for seed in range(30)]
@@ -112,7 +112,7 @@ def test_training_under_random_strategies(name):
 
 
 def metrics(comm, strategy):
-    """Scores of one batch. Collective."""
+    """Return the scores of one batch. Collective."""
     with Executor(gated(), comm, get_backend("numpy"), 4, strategy, "float64", seed=3) as executor:
         evaluation = Evaluation(executor)
         evaluation.begin()

@@ -1,4 +1,4 @@
-"""Signals, kills and ranks that hang in real jobs: each ends in time, reports the cause, and is resumed."""
+"""Tests of signals, kills and ranks that hang in real jobs: each ends in time, reports the cause, and is resumed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STEPS = 24
 
 
 def curve(folder: Path) -> tuple[dict[int, float], list[tuple]]:
-    """Losses by step, and epoch and loss of every validation."""
+    """Return the losses by step, and the epoch and loss of every validation."""
     return losses(folder), [(e["epoch"], e["loss"]) for e in read_log(folder / "log.jsonl", "validation")]
 
 
@@ -37,7 +37,7 @@ def assert_same(found: Path, wanted: Path) -> None:
 
 
 def said(stderr: str) -> list[str]:
-    """The lines of our own among those of the launcher."""
+    """Return our own lines among those of the launcher."""
     found = [line for line in stderr.splitlines() if line.startswith("halograd: ")]
     assert found, stderr
     return found
@@ -45,7 +45,7 @@ def said(stderr: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of data and configuration, with an undisturbed run of one process in `whole`."""
+    """Fixture: folder of data and configuration, with an undisturbed run of one process in `whole`."""
     folder = tmp_path_factory.mktemp("survival")
     config = write_config(folder)
     done = mpiexec(1, ["-m", "halograd", "train", config, *sets(*COMMON, f"output.directory={folder / 'whole'}")])
@@ -54,7 +54,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_signals(whole):
-    """USR1 to the launcher, then TERM twice to one rank of another cut: exit code 75, and nothing is lost."""
+    """USR1 to the launcher, then TERM twice to one rank of another cut: exit code 75, and no step is lost."""
     out = whole / "signals"
     train = ["-m", "halograd", "train", whole / "run.toml", "--resume", *sets(*COMMON, f"output.directory={out}")]
     gate = Gate(whole, 8, 0)
@@ -90,7 +90,7 @@ def test_signals(whole):
 
 @pytest.mark.parametrize("victim", [1, 0])
 def test_killed_rank(whole, victim):
-    """SIGKILL, under a launcher that sees nothing: one message, and no rank is left."""
+    """SIGKILL of a rank under a launcher that does not notice: one message, and no rank is left."""
     out = whole / f"killed{victim}"
     train = ["-m", "halograd", "train", whole / "run.toml", *sets(*COMMON, f"output.directory={out}")]
     gate = Gate(whole, 3, victim)
@@ -107,7 +107,7 @@ def test_killed_rank(whole, victim):
 
 
 def test_stopped_rank(whole):
-    """A rank that answers nobody (SIGSTOP, a node that hangs) is found by the others."""
+    """The other ranks find a rank that does not answer (SIGSTOP, a node that hangs)."""
     out = whole / "frozen"
     train = ["-m", "halograd", "train", whole / "run.toml", *sets(*COMMON, f"output.directory={out}")]
     gate = Gate(whole, 3, 2)
@@ -142,7 +142,7 @@ main(sys.argv[1:])
 
 
 def test_stalled_layer(whole):
-    """One rank hangs in a layer: the message says which, and what the others wait for."""
+    """If one rank hangs in a layer, the message names the layer, and the exchange in which the others wait."""
     script, out = whole / "hangs.py", whole / "stalled"
     script.write_text(HANGS)
     settings = sets(*COMMON, f"output.directory={out}", "strategy.height=3", "run.stall_minutes=0.03")
@@ -164,7 +164,7 @@ STALL = "run.stall_minutes=0.03"  # from when the test says so
 
 
 def assert_rank_0_is_named(size: int, stderr: str, out: Path) -> None:
-    """One line of our own says that rank 0 does not answer, and where all others wait."""
+    """Check that one line says that rank 0 does not answer, and where all others wait."""
     (line,) = [line for line in stderr.splitlines() if line.startswith("halograd: ")]
     assert line.startswith(f"halograd: rank 0 of {size} on {HOST}: no progress for 0.03 min: it does not respond")
     for rank in range(1, size):

@@ -1,4 +1,4 @@
-"""Runs in this process that are disturbed: damaged and unwritable checkpoints, signals at awkward moments."""
+"""Tests of disturbed runs in this process: damaged and unwritable checkpoints, signals at unfavourable moments."""
 
 import errno
 import json
@@ -27,7 +27,7 @@ from tests.training.cuts import assert_same, curve
 
 @pytest.fixture
 def folder(comm, config):
-    """Folder with data, a configuration, and an undisturbed run."""
+    """Fixture: folder with data, a configuration, and an undisturbed run."""
     if comm.rank == 0:
         train(config, [f"output.directory={config.parent / 'whole'}"], comm=MPI.COMM_SELF)
     comm.Barrier()
@@ -40,7 +40,7 @@ def files(folder):
 
 @pytest.mark.ranks(2)
 def test_damaged_checkpoints_are_skipped(comm, folder, caplog):
-    """The newest is truncated, the one before has a flipped bit: the third is taken, and the curve is the same."""
+    """With a truncated newest checkpoint and a flipped bit in the next, the third is taken, with the same curve."""
     train(folder / "run.toml", ["training.epochs=3", "output.checkpoint_steps=2"], comm=comm)
     before = files(folder)
     if comm.rank == 0:
@@ -71,7 +71,7 @@ def test_damaged_checkpoints_are_skipped(comm, folder, caplog):
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("transport, nodes", [("auto", 1), ("emulated:alpha=0,beta=0,node=2", 2)])
 def test_resumption_reads_each_byte_once_per_node(comm, folder, monkeypatch, transport, nodes):
-    """Looking for the newest, verifying it, and filling parameters, moments and position of all ranks."""
+    """A resumption finds, verifies and reads the newest checkpoint with one read of each byte per node."""
     train(folder / "run.toml", ["training.epochs=1"], comm=comm)
     size = (folder / "out" / "checkpoints" / "step-00000003.h5").stat().st_size
     read_all, read = chunk_file._read_all, []
@@ -89,7 +89,7 @@ def test_resumption_reads_each_byte_once_per_node(comm, folder, monkeypatch, tra
 
 @pytest.mark.ranks(2)
 def test_all_checkpoints_damaged(comm, folder):
-    """A run does not begin anew behind the user's back."""
+    """A run without an undamaged checkpoint is refused; it does not begin anew without notice."""
     train(folder / "run.toml", ["training.epochs=1"], comm=comm)
     if comm.rank == 0:
         (folder / "out" / "checkpoints" / "step-00000003.h5").write_bytes(b"")
@@ -100,7 +100,7 @@ def test_all_checkpoints_damaged(comm, folder):
 
 @pytest.mark.ranks(2)
 def test_full_disk_in_the_middle(comm, folder, monkeypatch, caplog):
-    """Older checkpoints stay, training goes on; the end says that its checkpoint could not be written."""
+    """With a full disk older checkpoints stay, and training continues; the end reports the missing checkpoint."""
 
     write, begun = checkpoint._write_arrays, []
 
@@ -123,7 +123,7 @@ def test_full_disk_in_the_middle(comm, folder, monkeypatch, caplog):
 
 @pytest.mark.ranks(2)
 def test_signal_while_validating(comm, folder, monkeypatch):
-    """The validation is left, and made from its beginning when the run goes on: once in the log."""
+    """A signal during a validation ends the run; the resumed run repeats the validation, which is logged once."""
     add, calls = Evaluation.add, []
 
     def interrupted(self):
@@ -145,7 +145,7 @@ def test_signal_while_validating(comm, folder, monkeypatch):
 
 @pytest.mark.ranks(2)
 def test_signal_before_the_first_step(comm, folder, monkeypatch):
-    """Nothing is done yet, nothing is written; the next run begins at the beginning."""
+    """A signal before the first step leaves no checkpoint; the next run begins at step 0."""
     make = Session.open.__func__
 
     def late(cls, *args, **kwargs):
@@ -164,7 +164,7 @@ def test_signal_before_the_first_step(comm, folder, monkeypatch):
 
 @pytest.mark.ranks(2)
 def test_checkpoints_by_time(comm, folder):
-    """With a step slower than the interval there is one after every step; the last few are kept."""
+    """If a step takes longer than the interval, there is a checkpoint after every step; the last few are kept."""
     settings = ["output.checkpoint_minutes=1e-9", "output.checkpoint_epochs=0", "output.keep=2", "training.epochs=2"]
     train(folder / "run.toml", settings, comm=comm)
     assert [e["step"] for e in read_log(folder / "out" / "log.jsonl", "checkpoint")] == [1, 2, 3, 4, 5, 6]
@@ -173,7 +173,7 @@ def test_checkpoints_by_time(comm, folder):
 
 @pytest.mark.ranks(1, 2)
 def test_another_run_in_the_directory(comm, folder, monkeypatch, caplog):
-    """A second run is refused on all ranks and leaves everything as it is; readers are not; a requeued job goes on."""
+    """A second run in a directory is refused on all ranks without effect; readers and requeued jobs are allowed."""
     for name in directory_of_run._JOBS:
         monkeypatch.delenv(name, raising=False)
     train(folder / "run.toml", ["training.epochs=1"], comm=comm)
@@ -226,7 +226,7 @@ def test_evaluation_of_a_run_that_goes_on(comm, folder, monkeypatch):
 
 @pytest.mark.ranks(1, 2)
 def test_a_run_that_was_taken_over_ends(comm, folder, monkeypatch):
-    """It finds out before it writes its next checkpoint; that of the other run stays as it is."""
+    """A run that lost its directory ends before its next checkpoint; the other run's checkpoint stays."""
     step = Trainer.step
 
     def taken(self):

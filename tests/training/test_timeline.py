@@ -1,4 +1,4 @@
-"""Timelines and step times: sums, bounded memory, overlap (Eq. 11), trace files, times of layers."""
+"""Tests of timelines and step times: sums, bounded memory, overlap (Eq. 11), trace files, times of layers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def example(rank=0):
 
 
 def test_overlap_ratio():
-    """Communications of 10 and 30 ms, of which 2 and 6 ms blocked: 80 % of each and of both are hidden."""
+    """Of communications of 10 and 30 ms, 2 and 6 ms block: the overlap is 80 % of each and of both."""
     timeline = example()
     assert timeline.overlap("halo") == pytest.approx(80.0)
     assert timeline.overlap("allreduce") == pytest.approx(80.0)
@@ -84,7 +84,7 @@ def test_merge(tmp_path):
 
 
 def check_trace(folder, ranks):
-    """One valid file and nothing beside it; the rows of every rank."""
+    """Check that there is one valid file and no other, with the rows of every rank."""
     assert [p.name for p in folder.iterdir()] == ["trace.json"]
     events = json.loads((folder / "trace.json").read_text())["traceEvents"]
     rows = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
@@ -133,7 +133,7 @@ def test_no_folder(comm, tmp_path):
 
 
 def test_nothing_travels_on_one_rank():
-    """Sums over one rank are no communication, of which something would be hidden."""
+    """Sums over one rank do not count as communication that could overlap."""
     timeline = Timeline(alone=True)
     for category in ("forward", "communication", "wait"):
         timeline.span("halo: conv", category, 0.0, 1.0)
@@ -144,7 +144,7 @@ NAMES = ("conv", "conv->sample=2", "dense")  # the second is a redistribution
 
 
 def executor():
-    """All that is looked at of an executor: its steps, and which of them are layers of the network."""
+    """Return a stub of an executor with its steps, and the steps that are layers of the network."""
     steps = [SimpleNamespace(name=name) for name in NAMES]
     return SimpleNamespace(
         finish_spans=lambda: None, steps=steps, network=SimpleNamespace(layers={"conv": None, "dense": None})
@@ -152,7 +152,7 @@ def executor():
 
 
 def run(first: int, last: int, paused: bool = True):
-    """A run in which step number n takes n + 1 s in the layers; the steps that were measured, and the result."""
+    """Run steps of which number n takes n + 1 s in the layers; return the measured steps and the result."""
     timeline = Timeline()
     timeline.paused = paused
     times = StepTimes(executor(), timeline, first, last)

@@ -1,4 +1,4 @@
-"""The training step: plain formulas on one process, clipping against torch, NaN on any rank, and errors."""
+"""Tests of the training step: plain formulas on one process, clipping against torch, NaN on any rank, and errors."""
 
 import numpy as np
 import pytest
@@ -72,7 +72,7 @@ def fill(executor, step):
 
 
 def reference(clip):
-    """Losses and parameters of plain momentum on one process."""
+    """Return losses and parameters of plain momentum on one process."""
     losses, velocity = [], {}
     with (
         Communicator(MPI.COMM_SELF) as alone,
@@ -95,7 +95,7 @@ def reference(clip):
 @pytest.mark.mpi
 @pytest.mark.parametrize("clip", [None, 0.05])
 def test_steps(comm, clip):
-    """Losses and parameters on every grid; updates that wait for the next step included."""
+    """Losses and parameters are those of one process on every grid, with updates that wait for the next step."""
     losses, params = reference(clip)
     with Communicator(comm) as ranks:
         for parts in grids(ranks.size, ("sample", "height", "width")):
@@ -123,7 +123,7 @@ BAD = {
 @pytest.mark.mpi
 @pytest.mark.parametrize("case", BAD)
 def test_diverged(comm, case):
-    """A loss or gradient that is not finite stops all ranks before it gets into the parameters."""
+    """A loss or gradient that is not finite stops all ranks before it changes the parameters."""
     name, value, clip, message = BAD[case]
     with Communicator(comm) as ranks, Executor(network(), ranks, get_backend("numpy"), BATCH) as executor:
         trainer = Trainer(executor, SGD(executor.store), Constant(0.1), clip)
@@ -179,7 +179,7 @@ def around(middle):
 @pytest.mark.parametrize("backend", ["numpy", "onednn"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_one_pixel_of_the_input(comm, name, backend, training):
-    """The loss is NaN; a step is given up, and the parameters stay as they are."""
+    """With one NaN in the input the loss is NaN; the step is skipped, and the parameters stay."""
     built = around(LAYERS[name])
     with (
         Communicator(comm) as ranks,

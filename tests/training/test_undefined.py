@@ -1,4 +1,5 @@
-"""Validations that judge nothing: no position counts, no positive, all of one class; which of them choose the best."""
+"""Tests of validations with undefined scores: no position that counts, no positive, a single class; and the best one.
+"""
 
 import h5py
 import numpy as np
@@ -92,7 +93,7 @@ def test_a_term_of_nothing_leaves_the_others(comm, name):
 
 
 def test_what_counts_say_of_targets():
-    """Two classes without the second one define its scores by no prediction; more classes: those that there are."""
+    """Scores of two classes are undefined without the second one; scores of more classes use the existing ones."""
     pair, several, errors = Confusion(2), Confusion(3), Errors()
     for counter in (pair, several, errors):
         assert counter.empty and counter.lacking().startswith("no position counts")
@@ -176,7 +177,7 @@ def test_a_score_that_is_never_defined(comm, config, caplog, monkeypatch):
 
 @pytest.mark.ranks(2, 4)
 def test_ranks_without_positives_do_not_matter(comm, config):
-    """All positives are in the upper rows: of the blocks in height one has them all."""
+    """Scores are defined if all positives are in the upper rows, in the block of one rank."""
 
     def upper(mask):
         mask[:, EDGE // comm.size :] = 0

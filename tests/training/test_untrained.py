@@ -1,4 +1,4 @@
-"""Parameters that the loss does not depend on; and gradients that begin with whatever is in memory."""
+"""Tests of parameters that the loss does not depend on, and of gradient arrays with arbitrary initial values."""
 
 import contextlib
 
@@ -36,7 +36,7 @@ SCHEMES = [
 
 
 def network():
-    """Beside the loss a branch with parameters of all kinds, one layer of which comes first among the dense ones."""
+    """Return a network with a branch outside the loss that has all kinds of parameters, before other dense layers."""
     x = hg.Input(SHAPE, "x")
     y = hg.Conv(3, 3, padding=1, name="conv")(x)
     dense2 = hg.Dense(6, name="dense2")(hg.Flatten(name="flat")(x))
@@ -59,7 +59,8 @@ def training(comm, strategy, dtype="float32"):
 
 
 def train(trainer, litter):
-    """This rank's parameters after some steps, before each of which the gradients hold `litter`. Collective."""
+    """Return this rank's parameters after some steps, before each of which gradients are set to `litter`. Collective.
+    """
     executor = trainer.executor
     for step in range(STEPS):
         trainer.settle()
@@ -79,7 +80,7 @@ def is_left_out(name):
 @pytest.mark.mpi
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda s: "-".join(map(str, s.values())))
 def test_what_was_in_the_gradients_before_has_no_part(scheme):
-    """Under every cut, ranks without elements included: the steps of one process that begin with zeros."""
+    """Steps do not depend on the gradients' initial values, under every cut, also on ranks without elements."""
     with Communicator(MPI.COMM_SELF) as alone, training(alone, Strategy()) as trainer:
         whole = train(trainer, 0.0)
     # A sum in bfloat16 has 8 bits.

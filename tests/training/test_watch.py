@@ -1,4 +1,4 @@
-"""What ranks do when others are dead or do not move: all ranks of a job in this process, with a clock of their own."""
+"""Tests of the watchdog with dead or stalled ranks: all ranks of a job in this process, with a clock of their own."""
 
 import re
 from collections import deque
@@ -16,7 +16,7 @@ CUT_OFF = TURN * (FANOUT + 2)  # for ranks behind a frozen one to give up
 
 
 class Rank:
-    """One rank: its station, and what it has received and not looked at."""
+    """One rank: its station, and its unread messages."""
 
     def __init__(self, job, rank):
         self.job, self.rank, self.inbox, self.moves, self.alive, self.frozen = job, rank, deque(), 0, True, False
@@ -38,7 +38,7 @@ class Rank:
         self.job.logged.append((self.rank, rank, cause))
 
     def end(self):
-        """A launcher that sees the end of a rank would end all others now; this one sees nothing."""
+        """End the rank; other than a launcher, this does not end the others."""
         self.leave()
 
     def leave(self):
@@ -46,7 +46,7 @@ class Rank:
 
 
 class Job:
-    """Ranks whose messages arrive at once, unless they are frozen, and whose main threads move on every tick."""
+    """Ranks whose messages arrive at once, unless they are frozen, and whose main threads progress at every tick."""
 
     def __init__(self, size, per_node=3, fanout=FANOUT, patience=PATIENCE):
         self.tree = Tree([f"n{rank // per_node}" for rank in range(size)], fanout)
@@ -63,7 +63,7 @@ class Job:
         return [rank.rank for rank in self.ranks if rank.alive]
 
     def kill(self, rank, cause="killed"):
-        """End a process; the kernel closes its connections."""
+        """Kill a process; the kernel closes its connections."""
         self.ranks[rank].alive = False
         for other in self.joined[rank]:
             self.ranks[other].inbox.append(("ended", rank, cause))
@@ -95,7 +95,7 @@ class Job:
                     self.watches[rank.rank].tick()
 
     def assert_said(self, speaker, rank, cause):
-        """One rank has spoken, once, and all that are not frozen are gone."""
+        """Check that one rank has printed one message, and that all ranks but frozen ones have ended."""
         ((mouth, culprit, text),) = self.said
         assert (mouth, culprit) == (speaker, rank) and cause in text
         assert self.logged == self.said
@@ -115,7 +115,7 @@ def test_nothing_is_sent_while_all_is_well(size):
 
 @pytest.mark.parametrize("size", SIZES)
 def test_a_frozen_rank_is_named(size):
-    """Whichever it is; the first head that is not frozen says so, once, and where the others wait."""
+    """The first head that is not frozen names any frozen rank once, and the exchange in which the others wait."""
     for victim in range(size):
         job = Job(size)
         job.run(10)
@@ -137,7 +137,7 @@ def test_when_a_frozen_rank_0_is_reported():
 
 
 def test_ranks_that_stall_one_after_the_other():
-    """Those that report later do not begin the round again."""
+    """Later reports of stalls do not restart the round of questions."""
     job = Job(40)
     job.freeze(0)
     for rank in range(1, 40):
@@ -152,7 +152,7 @@ def test_ranks_that_stall_one_after_the_other():
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_frozen_heads(count):
-    """The first head that is left speaks; without any, a rank cannot know of the others."""
+    """The first live head prints the message; without a head a rank cannot know of the others."""
     job = Job(11)
     heads = job.tree.order[:3]
     job.freeze(*heads[:count])
@@ -164,7 +164,7 @@ def test_frozen_heads(count):
 
 
 def test_a_head_that_wakes_up_while_it_is_asked():
-    """Its own question, and that of the next head, do not lead to two messages."""
+    """A head that resumes during a question causes no second message."""
     for after in range(int((TURN + ANSWERS) / TICK) - 1):
         job = Job(11)
         job.freeze(0)
@@ -176,7 +176,7 @@ def test_a_head_that_wakes_up_while_it_is_asked():
 
 
 def test_a_rank_that_waits_for_none_is_named():
-    """All answer: the one that is in no exchange holds up the others."""
+    """If all ranks answer, the rank outside any exchange delays the others."""
     job = Job(11)
     job.run(5)
     job.moving = False
@@ -187,7 +187,7 @@ def test_a_rank_that_waits_for_none_is_named():
 
 @pytest.mark.parametrize("hours", [0.02, 1, 48])
 def test_a_suspended_job(hours):
-    """All processes are stopped, and continued later, some a little earlier: nothing is reported."""
+    """A job whose processes are all stopped and continued later, some a little earlier, causes no report."""
     job = Job(11)
     job.run(10.1)
     job.moving = False  # in a kernel that takes long
@@ -223,7 +223,7 @@ def test_no_limit():
 
 
 def test_ranks_that_are_not_watched_yet():
-    """Planning and building take as long as they take."""
+    """Planning and building have no time limit."""
     job = Job(4)
     job.watched = job.moving = False
     job.run(3 * PATIENCE)
@@ -232,7 +232,7 @@ def test_ranks_that_are_not_watched_yet():
 
 @pytest.mark.parametrize("size", SIZES)
 def test_a_killed_rank_is_named(size):
-    """Whichever it is: one message at once, and no rank is left, even if the launcher ends none of them."""
+    """A killed rank causes one message at once, and no rank is left, even if the launcher ends none."""
     for victim in range(size):
         job = Job(size)
         job.run(10)
@@ -244,7 +244,7 @@ def test_a_killed_rank_is_named(size):
 
 
 def test_a_node_with_several_heads_is_killed():
-    """All ranks of a node at once: one message names one of them."""
+    """If all ranks of a node are killed at once, one message names one of them."""
     for node in range(4):
         job = Job(11)
         victims = [rank for rank, host in enumerate(job.tree.hosts) if host == f"n{node}"]
@@ -266,7 +266,7 @@ def test_a_killed_rank_while_rank_0_is_frozen():
 
 @pytest.mark.parametrize("rank", [0, 1, 3, 10])
 def test_a_rank_with_an_error_of_its_own(rank):
-    """It says why itself. The first head logs it; all ranks that are left after a while end themselves."""
+    """A rank with an error prints it. The first head logs it; all remaining ranks end themselves after a while."""
     job = Job(11)
     job.run(10)
     job.watches[rank].dying("ValueError: x", True)
@@ -287,7 +287,7 @@ def test_an_error_that_is_not_logged():
 
 
 def test_ranks_that_have_left_are_not_blamed():
-    """Neither they nor those that only they could reach; a rank that stays alone blames itself."""
+    """Ranks that have left, or that only they could reach, are not named; a rank left alone names itself."""
     job = Job(11)
     job.run(10)
     for rank in range(10, 0, -1):
@@ -300,7 +300,7 @@ def test_ranks_that_have_left_are_not_blamed():
 
 
 def test_leaving_with_some_still_there():
-    """An interior rank has left; the others hang. Rank 0 blames neither it nor those behind it (which end alone)."""
+    """If an inner rank has left and others hang, rank 0 names neither it nor the ranks behind it (which end alone)."""
     job = Job(40)
     job.run(10)
     far = [rank for rank in job.tree.order if rank and rank not in job.joined[0]]
@@ -315,7 +315,7 @@ def test_leaving_with_some_still_there():
 
 
 def test_a_rank_that_cannot_reach_any():
-    """It speaks for itself; neither side blames the other."""
+    """A rank without connections reports itself; neither side names the other."""
     job = Job(4)
     for rank in range(3):
         job.joined[rank].discard(3)

@@ -1,4 +1,4 @@
-"""Weights of positions and samples from files: under every cut as in one process, varied, reduced, checked, judged."""
+"""Tests of weights of positions and samples from files: as in one process under every cut, augmented, checked."""
 
 import logging
 
@@ -88,7 +88,7 @@ def test_weights_that_are_none_are_refused(comm, config, change, message):
 
 @pytest.mark.ranks(1)
 def test_weights_of_0_are_worth_a_warning(comm, config, caplog):
-    """Other constant weights are not; nor are they how large the targets are."""
+    """Weights that are all 0 cause a warning; other constant weights, and the size of targets, do not."""
     with h5py.File("data.h5", "r+") as file:
         file["valid"][...], file["share"][...], file["rows"][...] = 0, 1, 1e9
     with caplog.at_level(logging.WARNING):
