@@ -232,7 +232,7 @@ def _way_back(graph: dict[str, dict[str, tuple[str, int]]], first: str, counted:
     return []
 
 
-@pytest.mark.parametrize("mode", WHEN[:2])
+@pytest.mark.parametrize("mode", WHEN)
 def test_no_modules_import_each_other(mode):
     """There are no cycles when modules are loaded, in functions, or for a type checker; shared code is below both
     modules.

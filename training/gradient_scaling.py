@@ -10,15 +10,12 @@ import numpy as np
 from halograd.errors import UserError
 
 from ..device import Ticket
-from ..kernels import Kernel
-from .pass_loss import FetchedNumber, PendingLoss
 
 if TYPE_CHECKING:
     from ..comm import Communicator, Reduction
     from .memory import Memory
-    from .store import Bucket, ParameterStore
 
-__all__ = ["Clip", "GradientCheck", "LossScale"]
+__all__ = ["GradientCheck", "LossScale"]
 
 INITIAL, GROWTH, BACKOFF, INTERVAL = 2.0**16, 2.0, 0.5, 2000
 #: So many consecutive steps are skipped at a scale of 1: then the gradients themselves are not finite.
@@ -147,74 +144,3 @@ class LossScale:
         for item in (self._find, self._adapt, self._sum):
             if item is not None:
                 item.close()
-
-
-class Clip:
-    """Clipping of gradients by their global norm, computed where the gradients are, without a wait. Collective.
-
-    The factor is ``min(1, max_norm / (norm + 1e-6))`` as in torch.nn.utils.clip_grad_norm_. It is an argument of
-    ``Optimizer.begin_step``, so it costs no pass over the gradients. The norm needs every gradient, so the sums of
-    gradients are no longer hidden behind the next forward pass.
-
-    Parameters
-    ----------
-    store
-        Store of the gradients.
-    comm
-        Ranks that share them.
-    max_norm
-        Norm above which gradients are scaled down to it.
-
-    Attributes
-    ----------
-    norm
-        Global norm in the last step; None before the first.
-    factor
-        Factor on the gradients of this step, float64 ``(1,)`` where they are.
-    """
-
-    def __init__(self, store: ParameterStore, comm: Communicator, max_norm: float) -> None:
-        device, kernels = store.memory.device, store.memory.kernels
-        self._store = store
-        self._square, self._norm, self.factor = (device.zeros((1,), np.float64) for _ in range(3))
-        self._fetched = FetchedNumber(device)
-        local = store.whole and not store.scheme.kind.shards
-        self._sum = None if local else comm.reduction(self._square, kind="norm")
-        inverse = None if store.loss_scale is None else store.loss_scale.inverse
-        self._clip: Kernel = kernels.clip(self._square, inverse, max_norm, self._norm, self.factor)
-        self._squares: Kernel | None = None
-        self.bind()
-        self.norm: PendingLoss | None = None
-
-    def bind(self) -> None:
-        """Make the kernel for the present buckets of the store. Local."""
-        store = self._store
-        if self._squares is not None:
-            self._squares.close()
-        terms = [(b.grads[store.owned(b)], self._holders(b)) for b in store.buckets]
-        self._squares = store.memory.kernels.sum_of_squares(terms, self._square)
-
-    def _holders(self, bucket: Bucket) -> int:
-        """Return by how many ranks a square is counted: a block by all that hold it, a shard by its owner only."""
-        return 1 if self._sum is None or self._store.is_sharded(bucket) else bucket.holders.members_each
-
-    @property
-    def over_ranks(self) -> bool:
-        """Whether the ranks sum the squares of their gradients."""
-        return self._sum is not None
-
-    def measure(self) -> None:
-        """Compute the norm and the factor from summed gradients. Collective.
-
-        On a device the host knows `norm` one step later, as it does a loss.
-        """
-        assert self._squares is not None
-        self._squares()
-        if self._sum is not None:
-            self._sum.run()
-        self._clip()
-        if self.norm is not None and self.norm.value is None:
-            self.norm.value = self._fetched.read()
-        self._fetched.put(self._norm)
-        self._fetched.fetch()
-        self.norm = PendingLoss(self._fetched.read)

@@ -10,16 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 from halograd.errors import UserError
 
 from ..comm import Communicator
 from ..device import Device, DeviceGraph
 from ..program.recording import Item, Section, apart, sections
-
-if TYPE_CHECKING:
-    from .executor import Executor
+from .compiled import Compiled
 
 __all__ = ["GraphedPass", "check_graph", "drop", "graphed_passes"]
 
@@ -132,7 +129,7 @@ def _apart_anywhere(comm: Communicator, items: Sequence[Item]) -> set[int]:
             return found
 
 
-def graphed_passes(executor: Executor) -> tuple[GraphedPass, GraphedPass]:
+def graphed_passes(executor: Compiled) -> tuple[GraphedPass, GraphedPass]:
     """Create forward and backward of training steps, with the calls of the reducer between graphs. Collective."""
     reducer, program, runner = executor.reducer, executor.program, executor.runner
     assert reducer is not None
@@ -158,7 +155,7 @@ def graphed_passes(executor: Executor) -> tuple[GraphedPass, GraphedPass]:
     return _pass(executor, forward, "forward"), _pass(executor, backward, "backward")
 
 
-def _pass(executor: Executor, items: list[Item], phase: str) -> GraphedPass:
+def _pass(executor: Compiled, items: list[Item], phase: str) -> GraphedPass:
     prepare = getattr(executor.kernels, "before_capture", None)
     return GraphedPass(executor.comm, executor.device, items, partial(executor.pulse.at, phase), prepare)
 

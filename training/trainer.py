@@ -16,8 +16,9 @@ from halograd.errors import UserError
 from ..comm.errors import mark_agreed
 from ..layers.reduction_scheme import Scheme
 from .auto_reduction import AutoReduction, Tuning
+from .clipping import Clip
 from .executor import Executor
-from .gradient_scaling import Clip, GradientCheck
+from .gradient_scaling import GradientCheck
 from .optimizers import Optimizer
 from .pass_loss import PendingLoss, mean_of
 from .reduction import Reducer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,10 +17,8 @@ from ..device import Ticket, is_low
 from ..dtensor import Box, End, Exchange, Layout
 from ..layers import Network
 from ..lowering.views import Value
+from .compiled import Compiled
 from .memory import Memory
-
-if TYPE_CHECKING:
-    from .executor import Executor
 
 __all__ = ["DeviceFeed", "Gather", "block_of", "check_name", "name_of"]
 
@@ -200,7 +198,7 @@ class Gather:
         same on all ranks.
     """
 
-    def __init__(self, executor: Executor, names: Sequence[str] = (), gradients: Sequence[str] = ()) -> None:
+    def __init__(self, executor: Compiled, names: Sequence[str] = (), gradients: Sequence[str] = ()) -> None:
         values = [(_output(executor, name), False) for name in names]
         values += [(_gradient(executor, name), True) for name in gradients]
         self._device, self._is_root = executor.device, executor.comm.rank == 0
@@ -226,7 +224,7 @@ class Gather:
             exchange.close()
 
 
-def _output(executor: Executor, name: str) -> Value:
+def _output(executor: Compiled, name: str) -> Value:
     network, node = executor.network, name_of(executor.network, name)
     if executor.loss is not None and node == network.names[network.outputs["loss"]]:
         raise UserError(f"gather(): {name!r} is the loss, a number and no array; call loss_value()")
@@ -239,7 +237,7 @@ def _output(executor: Executor, name: str) -> Value:
     )
 
 
-def _gradient(executor: Executor, name: str) -> Value:
+def _gradient(executor: Compiled, name: str) -> Value:
     node = name_of(executor.network, name)
     value = executor.values.get(node)
     if node in executor.probed and value is not None and value.gradient is not None:

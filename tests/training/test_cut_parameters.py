@@ -12,8 +12,8 @@ from halograd.errors import UserError
 from halograd.kernels import get_backend
 from halograd.layers.strategy import Strategy
 from halograd.training.checkpoint import Snapshot, TrainingProgress, read_checkpoint, write_checkpoint
+from halograd.training.clipping import Clip
 from halograd.training.executor import Executor
-from halograd.training.gradient_scaling import Clip
 from halograd.training.optimizers import LARS, SGD, AdamW
 from halograd.training.schedules import Constant
 from halograd.training.trainer import Diverged, Trainer

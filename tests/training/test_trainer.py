@@ -10,8 +10,8 @@ from halograd.comm import Communicator
 from halograd.kernels import get_backend
 from halograd.layers.strategy import Strategy
 from halograd.testing import grids, random_array
+from halograd.training.clipping import Clip
 from halograd.training.executor import Executor
-from halograd.training.gradient_scaling import Clip
 from halograd.training.optimizers import SGD
 from halograd.training.schedules import Constant, StepDecay
 from halograd.training.trainer import Diverged, Trainer
