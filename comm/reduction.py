@@ -165,7 +165,7 @@ class ReductionSpec:
 
     @property
     def sum(self) -> Method:
-        """What the method is with this codec."""
+        """Method of the sum with its codec."""
         return carrying(self.method, self.codec)
 
 

@@ -380,7 +380,7 @@ class _BatchNormKernel:
 
 
 class _SumNormKernel(_BatchNormKernel):
-    """With another input and an activation: what this was given does not follow from x, so backward reads y."""
+    """Kernel with another input and an activation, whose input does not follow from x, so that backward reads y."""
 
     @reads("y", "x", "dy", "gamma", "beta", "mean", "var")
     @writes("dx", "dresidual", "dgamma", "dbeta", "sums")

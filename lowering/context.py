@@ -57,19 +57,20 @@ class LoweredStep(Protocol):
 
 @dataclass(frozen=True)
 class Lowered:
-    """What a layer has lowered itself to, besides the operations of its forward pass.
+    """Functions that lower a layer's operations other than those of its forward pass.
 
     The functions add operations to the context of the layer, when they are called; None: there is nothing to add.
 
     Attributes
     ----------
     backward
-        Adds the backward pass. Called when the gradient of the output has its place.
+        Adds the backward pass. It is called when the gradient of the output has its place.
     finish
-        Adds what finishes the output, where other layers may compute in between. Called before the first of them that
-        reads it.
+        Adds the operations that finish the output if other layers may compute in between. It is called before the first
+        layer that reads the output.
     finish_backward
-        Adds what finishes the gradients of the inputs, as `finish`. Called after `backward`, if that was called.
+        Adds the operations that finish the gradients of the inputs, as `finish` does. It is called after `backward`, if
+        that was called.
     loss
         View of the value, float64 ``(1,)``, of a loss.
     terms
@@ -435,7 +436,7 @@ class Gathered:
         self._context.start(self.exchange)
 
     def finish(self) -> None:
-        """Add its finish."""
+        """Add the finish of the exchange."""
         self._context.finish(self.exchange)
 
     def run(self) -> Gathered:

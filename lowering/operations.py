@@ -115,7 +115,7 @@ class Sum:
 
     @property
     def algorithm(self) -> Method:
-        """What the method is with this codec."""
+        """Method of the sum with its codec."""
         return carrying(self.method, self.codec)
 
 

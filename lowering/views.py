@@ -102,7 +102,7 @@ class View(NamedTuple):
 
     @property
     def packed_but_for_channels(self) -> bool:
-        """Whether it would be packed with all channels of the buffer, which may have more channels than the view."""
+        """Whether the view would be packed if it had all channels of the buffer, which may have more channels."""
         channels = self.buffer.shape[-1]
         return self.form is None and View(self.buffer, self.start, (*self.extent[:-1], channels)).packed
 

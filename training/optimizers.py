@@ -405,9 +405,9 @@ class Adam(Optimizer):
         beta1: Below1 = 0.9
         """Decay of the mean of gradients."""
         beta2: Below1 = 0.999
-        """Decay of the mean of their squares."""
+        """Decay of the mean of squared gradients."""
         epsilon: Annotated[Positive, Field(le=1)] = 1e-8
-        """What is added to the root of the latter."""
+        """Number that is added to the root of the mean of squares."""
         weight_decay: NotNegative = 0.0
         """Share of a parameter that adam adds to its gradient; adamw subtracts it from the parameter, times the
         learning rate. Biases and norms do not decay."""

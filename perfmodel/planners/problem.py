@@ -257,10 +257,10 @@ class NoneFits(UserError):
 
 
 class PlanSearch(Protocol):
-    """What can be simulated for a plan; see :mod:`halograd.perfmodel.predict`."""
+    """Protocol of the simulations for a plan; see :mod:`halograd.perfmodel.predict`."""
 
     def explore(self, planner: Planner) -> NoneFits | None:
-        """Simulate the choices of a planner, what improves them, the baselines and the grids."""
+        """Simulate the choices of a planner, their improvements, the baselines and the grids."""
 
     def compare(self, name: str, cut: Callable[..., Any]) -> None:
         """Simulate a strategy: ``cut(network, batch, ranks, bucket_bytes)``."""
@@ -270,19 +270,19 @@ class PlanSearch(Protocol):
 
 
 class Chooser(ABC):
-    """What ``strategy.planner`` and ``--planner`` name: it decides what is simulated; the fastest that fits is the
-    plan.
+    """Base class of the choices of ``strategy.planner`` and ``--planner``: a chooser decides which strategies to
+    simulate, and the fastest that fits is the plan.
 
-    A class of the user derives from :class:`Planner`, or from :class:`halograd.perfmodel.cuts.Baseline`.
+    A user's class derives from :class:`Planner`, or from :class:`halograd.perfmodel.cuts.Baseline`.
     """
 
     name: ClassVar[str]
-    #: Whether it compares its choices with the baselines and the grids; a run then also tries those that are near.
+    #: Whether the chooser compares its choices with the baselines and the grids; a run then also tries close ones.
     searches: ClassVar[bool] = False
 
     @abstractmethod
     def look(self, search: PlanSearch) -> NoneFits | None:
-        """Simulate what belongs to it, and return the error where it finds nothing."""
+        """Simulate the strategies of this chooser; return the error if none fits."""
 
 
 class Planner(Chooser):

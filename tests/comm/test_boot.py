@@ -63,7 +63,9 @@ def test_an_exception_on_one_rank_ends_the_job_with_its_traceback():
 
 @pytest.mark.parametrize("attempt", range(4))
 def test_the_code_of_an_abort_reaches_the_launcher(attempt):
-    """This includes an abort of a clone, for which MPICH's mpiexec may see the following kills first."""
+    """The code of an abort reaches the launcher, also from a clone, where MPICH's mpiexec may see the later kills
+    first.
+    """
     body = "import time; from halograd.comm.ending import end\nmine = world.Dup()\n"
     body += "if mine.rank == 1: end(mine, 130)\ntime.sleep(60)"
     assert run(body)[0] == 130

@@ -16,7 +16,7 @@ def draw(count, seed=0):
 
 
 def rounded(values, error=None):
-    """What summands become on their way: the stages of one rank."""
+    """Return the summands after the stages of one rank: encoding, and decoding of its own message."""
     encoding = Encoding(BFloat16(), values.dtype, [slice(0, values.size)])
     wire, out = np.zeros(values.size, np.uint16), np.full(values.size, np.nan, np.float32)
     if error is not None:

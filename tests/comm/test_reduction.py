@@ -98,7 +98,7 @@ def test_buffers_must_be_alike(communicator):
 @over_mpi
 @pytest.mark.mpi(min_size=2)
 def test_a_fault_on_the_progress_thread_is_raised_by_finish(communicator):
-    """Other active reductions, and later ones, are not affected."""
+    """An error on the progress thread is raised by `finish` of its reduction, and affects no other reduction."""
     bad, good = communicator.reduction(np.ones(20_000), name="bucket 7"), communicator.reduction(np.ones(20_000))
     poll, polled = bad._plan.operation.poll, []
 

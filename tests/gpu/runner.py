@@ -277,5 +277,5 @@ def _ending(code: int) -> str:
 
 
 def _die_with_parent() -> None:
-    """In the child: end when the runner does, even if that was killed."""
+    """End this child process when the runner ends, even if the runner is killed."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)

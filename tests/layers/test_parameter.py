@@ -137,7 +137,7 @@ def test_block_channels_are_whole_blocks_of_the_output(channels, data):
 
 
 def test_grouped_convolutions_are_whole():
-    """Their weights have fewer input channels than the input, so they are not cut."""
+    """Weights of grouped convolutions have fewer input channels than the input, so they are not cut."""
     net = Network(Conv(4, 3, groups=2, name="conv")(Input((5, 5, 4), "x")))
     blocks = parameter_blocks(net, Strategy({"sample": 3}), 3)
     assert blocks["conv/w"].whole and blocks["conv/b"].whole

@@ -195,7 +195,7 @@ def _of_others(p):
 # ---------------------------------------------------------------------- layers that are no kernel
 @EVERYWHERE
 def test_softmax(backend, dtype):
-    """The loss gives the gradient of one probability."""
+    """The loss is one probability, so that the gradient is that of a single output of the softmax."""
     x = margins(dtype)
     for of in range(3):
         _, y, dx, _ = in_a_network(hg.Softmax(), x, backend, dtype, gradient=np.eye(3)[of])
@@ -208,7 +208,7 @@ def test_softmax(backend, dtype):
 
 @EVERYWHERE
 def test_log_softmax(backend, dtype):
-    """The loss gives the gradient of one logarithm."""
+    """The loss is one logarithm, so that the gradient is that of a single output."""
     x = margins(dtype)
     for of in range(3):
         _, y, dx, _ = in_a_network(hg.LogSoftmax(), x, backend, dtype, gradient=np.eye(3)[of])

@@ -113,7 +113,9 @@ def test_a_machine_is_measured_and_saved(comm, tmp_path):
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("node", [1, 2])
 def test_a_machine_with_an_emulated_network_is_measured_node_by_node(comm, node, clock):
-    """The network is between nodes, without packing, which the model adds. Within nodes there is shared memory."""
+    """The emulated network between nodes is measured without packing, which the model adds; within nodes memory is
+    shared.
+    """
     alpha, transport = 1e-3, f"emulated:alpha=1e-3,beta=1e-8,node={node}"
     with Communicator(comm, transport) as ranks, get_backend("numpy") as kernels:
         found = measure_machine(ranks, kernels, "mine").with_overheads(0.0, 0.0)

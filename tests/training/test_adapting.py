@@ -140,7 +140,8 @@ def test_order_of_axes(trained):
 
 @pytest.mark.parametrize("signature", ["resolution=16", "resolution=(16, 16)", "edge=16"])
 def test_networks_of_the_user(working, signature):
-    """Their samples may have any size if the function has an option `resolution`; else it is set by hand."""
+    """Samples of a user's network may have any size if its function has an option `resolution`; else the user sets it.
+    """
     follows = signature.startswith("resolution")
     body = NET.replace("SIGNATURE", signature)
     line = "    edge = resolution if isinstance(resolution, int) else resolution[0]\n" if follows else ""
@@ -176,7 +177,7 @@ def test_networks_of_one_size(working):
 
 
 def test_windows_stay_windows(trained):
-    """Evaluation takes the middle window of cropped samples, `apply` whole samples."""
+    """Evaluation uses the middle window of cropped samples, `apply` whole samples."""
     crop = ["data.path=large.h5", "data.augment={crop = true}", "output.directory=crop"]
     train("run.toml", ["training.epochs=1", "training.batch=2", *crop], comm=MPI.COMM_SELF)
     evaluate("crop", ["training.batch=1"], "all", "judged.h5", MPI.COMM_SELF)

@@ -121,7 +121,7 @@ def test_splits_that_the_data_do_not_allow(comm, config):
 
 @pytest.mark.ranks(1, 2)
 def test_a_run_of_an_older_order_goes_on_by_a_list(comm, config):
-    """Names were sorted as text: 10 before 2. Samples that were held out then stay so, or the run is refused."""
+    """Older versions sorted names as text, 10 before 2: a resumed run keeps the held-out samples, or is refused."""
     folder, names = config.parent / "parts", ("run1.h5", "run10.h5", "run2.h5", "run3.h5")
     if comm.rank == 0:
         for number, name in reversed(list(enumerate(names))):

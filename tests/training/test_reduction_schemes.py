@@ -185,7 +185,7 @@ def off(comm, rate, **settings):
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("transport", ["mpi", "shared"])
 def test_bfloat16_with_error_feedback_stays_near_one_process(transport):
-    """What is not fed back yet is one rounding of the summands and one of their sum, each by 2^-8 of a gradient; with
+    """The error is one rounding of the summands and one of their sum, each of 2^-8 of a gradient, before feedback; with
     momentum 0.5 it counts twice in the end. Gradients are below 1.5 in the last steps. The rate is one at which the
     training is smooth: at a kink, small differences grow.
     """

@@ -136,7 +136,9 @@ def _snapshot(seed):
 
 @pytest.mark.ranks(1, 2)
 def test_damage_that_is_met_when_arrays_are_read(path):
-    """Where not all is verified at once, what is read is, and nothing was changed before."""
+    """If a file is not verified at once, its arrays are verified when they are read, before any change of the
+    parameters.
+    """
     if MPI.COMM_WORLD.rank == 0:
         data = bytearray(path.read_bytes())
         with h5py.File(path) as file:

@@ -124,7 +124,7 @@ def metrics(comm, strategy):
 
 @pytest.mark.ranks(2, 3, 4)
 def test_metrics_of_several_tasks_that_are_cut_otherwise_than_their_losses():
-    """What later terms of the loss compute with may not lie on the predictions of earlier ones."""
+    """Metrics are right if inputs of later loss terms and predictions of earlier ones have different cuts."""
     with Communicator(MPI.COMM_SELF) as alone:
         wanted = metrics(alone, Strategy())
     with Communicator(MPI.COMM_WORLD, "mpi") as comm:

@@ -129,8 +129,8 @@ def without_positives(mask):
     [(None, None), ('output.best="iou"', None), ('output.best="loss"', 1), ('output.best="accuracy"', 1)],
 )
 def test_a_validation_without_a_positive(comm, config, caplog, best, value):
-    """It is no evidence for the score that is asked for, or for a loss that is not; once at the beginning and once at
-    the end the run says so, and patience waits for evidence.
+    """A validation without positives counts neither for nor against undefined scores; the run says so at its beginning
+    and at its end, and patience does not count it.
     """
     change_mask(comm, config, without_positives)
     sets = [f"strategy.height={comm.size}", "training.epochs=4", *([best] if best else []), "training.patience=2"]
@@ -155,7 +155,7 @@ def test_a_validation_without_a_positive(comm, config, caplog, best, value):
 
 @pytest.mark.ranks(1, 2)
 def test_a_score_that_is_undefined_now_and_then(comm, config, caplog, monkeypatch):
-    """Precision, where nothing is predicted to be of the class. It is said once; patience counts the others."""
+    """Precision is undefined if no prediction is of the class: one message says so, and patience counts the others."""
     given = iter([None, 0.5, None, 0.6, float("nan"), 0.4, None, 0.3, 0.9])
     validate = TrainingRun.validate
     monkeypatch.setattr(TrainingRun, "validate", lambda run: {**validate(run), "precision": next(given)})

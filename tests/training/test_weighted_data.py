@@ -109,7 +109,7 @@ def test_weights_belong_to_the_targets(comm, config):
 
 @pytest.mark.ranks(1)
 def test_arrays_of_weights_are_neither_normalized_nor_altered(comm, working):
-    """Whether or not the data set says that they are targets."""
+    """Arrays of weights stay unchanged, whether or not the data set says that they are targets."""
     rng = np.random.default_rng(1)
     x, t = rng.random((8, 6, 6, 2)), rng.random((8, 6, 6, 1))
     w = np.full((8, 1), 1e3)
