@@ -144,7 +144,7 @@ class Operation:
         return (view.buffer for view in self.views())
 
     def held(self) -> Iterator[Buffer]:
-        """Yield the buffers that must exist for it, used or not."""
+        """Yield the buffers that must exist for the operation, used or not."""
         return self.buffers()
 
     def sums(self) -> Iterator[Sum]:

@@ -178,7 +178,7 @@ class Poison:
         known: Mapping[int, object],
         blank: Iterable[_Held],
     ) -> None:
-        """Note the arrays whose numbers are in a result, though not in what the run declares to read."""
+        """Record the arrays on which a result depends although the run does not declare to read them."""
         names = {one.number: (one.name, "does not declare") for one in hidden}
         names |= {one.number: (one.name, "declares to write only") for one in blank}
         for result in results:

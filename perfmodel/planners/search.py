@@ -236,7 +236,7 @@ STATES = 1 << 16
 
 
 class Exhaustive(Planner):
-    """Enumeration of all choices in blocks; of equally fast choices it returns the first in lexicographic order.
+    """Enumeration of all choices in blocks; among equally fast choices the first in lexicographic order wins.
 
     Parameters
     ----------

@@ -66,7 +66,8 @@ def grace() -> float:
 def wait_until(condition: Callable[[], T], what: str | Callable[[], str], limit: float | None = None) -> T:
     """Return the value of `condition` as soon as it is true.
 
-    Asking takes at most a fifth of the time, so that what is waited for has the cores: a condition may start a program.
+    Calls of `condition`, which may start a program, take at most a fifth of the time, and leave the cores to other
+    work.
 
     Parameters
     ----------

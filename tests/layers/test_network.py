@@ -79,7 +79,7 @@ def test_a_loss_of_losses_is_refused():
 
 
 def test_a_target_with_parameters_is_refused():
-    """The gradient of such parameters would be missing."""
+    """A target that depends on parameters is refused, as their gradient would be missing."""
     y, target = nodes()
     hg.Network({"loss": mse(y, hg.ReLU()(target))})
     message = "expected a target of 'mse' without parameters, got one that depends on 'teacher'.*make it an Input"

@@ -121,7 +121,7 @@ def test_runs_that_do_not_diverge(comm, config, caplog):
 
 @pytest.mark.ranks(1)
 def test_a_schedule_that_is_stretched_is_said(comm, config, caplog, capsys):
-    """A cosine of more epochs is another cosine: the rate jumps where the run goes on."""
+    """A resumed run with more epochs has another cosine schedule: a message says that the rate jumps."""
     cosine = ["schedule.kind=cosine", "output.log_steps=1", "output.progress=true"]
     train(config, cosine, comm=comm)
     said = capsys.readouterr().err
