@@ -14,6 +14,8 @@ from halograd.layers import Strategy
 from halograd.models import vgg_a
 from halograd.training.evaluation import Evaluation
 
+ROOT = Path(__file__).resolve().parent.parent
+
 DOCS = Path(__file__).parent.parent / "docs"
 
 
@@ -143,3 +145,11 @@ def test_readme_example_trains(capsys):
     assert losses[-1] < 0.7 * losses[0]
     said = f"loss {losses[0]:.4f} -> {losses[-1]:.4f}\n"
     assert capsys.readouterr().out == ("" if MPI.COMM_WORLD.rank else said)
+
+
+def test_the_page_of_the_architecture_names_files_that_are_there():
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`((?:\w+/)+(?:\w+\.\w+)?)`", text))
+    assert {"program/runner.py", "kernels/", "perfmodel/cuts.py"} <= named
+    missing = sorted(path for path in named if not (ROOT / path).exists())
+    assert not missing, f"expected files of this repository, got {missing}"
