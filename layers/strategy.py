@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 from halograd.documents import read_json, shown_path, write_whole
 from halograd.errors import UserError
-from halograd.schema import STRICT, As, Count, Shares, Size, Table, build, check_fields
+from halograd.schema import STRICT, As, Count, Shares, Size, Table, Text, build, check_fields
 
 from ..comm.boot import start_text
 from ..dtensor import Layout, axis_names, shared_boundaries
@@ -89,6 +89,8 @@ class Strategy:
         Size of the buckets in which parameter gradients are summed [B].
     reduction
         Scheme of the gradient sums: a :class:`Scheme`, or its fields as a mapping.
+    passes
+        Names of passes that transform the program of a step (`halograd.program.passes`), in order.
     """
 
     __pydantic_config__ = STRICT
@@ -98,6 +100,7 @@ class Strategy:
     options: Annotated[Mapping[str, Any], As(OptionsTable)] = field(default_factory=dict)
     bucket_bytes: Size = 4 << 20
     reduction: Scheme = field(default_factory=Scheme)
+    passes: tuple[Text, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "reduction", Scheme.of(self.reduction))
@@ -255,6 +258,7 @@ class Strategy:
         """Write the strategy as JSON."""
         data = {"parts": dict(self.parts), "layers": {k: dict(v) for k, v in self.layers.items()}}
         data |= {"options": dict(self.options), "bucket_bytes": self.bucket_bytes, "reduction": asdict(self.reduction)}
+        data |= {"passes": self.passes} if self.passes else {}
         write_whole(path, json.dumps(data, indent=2) + "\n")
 
     @classmethod

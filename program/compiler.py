@@ -20,6 +20,7 @@ from ..layers.strategy import Cut, Strategy, counts_of, layout_of, parameter_blo
 from ..lowering.context import Context, Lowered
 from ..lowering.operations import KernelSpec, Operation, Run
 from ..lowering.views import Buffer, Value, View
+from .passes import apply_passes
 from .program import Program, Segment, Step, Target
 
 __all__ = ["Alone", "compile_program", "outline"]
@@ -47,7 +48,7 @@ def compile_program(
     """
     compiler = _Compiler(network, strategy, target, replicable)
     compiler.lower(blocks or parameter_blocks(network, strategy, target.size))
-    return compiler.program
+    return apply_passes(compiler.program, strategy.passes)
 
 
 def outline(network: Network, strategy: Strategy, target: Target) -> Program:

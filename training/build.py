@@ -204,7 +204,7 @@ def make_strategy(
     options: dict[str, Any] = {"halo": config.halo}
     if config.statistics is not None:
         options["statistics"] = config.statistics
-    return Strategy(cuts, options=options, bucket_bytes=config.bucket_bytes)
+    return Strategy(cuts, options=options, bucket_bytes=config.bucket_bytes, passes=tuple(config.passes))
 
 
 def with_reduction(strategy: Strategy, config: Config) -> Strategy:

@@ -17,14 +17,14 @@ from ...layers.reduction_chunks import GradientChunk, buckets_of
 from ...layers.reduction_scheme import Scheme
 from ...layers.strategy import Strategy, layout_of, parameter_blocks
 from ...lowering.operations import KernelSpec
-from ...program.compiler import Alone, outline
+from ...program.compiler import Alone, compile_program, outline
 from ...program.gradients import reduce_gradients
 from ...program.program import Program, Step, Target
 from ...program.traffic import Ledger
 from ..plans import LayerRecord, Prediction
 from .account import count_program, gradients_memory, layers_memory, program_of
 from .layer_cost import LayerCost, Pricing
-from .steps import apart, price_steps
+from .steps import apart, price_program, price_steps
 from .timeline import OperationPrices, StepTimeline, play
 from .wires import middle_rank
 
@@ -141,9 +141,13 @@ class Simulation:
         self.blocks = parameter_blocks(network, strategy, self.ranks)
         self._known = _Remembered()
         self._rank = _middle(network, strategy, batch, self.ranks)
-        self._outline = outline(network, strategy, self._target(self._rank))
+        if strategy.passes:  # layers are priced as the passes leave them
+            self._outline = compile_program(network, strategy, self._target(self._rank), self.blocks)
+            self.costs, self._gathered = price_program(self._outline, pricing)
+        else:
+            self._outline = outline(network, strategy, self._target(self._rank))
+            self.costs, self._gathered = price_steps(network, self._outline, pricing)
         self.steps = {step.name: step for step in self._outline.steps}
-        self.costs, self._gathered = price_steps(network, self._outline, pricing)
 
     def _target(self, rank: int) -> Target:
         return Target(self.batch, self.ranks, rank, as_dtype(self.training.dtype), overlaps=self.pricing.overlaps)

@@ -13,12 +13,13 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ...layers import Add, Network
+from ...lowering.operations import Operation, Run
 from ...lowering.views import Value
 from ...program.compiler import Alone
-from ...program.program import Program, Step
+from ...program.program import Program, Segment, Step
 from .layer_cost import LayerCost, Pricing, price_layer
 
-__all__ = ["apart", "price_steps"]
+__all__ = ["apart", "price_program", "price_steps"]
 
 #: Operations that add the gradients of several readers.
 _ADD = Add()
@@ -40,6 +41,36 @@ def price_steps(
     known = _forward(program, pricing, values)
     loss = None if node is None else network.names[node]
     return _backward(program, pricing, values, known, loss), values.gathered
+
+
+def price_program(
+    program: Program, pricing: Pricing
+) -> tuple[dict[str, LayerCost], Mapping[Value, Collection[Any]]]:
+    """Price the operations of a compiled program, layer by layer, as passes have left them.
+
+    Returns
+    -------
+    As :func:`price_steps`.
+    """
+    forward, backward = (_by_layer(segments) for segments in (program.forward, program.backward))
+    costs = {}
+    for step in program.steps:
+        cost = price_layer(step, forward.get(step.name, []), backward.get(step.name, []), pricing)
+        for operation in backward.get(f"{step.name} (sum)", []):
+            assert isinstance(operation, Run)
+            summands = sum(name != "total" for name in operation.kernel.views)
+            shapes = [step.output.layout.boxes.longest] * summands
+            seconds = pricing.times.time(_ADD, shapes, pricing.dtype, False).forward
+            cost = replace(cost, backward_data=cost.backward_data + seconds)
+        costs[step.name] = cost
+    return costs, {value: tuple(value.gathered) for value in program.values.values()}
+
+
+def _by_layer(segments: Sequence[Segment]) -> dict[str, list[Operation]]:
+    found: dict[str, list[Operation]] = {}
+    for operation in (operation for segment in segments for operation in segment.operations):
+        found.setdefault(operation.layer, []).append(operation)
+    return found
 
 
 def apart(step: Step) -> Step:

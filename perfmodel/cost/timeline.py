@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from ...comm.sums import LARGEST_AT_ONCE
 from ...lowering.operations import Operation, Run, Sum, Total
 from ...program.gradients import Accumulate, BucketTotal, Cast, CheckGradients, Update, completions
-from ...program.program import Program
+from ...program.program import Program, Segment
 from ...program.traffic import GroupSum
 from .layer_cost import LayerCost, Pricing
 from .wires import Wires
@@ -202,6 +202,15 @@ class _Link:
         return self._free
 
 
+def _charged(segments: Sequence[Segment], seconds: Mapping[str, float]) -> list[float]:
+    """Return the time of each segment: that of a layer is charged to the last segment with its operations."""
+    left, found = dict(seconds), []
+    for segment in reversed(segments):
+        layers = {operation.layer for operation in segment.operations} | {segment.name}
+        found.append(sum(left.pop(layer, 0.0) for layer in layers))
+    return found[::-1]
+
+
 class _Player:
     """Time that computation has reached, and the communication in progress; time 0 is the beginning of backward."""
 
@@ -209,7 +218,8 @@ class _Player:
         self, program: Program, costs: Mapping[str, LayerCost], prices: OperationPrices, link: _Link
     ) -> None:
         self._program, self._prices, self._link = program, prices, link
-        self._seconds = {name: (cost.forward_seconds, cost.backward_seconds) for name, cost in costs.items()}
+        self._forwards = _charged(program.forward, {name: cost.forward_seconds for name, cost in costs.items()})
+        self._backwards = _charged(program.backward, {name: cost.backward_seconds for name, cost in costs.items()})
         self._now = self._forward = self._backward = self._update = 0.0
         self._waits: dict[int, float] = dict.fromkeys(range(len(program.buckets)), 0.0)
         self._sums = dict(self._waits)
@@ -225,25 +235,23 @@ class _Player:
         program = self._program
         placed = [*(o for s in program.forward for o in s.before), *(o for s in program.backward for o in s.after)]
         started = {o.sum for o in (*placed, *program.end) if isinstance(o, Total) and o.end == "start"}
-        before = -sum(forward for forward, _ in self._seconds.values())
-        for segment in program.forward:
+        before = -sum(self._forwards)
+        for segment, seconds in zip(program.forward, self._forwards):
             for operation in (*segment.before, *(program.end if segment is program.forward[0] else ())):
                 if isinstance(operation, BucketTotal) and operation.sum not in started:
                     self._send(operation, before)
-            before += self._seconds.get(segment.name, (0.0, 0.0))[0]
+            before += seconds
 
     def backward(self) -> None:
-        for segment in self._program.backward:
-            seconds = self._seconds.get(segment.name, (0.0, 0.0))[1]
+        for segment, seconds in zip(self._program.backward, self._backwards):
             self._now += seconds
             self._backward += seconds
             self.run(segment.after)
         self.run(self._program.end)
 
     def forward(self) -> None:
-        for segment in self._program.forward:
+        for segment, seconds in zip(self._program.forward, self._forwards):
             self.run(segment.before)
-            seconds = self._seconds.get(segment.name, (0.0, 0.0))[0]
             self._now += seconds
             self._forward += seconds
 

@@ -1,0 +1,194 @@
+"""Passes: named by a strategy, they change the program that is run, priced, counted and listed."""
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from halograd.comm import Communicator
+from halograd.errors import UserError
+from halograd.kernels import get_backend
+from halograd.layers.strategy import Strategy, parameter_blocks
+from halograd.lowering.operations import Run, Total, Transfer
+from halograd.perfmodel.cost import Pricing, Wires, count_step, memory_of, program_of, simulate
+from halograd.perfmodel.kernel_times import RooflineTimes
+from halograd.perfmodel.machine import Machine
+from halograd.program.passes import Overlap, apply_passes
+from halograd.program.program import Target
+from halograd.testing import grids
+from halograd.training.executor import Executor
+from tests.perfmodel.counted import CASES, differing, strategies
+from tests.training.steps import NETWORKS, copied, fill
+
+BATCH = 4
+
+#: Pass of a user: every exchange of the forward pass is made twice. The results stay, messages and their time double.
+TWICE = """
+from dataclasses import dataclass, replace
+
+from halograd.lowering.operations import Transfer
+from halograd.program.passes import Pass
+
+
+@dataclass(frozen=True)
+class Twice(Pass):
+    times: int = 2
+
+    def __call__(self, program):
+        return replace(program, forward=[self.changed(segment) for segment in program.forward])
+
+    def changed(self, segment):
+        operations = []
+        for operation in segment.operations:
+            operations.append(operation)
+            if isinstance(operation, Transfer) and operation.end == "finish":
+                again = [replace(operation, end=end) for end in ("start", "finish")]
+                operations += again * (self.times - 1)
+        return replace(segment, operations=operations)
+"""
+
+
+OWN = "from halograd.program.passes import Pass\n\nclass Own(Pass):\n    def __call__(self, program):\n        "
+
+
+def losses_of(comm, strategy, name="mesh", passes=()):
+    """Return losses, gradients, and the messages of the last step."""
+    strategy = Strategy(strategy.parts, strategy.layers, strategy.options, 4096, strategy.reduction, tuple(passes))
+    losses = []
+    with Executor(NETWORKS[name](), comm, get_backend("numpy"), BATCH, strategy, "float64", seed=3) as executor:
+        held = {use: n for use, n in executor.predicted_bytes.items() if use != "kernel workspace"}
+        for step in range(2):
+            fill(executor, step)
+            executor.forward(training=True)
+            losses.append(executor.loss_value())
+            comm.counters.reset()
+            executor.backward()
+            executor.reducer.finish()
+        comm.counters.reset()
+        executor.forward(training=True)
+        losses.append(executor.loss_value())
+        executor.backward()
+        executor.reducer.finish()
+        return strategy, losses, copied(executor.store.grads), comm.counters.snapshot(), held
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_pass_of_a_users_file_is_run_priced_and_counted(tmp_path):
+    with Communicator(MPI.COMM_WORLD, "mpi") as comm:
+        path = comm.allgather_objects(str(tmp_path))[0] + "/passes.py"
+        if comm.rank == 0:
+            with open(path, "w", encoding="utf-8") as file:
+                file.write(TWICE)
+        comm.barrier()
+        cut = Strategy({"height": comm.size}, options={"halo": "pad"})
+        _, losses, grads, once, _ = losses_of(comm, cut)
+        strategy, found, others, counted, held = losses_of(comm, cut, passes=[f"{path}:Twice:times=3"])
+        with comm.agreement():
+            assert found == losses, "bitwise"
+            for name, array in grads.items():
+                np.testing.assert_array_equal(others[name], array, err_msg=name)
+            assert counted["halo"].messages > once["halo"].messages > 0
+            network = NETWORKS["mesh"]()
+            want = count_step(network, strategy, BATCH, dtype="float64")
+            assert not differing(counted, want, comm.rank)
+            target = Target(BATCH, comm.size, comm.rank, np.dtype("float64"))
+            program = program_of(network, strategy, target)
+            assert sum(isinstance(o, Transfer) for o in program) > sum(
+                isinstance(o, Transfer) for o in program_of(network, cut, target)
+            )
+            machine = Machine.load("lassen")
+            prices = [
+                simulate(network, one, BATCH, Pricing(Wires(machine), RooflineTimes(machine)), ranks=comm.size)
+                for one in (cut, strategy)
+            ]
+            assert prices[1].step_seconds > prices[0].step_seconds
+            assert prices[1].traffic["halo"][0] > prices[0].traffic["halo"][0]
+            assert prices[1].total("halo") > prices[0].total("halo") and held["messages"] > 0
+
+
+def test_the_price_of_a_program_is_that_of_its_layers(tmp_path):
+    """Layers priced one by one for a search, and the operations of a compiled program, cost the same."""
+    path = tmp_path / "nothing.py"
+    path.write_text(OWN + "return program\n")
+    machine = Machine.load("lassen")
+    for make in CASES.values():
+        network = make()
+        for strategy in [Strategy({"sample": 2, "height": 2}), *strategies(network, 4)]:
+            same = Strategy(
+                strategy.parts, strategy.layers, strategy.options, 4096, strategy.reduction, (f"{path}:Own",)
+            )
+            plain = Strategy(strategy.parts, strategy.layers, strategy.options, 4096, strategy.reduction)
+            one, other = (
+                simulate(network, s, BATCH, Pricing(Wires(machine), RooflineTimes(machine)), ranks=4)
+                for s in (plain, same)
+            )
+            for key in ("forward_seconds", "backward_seconds", "allreduce_seconds", "update_seconds"):
+                assert getattr(other, key) == pytest.approx(getattr(one, key), rel=1e-9), (key, network.name, strategy)
+            # Gradients of redistributions return where they are needed, which hides sums of gradients otherwise.
+            assert other.step_seconds == pytest.approx(one.step_seconds, rel=0.02), (network.name, strategy)
+            assert other.memory == one.memory and other.traffic == one.traffic
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("name", ["mesh", "unet", "resnet"])
+def test_overlap_keeps_the_bits(name):
+    with Communicator(MPI.COMM_WORLD) as comm:
+        for grid in grids(comm.size, ("sample", "height", "width")):
+            _, losses, grads, once, _ = losses_of(comm, Strategy(grid), name)
+            strategy, found, others, counted, held = losses_of(comm, Strategy(grid), name, ["overlap"])
+            network = NETWORKS[name]()
+            target = Target(BATCH, comm.size, comm.rank, np.dtype("float64"), overlaps=comm.waits_for_network)
+            program = program_of(network, strategy, target)
+            want = memory_of(program, parameter_blocks(network, strategy, comm.size))
+            with comm.agreement():
+                assert found == losses and counted == once, grid
+                for key, array in grads.items():
+                    np.testing.assert_array_equal(others[key], array, err_msg=f"{grid} {key}")
+                assert held["transient"] == want["transient"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_overlap_moves_starts_and_finishes_and_nothing_else(name):
+    """Runs, and messages, keep their order; a message spans at least the runs that it spanned before."""
+    network, longer = CASES[name](), 0
+    for strategy in strategies(network, 4):
+        program = program_of(network, strategy, Target(BATCH, 4, 1))
+        moved = Overlap()(program)
+        for before, after in ((program.forward, moved.forward), (program.backward, moved.backward)):
+            one, other = ([o for segment in segments for o in segment.operations] for segments in (before, after))
+            assert len(one) == len(other) and set(one) == set(other)
+            for kind in (Run, Transfer | Total):
+                assert [o for o in one if isinstance(o, kind)] == [o for o in other if isinstance(o, kind)]
+            assert all(spans(other)[key] >= runs for key, runs in spans(one).items())
+            longer += sum(spans(other).values()) > sum(spans(one).values())
+    assert longer or name not in ("zoo", "resnet", "unet"), "some exchange must travel behind more operations"
+
+
+def spans(operations):
+    """Return the number of runs between the start and the finish of each exchange."""
+    begun, found, runs = {}, {}, 0
+    for operation in operations:
+        runs += isinstance(operation, Run)
+        if isinstance(operation, Transfer):
+            if operation.end == "start":
+                begun[operation.exchange] = runs
+            else:
+                found[operation.exchange] = runs - begun[operation.exchange]
+    return found
+
+
+def test_an_unknown_pass_and_one_that_returns_no_program(tmp_path):
+    program = program_of(NETWORKS["mesh"](), Strategy(), Target(BATCH))
+    with pytest.raises(UserError, match=r"strategy.passes: expected overlap.*got 'overlay'"):
+        apply_passes(program, ["overlay"])
+    path = tmp_path / "none.py"
+    path.write_text(OWN + "pass\n")
+    with pytest.raises(UserError, match="expected it to return a Program, got NoneType"):
+        apply_passes(program, [f"{path}:Own"])
+
+
+def test_a_strategy_keeps_its_passes(tmp_path):
+    strategy = Strategy({"height": 2}, passes=("overlap",))
+    strategy.save(tmp_path / "s.json")
+    assert Strategy.load(tmp_path / "s.json") == strategy
+    Strategy({"height": 2}).save(tmp_path / "t.json")
+    assert "passes" not in (tmp_path / "t.json").read_text()
