@@ -205,7 +205,7 @@ class StandardAugmentation(Augmentation):
 
     Parameters
     ----------
-    rules
+    settings
         Changes that are drawn.
     fields
         Fields of the data set. Fields with spatial axes get the same turns and shifts, each on its own grid; vectors
