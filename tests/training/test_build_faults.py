@@ -131,7 +131,7 @@ STAGES = {
     "binding": (Runner, "_bind", 9),
     "sum of gradients": (Value, "close_gradient", 3),
     "reducer": (executor_module, "Reducer", 1),
-    "sums of buckets": (Reducer, "_make", 1),
+    "sums of buckets": (Reducer, "_open", 1),
 }
 
 
