@@ -175,7 +175,7 @@ class Mish(_Activation):
 class Affine(Layer):
     """Affine map ``y = factor * x + shift`` with fixed numbers; :class:`Scale` learns them.
 
-    Arithmetic of nodes creates it: ``1 - x``, ``x / 255``. Communication: none.
+    NodeOperators of nodes creates it: ``1 - x``, ``x / 255``. Communication: none.
 
     Parameters
     ----------

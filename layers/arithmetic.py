@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .activation import Affine
-from .layer import Arithmetic, Node
+from .layer import Node, NodeOperators
 from .loss import LossArithmetic, LossNode
 from .merge import Add, BroadcastAdd, Multiply
 from .total_loss import total_of, weighted
@@ -13,7 +13,7 @@ from .total_loss import total_of, weighted
 __all__: list[str] = []
 
 
-class _OfNodes(Arithmetic):
+class _OfNodes(NodeOperators):
     def add(self, first: Node, second: Node) -> Node:
         if not isinstance(second, Node) or first.shape == second.shape:
             return Add()(first, second)

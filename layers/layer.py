@@ -62,7 +62,7 @@ class Passes:
         return first * sizes[0] + (first if self.others is None else self.others[backward]) * sum(sizes[1:])
 
 
-class Arithmetic(ABC):
+class NodeOperators(ABC):
     """Protocol of the operators of nodes, which create layers; :mod:`halograd.layers.arithmetic` implements it."""
 
     @abstractmethod
@@ -97,7 +97,7 @@ class Node:
         self.shape: Shape = layer.output_shape(*(n.shape for n in inputs))
 
     #: Set when the package is imported.
-    arithmetic: ClassVar[Arithmetic]
+    arithmetic: ClassVar[NodeOperators]
 
     # NumPy scalars then let the node compute products with them.
     __array_ufunc__ = None

@@ -23,7 +23,7 @@ from .traffic import sums_of
 if TYPE_CHECKING:
     from ..comm import Communicator
 
-__all__ = ["Environment", "Mode", "Pass", "Runner"]
+__all__ = ["Environment", "Mode", "Runner", "SegmentCalls"]
 
 
 @dataclass
@@ -92,7 +92,7 @@ class Environment:
 
 
 @dataclass(frozen=True)
-class Pass:
+class SegmentCalls:
     """Calls of one layer in one pass, for a training step and for an evaluation."""
 
     name: str
@@ -184,11 +184,11 @@ class Runner:
                 self._arrays[buffer] = flat.reshape(buffer.shape)
         return self._arrays[buffer]
 
-    def _bind(self, segment: Segment) -> Pass:
+    def _bind(self, segment: Segment) -> SegmentCalls:
         calls = [(operation.when, self._call(operation)) for operation in segment.operations]
         self.substitutes += [(segment.name, found) for found in self.kernels.take_substitutes()]
         modes = ([call for when, call in calls if when in (None, kind)] for kind in ("training", "evaluation"))
-        return Pass(segment.name, *modes)
+        return SegmentCalls(segment.name, *modes)
 
     def _call(self, operation: Operation) -> Call:
         call = self._plain(operation)

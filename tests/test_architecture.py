@@ -359,10 +359,10 @@ def test_the_check_of_clocks_sees_all_forms(text, bad):
     assert bool(clock_readings(ROOT / "tests" / "test_it.py", text)) is bad
 
 
-def test_no_file_over_500_lines():
+def test_no_file_over_800_lines():
     files = [*library(), *sources("tests", "benchmarks", "examples", "docs")]
-    long = {name(path): n for path in files if (n := len(path.read_text(encoding="utf-8").splitlines())) > 500}
-    assert not long, f"expected at most 500 lines per file, got {long}; split by concept"
+    long = {name(path): n for path in files if (n := len(path.read_text(encoding="utf-8").splitlines())) > 800}
+    assert not long, f"expected at most 800 lines per file, got {long}; split by concept"
 
 
 def oversized(path: Path, text: str | None = None) -> list[str]:

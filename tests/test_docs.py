@@ -27,7 +27,7 @@ def blocks(page: str) -> list[str]:
 def test_custom_layer_tutorial():
     """All blocks of the page run in sequence, on the ranks of this run."""
     found = blocks("custom_layers.md")
-    assert len(found) == 5
+    assert len(found) == 8
     space: dict = {"__name__": "tutorial"}
     for code in found:
         exec(compile(code, "custom_layers.md", "exec"), space)

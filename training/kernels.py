@@ -41,7 +41,7 @@ def open_kernels(config: BackendConfig, comm: Communicator) -> Backend:
     with comm.agreement():
         kind = BACKENDS[config.kernels]
     mine = local_rank(comm) if kind.on_device else 0
-    if comm.rank == 0 and not kind.on_device:
+    if comm.rank == 0:
         _warn_of_threads(config)
     with comm.agreement():
         if not kind.on_device:
@@ -51,6 +51,8 @@ def open_kernels(config: BackendConfig, comm: Communicator) -> Backend:
 
 def _warn_of_threads(config: BackendConfig) -> None:
     """Warn that OMP_NUM_THREADS is ignored, if its value differs from the number of threads."""
+    if BACKENDS[config.kernels].on_device:
+        return
     given = os.environ.get("OMP_NUM_THREADS", "")
     if "threads" not in config.model_fields_set and given not in ("", f"{config.threads}"):
         _log.warning(
