@@ -216,13 +216,14 @@ class Reducer:
             state.pending = False
             if self.update is not None:
                 self.update(state.bucket)
-                state.updated = True
+                state.updated = state.gather is not None
 
     # -- a step --------------------------------------------------------------------------------
 
     def begin(self, part: int = 0) -> None:
         """Begin the backward pass of a part of the batch (`ParameterStore.parts`); the last part starts the sums."""
-        self.finish()
+        if self._due or not all(state.idle for state in self._states):  # never in a step that follows a forward pass
+            self.finish()
         self._part = part
 
     def ready(self, layer: str) -> None:
@@ -313,6 +314,12 @@ class _State:
     pending: bool = False
     updated: bool = False
     gathered: bool = False
+
+    @property
+    def idle(self) -> bool:
+        """Whether its parameters are complete."""
+        gathering = self.gather is not None and self.gather.under_way
+        return not (self.pending or self.updated or gathering or self.gathered)
 
     def start(self) -> None:
         """Start the sum; an update is due afterwards."""
