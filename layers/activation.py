@@ -52,6 +52,7 @@ class _Activation(Layer):
         by_input = reads_input(self.function, self.alpha)
         make = partial(_activation_by_input if by_input else _activation, self)
         kernel = context.kernel(make, x=context.inputs[0].view, y=context.y)
+        kernel.function = None if by_input else FusedActivation(self.function, self.alpha)
         context.run(kernel, "forward", timing=context.timing("forward"))
 
         def backward() -> None:

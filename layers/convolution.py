@@ -138,6 +138,7 @@ def _lower(layer: Conv, context: Context, windows: Sequence[Window]) -> Lowered:
     geometry = local_geometry(windows, x.box, context.box, layer.groups)
     w, b = context.params["w"], context.params.get("b")
     kernel = context.kernel(partial(conv_forward, geometry, f), x=x.view, w=w, b=b, y=context.y)
+    kernel.fuse = partial(partial, conv_forward, geometry) if f is None else None
     overlaps = context.overlaps_halo and x.communicates
     x.start()
     if not overlaps:

@@ -10,6 +10,7 @@ from ..comm.codec import UNCHANGED, Codec
 from ..comm.sums import Method, carrying
 from ..dtensor import Blocks, Groups
 from ..kernels.access import Access, access_of
+from ..kernels.fused import FusedActivation
 from .views import Buffer, View
 
 __all__ = ["ExchangeSpec", "KernelSpec", "Operation", "Run", "Sum", "Timing", "Total", "Transfer"]
@@ -50,12 +51,19 @@ class KernelSpec:
         Sums that the kernel starts and finishes itself, by the names of their parameters in `make`.
     recordable
         Whether a graph of a device can repeat it: it allocates no arrays, and is the same in every step.
+    function
+        Elementwise function that it computes of ``x`` into ``y``, if its gradient does not read ``x``; else None.
+    fuse
+        ``fuse(function)`` returns a `make` that applies an elementwise function to ``y`` before it is written; None:
+        the kernel cannot.
     """
 
     make: Callable[..., Any]
     views: dict[str, View | None]
     sums: dict[str, Sum | None] = field(default_factory=dict)
     recordable: bool = True
+    function: FusedActivation | None = None
+    fuse: Callable[[FusedActivation], Callable[..., Any]] | None = None
 
     def add(self, **views: View | None) -> None:
         """Add arrays, such as those of the backward pass, which are not known when the forward pass is lowered."""

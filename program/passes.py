@@ -16,10 +16,11 @@ from halograd.errors import UserError
 from halograd.registry import Registry
 from halograd.schema import STRICT
 
-from ..lowering.operations import Operation, Run, Total, Transfer
+from ..lowering.operations import KernelSpec, Operation, Run, Total, Transfer
+from ..lowering.views import Buffer
 from .program import Program, Segment
 
-__all__ = ["PASSES", "Overlap", "Pass", "apply_passes"]
+__all__ = ["PASSES", "Fuse", "Overlap", "Pass", "apply_passes"]
 
 
 class Pass(ABC):
@@ -54,6 +55,73 @@ def apply_passes(program: Program, names: Sequence[str]) -> Program:
             raise UserError(f"strategy.passes: {name}: expected it to return a Program, got {type(made).__name__}")
         program = made
     return program
+
+
+@PASSES.register
+@dataclass(frozen=True)
+class Fuse(Pass):
+    """Activations by the kernels whose results they read: a convolution and a ReLU become one kernel and one array.
+
+    An activation is fused if the gradient needs its output only, if one kernel alone writes its input and can apply the
+    function, and if nothing else reads the input. The network stays as it is.
+    """
+
+    __pydantic_config__ = STRICT
+    name: ClassVar[str] = "fuse"
+
+    def __call__(self, program: Program) -> Program:
+        users: dict[Buffer, list[Operation]] = {}
+        for operation in program:
+            held = operation.held() if isinstance(operation, Run) else operation.buffers()
+            for buffer in set(held):
+                users.setdefault(buffer, []).append(operation)
+        read = {v.region.view.buffer for v in program.values.values() if v.read or v.kept}
+        kernels: dict[KernelSpec, KernelSpec] = {}
+        fused: set[Operation] = set()
+        for operation in (o for segment in program.forward for o in segment.operations):
+            if not isinstance(operation, Run) or operation.kernel.function is None:
+                continue
+            x, y = operation.kernel.views["x"], operation.kernel.views["y"]
+            if x is None or x.buffer in read or x.buffer.kept or x.buffer.place is not None:
+                continue
+            writer = _only_writer(users[x.buffer], operation.kernel)
+            if writer is None or writer.kernel in kernels or writer.kernel.views["y"] != x:
+                continue
+            function = operation.kernel.function
+            assert writer.kernel.fuse is not None
+            made = writer.kernel.fuse(function)
+            kernels[writer.kernel] = replace(
+                writer.kernel, make=made, views={**writer.kernel.views, "y": y}, fuse=None
+            )
+            kernels[operation.kernel] = replace(operation.kernel, views={**operation.kernel.views, "x": y})
+            fused.add(operation)
+        forward, backward = (
+            [replace(segment, operations=_with(segment.operations, kernels, fused)) for segment in segments]
+            for segments in (program.forward, program.backward)
+        )
+        return replace(program, forward=forward, backward=backward)
+
+
+def _only_writer(users: Sequence[Operation], reader: KernelSpec) -> Run | None:
+    """Return the operation that alone uses an array beside the kernel that reads it; None if it cannot be fused."""
+    others = [o for o in users if not (isinstance(o, Run) and o.kernel is reader)]
+    if len(others) != 1 or not isinstance(others[0], Run):
+        return None
+    writer = others[0]
+    if writer.kernel.fuse is None or writer.method is not None or writer.guarded or writer.when is not None:
+        return None
+    return writer
+
+
+def _with(
+    operations: Sequence[Operation], kernels: dict[KernelSpec, KernelSpec], fused: set[Operation]
+) -> list[Operation]:
+    """Return operations without those that are fused, with other kernels."""
+    return [
+        replace(o, kernel=kernels[o.kernel]) if isinstance(o, Run) and o.kernel in kernels else o
+        for o in operations
+        if o not in fused
+    ]
 
 
 @PASSES.register

@@ -125,12 +125,15 @@ class _Unchanged:
 
     closed = False
     encoding = None  # elements travel as they are
+    under_way = False
 
     def start(self) -> None:
-        """Do nothing."""
+        """Begin; nothing is sent."""
+        self.under_way = True
 
     def finish(self) -> None:
-        """Do nothing."""
+        """End."""
+        self.under_way = False
 
     def run(self) -> None:
         """Do nothing."""

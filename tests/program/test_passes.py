@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
+import halograd as hg
 from halograd.comm import Communicator
 from halograd.errors import UserError
 from halograd.kernels import get_backend
@@ -163,6 +164,62 @@ def test_overlap_moves_starts_and_finishes_and_nothing_else(name):
     assert longer or name not in ("zoo", "resnet", "unet"), "some exchange must travel behind more operations"
 
 
+def separate():
+    """Return a network with activations as layers: three can be fused, one has an input that another layer reads."""
+    x = hg.Input((12, 10, 3), name="x")
+    y = hg.ReLU(name="relu1")(hg.Conv(4, 3, padding=1, name="conv1")(x))
+    z = hg.Conv(4, 3, padding=1, name="conv2")(y)
+    y = hg.Add(name="sum")(z, hg.ReLU(name="of two readers")(z))
+    y = hg.LeakyReLU(0.1, name="leaky")(hg.Conv(4, 3, stride=2, padding=1, name="conv3")(y))
+    y = hg.GELU(name="by input")(hg.Conv(4, 1, name="conv4")(y))
+    y = hg.ReLU(name="output")(hg.Conv(2, 3, padding=1, name="conv5")(y))
+    loss = hg.MeanSquaredError(name="loss")(y, hg.Input(y.shape, name="target"))
+    return hg.Network({"loss": loss, "prediction": y}, name="separate")
+
+
+@pytest.mark.mpi(min_size=1)
+@pytest.mark.parametrize(("backend", "dtype"), [("numpy", "float64"), ("onednn", "float32")])
+def test_fused_activations_give_the_same(backend, dtype):
+    kernels = get_backend(backend)
+    with Communicator(MPI.COMM_WORLD) as comm:
+        for grid in grids(comm.size, ("sample", "height", "width")):
+            found = []
+            for passes in ((), ("fuse",), ("fuse", "overlap")):
+                strategy = Strategy(grid, options={"halo": "pad"}, passes=passes)
+                with Executor(separate(), comm, kernels, BATCH, strategy, dtype, seed=3) as executor:
+                    forward = [o for s in executor.program.forward for o in s.operations if isinstance(o, Run)]
+                    functions = {o.layer for o in forward if o.kernel.function is not None}
+                    left = {"of two readers"} if passes else {"relu1", "of two readers", "leaky", "output"}
+                    assert functions == left
+                    losses = []
+                    for step in range(2):
+                        fill(executor, step)
+                        executor.forward(training=True)
+                        losses.append(executor.loss_value())
+                        executor.backward()
+                        executor.reducer.finish()
+                    found.append((losses, copied(executor.store.grads), executor.gather("prediction")))
+            for losses, grads, prediction in found[1:]:
+                with comm.agreement():
+                    assert losses == found[0][0], (grid, backend)
+                    assert prediction is None or np.array_equal(prediction, found[0][2])
+                    for key, array in grads.items():
+                        np.testing.assert_array_equal(array, found[0][1][key], err_msg=f"{grid} {key}")
+
+
+def test_fused_activations_cost_nothing_of_their_own():
+    machine = Machine.load("lassen")
+    plain, fused = (
+        simulate(
+            separate(), Strategy(passes=passes), BATCH, Pricing(Wires(machine), RooflineTimes(machine)), ranks=1
+        )
+        for passes in (("overlap",), ("fuse",))
+    )
+    forward = [{record.name: record.forward for record in one.layers} for one in (plain, fused)]
+    assert forward[1]["relu1"] < forward[0]["relu1"] and forward[1]["by input"] == forward[0]["by input"]
+    assert fused.step_seconds < plain.step_seconds
+
+
 def spans(operations):
     """Return the number of runs between the start and the finish of each exchange."""
     begun, found, runs = {}, {}, 0
@@ -178,7 +235,7 @@ def spans(operations):
 
 def test_an_unknown_pass_and_one_that_returns_no_program(tmp_path):
     program = program_of(NETWORKS["mesh"](), Strategy(), Target(BATCH))
-    with pytest.raises(UserError, match=r"strategy.passes: expected overlap.*got 'overlay'"):
+    with pytest.raises(UserError, match=r"strategy.passes: expected fuse, overlap.*got 'overlay'"):
         apply_passes(program, ["overlay"])
     path = tmp_path / "none.py"
     path.write_text(OWN + "pass\n")
