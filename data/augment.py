@@ -229,6 +229,11 @@ class StandardAugmentation(Augmentation):
     name: ClassVar[str] = "standard"
     Settings: ClassVar[type[AugmentationSettings]] = Rules
 
+    @classmethod
+    def crops(cls, settings: Rules) -> bool:
+        """Return whether windows are cut out of the samples."""
+        return settings.crop
+
     def __init__(
         self, settings: Rules, fields: Mapping[str, Field], wanted: Mapping[str, tuple[int, ...]], seed: int
     ) -> None:

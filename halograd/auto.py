@@ -193,7 +193,8 @@ class _Planner:
         self.config, self.comm, self.network, self.kernels, self.budget = config, comm, network, kernels, budget
         self._left = budget  # remaining budget [s]
         self.batch = config.training.at_once
-        self.training = Training(config.training.dtype, _slots(config), accumulates=config.training.accumulate > 1)
+        accumulates, clips = config.training.accumulate > 1, config.training.clip_norm is not None
+        self.training = Training(config.training.dtype, _slots(config), accumulates=accumulates, clips=clips)
         self.measuring = _measuring(config, comm, network, kernels)
         self.machine_file, self.machine = self._machine()
         self._once: set[str] = set()  # layers measured once in this run

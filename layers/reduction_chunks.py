@@ -205,7 +205,7 @@ def chunks_of(
     itemsize: int,
     apart: frozenset[str] = frozenset(),
 ) -> list[GradientChunk]:
-    """Return all chunks of a scheme, in the order in which their sums start.
+    """Return all chunks of a scheme, in the order in which they are closed.
 
     Every chunk is a consecutive part of the gradients that the same ranks share, in the order of `layers`. So all
     gradients that these ranks share may lie in one array, and chunks are ranges of it. Replicated layers have chunks of
@@ -237,7 +237,7 @@ def chunks_of(
 def buckets_of(
     network: Network, blocks: Mapping[str, ParameterBlocks], strategy: CutLayers, itemsize: int
 ) -> list[GradientChunk]:
-    """Return all buckets of a network under the strategy's scheme, in the order in which their sums are issued.
+    """Return all buckets of a network under the strategy's scheme, in the order in which they are closed.
 
     `blocks` are those of the parameters, by ``layer/parameter``; `itemsize` is that of a gradient [B].
     """

@@ -3,14 +3,11 @@
 A step ends with its last update, and updates are made in the forward pass of the next step, before the layers that
 read the parameters. Its operations therefore stand in three places (:class:`Segment`, :class:`Program`)::
 
-    backward  conv2        kernels of the layer
-                 after:    cast, accumulate, start sum 0
-    backward  conv1        ...
-                 after:    cast, accumulate
-    end                    start sum 1, gather errors, norm of the gradients
-    forward   conv1
-                 before:   finish sum 1, update, start gather
-                           finish gather, refresh copies
+    backward  conv2   after:   cast, accumulate, start sum 0
+    backward  conv1   after:   cast, accumulate, start sum 1
+    end                        gather errors of replicated layers (to clip: finish sums, norm)
+    forward   conv1   before:  finish sum 1, update, start gather; finish gather, refresh copies
+    forward   conv2   before:  finish sum 0, update, ...
 
 Operations that stand before a layer belong to the step before. Pure data: no arrays, no MPI, no device.
 """
@@ -164,7 +161,7 @@ def reduce_gradients(program: Program, buckets: Sequence[GradientChunk], scheme:
     Parameters
     ----------
     buckets
-        Buckets, in the order in which their sums are issued.
+        Buckets; those that one layer completes start in this order.
     parts
         Number of passes per step; the last one starts the sums.
     """
@@ -202,7 +199,7 @@ class _Placing:
         if kind.waits:
             self._end += [BucketTotal("", sums[i][0], "finish", i, when="step") for i in summed]
         for i in reversed(summed) if kind.shards else summed:
-            # All shards are updated before the first layer, those of the first layers first, and travel during forward.
+            # All shards are updated before the first layer, the last bucket first, and travel during forward.
             before = self._before[next(iter(self._before)) if kind.shards else self._first(i)]
             if not kind.waits:
                 before.append(BucketTotal("", sums[i][0], "finish", i))
@@ -297,7 +294,7 @@ class _Placing:
 def completions(program: Program) -> list[Operation]:
     """Return the operations that complete all parameters, in the order for a call outside of a pass. Local.
 
-    Sums end in the order of their starts; gathers of updated shards end last.
+    The buckets of the last layers come first, and gathers of updated shards last.
     """
     operations = [operation for segment in reversed(program.forward) for operation in segment.before]
     gathers = {o.sum for o in operations if isinstance(o, Total) and o.end == "start"}
@@ -310,12 +307,14 @@ def complete_early(program: Program) -> Program:
     """Return the program with all gradients complete at the end of backward; updates stay where they are. Local."""
     before = [operation for segment in program.forward for operation in segment.before]
     gathers = {o.sum for o in before if isinstance(o, Total) and o.end == "start"}
-    end, forward = list(program.end), []
-    for segment in program.forward:
-        early = [o for o in segment.before if _completes(o, gathers)]
-        end += early
-        forward.append(replace(segment, before=[o for o in segment.before if o not in early]))
-    return replace(program, forward=forward, end=end)
+    early = [operation for operation in before if _completes(operation, gathers)]
+    starts = [*(o for segment in program.backward for o in segment.after), *program.end]
+    order = {o.sum: i for i, o in enumerate(starts) if isinstance(o, Total)}
+    # Sums end in the order of their starts; gradients that are computed of gathered rows come last.
+    early.sort(key=lambda o: order.get(o.sum, len(order)) if isinstance(o, Total) else len(starts))
+    moved = set(early)
+    forward = [replace(segment, before=[o for o in segment.before if o not in moved]) for segment in program.forward]
+    return replace(program, forward=forward, end=[*program.end, *early])
 
 
 def _completes(operation: Operation, gathers: set[Sum]) -> bool:

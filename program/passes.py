@@ -26,8 +26,8 @@ __all__ = ["PASSES", "Fuse", "Overlap", "Pass", "apply_passes"]
 class Pass(ABC):
     """Transformation of a program. Subclasses are frozen dataclasses, whose fields are their settings.
 
-    A pass sees the program of one rank. It must make the same changes on all ranks, so that all issue their exchanges
-    and sums in one order: it may depend on operations and buffers, not on the extents of this rank's blocks.
+    A pass sees the program of one rank. All ranks must issue their exchanges and sums in one order, those of gradients
+    included, which are placed later: the order may not depend on this rank's blocks.
     """
 
     name: ClassVar[str] = ""
@@ -127,49 +127,68 @@ def _with(
 @PASSES.register
 @dataclass(frozen=True)
 class Overlap(Pass):
-    """Early starts and late finishes of exchanges and sums, as far as the buffers of other operations permit.
+    """Early starts and late finishes of exchanges and sums, as far as the arrays of other operations permit.
 
     A start moves before operations that use neither its source nor its target; a finish moves behind operations that do
-    not use its target. Exchanges and sums keep their order among each other, so it is the same on all ranks. The bits
-    do not change; messages travel behind more computation, and their buffers are held for longer.
+    not use its target. Operations with conditions or sums of their own are not passed. The bits do not change; buffers
+    of messages are held for longer. The arrays depend on this rank's block, and so does how far a message moves. The
+    order of all exchanges and sums does not: they do not pass each other, nor a layer at which sums of gradients may
+    start or finish. The price does not credit what the pass hides.
     """
 
     __pydantic_config__ = STRICT
     name: ClassVar[str] = "overlap"
 
     def __call__(self, program: Program) -> Program:
-        return replace(program, forward=_moved(program.forward), backward=_moved(program.backward))
+        trained = {step.name for step in program.steps if step.parameters}
+        # Operations on gradients stand before a layer in the forward pass, and after it in the backward pass.
+        closed = [segment.name in trained for segment in program.forward]
+        forward = _moved(program.forward, closed)
+        closed = [False, *(segment.name in trained for segment in program.backward[:-1])]
+        return replace(program, forward=forward, backward=_moved(program.backward, closed))
 
 
-def _moved(segments: Sequence[Segment]) -> list[Segment]:
-    """Return one pass with its starts moved to the front and its finishes to the back."""
-    places = [(i, operation) for i, segment in enumerate(segments) for operation in segment.operations]
-    for at in range(len(places)):  # the operations before `at` are final
-        while at and _may_swap(places[at - 1][1], places[at][1], "start"):
+@dataclass(frozen=True)
+class _Placed:
+    """Operation in a segment, with the arrays that it uses."""
+
+    segment: int
+    operation: Operation
+    arrays: frozenset[object]
+
+    def may_pass(self, other: _Placed, end: str, closed: Sequence[bool]) -> bool:
+        """Return whether this start moves before `other`, or this finish behind it."""
+        one, run = self.operation, other.operation
+        if not isinstance(one, Transfer | Total) or one.end != end or one.when != run.when:
+            return False
+        if not isinstance(run, Run) or run.guarded or any(True for _ in run.sums()):
+            return False
+        first, last = sorted((self.segment, other.segment))
+        return not any(closed[first + 1 : last + 1]) and not self.arrays & other.arrays
+
+
+def _moved(segments: Sequence[Segment], closed: Sequence[bool]) -> list[Segment]:
+    """Return one pass with starts moved forward and finishes moved back.
+
+    ``closed[i]``: nothing moves between segments ``i - 1`` and ``i``.
+    """
+    places = [
+        _Placed(i, operation, frozenset(buffer.place or buffer for buffer in operation.buffers()))
+        for i, segment in enumerate(segments)
+        for operation in segment.operations
+    ]
+    for at in range(len(places)):
+        while at and places[at].may_pass(places[at - 1], "start", closed):
+            before = places[at - 1]
             # The start goes to the segment of the operation that it passes.
-            (i, before), (_, start) = places[at - 1], places[at]
-            places[at - 1 : at + 1] = [(i, start), (i, before)]
+            places[at - 1], places[at] = replace(places[at], segment=before.segment), before
             at -= 1
     for at in reversed(range(len(places))):
-        while at + 1 < len(places) and _may_swap(places[at + 1][1], places[at][1], "finish"):
-            (_, finish), (i, behind) = places[at], places[at + 1]
-            places[at : at + 2] = [(i, behind), (i, finish)]
+        while at + 1 < len(places) and places[at].may_pass(places[at + 1], "finish", closed):
+            behind = places[at + 1]
+            places[at + 1], places[at] = replace(places[at], segment=behind.segment), behind
             at += 1
     operations: list[list[Operation]] = [[] for _ in segments]
-    for i, operation in places:
-        operations[i].append(operation)
+    for placed in places:
+        operations[placed.segment].append(placed.operation)
     return [replace(segment, operations=own) for segment, own in zip(segments, operations)]
-
-
-def _may_swap(other: Operation, end: Operation, which: str) -> bool:
-    """Return whether a start may move before `other`, or a finish behind it."""
-    if not isinstance(end, Transfer | Total) or end.end != which or end.when != other.when:
-        return False
-    if not isinstance(other, Run) or other.guarded or list(other.sums()):
-        return False
-    return not _arrays(other) & _arrays(end)
-
-
-def _arrays(operation: Operation) -> set[object]:
-    """Return what tells the arrays of an operation from others: outside the arena their names, else their buffers."""
-    return {buffer.place or buffer for buffer in operation.buffers()}

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from ...comm.sums import node_shares, shards
-from ...device import as_dtype
+from ...device import as_dtype, is_low
 from ...dtensor import Groups
 from ...layers import Network
 from ...layers.parameter import ParameterBlocks
@@ -77,7 +77,7 @@ def count_step(
 
 
 def count_program(program: Program, per_node: int | None = None) -> Ledger:
-    """Count the traffic that every rank sends in one step of a compiled program with these buckets."""
+    """Count the traffic that every rank sends in one step of a compiled program."""
     ledger = Ledger(program.target.size)
     for layer, item in messages_of(program, per_node):
         ledger.book([item], layer)
@@ -108,13 +108,22 @@ def layers_memory(program: Program, blocks: Mapping[str, ParameterBlocks]) -> di
     found = Counter(program.placement.uses)
     found["parameter"] = found["parameter gradient"] = 0
     rank, itemsize = program.target.rank, program.wide.itemsize
+    low = program.target.dtype.itemsize if is_low(program.target.dtype) else 0
+    flats = {g.name: (one.sharing, one.replicated) for one in program.buckets for g in one.gradients}
+    rounded = Counter[object]()  # bytes of gradients by flat array, of those with gradients in 16 bits
+    rounds = set[object]()
     for step in program.steps:
-        for key in () if step.owner else step.parameters:
-            own = aligned(blocks[f"{step.name}/{key}"].boxes[rank].size * itemsize)
-            found["parameter"] += own
+        for key, spec in () if step.owner else step.parameters.items():
+            name = f"{step.name}/{key}"
+            own = aligned(blocks[name].boxes[rank].size * itemsize)
+            found["parameter"] += own + own * low // itemsize
             found["parameter gradient"] += own
+            flat = flats.get(name)
+            rounded[flat] += own * low // itemsize
+            rounds |= {flat} if spec.rounded else set()
         for key in step.states:
             found["parameter"] += blocks[f"{step.name}/{key}"].boxes[rank].size * itemsize
+    found["parameter gradient"] += sum(rounded[flat] for flat in rounds)
     found["messages"] = LOSS_BYTES if program.target.size > 1 else 0
     for move in (item for _, item in messages_of(program) if isinstance(item, Move)):
         found["messages"] += int(move.peers(rank)[1].sum()) + int(move.adjoint.peers(rank)[1].sum())

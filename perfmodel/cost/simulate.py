@@ -18,7 +18,7 @@ from ...layers.reduction_scheme import Scheme
 from ...layers.strategy import Strategy, layout_of, parameter_blocks
 from ...lowering.operations import KernelSpec
 from ...program.compiler import Alone, compile_program, outline
-from ...program.gradients import reduce_gradients
+from ...program.gradients import check_gradients, reduce_gradients
 from ...program.program import Program, Step, Target
 from ...program.traffic import Ledger
 from ..plans import LayerRecord, Prediction
@@ -63,6 +63,8 @@ class Training:
         Number of arrays of the parameters' size in the optimizer's state (SGD with momentum: 1, Adam: 2).
     barrier
         Whether all sums of gradients end before the next forward pass begins; in the runtime they need not.
+    clips
+        Whether gradients are clipped by their global norm, which needs all of them before any update.
     accumulates
         Whether the batch is the last part of a larger one, so that its gradients are added to the other parts'.
     """
@@ -71,6 +73,7 @@ class Training:
     slots: int = 1
     barrier: bool = False
     accumulates: bool = False
+    clips: bool = False
 
 
 def simulate(
@@ -230,7 +233,9 @@ class Simulation:
             if name not in known:
                 known[name] = gathering(self.steps[name])
         parts = 2 if self.training.accumulates else 1
-        return reduce_gradients(replace(outlined, exposed=known), buckets, self.strategy.reduction, parts)
+        program = reduce_gradients(replace(outlined, exposed=known), buckets, self.strategy.reduction, parts)
+        several = self.ranks > 1
+        return check_gradients(program, "norm", several) if self.training.clips else program
 
     def _play(self) -> _Played:
         pricing, program = self.pricing, self._reduced(self._outline)

@@ -206,7 +206,7 @@ def _charged(segments: Sequence[Segment], seconds: Mapping[str, float]) -> list[
     """Return the time of each segment: that of a layer is charged to the last segment with its operations."""
     left, found = dict(seconds), []
     for segment in reversed(segments):
-        layers = {operation.layer for operation in segment.operations} | {segment.name}
+        layers = dict.fromkeys([segment.name, *(operation.layer for operation in segment.operations)])
         found.append(sum(left.pop(layer, 0.0) for layer in layers))
     return found[::-1]
 

@@ -5,8 +5,11 @@ import math
 import numpy as np
 import pytest
 
+from halograd.device import as_dtype
 from halograd.errors import UserError
+from halograd.kernels import get_backend
 from halograd.layers import Strategy
+from halograd.layers.strategy import parameter_blocks
 from halograd.models import build, lenet5, mesh, resnet, unet
 from halograd.perfmodel.contenders import planned_schemes
 from halograd.perfmodel.cost import Pricing, Training, Wires, simulate
@@ -23,8 +26,11 @@ from halograd.perfmodel.predict import Planning, plan_network
 from halograd.program.compiler import compile_program
 from halograd.program.program import Target
 from halograd.program.traffic import messages_of
+from halograd.training.memory import Memory
+from halograd.training.store import ParameterStore
 from tests.layers.cuts import random_strategy
 from tests.models.gated import gated
+from tests.perfmodel.counted import CASES
 from tests.perfmodel.pricing import priced
 
 LASSEN = Machine.load("lassen")
@@ -267,3 +273,15 @@ def test_schemes_that_a_run_cannot_have_are_not_planned():
     ]
     assert names[0] - names[1] == {"sharded"} and names[0] - names[2] == {"hierarchical", "host_accumulate"}
     assert {"bucketed", "two_chunks", "per_layer"} <= names[1]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", CASES)
+def test_memory_of_parameters_is_that_of_the_store(name, dtype):
+    """Copies in 16 bits, and gradients that are computed in 16 bits, are counted."""
+    network, strategy = CASES[name](), Strategy()
+    blocks = parameter_blocks(network, strategy, 1)
+    store = ParameterStore(network, Memory(get_backend("numpy")), as_dtype(dtype), blocks=blocks)
+    found = memory_of(program_of(network, strategy, Target(4, dtype=as_dtype(dtype)), blocks), blocks)
+    for use in ("parameter", "parameter gradient"):
+        assert found[use] == store.memory.bytes[use] > 0, use

@@ -8,6 +8,7 @@ import halograd as hg
 from halograd.comm import Communicator
 from halograd.errors import UserError
 from halograd.kernels import get_backend
+from halograd.layers.reduction_scheme import Scheme
 from halograd.layers.strategy import Strategy, parameter_blocks
 from halograd.lowering.operations import Run, Total, Transfer
 from halograd.perfmodel.cost import Pricing, Wires, count_step, memory_of, program_of, simulate
@@ -161,7 +162,7 @@ def test_overlap_moves_starts_and_finishes_and_nothing_else(name):
                 assert [o for o in one if isinstance(o, kind)] == [o for o in other if isinstance(o, kind)]
             assert all(spans(other)[key] >= runs for key, runs in spans(one).items())
             longer += sum(spans(other).values()) > sum(spans(one).values())
-    assert longer or name not in ("zoo", "resnet", "unet"), "some exchange must travel behind more operations"
+    assert longer or name not in ("zoo", "unet"), "some exchange must travel behind more operations"
 
 
 def separate():
@@ -218,6 +219,33 @@ def test_fused_activations_cost_nothing_of_their_own():
     forward = [{record.name: record.forward for record in one.layers} for one in (plain, fused)]
     assert forward[1]["relu1"] < forward[0]["relu1"] and forward[1]["by input"] == forward[0]["by input"]
     assert fused.step_seconds < plain.step_seconds
+
+
+def branches():
+    """Return two strided convolutions of one value and their sum: its gradient is read by both."""
+    x = hg.Input((16, 12, 3), name="x")
+    y = hg.Conv(4, 3, padding=1, name="stem")(x)
+    y = hg.Add(name="sum")(*(hg.Conv(4, 3, stride=2, padding=1, name=name)(y) for name in ("left", "right")))
+    loss = hg.MeanSquaredError(name="loss")(hg.MaxPool(3, 1, 1, name="pool")(y), hg.Input(y.shape, name="target"))
+    return hg.Network({"loss": loss}, name="branches")
+
+
+@pytest.mark.parametrize("scheme", ["per_layer", "bucketed", "sharded", "blocking"])
+@pytest.mark.parametrize("grid", [{"height": 2}, {"height": 3}, {"sample": 2, "height": 2}, {"height": 2, "width": 2}])
+def test_overlap_keeps_the_order_of_messages_on_all_ranks(grid, scheme):
+    """Sums of gradients included: a transport that pairs messages by their order would wait for ever otherwise."""
+    for make in (branches, CASES["zoo"], CASES["unet"], CASES["resnet"]):
+        network = make()
+        plain = Strategy(grid, bucket_bytes=2048, reduction=Scheme(scheme))
+        moved = Strategy(grid, bucket_bytes=2048, reduction=Scheme(scheme), passes=("overlap",))
+        for rank in range(plain.ranks):
+            one, other = (program_of(network, s, Target(BATCH, plain.ranks, rank)) for s in (plain, moved))
+            assert messages(one) == messages(other), (network.name, rank)
+
+
+def messages(program):
+    """Return starts and finishes in order, by layer or bucket."""
+    return [(o.layer, o.end, getattr(o, "bucket", None)) for o in program if isinstance(o, Transfer | Total)]
 
 
 def spans(operations):
