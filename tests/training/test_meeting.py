@@ -334,7 +334,7 @@ def test_2048_ranks(party, files):
                 for message in line.receive():
                     watches[rank].heard(line.rank, message)
     ((speaker, culprit, text),) = ends
-    assert (speaker, culprit) == (32, 0) == (tree.order[1], tree.order[0]) and "does not answer" in text
+    assert (speaker, culprit) == (32, 0) == (tree.order[1], tree.order[0]) and "does not respond" in text
     assert party.now - begin <= 5.0 + TURN + ANSWERS + 2 * INTERVAL
     below = {rank for rank in tree.order if rank and not set(above(tree, rank)) & {0}}
     assert {rank for rank in range(2048) if watches[rank].over} == below and len(below) == 2048 - 1 - 16 - 256
