@@ -60,9 +60,9 @@ class AugmentationSettings(Table):
 class Augmentation(ABC):
     """Random changes of samples in training. Local; all ranks draw the same changes.
 
-    What is drawn must depend on the seed, the epoch and the number of the sample only, never on the rank or on the box
-    that it reads: :meth:`random` returns such a generator. One of your own overrides :meth:`alter`, to change numbers
-    of inputs after normalization, or :meth:`read`, to read other elements of the file.
+    Changes may depend on the seed, the epoch and the number of the sample only, never on the rank or its box: draw them
+    from the generator of :meth:`random`. A subclass overrides :meth:`alter`, to change numbers of inputs after
+    normalization, or :meth:`read`, to read other elements of the file.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Plans: builds a model on a machine with kernel times, and plans it, with the baselines for comparison.
+"""Planning of a model: its network, a machine, times of kernels, the plan, and baselines for comparison.
 
 The commands, which plan for any machine, and ``strategy = "auto"`` (`halograd.auto`), which plans for the current
 ranks, both use this module. Nothing here uses MPI.

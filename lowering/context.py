@@ -57,7 +57,7 @@ class LoweredStep(Protocol):
 
 @dataclass(frozen=True)
 class Lowered:
-    """Functions that lower a layer's operations other than those of its forward pass.
+    """Functions that add the operations of a layer that `Layer.lower` does not add itself.
 
     The functions add operations to the context of the layer, when they are called; None: there is nothing to add.
 
@@ -213,7 +213,7 @@ class Context:
 
     @contextmanager
     def only(self, when: str | None) -> Iterator[None]:
-        """Let passes of one kind alone, such as ``"training"``, run what is added within; None: no change."""
+        """Restrict operations added in the ``with`` block to one kind of pass, as ``"training"``; None: no limit."""
         first = len(self._operations)
         yield
         for operation in self._operations[first:]:

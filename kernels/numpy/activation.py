@@ -91,7 +91,7 @@ def _leaky_gradient(x: Any, y: Any, dy: Any, dx: Any, work: list[Any], alpha: fl
 
 
 def _slopes(positive: Any, below: Any, work: Any) -> None:
-    """Compute ``positive = 1`` where it is 1, else `below`: a number or an array, which may be `work`."""
+    """Set `positive`, a mask of 0 and 1, to `below` where it is 0: a number or an array, which may be `work`."""
     np.multiply(np.subtract(1, positive, out=work), below, out=work)
     np.add(positive, work, out=positive)
 

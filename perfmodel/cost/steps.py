@@ -99,8 +99,9 @@ class _Known:
         return Alone(apart(self._step), True, pricing.overlaps, self._before)
 
     def passes(self, gathered: _Gathered | None, pricing: Pricing) -> _Passes:
-        """Price the layer with a backward pass, before which other layers have gathered these boxes of its inputs;
-        None: without a backward pass. """
+        """Price the layer. `gathered` holds the boxes of its inputs that other layers gather before its backward pass;
+        None: it has no backward pass.
+        """
         if gathered not in self._passes:
             alone, self._alone = self._alone or self._lowered(pricing), None  # operations need more memory than costs
             backward = [] if gathered is None else alone.backward(gathered)

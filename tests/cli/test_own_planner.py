@@ -1,4 +1,4 @@
-"""Planners and baselines in a file of the user: compared, simulated, and run by."""
+"""Planners and baselines in a file of the user: they are compared and simulated, and runs use their plans."""
 
 import json
 from pathlib import Path

@@ -264,7 +264,7 @@ def test_time_of_a_ring():
 
 
 class Peer:
-    """Flag that is raised after a number of polls, or at a time of a clock."""
+    """Flag that is raised after a number of polls, and not before a time of the clock."""
 
     def __init__(self, clock, looks=0, seconds=0.0):
         self.clock, self.looks, self.seconds, self.looked = clock, looks, seconds, 0

@@ -103,7 +103,7 @@ def test_messages(path: Path, caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_messages_of_statistics(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Normalization maps values that differ in the last digits only to zero."""
+    """The message names a channel whose values differ in their last digits only, and become zero by normalization."""
     with Hdf5Dataset(path) as data:
         look_at_data(data, {"x": channel_statistics(data, "x", range(5, 20))}, 5)
     message = caplog.messages[0]

@@ -65,7 +65,7 @@ def _write_weights(comm, folder) -> tuple[dict[str, np.ndarray], str]:
 
 @pytest.mark.ranks(1, 2, 4)
 def test_a_run_begins_with_the_weights_of_a_file(comm, shared):
-    """A step with learning rate 0 keeps them; freshly initialized layers have the values of the seed."""
+    """A step with learning rate 0 keeps the weights of the file; other layers have the values of the seed."""
     arrays, init = _write_weights(comm, shared)
     sets = [*STAY, init, 'training.init_fresh=["predict"]']
     cut = "strategy.height=2" if comm.size > 1 else "strategy.height=1"

@@ -85,7 +85,7 @@ def test_a_dry_run_prints_the_script_and_nothing_else(submit, monkeypatch):
     ],
 )
 def test_cores_that_are_reserved_are_used(options, cores, threads, noted, submit):
-    """One number sets both, unless the configuration sets the threads; with GPUs few cores are enough."""
+    """One option sets cores and threads; threads of the configuration win; runs on GPUs need few cores."""
     code, script, err = submit("--dry-run", *options)
     assert code == 0, err
     assert f"#SBATCH --cpus-per-task={cores}\n" in script and f" OMP_NUM_THREADS={threads} " in script

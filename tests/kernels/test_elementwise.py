@@ -95,7 +95,7 @@ def test_add(typed, terms, f, where):
 @pytest.mark.parametrize("f", [None, RELU], ids=str)
 @pytest.mark.parametrize("terms", [33, 34, 40])
 def test_many_terms(typed, terms, f):
-    """A value read by many layers has as many gradients; oneDNN fuses 32 operations."""
+    """Sums of more terms than oneDNN adds in one primitive (32) are made of several primitives."""
     xs, y = [typed.draw(2, 5, 8) for _ in range(terms)], typed.poisoned(2, 5, 8)
     total = sum(x.astype(np.float64) for x in xs)
     kernel = typed.backend.add(xs, y, f)

@@ -175,7 +175,7 @@ def test_overlap_of_softmax(label, backend, dtype):
 
 
 def margins(dtype):
-    """Return logits of three classes, of which the first is larger by one of the points."""
+    """Return logits of three classes; the first exceeds the others by a value of `some_points`."""
     margin = some_points(dtype)
     x = np.zeros((1, len(margin), 1, 3), dtype)
     x[0, :, 0, 0] = margin
@@ -208,7 +208,7 @@ def test_softmax(backend, dtype):
 
 @EVERYWHERE
 def test_log_softmax(backend, dtype):
-    """The loss is one logarithm, so that the gradient is that of a single output."""
+    """The loss is one output of LogSoftmax; it and its gradient are exact to a few roundings."""
     x = margins(dtype)
     for of in range(3):
         _, y, dx, _ = in_a_network(hg.LogSoftmax(), x, backend, dtype, gradient=np.eye(3)[of])

@@ -83,7 +83,7 @@ class FakeEvent:
 
     @property
     def done(self) -> bool:
-        """Return True at the third call: operations take time."""
+        """Return whether the event has happened: from the third call on, or at once if it was not recorded."""
         self._cuda.seen()
         self._polls += 1
         if self.stream is None or self._polls < 3:

@@ -124,7 +124,7 @@ def test_errors_survive_a_change_of_chunks(comm_):
 
 
 def test_a_batch_that_is_not_finite_leaves_nothing_behind(comm_):
-    """Its loss is refused; a caller that catches that, and goes on with other batches, trains as without it."""
+    """A batch with NaN raises Diverged. Training that goes on with other batches has the losses of one without it."""
 
     def losses(spoiled):
         with build("lenet", comm_, data(comm_.size)) as executor:
