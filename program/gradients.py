@@ -36,6 +36,7 @@ __all__ = [
     "CheckGradients",
     "Compensate",
     "Refresh",
+    "ShardGather",
     "Update",
     "check_gradients",
     "complete_early",
@@ -68,7 +69,7 @@ class BucketOperation(Operation):
 
 @dataclass(eq=False)
 class BucketTotal(Total):
-    """Start or finish of the sum of a bucket's gradients, or of a gather for it.
+    """Start or finish of the sum of a bucket's gradients, or of the rows of a replicated layer.
 
     Attributes
     ----------
@@ -77,6 +78,11 @@ class BucketTotal(Total):
     """
 
     bucket: int
+
+
+@dataclass(eq=False)
+class ShardGather(BucketTotal):
+    """Start or finish of the gather of a bucket's parameters, of which every rank has updated its shard."""
 
 
 @dataclass(eq=False)
@@ -205,9 +211,9 @@ class _Placing:
                 before.append(BucketTotal("", sums[i][0], "finish", i))
             before.append(self._update(i))
             if kind.shards:
-                before.append(BucketTotal("", sums[i][1], "start", i))
+                before.append(ShardGather("", sums[i][1], "start", i))
         for i in summed if kind.shards else ():
-            done = [BucketTotal("", sums[i][1], "finish", i), Refresh("", i, self._own(i))]
+            done = [ShardGather("", sums[i][1], "finish", i), Refresh("", i, self._own(i))]
             self._before[self._first(i)] += done
 
     def _starts(self, i: int, total: Sum) -> list[Operation]:
@@ -297,17 +303,14 @@ def completions(program: Program) -> list[Operation]:
     The buckets of the last layers come first, and gathers of updated shards last.
     """
     operations = [operation for segment in reversed(program.forward) for operation in segment.before]
-    gathers = {o.sum for o in operations if isinstance(o, Total) and o.end == "start"}
-    late = [o for o in operations if isinstance(o, Refresh) or (isinstance(o, Total) and o.sum in gathers)]
-    late = [o for o in late if not (isinstance(o, Total) and o.end == "start")]
+    late = [o for o in operations if isinstance(o, Refresh) or (isinstance(o, ShardGather) and o.end == "finish")]
     return [*(o for o in operations if o not in late), *late]
 
 
 def complete_early(program: Program) -> Program:
     """Return the program with all gradients complete at the end of backward; updates stay where they are. Local."""
     before = [operation for segment in program.forward for operation in segment.before]
-    gathers = {o.sum for o in before if isinstance(o, Total) and o.end == "start"}
-    early = [operation for operation in before if _completes(operation, gathers)]
+    early = [o for o in before if not isinstance(o, Update | ShardGather | Refresh)]
     starts = [*(o for segment in program.backward for o in segment.after), *program.end]
     order = {o.sum: i for i, o in enumerate(starts) if isinstance(o, Total)}
     # Sums end in the order of their starts; gradients that are computed of gathered rows come last.
@@ -315,13 +318,6 @@ def complete_early(program: Program) -> Program:
     moved = set(early)
     forward = [replace(segment, before=[o for o in segment.before if o not in moved]) for segment in program.forward]
     return replace(program, forward=forward, end=[*program.end, *early])
-
-
-def _completes(operation: Operation, gathers: set[Sum]) -> bool:
-    """Return whether an operation completes gradients, and not parameters, which these sums gather."""
-    if isinstance(operation, Total):
-        return operation.sum not in gathers
-    return isinstance(operation, Run | Accumulate | Compensate)
 
 
 def check_gradients(program: Program, what: str, over_ranks: bool) -> Program:

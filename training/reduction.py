@@ -15,7 +15,6 @@ from ..dtensor import group_of, reductions_in_groups
 from ..layers.reduction_scheme import BY_NODES, KINDS, Scheme
 from ..lowering.operations import Operation, Run, Sum
 from ..program.gradients import (
-    GRADIENTS,
     Accumulate,
     BucketOperation,
     BucketTotal,
@@ -23,12 +22,12 @@ from ..program.gradients import (
     CheckGradients,
     Compensate,
     Refresh,
+    ShardGather,
     Update,
     completions,
 )
 from ..program.program import Program
 from ..program.runner import Call, Runner
-from ..program.traffic import sums_of
 from .store import Bucket, ParameterStore
 
 __all__ = ["Reducer", "check_possible"]
@@ -120,21 +119,21 @@ class Reducer:
     def _open(self) -> dict[Sum, Reduction | None]:
         """Make the sums of buckets; None for buckets without elements on this rank."""
         totals = [o for o in self.program if isinstance(o, BucketTotal) and not o.layer]
-        sums, numbers = sums_of(totals), {o.sum: o.bucket for o in totals}
-        specs = []
-        for one in sums:
-            bucket = self._states[numbers[one]].bucket
-            array = bucket.grads if _is_of_gradients(one) else bucket.params
-            specs.append((one.groups, ReductionSpec(array, one.kind, one.name, one.method, one.codec)))
-        found = dict(zip(sums, reductions_in_groups(self.comm, specs)))
-        for one, total in found.items():
-            state = self._states[numbers[one]]
-            if _is_of_gradients(one):
-                state.total = total
-                if total is not None and total.encoding is not None and state.bucket.errors is not None:
-                    total.encoding.compensate(state.bucket.errors)
-            else:
+        made = {o.sum: (self._states[o.bucket], isinstance(o, ShardGather)) for o in totals}
+        specs = [
+            (one.groups, ReductionSpec(array, one.kind, one.name, one.method, one.codec))
+            for one, (state, gathers) in made.items()
+            for array in [state.bucket.params if gathers else state.bucket.grads]
+        ]
+        found = dict(zip(made, reductions_in_groups(self.comm, specs)))
+        for one, (state, gathers) in made.items():
+            total = found[one]
+            if gathers:
                 state.gather = total
+                continue
+            state.total = total
+            if total is not None and total.encoding is not None and state.bucket.errors is not None:
+                total.encoding.compensate(state.bucket.errors)
         return found
 
     # -- calls ---------------------------------------------------------------------------------
@@ -173,9 +172,9 @@ class Reducer:
     def _of_sum(self, operation: BucketTotal, state: _State) -> Call:
         if self._sums[operation.sum] is None:
             return _nothing
-        if _is_of_gradients(operation.sum):
-            return state.start if operation.end == "start" else state.finish
-        return state.start_gather if operation.end == "start" else state.finish_gather
+        if isinstance(operation, ShardGather):
+            return state.start_gather if operation.end == "start" else state.finish_gather
+        return state.start if operation.end == "start" else state.finish
 
     def _gather_errors(self, layer: str, gather: Reduction | None) -> None:
         if gather is not None:
@@ -350,11 +349,6 @@ class _State:
         if self.gathered:
             self.gathered = False
             self.bucket.refresh()
-
-
-def _is_of_gradients(total: Sum) -> bool:
-    """Return whether a sum is of gradients, and not a gather of parameters."""
-    return total.view.buffer.place is not None and total.view.buffer.place[0] == GRADIENTS
 
 
 def _nothing() -> None:
