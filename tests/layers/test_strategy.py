@@ -232,6 +232,6 @@ def test_files_that_are_refused(tmp_path, text, message):
 def test_a_file_that_is_no_strategy_is_refused(tmp_path):
     (tmp_path / "s.json").write_text('{"parts": {"height": 2}, "colour": 1}')
     with pytest.raises(
-        UserError, match=r"s.json: colour: unknown key; expected one of parts, layers, options, .*, reduction$"
+        UserError, match=r"s.json: colour: unknown key; expected one of parts, layers, options, .*, passes$"
     ):
         Strategy.load(tmp_path / "s.json")

@@ -153,6 +153,7 @@ def test_large_networks_are_planned_at_once():
 
 def test_the_example_in_the_documentation(capsys):
     page = Path(__file__).resolve().parents[3] / "docs" / "planners.md"
-    (code,) = re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    code, own = re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.M | re.S)
     exec(compile(code, page.name, "exec"), {})
+    exec(compile(own, page.name, "exec"), {"__name__": "own"})
     assert capsys.readouterr().out.startswith("(1, 1) 0.003 1000000000.0 True")
