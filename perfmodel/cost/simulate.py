@@ -63,10 +63,10 @@ class Training:
         Number of arrays of the parameters' size in the optimizer's state (SGD with momentum: 1, Adam: 2).
     barrier
         Whether all sums of gradients end before the next forward pass begins; in the runtime they need not.
-    clips
-        Whether gradients are clipped by their global norm, which needs all of them before any update.
     accumulates
         Whether the batch is the last part of a larger one, so that its gradients are added to the other parts'.
+    clips
+        Whether gradients are clipped by their global norm, which needs all of them before any update.
     """
 
     dtype: str = "float32"
@@ -158,7 +158,13 @@ class Simulation:
     def _program(self, rank: int) -> Program:
         """Return the program of one rank, with the dense layers that the scheme replicates."""
         parts = 2 if self.training.accumulates else 1
-        return program_of(self.network, self.strategy, self._target(rank), self.blocks, parts)
+        return self._checked(program_of(self.network, self.strategy, self._target(rank), self.blocks, parts))
+
+    def _checked(self, program: Program) -> Program:
+        """Return a program with the norm of its gradients, if they are clipped."""
+        # Ranks that hold all gradients whole need no message.
+        cut = self.strategy.reduction.kind.shards or not all(one.whole for one in self.blocks.values())
+        return check_gradients(program, "norm", cut and self.ranks > 1) if self.training.clips else program
 
     def with_reduction(self, scheme: Scheme, bucket_bytes: int | None = None) -> Simulation:
         """Return the simulation with another scheme of gradient reduction, or buckets of another size [B].
@@ -233,9 +239,8 @@ class Simulation:
             if name not in known:
                 known[name] = gathering(self.steps[name])
         parts = 2 if self.training.accumulates else 1
-        program = reduce_gradients(replace(outlined, exposed=known), buckets, self.strategy.reduction, parts)
-        several = self.ranks > 1
-        return check_gradients(program, "norm", several) if self.training.clips else program
+        outlined = replace(outlined, exposed=known)
+        return self._checked(reduce_gradients(outlined, buckets, self.strategy.reduction, parts))
 
     def _play(self) -> _Played:
         pricing, program = self.pricing, self._reduced(self._outline)

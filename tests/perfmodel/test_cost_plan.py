@@ -9,6 +9,7 @@ from halograd.device import as_dtype
 from halograd.errors import UserError
 from halograd.kernels import get_backend
 from halograd.layers import Strategy
+from halograd.layers.reduction_scheme import Scheme
 from halograd.layers.strategy import parameter_blocks
 from halograd.models import build, lenet5, mesh, resnet, unet
 from halograd.perfmodel.contenders import planned_schemes
@@ -285,3 +286,13 @@ def test_memory_of_parameters_is_that_of_the_store(name, dtype):
     found = memory_of(program_of(network, strategy, Target(4, dtype=as_dtype(dtype)), blocks), blocks)
     for use in ("parameter", "parameter gradient"):
         assert found[use] == store.memory.bytes[use] > 0, use
+
+
+@pytest.mark.parametrize("scheme", ["bucketed", "sharded"])
+def test_clipping_waits_for_all_sums(scheme):
+    """Ranks that have shards of the gradients send one number; ranks that have all of them send none."""
+    network = lenet5(classes=4, resolution=28)
+    strategy = Strategy({"sample": 8}, bucket_bytes=4096, reduction=Scheme(scheme))
+    plain, clipped = (simulate(network, strategy, 8, priced(LASSEN), Training(clips=clips)) for clips in (False, True))
+    assert clipped.step_seconds > plain.step_seconds and clipped.update_seconds == plain.update_seconds
+    assert clipped.traffic == plain.traffic | ({"norm": (1, 8)} if scheme == "sharded" else {})
