@@ -17,7 +17,7 @@ alone. Integers and booleans are filled with odd bytes: their reads are not foun
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,8 +88,13 @@ class Poison:
             self._ends.setdefault(operations[last], []).append(buffer)
             self._fill(buffer)
 
-    def watched(self, operation: Operation, call: Callable[[], object]) -> Callable[[], object]:
-        """Return the call of an operation, with a look at what it does."""
+    def watched(
+        self, operation: Operation, call: Callable[[], object], guarded: Sequence[Callable[[], object]] = ()
+    ) -> Callable[[], object]:
+        """Return the call of an operation, with a look at what it does.
+
+        If `call` returns true, the calls `guarded` follow; they have accesses of their own.
+        """
         ends = self._ends.get(operation, ())
         run = call
         if isinstance(operation, Run):
@@ -99,6 +104,8 @@ class Poison:
 
         def watched() -> object:
             result = run()
+            for other in guarded if result else ():
+                other()
             for buffer in ends:
                 self._fill(buffer)
             return result

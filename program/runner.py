@@ -192,11 +192,12 @@ class Runner:
 
     def _call(self, operation: Operation) -> Call:
         call = self._plain(operation)
+        guarded = [self._call(one) for one in operation.guarded] if isinstance(operation, Run) else []
         if self.poison is None:
-            return call
+            return partial(_guard, call, guarded) if guarded else call
         if isinstance(operation, Run):
             call = partial(_placed, f"layer {operation.layer!r}, {name_of(operation)}", call)
-        return self.poison.watched(operation, call)
+        return self.poison.watched(operation, call, guarded)
 
     def _plain(self, operation: Operation) -> Call:
         if isinstance(operation, Run):
@@ -247,10 +248,7 @@ class Runner:
 
     def _run(self, operation: Run) -> Call:
         made = self._once(operation.kernel, partial(self._kernel, operation.layer))
-        call = made if operation.method is None else getattr(made, operation.method)
-        if not operation.guarded:
-            return call
-        return partial(_guard, call, [self._call(guarded) for guarded in operation.guarded])
+        return made if operation.method is None else getattr(made, operation.method)
 
     def _kernel(self, name: str, kernel: KernelSpec) -> Any:
         arrays = {key: None if view is None else self.view(view) for key, view in kernel.views.items()}
