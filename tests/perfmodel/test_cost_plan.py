@@ -151,7 +151,7 @@ def test_what_baselines_are():
     assert baseline("model", network, 64, 4).parts_of("conv2")["channel"] == 4
     spatial = baseline("spatial", mesh(resolution=64), 2, 4).parts_of("conv1_1")
     assert (spatial["height"], spatial["width"], spatial["sample"]) == (2, 2, 1)
-    with pytest.raises(UserError, match="baseline: expected .*data, spatial, model, owt.*, got 'best'"):
+    with pytest.raises(UserError, match=r"baseline: expected .*data, spatial, model, owt.*, got 'best'"):
         baseline("best", network, 64, 4)
 
 

@@ -17,6 +17,7 @@ from halograd.kernels.backend import Backend
 from halograd.kernels.geometry import Geometry, tensor_core_channels
 from halograd.kernels.kernel import BatchNormKernels, Kernel, chain
 from halograd.kernels.losses import LossKernel
+from halograd.kernels.memory import Scratch
 from halograd.kernels.numpy import NumpyBackend
 from tests.support.device_array import DeviceArray, unwrap
 
@@ -332,6 +333,7 @@ class FakeBackend(_Delegated):
         self.dtype_remedy = self._numpy.dtype_remedy
         if cuda is not None:
             cuda.device, boxes = self.device, cuda.boxes
+            cuda.scratch = Scratch(self.device.empty)  # rules of the user mix it with other arrays of the device
             self.device.fused_copies = lambda pairs: boxes.copy([(source, target) for target, source in pairs])
             self.device.fused_sums = lambda pairs: _each(boxes.add_into([(s, t)]) for t, s in pairs)
 

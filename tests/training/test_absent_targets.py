@@ -118,7 +118,7 @@ def test_no_sample_left(comm, config, trainable):
     ):
         train(config, [*sets, "data.augment={flips=[]}", "output.directory=other"], comm=comm)
     message = (
-        r"data.invalid: expected .*, got 0: \"skip\" leaves out 19 of all 19 \(.*zero.h5, sample 0: nan in target 'h'"
+        r"data.invalid: expected .*, got 0: \"skip\" leaves out 19 of 19 \(.*zero.h5, sample 0: nan in target 'h'"
     )
     with pytest.raises(UserError, match=message):
         if trainable:

@@ -197,6 +197,6 @@ def test_no_loss(comm):
     with (
         Communicator(comm) as ranks,
         Executor(net, ranks, get_backend("numpy"), 1, trainable=False) as executor,
-        pytest.raises(ValueError, match="network 'bare' has no loss layer"),
+        pytest.raises(ValueError, match="network 'bare': expected a loss layer"),
     ):
         Evaluation(executor)
