@@ -107,11 +107,7 @@ def train(
         watchdog = stack.enter_context(Watchdog(ranks, config.run.stall_minutes, directory / "log.jsonl"))
         interruption = stack.enter_context(Interruption(ranks, directory / "log.jsonl", folder, watchdog))
         found, progress = _start_from(ranks, folder, resume, stack)
-        start = TrainingProgress() if progress is None else progress
-        known: dict[str, Any] = {"normalization": start.normalization, "class_counts": start.class_counts}
-        plan = _plan(config, ranks, planner, training=True)
-        strategy = None if plan is None else plan.strategy
-        session = Session.open(config, ranks, stack, strategy=strategy, **known)
+        session, plan = _open(config, ranks, stack, planner, progress, trainable=True)
         with ranks.agreement(), _writing(directory):
             if ranks.rank == 0:
                 rewind_log(directory / "log.jsonl", progress.step if progress else 0)
@@ -185,17 +181,9 @@ def evaluate(
         on_root(world, lambda: check_predictions(Path(predictions)))
     if details is not None:
         on_root(world, lambda: check_details(Path(details)))
-    with _communicator(config, world) as ranks, ExitStack() as stack:
-        reader = stack.enter_context(CheckpointReader(checkpoint, ranks))  # now, before another run removes it
-        plan = _plan(config, ranks, planner, training=False)
-        strategy = None if plan is None else plan.strategy
-        session = Session.open(
-            config, ranks, stack, False, progress.normalization, strategy, class_counts=progress.class_counts
-        )
+    with _trained(config, world, planner, checkpoint, progress) as (ranks, session, _):
         if samples != "all" and drawn_alike:
             session.samples.check_drawn(progress.drawn, 'evaluate "all" samples')
-        reader.restore(session.executor.store, extents=False, averaged=config.training.average > 0)
-        reader.close()
         chosen = _chosen(session, samples)
         batches = session.in_order(chosen)
         evaluation = Evaluation(session.executor, details is not None, config.output.metrics)
@@ -269,18 +257,11 @@ def apply(
 
     config, settings, checkpoint, progress = on_root(world, find)
     on_root(world, lambda: check_outputs(out))
-    with _communicator(config, world) as ranks, ExitStack() as stack:
-        reader = stack.enter_context(CheckpointReader(checkpoint, ranks))
-        plan = _plan(config, ranks, planner, training=False)
-        strategy = None if plan is None else plan.strategy
-        known: dict[str, Any] = {"normalization": progress.normalization, "class_counts": progress.class_counts}
-        session = Session.open(config, ranks, stack, False, strategy=strategy, labelled=False, **known)
-        reader.restore(session.executor.store, extents=False, averaged=config.training.average > 0)
-        reader.close()
+    with _trained(config, world, planner, checkpoint, progress, labelled=False) as (ranks, session, identity):
         with ranks.agreement():
             outputs = outputs_of(session, what, progress.described)
         files = on_root(ranks.mpi, lambda: _files(session))
-        job = {"checkpoint": [str(checkpoint), reader.identity], "what": what, "files": files, **_settings(session)}
+        job = {"checkpoint": [str(checkpoint), identity], "what": what, "files": files, **_settings(session)}
         shown = tell if tell is not None and ranks.rank == 0 else lambda done, total: None
         computed = write_outputs(session, outputs, out, job, shown)
         found = {"samples": len(session.samples.dataset), "computed": computed, "step": progress.step}
@@ -293,6 +274,45 @@ def _communicator(config: Config, world: Any) -> Iterator[Communicator]:
     TRANSPORTS.make(config.backend.transport)
     with Communicator(world, config.backend.transport) as ranks:
         yield ranks
+
+
+def _open(
+    config: Config,
+    ranks: Communicator,
+    stack: ExitStack,
+    planner: Planner | None,
+    progress: TrainingProgress | None,
+    trainable: bool,
+    labelled: bool = True,
+) -> tuple[Session, RunPlan | None]:
+    """Open the session of a configuration, planned if it is to be, with the data statistics of a run. Collective."""
+    start, plan = TrainingProgress() if progress is None else progress, None
+    if config.strategy.auto and planner is not None:  # without one, `make_strategy` raises an error with the remedy
+        plan = planner(config, ranks, trainable)
+    known: dict[str, Any] = {"normalization": start.normalization, "class_counts": start.class_counts}
+    strategy = None if plan is None else plan.strategy
+    return Session.open(config, ranks, stack, trainable, strategy=strategy, labelled=labelled, **known), plan
+
+
+@contextmanager
+def _trained(
+    config: Config,
+    world: Any,
+    planner: Planner | None,
+    checkpoint: Path,
+    progress: TrainingProgress,
+    labelled: bool = True,
+) -> Iterator[tuple[Communicator, Session, Any]]:
+    """Open a session with the parameters of a checkpoint; yield it with its ranks and the checkpoint's identity.
+
+    Collective over `world`.
+    """
+    with _communicator(config, world) as ranks, ExitStack() as stack:
+        reader = stack.enter_context(CheckpointReader(checkpoint, ranks))  # now, before another run removes it
+        session, _ = _open(config, ranks, stack, planner, progress, trainable=False, labelled=labelled)
+        reader.restore(session.executor.store, extents=False, averaged=config.training.average > 0)
+        reader.close()
+        yield ranks, session, reader.identity
 
 
 def _files(session: Session) -> list[Any]:
@@ -354,13 +374,6 @@ def _log_each_rank(ranks: Communicator, folder: Path, stack: ExitStack) -> None:
             make_folder(folder)
     with ranks.agreement(), _writing(folder):
         stack.enter_context(RankLog(folder, ranks.rank, ranks.size))
-
-
-def _plan(config: Config, ranks: Communicator, planner: Planner | None, training: bool) -> RunPlan | None:
-    """Return the plan to follow, None if the configuration has a strategy. Collective."""
-    if not config.strategy.auto or planner is None:
-        return None  # without a planner, `make_strategy` raises an error with the remedy
-    return planner(config, ranks, training)
 
 
 def _ranked(ranker: Ranker | None, session: Session) -> Sequence[Scheme]:
