@@ -6,7 +6,7 @@ Pure arithmetic that the runtime and the cost model share.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -34,6 +34,7 @@ __all__ = [
     "check_scheme",
     "chunks_of",
     "decayed_first",
+    "exposed_layers",
     "gradient_layers",
     "kinds_of",
     "replicable_layers",
@@ -235,13 +236,19 @@ def chunks_of(
 
 
 def buckets_of(
-    network: Network, blocks: Mapping[str, ParameterBlocks], strategy: CutLayers, itemsize: int
+    network: Network,
+    blocks: Mapping[str, ParameterBlocks],
+    strategy: CutLayers,
+    itemsize: int,
+    apart: Collection[str] = (),
 ) -> list[GradientChunk]:
     """Return all buckets of a network under the strategy's scheme, in the order in which they are closed.
 
-    `blocks` are those of the parameters, by ``layer/parameter``; `itemsize` is that of a gradient [B].
+    `blocks` are those of the parameters, by ``layer/parameter``; `itemsize` is that of a gradient [B]; `apart` are
+    layers that may be replicated at another time.
     """
-    return chunks_of(gradient_layers(network, blocks), strategy.reduction, strategy.bucket_bytes, itemsize)
+    layers = gradient_layers(network, blocks)
+    return chunks_of(layers, strategy.reduction, strategy.bucket_bytes, itemsize, frozenset(apart))
 
 
 #: Function of a chunk's number of elements and a layer's number: whether that layer closes the chunk.
@@ -332,6 +339,16 @@ def check_replicated(strategy: CutLayers, network: Network) -> None:
                 f"reduction.replicated_dense: expected the first {asked} dense layers whole on every rank, got "
                 f"{name!r} in {blocks} blocks of channels; use {instead} (blocks sum little), or cut its samples"
             )
+
+
+def exposed_layers(strategy: CutLayers, network: Network, batch: int) -> list[str]:
+    """Return the dense layers that a program prepares for replicated gradients, in order of computation.
+
+    A scheme that is chosen during training may replicate all that save traffic, any other scheme those that it names.
+    """
+    if strategy.reduction.kind.searches:
+        return replicable_layers(strategy, network, batch)
+    return list(dense_layers(network))[: strategy.reduction.replicated_dense]
 
 
 def replicable_layers(strategy: CutLayers, network: Network, batch: int) -> list[str]:

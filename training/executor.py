@@ -17,7 +17,7 @@ from ..device import is_low
 from ..dtensor import Box
 from ..kernels.guards import GUARDS
 from ..layers import Network
-from ..layers.reduction_chunks import dense_layers, replicable_layers
+from ..layers.reduction_chunks import exposed_layers
 from ..layers.reduction_scheme import Scheme
 from ..layers.strategy import Strategy, parameter_blocks
 from ..lowering.views import Value
@@ -183,10 +183,7 @@ class Executor:
     @cached_property
     def replicable(self) -> list[str]:
         """Dense layers whose gradients are replicated, or may be by :meth:`reduce_by`; in order of computation."""
-        scheme = self.strategy.reduction
-        if scheme.kind.searches:
-            return replicable_layers(self.strategy, self.network, self.batch)
-        return list(dense_layers(self.network))[: scheme.replicated_dense]
+        return exposed_layers(self.strategy, self.network, self.batch)
 
     def _bind(self, trainable: bool) -> None:
         target = Target(

@@ -10,7 +10,7 @@ from ...device import as_dtype, is_low
 from ...dtensor import Groups
 from ...layers import Network
 from ...layers.parameter import ParameterBlocks
-from ...layers.reduction_chunks import aligned, buckets_of, dense_layers
+from ...layers.reduction_chunks import aligned, buckets_of, exposed_layers
 from ...layers.strategy import Strategy, parameter_blocks
 from ...lowering.operations import Sum
 from ...program.compiler import compile_program
@@ -44,9 +44,9 @@ def program_of(
         Number of passes per step.
     """
     blocks = blocks or parameter_blocks(network, strategy, target.size)
-    replicated = list(dense_layers(network))[: strategy.reduction.replicated_dense] if target.trainable else []
-    program = compile_program(network, strategy, target, blocks, replicated)
-    buckets = buckets_of(network, blocks, strategy, program.wide.itemsize)
+    exposed = exposed_layers(strategy, network, target.batch) if target.trainable else []
+    program = compile_program(network, strategy, target, blocks, exposed)
+    buckets = buckets_of(network, blocks, strategy, program.wide.itemsize, exposed)
     return reduce_gradients(program, buckets, strategy.reduction, parts)
 
 

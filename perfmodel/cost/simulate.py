@@ -13,7 +13,7 @@ import numpy as np
 
 from ...device import as_dtype
 from ...layers import Network
-from ...layers.reduction_chunks import GradientChunk, buckets_of
+from ...layers.reduction_chunks import GradientChunk, buckets_of, exposed_layers
 from ...layers.reduction_scheme import Scheme
 from ...layers.strategy import Strategy, layout_of, parameter_blocks
 from ...lowering.operations import KernelSpec
@@ -226,9 +226,10 @@ class Simulation:
         scheme, itemsize, known = self.strategy.reduction, self._outline.wide.itemsize, self.pricing.known
         chunking = scheme.kind.chunks, scheme.first_layers, scheme.chunk, scheme.replicated_dense
         nbytes = self.strategy.bucket_bytes * scheme.has_buckets
-        key = "buckets", self.network, itemsize, chunking, nbytes, *self.blocks.values()
+        apart = tuple(exposed_layers(self.strategy, self.network, self.batch))
+        key = "buckets", self.network, itemsize, chunking, nbytes, apart, *self.blocks.values()
         if key not in known:
-            known[key] = buckets_of(self.network, self.blocks, self.strategy, itemsize)
+            known[key] = buckets_of(self.network, self.blocks, self.strategy, itemsize, apart)
         found: list[GradientChunk] = known[key]
         return found
 

@@ -13,6 +13,8 @@ from halograd.kernels import get_backend
 from halograd.layers import Conv, Dense, Flatten, Input, MaxPool, Network, ReLU, SoftmaxCrossEntropy
 from halograd.layers.reduction_scheme import Scheme
 from halograd.layers.strategy import Strategy
+from halograd.perfmodel.cost import program_of
+from halograd.program.program import Target
 from halograd.testing import grids
 from halograd.training import trainer as trainer_module
 from halograd.training.auto_reduction import Tuning
@@ -132,6 +134,17 @@ def test_what_another_transport_measured_is_forgotten():
     with Communicator(MPI.COMM_WORLD, "mpi") as comm:
         _, _, measured, after = train(build(comm, parts, auto), comm=comm, state=state)
         assert [s for s, _, _ in measured] == RANKED and after.done
+
+
+@pytest.mark.mpi(min_size=1)
+def test_the_memory_of_a_search_is_that_of_the_program():
+    """All dense layers that the search may replicate are prepared, and gradients of theirs are apart."""
+    with Communicator(MPI.COMM_WORLD) as comm, build(comm, {"sample": comm.size}, {"name": "auto"}) as executor:
+        target = Target(executor.batch, comm.size, comm.rank, executor.dtype, overlaps=comm.waits_for_network)
+        program = program_of(executor.network, executor.strategy, target)
+        assert program.placement.size == executor.program.placement.size
+        assert [bucket.layers for bucket in program.buckets] == [bucket.layers for bucket in executor.program.buckets]
+        assert bool(program.exposed) == (comm.size > 1)
 
 
 @pytest.mark.mpi(min_size=1)
