@@ -104,7 +104,7 @@ class Poison:
 
         def watched() -> object:
             result = run()
-            for other in guarded if result else ():
+            for other in guarded if guarded and result else ():
                 other()
             for buffer in ends:
                 self._fill(buffer)
