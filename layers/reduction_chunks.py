@@ -348,7 +348,8 @@ def exposed_layers(strategy: CutLayers, network: Network, batch: int) -> list[st
     """
     if strategy.reduction.kind.searches:
         return replicable_layers(strategy, network, batch)
-    return list(dense_layers(network))[: strategy.reduction.replicated_dense]
+    count = strategy.reduction.replicated_dense
+    return list(dense_layers(network))[:count] if count else []
 
 
 def replicable_layers(strategy: CutLayers, network: Network, batch: int) -> list[str]:

@@ -26,7 +26,7 @@ from ..layers.reduction_chunks import GradientChunk
 from ..layers.reduction_scheme import Scheme
 from ..lowering.operations import KernelSpec, Operation, Run, Sum, Timing, Total
 from ..lowering.views import Buffer
-from .program import Program
+from .program import Program, Segment
 
 __all__ = [
     "Accumulate",
@@ -190,8 +190,13 @@ class _Placing:
     def program(self) -> Program:
         self._add_sums([i for i, bucket in enumerate(self._buckets) if not bucket.replicated])
         self._add_replicated([i for i, bucket in enumerate(self._buckets) if bucket.replicated])
-        forward = [replace(segment, before=self._before[segment.name]) for segment in self._program.forward]
-        backward = [replace(segment, after=self._after[segment.name]) for segment in self._program.backward]
+        forward, backward = list(self._program.forward), list(self._program.backward)
+        for i, segment in enumerate(forward):
+            if segment.before or self._before[segment.name]:
+                forward[i] = Segment(segment.name, segment.operations, before=self._before[segment.name])
+        for i, segment in enumerate(backward):
+            if segment.after or self._after[segment.name]:
+                backward[i] = Segment(segment.name, segment.operations, after=self._after[segment.name])
         return replace(
             self._program, forward=forward, backward=backward, end=self._end, buckets=tuple(self._buckets)
         )

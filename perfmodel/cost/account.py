@@ -12,7 +12,7 @@ from ...layers import Network
 from ...layers.parameter import ParameterBlocks
 from ...layers.reduction_chunks import aligned, buckets_of, exposed_layers
 from ...layers.strategy import Strategy, parameter_blocks
-from ...lowering.operations import Sum
+from ...lowering.operations import Sum, Transfer
 from ...program.compiler import compile_program
 from ...program.gradients import Accumulate, Compensate, Update, reduce_gradients
 from ...program.program import Program, Target
@@ -125,8 +125,11 @@ def layers_memory(program: Program, blocks: Mapping[str, ParameterBlocks]) -> di
             found["parameter"] += blocks[f"{step.name}/{key}"].boxes[rank].size * itemsize
     found["parameter gradient"] += sum(rounded[flat] for flat in rounds)
     found["messages"] = LOSS_BYTES if program.target.size > 1 else 0
-    for move in (item for _, item in messages_of(program) if isinstance(item, Move)):
-        found["messages"] += int(move.peers(rank)[1].sum()) + int(move.adjoint.peers(rank)[1].sum())
+    for operation in program:
+        if isinstance(operation, Transfer) and operation.end == "start" and operation.when != "evaluation":
+            made = operation.exchange
+            move = Move(made.sources, made.targets, made.itemsize, made.kind)
+            found["messages"] += int(move.peers(rank)[1].sum()) + int(move.adjoint.peers(rank)[1].sum())
     # Sums of layers add up or gather in shared memory, whatever the nodes.
     sums = sums_of(operation for operation in program if operation.layer)
     found["messages"] += sum(_held(one, rank, program.target.size) for one in sums)

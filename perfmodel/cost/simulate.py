@@ -222,16 +222,22 @@ class Simulation:
             held += value.dtype.itemsize * np.maximum.reduce([value.layout.boxes.sizes(), *(b.sizes() for b in needed)])
         return int(held.argmax())
 
-    def _buckets(self) -> list[GradientChunk]:
-        scheme, itemsize, known = self.strategy.reduction, self._outline.wide.itemsize, self.pricing.known
-        chunking = scheme.kind.chunks, scheme.first_layers, scheme.chunk, scheme.replicated_dense
-        nbytes = self.strategy.bucket_bytes * scheme.has_buckets
-        apart = tuple(exposed_layers(self.strategy, self.network, self.batch))
-        key = "buckets", self.network, itemsize, chunking, nbytes, apart, *self.blocks.values()
-        if key not in known:
-            known[key] = buckets_of(self.network, self.blocks, self.strategy, itemsize, apart)
-        found: list[GradientChunk] = known[key]
+    @cached_property
+    def _chunked(self) -> dict[object, list[GradientChunk]]:
+        """Buckets by chunking, for all simulations in which parameters have the same blocks."""
+        key = "buckets", self.network, self._outline.wide.itemsize, *self.blocks.values()
+        found: dict[object, list[GradientChunk]] = self.pricing.known.setdefault(key, {})
         return found
+
+    def _buckets(self) -> list[GradientChunk]:
+        scheme, chunked = self.strategy.reduction, self._chunked
+        apart = tuple(exposed_layers(self.strategy, self.network, self.batch))
+        rule = scheme.kind.chunks, scheme.first_layers, scheme.chunk, scheme.replicated_dense
+        key = rule, self.strategy.bucket_bytes * scheme.has_buckets, apart
+        if key not in chunked:
+            itemsize = self._outline.wide.itemsize
+            chunked[key] = buckets_of(self.network, self.blocks, self.strategy, itemsize, apart)
+        return chunked[key]
 
     def _reduced(self, outlined: Program) -> Program:
         """Return the outline of the program with operations on gradients by the strategy's scheme."""
