@@ -33,7 +33,7 @@ def test_each_rank_keeps_the_state_of_its_shard(make):
         states = {}
         for scheme in (Scheme("bucketed"), Scheme("sharded")):
             with build("lenet", comm, strategy_of(comm, scheme)) as executor:
-                make(executor.store, *((0.5,) if make is SGD else ()))
+                make(executor.store, **({"momentum": 0.5} if make is SGD else {}))
                 states[scheme.name] = executor.predicted_bytes["optimizer state"]
         # A shard ends with a cache line, one per bucket and state array.
         spare = 64 * len(executor.store.buckets) * (1 if make is SGD else 2)
@@ -189,5 +189,5 @@ def test_shards_of_state_stay_where_they_are():
         with pytest.raises(ValueError, match=r"named_state\(\): expected the communicator of the ranks"):
             optimizer.named_state()
         executor.reduce_by(Scheme("bucketed"))
-        with pytest.raises(ValueError, match=r"bind\(\): expected the shards for which the state was made"):
+        with pytest.raises(ValueError, match=r"bind\(\): expected the shards for which the state was created"):
             optimizer.bind()
