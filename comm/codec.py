@@ -111,7 +111,7 @@ class Codec(ABC):
 
 
 #: Codecs by name, for `Scheme.payload` and `Communicator.reduction`.
-CODECS: Registry[Codec] = Registry("codec", Codec, key="reduction.payload")  # type: ignore[type-abstract]
+CODECS: Registry[Codec] = Registry("codec", Codec, key="reduction.payload")
 
 
 @CODECS.register

@@ -128,11 +128,7 @@ class Augmentation(ABC):
 
 
 #: Augmentations by name, or by ``"FILE.py:CLASS"``.
-AUGMENTATIONS: Registry[Augmentation] = Registry(
-    "augmentation",
-    Augmentation,  # type: ignore[type-abstract]
-    "data.augment.kind",
-)
+AUGMENTATIONS: Registry[Augmentation] = Registry("augmentation", Augmentation, "data.augment.kind")
 
 
 class Rules(AugmentationSettings):

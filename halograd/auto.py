@@ -216,7 +216,7 @@ class _Planner:
         return RooflineTimes(self.machine) if self.measuring is None else self.measuring.times(self.machine)
 
     def measured(self) -> Plan:
-        """Return a plan all of whose layers are measured, those behind it twice, as far as the budget permits.
+        """Return a plan. Its layers are measured, first once and then again, as far as the budget permits.
 
         The loop ends because each round measures a layer for the first or second time.
         """

@@ -49,7 +49,7 @@ class Registry(Generic[Kind]):
         Entry of the configuration that names one, for messages.
     """
 
-    def __init__(self, kind: str, base: type[Kind], key: str) -> None:
+    def __init__(self, kind: str, base: type[Any], key: str) -> None:
         self.kind, self.base, self.key = kind, base, key
         self._classes: dict[str, type[Kind]] = {}
         self._later: dict[str, Callable[[], type[Kind]]] = {}

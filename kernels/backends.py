@@ -17,7 +17,7 @@ _log = logging.getLogger("halograd.kernels")
 _warned = False
 
 #: A class of the user derives from :class:`Backend`, or from a backend of which it changes some kernels.
-BACKENDS: Registry[Backend] = Registry("backend", Backend, key="backend.kernels")  # type: ignore[type-abstract]
+BACKENDS: Registry[Backend] = Registry("backend", Backend, key="backend.kernels")
 
 
 @BACKENDS.register

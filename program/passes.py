@@ -38,7 +38,7 @@ class Pass(ABC):
 
 
 #: Passes by name.
-PASSES: Registry[Pass] = Registry("pass", Pass, key="strategy.passes")  # type: ignore[type-abstract]
+PASSES: Registry[Pass] = Registry("pass", Pass, key="strategy.passes")
 
 
 def apply_passes(program: Program, names: Sequence[str]) -> Program:

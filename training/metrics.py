@@ -100,7 +100,7 @@ class Metric(ABC):
 
 
 #: Metrics by name, or by ``"FILE.py:CLASS"``.
-METRICS: Registry[Metric] = Registry("metric", Metric, "output.metrics")  # type: ignore[type-abstract]
+METRICS: Registry[Metric] = Registry("metric", Metric, "output.metrics")
 
 
 def checked_metric(make: Any, name: str) -> Metric:

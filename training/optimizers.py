@@ -351,7 +351,7 @@ class Optimizer:
 
 
 #: Optimizers by name, or by ``"FILE.py:CLASS"``.
-OPTIMIZERS = Registry("optimizer", Optimizer, "optimizer.kind")
+OPTIMIZERS: Registry[Optimizer] = Registry("optimizer", Optimizer, "optimizer.kind")
 
 
 @OPTIMIZERS.register

@@ -107,7 +107,7 @@ class Schedule(ABC):
 
 
 #: Schedules by name, or by ``"FILE.py:CLASS"``.
-SCHEDULES: Registry[Schedule] = Registry("schedule", Schedule, "schedule.kind")  # type: ignore[type-abstract]
+SCHEDULES: Registry[Schedule] = Registry("schedule", Schedule, "schedule.kind")
 
 
 class DecaySettings(ScheduleSettings):

@@ -109,7 +109,7 @@ class Route(ABC):
 
 
 #: Transports of device arrays by name, in the order in which ``"auto"`` tries them.
-DEVICE_TRANSPORTS: Registry[Route] = Registry("device_transport", Route, key="backend.device_transport")  # type: ignore[type-abstract]
+DEVICE_TRANSPORTS: Registry[Route] = Registry("device_transport", Route, key="backend.device_transport")
 
 
 @DEVICE_TRANSPORTS.register

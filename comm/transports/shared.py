@@ -125,7 +125,7 @@ class NodeMemory:
     def _channel(
         self, pattern: Pattern, meter: Meter, chunk: Chunk, offsets: np.ndarray, slots_of: Sequence[Mapping[int, int]]
     ) -> WindowChannel:
-        """Return a channel whose buffers are at `offsets` in the segments of the ranks. Local.
+        """Build a channel with buffers at `offsets` in the segments of the ranks. Local.
 
         `slots_of` holds, per rank on the node, where in its block the data for each reader begins.
         """

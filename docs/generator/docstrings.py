@@ -115,7 +115,7 @@ def _candidates(name: str, thing: griffe.Object) -> Iterator[str]:
 
 
 def _canonical(package: griffe.Module, path: str) -> str | None:
-    """Return the path at which an object is defined, including inherited members; None if there is no such object."""
+    """Return the path of the definition of an object, inherited members included; None if there is no such object."""
     if path != package.path and not path.startswith(package.path + "."):
         return None
     at: Any = package

@@ -64,7 +64,7 @@ def _keys() -> frozenset[str]:
 
 @lru_cache(maxsize=1)
 def _names() -> dict[str, str]:
-    """Return the path at which each public name is defined, by all paths that export it."""
+    """Return the path of the definition of each public name, by all paths that export the name."""
     offered = {"halograd": api.exported(api.package())}
     for folder in api.FOLDERS:
         offered |= api.public(api.package()[folder])

@@ -36,6 +36,6 @@ __all__ = [
 ]
 
 #: The planners, and beside them the baselines of :mod:`halograd.perfmodel.cuts`.
-PLANNERS: Registry[Chooser] = Registry("planner", Chooser, key="strategy.planner")  # type: ignore[type-abstract]
+PLANNERS: Registry[Chooser] = Registry("planner", Chooser, key="strategy.planner")
 for _planner in (ShortestPath, LongestPathFirst, Elimination, Exhaustive):
     PLANNERS.register(_planner)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
+import pytest
 
 import halograd as hg
+from halograd.errors import UserError
+from halograd.training import load_config
 
 SAMPLES, EDGE, CHANNELS = 19, 16, 3
 
@@ -120,3 +123,10 @@ OPTIONS = {
     "backend": {"kernels": "numpy"},
     "output": {"progress": False},
 }
+
+
+def check_refused(overrides: Sequence[str], message: str) -> None:
+    """Check that ``run.toml`` with these overrides is refused in one line that has this message."""
+    with pytest.raises(UserError) as error:
+        load_config("run.toml", overrides)
+    assert message in str(error.value) and "\n" not in str(error.value)

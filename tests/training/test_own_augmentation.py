@@ -3,12 +3,11 @@
 import pytest
 from mpi4py import MPI
 
-from halograd.errors import UserError
-from halograd.training import load_config, train
+from halograd.training import train
 from halograd.training.log import read_log
 from tests.docs.pages import write_files
 from tests.training.cuts import CUTS, logged_losses, overrides_of
-from tests.training.runs import write_config
+from tests.training.runs import check_refused, write_config
 
 OWN = 'data.augment={kind="fade.py:Fade", share=0.9}'
 SETS = [OWN, 'schedule.kind="constant"']
@@ -70,6 +69,4 @@ def test_under_every_cut_and_resumed(comm, config, own):
 def test_what_is_refused_in_one_line(tmp_path, monkeypatch, sets, message):
     monkeypatch.chdir(tmp_path)
     write(tmp_path)
-    with pytest.raises(UserError) as error:
-        load_config("run.toml", [OWN, *sets])
-    assert message in str(error.value) and "\n" not in str(error.value)
+    check_refused([OWN, *sets], message)

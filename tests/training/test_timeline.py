@@ -23,7 +23,7 @@ def example(rank=0):
 
 
 def test_overlap_ratio():
-    """Of communications of 10 and 30 ms, 2 and 6 ms block: the overlap is 80 % of each and of both."""
+    """Communications of 10 and 30 ms block for 2 and 6 ms: the overlap is 80 % of each and of both."""
     timeline = example()
     assert timeline.overlap("halo") == pytest.approx(80.0)
     assert timeline.overlap("allreduce") == pytest.approx(80.0)
