@@ -118,7 +118,7 @@ class _Played:
 class _Remembered:
     """Cached results that simulations of one strategy share under all schemes."""
 
-    memory: dict[tuple[int, int], dict[str, int]] = field(default_factory=dict)
+    memory: dict[tuple[int, tuple[str, ...]], dict[str, int]] = field(default_factory=dict)
     gathering: dict[str, KernelSpec] = field(default_factory=dict)
     fullest: int | None = None
 
@@ -198,7 +198,7 @@ class Simulation:
         return max((self._memory(rank) for rank in some), key=lambda m: sum(m.values()))
 
     def _memory(self, rank: int) -> dict[str, int]:
-        key = rank, self.strategy.reduction.replicated_dense
+        key = rank, tuple(exposed_layers(self.strategy, self.network, self.batch))
         if key not in self._known.memory:
             self._known.memory[key] = layers_memory(self._program(rank), self.blocks)
         target = replace(self._outline.target, rank=rank)

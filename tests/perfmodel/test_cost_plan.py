@@ -296,3 +296,13 @@ def test_clipping_waits_for_all_sums(scheme):
     plain, clipped = (simulate(network, strategy, 8, priced(LASSEN), Training(clips=clips)) for clips in (False, True))
     assert clipped.step_seconds > plain.step_seconds and clipped.update_seconds == plain.update_seconds
     assert clipped.traffic == plain.traffic | ({"norm": (1, 8)} if scheme == "sharded" else {})
+
+
+def test_memory_under_another_scheme_is_that_of_a_simulation_of_its_own():
+    """A search for a scheme prepares dense layers that may be replicated; results of other schemes are not taken."""
+    network, plain = lenet5(classes=4, resolution=28), Strategy({"sample": 4}, bucket_bytes=4096)
+    schemes = [Scheme(), Scheme("auto"), Scheme("sharded"), Scheme("host_accumulate", replicated_dense=1)]
+    made = Simulation(network, plain, 4, priced(LASSEN), Training())
+    for scheme in (*schemes, *reversed(schemes)):
+        alone = Simulation(network, plain.with_reduction(scheme, 4096), 4, priced(LASSEN), Training())
+        assert made.with_reduction(scheme, 4096).memory == alone.memory, scheme
