@@ -19,8 +19,7 @@ from halograd.perfmodel.cost.layer_cost import Pricing
 from halograd.perfmodel.cost.simulate import Simulation, Training
 from halograd.perfmodel.cost.wires import Wires
 from halograd.perfmodel.kernel_times import KernelTimes, LayerTime, LayerWork, RooflineTimes
-from halograd.perfmodel.machine import Machine
-from halograd.perfmodel.machine_parts import Overheads
+from halograd.perfmodel.machine import Machine, Overheads
 
 __all__ = ["PAPERS", "Part", "Setting"]
 

@@ -20,10 +20,10 @@ from .perfmodel.cost import Pricing, Training, Wires, simulate
 from .perfmodel.cuts import BASELINES, GRID, baseline
 from .perfmodel.kernel_times import KernelTimes, MeasuredTimes, RooflineTimes
 from .perfmodel.machine import Machine
-from .perfmodel.machine_file import Bytes
 from .perfmodel.planners import PLANNERS
 from .perfmodel.plans import Alternative, Plan, Request
 from .perfmodel.predict import Planning, plan_network
+from .perfmodel.quantities import Bytes
 from .schema import build as read
 from .schema import nearest
 from .training.optimizers import OPTIMIZERS, OptimizerSettings

@@ -32,7 +32,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from .machine_parts import GroupStage, Link
+from .machine import GroupStage, Link
 
 __all__ = ["ALGORITHMS", "group_seconds", "seconds"]
 

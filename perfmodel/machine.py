@@ -1,24 +1,165 @@
 """Machines: the computing rates of one device, and the cost of a message between two devices.
 
 A machine is data. The shipped machines are in ``perfmodel/machines/``; `halograd profile` writes one for the machine
-that it runs on. `docs/machines.md` explains how to write one by hand.
+that it runs on. A machine file is TOML, in which every quantity has its unit (``"1.2 us"``, ``"16 GiB"``);
+`docs/machines.md` explains how to write one by hand.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+import difflib
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from typing import Annotated, Any, NamedTuple
 
-from halograd.documents import write_whole
+from pydantic import Field, model_validator
+
+from halograd.documents import parse_toml, read_toml, shown, shown_path, to_toml, write_whole
 from halograd.errors import UserError
+from halograd.schema import MOST, Count, Table, build
 
-from .machine_file import machine_to_toml, parse_machine, read_machine
-from .machine_parts import LEVELS, Efficiency, GroupStage, Link, Overheads
+from .quantities import Bytes, BytesPerSecond, Flops, FlopsPerSecond, Seconds, SecondsPerByte, format_quantity
 
-__all__ = ["Machine"]
+__all__ = [
+    "FOLDER",
+    "LEVELS",
+    "MACHINES",
+    "Efficiency",
+    "GroupStage",
+    "Link",
+    "Machine",
+    "MachineTable",
+    "Overheads",
+]
+
+FOLDER = Path(__file__).parent / "machines"
+#: Names of the shipped machines.
+MACHINES = tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
+
+#: Link levels, nearest first: the same device, the same node, the same switch, anywhere.
+LEVELS = ("device", "node", "switch", "across")
+
+
+@dataclass(frozen=True)
+class Link:
+    """Link on which one message of n bytes takes ``alpha + beta * n`` [s] (Hockney's model).
+
+    Parameters
+    ----------
+    alpha
+        Start-up time of one message [s].
+    beta
+        Time per byte [s/B].
+    note
+        Text on the link: the transport, the kind of cable, the error of a fit.
+    shared
+        Whether the link is memory that ranks share: there is no time to compute while a message travels.
+    emulated
+        Whether the link is the emulated network: messages travel independently of each other.
+    """
+
+    alpha: float
+    beta: float
+    note: str = field(default="", compare=False)
+    shared: bool = field(default=False, compare=False)
+    emulated: bool = field(default=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not (self.alpha >= 0 and self.beta >= 0):
+            raise ValueError(f"link: expected alpha >= 0 s and beta >= 0 s/B, got {self.alpha} and {self.beta}")
+
+    @property
+    def bandwidth(self) -> float:
+        """Bandwidth of long messages [B/s]; infinite if a byte costs nothing."""
+        return 1 / self.beta if self.beta else float("inf")
+
+    def seconds(self, nbytes: float) -> float:
+        """Return the time of one message of `nbytes` [B], in [s]."""
+        return self.alpha + self.beta * nbytes
+
+    def table(self) -> dict[str, Any]:
+        """Return the link as the table of a machine file."""
+        return vars(self) | {"alpha": format_quantity(self.alpha, "s"), "beta": format_quantity(self.beta, "s/B")}
+
+
+class GroupStage(NamedTuple):
+    """One level of a group of ranks: `size` members joined by `link`, which belongs to `level`.
+
+    `sharing` is the number of members that share one link when all of them send to the next level.
+    """
+
+    level: str
+    size: int
+    link: Link
+    sharing: int = 1
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """Fractions of its peak rates that a device reaches.
+
+    A kernel of f flops runs at ``peak * compute * max(1 / (1 + (half / f) ** exponent), least)`` [flop/s]. With an
+    exponent of 1 this is Hockney's half-performance curve ``f / (f + half)``. A smaller exponent lets the rate decrease
+    more slowly over more decades, as observed when tiles, waves and algorithms change with the size. Because of the
+    lower limit, the few operations of an elementwise kernel do not have the rate of a nearly empty device.
+
+    Parameters
+    ----------
+    compute
+        Fraction of the peak that the largest kernels reach, in (0, 1].
+    half
+        Operations at which a kernel reaches half of `compute` [flop].
+    exponent
+        Steepness, in (0, 1]; with at most 1, a larger kernel never takes less time.
+    least
+        Lower limit of the curve, as a fraction of `compute`, in [0, 1].
+    memory
+        Fraction of the memory bandwidth that streaming kernels reach, in (0, 1].
+    """
+
+    compute: float = 1.0
+    half: float = 0.0
+    exponent: float = 1.0
+    least: float = 0.0
+    memory: float = 1.0
+
+    def curve(self, flops: float) -> float:
+        """Return the fraction of the peak that a kernel of `flops` > 0 [flop] reaches."""
+        return self.compute * max(1 / (1 + (self.half / flops) ** self.exponent), self.least)
+
+
+@dataclass(frozen=True)
+class Overheads:
+    """Overheads of the library itself, measured on a machine; by default they are unknown.
+
+    Parameters
+    ----------
+    update
+        Time of the optimizer, SGD with momentum, per byte of parameters [s/B]; 0: computed from the memory bandwidth.
+    layer, step
+        Time that the executor adds to each forward or backward of a layer, and to a step [s].
+    packed
+        Whether the times of the links include packing and unpacking.
+    sums
+        Number of ranks of a node -> time of their all-reduce; unmeasured ones use the formulas of the collectives.
+    work
+        Number of ranks -> the part of this time that computation cannot hide: additions made while waiting for the sum.
+    synchronize
+        Time that the start of a gradient sum waits for the device in the middle of backward [s]: ``t_as`` of Le et al.
+        2018, Section 3.2.
+    """
+
+    update: float = 0.0
+    layer: float = 0.0
+    step: float = 0.0
+    packed: bool = False
+    sums: Mapping[int, Link] = field(default_factory=dict)
+    work: Mapping[int, Link] = field(default_factory=dict)
+    synchronize: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -87,7 +228,17 @@ class Machine:
         UserError
             If there is no such machine or file, or the file has a wrong unit, an unknown key or a missing level.
         """
-        return cls(**read_machine(name_or_path))
+        path = Path(name_or_path)
+        if path.suffix != ".toml":
+            name = str(name_or_path)
+            if name not in MACHINES:
+                near = difflib.get_close_matches(name, MACHINES, n=3, cutoff=0.4)
+                hint = f"did you mean {' or '.join(near)}?" if near else "write the path of your own machine file"
+                known = f"one of {', '.join(MACHINES)} or the path of a .toml file"
+                raise UserError(f"machine: expected {known}, got {shown(name)}; {hint}")
+            path = FOLDER / f"{name}.toml"
+        where = f"machine {shown_path(path)}"
+        return build(MachineTable, read_toml(path, "machine"), where).machine()
 
     @classmethod
     def parse(cls, text: str, where: str = "machine file") -> Machine:
@@ -98,11 +249,34 @@ class Machine:
         UserError
             If the text is invalid; one line with the key's path, the expected and the given value.
         """
-        return cls(**parse_machine(text, where))
+        return build(MachineTable, parse_toml(text, where), where).machine()
 
     def to_toml(self) -> str:
-        """Return the text of a machine file, from which `load` creates an equal machine."""
-        return machine_to_toml(vars(self))
+        """Return the text of a machine file, from which `load` creates an equal machine.
+
+        Base units are used, so that numbers are read back exactly.
+        """
+        runtime = self.runtime
+        tables: dict[str, Any] = {
+            **{key: getattr(self, key) for key in ("name", "source", "devices_per_node", "nodes_per_switch", "rails")},
+            "device": {
+                "name": self.device,
+                "memory": format_quantity(self.memory, "B"),
+                "memory_bandwidth": format_quantity(self.memory_bandwidth, "B/s"),
+                "launch": format_quantity(self.launch, "s"),
+                "peak_flops": {dtype: format_quantity(peak, "flop/s") for dtype, peak in self.peak_flops.items()},
+                "efficiency": vars(self.efficiency) | {"half": format_quantity(self.efficiency.half, "flop")},
+            },
+            "links": {level: self.links[level].table() for level in LEVELS},
+        }
+        if runtime != Overheads():
+            tables["runtime"] = {
+                "update": format_quantity(runtime.update, "s/B"),
+                **{key: format_quantity(getattr(runtime, key), "s") for key in ("layer", "step", "synchronize")},
+                "packed": runtime.packed,
+                **{key: {n: link.table() for n, link in getattr(runtime, key).items()} for key in ("sums", "work")},
+            }
+        return "\n".join(_lines(tables)) + "\n"
 
     def save(self, path: str | Path) -> None:
         """Write the machine file `path`; its folder must exist."""
@@ -213,6 +387,15 @@ class Machine:
         return self.peak_flops[dtype] * self.efficiency.curve(flops)
 
 
+def _lines(table: Mapping[Any, Any], place: str = "") -> Iterator[str]:
+    """Yield the lines of TOML of a table, then those of the tables within it."""
+    names = {key: str(key) if re.fullmatch(r"[A-Za-z0-9_-]+", str(key)) else to_toml(key) for key in table}
+    inner = [key for key in table if isinstance(table[key], Mapping)]
+    yield from (f"{names[key]} = {to_toml(table[key])}" for key in table if key not in inner)
+    for key in inner:
+        yield from ("", f"[{place}{names[key]}]", *_lines(table[key], f"{place}{names[key]}."))
+
+
 @lru_cache(maxsize=65536)
 def _counts(ranks: range | tuple[int, ...], per_node: int, per_switch: int) -> tuple[int, int, int]:
     """Return the largest number of ranks on a node, the largest number of nodes on a switch, and the number of
@@ -225,3 +408,131 @@ def _counts(ranks: range | tuple[int, ...], per_node: int, per_switch: int) -> t
     for node in nodes:
         switches[node // per_switch] = switches.get(node // per_switch, 0) + 1
     return max(nodes.values(), default=1), max(switches.values(), default=1), len(switches)
+
+
+# -- machine files ----------------------------------------------------------------------------------
+
+
+Fraction = Annotated[float, Field(ge=1e-6, le=1)]
+Ranks = Annotated[int, Field(ge=2, le=MOST)]
+
+
+class LinkTable(Table):
+    """``[links.LEVEL]``: `alpha`, and either `beta` or `bandwidth`."""
+
+    alpha: Seconds
+    """Time of a message without bytes."""
+    beta: SecondsPerByte | None = None
+    """Time per byte."""
+    bandwidth: BytesPerSecond | None = None
+    """Bandwidth, the inverse of `beta`."""
+    note: str = ""
+    """Text on the source of the numbers."""
+    shared: bool | None = None
+    """Whether the link is memory that ranks share, in which no message travels while they compute."""
+    emulated: bool | None = None
+    """Whether the link is the emulated network, on which messages travel independently of each other."""
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> LinkTable:
+        if (self.beta is None) == (self.bandwidth is None):
+            got = "neither" if self.beta is None else "both"
+            raise ValueError(f'expected one of beta ("25.7 ps/B") and bandwidth ("12.5 GB/s"), got {got}')
+        return self
+
+    def link(self) -> Link:
+        """Return the link of the cost model."""
+        # Files of earlier versions have the transport in the note only.
+        shared = self.note.startswith(("shared", "auto")) if self.shared is None else self.shared
+        emulated = self.note.startswith("emulated") if self.emulated is None else self.emulated
+        beta = (self.beta or 0.0) if self.bandwidth is None else 1 / self.bandwidth
+        return Link(self.alpha, beta, self.note, shared, emulated)
+
+
+class EfficiencyTable(Table):
+    """``[device.efficiency]``: the fractions of its peak rates that the device reaches."""
+
+    compute: Fraction
+    half: Flops
+    exponent: Fraction
+    least: Annotated[float, Field(ge=0, le=1)]
+    memory: Fraction
+
+
+class DeviceTable(Table):
+    """``[device]``: one device, which is one rank."""
+
+    name: str = ""
+    """Name of the product."""
+    memory: Bytes
+    """Memory of the device, the default limit of a plan."""
+    memory_bandwidth: BytesPerSecond
+    """Peak bandwidth of the memory."""
+    launch: Seconds
+    """Minimum time of a kernel."""
+    peak_flops: Annotated[dict[str, FlopsPerSecond], Field(min_length=1)]
+    """Peak rate of every dtype of plans: ``float32 = "19.5 Tflop/s"``."""
+    efficiency: EfficiencyTable
+
+
+class RuntimeTable(Table):
+    """``[runtime]``: overheads of the library itself, as ``halograd profile`` has measured them."""
+
+    update: SecondsPerByte = 0.0
+    layer: Seconds = 0.0
+    step: Seconds = 0.0
+    synchronize: Seconds = 0.0
+    packed: bool = False
+    sums: dict[Ranks, LinkTable] = Field(default_factory=dict)
+    work: dict[Ranks, LinkTable] = Field(default_factory=dict)
+
+
+class LinksTable(Table):
+    """``[links]``: a table for each level at which data travel.
+
+    `device` is a copy on a device; `node` connects two devices of a node; `switch` two nodes of a switch, per adapter;
+    `across` any two nodes.
+    """
+
+    device: LinkTable
+    node: LinkTable
+    switch: LinkTable
+    across: LinkTable
+
+
+class MachineTable(Table):
+    """A whole machine file."""
+
+    name: Annotated[str, Field(min_length=1)]
+    """Name of the machine in tables and pictures."""
+    source: Annotated[str, Field(min_length=1)]
+    """Text on the source of the numbers."""
+    devices_per_node: Count
+    """Number of devices per node. A device is one rank: a GPU, or a CPU node or socket with all its cores."""
+    nodes_per_switch: Count
+    """Number of nodes below one leaf switch."""
+    rails: Count = 1
+    """Number of network adapters per node that work at the same time."""
+    device: DeviceTable
+    links: LinksTable
+    runtime: RuntimeTable = RuntimeTable()
+
+    def machine(self) -> Machine:
+        """Return the machine of the cost model."""
+        device, runtime = self.device, self.runtime
+        sums, work = ({n: one.link() for n, one in found.items()} for found in (runtime.sums, runtime.work))
+        return Machine(
+            self.name,
+            self.source,
+            self.devices_per_node,
+            self.nodes_per_switch,
+            dict(device.peak_flops),
+            device.memory_bandwidth,
+            int(device.memory),
+            device.launch,
+            {level: getattr(self.links, level).link() for level in LEVELS},
+            Efficiency(**device.efficiency.model_dump()),
+            self.rails,
+            device.name,
+            Overheads(**{**dict(runtime), "sums": sums, "work": work}),
+        )

@@ -27,7 +27,7 @@ from halograd.errors import UserError
 from halograd.layers.strategy import Strategy, parameter_blocks
 from halograd.models import mesh
 from halograd.perfmodel.cost import memory_of, program_of
-from halograd.perfmodel.machine_parts import FOLDER
+from halograd.perfmodel.machine import FOLDER
 from halograd.program.program import Target
 from halograd.training.build import make_network, make_strategy
 from halograd.training.config import load_config

@@ -411,7 +411,7 @@ def test_folders_import_each_other_relatively():
 
 # Where a name of a codec, transport or scheme is compared although the file is not its own.
 MAY_COMPARE_NAMES = {
-    "perfmodel/machine_file.py": "machine files of earlier versions say in a note what carries a link",
+    "perfmodel/machine.py": "machine files of earlier versions say in a note what carries a link",
 }
 OWN_NAMES = {"comm/codec.py", "comm/transport.py", "comm/gpu/choice.py", "layers/reduction_scheme.py"}
 # Names that are words of other things, too: they count where what they are compared with says so.

@@ -32,7 +32,7 @@ from halograd.schema import (
 from ..comm.gpu.choice import named_route
 from ..layers.reduction_scheme import KINDS, Name, Scheme
 from ..layers.strategy import CutField
-from ..perfmodel.machine_file import parse_quantity
+from ..perfmodel.quantities import parse_quantity
 from .data_config import DataConfig
 from .optimizers import OPTIMIZERS, OptimizerSettings
 from .schedules import SCHEDULES, ScheduleSettings

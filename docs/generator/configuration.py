@@ -23,8 +23,8 @@ from halograd import models, schema
 from halograd.documents import to_toml
 from halograd.layers import Strategy
 from halograd.layers.reduction_scheme import Scheme
-from halograd.perfmodel.machine_file import UNITS, EfficiencyTable, MachineTable, RuntimeTable
-from halograd.perfmodel.machine_parts import Efficiency, Overheads
+from halograd.perfmodel.machine import Efficiency, EfficiencyTable, MachineTable, Overheads, RuntimeTable
+from halograd.perfmodel.quantities import UNITS
 from halograd.registry import Chosen
 from halograd.training.config import Config, ReductionConfig
 

@@ -124,7 +124,7 @@ class ModelOptions:
 
     def asked(self) -> Asked:
         """Build the model, and read the machine. Raises UserError."""
-        from ..perfmodel.machine_parts import MACHINES
+        from ..perfmodel.machine import MACHINES
         from ..planning import Asked
 
         if self.machine is None:

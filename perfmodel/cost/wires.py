@@ -22,8 +22,7 @@ import numpy as np
 from ...dtensor import Blocks, Intervals
 from ...program.traffic import Move
 from .. import collectives
-from ..machine import Machine
-from ..machine_parts import LEVELS
+from ..machine import LEVELS, Machine
 
 __all__ = ["Ranks", "Wires", "middle_rank"]
 

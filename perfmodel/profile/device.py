@@ -12,8 +12,7 @@ import numpy as np
 
 from ...kernels import Geometry
 from ...limits import memory_size
-from ..machine import Machine
-from ..machine_parts import Efficiency, Link
+from ..machine import Efficiency, Link, Machine
 from .cache import Crowd, device_name
 from .messages import LARGE, SIZES, MessageTimer, Nodes, fit_copy
 from .record import Fit, Profile, fit_line

@@ -16,8 +16,7 @@ from halograd.documents import read_json, shown_path, write_whole
 from halograd.errors import UserError
 from halograd.schema import STRICT, Count, NotNegative, build
 
-from ..machine import Machine
-from ..machine_parts import Link, Overheads
+from ..machine import Link, Machine, Overheads
 
 __all__ = ["Fit", "Profile", "fit_line", "record_path"]
 

@@ -18,7 +18,7 @@ import pytest
 import halograd
 from halograd.layers import Strategy
 from halograd.models import MODELS, options_of
-from halograd.perfmodel.machine_file import MachineTable
+from halograd.perfmodel.machine import MachineTable
 from halograd.training.config import Config
 from tests.harness.limits import LIMIT
 

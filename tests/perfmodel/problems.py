@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 import halograd as hg
-from halograd.perfmodel.machine import Machine
-from halograd.perfmodel.machine_parts import LEVELS, Efficiency, Link
+from halograd.perfmodel.machine import LEVELS, Efficiency, Link, Machine
 
 FAMILIES = ("strip", "image", "volume", "branches", "dilated", "convnext", "unet", "scales")
 

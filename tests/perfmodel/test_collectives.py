@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from halograd.perfmodel import collectives
 from halograd.perfmodel.collectives import ALGORITHMS, group_seconds
-from halograd.perfmodel.machine import Machine
-from halograd.perfmodel.machine_parts import MACHINES, GroupStage, Link
+from halograd.perfmodel.machine import MACHINES, GroupStage, Link, Machine
 
 LINK = Link(alpha=10.0, beta=1.0)  # times below are whole numbers: 10 s a message, 1 s a byte
 CASES = [(name, algorithm) for name, formulas in ALGORITHMS.items() for algorithm in formulas]

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from halograd.perfmodel.cost.network_costs import Grids, edge_seconds, redistributed_bytes
 from halograd.perfmodel.cost.wires import Wires
 from halograd.perfmodel.cuts import candidates
-from halograd.perfmodel.machine import Machine
-from halograd.perfmodel.machine_parts import LEVELS, Efficiency, Link, Overheads
+from halograd.perfmodel.machine import LEVELS, Efficiency, Link, Machine, Overheads
 from halograd.program.traffic import Move
 from tests.perfmodel.pricing import cut
 from tests.perfmodel.test_cost_traffic import RANKS, parts, shapes

@@ -11,8 +11,7 @@ import pytest
 import halograd as hg
 from halograd.errors import UserError
 from halograd.perfmodel.kernel_times import LayerTime, LayerWork, MeasuredTimes, RooflineTimes
-from halograd.perfmodel.machine import Machine
-from halograd.perfmodel.machine_parts import LEVELS, Efficiency, Link
+from halograd.perfmodel.machine import LEVELS, Efficiency, Link, Machine
 from halograd.perfmodel.profile.cache import Conditions, Crowd, TimeCache
 
 RATE, BANDWIDTH, LAUNCH = 1e12, 1e11, 1e-6

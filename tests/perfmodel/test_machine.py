@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from halograd.errors import UserError
-from halograd.perfmodel.machine import Machine
-from halograd.perfmodel.machine_file import UNITS, format_quantity, parse_quantity
-from halograd.perfmodel.machine_parts import FOLDER, LEVELS, MACHINES, Efficiency, Link
+from halograd.perfmodel.machine import FOLDER, LEVELS, MACHINES, Efficiency, Link, Machine
+from halograd.perfmodel.quantities import UNITS, format_quantity, parse_quantity
 
 LASSEN = (FOLDER / "lassen.toml").read_text(encoding="utf-8")
 

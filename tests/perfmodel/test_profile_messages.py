@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from halograd.comm import Communicator
 from halograd.kernels import get_backend
 from halograd.perfmodel.cost.wires import Wires
-from halograd.perfmodel.machine import Machine
-from halograd.perfmodel.machine_parts import LEVELS
+from halograd.perfmodel.machine import LEVELS, Machine
 from halograd.perfmodel.profile import cache, device, messages
 from halograd.perfmodel.profile.device import group_sizes, measure_machine
 from halograd.perfmodel.profile.messages import MessageTimer, Nodes
