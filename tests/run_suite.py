@@ -46,7 +46,8 @@ RUNS = ("serial", "1", "2", "3", "4", "6", "8")
 #: Where only a part of the tests is run, under another MPI.
 RUNS_OF_A_PART = ("serial", "2", "4")
 #: What some tests need, by the target of the Makefile that installs it.
-INSTALLED_BY = {"torch": "oracle", "vtk": "oracle", "tensorboard": "oracle", "onnx": "oracle", "mkdocs": "docs-tools"}
+INSTALLED_BY = {"torch": "oracle", "vtk": "oracle", "tensorboard": "oracle", "tensorboardX": "oracle", "onnx": "oracle"}
+INSTALLED_BY |= {"mkdocs": "docs-tools"}
 #: Folders and files below ``tests`` whose serial tests start programs.
 PROGRAMS = ("cli", "gpu", "jobs", "report", "test_demo.py", "test_docs.py", "test_examples.py")
 PROGRAMS += ("test_launch.py", "test_run_suite.py", "training")

@@ -303,7 +303,7 @@ class OutputConfig(Table):
     rank_logs: bool = False
     """Whether to write a log of every rank, ``logs/rank-NNNN.log``."""
     tensorboard: bool = False
-    """Whether to write event files in ``tensorboard/``."""
+    """Whether to write event files in ``tensorboard/``; needs ``pip install 'halograd[tensorboard]'``."""
     progress: bool = True
     """Whether to show a progress bar on a terminal."""
 
