@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 __all__ = ["ANY", "Access", "access_of", "makes", "reads", "writes"]
@@ -47,23 +47,26 @@ class Access:
 
     def read(self, names: Iterable[str]) -> list[str]:
         """Return those of the names that are read."""
-        return [name for name in names if _among(name, self.reads)]
+        return list(_among(tuple(names), self.reads))
 
     def written(self, names: Iterable[str]) -> list[str]:
         """Return those of the names that are written."""
-        return [name for name in names if _among(name, self.writes)]
+        return list(_among(tuple(names), self.writes))
 
     def used(self, names: Iterable[str]) -> list[str]:
         """Return those of the names that are read or written."""
-        return [name for name in names if _among(name, self.reads) or _among(name, self.writes)]
+        return list(_among(tuple(names), self.reads + self.writes))
 
 
 #: Access of a kernel without a declaration.
 ANY = Access(("*",), ("*",))
 
 
-def _among(name: str, declared: tuple[str, ...]) -> bool:
-    return any(name == one or (one.endswith("*") and name.startswith(one[:-1])) for one in declared)
+@lru_cache(maxsize=4096)  # programs repeat a few dozen kernels thousands of times
+def _among(names: tuple[str, ...], declared: tuple[str, ...]) -> tuple[str, ...]:
+    """Return those of the names that are declared."""
+    prefixes = tuple(one[:-1] for one in declared if one.endswith("*"))
+    return tuple(name for name in names if name in declared or name.startswith(prefixes))
 
 
 def reads(*names: str) -> Callable[[Declared], Declared]:
