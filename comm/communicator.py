@@ -92,11 +92,15 @@ class Communicator:
                 f"MPI thread level: expected THREAD_MULTIPLE ({MPI.THREAD_MULTIPLE}), got {MPI.Query_thread()}; "
                 f"leave mpi4py.rc.thread_level alone"
             )
-        chosen = transport_of(transport)
         if mpi_comm == MPI.COMM_WORLD:
             begin()
         ranks = tuple(range(mpi_comm.size))
-        agree(mpi_comm, ranks, contexts.shortage())
+        fault: Exception | None = None
+        try:  # a file of the user may be missing on one rank
+            chosen = transport_of(transport)
+        except CommError as error:
+            fault = error
+        agree(mpi_comm, ranks, fault or contexts.shortage())
         own = contexts.hold(mpi_comm.Dup())
         self.transport = str(transport)
         self._set_up(own, chosen, Progress(), Instruments(), ranks, DeviceLinks())

@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import re
 import sys
 import traceback
 import zlib
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,7 +17,7 @@ from typing import Any
 from .documents import shown
 from .errors import UserError
 
-__all__ = ["describe", "is_location", "load"]
+__all__ = ["checksums", "describe", "is_location", "load"]
 
 
 def is_location(name: str) -> bool:
@@ -25,6 +27,29 @@ def is_location(name: str) -> bool:
     (True, False)
     """
     return ":" in name
+
+
+def checksums(tables: Any) -> dict[str, int | None]:
+    """Return the checksum of each Python file that plain data name (``FILE.py:NAME``); None if it is unreadable. Local.
+    """
+    files = {found[1] for text in _texts(tables) if (found := re.match(r"(.+?\.py):", text))}
+    return {file: _checksum(Path(file)) for file in sorted(files)}
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield all texts in nested tables and lists."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(item)
+
+
+def _checksum(file: Path) -> int | None:
+    try:
+        return zlib.crc32(file.read_bytes())
+    except OSError:
+        return None
 
 
 def load(where: str, key: str, kind: str = "function") -> Any:

@@ -6,6 +6,7 @@ with the path of the key, the expected and the given value.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -28,6 +29,7 @@ from halograd.schema import (
     Whole,
     build,
 )
+from halograd.user_code import checksums
 
 from ..comm.gpu.choice import named_route
 from ..layers.reduction_scheme import KINDS, Name, Scheme
@@ -332,7 +334,19 @@ class Config(Table):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the keys that were set: other ranks load classes in files of the user by themselves."""
-        return check_config, (self.model_dump(mode="json", exclude_unset=True),)
+        tables = self.model_dump(mode="json", exclude_unset=True)
+        return _received, (tables, checksums(tables))
+
+
+def _received(tables: dict[str, Any], files: dict[str, int | None]) -> Config:
+    """Check the tables of another rank, and that the files of the user are here as they are there."""
+    for file, found in checksums(tables).items():
+        if found != files[file]:
+            raise UserError(
+                f"{file}: expected the same file on all ranks, got {'none' if found is None else 'another one'} in "
+                f"{os.getcwd()}; put it on a file system that all nodes share, and start all ranks in one folder"
+            )
+    return check_config(tables)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:

@@ -1,4 +1,4 @@
-"""Calls of rank 0 for all ranks at the start of a job, before or without a halograd communicator.
+"""Calls of rank 0 for all ranks.
 
 A thousand ranks that open the same small file at once load a parallel file system for longer than the rest of the start
 takes. So rank 0 reads the file, and broadcasts the result.
@@ -10,28 +10,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from halograd.errors import UserError
-
-from ..comm import Communicator
-from ..comm.errors import mark_agreed
-from ..data.disk import DataError
+from ..comm.errors import agree, mark_agreed
 from .config import Config, check_config, load_config
 
-__all__ = ["agreed_root", "on_root", "read_config"]
+__all__ = ["on_root", "read_config"]
 
 Result = TypeVar("Result")
-#: Errors of the user, special ones first.
-_MISTAKES: dict[str, type[Exception]] = {"data": DataError, "user": UserError}
-
-
-def agreed_root(comm: Communicator, call: Callable[[], Result]) -> Result:
-    """Call :func:`on_root` within an agreement. Collective over `comm`."""
-    comm.agree(None)
-    return on_root(comm.mpi, call)
 
 
 def on_root(world: Any, call: Callable[[], Result]) -> Result:
-    """Return on all ranks the result of `call` on rank 0. Collective over `world`.
+    """Return on all ranks the result of `call` on rank 0. Collective over `world`; permitted within an agreement.
 
     Parameters
     ----------
@@ -42,41 +30,31 @@ def on_root(world: Any, call: Callable[[], Result]) -> Result:
 
     Raises
     ------
-    UserError, DataError
-        The error of `call`, on all ranks. Any other error is raised on rank 0 and ends the job.
+    Exception
+        The error of `call`, on all ranks; or the error of a rank that cannot unpickle the result, because a file of the
+        user is not there.
     """
     if world.size == 1:
         return call()
-    found: Any = None
-    raised: Exception | None = None
+    result: Any = None
+    fault: Exception | None = None
     if world.rank == 0:
         try:
-            found = call()
+            result = call()
         except Exception as error:
-            raised = error
-    found, mistake = world.bcast((found, _described(raised)))
-    if mistake is None:
-        return found
-    kind, text = mistake
-    if raised is not None and kind not in _MISTAKES:
-        mark_agreed(raised, True, world.size)
-        raise raised
-    mistake = _MISTAKES.get(kind, UserError)(text)
-    mark_agreed(mistake, world.rank == 0, world.size)
-    raise mistake from raised
-
-
-def _described(raised: Exception | None) -> tuple[str, str] | None:
-    """Return kind and text of an error, to broadcast them."""
-    if raised is None:
-        return None
-    kinds = (kind for kind, error in _MISTAKES.items() if isinstance(raised, error))
-    kind = next(kinds, "fault")
-    return kind, str(raised) if kind in _MISTAKES else "rank 0 failed with the error that it prints"
+            mark_agreed(error, True, world.size, needs_no_rank=True)
+            fault = error
+    agree(world, range(world.size), fault)
+    try:
+        result = world.bcast(result)  # a configuration loads the files of the user that it names when it is unpickled
+    except Exception as error:
+        fault = error
+    agree(world, range(world.size), fault)
+    return result
 
 
 def read_config(world: Any, given: str | Path | Config, overrides: Sequence[str]) -> Config:
-    """Return the configuration, read and checked by rank 0 unless given. Collective; see :func:`load_config`."""
+    """Return the configuration, read and checked by rank 0. Collective; see :func:`load_config`."""
     if isinstance(given, Config):
-        return check_config(given.model_dump(mode="json", exclude_unset=True), overrides)
+        return on_root(world, lambda: check_config(given.model_dump(mode="json", exclude_unset=True), overrides))
     return on_root(world, lambda: load_config(given, overrides))

@@ -41,7 +41,7 @@ from ..layers import Input, Network
 from ..models.own import call_own
 from .build import check_batch, datasets_of, label_maps, weighted_targets, weights_of
 from .config import Config, DataConfig
-from .root import agreed_root
+from .root import on_root
 
 __all__ = ["Samples"]
 
@@ -138,7 +138,7 @@ class Samples:
         scale = 0.0
         if labelled:
             looks, weights = _looks(dataset, network), weights_of(network)
-            scale = agreed_root(comm, lambda: look_at_data(dataset, computed, int(training[0]), looks, weights))
+            scale = on_root(comm.mpi, lambda: look_at_data(dataset, computed, int(training[0]), looks, weights))
         counts = _balance(network, dataset, training, reductions, class_counts, comm)
         return cls(dataset, training, validation, statistics, reductions, invalid, augmentation, scale, counts)
 
@@ -276,7 +276,7 @@ def _open_dataset(data: DataConfig, network: Network, comm: Communicator, labell
             return _open_own(data, network, labelled)
     inputs, targets = datasets_of(data, network)
     names = inputs, targets if labelled else {}
-    paths = agreed_root(comm, lambda: find_files(data.path))
+    paths = on_root(comm.mpi, lambda: find_files(data.path))
     limits = _ranges(network)
 
     def open_(number: int, structure: Structure | None = None) -> Hdf5Dataset:

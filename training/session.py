@@ -34,7 +34,7 @@ from .config import Config
 from .directory import job_id
 from .executor import Executor
 from .kernels import connect_device, open_kernels
-from .root import agreed_root
+from .root import on_root
 from .samples import Samples
 from .timeline import Timeline
 from .transfer import DeviceFeed
@@ -235,7 +235,7 @@ def _strategy(config: Config, comm: Communicator, network: Network) -> Strategy:
     def make() -> Strategy:
         return make_strategy(config.strategy, comm.size, network, config.training.at_once)
 
-    return make() if config.strategy.file is None else agreed_root(comm, make)  # the result is the same on all ranks
+    return make() if config.strategy.file is None else on_root(comm.mpi, make)  # the result is the same on all ranks
 
 
 def begin_with(session: Session) -> None:

@@ -3,6 +3,7 @@
 import gc
 import os
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -147,6 +148,17 @@ def test_scalars(plain):
 def test_an_unknown_transport_is_refused(comm, text, message):
     with pytest.raises(CommError, match=message):
         Communicator(comm, text)
+
+
+@pytest.mark.ranks(2)
+def test_a_transport_that_one_rank_does_not_have(comm, working, tmp_path, monkeypatch):
+    """A file of the user that is not there on one rank is an error of all."""
+    Path("net.py").write_text("from halograd.comm.transport import Mpi as Own\n")
+    if comm.rank == 1:  # as on the local disk of another node
+        monkeypatch.chdir(tmp_path)
+    comm.Barrier()
+    with pytest.raises(CommError, match=r"^rank 1: transport: expected a Python file, got 'net.py'"):
+        Communicator(comm, "net.py:Own")
 
 
 def test_a_lower_thread_level_is_refused(comm, monkeypatch):

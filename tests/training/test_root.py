@@ -7,13 +7,16 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from mpi4py import MPI
 
 from halograd.comm import Communicator
+from halograd.comm.errors import is_agreed
 from halograd.data import disk
 from halograd.data.disk import DataError
 from halograd.errors import UserError
 from halograd.layers.strategy import Strategy
 from halograd.training.root import on_root, read_config
+from halograd.training.run import train
 from halograd.training.session import Session
 
 _opened: list[str] | None = None
@@ -62,10 +65,58 @@ def test_mistakes_are_raised_on_all_ranks_alike(comm, kind):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_fault_is_raised_where_it_arose(comm):
-    kind = ZeroDivisionError if comm.rank == 0 else UserError
-    with pytest.raises(kind, match=r"zero|rank 0 failed with the error that it prints"):
+def test_a_fault_is_raised_on_all_ranks(comm):
+    with pytest.raises(ZeroDivisionError, match=r"^division by zero$") as caught:
         on_root(comm, lambda: 1 / 0)
+    assert is_agreed(caught.value, comm.size) and caught.value.arose_here == (comm.rank == 0)
+
+
+class Local:
+    """An object that can be unpickled on rank 0 only."""
+
+    def __reduce__(self):
+        return _made, ()
+
+
+def _made():
+    if MPI.COMM_WORLD.rank:
+        raise UserError("expected a moon, got none")
+    return Local()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_result_that_a_rank_cannot_take(comm):
+    with pytest.raises(UserError, match=r"^rank 1( \(and \d+ more\))?: expected a moon, got none$") as caught:
+        on_root(comm, Local)
+    assert is_agreed(caught.value, comm.size)
+
+
+OWN = {
+    "optimizer": ["optimizer={kind = 'own.py:Own'}", "from tests.training.own_optimizer import RMSprop as Own"],
+    "model": ["model={file = 'own.py:build'}", "def build(): pass"],
+    "data": ["data.file='own.py:read'", "def read(): pass"],
+    "transport": ["backend.transport='own.py:Own'", "from halograd.comm.transport import Mpi as Own"],
+    "metric": ["output.metrics=['own.py:Own']", "Own = None"],
+}
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("there", ["none", "another one"])
+@pytest.mark.parametrize("own", OWN)
+def test_a_file_of_the_user_that_differs_on_one_rank(comm, config, tmp_path, monkeypatch, own, there):
+    """A run ends before it begins, by one error on all ranks, whatever the file is for."""
+    setting, text = OWN[own]
+    if comm.rank == 1:  # as on the local disk of another node
+        monkeypatch.chdir(tmp_path)
+    if comm.rank == 0 or (comm.rank == 1 and there != "none"):
+        Path("own.py").write_text(f"{text}\n" if comm.rank == 0 else f"{text}  # older\n")
+    comm.Barrier()
+    message = rf"^rank 1: own\.py: expected the same file on all ranks, got {there} in .*file system that all nodes"
+    with pytest.raises(UserError, match=message) as caught:
+        train(config, [setting], comm=comm)
+    assert is_agreed(caught.value, comm.size)
+    comm.Barrier()
+    assert not (config.parent / "out").exists()
 
 
 @pytest.mark.mpi
