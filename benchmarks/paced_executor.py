@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from mpi4py import MPI
@@ -17,6 +18,7 @@ from halograd.comm import Communicator
 from halograd.comm.reduction import ReductionSpec
 from halograd.comm.transports.emulated import sleep_until
 from halograd.perfmodel.kernel_times import LayerTime
+from halograd.program.runner import Call
 from halograd.training.executor import Executor
 
 __all__ = ["Clock", "PacedCommunicator", "PacedExecutor"]
@@ -144,8 +146,8 @@ class PacedExecutor(Executor):
         dense.data = _Pause(self._clock, time_of.backward_data)
         dense.whole = _Pause(self._clock, whole)
 
-    def _run(self, name: str, category: str, run: Callable[[], None]) -> None:
-        if name in self.program.exposed:
-            run()
-        elif name in self._pace:
-            self._clock.compute(getattr(self._pace[name], category))
+    def _recorded(self, layer: str, phase: str, calls: Sequence[Call]) -> Sequence[Call]:
+        if layer in self.program.exposed:
+            return calls
+        pace = self._pace.get(layer)
+        return [] if pace is None else [partial(self._clock.compute, getattr(pace, phase))]

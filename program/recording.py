@@ -31,6 +31,10 @@ class Item:
         graph, or in none.
     starts
         Whether it starts the exchange or sum.
+    when
+        ``"training"`` or ``"evaluation"`` if it is part of such passes only; None: part of both.
+    on_gradients
+        Whether it is an operation on gradients (`halograd.program.gradients`), which is no part of the layer's time.
     """
 
     call: Callable[[], object]
@@ -38,6 +42,8 @@ class Item:
     held: bool = True
     pair: int | None = None
     starts: bool = False
+    when: str | None = None
+    on_gradients: bool = False
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from .traffic import sums_of
 if TYPE_CHECKING:
     from ..comm import Communicator
 
-__all__ = ["Environment", "Mode", "Runner", "SegmentCalls"]
+__all__ = ["Call", "Environment", "Mode", "Runner"]
 
 
 @dataclass
@@ -91,19 +91,6 @@ class Environment:
     name: str
 
 
-@dataclass(frozen=True)
-class SegmentCalls:
-    """Calls of one layer in one pass, for a training step and for an evaluation."""
-
-    name: str
-    training: Sequence[Call]
-    evaluation: Sequence[Call]
-
-    def run(self, training: bool) -> None:
-        for call in self.training if training else self.evaluation:
-            call()
-
-
 class Runner:
     """A program on this rank's arrays. To create it is collective over `comm`, in the order of operations.
 
@@ -124,7 +111,7 @@ class Runner:
     Attributes
     ----------
     forward, backward
-        Calls, layer by layer.
+        Calls of the operations of each segment, in the order of the program; without operations on gradients.
     arena
         Memory of all other arrays, zeroed; empty with `debug`.
     poison
@@ -184,11 +171,18 @@ class Runner:
                 self._arrays[buffer] = flat.reshape(buffer.shape)
         return self._arrays[buffer]
 
-    def _bind(self, segment: Segment) -> SegmentCalls:
-        calls = [(operation.when, self._call(operation)) for operation in segment.operations]
+    def _bind(self, segment: Segment) -> list[Call]:
+        calls = [self._call(operation) for operation in segment.operations]
         self.substitutes += [(segment.name, found) for found in self.kernels.take_substitutes()]
-        modes = ([call for when, call in calls if when in (None, kind)] for kind in ("training", "evaluation"))
-        return SegmentCalls(segment.name, *modes)
+        return calls
+
+    def item(self, segment: Segment, operation: Operation, call: Call) -> Item:
+        """Return the call of an operation, with what a graph must know of it. Local."""
+        travels = _travels(operation)
+        starts = isinstance(operation, Transfer | Total) and operation.end == "start"
+        return Item(
+            call, segment.name, self._held(operation), self._pairs.get(travels), starts, operation.when
+        )
 
     def _call(self, operation: Operation) -> Call:
         call = self._plain(operation)
@@ -207,21 +201,6 @@ class Runner:
         assert isinstance(operation, Total)
         total = self._made[operation.sum]
         return _nothing if total is None else getattr(total, operation.end)
-
-    def items(self, segment: Segment) -> list[Item]:
-        """Return the calls of one layer in a training pass, for graphs. Local."""
-        pairs = self._pairs
-        return [
-            Item(
-                self._call(operation),
-                segment.name,
-                self._held(operation),
-                pairs.get(_travels(operation)),
-                isinstance(operation, Transfer | Total) and operation.end == "start",
-            )
-            for operation in segment.operations
-            if operation.when in (None, "training")
-        ]
 
     def _held(self, operation: Operation) -> bool:
         """Return whether a graph may contain an operation: it must not involve the host."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -20,13 +21,15 @@ from ..layers import Network
 from ..layers.reduction_chunks import exposed_layers
 from ..layers.reduction_scheme import Scheme
 from ..layers.strategy import Strategy, parameter_blocks
+from ..lowering.operations import Operation
 from ..lowering.views import Value
 from ..program.compiler import compile_program
 from ..program.gradients import check_gradients, reduce_gradients
 from ..program.program import Program, Target
-from ..program.runner import Mode, Runner
+from ..program.recording import Item
+from ..program.runner import Call, Mode, Runner
 from .gradient_scaling import GradientCheck
-from .graph import GraphedPass, check_graph, drop, graphed_passes
+from .graph import GraphedPass, check_graph, graphed_pass
 from .kernels import check_debug, check_dtype, report_substitutes
 from .memory import Memory
 from .pass_loss import PassLoss
@@ -105,6 +108,8 @@ class Executor:
         Inputs whose gradient is kept.
     checks
         Checks of gradients by name (:meth:`check_gradients`).
+    graphs
+        With `graph`, the training passes as graphs: forward, backward.
 
     Raises
     ------
@@ -167,10 +172,9 @@ class Executor:
             self.pulse = Pulse()
             if graph:
                 check_graph(comm, self.device)
+            self._graph, self.graphs = graph and trainable, list[GraphedPass]()
             self._bind(trainable)
             self._guards = guards.pop_all()
-        self._graphed = graph and trainable
-        self._graphs: tuple[GraphedPass, GraphedPass] | None = None
         report_substitutes(comm, self.runner.substitutes)
 
     def _make_store(self, seed: int) -> ParameterStore:
@@ -211,6 +215,7 @@ class Executor:
         self.pass_loss = PassLoss(self.comm, self.device, self.loss)
         self.votes, self.counted = self.pass_loss.votes, self.pass_loss.counted
         self.reducer: Reducer | None = self._make_reducer() if trainable else None
+        self._make_calls()
 
     @property
     def loss(self) -> Any:
@@ -234,7 +239,58 @@ class Executor:
         for name, kernel in self.program.exposed.items():
             self.runner.made(kernel).replicates = name in self.replicable[: self.store.scheme.replicated_dense]
         checks = {what: check.measure for what, check in self.checks.items()}
-        return Reducer(self.program, self.store, self.comm, self.runner, self._run, checks)
+        return Reducer(self.program, self.store, self.comm, self.runner, self._recorded, checks)
+
+    def _make_calls(self) -> None:
+        """Make the lists of calls that are a step, in the order of the program. Collective with graphs."""
+        program, runner = self.program, self.runner
+        forward, backward = list[Item](), list[Item]()
+        for segments, calls, items in (
+            (program.forward, runner.forward, forward),
+            (program.backward, runner.backward, backward),
+        ):
+            for segment, bound in zip(segments, calls, strict=True):
+                items += self._on_gradients(segment.before, segment.name)
+                items += map(partial(runner.item, segment), segment.operations, bound)
+                items += self._on_gradients(segment.after, segment.name)
+        forward.append(Item(self.pass_loss.put, program.forward[-1].name))
+        backward += self._on_gradients(program.end, program.backward[-1].name if program.backward else "")
+        self._forward = {kind: self._calls(forward, "forward", kind) for kind in ("training", "evaluation")}
+        self._backward = self._calls(backward, "backward", "training")
+
+    def _on_gradients(self, operations: Iterable[Operation], layer: str) -> list[Item]:
+        reducer = self.reducer
+        return [Item(reducer.call(o), layer, held=False, on_gradients=True) for o in operations] if reducer else []
+
+    def _calls(self, items: Iterable[Item], phase: str, kind: str) -> list[Call]:
+        """Return the calls of a pass of this kind, with notes of the progress, times and graphs around them."""
+        items = [item for item in items if item.when in (None, kind)]
+        calls = list[Call]()
+        for (layer, on_gradients), group in groupby(items, lambda item: (item.layer, item.on_gradients)):
+            own = [item.call for item in group]
+            calls.append(partial(self.pulse.at, phase, layer))
+            calls += own if on_gradients else self._recorded(layer, phase, own)
+        if not self._graph or kind != "training":
+            return calls
+        graphed = graphed_pass(self.comm, self.kernels, items, phase, self.pulse.at)
+        self.graphs.append(graphed)
+        return [partial(self._replay, graphed, calls)]
+
+    def _recorded(self, layer: str, phase: str, calls: Sequence[Call]) -> Sequence[Call]:
+        """Return calls that also record the time of these, if there is a recorder."""
+        return calls if self.recorder is None else [partial(self.timed, layer, phase, partial(_run, calls))]
+
+    def _replay(self, graphed: GraphedPass, calls: Sequence[Call]) -> None:
+        """Run a pass as graphs, or by its calls while layers are timed by events, which a graph cannot contain."""
+        if self.mode.valid != self.batch:  # a graph replays the counts of its capture
+            raise ValueError(
+                f"mode.valid: expected {self.batch} samples, the whole batch, with graph=True, got {self.mode.valid}; "
+                "leave out the short last batch of an epoch, or build the executor with graph=False"
+            )
+        if self.recorder is not None and not getattr(self.recorder, "paused", False):
+            _run(calls)
+        else:
+            graphed()
 
     def check_gradients(self, checks: Mapping[str, GradientCheck]) -> None:
         """Make these checks in every step, when all gradients are complete and before any update. Collective.
@@ -254,9 +310,9 @@ class Executor:
         with self.comm.agreement():
             self.program = self._reduced()
             self.reducer = self._make_reducer()
-        self.reducer.update = old.update
-        drop(self._graphs)  # sums start and end in other places
-        self._graphs = None
+            self.reducer.update = old.update
+            self._drop_graphs()
+            self._make_calls()  # sums start and end in other places
 
     def reduce_by(self, scheme: Scheme) -> None:
         """Sum gradients by another scheme from now on, after all sums and updates in progress. Collective.
@@ -292,12 +348,8 @@ class Executor:
             self.mode.training = training
         self.mode.tell()
         self.pulse.count += 1
-        if self._graphed and self.mode.training and not self._timed:
-            self._refuse_short_batch()
-            self._graphs = self._graphs or graphed_passes(self)
-            self._graphs[0]()
-        else:
-            self._compute()
+        for call in self._forward["training" if self.mode.training else "evaluation"]:
+            call()
         self._check_memory()
         self.pass_loss.begin()
 
@@ -308,28 +360,6 @@ class Executor:
                 GUARDS.check()
                 assert self.runner.poison is not None
                 self.runner.poison.check()
-
-    @property
-    def _timed(self) -> bool:
-        """Whether layers are timed now, by events, which cannot be read in a graph."""
-        return self.recorder is not None and not getattr(self.recorder, "paused", False)
-
-    def _refuse_short_batch(self) -> None:
-        """Raise an error for a short batch: a graph replays the counts of its capture."""
-        if self.mode.valid != self.batch:
-            raise ValueError(
-                f"mode.valid: expected {self.batch} samples, the whole batch, with graph=True, got {self.mode.valid}; "
-                "leave out the short last batch of an epoch, or build the executor with graph=False"
-            )
-
-    def _compute(self) -> None:
-        """Run all layers forward."""
-        training = self.mode.training
-        for layer in self.runner.forward:
-            if self.reducer is not None:
-                self.reducer.require(layer.name)
-            self._run(layer.name, "forward", partial(layer.run, training))
-        self.pass_loss.put()
 
     def loss_value(self) -> float:
         """Return the loss of the last `forward`, summed over all ranks. Collective, and optional."""
@@ -350,21 +380,9 @@ class Executor:
         self.pulse.count += 1
         self.reducer.begin(self.mode.part)
         self.store.clear_untrained()
-        if self._graphs is not None and not self._timed:
-            self._graphs[1]()
-        else:
-            for layer in self.runner.backward:
-                self._run(layer.name, "backward", partial(layer.run, True))
-                self.reducer.ready(layer.name)
-        self.reducer.flush()
+        for call in self._backward:
+            call()
         self._check_memory()
-
-    def _run(self, name: str, category: str, run: Callable[[], None]) -> None:
-        self.pulse.place, self.pulse.phase = name, category
-        if self.recorder is None:
-            run()
-        else:
-            self.timed(name, category, run)
 
     def timed(self, name: str, category: str, run: Callable[[], None]) -> None:
         """Call `run` and record its time; on a device the time of the kernels that it enqueues."""
@@ -430,8 +448,7 @@ class Executor:
 
     def close(self) -> None:
         """Free graphs, kernels, channels and reductions. Collective."""
-        drop(self._graphs)
-        self._graphs = None
+        self._drop_graphs()
         self.runner.close()
         if self.reducer is not None:
             self.reducer.close()
@@ -440,9 +457,20 @@ class Executor:
             self.store.loss_scale.close()
         self._guards.close()
 
+    def _drop_graphs(self) -> None:
+        """Free the graphs, before the messages that they contain."""
+        for graphed in self.graphs:
+            graphed.close()
+        self.graphs.clear()
+
     def __enter__(self) -> Executor:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: object) -> None:
         if is_shared(value, self.comm.size):  # a fault of one rank only: a collective close would deadlock
             self.close()
+
+
+def _run(calls: Iterable[Call]) -> None:
+    for call in calls:
+        call()

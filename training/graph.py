@@ -8,17 +8,17 @@ run between two graphs (:mod:`halograd.program.recording`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from halograd.errors import UserError
 
 from ..comm import Communicator
 from ..device import Device, DeviceGraph
+from ..kernels import Backend
 from ..program.recording import Item, Section, apart, sections
-from .compiled import Compiled
 
-__all__ = ["GraphedPass", "check_graph", "drop", "graphed_passes"]
+__all__ = ["GraphedPass", "check_graph", "graphed_pass"]
 
 
 def check_graph(comm: Communicator, device: Device) -> None:
@@ -106,12 +106,6 @@ class GraphedPass:
         self._launches.clear()
 
 
-def drop(passes: Iterable[GraphedPass] | None) -> None:
-    """Free the graphs of passes."""
-    for graphed in passes or ():
-        graphed.close()
-
-
 def _each_of(*calls: Callable[[], object]) -> None:
     for call in calls:
         call()
@@ -129,37 +123,13 @@ def _apart_anywhere(comm: Communicator, items: Sequence[Item]) -> set[int]:
             return found
 
 
-def graphed_passes(executor: Compiled) -> tuple[GraphedPass, GraphedPass]:
-    """Create forward and backward of training steps, with the calls of the reducer between graphs. Collective."""
-    reducer, program, runner = executor.reducer, executor.program, executor.runner
-    assert reducer is not None
-    forward, backward, passed = list[Item](), list[Item](), list[str]()
-    alone = executor.comm.size == 1  # nothing is sent, and each pass is one graph
-    if alone:
-        forward.append(Item(partial(_each, reducer.require, [segment.name for segment in program.forward]), "", False))
-    for segment in program.forward:
-        if segment.before and not alone:
-            forward.append(Item(partial(reducer.require, segment.name), segment.name, False))
-        forward += runner.items(segment)
-    if executor.loss is not None:
-        forward.append(Item(executor.pass_loss.put, "loss"))
-    for segment in program.backward:
-        backward += runner.items(segment)
-        if segment.after:
-            passed.append(segment.name)
-        if passed and not alone:
-            backward.append(Item(partial(_each, reducer.ready, passed), segment.name, False))
-            passed = []
-    if passed:
-        backward.append(Item(partial(_each, reducer.ready, passed), passed[-1], False))
-    return _pass(executor, forward, "forward"), _pass(executor, backward, "backward")
+def graphed_pass(
+    comm: Communicator, kernels: Backend, items: Sequence[Item], phase: str, enter: Callable[[str, str], None]
+) -> GraphedPass:
+    """Return a training pass as graphs, with operations on gradients between them. Collective.
 
-
-def _pass(executor: Compiled, items: list[Item], phase: str) -> GraphedPass:
-    prepare = getattr(executor.kernels, "before_capture", None)
-    return GraphedPass(executor.comm, executor.device, items, partial(executor.pulse.at, phase), prepare)
-
-
-def _each(call: Callable[[str], None], names: Iterable[str]) -> None:
-    for name in names:
-        call(name)
+    One rank sends nothing, so there these operations come before forward or after backward, and the pass is one graph.
+    """
+    if comm.size == 1:
+        items = sorted(items, key=lambda item: item.on_gradients != (phase == "forward"))
+    return GraphedPass(comm, kernels.device, items, partial(enter, phase), getattr(kernels, "before_capture", None))

@@ -35,19 +35,13 @@ __all__ = ["Reducer", "check_possible"]
 
 class Reducer:
     """Executor of a program's operations on gradients (`halograd.program.gradients`), on a store's arrays. Collective.
-    ::
 
-        begin()                      # before backward; begin(part) for a batch in parts
-        ready(layer)                 # after backward of each layer
-        flush()                      # after backward
-        ...
-        require(layer)               # before each layer of the next forward pass
+    `call` returns the call of one operation; an executor makes these calls where the program has the operations, after
+    `begin` before every backward pass. Call `finish` before parameters are read. All ranks make the same calls in the
+    same order, so collectives are issued in one order everywhere. A step allocates nothing.
 
-    and `finish` before parameters are read. All ranks make the same calls in the same order, so collectives are issued
-    in one order everywhere. A step allocates nothing.
-
-    The calls of one bucket depend on its state: `require` updates a bucket only if its sum was started, and only once,
-    so that `finish` may be called at any time.
+    The calls of one bucket depend on its state: an update is made only if the sum was started, and only once, so that
+    `finish` may be called at any time.
 
     Parameters
     ----------
@@ -59,8 +53,8 @@ class Reducer:
         Communicator of the ranks that share the parameters.
     runner
         Runner of the layers' operations.
-    run
-        ``run(layer, "backward", call)`` calls, and records the time of a gradient.
+    recorded
+        ``recorded(layer, "backward", calls)`` returns calls that also record the time of a gradient.
     checks
         Calls of :class:`~halograd.program.gradients.CheckGradients`, by name.
 
@@ -96,25 +90,19 @@ class Reducer:
         store: ParameterStore,
         comm: Communicator,
         runner: Runner,
-        run: Callable[[str, str, Callable[[], None]], None],
+        recorded: Callable[[str, str, Sequence[Call]], Sequence[Call]],
         checks: Mapping[str, Call] | None = None,
     ) -> None:
         check_possible(store, comm, store.scheme)
         self.program, self.store, self.comm = program, store, comm
         self.update: Callable[[Bucket], None] | None = None
-        self._runner, self._run, self._checks = runner, run, checks or {}
+        self._runner, self._recorded, self._checks = runner, recorded, checks or {}
         self._states = [_State(bucket) for bucket in store.buckets]
         self._part, self._parts = 0, store.parts
         self._due: set[str] = set()  # layers with a gradient of the whole batch to compute
         self._sums = self._open()
-        made: dict[Operation, Call] = {}
-
-        def calls(operations: Sequence[Operation]) -> list[Call]:
-            return [made.setdefault(operation, self._call(operation)) for operation in operations]
-
-        self._before = {segment.name: calls(segment.before) for segment in program.forward}
-        self._after = {segment.name: calls(segment.after) for segment in program.backward}
-        self._end, self._completions = calls(program.end), calls(completions(program))
+        self._calls: dict[Operation, Call] = {}
+        self._completions = [self.call(operation) for operation in completions(program)]
 
     def _open(self) -> dict[Sum, Reduction | None]:
         """Make the sums of buckets; None for buckets without elements on this rank."""
@@ -138,10 +126,12 @@ class Reducer:
 
     # -- calls ---------------------------------------------------------------------------------
 
-    def _call(self, operation: Operation) -> Call:
-        """Return the call of an operation."""
-        call = self._bound(operation)
-        return partial(self._in_last_pass, call) if operation.when == "step" else call
+    def call(self, operation: Operation) -> Call:
+        """Return the call of an operation of the program. Local."""
+        if operation not in self._calls:
+            call = self._bound(operation)
+            self._calls[operation] = partial(self._in_last_pass, call) if operation.when == "step" else call
+        return self._calls[operation]
 
     def _in_last_pass(self, call: Call) -> None:
         if self._part + 1 == self._parts:
@@ -151,7 +141,8 @@ class Reducer:
         if isinstance(operation, CheckGradients):
             return self._checks[operation.what]
         if isinstance(operation, Run):
-            return partial(self._compute, operation)
+            gradient = getattr(self._runner.made(operation.kernel), operation.method or "")
+            return partial(self._compute, operation.layer, self._recorded(operation.layer, "backward", [gradient]))
         if isinstance(operation, BucketTotal) and operation.layer:
             gather = self._runner.made(operation.sum)
             call = self._gather_errors if operation.end == "start" else self._finish_rows
@@ -186,13 +177,13 @@ class Reducer:
         if gather is not None and layer in self._due:
             gather.finish()
 
-    def _compute(self, operation: Run) -> None:
+    def _compute(self, layer: str, gradient: Sequence[Call]) -> None:
         """Compute the gradient of the whole batch if it is due."""
-        if operation.layer in self._due:
-            self._due.discard(operation.layer)
-            operator = self._runner.made(operation.kernel)
-            self._run(operation.layer, "backward", getattr(operator, operation.method or ""))
-            for state in self._replicated(operation.layer):
+        if layer in self._due:
+            self._due.discard(layer)
+            for call in gradient:
+                call()
+            for state in self._replicated(layer):
                 state.computed, state.pending = True, self._part + 1 == self._parts
 
     def _replicated(self, layer: str) -> list[_State]:
@@ -224,21 +215,6 @@ class Reducer:
         if self._due or not all(state.idle for state in self._states):  # never in a step that follows a forward pass
             self.finish()
         self._part = part
-
-    def ready(self, layer: str) -> None:
-        """Note that the gradients of `layer` are complete on this rank."""
-        for call in self._after[layer]:
-            call()
-
-    def flush(self) -> None:
-        """End backward."""
-        for call in self._end:
-            call()
-
-    def require(self, layer: str) -> None:
-        """Complete the parameters of `layer` before it uses them."""
-        for call in self._before[layer]:
-            call()
 
     def finish(self) -> None:
         """Finish all sums and update all parameters."""

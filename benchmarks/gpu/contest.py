@@ -17,7 +17,6 @@ from benchmarks.gpu.torch_process import TorchError, TorchProcess
 from halograd.kernels import Backend
 from halograd.layers.strategy import Strategy
 from halograd.training.executor import Executor
-from halograd.training.graph import graphed_passes
 from halograd.training.optimizers import SGD
 from halograd.training.schedules import Constant
 from halograd.training.trainer import Trainer
@@ -96,7 +95,7 @@ class Ours:
         prepare = self.executor.kernels.before_capture
         if prepare is not None:
             prepare()
-        found = [section for graphed in graphed_passes(self.executor) for section in graphed.sections if section.graph]
+        found = [section for graphed in self.executor.graphs for section in graphed.sections if section.graph]
         return sum(_nodes(capture(section.run)) for section in found)
 
     def update(self) -> None:
@@ -157,7 +156,7 @@ def contest(kernels: Backend, comm: Any, subject: Subject, precision: str, torch
             opened.append(graphed)
             graphed.warm_up()
             contestants["ours, graph"] = graphed.seconds
-            launches = plain.launches()
+            launches = graphed.launches()
             if launches is not None:
                 numbers["launches"] = launches
         except Exception as error:

@@ -152,13 +152,15 @@ class BoundLayer:
 
     def forward(self) -> None:
         """Run the forward pass."""
-        for layer in self.runner.forward:
-            layer.run(True)
+        for segment, calls in zip(self.program.forward, self.runner.forward):
+            for operation, call in zip(segment.operations, calls, strict=True):
+                if operation.when != "evaluation":
+                    call()
 
     def backward(self, filters: Callable[[Callable[[], object]], object]) -> None:
         """Run the backward pass; `filters` runs the kernels of the weights' gradients."""
-        for segment, layer in zip(self.program.backward, self.runner.backward):
-            for operation, call in zip(segment.operations, layer.training, strict=True):
+        for segment, calls in zip(self.program.backward, self.runner.backward):
+            for operation, call in zip(segment.operations, calls, strict=True):
                 timing = operation.timing if isinstance(operation, Run) else None
                 if timing is not None and timing.phase == "backward_filter":
                     filters(call)

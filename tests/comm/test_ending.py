@@ -78,7 +78,7 @@ def test_a_rank_that_fails_in_a_step_does_not_wait_for_its_sums(tmp_path):
     text += "with hg.Communicator(MPI.COMM_WORLD) as comm:\n"
     text += "    with hg.Executor(network, comm, hg.get_backend('numpy'), 2) as executor:\n"
     text += "        if comm.rank == 0: comm.barrier()\n"
-    text += "        executor.reducer.begin()\n        executor.reducer.flush()\n"
+    text += "        executor.forward()\n        executor.backward()\n"
     text += "        raise OSError('no such sample')\n"
     code, _, stderr = run(tmp_path, text)
     assert code == 1

@@ -118,7 +118,7 @@ def _compute_block(layer, kernels, arrays, parts, comm, halo, dtype, found) -> R
 def _run(segments, passes, runner: Runner, whole: np.ndarray) -> None:
     """Run all operations; at the end of an exchange, write the data that it would receive."""
     for segment, calls in zip(segments, passes, strict=True):
-        for operation, call in zip(segment.operations, calls.training, strict=True):
+        for operation, call in zip(segment.operations, calls, strict=True):
             if not isinstance(operation, Transfer):
                 call()
                 continue

@@ -120,7 +120,7 @@ def test_how_many_graphs_a_pass_is(kernels):
             with Executor(network, comm, kernels, 4, cut, "float64", graph=True) as executor:
                 trainer = Trainer(executor, SGD(executor.store), Constant(0.0))
                 advance(trainer, range(4))
-                found = tuple(graphed.graphs for graphed in executor._graphs)
+                found = tuple(graphed.graphs for graphed in executor.graphs)
                 transfers = sum(isinstance(operation, Transfer) for operation in executor.program)
             assert found == alone if comm.size == 1 else sum(alone) <= sum(found) <= sum(alone) + transfers + 2
 
@@ -169,7 +169,7 @@ def test_graphs_beside_a_timeline_that_is_paused(kernels):
                 executor.finish_spans()
                 assert (names <= {name for name, _ in timeline.phases}) == (step >= 4), step
             trainer.settle()
-            assert min(graphed.graphs for graphed in executor._graphs) > 0
+            assert min(graphed.graphs for graphed in executor.graphs) > 0
 
 
 @pytest.mark.ranks(1)

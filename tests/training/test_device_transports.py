@@ -65,7 +65,7 @@ def test_a_pass_over_nccl_is_one_graph_but_for_what_a_custom_layer_does(monkeypa
                 trainer = Trainer(executor, SGD(executor.store), Constant(0.0))
                 advance(trainer, range(4))
                 trainer.settle()
-                assert tuple(graphed.graphs for graphed in executor._graphs) == graphs
+                assert tuple(graphed.graphs for graphed in executor.graphs) == graphs
 
 
 @pytest.mark.ranks(2)

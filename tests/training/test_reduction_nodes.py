@@ -11,6 +11,7 @@ from halograd.errors import UserError
 from halograd.layers.reduction_scheme import Scheme
 from halograd.layers.strategy import Strategy
 from halograd.training.checkpoint import Snapshot, read_checkpoint, write_checkpoint
+from halograd.training.executor import Executor
 from halograd.training.optimizers import LARS, SGD, Adam, AdamW
 from halograd.training.schedules import Constant
 from halograd.training.trainer import Trainer
@@ -43,25 +44,25 @@ def test_each_rank_keeps_the_state_of_its_shard(make):
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("transport", ["auto", NODES_OF_TWO])
-def test_gradients_come_back_while_backward_goes_on(transport):
+def test_gradients_come_back_while_backward_goes_on(transport, monkeypatch):
     """A late layer of backward waits, and finds the sum of the first chunk (Le et al., step B-4-3)."""
+    recorded, seen = Executor._recorded, []
+
+    def waiting(self, layer, phase, calls):
+        def summed():
+            first = self.store.buckets[0].grads
+            wait_until(lambda: self.reducer._states[0].total.summed, "the sum of the first chunk")
+            norms = self.comm.allgather_objects(float(first[:8] @ first[:8]))
+            assert len(set(norms)) == 1
+            seen.append(norms[0])
+
+        return recorded(self, layer, phase, [*calls, summed] if (layer, phase) == ("conv1", "backward") else calls)
+
+    monkeypatch.setattr(Executor, "_recorded", waiting)
     with Communicator(MPI.COMM_WORLD, transport) as comm:
-        seen = []
         with build("lenet", comm, strategy_of(comm, Scheme("host_accumulate"))) as executor:
-            reducer = executor.reducer
-            first, passed = executor.store.buckets[0].grads, reducer.ready
-
-            def ready(layer):
-                if layer == "conv1":
-                    wait_until(lambda: reducer._states[0].total.summed, "the sum of the first chunk")
-                    norms = comm.allgather_objects(float(first[:8] @ first[:8]))
-                    assert len(set(norms)) == 1
-                    seen.append(norms[0])
-                passed(layer)
-
-            reducer.ready = ready
             advance(trainer_of(executor), [0])
-            reducer.finish()
+            executor.reducer.finish()
         assert seen, "the sum of the first chunk is back before backward is over"
 
 

@@ -128,15 +128,15 @@ import sys, time
 from halograd.cli import main
 from halograd.training.executor import Executor
 
-run = Executor._run
+recorded = Executor._recorded
 
-def hang(self, name, category, call):
-    if self.comm.rank == 1 and self.pulse.step == 2 and name == "conv2_1" and category == "backward":
-        def call():
+def hang(self, name, category, calls):
+    def wait():
+        if self.comm.rank == 1 and self.pulse.step == 2 and name == "conv2_1" and category == "backward":
             time.sleep(10**6)
-    run(self, name, category, call)
+    return recorded(self, name, category, [wait, *calls])
 
-Executor._run = hang
+Executor._recorded = hang
 main(sys.argv[1:])
 """
 
@@ -193,15 +193,15 @@ import ctypes, sys
 from halograd.cli import main
 from halograd.training.executor import Executor
 
-run = Executor._run
+recorded = Executor._recorded
 
-def lock(self, name, category, call):
-    if self.comm.rank == 0 and self.pulse.step == 2 and name == "conv2_1" and category == "backward":
-        def call():
+def lock(self, name, category, calls):
+    def wait():
+        if self.comm.rank == 0 and self.pulse.step == 2 and name == "conv2_1" and category == "backward":
             ctypes.PyDLL(None).sleep(1000000)
-    run(self, name, category, call)
+    return recorded(self, name, category, [wait, *calls])
 
-Executor._run = lock
+Executor._recorded = lock
 main(sys.argv[1:])
 """
 
