@@ -14,7 +14,7 @@ def main() -> None:
 
     if sys.argv[1:2] == ["train"]:
         note_stop_signals()
-    from .cli import main as run
+    from .cli.run import main as run
 
     run()
 

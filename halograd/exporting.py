@@ -12,7 +12,7 @@ from .interchange.onnx_export import check_onnx_place, save
 from .interchange.weights import check_weights_place, save_weights
 from .training.build import datasets_of, make_network
 from .training.checkpoint import CheckpointReader
-from .training.run import find_trained
+from .training.trained import find_trained
 
 __all__ = ["KINDS", "export_run"]
 

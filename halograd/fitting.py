@@ -26,7 +26,8 @@ from .training.directory import checkpoint_of
 from .training.log import read_log
 from .training.monitors import Callback
 from .training.root import on_root
-from .training.run import apply, evaluate, find_trained, train
+from .training.run import train
+from .training.trained import apply, evaluate, find_trained
 
 __all__ = ["TrainedRun", "fit"]
 

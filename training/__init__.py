@@ -16,10 +16,11 @@ if TYPE_CHECKING:
     from .executor import Executor
     from .metrics import METRICS, Confusion, Metric
     from .optimizers import LARS, OPTIMIZERS, SGD, Adam, AdamW, Optimizer, OptimizerSettings
-    from .run import apply, evaluate, train
+    from .run import train
     from .schedules import SCHEDULES, Constant, Cosine, Schedule, ScheduleSettings, StepDecay, TrainingSpan, WarmUp
     from .store import ParameterStore
     from .timeline import Timeline, write_trace
+    from .trained import apply, evaluate
     from .trainer import Diverged, Trainer
 
 __all__ = [
@@ -67,7 +68,8 @@ _HOMES = {
     "executor": ("Executor",),
     "metrics": ("METRICS", "Confusion", "Metric"),
     "optimizers": ("LARS", "OPTIMIZERS", "SGD", "Adam", "AdamW", "Optimizer", "OptimizerSettings"),
-    "run": ("apply", "evaluate", "train"),
+    "run": ("train",),
+    "trained": ("apply", "evaluate"),
     "schedules": (
         *("SCHEDULES", "Constant", "Cosine", "Schedule", "ScheduleSettings", "StepDecay", "TrainingSpan", "WarmUp"),
     ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +25,16 @@ from .metrics import METRICS, Calibration, Confusion, Errors, Metric, checked_me
 from .session import Session
 from .transfer import Gather
 
-__all__ = ["Evaluation", "JudgedPair", "MeanLoss", "check_predictions", "judged", "write_predictions"]
+__all__ = [
+    "Evaluation",
+    "JudgedPair",
+    "MeanLoss",
+    "check_predictions",
+    "describe",
+    "evaluate_batches",
+    "judged",
+    "write_predictions",
+]
 
 
 class Evaluation:
@@ -288,6 +297,27 @@ class MeanLoss:
         """Free the sum. Collective."""
         if self._sum is not None:
             self._sum.close()
+
+
+def evaluate_batches(
+    session: Session, evaluation: Evaluation, batches: Sequence[Batch], interrupted: Callable[[], bool] | None = None
+) -> dict[str, Any] | None:
+    """Compute loss and scores of batches. Collective.
+
+    `interrupted` is called after every batch, and is the same on all ranks. Returns None if it returns True.
+    """
+    evaluation.begin()
+    for _ in session.feed(batches):
+        session.executor.forward(training=False)
+        evaluation.add()
+        if interrupted is not None and interrupted():
+            return None
+    return evaluation.finish()
+
+
+def describe(metrics: dict[str, Any]) -> str:
+    """Return a text of metrics in one line."""
+    return ", ".join(f"{name} {'undefined' if value is None else f'{value:.4f}'}" for name, value in metrics.items())
 
 
 def check_predictions(path: Path) -> None:

@@ -1,54 +1,55 @@
-"""Training, evaluation and prediction by configuration: the functions that the command line calls."""
+"""Training by a configuration: set-up, and the loop over epochs and steps with validation, log and checkpoints."""
 
 from __future__ import annotations
 
-import json
 import logging
-import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+import platform
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsFloat
 
 import numpy as np
 
-from halograd.documents import os_reason
+from halograd.documents import bytes_text, os_reason
 from halograd.errors import UserError
-from halograd.version import __version__
 
 from ..comm import Communicator, boot
 from ..comm.transport import TRANSPORTS
-from ..data import Hdf5Dataset, find_files
+from ..data import Batch
 from ..layers.reduction_scheme import Scheme
 from ..layers.strategy import Strategy
-from ..models.own import is_made, source_of
-from .adapting import adapted
-from .applying import check_outputs, outputs_of, write_outputs
-from .checkpoint import CheckpointReader, TrainingProgress, read_header
-from .checkpoints import CheckpointFolder
-from .config import Config, check_config, load_config
-from .directory import RunLock, checkpoint_of, make_folder
-from .epochs import TrainingRun, describe, evaluate_batches
-from .evaluation import Evaluation, check_predictions, write_predictions
-from .log import RankLog, RunLog, rewind_log
-from .metrics import check_details, write_details
-from .monitors import Callback
+from .auto_reduction import Tuning, report_to
+from .build import make_optimizer
+from .checkpoint import CheckpointReader, TrainingProgress
+from .checkpoints import CheckpointFolder, Checkpoints
+from .config import Config
+from .directory import RunLock, make_folder
+from .evaluation import Evaluation, describe, evaluate_batches
+from .log import Entry, RankLog, RunLog, read_log, rewind_log
+from .monitors import BestScore, Callback, LossWatch, is_defined
+from .pass_loss import STOP
 from .root import on_root, read_config
+from .schedules import SCHEDULES, make_schedule
 from .session import Session, begin_entry, begin_with, data_lines, headline
-from .signals import StopSignals
-from .step_times import RunPlan, report_plan, report_times
+from .signals import CHECKPOINTED, StopSignals
+from .step_times import StepTimes, report_plan, report_times
 from .tensorboard import TensorBoard
+from .trained import Planner
+from .trainer import Diverged, Trainer
 from .watchdog import Interruption, Watchdog
 
-__all__ = ["Planner", "Ranker", "apply", "evaluate", "find_trained", "train"]
+__all__ = ["Ranker", "TrainingRun", "train"]
 
-#: Function of configuration, communicator and whether to train that returns the plan to follow. Collective.
-Planner = Callable[[Config, Communicator, bool], RunPlan]
 #: Function of configuration, communicator and strategy that returns reduction schemes, the best first. Collective.
 Ranker = Callable[[Config, Communicator, Strategy], Sequence[Scheme]]
-SAMPLES = ("validation", "training", "all")
 
 _log = logging.getLogger(__name__)
+
+_REMEDY = "hold out other samples (data.validation, data.split, training.seed), or choose another score (output.best)"
 
 
 def train(
@@ -97,37 +98,41 @@ def train(
     world = boot() if comm is None else comm
     config = read_config(world, config, overrides)
     directory = Path(config.output.directory)
-    with StopSignals() as signals, _communicator(config, world) as ranks, ExitStack() as stack:
+    with StopSignals() as signals, ExitStack() as stack:
+        TRANSPORTS.make(config.backend.transport)  # its error names the key
+        ranks = stack.enter_context(Communicator(world, config.backend.transport))
         lock = stack.enter_context(RunLock(directory))
-        on_root(ranks.mpi, lambda: _acquire(lock, directory))
+        on_root(ranks.mpi, _writing(directory)(lock.acquire))
         folder = CheckpointFolder(directory / "checkpoints", config.output.keep, lock.check)
         on_root(ranks.mpi, folder.check_writable)  # check before hours of training, not after them
         if config.output.rank_logs:
             _log_each_rank(ranks, directory / "logs", stack)
         watchdog = stack.enter_context(Watchdog(ranks, config.run.stall_minutes, directory / "log.jsonl"))
         interruption = stack.enter_context(Interruption(ranks, directory / "log.jsonl", folder, watchdog))
-        found, progress = _start_from(ranks, folder, resume, stack)
-        session, plan = _open(config, ranks, stack, planner, progress, trainable=True)
+        found = _checkpoint_of(ranks, folder, resume, stack)
+        progress = TrainingProgress() if found is None else found.header()[0]
+        # Without a planner, `make_strategy` raises an error with the remedy.
+        plan = planner(config, ranks, True) if config.strategy.auto and planner is not None else None
+        known: dict[str, Any] = {"normalization": progress.normalization, "class_counts": progress.class_counts}
+        session = Session.open(config, ranks, stack, strategy=None if plan is None else plan.strategy, **known)
         with ranks.agreement(), _writing(directory):
             if ranks.rank == 0:
-                rewind_log(directory / "log.jsonl", progress.step if progress else 0)
+                rewind_log(directory / "log.jsonl", progress.step)
             log = stack.enter_context(RunLog(directory / "log.jsonl", ranks.rank == 0, config.output.progress))
             if config.output.tensorboard and ranks.rank == 0:
-                step = progress.step if progress else 0
-                log.follow(stack.enter_context(TensorBoard(directory / "tensorboard", step)))
-        ranked = _ranked(ranker, session)
+                log.follow(stack.enter_context(TensorBoard(directory / "tensorboard", progress.step)))
+        strategy, ranked = session.executor.strategy, list[Scheme]()
+        if strategy.reduction.kind.searches and ranker is not None:
+            ranked += ranker(config, ranks, strategy)
         with ranks.agreement():
             run = TrainingRun(session, folder, log, plan is not None, signals, ranked, callbacks)
-        log.say(headline(session))
-        for text in data_lines(session):
+        for text in (headline(session), *data_lines(session)):
             log.say(text)
-        if found is None and config.training.init is not None:
-            begin_with(session)
-            log.say(f"initial parameters: {config.training.init}")
         if found is not None:
             run.resume(found)
-            found.close()
-            log.say(_resumed(run, found.path))
+        elif config.training.init is not None:
+            begin_with(session)
+            log.say(f"initial parameters: {config.training.init}")
         log.write("begin", **begin_entry(session, run.optimizer.step, run.epochs, len(run.sampler)))
         watchdog.follow(session.executor.pulse)
         interruption.follow(session.executor.pulse)
@@ -138,222 +143,6 @@ def train(
             log.write("finished", step=run.optimizer.step)
         on_root(ranks.mpi, lock.check)  # the result refers to log and checkpoints
     return {**result, "directory": str(directory)}
-
-
-def evaluate(
-    target: str | Path,
-    overrides: Sequence[str] = (),
-    samples: str = "validation",
-    predictions: str | Path | None = None,
-    comm: Any = None,
-    planner: Planner | None = None,
-    details: str | Path | None = None,
-) -> dict[str, Any]:
-    """Compute loss and metrics of a trained network. Collective over all ranks of the job.
-
-    Other data (``data.path``) may have larger or smaller samples, as for :func:`apply`.
-
-    Parameters
-    ----------
-    target
-        Directory of a run, one of its checkpoints, or its configuration.
-    overrides
-        ``section.key=value`` texts that change the configuration of the run.
-    samples
-        ``"validation"`` (the held-out samples), ``"training"`` or ``"all"``.
-    predictions
-        HDF5 file to which rank 0 writes predictions, targets and sample numbers.
-    comm, planner
-        As for :func:`train`.
-    details
-        JSON file to which rank 0 writes results by class: confusion, scores, calibration.
-    """
-    if samples not in SAMPLES:
-        raise UserError(f"samples: expected one of {', '.join(SAMPLES)}, got {samples!r}")
-    world = boot() if comm is None else comm
-
-    def find() -> tuple[Config, list[str], Path, TrainingProgress, bool]:
-        config, checkpoint, progress, drawn_alike = find_trained(Path(target), overrides)
-        return (*adapted(config, overrides, world.size, labelled=True), checkpoint, progress, drawn_alike)
-
-    config, settings, checkpoint, progress, drawn_alike = on_root(world, find)
-    if predictions is not None:
-        on_root(world, lambda: check_predictions(Path(predictions)))
-    if details is not None:
-        on_root(world, lambda: check_details(Path(details)))
-    with _trained(config, world, planner, checkpoint, progress) as (ranks, session, _):
-        if samples != "all" and drawn_alike:
-            session.samples.check_drawn(progress.drawn, 'evaluate "all" samples')
-        chosen = _chosen(session, samples)
-        batches = session.in_order(chosen)
-        evaluation = Evaluation(session.executor, details is not None, config.output.metrics)
-        result = evaluate_batches(session, evaluation, batches)
-        assert result is not None, "it is not interrupted"
-        if evaluation.lacking_text:
-            _log.warning("%s samples: %s", samples, evaluation.lacking_text)
-        if predictions is not None:
-            write_predictions(session, batches, Path(predictions))
-        if details is not None:
-            about = {"samples": samples, "count": len(chosen), "step": progress.step, "loss": result["loss"]}
-            on_root(ranks.mpi, lambda: write_details(Path(details), about, evaluation.details()))
-        if ranks.rank == 0:
-            if settings:
-                print(f"for these data and ranks: {' '.join(settings)}")
-            if session.samples.evaluated_part:
-                print(session.samples.evaluated_part)
-            count = f"{len(chosen)} of {len(session.samples.dataset)} samples"
-            print(f"{samples}: {count}, step {progress.step}: {describe(result)}")
-    return {**result, "step": progress.step, "checkpoint": str(checkpoint)}
-
-
-def apply(
-    target: str | Path,
-    data: str | Path | Sequence[str | Path],
-    out: str | Path,
-    overrides: Sequence[str] = (),
-    what: str = "logits",
-    comm: Any = None,
-    planner: Planner | None = None,
-    tell: Callable[[int, int], None] | None = None,
-) -> dict[str, Any]:
-    """Predict data without labels by a trained network. Collective over all ranks of the job.
-
-    Samples may be larger or smaller than those of the training, if the network allows it. Settings that the overrides
-    do not contain follow from the data and the ranks: :mod:`halograd.training.adapting`. An interrupted job continues
-    when it is started again.
-
-    Parameters
-    ----------
-    target, overrides, comm, planner
-        As for :func:`evaluate`.
-    data
-        File, pattern or folder with the inputs of the network, or a list of these; other datasets are ignored.
-    out
-        File to write, see :mod:`halograd.training.applying`. A file of an earlier job is replaced.
-    what
-        ``"logits"``: the outputs themselves; ``"probabilities"`` or ``"classes"`` for outputs of a classification.
-    tell
-        Function that is called on rank 0 with the number of complete samples and the number of all samples.
-
-    Returns
-    -------
-    dict
-        Number of ``samples``, number of samples that this job ``computed``, ``step``, ``checkpoint``, and the
-        ``settings`` that were adapted to data and ranks (:func:`halograd.training.adapting.adapted`).
-    """
-    world, out = boot() if comm is None else comm, Path(out)
-    given = [data] if isinstance(data, str | Path) else list(data)
-    if not all(isinstance(path, str | Path) for path in given):
-        raise UserError(
-            f"data: expected files, patterns or folders, got {type(data).__name__}; for arrays and data sets of a "
-            "script use halograd.fit(...).apply"
-        )
-    paths = [str(path) for path in given]
-
-    def find() -> tuple[Config, list[str], Path, TrainingProgress]:
-        config, checkpoint, progress, _ = find_trained(Path(target), overrides)
-        config = config.model_copy(update={"data": config.data.model_copy(update={"path": paths})})
-        return (*adapted(config, overrides, world.size, labelled=False), checkpoint, progress)
-
-    config, settings, checkpoint, progress = on_root(world, find)
-    on_root(world, lambda: check_outputs(out))
-    with _trained(config, world, planner, checkpoint, progress, labelled=False) as (ranks, session, identity):
-        with ranks.agreement():
-            outputs = outputs_of(session, what, progress.described)
-        files = on_root(ranks.mpi, lambda: _files(session))
-        job = {"checkpoint": [str(checkpoint), identity], "what": what, "files": files, **_settings(session)}
-        shown = tell if tell is not None and ranks.rank == 0 else lambda done, total: None
-        computed = write_outputs(session, outputs, out, job, shown)
-        found = {"samples": len(session.samples.dataset), "computed": computed, "step": progress.step}
-    return {**found, "checkpoint": str(checkpoint), "settings": settings}
-
-
-@contextmanager
-def _communicator(config: Config, world: Any) -> Iterator[Communicator]:
-    """Open a communicator of these ranks with the transport of the configuration."""
-    TRANSPORTS.make(config.backend.transport)
-    with Communicator(world, config.backend.transport) as ranks:
-        yield ranks
-
-
-def _open(
-    config: Config,
-    ranks: Communicator,
-    stack: ExitStack,
-    planner: Planner | None,
-    progress: TrainingProgress | None,
-    trainable: bool,
-    labelled: bool = True,
-) -> tuple[Session, RunPlan | None]:
-    """Open the session of a configuration, planned if it is to be, with the data statistics of a run. Collective."""
-    start, plan = TrainingProgress() if progress is None else progress, None
-    if config.strategy.auto and planner is not None:  # without one, `make_strategy` raises an error with the remedy
-        plan = planner(config, ranks, trainable)
-    known: dict[str, Any] = {"normalization": start.normalization, "class_counts": start.class_counts}
-    strategy = None if plan is None else plan.strategy
-    return Session.open(config, ranks, stack, trainable, strategy=strategy, labelled=labelled, **known), plan
-
-
-@contextmanager
-def _trained(
-    config: Config,
-    world: Any,
-    planner: Planner | None,
-    checkpoint: Path,
-    progress: TrainingProgress,
-    labelled: bool = True,
-) -> Iterator[tuple[Communicator, Session, Any]]:
-    """Open a session with the parameters of a checkpoint; yield it with its ranks and the checkpoint's identity.
-
-    Collective over `world`.
-    """
-    with _communicator(config, world) as ranks, ExitStack() as stack:
-        reader = stack.enter_context(CheckpointReader(checkpoint, ranks))  # now, before another run removes it
-        session, _ = _open(config, ranks, stack, planner, progress, trainable=False, labelled=labelled)
-        reader.restore(session.executor.store, extents=False, averaged=config.training.average > 0)
-        reader.close()
-        yield ranks, session, reader.identity
-
-
-def _files(session: Session) -> list[Any]:
-    """Return data that change when a file with samples, or a file that it refers to, changes. Local."""
-    data, dataset = session.config.data, session.samples.dataset
-    given = [data.path] if isinstance(data.path, str) else data.path
-    paths = [Path(path) for path in given] if data.file is not None else find_files(given)
-    for part in getattr(dataset, "parts", [dataset]):
-        paths += map(Path, part.structure.files if isinstance(part, Hdf5Dataset) else ())
-    found = [(str(path), path.stat() if path.exists() else None) for path in paths]
-    # It is unknown whether an object of a script has the same samples as in an earlier attempt.
-    once = [secrets.token_hex(8)] if data.file is not None and is_made(data.file) else []
-    return [[path, state and [state.st_size, state.st_mtime_ns]] for path, state in found] + once
-
-
-def _settings(session: Session) -> dict[str, Any]:
-    """Return the plain data, in addition to checkpoint and samples, on which predictions depend. Local."""
-    config = session.config
-    tables = config.model_dump(
-        mode="json",
-        include={"model": True, "data": True, "training": True, "backend": {"kernels", "precision"}},
-        exclude={"data": {"path", "prefetch", "open_files"}},
-    )
-    own = None if config.data.file is None else source_of(config.data.file)
-    return {"version": __version__, "config": tables, "network": session.source, "data": own}
-
-
-def _resumed(run: TrainingRun, path: Path) -> str:
-    """Return a text on where a run continues, or that no epochs are left. Local."""
-    step, path = run.optimizer.step, path.resolve()
-    if run.sampler.epoch < run.epochs:
-        return f"resumed at step {step}, epoch {run.sampler.epoch + 1}, from {path}"
-    return (
-        f"complete: {run.sampler.epoch} of {run.epochs} epochs are done, at step {step}, in {path}; increase "
-        "training.epochs to continue"
-    )
-
-
-def _acquire(lock: RunLock, directory: Path) -> None:
-    with _writing(directory):
-        lock.acquire()
 
 
 @contextmanager
@@ -376,17 +165,9 @@ def _log_each_rank(ranks: Communicator, folder: Path, stack: ExitStack) -> None:
         stack.enter_context(RankLog(folder, ranks.rank, ranks.size))
 
 
-def _ranked(ranker: Ranker | None, session: Session) -> Sequence[Scheme]:
-    """Return the schemes to try first if gradient reduction is ``"auto"``. Collective."""
-    strategy = session.executor.strategy
-    if not strategy.reduction.kind.searches or ranker is None:
-        return ()
-    return ranker(session.config, session.comm, strategy)
-
-
-def _start_from(
+def _checkpoint_of(
     ranks: Communicator, folder: CheckpointFolder, resume: bool, stack: ExitStack
-) -> tuple[CheckpointReader | None, TrainingProgress | None]:
+) -> CheckpointReader | None:
     """Open and verify the checkpoint to continue from; None to start from the beginning. Collective."""
     if not resume:
         if ranks.bcast(folder.latest) is not None:
@@ -394,49 +175,339 @@ def _start_from(
                 f"output.directory: expected one without checkpoints, got those of another run in {folder.path}; "
                 "continue it with --resume, or choose another directory"
             )
-        return None, None
+        return None
     found, faults = folder.newest_whole(ranks)
     if found is None:
         faults = [f"no checkpoint in {folder.path} yet: starting from the beginning"]
     if faults and ranks.rank == 0:
         _log.warning("; ".join(faults))
-    if found is None:
-        return None, None
-    return stack.enter_context(found), found.header()[0]
+    return None if found is None else stack.enter_context(found)
 
 
-def find_trained(target: Path, overrides: Sequence[str]) -> tuple[Config, Path, TrainingProgress, bool]:
-    """Return configuration, checkpoint and progress of a trained run, and whether the same samples are held out. Local.
+class TrainingRun:
+    """Training of a session to its last epoch. Collective over its communicator.
+
+    The results depend only on the configuration and the step, so a run that is killed and resumed, on any number of
+    ranks, makes the same steps.
+
+    With `measures`, a few steps in the middle are measured layer by layer (`step_times`). With `signals`, the run stops
+    with a checkpoint after the step in which any rank receives a signal; `stopped_by` then names it. If gradient
+    reduction is ``"auto"``, the `ranked` schemes are tried first. `steps` counts the steps of this job. `callbacks` are
+    called in order.
     """
-    if target.suffix == ".toml":
-        config = load_config(target, overrides)
-        checkpoint = CheckpointFolder(Path(config.output.directory) / "checkpoints").latest
-    else:
-        config = None
-        checkpoint = target if target.is_file() else CheckpointFolder(target / "checkpoints").latest
-    if checkpoint is None:
-        raise UserError(f"{target}: expected a trained run (its configuration, directory or a checkpoint), got none")
-    checkpoint = checkpoint_of(checkpoint)  # latest.h5 may soon name another file
-    progress, text = read_header(checkpoint)
-    if config is None:
-        config = check_config(json.loads(text), overrides, f"configuration in {checkpoint}")
-    asked = json.loads(config.model_dump_json(exclude_unset=True))
-    return config, checkpoint, progress, _drawn_by(asked) == _drawn_by(json.loads(text or "{}"))
+
+    def __init__(
+        self,
+        session: Session,
+        folder: CheckpointFolder,
+        log: RunLog,
+        measures: bool = False,
+        signals: StopSignals | None = None,
+        ranked: Sequence[Scheme] = (),
+        callbacks: Sequence[Callback] = (),
+    ) -> None:
+        config, executor = session.config, session.executor
+        self.session, self.log, self.measures = session, log, measures
+        self.signals = signals or StopSignals()
+        self.stopped_by: str | None = None
+        self.callbacks = tuple(callbacks)
+        self.sampler = session.sampler()
+        self.epochs = config.training.epochs
+        self.optimizer = make_optimizer(config, executor.store)
+        schedule = make_schedule(config.schedule, self.epochs, len(self.sampler))
+        tuning = Tuning(config.reduction.interval, config.reduction.step, config.reduction.range)
+        self.trainer = Trainer(executor, self.optimizer, schedule, config.training.clip_norm, ranked, tuning)
+        if self.trainer.auto is not None:
+            report_to(log, self.trainer.auto, lambda: self.optimizer.step)
+        self.evaluation = Evaluation(executor, metrics=config.output.metrics)
+        self.watch = LossWatch(session.samples.target_scale if self.evaluation.of_numbers else 0.0)
+        self._held_out: Sequence[Batch] = (
+            session.in_order(session.samples.validation) if len(session.samples.validation) else []
+        )
+        # By default there is a best validation only if that needs no further checkpoints.
+        default = "loss" if config.output.checkpoint_epochs == 1 or config.training.patience else "none"
+        names = self.evaluation.names if self._held_out else {}
+        self.best = BestScore(config.output.best or default, names, config.training.patience)
+        self._unvalidated = self._warned = False
+        self.checkpoints = Checkpoints(session, folder, log, self.optimizer, self.sampler, self.best, self.trainer.auto)
+        self.step_times: StepTimes | None = None
+        self.steps = 0
+        self.validation: dict[str, Any] = {}
+
+    def resume(self, checkpoint: CheckpointReader) -> None:
+        """Continue from a checkpoint of any decomposition, open on the ranks of the run. Collective."""
+        comm = self.session.comm
+        progress = checkpoint.restore(self.session.executor.store, self.optimizer)
+        with comm.agreement():
+            self.sampler.load_state_dict(progress.sampler)
+            self.session.samples.check_drawn(progress.drawn, "start anew")
+            self.session.warn_of_changes(progress.source)
+            entries = read_log(self.log.path) if comm.rank == 0 else []
+            first = next((entry["loss"] for entry in entries if entry["event"] == "step"), math.nan)
+            diverged = {entry["step"]: entry["reason"] for entry in entries if entry["event"] == "diverged"}
+            self._warn_of_schedule(entries)
+        self.watch.first, self.watch.diverged = comm.bcast((first, diverged.get(self.optimizer.step)))
+        if self.trainer.auto is not None and progress.reduction is not None:
+            self.trainer.auto.load_state_dict(progress.reduction)
+        if progress.best is not None:
+            self.best.load_state_dict(progress.best)
+        self._unvalidated = progress.unvalidated
+        self.checkpoints.resumed(progress.unvalidated)
+        checkpoint.close()
+        step, path = self.optimizer.step, checkpoint.path.resolve()
+        if self.sampler.epoch < self.epochs:
+            self.log.say(f"resumed at step {step}, epoch {self.sampler.epoch + 1}, from {path}")
+        else:
+            self.log.say(
+                f"complete: {self.sampler.epoch} of {self.epochs} epochs are done, at step {step}, in {path}; increase "
+                "training.epochs to continue"
+            )
+
+    def _warn_of_schedule(self, entries: Sequence[Entry]) -> None:
+        """Warn if the learning rate jumps because the resumed run has another schedule or number of epochs."""
+        before = next((entry for entry in reversed(entries) if entry["event"] == "begin"), None)
+        if before is None:
+            return
+        step, now = self.optimizer.step, self.trainer.learning_rate
+        try:
+            table = before["config"]["schedule"]
+            schedule = SCHEDULES.settings(table["kind"], table)
+        except (KeyError, UserError):  # a log of another version
+            return
+        was = make_schedule(schedule, before["epochs"], before["steps_per_epoch"])(step)
+        if not math.isclose(was, now, rel_tol=1e-9):
+            _log.warning(
+                "the schedule has changed (%d epochs before, %d now): the learning rate of step %d is %.3g, "
+                "it would have been %.3g",
+                before["epochs"],
+                self.epochs,
+                step + 1,
+                now,
+                was,
+            )
+
+    def train(self) -> dict[str, Any]:
+        """Train to the last epoch, or until a stop signal.
+
+        Returns
+        -------
+        dict
+            Number of ``steps``, last ``loss``, ``validation``, the ``best`` one (:meth:`BestScore.state_dict`);
+            ``stopped``: the signal that stopped the run before its end, else None; ``diverged``: a text if a loss of
+            the last epoch was far above the first one (:class:`LossWatch`), else None.
+
+        Raises
+        ------
+        Diverged
+            On all ranks, if the loss or a parameter is no longer finite.
+        """
+        result: dict[str, Any] = {"loss": None}
+        if self.measures and self.session.timeline is not None:
+            last = self.epochs * len(self.sampler)
+            self.step_times = StepTimes(self.session.executor, self.session.timeline, self.optimizer.step, last)
+        try:
+            # The run reports an overflow in one line, instead of NumPy's warnings on every rank.
+            with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+                self._begin()
+                while self.sampler.epoch < self.epochs and self.stopped_by is None and not self.best.exhausted:
+                    result["loss"] = self._epoch()
+        except Diverged as error:
+            raise self._diverged(error) from None
+        if self.stopped_by is not None:
+            self.log.write("stopped", step=self.optimizer.step, reason=self.stopped_by, code=CHECKPOINTED)
+        elif self.sampler.epoch == self.epochs and self.validation and self.best.name != "none" and not self.best.step:
+            cause = self.evaluation.lacking_text or f"{self.best.name} was undefined in every validation"
+            self.log.write("no_best", step=self.optimizer.step, reason=cause)
+            _log.warning("there is no best.h5: %s; %s", cause, _REMEDY)
+        result |= {"steps": self.optimizer.step, "validation": self.validation, "best": self.best.state_dict()}
+        return {**result, "stopped": self.stopped_by, "diverged": self.watch.diverged}
+
+    def _begin(self) -> None:
+        """Stop at once if a signal arrived during set-up; else do a validation that the last job left out."""
+        asked = self.session.comm.allreduce_scalar(self.signals.vote, "max")
+        if asked and (self._unvalidated or self.sampler.epoch < self.epochs):  # otherwise the run is complete
+            self._stop(self._unvalidated)
+        elif self._unvalidated:
+            self._end_epoch(self.sampler.epoch - 1)
+
+    def _epoch(self) -> float:
+        epoch = self.sampler.epoch
+        loss: SupportsFloat = math.nan
+        begin = asked = time.perf_counter()  # `asked`: samples were requested
+        count = self.session.executor.parts
+        parts = (part for batch in self.sampler.rest_of_epoch() for part in batch.parts(count))
+        for part, _ in enumerate(self.session.feed(parts), 1):
+            self.session.executor.pulse.step = self.optimizer.step
+            self._vote()
+            if part % count:
+                self.trainer.add()
+                asked = time.perf_counter()
+                continue
+            rate, number, ready = self.trainer.learning_rate, self.optimizer.step, time.perf_counter()
+            if self.step_times is not None:
+                self.step_times.begin(number)
+            loss = self.trainer.step()
+            if self.step_times is not None:
+                self.step_times.end(number, time.perf_counter() - ready, ready - asked)
+            self.watch.add(loss)
+            self.steps += 1
+            self.sampler.advance()
+            end = time.perf_counter()
+            self._log_step(epoch, loss, rate, end - begin)
+            for callback in self.callbacks:
+                callback.on_step(self.optimizer.step, loss, rate)
+            begin = asked = end
+            ended = self.sampler.epoch != epoch
+            through = ended and self.sampler.epoch == self.epochs and not self._held_out
+            if self._asked_to_stop and not through:
+                self._stop(ended and bool(self._held_out))
+                return float(loss)
+            if self.checkpoints.due and not ended:  # at the end of an epoch, it is written after the validation
+                self._checkpoint()
+                begin = asked = time.perf_counter()
+        self._end_epoch(epoch)
+        return float(loss)
+
+    def _log_step(self, epoch: int, loss: SupportsFloat, rate: float, seconds: float) -> None:
+        step, every = self.optimizer.step, self.session.config.output.log_steps
+        total = self.epochs * len(self.sampler)
+        self.log.move(step, total, f"epoch {epoch + 1}/{self.epochs}  mean loss {self.watch.mean:.4f}")
+        if step % every and step not in (1, total):  # later losses are compared with the first one
+            return
+        values: dict[str, Any] = {"epoch": epoch, "step": step, "loss": float(loss), "learning_rate": rate}
+        if self.trainer.gradient_norm is not None:
+            values["gradient_norm"] = float(self.trainer.gradient_norm)
+        if self.trainer.loss_scale is not None:
+            values["loss_scale"] = self.trainer.loss_scale
+        values |= {"seconds": seconds, "samples_per_second": self.session.config.training.batch / seconds}
+        self.log.write("step", **values)
+
+    def _vote(self) -> None:
+        """Set the votes of this rank for the loss reduction of the next pass."""
+        self.session.executor.votes[STOP] = self.signals.vote
+        self.checkpoints.vote()
+
+    @property
+    def _asked_to_stop(self) -> bool:
+        """Whether a rank had received a signal before the last pass; the same on all ranks."""
+        return bool(self.session.executor.counted[STOP] > 0)
+
+    def _checkpoint(self, needed: bool = False, unvalidated: bool = False, best: bool = False) -> None:
+        """Write a checkpoint (:class:`Checkpoints`). Collective."""
+        self.trainer.settle()
+        path = self.checkpoints.write(needed, unvalidated, best)
+        if path is not None:
+            for callback in self.callbacks:
+                callback.on_checkpoint(self.optimizer.step, path, best)
+
+    def _stop(self, unvalidated: bool) -> None:
+        """Write a checkpoint, and record the signal of the first rank that received one. Collective."""
+        self._checkpoint(needed=True, unvalidated=unvalidated)
+        votes = self.session.comm.allgather_objects(self.signals.vote)
+        rank = next(rank for rank, vote in enumerate(votes) if vote)
+        self.stopped_by = f"{signal.Signals(votes[rank]).name} to rank {rank} of {len(votes)}"
+
+    def _end_epoch(self, epoch: int) -> None:
+        """Validate, and write a checkpoint if due; stop if a signal arrives in that time. Collective."""
+        self.trainer.settle()
+        mean = self.watch.end_epoch()
+        text = f"epoch {epoch + 1}/{self.epochs}: " + ("resumed" if math.isnan(mean) else f"mean loss {mean:.5f}")
+        due, better = self.checkpoints.due, False
+        if self._held_out:
+            found = self.validate()
+            if found is None:
+                self._stop(unvalidated=True)
+                return  # the scores of part of the samples are no validation
+            self.validation, better = found, self._is_best(found, epoch)
+            self.log.write("validation", epoch=epoch, step=self.optimizer.step, **self.validation)
+            text += ", validation " + describe(self.validation) + (" (best)" if better and epoch else "")
+        self.log.say(text)
+        self._judge(epoch)
+        for callback in self.callbacks:
+            callback.on_epoch(epoch, self.validation)
+        self._log_phases()
+        last = epoch + 1 == self.epochs or self.best.exhausted
+        if self._unvalidated or last or due or better or self.checkpoints.due_after(epoch):
+            self._checkpoint(needed=last, best=better)
+        if self.best.exhausted:
+            best = self.best
+            reason = f"no better {best.name} in {best.waited} validations; {best.describe()}"
+            self.log.write("early_stop", step=self.optimizer.step, reason=reason)
+            self.log.say(f"training ends here: {reason}")
+        self._unvalidated = False
+
+    def _is_best(self, found: dict[str, Any], epoch: int) -> bool:
+        """Return whether a validation is the best so far; warn once if its score is undefined. Local.
+
+        If all targets have one class, a model that always predicts it has the best loss. Such a validation counts only
+        if `output.best` names the score.
+        """
+        best, lacking = self.best, self.evaluation.lacking_text
+        judged = {} if self.evaluation.blind and self.session.config.output.best is None else found
+        undefined = best.name != "none" and not is_defined(judged.get(best.name))
+        if (lacking or undefined) and not self._warned:
+            self._warned = True
+            no = ": it is no candidate for best.h5, and training.patience does not count it" if undefined else ""
+            cause = lacking or f"{best.name} is undefined"
+            _log.warning("validation after epoch %d: %s%s; %s", epoch + 1, cause, no, _REMEDY)
+        return best.judge(judged, self.optimizer.step)
+
+    def _judge(self, epoch: int) -> None:
+        """Warn that the loss has diverged, once until it recovers; log it after every such epoch. Local."""
+        before = self.watch.diverged
+        found = self.watch.judge(self.validation.get("loss"))
+        if found is None:
+            return
+        reason = f"the loss has diverged: {found}; lower schedule.learning_rate, or set training.clip_norm"
+        self.log.write("diverged", epoch=epoch, step=self.optimizer.step, reason=found)
+        if before is None:
+            _log.warning("epoch %d: %s", epoch + 1, reason)
+
+    def _log_phases(self) -> None:
+        """Log times of phases and their overlap, if measured, and the reads of this rank."""
+        session, step = self.session, self.optimizer.step
+        waited, read = session.loader.seconds_waited, session.samples.dataset.bytes_read
+        _log.info("step %d: waited %.3f s for data so far; %s read", step, waited, bytes_text(read))
+        timeline = session.timeline
+        if timeline is None or not session.config.output.timeline or not self.steps:
+            return
+        session.executor.finish_spans()
+        phases = timeline.summary()
+        self.log.write("phases", step=step, steps=self.steps, overlap=timeline.overlap(), phases=phases)
+        for name, phase in phases.items():
+            _log.info("step %d: %s %s", step, name, {k: v if v is None else round(v, 3) for k, v in phase.items()})
+
+    def validate(self) -> dict[str, Any] | None:
+        """Compute loss and scores of the held-out samples; None if a stop signal arrives in that time. Collective."""
+        timeline = self.session.timeline
+        paused = timeline is not None and timeline.paused
+        if timeline is not None:
+            timeline.paused = True
+        try:
+            with self.trainer.averaged():
+                return evaluate_batches(self.session, self.evaluation, self._held_out, self._interrupted)
+        finally:
+            if timeline is not None:
+                timeline.paused = paused
+
+    def _interrupted(self) -> bool:
+        """Return whether to leave the validation in progress; the same on all ranks."""
+        self._vote()
+        return self._asked_to_stop
+
+    def _diverged(self, error: Diverged) -> Diverged:
+        """Return the same error with the rank of its origin, if known, and the last checkpoint."""
+        executor, comm = self.session.executor, self.session.comm
+        own = executor.loss
+        sound = own is None or not executor.device.is_host or math.isfinite(own[0])  # a value on a GPU is not read
+        sound = sound and all(np.isfinite(array).all() for array in executor.store.params.values())
+        states = comm.allgather_objects((sound, platform.node()))
+        found = [(rank, host) for rank, (fine, host) in enumerate(states) if not fine]
+        where = ""
+        if found:
+            others = f", and on {len(found) - 1} more" if len(found) > 1 else ""
+            where = f" (on rank {found[0][0]} of {comm.size} on {found[0][1]}{others})"
+        self.log.write("stopped", step=self.optimizer.step, reason=str(error))
+        return Diverged(f"{error}{where}; {self.checkpoints.last()}")
 
 
-def _drawn_by(config: Mapping[str, Any]) -> list[Any]:
-    """Return the settings that determine the held-out samples."""
-    data = config.get("data", {})
-    own = [data.get(key) for key in ("path", "validation", "split", "invalid")]
-    return [*own, config.get("training", {}).get("seed")]
-
-
-def _chosen(session: Session, samples: str) -> np.ndarray:
-    chosen = {
-        "validation": session.samples.validation,
-        "training": session.samples.training,
-        "all": session.samples.everything,
-    }[samples]
-    if not len(chosen):
-        raise UserError("data.validation: expected held-out samples, got 0; hold some out, or evaluate other samples")
-    return chosen

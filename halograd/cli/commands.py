@@ -181,7 +181,7 @@ def evaluate(
       halograd evaluate runs/mesh --details runs/mesh/evaluation.json && halograd report runs/mesh
     """
     from ..auto import plan_run
-    from ..training.run import evaluate as judge
+    from ..training.trained import evaluate as judge
 
     judge(run, _overrides(sets, threads), samples, predictions, planner=plan_run, details=details)
 
@@ -209,7 +209,7 @@ def apply(
     from ..auto import plan_run
     from ..comm.boot import boot
     from ..output import progress_bar
-    from ..training.run import apply as predict
+    from ..training.trained import apply as predict
 
     world = boot()
     with progress_bar("samples", world.rank == 0) as tell:

@@ -23,7 +23,8 @@ from halograd.report.page import read_masks, write_page
 from halograd.report.pictures import best_to_worst, draw_masks, iou
 from halograd.report.status import read_record
 from halograd.training.metrics import Confusion, by_class
-from halograd.training.run import evaluate, train
+from halograd.training.run import train
+from halograd.training.trained import evaluate
 from tests.harness.limits import LIMIT
 from tests.training.runs import write_config
 

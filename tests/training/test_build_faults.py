@@ -200,10 +200,10 @@ WHOLE_RUNS = {
     "data set": ("halograd.training.samples", "split"),
     "executor": ("halograd.training.session", "Executor"),
     "loader": ("halograd.training.session", "Loader"),
-    "optimizer": ("halograd.training.epochs", "make_optimizer"),
-    "trainer": ("halograd.training.epochs", "Trainer"),
-    "evaluation": ("halograd.training.epochs", "Evaluation"),
-    "checkpoints": ("halograd.training.epochs", "Checkpoints"),
+    "optimizer": ("halograd.training.run", "make_optimizer"),
+    "trainer": ("halograd.training.run", "Trainer"),
+    "evaluation": ("halograd.training.run", "Evaluation"),
+    "checkpoints": ("halograd.training.run", "Checkpoints"),
 }
 
 

@@ -16,7 +16,8 @@ from halograd.training.config import parse_config
 from halograd.training.kernels import open_kernels
 from halograd.training.log import RunLog, read_log
 from halograd.training.memory import Memory
-from halograd.training.run import apply, evaluate, train
+from halograd.training.run import train
+from halograd.training.trained import apply, evaluate
 from halograd.training.transfer import DeviceFeed
 from tests.support.fake_device import FakeBackend
 from tests.training.runs import CONFIG, write_config

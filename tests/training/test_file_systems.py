@@ -17,7 +17,8 @@ from halograd.training.checkpoint import CheckpointReader, Snapshot, TrainingPro
 from halograd.training.checkpoints import CheckpointFolder
 from halograd.training.log import RunLog, read_log
 from halograd.training.monitors import Callback
-from halograd.training.run import evaluate, train
+from halograd.training.run import train
+from halograd.training.trained import evaluate
 from tests.support.inject import refusing
 from tests.training.runs import write_config
 

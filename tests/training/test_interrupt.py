@@ -18,9 +18,8 @@ from mpi4py import MPI
 
 from halograd.report.status import read_record, status_of
 from halograd.training.checkpoints import CheckpointFolder
-from halograd.training.epochs import TrainingRun
 from halograd.training.log import read_log
-from halograd.training.run import train
+from halograd.training.run import TrainingRun, train
 from halograd.training.session import Session
 from halograd.training.watch import Pulse
 from halograd.training.watchdog import Interruption, append

@@ -8,7 +8,8 @@ import pytest
 
 from halograd.errors import UserError
 from halograd.training.log import read_log
-from halograd.training.run import evaluate, train
+from halograd.training.run import train
+from halograd.training.trained import evaluate
 from tests.training.cuts import logged_losses
 from tests.training.runs import write_arrays, write_config
 

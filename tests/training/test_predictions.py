@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from halograd.data.disk import DataError
-from halograd.training import evaluation, run
+from halograd.training import evaluation, trained
 from halograd.training.evaluation import check_predictions, write_predictions
-from halograd.training.run import evaluate, train
+from halograd.training.run import train
+from halograd.training.trained import evaluate
 from tests.training.runs import write_own
 
 
@@ -86,12 +87,12 @@ def test_found_before_the_evaluation(comm, config, monkeypatch):
     cut = [f"strategy.sample={comm.size}"]
     train(folder / "run.toml", [*cut, "training.epochs=1"], comm=comm)
     for name in ("evaluate_batches", "write_predictions"):
-        monkeypatch.setattr(run, name, lambda *_: pytest.fail("expected no evaluation"))
+        monkeypatch.setattr(trained, name, lambda *_: pytest.fail("expected no evaluation"))
     with pytest.raises(DataError, match=r"mine\.h5: expected no file there, or older predictions, got another"):
         evaluate(folder / "out", cut, predictions=folder / "mine.h5", comm=comm)
     comm.Barrier()
     monkeypatch.undo()
-    assert (folder / "mine.h5").read_text() == "mine" and run.write_predictions is write_predictions
+    assert (folder / "mine.h5").read_text() == "mine" and trained.write_predictions is write_predictions
     for _ in range(2):  # the second time in place of the first
         evaluate(folder / "out", cut, predictions=folder / "new" / "p.h5", comm=comm)
         comm.Barrier()

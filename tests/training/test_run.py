@@ -13,7 +13,8 @@ from halograd.errors import UserError
 from halograd.testing import grids
 from halograd.training.checkpoint import read_header
 from halograd.training.log import read_log, rewind_log
-from halograd.training.run import evaluate, train
+from halograd.training.run import train
+from halograd.training.trained import evaluate
 from halograd.training.trainer import Diverged
 from tests.training.cuts import TOLERANCE, assert_same, curve, overrides_of
 from tests.training.runs import CHANNELS, EDGE, SAMPLES, write_config

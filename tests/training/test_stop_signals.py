@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from mpi4py import MPI
 
-from halograd.training.epochs import TrainingRun
 from halograd.training.log import read_log
 from halograd.training.run import train
 from halograd.training.session import Session
 from halograd.training.signals import CHECKPOINTED, StopSignals
+from halograd.training.trainer import Trainer
 from tests.launch import mpiexec
 from tests.training.launching import sets
 from tests.training.runs import write_config
@@ -59,7 +59,7 @@ class AtTheEnd:
 
 def patch():
     import halograd.cli.run, halograd.training.run
-    from halograd.training.epochs import TrainingRun
+    from halograd.training.run import TrainingRun
     from halograd.training.checkpoints import CheckpointFolder
     from mpi4py import MPI
     end = TrainingRun._end_epoch
@@ -140,7 +140,7 @@ def signaled(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, when: Call
 
 def test_in_the_last_step(tmp_path, monkeypatch):
     """All ranks see a signal during the last step after it; the run is then complete."""
-    signaled(monkeypatch, TrainingRun, "_step", lambda run: run.optimizer.step == 11)
+    signaled(monkeypatch, Trainer, "step", lambda trainer: trainer.optimizer.step == 11)
     done = train(write_config(tmp_path), ALONE, comm=MPI.COMM_SELF)
     assert (done["steps"], done["stopped"]) == (12, None)
     assert (tmp_path / "out" / "checkpoints" / "step-00000012.h5").exists()
@@ -149,7 +149,7 @@ def test_in_the_last_step(tmp_path, monkeypatch):
 def test_in_the_last_step_before_a_validation(tmp_path, monkeypatch):
     """After a signal in the last step the validation is left to the next job."""
     with monkeypatch.context() as patch:
-        signaled(patch, TrainingRun, "_step", lambda run: run.optimizer.step == 8)
+        signaled(patch, Trainer, "step", lambda trainer: trainer.optimizer.step == 8)
         done = train(write_config(tmp_path), comm=MPI.COMM_SELF)
     assert (done["steps"], done["stopped"]) == (9, "SIGTERM to rank 0 of 1")
     done = train(tmp_path / "run.toml", [], True, comm=MPI.COMM_SELF)

@@ -19,8 +19,9 @@ from halograd.training.directory import Owner
 from halograd.training.evaluation import Evaluation
 from halograd.training.log import read_log
 from halograd.training.monitors import Callback
-from halograd.training.run import evaluate, train
+from halograd.training.run import train
 from halograd.training.session import Session
+from halograd.training.trained import evaluate
 from halograd.training.trainer import Trainer
 from tests.training.cuts import assert_same, curve
 

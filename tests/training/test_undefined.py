@@ -13,12 +13,11 @@ from halograd.layers.strategy import Strategy
 from halograd.report.status import read_record, status_of, status_text
 from halograd.testing import grids
 from halograd.training import evaluate
-from halograd.training.epochs import TrainingRun, describe
-from halograd.training.evaluation import Evaluation
+from halograd.training.evaluation import Evaluation, describe
 from halograd.training.executor import Executor
 from halograd.training.log import read_log
 from halograd.training.metrics import Confusion, Errors
-from halograd.training.run import train
+from halograd.training.run import TrainingRun, train
 from tests.training.runs import EDGE, write_named, write_shared
 
 SHAPE, BATCH, K = (4, 6), 3, 3

@@ -1,0 +1,248 @@
+"""Evaluation of a trained network, and prediction with it, by configuration: calls of the command line."""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from halograd.errors import UserError
+from halograd.version import __version__
+
+from ..comm import Communicator, boot
+from ..comm.transport import TRANSPORTS
+from ..data import Hdf5Dataset, find_files
+from ..models.own import is_made, source_of
+from .adapting import adapted
+from .applying import check_outputs, outputs_of, write_outputs
+from .checkpoint import CheckpointReader, TrainingProgress, read_header
+from .checkpoints import CheckpointFolder
+from .config import Config, check_config, load_config
+from .directory import checkpoint_of
+from .evaluation import Evaluation, check_predictions, describe, evaluate_batches, write_predictions
+from .metrics import check_details, write_details
+from .root import on_root
+from .session import Session
+from .step_times import RunPlan
+
+__all__ = ["Planner", "apply", "evaluate", "find_trained"]
+
+#: Function of configuration, communicator and whether to train that returns the plan to follow. Collective.
+Planner = Callable[[Config, Communicator, bool], RunPlan]
+SAMPLES = ("validation", "training", "all")
+
+_log = logging.getLogger(__name__)
+
+
+def evaluate(
+    target: str | Path,
+    overrides: Sequence[str] = (),
+    samples: str = "validation",
+    predictions: str | Path | None = None,
+    comm: Any = None,
+    planner: Planner | None = None,
+    details: str | Path | None = None,
+) -> dict[str, Any]:
+    """Compute loss and metrics of a trained network. Collective over all ranks of the job.
+
+    Other data (``data.path``) may have larger or smaller samples, as for :func:`apply`.
+
+    Parameters
+    ----------
+    target
+        Directory of a run, one of its checkpoints, or its configuration.
+    overrides
+        ``section.key=value`` texts that change the configuration of the run.
+    samples
+        ``"validation"`` (the held-out samples), ``"training"`` or ``"all"``.
+    predictions
+        HDF5 file to which rank 0 writes predictions, targets and sample numbers.
+    comm, planner
+        As for :func:`halograd.training.train`.
+    details
+        JSON file to which rank 0 writes results by class: confusion, scores, calibration.
+    """
+    if samples not in SAMPLES:
+        raise UserError(f"samples: expected one of {', '.join(SAMPLES)}, got {samples!r}")
+    world = boot() if comm is None else comm
+
+    def find() -> tuple[Config, list[str], Path, TrainingProgress, bool]:
+        config, checkpoint, progress, drawn_alike = find_trained(Path(target), overrides)
+        return (*adapted(config, overrides, world.size, labelled=True), checkpoint, progress, drawn_alike)
+
+    config, settings, checkpoint, progress, drawn_alike = on_root(world, find)
+    if predictions is not None:
+        on_root(world, lambda: check_predictions(Path(predictions)))
+    if details is not None:
+        on_root(world, lambda: check_details(Path(details)))
+    with _trained(config, world, planner, checkpoint, progress) as (ranks, session, _):
+        if samples != "all" and drawn_alike:
+            session.samples.check_drawn(progress.drawn, 'evaluate "all" samples')
+        known = session.samples
+        chosen = {"validation": known.validation, "training": known.training, "all": known.everything}[samples]
+        if not len(chosen):
+            raise UserError(
+                "data.validation: expected held-out samples, got 0; hold some out, or evaluate other samples"
+            )
+        batches = session.in_order(chosen)
+        evaluation = Evaluation(session.executor, details is not None, config.output.metrics)
+        result = evaluate_batches(session, evaluation, batches)
+        assert result is not None, "it is not interrupted"
+        if evaluation.lacking_text:
+            _log.warning("%s samples: %s", samples, evaluation.lacking_text)
+        if predictions is not None:
+            write_predictions(session, batches, Path(predictions))
+        if details is not None:
+            about = {"samples": samples, "count": len(chosen), "step": progress.step, "loss": result["loss"]}
+            on_root(ranks.mpi, lambda: write_details(Path(details), about, evaluation.details()))
+        if ranks.rank == 0:
+            if settings:
+                print(f"for these data and ranks: {' '.join(settings)}")
+            if session.samples.evaluated_part:
+                print(session.samples.evaluated_part)
+            count = f"{len(chosen)} of {len(session.samples.dataset)} samples"
+            print(f"{samples}: {count}, step {progress.step}: {describe(result)}")
+    return {**result, "step": progress.step, "checkpoint": str(checkpoint)}
+
+
+def apply(
+    target: str | Path,
+    data: str | Path | Sequence[str | Path],
+    out: str | Path,
+    overrides: Sequence[str] = (),
+    what: str = "logits",
+    comm: Any = None,
+    planner: Planner | None = None,
+    tell: Callable[[int, int], None] | None = None,
+) -> dict[str, Any]:
+    """Predict data without labels by a trained network. Collective over all ranks of the job.
+
+    Samples may be larger or smaller than those of the training, if the network allows it. Settings that the overrides
+    do not contain follow from the data and the ranks: :mod:`halograd.training.adapting`. An interrupted job continues
+    when it is started again.
+
+    Parameters
+    ----------
+    target, overrides, comm, planner
+        As for :func:`evaluate`.
+    data
+        File, pattern or folder with the inputs of the network, or a list of these; other datasets are ignored.
+    out
+        File to write, see :mod:`halograd.training.applying`. A file of an earlier job is replaced.
+    what
+        ``"logits"``: the outputs themselves; ``"probabilities"`` or ``"classes"`` for outputs of a classification.
+    tell
+        Function that is called on rank 0 with the number of complete samples and the number of all samples.
+
+    Returns
+    -------
+    dict
+        Number of ``samples``, number of samples that this job ``computed``, ``step``, ``checkpoint``, and the
+        ``settings`` that were adapted to data and ranks (:func:`halograd.training.adapting.adapted`).
+    """
+    world, out = boot() if comm is None else comm, Path(out)
+    given = [data] if isinstance(data, str | Path) else list(data)
+    if not all(isinstance(path, str | Path) for path in given):
+        raise UserError(
+            f"data: expected files, patterns or folders, got {type(data).__name__}; for arrays and data sets of a "
+            "script use halograd.fit(...).apply"
+        )
+    paths = [str(path) for path in given]
+
+    def find() -> tuple[Config, list[str], Path, TrainingProgress]:
+        config, checkpoint, progress, _ = find_trained(Path(target), overrides)
+        config = config.model_copy(update={"data": config.data.model_copy(update={"path": paths})})
+        return (*adapted(config, overrides, world.size, labelled=False), checkpoint, progress)
+
+    config, settings, checkpoint, progress = on_root(world, find)
+    on_root(world, lambda: check_outputs(out))
+    with _trained(config, world, planner, checkpoint, progress, labelled=False) as (ranks, session, identity):
+        with ranks.agreement():
+            outputs = outputs_of(session, what, progress.described)
+        files = on_root(ranks.mpi, lambda: _files(session))
+        job = {"checkpoint": [str(checkpoint), identity], "what": what, "files": files, **_settings(session)}
+        shown = tell if tell is not None and ranks.rank == 0 else lambda done, total: None
+        computed = write_outputs(session, outputs, out, job, shown)
+        found = {"samples": len(session.samples.dataset), "computed": computed, "step": progress.step}
+    return {**found, "checkpoint": str(checkpoint), "settings": settings}
+
+
+@contextmanager
+def _trained(
+    config: Config,
+    world: Any,
+    planner: Planner | None,
+    checkpoint: Path,
+    progress: TrainingProgress,
+    labelled: bool = True,
+) -> Iterator[tuple[Communicator, Session, Any]]:
+    """Open a session with the parameters of a checkpoint; yield it with its ranks and the checkpoint's identity.
+
+    Collective over `world`.
+    """
+    TRANSPORTS.make(config.backend.transport)  # its error names the key
+    with Communicator(world, config.backend.transport) as ranks, ExitStack() as stack:
+        reader = stack.enter_context(CheckpointReader(checkpoint, ranks))  # now, before another run removes it
+        # Without a planner, `make_strategy` raises an error with the remedy.
+        plan = planner(config, ranks, False) if config.strategy.auto and planner is not None else None
+        strategy = None if plan is None else plan.strategy
+        known: dict[str, Any] = {"normalization": progress.normalization, "class_counts": progress.class_counts}
+        session = Session.open(config, ranks, stack, False, strategy=strategy, labelled=labelled, **known)
+        reader.restore(session.executor.store, extents=False, averaged=config.training.average > 0)
+        reader.close()
+        yield ranks, session, reader.identity
+
+
+def _files(session: Session) -> list[Any]:
+    """Return data that change when a file with samples, or a file that it refers to, changes. Local."""
+    data, dataset = session.config.data, session.samples.dataset
+    given = [data.path] if isinstance(data.path, str) else data.path
+    paths = [Path(path) for path in given] if data.file is not None else find_files(given)
+    for part in getattr(dataset, "parts", [dataset]):
+        paths += map(Path, part.structure.files if isinstance(part, Hdf5Dataset) else ())
+    found = [(str(path), path.stat() if path.exists() else None) for path in paths]
+    # It is unknown whether an object of a script has the same samples as in an earlier attempt.
+    once = [secrets.token_hex(8)] if data.file is not None and is_made(data.file) else []
+    return [[path, state and [state.st_size, state.st_mtime_ns]] for path, state in found] + once
+
+
+def _settings(session: Session) -> dict[str, Any]:
+    """Return the plain data, in addition to checkpoint and samples, on which predictions depend. Local."""
+    config = session.config
+    tables = config.model_dump(
+        mode="json",
+        include={"model": True, "data": True, "training": True, "backend": {"kernels", "precision"}},
+        exclude={"data": {"path", "prefetch", "open_files"}},
+    )
+    own = None if config.data.file is None else source_of(config.data.file)
+    return {"version": __version__, "config": tables, "network": session.source, "data": own}
+
+
+def find_trained(target: Path, overrides: Sequence[str]) -> tuple[Config, Path, TrainingProgress, bool]:
+    """Return configuration, checkpoint and progress of a trained run, and whether the same samples are held out. Local.
+    """
+    if target.suffix == ".toml":
+        config = load_config(target, overrides)
+        checkpoint = CheckpointFolder(Path(config.output.directory) / "checkpoints").latest
+    else:
+        config = None
+        checkpoint = target if target.is_file() else CheckpointFolder(target / "checkpoints").latest
+    if checkpoint is None:
+        raise UserError(f"{target}: expected a trained run (its configuration, directory or a checkpoint), got none")
+    checkpoint = checkpoint_of(checkpoint)  # latest.h5 may soon name another file
+    progress, text = read_header(checkpoint)
+    if config is None:
+        config = check_config(json.loads(text), overrides, f"configuration in {checkpoint}")
+    asked = json.loads(config.model_dump_json(exclude_unset=True))
+    return config, checkpoint, progress, _drawn_by(asked) == _drawn_by(json.loads(text or "{}"))
+
+
+def _drawn_by(config: Mapping[str, Any]) -> list[Any]:
+    """Return the settings that determine the held-out samples."""
+    data = config.get("data", {})
+    own = [data.get(key) for key in ("path", "validation", "split", "invalid")]
+    return [*own, config.get("training", {}).get("seed")]
