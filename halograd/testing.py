@@ -23,8 +23,7 @@ from .kernels import Backend, get_backend
 from .kernels.memory import total
 from .layers import Input, Layer, Loss, Network
 from .layers.strategy import Strategy
-from .training.executor import Executor
-from .training.transfer import Gather
+from .training.executor import Executor, Gather
 
 __all__ = ["LayerResult", "check_layer", "grids", "random_array", "run_layer"]
 

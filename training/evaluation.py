@@ -20,10 +20,9 @@ from ..device import is_low
 from ..layers.needs import operand_blocks
 from ..layers.targets import Judgement
 from ..lowering.views import Value, View
-from .executor import Executor
+from .executor import Executor, Gather
 from .metrics import METRICS, Calibration, Confusion, Errors, Metric, checked_metric
 from .session import Session
-from .transfer import Gather
 
 __all__ = [
     "Evaluation",

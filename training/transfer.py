@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -14,13 +14,11 @@ from halograd.schema import nearest
 
 from ..data import LoadedBatch
 from ..device import Ticket, is_low
-from ..dtensor import Box, End, Exchange, Layout
+from ..dtensor import Box
 from ..layers import Network
-from ..lowering.views import Value
-from .compiled import Compiled
 from .memory import Memory
 
-__all__ = ["DeviceFeed", "Gather", "block_of", "check_name", "name_of"]
+__all__ = ["DeviceFeed", "block_of", "check_name", "name_of"]
 
 _LISTED = 20  # names in a message
 
@@ -172,77 +170,3 @@ class DeviceFeed:
         for copy in self._copies[item.slot]:
             copy()
         self._used[item.slot] = self._device.mark()
-
-
-class Gather:
-    """Gather of outputs, and of gradients of probed inputs, to rank 0. To create, run and close it is collective.
-
-    Create it once and run it after every step: its set-up takes longer than a run.
-
-    Parameters
-    ----------
-    executor
-        Executor of the arrays.
-    names
-        Outputs of the network, inputs, and layers whose output is kept. A name of a layer and of an output means the
-        layer.
-    gradients
-        Names of probed inputs (other gradients share memory, and are overwritten before `backward` returns).
-
-    Raises
-    ------
-    UserError
-        If a name is unknown, or is the loss, which is no array (:meth:`Executor.loss_value`).
-    ValueError
-        If an output or a gradient is not kept. All errors are raised before any communication, from names that are the
-        same on all ranks.
-    """
-
-    def __init__(self, executor: Compiled, names: Sequence[str] = (), gradients: Sequence[str] = ()) -> None:
-        values = [(_output(executor, name), False) for name in names]
-        values += [(_gradient(executor, name), True) for name in gradients]
-        self._device, self._is_root = executor.device, executor.comm.rank == 0
-        self._targets: list[Any] = []
-        wanted: list[dict[str, Any]] = []
-        for value, is_gradient in values:
-            layout = Layout.on_rank(value.layout.shape, 0, executor.comm.size)
-            self._targets.append(self._device.empty(layout.boxes[executor.comm.rank].shape, value.dtype))
-            source = executor.runner.view(value.dy if is_gradient else value.view)
-            ends = {"source": End(value.layout.boxes, source), "target": End(layout.boxes, self._targets[-1])}
-            wanted.append({**ends, "kind": "gather"})
-        self._exchanges = Exchange.together(executor.comm, wanted)
-
-    def run(self) -> list[np.ndarray | None]:
-        """Return whole arrays on rank 0, None elsewhere: outputs, then gradients. The next run overwrites them."""
-        for exchange in self._exchanges:
-            exchange.run()
-        return [self._device.to_host(target) if self._is_root else None for target in self._targets]
-
-    def close(self) -> None:
-        """Free the channels."""
-        for exchange in self._exchanges:
-            exchange.close()
-
-
-def _output(executor: Compiled, name: str) -> Value:
-    network, node = executor.network, name_of(executor.network, name)
-    if executor.loss is not None and node == network.names[network.outputs["loss"]]:
-        raise UserError(f"gather(): {name!r} is the loss, a number and no array; call loss_value()")
-    value = executor.values.get(node)
-    if value is not None and (value.kept or value.read):
-        return value
-    raise ValueError(
-        f"gather(): the output of {name!r} is not kept; build the executor with kept=[{name!r}], it has "
-        f"{sorted(n for n, v in executor.values.items() if v.kept or v.read)}"
-    )
-
-
-def _gradient(executor: Compiled, name: str) -> Value:
-    node = name_of(executor.network, name)
-    value = executor.values.get(node)
-    if node in executor.probed and value is not None and value.gradient is not None:
-        return value
-    raise ValueError(
-        f"gather(): the gradient of {name!r} is not kept; build the executor with probed=[...] of inputs "
-        f"that the loss depends on, it has {sorted(executor.probed)}"
-    )

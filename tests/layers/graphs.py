@@ -11,8 +11,7 @@ from halograd.kernels import get_backend
 from halograd.layers.strategy import Strategy
 from halograd.program.runner import Runner
 from halograd.testing import random_array
-from halograd.training.executor import Executor
-from halograd.training.transfer import Gather
+from halograd.training.executor import Executor, Gather
 from tests.layers.cuts import primes, random_parts
 
 CLASSES = 3

@@ -15,8 +15,7 @@ from halograd.kernels.numpy import NumpyBackend
 from halograd.layers import BatchNorm, Conv, Input, MeanSquaredError, Network
 from halograd.layers.strategy import Strategy
 from halograd.testing import random_array
-from halograd.training.executor import Executor
-from halograd.training.transfer import Gather
+from halograd.training.executor import Executor, Gather
 from tests.support.fake_device import FakeBackend
 from tests.training.steps import copied
 
