@@ -157,7 +157,7 @@ def _blocks(executor: Executor, name: str, inputs: int) -> dict[str, tuple[np.nd
     Gradients of parameters are whole, and on rank 0 only.
     """
     found: dict[str, tuple[np.ndarray, tuple[slice, ...]]] = {}
-    values = {"y": executor.values[name], **{f"dx{i}": executor.values[f"x{i}"] for i in range(inputs)}}
+    values = {"y": executor.program.values[name], **{f"dx{i}": executor.program.values[f"x{i}"] for i in range(inputs)}}
     for key, value in values.items():
         view = value.view if key == "y" else value.dy
         place = value.layout.boxes[executor.comm.rank].slices()

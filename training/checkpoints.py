@@ -238,12 +238,12 @@ class Checkpoints:
         """Vote with the next pass whether a checkpoint is due by time. Local."""
         minutes, comm = self._settings.checkpoint_minutes, self._session.comm
         late = comm.rank == 0 and minutes > 0 and time.monotonic() - self._last >= 60 * minutes
-        self._session.executor.votes[CHECKPOINT] = late
+        self._session.executor.pass_loss.votes[CHECKPOINT] = late
 
     @property
     def due(self) -> bool:
         """Whether a checkpoint is due after this step, by its number or by time; the same on all ranks."""
-        every, counted = self._settings.checkpoint_steps, self._session.executor.counted
+        every, counted = self._settings.checkpoint_steps, self._session.executor.pass_loss.counted
         return counted[CHECKPOINT] > 0 or bool(every and self._optimizer.step % every == 0)
 
     def due_after(self, epoch: int) -> bool:
@@ -289,7 +289,7 @@ class Checkpoints:
             if self._session.comm.rank == 0:
                 _log.warning("step %d: %s; training continues", self._optimizer.step, error)
         self._last = time.monotonic()
-        self._session.executor.counted[CHECKPOINT] = 0  # reset: a device counts the next vote one step late
+        self._session.executor.pass_loss.counted[CHECKPOINT] = 0  # reset: a device counts the next vote one step late
         return written
 
     def _try(self, unvalidated: bool, best: bool) -> Exception | None:

@@ -211,7 +211,7 @@ _TAKEN = ("prediction", "target", "sample", *SOURCES)
 def judged(executor: Executor) -> list[JudgedPair]:
     """List the predictions and targets that the minimized loss reads, each with its metric."""
     network, node = executor.network, executor.network.outputs.get("loss")
-    step = next((step for step in executor.steps if node is not None and step.layer is node.layer), None)
+    step = next((step for step in executor.program.steps if node is not None and step.layer is node.layer), None)
     judgements = [] if step is None else step.layer.judgements(*(value.layout.shape[1:] for value in step.inputs))
     if step is not None and node is not None and judgements:
         outputs = {made: name for name, made in network.outputs.items()}

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -37,7 +36,7 @@ from .memory import Memory
 from .pass_loss import PassLoss
 from .reduction import Reducer, check_possible
 from .store import ParameterStore
-from .timeline import DeviceSpans
+from .timeline import Spans
 from .transfer import block_of, check_name, name_of
 from .watch import Pulse
 
@@ -100,12 +99,12 @@ class Executor:
     ----------
     pass_loss
         Sum of the loss of the last pass over all ranks (:class:`halograd.training.pass_loss.PassLoss`).
-    votes, counted
-        The attributes of `pass_loss`: votes of this rank, and sums of the votes of all ranks.
     pulse
         Progress of this rank, for the watchdog.
     device
         Device of the arrays.
+    spans
+        Times of the layers, for the recorder of `comm`.
     probed
         Inputs whose gradient is kept.
     checks
@@ -167,9 +166,8 @@ class Executor:
                 raise ValueError(f"store: expected one for {self.dtype}, got one for {found}")
             if self.store.loss_scale is not None:
                 self.mode.loss_scale = self.store.loss_scale.factor
-            self.recorder, self.device = comm.instruments.recorder, self.memory.device
-            timed = self.recorder is not None and not self.device.is_host
-            self._spans = DeviceSpans(self.device, self.recorder) if timed and self.recorder else None
+            self.device = self.memory.device
+            self.spans = Spans(self.device, comm.instruments.recorder)
             self.mode.state = self.device.array([seed, 0, 0], np.uint64)
             self.pulse = Pulse()
             if graph:
@@ -207,7 +205,6 @@ class Executor:
         replicable = self.replicable if trainable else ()
         self._layers = compile_program(self.network, self.strategy, target, self.store.blocks, replicable)
         self.program = self._reduced()
-        self.steps, self.values = self.program.steps, self.program.values
         store = self.store
         arrays = {"params": store.params, "copies": store.copies, "grads": store.grads, "state": store.state}
         arrays["rounded"] = store.rounded
@@ -215,7 +212,6 @@ class Executor:
         for use, nbytes in self.program.placement.uses.items():
             self.memory.count(nbytes, use)
         self.pass_loss = PassLoss(self.comm, self.device, self.loss)
-        self.votes, self.counted = self.pass_loss.votes, self.pass_loss.counted
         self.reducer: Reducer | None = self._make_reducer() if trainable else None
         self._make_calls()
 
@@ -279,8 +275,8 @@ class Executor:
         return [partial(self._replay, graphed, calls)]
 
     def _recorded(self, layer: str, phase: str, calls: Sequence[Call]) -> Sequence[Call]:
-        """Return calls that also record the time of these, if there is a recorder."""
-        return calls if self.recorder is None else [partial(self.timed, layer, phase, partial(_run, calls))]
+        """Return calls that also record the time of these (:class:`Spans`)."""
+        return self.spans.timed(layer, phase, calls)
 
     def _replay(self, graphed: GraphedPass, calls: Sequence[Call]) -> None:
         """Run a pass as graphs, or by its calls while layers are timed by events, which a graph cannot contain."""
@@ -289,10 +285,8 @@ class Executor:
                 f"mode.valid: expected {self.batch} samples, the whole batch, with graph=True, got {self.mode.valid}; "
                 "leave out the short last batch of an epoch, or build the executor with graph=False"
             )
-        if self.recorder is not None and not getattr(self.recorder, "paused", False):
-            _run(calls)
-        else:
-            graphed()
+        for call in calls if self.spans.active else (graphed,):
+            call()
 
     def check_gradients(self, checks: Mapping[str, GradientCheck]) -> None:
         """Make these checks in every step, when all gradients are complete and before any update. Collective.
@@ -386,21 +380,6 @@ class Executor:
             call()
         self._check_memory()
 
-    def timed(self, name: str, category: str, run: Callable[[], None]) -> None:
-        """Call `run` and record its time; on a device the time of the kernels that it enqueues."""
-        assert self.recorder is not None
-        if self._spans is not None:
-            self._spans.run(name, category, run)
-            return
-        begin = time.perf_counter()
-        run()
-        self.recorder.span(name, category, begin, time.perf_counter())
-
-    def finish_spans(self) -> None:
-        """Complete the records of all spans so far. Waits for a device."""
-        if self._spans is not None:
-            self._spans.finish()
-
     # -- data ---------------------------------------------------------------------------------
 
     def input(self, name: str) -> Block:
@@ -409,7 +388,7 @@ class Executor:
         Loaders fill inputs this way: without checks, agreement or messages. Raises UserError if there is no such input.
         """
         check_name(name, self.network.inputs)
-        region = self.values[name].region
+        region = self.program.values[name].region
         return Block(self.runner.region(region), region.box)
 
     def set_input(self, name: str, array: Any) -> None:
@@ -424,7 +403,7 @@ class Executor:
         """
         with self.comm.agreement():
             region = self.input(name)
-            shape = self.values[name].layout.shape
+            shape = self.program.values[name].layout.shape
             block = block_of(name, array, shape, region.box, np.dtype(region.array.dtype))
         self.device.assign(region.array, block)
 
@@ -432,7 +411,7 @@ class Executor:
         """Gather an output of the network or of a layer, or the gradient of a probed input. Collective.
 
         Rank 0 gets the whole array, ``(N, *spatial, C)`` or as the layer gives it, the others None. For several arrays
-        or repeated calls use :class:`Gather`, which says what is raised.
+        or repeated calls use :class:`Gather`, which documents what is raised.
         """
         with closing(Gather(self, [] if gradient else [name], [name] if gradient else [])) as way:
             return way.run()[0]
@@ -471,11 +450,6 @@ class Executor:
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: object) -> None:
         if is_shared(value, self.comm.size):  # a fault of one rank only: a collective close would deadlock
             self.close()
-
-
-def _run(calls: Iterable[Call]) -> None:
-    for call in calls:
-        call()
 
 
 class Gather:
@@ -532,18 +506,18 @@ def _output(executor: Executor, name: str) -> Value:
     network, node = executor.network, name_of(executor.network, name)
     if executor.loss is not None and node == network.names[network.outputs["loss"]]:
         raise UserError(f"gather(): {name!r} is the loss, a number and no array; call loss_value()")
-    value = executor.values.get(node)
+    value = executor.program.values.get(node)
     if value is not None and (value.kept or value.read):
         return value
     raise ValueError(
         f"gather(): the output of {name!r} is not kept; build the executor with kept=[{name!r}], it has "
-        f"{sorted(n for n, v in executor.values.items() if v.kept or v.read)}"
+        f"{sorted(n for n, v in executor.program.values.items() if v.kept or v.read)}"
     )
 
 
 def _gradient(executor: Executor, name: str) -> Value:
     node = name_of(executor.network, name)
-    value = executor.values.get(node)
+    value = executor.program.values.get(node)
     if node in executor.probed and value is not None and value.gradient is not None:
         return value
     raise ValueError(

@@ -384,13 +384,13 @@ class TrainingRun:
 
     def _vote(self) -> None:
         """Set the votes of this rank for the loss reduction of the next pass."""
-        self.session.executor.votes[STOP] = self.signals.vote
+        self.session.executor.pass_loss.votes[STOP] = self.signals.vote
         self.checkpoints.vote()
 
     @property
     def _asked_to_stop(self) -> bool:
         """Whether a rank had received a signal before the last pass; the same on all ranks."""
-        return bool(self.session.executor.counted[STOP] > 0)
+        return bool(self.session.executor.pass_loss.counted[STOP] > 0)
 
     def _checkpoint(self, needed: bool = False, unvalidated: bool = False, best: bool = False) -> None:
         """Write a checkpoint (:class:`Checkpoints`). Collective."""
@@ -471,7 +471,7 @@ class TrainingRun:
         timeline = session.timeline
         if timeline is None or not session.config.output.timeline or not self.steps:
             return
-        session.executor.finish_spans()
+        session.executor.spans.finish()
         phases = timeline.summary()
         self.log.write("phases", step=step, steps=self.steps, overlap=timeline.overlap(), phases=phases)
         for name, phase in phases.items():

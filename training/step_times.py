@@ -103,7 +103,7 @@ class StepTimes:
     def end(self, step: int, seconds: float, data: float) -> None:
         """Record a measured step: its time [s], and the wait for its data [s]."""
         if self.begin_at <= step < self.end_at:
-            self._executor.finish_spans()
+            self._executor.spans.finish()
             self._timeline.paused = self._owned
             now = self._sums()
             self._steps.append({key: value - self._before.get(key, 0.0) for key, value in now.items()})
@@ -153,7 +153,7 @@ def _places(executor: Executor) -> dict[tuple[str, str], str]:
     """Map name and category of a span to its layer; a redistribution belongs to the layer after it."""
     found: dict[tuple[str, str], str] = {}
     waiting: list[str] = []
-    for step in executor.steps:
+    for step in executor.program.steps:
         waiting.append(step.name)
         if step.name not in executor.network.layers:
             continue
@@ -169,7 +169,7 @@ def report_times(session: Session, log: RunLog, steps: int, directory: Path) -> 
     timeline = session.timeline
     if timeline is None or not steps or not session.config.output.timeline:
         return
-    session.executor.finish_spans()
+    session.executor.spans.finish()
     write_trace(timeline, session.comm, directory / "timeline.json")
     log.say(timeline.table(steps))
 

@@ -19,9 +19,10 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from ..comm import Communicator, Recorder
     from ..device import Device, Stamp
 
-__all__ = ["DeviceSpans", "Phase", "Timeline", "merge_traces", "overlap_ratio", "trace_events", "write_trace"]
+__all__ = ["Phase", "Spans", "Timeline", "merge_traces", "overlap_ratio", "trace_events", "write_trace"]
 
 #: Categories of work of the main thread; "communication" runs concurrently, "wait" within it.
 BUSY = ("forward", "backward", "update", "io")
@@ -191,51 +192,69 @@ def kind_of(name: str) -> str:
     return name.partition(":")[0]
 
 
-# -- times of a device -----------------------------------------------------------------------------
+# -- times of calls --------------------------------------------------------------------------------
 
 
-class DeviceSpans:
-    """Recorder of work on a device; its times are read later. Local.
+class Spans:
+    """Times of the calls of a step, given to a recorder. Local.
 
-    Times are device times, relative to an instant that was measured on host and device at construction, so that they
-    fit the host's spans in one timeline.
+    On a device they are times of the device, read later, relative to an instant that was measured on host and device at
+    construction, so that they fit the host's spans in one timeline.
 
     Parameters
     ----------
     device
         Device of the work.
     recorder
-        Receiver of the spans; work that is enqueued while it is paused gives none.
+        Receiver of the spans; None: nothing is timed. Work that a device gets while it is paused gives no spans.
     """
 
-    def __init__(self, device: Device, recorder: Recorder) -> None:
+    def __init__(self, device: Device, recorder: Recorder | None) -> None:
         self._device, self._recorder = device, recorder
         self._waiting: deque[tuple[str, str, Stamp, Stamp]] = deque()
-        device.synchronize()
-        self._origin, self._began = device.stamp(), time.perf_counter()
+        if recorder is not None and not device.is_host:
+            device.synchronize()
+            self._origin, self._began = device.stamp(), time.perf_counter()
 
-    def run(self, name: str, category: str, run: Callable[[], object]) -> None:
-        """Call `run`, which enqueues work, between two timing events."""
-        if getattr(self._recorder, "paused", False):
-            run()
-            return
-        first = self._device.stamp()
-        run()
-        self._waiting.append((name, category, first, self._device.stamp()))
-        self.tell()
+    @property
+    def active(self) -> bool:
+        """Whether calls are timed now."""
+        return self._recorder is not None and not getattr(self._recorder, "paused", False)
 
-    def tell(self) -> None:
+    def timed(self, name: str, category: str, calls: Sequence[Callable[[], object]]) -> Sequence[Callable[[], object]]:
+        """Return calls that also record the time of these as one span; the same calls without a recorder."""
+        if self._recorder is None:
+            return calls
+        record = self._record if self._device.is_host else self._enqueue
+        return [partial(record, self._recorder, name, category, calls)]
+
+    def _record(self, recorder: Recorder, name: str, category: str, calls: Sequence[Callable[[], object]]) -> None:
+        begin = time.perf_counter()
+        for call in calls:
+            call()
+        recorder.span(name, category, begin, time.perf_counter())
+
+    def _enqueue(self, recorder: Recorder, name: str, category: str, calls: Sequence[Callable[[], object]]) -> None:
+        """Make the calls, which enqueue work, between two timing events."""
+        first = self._device.stamp() if self.active else None
+        for call in calls:
+            call()
+        if first is not None:
+            self._waiting.append((name, category, first, self._device.stamp()))
+            self._tell(recorder)
+
+    def _tell(self, recorder: Recorder) -> None:
         """Record the spans that are complete. Does not wait."""
         while self._waiting and self._waiting[0][3].done():
             name, category, first, second = self._waiting.popleft()
             times = (self._began + self._device.seconds(self._origin, stamp) for stamp in (first, second))
-            self._recorder.span(name, category, *times)
+            recorder.span(name, category, *times)
 
     def finish(self) -> None:
-        """Record all spans. Waits for the device."""
-        if self._waiting:
+        """Record all spans so far. Waits for a device."""
+        if self._waiting and self._recorder is not None:
             self._device.synchronize()
-            self.tell()
+            self._tell(self._recorder)
 
 
 # -- files -----------------------------------------------------------------------------------------

@@ -89,14 +89,13 @@ class Trainer:
         self._seconds = 0.0  # time of these parts [s]
         self._clip: Clip | None = None
         self._scaling = executor.store.loss_scale
-        self._recorder = executor.recorder
         self.auto: AutoReduction | None = None
         with executor.comm.agreement():
             self._bind(ranked, tuning)
 
     def _bind(self, ranked: Sequence[Scheme], tuning: Tuning | None) -> None:
         """Create the objects that steps need. Collective."""
-        executor, optimizer = self.executor, self.optimizer
+        executor = self.executor
         checks: dict[str, GradientCheck] = {}
         if self._scaling is not None:
             store = executor.store
@@ -106,7 +105,7 @@ class Trainer:
         if self.clip_norm is not None:
             self._clip = checks["norm"] = Clip(executor.store, executor.comm, self.clip_norm)
         executor.check_gradients(checks)
-        self._reducer.update = optimizer.update if self._recorder is None else self._timed_update
+        self._reducer.update = self._update
         if executor.strategy.reduction.kind.searches:
             self.auto = AutoReduction(executor, self.reduce_by, ranked, tuning)
 
@@ -134,8 +133,9 @@ class Trainer:
         assert self.executor.reducer is not None
         return self.executor.reducer
 
-    def _timed_update(self, bucket: Bucket) -> None:
-        self.executor.timed("update", "update", partial(self.optimizer.update, bucket))
+    def _update(self, bucket: Bucket) -> None:
+        for call in self.executor.spans.timed("update", "update", [partial(self.optimizer.update, bucket)]):
+            call()
 
     @property
     def learning_rate(self) -> float:

@@ -1,4 +1,4 @@
-"""Transfer of arrays to and from an executor: whole arrays, batches copied ahead to a device, outputs on rank 0."""
+"""Transfer of arrays to the inputs of an executor: blocks of whole arrays, and batches copied ahead to a device."""
 
 from __future__ import annotations
 

@@ -67,8 +67,8 @@ def test_a_lone_rank_computes_its_block_and_sends_to_itself(kernels, parts):
     for rank in range(size):
         block = Ours(kernels, LoneCommunicator(rank, size), MESH, "float32", parts=parts)
         assert math.isfinite(block.warm_up())
-        own = block.executor.values["predict"].box
-        assert own.size * size == block.executor.values["predict"].layout.shape[1] ** 2
+        own = block.executor.program.values["predict"].box
+        assert own.size * size == block.executor.program.values["predict"].layout.shape[1] ** 2
         assert block.executor.comm.device_bytes > 0, "halos travel"
         block.close()
 

@@ -271,7 +271,7 @@ def run(network, comm, batch, strategy, steps, backend="numpy", dtype="float64",
         losses = {n for n, node in network.layers.items() if hasattr(node.layer, "local")}
         known = network.layers if keeps else [network.names[node] for node in network.outputs.values()]
         outputs = [name for name in known if name not in losses]
-        gradients = [name for name in probed if executor.values[name].gradient is not None]
+        gradients = [name for name in probed if executor.program.values[name].gradient is not None]
         with closing(Gather(executor, outputs, gradients)) as way:
             result = dict(zip([*outputs, *(f"d{name}" for name in gradients)], way.run()))
         grads = executor.store.gather(comm, executor.store.grads)

@@ -54,7 +54,7 @@ def run_loss(make, inputs, comm, parts, dtype="float64", backend="numpy", valid=
             executor.forward()
             loss = executor.loss_value()
             executor.backward()
-        found = executor.values["x"]
+        found = executor.program.values["x"]
         place, block = found.layout.boxes[comm.rank].slices(), executor.runner.view(found.dy)
         # As one message: a `Gather` has channels, which take longer to make than all that is computed here.
         losses, places, blocks = zip(*comm.allgather_objects((loss, place, block)))

@@ -88,7 +88,7 @@ def test_one_sum_forward_and_one_backward_among_those_who_share_samples(ranks, k
             step(executor)
             sent = traffic(ranks, lambda executor=executor: step(executor))
             nbytes = ranks.counters["statistics"].bytes
-            box = executor.values["norm"].box
+            box = executor.program.values["norm"].box
         shares = groups and parts["height"] * parts["width"] > 1 and box.shape[0]
         assert sent.get("statistics", 0) == (2 if shares else 0)
         assert nbytes == (2 * box.shape[0] * 2 * groups * 8 if shares else 0)

@@ -166,7 +166,7 @@ def test_graphs_beside_a_timeline_that_is_paused(kernels):
                 fill(executor, step)
                 trainer.step()
                 names = {segment.name for segment in executor.program.forward}
-                executor.finish_spans()
+                executor.spans.finish()
                 assert (names <= {name for name, _ in timeline.phases}) == (step >= 4), step
             trainer.settle()
             assert min(graphed.graphs for graphed in executor.graphs) > 0

@@ -47,7 +47,7 @@ def test_what_is_float32_beside_bfloat16(kernels):
         assert store.dtype == np.float32 and store.low == BFLOAT16
         for arrays in (store.params, store.grads, store.state):
             assert {a.dtype for a in arrays.values()} == {np.dtype(np.float32)}
-        assert built.values["x"].dtype == BFLOAT16
+        assert built.program.values["x"].dtype == BFLOAT16
         for name, array in store.copies.items():
             np.testing.assert_array_equal(to_host(array), to_host(store.params[name]).astype(BFLOAT16), err_msg=name)
         trainer = Trainer(built, SGD(store), Constant(0.01))
@@ -119,7 +119,7 @@ def test_channels_of_an_input_lie_padded_where_convolutions_read_it(monkeypatch)
                 stem = next(o for segment in built.program.forward for o in segment.operations if "x" in o.kernel.views)
                 x = built.runner.view(stem.kernel.views["x"])
                 assert x.data.ptr == array.data.ptr and x.strides == array.strides
-                whole = built.runner.view(built.values["x"].region.view.buffer.view)
+                whole = built.runner.view(built.program.values["x"].region.view.buffer.view)
                 assert whole.shape[-1] == strides[-1] and not whole.memory[..., 18:].any()
             kernels.close()
         assert strides == [24, 18]

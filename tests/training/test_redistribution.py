@@ -72,7 +72,7 @@ def test_both_parts_of_a_redistribution_are_timed():
         with build(comm, strategy) as executor:
             executor.forward()
             executor.loss_value()
-        (moved,) = (step.name for step in executor.steps if step.name.startswith("stem->"))
+        (moved,) = (step.name for step in executor.program.steps if step.name.startswith("stem->"))
     stem, left = (spans.seen.index((name, "forward")) for name in ("stem", "left1"))
     assert spans.seen.count((moved, "forward")) == 2 and stem < spans.seen.index((moved, "forward")) < left
 

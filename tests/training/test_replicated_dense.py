@@ -167,7 +167,8 @@ def test_messages_and_bytes_are_those_of_the_formula(batch):
         several, most, expected = int(comm.size > 1), -(-batch // comm.size), 0
         for name in executor.replicable:
             units, features = executor.store.shapes[f"{name}/w"]
-            rows = padded_rows(max(b.shape[0] for b in executor.values[name].layout.boxes), (features, units), 4)
+            boxes = executor.program.values[name].layout.boxes
+            rows = padded_rows(max(b.shape[0] for b in boxes), (features, units), 4)
             assert most <= rows < most + 16
             expected += rows * (features + units) * 4
         found, sums = comm.counters["replicated_dense"], comm.counters["allreduce"]

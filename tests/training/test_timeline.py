@@ -147,7 +147,9 @@ def executor():
     """Return a stub of an executor with its steps, and the steps that are layers of the network."""
     steps = [SimpleNamespace(name=name) for name in NAMES]
     return SimpleNamespace(
-        finish_spans=lambda: None, steps=steps, network=SimpleNamespace(layers={"conv": None, "dense": None})
+        spans=SimpleNamespace(finish=lambda: None),
+        program=SimpleNamespace(steps=steps),
+        network=SimpleNamespace(layers={"conv": None, "dense": None}),
     )
 
 
