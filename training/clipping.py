@@ -81,3 +81,5 @@ class Clip:
         self._fetched.put(self._norm)
         self._fetched.fetch()
         self.norm = PendingLoss(self._fetched.read)
+        if self._store.memory.device.is_host:
+            self.norm.value = self._fetched.read()

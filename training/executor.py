@@ -115,8 +115,8 @@ class Executor:
     Raises
     ------
     UserError
-    If strategy, network and communicator do not fit, if the network lacks a name in `kept` or `probed`, or
-        if `debug` is requested on a device.
+        If strategy, network and communicator do not fit, if the network lacks a name in `kept` or `probed`, or if
+        `debug` is requested on a device.
     Exception
         Any other fault of a rank: all ranks raise the same error.
     """

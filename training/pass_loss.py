@@ -67,11 +67,15 @@ class PendingLoss:
         return "<loss, still on the device>" if self.value is None else repr(self.value)
 
 
-def mean_of(losses: Sequence[PendingLoss]) -> PendingLoss:
-    """Return the mean loss of equal parts of a batch. Local."""
+def mean_of(losses: Sequence[float | PendingLoss]) -> float | PendingLoss:
+    """Return the mean loss of equal parts of a batch; if one is pending, the mean is. Local."""
+
+    def mean() -> float:
+        return sum(map(float, losses)) / len(losses)
+
     if len(losses) == 1:
         return losses[0]
-    return PendingLoss(lambda: sum(map(float, losses)) / len(losses))
+    return PendingLoss(mean) if any(isinstance(loss, PendingLoss) for loss in losses) else mean()
 
 
 #: Number of votes that are summed together with the loss of a pass, and their indices in `PassLoss.votes`.

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -85,7 +84,7 @@ class Trainer:
         self.clip_norm = clip_norm
         self.gradient_norm: float | PendingLoss | None = None
         self._last: PendingLoss | None = None
-        self._parts = list[Any]()  # losses of the parts of this batch so far
+        self._parts = list[float | PendingLoss]()  # losses of the parts of this batch so far
         self._seconds = 0.0  # time of these parts [s]
         self._clip: Clip | None = None
         self._scaling = executor.store.loss_scale
@@ -222,45 +221,31 @@ class Trainer:
         return loss
 
     def _step(self) -> float | PendingLoss:
-        executor, added = self.executor, self._parts
-        if len(added) + 1 != executor.parts:
+        executor, clip, scaling, done = self.executor, self._clip, self._scaling, len(self._parts)
+        if done + 1 != executor.parts:
             raise ValueError(
                 f"step(): expected {executor.parts - 1} calls of add() before it, for the executor's {executor.parts} "
-                f"parts, got {len(added)}; call it for every part of the batch except the last"
+                f"parts, got {done}; call it for every part of the batch except the last"
             )
-        before = None if self._clip is None else self._clip.norm
-        self._pass(len(added))
-        self._parts = []
-        if not executor.device.is_host:
-            return self._step_on_device(added, before)
-        losses = [*added, self._loss_of_pass()]
-        loss = sum(map(float, losses)) / len(losses)
-        scale: Any = 1.0
-        if self._clip is not None:
-            scale = self._clip.factor
-            assert self._clip.norm is not None
-            self.gradient_norm = norm = float(self._clip.norm)
-            if not math.isfinite(norm):
-                raise self._diverged(f"the norm of the gradients is {norm}; lower schedule.learning_rate")
-        self.optimizer.begin_step(self._rates(), scale)
-        return loss
-
-    def _step_on_device(self, added: Sequence[PendingLoss], norm: PendingLoss | None) -> PendingLoss:
-        """Run the rest of a step, which waits only for messages. `norm` is the norm of the previous step."""
-        scale = 1.0 if self._clip is None else self._clip.factor
+        before = None if clip is None else clip.norm
+        self._pass(done)
+        losses, self._parts = [*self._parts, self._loss_of_pass()], []
         self._check_last()
-        if self._scaling is not None and self._scaling.hopeless:
+        if scaling is not None and scaling.hopeless:
             raise self._diverged("gradients are not finite, however small the loss scale; lower schedule.learning_rate")
-        known = None if norm is None or self._scaling is not None else norm.value  # steps with overflow are skipped
-        if known is not None and not math.isfinite(known):
-            raise self._diverged(f"the norm of the gradients was {known}; lower schedule.learning_rate")
-        self.gradient_norm = None if self._clip is None else self._clip.norm
-        self.optimizer.begin_step(self._rates(), scale)
-        if self._scaling is not None:
-            self._scaling.adapt()
-        assert self.executor.pass_loss.pending is not None
-        self._last = mean_of([*added, self.executor.pass_loss.pending])
-        return self._last
+        norm = None if clip is None else clip.norm
+        seen = norm if executor.device.is_host else before  # a device may still compute that of this step
+        known = None if seen is None else seen.value
+        self.gradient_norm = norm if norm is None or norm.value is None else norm.value
+        if known is not None and scaling is None and not math.isfinite(known):  # a loss scale skips such steps
+            raise self._diverged(f"the norm of the gradients is {known}; lower schedule.learning_rate")
+        self.optimizer.begin_step(self._rates(), 1.0 if clip is None else clip.factor)
+        if scaling is not None:
+            scaling.adapt()
+        loss = mean_of(losses)
+        if isinstance(loss, PendingLoss):
+            self._last = loss
+        return loss
 
     def _check_last(self) -> None:
         """Check the loss of the previous step, which is known after this step's forward pass."""
