@@ -88,75 +88,70 @@ class Session:
         samples are held out.
         """
         with comm.agreement():
-            known = {"normalization": normalization, "class_counts": class_counts}
-            return cls._build(config, comm, stack, trainable, strategy, labelled, known)
-
-    @classmethod
-    def _build(
-        cls,
-        config: Config,
-        comm: Communicator,
-        stack: ExitStack,
-        trainable: bool,
-        strategy: Strategy | None,
-        labelled: bool,
-        known: dict[str, Any],
-    ) -> Session:
-        data, settings = config.data, config.training
-        network = make_network(config)
-        _check_given(network, comm)
-        if trainable and settings.accumulate > 1 and comm.rank == 0:
-            _warn_of_parts(network, settings.at_once)
-        planned = strategy is not None
-        strategy = strategy or _strategy(config, comm, network)
-        strategy = with_reduction(strategy, config)
-        strategy.validate(network, comm.size)
-        strategy.refuse_empty_blocks(network)
-        samples = Samples.open(config, network, comm, stack, trainable=trainable, labelled=labelled, **known)
-        timeline = None
-        if config.output.timeline or planned:
-            timeline = comm.instruments.recorder = Timeline(comm.rank, alone=comm.size == 1)
-            timeline.paused = not config.output.timeline
-        kernels = stack.enter_context(open_kernels(config.backend, comm))
-        if kernels.device.is_host:
-            check_memory(config, comm, network, strategy, trainable)
-        connect_device(kernels, comm, config.backend.device_transport)
-        executor = stack.enter_context(
-            Executor(
+            data, settings = config.data, config.training
+            network = make_network(config)
+            _check_given(network, comm)
+            if trainable and settings.accumulate > 1 and comm.rank == 0:
+                _warn_of_parts(network, settings.at_once)
+            planned = strategy is not None
+            strategy = strategy or _strategy(config, comm, network)
+            strategy = with_reduction(strategy, config)
+            strategy.validate(network, comm.size)
+            strategy.refuse_empty_blocks(network)
+            samples = Samples.open(
+                config,
                 network,
                 comm,
-                kernels,
-                settings.at_once,
-                strategy,
-                settings.dtype,
-                trainable,
-                seed=settings.seed,
-                graph=config.backend.graph,
-                parts=settings.accumulate if trainable else 1,
+                stack,
+                normalization=normalization,
+                class_counts=class_counts,
+                trainable=trainable,
+                labelled=labelled,
             )
-        )
-        inputs = {name: executor.input(name) for name in samples.dataset.fields}
-        if comm.rank == 0:
-            samples.warn_of_chunks({name: made.box for name, made in inputs.items()}, trainable and data.shuffle)
-        slots, device, ahead = data.prefetch + 1, executor.device, None
-        if not device.is_host:
-            arrays = {name: made.array for name, made in inputs.items()}
-            ahead = stack.enter_context(DeviceFeed(executor.memory, arrays, slots, executor.store.dtype))
-        loader = stack.enter_context(
-            Loader(
-                samples.dataset,
-                {name: made.box for name, made in inputs.items()},
-                statistics=samples.statistics,
-                reductions=samples.reductions,
-                augmentation=samples.augmentation,
-                dtype=executor.store.dtype,  # only inputs on the device have 16 bits: normalization is before the copy
-                depth=slots,
-                recorder=timeline,
-                allocate=np.zeros if device.is_host else device.pinned,
-                ahead=ahead,
+            timeline = None
+            if config.output.timeline or planned:
+                timeline = comm.instruments.recorder = Timeline(comm.rank, alone=comm.size == 1)
+                timeline.paused = not config.output.timeline
+            kernels = stack.enter_context(open_kernels(config.backend, comm))
+            if kernels.device.is_host:
+                check_memory(config, comm, network, strategy, trainable)
+            connect_device(kernels, comm, config.backend.device_transport)
+            executor = stack.enter_context(
+                Executor(
+                    network,
+                    comm,
+                    kernels,
+                    settings.at_once,
+                    strategy,
+                    settings.dtype,
+                    trainable,
+                    seed=settings.seed,
+                    graph=config.backend.graph,
+                    parts=settings.accumulate if trainable else 1,
+                )
             )
-        )
-        return cls(config, comm, network, executor, samples, loader, timeline, ahead)
+            inputs = {name: executor.input(name) for name in samples.dataset.fields}
+            if comm.rank == 0:
+                samples.warn_of_chunks({name: made.box for name, made in inputs.items()}, trainable and data.shuffle)
+            slots, device, ahead = data.prefetch + 1, executor.device, None
+            if not device.is_host:
+                arrays = {name: made.array for name, made in inputs.items()}
+                ahead = stack.enter_context(DeviceFeed(executor.memory, arrays, slots, executor.store.dtype))
+            loader = stack.enter_context(
+                Loader(
+                    samples.dataset,
+                    {name: made.box for name, made in inputs.items()},
+                    statistics=samples.statistics,
+                    reductions=samples.reductions,
+                    augmentation=samples.augmentation,
+                    dtype=executor.store.dtype,  # normalized before the copy to a device, whose inputs may have 16 bits
+                    depth=slots,
+                    recorder=timeline,
+                    allocate=np.zeros if device.is_host else device.pinned,
+                    ahead=ahead,
+                )
+            )
+            return cls(config, comm, network, executor, samples, loader, timeline, ahead)
 
     def sampler(self) -> Sampler:
         """Return the sampler of the training samples, in the order of the run's seed."""
