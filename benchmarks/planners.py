@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -167,7 +168,7 @@ def problem(graph: Graph, candidates: int) -> Problem:
 def limited(free: Problem, fastest: Selection, share: float) -> Problem:
     """Return the problem with a memory limit between the minimum (0) and the memory of the fastest choice (1)."""
     least = sum(float(m.min()) for m in free.memory)
-    return free.with_limit(math.ceil(least + share * (fastest.memory - least)))
+    return replace(free, limit=math.ceil(least + share * (fastest.memory - least)))
 
 
 def main(

@@ -42,7 +42,7 @@ from .cuts import BASELINES, GRID, Parts, grids, is_step, strategy_of
 from .kernel_times import KernelTimes
 from .machine import Machine
 from .planners import PLANNERS, Elimination, NoneFits, Planner
-from .planners.tables import memory_problem
+from .planners.problem import memory_problem
 from .plans import Alternative, Plan, Prediction, Ranks
 
 __all__ = ["Planning", "plan_network"]

@@ -13,9 +13,8 @@ from halograd.registry import Registry
 
 from .elimination import Elimination, next_best
 from .paths import LongestPathFirst, ShortestPath
-from .problem import Chooser, Effort, NoneFits, Planner, PlanSearch, Problem, Selection
+from .problem import Chooser, Effort, NoneFits, Planner, PlanSearch, Problem, Pruned, Selection, prune
 from .search import Exhaustive
-from .tables import Pruned, prune
 
 __all__ = [
     "PLANNERS",

@@ -9,50 +9,133 @@ larger tables (Dechter 1999, *Bucket elimination*), up to a limit. Beyond it a c
 
 from __future__ import annotations
 
+import hashlib
 import heapq
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from .problem import Array, Edge, Effort
-from .tables import Table, aligned, minimum_of_sum
+from .problem import Array, Effort, Problem
 
-__all__ = ["Cluster", "Clusters", "Part", "PassResult"]
+__all__ = ["Cluster", "Clusters", "Costs", "Part", "PassResult"]
 
+Table = Array | None  # None: zero everywhere
 
-def neighbors_of(count: int, edges: Iterable[Edge]) -> list[set[int]]:
-    """Return, per layer, the layers with which it shares an edge."""
-    neighbors: list[set[int]] = [set() for _ in range(count)]
-    for u, v in edges:
-        neighbors[u].add(v)
-        neighbors[v].add(u)
-    return neighbors
+#: Number of entries of a block of output: with its scratch and operands it stays in the second-level cache.
+BLOCK = 1 << 14
+#: Entries of the largest stored table (128 MiB), and of the largest sum that is minimized.
+TABLE_LIMIT, SUM_LIMIT = 1 << 24, 1 << 30
 
 
-def elimination_order(sizes: Sequence[int], edges: Iterable[Edge], last: int | None = None) -> list[int]:
-    """Return an elimination order of all layers with small tables.
+def aligned(table: Array, scope: Sequence[int], first: int, others: Sequence[int]) -> Array:
+    """Return a table over the layers ``scope`` as a table over ``(first, *others)``; missing axes get length 1."""
+    order = [layer for layer in (first, *others) if layer in scope]
+    moved = table.transpose([scope.index(layer) for layer in order])
+    shape = iter(moved.shape)
+    return np.ascontiguousarray(moved).reshape([next(shape) if layer in scope else 1 for layer in (first, *others)])
+
+
+def minimum_of_sum(arrays: Sequence[Array]) -> Array:
+    """Return the minimum over axis 0 of the sum of aligned tables: the cost of an eliminated layer (Jia et al. 2018,
+    Eq. 2).
+
+    Two tables ``A[c, u]`` and ``B[c, w]`` give the min-plus matrix product of node elimination. The sum itself,
+    ``candidates`` times as large as the result, is never stored: results are computed in blocks that stay in cache.
+
+    Parameters
+    ----------
+    arrays
+        At least one array; all with the same number of axes, and equal lengths or 1. Not modified.
+
+    Returns
+    -------
+    Array
+        Shape of the sum without its first axis.
+    """
+    arrays = absorbed(arrays)
+    shape = np.broadcast_shapes(*(a.shape for a in arrays))
+    if len(arrays) == 1 or np.prod(shape) <= BLOCK:
+        return np.asarray(sum(arrays[1:], arrays[0]).min(axis=0))
+    out = np.empty(shape[1:])
+    rows = max(1, BLOCK * shape[1] // out.size)
+    for start in range(0, shape[1], rows):
+        block = slice(start, start + rows)
+        least, scratch = out[block], np.empty_like(out[block])
+        pieces = [a if a.shape[1] == 1 else a[:, block] for a in arrays]
+        for c in range(shape[0]):
+            into = scratch if c else least
+            terms = [a[c if len(a) > 1 else 0] for a in pieces]
+            np.add(terms[0], terms[1], out=into)
+            for term in terms[2:]:
+                np.add(into, term, out=into)
+            if c:
+                np.minimum(least, scratch, out=least)
+    return out
+
+
+def absorbed(arrays: Sequence[Array]) -> list[Array]:
+    """Return the same sum with every table added to one that has all its axes, if there is one."""
+    left = sorted(arrays, key=lambda a: a.size)
+    kept: list[Array] = []
+    for i, small in enumerate(left):
+        for j in range(i + 1, len(left)):
+            if np.broadcast_shapes(small.shape, left[j].shape) == left[j].shape:
+                left[j] = left[j] + small
+                break
+        else:
+            kept.append(small)
+    return kept
+
+
+class Costs:
+    """Tables of layers, then of edges, for `Clusters.run`.
+
+    Equal tables become one object, so that work on them is recognized and done once: networks repeat themselves (36
+    equal blocks in ResNet-152), their tables are equal, the tables computed from them are one object, and so on.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        by_content: dict[tuple[tuple[int, ...], bytes], Array] = {}
+        by_id: dict[int, Array] = {}
+
+        def one(table: Array) -> Array:
+            """Return the first array with the same content."""
+            if id(table) not in by_id:
+                digest = hashlib.blake2b(table.data, digest_size=16).digest()
+                by_id[id(table)] = by_content.setdefault((table.shape, digest), table)
+            return by_id[id(table)]
+
+        self._pairs: list[tuple[Array, Table]] = [(one(t), one(m)) for t, m in zip(problem.times, problem.memory)]
+        for edge, table in problem.edges.items():
+            extra = problem.edge_memory.get(edge)
+            self._pairs.append((one(table), None if extra is None else one(extra)))
+
+    def weighted(self, multiplier: float = 0.0) -> list[Table]:
+        """Return the tables of ``time + multiplier * memory``; ``multiplier`` in [s/B]."""
+        made: dict[tuple[int, int], Table] = {}
+        for seconds, nbytes in self._pairs:
+            key = (id(seconds), id(nbytes))
+            if key not in made:
+                table = seconds if nbytes is None or not multiplier else seconds + multiplier * nbytes
+                made[key] = table if table.any() else None
+        return [made[id(seconds), id(nbytes)] for seconds, nbytes in self._pairs]
+
+
+def elimination_order(problem: Problem, last: int | None = None) -> list[int]:
+    """Return an elimination order of all layers, `last` at the end, with small tables.
 
     The next layer is always the one whose elimination costs least (the product of its candidates and those of all its
     neighbors); of equal ones the one that joins the fewest pairs of neighbors, then the first. Layers with one neighbor
     come first, then those with two (node elimination of Jia et al. 2018), so series-parallel networks never need a
-    table over three layers.
-
-    Parameters
-    ----------
-    sizes
-        Candidates per layer.
-    last
-        Layer to eliminate last.
+    table over three layers. The order by pairs, then costs, is tried too.
     """
-    edges = list(edges)
-    both = [_greedy(sizes, edges, last, by_fill) for by_fill in (False, True)]
-    return min(both, key=lambda found: found[0])[1]
+    return min((_greedy(problem, last, by_fill) for by_fill in (False, True)), key=lambda found: found[0])[1]
 
 
-def _greedy(sizes: Sequence[int], edges: list[Edge], last: int | None, by_fill: bool) -> tuple[float, list[int]]:
-    neighbors = neighbors_of(len(sizes), edges)
+def _greedy(problem: Problem, last: int | None, by_fill: bool) -> tuple[float, list[int]]:
+    sizes, neighbors = problem.sizes, [set(around) for around in problem.neighbors]
     total, order = 0.0, []
 
     def key(v: int) -> tuple[float, ...]:
@@ -72,8 +155,7 @@ def _greedy(sizes: Sequence[int], edges: list[Edge], last: int | None, by_fill: 
         total += entry[2] if by_fill else entry[1]
         order.append(v)
         keys[v] = ()
-        touched = _eliminate(neighbors, v)
-        for u in touched:
+        for u in _eliminate(neighbors, v):
             if keys[u] and (new := key(u)) != keys[u]:
                 keys[u] = new
                 heapq.heappush(heap, new)
@@ -140,11 +222,6 @@ def decision_order(order: Sequence[int], scopes: Sequence[Sequence[int]]) -> lis
     return decided
 
 
-#: Entries of the largest stored table (128 MiB), and of the largest sum that is minimized.
-TABLE_LIMIT = 1 << 24
-SUM_LIMIT = 1 << 30
-
-
 @dataclass(frozen=True)
 class Part:
     """Factors that are minimized together; the result, over ``scope``, is factor number ``message``."""
@@ -183,14 +260,12 @@ class Clusters:
     """Elimination plan: the order of the layers, and the tables combined at each step; valid for any costs on the same
     graph.
 
-    Factors are numbered: one per layer, one per edge (in the order of ``edges``), then messages.
+    Factors are numbered: one per layer, one per edge (in the order of the problem), then messages.
 
     Parameters
     ----------
-    sizes
-        Candidates per layer.
-    edges
-        Pairs of layers.
+    problem
+        Candidates per layer, and the edges.
     last
         Layer to eliminate last.
     table_limit, sum_limit
@@ -203,23 +278,16 @@ class Clusters:
     """
 
     def __init__(
-        self,
-        sizes: Sequence[int],
-        edges: Sequence[Edge],
-        last: int | None = None,
-        table_limit: int = TABLE_LIMIT,
-        sum_limit: int = SUM_LIMIT,
+        self, problem: Problem, table_limit: int = TABLE_LIMIT, sum_limit: int = SUM_LIMIT, last: int | None = None
     ) -> None:
-        self.sizes = tuple(sizes)
+        self.sizes = problem.sizes
         self.limits = (table_limit, sum_limit)
-        self.scopes: list[tuple[int, ...]] = [(v,) for v in range(len(sizes))] + [tuple(sorted(e)) for e in edges]
-        self.order = elimination_order(sizes, edges, last)
+        self.scopes: list[tuple[int, ...]] = [*((v,) for v in range(len(self.sizes))), *problem.edges]
+        self.order = elimination_order(problem, last)
         self.clusters = self._fill()
         self.exact = all(len(cluster.parts) == 1 for cluster in self.clusters)
-        scopes: list[tuple[int, ...]] = [()] * len(sizes)
-        for cluster in self.clusters:
-            scopes[cluster.layer] = cluster.scope
         self.of = {cluster.layer: cluster for cluster in self.clusters}
+        scopes = [self.of[v].scope for v in range(len(self.sizes))]
         self.decisions = [self.of[v] for v in decision_order(self.order, scopes)]
 
     def _fill(self) -> list[Cluster]:
@@ -249,7 +317,8 @@ class Clusters:
         for factor in sorted(factors, key=lambda f: (-len(self.scopes[f]), f)):
             scope = set(self.scopes[factor]) - {v}
             for members, union in parts:
-                if union >= scope or self._small(v, union | scope):
+                entries = math.prod(self.sizes[u] for u in union | scope)
+                if union >= scope or (entries <= self.limits[0] and entries * self.sizes[v] <= self.limits[1]):
                     members.append(factor)
                     union |= scope
                     break
@@ -257,19 +326,8 @@ class Clusters:
                 parts.append(([factor], scope))
         return [(sorted(members), tuple(sorted(union))) for members, union in parts]
 
-    def _small(self, v: int, scope: set[int]) -> bool:
-        entries = math.prod(self.sizes[u] for u in scope)
-        return entries <= self.limits[0] and entries * self.sizes[v] <= self.limits[1]
-
     def run(self, tables: Sequence[Table]) -> PassResult:
-        """Eliminate all layers.
-
-        Parameters
-        ----------
-        tables
-            Costs of layers, then of edges ``[candidates of the first, of the second]``. An axis may have length 1 if
-            nothing depends on the layer.
-        """
+        """Eliminate all layers, given the tables of layers, then of edges (`Costs`)."""
         filled: list[Table] = list(tables)
         known: dict[tuple, Array] = {}
         value = 0.0
@@ -305,17 +363,12 @@ class Clusters:
                 continue
             costs = np.zeros(self.sizes[cluster.layer])
             for f in cluster.factors:
-                table = messages.tables[f]
-                if table is not None:
-                    costs += self._row(table, self.scopes[f], cluster.layer, indices)
+                if (table := messages.tables[f]) is not None:
+                    axes = zip(self.scopes[f], table.shape)
+                    at = (slice(None) if u == cluster.layer else indices[u] if size > 1 else 0 for u, size in axes)
+                    costs += table[tuple(at)]
             indices[cluster.layer] = int(costs.argmin())
         return indices
-
-    def _row(self, table: Array, scope: tuple[int, ...], layer: int, indices: Sequence[int]) -> Array:
-        at = tuple(
-            slice(None) if u == layer else (indices[u] if size > 1 else 0) for u, size in zip(scope, table.shape)
-        )
-        return table[at]
 
     def work(self, passes: int = 1) -> Effort:
         """Return an upper bound on the cost of this number of passes (equal tables are processed once)."""

@@ -6,107 +6,60 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from halograd.errors import UserError
 
 from .elimination import Elimination
-from .problem import Array, Edge, Effort, Planner, Problem, Selection, choice_of
-from .tables import memory_problem
+from .problem import Array, Effort, Planner, Problem, Selection, memory_problem
 
 __all__ = ["LongestPathFirst", "ShortestPath", "path_order"]
 
 
-def best_along(own: Sequence[Array], between: Callable[[int], Array | None]) -> tuple[float, list[int]]:
-    """Return the shortest path through one candidate per layer of a path (Dryden et al. 2019, Section V-C).
+def best_along(own: Sequence[Array], between: Sequence[Array | None]) -> list[int]:
+    """Return the candidate per layer of the shortest path (Dryden et al. 2019, Section V-C).
 
     Parameters
     ----------
     own
         Cost per layer of the path, ``[candidates]``.
     between
-        ``between(i)``: cost between layers ``i`` and ``i + 1`` of the path, ``[candidates, candidates]``; None: none.
-
-    Returns
-    -------
-    tuple
-        The total, and the candidate per layer.
+        Cost per pair of consecutive layers, ``[candidates, candidates]``; None: none.
     """
     reach = own[0]  # cheapest path to each candidate of the current layer
     came_from = []
-    for i in range(1, len(own)):
-        table = between(i - 1)
-        steps = reach[:, None] + (np.zeros((1, len(own[i]))) if table is None else table)
+    for costs, table in zip(own[1:], between):
+        steps = reach[:, None] + (np.zeros((1, len(costs))) if table is None else table)
         came_from.append(steps.argmin(axis=0))
-        reach = steps.min(axis=0) + own[i]
+        reach = steps.min(axis=0) + costs
     indices = [int(reach.argmin())]
     for best in reversed(came_from):
         indices.append(int(best[indices[-1]]))
-    return float(reach.min()), indices[::-1]
-
-
-def inputs_of(count: int, edges: Sequence[Edge]) -> tuple[list[list[int]], list[list[int]]]:
-    """Return, per layer, the layers that it reads, and the layers that read it."""
-    inputs: list[list[int]] = [[] for _ in range(count)]
-    outputs: list[list[int]] = [[] for _ in range(count)]
-    for u, v in edges:
-        inputs[v].append(u)
-        outputs[u].append(v)
-    return inputs, outputs
-
-
-def branching(problem: Problem) -> int | None:
-    """Return the first layer that reads, or is read by, more than one other; None if the network consists of chains."""
-    inputs, outputs = inputs_of(len(problem.names), list(problem.edges))
-    return next((v for v in range(len(inputs)) if len(inputs[v]) > 1 or len(outputs[v]) > 1), None)
-
-
-def lines(problem: Problem) -> list[list[int]]:
-    """Return the chains of a network without branches."""
-    inputs, outputs = inputs_of(len(problem.names), list(problem.edges))
-    found = []
-    for v in range(len(inputs)):
-        if not inputs[v]:
-            path = [v]
-            while outputs[path[-1]]:
-                path.append(outputs[path[-1]][0])
-            found.append(path)
-    return found
+    return indices[::-1]
 
 
 class ShortestPath(Planner):
     """The shortest path from the first layer to the last over all candidates; the optimum of a chain.
 
     The graph has a vertex per candidate, and an edge to each candidate of the next layer, weighted with the time of the
-    layer and of the redistribution. Several chains that share no edge are planned one after another. If a memory limit
-    binds, a path is not sufficient; then the price for memory and the search of `Elimination` are used, which on a
-    chain are this dynamic program with a second quantity.
+    layer and of the redistribution. On chains, `Elimination` is this dynamic program, also under a memory limit; this
+    planner rejects all other networks.
     """
 
     name = "shortest_path"
 
     def _search(self, problem: Problem) -> Selection:
-        v = branching(problem)
-        if v is not None:
+        for v, around in enumerate(problem.neighbors):
+            inputs = sum(u < v for u in around)
+            if inputs <= 1 and len(around) - inputs <= 1:
+                continue
             raise UserError(
                 f"planner shortest_path: expected a network without branches, but layer {problem.names[v]} reads or "
                 "feeds more than one other; use planner elimination (optimal) or longest_path_first"
             )
-        indices, total = [0] * len(problem.names), 0.0
-        for path in lines(problem):
-            own = [problem.times[u] for u in path]
-            between = [problem.edges[u, v] for u, v in itertools.pairwise(path)]
-            seconds, chosen = best_along(own, between.__getitem__)
-            total += seconds
-            for u, candidate in zip(path, chosen):
-                indices[u] = candidate
-        work = Effort(operations=sum(t.size for t in problem.edges.values()), states=sum(problem.sizes))
-        if math.isfinite(total) and problem.fits(indices):
-            return choice_of(problem, indices, optimal=True, work=work)
-        choice = Elimination().plan(problem)
-        return choice_of(problem, choice.indices, choice.optimal, choice.gap, work + choice.work)
+        return Elimination().plan(problem)
 
 
 #: Number of steps of the search for a price of memory: doublings, then halvings.
@@ -144,7 +97,7 @@ class LongestPathFirst(Planner):
             )
         bound = sum(float(t.min()) for t in [*problem.times, *problem.edges.values()])
         gap = max(0.0, problem.seconds(indices) - bound)
-        return choice_of(problem, indices, gap == 0.0, gap, Effort(states=passes * sum(problem.sizes)))
+        return problem.choice(indices, gap == 0.0, gap, Effort(states=passes * sum(problem.sizes)))
 
 
 def _priced(problem: Problem, paths: list[list[int]], free: list[int]) -> tuple[list[int], int]:
@@ -171,10 +124,6 @@ def _priced(problem: Problem, paths: list[list[int]], free: list[int]) -> tuple[
 
 def follow(problem: Problem, paths: Sequence[Sequence[int]], price: float = 0.0) -> list[int]:
     """Return the candidate per layer, chosen path by path; costs are ``time + price * memory``."""
-    neighbors: list[list[int]] = [[] for _ in problem.names]
-    for u, v in problem.edges:
-        neighbors[u].append(v)
-        neighbors[v].append(u)
     decided: dict[int, int] = {}
 
     def table(u: int, v: int) -> Array:
@@ -189,35 +138,22 @@ def follow(problem: Problem, paths: Sequence[Sequence[int]], price: float = 0.0)
         cost = problem.times[v] + price * problem.memory[v]
         if v in decided:
             return np.where(np.arange(len(cost)) == decided[v], cost, np.inf)
-        return sum((table(u, v)[decided[u]] for u in neighbors[v] if u in decided), cost)
+        return sum((table(u, v)[decided[u]] for u in problem.neighbors[v] if u in decided), cost)
 
     for path in paths:
-        costs = [own(v) for v in path]
-        _, chosen = best_along(costs, _open_edges(path, set(decided), table))
+        # Costs of edges with a decided end are among the other layer's own costs.
+        between = [None if decided.keys() & {u, v} else table(u, v) for u, v in itertools.pairwise(path)]
+        chosen = best_along([own(v) for v in path], between)
         decided.update({v: i for v, i in zip(path, chosen) if v not in decided})
     return [decided[v] for v in range(len(problem.names))]
-
-
-def _open_edges(
-    path: Sequence[int], decided: set[int], table: Callable[[int, int], Array]
-) -> Callable[[int], Array | None]:
-    """Return the function of costs between consecutive layers of a path.
-
-    The costs of an edge with a decided end are included in the other layer's own costs, so they are left out here.
-    """
-
-    def between(i: int) -> Array | None:
-        u, v = path[i], path[i + 1]
-        return None if u in decided or v in decided else table(u, v)
-
-    return between
 
 
 def path_order(problem: Problem) -> list[list[int]]:
     """Return paths from end to end that together cover all layers: fewest decided layers first, then the longest."""
     count = len(problem.names)
     length = [float(t.min()) if np.isfinite(t.min()) else 0.0 for t in problem.times]
-    inputs, outputs = inputs_of(count, list(problem.edges))
+    inputs = [[u for u in problem.neighbors[v] if u < v] for v in range(count)]
+    outputs = [[w for w in problem.neighbors[v] if w > v] for v in range(count)]
     decided: set[int] = set()
     found = []
     while len(decided) < count:

@@ -1,4 +1,11 @@
-"""Interface of all planners: arrays of costs as input, one candidate per layer as output."""
+"""Interface of all planners: arrays of costs as input, one candidate per layer as output; and candidates that need no
+search.
+
+`prune` removes a candidate only if it is impossible (infinite, alone or with every candidate of a neighbor; or too
+large even if all other layers use the least memory), or if another candidate of the same layer is never worse: for all
+choices of the neighbors, the exchange costs no more time and no more memory (the *dead-end elimination* of Desmet et
+al. 1992, here with a resource). So the best time and the minimum memory do not change.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -23,10 +31,10 @@ __all__ = [
     "PlanSearch",
     "Planner",
     "Problem",
+    "Pruned",
     "Selection",
-    "choice_of",
-    "no_fit",
-    "not_allowed",
+    "memory_problem",
+    "prune",
 ]
 
 Array = NDArray[np.float64]
@@ -100,9 +108,42 @@ class Problem:
         """Return whether the memory of one candidate per layer is within the limit."""
         return self.limit is None or self.bytes(indices) <= self.limit
 
-    def with_limit(self, limit: float | None) -> Problem:
-        """Return the same problem under another memory limit [B]."""
-        return Problem(self.names, self.times, self.memory, self.edges, limit, self.edge_memory)
+    @cached_property
+    def neighbors(self) -> tuple[tuple[int, ...], ...]:
+        """Per layer, the layers with which it shares an edge."""
+        found: tuple[list[int], ...] = tuple([] for _ in self.names)
+        for u, v in self.edges:
+            found[u].append(v)
+            found[v].append(u)
+        return tuple(map(tuple, found))
+
+    def choice(
+        self, indices: Sequence[int], optimal: bool, gap: float = 0.0, work: Effort | None = None
+    ) -> Selection:
+        """Return the choice of these candidates, with its sums from this problem."""
+        whole = tuple(int(i) for i in indices)
+        return Selection(whole, self.seconds(whole), self.bytes(whole), optimal, gap, work or Effort())
+
+    def no_choice(self, smallest: float) -> NoneFits:
+        """Return the error that explains why there is no choice.
+
+        `smallest` is the minimum memory of all choices [B]; ``inf``: each choice has an infinite time.
+        """
+        if self.limit is not None and smallest < np.inf:
+            mebibytes = int(-(-smallest // 2**20))  # rounded up
+            enough = f"{mebibytes} MiB" if mebibytes > 1 else f"{int(np.ceil(smallest))} B"
+            return NoneFits(
+                f"planner: expected a choice within the memory limit of {bytes_text(self.limit)} per rank, but the "
+                f"smallest needs {bytes_text(smallest)}, {bytes_text(smallest - self.limit)} too much; use fewer "
+                f"samples per step, more ranks, or a limit of at least {enough}"
+            )
+        for name, times in zip(self.names, self.times):
+            if not np.isfinite(times).any():
+                return NoneFits(f"planner: layer {name}: expected a candidate of finite time, got none")
+        return NoneFits(
+            "planner: expected a choice of finite time, but each one has an infinite layer or edge; "
+            "add candidates that are possible for adjacent layers"
+        )
 
     def restricted(self, kept: Sequence[NDArray[np.intp]]) -> Problem:
         """Return the same problem with only some candidates: of layer ``v`` those at ``kept[v]``, in that order."""
@@ -119,9 +160,13 @@ class Problem:
                 found[u, v] = made[key]
             return found
 
-        times = tuple(t[k] for t, k in zip(self.times, kept))
-        memory = tuple(m[k] for m, k in zip(self.memory, kept))
-        return Problem(self.names, times, memory, cut(self.edges), self.limit, cut(self.edge_memory))
+        return replace(
+            self,
+            times=tuple(t[k] for t, k in zip(self.times, kept)),
+            memory=tuple(m[k] for m, k in zip(self.memory, kept)),
+            edges=cut(self.edges),
+            edge_memory=cut(self.edge_memory),
+        )
 
 
 @dataclass(frozen=True)
@@ -212,44 +257,38 @@ def _check(problem: Problem) -> None:
     if not (len(problem.times) == len(problem.memory) == n):
         got = f"{len(problem.times)} and {len(problem.memory)}"
         raise UserError(f"planner: expected times and memory for each of {n} layers, got {got}")
-    seen: set[int] = set()
-    for v, name in enumerate(names):
-        if problem.times[v].ndim != 1 or not sizes[v] or problem.memory[v].shape != (sizes[v],):
-            got = f"times {problem.times[v].shape}, memory {problem.memory[v].shape}"
+    seen: set[tuple[int, bool]] = set()
+
+    def check_entries(table: Array, what: str, finite: bool = False) -> None:
+        if (id(table), finite) in seen:
+            return
+        seen.add((id(table), finite))
+        if finite and not np.isfinite(table).all():
+            wrong = table[~np.isfinite(table)][0]
+            raise UserError(f"planner: {what}: expected finite numbers of bytes, got {wrong}")
+        smallest = table.min()  # NaN if an entry is NaN
+        if not smallest > -np.inf:
+            raise UserError(f"planner: {what}: expected seconds, or inf for illegal candidates; got {smallest}")
+
+    for name, size, times, memory in zip(names, sizes, problem.times, problem.memory):
+        if times.ndim != 1 or not size or memory.shape != (size,):
+            got = f"times {times.shape}, memory {memory.shape}"
             raise UserError(f"planner: layer {name}: expected as many times as memory sizes, at least 1; got {got}")
-        _check_numbers(problem.times[v], f"layer {name}: times", seen)
-        _check_finite(problem.memory[v], f"layer {name}: memory")
-    for (u, v), table in problem.edges.items():
-        if not 0 <= u < v < n:
-            raise UserError(f"planner: edge {(u, v)}: expected 0 <= u < v < {n}, layers in order of computation")
-        _check_shape(table, (sizes[u], sizes[v]), f"edge {names[u]} -> {names[v]}")
-        _check_numbers(table, f"edge {names[u]} -> {names[v]}", seen)
-    for (u, v), table in problem.edge_memory.items():
-        if (u, v) not in problem.edges:
-            raise UserError(f"planner: edge_memory {(u, v)}: expected keys of edges, which has no such edge")
-        _check_shape(table, (sizes[u], sizes[v]), f"memory of edge {names[u]} -> {names[v]}")
-        _check_finite(table, f"memory of edge {names[u]} -> {names[v]}")
+        check_entries(times, f"layer {name}: times")
+        check_entries(memory, f"layer {name}: memory", finite=True)
+    if unknown := problem.edge_memory.keys() - problem.edges:
+        raise UserError(f"planner: edge_memory {min(unknown)}: expected keys of edges, which has no such edge")
+    for tables, finite in ((problem.edges, False), (problem.edge_memory, True)):
+        for (u, v), table in tables.items():
+            if not 0 <= u < v < n:
+                raise UserError(f"planner: edge {(u, v)}: expected 0 <= u < v < {n}, layers in order of computation")
+            what = f"{'memory of ' if finite else ''}edge {names[u]} -> {names[v]}"
+            if table.shape != (sizes[u], sizes[v]):
+                expected = f"{sizes[u], sizes[v]} (candidates of both layers)"
+                raise UserError(f"planner: {what}: expected shape {expected}, got {table.shape}")
+            check_entries(table, what, finite)
     if problem.limit is not None and np.isnan(problem.limit):
         raise UserError("planner: memory limit: expected a number of bytes or None, got nan")
-
-
-def _check_shape(table: Array, shape: tuple[int, int], what: str) -> None:
-    if table.shape != shape:
-        raise UserError(f"planner: {what}: expected shape {shape} (candidates of both layers), got {table.shape}")
-
-
-def _check_numbers(values: Array, what: str, seen: set[int]) -> None:
-    if id(values) in seen:
-        return
-    seen.add(id(values))
-    smallest = values.min()  # NaN if an entry is NaN
-    if not smallest > -np.inf:
-        raise UserError(f"planner: {what}: expected seconds, or inf for illegal candidates; got {smallest}")
-
-
-def _check_finite(values: Array, what: str) -> None:
-    if not np.isfinite(values).all():
-        raise UserError(f"planner: {what}: expected finite numbers of bytes, got {values[~np.isfinite(values)][0]}")
 
 
 class NoneFits(UserError):
@@ -314,37 +353,101 @@ class Planner(Chooser):
         """Return the choice, without wall time."""
 
 
-def choice_of(
-    problem: Problem, indices: Sequence[int], optimal: bool, gap: float = 0.0, work: Effort | None = None
-) -> Selection:
-    """Return the choice of these candidates, with its sums from the problem itself."""
-    whole = tuple(int(i) for i in indices)
-    return Selection(whole, problem.seconds(whole), problem.bytes(whole), optimal, gap, work or Effort())
+def memory_problem(problem: Problem) -> Problem:
+    """Return the problem whose fastest choice is the smallest choice of this problem; its "times" are in [B]."""
+    made: dict[tuple[int, int], Array] = {}
+
+    def nbytes(seconds: Array, memory: Array | None) -> Array:
+        key = id(seconds), id(memory)  # equal edges stay one object
+        if key not in made:
+            made[key] = np.where(np.isinf(seconds), np.inf, 0.0 if memory is None else memory)
+        return made[key]
+
+    times = tuple(map(nbytes, problem.times, problem.memory))
+    edges = {edge: nbytes(table, problem.edge_memory.get(edge)) for edge, table in problem.edges.items()}
+    return Problem(problem.names, times, problem.memory, edges)
 
 
-def no_fit(problem: Problem, smallest: float) -> NoneFits:
-    """Return the error that even ``smallest`` [B], the minimum memory of all choices, exceeds the limit."""
-    assert problem.limit is not None
-    over = smallest - problem.limit
-    return NoneFits(
-        f"planner: expected a choice within the memory limit of {bytes_text(problem.limit)} per rank, but the "
-        f"smallest needs {bytes_text(smallest)}, {bytes_text(over)} too much; use fewer samples per step, more ranks, "
-        f"or a limit of at least {_rounded_up(smallest)}"
-    )
+Kept = NDArray[np.intp]
 
 
-def not_allowed(problem: Problem) -> NoneFits:
-    """Return the error that every choice has an infinite time."""
-    for v, times in enumerate(problem.times):
-        if not np.isfinite(times).any():
-            return NoneFits(f"planner: layer {problem.names[v]}: expected a candidate of finite time, got none")
-    return NoneFits(
-        "planner: expected a choice of finite time, but each one has an infinite layer or edge; "
-        "add candidates that are possible for adjacent layers"
-    )
+@dataclass(frozen=True)
+class Pruned:
+    """A problem with ``removed`` fewer candidates; ``kept`` holds, per layer, the original numbers of the remaining
+    ones.
+    """
+
+    problem: Problem
+    kept: tuple[Kept, ...]
+    removed: int
+
+    def original(self, indices: Sequence[int]) -> list[int]:
+        """Return the candidate numbers in the original problem."""
+        return [int(k[i]) for k, i in zip(self.kept, indices)]
 
 
-def _rounded_up(nbytes: float) -> str:
-    """Return the number as `bytes_text`, but rounded up."""
-    mebibytes = int(-(-nbytes // 2**20))
-    return f"{mebibytes} MiB" if mebibytes > 1 else f"{int(np.ceil(nbytes))} B"
+def prune(problem: Problem, keep: int | None = None, rounds: int = 3) -> Pruned:
+    """Remove candidates without losing the optimum.
+
+    Parameters
+    ----------
+    keep
+        Layer whose candidates are all kept, however bad (to compute the best choice with each of them).
+    rounds
+        Maximum number of repetitions; removed candidates may make others removable.
+    """
+    kept: tuple[Kept, ...] = tuple(np.arange(size) for size in problem.sizes)
+    smaller = problem
+    for _ in range(rounds):
+        alive = _alive(smaller, keep)
+        if alive is None or all(a.all() for a in alive):
+            break
+        chosen = [np.flatnonzero(a) for a in alive]
+        kept = tuple(k[c] for k, c in zip(kept, chosen))
+        smaller = smaller.restricted(chosen)
+    return Pruned(smaller, kept, sum(problem.sizes) - sum(smaller.sizes))
+
+
+def _alive(problem: Problem, keep: int | None) -> list[NDArray[np.bool_]] | None:
+    """Return, per layer and candidate, whether it may be needed; None if nothing is possible at all."""
+    known: dict[tuple[int, int], tuple[Array, Array]] = {}
+
+    def extremes(layer: int, own: Array, tables: Mapping[Edge, Array]) -> tuple[Array, Array]:
+        """Return, per candidate, the minimum and the maximum of its cost with all its edges."""
+        least, most = own.copy(), own.copy()
+        for other in problem.neighbors[layer]:
+            table, axis = tables.get((min(layer, other), max(layer, other))), int(layer < other)
+            if table is None:
+                continue
+            key = (id(table), axis)
+            if key not in known:
+                known[key] = (table.min(axis=axis), table.max(axis=axis))
+            least += known[key][0]
+            most += known[key][1]
+        return least, most
+
+    room = np.inf  # memory that is left if every layer and edge uses its minimum [B]
+    if problem.limit is not None:
+        smallest = (float(table.min()) for table in (*problem.memory, *problem.edge_memory.values()))
+        room = problem.limit - sum(smallest)
+    alive = []
+    for v, (times, memory) in enumerate(zip(problem.times, problem.memory)):
+        least, most = extremes(v, times, problem.edges)
+        good = np.isfinite(least)
+        if problem.limit is not None:
+            small, large = extremes(v, memory, problem.edge_memory)
+            good &= memory - memory.min() <= room
+        if not good.any():
+            return None
+        if v == keep:
+            alive.append(np.ones_like(good))
+            continue
+        # never_worse[a, b]: b never costs more than a; of equal candidates the first stays.
+        never_worse = most[None, :] <= least[:, None]
+        if problem.limit is not None:
+            never_worse &= large[None, :] <= small[:, None]
+        first = np.tri(len(times), k=-1, dtype=bool)
+        never_worse &= ~never_worse.T | first
+        np.fill_diagonal(never_worse, False)
+        alive.append(good & ~(never_worse & good[None, :]).any(axis=1))
+    return alive

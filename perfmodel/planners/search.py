@@ -11,7 +11,8 @@ allowed excess are dropped. Of two labels that agree in all open layers, one tha
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,67 +21,34 @@ from numpy.typing import NDArray
 from halograd.errors import UserError
 
 from .clusters import Cluster, Clusters, PassResult
-from .problem import (
-    Array,
-    Effort,
-    Planner,
-    Problem,
-    Selection,
-    choice_of,
-    no_fit,
-    not_allowed,
-)
+from .problem import Array, Effort, Planner, Problem, Selection
 
 __all__ = ["Bounds", "Exhaustive", "search"]
 
 Index = NDArray[np.intp]
 
-#: Number of entries of the blocks in which labels are extended.
-BLOCK = 1 << 21
+#: Number of entries of the blocks in which labels are extended, and of choices that are enumerated at once.
+BLOCK, STATES = 1 << 21, 1 << 16
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Bounds of a search.
+    """Bounds of a search."""
 
-    Parameters
-    ----------
-    excess
-        Maximum excess of the cost ``time + multiplier * memory`` over its lower bound [s].
-    room
-        Maximum excess of the memory over its lower bound [B].
-    multiplier
-        Price of memory in the cost [s/B].
-    rounding
-        Difference below which times count as equal [s].
-    labels
-        Maximum number of labels per layer; the best are kept, and the loss is reported.
-    """
-
-    excess: float
-    room: float
-    multiplier: float
-    rounding: float
-    labels: int
+    excess: float  # largest excess of the cost ``time + multiplier * memory`` over its lower bound [s]
+    room: float  # largest excess of the memory over its lower bound [B]
+    multiplier: float  # price of memory in the cost [s/B]
+    rounding: float  # difference below which times count as equal [s]
+    labels: int  # largest number of labels per layer; the best are kept, and the loss is reported
 
 
 @dataclass(frozen=True)
 class Found:
-    """Result of a search.
+    """Result of a search."""
 
-    Attributes
-    ----------
-    indices
-        The fastest choice found; None if there is none within the bounds.
-    proved
-        Minimum excess of unseen choices over the lower bound [s].
-    states
-        Number of created labels.
-    """
-
-    indices: list[int] | None
-    proved: float
-    states: int
+    indices: list[int] | None  # the fastest choice found; None if there is none within the bounds
+    proved: float  # smallest excess of unseen choices over the lower bound [s]
+    states: int  # number of created labels
 
 
 @dataclass
@@ -104,43 +72,40 @@ def search(clusters: Clusters, cost: PassResult, weight: PassResult | None, boun
     """
     labels = _Labels([], np.zeros((1, 0), dtype=np.int32), np.zeros(1), np.zeros(1))
     trail: list[tuple[int, NDArray[np.int32], NDArray[np.int32]]] = []
-    users = _users(clusters)
-    proved, states = bounds.excess, 0
+    users = Counter(u for cluster in clusters.clusters for u in cluster.scope)  # undecided layers that depend on one
+    proved, created = bounds.excess, 0
     for cluster in clusters.decisions:
-        rows, candidates, extended = _extend(clusters, cluster, cost, weight, labels, bounds)
-        for u in cluster.scope:
-            users[u] -= 1
-        opened = _reopen(cluster.layer, labels, rows, candidates, users)
-        labels = _Labels(opened[0], opened[1], *extended)
+        rows, candidates, costs, weights = _extend(clusters, cluster, cost, weight, labels, bounds)
+        users.subtract(cluster.scope)
+        still = [i for i, u in enumerate(labels.layers) if users[u]]
+        states, layers = labels.states[rows][:, still], [labels.layers[i] for i in still]
+        if users[cluster.layer]:
+            states = np.column_stack([states, candidates]).astype(np.int32)
+            layers.append(cluster.layer)
+        labels = _Labels(layers, states, costs, weights)
         kept = _undominated(labels, bounds)
         if len(kept) > bounds.labels:
             by_cost = kept[np.argsort(labels.cost[kept], kind="stable")]
             proved = min(proved, float(labels.cost[by_cost[bounds.labels]]))
             kept = by_cost[: bounds.labels]
         labels = labels.take(kept)
-        states += len(kept)
+        created += len(kept)
         trail.append((cluster.layer, rows[kept].astype(np.int32), candidates[kept].astype(np.int32)))
         if not len(kept):
-            return Found(None, proved, states)
-    best = int((labels.cost - bounds.multiplier * labels.weight).argmin())
-    return Found(_walk(trail, best), proved, states)
-
-
-def _users(clusters: Clusters) -> list[int]:
-    """Return, per layer, the number of other layers whose decision depends on it."""
-    users = [0] * len(clusters.sizes)
-    for cluster in clusters.clusters:
-        for u in cluster.scope:
-            users[u] += 1
-    return users
+            return Found(None, proved, created)
+    row = int((labels.cost - bounds.multiplier * labels.weight).argmin())
+    indices = [0] * len(trail)
+    for layer, origin, chosen in reversed(trail):  # from the best label back to the first
+        indices[layer] = int(chosen[row])
+        row = int(origin[row])
+    return Found(indices, proved, created)
 
 
 def _extend(
     clusters: Clusters, cluster: Cluster, cost: PassResult, weight: PassResult | None, labels: _Labels, bounds: Bounds
-) -> tuple[Index, Index, tuple[Array, Array]]:
-    """Return the labels with one more layer decided, within the bounds.
-
-    The result are the extended rows, their candidates, and their cost and weight.
+) -> tuple[Index, Index, Array, Array]:
+    """Return the rows of the labels that stay within the bounds with one more layer decided, the candidates of that
+    layer, and the new costs and weights.
     """
     found = []
     step = max(1, BLOCK // clusters.sizes[cluster.layer])
@@ -156,7 +121,7 @@ def _extend(
         weights = np.broadcast_to(weights, costs.shape)
         found.append((rows + start, candidates, costs[rows, candidates], weights[rows, candidates]))
     rows, candidates, costs, weights = (np.concatenate(parts) for parts in zip(*found))
-    return rows, candidates, (costs, weights)
+    return rows, candidates, costs, weights
 
 
 def _regret(clusters: Clusters, cluster: Cluster, messages: PassResult, labels: _Labels) -> Array:
@@ -181,18 +146,6 @@ def _lookup(table: Array, scope: Sequence[int], layer: int | None, columns: dict
     table = table[..., None] if layer is None else np.moveaxis(table, scope.index(layer), -1)
     at = tuple(columns[u] if size > 1 else 0 for u, size in zip(others, sizes))
     return np.atleast_2d(table[at])
-
-
-def _reopen(
-    layer: int, labels: _Labels, rows: Index, candidates: Index, users: Sequence[int]
-) -> tuple[list[int], NDArray[np.int32]]:
-    """Return the open layers and their candidates after the decision of one more layer."""
-    still = [i for i, u in enumerate(labels.layers) if users[u]]
-    states = labels.states[rows][:, still]
-    layers = [labels.layers[i] for i in still]
-    if users[layer]:
-        return [*layers, layer], np.column_stack([states, candidates.astype(np.int32)])
-    return layers, states
 
 
 def _undominated(labels: _Labels, bounds: Bounds) -> Index:
@@ -223,18 +176,6 @@ def _groups(states: NDArray[np.int32]) -> Index:
     return group
 
 
-def _walk(trail: Sequence[tuple[int, NDArray[np.int32], NDArray[np.int32]]], row: int) -> list[int]:
-    """Return the candidates of the label in this row of the last step."""
-    indices = [0] * len(trail)
-    for layer, rows, candidates in reversed(trail):
-        indices[layer] = int(candidates[row])
-        row = int(rows[row])
-    return indices
-
-
-STATES = 1 << 16
-
-
 class Exhaustive(Planner):
     """Enumeration of all choices in blocks; among equally fast choices the first in lexicographic order wins.
 
@@ -256,22 +197,30 @@ class Exhaustive(Planner):
                 f"planner exhaustive: expected at most {self.states} choices, got {float(total):.3g}; "
                 "use planner elimination, which finds the same optimum"
             )
-        best, found, smallest = math.inf, -1, math.inf
-        for first, seconds, nbytes in blocks(problem, total):
+        best, chosen, smallest = math.inf, None, math.inf
+        for first in range(0, total, STATES):
+            indices = _numbered(np.arange(first, min(first + STATES, total)), problem.sizes)
+            seconds, nbytes = np.zeros(len(indices[0])), np.zeros(len(indices[0]))
+            for v, i in enumerate(indices):
+                seconds += problem.times[v][i]
+                nbytes += problem.memory[v][i]
+            for (u, v), table in problem.edges.items():
+                seconds += table[indices[u], indices[v]]
+            for (u, v), table in problem.edge_memory.items():
+                nbytes += table[indices[u], indices[v]]
             allowed = np.isfinite(seconds)
             smallest = min(smallest, float(nbytes[allowed].min(initial=math.inf)))
             if problem.limit is not None:
                 seconds[nbytes > problem.limit] = math.inf
             at = int(seconds.argmin())
             if seconds[at] < best:
-                best, found = float(seconds[at]), first + at
-        if found < 0:
-            raise not_allowed(problem) if smallest == math.inf else no_fit(problem, smallest)
-        indices = numbered(np.array([found]), problem.sizes)
-        return choice_of(problem, [int(i[0]) for i in indices], optimal=True, work=Effort(states=total))
+                best, chosen = float(seconds[at]), [int(i[at]) for i in indices]
+        if chosen is None:
+            raise problem.no_choice(smallest)
+        return problem.choice(chosen, optimal=True, work=Effort(states=total))
 
 
-def numbered(states: NDArray[np.int64], sizes: Sequence[int]) -> list[NDArray[np.int64]]:
+def _numbered(states: NDArray[np.int64], sizes: Sequence[int]) -> list[NDArray[np.int64]]:
     """Return the candidate of every layer for choices given by number (`numpy.unravel_index` for any number of layers).
     """
     index = []
@@ -279,19 +228,3 @@ def numbered(states: NDArray[np.int64], sizes: Sequence[int]) -> list[NDArray[np
         states, candidate = np.divmod(states, size)
         index.append(candidate)
     return index[::-1]
-
-
-def blocks(problem: Problem, total: int) -> Iterator[tuple[int, Array, Array]]:
-    """Yield blocks of choices in row-major order: the first number, times [s] and memory [B]."""
-    for first in range(0, total, STATES):
-        states = np.arange(first, min(first + STATES, total))
-        index = numbered(states, problem.sizes)
-        seconds, nbytes = np.zeros(len(states)), np.zeros(len(states))
-        for v, i in enumerate(index):
-            seconds += problem.times[v][i]
-            nbytes += problem.memory[v][i]
-        for (u, v), table in problem.edges.items():
-            seconds += table[index[u], index[v]]
-        for (u, v), table in problem.edge_memory.items():
-            nbytes += table[index[u], index[v]]
-        yield first, seconds, nbytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -145,7 +146,7 @@ def test_large_networks_are_planned_at_once():
     problem = Problem(names, (times,) * count, (memory,) * count, edges)
     choice = Elimination().plan(problem)
     assert choice.optimal and choice.work.largest_table <= 60**2
-    bound = problem.with_limit(math.floor(0.8 * choice.memory))
+    bound = replace(problem, limit=math.floor(0.8 * choice.memory))
     limited = Elimination().plan(bound)
     assert limited.optimal and bound.fits(limited.indices) and limited.seconds > choice.seconds
     assert limited.seconds <= PLANNERS["longest_path_first"]().plan(bound).seconds
