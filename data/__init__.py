@@ -11,9 +11,11 @@ from .sampler import Batch, Sampler, split
 from .source import ArrayDataset, Dataset
 from .targets import LabelMap, TargetReduction
 from .verdict import quad_metrics
+from .writers import WRITERS, Predictions, Writer
 
 __all__ = [
     "AUGMENTATIONS",
+    "WRITERS",
     "ArrayDataset",
     "Augmentation",
     "AugmentationSettings",
@@ -26,10 +28,12 @@ __all__ = [
     "LabelMap",
     "LoadedBatch",
     "Loader",
+    "Predictions",
     "Rules",
     "Sampler",
     "StandardAugmentation",
     "TargetReduction",
+    "Writer",
     "channel_statistics",
     "check_transforms",
     "find_files",

@@ -219,7 +219,7 @@ def _made(folder: Path, keep: bool = True) -> Iterator[None]:
                 path.rmdir()
 
 
-def check_replaceable(path: str | os.PathLike[str], ours: str, is_ours: Callable[[h5py.File], bool]) -> None:
+def check_replaceable(path: str | os.PathLike[str], ours: str, is_ours: Callable[[Path], bool]) -> None:
     """Check early that a file can be written at `path` without replacing a foreign file. Leaves nothing behind.
 
     Parameters
@@ -228,21 +228,22 @@ def check_replaceable(path: str | os.PathLike[str], ours: str, is_ours: Callable
         Later argument of :func:`atomic_path`, with ``parents``.
     ours : str
         Description of the file that may be replaced, for the message.
-    is_ours : function of an open HDF5 file
-        Returns whether the file may be replaced.
+    is_ours : function of a path
+        Returns whether the regular file, or the folder, may be replaced. An OSError means that it may not.
 
     Raises
     ------
     DataError
-        The path cannot be written, or a foreign file exists there.
+        The path cannot be written, or a foreign file or folder exists there.
     """
-    check_writable(path)
-    try:
-        if regular_size(Path(path)) == 0:
+    final = Path(path)
+    with contextlib.suppress(OSError, ValueError):  # ValueError: a null character in the name
+        if final.is_dir() and is_ours(final):
             return
-        with open_to_read(Path(path)) as file:
-            if is_ours(file):
-                return
+    check_writable(final)
+    try:
+        if regular_size(final) == 0 or is_ours(final):
+            return
     except FileNotFoundError:
         return
     except OSError:

@@ -12,6 +12,7 @@ import errno
 import json
 import os
 import re
+import shutil
 import sys
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
@@ -353,7 +354,8 @@ def check_output(path: str | Path, what: str, ending: str = "") -> None:
 def replacing(final: Path) -> Iterator[Path]:
     """Yield a temporary path next to `final`; rename it to `final` when the block ends without an error. Local.
 
-    All atomic writes use this. It needs creation, renaming and removal of files, but no links.
+    All atomic writes use this. It needs creation, renaming and removal of files, but no links. If the block makes a
+    folder, it takes the place of a file or a folder at `final`, which has another name for a moment.
 
     Raises
     ------
@@ -364,21 +366,55 @@ def replacing(final: Path) -> Iterator[Path]:
     partial = final.with_name(f".{final.name}.{os.getpid()}.partial")
     try:
         yield partial
-        # Without this, the rename may reach the disk before the data, and some file systems report a full disk only
-        # here.
-        descriptor = os.open(partial, os.O_RDWR)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        os.replace(partial, final)
+        if partial.is_dir():
+            _replace_by_folder(partial, final)
+        else:
+            _synchronize(partial, os.O_RDWR)
+            os.replace(partial, final)
     except OSError as error:
         if error.filename is None and error.errno is not None:
             error.filename = os.fspath(final)  # errors of a descriptor have no name
         raise
     finally:
         with contextlib.suppress(OSError):  # report the error that ended the block
-            partial.unlink(missing_ok=True)
+            _remove(partial)
+
+
+def _synchronize(path: Path, flags: int) -> None:
+    """Wait until a file is on the disk.
+
+    Without this, a rename may reach the disk before the data, and some file systems report a full disk only here.
+    """
+    descriptor = os.open(path, flags)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _replace_by_folder(partial: Path, final: Path) -> None:
+    """Rename a folder; a file or folder at `final` is moved aside first, because no rename replaces it."""
+    for path in (*partial.rglob("*"), partial):
+        if not path.is_symlink() and (path.is_file() or path.is_dir()):
+            _synchronize(path, os.O_RDONLY)
+    if not os.path.lexists(final):
+        os.rename(partial, final)
+        return
+    old = partial.with_suffix(".old")
+    os.rename(final, old)
+    try:
+        os.rename(partial, final)
+    except OSError:
+        os.rename(old, final)
+        raise
+    _remove(old)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 #: Remedies of file system errors, by their number.

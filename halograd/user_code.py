@@ -17,7 +17,7 @@ from typing import Any
 from .documents import shown
 from .errors import UserError
 
-__all__ = ["checksums", "describe", "is_location", "load"]
+__all__ = ["check_files", "checksums", "describe", "is_location", "load"]
 
 
 def is_location(name: str) -> bool:
@@ -34,6 +34,17 @@ def checksums(tables: Any) -> dict[str, int | None]:
     """
     files = {found[1] for text in _texts(tables) if (found := re.match(r"(.+?\.py):", text))}
     return {file: _checksum(Path(file)) for file in sorted(files)}
+
+
+def check_files(tables: Any, files: Mapping[str, int | None]) -> None:
+    """Raise UserError unless the files that plain data name have the checksums that they have on another rank. Local.
+    """
+    for file, found in checksums(tables).items():
+        if found != files[file]:
+            raise UserError(
+                f"{file}: expected the same file on all ranks, got {'none' if found is None else 'another one'} in "
+                f"{os.getcwd()}; put it on a file system that all nodes share, and start all ranks in one folder"
+            )
 
 
 def _texts(value: Any) -> Iterator[str]:

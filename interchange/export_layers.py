@@ -65,7 +65,7 @@ from ..layers import (
 )
 from ..layers.activation import inside
 from ..layers.padding import PadAxis
-from .onnx_writer import Writer
+from .onnx_writer import OnnxWriter
 
 __all__ = ["LAYERS", "first_axes"]
 
@@ -75,7 +75,7 @@ def first_axes(axes: int) -> list[int]:
     return [0, axes - 1, *range(1, axes - 1)]
 
 
-def _weights(w: Writer, node: Node, order: Callable[[np.ndarray], np.ndarray] = np.asarray) -> list[str]:
+def _weights(w: OnnxWriter, node: Node, order: Callable[[np.ndarray], np.ndarray] = np.asarray) -> list[str]:
     """Write the effective weights and, if there is one, the bias."""
     bias, lengths = w.parameter(node, "b"), w.parameter(node, "g")
     weights = np.asarray(w.parameter(node, "w"))
@@ -91,7 +91,7 @@ def _channels_second(array: np.ndarray) -> np.ndarray:
     return np.moveaxis(array, -1, 1)
 
 
-def _activated(w: Writer, layer: Any, value: str) -> str:
+def _activated(w: OnnxWriter, layer: Any, value: str) -> str:
     """Apply the fused activation of a layer."""
     made = inside(layer)
     return value if made is None else _FUNCTIONS[type(made)](w, made, value, f"{value} {layer.activation}")
@@ -109,14 +109,14 @@ def _window(windows: tuple[Window, ...]) -> dict[str, list[int]]:
 # -- layers on windows -----------------------------------------------------------------------------
 
 
-def _conv(w: Writer, node: Node) -> str:
+def _conv(w: OnnxWriter, node: Node) -> str:
     layer: Any = node.layer
     given = _window(layer.windows(node.inputs[0].shape))
     inputs = [*w.inputs(node), *_weights(w, node, _channels_second)]
     return _activated(w, layer, w.add("Conv", inputs, f"{w.name(node)}::y", group=layer.groups, **given))
 
 
-def _conv_transpose(w: Writer, node: Node) -> str:
+def _conv_transpose(w: OnnxWriter, node: Node) -> str:
     """Export a transposed convolution; padding beyond the result becomes output padding in ONNX."""
     layer: Any = node.layer
     windows = layer.windows(node.inputs[0].shape)
@@ -128,26 +128,26 @@ def _conv_transpose(w: Writer, node: Node) -> str:
     return w.add("ConvTranspose", inputs, output, group=layer.groups, output_padding=more, **given)
 
 
-def _max_pool(w: Writer, node: Node) -> str:
+def _max_pool(w: OnnxWriter, node: Node) -> str:
     return w.add("MaxPool", w.inputs(node), f"{w.name(node)}::y", **_window(node.layer.windows(node.inputs[0].shape)))
 
 
-def _average_pool(w: Writer, node: Node) -> str:
+def _average_pool(w: OnnxWriter, node: Node) -> str:
     layer: Any = node.layer
     given: dict[str, Any] = _window(layer.windows(node.inputs[0].shape))
     given["count_include_pad"] = int(layer.count_include_pad)
     return w.add("AveragePool", w.inputs(node), f"{w.name(node)}::y", **given)
 
 
-def _global_pool(kind: str) -> Callable[[Writer, Node], str]:
-    def write(w: Writer, node: Node) -> str:
+def _global_pool(kind: str) -> Callable[[OnnxWriter, Node], str]:
+    def write(w: OnnxWriter, node: Node) -> str:
         pooled = w.add(kind, w.inputs(node), f"{w.name(node)}::pooled")
         return w.add("Flatten", [pooled], f"{w.name(node)}::y")
 
     return write
 
 
-def _means(w: Writer, node: Node) -> str:
+def _means(w: OnnxWriter, node: Node) -> str:
     """Export means over windows, which ONNX lacks, as products with a matrix, axis by axis."""
     layer: Any = node.layer
     (value,), shape, name = w.inputs(node), node.inputs[0].shape, w.name(node)
@@ -161,7 +161,7 @@ def _means(w: Writer, node: Node) -> str:
     return value
 
 
-def _adaptive_max(w: Writer, node: Node) -> str:
+def _adaptive_max(w: OnnxWriter, node: Node) -> str:
     whole, made = node.inputs[0].shape[:-1], node.shape[:-1]
     if any(n % m for n, m in zip(whole, made)):
         raise w.refused(node, f"a number of outputs that divides {whole}", f"{made}")
@@ -177,7 +177,7 @@ _MODES: dict[str, dict[str, Any]] = {
 }
 
 
-def _resize(w: Writer, node: Node) -> str:
+def _resize(w: OnnxWriter, node: Node) -> str:
     """Export a resize, by sizes if they give the scale exactly, else by scales."""
     layer: Any = node.layer
     shape, name = node.inputs[0].shape, w.name(node)
@@ -198,11 +198,11 @@ def _resize(w: Writer, node: Node) -> str:
 # -- dense layers, norms ---------------------------------------------------------------------------
 
 
-def _dense(w: Writer, node: Node) -> str:
+def _dense(w: OnnxWriter, node: Node) -> str:
     return w.add("Gemm", [*w.inputs(node), *_weights(w, node)], f"{w.name(node)}::y", transB=1)
 
 
-def _affine(w: Writer, node: Node, channels: int, shape: tuple[int, ...]) -> list[str]:
+def _affine(w: OnnxWriter, node: Node, channels: int, shape: tuple[int, ...]) -> list[str]:
     """Write the factor and summand of each channel; ones and zeros for a layer without them."""
     name, found = w.name(node), []
     for key, label, number in (("gamma", "weight", 1), ("beta", "bias", 0)):
@@ -214,7 +214,7 @@ def _affine(w: Writer, node: Node, channels: int, shape: tuple[int, ...]) -> lis
     return found
 
 
-def _batch_norm(w: Writer, node: Node) -> str:
+def _batch_norm(w: OnnxWriter, node: Node) -> str:
     layer: Any = node.layer
     name, channels = w.name(node), node.shape[-1]
     inputs = [w.inputs(node)[0], *_affine(w, node, channels, (channels,))]
@@ -226,7 +226,7 @@ def _batch_norm(w: Writer, node: Node) -> str:
     return made if layer.fused(len(node.inputs)) is None else _activated(w, layer, made)
 
 
-def _group_norm(w: Writer, node: Node) -> str:
+def _group_norm(w: OnnxWriter, node: Node) -> str:
     """Export as torch does: an instance norm over groups as channels, then a factor and a summand."""
     layer: Any = node.layer
     name, (*spatial, channels) = w.name(node), node.shape
@@ -245,7 +245,7 @@ def _group_norm(w: Writer, node: Node) -> str:
     return _activated(w, layer, made)
 
 
-def _layer_norm(w: Writer, node: Node) -> str:
+def _layer_norm(w: OnnxWriter, node: Node) -> str:
     layer: Any = node.layer
     if layer.axes == "sample":
         return _group_norm(w, node)
@@ -260,7 +260,7 @@ def _layer_norm(w: Writer, node: Node) -> str:
     return _activated(w, layer, value)
 
 
-def _local_response_norm(w: Writer, node: Node) -> str:
+def _local_response_norm(w: OnnxWriter, node: Node) -> str:
     layer: Any = node.layer
     if layer.size % 2 == 0:
         raise w.refused(node, "windows of an odd number of channels", f"{layer.size}")
@@ -272,30 +272,30 @@ def _local_response_norm(w: Writer, node: Node) -> str:
 
 
 #: Exporter of an elementwise function: writes it for a layer and an input value, with a name for the result.
-_Function = Callable[["Writer", Any, str, str], str]
+_Function = Callable[["OnnxWriter", Any, str, str], str]
 
 
 def _pointwise(kind: str, **attributes: str | float) -> _Function:
     """Return the exporter of an operator. An attribute given as a text is read from the layer's attribute of that name.
     """
 
-    def write(w: Writer, layer: Any, value: str, name: str) -> str:
+    def write(w: OnnxWriter, layer: Any, value: str, name: str) -> str:
         given = {k: getattr(layer, v) if isinstance(v, str) else v for k, v in attributes.items()}
         return w.add(kind, [value], f"{name}::y", **given)
 
     return write
 
 
-def _silu(w: Writer, layer: Any, value: str, name: str) -> str:
+def _silu(w: OnnxWriter, layer: Any, value: str, name: str) -> str:
     return w.add("Mul", [value, w.add("Sigmoid", [value], f"{name}::gate")], f"{name}::y")
 
 
-def _mish(w: Writer, layer: Any, value: str, name: str) -> str:
+def _mish(w: OnnxWriter, layer: Any, value: str, name: str) -> str:
     gate = w.add("Tanh", [w.add("Softplus", [value], f"{name}::softplus")], f"{name}::gate")
     return w.add("Mul", [value, gate], f"{name}::y")
 
 
-def _numbers(w: Writer, node: Node) -> str:
+def _numbers(w: OnnxWriter, node: Node) -> str:
     layer: Any = node.layer
     (value,), name, ones = w.inputs(node), w.name(node), [1 for _ in node.shape[:-1]]
     factor, shift = (np.reshape(n, (-1, *ones) if isinstance(n, tuple) else ()) for n in (layer.factor, layer.shift))
@@ -304,7 +304,7 @@ def _numbers(w: Writer, node: Node) -> str:
     return w.add("Add", [value, w.numbers(f"{name}::shift", shift)], f"{name}::y")
 
 
-def _scale(w: Writer, node: Node) -> str:
+def _scale(w: OnnxWriter, node: Node) -> str:
     name, shape = w.name(node), (node.shape[-1], *(1 for _ in node.shape[:-1]))
     gamma = w.weight(node, "weight", np.reshape(_of(w, node, "gamma"), shape))
     made = w.add("Mul", [*w.inputs(node), gamma], f"{name}::y")
@@ -314,24 +314,24 @@ def _scale(w: Writer, node: Node) -> str:
     return w.add("Add", [made, beta], f"{name}::shifted")
 
 
-def _prelu(w: Writer, node: Node) -> str:
+def _prelu(w: OnnxWriter, node: Node) -> str:
     slope = _of(w, node, "slope")
     weight = w.weight(node, "weight", slope.reshape(len(slope), *(1 for _ in node.shape[:-1])))
     return w.add("PRelu", [*w.inputs(node), weight], f"{w.name(node)}::y")
 
 
-def _of(w: Writer, node: Node, key: str) -> np.ndarray:
+def _of(w: OnnxWriter, node: Node, key: str) -> np.ndarray:
     return np.asarray(w.parameter(node, key))
 
 
-def _clip(w: Writer, node: Node) -> str:
+def _clip(w: OnnxWriter, node: Node) -> str:
     layer: Any = node.layer
     name, most = w.name(node), float(np.finfo(np.float32).max)
     limits = (("low", max(layer.low, -most)), ("high", min(layer.high, most)))
     return w.add("Clip", [*w.inputs(node), *(w.numbers(f"{name}::{k}", n) for k, n in limits)], f"{name}::y")
 
 
-def _same(w: Writer, node: Node) -> str:
+def _same(w: OnnxWriter, node: Node) -> str:
     """Export a layer that is the identity in evaluation or on one process."""
     return w.inputs(node)[0]
 
@@ -339,14 +339,14 @@ def _same(w: Writer, node: Node) -> str:
 # -- several inputs, changes of shape --------------------------------------------------------------
 
 
-def _add(w: Writer, node: Node) -> str:
+def _add(w: OnnxWriter, node: Node) -> str:
     made, *others = w.inputs(node)
     for i, other in enumerate(others):
         made = w.add("Add", [made, other], f"{w.name(node)}::{i}")
     return _activated(w, node.layer, made)
 
 
-def _of_two(kind: str, w: Writer, node: Node) -> str:
+def _of_two(kind: str, w: OnnxWriter, node: Node) -> str:
     """Export a layer of two inputs; a vector per sample is broadcast over all positions."""
     (x, g), name = w.inputs(node), w.name(node)
     if len(node.inputs[1].shape) < len(node.shape):
@@ -355,11 +355,11 @@ def _of_two(kind: str, w: Writer, node: Node) -> str:
     return w.add(kind, [x, g], f"{name}::y")
 
 
-def _concat(w: Writer, node: Node) -> str:
+def _concat(w: OnnxWriter, node: Node) -> str:
     return w.add("Concat", w.inputs(node), f"{w.name(node)}::y", axis=1)
 
 
-def _flatten(w: Writer, node: Node) -> str:
+def _flatten(w: OnnxWriter, node: Node) -> str:
     """Export Flatten in our order: channels vary fastest."""
     axes, name = len(node.inputs[0].shape) + 1, w.name(node)
     (value,) = w.inputs(node)
@@ -368,7 +368,7 @@ def _flatten(w: Writer, node: Node) -> str:
     return w.add("Flatten", [value], f"{name}::y")
 
 
-def _reshape(w: Writer, node: Node) -> str:
+def _reshape(w: OnnxWriter, node: Node) -> str:
     """Export Reshape from our order: channels vary fastest."""
     name, axes = w.name(node), len(node.shape) + 1
     shape = w.numbers(f"{name}::shape", [0, *node.shape], np.int64)
@@ -376,7 +376,7 @@ def _reshape(w: Writer, node: Node) -> str:
     return w.add("Transpose", [value], f"{name}::y", perm=first_axes(axes))
 
 
-def _pixels(w: Writer, node: Node) -> str:
+def _pixels(w: OnnxWriter, node: Node) -> str:
     """Export a pixel shuffle: positions in a cell become separate axes, which are transposed."""
     layer: Any = node.layer
     (value,), name, d = w.inputs(node), w.name(node), len(node.shape) - 1
@@ -393,7 +393,7 @@ def _pixels(w: Writer, node: Node) -> str:
     return w.add("Reshape", [value, whole], f"{name}::y")
 
 
-def _shuffle(w: Writer, node: Node) -> str:
+def _shuffle(w: OnnxWriter, node: Node) -> str:
     """Export a channel shuffle: groups become a separate axis, which is transposed."""
     layer: Any = node.layer
     (value,), name, (*spatial, channels) = w.inputs(node), w.name(node), node.shape
@@ -404,7 +404,7 @@ def _shuffle(w: Writer, node: Node) -> str:
     return w.add("Reshape", [value, whole], f"{name}::y")
 
 
-def _padded(w: Writer, node: Node, amounts: list[tuple[int, int]], mode: str, value: float = 0.0) -> str:
+def _padded(w: OnnxWriter, node: Node, amounts: list[tuple[int, int]], mode: str, value: float = 0.0) -> str:
     """Export padding of the spatial axes."""
     every = [(0, 0), (0, 0), *amounts]
     name = w.name(node)
@@ -413,21 +413,21 @@ def _padded(w: Writer, node: Node, amounts: list[tuple[int, int]], mode: str, va
     return w.add("Pad", inputs, f"{name}::y", mode=mode)
 
 
-def _pad(w: Writer, node: Node) -> str:
+def _pad(w: OnnxWriter, node: Node) -> str:
     layer: Any = node.layer
     *lows, _ = layer.shifts(node.inputs[0].shape)
     amounts = [(low, after - n - low) for low, n, after in zip(lows, node.inputs[0].shape, node.shape)]
     return _padded(w, node, amounts, "constant", layer.value)
 
 
-def _pad_axis(w: Writer, node: Node) -> str:
+def _pad_axis(w: OnnxWriter, node: Node) -> str:
     layer: Any = node.layer
     amounts = [(layer.low, layer.high) if axis == layer.axis else (0, 0) for axis in range(len(node.shape) - 1)]
     mode = {"reflect": "reflect", "replicate": "edge", "circular": "wrap"}[layer.mode]
     return _padded(w, node, amounts, mode)
 
 
-def _slice(w: Writer, node: Node) -> str:
+def _slice(w: OnnxWriter, node: Node) -> str:
     layer: Any = node.layer
     name = w.name(node)
     pairs = (("first", layer.first), ("last", layer.last), ("axis", 1))
@@ -453,12 +453,12 @@ _FUNCTIONS: dict[type[Layer], _Function] = {
 }
 
 
-def _function(write: _Function, w: Writer, node: Node) -> str:
+def _function(write: _Function, w: OnnxWriter, node: Node) -> str:
     return write(w, node.layer, w.inputs(node)[0], w.name(node))
 
 
 #: Exporters by the exact class of a layer; a subclass may compute something else, so it does not match.
-LAYERS: dict[type[Layer], Callable[[Writer, Node], str]] = {
+LAYERS: dict[type[Layer], Callable[[OnnxWriter, Node], str]] = {
     Conv: _conv,
     ConvTranspose: _conv_transpose,
     MaxPool: _max_pool,

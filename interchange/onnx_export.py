@@ -16,7 +16,7 @@ from ..data.normalize import CLIP, LARGEST
 from ..layers import Input, Network, Node
 from .export_layers import LAYERS
 from .files import check_place, library
-from .onnx_writer import PRODUCER, Writer
+from .onnx_writer import PRODUCER, OnnxWriter
 
 __all__ = ["check_onnx_place", "save"]
 
@@ -52,7 +52,7 @@ def save(
     """
     arrays = network.initial_values() if parameters is None else parameters
     _check(network, arrays)
-    writer = Writer(network, arrays, np.dtype(dtype))
+    writer = OnnxWriter(network, arrays, np.dtype(dtype))
     for node in _needed(network):
         if isinstance(node, Input):
             writer.values[node] = network.names[node]
@@ -110,7 +110,7 @@ def _check(network: Network, arrays: Mapping[str, Any]) -> None:
             )
 
 
-def _normalize(w: Writer, node: Node, statistics: Any) -> None:
+def _normalize(w: OnnxWriter, node: Node, statistics: Any) -> None:
     """Write nodes that do the same as `ChannelStatistics.apply` to an input."""
     if statistics is None:
         return
@@ -135,7 +135,7 @@ _TRANSFORMS = {"log": ("log",), "metric": ("Clip", "log"), "asinh": ("Asinh",)}
 
 
 def _of_some(
-    w: Writer, title: str, value: str, kinds: tuple[str, ...], mask: np.ndarray, limit: float = LARGEST
+    w: OnnxWriter, title: str, value: str, kinds: tuple[str, ...], mask: np.ndarray, limit: float = LARGEST
 ) -> str:
     """Apply a rule to the channels of a mask; other channels are unchanged."""
     made = value

@@ -12,7 +12,7 @@ from halograd.errors import UserError
 from ..layers import Input, Layer, Network, Node
 from .files import library
 
-__all__ = ["PRODUCER", "Writer"]
+__all__ = ["PRODUCER", "OnnxWriter"]
 
 #: Producer name in every file.
 PRODUCER = "halograd"
@@ -20,7 +20,7 @@ PRODUCER = "halograd"
 OPSET = 20
 
 
-class Writer:
+class OnnxWriter:
     """Writer of an ONNX graph. Values have the names of our layers, parameters those of torch: ``conv1.weight``.
 
     Other constants have two colons in their names, as in files of torch's exporters, so that they are not read as

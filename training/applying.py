@@ -2,15 +2,19 @@
 
 ::
 
-    OUT.h5                               one dataset per output, (N, *spatial, C); on several ranks virtual;
-                                         source_file, source_sample (N,): the sample of each prediction
-    OUT.h5.parts/3f2a90c1/rank-00003.h5  part of rank 3: its box of every sample (:mod:`halograd.training.parts`)
+    OUT.parts/3f2a90c1/rank-00003.h5  part of rank 3: its box of every sample (:mod:`halograd.training.parts`)
+            | all samples are complete
+    .OUT.3f2a90c1.joined              HDF5 file with one dataset per output, (N, *spatial, C), virtual;
+            |                         source_file, source_sample (N,): the sample of each prediction;
+            |                         of one rank the part itself
+            | :class:`halograd.data.Writer`
+    OUT                               result in a format; as HDF5 the joined file, which refers to the parts
 
-Each job has a folder of its own, so an older OUT.h5 does not change until the new one replaces it; then the folders of
-other jobs are removed. The attribute ``needs`` of a virtual OUT.h5 names the parts, one per line, relative to its
-folder. Without them it reads as NaN, or as the largest number of the class dtype, which is no class. An interrupted job
+Each job has a folder of its own, so an older OUT does not change until the new one replaces it; then the folders of
+other jobs are removed. The attribute ``needs`` of a virtual file names the parts, one per line, relative to its folder.
+Without them it reads as NaN, or as the largest number of the class dtype, which is no class. An interrupted job
 continues after the last batch that all ranks have written, if all parts are undamaged. A rank holds at most its boxes
-of three batches of an output.
+of two batches of an output.
 """
 
 from __future__ import annotations
@@ -18,26 +22,25 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
-import queue
 import re
 import shutil
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import h5py
 import numpy as np
 
+from halograd.documents import replacing
 from halograd.errors import UserError
 
-from ..comm import Communicator
 from ..data.coordinates import SOURCES, write_coordinates, write_sources
-from ..data.disk import atomic_path, check_replaceable
+from ..data.disk import DataError, atomic_path
+from ..data.writers import WRITTEN_BY, Predictions, Writer
 from ..device import is_low
 from ..dtensor import Blocks, Box
 from ..layers.targets import Judgement
@@ -46,11 +49,10 @@ from .metrics import sigmoid, softmax
 from .parts import PartArray, PartFile, part_path, writing
 from .session import Session
 
-__all__ = ["WHAT", "Output", "check_outputs", "outputs_of", "write_outputs"]
+__all__ = ["WHAT", "Output", "outputs_of", "write_outputs"]
 
 #: Forms in which an output of classes is written.
 WHAT = ("logits", "probabilities", "classes")
-_WRITTEN_BY = "halograd apply"
 #: Dataset with the simulation of each sample, for data of several simulations.
 _GROUPS = "simulation"
 #: Attributes of the file that are not copied from the data.
@@ -97,11 +99,6 @@ class Output:
         return float("nan") if self.dtype.kind == "f" else int(np.iinfo(self.dtype).max)
 
 
-def check_outputs(out: Path) -> None:
-    """Check, before the computation, that `out` can be written (:func:`check_replaceable`). Local."""
-    check_replaceable(out, "one of an earlier job", lambda file: file.attrs.get("written_by") == _WRITTEN_BY)
-
-
 def outputs_of(session: Session, what: str, described: Mapping[str, Mapping[str, Any]]) -> list[Output]:
     """Return all outputs of the network except the loss. Local, the same on all ranks.
 
@@ -134,7 +131,7 @@ def outputs_of(session: Session, what: str, described: Mapping[str, Mapping[str,
             continue
         value = values[network.names[node]]
         dtype = np.dtype(np.float32) if is_low(value.dtype) else value.dtype
-        plain = Output(name, value, node.shape, value.layout.boxes, dtype, _as_it_is)
+        plain = Output(name, value, node.shape, value.layout.boxes, dtype, np.asarray)
         judgement = judged.get(node)
         made = plain if what == "logits" or judgement is None else _of_classes(plain, judgement, what)
         if judgement is not None:
@@ -171,21 +168,17 @@ def _of_classes(output: Output, judgement: Judgement, what: str) -> Output:
         return replace(output, dtype=dtype, of_block=lambda block: block > threshold)
     boxes = output.boxes.replace(-1, ((0, 1),))
     shape = (*output.shape[:-1], 1)
-    return replace(output, dtype=dtype, shape=shape, boxes=boxes, of_block=_largest)
-
-
-def _as_it_is(block: np.ndarray) -> np.ndarray:
-    return block
-
-
-def _largest(block: np.ndarray) -> np.ndarray:
-    return np.argmax(block, axis=-1)[..., None]
+    return replace(
+        output, dtype=dtype, shape=shape, boxes=boxes, of_block=lambda block: np.argmax(block, axis=-1)[..., None]
+    )
 
 
 # -- writing ---------------------------------------------------------------------------------------
 
 
-def write_outputs(session: Session, outputs: Sequence[Output], out: Path, job: dict[str, Any], tell: Tell) -> int:
+def write_outputs(
+    session: Session, outputs: Sequence[Output], out: Path, writer: Writer, job: dict[str, Any], tell: Tell
+) -> int:
     """Compute and write all samples of the session's data; return the number that this job computed. Collective.
 
     Parameters
@@ -200,151 +193,153 @@ def write_outputs(session: Session, outputs: Sequence[Output], out: Path, job: d
     DataError
         If a file cannot be written; on all ranks.
     """
+    comm = session.comm
+    shapes = [[o.name, o.dtype.name, o.shape, o.boxes.axes] for o in outputs]
+    whole = {**job, "samples": len(session.samples.dataset), "ranks": comm.size, "outputs": shapes}
+    key = hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
+    folder = out.with_name(f"{out.name}.parts") / key[:8]
+    computed = _compute(session, outputs, folder, key, tell)
+    _finish(session, outputs, out, folder, writer)
+    with comm.agreement(), writing(out):
+        if comm.rank == 0:
+            _clean(folder, writer.refers and comm.size > 1)
+    return computed
+
+
+def _compute(session: Session, outputs: Sequence[Output], folder: Path, key: str, tell: Tell) -> int:
+    """Complete the parts of all ranks in `folder`; return the number of computed samples. Collective.
+
+    A thread writes a batch while the next one is computed. After a fault of one rank, all ranks still compute: others
+    wait for its messages.
+    """
     comm, count, size = session.comm, len(session.samples.dataset), session.config.training.at_once
-    batches = list(session.in_order(np.arange(count)))
-    folder, key = _folder(out, {**job, "samples": count, "ranks": comm.size}, outputs)
     mine = [output for output in outputs if output.boxes[comm.rank].size]
     arrays = [PartArray(output.name, output.boxes[comm.rank], output.dtype) for output in mine]
 
     def describe(file: h5py.File) -> None:
-        if comm.size == 1:  # it becomes `out`
+        if comm.size == 1:  # it needs no joining
             _describe(file, outputs, session)
+
+    def write(blocks: list[np.ndarray]) -> None:
+        part.write([output.of_block(block) for output, block in zip(mine, blocks)])
 
     with comm.agreement():
         part = PartFile(part_path(folder, comm.rank), comm.rank, arrays, count, size, key, describe)
     with part:
-        _warn_of_damage(comm, folder, part.fault)
+        faults = {k: text for k, text in enumerate(comm.allgather_objects(part.fault)) if text is not None}
+        if faults and comm.rank == 0:
+            rank, text = next(iter(faults.items()))
+            more = f"; nor are {len(faults) - 1} more" if len(faults) > 1 else ""
+            path = part_path(folder, rank)
+            _log.warning("%s is not continued: %s%s; all samples are computed again", path, text, more)
         part.go_back(int(comm.allreduce_scalar(part.done, "min")))
-        left = batches[part.done :]
-        with _Writer(part, mine) as writer:
-            for number, batch in enumerate(session.feed(left), part.done):
-                session.executor.forward(training=False)
-                writer.put([session.executor.device.to_host(_view(session, output)) for output in mine])
-                tell(number * size + batch.valid, count)
-        comm.agree(writer.fault)
-    fault: Exception | None = None
-    try:
-        if comm.rank == 0:
-            _finish(out, folder, outputs, count, size, comm.size, session)
-    except Exception as error:
-        fault = error
-    comm.agree(fault)
+        left = list(session.in_order(np.arange(count)))[part.done :]
+        fault: Exception | None = None
+        pending: Future[Exception | None] | None = None
+        try:
+            with ThreadPoolExecutor(1, "halograd-writer") as thread:
+                for number, batch in enumerate(session.feed(left), part.done):
+                    session.executor.forward(training=False)
+                    blocks = [_block(session, output) for output in mine]
+                    if pending is not None:
+                        fault = fault or pending.result()
+                    if fault is None:
+                        pending = thread.submit(_fault_of, partial(write, blocks))
+                    tell(number * size + batch.valid, count)
+        finally:
+            unrecorded = _fault_of(part.record)
+        comm.agree(fault or (pending and pending.result()) or unrecorded)
     return sum(batch.valid for batch in left)
 
 
-def _warn_of_damage(comm: Communicator, folder: Path, fault: str | None) -> None:
-    """Log, in one line, the parts of an earlier attempt that are not continued, and the reason. Collective."""
-    faults = {rank: text for rank, text in enumerate(comm.allgather_objects(fault)) if text is not None}
-    if faults and comm.rank == 0:
-        rank, text = next(iter(faults.items()))
-        more = f"; nor are {len(faults) - 1} more" if len(faults) > 1 else ""
-        _log.warning("%s is not continued: %s%s; all samples are computed again", part_path(folder, rank), text, more)
+def _block(session: Session, output: Output) -> np.ndarray:
+    """Copy this rank's block of an output to the host (16 bits to float32), because the next batch overwrites it."""
+    block = session.executor.device.to_host(session.executor.array(output.value))
+    return np.array(block, np.float32 if is_low(block.dtype) else None)
 
 
-def _folder(out: Path, job: dict[str, Any], outputs: Sequence[Output]) -> tuple[Path, str]:
-    """Return the folder of the parts of a job, and the key of the job. Local, the same on all ranks."""
-    shapes = [[o.name, o.dtype.name, o.shape, o.boxes.axes] for o in outputs]
-    key = hashlib.sha256(json.dumps({**job, "outputs": shapes}, sort_keys=True).encode()).hexdigest()
-    return _parts(out) / key[:8], key
+def _fault_of(call: Callable[[], None]) -> Exception | None:
+    try:
+        call()
+    except Exception as error:
+        return error
+    return None
 
 
-def _view(session: Session, output: Output) -> Any:
-    return session.executor.array(output.value)
+def _finish(session: Session, outputs: Sequence[Output], out: Path, folder: Path, writer: Writer) -> None:
+    """Join the parts, and let the writer make the result of them. Collective."""
+    comm, count = session.comm, len(session.samples.dataset)
+    joined = part_path(folder, 0) if comm.size == 1 else out.with_name(f".{out.name}.{folder.name}.joined")
+    result = out
+    with ExitStack() as stack:
+        with comm.agreement(), writing(out):
+            if comm.rank == 0:
+                if comm.size > 1:
+                    stack.callback(joined.unlink, missing_ok=True)
+                    _join(session, outputs, folder, joined)
+                result = stack.enter_context(replacing(out))
+        result = comm.bcast(result)
+        with comm.agreement(), writing(out):
+            if comm.rank == 0:
+                with _opened(joined, outputs, writer) as predictions:
+                    writer.begin(predictions, result)
+        first, stop = (comm.rank, comm.rank + 1) if writer.parallel else (0, comm.size if comm.rank == 0 else 0)
+        samples = range(count * first // comm.size, count * stop // comm.size)
+        with comm.agreement(), writing(out):
+            if samples:
+                with _opened(joined, outputs, writer) as predictions:
+                    writer.write(predictions, result, samples)
+        with comm.agreement(), writing(out):
+            stack.close()
 
 
-class _Writer:
-    """Thread that writes a batch while the next one is computed. It keeps an exception until all ranks agree on it."""
-
-    def __init__(self, part: PartFile, outputs: Sequence[Output]) -> None:
-        self._part, self._outputs = part, outputs
-        self._given: queue.Queue[list[np.ndarray] | None] = queue.Queue(1)
-        self._thread = threading.Thread(target=self._run, name="halograd-writer", daemon=True)
-        self.fault: Exception | None = None
-
-    def put(self, blocks: list[np.ndarray]) -> None:
-        """Queue a batch; its blocks are copied (16 bits to float32), because the next one overwrites them."""
-        self._given.put([np.array(block, np.float32 if is_low(block.dtype) else None) for block in blocks])
-
-    def _run(self) -> None:
-        while (given := self._given.get()) is not None:
-            if self.fault is None:  # after a fault all ranks still compute this batch, and wait for this rank
-                self._try(lambda: self._part.write([o.of_block(b) for o, b in zip(self._outputs, given)]))
-        self._try(self._part.record)
-
-    def _try(self, call: Callable[[], None]) -> None:
-        try:
-            call()
-        except Exception as error:
-            self.fault = self.fault or error
-
-    def __enter__(self) -> _Writer:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._given.put(None)
-        self._thread.join()
-
-
-def _parts(out: Path) -> Path:
-    return out.with_name(f"{out.name}.parts")
-
-
-def _finish(
-    out: Path, folder: Path, outputs: Sequence[Output], count: int, batch: int, ranks: int, session: Session
-) -> None:
-    """Join all parts in one file: the only part, or virtual datasets. Local, on rank 0."""
-    with writing(out):
-        if ranks == 1:
-            os.replace(part_path(folder, 0), out)
-        else:
-            with atomic_path(out) as partial, h5py.File(partial, "w", locking=False) as file:
-                for output in outputs:
-                    file.create_virtual_dataset(output.name, _joined(folder, output, count, batch, ranks), output.fill)
-                used = [rank for rank in range(ranks) if any(output.boxes[rank].size for output in outputs)]
-                parts = [part_path(folder, rank).relative_to(out.parent).as_posix() for rank in used]
-                file.attrs["needs"] = "\n".join(parts)
-                _describe(file, outputs, session)
-        _remove_others(_parts(out), folder if ranks > 1 else None)
-
-
-def _remove_others(parts: Path, used: Path | None) -> None:
-    """Remove parts of other jobs, to which no file refers, and partial files of killed ranks. Local."""
-    for path in () if used is None else used.glob(".*.partial"):
+def _clean(folder: Path, used: bool) -> None:
+    """Remove parts of other jobs, partial files of killed ranks, and parts of this job that are not `used`. Local."""
+    for path in folder.glob(".*.partial"):
         with suppress(OSError):
             path.unlink()
-    for folder in parts.iterdir():
-        if folder != used and re.fullmatch("[0-9a-f]{8}", folder.name):
-            shutil.rmtree(folder, ignore_errors=True)
-    if used is None:
+    for other in folder.parent.iterdir():
+        if re.fullmatch("[0-9a-f]{8}", other.name) and not (used and other == folder):
+            shutil.rmtree(other, ignore_errors=True)
+    if not used:
         with suppress(OSError):  # the folder is not empty
-            parts.rmdir()
+            folder.parent.rmdir()
 
 
-def _joined(folder: Path, output: Output, count: int, batch: int, ranks: int) -> h5py.VirtualLayout:
-    layout = h5py.VirtualLayout((count, *output.shape), output.dtype)
-    for rank in range(ranks):
-        box: Box = output.boxes[rank]
-        if not box.size:
-            continue
-        path = part_path(folder, rank).relative_to(folder.parent.parent).as_posix().replace("%", "%%")  # no pattern
-        source = h5py.VirtualSource(path, output.name, (count, *box.shape[1:]))
-        for low, high in _runs(box, count, batch):
-            layout[(slice(low, high), *box.slices()[1:])] = source[low:high]
-    return layout
+@contextmanager
+def _opened(joined: Path, outputs: Sequence[Output], writer: Writer) -> Iterator[Predictions]:
+    """Open the joined file; its parts must be visible if the writer reads them, because HDF5 does not report it."""
+    with h5py.File(joined, "r", locking=False) as file:
+        for name in file.attrs.get("needs", "").split("\n") if not writer.refers else ():
+            if name and not (joined.parent / name).exists():
+                raise DataError(f"cannot read {joined.parent / name}: no such file; all ranks need one file system")
+        yield Predictions(file, {output.name: file[output.name] for output in outputs})
 
 
-def _runs(box: Box, count: int, batch: int) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of the file's samples that a rank has: all of them, or some of every batch."""
+def _join(session: Session, outputs: Sequence[Output], folder: Path, joined: Path) -> None:
+    """Write virtual datasets of the parts of all ranks. Local, on rank 0."""
+    count, batch = len(session.samples.dataset), session.config.training.at_once
+    used = [r for r in range(session.comm.size) if any(output.boxes[r].size for output in outputs)]
+    parts = {rank: part_path(folder, rank).relative_to(joined.parent).as_posix() for rank in used}
+    with atomic_path(joined) as temporary, h5py.File(temporary, "w", locking=False) as file:
+        for output in outputs:
+            layout = h5py.VirtualLayout((count, *output.shape), output.dtype)
+            for rank, path in parts.items():
+                box = output.boxes[rank]
+                source = h5py.VirtualSource(path.replace("%", "%%"), output.name, (count, *box.shape[1:]))  # no pattern
+                for low, high in _runs(box, count, batch) if box.size else ():
+                    layout[(slice(low, high), *box.slices()[1:])] = source[low:high]
+            file.create_virtual_dataset(output.name, layout, output.fill)
+        file.attrs["needs"] = "\n".join(parts.values())
+        _describe(file, outputs, session)
+
+
+def _runs(box: Box, count: int, batch: int) -> list[tuple[int, int]]:
+    """Return the ranges of the file's samples that a rank has: all of them, or some of every batch."""
     low, high = box.ranges[0]
     if (low, high) == (0, batch):
-        yield 0, count
-        return
-    for first in range(0, count, batch):
-        if first + low < count:
-            yield first + low, min(first + high, count)
+        return [(0, count)]
+    return [(first + low, min(first + high, count)) for first in range(0, count, batch) if first + low < count]
 
 
 def _describe(file: h5py.File, outputs: Sequence[Output], session: Session) -> None:
@@ -352,7 +347,7 @@ def _describe(file: h5py.File, outputs: Sequence[Output], session: Session) -> N
     for name, value in getattr(session.samples.dataset, "attributes", {}).items():
         if name not in _OWN:
             file.attrs[name] = value
-    file.attrs.update(written_by=_WRITTEN_BY, network=session.network.name)
+    file.attrs.update(written_by=WRITTEN_BY, network=session.network.name)
     for output in outputs:
         for name, value in output.attributes.items():
             file[output.name].attrs[name] = value

@@ -6,7 +6,6 @@ with the path of the key, the expected and the given value.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -29,7 +28,7 @@ from halograd.schema import (
     Whole,
     build,
 )
-from halograd.user_code import checksums
+from halograd.user_code import check_files, checksums
 
 from ..comm.gpu.choice import named_route
 from ..layers.reduction_scheme import KINDS, Name, Scheme
@@ -340,12 +339,7 @@ class Config(Table):
 
 def _received(tables: dict[str, Any], files: dict[str, int | None]) -> Config:
     """Check the tables of another rank, and that the files of the user are here as they are there."""
-    for file, found in checksums(tables).items():
-        if found != files[file]:
-            raise UserError(
-                f"{file}: expected the same file on all ranks, got {'none' if found is None else 'another one'} in "
-                f"{os.getcwd()}; put it on a file system that all nodes share, and start all ranks in one folder"
-            )
+    check_files(tables, files)
     return check_config(tables)
 
 

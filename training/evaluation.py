@@ -15,7 +15,7 @@ from halograd.errors import UserError
 
 from ..data import Batch, Dataset
 from ..data.coordinates import SOURCES, write_sources
-from ..data.disk import atomic_path, check_replaceable
+from ..data.disk import atomic_path, check_replaceable, open_to_read
 from ..device import is_low
 from ..layers.needs import operand_blocks
 from ..layers.targets import Judgement
@@ -324,10 +324,12 @@ def check_predictions(path: Path) -> None:
     check_replaceable(path, "older predictions", _is_ours)
 
 
-def _is_ours(file: h5py.File) -> bool:
+def _is_ours(path: Path) -> bool:
     names = {"prediction", "target"}
-    others = [file[name] for name in file if name not in _TAKEN]
-    return names | {"sample"} <= set(file) and all(isinstance(one, h5py.Group) and set(one) == names for one in others)
+    with open_to_read(path) as file:
+        others = [file[name] for name in file if name not in _TAKEN]
+        pairs = all(isinstance(one, h5py.Group) and set(one) == names for one in others)
+        return pairs and names | {"sample"} <= set(file)
 
 
 def write_predictions(session: Session, batches: Sequence[Batch], path: Path) -> None:

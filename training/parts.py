@@ -38,7 +38,7 @@ from ..data.disk import DataError, atomic_path
 from ..dtensor import Box
 from .chunk_file import CHUNK, ChunkWriter, DamagedFile, OtherFile, VerifiedFile
 
-__all__ = ["PartArray", "PartFile", "check_folder", "part_path", "writing"]
+__all__ = ["PartArray", "PartFile", "part_path", "writing"]
 
 #: Age of the progress at which it is recorded again [s]: a killed rank loses at most this time and one batch.
 RECORD_SECONDS = 2.0
@@ -145,7 +145,13 @@ class PartFile:
         self._file = -1
         try:
             with writing(path):
-                check_folder(path.parent)
+                for folder in (path.parent.parent, path.parent):  # through links, parts of other jobs would be replaced
+                    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+                        raise DataError(
+                            f"cannot write {folder}: expected a folder, got a file or a link; remove it, or give "
+                            "another path"
+                        )
+                path.parent.mkdir(parents=True, exist_ok=True)
                 if not self._continue():
                     self._begin(describe)
         except BaseException:
@@ -194,7 +200,7 @@ class PartFile:
             raise DamagedFile("its progress is of another job or rank")
         if status.st_size != found.size:
             raise DamagedFile(f"expected {found.size} bytes, got {status.st_size}")
-        if len(found.offsets) != len(self._arrays) or found.batches > self._batches:
+        if len(found.offsets) != len(self._arrays) or found.batches * self._batch >= self._count + self._batch:
             raise DamagedFile("its progress does not fit the job")
         self._offsets, self._size = found.offsets, found.size
         self._sums = [self._structure()]  # checksums of the first batches, by their number
@@ -228,10 +234,6 @@ class PartFile:
             self._file = os.open(partial, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         self._size = os.fstat(self._file).st_size
         self._sums = [self._structure()]
-
-    @property
-    def _batches(self) -> int:
-        return -(-self._count // self._batch)
 
     def _rows(self, number: int) -> Iterator[tuple[int, int]]:
         """Yield, for each array, the range of the file's samples that belong to a batch."""
@@ -277,8 +279,9 @@ class PartFile:
             for array, offset, block, (low, high) in zip(self._arrays, self._offsets, blocks, self._rows(self.done)):
                 data = np.ascontiguousarray(block[: high - low], array.dtype).reshape(-1).view(np.uint8).data
                 position = offset + low * array.row
-                for start in range(0, len(data), CHUNK):
-                    _write_all(self._file, data[start : start + CHUNK], position + start)
+                start = 0
+                while start < len(data):
+                    start += os.pwrite(self._file, data[start : start + CHUNK], position + start)
                 checksum = zlib.crc32(data, checksum)
             self._sums.append(checksum)
             self.done += 1
@@ -331,22 +334,6 @@ def part_path(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank:05d}.h5"
 
 
-def check_folder(folder: Path) -> None:
-    """Create the folder of a job, within the folder of all parts. Local.
-
-    Raises
-    ------
-    DataError
-        If one of them is a file, or a link, through which parts of another job would be replaced.
-    """
-    for path in (folder.parent, folder):
-        if path.is_symlink() or (path.exists() and not path.is_dir()):
-            raise DataError(
-                f"cannot write {path}: expected a folder, got a file or a link; remove it, or give another path"
-            )
-    folder.mkdir(parents=True, exist_ok=True)
-
-
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Turn an OSError into a DataError about the file. Local."""
@@ -356,9 +343,3 @@ def writing(path: Path) -> Iterator[None]:
         where = error.filename if isinstance(error.filename, str | os.PathLike) else path
         reason = os_reason(error) or f"{(error.strerror or str(error)).lower()}; remove it, or give another path"
         raise DataError(f"cannot write {os.fspath(where)}: {reason}") from error
-
-
-def _write_all(file: int, data: memoryview, position: int) -> None:
-    done = 0
-    while done < len(data):
-        done += os.pwrite(file, data[done:], position + done)

@@ -11,14 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from halograd.errors import UserError
+from halograd.user_code import check_files, checksums
 from halograd.version import __version__
 
 from ..comm import Communicator, boot
 from ..comm.transport import TRANSPORTS
 from ..data import Hdf5Dataset, find_files
+from ..data.writers import WRITERS, check_result
 from ..models.own import is_made, source_of
 from .adapting import adapted
-from .applying import check_outputs, outputs_of, write_outputs
+from .applying import outputs_of, write_outputs
 from .checkpoint import CheckpointReader, TrainingProgress, read_header
 from .checkpoints import CheckpointFolder
 from .config import Config, check_config, load_config
@@ -118,6 +120,7 @@ def apply(
     comm: Any = None,
     planner: Planner | None = None,
     tell: Callable[[int, int], None] | None = None,
+    format: str = "hdf5",
 ) -> dict[str, Any]:
     """Predict data without labels by a trained network. Collective over all ranks of the job.
 
@@ -132,11 +135,13 @@ def apply(
     data
         File, pattern or folder with the inputs of the network, or a list of these; other datasets are ignored.
     out
-        File to write, see :mod:`halograd.training.applying`. A file of an earlier job is replaced.
+        File or folder to write, see :mod:`halograd.training.applying`. That of an earlier job is replaced.
     what
         ``"logits"``: the outputs themselves; ``"probabilities"`` or ``"classes"`` for outputs of a classification.
     tell
         Function that is called on rank 0 with the number of complete samples and the number of all samples.
+    format
+        Format of `out`: ``"hdf5"``, or a :class:`halograd.data.Writer` of your own, ``"FILE.py:CLASS"``.
 
     Returns
     -------
@@ -159,14 +164,20 @@ def apply(
         return (*adapted(config, overrides, world.size, labelled=False), checkpoint, progress)
 
     config, settings, checkpoint, progress = on_root(world, find)
-    on_root(world, lambda: check_outputs(out))
+
+    def check() -> dict[str, int | None]:
+        check_result(WRITERS.make(format), out)
+        return checksums([format])
+
+    own = on_root(world, check)
     with _trained(config, world, planner, checkpoint, progress, labelled=False) as (ranks, session, identity):
         with ranks.agreement():
-            outputs = outputs_of(session, what, progress.described)
+            check_files([format], own)
+            outputs, writer = outputs_of(session, what, progress.described), WRITERS.make(format)
         files = on_root(ranks.mpi, lambda: _files(session))
         job = {"checkpoint": [str(checkpoint), identity], "what": what, "files": files, **_settings(session)}
         shown = tell if tell is not None and ranks.rank == 0 else lambda done, total: None
-        computed = write_outputs(session, outputs, out, job, shown)
+        computed = write_outputs(session, outputs, out, writer, job, shown)
         found = {"samples": len(session.samples.dataset), "computed": computed, "step": progress.step}
     return {**found, "checkpoint": str(checkpoint), "settings": settings}
 

@@ -190,21 +190,23 @@ def evaluate(
 def apply(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run, a checkpoint, or a configuration.")],
     data: Annotated[list[str], typer.Argument(metavar="DATA...", help="Files, patterns or folders with inputs.")],
-    out: Annotated[Path, typer.Option("-o", "--out", metavar="OUT.h5", help="Write what it predicts to this file.")],
+    out: Annotated[Path, typer.Option("-o", "--out", metavar="OUT", help="Write what it predicts to this file.")],
     what: Annotated[str, typer.Option(help="logits, probabilities or classes.")] = "logits",
+    format: Annotated[str, typer.Option(help="Format of OUT: hdf5, or FILE.py:CLASS, a writer of your own.")] = "hdf5",
     sets: Sets = None,
     threads: Threads = None,
 ) -> None:
     """Predict data without labels with a trained network, on any number of ranks.
 
     The number and the size of samples may differ from training: resolution, batch and cut follow from them and from
-    the number of ranks. Each rank writes its own blocks; with several ranks, OUT.h5 joins the files of the parts. A
-    job that was interrupted continues.
+    the number of ranks. Each rank writes its own blocks; with several ranks, an OUT of HDF5 joins the files of the
+    parts. A job that was interrupted continues.
 
     \b
     Examples:
       halograd apply runs/mesh new.h5 -o predicted.h5 --what classes
       mpiexec -n 4 halograd apply runs/mesh 'new/*.h5' -o out.h5 --set strategy.height=4
+      halograd apply runs/mesh new.h5 -o predicted --format npy.py:Npy
     """
     from ..auto import plan_run
     from ..comm.boot import boot
@@ -213,7 +215,7 @@ def apply(
 
     world = boot()
     with progress_bar("samples", world.rank == 0) as tell:
-        found = predict(run, data, out, _overrides(sets, threads), what, world, plan_run, tell)
+        found = predict(run, data, out, _overrides(sets, threads), what, world, plan_run, tell, format)
     if world.rank == 0:
         before = found["samples"] - found["computed"]
         more = f", {before} of them before" if before else ""

@@ -16,6 +16,7 @@ from mpi4py import MPI
 
 from halograd.cli.run import run
 from halograd.data import DataError, open_dataset
+from halograd.data.writers import Hdf5, check_result
 from halograd.dtensor import Blocks, Box
 from halograd.errors import UserError
 from halograd.layers.targets import Judgement
@@ -378,7 +379,7 @@ def test_refusals(comm, trained):
     assert len(read(out)) == sum(FILES)
 
 
-@pytest.mark.parametrize("check", [applying.check_outputs, check_predictions])
+@pytest.mark.parametrize("check", [partial(check_result, Hdf5()), check_predictions])
 def test_what_others_have_written_is_not_replaced(tmp_path, check):
     """A file of another program is never replaced, even if it resembles predictions."""
     for number, (names, attributes) in enumerate(

@@ -1,0 +1,110 @@
+"""Formats of predictions: the protocol :class:`Writer`, and its classes by name.
+
+A rank writes its blocks into a part of its own, whatever the format is (:mod:`halograd.training.applying`). When all
+samples are complete, the parts are joined in one HDF5 file. A writer makes the result of this file: it reads samples by
+slices, as a data set is read, and need not know how they were cut.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import h5py
+
+from halograd.registry import Registry
+from halograd.schema import STRICT
+from halograd.signatures import check_methods
+
+from .disk import check_replaceable, open_to_read
+
+__all__ = ["WRITERS", "WRITTEN_BY", "Hdf5", "Predictions", "Writer", "check_result"]
+
+#: Attribute ``written_by`` of a file of predictions.
+WRITTEN_BY = "halograd apply"
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """All predictions of a job.
+
+    Attributes
+    ----------
+    file
+        HDF5 file, open to read: predictions, the source of each sample (``source_file``, ``source_sample``), and the
+        attributes and coordinates of the data.
+    outputs
+        Datasets of predictions ``(N, *spatial, C)`` in `file`, by the name of the output.
+    """
+
+    file: h5py.File
+    outputs: Mapping[str, h5py.Dataset]
+
+
+class Writer(ABC):
+    """Base class of formats of predictions, named by ``halograd apply --format``.
+
+    The result is one file or one folder. A writer writes it at a temporary path, which takes the name of the result
+    when all ranks have written. An error of a writer loses no prediction: the job continues with :meth:`begin` when it
+    is started again. Fields of a writer that is a dataclass are settings: ``"npy.py:Npy:digits=3"``.
+    """
+
+    #: Name on the command line, for registered classes.
+    name: ClassVar[str] = ""
+    #: Whether ranks may write different samples at the same time; otherwise rank 0 writes all of them.
+    parallel: ClassVar[bool] = False
+    #: Whether the result of several ranks refers to the parts, which then remain.
+    refers: ClassVar[bool] = False
+    __pydantic_config__ = STRICT
+
+    def begin(self, predictions: Predictions, path: Path) -> None:  # noqa: B027  (not all formats need it)
+        """Begin the result at `path`, where nothing exists. Local, on rank 0, before any :meth:`write`."""
+
+    @abstractmethod
+    def write(self, predictions: Predictions, path: Path, samples: range) -> None:
+        """Write these samples of all outputs to the result at `path`. Local; every sample is written by one call."""
+
+    def is_own(self, path: Path) -> bool:
+        """Return whether an existing file or folder is a result of this writer, which a new one may replace. Local."""
+        return False
+
+
+#: Writers by name, or by ``"FILE.py:CLASS"``.
+WRITERS: Registry[Writer] = Registry("writer", Writer, "--format")
+
+
+@WRITERS.register
+@dataclass(frozen=True)
+class Hdf5(Writer):
+    """HDF5 file: of one rank with all numbers, of several ranks with virtual datasets of the parts."""
+
+    name: ClassVar[str] = "hdf5"
+    refers: ClassVar[bool] = True
+
+    def write(self, predictions: Predictions, path: Path, samples: range) -> None:
+        """Give the joined file a second name, or copy it where the file system has no links."""
+        try:
+            os.link(predictions.file.filename, path)
+        except OSError:
+            shutil.copyfile(predictions.file.filename, path)
+
+    def is_own(self, path: Path) -> bool:
+        with open_to_read(path) as file:
+            return bool(file.attrs.get("written_by") == WRITTEN_BY)
+
+
+def check_result(writer: Writer, out: Path) -> None:
+    """Check, before the computation, the methods of a writer, and that `out` can be written. Local.
+
+    Raises
+    ------
+    UserError, DataError
+        A method takes other arguments, the path cannot be written, or another program's file exists there.
+    """
+    check_methods(writer)
+    check_replaceable(out, "one of an earlier job", writer.is_own)
