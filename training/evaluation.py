@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +13,7 @@ import numpy as np
 
 from halograd.errors import UserError
 
-from ..data import Batch, Dataset
+from ..data import Batch
 from ..data.coordinates import SOURCES, write_sources
 from ..data.disk import atomic_path, check_replaceable, open_to_read
 from ..device import is_low
@@ -67,8 +67,17 @@ class Evaluation:
     def __init__(self, executor: Executor, calibrated: bool = False, metrics: Sequence[str] = ()) -> None:
         self._executor = executor
         self._judged = judged(executor)
-        self._counted = [*self._judged, *(_added(name, self._judged[0]) for name in metrics)]
-        self._check_names(metrics)
+        self._counted = list(self._judged)
+        first, taken = self._judged[0], dict.fromkeys(self.names, "the loss")
+        for name in metrics:
+            metric = checked_metric(lambda name=name: METRICS.make(name), first.name)
+            self._counted.append(replace(first, name=f"{first.name} by {type(metric).__name__}", metric=metric))
+            for key in metric.scores():
+                if key in taken:
+                    raise UserError(
+                        f"output.metrics: {name}: expected other scores than those of {taken[key]}, got {key!r}"
+                    )
+                taken[key] = name
         self._counts: list[np.ndarray] = []
         for one in self._counted:
             self._counts.append(one.metric.counts)
@@ -77,15 +86,6 @@ class Evaluation:
                 self._counts.append(one.metric.calibration.counts)
         self._reductions = [executor.comm.reduction(counts, kind="metrics") for counts in self._counts]
         self._loss = MeanLoss(executor)
-
-    def _check_names(self, metrics: Sequence[str]) -> None:
-        taken = {"loss": "the loss"}
-        for one, name in zip(self._counted, [""] * len(self._judged) + list(metrics)):
-            for key in one.metric.scores():
-                if name and f"{one.prefix}{key}" in taken:
-                    other = taken[f"{one.prefix}{key}"]
-                    raise UserError(f"output.metrics: {name}: expected other scores than those of {other}, got {key!r}")
-                taken[f"{one.prefix}{key}"] = name or "the loss"
 
     @property
     def names(self) -> dict[str, str | None]:
@@ -233,12 +233,6 @@ def judged(executor: Executor) -> list[JudgedPair]:
     raise ValueError(f"network {executor.network.name!r}: expected a loss layer, whose targets scores need, got none")
 
 
-def _added(name: str, first: JudgedPair) -> JudgedPair:
-    """Return the first pair, with a metric of the configuration in place of its own."""
-    metric = checked_metric(lambda: METRICS.make(name), first.name)
-    return replace(first, name=f"{first.name} by {type(metric).__name__}", metric=metric)
-
-
 def _metric(judgement: Judgement, name: str) -> Metric:
     if judgement.metric is not None:
         return checked_metric(judgement.metric, name)
@@ -346,7 +340,6 @@ def write_predictions(session: Session, batches: Sequence[Batch], path: Path) ->
         names |= {f"{folder}prediction": one.nodes[0], f"{folder}target": one.nodes[1]}
     parts: dict[str, list[np.ndarray]] = {key: [] for key in names}
     samples: list[int] = []
-    fault: Exception | None = None
     with closing(Gather(executor, list(names.values()))) as way:
         for batch in session.feed(batches):
             executor.forward(training=False)
@@ -356,17 +349,11 @@ def write_predictions(session: Session, batches: Sequence[Batch], path: Path) ->
                     valid = whole[: batch.valid]
                     parts[key].append(valid.astype(np.float32) if is_low(valid.dtype) else valid.copy())
             samples += batch.indices[: batch.valid]
-    try:
-        if comm.rank == 0:
-            _write(path, parts, samples, session.samples.dataset)
-    except Exception as error:  # any error, such as too little memory: the other ranks wait for the agreement
-        fault = error
-    comm.agree(fault)
-
-
-def _write(path: Path, parts: Mapping[str, list[np.ndarray]], samples: list[int], dataset: Dataset) -> None:
-    with atomic_path(path, parents=True) as partial, h5py.File(partial, "w", locking=False) as file:
-        for key, arrays in parts.items():
-            file[key] = np.concatenate(arrays)
-        file["sample"] = np.array(samples, np.int64)
-        write_sources(file, dataset, samples)
+    with comm.agreement():
+        if comm.rank:
+            return
+        with atomic_path(path, parents=True) as partial, h5py.File(partial, "w", locking=False) as file:
+            for key, arrays in parts.items():
+                file[key] = np.concatenate(arrays)
+            file["sample"] = np.array(samples, np.int64)
+            write_sources(file, session.samples.dataset, samples)

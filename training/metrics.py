@@ -6,8 +6,6 @@ Counts are integers, so a score does not depend on the decomposition in any digi
 
 from __future__ import annotations
 
-import json
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +13,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 import numpy as np
+from pydantic_core import to_json
 
 from halograd.documents import read_json
 from halograd.errors import UserError
@@ -403,19 +402,9 @@ def check_details(path: Path) -> None:
 
 def write_details(path: Path, about: Mapping[str, Any], predictions: list[dict[str, Any]]) -> None:
     """Write a JSON file with the subject of the evaluation, and the details of every prediction. Local."""
-    found = _finite({"written_by": _WRITTEN_BY, **about, "predictions": predictions})
-    text = json.dumps(found, indent=1, allow_nan=False)
+    found = {"written_by": _WRITTEN_BY, **about, "predictions": predictions}
     with atomic_path(path, parents=True) as partial:
-        partial.write_text(text + "\n", encoding="utf-8")
-
-
-def _finite(value: Any) -> Any:
-    """Replace NaN and infinity, which JSON does not have, by null."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: _finite(one) for key, one in value.items()}
-    return [_finite(one) for one in value] if isinstance(value, list) else value
+        partial.write_bytes(to_json(found, indent=1, inf_nan_mode="null") + b"\n")
 
 
 def read_details(path: Path) -> dict[str, Any]:

@@ -105,8 +105,17 @@ class Samples:
         dataset = stack.enter_context(closing(_open_dataset(data, network, comm, labelled)))
         with comm.agreement():
             if data.labels and labelled:
-                _translate(dataset, data, network)
-            augmentation = _augmentation(config, dataset, network) if labelled else None
+                if not hasattr(dataset, "labels"):
+                    raise UserError(
+                        "data.labels: expected a data set that replaces labels (an attribute of that name, of "
+                        f"halograd.data.LabelMap), got {type(dataset).__name__}; replace them in {data.file}"
+                    )
+                dataset.labels = label_maps(data, network)
+            augmentation = None
+            if labelled and data.augment is not None:
+                shapes = {name: network.inputs[name].shape for name in dataset.fields}
+                make = AUGMENTATIONS[data.augment.kind]
+                augmentation = make(data.augment, dataset.fields, shapes, config.training.seed)
             fields = dataset.fields if augmentation is None else augmentation.fields
             reductions = _fit_together(data, fields, network)
             if labelled and hasattr(dataset, "weighted"):
@@ -137,7 +146,9 @@ class Samples:
         }
         scale = 0.0
         if labelled:
-            looks, weights = _looks(dataset, network), weights_of(network)
+            names, ranges = [name for name, field in dataset.fields.items() if field.is_target], _ranges(network)
+            bounded = all(name in ranges and ranges[name].bounded for name in names)
+            looks, weights = 1 if bounded else LOOKS, weights_of(network)  # samples to read for the magnitude
             scale = on_root(comm.mpi, lambda: look_at_data(dataset, computed, int(training[0]), looks, weights))
         counts = _balance(network, dataset, training, reductions, class_counts, comm)
         return cls(dataset, training, validation, statistics, reductions, invalid, augmentation, scale, counts)
@@ -236,13 +247,8 @@ def _look_for_invalid(data: DataConfig, dataset: Dataset, network: Network, comm
     """Find the samples with faults, by number. Collective: each rank reads a share of all samples."""
     if data.invalid == "refuse":
         return {}
-    own: dict[int, str] = {}
-    fault: Exception | None = None
-    try:
+    with comm.agreement():
         own = find_invalid(dataset, _ranges(network), range(comm.rank, len(dataset), comm.size))
-    except DataError as error:
-        fault = error
-    comm.agree(fault)
     found = dict(sorted(item for part in comm.allgather_objects(own) for item in part.items()))
     if found and comm.rank == 0:
         some = "; ".join(f"{dataset.place(index)}: {what}" for index, what in list(found.items())[:_NAMED])
@@ -283,16 +289,15 @@ def _open_dataset(data: DataConfig, network: Network, comm: Communicator, labell
         return Hdf5Dataset(paths[number], *names, data.layout, limits, structure, data.allow_external, data.unpack)
 
     opened: dict[int, Hdf5Dataset] = {}
-    fault: DataError | None = None
-    try:
-        for number in range(comm.rank, len(paths), comm.size):
-            opened[number] = open_(number)
-            if len(paths) > 1:
-                opened[number].close()
-    except DataError as error:
-        vars(error)["needs_no_rank"] = True  # the text names the file
-        fault = error
-    comm.agree(fault)
+    with comm.agreement():
+        try:
+            for number in range(comm.rank, len(paths), comm.size):
+                opened[number] = open_(number)
+                if len(paths) > 1:
+                    opened[number].close()
+        except DataError as error:
+            vars(error)["needs_no_rank"] = True  # the text names the file
+            raise
     found = comm.allgather_objects({number: part.structure for number, part in opened.items()})
     structures = {number: structure for some in found for number, structure in some.items()}
     check_alike(paths, [structures[number] for number in range(len(paths))])
@@ -325,16 +330,6 @@ def _open_own(data: DataConfig, network: Network, labelled: bool) -> Dataset:
     return found
 
 
-def _translate(dataset: Any, data: DataConfig, network: Network) -> None:
-    """Let the data set replace label numbers. Local."""
-    if not hasattr(dataset, "labels"):
-        raise UserError(
-            f"data.labels: expected a data set that replaces labels (an attribute of that name, of "
-            f"halograd.data.LabelMap), got {type(dataset).__name__}; replace them in {data.file}"
-        )
-    dataset.labels = label_maps(data, network)
-
-
 def _groups(data: DataConfig, dataset: Dataset) -> np.ndarray | None:
     """Return the group of each sample if whole groups are held out."""
     if data.validation == 0:
@@ -363,14 +358,6 @@ def _warn_of_neighbors(data: DataConfig, dataset: Dataset, training: np.ndarray,
                 both.size,
                 len(dataset.parts),
             )
-
-
-def _augmentation(config: Config, dataset: Dataset, network: Network) -> Augmentation | None:
-    given = config.data.augment
-    if given is None:
-        return None
-    wanted = {name: network.inputs[name].shape for name in dataset.fields}
-    return AUGMENTATIONS[given.kind](given, dataset.fields, wanted, config.training.seed)
 
 
 def _fit_together(data: DataConfig, fields: Mapping[str, Field], network: Network) -> dict[str, TargetReduction]:
@@ -422,13 +409,6 @@ def _ranges(network: Network) -> dict[str, TargetRange]:
     return found
 
 
-def _looks(dataset: Dataset, network: Network) -> int:
-    """Return the number of samples to read for the magnitude of targets: one if the losses bound all targets."""
-    ranges = _ranges(network)
-    names = [name for name, field in dataset.fields.items() if field.is_target]
-    return 1 if all(name in ranges and ranges[name].bounded for name in names) else LOOKS
-
-
 def _balance(
     network: Network,
     dataset: Dataset,
@@ -442,12 +422,9 @@ def _balance(
     for name in wanted:
         if name in found:
             continue
-        counts, fault = np.zeros(wanted[name], np.int64), None
-        try:
-            counts += count_classes(dataset, name, wanted[name], training[comm.rank :: comm.size], reductions.get(name))
-        except DataError as error:
-            fault = error
-        comm.agree(fault)
+        with comm.agreement():
+            own = training[comm.rank :: comm.size]
+            counts = count_classes(dataset, name, wanted[name], own, reductions.get(name))
         comm.reduction(counts, kind="data").run()
         found[name] = counts.tolist()
     try:

@@ -14,7 +14,6 @@ for the main thread and for the messages that travel at the same time::
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import threading
 import time
@@ -26,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
+from halograd.documents import write_whole
 
 if TYPE_CHECKING:
     from ..comm import Communicator, Recorder
@@ -97,10 +96,7 @@ class Timeline:
         self.phases: dict[tuple[str, str], Phase] = {}
         self.recorded = 0
         self.paused = False
-        self._keys: list[tuple[str, str]] = []
-        self._number: dict[tuple[str, str], int] = {}
-        self._which = np.zeros(capacity, np.int32)
-        self._times = np.zeros((capacity, 2))
+        self._spans: deque[tuple[str, str, float, float]] = deque(maxlen=capacity)
         self._lock = threading.Lock()
 
     def span(self, name: str, category: str, t0: float, t1: float) -> None:
@@ -108,18 +104,10 @@ class Timeline:
         if self.paused or (self._alone and category in ("communication", "wait")):
             return
         with self._lock:
-            key = (name, category)
-            number = self._number.get(key)
-            if number is None:
-                number = self._number[key] = len(self._keys)
-                self._keys.append(key)
-                self.phases[key] = Phase()
-            phase = self.phases[key]
+            phase = self.phases.setdefault((name, category), Phase())
             phase.count += 1
             phase.seconds += t1 - t0
-            i = self.recorded % self.capacity
-            self._which[i] = number
-            self._times[i, 0], self._times[i, 1] = t0, t1
+            self._spans.append((name, category, t0, t1))
             self.recorded += 1
 
     @contextmanager
@@ -133,11 +121,9 @@ class Timeline:
 
     def spans(self) -> Iterator[tuple[str, str, float, float]]:
         """Yield the name, category, begin and end [s] of the kept spans, oldest first."""
-        kept = min(self.recorded, self.capacity)
-        for k in range(self.recorded - kept, self.recorded):
-            i = k % self.capacity
-            name, category = self._keys[self._which[i]]
-            yield name, category, float(self._times[i, 0]), float(self._times[i, 1])
+        with self._lock:
+            kept = tuple(self._spans)
+        yield from kept
 
     def seconds(self, category: str, kind: str = "") -> float:
         """Return the time in all spans of a category [s], or of one kind of communication if `kind` is given."""
@@ -179,8 +165,9 @@ class Timeline:
 
     def clear(self) -> None:
         """Remove all spans and sums."""
-        self.phases = {key: Phase() for key in self._keys}
+        self.phases = {key: Phase() for key in self.phases}
         self.recorded = 0
+        self._spans.clear()
 
 
 def kind_of(name: str) -> str:
@@ -299,19 +286,12 @@ def write_trace(timeline: Timeline, comm: Communicator, path: str | Path) -> Non
     """
     path = Path(path)
     origin = _common_origin(comm)
-    fault = None
-    try:
-        with _part(path, comm.rank).open("w") as file:
-            json.dump(list(trace_events(timeline, origin)), file)
-    except OSError as error:
-        fault = error
-    comm.agree(fault)
-    try:
+    parts = [path.with_name(f"{path.name}.rank{rank}") for rank in range(comm.size)]
+    with comm.agreement():
+        parts[comm.rank].write_text(json.dumps(list(trace_events(timeline, origin))))
+    with comm.agreement():
         if comm.rank == 0:
-            merge_traces([_part(path, r) for r in range(comm.size)], path)
-    except OSError as error:
-        fault = error
-    comm.agree(fault)
+            merge_traces(parts, path)
 
 
 def merge_traces(parts: list[Path], path: Path) -> None:
@@ -321,16 +301,9 @@ def merge_traces(parts: list[Path], path: Path) -> None:
     for event in events:
         if "ts" in event:
             event["ts"] = round(event["ts"] - first, 3)
-    beside = path.with_name(path.name + ".new")
-    with beside.open("w") as file:
-        json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
-    os.replace(beside, path)
+    write_whole(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
     for part in parts:
         part.unlink()
-
-
-def _part(path: Path, rank: int) -> Path:
-    return path.with_name(f"{path.name}.rank{rank}")
 
 
 def _common_origin(comm: Communicator, rounds: int = 5) -> float:
