@@ -72,8 +72,18 @@ class BoundLayer:
         batch, shapes = inputs[0][0], [shape[1:] for shape in inputs]
         classes = {i: layer.counted_classes(i, *shapes) for i in range(len(inputs))}
         layer = layer.with_counts({i: [1] * n for i, n in classes.items() if n})
-        values = [self._input(layer, i, inputs, input_gradient) for i in range(len(inputs))]
-        output = self._value("y", (batch, *layer.output_shape(*shapes)), self._dtype)
+
+        def value(name: str, shape: tuple[int, ...], dtype: np.dtype = self._dtype) -> Value:
+            layout = Layout.blocks((size * batch, *shape), {"sample": size}, size)
+            return Value(name, layout, dtype, 0, kept=True)
+
+        values = []
+        for i, shape in enumerate(shapes):
+            is_target = layer.compares(i)
+            labels = is_target and layer.reads_classes(i, *shapes)
+            values.append(value(f"x{i}", shape, np.dtype("int64") if labels else self._dtype))
+            values[i].trainable = input_gradient and not is_target
+        output = value("y", layer.output_shape(*shapes))
         step = Step(layer.name or "layer", layer, values, output, {}, {**dict.fromkeys(AXES, 1), "sample": size})
         self.trainable = trainable and (input_gradient or bool(layer.parameters(*shapes)))
         self.input_gradient = input_gradient
@@ -83,10 +93,13 @@ class BoundLayer:
         arrays = {kind: {f"{step.name}/{k}": a for k, a in own.items()} for kind, own in self.arrays.items()}
         arrays |= {"copies": arrays["params"], "rounded": arrays["grads"]}
         self.runner = Runner(self.program, self._comm, kernels, arrays, mode)
-        self.inputs = [self.runner.view(value.view) for value in values]
+        self.inputs = [self.runner.view(x.view) for x in values]
         self.output = self.runner.view(output.view)
-        for i, (array, value) in enumerate(zip(self.inputs, values)):
-            self._fill_input(array, value, layer.compares(i))
+        for i, (array, x) in enumerate(zip(self.inputs, values)):
+            if x.dtype.kind != "i":
+                _fill(array, x.name)
+                if layer.compares(i):
+                    np.greater(array, 0, out=array, casting="unsafe")
         self._before = [self._copy(array) for array in self.inputs]
         self.dy: Any = None
         self._behind: Any = None
@@ -94,25 +107,6 @@ class BoundLayer:
             self.dy = self.runner.view(output.dy)
             _fill(self.dy, "dy")
             self._behind = self._copy(self.dy)
-
-    def _value(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> Value:
-        size = self._comm.size
-        layout = Layout.blocks((size * shape[0], *shape[1:]), {"sample": size}, size)
-        return Value(name, layout, dtype, 0, kept=True)
-
-    def _input(self, layer: Layer, i: int, inputs: Sequence[tuple[int, ...]], input_gradient: bool) -> Value:
-        shape, is_target = inputs[i], layer.compares(i)
-        labels = is_target and layer.reads_classes(i, *(tuple(one[1:]) for one in inputs))
-        value = self._value(f"x{i}", shape, np.dtype("int64") if labels else self._dtype)
-        value.trainable = input_gradient and not is_target
-        return value
-
-    def _fill_input(self, array: Any, value: Value, is_target: bool) -> None:
-        if value.dtype.kind == "i":
-            return
-        _fill(array, value.name)
-        if is_target:
-            np.greater(array, 0, out=array, casting="unsafe")
 
     def _parameters(self, layer: Layer, shapes: Sequence[tuple[int, ...]]) -> dict[str, dict[str, Any]]:
         params, state = layer.parameters(*shapes), layer.state(*shapes)

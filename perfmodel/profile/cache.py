@@ -178,7 +178,7 @@ class TimeCache:
         self.path, self.every = path, every
         self.damaged = 0
         self._times: dict[tuple[str, str], tuple[float, ...]] = {}
-        self._unwritten: list[str] = []
+        self._unwritten: list[bytes] = []
         self.read()
 
     def __len__(self) -> int:
@@ -197,7 +197,9 @@ class TimeCache:
             If the file cannot be written.
         """
         self._times[conditions.text, key] = tuple(times)
-        self._unwritten.append(_line(conditions.text, key, times))
+        # Conditions and key are JSON already and stay texts: they are compared, never parsed.
+        line = json.dumps([conditions.text, key, list(times)], separators=(",", ":"))
+        self._unwritten.append(f"{line}\n".encode())
         if len(self._unwritten) >= self.every:
             self.flush()
 
@@ -207,7 +209,14 @@ class TimeCache:
             return
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            _append(self.path, "".join(self._unwritten))
+            with self.path.open("a+b") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                size = file.seek(0, os.SEEK_END)
+                # A killed run may have left an incomplete last line.
+                torn = size > 0 and os.pread(file.fileno(), 1, size - 1) != b"\n"
+                file.write(b"\n" * torn + b"".join(self._unwritten))
+                file.flush()
+                os.fsync(file.fileno())
         except OSError as error:
             raise UserError(
                 f"cache {self.path}: expected a file that can be written, got an error ({error.strerror}); choose "
@@ -230,12 +239,15 @@ class TimeCache:
             ) from error
         self.damaged = 0
         for number, line in enumerate(lines, start=1):
-            entry = _entry(line)
-            if entry is not None:
-                self._times[entry[0], entry[1]] = entry[2]
-            elif line.strip():
+            if not line.strip():
+                continue
+            try:
+                conditions, key, times = _ENTRY.validate_json(line, strict=True)
+            except ValidationError:
                 self.damaged += 1
                 _log.warning("cache %s: line %d is damaged and was skipped", self.path, number)
+            else:
+                self._times[conditions, key] = times
 
 
 def cache_path(folder: str | Path | None = None) -> Path:
@@ -262,9 +274,10 @@ def _sources() -> int:
     return total
 
 
-@lru_cache
-def _processor() -> str:
-    """Return the model of the processor, from the system."""
+def device_name(kernels: Any) -> str:
+    """Return the model of the device of the kernels: the name from the backend, else that of the processor."""
+    if name := getattr(kernels, "device_name", None):
+        return str(name)
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -272,39 +285,3 @@ def _processor() -> str:
     facts = dict(reversed([(k.strip(), v.strip()) for k, _, v in (line.partition(":") for line in lines) if v]))
     parts = [facts[k] for k in ("model name", "cpu family", "model", "stepping") if k in facts]
     return " ".join(parts) or platform.processor() or platform.machine()
-
-
-def device_name(kernels: Any) -> str:
-    """Return the model of the device of the kernels: the name from the backend, else the processor."""
-    return getattr(kernels, "device_name", None) or _processor()
-
-
-def _line(conditions: str, key: str, times: Sequence[float]) -> str:
-    # Conditions and key are JSON already and stay texts: they are compared, never parsed.
-    return json.dumps([conditions, key, list(times)], separators=(",", ":")) + "\n"
-
-
-def _entry(line: str) -> tuple[str, str, tuple[float, ...]] | None:
-    """Return the data of a line that `_line` wrote, None for another line."""
-    try:
-        return _ENTRY.validate_json(line, strict=True)
-    except ValidationError:
-        return None
-
-
-def _append(path: Path, text: str) -> None:
-    """Append whole lines in one write.
-
-    If a killed run has left an incomplete last line, a line end is written first.
-    """
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        size = os.fstat(handle).st_size
-        torn = size > 0 and os.pread(handle, 1, size - 1) != b"\n"
-        data = ("\n" if torn else "").encode() + text.encode()
-        while data:
-            data = data[os.write(handle, data) :]
-        os.fsync(handle)
-    finally:
-        os.close(handle)  # releases the lock

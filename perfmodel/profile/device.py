@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,31 +31,6 @@ EXTENTS = (4, 8, 16, 32, 64)
 _CHANNELS = 64
 #: Lower limit of the curve, as a fraction of the peak.
 _LEAST = 0.05
-
-
-@dataclass(frozen=True)
-class DeviceRates:
-    """Rates of one rank's device.
-
-    Attributes
-    ----------
-    peak
-        Dtype -> best rate of a matrix product [flop/s].
-    bandwidth
-        Bandwidth of a copy, counting bytes read and written [B/s].
-    launch
-        Time of the smallest kernel [s].
-    efficiency
-        Fractions of the peak that convolutions reach.
-    """
-
-    peak: dict[str, float]
-    bandwidth: float
-    launch: float
-    efficiency: Efficiency
-
-
-_COPIED = "not measured: copied from {}"
 
 
 def measure_machine(comm: Communicator, kernels: Any, name: str = "here") -> Profile:
@@ -88,50 +62,54 @@ def measure_machine(comm: Communicator, kernels: Any, name: str = "here") -> Pro
     comm.barrier()
     copy = fit_copy(clock=clock)
     sums = _reductions(comm, clock)
-    rates = measure_device(kernels, comm)
+    rates = _device_rates(kernels, comm)
     machine = Machine(
         name=name,
         source=f"measured by halograd profile on {comm.size} ranks, {time.strftime('%Y-%m-%d')}",
         devices_per_node=places.fullest,
         nodes_per_switch=len(set(places.nodes)),
-        peak_flops=rates.peak,
-        memory_bandwidth=rates.bandwidth,
         memory=memory_size(hosts.fullest),
-        launch=rates.launch,
-        links=_links(copy, _measured_links(comm, face, channel, nodes.has("node"))),
-        efficiency=rates.efficiency,
+        links=_links(comm, copy, face, channel, nodes.has("node")),
         device=f"{device_name(kernels)}; {kernels.name} {kernels.version}, {kernels.threads} thread(s)",
+        **rates,
     )
-    return comm.bcast(Profile(machine, comm.size, comm.transport, channel, face, strided, copy, **sums))
+    found = Profile(
+        version=1,
+        machine=machine,
+        ranks=comm.size,
+        transport=comm.transport,
+        channel=channel,
+        face=face,
+        strided=strided,
+        copy=copy,
+        update=0.0,
+        layer_overhead=0.0,
+        **sums,
+    )
+    return comm.bcast(found)
 
 
-def _measured_links(
-    comm: Communicator, face: Mapping[str, Fit], channel: Mapping[str, Fit], memory_shared: bool
+def _links(
+    comm: Communicator, copy: Fit, face: Mapping[str, Fit], channel: Mapping[str, Fit], memory_shared: bool
 ) -> dict[str, Link]:
-    """Return links that include packing; links of an emulated network exclude it, because the cost model adds it there.
+    """Return the links of all levels; those that were not measured have the numbers of the nearest measured one.
+
+    Links include packing; links of an emulated network exclude it, because the cost model adds it there.
     """
-    found = {}
-    for level, packed in face.items():
-        if comm.network is None:
-            found[level] = packed.link(f"{comm.transport}, with packing", comm.shares_memory and level == "node")
-        elif level == "node" and memory_shared:
-            found[level] = packed.link("shared, with packing", shared=True)
-        else:
-            found[level] = channel[level].link(comm.transport, emulated=True)
-    return found
-
-
-def _links(copy: Fit, found: Mapping[str, Link]) -> dict[str, Link]:
-    """Return the links of all levels, from the measured ones."""
-    links = {"device": copy.link("copy")}
-    nearest = "device"
+    links, nearest = {"device": copy.link("copy")}, "device"
     for level in ("node", "switch", "across"):
         measured = "across" if level == "switch" else level
-        if measured in found:
-            links[level] = found[measured]
-            nearest = level
+        if measured not in face:
+            links[level] = Link(links[nearest].alpha, links[nearest].beta, f"not measured: copied from {nearest}")
+            continue
+        nearest = level
+        if comm.network is None:
+            shared = comm.shares_memory and level == "node"
+            links[level] = face[measured].link(f"{comm.transport}, with packing", shared)
+        elif level == "node" and memory_shared:
+            links[level] = face[measured].link("shared, with packing", shared=True)
         else:
-            links[level] = Link(links[nearest].alpha, links[nearest].beta, _COPIED.format(nearest))
+            links[level] = channel[measured].link(comm.transport, emulated=True)
     return links
 
 
@@ -166,61 +144,40 @@ def _reductions(comm: Communicator, clock: Callable[[], float]) -> dict[str, Any
     return found
 
 
-# -- the device ------------------------------------------------------------------------------------
-
-
-def measure_device(kernels: Any, comm: Communicator) -> DeviceRates:
-    """Return the rates of the slowest rank while all ranks compute. Collective over `comm`.
-
-    Parameters
-    ----------
-    kernels
-        Backend.
-    comm
-        All ranks that measure together.
-    """
-
+def _device_rates(kernels: Any, comm: Communicator) -> dict[str, Any]:
+    """Return the rates of the slowest rank while all ranks compute, as fields of `Machine`. Collective."""
     crowd = Crowd.of(comm, kernels)
 
     def clock(run: Callable[[], Any]) -> float:
-        return _best(run, kernels, comm, crowd)
+        """Return the best of several rounds, each as slow as its slowest rank [s]."""
+        run()
+        times = []
+        for _ in range(ROUNDS):
+            comm.barrier()
+            begin = crowd.clock()
+            run()
+            kernels.synchronize()
+            times.append(float(comm.allreduce_scalar(crowd.clock() - begin, "max")))
+        return min(times)
 
-    peak = {dtype: 2 * MATRIX**3 / clock(_product(kernels, dtype, MATRIX)) for dtype in kernels.dtypes}
-    launch = clock(_product(kernels, kernels.dtypes[0], 1))
+    def product(dtype: str, rows: int) -> float:
+        x, w, y = (kernels.zeros((rows, rows), dtype) for _ in range(3))
+        return clock(kernels.dense_forward(x, w, None, y))
+
+    peak = {dtype: 2 * MATRIX**3 / product(dtype, MATRIX) for dtype in kernels.dtypes}
+    dtype = kernels.dtypes[0]
+    launch = product(dtype, 1)
     source, target = kernels.zeros((STREAM,), np.uint8), kernels.zeros((STREAM,), np.uint8)
     bandwidth = 2 * STREAM / clock(lambda: kernels.xp.copyto(target, source))
-    return DeviceRates(peak, bandwidth, launch, _efficiency(kernels, clock, peak[kernels.dtypes[0]], launch))
-
-
-def _best(run: Callable[[], Any], kernels: Any, comm: Communicator, crowd: Crowd) -> float:
-    """Return the best of several rounds, each as slow as its slowest rank [s]."""
-    run()
-    times = []
-    for _ in range(ROUNDS):
-        comm.barrier()
-        begin = crowd.clock()
-        run()
-        kernels.synchronize()
-        times.append(float(comm.allreduce_scalar(crowd.clock() - begin, "max")))
-    return min(times)
-
-
-def _product(kernels: Any, dtype: str, rows: int) -> Callable[[], Any]:
-    x, w, y = (kernels.zeros((rows, rows), dtype) for _ in range(3))
-    kernel: Callable[[], Any] = kernels.dense_forward(x, w, None, y)
-    return kernel
-
-
-def _efficiency(kernels: Any, clock: Callable[..., float], peak: float, launch: float) -> Efficiency:
-    """Fit the efficiency to convolutions of several sizes: ``t = launch + (flops + half) / (peak * compute)``."""
+    # The efficiency is fitted to convolutions of several sizes: t = launch + (flops + half) / (peak * compute).
     geometry = Geometry(kernel=(3, 3), stride=(1, 1), dilation=(1, 1), padding=((1, 1), (1, 1)), groups=1)
-    flops, seconds = [], []
+    seconds = []
     for extent in EXTENTS:
-        x, y = (kernels.zeros((1, extent, extent, _CHANNELS), kernels.dtypes[0]) for _ in range(2))
-        w = kernels.zeros((_CHANNELS, 3, 3, _CHANNELS), kernels.dtypes[0])
+        x, y = (kernels.zeros((1, extent, extent, _CHANNELS), dtype) for _ in range(2))
+        w = kernels.zeros((_CHANNELS, 3, 3, _CHANNELS), dtype)
         seconds.append(clock(kernels.conv_forward(x, w, None, y, geometry)))
-        flops.append(2.0 * 9 * _CHANNELS**2 * extent**2)
-    line = fit_line(flops, seconds)
-    compute = min(1.0, 1 / (line.beta * peak)) if line.beta else 1.0
-    half = max(0.0, line.alpha - launch) * peak * compute
-    return Efficiency(compute=compute, half=half, least=_LEAST)
+    line = fit_line([2.0 * 9 * _CHANNELS**2 * extent**2 for extent in EXTENTS], seconds)
+    compute = min(1.0, 1 / (line.beta * peak[dtype])) if line.beta else 1.0
+    half = max(0.0, line.alpha - launch) * peak[dtype] * compute
+    efficiency = Efficiency(compute=compute, half=half, least=_LEAST)
+    return {"peak_flops": peak, "memory_bandwidth": bandwidth, "launch": launch, "efficiency": efficiency}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,16 +64,23 @@ class LayerTimer:
     def measure(self, work: LayerWork) -> LayerTime:
         """Return the typical times of one layer, the same on all ranks. Collective.
 
-        Each repetition counts on its slowest rank.
+        Each repetition counts on its slowest rank: in a step, ranks synchronize after most layers and wait for it.
         """
-        with self._bind(work) as bound:
-            timed = _Timed(bound, self.kernels, self._crowd)
-            rough = self._rough(timed)
-            if not self._needs_twin(work, bound):
-                return self._repeat(timed, None, rough)
-            with self._bind(work) as twin:
+        with ExitStack() as stack:
+            bound = stack.enter_context(self._bind(work))
+            bound.run()
+            seconds = self._clock(bound.forward)
+            bound.write_dy()
+            rough = float(self.comm.allreduce_scalar(seconds + sum(self._backward(bound)), "max"))
+            twin, flushed = None, len(self._passing)
+            # No twin if all data stay in the cache, nor for large layers, whose code is negligible. A loss runs once in
+            # a step: its code is as cold as its data.
+            if flushed > 0 and bound.memory_bytes <= 8 * flushed and not work.layer.compares(1):
+                twin = stack.enter_context(self._bind(work))
                 twin.run()
-                return self._repeat(timed, twin, rough)
+            repeats = max(FEWEST, min(self.repeats, int(ENOUGH / max(rough, 1e-9))))
+            samples = self.comm.allgather_objects([self._once(bound, twin) for _ in range(repeats)])
+        return LayerTime(*(typical(seconds) for seconds in np.max(samples, axis=0).T.tolist()))
 
     def close(self) -> None:
         """Free all resources. Collective."""
@@ -90,87 +98,38 @@ class LayerTimer:
             spread=work.spread,
         )
 
-    def _needs_twin(self, work: LayerWork, bound: BoundLayer) -> bool:
-        """Return whether a twin is needed.
+    def _once(self, bound: BoundLayer, twin: BoundLayer | None) -> tuple[float, float, float]:
+        """Run and time one forward and one backward pass: forward, data and filter gradient [s]."""
+        # Nothing writes the samples, the inputs of a first layer.
+        self._prepare(None if twin is None else twin.forward, bound.write_inputs if bound.input_gradient else None)
+        forward = self._clock(bound.forward)
+        if bound.trainable:
+            self._prepare(None if twin is None else twin.run, bound.write_dy)
+        return (forward, *self._backward(bound))
 
-        It is not if all data stay in the cache, nor for large layers, whose code is negligible. A loss runs once in a
-        step: its code is as cold as its data.
-        """
-        flushed = len(self._passing)
-        return flushed > 0 and bound.memory_bytes <= 8 * flushed and not work.layer.compares(1)
-
-    def _rough(self, timed: _Timed) -> float:
-        """Return the time of both passes on the slowest rank, after a warm-up [s]."""
-        timed.bound.run()
-        seconds = timed.forward()
-        timed.bound.write_dy()
-        return float(self.comm.allreduce_scalar(seconds + sum(timed.backward()), "max"))
-
-    def _repeat(self, timed: _Timed, twin: BoundLayer | None, rough: float) -> LayerTime:
-        repeats = max(FEWEST, min(self.repeats, int(ENOUGH / max(rough, 1e-9))))
-        samples = self.comm.allgather_objects([self._once(timed, twin) for _ in range(repeats)])
-        # The slowest rank counts each time: in a step, ranks synchronize after most layers and wait for the slowest.
-        return LayerTime(*(typical(seconds) for seconds in np.max(samples, axis=0).T.tolist()))
-
-    def _meet(self) -> None:
-        """Synchronize the ranks before a measurement, unless they share cores.
-
-        A waiting rank would then let other ranks run between a layer and the one before it.
-        """
+    def _prepare(self, warm: Callable[[], None] | None, write: Callable[[], None] | None) -> None:
+        """Bring the cache into the state that a layer finds in a step, and synchronize the ranks."""
+        self._passing += 1  # reads and writes as many bytes as pass between two uses of a layer's data
+        for run in (warm, write):
+            if run is not None:
+                run()
+        # If ranks share cores, a waiting one would let others run between a layer and the one before it.
         if not self._crowd.in_turn:
             self.comm.barrier()
-
-    def _once(self, timed: _Timed, twin: BoundLayer | None) -> tuple[float, float, float]:
-        """Run and time one forward and one backward pass: forward, data and filter gradient [s]."""
-        bound = timed.bound
-        self._flush()
-        if twin is not None:
-            twin.forward()
-        if bound.input_gradient:
-            bound.write_inputs()  # no layer has just written the samples
-        self._meet()
-        forward = timed.forward()
-        if not bound.trainable:
-            return forward, 0.0, 0.0
-        self._flush()
-        if twin is not None:
-            twin.run()
-        bound.write_dy()
-        self._meet()
-        return (forward, *timed.backward())
-
-    def _flush(self) -> None:
-        """Read and write as many bytes as pass between two uses of a layer's data."""
-        self._passing += 1
-
-
-class _Timed:
-    """A bound layer whose passes are timed, with the filter gradient separately."""
-
-    def __init__(self, bound: BoundLayer, kernels: Any, crowd: Crowd) -> None:
-        self.bound, self._kernels, self._crowd = bound, kernels, crowd
-        self._of_weights = 0.0
 
     def _clock(self, run: Callable[[], object]) -> float:
         begin = self._crowd.clock()
         run()
-        self._kernels.synchronize()
+        self.kernels.synchronize()
         return self._crowd.clock() - begin
 
-    def forward(self) -> float:
-        """Run and time the forward pass [s]."""
-        return self._clock(self.bound.forward)
-
-    def backward(self) -> tuple[float, float]:
+    def _backward(self, bound: BoundLayer) -> tuple[float, float]:
         """Run and time the backward pass: the filter gradient, and all other work, separately [s]."""
-        if not self.bound.trainable:
+        if not bound.trainable:
             return 0.0, 0.0
-        self._of_weights = 0.0
-        total = self._clock(lambda: self.bound.backward(self._time_weights))
-        return max(total - self._of_weights, 0.0), self._of_weights
-
-    def _time_weights(self, call: Callable[[], object]) -> None:
-        self._of_weights += self._clock(call)
+        filters: list[float] = []
+        total = self._clock(lambda: bound.backward(lambda call: filters.append(self._clock(call))))
+        return max(total - sum(filters), 0.0), sum(filters)
 
 
 def typical(seconds: Sequence[float]) -> float:
@@ -202,9 +161,6 @@ def passing_bytes(network: Network, batch: int, ranks: int, dtype: str = "float3
     values = sum(math.prod(node.shape) for node in network.nodes) * batch // ranks
     nbytes = 2 * (values + network.parameter_count) * np.dtype(dtype).itemsize + CODE * len(network.nodes)
     return min(1 << max(nbytes.bit_length() - 1, 0), last_level_cache())
-
-
-# -- as many as a budget allows ---------------------------------------------------------------------
 
 
 @dataclass
@@ -255,9 +211,14 @@ def measure_layers(
     todo = list(works)
     wanted = comm.bcast([again or cache.get(conditions, work.key) is None for work in todo])
     state = Coverage(known=wanted.count(False))
+
+    def tell(done: int) -> None:
+        if progress is not None and comm.rank == 0:
+            progress(done, len(todo))
+
     try:
         for done, (work, missing) in enumerate(zip(todo, wanted)):
-            _tell(progress, comm, done, len(todo))
+            tell(done)
             if not missing:
                 continue
             if comm.bcast(budget is not None and time.perf_counter() - begin > budget):
@@ -266,21 +227,12 @@ def measure_layers(
             found = timer.measure(work)
             state.measured += 1
             if comm.rank == 0:
-                _keep(cache, conditions, work.key, found)
+                before = cache.get(conditions, work.key)
+                mean = found if before is None else [(a + b) / 2 for a, b in zip(before, found)]
+                cache.put(conditions, work.key, mean)
     finally:
         if comm.rank == 0:
             cache.flush()
-    _tell(progress, comm, len(todo), len(todo))
+    tell(len(todo))
     state.seconds = time.perf_counter() - begin
     return state
-
-
-def _keep(cache: TimeCache, conditions: Conditions, key: str, found: tuple[float, ...]) -> None:
-    """Store the time, or its mean with the earlier time."""
-    before = cache.get(conditions, key)
-    cache.put(conditions, key, found if before is None else [(a + b) / 2 for a, b in zip(before, found)])
-
-
-def _tell(progress: Callable[[int, int], None] | None, comm: Communicator, done: int, total: int) -> None:
-    if progress is not None and comm.rank == 0:
-        progress(done, total)

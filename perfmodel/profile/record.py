@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
-from pydantic import Field
 
 from halograd.documents import read_json, shown_path, write_whole
 from halograd.errors import UserError
@@ -35,7 +34,7 @@ class Fit:
         Parameters of the line [s] and [s/B], neither negative.
     error
         Root mean square of the relative residuals.
-    nbytes, seconds
+    bytes, seconds
         Measured sizes [B] and times [s].
     """
 
@@ -44,7 +43,7 @@ class Fit:
     alpha: NotNegative
     beta: NotNegative
     error: NotNegative
-    nbytes: Annotated[tuple[NotNegative, ...], Field(alias="bytes")] = field(default=(), repr=False)
+    bytes: tuple[NotNegative, ...] = field(default=(), repr=False)
     seconds: tuple[NotNegative, ...] = field(default=(), repr=False)
 
     def at(self, nbytes: float) -> float:
@@ -57,8 +56,7 @@ class Fit:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fit as plain data, for JSON."""
-        values = {"alpha": self.alpha, "beta": self.beta, "error": self.error}
-        return {**values, "bytes": list(self.nbytes), "seconds": list(self.seconds)}
+        return asdict(self)
 
 
 def fit_line(nbytes: Sequence[float], seconds: Sequence[float] | np.ndarray) -> Fit:
@@ -111,24 +109,19 @@ def _solve(slope: np.ndarray, constant: np.ndarray, weights: np.ndarray) -> tupl
     return (only_alpha, 0.0) if gain_alpha >= gain_beta else (0.0, only_beta)
 
 
-_VERSION = 1
-_BY_LEVEL = ("channel", "face", "strided")
-_BY_RANKS = ("reduction", "reduction_behind", "reduction_exposed")
-
-
 def record_path(machine_file: str | Path) -> Path:
     """Return the path of the record for a machine file: ``machine.toml`` -> ``machine.profile.json``."""
     return Path(machine_file).with_suffix(".profile.json")
 
 
-@dataclass(frozen=True)
-class Profile:
-    """Measured times of messages and overheads, with the library's own communicator.
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """The part of a profile that a machine file does not hold, as its own JSON file does.
 
     Attributes
     ----------
-    machine
-        Machine with the measured values.
+    version
+        Version of the file.
     ranks, transport
         Number of ranks and transport of the measuring run.
     channel
@@ -151,19 +144,29 @@ class Profile:
         Whether the algorithms of convolutions were chosen by measurement, which is a condition of the layer times.
     """
 
-    machine: Machine
-    ranks: int
+    __pydantic_config__ = STRICT
+
+    version: Literal[1]
+    ranks: Count
     transport: str
-    channel: Mapping[str, Fit] = field(default_factory=dict)
-    face: Mapping[str, Fit] = field(default_factory=dict)
-    strided: Mapping[str, Fit] = field(default_factory=dict)
-    copy: Fit | None = None
-    reduction: Mapping[int, Fit] = field(default_factory=dict)
-    reduction_behind: Mapping[int, Fit] = field(default_factory=dict)
-    reduction_exposed: Mapping[int, Fit] = field(default_factory=dict)
-    update: float = 0.0
-    layer_overhead: float = 0.0
+    channel: Mapping[str, Fit]
+    face: Mapping[str, Fit]
+    strided: Mapping[str, Fit]
+    copy: Fit | None
+    reduction: Mapping[Count, Fit]
+    reduction_behind: Mapping[Count, Fit]
+    reduction_exposed: Mapping[Count, Fit]
+    update: NotNegative
+    layer_overhead: NotNegative
     autotune: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile(Record):
+    """Measured times of messages and overheads, with the library's own communicator; `machine` has the measured values.
+    """
+
+    machine: Machine
 
     def with_overheads(self, update: float, layer_overhead: float) -> Profile:
         """Return the profile with the overheads of the executor and the measured sums in its machine.
@@ -205,47 +208,12 @@ class Profile:
             If there is no machine file or no record next to it, or one of them is damaged.
         """
         machine, path = Machine.load(machine_file), record_path(machine_file)
-        return cls.from_dict(machine, read_json(path, "profile"), f"profile {shown_path(path)}")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the profile as plain data without the machine, for JSON."""
-        fits = {k: _out(getattr(self, k)) for k in (*_BY_LEVEL, *_BY_RANKS)}
-        numbers = {k: getattr(self, k) for k in ("ranks", "transport", "autotune", "update", "layer_overhead")}
-        return {"version": _VERSION, **numbers, "copy": self.copy and self.copy.to_dict(), **fits}
-
-    @classmethod
-    def from_dict(cls, machine: Machine, data: object, source: str = "profile") -> Profile:
-        """Create a profile from the data of `to_dict`.
-
-        Errors name `source`, as those of `load`.
-        """
         try:
-            record = build(_Record, data, source)
+            record = build(Record, read_json(path, "profile"), f"profile {shown_path(path)}")
         except UserError as error:
             raise UserError(f"{error}; run `halograd profile` again") from None
-        return cls(machine, **{key: value for key, value in vars(record).items() if key != "version"})
+        return cls(machine=machine, **vars(record))
 
-
-@dataclass(frozen=True)
-class _Record:
-    """Schema of the file of a profile."""
-
-    __pydantic_config__ = STRICT
-
-    version: Literal[1]
-    ranks: Count
-    transport: str
-    update: NotNegative
-    layer_overhead: NotNegative
-    copy: Fit | None
-    channel: dict[str, Fit]
-    face: dict[str, Fit]
-    strided: dict[str, Fit]
-    reduction: dict[Count, Fit]
-    reduction_behind: dict[Count, Fit]
-    reduction_exposed: dict[Count, Fit]
-    autotune: bool = False
-
-
-def _out(fits: Mapping[Any, Fit]) -> dict[str, Any]:
-    return {str(key): fit.to_dict() for key, fit in fits.items()}
+    def to_dict(self) -> dict[str, Any]:
+        """Return the record as plain data, for JSON."""
+        return {key: value for key, value in asdict(self).items() if key != "machine"}
