@@ -1,80 +1,270 @@
-"""Connections between ranks in addition to MPI, and their topology. They are plain sockets, which work when MPI does
-not.
+"""Connections between ranks in addition to MPI: plain sockets, which work when MPI does not.
 
 The kernel closes a connection when a process ends, and reports it when a node does not respond. In normal operation
 only the kernel's own keep-alive packets travel on a connection. The kernel responds to them however busy the process
 is; a node that does not respond is given up after `LOST` seconds. A message is one JSON object per line.
-:mod:`halograd.training.meeting` makes the connections.
+
+Each connection is requested, answered and confirmed::
+
+    up (listens)                          down (calls)
+       <------ password, rank (40 B) ------
+       ------- countersign (32 B) -------->     wrong, or too late: call again
+       <------ "+" ------------------------
+       messages                           messages
+
+Ranks exchange addresses, passwords and countersigns over MPI. A rank that listens reads 41 bytes of fixed format from a
+stranger (port scanner, other job), and parses nothing else. All connections are made concurrently, so a stranger does
+not make a rank wait.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import hmac
+import itertools
 import json
-import selectors
+import secrets
 import socket
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["FANOUT", "LOST", "Connection", "Peers", "Tree"]
+from ..comm import Communicator
+from .watch import Message, Tree
+
+__all__ = ["LOST", "Peers", "Where", "join"]
 
 #: Time after which a node that does not respond is given up [s].
 LOST = 6.0
 LONGEST = 1 << 16  # maximum size of a message [B]
 FLUSH = 1.0  # time limit for the last messages of a rank that leaves [s]
+PATIENCE = 10.0  # time limit for all connections of a rank [s]
+ATTEMPT = 2.0  # time limit for one connection to be requested, answered and confirmed [s]
+RETRY = 0.1  # time between two attempts [s]
+BACKLOG = 1024  # connections that the kernel accepts for a rank that is busy
+STRANGERS = 64  # maximum number of unconfirmed connections; the oldest is closed for a new one
+WORD = 32  # characters of a password, and of a countersign
+HELLO = WORD + 8  # password and rank
+CONFIRMED = b"+"
+_FAULTS = (OSError, EOFError, asyncio.TimeoutError)
 
 
-class Connection:
-    """One end of a connection to another rank. Local; never blocks.
+@dataclass(frozen=True)
+class Where:
+    """Addresses at which a rank listens, and the words by which both ends prove that they belong to the job."""
+
+    addresses: tuple[str, ...]
+    port: int
+    password: bytes
+    countersign: bytes
+
+
+class Peers:
+    """Connections of this rank with others. Local. Only `wake` may be called while another thread runs the loop.
+
+    Parameters
+    ----------
+    rank
+        Rank of this process.
+    downs
+        Ranks that call this one, if it listens.
+    loop
+        Event loop for all coroutines.
 
     Attributes
     ----------
-    rank
-        Rank at the other end.
-    leaving
-        Whether the other end has announced that it leaves.
-    unsent
-        Bytes that the kernel has not accepted yet.
+    lines
+        Complete connections, by the rank at the other end.
     """
 
-    def __init__(self, connection: socket.socket, rank: int) -> None:
-        self.socket, self.rank, self.leaving = connection, rank, False
-        self.unsent = b""
-        self._received = b""
-        connection.setblocking(False)
-        _keep_alive(connection)
+    def __init__(self, rank: int, downs: Collection[int], loop: asyncio.AbstractEventLoop) -> None:
+        self.lines: dict[int, asyncio.StreamWriter] = {}
+        self._rank, self._downs, self._loop = rank, downs, loop
+        self._socket: socket.socket | None = None
+        self._guests: list[asyncio.Task[None]] = []  # unconfirmed connections, the oldest first
+        self._readers: set[asyncio.Task[None]] = set()
+        self._expected = -1
+        self._complete, self._woken = asyncio.Event(), asyncio.Event()
+        self._events: list[tuple[int, Message | str]] = []
 
-    def send(self, message: dict[str, Any]) -> None:
-        """Send one message. It is dropped if the other end is closed."""
-        self.unsent += json.dumps(message).encode() + b"\n"
-        self.flush()
+    def listen(self, everywhere: bool) -> Where:
+        """Create the socket on which this rank accepts connections; return the address for the ranks that call.
 
-    def flush(self) -> None:
-        """Pass as many unsent bytes to the kernel as it accepts."""
-        try:
-            self.unsent = self.unsent[self.socket.send(self.unsent) :]
-        except BlockingIOError:
-            pass
-        except OSError:  # `receive` will report the reason
-            self.unsent = b""
-
-    def receive(self) -> list[dict[str, Any]] | None:
-        """Return the messages that have arrived, None at the end of the connection.
-
-        Raises
-        ------
-        OSError
-            If the connection is broken (the node does not respond).
+        Other hosts can reach it if `everywhere`. Raises OSError if no socket can be created.
         """
+        if not everywhere:
+            self._socket = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
+        elif socket.has_dualstack_ipv6():
+            self._socket = socket.create_server(("", 0), family=socket.AF_INET6, backlog=BACKLOG, dualstack_ipv6=True)
+        else:
+            self._socket = socket.create_server(("", 0), backlog=BACKLOG)
+        words = [secrets.token_hex(WORD // 2).encode() for _ in range(2)]
+        addresses = _own_addresses() if everywhere else ()
+        self._where = Where(("127.0.0.1", *addresses), int(self._socket.getsockname()[1]), *words)
+        return self._where
+
+    # -- set-up ---------------------------------------------------------------------------------
+
+    async def meet(self, calls: Mapping[int, Where], near: Collection[int] = ()) -> None:
+        """Make all connections, for at most `PATIENCE`.
+
+        Parameters
+        ----------
+        calls
+            Addresses of the ranks that this rank calls.
+        near
+            Ranks on the host of this rank.
+        """
+        self._expected = len(calls) + (0 if self._socket is None else len(self._downs))
+        server = None
+        if self._socket is not None:
+            server = await asyncio.start_server(self._admit, sock=self._socket, limit=LONGEST, backlog=BACKLOG)
+        tasks = [asyncio.create_task(self._call(up, where, up in near)) for up, where in calls.items()]
+        with contextlib.suppress(asyncio.TimeoutError):
+            if self._expected:
+                await asyncio.wait_for(self._complete.wait(), PATIENCE)
+        if server is not None:
+            server.close()
+        unfinished = [*tasks, *self._guests]
+        for task in unfinished:
+            task.cancel()
+        await asyncio.gather(*unfinished, return_exceptions=True)
+
+    async def _call(self, rank: int, where: Where, near: bool) -> None:
+        """Call a rank at its addresses in turn, until it answers."""
+        for address in itertools.cycle(where.addresses if near else where.addresses[1:]):
+            with contextlib.suppress(*_FAULTS):
+                if await asyncio.wait_for(self._greet(rank, where, address), ATTEMPT):
+                    return
+            await asyncio.sleep(RETRY)
+
+    async def _greet(self, rank: int, where: Where, address: str) -> bool:
+        reader, writer = await asyncio.open_connection(address, where.port, limit=LONGEST)
+        answer = b""
         try:
-            data = self.socket.recv(LONGEST)
-        except BlockingIOError:
-            return []
-        if not data:
+            writer.write(where.password + _name(self._rank))
+            answer = await reader.readexactly(WORD)
+        finally:
+            right = hmac.compare_digest(answer, where.countersign)
+            if right:
+                writer.write(CONFIRMED)
+            self._add(rank if right else None, reader, writer)
+        return right
+
+    async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Add the connection of a rank that calls; close that of a stranger."""
+        task, rank = asyncio.current_task(), None
+        assert task is not None
+        self._guests.append(task)
+        if len(self._guests) > STRANGERS:
+            self._guests.pop(0).cancel()
+        try:
+            with contextlib.suppress(*_FAULTS):
+                rank = await asyncio.wait_for(self._answer(reader, writer), ATTEMPT)
+        finally:
+            if task in self._guests:
+                self._guests.remove(task)
+            self._add(rank, reader, writer)
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> int | None:
+        """Return the rank that calls; None if password, rank or confirmation are wrong."""
+        hello = await reader.readexactly(HELLO)
+        rank = {_name(down): down for down in self._downs if down not in self.lines}.get(hello[WORD:])
+        if rank is None or not hmac.compare_digest(hello[:WORD], self._where.password):
             return None
-        *lines, self._received = (self._received + data).split(b"\n")
-        return [json.loads(line) for line in lines]
+        writer.write(self._where.countersign)
+        return rank if await reader.readexactly(len(CONFIRMED)) == CONFIRMED else None
+
+    def _add(self, rank: int | None, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Add a complete connection; close it without a rank."""
+        if rank is None or rank in self.lines:
+            writer.close()
+            return
+        _keep_alive(writer.get_extra_info("socket"))
+        self.lines[rank] = writer
+        self._readers.add(asyncio.create_task(self._read(rank, reader, writer)))
+        if len(self.lines) == self._expected:
+            self._complete.set()
+
+    # -- messages -------------------------------------------------------------------------------
+
+    async def _read(self, rank: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        how = "ended"
+        try:
+            async for line in reader:
+                message = json.loads(line)
+                if message["kind"] == "bye":
+                    how = "left"
+                else:
+                    self._note(rank, message)
+        except ConnectionError:
+            pass
+        except OSError:  # the kernel has given up: TimeoutError, no route to the host
+            how = "left" if how == "left" else "lost"
+        writer.close()
+        if self.lines.pop(rank, None) is not None:
+            self._note(rank, how)
+
+    def _note(self, rank: int, event: Message | str) -> None:
+        self._events.append((rank, event))
+        self._woken.set()
+
+    async def wait(self, seconds: float) -> list[tuple[int, Message | str]]:
+        """Wait for events for at most `seconds`; return ranks, each with its message or the end of its connection.
+
+        The end is ``"left"`` (announced), ``"ended"`` (its process ended) or ``"lost"`` (its node does not respond).
+        """
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._woken.wait(), seconds)
+        self._woken.clear()
+        events, self._events = self._events, []
+        return events
+
+    def wake(self) -> None:
+        """End the `wait` of the other thread. Any thread may call it."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._woken.set)
+
+    def send(self, rank: int, message: Message) -> None:
+        """Send one message to a rank. It is dropped if there is no connection. Never blocks."""
+        if rank in self.lines:
+            self.lines[rank].write(json.dumps(message).encode() + b"\n")
+
+    async def close(self) -> None:
+        """Announce the end on every connection, and close all."""
+        for rank in self.lines:
+            self.send(rank, {"kind": "bye"})
+        writers = list(self.lines.values())
+        self.lines.clear()
+        for writer in writers:
+            writer.close()  # after the unsent bytes
+        with contextlib.suppress(asyncio.TimeoutError):
+            closed = asyncio.gather(*(writer.wait_closed() for writer in writers), return_exceptions=True)
+            await asyncio.wait_for(closed, FLUSH)
+        for writer in writers:
+            writer.transport.abort()
+        for task in self._readers:
+            task.cancel()
+        await asyncio.gather(*self._readers, return_exceptions=True)
+
+    def run(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine to its end in this thread, and close the loop."""
+        with contextlib.closing(self._loop):
+            self._loop.run_until_complete(coroutine)
+
+
+def _own_addresses() -> tuple[str, ...]:
+    """List names and addresses by which other nodes may reach this one, the most probable first."""
+    names = [socket.gethostname(), socket.getfqdn()]
+    with contextlib.suppress(OSError):
+        names += [str(info[4][0]) for info in socket.getaddrinfo(names[0], None, type=socket.SOCK_STREAM)]
+    return tuple(dict.fromkeys(names))
+
+
+def _name(rank: int) -> bytes:
+    return b"%08x" % rank
 
 
 def _keep_alive(connection: socket.socket) -> None:
@@ -86,164 +276,29 @@ def _keep_alive(connection: socket.socket) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), int(value))
 
 
-@dataclass
-class Peers:
-    """Connections of this rank, and callbacks for their events. Local; only `wake` may be called from other threads.
+def join(comm: Communicator, tree: Tree) -> tuple[Peers, list[set[int]]]:
+    """Make the connections of a tree. Collective over `comm`.
 
-    Attributes
-    ----------
-    lines
-        Connections by rank.
-    on_message
-        Function that is called with rank and message.
-    on_end
-        Function that is called with a rank whose connection ended, and the kind of end: ``"left"`` (announced),
-        ``"ended"`` (its process ended) or ``"lost"`` (its node does not respond).
+    Returns
+    -------
+    peers
+        Connections of this rank.
+    joined
+        Per rank, the ranks that it has a connection with; the same list on all ranks.
     """
-
-    lines: dict[int, Connection]
-    on_message: Callable[[int, dict[str, Any]], None]
-    on_end: Callable[[int, str], None]
-
-    def __post_init__(self) -> None:
-        self._selector = selectors.DefaultSelector()
-        for line in self.lines.values():
-            self._selector.register(line.socket, selectors.EVENT_READ, line)
-        # So that `wake` can end a `wait`.
-        self._inner, self._outer = socket.socketpair()
-        self._selector.register(self._inner, selectors.EVENT_READ, None)
-
-    def wait(self, seconds: float) -> None:
-        """Wait for events for at most `seconds`, and call the callbacks."""
-        for line in self.lines.values():
-            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if line.unsent else 0)
-            if self._selector.get_key(line.socket).events != events:
-                self._selector.modify(line.socket, events, line)
-        for key, events in self._selector.select(max(0.0, seconds)):
-            line = key.data
-            if line is None:
-                self._inner.recv(64)
-                continue
-            if events & selectors.EVENT_WRITE:
-                line.flush()
-            if events & selectors.EVENT_READ:
-                self._attend(line)
-
-    def wake(self) -> None:
-        """End the `wait` of the other thread. Any thread may call it."""
-        self._outer.send(b".")
-
-    def send(self, rank: int, message: dict[str, Any]) -> None:
-        """Send one message to a rank. It is dropped if there is no connection."""
-        if rank in self.lines:
-            self.lines[rank].send(message)
-
-    def _attend(self, line: Connection) -> None:
-        how = "ended"
-        try:
-            messages = line.receive()
-        except OSError as error:  # includes TimeoutError: the kernel has given up
-            messages, how = None, "ended" if isinstance(error, ConnectionError) else "lost"
-        for message in messages or ():
-            if message["kind"] == "bye":
-                line.leaving = True
-            else:
-                self.on_message(line.rank, message)
-        if messages is None:
-            self._selector.unregister(line.socket)
-            line.socket.close()
-            del self.lines[line.rank]
-            self.on_end(line.rank, "left" if line.leaving else how)
-
-    def close(self) -> None:
-        """Announce the end on every connection, and close all."""
-        self._selector.close()
-        for line in self.lines.values():
-            line.send({"kind": "bye"})
-            if line.unsent:
-                with contextlib.suppress(OSError):
-                    line.socket.settimeout(FLUSH)
-                    line.socket.sendall(line.unsent)
-            line.socket.close()
-        self.lines.clear()
-        self._inner.close()
-        self._outer.close()
-
-
-FANOUT = 16
-
-
-class Tree:
-    r"""Topology of the connections between the ranks of a job. Pure arithmetic.
-
-    Ranks have positions: the first rank of every host, then all others. The first ``fanout + 1`` ranks are *heads*,
-    each of which is connected with all other heads; every later rank is connected with its parent. With ``fanout =
-    2``::
-
-        position       0 ------ 1 ------ 2       heads: 0 and 2 are connected too
-                      / \      / \      / \
-                     3   4    5   6    7   8
-                    / \  :
-                   9  10
-
-    A rank has at most ``2 * fanout`` connections, for any number of ranks. Rank 0 is the first head, and ends the job
-    after a fault; if it cannot, the next head does.
-
-    Parameters
-    ----------
-    hosts
-        Name of the host of every rank.
-    fanout
-        Children per rank; the number of heads is one more.
-
-    Attributes
-    ----------
-    order
-        Ranks by position. Heads are on as many hosts as possible, so that the failure of a node ends few of them.
-    """
-
-    def __init__(self, hosts: Sequence[str], fanout: int = FANOUT) -> None:
-        first: dict[str, int] = {}
-        for rank, host in enumerate(hosts):
-            first.setdefault(host, rank)
-        self.hosts, self.fanout = hosts, fanout
-        self.order = sorted(range(len(hosts)), key=lambda rank: first[hosts[rank]] != rank)
-        self._positions = {rank: position for position, rank in enumerate(self.order)}
-
-    def is_head(self, rank: int) -> bool:
-        """Return whether a rank is connected with all heads."""
-        return self._positions[rank] <= self.fanout
-
-    def ups(self, rank: int) -> list[int]:
-        """Return the ranks that a rank reports to: all heads before it, or its parent."""
-        position = self._positions[rank]
-        if position <= self.fanout:
-            return self.order[:position]
-        return [self.order[(position - 1) // self.fanout - 1]]
-
-    def children(self, rank: int) -> list[int]:
-        """Return the ranks whose parent is `rank`."""
-        first = (self._positions[rank] + 1) * self.fanout + 1
-        return self.order[first : first + self.fanout]
-
-    def downs(self, rank: int) -> list[int]:
-        """Return the ranks that report to a rank: all heads after it, and its children."""
-        later = self.order[self._positions[rank] + 1 : self.fanout + 1]
-        return [*later, *self.children(rank)]
-
-    def reached(self, rank: int, joined: Sequence[Collection[int]], without: Collection[int] = ()) -> list[int]:
-        """Return the ranks that messages of `rank` reach, itself included, by position.
-
-        Parameters
-        ----------
-        joined
-            Ranks that each rank has a connection with.
-        without
-            Ranks that forward no messages.
-        """
-        found, edge = {rank}, [rank]
-        while edge:
-            beyond = {other for one in edge for other in joined[one]}.difference(found, without)
-            found |= beyond
-            edge = list(beyond)
-        return sorted(found, key=self._positions.__getitem__)
+    rank, hosts = comm.rank, tree.hosts
+    loop, own = asyncio.new_event_loop(), None
+    peers = Peers(rank, tree.downs(rank), loop)
+    if tree.downs(rank):
+        with contextlib.suppress(OSError):  # the ranks that would call are then not watched; rank 0 prints this
+            own = peers.listen(len(set(hosts)) > 1)
+    where = comm.allgather_objects(own)
+    calls = {up: where[up] for up in tree.ups(rank) if where[up] is not None}
+    near = [up for up in calls if hosts[up] == hosts[rank]]
+    with ThreadPoolExecutor(1) as pool:  # the main thread may run a loop of its own, such as that of Jupyter
+        pool.submit(loop.run_until_complete, peers.meet(calls, near)).result()
+    known = comm.allgather_objects(sorted(peers.lines))
+    joined = [{other for other in others if one in known[other]} for one, others in enumerate(known)]
+    for other in peers.lines.keys() - joined[rank]:  # the other end has dropped this connection
+        peers.lines.pop(other).close()
+    return peers, joined

@@ -1,6 +1,6 @@
 """Protocol of the watchdog: the actions of a rank when a rank is dead or makes no progress. No sockets, no threads.
 
-A rank that detects a fault reports it up the tree (:class:`~halograd.training.peers.Tree`) until the heads have it:
+A rank that detects a fault reports it up the tree (:class:`Tree`) until the heads have it:
 
 - ``gone``: a connection ended without notice; its process was killed or its node failed;
 - ``stalled``: a rank has been at one place for longer than allowed;
@@ -24,11 +24,17 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from .peers import Tree
-
-__all__ = ["ANSWERS", "GRACE", "INTERVAL", "LAST", "TURN", "Place", "Pulse", "Station", "Watch", "describe_stall"]
+__all__ = ["Message", "Place", "Pulse", "Station", "Tree", "Watch", "describe_stall"]
 
 SHOWN = 4  # maximum number of ranks that a message names
+FANOUT = 16
+INTERVAL = 1.0  # time between two readings of the main thread's state [s]
+ANSWERS = 3.0  # time limit for ranks to send their place [s]
+TURN = 2.5  # time for each head before this one to act [s]
+LAST = 2.0  # time until a rank ends itself after the message is printed [s]
+GRACE = 8.0  # time for a rank with an error of its own to end the job; the command line uses 5 s of it [s]
+
+Message = dict[str, Any]
 
 
 class Pulse:
@@ -89,15 +95,6 @@ class Place:
     line: str
     idle: float
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain data, for a message."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Place:
-        """Create a place from the data of `as_dict`; ignore other keys."""
-        return cls(**{name: data[name] for name in cls.__dataclass_fields__})
-
     def text(self) -> str:
         """Return a text on the place."""
         where = f"step {self.step + 1}, {self.phase}" + (f" of layer {self.layer!r}" if self.layer else "")
@@ -136,12 +133,80 @@ def describe_stall(hosts: Sequence[str], places: Mapping[int, Place | None], pat
     return culprit, text
 
 
-INTERVAL = 1.0  # time between two readings of the main thread's state [s]
-ANSWERS = 3.0  # time limit for ranks to send their place [s]
-TURN = 2.5  # time for each head before this one to act [s]
-LAST = 2.0  # time until a rank ends itself after the message is printed [s]
-GRACE = 8.0  # time for a rank with an error of its own to end the job; the command line uses 5 s of it [s]
-Message = dict[str, Any]
+class Tree:
+    r"""Topology of the connections between the ranks of a job. Pure arithmetic.
+
+    Ranks have positions: the first rank of every host, then all others. The first ``fanout + 1`` ranks are *heads*,
+    each of which is connected with all other heads; every later rank is connected with its parent. With ``fanout =
+    2``::
+
+        position       0 ------ 1 ------ 2       heads: 0 and 2 are connected too
+                      / \      / \      / \
+                     3   4    5   6    7   8
+                    / \  :
+                   9  10
+
+    A rank has at most ``2 * fanout`` connections, for any number of ranks. Rank 0 is the first head, and ends the job
+    after a fault; if it cannot, the next head does.
+
+    Parameters
+    ----------
+    hosts
+        Name of the host of every rank.
+    fanout
+        Children per rank; the number of heads is one more.
+
+    Attributes
+    ----------
+    order
+        Ranks by position. Heads are on as many hosts as possible, so that the failure of a node ends few of them.
+    """
+
+    def __init__(self, hosts: Sequence[str], fanout: int = FANOUT) -> None:
+        first: dict[str, int] = {}
+        for rank, host in enumerate(hosts):
+            first.setdefault(host, rank)
+        self.hosts, self.fanout = hosts, fanout
+        self.order = sorted(range(len(hosts)), key=lambda rank: first[hosts[rank]] != rank)
+        self._positions = {rank: position for position, rank in enumerate(self.order)}
+
+    def is_head(self, rank: int) -> bool:
+        """Return whether a rank is connected with all heads."""
+        return self._positions[rank] <= self.fanout
+
+    def ups(self, rank: int) -> list[int]:
+        """Return the ranks that a rank reports to: all heads before it, or its parent."""
+        position = self._positions[rank]
+        if position <= self.fanout:
+            return self.order[:position]
+        return [self.order[(position - 1) // self.fanout - 1]]
+
+    def children(self, rank: int) -> list[int]:
+        """Return the ranks whose parent is `rank`."""
+        first = (self._positions[rank] + 1) * self.fanout + 1
+        return self.order[first : first + self.fanout]
+
+    def downs(self, rank: int) -> list[int]:
+        """Return the ranks that report to a rank: all heads after it, and its children."""
+        later = self.order[self._positions[rank] + 1 : self.fanout + 1]
+        return [*later, *self.children(rank)]
+
+    def reached(self, rank: int, joined: Sequence[Collection[int]], without: Collection[int] = ()) -> list[int]:
+        """Return the ranks that messages of `rank` reach, itself included, by position.
+
+        Parameters
+        ----------
+        joined
+            Ranks that each rank has a connection with.
+        without
+            Ranks that forward no messages.
+        """
+        found, edge = {rank}, [rank]
+        while edge:
+            beyond = {other for one in edge for other in joined[one]}.difference(found, without)
+            found |= beyond
+            edge = list(beyond)
+        return sorted(found, key=self._positions.__getitem__)
 
 
 class Station(Protocol):
@@ -328,11 +393,11 @@ class Watch:
             self._pass_down(message)
         place = self._station.place(self._now - self._since)
         left = sorted(self._left)
-        self._station.send(sender, {"kind": "place", "rank": self._rank, "left": left, **place.as_dict()})
+        self._station.send(sender, {"kind": "place", "rank": self._rank, "left": left, "place": asdict(place)})
 
     def _note(self, sender: int, message: Message) -> None:
         if self._awaited is not None:
-            self._places[message["rank"]] = Place.from_dict(message)
+            self._places[message["rank"]] = Place(**message["place"])
             self._left.update(message["left"])
             self._awaited -= {message["rank"], *message["left"]}
         elif self._asker not in (self._rank, sender):

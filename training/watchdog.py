@@ -27,9 +27,8 @@ from halograd.errors import UserError
 from ..comm import Communicator
 from ..comm.boot import on_interrupt
 from ..comm.errors import is_agreed, mark_agreed
-from .meeting import join
-from .peers import Peers, Tree
-from .watch import LAST, Message, Place, Pulse, Watch
+from .peers import Peers, join
+from .watch import LAST, Place, Pulse, Tree, Watch
 
 if TYPE_CHECKING:
     from .checkpoints import CheckpointFolder
@@ -60,16 +59,16 @@ class Watchdog:
 
     def __init__(self, comm: Communicator, stall_minutes: float, log: Path) -> None:
         tree = Tree(comm.allgather_objects(platform.node()))
-        lines, joined = join(comm, tree)
+        self._peers, joined = join(comm, tree)
         self._comm = comm
-        self._peers = Peers(lines, self._heard, self._ended)
         self._here = Here(comm, tree.hosts, log, self._peers)
         self._watch = Watch(tree, comm.rank, joined, 60 * stall_minutes, self._here)
         if comm.rank == 0 and (text := unwatched(tree, joined)):
             self._here.print(text)
         self._closing = False
         self._words: tuple[str, bool] | None = None
-        self._thread = threading.Thread(target=self._run, name="halograd-watchdog", daemon=True)
+        running = self._run()
+        self._thread = threading.Thread(target=self._peers.run, args=[running], name="halograd-watchdog", daemon=True)
         self._thread.start()
 
     def follow(self, pulse: Pulse) -> None:
@@ -90,7 +89,6 @@ class Watchdog:
             self._closing = True
             self._peers.wake()
             self._thread.join()
-            self._peers.close()
 
     def __enter__(self) -> Watchdog:
         return self
@@ -105,17 +103,16 @@ class Watchdog:
             self._words = f"{type(error).__name__}: {error}", not refused
         self.close()
 
-    def _run(self) -> None:
+    async def _run(self) -> None:
         while not self._closing and self._words is None:
-            self._peers.wait(self._watch.tick())
+            for rank, event in await self._peers.wait(self._watch.tick()):
+                if isinstance(event, str):
+                    self._watch.ended(rank, None if event == "left" else self._here.cause(rank, event))
+                else:
+                    self._watch.heard(rank, event)
         if self._words is not None:
             self._watch.dying(*self._words)
-
-    def _heard(self, rank: int, message: Message) -> None:
-        self._watch.heard(rank, message)
-
-    def _ended(self, rank: int, how: str) -> None:
-        self._watch.ended(rank, None if how == "left" else self._here.cause(rank, how))
+        await self._peers.close()
 
 
 class Here:

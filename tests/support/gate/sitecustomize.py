@@ -21,7 +21,7 @@ from pathlib import Path
 if "train" in sys.orig_argv and "HALOGRAD_TEST_GATE" in os.environ:
     from mpi4py import MPI
 
-    from halograd.training import meeting, watch, watchdog
+    from halograd.training import peers, watch, watchdog
     from halograd.training.signals import StopSignals
     from halograd.training.trainer import Trainer
 
@@ -60,7 +60,7 @@ if "train" in sys.orig_argv and "HALOGRAD_TEST_GATE" in os.environ:
     for name in ("ANSWERS", "TURN", "LAST", "GRACE"):
         setattr(watch, name, getattr(watch, name) * slowness)
     watchdog.LAST = watch.LAST
-    meeting.PATIENCE = 1e4
+    peers.PATIENCE = 1e4
 
     if "HALOGRAD_TEST_LATE" in os.environ:
         from halograd.cli import run
