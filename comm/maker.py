@@ -53,7 +53,7 @@ class Maker:
                 check_counts(spec.recvs, "recv_counts", comm.rank, comm.size)
                 if spec.device is not specs[0].device:
                     raise CommError(
-                        f"device: expected {specs[0].device.name} as of the first channel, got {spec.device.name}"
+                        f"device: expected that of the first channel, {specs[0].device.name}, got {spec.device.name}"
                     )
             totals = expectations(comm.size, specs)
         except Exception as error:

@@ -173,7 +173,7 @@ def ring_seconds(size: int, nbytes: int, alpha: float, beta: float) -> float:
     References
     ----------
     Thakur, Rabenseifner, Gropp, Optimization of Collective Communication Operations in MPICH (2005),
-    Section 4.5, without the time of the additions, which are really done.
+    Section 4.5, without the time of the additions: the transport computes them.
     """
     return 2 * (size - 1) * alpha + 2 * (size - 1) / size * beta * nbytes
 

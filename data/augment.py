@@ -237,7 +237,7 @@ class StandardAugmentation(Augmentation):
         self._files = dict(fields)
         self._moved = [name for name, field in fields.items() if len(field.shape) > 1]
         if not self._moved:
-            raise DataError("data.augment: expected samples with space, got numbers per sample only; remove it")
+            raise DataError("data.augment: expected samples with spatial axes, got numbers per sample only; remove it")
         shapes = {name: fields[name].shape[:-1] for name in self._moved}
         self._rank = len(shapes[self._moved[0]])
         uneven = [name for name, shape in shapes.items() if len(shape) != self._rank]

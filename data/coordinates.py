@@ -157,7 +157,7 @@ class _JoinedVariables:
                 continue  # bounds of what was left out
             mine = self.variables[name]
             theirs = other.variables.get(name)
-            why = other.faults.get(name, "it is not there") if theirs is None else _difference(mine, theirs)
+            why = other.faults.get(name, "it is missing") if theirs is None else _difference(mine, theirs)
             if theirs is None or why:
                 self.leave_out(name, f"in {part.path}: {why}")
                 continue

@@ -137,7 +137,7 @@ class Hdf5Dataset:
             if name in self.ranges and self.ranges[name].whole and field.packing is not None and field.packing.scales:
                 raise DataError(
                     f"{self.path}: {field.dataset!r} has the attribute {field.packing.names[0]!r}, expected class "
-                    "indices as they are; remove it, or set data.unpack = false, which reads numbers as they are stored"
+                    "indices without it; remove it, or set data.unpack = false, which reads numbers as they are stored"
                 )
 
     def __len__(self) -> int:
@@ -183,7 +183,7 @@ class Hdf5Dataset:
         """
         if name not in self.fields:
             raise DataError(
-                f"{self.path}: expected one of {', '.join(self.fields)}, got {name!r}; open it with that too"
+                f"{self.path}: expected one of {', '.join(self.fields)}, got {name!r}; name it when you open the file"
             )
         filled = self._read(name, indices, box, out)
         check_read(self, name, indices, box & Box.of_shape((len(indices), *self.fields[name].shape)), out[filled])
@@ -251,7 +251,7 @@ class Hdf5Dataset:
         if shape != wanted:
             raise DataError(
                 f"{self.path}: expected {field.dataset!r} to be {wanted}, samples first and channels last, as when the "
-                f"run began, got {shape}; it was written anew, or this node sees another file"
+                f"run began, got {shape}; it was replaced, or this node sees another file"
             )
         if field.chunks is None:
             return found

@@ -97,7 +97,7 @@ def open_file(path: Path) -> h5py.File:
             f"{path}: cannot be opened, another process is writing to it; wait until it is complete, or end it"
         ) from error
     except PermissionError as error:
-        raise DataError(f"{path}: cannot be opened, permission denied; have it made readable") from error
+        raise DataError(f"{path}: cannot be opened, permission denied; make it readable") from error
     except OSError as error:
         if size == 0 or not h5py.is_hdf5(path):
             raise DataError(f"{path}: expected an HDF5 file, got something else; check the path") from error

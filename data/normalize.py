@@ -79,7 +79,7 @@ TRANSFORMS: dict[str, Callable[[NDArray[Any]], None]] = {
     "asinh": _asinh,
     "clip": _identity,
 }
-"""Rules by name, in place. ``clip`` acts after normalisation: it cuts at +-5 standard deviations."""
+"""Rules by name, in place. ``clip`` acts after normalization: it limits to +-5 standard deviations."""
 
 
 def transform(x: NDArray[Any], rules: Sequence[str]) -> None:
@@ -228,7 +228,7 @@ def channel_statistics(
         There are no samples, or a channel has no finite number.
     """
     if len(indices) == 0:
-        raise DataError(f"{dataset.path}: expected samples to compute the normalisation from, got none")
+        raise DataError(f"{dataset.path}: expected samples to compute the normalization from, got none")
     field = dataset.fields[name]
     rules = tuple(_rule(transforms or {}, name, channel) for channel in field.channel_names)
     if rank == 0:
@@ -261,7 +261,7 @@ def _announce(dataset: Dataset, name: str, samples: int, size: int) -> None:
     nbytes = samples * math.prod(dataset.fields[name].shape) * np.dtype(np.float32).itemsize
     if nbytes > _LONG * size:
         _logger.warning(
-            "%s: reading all %s training samples (%.0f GB) for the normalisation; data.normalize = false leaves it out",
+            "%s: reading all %s training samples (%.0f GB) for the normalization; data.normalize = false omits it",
             dataset.path, f"{samples:,}", nbytes / 1e9,
         )  # fmt: skip
 

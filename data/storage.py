@@ -59,7 +59,7 @@ def check_files(path: Path, files: dict[str, int]) -> None:
         if found != size:
             raise DataError(
                 f"{path}: takes numbers from {name}, expected {size} B as when the run began, got {found}; it was "
-                "written anew, or this node sees other files"
+                "replaced, or this node sees other files"
             )
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if limit != resource.RLIM_INFINITY and len(files) + _SPARE > limit:
@@ -309,7 +309,7 @@ class Storage:
         with ExitStack() as stack:
             found = self.follow(other, part.dataset, stack)
             if not isinstance(found, h5py.Dataset) or found.shape is None:
-                raise DataError(f"{what} is not there, HDF5 would read zeros; bring it back, or write the data anew")
+                raise DataError(f"{what} is missing, HDF5 would read zeros; restore it, or write the data again")
             shape = tuple(found.shape)
             if part.taken is None:
                 fits = math.prod(shape) == part.elements
@@ -317,7 +317,7 @@ class Storage:
                 fits = all(_holds(shape, slab, part.filled, dataset.shape) for slab in part.taken)
             if not fits:
                 raise DataError(
-                    f"{what} has the shape {shape}, which is not what it takes from there; write the data anew"
+                    f"{what} has the shape {shape}, which does not fit the part that it maps; write the data again"
                 )
             self._check_storage(found)
             return _key(found)
@@ -334,7 +334,7 @@ class Storage:
             if held < offset + here:
                 raise DataError(
                     f"{self._where(dataset)}: expected {offset + here} B in its external file {path}, got {held} B; "
-                    "behind them HDF5 would read zeros: bring back the whole file"
+                    "after them HDF5 would read zeros: restore the whole file"
                 )
             needed -= here
 
@@ -351,12 +351,12 @@ class Storage:
             size = regular_size(path)
         except OSError as error:
             raise DataError(
-                f"{what} cannot be read at {path} ({reason_of(error)}); bring it back, or write the data anew"
+                f"{what} cannot be read at {path} ({reason_of(error)}); restore it, or write the data again"
             ) from error
         real = Path(os.path.realpath(path))
         if not self._allow_external and not any(real.is_relative_to(folder) for folder in self._folders):
-            remedy = "if this is meant, set data.allow_external = true"
-            raise DataError(f"{what} lies at {real}, outside the folder of {self._path}; {remedy}")
+            remedy = "if this is intended, set data.allow_external = true"
+            raise DataError(f"{what} is at {real}, outside the folder of {self._path}; {remedy}")
         self.files[str(real)] = size
         return size
 
@@ -406,7 +406,7 @@ def _type_of(dataset: h5py.Dataset) -> str:
     try:
         return str(dataset.dtype)
     except TypeError:
-        return "a type that NumPy has not"
+        return "a type that NumPy does not have"
 
 
 def _numbered(pattern: str, block: int | None = None) -> str:

@@ -169,7 +169,7 @@ def looking_into(path: Path) -> Iterator[None]:
     except HDF5_FAULTS as error:
         raise DataError(
             f"{path}: cannot be examined ({one_line(error) or type(error).__name__}); the file is damaged, or of types "
-            "that NumPy has not: write it again"
+            "that NumPy does not have: write it again"
         ) from error
 
 

@@ -156,7 +156,7 @@ class Surroundings:
         try:
             found = self._find(path)
             if found is None or not self._storage.check(self._file, found):
-                raise DataError("it is not there")
+                raise DataError("it is missing")
             at = self._file[found]
             if at.shape is None:
                 raise DataError("it is empty")
@@ -171,7 +171,7 @@ class Surroundings:
                 found = self._find(path)
                 at = None if found is None else self._storage.follow(self._file, found, stack)
                 if not isinstance(at, h5py.Dataset):
-                    raise DataError("it is not there")
+                    raise DataError("it is missing")
                 value = _number(at)
                 self.variables[name] = Variable(name, "", (), (), value.dtype, _attributes(at), "", True, value)
             except (DataError, *HDF5_FAULTS) as error:

@@ -128,7 +128,7 @@ class OnnxNode:
         return re.sub(r"_\d+$", "", self.scope)
 
     def part(self, label: str) -> OnnxNode:
-        """Return a copy named as a part, for one of several layers that an operation becomes."""
+        """Return a copy with `label` appended to its name, for an operation that becomes several layers."""
         return self.changed(name=f"{self.name}.{label}", scope=self.scope and f"{self.scope}.{label}")
 
     def changed(self, **settings: Any) -> OnnxNode:
@@ -264,7 +264,7 @@ def following(path: Path, op: OnnxNode) -> Iterator[None]:
     except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise UserError(
             f"{path}: node {op.name!r} ({op.kind}): expected attributes and constants that ONNX allows, got others "
-            f"({one_line(error)[:200] or type(error).__name__}); export the model anew"
+            f"({one_line(error)[:200] or type(error).__name__}); export the model again"
         ) from error
 
 

@@ -79,7 +79,7 @@ def check_onnx_place(path: Path) -> None:
     onnx = library("onnx")
     check_place(
         path,
-        "a network of ours",
+        "a network that halograd wrote",
         lambda: onnx.load(str(path), load_external_data=False).producer_name == PRODUCER,
     )
 

@@ -81,7 +81,7 @@ def read_onnx(path: Path, shapes: Mapping[str, Sequence[int]], buffers: Collecti
     except (KeyError, IndexError, ValueError, TypeError, AttributeError) as error:
         raise UserError(
             f"{path}: expected a graph as torch exports it, got one that cannot be read ({_line(error)}); export "
-            "it anew, with opset_version=20"
+            "it again, with opset_version=20"
         ) from error
 
 
@@ -187,7 +187,7 @@ class _Folding:
             )
         kind = value.type.tensor_type.elem_type
         if self.onnx.helper.tensor_dtype_to_np_dtype(kind).kind != "f":
-            raise UserError(f"{self.path}: expected inputs of numbers with a point, got {value.name!r} of integers")
+            raise UserError(f"{self.path}: expected floating-point inputs, got {value.name!r} of integers")
         self.types[value.name] = self.onnx.helper.make_tensor_type_proto(kind, [batch, *found[1:]])
         if self.traced is not None:
             own = _shape_of(self.traced.types[value.name]) or ()
@@ -215,7 +215,7 @@ class _Folding:
     def _beside(self, location: str) -> Path:
         file = self.path.parent / location
         if not location or not file.resolve().is_relative_to(self.path.parent.resolve()):
-            raise UserError(f"{self.path}: expected weights in a file of its folder, got them in {shown(location)}")
+            raise UserError(f"{self.path}: expected weights in a file in the same folder, got {shown(location)}")
         return file
 
     # -- nodes -----------------------------------------------------------------------------------
@@ -321,7 +321,7 @@ class _Folding:
             self.computed += math.prod(_shape_of(kind) or ())
         most = max(_MOST, 8 * self.stored)
         if self.computed > most:
-            raise self._refused(node, f"constants of {self.computed} numbers, more than {most}, that it computes")
+            raise self._refused(node, f"constants of {self.computed} numbers, more than {most}")
 
     def _computed(self, node: Any) -> list[np.ndarray]:
         helper, reference = self.onnx.helper, library("onnx.reference")
@@ -343,7 +343,7 @@ class _Folding:
                 names = self.constants[name].made_of
                 raise UserError(
                     f"{self.path}: node {_title(node)!r} ({node.op_type}): expected parameters as they are trained, "
-                    f"got numbers computed from {', '.join(map(repr, names[:4]))}, which would be trained otherwise; "
+                    f"got numbers computed from {', '.join(map(repr, names[:4]))}, which would be trained differently; "
                     + self.origins.remedy(names)
                 )
         self.types |= self._inferred(node)

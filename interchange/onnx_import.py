@@ -97,7 +97,7 @@ def _built(path: Path, graph: Graph, keeping: frozenset[str]) -> Network:
         build.values[name] = Activation(Input((*spatial, channels), name))
     for op in graph.operations:
         if op.kind in ("MatMul", "Einsum") and sum(name not in graph.constants for name in op.inputs) > 1:
-            remedy = "put convolutions or gates in its place: no layer here computes it"
+            remedy = "put convolutions or gates in its place: no layer of halograd computes it"
             raise build.refused(op, "layers on windows, norms and functions of elements", "attention", remedy)
     for op in graph.operations:
         if op.kind not in OPERATORS:

@@ -68,7 +68,7 @@ def _weights(build: Builder, op: OnnxNode) -> tuple[OnnxConstant, OnnxConstant |
     assert weights is not None
     kernel = tuple(op.attributes.get("kernel_shape", weights.shape[2:]))
     if kernel != weights.shape[2:]:
-        raise build.refused(op, f"weights of the kernel {kernel}", f"{weights.shape}", "export the model anew")
+        raise build.refused(op, f"weights of the kernel {kernel}", f"{weights.shape}", "export the model again")
     return weights, None if bias is None or bias.is_all(0) else bias
 
 

@@ -340,7 +340,7 @@ class WeightsFile:
         self._open: Callable[..., Any] = library("safetensors").safe_open
         strange = sorted(set(fresh) - set(network.layers))
         if strange:
-            raise UserError(f"expected layers of network {network.name!r} to begin anew, got {strange[0]!r}")
+            raise UserError(f"init_fresh: expected layers of network {network.name!r}, got {strange[0]!r}")
         self._wanted = arrangements(network, fresh)
         self._shapes = self._read_shapes()
         self._places = {name: self._place(name, one) for name, one in self._wanted.items()}
@@ -369,12 +369,12 @@ class WeightsFile:
         if key is None:
             raise UserError(
                 f"weights {self.path}: expected {name} under the name {' or '.join(one.names)}, got none; the file is "
-                "of another network: have layers that it has not begin anew (training.init_fresh)"
+                "of another network: list the layers that it lacks in training.init_fresh"
             )
         if self._shapes[key] != one.torch_shape:
             raise UserError(
                 f"weights {self.path}: expected {name} as {key} of shape {one.torch_shape}, got {self._shapes[key]}; "
-                f"have the layer {name.rpartition('/')[0]!r} begin anew (training.init_fresh), or train another network"
+                f"list the layer {name.rpartition('/')[0]!r} in training.init_fresh, or train another network"
             )
         if self._types[key] not in _TYPES:
             raise UserError(

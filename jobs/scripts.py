@@ -192,10 +192,10 @@ def _plan_then_train(job: Job) -> str:
 
 def _local(job: Job) -> str:
     if job.resources.nodes != 1:
-        raise UserError(f"--nodes: expected 1 of a local job, got {job.resources.nodes}; use --kind train")
+        raise UserError(f"--nodes: expected 1 for a local job, got {job.resources.nodes}; use --kind train")
     if job.software.container is not None or job.stage is not None:
         name = "--stage" if job.software.container is None else "--container"
-        raise UserError(f"{name}: expected none of a local job; start `mpirun` by hand, or use --kind train")
+        raise UserError(f"{name}: expected none for a local job; start `mpirun` by hand, or use --kind train")
     return _fill("local", job, [])
 
 

@@ -113,7 +113,7 @@ class Crop:
             raise ValueError(f"Crop: expected amounts, or a second node for its extent, got {what}; give one")
         away = self._to_extent(node, like) if like is not None else Pad(self.amounts).pairs(node.shape)
         if any(n < 0 for pair in away for n in pair):
-            raise ValueError(f"Crop: expected rows to take away of {node.shape[:-1]}, got {away}; use Pad to add some")
+            raise ValueError(f"Crop: expected rows to remove from {node.shape[:-1]}, got {away}; use Pad to add some")
         return Pad([(-low, -high) for low, high in away], name=self.name)(node)
 
     @staticmethod

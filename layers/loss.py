@@ -402,7 +402,7 @@ class LossBlock(ABC):
     @reads("weights")
     @writes("divisor")
     def weigh(self) -> None:
-        """Compute the sum of this block's weights (their mean over channels), which is summed over the ranks."""
+        """Sum the weights of this block, with their mean over channels; the result is summed over the ranks."""
         counted = self.weights[: self.count]
         np.sum(counted, dtype=np.float64, out=self.divisor.reshape(()))
         self.divisor /= counted.shape[-1]

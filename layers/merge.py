@@ -91,7 +91,7 @@ class _OfTwo(Layer):
 
     def output_shape(self, *shapes: Shape) -> Shape:
         if len(shapes) != 2:
-            raise ValueError(f"{self.kind}: expected two inputs, got {len(shapes)}; make more of them in several steps")
+            raise ValueError(f"{self.kind}: expected two inputs, got {len(shapes)}; combine more step by step")
         x, g = shapes
         if not is_broadcast(g, x) and g not in ((x[-1],), (1,)):
             raise ValueError(

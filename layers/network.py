@@ -357,7 +357,7 @@ def _check_inputs(network: Network) -> None:
         if node.dtype != "compute" and name not in network.targets:
             raise ValueError(
                 f"network {network.name!r}: expected inputs of integers only where a loss compares with them, got "
-                f"{name!r} of dtype {node.dtype}; leave its dtype away: integers in files are read as numbers"
+                f"{name!r} of dtype {node.dtype}; remove its dtype: integers in files are read as numbers"
             )
 
 

@@ -151,7 +151,7 @@ class Pad(_Shifted):
         (shape,) = shapes
         found = tuple(low + n + high for n, (low, high) in zip(shape, self.pairs(shape)))
         if min(found, default=1) < 1:
-            raise ValueError(f"Pad: expected rows to be left of {shape[:-1]}, got {found}; take away less")
+            raise ValueError(f"Pad: expected at least one row of {shape[:-1]} to remain, got {found}; remove fewer")
         return (*found, shape[-1])
 
     def shifts(self, shape: Shape) -> Sequence[int]:

@@ -100,7 +100,7 @@ class Parameter:
         channel, inner = self.channel_axis, self.input_axis
         if channel is not None and inner is not None and inner <= channel:
             raise ValueError(
-                f"input_axis: expected one behind channel_axis ({self.channel_axis}), got {self.input_axis}; blocks of "
+                f"input_axis: expected one after channel_axis ({self.channel_axis}), got {self.input_axis}; blocks of "
                 "parameters are numbered in that order"
             )
 

@@ -337,7 +337,7 @@ def check_replicated(strategy: CutLayers, network: Network) -> None:
             instead = f"replicated_dense = {i}" if i else "no replicated_dense"
             raise UserError(
                 f"reduction.replicated_dense: expected the first {asked} dense layers whole on every rank, got "
-                f"{name!r} in {blocks} blocks of channels; use {instead} (blocks sum little), or cut its samples"
+                f"{name!r} in {blocks} blocks of channels; use {instead} (sums of blocks are small), or cut its samples"
             )
 
 

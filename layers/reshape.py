@@ -135,8 +135,8 @@ class Reshape(_WholeSamples):
         (shape,) = shapes
         if len(shape) != 1:
             raise ValueError(
-                f"Reshape: expected samples of shape (F,), got {shape}; put Flatten before it, which brings whole "
-                "samples together on a rank"
+                f"Reshape: expected samples of shape (F,), got {shape}; put Flatten before it, which collects whole "
+                "samples on a rank"
             )
         if math.prod(self.shape) != shape[0]:
             raise ValueError(f"Reshape: expected {math.prod(self.shape)} elements for {self.shape}, got {shape[0]}")

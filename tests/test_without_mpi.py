@@ -61,7 +61,7 @@ def test_plans_are_made_explained_and_predicted(tmp_path):
     small = ("mesh", "--option", "resolution=64", "--machine", "lassen", "--batch", 2)
     plan = tmp_path / "plan.json"
     assert "step  " in without_mpi(COMMAND, "plan", *small, "--ranks", 4, "--out", plan)
-    assert "cuts were looked at" in without_mpi(COMMAND, "explain", plan)
+    assert "cuts were examined" in without_mpi(COMMAND, "explain", plan)
     assert "kernel" in without_mpi(COMMAND, "explain", plan, "--program").lower()
     assert "efficiency" in without_mpi(COMMAND, "predict", *small, "--ranks", "2,4")
     assert "halo  " in without_mpi(COMMAND, "predict", *small, "--ranks", 4, "--grid", "height=2,width=2")

@@ -245,7 +245,7 @@ def choose(wanted: str, facts: Sequence[RankFacts]) -> Choice:
             raise CommError(f"device transport: expected one that works here, got {wanted!r}: {fault}")
         return Choice(route, "asked for")
     if len(facts) == 1:
-        return Choice(MpiStaged(), "one rank: nothing travels")
+        return Choice(MpiStaged(), "one rank: no messages")
     reasons: list[str] = []
     for name in DEVICE_TRANSPORTS.names:
         route = DEVICE_TRANSPORTS.make(name)

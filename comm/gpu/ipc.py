@@ -29,7 +29,7 @@ __all__ = ["EventMove", "Exchanged", "IpcMemory", "IpcTransport", "PeerEvent"]
 GRAIN = 2 << 20  # [B]
 ALIGNMENT = 256  # [B]
 # Containers that share a GPU can map each other's memory, but cannot always open each other's events.
-SHM = "events need one /dev/shm: ranks in containers of their own have to share it"
+SHM = "events need one /dev/shm: ranks in separate containers must share it"
 
 
 class PeerEvent:

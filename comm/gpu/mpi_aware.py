@@ -85,7 +85,7 @@ def prove(ordinal: int, seconds: float = PROOF_SECONDS) -> str:
     except subprocess.TimeoutExpired:
         return f"MPI did not send device memory to itself within {seconds:g} s"
     except OSError as error:
-        return f"the proof that MPI reaches device memory could not be run ({error})"
+        return f"the test whether MPI reaches device memory could not be run ({error})"
     return judge(done.returncode, done.stdout, done.stderr)
 
 
@@ -94,7 +94,7 @@ def judge(code: int, out: str, err: str) -> str:
     if code == 0 and "proven" in out:
         return ""
     if code < 0:
-        return f"MPI died of {signal.Signals(-code).name} when it was to send device memory to itself"
+        return f"MPI ended by {signal.Signals(-code).name} when it sent device memory to itself"
     lines = [line for line in (err or out).splitlines() if line.strip()]
     return f"MPI could not send device memory to itself ({lines[-1].strip() if lines else f'exit code {code}'})"
 

@@ -41,7 +41,7 @@ Configuration = Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="The 
 
 @app.callback(invoke_without_command=True)
 def options(
-    version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
     if version:
         from ..version import __version__

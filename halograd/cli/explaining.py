@@ -50,7 +50,7 @@ def explain(
     program: Annotated[
         bool, typer.Option("--program", help="List the operations of a step instead, in the order in which they run.")
     ] = False,
-    rank: Annotated[int, typer.Option("--rank", metavar="R", min=0, help="Whose program.")] = 0,
+    rank: Annotated[int, typer.Option("--rank", metavar="R", min=0, help="Rank whose program is listed.")] = 0,
 ) -> None:
     """Explain why a plan cuts layers as it does, and what the next best cuts would cost.
 
@@ -246,9 +246,9 @@ class Explainer:
         now = self.chosen.step_seconds
         if abs(now - plan.step_seconds) > 0.02 * plan.step_seconds:
             source = source_of(self.pricing.times, self.asked.machine)
-            lines.append(f"by today's kernel times ({source}) it takes {time_text(now)}; what follows is by these")
+            lines.append(f"by current kernel times ({source}) it takes {time_text(now)}; the following uses these")
         for name in layers:
-            self._say(f"planning anew around the cuts of {name}")
+            self._say(f"planning around the cuts of {name}")
             lines += ["", *self._of_layer(name, RIVALS if details else 1)]
         if not details:
             lines += ["", f"These layers take longest; --layer NAME shows the {RIVALS} next best cuts of any other."]
@@ -269,14 +269,14 @@ class Explainer:
             f"  of it {_terms(record)}",
         ]
         if not rivals:
-            return [*lines, f"  no other cut of it fits ({choices} looked at)"]
+            return [*lines, f"  no other cut of it fits (of {choices} examined)"]
         lines += [
-            f"  {choices} cuts were looked at; the rest of the network planned anew around each of the next best:"
+            f"  {choices} cuts were examined; the rest of the network is planned for each of the next best:"
         ]
         lines += [f"    {line}" for line in self._comparison(rivals)]
         if rivals[0].prediction.step_seconds < self.chosen.step_seconds:
             lines.append(
-                "    (a faster one was not found: planners minimize sums over layers, which leave out what overlaps)"
+                "    (planners minimize sums over layers without overlap, so they did not find the faster cut)"
             )
         return lines
 

@@ -45,7 +45,7 @@ Several = list[str] | None
 Options = Annotated[Several, typer.Option("--option", metavar="KEY=VALUE", help="An option of the model; repeatable.")]
 Batch = Annotated[int, typer.Option(help="Samples of a global batch.")]
 Memory = Annotated[
-    str | None, typer.Option(metavar="SIZE", help="Limit per rank, such as 16GiB; else that of the machine's device.")
+    str | None, typer.Option(metavar="SIZE", help="Limit per rank, such as 16GiB; default: that of the device.")
 ]
 Planner = Annotated[
     str,
@@ -54,10 +54,11 @@ Planner = Annotated[
         "or FILE.py:CLASS."
     ),
 ]
-Dtype = Annotated[str, typer.Option(help="Of the computation, such as float32.")]
-Full = Annotated[bool, typer.Option("--full", help="Look at every legal cut, balanced or not.")]
+Dtype = Annotated[str, typer.Option(help="Type of the computation, such as float32.")]
+Full = Annotated[bool, typer.Option("--full", help="Try every valid cut, balanced or not.")]
 Cache = Annotated[
-    Path | None, typer.Option(metavar="FOLDER", help="Of measured times; else $HALOGRAD_CACHE or ~/.cache/halograd.")
+    Path | None,
+    typer.Option(metavar="FOLDER", help="Folder of measured times; default: $HALOGRAD_CACHE or ~/.cache/halograd."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
@@ -113,7 +114,7 @@ class ModelOptions:
     dtype: Dtype = "float32"
     cache: Cache = None
     optimizer: Annotated[
-        str, typer.Option(metavar="NAME", help="Whose arrays count: sgd (with momentum), adam, adamw or lars.")
+        str, typer.Option(metavar="NAME", help="Optimizer, for its state: sgd (with momentum), adam, adamw or lars.")
     ] = "sgd"
 
     def training(self) -> Training:
@@ -182,7 +183,7 @@ def _between(before: Sequence[int], behind: Sequence[str], text: str) -> list[in
     ends = bool(behind and re.fullmatch(_WHOLE, behind[0]))
     if len(before) < 2 or before[-1] % before[-2] or before[-1] <= before[-2] or not ends:
         raise UserError(
-            f"--ranks: expected two numbers before ... and one behind, such as 4,8,...,2048, got {shown(text)}"
+            f"--ranks: expected two numbers before ... and one after, such as 4,8,...,2048, got {shown(text)}"
         )
     ratio, last = before[-1] // before[-2], int(behind[0])
     found: list[int] = []
@@ -249,7 +250,7 @@ def _complete(grid: Mapping[str, int], ranks: int) -> dict[str, int]:
     if "sample" in grid and product != ranks:
         raise UserError(
             f"--grid: {written} is {product} ranks, --ranks is {ranks}; choose parts whose product is {ranks}, or "
-            "leave sample out to have it fill up"
+            "leave sample out, which then takes the remaining ranks"
         )
     if ranks % product:
         raise UserError(

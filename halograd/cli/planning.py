@@ -37,8 +37,8 @@ class SearchOptions:
 class CoreOptions:
     """Use of the cores of this machine in trials."""
 
-    cores: Annotated[int | None, typer.Option(help="Try ranks and threads for so many cores of this machine.")] = None
-    transport: Annotated[str, typer.Option(help="With --cores: how messages travel.")] = "auto"
+    cores: Annotated[int | None, typer.Option(help="Cores of this machine, to use as ranks or threads.")] = None
+    transport: Annotated[str, typer.Option(help="With --cores: transport of messages.")] = "auto"
     kernels: Annotated[str, typer.Option(help="With --cores: kernel backend.")] = "auto"
     budget: Annotated[float | None, typer.Option(help="With --cores: seconds to measure layers, per job.")] = None
 
@@ -92,7 +92,7 @@ def plan(
         return
     print("\n".join(plan_text(made, others)))
     if out is not None:
-        print(f'{out}: written; `halograd explain {out}` tells why, strategy.file = "{out}" trains by it')
+        print(f'{out}: written; `halograd explain {out}` explains it, strategy.file = "{out}" trains under it')
 
 
 def _try_cores(what: ModelOptions, batch: int, how: SearchOptions, tried: CoreOptions, as_json: bool) -> None:

@@ -31,14 +31,14 @@ def predict(
     what: ModelOptions,
     ranks: Annotated[str, typer.Option(metavar="P,...", help="Numbers of ranks: 16, or 4,8,...,2048.")],
     batch: Annotated[
-        int, typer.Option(help="Samples of a global batch; on the fewest ranks where it grows with them.")
+        int, typer.Option(help="Samples of a global batch; for weak scaling, on the fewest ranks.")
     ],
     grid: Annotated[
         str | None,
-        typer.Option(metavar="AXIS=PARTS,...", help="This cut for all layers; without sample, samples fill up."),
+        typer.Option(metavar="AXIS=PARTS,...", help="Cut of all layers; without sample, it takes the other ranks."),
     ] = None,
     planner: Annotated[
-        str | None, typer.Option(help="As of `halograd plan`: elimination if left out, or another, or a baseline.")
+        str | None, typer.Option(help="Planner or baseline, as of `halograd plan`; default: elimination.")
     ] = None,
     memory: Memory = None,
     as_json: AsJson = False,

@@ -57,7 +57,7 @@ def profile(
     how: MeasuringOptions,
     out: Annotated[Path, typer.Option(metavar="FILE.toml", help="The machine file to write.")] = Path("machine.toml"),
     batch: Batch = 1,
-    ranks: Annotated[int | None, typer.Option(help="Ranks to cut layers for; those that run, if left out.")] = None,
+    ranks: Annotated[int | None, typer.Option(help="Ranks to cut layers for; default: the ranks of this job.")] = None,
     options: Options = None,
     as_json: AsJson = False,
 ) -> None:
@@ -129,7 +129,7 @@ def _as_text(found: Profile, layers: Coverage, out: Path, path: Path, seconds: f
     fits += [(f"exchange of columns, {level}", fit) for level, fit in found.strided.items()]
     fits += [(f"sum over {n} ranks", fit) for n, fit in found.reduction.items()]
     fits += [(f"  behind computation, {n} ranks", fit) for n, fit in found.reduction_behind.items()]
-    fits += [(f"  of it left to wait for, {n} ranks", fit) for n, fit in found.reduction_exposed.items()]
+    fits += [(f"  exposed part of it, {n} ranks", fit) for n, fit in found.reduction_exposed.items()]
     for what, fit in fits:
         lines.append(f"  {what:<34} {_us(fit.alpha)} + {fit.beta * 1e9:.3f} ns/B, fit within {fit.error:.0%}")
     lines.append(f"  update {found.update * 1e9:.3f} ns/B of parameters; per layer {_us(found.layer_overhead)}")
@@ -221,7 +221,7 @@ def _sums(title: str, sizes: Sequence[int], found: Sequence[dict[str, Any]]) -> 
         waited, left = row["waited"], row["left"]
         times = [f"{1e3 * t:.3f}" for t in waited["seconds"]]
         rows.append([*label, *times, *_line(waited), f"{waited['error']:.0%}", *_line(left)])
-    lines = [f"{title}: a sum waited for at once, and what is left of it behind long computation", ""]
+    lines = [f"{title}: a sum without computation, and its exposed part with long computation", ""]
     return [*lines, *table(heading, rows, left=3), *_refusals(found)]
 
 

@@ -227,7 +227,7 @@ def _batch(kind: str, batch: int, first: int, ranks: int) -> int:
         return batch
     if batch * ranks % first:
         raise UserError(
-            f"--batch: expected samples that can be kept per rank from {first} to {ranks} ranks, got {batch} on "
+            f"--batch: expected the same samples per rank to be possible on {first} and {ranks} ranks, got {batch} on "
             f"{first}; use a multiple of {first}"
         )
     return batch * ranks // first

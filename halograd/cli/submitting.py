@@ -36,7 +36,7 @@ class ResourceOptions:
         int | None, typer.Option(help="Ranks on every node; one per GPU if left out, or one without GPUs.")
     ] = None
     cpus_per_rank: Annotated[
-        int | None, typer.Option(help="Cores of a rank, and its threads unless backend.threads says how many it uses.")
+        int | None, typer.Option(help="Cores of a rank; also its threads, unless backend.threads is set.")
     ] = None
     time: Annotated[str | None, typer.Option(metavar="LIMIT", help="Minutes, HH:MM:SS or D-HH:MM:SS.")] = None
     partition: Annotated[str | None, typer.Option(help="Where to queue.")] = None
@@ -108,7 +108,7 @@ class JobOptions:
         str | None,
         typer.Option(
             metavar="FOLDER",
-            help="Copy the data set, one file, to this folder of every node; '$NAME/...' may begin it.",
+            help="Copy the data set, one file, to this folder of every node; it may begin with '$NAME/'.",
         ),
     ] = None
     chain: Annotated[int, typer.Option(help="Submit this many jobs; each continues where the previous one ended.")] = 1
@@ -303,7 +303,7 @@ def _start(kind: str, job: Job, dry_run: bool) -> int:
     if kind != "local":
         require_slurm()
     if job.data and not any(glob.iglob(job.data)):
-        print(f"halograd: note: data.path {job.data} is not here; the nodes must see it", file=sys.stderr)
+        print(f"halograd: note: data.path {job.data} does not exist here; it must exist on the nodes", file=sys.stderr)
     path = _write(Path(job.run) / f"{job.name}{Path(KINDS[kind]).suffix}", script)
     if kind == "local":
         sys.stdout.flush()

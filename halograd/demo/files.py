@@ -59,9 +59,9 @@ class DemoSettings:
         return self.sample * self.height
 
 
-#: Takes less than three minutes on two idle cores, half of it training; `epochs` sets the length.
+#: The usual demo: less than three minutes on two idle cores, half of it training, whose length `epochs` sets.
 FULL = DemoSettings(128, 192, (24, 32, 48, 64), 1, 18, 0.004)
-#: Takes seconds, to check that everything works; the network learns little.
+#: A demo of seconds, which checks that everything works; the network learns little.
 QUICK = DemoSettings(32, 12, (8, 12), 1, 3, 0.01)
 
 
@@ -172,7 +172,7 @@ TEMPLATE = """\
 #   mpiexec -n {ranks} halograd train {config} --set output.directory={mine}
 #   mpiexec -n {ranks} halograd evaluate {mine}
 #
-# Any number of ranks will do that [strategy] can share out. Paths are relative to where you start from.
+# Any number of ranks is possible that [strategy] can divide. Paths are relative to the working folder.
 
 [model]
 name = "mesh"                     # convolution, batch norm and ReLU, as in Dryden et al. 2019

@@ -82,9 +82,9 @@ def _summary(record: Record) -> Iterator[Block]:
         rows.append(("loss of the last step", f"{status.loss:.5g}"))
     rows += [(f"validation: {k}", f"{v:.4g}") for k, v in status.validation.items() if isinstance(v, float)]
     if status.seconds_per_step:
-        rows.append(("time of a step, of the last two epochs, all included", f"{1e3 * status.seconds_per_step:.4g} ms"))
+        rows.append(("time of a step in the last two epochs, all included", f"{1e3 * status.seconds_per_step:.4g} ms"))
     if status.samples_per_second:
-        rows.append(("samples per second, of the same", f"{status.samples_per_second:.4g}"))
+        rows.append(("samples per second in the last two epochs", f"{status.samples_per_second:.4g}"))
     if status.seconds_left is not None:
         rows.append(("time left", duration_text(status.seconds_left)))
     if begin.keys() >= ABOUT:
@@ -127,7 +127,7 @@ def _timeline(record: Record, pictures: Path, left_out: list[str]) -> Iterator[B
     entry, trace = record.last("phases"), record.directory / "timeline.json"
     if entry is None:
         left_out.append("timeline: not measured, set output.timeline = true")
-        yield Text("Not measured: `output.timeline = true` has every step recorded.")
+        yield Text("Not measured: `output.timeline = true` records every step.")
         return
     title = f"Two training steps · {hidden_text(entry['phases'])}"
     if trace.exists() and draw_timeline(pictures / "timeline.png", trace, title):

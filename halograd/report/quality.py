@@ -46,7 +46,7 @@ def quality(run: Path, path: Path | None, pictures: Path, left_out: list[str]) -
 
 def _blocks(details: Mapping[str, Any], pictures: Path) -> Iterator[Block]:
     yield Heading("Quality by class")
-    yield Text(f"Of {details['count']:,} {details['samples']} samples, by step {details['step']:,}.")
+    yield Text(f"{details['count']:,} {details['samples']} samples, predicted by step {details['step']:,}.")
     for number, one in enumerate(details["predictions"]):
         scores = [(key, _number(value)) for key, value in one["scores"].items()]
         yield TableBlock([(str(one["name"]), ""), *scores])
@@ -83,7 +83,7 @@ def _calibration(found: Mapping[str, Any], path: Path) -> Iterator[Block]:
         return
     draw_reliability(path, found["bins"])
     yield Text(f"Expected calibration error: **{_number(found['error'])}**")
-    yield Picture(path, "Reliability: how often it is true against the predicted probability")
+    yield Picture(path, "Reliability: observed frequency against the predicted probability")
     head = ("predicted probability", "positions", "mean", "frequency")
     rows = [
         (

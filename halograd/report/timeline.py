@@ -194,8 +194,8 @@ def phase_tables(entry: dict[str, Any]) -> Iterator[Block]:
     head = ("communication (rank 0)", "durations, added up, ms/step", "blocked, ms/step", "hidden")
     yield TableBlock([head, *rows])
     yield Text(
-        "Durations are from the start of a message or sum to its end, added up over all of a step: many are under way "
-        "at once, so they may exceed the step."
+        "Durations are from the start of a message or sum to its end, added up over a step. Many of them "
+        "overlap, so they may exceed the step."
     )
 
 

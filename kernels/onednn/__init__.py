@@ -28,11 +28,11 @@ __all__ = ["DELEGATED", "OnednnBackend"]
 # The `impl` of such kernels names NumPy. For convolutions and dense layers there is a warning as well: whether oneDNN
 # has a fast kernel depends on the block of a rank, but whether a layer can be computed must not depend on it.
 DELEGATED = {
-    "convolution": "few channels and padding that is wide against the block, in part; whatever else has no kernel",
-    "dense": "whatever has no kernel; nothing is known",
+    "convolution": "few channels and padding that is wide compared with the block; others without a fast kernel",
+    "dense": "cases without a fast kernel; none is known",
     "max_pool": "windows that are dilated, or padding as wide as the window",
     "average_pool": "windows that are dilated, or padding as wide as the window",
-    "batch_norm": "one element per channel, or channels and rows that do not join to multiples of 16",
+    "batch_norm": "one element per channel, or channels and rows that cannot be joined to multiples of 16",
     "activation": "strided arrays; elu, gelu_tanh, hard_sigmoid, hard_swish, mish, and softplus forward",
     "add": "strided arrays, a single term, more than 33, or the output twice among the terms",
 }

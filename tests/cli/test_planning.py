@@ -369,7 +369,7 @@ def test_what_takes_long_shows_a_sign_of_life_on_a_terminal(typed, tmp_path):
     out = str(tmp_path / "plan.json")
     for words, sign in [
         (("plan", *SMALL, *LASSEN, "--out", out), "planning mesh on 8 ranks"),
-        (("explain", out), "planning anew around the cuts of"),
+        (("explain", out), "planning around the cuts of"),
         (("predict", *SMALL, "--machine", "lassen", "--ranks", "2,4", "--batch", "2"), "predicting 4 ranks, batch 2"),
     ]:
         code, shown = on_terminal([sys.executable, "-m", "halograd", *words])

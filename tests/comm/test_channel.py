@@ -344,7 +344,7 @@ def test_channels_made_together_are_of_one_device(comm):
     elsewhere = SimpleNamespace(is_host=False, name="a device")
     none = ChannelSpec({}, {}, np.float32)
     with Communicator(comm) as communicator:
-        with pytest.raises(CommError, match=r"device: expected .* as of the first channel, got a device"):
+        with pytest.raises(CommError, match=r"device: expected that of the first channel, .*, got a device"):
             communicator.channels([none, ChannelSpec({}, {}, np.float32, device=elsewhere)])
         spec = ChannelSpec({}, {}, np.float32, device=elsewhere) if comm.rank else none
         with pytest.raises(CommError, match="device: expected the host on all ranks or on none, got both"):

@@ -114,8 +114,8 @@ def test_of_several_files_samples_are_joined_and_grids_compared(tmp_path):
         (lambda file: file["crs"].attrs.update(epsg_code="EPSG:32633"), "crs", "it has another 'epsg_code'"),
         (lambda file: file["crs"].attrs.update(more=1), "crs", "it has another 'more'"),
         (lambda file: file["crs"].write_direct(np.array(8, "i2")), "crs", "it is 8, not 7"),
-        (lambda file: file.__delitem__("crs"), "crs", "it is not there"),
-        (lambda file: file["inputs"].dims[2].detach_scale(file["lon"]), "lon", "it is not there"),
+        (lambda file: file.__delitem__("crs"), "crs", "it is missing"),
+        (lambda file: file["inputs"].dims[2].detach_scale(file["lon"]), "lon", "it is missing"),
     ],
 )
 def test_what_means_something_else_in_another_file_is_left_out(tmp_path, change, name, why):
@@ -188,7 +188,7 @@ def test_auxiliary_coordinates_and_bounds(tmp_path):
         assert left_out == [
             "band (it has an axis that predictions lack)",
             "odd (its shape (17,) fits no axes of the samples)",
-            "gone (it is not there)",
+            "gone (it is missing)",
         ]
         assert file["prediction"].attrs["coordinates"] == "area level station track near"
         assert (
@@ -290,9 +290,9 @@ def _made(**datasets: Any) -> Any:
         (_made(near=h5py.ExternalLink("gone.h5", "y")), "cannot be read"),
         (_made(near=h5py.ExternalLink("/dev/zero", "y")), "expected a regular file"),
         (_made(near=h5py.SoftLink("/near")), "loop of links"),
-        (_made(near=h5py.SoftLink("/inputs/none")), "it is not there"),
+        (_made(near=h5py.SoftLink("/inputs/none")), "it is missing"),
         (_made(near=np.zeros(H, [("a", "f4")])), "expected numbers"),
-        (lambda path: h5py.File(path, "a").create_group("near"), "it is not there"),
+        (lambda path: h5py.File(path, "a").create_group("near"), "it is missing"),
         (lambda path: h5py.File(path, "a").create_dataset("near", (H,), "f4"), "it was never written"),
         (lambda path: h5py.File(path, "a").create_dataset("near", data=h5py.Empty("f4")), "it is empty"),
     ],
@@ -335,7 +335,7 @@ def test_texts_that_are_not_utf8_are_not_copied(tmp_path):
     with open_dataset(tmp_path / "data.h5", targets=None) as dataset:
         assert dataset.attributes == {"history": "Größe"}
     out, left_out = predicted(tmp_path, tmp_path / "data.h5")
-    assert left_out == ["gone (it is not there)"]
+    assert left_out == ["gone (it is missing)"]
     with h5py.File(out) as file:
         assert {"units", "valid_range"} <= set(file["lat"].attrs) and "long_name" not in file["lat"].attrs
         assert names_of(file, "prediction")[1] == ["lat"]

@@ -238,7 +238,7 @@ def test_wrong_requests(path: Path) -> None:
             data.read("x", [5], box, np.empty(box.shape, np.float32))
     with (
         Hdf5Dataset(path, targets=None) as data,
-        pytest.raises(DataError, match="expected one of x, got 'target'; open it with that too"),
+        pytest.raises(DataError, match="expected one of x, got 'target'; name it when you open the file"),
     ):
         data.read("target", [0], box, np.empty(box.shape, np.float32))
 

@@ -152,7 +152,7 @@ def test_state_survives(data) -> None:
 
 def test_wrong_arguments(data) -> None:
     dataset, _ = data
-    with pytest.raises(DataError, match="expected samples to compute the normalisation from, got none"):
+    with pytest.raises(DataError, match="expected samples to compute the normalization from, got none"):
         channel_statistics(dataset, "x", [])
     message = "expected inputs out of x, or channels out of a, offset, oddy, constant, got b"
     with pytest.raises(DataError, match=message):

@@ -218,7 +218,7 @@ def test_packed_labels_are_refused(tmp_path):
     with h5py.File(path, "a") as file:
         file["mask"].attrs["scale_factor"] = 0.1
     assert not read(Hdf5Dataset(path, ranges={"target": TargetRange(0, 1)}), "target").any()
-    with pytest.raises(DataError, match="'mask' has the attribute 'scale_factor', expected class indices as they are"):
+    with pytest.raises(DataError, match="'mask' has the attribute 'scale_factor', expected class indices without it"):
         Hdf5Dataset(path, ranges=LABELS)
     assert not read(Hdf5Dataset(path, ranges=LABELS, unpack=False), "target").any()
 

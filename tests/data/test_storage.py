@@ -93,10 +93,10 @@ def test_a_missing_source(folder: Path) -> None:
     path = write(folder, layout)
     assert_refused(path, r"'/inputs' takes numbers from b\.h5, which cannot be read at .*/b\.h5 \(no such file")
     part(folder / "b.h5", VALUES[3:], "y")
-    assert_refused(path, r"'/inputs': its source 'x' in .*/b\.h5 is not there, HDF5 would read zeros; bring it back")
+    assert_refused(path, r"'/inputs': its source 'x' in .*/b\.h5 is missing, HDF5 would read zeros; restore it")
     with h5py.File(folder / "b.h5", "w") as file:
         file["x"] = h5py.SoftLink("/nowhere")
-    assert_refused(path, r"its source 'x' in .*/b\.h5 is not there")
+    assert_refused(path, r"its source 'x' in .*/b\.h5 is missing")
     (folder / "b.h5").write_text("not HDF5")
     with pytest.raises(DataError, match=r"b\.h5: expected an HDF5 file, got something else"):
         open_(path)
@@ -106,7 +106,7 @@ def test_a_missing_source(folder: Path) -> None:
 def test_a_source_of_another_shape(folder: Path, whole: bool) -> None:
     part(folder / "a.h5", VALUES[:5])
     path = write(folder, virtual((slice(0, N), source("a.h5") if whole else source("a.h5")[0:N])))
-    assert_refused(path, r"'x' in .*/a\.h5 has the shape \(5, 4, 4, 2\), which is not what it takes from there")
+    assert_refused(path, r"'x' in .*/a\.h5 has the shape \(5, 4, 4, 2\), which does not fit the part that it maps")
 
 
 def test_virtual_datasets_of_virtual_datasets(folder: Path) -> None:
@@ -208,7 +208,7 @@ def test_a_prefix_for_sources(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
     other.mkdir()
     part(other / "a.h5")
     monkeypatch.setenv("HDF5_VDS_PREFIX", str(other))
-    assert_refused(path, rf"takes numbers from a\.h5, which lies at {other}/a\.h5, outside the folder of")
+    assert_refused(path, rf"takes numbers from a\.h5, which is at {other}/a\.h5, outside the folder of")
     monkeypatch.setenv("HDF5_VDS_PREFIX", "${ORIGIN}")
     assert_reads(path)
 
@@ -265,7 +265,7 @@ def test_numbers_from_outside_the_folder(folder: Path, how: str) -> None:
         if how == "link":
             with h5py.File(path, "a") as file:
                 file["inputs"] = h5py.ExternalLink(name, "/x")
-    assert_refused(path, rf"which lies at {there}/.*, outside the folder of .*set data\.allow_external = true")
+    assert_refused(path, rf"which is at {there}/.*, outside the folder of .*set data\.allow_external = true")
     assert_reads(path, allow_external=True)
 
 
@@ -287,7 +287,7 @@ def test_an_external_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None
     (folder / "raw").write_bytes(b"x" * 16 + VALUES.tobytes())
     assert_reads(path)
     (folder / "raw").write_bytes(b"x" * 16 + VALUES.tobytes()[:-1])
-    assert_refused(path, r"expected 784 B in its external file .*/raw, got 783 B; behind them HDF5 would read zeros")
+    assert_refused(path, r"expected 784 B in its external file .*/raw, got 783 B; after them HDF5 would read zeros")
     (folder / "raw").unlink()
     os.mkfifo(folder / "raw")
     assert_refused(

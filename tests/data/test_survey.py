@@ -130,7 +130,7 @@ def test_long_reads_are_announced(
         assert not caplog.messages
         monkeypatch.setattr(normalize, "_LONG", 20 * 6 * 5 * 4 * 4 - 1)
         channel_statistics(data, "x", range(20))
-        assert "reading all 20 training samples (0 GB) for the normalisation; data.normalize = false" in caplog.text
+        assert "reading all 20 training samples (0 GB) for the normalization; data.normalize = false" in caplog.text
         channel_statistics(data, "x", range(20), rank=1, size=2)
         assert len(caplog.messages) == 1
 

@@ -176,7 +176,7 @@ def test_what_export_refuses(tmp_path):
     train(tmp_path / "run.toml", ["training.epochs=1"], comm=MPI.COMM_SELF)
     other = tmp_path / "other.onnx"
     other.write_text("a letter")
-    with pytest.raises(UserError, match="expected no file there, or a network of ours, got another"):
+    with pytest.raises(UserError, match="expected no file there, or a network that halograd wrote, got another"):
         export_run(tmp_path / "out", "onnx", other)
     with pytest.raises(UserError, match="--to: expected one of onnx, safetensors, got 'pickle'"):
         export_run(tmp_path / "out", "pickle", other)

@@ -95,7 +95,7 @@ def test_refusals_name_the_first_parameter_that_does_not_fit(tmp_path):
     network, path = _network(), tmp_path / "w.safetensors"
     save_weights(network, None, path)
     with pytest.raises(
-        UserError, match=r"expected head/w as head.weight of shape \(7, 192\), got \(5, 192\); have the"
+        UserError, match=r"expected head/w as head.weight of shape \(7, 192\), got \(5, 192\); list the"
     ):
         load_weights(_network(7), path)
     assert "head/w" not in load_weights(_network(7), path, ["head"])
@@ -103,7 +103,7 @@ def test_refusals_name_the_first_parameter_that_does_not_fit(tmp_path):
         UserError, match=r"expected conv1/w under the name conv1\.weight, got none; the file is of another"
     ):
         load_weights(models.build("resnet50", resolution=32), path)
-    with pytest.raises(UserError, match="expected layers of network 'network' to begin anew, got 'hed'"):
+    with pytest.raises(UserError, match="init_fresh: expected layers of network 'network', got 'hed'"):
         load_weights(network, path, ["hed"])
     with pytest.raises(UserError, match="expected a safetensors file, got none"):
         load_weights(network, tmp_path / "none.safetensors")

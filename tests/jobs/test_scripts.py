@@ -356,9 +356,9 @@ def test_mistakes_are_told_in_one_line(changes, message):
     [
         ("moon", {}, "--kind: expected one of train, profile, plan-then-train, sweep, local, got 'moon'"),
         ("sweep", {}, "--sweep: expected KEY=VALUE,VALUE,... at least once, got none"),
-        ("local", {}, "--nodes: expected 1 of a local job, got 2"),
-        ("local", {"nodes": 1, "stage": "/tmp"}, "--stage: expected none of a local job"),
-        ("local", {"nodes": 1, "container": "x"}, "--container: expected none of a local job"),
+        ("local", {}, "--nodes: expected 1 for a local job, got 2"),
+        ("local", {"nodes": 1, "stage": "/tmp"}, "--stage: expected none for a local job"),
+        ("local", {"nodes": 1, "container": "x"}, "--container: expected none for a local job"),
     ],
 )
 def test_mistakes_of_a_kind(kind, changes, message):

@@ -105,7 +105,7 @@ test_refusals = refusals(
     (lambda x: hg.Split((5, 0))(x), r"expected pieces of 5 channels, got \(5, 0\)"),
     (lambda x: hg.Crop()(x), "Crop: expected amounts, or a second node for its extent, got none"),
     (lambda x: hg.Crop(1)(x, x), "a second node for its extent, got both"),
-    (lambda x: hg.Crop(-1)(x), r"expected rows to take away of \(7, 6\), got"),
+    (lambda x: hg.Crop(-1)(x), r"expected rows to remove from \(7, 6\), got"),
     (lambda x: hg.Crop()(x, hg.Input((8, 6, 1))), "use Pad to add some"),
     (lambda x: hg.Crop()(x, hg.Input((8, 1))), "expected two nodes of as many axes"),
     call=lambda make: make(hg.Input(SHAPE)),

@@ -115,7 +115,7 @@ def test_an_input_that_no_layer_reads_is_refused():
 def test_integers_that_no_loss_reads_are_refused(layer):
     """The network raises the error early: otherwise data would be normalized, and kernels would reject the dtype."""
     x = hg.Input((9, 8, 1), name="number", dtype="uint8")
-    message = "integers only where a loss compares with them, got 'number' of dtype uint8; leave its dtype away"
+    message = "integers only where a loss compares with them, got 'number' of dtype uint8; remove its dtype"
     with pytest.raises(ValueError, match=message):
         hg.Network(layer(x))
 

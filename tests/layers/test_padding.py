@@ -77,7 +77,7 @@ test_refusals = refusals(
     (lambda: Pad(7, "reflect")(Input(SHAPE)), r"expected at most 6 rows of 7 in the mode reflect, got \(7, 7\)"),
     (lambda: Pad(7, "circular")(Input(SHAPE)), "expected at most 6 rows of 6 in the mode circular"),
     (lambda: Pad(-1, "circular")(Input(SHAPE)), "expected numbers of rows >= 0 in the mode circular"),
-    (lambda: Pad(-4)(Input(SHAPE)), r"expected rows to be left of \(7, 6\), got \(-1, -2\)"),
+    (lambda: Pad(-4)(Input(SHAPE)), r"expected at least one row of \(7, 6\) to remain, got \(-1, -2\)"),
     (lambda: Slice(2, 2), "expected first < last, both >= 0, got 2, 2"),
     (lambda: Slice(1, 4)(Input(SHAPE)), "expected at most 3, the channels of the input, got 4"),
     (lambda: Pad(((1, 1),))(Input(SHAPE)), "a pair for each of 2 spatial axes"),

@@ -34,7 +34,7 @@ OWN = ({"gpu": A}, {"gpu": B})
 SAME = ({"gpu": A}, {"gpu": A})
 APART = ({"node": 0}, {"node": 1})
 AUTO = {
-    "one rank": (ranks({}), "mpi-staged", "one rank: nothing travels"),
+    "one rank": (ranks({}), "mpi-staged", "one rank: no messages"),
     "a GPU each": (ranks(*OWN), "nccl", "NCCL on every rank"),
     "nodes": (ranks(*APART), "nccl", "NCCL on every rank"),
     "an old NCCL, a GPU each": (ranks(*OWN, nccl=OLD), "nccl", "NCCL"),
@@ -173,7 +173,7 @@ def test_devices_that_are_not_of_cuda_go_by_the_host(monkeypatch):
 
 @pytest.mark.ranks(2)
 def test_mpi_that_claims_what_it_cannot_do_is_refused(monkeypatch):
-    with pytest.raises(CommError, match=r"'mpi-cuda': rank 0: MPI died of SIGSEGV .*; use 'nccl'"):  # noqa: SIM117
+    with pytest.raises(CommError, match=r"'mpi-cuda': rank 0: MPI ended by SIGSEGV .*; use 'nccl'"):  # noqa: SIM117
         with gpu_ranks(monkeypatch, "mpi-staged") as r:
             monkeypatch.setattr(link, "prove", lambda ordinal: mpi_aware.judge(-11, "", ""))
             with Communicator(MPI.COMM_WORLD) as comm:

@@ -65,7 +65,7 @@ def test_events_that_another_container_hides_are_named(monkeypatch):
             raise RuntimeError("cudaErrorInvalidResourceHandle: invalid resource handle")
 
         monkeypatch.setattr(runtime, "ipcOpenEventHandle", hidden)
-        refusal = r"map memory and events .*: ranks in containers of their own have to share it\), got .*; use"
+        refusal = r"map memory and events .*: ranks in separate containers must share it\), got .*; use"
         with pytest.raises(CommError, match=refusal):
             r.comm.channel({1 - r.comm.rank: 4}, {1 - r.comm.rank: 4}, "float32", device=r.device)
 

@@ -44,7 +44,7 @@ def test_a_library_that_cannot_be_asked():
     [
         (0, "proven\n", "", ""),
         (0, "", "", "MPI could not send device memory to itself (exit code 0)"),
-        (-11, "", "", "MPI died of SIGSEGV when it was to send device memory to itself"),
+        (-11, "", "", "MPI ended by SIGSEGV when it sent device memory to itself"),
         (
             2,
             "",
