@@ -97,14 +97,6 @@ def candidates(
     """
     if ranks < 1:
         raise ValueError(f"candidates: expected at least one rank, got {ranks}")
-    extents = _extents(layer, shapes, output, batch)
-    return _candidates(extents, layer.cuts_channels, ranks, full)
-
-
-def _extents(
-    layer: Layer, shapes: Sequence[tuple[int, ...]], output: tuple[int, ...], batch: int
-) -> tuple[tuple[int, ...], ...]:
-    """Return, per axis of `AXES`, the extents that its parts divide; none if the axis cannot be cut."""
     found: dict[str, list[int]] = {"sample": [batch]}
     for shape in (shapes[0], output):
         for name, n in zip(axis_names(len(shape) + 1)[1:-1], shape):
@@ -113,27 +105,39 @@ def _extents(
         found["channel"] = [output[-1]]
     if layer.cuts_channels == "contracts":
         found["input_channel"] = [output[-1], shapes[0][-1]]
-    return tuple(tuple(found.get(name, ())) for name in AXES)
+    # Per axis, the extents that its parts divide; none if the axis cannot be cut.
+    extents = tuple(tuple(found.get(name, ())) for name in AXES)
+    return _candidates(extents, layer.cuts_channels, ranks, full)
 
 
 @lru_cache(maxsize=4096)
 def _candidates(extents: tuple[tuple[int, ...], ...], cuts: str, ranks: int, full: bool) -> tuple[Parts, ...]:
-    there = tuple(map(bool, extents))
-    some = _legal(extents, cuts, ranks) if full else _worth_a_look(there, cuts, ranks)
+    some = _legal(extents, cuts, ranks) if full else _worthwhile(tuple(map(bool, extents)), cuts, ranks)
     return tuple(parts for parts in some if _fits(extents, parts, balanced=not full))
 
 
 def _legal(extents: Sequence[Sequence[int]], cuts: str, ranks: int) -> Iterator[Parts]:
     """Yield the cuts that a layer allows; an axis may be too short for them."""
     for used in divisors(ranks):
-        yield from (parts for parts in _factorizations(extents, used) if _allowed(cuts, parts))
+        for parts in _factorizations(extents, used):
+            if cuts == "contracts" or (parts[5] == 1 and (cuts != "no" or parts[4] == 1)):
+                yield parts
 
 
 @lru_cache(maxsize=1024)
-def _worth_a_look(there: tuple[bool, ...], cuts: str, ranks: int) -> tuple[Parts, ...]:
+def _worthwhile(there: tuple[bool, ...], cuts: str, ranks: int) -> tuple[Parts, ...]:
     """Return the promising cuts for a layer with these axes, for any extents."""
-    some = _legal([(ranks,) if has else () for has in there], cuts, ranks)
-    return tuple(parts for parts in some if _worthwhile(there, parts, ranks))
+    found = []
+    for parts in _legal([(ranks,) if has else () for has in there], cuts, ranks):
+        space, channels = sorted((n for n, has in zip(parts[1:4], there[1:4]) if has), reverse=True), parts[4:]
+        used, blocks = math.prod(parts), math.prod(space)
+        # Blocks as square as possible, in any order of axes, or slabs along one axis.
+        shapely = not space or space[0] == blocks or _squarest(blocks, len(space)) == tuple(space)
+        kinds = [parts[0] > 1, blocks > 1, math.prod(channels) > 1]
+        few = ranks <= FEW or not (kinds[1] and kinds[2])
+        if min(channels) == 1 and shapely and few and (2 * used >= ranks or sum(kinds) < 2):
+            found.append(parts)
+    return tuple(found)
 
 
 def _factorizations(extents: Sequence[Sequence[int]], used: int) -> Iterator[Parts]:
@@ -154,12 +158,6 @@ def _factorizations(extents: Sequence[Sequence[int]], used: int) -> Iterator[Par
     yield from rest(0, used)
 
 
-def _allowed(cuts: str, parts: Parts) -> bool:
-    if cuts == "no":
-        return parts[4] * parts[5] == 1
-    return cuts == "contracts" or parts[5] == 1
-
-
 def _fits(extents: Sequence[Sequence[int]], parts: Parts, balanced: bool) -> bool:
     cut = list(parts)
     cut[4] = parts[4] * parts[5] if extents[4] else parts[4]
@@ -173,22 +171,6 @@ def _fits(extents: Sequence[Sequence[int]], parts: Parts, balanced: bool) -> boo
         if balanced and name in AXES[4:] and min(lengths) < CHANNELS * count:
             return False
     return True
-
-
-def _worthwhile(there: Sequence[bool], parts: Parts, ranks: int) -> bool:
-    space, channels, used = parts[1:4], parts[4:], math.prod(parts)
-    if min(channels) > 1 or not _shapely(space, there[1:4]):
-        return False
-    kinds = [parts[0] > 1, math.prod(space) > 1, math.prod(channels) > 1]
-    if kinds[1] and kinds[2] and ranks > FEW:
-        return False
-    return 2 * used >= ranks or sum(kinds) < 2
-
-
-def _shapely(space: Sequence[int], there: Sequence[bool]) -> bool:
-    """Return whether blocks are as square as possible, in any order of axes, or slabs along one axis."""
-    cut = sorted((n for n, has in zip(space, there) if has), reverse=True)
-    return not cut or cut[0] == math.prod(cut) or _squarest(math.prod(cut), len(cut)) == tuple(cut)
 
 
 @lru_cache(maxsize=4096)
@@ -209,16 +191,11 @@ def _squarest(product: int, axes: int) -> tuple[int, ...]:
 
 def grids(network: Network, batch: int, ranks: int) -> list[Parts]:
     """Return the cuts of samples and space into exactly `ranks` parts that fit the extents of every input."""
-    names = tuple(AXES)
-    extents = [batch, *(_least_extent(network, name) for name in names[1:4])]
-    return list(_factorizations([(n,) for n in extents] + [(), ()], ranks))
-
-
-def _least_extent(network: Network, axis: str) -> int:
-    """Return the shortest extent along an axis among the inputs that have it; 1 if none has."""
-    shapes = [node.shape for node in network.inputs.values()]
-    axes = [dict(zip(axis_names(len(shape) + 1)[1:-1], shape)) for shape in shapes]
-    return min((found[axis] for found in axes if axis in found), default=1)
+    extents = [(batch,)]
+    for axis in AXES[1:4]:
+        axes = (dict(zip(axis_names(len(node.shape) + 1)[1:-1], node.shape)) for node in network.inputs.values())
+        extents.append((min((found[axis] for found in axes if axis in found), default=1),))
+    return list(_factorizations([*extents, (), ()], ranks))
 
 
 def shared_alike(network: Network, found: Mapping[str, tuple[Parts, ...]]) -> dict[str, tuple[Parts, ...]]:
@@ -286,7 +263,7 @@ class Baseline(Chooser):
             blocks = [(*parts[one][4:], math.prod(parts[one])) for one in (layer, owner)]
             if blocks[0] != blocks[1]:  # calls of one layer must hold the same blocks of its parameters
                 shared = [one for one, its in network.owners.items() if its == owner]
-                parts |= {one: _data(nodes[one], batch, ranks, samples) for one in shared}
+                parts |= {one: _by_samples(samples) for one in shared}
         return strategy_of(network, parts, bucket_bytes)
 
 
@@ -304,48 +281,12 @@ def baseline(name: str, network: Network, batch: int, ranks: int, bucket_bytes: 
     return found().strategy(network, batch, ranks, bucket_bytes)
 
 
-def _data(node: Node, batch: int, ranks: int, samples: int) -> Parts:
+def _by_samples(samples: int) -> Parts:
     return (samples, 1, 1, 1, 1, 1)
 
 
-def _spatial(node: Node, batch: int, ranks: int, samples: int) -> Parts:
-    return _most_space(*_sizes(node, batch), ranks) or _data(node, batch, ranks, samples)
-
-
-@lru_cache(maxsize=4096)
-def _most_space(extents: tuple[tuple[int, ...], ...], cuts: str, ranks: int) -> Parts | None:
-    some = [p for p in _candidates(extents, cuts, ranks, False) if p[4] * p[5] == 1 and math.prod(p[1:4]) > 1]
-    return max(some, key=lambda p: (math.prod(p), -p[0], -max(p[1:4])), default=None)
-
-
-def _model(node: Node, batch: int, ranks: int, samples: int) -> Parts:
-    return _most_channels(*_sizes(node, batch), ranks) or _data(node, batch, ranks, samples)
-
-
-@lru_cache(maxsize=4096)
-def _most_channels(extents: tuple[tuple[int, ...], ...], cuts: str, ranks: int) -> Parts | None:
-    some = [p for p in _candidates(extents, cuts, ranks, False) if p[4] > 1 and math.prod(p) == p[4]]
-    return max(some, key=lambda p: p[4], default=None)
-
-
-def _owt(node: Node, batch: int, ranks: int, samples: int) -> Parts:
-    if _behind_dense(node):
-        return _model(node, batch, ranks, samples)
-    return _data(node, batch, ranks, samples)
-
-
-def _behind_dense(node: Node) -> bool:
-    """Return whether the node is a dense layer, or follows one through channelwise layers only."""
-    while node.layer.cuts_channels != "contracts" or node.layer.stencil is not None:
-        if node.layer.cuts_channels != "channelwise" or not node.inputs:
-            return False
-        node = node.inputs[0]
-    return True
-
-
-def _sizes(node: Node, batch: int) -> tuple[tuple[tuple[int, ...], ...], str]:
-    """Return the properties of a layer that determine its candidates."""
-    return _extents(node.layer, [n.shape for n in node.inputs], node.shape, batch), node.layer.cuts_channels
+def _of_node(node: Node, batch: int, ranks: int) -> tuple[Parts, ...]:
+    return candidates(node.layer, [one.shape for one in node.inputs], node.shape, batch, ranks)
 
 
 @PLANNERS.register
@@ -355,7 +296,7 @@ class _Data(Baseline):
     name = "data"
 
     def parts(self, node: Node, batch: int, ranks: int, samples: int) -> Parts:
-        return _data(node, batch, ranks, samples)
+        return _by_samples(samples)
 
 
 @PLANNERS.register
@@ -365,7 +306,8 @@ class _Spatial(Baseline):
     name = "spatial"
 
     def parts(self, node: Node, batch: int, ranks: int, samples: int) -> Parts:
-        return _spatial(node, batch, ranks, samples)
+        some = [p for p in _of_node(node, batch, ranks) if p[4] * p[5] == 1 and math.prod(p[1:4]) > 1]
+        return max(some, key=lambda p: (math.prod(p), -p[0], -max(p[1:4])), default=_by_samples(samples))
 
 
 @PLANNERS.register
@@ -375,17 +317,23 @@ class _Model(Baseline):
     name = "model"
 
     def parts(self, node: Node, batch: int, ranks: int, samples: int) -> Parts:
-        return _model(node, batch, ranks, samples)
+        some = [p for p in _of_node(node, batch, ranks) if p[4] > 1 and math.prod(p) == p[4]]
+        return max(some, key=lambda p: p[4], default=_by_samples(samples))
 
 
 @PLANNERS.register
-class _OneWeirdTrick(Baseline):
-    """Dense layers and what follows by channels, others by samples (Krizhevsky 2014)."""
+class _OneWeirdTrick(_Model):
+    """Dense layers, and channelwise layers after them, by channels, others by samples (Krizhevsky 2014)."""
 
     name = "owt"
 
     def parts(self, node: Node, batch: int, ranks: int, samples: int) -> Parts:
-        return _owt(node, batch, ranks, samples)
+        before = node
+        while before.layer.cuts_channels != "contracts" or before.layer.stencil is not None:  # not a dense layer
+            if before.layer.cuts_channels != "channelwise" or not before.inputs:
+                return _by_samples(samples)
+            before = before.inputs[0]
+        return super().parts(node, batch, ranks, samples)
 
 
 @PLANNERS.register

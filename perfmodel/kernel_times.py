@@ -139,32 +139,16 @@ class LayerWork:
         """Sample shapes of the inputs."""
         return [shape[1:] for shape in self.inputs]
 
-    def checked(self) -> LayerWork:
-        """Return this object after a check of the layer's output shape.
-
-        Raises
-        ------
-        UserError
-            If a layer of the user does not accept a block as a sample.
-        """
+    @cached_property
+    def output(self) -> tuple[int, ...]:
+        """Sample shape of the output. Raises UserError if a layer of the user does not accept a block as a sample."""
         try:
-            _ = self.output
+            return self.layer.output_shape(*self.shapes)
         except ValueError as error:
             raise UserError(
                 f"{self.kind}: expected a layer that can be timed on blocks {self.inputs}, got: {error}; override "
                 "of_outputs() to return a layer for such blocks"
             ) from error
-        return self
-
-    @cached_property
-    def output(self) -> tuple[int, ...]:
-        """Sample shape of the output."""
-        return self.layer.output_shape(*self.shapes)
-
-    @property
-    def empty(self) -> bool:
-        """Whether the rank has no elements of the layer."""
-        return not all(math.prod(shape) for shape in self.inputs)
 
 
 class KernelTimes(ABC):
@@ -189,20 +173,16 @@ class KernelTimes(ABC):
     ) -> LayerTime:
         """Return the time of `layer` on local blocks; parameters as in :meth:`LayerWork.of`."""
         statistics = None if options is None else (options.get("statistics"),)
-        known = (
-            layer,
-            tuple(inputs),
-            dtype,
-            trainable,
-            input_gradient,
-            filters,
-            outputs and tuple(outputs),
-            statistics,
-        )
+        cut = (filters, outputs and tuple(outputs), statistics)
+        known = (layer, tuple(inputs), dtype, trainable, input_gradient, *cut)
         if known not in self._known:
             more: dict[str, Any] = {"input_gradient": input_gradient, "filters": filters, "outputs": outputs}
             work = LayerWork.of(layer, inputs, dtype, trainable, **more, options=options)
-            self._known[known] = LayerTime(0.0) if work.empty else self.of_work(work.checked())
+            if all(math.prod(shape) for shape in work.inputs):
+                _ = work.output  # raises an error before the work is measured
+                self._known[known] = self.of_work(work)
+            else:  # the rank has no elements of the layer
+                self._known[known] = LayerTime(0.0)
         return self._known[known]
 
     @abstractmethod
@@ -233,8 +213,11 @@ class RooflineTimes(KernelTimes):
         self.machine = machine
 
     def of_work(self, work: LayerWork) -> LayerTime:
-        """Return the time of a layer on nonempty local blocks."""
         passes = work.layer.passes
+
+        def kernel(flops: float, nbytes: float) -> float:
+            return self.machine.roofline(flops, nbytes, work.dtype)
+
         itemsize = np.dtype(work.dtype).itemsize
         xs = [math.prod(shape) * itemsize for shape in work.inputs]
         x = sum(xs)
@@ -242,25 +225,24 @@ class RooflineTimes(KernelTimes):
         parameters = work.layer.parameters(*work.shapes)
         weights = sum(p.size for p in parameters.values()) * itemsize
         flops = work.samples * work.layer.flops(*work.shapes)
-        forward = self._kernel(work, flops, passes.inputs(False, xs) + passes.forward[1] * y + weights)
+        forward = kernel(flops, passes.inputs(False, xs) + passes.forward[1] * y + weights)
         if not work.trainable:
             return LayerTime(forward)
         has_filter = "w" in parameters
         data = mask = filter_ = 0.0
         if has_filter and getattr(work.layer, "activation", None) is not None:
-            mask = self._kernel(work, 0, _MASK * y)
+            mask = kernel(0, _MASK * y)
         if passes.data != (0, 0) and (work.input_gradient or (parameters and not has_filter)):
-            data = self._kernel(work, flops, passes.inputs(True, xs) + passes.data[1] * y + weights)
+            data = kernel(flops, passes.inputs(True, xs) + passes.data[1] * y + weights)
         if has_filter:
-            filter_ = self._kernel(work, flops, x + y + weights)
+            filter_ = kernel(flops, x + y + weights)
         return LayerTime(forward, mask + data, filter_)
-
-    def _kernel(self, work: LayerWork, flops: float, nbytes: float) -> float:
-        return self.machine.roofline(flops, nbytes, work.dtype)
 
 
 class MeasuredTimes(KernelTimes):
     """Times measured on this machine, from a cache on disk.
+
+    A time that was not measured is an error (UserError) if there is neither `measure` nor `fallback`.
 
     Parameters
     ----------
@@ -293,19 +275,12 @@ class MeasuredTimes(KernelTimes):
         self.missing: dict[str, LayerWork] = {}
 
     def of_work(self, work: LayerWork) -> LayerTime:
-        """Return the time of a layer on nonempty local blocks.
-
-        Raises
-        ------
-        UserError
-            If it was not measured, and there is neither `measure` nor `fallback`.
-        """
         found = self.cache.get(self.conditions, work.key)
         if found is not None:
             return LayerTime(*found)
         if self.measure is not None:
             time = self.measure(work)
-            self.cache.put(self.conditions, work.key, (time.forward, time.backward_data, time.backward_filter))
+            self.cache.put(self.conditions, work.key, time)
             return time
         self.missing[work.key] = work
         if self.fallback is None:
@@ -336,6 +311,5 @@ class Recorded(KernelTimes):
         self.asked: dict[str, LayerWork] = {}
 
     def of_work(self, work: LayerWork) -> LayerTime:
-        """Record the work, and return its time from the other object."""
         self.asked[work.key] = work
         return self._times.of_work(work)
