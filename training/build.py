@@ -184,7 +184,18 @@ def make_strategy(
             "planner=halograd.auto.plan_run"
         )
     if config.file is not None:
-        return _strategy_of_file(config.file, size, network, batch)
+        data = read_json(config.file, "strategy")
+        if not is_plan(data):
+            return schema.build(Strategy, data, f"strategy {shown_path(config.file)}")
+        plan = Plan.from_dict(data, f"plan {shown_path(config.file)}")
+        try:
+            if network is not None:
+                plan.check(network, size, batch)
+        except UserError as error:
+            if plan.ranks == size:
+                raise
+            raise UserError(f"{error}, or plan it when the run starts: `--set strategy=auto`") from error
+        return plan.strategy
     cuts = {axis: getattr(config, axis) for axis in ("depth", "height", "width") if getattr(config, axis) != 1}
     if network is not None:
         Strategy(cuts).refuse_empty_blocks(network)  # too few rows are an error for any number of ranks
@@ -212,22 +223,6 @@ def with_reduction(strategy: Strategy, config: Config) -> Strategy:
     if "reduction" not in config.model_fields_set:
         return strategy
     return replace(strategy, reduction=config.reduction.scheme())
-
-
-def _strategy_of_file(path: str, size: int, network: Network | None, batch: int | None) -> Strategy:
-    """Read a file that `Strategy.save` or `halograd plan` wrote."""
-    data = read_json(path, "strategy")
-    if not is_plan(data):
-        return schema.build(Strategy, data, f"strategy {shown_path(path)}")
-    plan = Plan.from_dict(data, f"plan {shown_path(path)}")
-    if network is not None:
-        try:
-            plan.check(network, size, batch)
-        except UserError as error:
-            if plan.ranks == size:
-                raise
-            raise UserError(f"{error}, or plan it when the run starts: `--set strategy=auto`") from error
-    return plan.strategy
 
 
 def make_optimizer(config: Config, store: ParameterStore) -> Optimizer:
@@ -332,13 +327,7 @@ def check_memory(config: Config, comm: Communicator, network: Network, strategy:
     target = Target(batch, size, comm.rank, as_dtype(dtype), trainable)
     needs = memory_of(program_of(network, strategy, target, blocks, config.training.accumulate), blocks)
     needs["batches read ahead"] = (config.data.prefetch + 1) * needs.get("input", 0)
-    _refuse_too_much(comm.allgather_objects((comm.nodes[comm.rank], memory_size(1), needs)))
-
-
-def _refuse_too_much(ranks: Sequence[tuple[int, int, Mapping[str, int]]]) -> None:
-    """Raise UserError if a node is too small. `ranks` holds, per rank, its node, the node's memory [B], and needs by
-    use [B].
-    """
+    ranks = comm.allgather_objects((comm.nodes[comm.rank], memory_size(1), needs))
     for node, there_is in {node: size for node, size, _ in ranks}.items():
         mine = [needs for other, _, needs in ranks if other == node]
         total = sum(sum(needs.values()) for needs in mine)

@@ -31,10 +31,11 @@ from halograd.schema import (
 from halograd.user_code import check_files, checksums
 
 from ..comm.gpu.choice import named_route
+from ..data.augment import AUGMENTATIONS, AugmentationSettings
+from ..data.targets import check_numbers
 from ..layers.reduction_scheme import KINDS, Name, Scheme
 from ..layers.strategy import CutField
 from ..perfmodel.quantities import parse_quantity
-from .data_config import DataConfig
 from .optimizers import OPTIMIZERS, OptimizerSettings
 from .schedules import SCHEDULES, ScheduleSettings
 
@@ -94,6 +95,74 @@ class ModelConfig(Table):
         return dict(self.model_extra or {})
 
 
+class DataConfig(Table):
+    """``[data]``: the files of a run, their datasets, and the selection of samples."""
+
+    path: FilePath | Annotated[list[FilePath], Field(min_length=1)]
+    """A file, a pattern (``"runs/*/fields.h5"``), a folder, or a list of these. Samples are numbered over all files."""
+    file: FilePath | None = None
+    """``"data.py:open"`` or ``"package.module:open"``: a function that returns a data set of another format
+    (:class:`halograd.data.Dataset`) for `path` and `options`. Then `inputs`, `targets`, `layout` and `open_files` are
+    not read."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the function of `file`."""
+    inputs: FilePath | Annotated[dict[Text, FilePath], Field(min_length=1)] = "inputs"
+    """Dataset of the network's input; for several inputs, a table of datasets by the name of the input. They are
+    normalized."""
+    targets: FilePath | Annotated[dict[Text, FilePath], Field(min_length=1)] = "mask"
+    """Datasets of the targets, in the same way: ``[data.targets]``, ``mask = "label"``. They are not normalized."""
+    layout: Literal["NHWC", "NCHW"] | None = None
+    """Order of axes on the disk, if the file does not define it."""
+    rule: Literal["any", "all", "majority", "fraction", "max", "center"] | None = None
+    """Rule from targets per cell to targets of the patches that the network predicts: 0 or 1 by `any`, `all` or
+    `majority` (more than half) of the cells; their mean (`fraction`) or maximum (`max`); the cell in the middle
+    (`center`)."""
+    validation: Below1 = 0.1
+    """Fraction of the samples that is held out."""
+    normalize: bool | list[Text] = True
+    """Whether to normalize inputs to mean 0 and standard deviation 1 per channel over the training samples; or the
+    names of the inputs to normalize."""
+    transforms: dict[str, str] = Field(default_factory=dict)
+    """Rules by the name of a channel, or of an input for all its channels, instead of the default rules: ``"none"``,
+    ``"log"`` (``sign(x) log(1 + |x|)``), ``"asinh"``, ``"metric"`` (as ``"log"``, of at most 1e6: quality metrics of
+    meshes); ``"clip"`` bounds what normalization gives."""
+    shuffle: bool = True
+    """Whether to read training samples in another order in every epoch."""
+    prefetch: Annotated[Count, Field(le=64)] = 1
+    """Number of batches to read ahead."""
+    allow_external: bool = False
+    """Whether virtual datasets, external links and external datasets of a file may refer to files outside its
+    folder."""
+    unpack: bool = True
+    """Whether to apply the attributes of packed data: ``scale_factor``, ``add_offset``, ``_Unsigned``; and
+    ``_FillValue``, ``missing_value``, ``valid_range``, ``valid_min`` and ``valid_max``, which mark missing numbers:
+    these become NaN, see `invalid`. Otherwise numbers are read as stored."""
+    split: Literal["auto", "random", "group", "file"] = "auto"
+    """Units that `validation` holds out: random samples, whole groups (with one number in the dataset ``simulation``),
+    or whole files; ``"auto"``: groups if there are any, else samples."""
+    open_files: Annotated[Count, Field(le=65536)] = 64
+    """Maximum number of files that a rank keeps open."""
+    invalid: Literal["refuse", "skip", "fill"] = "refuse"
+    """Treatment of NaN, infinity and targets out of range. ``"refuse"`` ends the run; ``"skip"`` leaves out samples
+    with such numbers; ``"fill"`` replaces NaN and infinity in inputs by the mean of their channel (0 if it is not
+    normalized). The last two read all samples once before the run, each rank a share of them."""
+    augment: Annotated[AugmentationSettings, Chosen(AUGMENTATIONS, "standard")] | None = None
+    labels: Annotated[dict[str, int | dict[str, int]], AfterValidator(check_numbers)] = Field(default_factory=dict)
+    """Replacements of whole numbers of a target, ``{ 255 = -1, 7 = 1 }``, or by target: ``[data.labels.mask]``. Numbers
+    that are not listed do not change. Replacements precede `rule` and the check of targets."""
+
+    @property
+    def where(self) -> str:
+        """The path, or the first of several paths, for messages."""
+        if isinstance(self.path, str):
+            return self.path
+        return self.path[0] + (f" (and {len(self.path) - 1} more)" if len(self.path) > 1 else "")
+
+
+#: Keys of ``[strategy]`` that go with ``auto`` only.
+_PLANNED = frozenset({"planner", "memory", "machine", "budget"})
+
+
 class StrategyConfig(Table):
     """``[strategy]``: how samples and layers are cut: by parts per axis, by a file, or by a plan.
 
@@ -136,22 +205,16 @@ class StrategyConfig(Table):
     """Time to measure layers [s]; by default as long as necessary. 0: measure nothing, try nothing."""
 
     @model_validator(mode="after")
-    def _auto(self) -> StrategyConfig:
-        planned = {"planner", "memory", "machine", "budget"}
-        if self.auto:
-            others = sorted(self.model_fields_set - planned - {"auto", "statistics", "bucket_bytes"})
-            if others:
-                raise ValueError(f"auto: expected no {others[0]} beside it, which the plan decides; remove one of them")
-        elif self.model_fields_set & planned:
-            key = sorted(self.model_fields_set & planned)[0]
+    def _one_way(self) -> StrategyConfig:
+        given = self.model_fields_set
+        others = sorted(given - _PLANNED - {"auto", "statistics", "bucket_bytes"})
+        if self.auto and others:
+            raise ValueError(f"auto: expected no {others[0]} beside it, which the plan decides; remove one of them")
+        if not self.auto and given & _PLANNED:
+            key = min(given & _PLANNED)
             raise ValueError(f"{key}: expected auto = true with it, got none; add that, or remove {key}")
-        return self
-
-    @model_validator(mode="after")
-    def _file_alone(self) -> StrategyConfig:
-        others = sorted(self.model_fields_set - {"file"})
-        if self.file is not None and others:
-            raise ValueError(f"file: expected no other key beside it, got {others[0]}")
+        if self.file is not None and given != {"file"}:
+            raise ValueError(f"file: expected no other key beside it, got {min(given - {'file'})}")
         return self
 
 
@@ -224,19 +287,15 @@ class TrainingConfig(Table):
     init_fresh: list[Text] = Field(default_factory=list)
     """Layers that do not use the weights of `init`."""
 
-    @model_validator(mode="after")
-    def _whole_parts(self) -> TrainingConfig:
-        if self.batch % self.accumulate:
-            raise ValueError(f"accumulate: expected a divisor of batch, {self.batch}, got {self.accumulate}")
-        return self
-
     @property
     def at_once(self) -> int:
         """Number of samples that are computed at once: the batch, or a part of it."""
         return self.batch // self.accumulate
 
     @model_validator(mode="after")
-    def _fresh_of_some(self) -> TrainingConfig:
+    def _together(self) -> TrainingConfig:
+        if self.batch % self.accumulate:
+            raise ValueError(f"accumulate: expected a divisor of batch, {self.batch}, got {self.accumulate}")
         if self.init_fresh and self.init is None:
             raise ValueError("init_fresh: expected a file of weights (init) with it, got none; remove it")
         return self
@@ -402,5 +461,5 @@ def _settle_strategy(tables: dict[str, Any], path: Sequence[str], value: Any) ->
         table = tables["strategy"] = {"auto": True}
     by_hand = {"sample", "depth", "height", "width", "halo", "file"}
     if isinstance(table, dict) and table.get("auto") is True and len(path) == 2 and path[1] in by_hand:
-        for key in ("auto", "planner", "memory", "machine", "budget"):
+        for key in ("auto", *_PLANNED):
             table.pop(key, None)

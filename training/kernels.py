@@ -44,9 +44,19 @@ def open_kernels(config: BackendConfig, comm: Communicator) -> Backend:
     if comm.rank == 0:
         _warn_of_threads(config)
     with comm.agreement():
-        if not kind.on_device:
-            _refuse_gpu_only(config)
-        return _open(kind, config, mine)
+        for key in () if kind.on_device else ("device", "device_transport", "graph"):
+            if key in config.model_fields_set and getattr(config, key) not in (False, "auto"):
+                raise UserError(
+                    f'backend.{key}: expected kernels = "cudnn" with it, got "{config.kernels}"; remove {key}'
+                )
+        try:
+            ordinal = choose_ordinal(config.device, mine, count_devices(import_cupy())) if kind.on_device else 0
+            how = (config.threads, config.autotune, config.precision, config.deterministic, ordinal)
+            return kind.open(BackendOptions(*how))
+        except DeviceError:
+            raise
+        except KernelError as error:
+            raise UserError(f"backend.kernels: {error}") from error
 
 
 def _warn_of_threads(config: BackendConfig) -> None:
@@ -113,23 +123,6 @@ def _ranks(some: Sequence[int], size: int) -> str:
     if len(some) == size:
         return f"all {size} ranks" if size > 1 else "the only rank"
     return f"rank{'s' if len(some) > 1 else ''} {', '.join(map(str, some))} of {size}"
-
-
-def _open(kind: type[Backend], config: BackendConfig, mine: int) -> Backend:
-    try:
-        ordinal = choose_ordinal(config.device, mine, count_devices(import_cupy())) if kind.on_device else 0
-        how = (config.threads, config.autotune, config.precision, config.deterministic, ordinal)
-        return kind.open(BackendOptions(*how))
-    except DeviceError:
-        raise
-    except KernelError as error:
-        raise UserError(f"backend.kernels: {error}") from error
-
-
-def _refuse_gpu_only(config: BackendConfig) -> None:
-    for key in ("device", "device_transport", "graph"):
-        if key in config.model_fields_set and getattr(config, key) not in (False, "auto"):
-            raise UserError(f'backend.{key}: expected kernels = "cudnn" with it, got "{config.kernels}"; remove {key}')
 
 
 def check_dtype(dtype: Any, kernels: Any) -> np.dtype:
