@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
@@ -12,9 +11,8 @@ from ..layers.reduction_chunks import gradient_layers
 from ..layers.reduction_scheme import Scheme
 from ..perfmodel.contenders import candidate_schemes, shortlist
 from .executor import Executor
-from .log import RunLog
 
-__all__ = ["AutoReduction", "ChunkSearch", "Trial", "Tuner", "Tuning", "pinned", "report_to"]
+__all__ = ["AutoReduction", "ChunkSearch", "Trial", "Tuner", "Tuning", "pinned"]
 
 
 @dataclass
@@ -37,8 +35,8 @@ class ChunkSearch:
         Size of the jumps, and their number beyond the best size, as in the paper.
     chunk
         Size to train with now.
-    best, least
-        Best size so far, and the time of its interval [s].
+    best
+        Best size so far.
     done
         Whether the search is complete, and `chunk` is its result.
     times
@@ -60,8 +58,6 @@ class ChunkSearch:
     step: int = 10
     range: int = 5
     chunk: int = 1
-    best: int = 1
-    least: float = math.inf
     done: bool = False
     times: dict[int, float] = field(default_factory=dict)
 
@@ -70,21 +66,19 @@ class ChunkSearch:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
 
+    @property
+    def best(self) -> int:
+        return min(self.times, key=lambda chunk: (self.times[chunk], chunk), default=1)
+
     def observe(self, seconds: float) -> None:
         """Record the time of an interval in chunks of `chunk` layers [s], the same number on all ranks."""
         if self.done:
             raise ValueError("observe(): expected a search in progress, got one that is done")
-        if self.chunk >= self.best + self.step * self.range:
-            self._end()
-            return
-        self.times[self.chunk] = seconds
-        if seconds < self.least:
-            self.least, self.best = seconds, self.chunk
-        self.chunk += 1 if self.chunk < self.step else self.step
-        if self.chunk > self.layers:
-            self._end()
-
-    def _end(self) -> None:
+        if self.chunk < self.best + self.step * self.range:
+            self.times[self.chunk] = seconds
+            self.chunk += 1 if self.chunk < self.step else self.step
+            if self.chunk <= self.layers:
+                return
         self.chunk, self.done = self.best, True
 
     def state_dict(self) -> dict[str, Any]:
@@ -94,8 +88,6 @@ class ChunkSearch:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint."""
         self.times = {int(k): float(v) for k, v in state["times"].items()}
-        self.best = min(self.times, key=lambda k: (self.times[k], k), default=1)
-        self.least = self.times.get(self.best, math.inf)
         self.chunk, self.done = int(state["chunk"]), bool(state["done"])
 
 
@@ -149,34 +141,26 @@ class Tuner:
         return min(self.trials, key=lambda trial: trial.seconds, default=None)
 
     @property
-    def _tried(self) -> int:
-        return min(len(self.trials), len(self.candidates))
-
-    @property
     def done(self) -> bool:
-        return self._tried == len(self.candidates) and (self.search is None or self.search.done)
+        return len(self.trials) >= len(self.candidates) and (self.search is None or self.search.done)
 
     @property
     def scheme(self) -> Scheme:
-        if self._tried < len(self.candidates):
-            return self.candidates[self._tried]
-        best = self.best
-        assert best is not None
+        if len(self.trials) < len(self.candidates):
+            return self.candidates[len(self.trials)]
         if self.search is None or self.search.done:
-            return best.scheme
-        return self._chunked(self.search.chunk)
-
-    def _chunked(self, chunk: int) -> Scheme:
-        """Return a scheme of chunks with the number of replicated layers of the best candidate."""
-        first = min(self.trials[: len(self.candidates)], key=lambda trial: trial.seconds)
-        return replace(Scheme("host_accumulate", chunk=chunk), replicated_dense=first.scheme.replicated_dense)
+            assert self.best is not None
+            return self.best.scheme
+        # Chunks are tried with the number of replicated layers of the best candidate.
+        first = min(self.trials[: len(self.candidates)], key=lambda trial: trial.seconds).scheme
+        return Scheme("host_accumulate", chunk=self.search.chunk, replicated_dense=first.replicated_dense)
 
     def observe(self, seconds: float) -> None:
         """Record the time of a step with `scheme` [s], the same number on all ranks."""
         if self.done:
             raise ValueError("observe(): expected a tuner in progress, got one that is done")
         scheme = self.scheme
-        if self._tried == len(self.candidates):
+        if len(self.trials) >= len(self.candidates):
             assert self.search is not None
             tried = len(self.search.times)
             self.search.observe(seconds)
@@ -336,29 +320,6 @@ class AutoReduction:
         """Continue from a checkpoint; ignore it if the number of ranks, the transport or the set of layers differs."""
         if all(state.get(key) == value for key, value in self._conditions.items()):
             self.tuner.load_state_dict(state["tuner"])
-
-
-def report_to(log: RunLog, auto: AutoReduction, step: Callable[[], int]) -> None:
-    """Let `auto` log every scheme that it measures, and its choice.
-
-    `step` returns the number of the step.
-    """
-
-    def write(scheme: Scheme, seconds: float, last: bool) -> None:
-        log.write("reduction", step=step(), scheme=str(scheme), seconds=seconds, chosen=False)
-        if last:
-            best = auto.tuner.best
-            assert best is not None
-            chosen = asdict(best.scheme)
-            log.write(
-                "reduction", step=step(), scheme=str(best.scheme), seconds=best.seconds, chosen=True, table=chosen
-            )
-            log.say(
-                f"gradient reduction: {best.scheme}, {1e3 * best.seconds:.2f} ms/step, the best of "
-                f"{len(auto.tuner.trials)}; to pin it: {pinned(best.scheme)}"
-            )
-
-    auto.on_measured = write
 
 
 def pinned(scheme: Scheme) -> str:

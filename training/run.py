@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, SupportsFloat
 
@@ -22,7 +23,7 @@ from ..comm.transport import TRANSPORTS
 from ..data import Batch
 from ..layers.reduction_scheme import Scheme
 from ..layers.strategy import Strategy
-from .auto_reduction import Tuning, report_to
+from .auto_reduction import Tuning, pinned
 from .build import make_optimizer
 from .checkpoint import CheckpointReader, TrainingProgress
 from .checkpoints import CheckpointFolder, Checkpoints
@@ -218,7 +219,7 @@ class TrainingRun:
         tuning = Tuning(config.reduction.interval, config.reduction.step, config.reduction.range)
         self.trainer = Trainer(executor, self.optimizer, schedule, config.training.clip_norm, ranked, tuning)
         if self.trainer.auto is not None:
-            report_to(log, self.trainer.auto, lambda: self.optimizer.step)
+            self.trainer.auto.on_measured = self._log_scheme
         self.evaluation = Evaluation(executor, metrics=config.output.metrics)
         self.watch = LossWatch(session.samples.target_scale if self.evaluation.of_numbers else 0.0)
         self._held_out: Sequence[Batch] = (
@@ -381,6 +382,19 @@ class TrainingRun:
             values["loss_scale"] = self.trainer.loss_scale
         values |= {"seconds": seconds, "samples_per_second": self.session.config.training.batch / seconds}
         self.log.write("step", **values)
+
+    def _log_scheme(self, scheme: Scheme, seconds: float, last: bool) -> None:
+        """Log a measured scheme of gradient reduction; after the last one, log and print the choice. Local."""
+        auto, step = self.trainer.auto, self.optimizer.step
+        self.log.write("reduction", step=step, scheme=str(scheme), seconds=seconds, chosen=False)
+        best = None if auto is None else auto.tuner.best
+        if last and auto is not None and best is not None:
+            values = {"scheme": str(best.scheme), "seconds": best.seconds, "chosen": True, "table": asdict(best.scheme)}
+            self.log.write("reduction", step=step, **values)
+            self.log.say(
+                f"gradient reduction: {best.scheme}, {1e3 * best.seconds:.2f} ms/step, the best of "
+                f"{len(auto.tuner.trials)}; to pin it: {pinned(best.scheme)}"
+            )
 
     def _vote(self) -> None:
         """Set the votes of this rank for the loss reduction of the next pass."""
