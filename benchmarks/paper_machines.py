@@ -15,7 +15,7 @@ from typing import Any
 
 from halograd.layers import Network, Strategy
 from halograd.models import build
-from halograd.perfmodel.cost.layer_cost import Pricing
+from halograd.perfmodel.cost.pricing import Pricing
 from halograd.perfmodel.cost.simulate import Simulation, Training
 from halograd.perfmodel.cost.wires import Wires
 from halograd.perfmodel.kernel_times import KernelTimes, LayerTime, LayerWork, RooflineTimes
@@ -147,14 +147,13 @@ class Part:
     @cached_property
     def pace(self) -> dict[str, LayerTime]:
         """Time of each layer on the emulated device."""
-        return {
-            name: LayerTime(
-                self.scale * cost.forward,
-                self.scale * cost.backward_data,
-                self.scale * cost.backward_filter,
-            )
-            for name, cost in self.paper.costs.items()
-        }
+        costs, found = self.paper.costs, {}
+        for name in self.paper.steps:
+            forward, data, filters = (costs[name].terms.get(phase, 0.0) for phase in LayerTime._fields)
+            if f"{name} (sum)" in costs:
+                data += costs[f"{name} (sum)"].seconds
+            found[name] = LayerTime(self.scale * forward, self.scale * data, self.scale * filters)
+        return found
 
     @cached_property
     def whole(self) -> dict[str, float]:

@@ -25,11 +25,11 @@ from halograd.layers import Network, Strategy
 from halograd.layers.reduction_chunks import buckets_of
 from halograd.layers.strategy import parameter_blocks
 from halograd.models import build
-from halograd.perfmodel.cost.layer_cost import Pricing
 from halograd.perfmodel.cost.network_costs import network_costs
+from halograd.perfmodel.cost.pricing import Pricing
 from halograd.perfmodel.cost.simulate import Simulation, Training, simulate
 from halograd.perfmodel.cost.wires import Wires
-from halograd.perfmodel.kernel_times import RooflineTimes
+from halograd.perfmodel.kernel_times import LayerTime, RooflineTimes
 from halograd.perfmodel.machine import Machine
 from halograd.perfmodel.planners import PLANNERS
 from halograd.program.program import Step
@@ -185,13 +185,14 @@ def dense_configurations() -> dict[str, Dense]:
         step = simulation.steps[name]
         cost, change = simulation.costs[name], simulation.costs.get(step.inputs[0].name)
         transfer = 0.0 if change is None or step.inputs[0].name in network.layers else change.seconds
-        transfer += cost.halo_forward + cost.halo_backward + cost.packing_forward + cost.packing_backward
+        transfer += sum(cost.terms.get(term, 0.0) for term in ("halo", "packing"))
+        compute = sum(cost.terms.get(phase, 0.0) for phase in LayerTime._fields)
         each = replace(strategy, bucket_bytes=1)
         own = [b for b in buckets_of(network, parameter_blocks(network, strategy, 16), each, 4) if name in b.layers]
         update = sum(pricing.wires.sum(*GroupSum.of("allreduce", b.sharing, b.nbytes).largest) for b in own)
         moved, updated = _over_one_bus(step, parts)
         beta = machine.links["node"].beta
-        found[label] = Dense((transfer, cost.compute, update), (moved * beta, cost.compute, updated * beta))
+        found[label] = Dense((transfer, compute, update), (moved * beta, compute, updated * beta))
     return found
 
 

@@ -289,7 +289,7 @@ def _lower_strips(
         behind += [] if ys is target else [(ys, target)]
         geometry = local_geometry(windows, need, box, groups)
         w, b = context.params["w"], context.params.get("b")
-        timing = context.timing("forward", inputs=(need.shape,), outputs=box.shape[1:-1])
+        timing = context.timing("boundary", inputs=(need.shape,), outputs=box.shape[1:-1])
         kernels.append((context.kernel(partial(conv_forward, geometry, f), x=xs, w=w, b=b, y=ys), timing))
     # One operation copies all strips: each strip has its own arrays.
     context.copy(*before)

@@ -37,19 +37,24 @@ def lower_replicated(context: Context) -> Lowered:
     x = context.gather(0, context.needed(0))
     x.start()
     x.finish()
+
+    def own(length: int) -> int:
+        """Return the size of this rank's rows [B]."""
+        return rows * length * context.dtype.itemsize
+
     kernel = context.kernel(partial(ReplicatedDense, first), x=x.view, y=context.y, **context.params)
     for name, what, length in (("rows", "x", features), ("errors", "dy", units)):
         count = ranks * rows if context.rank < ranks else 0
         array = context.keep((count, length), context.dtype, "replicated gradient")
         kernel.add(**{name: array})
-        sizes, label = [ranks * rows * length * context.dtype.itemsize], f"{context.name} {what}"
+        sizes, label = [ranks * own(length)], f"{context.name} {what}"
         kernel.sums[f"{name}_gather"] = context.all_gather(holders, array, "replicated_dense", sizes, label)
-    context.run(kernel, "forward", timing=context.timing("forward"))
+    context.run(kernel, "forward", timing=context.timing("forward", copied=own(features)))
 
     def backward() -> None:
         kernel.add(dy=context.dy, dw=context.grads["w"], db=context.grads.get("b"))
         kernel.add(dx=context.gradient(0) if context.needs_gradient(0) else None)
-        context.run(kernel, "backward", timing=context.timing("backward_data"))
+        context.run(kernel, "backward", timing=context.timing("backward_data", copied=own(units)))
 
     return Lowered(backward, exposed=kernel)
 

@@ -22,19 +22,23 @@ class Timing(NamedTuple):
     Attributes
     ----------
     phase
-        Phase of the layer that the kernel belongs to: ``"forward"``, ``"backward_data"`` or ``"backward_filter"``.
+        Phase of the layer that the kernel belongs to: ``"forward"``, ``"backward_data"`` or ``"backward_filter"``;
+        ``"boundary"``, which computes a part of the forward again; or ``"sum"`` of the inputs, element by element.
     inputs
         Local shapes ``(N, *spatial, C)`` of the layer's inputs.
     outputs
         Spatial extents of the output, if they do not follow from the inputs.
     filters
         Number of output channels, if these are cut.
+    copied
+        Size of arrays that the kernel copies in addition [B].
     """
 
     phase: str
     inputs: tuple[tuple[int, ...], ...]
     outputs: tuple[int, ...] | None = None
     filters: int | None = None
+    copied: int = 0
 
 
 @dataclass(eq=False)

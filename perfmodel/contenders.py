@@ -13,7 +13,7 @@ from functools import cached_property
 from ..layers import Network, Strategy
 from ..layers.reduction_chunks import kinds_of, replicable_layers
 from ..layers.reduction_scheme import Scheme
-from .cost.layer_cost import Pricing
+from .cost.pricing import Pricing
 from .cost.simulate import Simulation, Training
 from .cost.wires import Wires
 from .kernel_times import KernelTimes

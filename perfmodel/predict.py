@@ -34,8 +34,8 @@ from ..layers import Network, Strategy
 from ..layers.reduction_scheme import Scheme
 from .changes import Changes
 from .contenders import Contender, Contenders, planned_schemes
-from .cost.layer_cost import Pricing
 from .cost.network_costs import network_costs
+from .cost.pricing import Pricing
 from .cost.simulate import Simulation, Training
 from .cost.wires import Wires
 from .cuts import BASELINES, GRID, Parts, grids, is_step, strategy_of

@@ -18,7 +18,7 @@ from ..layers import Input, Network, Node, Redistribute
 from ..layers.parameter import ParameterBlocks, blocks_of
 from ..layers.strategy import Cut, Strategy, counts_of, layout_of, parameter_blocks
 from ..lowering.context import Context, Lowered
-from ..lowering.operations import KernelSpec, Operation, Run
+from ..lowering.operations import KernelSpec, Operation, Run, Timing
 from ..lowering.views import Buffer, Value, View
 from .passes import apply_passes
 from .program import Program, Segment, Step, Target
@@ -262,11 +262,12 @@ class _Compiler:
             operations = context.take()
             if operations:
                 self.program.backward.append(Segment(f"{name} (moved)", operations))
-        value.close_gradient(lambda summands, total: self._add(f"{name} (sum)", summands, total))
+        value.close_gradient(lambda summands, total: self._add(f"{name} (sum)", value, summands, total))
 
-    def _add(self, name: str, summands: list[View], total: View) -> None:
+    def _add(self, name: str, value: Value, summands: list[View], total: View) -> None:
         views = {f"x{i}": view for i, view in enumerate(summands)}
-        run = Run(name, KernelSpec(_adding, {**views, "total": total}))
+        timing = Timing("sum", (value.layout.boxes.longest,) * len(summands))
+        run = Run(name, KernelSpec(_adding, {**views, "total": total}), timing=timing)
         self.program.backward.append(Segment(name, [run]))
 
 

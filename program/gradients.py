@@ -181,6 +181,7 @@ class _Placing:
 
     def __init__(self, program: Program, buckets: Sequence[GradientChunk], scheme: Scheme, parts: int) -> None:
         self._program, self._buckets, self._scheme, self._parts = program, buckets, scheme, parts
+        self._low = is_low(program.target.dtype)
         self._before: dict[str, list[Operation]] = {segment.name: [] for segment in program.forward}
         self._after: dict[str, list[Operation]] = {segment.name: [] for segment in program.backward}
         self._end: list[Operation] = []
@@ -218,12 +219,12 @@ class _Placing:
             if kind.shards:
                 before.append(ShardGather("", sums[i][1], "start", i))
         for i in summed if kind.shards else ():
-            done = [ShardGather("", sums[i][1], "finish", i), Refresh("", i, self._own(i))]
-            self._before[self._first(i)] += done
+            refresh = [Refresh("", i, self._own(i))] if self._low else []
+            self._before[self._first(i)] += [ShardGather("", sums[i][1], "finish", i), *refresh]
 
     def _starts(self, i: int, total: Sum) -> list[Operation]:
         """Return the operations that prepare the gradients of a bucket, and start their sum."""
-        cast = [Cast("", i, self._own(i))] if is_low(self._program.target.dtype) else []
+        cast = [Cast("", i, self._own(i))] if self._low else []
         return [*cast, *self._prepared(i), BucketTotal("", total, "start", i, when="step")]
 
     def _prepared(self, i: int) -> list[Operation]:

@@ -133,7 +133,7 @@ class Overlap(Pass):
     not use its target. Operations with conditions or sums of their own are not passed. The bits do not change; buffers
     of messages are held for longer. The arrays depend on this rank's block, and so does how far a message moves. The
     order of all exchanges and sums does not: they do not pass each other, nor a layer at which sums of gradients may
-    start or finish. The price does not credit what the pass hides.
+    start or finish.
     """
 
     __pydantic_config__ = STRICT

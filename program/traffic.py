@@ -17,7 +17,7 @@ import numpy as np
 from ..comm.sums import node_shares, shards
 from ..dtensor import Groups
 from ..dtensor.blocks import Blocks, Interval, Intervals, outer, padded
-from ..lowering.operations import Operation, Sum, Total, Transfer
+from ..lowering.operations import ExchangeSpec, Operation, Sum, Total, Transfer
 from .program import Program
 
 __all__ = ["ExchangeTraffic", "GroupSum", "Ledger", "Move", "Sender", "Sent", "messages_of", "senders", "sums_of"]
@@ -58,6 +58,11 @@ class Move:
     target: Blocks
     itemsize: int
     kind: str = "halo"
+
+    @classmethod
+    def of(cls, made: ExchangeSpec) -> Move:
+        """Create the description of an exchange of a program."""
+        return cls(made.sources, made.targets, made.itemsize, made.kind)
 
     def __hash__(self) -> int:
         return hash((hash(self.source), hash(self.target), self.itemsize))
@@ -277,8 +282,7 @@ def messages_of(program: Program, per_node: int | None = None) -> Iterator[tuple
             continue
         layer = operation.layer or None
         if isinstance(operation, Transfer) and operation.end == "start":
-            made = operation.exchange
-            yield layer, Move(made.sources, made.targets, made.itemsize, made.kind)
+            yield layer, Move.of(operation.exchange)
         elif isinstance(operation, Total) and operation.end == "start":
             started.add(operation.sum)
             yield from ((layer, sender) for sender in senders(operation.sum, per_node))

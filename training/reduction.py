@@ -279,7 +279,7 @@ class _State:
     pending, updated
         Whether an update is due, and whether it was made in this call.
     gathered
-        Whether the parameters were gathered in this call.
+        Whether the parameters were gathered in this call, and their copies in 16 bits are not rounded yet.
     """
 
     bucket: Bucket
@@ -318,7 +318,7 @@ class _State:
         """Finish the gather if it is in progress."""
         if self.gather is not None and self.gather.under_way:
             self.gather.finish()
-            self.gathered = True
+            self.gathered = self.bucket.copies is not None
 
     def refresh(self) -> None:
         """Round gathered parameters to 16 bits."""

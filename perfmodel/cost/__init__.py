@@ -2,8 +2,9 @@
 
 from ..plans import LayerRecord, Prediction
 from .account import count_program, count_step, memory_of, program_of
-from .layer_cost import LayerCost, Pricing, price_layer
+from .pricing import Pricing
 from .simulate import Training, simulate
+from .timeline import LayerCost, price_layer
 from .wires import Wires
 
 __all__ = [

@@ -127,8 +127,7 @@ def layers_memory(program: Program, blocks: Mapping[str, ParameterBlocks]) -> di
     found["messages"] = LOSS_BYTES if program.target.size > 1 else 0
     for operation in program:
         if isinstance(operation, Transfer) and operation.end == "start" and operation.when != "evaluation":
-            made = operation.exchange
-            move = Move(made.sources, made.targets, made.itemsize, made.kind)
+            move = Move.of(operation.exchange)
             found["messages"] += int(move.peers(rank)[1].sum()) + int(move.adjoint.peers(rank)[1].sum())
     # Sums of layers add up or gather in shared memory, whatever the nodes.
     sums = sums_of(operation for operation in program if operation.layer)

@@ -39,8 +39,9 @@ from ..cuts import Parts, candidates, grids, shared_alike
 from ..kernel_times import LayerWork, Recorded, RooflineTimes
 from ..machine import Machine
 from ..planners import Problem
-from .layer_cost import Pricing, price_layer
+from .pricing import Pricing
 from .simulate import Training
+from .timeline import price_layer
 from .wires import Wires, middle_rank
 
 __all__ = ["Grids", "NetworkCosts", "edge_seconds", "network_costs", "redistributed_bytes", "works_of"]
@@ -376,8 +377,7 @@ class _Maker:
                 continue
             sums += self._sum(nbytes, held.holders.members(0))
             update += self.pricing.wires.update(nbytes, self.training.slots)
-        halo = ("overlap" if cost.overlaps else "pad") if cost.halo_forward else ""
-        return cost.seconds + update, sums, self._memory(step, parameters), halo
+        return cost.seconds + update, sums, self._memory(step, parameters), cost.halo_algorithm
 
     def _sum(self, nbytes: int, group: range) -> float:
         """Return a layer's share of a bucket's sum, or its own if it fills one."""

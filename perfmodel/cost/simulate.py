@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import math
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -17,38 +18,22 @@ from ...layers.reduction_chunks import GradientChunk, buckets_of, exposed_layers
 from ...layers.reduction_scheme import Scheme
 from ...layers.strategy import Strategy, layout_of, parameter_blocks
 from ...lowering.operations import KernelSpec
-from ...program.compiler import Alone, compile_program, outline
+from ...lowering.views import Value
+from ...program.compiler import compile_program, outline
 from ...program.gradients import check_gradients, reduce_gradients
-from ...program.program import Program, Step, Target
+from ...program.program import Program, Target
 from ...program.traffic import Ledger
 from ..plans import LayerRecord, Prediction
 from .account import count_program, gradients_memory, layers_memory, program_of
-from .layer_cost import LayerCost, Pricing
-from .steps import apart, price_program, price_steps
-from .timeline import OperationPrices, StepTimeline, play
+from .pricing import Pricing
+from .steps import price_replicated, price_steps
+from .timeline import LayerCost, StepTimeline, play
 from .wires import middle_rank
 
 __all__ = ["Simulation", "Training", "simulate"]
 
 #: Up to this number of ranks, the memory of every rank is computed.
 FEW = 4
-
-
-def gathering(step: Step) -> KernelSpec:
-    """Return the kernel of a dense layer whose gradient is replicated."""
-    options = {**step.options, "weight_gradient": "replicated"}
-    exposed = Alone(replace(apart(step), options=options), trainable=True).lowered.exposed
-    assert exposed is not None
-    return exposed
-
-
-def lighter(cost: LayerCost, kernel: KernelSpec, pricing: Pricing) -> LayerCost:
-    """Return the cost of a layer whose weight gradient is computed later: the layer copies its rows instead."""
-    rows, errors = (kernel.sums[f"{what}_gather"] for what in ("rows", "errors"))
-    assert rows is not None and errors is not None
-    copies = (pricing.wires.copy(one.sizes[0] / one.groups.members_each) for one in (rows, errors))
-    forward, backward = (packing + copy for packing, copy in zip((cost.packing_forward, cost.packing_backward), copies))
-    return replace(cost, backward_filter=0.0, packing_forward=forward, packing_backward=backward)
 
 
 @dataclass(frozen=True)
@@ -105,21 +90,12 @@ def simulate(
     return Simulation(network, strategy, batch, pricing, training or Training(), ranks).prediction(account)
 
 
-@dataclass(frozen=True)
-class _Played:
-    """Costs of layers, sums and replicated layers under one scheme, and the resulting step."""
-
-    costs: Mapping[str, LayerCost]
-    buckets: Sequence[GradientChunk]
-    timeline: StepTimeline
-
-
 @dataclass
 class _Remembered:
     """Cached results that simulations of one strategy share under all schemes."""
 
     memory: dict[tuple[int, tuple[str, ...]], dict[str, int]] = field(default_factory=dict)
-    gathering: dict[str, KernelSpec] = field(default_factory=dict)
+    replicated: dict[str, tuple[LayerCost, KernelSpec]] = field(default_factory=dict)
     fullest: int | None = None
 
 
@@ -144,12 +120,14 @@ class Simulation:
         self.blocks = parameter_blocks(network, strategy, self.ranks)
         self._known = _Remembered()
         self._rank = _middle(network, strategy, batch, self.ranks)
-        if strategy.passes:  # layers are priced as the passes leave them
+        self.costs: Mapping[str, LayerCost] = {}
+        if strategy.passes:  # operations are played as the passes leave them
             self._outline = compile_program(network, strategy, self._target(self._rank), self.blocks)
-            self.costs, self._gathered = price_program(self._outline, pricing)
+            self._gathered: Mapping[Value, Collection[Any]] = {v: v.gathered for v in self._outline.values.values()}
         else:
             self._outline = outline(network, strategy, self._target(self._rank))
-            self.costs, self._gathered = price_steps(network, self._outline, pricing)
+            steps = price_steps(network, self._outline, pricing)
+            self._outline.backward, self.costs, self._gathered = steps.backward, steps.costs, steps.gathered
         self.steps = {step.name: step for step in self._outline.steps}
 
     def _target(self, rank: int) -> Target:
@@ -179,13 +157,12 @@ class Simulation:
     @property
     def step_seconds(self) -> float:
         """Time of a step [s]."""
-        return self._play().timeline.seconds + self.pricing.wires.machine.runtime.step
+        return self._play()[1].seconds + self.pricing.wires.machine.runtime.step
 
     @cached_property
     def computing(self) -> float:
         """Lower bound on the time of a step under any scheme of gradient reduction: the time of both passes [s]."""
-        passes = sum(cost.forward_seconds + cost.backward_seconds for cost in self.costs.values())
-        return passes + self.pricing.wires.machine.runtime.step
+        return play(self._outline, self.costs, self.pricing).seconds + self.pricing.wires.machine.runtime.step
 
     @property
     def memory(self) -> Mapping[str, int]:
@@ -239,31 +216,34 @@ class Simulation:
             chunked[key] = buckets_of(self.network, self.blocks, self.strategy, itemsize, apart)
         return chunked[key]
 
+    def _replicated(self) -> dict[str, tuple[LayerCost, KernelSpec]]:
+        """Return the cost and the kernel of every dense layer whose gradient the scheme replicates."""
+        known, found = self._known.replicated, {}
+        for name in (name for bucket in self._buckets() if bucket.replicated for name in bucket.layers):
+            if name not in known:
+                known[name] = price_replicated(self.steps[name], self.pricing)
+            found[name] = known[name]
+        return found
+
     def _reduced(self, outlined: Program) -> Program:
         """Return the outline of the program with operations on gradients by the strategy's scheme."""
-        buckets, known = self._buckets(), self._known.gathering
-        for name in (name for bucket in buckets if bucket.replicated for name in bucket.layers):
-            if name not in known:
-                known[name] = gathering(self.steps[name])
+        exposed = {name: kernel for name, (_, kernel) in self._replicated().items()}
         parts = 2 if self.training.accumulates else 1
-        outlined = replace(outlined, exposed=known)
-        return self._checked(reduce_gradients(outlined, buckets, self.strategy.reduction, parts))
+        outlined = replace(outlined, exposed=exposed)
+        return self._checked(reduce_gradients(outlined, self._buckets(), self.strategy.reduction, parts))
 
-    def _play(self) -> _Played:
-        pricing, program = self.pricing, self._reduced(self._outline)
-        replicated = {name for bucket in program.buckets if bucket.replicated for name in bucket.layers}
-        costs = {
-            name: lighter(cost, program.exposed[name], pricing) if name in replicated else cost
-            for name, cost in self.costs.items()
-        }
-        prices = OperationPrices(program, pricing, self.training.slots)
-        timeline = play(program, costs, prices, pricing.wires.emulated, self.training.barrier)
-        return _Played(costs, program.buckets, timeline)
+    def _play(self) -> tuple[Mapping[str, LayerCost], StepTimeline]:
+        """Return the costs of layers under the scheme, and the timeline."""
+        costs, training = self.costs, self.training
+        replicated = {name: cost for name, (cost, _) in self._replicated().items()}
+        if replicated:
+            costs = {**costs, **replicated}
+        program = self._reduced(self._outline)
+        return costs, play(program, costs, self.pricing, training.slots, training.barrier)
 
     def prediction(self, account: bool = True) -> Prediction:
         """Return the whole prediction, with memory and traffic if `account` is true."""
-        step = self._play()
-        timeline = step.timeline
+        costs, timeline = self._play()
         traffic = Ledger(self.ranks)
         if account:
             traffic = count_program(self._program(self._rank), self.pricing.wires.per_node)
@@ -275,7 +255,7 @@ class Simulation:
             batch=self.batch,
             ranks=self.ranks,
             dtype=self.training.dtype,
-            layers=tuple(_records(self.network, self._outline.steps, step, sent)),
+            layers=tuple(self._records(costs, timeline, sent)),
             step_seconds=timeline.seconds + self.pricing.wires.machine.runtime.step,
             forward_seconds=timeline.forward,
             backward_seconds=timeline.backward,
@@ -288,6 +268,59 @@ class Simulation:
         )
 
 
+    def _records(
+        self, costs: Mapping[str, LayerCost], timeline: StepTimeline, sent: Mapping[str, tuple[int, int]]
+    ) -> Iterator[LayerRecord]:
+        """Yield the record of every layer; a redistribution counts with the next layer. `sent`: number of messages, and
+        [B].
+        """
+        terms = {name: defaultdict(float, cost.terms) for name, cost in costs.items()}
+        for (name, term), seconds in timeline.terms.items():
+            terms.setdefault(name, defaultdict(float))[term] += seconds
+        algorithms = {**timeline.algorithms, **{name: cost.halo_algorithm for name, cost in costs.items()}}
+        shares, none = self._shares(timeline), defaultdict[str, float](float)
+        moved, messages, nbytes = 0.0, 0, 0
+        for step in self._outline.steps:
+            own, message = terms.get(step.name, none), sent.get(step.name, (0, 0))
+            messages, nbytes = messages + message[0], nbytes + message[1]
+            if step.name not in self.network.layers:
+                moved += sum(own.values()) - own["halo"]
+                continue
+            share = shares.get(step.name, (0.0, 0.0))
+            yield LayerRecord(
+                step.name,
+                step.layer.kind,
+                {axis: n for axis, n in step.parts.items() if n > 1},
+                math.prod(step.parts.values()),
+                forward=own["forward"] + own["boundary"],
+                backward=own["backward_data"] + own["backward_filter"] + terms.get(f"{step.name} (sum)", none)["sum"],
+                halo=own["halo"],
+                halo_exposed=own["halo_exposed"],
+                channel=own["channel"],
+                statistics=own["statistics"],
+                redistribution=moved + own["redistribute"],
+                packing=own["packing"],
+                allreduce=share[0],
+                allreduce_exposed=share[1],
+                halo_algorithm=algorithms.get(step.name, ""),
+                messages=messages,
+                sent=nbytes,
+                output=step.output.layout.boxes.fullest * step.output.dtype.itemsize,
+            )
+            moved, messages, nbytes = 0.0, 0, 0
+
+    def _shares(self, timeline: StepTimeline) -> Mapping[str, tuple[float, float]]:
+        """Return each layer's share of its bucket's sum and of the wait for it, in proportion to the parameters."""
+        weights = {step.name: sum(p.size for p in step.parameters.values()) for step in self._outline.steps}
+        found: dict[str, tuple[float, float]] = {}
+        for i, bucket in enumerate(self._buckets()):
+            total = sum(weights[name] for name in bucket.layers)
+            for name in bucket.layers:
+                share, (seconds, waited) = weights[name] / total, found.get(name, (0.0, 0.0))
+                found[name] = seconds + timeline.sums[i] * share, waited + timeline.waits[i] * share
+        return found
+
+
 def _middle(network: Network, strategy: Strategy, batch: int, ranks: int) -> int:
     """Return a rank in the middle of the finest grid, or one with the most computation."""
     nodes = network.layers.items()
@@ -295,62 +328,3 @@ def _middle(network: Network, strategy: Strategy, batch: int, ranks: int) -> int
     return middle_rank(max(layouts, key=lambda boxes: boxes.placed))
 
 
-def _records(
-    network: Network, steps: Sequence[Step], step: _Played, sent: Mapping[str, tuple[int, int]]
-) -> list[LayerRecord]:
-    """Return the record of every layer; a redistribution counts with the next layer. `sent`: number of messages, and
-    [B].
-    """
-    shares = _shares(network, steps, step)
-    records, before, messages, nbytes = [], 0.0, 0, 0
-    for one, cost in zip(steps, step.costs.values()):
-        own = sent.get(one.name, (0, 0))
-        messages, nbytes = messages + own[0], nbytes + own[1]
-        if one.name not in network.layers:
-            before += cost.seconds
-            continue
-        record = _record(one, cost, before, shares.get(one.name, (0.0, 0.0)))
-        backward = record.backward + step.timeline.whole.get(one.name, 0.0)
-        records.append(replace(record, backward=backward, messages=messages, sent=nbytes))
-        before, messages, nbytes = 0.0, 0, 0
-    return records
-
-
-def _record(one: Step, cost: LayerCost, before: float, share: tuple[float, float]) -> LayerRecord:
-    return LayerRecord(
-        one.name,
-        one.layer.kind,
-        {axis: n for axis, n in one.parts.items() if n > 1},
-        math.prod(one.parts.values()),
-        forward=cost.forward + cost.strips * cost.overlaps,
-        backward=cost.backward_data + cost.backward_filter,
-        halo=cost.halo_forward + cost.halo_backward,
-        halo_exposed=cost.exposed_forward + cost.exposed_backward,
-        channel=cost.channel_forward + cost.channel_backward,
-        statistics=cost.statistics_forward + cost.statistics_backward,
-        redistribution=before + cost.redistribution_forward + cost.redistribution_backward,
-        packing=cost.packing_forward + cost.packing_backward,
-        allreduce=share[0],
-        allreduce_exposed=share[1],
-        halo_algorithm=("overlap" if cost.overlaps else "pad") if cost.halo_forward else "",
-        output=one.output.layout.boxes.fullest * one.output.dtype.itemsize,
-    )
-
-
-def _shares(network: Network, steps: Sequence[Step], step: _Played) -> Mapping[str, tuple[float, float]]:
-    """Return each layer's share of its bucket's sum and of the wait for it, in proportion to the parameters."""
-    weights = {
-        one.name: sum(p.size for p in one.parameters.values())
-        for one in steps
-        if one.name in network.layers and not one.owner
-    }
-    found: dict[str, tuple[float, float]] = {}
-    for i, bucket in enumerate(step.buckets):
-        total = sum(weights[name] for name in bucket.layers)
-        for name in bucket.layers:
-            share = weights[name] / total
-            seconds, waited = found.get(name, (0.0, 0.0))
-            found[name] = (
-                seconds + step.timeline.sums.get(i, 0.0) * share, waited + step.timeline.waits.get(i, 0.0) * share
-            )
-    return found

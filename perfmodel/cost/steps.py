@@ -8,72 +8,58 @@ cost is equal in any program.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Hashable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from ...layers import Add, Network
-from ...lowering.operations import Operation, Run
+from ...layers import Network
+from ...lowering.operations import KernelSpec, Timing
 from ...lowering.views import Value
 from ...program.compiler import Alone
 from ...program.program import Program, Segment, Step
-from .layer_cost import LayerCost, Pricing, price_layer
+from .pricing import Pricing
+from .timeline import LayerCost, price_layer
 
-__all__ = ["apart", "price_program", "price_steps"]
-
-#: Operations that add the gradients of several readers.
-_ADD = Add()
+__all__ = ["PricedSteps", "price_replicated", "price_steps"]
 
 #: Per input, keys of `Value.gathered`.
 _Gathered = tuple[tuple[Any, ...], ...]
 
 
-def price_steps(
-    network: Network, program: Program, pricing: Pricing
-) -> tuple[dict[str, LayerCost], Mapping[Value, Collection[Any]]]:
-    """Price the steps of a program, which need not have been lowered.
+@dataclass(frozen=True)
+class PricedSteps:
+    """Priced steps of a program.
 
-    Returns
-    -------
-    Costs by name, in order of computation; and the boxes of values that layers gather: keys of `Value.gathered`.
+    Attributes
+    ----------
+    costs
+        Costs by name of the segment: of layers and redistributions in order of computation, and of sums of gradients.
+    backward
+        Segments of the backward pass, without operations.
+    gathered
+        Boxes of values that layers gather: keys of `Value.gathered`.
     """
-    values, node = _Values(), network.outputs.get("loss")
-    known = _forward(program, pricing, values)
-    loss = None if node is None else network.names[node]
-    return _backward(program, pricing, values, known, loss), values.gathered
+
+    costs: Mapping[str, LayerCost]
+    backward: list[Segment]
+    gathered: Mapping[Value, Mapping[Any, None]]
 
 
-def price_program(
-    program: Program, pricing: Pricing
-) -> tuple[dict[str, LayerCost], Mapping[Value, Collection[Any]]]:
-    """Price the operations of a compiled program, layer by layer, as passes have left them.
-
-    Returns
-    -------
-    As :func:`price_steps`.
-    """
-    forward, backward = (_by_layer(segments) for segments in (program.forward, program.backward))
-    costs = {}
-    for step in program.steps:
-        cost = price_layer(step, forward.get(step.name, []), backward.get(step.name, []), pricing)
-        for operation in backward.get(f"{step.name} (sum)", []):
-            assert isinstance(operation, Run)
-            summands = sum(name != "total" for name in operation.kernel.views)
-            shapes = [step.output.layout.boxes.longest] * summands
-            seconds = pricing.times.time(_ADD, shapes, pricing.dtype, False).forward
-            cost = replace(cost, backward_data=cost.backward_data + seconds)
-        costs[step.name] = cost
-    return costs, {value: tuple(value.gathered) for value in program.values.values()}
+def price_steps(network: Network, program: Program, pricing: Pricing) -> PricedSteps:
+    """Price the steps of a program, which need not have been lowered."""
+    return _Steps(network, program, pricing).priced()
 
 
-def _by_layer(segments: Sequence[Segment]) -> dict[str, list[Operation]]:
-    found: dict[str, list[Operation]] = {}
-    for operation in (operation for segment in segments for operation in segment.operations):
-        found.setdefault(operation.layer, []).append(operation)
-    return found
+def price_replicated(step: Step, pricing: Pricing) -> tuple[LayerCost, KernelSpec]:
+    """Return the cost of a dense layer whose gradient is replicated, without this gradient, and its kernel."""
+    options = {**step.options, "weight_gradient": "replicated"}
+    alone = Alone(replace(_apart(step), options=options), trainable=True)
+    cost = price_layer(alone.step, alone.forward, alone.backward(), pricing)
+    assert alone.lowered.exposed is not None
+    return cost, alone.lowered.exposed
 
 
-def apart(step: Step) -> Step:
+def _apart(step: Step) -> Step:
     """Return a copy of the step whose values no other layer uses."""
     copies = {value: _copied(value) for value in (*step.inputs, step.output)}
     return step.under(step.parts, [copies[value] for value in step.inputs], copies[step.output])
@@ -96,7 +82,7 @@ class _Known:
         self.is_loss = self._alone.lowered.loss is not None
 
     def _lowered(self, pricing: Pricing) -> Alone:
-        return Alone(apart(self._step), True, pricing.overlaps, self._before)
+        return Alone(_apart(self._step), True, pricing.overlaps, self._before)
 
     def passes(self, gathered: _Gathered | None, pricing: Pricing) -> _Passes:
         """Price the layer. `gathered` holds the boxes of its inputs that other layers gather before its backward pass;
@@ -125,32 +111,56 @@ def _gathered(step: Step) -> _Gathered:
     return tuple(tuple(value.gathered) for value in step.inputs)
 
 
-class _Values:
-    """State of the values of a program during pricing."""
+class _Steps:
+    """The steps of a program, priced in the order in which they are lowered: forward, then backward."""
 
-    def __init__(self) -> None:
-        self.gathered: dict[Value, dict[Any, None]] = {}
-        self.contributions: Counter[Value] = Counter()
+    def __init__(self, network: Network, program: Program, pricing: Pricing) -> None:
+        node = network.outputs.get("loss")
+        self._loss = None if node is None else network.names[node]
+        self._program, self._pricing = program, pricing
+        self._gathered: dict[Value, dict[Any, None]] = {}
+        self._contributions: Counter[Value] = Counter()
 
-    def gathered_of(self, step: Step) -> _Gathered:
-        return tuple(tuple(self.gathered.get(value, ())) for value in step.inputs)
+    def priced(self) -> PricedSteps:
+        known = [self._forward(step) for step in self._program.steps]
+        costs: dict[str, LayerCost] = {step.name: LayerCost() for step in self._program.steps}
+        backward = []
+        for step, layer in zip(reversed(self._program.steps), reversed(known)):
+            summands = self._contributions[step.output]
+            costs[step.name] = self._backward(step, layer, summands)
+            if step.output.trainable and summands > 1:
+                # The gradients of several readers are added before the layer's own backward pass.
+                timing = Timing("sum", (step.output.layout.boxes.longest,) * summands)
+                seconds = self._pricing.kernel(timing, None, True)
+                costs[f"{step.name} (sum)"] = LayerCost(0.0, seconds, {"sum": seconds})
+                backward.append(Segment(f"{step.name} (sum)"))
+            backward.append(Segment(step.name))
+        return PricedSteps(costs, backward, self._gathered)
 
-    def add(self, step: Step, gathered: _Gathered) -> None:
+    def _forward(self, step: Step) -> _Known:
+        before = self._gathered_of(step)
+        key, known = _key(step, before, self._pricing), self._pricing.known
+        if key not in known:
+            known[key] = _Known(step, before, self._pricing)
+        found: _Known = known[key]
+        self._add(step, found.gathered)
+        return found
+
+    def _backward(self, step: Step, layer: _Known, summands: int) -> LayerCost:
+        trained = step.output.trainable and (summands > 0 or (step.name == self._loss and layer.is_loss))
+        cost, contributions, gathered = layer.passes(self._gathered_of(step) if trained else None, self._pricing)
+        if trained:
+            self._contributions.update(dict(zip(dict.fromkeys(step.inputs), contributions)))
+            self._add(step, gathered)
+        return cost
+
+    def _gathered_of(self, step: Step) -> _Gathered:
+        return tuple(tuple(self._gathered.get(value, ())) for value in step.inputs)
+
+    def _add(self, step: Step, gathered: _Gathered) -> None:
         for value, keys in zip(step.inputs, gathered):
             if keys:
-                self.gathered.setdefault(value, {}).update(dict.fromkeys(keys))
-
-
-def _forward(program: Program, pricing: Pricing, values: _Values) -> list[_Known]:
-    found: list[_Known] = []
-    for step in program.steps:
-        before = values.gathered_of(step)
-        key = _key(step, before, pricing)
-        if key not in pricing.known:
-            pricing.known[key] = _Known(step, before, pricing)
-        found.append(pricing.known[key])
-        values.add(step, found[-1].gathered)
-    return found
+                self._gathered.setdefault(value, {}).update(dict.fromkeys(keys))
 
 
 def _key(step: Step, gathered: _Gathered, pricing: Pricing) -> Hashable:
@@ -162,23 +172,3 @@ def _key(step: Step, gathered: _Gathered, pricing: Pricing) -> Hashable:
     ]
     flags = (step.frozen, tuple(step.parts.values()), *sorted(step.options.items()))
     return pricing.signature(step), output.layout.boxes, output.dtype, output.rank, flags, *inputs
-
-
-def _backward(
-    program: Program, pricing: Pricing, values: _Values, known: Sequence[_Known], loss: str | None
-) -> dict[str, LayerCost]:
-    costs = []
-    for step, layer in zip(reversed(program.steps), reversed(known)):
-        summands = values.contributions[step.output]
-        trained = step.output.trainable and (summands > 0 or (step.name == loss and layer.is_loss))
-        cost, contributions, gathered = layer.passes(values.gathered_of(step) if trained else None, pricing)
-        if trained:
-            values.contributions.update(dict(zip(dict.fromkeys(step.inputs), contributions)))
-            values.add(step, gathered)
-        if trained and summands > 1:
-            # The gradients of several readers are added before the layer's own backward pass.
-            shape = step.output.layout.boxes.longest
-            time = pricing.times.time(_ADD, [shape] * summands, pricing.dtype, False)
-            cost = replace(cost, backward_data=cost.backward_data + time.forward)
-        costs.append(cost)
-    return {step.name: cost for step, cost in zip(program.steps, reversed(costs))}

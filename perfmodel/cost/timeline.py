@@ -1,85 +1,90 @@
 """Timeline of one step: backward, the sums of gradients during it, and the next forward pass, which waits for them.
 
-Sums overlap greedily (Dryden et al. 2019, Section V-B): one at a time, in the order of their starts, with the rest of
-backward and, if the program finishes them before the layer that needs them, with the next forward pass::
+The operations of a program are played in their order. A kernel takes its time; a message that was started travels
+beside the operations after it, until the operation that finishes it. ::
+
+    pad        forward   pack | halo of x | kernel
+    overlap    forward   pack | max(halo of x, kernel) | boundary strips again
+    both       backward  pack | max(halo of dy, filter gradient) | data gradient
+
+Sums of gradients overlap greedily (Dryden et al. 2019, Section V-B): one at a time, in the order of their starts, with
+the rest of backward and, if the program finishes them before the layer that needs them, with the next forward pass::
 
     compute    | backward .......................| forward of the next step ...|
     network        | bucket 0 | bucket 1 |    | bucket 2 |
                                                     ^ waits here if bucket 2 is late
 
-On the emulated network all sums travel at the same time.
+On the emulated network all sums travel at the same time. Exchanges, sums within layers and sums of gradients do not
+compete with each other.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
 
-from ...comm.sums import LARGEST_AT_ONCE
-from ...lowering.operations import Operation, Run, Sum, Total
-from ...program.gradients import Accumulate, BucketTotal, Cast, CheckGradients, Update, completions
-from ...program.program import Program, Segment
-from ...program.traffic import GroupSum
-from .layer_cost import LayerCost, Pricing
-from .wires import Wires
+from ...lowering.operations import ExchangeSpec, Operation, Run, Sum, Total, Transfer
+from ...program.gradients import BucketOperation, BucketTotal, CheckGradients, Update, completions
+from ...program.program import Program, Segment, Step
+from .pricing import Pricing
 
-__all__ = ["OperationPrices", "StepTimeline", "SumPrice", "play", "price_sum"]
+__all__ = ["LayerCost", "StepTimeline", "play", "price_layer"]
 
-#: Memory that operations on gradients pass over, in copies of the gradients: 16 bits are read and 32 written; two
-#: arrays are read and one written; one is read.
-_CAST, _ACCUMULATE, _CHECK = 6 / 8, 3 / 2, 1 / 2
+_Halo = Literal["", "pad", "overlap"]
 
 
 @dataclass(frozen=True)
-class SumPrice:
-    """Times of one sum over ranks [s].
+class LayerCost:
+    """Times of one layer in one step [s].
 
     Attributes
     ----------
-    seconds
-        Time from the start to the end of the sum, without `begin`.
-    work
-        The part of `seconds` that is done during the wait for the sum, and does not overlap with computation.
-    begin
-        Time to start the sum, which does not overlap with computation.
-    in_order
-        On the emulated network, where all sums travel at the same time: whether this sum ends no earlier than others
-        of the kind that were started before.
+    forward_seconds, backward_seconds
+        Times from the start to the end of its passes, without sums of parameters' gradients.
+    terms
+        Their parts: kernels by phase (`Timing.phase`), ``"packing"``, exchanges of ``"halo"`` and the waits for them,
+        ``"halo_exposed"``, and waits for ``"channel"`` and ``"redistribute"`` exchanges and for sums of
+        ``"statistics"``.
+    halo_algorithm
+        ``"pad"`` or ``"overlap"``; "" without a halo of `x`.
     """
 
-    seconds: float
-    work: float = 0.0
-    begin: float = 0.0
-    in_order: bool = False
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
+    terms: Mapping[str, float] = field(default_factory=dict)
+    halo_algorithm: _Halo = ""
+
+    @property
+    def seconds(self) -> float:
+        """Time of both passes."""
+        return self.forward_seconds + self.backward_seconds
 
 
-def price_sum(total: Sum, wires: Wires) -> SumPrice:
-    """Return the times of a sum of gradients, or of a gather, on the slowest ranks. Local."""
-    nbytes, members = GroupSum.of(total.kind, total.groups, total.sizes).largest
-    method = total.algorithm
-    if len(members) < 2 or not nbytes:
-        return SumPrice(0.0)
-    # Small sums have their own places in shared memory; large ones share a stage, sums by nodes a thread.
-    in_order = method.adds and wires.emulated and (nbytes > LARGEST_AT_ONCE or not method.on_devices)
-    if method.by_nodes:
-        parts = wires.sum_by_nodes(nbytes, members)
-        if method.in_background:
-            return SumPrice(parts.seconds, in_order=in_order)
-        behind = parts.addition + parts.across
-        return SumPrice(behind + parts.way_back, parts.way_back, parts.deposit, in_order)
-    if not (method.adds and method.gathers):
-        seconds = wires.scatter(nbytes, members) if method.adds else wires.gather(nbytes, members)
-        return SumPrice(seconds, min(seconds, wires.sum_work(nbytes, members) / 2), in_order=in_order)
-    codec = method.codec
-    payload = codec.payload(nbytes)
-    seconds = wires.sum(payload, members)
-    work = min(seconds, wires.sum_work(payload, members))
-    if codec.identity:
-        return SumPrice(seconds, work, in_order=in_order)
-    one_pass = wires.copy(nbytes) / 2  # a copy reads and writes
-    back, begin = codec.decoding * one_pass, codec.encoding(total.feedback) * one_pass
-    return SumPrice(seconds + back, work + back, begin, in_order)
+def price_layer(step: Step, forward: Sequence[Operation], backward: Sequence[Operation], pricing: Pricing) -> LayerCost:
+    """Return the times of the operations of one layer, or of a redistribution, in both passes. Local.
+
+    If strips of the boundary may be computed again or not, the faster halo algorithm is taken.
+    """
+    strips = any(isinstance(o, Run) and o.timing is not None and o.timing.phase == "boundary" for o in forward)
+    chosen = strips and pricing.best_halo and step.options.get("halo", "auto") == "auto"
+    costs = [_alone(step, forward, backward, pricing, pads) for pads in ((True, False) if chosen else (False,))]
+    return min(costs, key=lambda cost: cost.forward_seconds)
+
+
+def _alone(
+    step: Step, forward: Sequence[Operation], backward: Sequence[Operation], pricing: Pricing, pads: bool
+) -> LayerCost:
+    first = _Player(pricing, [step], [step.name] if backward else [], pads)
+    first.compute(step.name, forward, "forward")
+    second = _Player(pricing, [step], [step.name])
+    second.terms = first.terms
+    if backward:
+        second.compute(step.name, backward, "backward_data")
+    terms = {term: seconds for (_, term), seconds in first.terms.items()}
+    return LayerCost(first.now, second.now, terms, first.algorithms.get(step.name, ""))
 
 
 @dataclass(frozen=True)
@@ -97,8 +102,9 @@ class StepTimeline:
         Per bucket, time that computation waited for its sums and gathers, and their durations.
     update
         Time of the optimizer's updates.
-    whole
-        Per replicated layer, time of the gradient of the whole batch.
+    terms, algorithms
+        Terms by layer and name, and halo algorithms by layer, as in :class:`LayerCost`, of the operations that were
+        played, not of layers with a known cost.
     """
 
     seconds: float
@@ -107,89 +113,37 @@ class StepTimeline:
     waits: Mapping[int, float]
     sums: Mapping[int, float]
     update: float
-    whole: Mapping[str, float]
-
-
-class OperationPrices:
-    """Times of operations on gradients [s]. Local; sums are priced once per machine.
-
-    Parameters
-    ----------
-    program
-        Program of the operations.
-    pricing
-        Times of the machine's kernels and links.
-    slots
-        Number of arrays of the parameters' size in the optimizer's state.
-    """
-
-    def __init__(self, program: Program, pricing: Pricing, slots: int) -> None:
-        self._layers = {step.name: step.layer for step in program.steps}
-        self._pricing, self._slots, self.wires = pricing, slots, pricing.wires
-
-    def sum(self, total: Sum) -> SumPrice:
-        """Return the times of a sum or of a gather."""
-        known, key = self._pricing.known, (total.groups, tuple(total.sizes), total.method, total.codec, total.feedback)
-        if key not in known:
-            known[key] = price_sum(total, self.wires)
-        return known[key]
-
-    @property
-    def synchronize(self) -> float:
-        """Time to wait for the device before a sum that starts during other work."""
-        return self.wires.machine.runtime.synchronize
-
-    def update(self, operation: Update) -> float:
-        """Return the time of the optimizer's update of the largest part that a rank updates."""
-        return self.wires.update(operation.largest, self._slots)
-
-    def whole_gradient(self, operation: Run) -> float:
-        """Return the time of a dense layer's gradient over the samples of all ranks."""
-        assert operation.timing is not None
-        layer, inputs = self._layers[operation.layer], list(operation.timing.inputs)
-        return self._pricing.times.time(layer, inputs, self._pricing.dtype, True).backward_filter
-
-    def pass_over(self, operation: Cast | Accumulate | CheckGradients) -> float:
-        """Return the time of an operation that reads all gradients once, with its sum over the ranks."""
-        copies = {Cast: _CAST, Accumulate: _ACCUMULATE, CheckGradients: _CHECK}[type(operation)]
-        return copies * self.wires.copy(operation.nbytes) + sum(self.sum(total).seconds for total in operation.sums())
+    terms: Mapping[tuple[str, str], float]
+    algorithms: Mapping[str, _Halo]
 
 
 def play(
-    program: Program,
-    costs: Mapping[str, LayerCost],
-    prices: OperationPrices,
-    concurrent: bool = False,
-    barrier: bool = False,
+    program: Program, costs: Mapping[str, LayerCost], pricing: Pricing, slots: int = 0, barrier: bool = False
 ) -> StepTimeline:
     """Return the timeline of a step in the steady state. Local.
 
     Parameters
     ----------
     program
-        Program with operations on gradients; those of layers may be missing.
+        Program with operations on gradients.
     costs
-        Costs of the layers, by name of the segment; a segment without a cost belongs to another one.
-    prices
-        Times of operations on gradients.
-    concurrent
-        Whether all sums travel at the same time (the emulated network).
+        Known costs of layers, by name of the segment; the operations of all other segments are played.
+    slots
+        Number of arrays of the parameters' size in the optimizer's state.
     barrier
         Whether all sums end, and all parameters are updated, before the next forward pass begins.
     """
-    player = _Player(program, costs, prices, _Link(concurrent))
+    player = _StepPlayer(program, costs, pricing, slots)
     player.start_gathers()
     player.backward()
-    if barrier:
-        player.run(completions(program))
-    player.forward()
+    player.forward(barrier)
     return player.timeline()
 
 
 class _Link:
-    """Link that carries the sums, one after the other or all at the same time."""
+    """Link that carries messages, one after the other or all at the same time."""
 
-    def __init__(self, concurrent: bool) -> None:
+    def __init__(self, concurrent: bool = False) -> None:
         self._concurrent, self._free = concurrent, -math.inf
 
     def send(self, at: float, seconds: float, in_order: bool = False) -> float:
@@ -202,30 +156,86 @@ class _Link:
         return self._free
 
 
-def _charged(segments: Sequence[Segment], seconds: Mapping[str, float]) -> list[float]:
-    """Return the time of each segment: that of a layer is charged to the last segment with its operations."""
-    left, found = dict(seconds), []
-    for segment in reversed(segments):
-        layers = dict.fromkeys([segment.name, *(operation.layer for operation in segment.operations)])
-        found.append(sum(left.pop(layer, 0.0) for layer in layers))
-    return found[::-1]
-
-
 class _Player:
-    """Time that computation has reached, and the communication in progress; time 0 is the beginning of backward."""
+    """Time `now` that computation has reached, and the messages of layers in progress with the times of their ends.
 
-    def __init__(
-        self, program: Program, costs: Mapping[str, LayerCost], prices: OperationPrices, link: _Link
-    ) -> None:
-        self._program, self._prices, self._link = program, prices, link
-        self._forwards = _charged(program.forward, {name: cost.forward_seconds for name, cost in costs.items()})
-        self._backwards = _charged(program.backward, {name: cost.backward_seconds for name, cost in costs.items()})
-        self._now = self._forward = self._backward = self._update = 0.0
+    With `pads`, exchanges are awaited where they start, and strips of the boundary are left out.
+    """
+
+    def __init__(self, pricing: Pricing, steps: Iterable[Step], trained: Iterable[str], pads: bool = False) -> None:
+        self.pricing, self.now = pricing, 0.0
+        self.terms: defaultdict[tuple[str, str], float] = defaultdict(float)
+        self.algorithms: dict[str, _Halo] = {}
+        self._steps, self._trained, self._pads = {step.name: step for step in steps}, set(trained), pads
+        self._exchanges, self._statistics, self._ends = _Link(), _Link(), dict[ExchangeSpec | Sum, float]()
+
+    def compute(self, name: str, operations: Sequence[Operation], own: str) -> None:
+        """Play operations of a segment; `own` is the term to which the time of the executor is added."""
+        if name in self._steps:
+            self._spend(name, own, self.pricing.overhead)
+        for operation in operations:
+            if operation.when == "evaluation":
+                continue
+            if isinstance(operation, Run):
+                self.kernel(operation)
+            elif isinstance(operation, Transfer):
+                (self._start if operation.end == "start" else self._finish)(operation, own == "forward")
+            elif isinstance(operation, Total):
+                self._sum(operation)
+
+    def kernel(self, operation: Run) -> float:
+        """Play a kernel; return its time."""
+        timing, layer = operation.timing, operation.layer
+        if timing is None or (self._pads and timing.phase == "boundary"):
+            return 0.0
+        if self.algorithms.get(layer) == "pad" and any(one.kind == "halo" and one.name == layer for one in self._ends):
+            self.algorithms[layer] = "overlap"
+        seconds = self.pricing.kernel(timing, self._steps.get(layer), layer in self._trained)
+        self._spend(layer, timing.phase, seconds)
+        if timing.copied:
+            self._spend(layer, "packing", self.pricing.wires.copy(timing.copied))
+        return seconds
+
+    def _spend(self, layer: str, term: str, seconds: float) -> None:
+        self.now += seconds
+        self.terms[layer, term] += seconds
+
+    def _start(self, operation: Transfer, forward: bool) -> None:
+        made = operation.exchange
+        seconds, packing = self.pricing.exchange(made)
+        self._spend(operation.layer, "packing", packing)
+        self._ends[made] = self._exchanges.send(self.now, seconds)
+        if made.kind == "halo":
+            self.terms[operation.layer, "halo"] += seconds
+            if forward and seconds:
+                self.algorithms[operation.layer] = "pad"
+        if self._pads:
+            self._finish(operation)
+
+    def _finish(self, operation: Transfer, forward: bool = False) -> None:
+        made = operation.exchange
+        waited = max(0.0, self._ends.pop(made, self.now) - self.now)
+        self._spend(operation.layer, "halo_exposed" if made.kind == "halo" else made.kind, waited)
+
+    def _sum(self, operation: Total) -> None:
+        price = self.pricing.sum(operation.sum)
+        if operation.end == "start":
+            self._ends[operation.sum] = self._statistics.send(self.now + price.begin, price.seconds - price.work)
+        elif operation.sum in self._ends:
+            waited = max(0.0, self._ends.pop(operation.sum) - self.now) + price.work
+            self._spend(operation.layer, "statistics", waited)
+
+
+class _StepPlayer(_Player):
+    """Player of a whole step, with the sums of gradients in progress; time 0 is the beginning of backward."""
+
+    def __init__(self, program: Program, costs: Mapping[str, LayerCost], pricing: Pricing, slots: int) -> None:
+        super().__init__(pricing, program.steps, (segment.name for segment in program.backward))
+        self._program, self._costs, self._slots = program, costs, slots
+        self._gradients = _Link(pricing.concurrent)
+        self._forward = self._backward = self._update = 0.0
         self._waits: dict[int, float] = dict.fromkeys(range(len(program.buckets)), 0.0)
         self._sums = dict(self._waits)
-        self._whole: dict[str, float] = {}
-        self._ends: dict[Sum, float] = {}  # ends of sums in progress, without the work of their finish
-        self._done: set[Operation] = set()  # operations that a barrier has executed already
         end = [o for o in program.end if isinstance(o, Total)]
         # The device is idle already at a sum that is started and finished at the end of backward.
         self._at_rest = {o.sum for o in end if o.end == "start"} & {o.sum for o in end if o.end == "finish"}
@@ -233,67 +243,82 @@ class _Player:
     def start_gathers(self) -> None:
         """Play the gathers that kernels of the previous forward pass have started."""
         program = self._program
-        placed = [*(o for s in program.forward for o in s.before), *(o for s in program.backward for o in s.after)]
-        started = {o.sum for o in (*placed, *program.end) if isinstance(o, Total) and o.end == "start"}
-        before = -sum(self._forwards)
-        for segment, seconds in zip(program.forward, self._forwards):
-            for operation in (*segment.before, *(program.end if segment is program.forward[0] else ())):
-                if isinstance(operation, BucketTotal) and operation.sum not in started:
-                    self._send(operation, before)
-            before += seconds
+        if not any(bucket.replicated for bucket in program.buckets):
+            return
+        totals = [o for o in (*_before(program), *program.end) if isinstance(o, BucketTotal)]
+        started = {o.sum for o in totals if o.end == "start"}
+        gathers = {o.layer: o for o in totals if o.layer and o.sum not in started}
+        earlier, begins = _StepPlayer(program, self._costs, self.pricing, self._slots), dict[str, float]()
+        for segment in program.forward:
+            begins.setdefault(segment.name, earlier.now)
+            earlier._segment(segment, "forward")
+        for segment in program.forward:
+            if segment.name in gathers:
+                self._send(gathers.pop(segment.name), begins[segment.name] - earlier.now)
 
     def backward(self) -> None:
-        for segment, seconds in zip(self._program.backward, self._backwards):
-            self._now += seconds
-            self._backward += seconds
+        for segment in self._program.backward:
+            self._backward += self._segment(segment, "backward_data")
             self.run(segment.after)
         self.run(self._program.end)
 
-    def forward(self) -> None:
-        for segment, seconds in zip(self._program.forward, self._forwards):
-            self.run(segment.before)
-            self._now += seconds
-            self._forward += seconds
+    def forward(self, barrier: bool) -> None:
+        if barrier:
+            self.run(completions(self._program))
+        for segment in self._program.forward:
+            if not barrier:
+                self.run(segment.before)
+            self._forward += self._segment(segment, "forward")
+
+    def _segment(self, segment: Segment, own: str) -> float:
+        """Play the layer of a segment; return its time."""
+        begin, known = self.now, self._costs.get(segment.name)
+        if known is None:
+            self.compute(segment.name, segment.operations, own)
+        else:
+            self.now += known.forward_seconds if own == "forward" else known.backward_seconds
+        return self.now - begin
 
     def run(self, operations: Sequence[Operation]) -> None:
-        """Play operations on gradients, each once."""
+        """Play operations on gradients."""
         for operation in operations:
-            if operation in self._done:
-                continue
-            self._done.add(operation)
             if isinstance(operation, BucketTotal):
-                (self._start if operation.end == "start" else self._finish)(operation)
+                (self._begin if operation.end == "start" else self._complete)(operation)
             elif isinstance(operation, Update):
-                seconds = self._prices.update(operation)
+                seconds = self.pricing.update(operation, self._slots)
                 self._update += seconds
-                self._now += seconds
+                self.now += seconds
             elif isinstance(operation, Run):
-                self._whole[operation.layer] = seconds = self._prices.whole_gradient(operation)
-                self._backward += seconds
-                self._now += seconds
-            elif isinstance(operation, Cast | Accumulate | CheckGradients):
-                self._now += self._prices.pass_over(operation)
+                self._backward += self.kernel(operation)
+            elif isinstance(operation, BucketOperation | CheckGradients):
+                self.now += self.pricing.pass_over(operation)
 
-    def _start(self, operation: BucketTotal) -> None:
-        price = self._prices.sum(operation.sum)
+    def _begin(self, operation: BucketTotal) -> None:
+        price = self.pricing.sum(operation.sum)
         begin = price.begin
         if operation.sum.algorithm.adds and price.seconds and operation.sum not in self._at_rest:
-            begin += self._prices.synchronize
-        self._now += begin
+            begin += self.pricing.synchronize
+        self.now += begin
         self._waits[operation.bucket] += begin
         self._sums[operation.bucket] += begin
-        self._send(operation, self._now)
+        self._send(operation, self.now)
 
     def _send(self, operation: BucketTotal, at: float) -> None:
-        price = self._prices.sum(operation.sum)
+        price = self.pricing.sum(operation.sum)
         self._sums[operation.bucket] += price.seconds
-        self._ends[operation.sum] = self._link.send(at, price.seconds - price.work, price.in_order)
+        self._ends[operation.sum] = self._gradients.send(at, price.seconds - price.work, price.in_order)
 
-    def _finish(self, operation: BucketTotal) -> None:
-        waited = max(0.0, self._ends.pop(operation.sum) - self._now) + self._prices.sum(operation.sum).work
+    def _complete(self, operation: BucketTotal) -> None:
+        waited = max(0.0, self._ends.pop(operation.sum) - self.now) + self.pricing.sum(operation.sum).work
         self._waits[operation.bucket] += waited
-        self._now += waited
+        self.now += waited
 
     def timeline(self) -> StepTimeline:
         passes = self._forward, self._backward
-        return StepTimeline(self._now, *passes, self._waits, self._sums, self._update, self._whole)
+        return StepTimeline(
+            self.now, *passes, self._waits, self._sums, self._update, dict(self.terms), self.algorithms
+        )
+
+
+def _before(program: Program) -> list[Operation]:
+    return [operation for segment in program.forward for operation in segment.before]

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from halograd.layers import Add, Conv, Input, Layer, MeanSquaredError, Network
 from halograd.lowering.context import Lowered
-from halograd.lowering.operations import Run
-from halograd.perfmodel.cost import Pricing, Wires, price_layer
+from halograd.perfmodel.cost import LayerCost, Pricing, Wires, price_layer
 from halograd.perfmodel.cost.steps import price_steps
 from halograd.perfmodel.cuts import BASELINES, baseline
 from halograd.perfmodel.kernel_times import RooflineTimes
@@ -95,13 +92,12 @@ def of_program(program, pricing):
     found = {}
     for step in program.steps:
         own = [[operation for operation in some if operation.layer == step.name] for some in (forward, backward)]
-        cost = price_layer(step, *own, pricing)
+        found[step.name] = price_layer(step, *own, pricing)
         for added in (operation for operation in backward if operation.layer == f"{step.name} (sum)"):
-            assert isinstance(added, Run)
-            shapes = [step.output.layout.boxes.longest] * (len(added.kernel.views) - 1)
-            time = pricing.times.time(Add(), shapes, pricing.dtype, False)
-            cost = replace(cost, backward_data=cost.backward_data + time.forward)
-        found[step.name] = cost
+            seconds = pricing.times.time(Add(), added.timing.inputs, pricing.dtype, False).forward
+            assert len(added.timing.inputs) == len(added.kernel.views) - 1 > 1
+            assert set(added.timing.inputs) == {step.output.layout.boxes.longest}
+            found[added.layer] = LayerCost(0.0, seconds, {"sum": seconds})
     return found
 
 
@@ -109,13 +105,15 @@ def differences(network, strategy, pricing, rank):
     """Return the names of steps that have another cost, or gather other boxes, in the program."""
     target = Target(BATCH, SIZE, rank, overlaps=pricing.overlaps)
     made = outline(network, strategy, target)
-    costs, gathered = price_steps(network, made, pricing)
+    priced = price_steps(network, made, pricing)
     program = compile_program(network, strategy, target)
     want = of_program(program, pricing)
-    assert list(costs) == list(want)
+    assert set(priced.costs) == set(want)
+    order = [segment.name for segment in priced.backward if segment.name in {s.name for s in program.backward}]
+    assert order == [s.name for s in program.backward if not s.name.endswith("(moved)")]
     values = zip((*made.inputs.values(), *(s.output for s in made.steps)), _values(program), strict=True)
-    others = [value.name for value, other in values if set(gathered.get(value, ())) != set(other.gathered)]
-    return [name for name in want if costs[name] != want[name]] + others
+    others = [value.name for value, other in values if set(priced.gathered.get(value, ())) != set(other.gathered)]
+    return [name for name in want if priced.costs[name] != want[name]] + others
 
 
 def _values(program):

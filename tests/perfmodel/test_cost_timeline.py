@@ -10,16 +10,16 @@ from hypothesis import strategies as st
 from halograd.dtensor import Groups
 from halograd.layers.reduction_chunks import GradientChunk
 from halograd.layers.reduction_scheme import Scheme
-from halograd.lowering.operations import KernelSpec, Sum
+from halograd.lowering.operations import ExchangeSpec, KernelSpec, Run, Sum, Timing, Total, Transfer
 from halograd.lowering.views import Buffer
-from halograd.perfmodel.cost.layer_cost import LayerCost
-from halograd.perfmodel.cost.timeline import SumPrice, play
+from halograd.perfmodel.cost.pricing import SumPrice
+from halograd.perfmodel.cost.timeline import LayerCost, play, price_layer
 from halograd.program.gradients import complete_early, reduce_gradients
-from halograd.program.program import Program, Segment, Target
+from halograd.program.program import Program, Segment, Step, Target
 
 NAMES = ("a", "b", "c")
 #: Forward 1 s, backward 2 s, each.
-COSTS = dict.fromkeys(NAMES, LayerCost(forward=1.0, backward_data=1.0, backward_filter=1.0))
+COSTS = dict.fromkeys(NAMES, LayerCost(1.0, 2.0))
 BOTH = Groups.whole(2)
 
 
@@ -28,7 +28,8 @@ class Prices:
 
     synchronize = 0.0
 
-    def __init__(self, *sums, update=0.0, gathers=(), rows=None, whole=0.0):
+    def __init__(self, *sums, update=0.0, gathers=(), rows=None, whole=0.0, concurrent=False):
+        self.concurrent = concurrent
         self.of = {("bucket gradients", f"bucket {i}"): price for i, price in enumerate(sums)}
         self.of |= {("bucket parameters", f"bucket {i}"): price for i, price in enumerate(gathers)}
         self.of |= rows or {}
@@ -38,10 +39,11 @@ class Prices:
         price = self.of[total.view.buffer.place]
         return price if isinstance(price, SumPrice) else SumPrice(price)
 
-    def update(self, operation):
+    def update(self, operation, slots):
         return self.seconds
 
-    def whole_gradient(self, operation):
+    def kernel(self, timing, step, trained):
+        assert timing.phase == "backward_filter"
         return self.whole
 
 
@@ -61,9 +63,10 @@ def gathering(name):
     return KernelSpec(lambda environment: None, views, sums)
 
 
-def step(*seconds, update=0.0, **options):
+def step(*seconds, update=0.0, concurrent=False, barrier=False):
     """Return the timeline of a step with one bucket per layer, last layer first."""
-    return play(program("c", "b", "a"), COSTS, Prices(*seconds, update=update), **options)
+    prices = Prices(*seconds, update=update, concurrent=concurrent)
+    return play(program("c", "b", "a"), COSTS, prices, barrier=barrier)
 
 
 def test_all_hidden_behind_backward_and_the_next_forward():
@@ -118,11 +121,84 @@ def test_a_step_is_never_shorter_than_computation_or_sums_nor_longer_than_both(s
     assert found <= step(*seconds, barrier=True).seconds + 1e-9
 
 
+class Second:
+    """Prices of one layer: kernels and exchanges by their names, packing 1/8 s per exchange."""
+
+    overhead, concurrent = 1 / 16, False
+
+    def __init__(self, best_halo=False, **seconds):
+        self.best_halo, self.seconds = best_halo, seconds
+
+    def kernel(self, timing, step, trained):
+        return self.seconds[timing.phase]
+
+    def exchange(self, made):
+        return self.seconds[made.name], 1 / 8
+
+    def sum(self, total):
+        return SumPrice(self.seconds[total.name], self.seconds.get("work", 0.0))
+
+
+def run(phase):
+    return Run("a", KernelSpec(lambda environment: None, {}), timing=Timing(phase, ()))
+
+
+def sent(name, kind="halo"):
+    """Return start and finish of an exchange of layer a."""
+    made = ExchangeSpec((), (), None, None, (), (), "assign", kind, "a")
+    made.name = name
+    return Transfer("a", made, "start"), Transfer("a", made, "finish")
+
+
+def layer(forward, backward, prices, halo="auto"):
+    return price_layer(Step("a", None, [], None, {"halo": halo}, {}), forward, backward, prices)
+
+
 def test_halos_hide_behind_kernels():
-    cost = LayerCost(1.0, 1.0, 1.0, halo_forward=1.5, halo_backward=0.5, strips=0.25, hides=True)
-    assert cost.with_halo("pad").forward_seconds == 2.5
-    assert cost.with_halo("overlap").forward_seconds == 1.0 + 0.5 + 0.25
-    assert cost.backward_seconds == 2.0
+    """Strips take 0.25 s after the halo of 1.5 s, of which the kernel hides 1 s; the better algorithm is taken."""
+    start, finish = sent("a")
+    forward = [start, run("forward"), finish, run("boundary")]
+    backward = [start, run("backward_filter"), finish, run("backward_data")]
+    phases = {"forward": 1.0, "boundary": 0.25, "backward_filter": 2.0, "backward_data": 0.5}
+    overhead = 1 / 16 + 1 / 8
+    found = layer(forward, backward, Second(a=1.5, **phases))
+    assert found.forward_seconds == 1.5 + 0.25 + overhead and found.backward_seconds == 2.0 + 0.5 + overhead
+    assert found.terms["halo"] == 3.0 and found.terms["halo_exposed"] == 0.5 and found.halo_algorithm == "overlap"
+    for boundary, halo, algorithm, seconds in (
+        (0.25, "auto", "overlap", 1.75),
+        (1.25, "auto", "pad", 2.5),
+        (1.25, "overlap", "overlap", 2.75),
+    ):
+        found = layer(forward, [], Second(True, a=1.5, **{**phases, "boundary": boundary}), halo)
+        assert (found.halo_algorithm, found.forward_seconds) == (algorithm, seconds + overhead)
+        assert found.backward_seconds == 0.0 and ("boundary" in found.terms) == (algorithm == "overlap")
+
+
+def test_exchanges_travel_one_after_the_other_and_what_waits_is_named():
+    """Two exchanges of 1 s and 2 s, packed in 1/8 s each, then a sum of 0.5 s of which 0.25 s is work at its end."""
+    (first, first_end), (second, second_end) = sent("one", "channel"), sent("two", "redistribute")
+    total = Sum(BOTH, Buffer((1,), np.dtype("float64"), "").view, [8], "statistics", "norm")
+    operations = [first, second, first_end, second_end, Total("a", total, "start"), Total("a", total, "finish")]
+    found = layer([*operations, run("forward")], [], Second(one=1.0, two=2.0, norm=0.5, work=0.25, forward=1.0))
+    assert found.terms["channel"] == 1.0 - 1 / 8 and found.terms["redistribute"] == 2.0
+    assert found.terms["statistics"] == 0.5 and found.terms["packing"] == 0.25 and found.halo_algorithm == ""
+    assert found.forward_seconds == pytest.approx(1 / 16 + 1 / 8 + 3.0 + 0.5 + 1.0)
+
+
+# -- whole programs -----------------------------------------------------------------------------
+
+
+def test_messages_hide_behind_kernels_of_other_layers():
+    """Operations of segments without a known cost are played: the halo of b travels behind the kernel of a."""
+    start, finish = sent("a")
+    late = [Segment("a", [run("forward")]), Segment("b", [start, finish])]
+    early = [Segment("a", [start, run("forward")]), Segment("b", [finish])]
+    found = [
+        play(Program("net", Target(1), forward=forward), {}, Second(a=1.5, forward=1.0))
+        for forward in (late, early)
+    ]
+    assert [one.seconds for one in found] == [1 / 8 + 2.5, 1 / 8 + 1.5]
+    assert found[1].terms["a", "halo_exposed"] == 0.5 and found[1].forward == found[1].seconds
 
 
 # -- schemes ------------------------------------------------------------------------------------
@@ -133,7 +209,7 @@ def test_blocking_sums_begin_when_backward_is_over():
     made = program("c", "b", "a", scheme="blocking")
     found = play(made, COSTS, Prices(1.0, 1.0, 0.5, update=0.25))
     assert found.seconds == pytest.approx(6 + 2.5 + 3 * 0.25 + 3) and sum(found.waits.values()) == 2.5
-    assert play(made, COSTS, Prices(1.0, 1.0, 0.5), concurrent=True).seconds == 6 + 1 + 3
+    assert play(made, COSTS, Prices(1.0, 1.0, 0.5, concurrent=True)).seconds == 6 + 1 + 3
 
 
 def test_what_a_start_takes_delays_backward():
@@ -176,7 +252,7 @@ def test_a_replicated_layer_computes_its_gradient_where_it_is_needed():
     found = play(made, COSTS, prices)
     assert found.seconds == pytest.approx(8.75 + 1 + 0.25 + 1) and found.waits[1] == 1.0
     assert found.backward == 6.5 and found.forward == 3.0 and found.update == 0.5
-    assert found.sums[1] == 6.0 and found.whole == {"b": 0.5}
+    assert found.sums[1] == 6.0 and found.terms == {("b", "backward_filter"): 0.5}
     alone = program("b", replicated=("b",))
     assert play(alone, COSTS, replicating((9.5, 0.0))).waits == {0: 0.5}
     assert play(made, COSTS, prices, barrier=True).seconds == pytest.approx(11.75), "c is updated while E travels"
