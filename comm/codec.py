@@ -1,8 +1,8 @@
 """Codecs: formats of the data of a sum in messages. Pure arithmetic on host arrays.
 
 A codec is one class: its arithmetic, and the properties that links, schemes, the count of traffic, memory and price
-read (dtype, bytes on the way, whether it is lossy, passes over memory). No other file compares names of codecs. One of
-a user's own stands in a file: ``reduction.payload = "half.py:Half"``.
+read (dtype, bytes on the way, whether it is lossy, passes over memory). No other file compares names of codecs. A
+class in a file of the user is named by its location: ``reduction.payload = "half.py:Half"``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from halograd.schema import STRICT
 
 __all__ = ["CODECS", "PIECE", "UNCHANGED", "BFloat16", "Codec", "Unchanged"]
 
-#: Elements that are encoded or decoded in one call, at most: three arrays of so many stay in the cache.
+#: Elements that are encoded or decoded in one call, at most: three arrays of this length stay in the cache.
 PIECE = 1 << 14
 # Multiplied by this, a float32 splits into its 8 leading bits and the rest (Veltkamp, see `BFloat16`).
 _SPLIT = np.float32((1 << 16) + 1)

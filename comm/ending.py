@@ -141,7 +141,7 @@ def _unread(file: int) -> int:
 
 
 def refuse(error: UserError, where: str = "") -> None:
-    """Print a user's mistake in one line, on one rank. A rank that has it alone ends the job.
+    """Print a user's mistake in one line, on one rank. If only this rank has it, the job ends.
 
     Parameters
     ----------

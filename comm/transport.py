@@ -1,8 +1,8 @@
 """Transports: how arrays of the host travel between ranks. Plain data, without MPI.
 
 A transport is one class with its settings. Communicators, reducers, planners and the price of a machine read its
-properties. No other file compares names of transports. One of a user's own stands in a file:
-``backend.transport = "slow.py:Slow"``.
+properties. No other file compares names of transports. A class in a file of the user is named by
+its location: ``backend.transport = "slow.py:Slow"``.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ class Augmentation(ABC):
 
     @property
     def window(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Extents of the window that is read of every sample, and of the samples of the file; alike if all is read."""
+        """Extents of the window that is read of every sample, and of the samples of the file; equal without one."""
         return (), ()
 
     def inside(self, name: str, batch: Batch, box: Box) -> Box:
@@ -268,7 +268,7 @@ class StandardAugmentation(Augmentation):
             if window > base or (n * window) % base or (unit * window) % base:
                 raise DataError(
                     f"data.augment.crop: expected a window {self._window} of whole parts of every grid, got {name!r} "
-                    f"of {field.shape[:-1]} beside {first[:-1]}; choose another resolution of the network"
+                    f"of {field.shape[:-1]} with {first[:-1]}; choose another resolution of the network"
                 )
             spatial.append(n * window // base)
         return replace(field, shape=(*spatial, field.shape[-1]))

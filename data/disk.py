@@ -287,8 +287,8 @@ def _check_place(final: Path, needed: int) -> None:
         texts = bytes_text(needed), bytes_text(free)
         wanted, there = texts if texts[0] != texts[1] else (f"{needed:,} B", f"{free:,} B")
         raise DataError(
-            f"cannot write {final}: expected {wanted} of free disk, got {there}; free some space, or ask for fewer or "
-            "smaller samples"
+            f"cannot write {final}: expected {wanted} of free disk, got {there}; free some space, or request fewer "
+            "or smaller samples"
         )
 
 

@@ -116,7 +116,7 @@ class ChannelStatistics:
     count: int
 
     def apply(self, x: NDArray[Any], first_channel: int = 0) -> None:
-        """Normalise x ``(N, *spatial, C')``, whose channels begin at global `first_channel`, in place. Local."""
+        """Normalize x ``(N, *spatial, C')``, whose channels begin at global `first_channel`, in place. Local."""
         mine = slice(first_channel, first_channel + x.shape[-1])
         rules = self.transforms[mine]
         std = self.std[mine]

@@ -53,7 +53,7 @@ class Packing:
     low, high : number or None
         Range of stored numbers with a value.
     names : tuple of str
-        Names of the attributes behind this packing, for messages; ignored in comparisons.
+        Names of the attributes of this packing, for messages; ignored in comparisons.
     """
 
     dtype: str

@@ -49,7 +49,7 @@ def check_files(path: Path, files: dict[str, int]) -> None:
     ------
     DataError
         A file is missing or has another size, or this process may not open so many files. HDF5 keeps each open after a
-        read, and reads zeros in place of files that it cannot open.
+        read, and reads zeros instead of files that it cannot open.
     """
     for name, size in files.items():
         try:

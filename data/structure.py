@@ -210,7 +210,7 @@ def input_kind(inputs: h5py.Dataset, path: Path, layout: str | None) -> Kind:
     if name is None:
         raise DataError(
             f"{path}: {inputs.name!r} has no attribute 'layout'; set data.layout (in Python: layout=) to 'NHWC' or "
-            f"'NCHW', as its shape {shape} is meant"
+            f"'NCHW', the order of its axes {shape}"
         )
     if not isinstance(name, str) or name not in _LAYOUTS:
         got = one_line(shown(name))

@@ -174,7 +174,7 @@ def _look_at_input(dataset: Dataset, name: str, statistics: ChannelStatistics | 
     else:
         values = _part(dataset, name, sample, 0.0).reshape(-1, dataset.fields[name].shape[-1])[0]
         constant = {int(k): float(values[k]) for k in np.flatnonzero(statistics.std == 0) if statistics.count > 1}
-        where = "in all training samples, to 7 digits, and 0 when normalised"
+        where = "in all training samples, to 7 digits, and 0 after normalization"
     if constant:
         _log.warning(
             "%s: %s %s: a network learns nothing from it; check the file, or leave it out",

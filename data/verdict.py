@@ -48,7 +48,7 @@ __all__ = [
 Array = NDArray[np.float64]
 
 TINY = 10 * float(np.finfo(np.float64).eps)
-"""VERDICT_DBL_MIN of VTK 9.7; a vector of at most twice this length cannot be normalised."""
+"""VERDICT_DBL_MIN of VTK 9.7; a vector of at most twice this length cannot be normalized."""
 HUGE = 1e30
 """VERDICT_DBL_MAX."""
 
@@ -176,7 +176,7 @@ def maximum(arrays: Sequence[Array]) -> Array:
 
 
 def unit(z: Array) -> Array:
-    """Return the sign of a normal along z; 0 where it is too short to be normalised."""
+    """Return the sign of a normal along z; 0 where it is too short to be normalized."""
     return np.where(np.abs(z) > 2 * TINY, np.sign(z), 0.0)
 
 

@@ -1,8 +1,8 @@
 """Formats of predictions: the protocol :class:`Writer`, and its classes by name.
 
-A rank writes its blocks into a part of its own, whatever the format is (:mod:`halograd.training.applying`). When all
-samples are complete, the parts are joined in one HDF5 file. A writer makes the result of this file: it reads samples by
-slices, as a data set is read, and need not know how they were cut.
+Each rank writes its blocks to its own part, in every format (:mod:`halograd.training.applying`). When all samples are
+complete, the parts are joined in one HDF5 file. A writer makes the result from this file. It reads samples by slices,
+and does not depend on the cut.
 """
 
 from __future__ import annotations

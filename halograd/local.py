@@ -67,7 +67,7 @@ def run_ranks(mpiexec: str, ranks: int, arguments: Sequence[str], say: Callable[
     Raises
     ------
     UserError
-        The job failed; `say` got its own message.
+        The job failed; `say` has received the message of the job.
     """
     command = [mpiexec, "-n", str(ranks), sys.executable, "-m", "halograd", *arguments]
     environment = {**ENVIRONMENT, **os.environ, **dict.fromkeys(THREADS, "1")}

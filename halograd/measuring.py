@@ -1,4 +1,4 @@
-"""Measurements on this machine: messages, device and layers for a network, and whole steps of a plan and its rivals.
+"""Measurements on this machine: messages, device and layers for a network, and whole steps of a plan and of baselines.
 
 `halograd profile` and ``strategy = "auto"`` use the same measurements. Steps decide if predictions are too close. This
 module is above `training`, because it times the executor.
@@ -262,9 +262,9 @@ def _times(
     return sorted(times[2:])
 
 
-#: A baseline is a rival if its predicted step is at most this fraction longer than that of the plan.
+#: Steps of a baseline are measured if its prediction is at most this fraction longer than that of the plan.
 NEAR = 0.25
-#: Minimum gain of a rival, as a fraction of the step, to be preferred.
+#: Minimum gain of a baseline over the plan, as a fraction of the step, to be chosen.
 WORTH = 0.02
 #: Number of rounds in which steps of each strategy are timed, and seconds per round; the fastest round counts.
 TRIALS, SECONDS = 2, 0.5

@@ -301,7 +301,7 @@ class Builder:
         """Return input `i`, which must be channels first in ONNX, with or without spatial axes, and not flattened."""
         value = self.value(op, i)
         if value.spatial:
-            raise self.refused(op, "samples with spatial axes, or a dense layer behind Flatten", "a flattened value")
+            raise self.refused(op, "samples with spatial axes, or a dense layer after Flatten", "a flattened value")
         if value.last:
             raise self.refused(op, "channels at axis 1", "channels at the last axis")
         return value

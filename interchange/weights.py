@@ -262,7 +262,7 @@ def _titled(network: Network, node: Node) -> str:
 
 def _refused(network: Network, node: Node, got: str) -> UserError:
     return UserError(
-        f"layer {_titled(network, node)}: expected features that torch has too, in the order behind its Flatten, got "
+        f"layer {_titled(network, node)}: expected features that torch has too, in the order after its Flatten, got "
         f"{got}; put a GlobalAveragePool in place of the Flatten, or write ONNX"
     )
 

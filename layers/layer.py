@@ -370,7 +370,7 @@ class Layer(TargetReader):
 
         Returns
         -------
-        What else there is to add, and when: the backward pass, called when the output's gradient has its memory.
+        Functions that add the other operations, such as the backward pass, when they are called.
         """
         return lower_local(self, context)
 

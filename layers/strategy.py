@@ -183,7 +183,7 @@ class Strategy:
                 raise UserError(
                     f"strategy: expected {name!r}, which has the parameters of {owner!r}, on as many ranks and with as "
                     f"many parts of channels, got {cuts_text(self.cuts_of(name))} after "
-                    f"{cuts_text(self.cuts_of(owner))}; cut both alike"
+                    f"{cuts_text(self.cuts_of(owner))}; cut both in the same way"
                 )
 
     def _largest(self) -> str:

@@ -90,7 +90,7 @@ class Lowered:
 class Context:
     """Lowering of one layer on one rank. Local; it holds no arrays and no messages.
 
-    `Layer.lower` adds the operations of the forward pass, and returns what else there is to add (:class:`Lowered`).
+    `Layer.lower` adds the operations of the forward pass, and returns functions that add the others (:class:`Lowered`).
 
     Parameters
     ----------

@@ -187,7 +187,7 @@ class Run(Operation):
 
     @property
     def access(self) -> Access:
-        """Arrays that it reads and writes: what is declared beside the kernel."""
+        """Arrays that it reads and writes: as declared at the kernel."""
         return access_of(self.kernel.make, self.method)
 
     @property

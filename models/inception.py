@@ -118,7 +118,7 @@ def _auxiliary(x: Node, classes: int, width: float, dropout: float, label: str) 
     """Return the logits of a classifier after a module (Section 5 of the paper)."""
     if min(x.shape[:-1]) < 5:
         raise ValueError(
-            f"auxiliary: expected at least 5 x 5 positions behind module {label}, got {x.shape[0]} x {x.shape[1]}; "
+            f"auxiliary: expected at least 5 x 5 positions after module {label}, got {x.shape[0]} x {x.shape[1]}; "
             "take a resolution of at least 65, or leave the auxiliary classifiers out"
         )
     y = AveragePool(5, 3, name=f"pool{label}_aux")(x)
@@ -280,7 +280,7 @@ class _Builder:
         """Return the logits of the classifier after the last 17 x 17 module."""
         if min(x.shape[:-1]) < 17:
             raise ValueError(
-                f"auxiliary: expected at least 17 x 17 positions behind module 6e, got {x.shape[0]} x {x.shape[1]}; "
+                f"auxiliary: expected at least 17 x 17 positions after module 6e, got {x.shape[0]} x {x.shape[1]}; "
                 "take a resolution of at least 299, or leave the auxiliary classifier out"
             )
         y = self.unit(AveragePool(5, 3, name="pool_aux")(x), 128, 1, "_aux_1")

@@ -76,7 +76,7 @@ def alexnet(
     width
         Factor of all filters and hidden units, for small networks.
     dropout
-        Rate behind each of the two hidden dense layers.
+        Rate after each of the two hidden dense layers.
     variant
         ``"one_tower"`` or ``"grouped"``.
     class_weights
@@ -144,7 +144,7 @@ def vgg(
     width
         Factor of all filters and hidden units, for small networks.
     dropout
-        Rate behind each of the two hidden dense layers.
+        Rate after each of the two hidden dense layers.
     class_weights
         Weights of the classes in the loss: a number per class, or "balanced".
 

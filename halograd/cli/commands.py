@@ -190,7 +190,7 @@ def evaluate(
 def apply(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a run, a checkpoint, or a configuration.")],
     data: Annotated[list[str], typer.Argument(metavar="DATA...", help="Files, patterns or folders with inputs.")],
-    out: Annotated[Path, typer.Option("-o", "--out", metavar="OUT", help="Write what it predicts to this file.")],
+    out: Annotated[Path, typer.Option("-o", "--out", metavar="OUT", help="File of the predictions.")],
     what: Annotated[str, typer.Option(help="logits, probabilities or classes.")] = "logits",
     format: Annotated[str, typer.Option(help="Format of OUT: hdf5, or FILE.py:CLASS, a writer of your own.")] = "hdf5",
     sets: Sets = None,

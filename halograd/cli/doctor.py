@@ -163,7 +163,7 @@ def probe_shared_memory(ranks_on_node: int) -> Iterator[Finding]:
     usage = shutil.disk_usage(SHARED_MEMORY)
     value = f"{usage.free / 2**20:.0f} MiB free of {usage.total / 2**20:.0f} in {SHARED_MEMORY}"
     if not os.access(SHARED_MEMORY, os.W_OK):
-        yield Finding("shared memory", "fail", "no write access to /dev/shm", "ask for it, or set TMPDIR for MPI")
+        yield Finding("shared memory", "fail", "no write access to /dev/shm", "request it, or set TMPDIR for MPI")
     elif usage.free < ranks_on_node * ENOUGH_PER_RANK:
         remedy = "give the container more (docker run --shm-size=2g), or train with the transport mpi, "
         remedy += "and set UCX_TLS=^posix if MPICH crashes when it starts"

@@ -103,7 +103,7 @@ class SoftwareOptions:
 class JobOptions:
     """Name, restarts and sweeps of a job."""
 
-    job_name: Annotated[str | None, typer.Option(help="Also names the log; the configuration's if left out.")] = None
+    job_name: Annotated[str | None, typer.Option(help="Name of job and log; default: the configuration's.")] = None
     stage: Annotated[
         str | None,
         typer.Option(

@@ -32,7 +32,7 @@ def run_demo(out: Path, settings: DemoSettings) -> Judged:
     Raises
     ------
     UserError, DataError
-        Something the user can put right, in one line.
+        An error that the user can fix, in one line.
     """
     if launched_size() is not None:
         raise UserError("demo: expected to be started alone, got a launcher; it starts its ranks itself")

@@ -59,9 +59,9 @@ class DemoSettings:
         return self.sample * self.height
 
 
-#: The usual demo: less than three minutes on two idle cores, half of it training, whose length `epochs` sets.
+#: Settings of the usual demo: it takes less than three minutes on two idle cores, half of them for training.
 FULL = DemoSettings(128, 192, (24, 32, 48, 64), 1, 18, 0.004)
-#: A demo of seconds, which checks that everything works; the network learns little.
+#: Settings of a demo of some seconds, which checks that everything works; the network learns little.
 QUICK = DemoSettings(32, 12, (8, 12), 1, 3, 0.01)
 
 

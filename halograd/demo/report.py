@@ -277,7 +277,7 @@ def _summary(files: Files, settings: DemoSettings, judged: Judged, headline: str
     )
     yield Text(
         f"{settings.samples} samples of {settings.resolution} x {settings.resolution} cells, two of each simulation; "
-        f"{len(judged.samples)} samples of simulations that the training has not seen are held out. "
+        f"{len(judged.samples)} samples of simulations that the training has not used are held out. "
         f"{settings.ranks} MPI ranks share every batch of {settings.batch} samples: {settings.sample} parts of the "
         f"batch x {settings.height} parts of the rows of each sample."
     )
@@ -289,7 +289,7 @@ def _quality(judged: Judged, out: Path) -> Iterator[Block]:
     yield TableBlock([("on held-out cells", "threshold", *COLUMNS.values()), *map(_score, judged.scores)])
     yield Text(
         f"The regression was fitted to all {judged.training_cells:,} training cells until it converged "
-        f"({judged.iterations} Newton steps), on inputs normalised as those of the network. Both thresholds are those "
+        f"({judged.iterations} Newton steps), on inputs normalized as those of the network. Both thresholds are those "
         "with the best IoU on the training cells."
     )
     yield Picture(out / "predictions.png", "Predicted against true masks of held-out samples, from best to worst")

@@ -295,7 +295,7 @@ def _validation_text(validation: dict[str, Any]) -> str:
 
 
 def _until(seconds: float) -> str:
-    """Return the time of day after so many seconds, if it can be represented."""
+    """Return the time of day after this number of seconds, if it can be represented."""
     try:
         return time.strftime(", until %a %H:%M", time.localtime(time.time() + seconds))
     except (OverflowError, ValueError, OSError):

@@ -199,7 +199,7 @@ class CudnnBackend(CudaKernels):
         for name, a in (("weights", w), ("bias", b)):
             if a is not None and np.dtype(a.dtype).name not in allowed:
                 raise KernelError(
-                    f"{what}: expected {name} of dtype {' or '.join(allowed)} beside arrays of {found}, got "
+                    f"{what}: expected {name} of dtype {' or '.join(allowed)} with arrays of {found}, got "
                     f"{np.dtype(a.dtype).name}; convert them"
                 )
 

@@ -223,9 +223,9 @@ def test_what_build_refuses():
         build("vgg16", width=0)
     with pytest.raises(UserError, match=r"resolution: expected at least 75 .*got 74"):
         build("inception_v3", resolution=74)
-    with pytest.raises(UserError, match="at least 17 x 17 positions behind module 6e, got 16 x 16; take a resolution"):
+    with pytest.raises(UserError, match="at least 17 x 17 positions after module 6e, got 16 x 16; take a resolution"):
         build("inception_v3", resolution=298, auxiliary=True)
-    with pytest.raises(UserError, match="at least 5 x 5 positions behind module 4a, got 4 x 4; take a resolution"):
+    with pytest.raises(UserError, match="at least 5 x 5 positions after module 4a, got 4 x 4; take a resolution"):
         build("googlenet", resolution=64, auxiliary=True)
 
 

@@ -163,10 +163,10 @@ def test_other_dtypes_of_weights_are_refused(backend):
     with pytest.raises(KernelError) as caught:
         backend.conv_forward(x, a.draw(8, 3, 3, 8, dtype=np.float16), None, y, G)
     assert str(caught.value) == (
-        "conv_forward: expected weights of dtype float32 beside arrays of float32, got float16; convert them"
+        "conv_forward: expected weights of dtype float32 with arrays of float32, got float16; convert them"
     )
     half = a.draw(1, 4, 4, 8, dtype=np.float16)
-    with pytest.raises(KernelError, match="expected bias of dtype float16 or float32 beside arrays of float16, got f"):
+    with pytest.raises(KernelError, match="expected bias of dtype float16 or float32 with arrays of float16, got f"):
         backend.conv_forward(half, a.draw(8, 3, 3, 8, dtype=np.float16), a.draw(8, dtype=np.float64), half, G)
     with pytest.raises(KernelError, match="expected dtype float32 or float64 or float16 or bfloat16, got int8; use "):
         backend.conv_forward(x.astype(np.int8), x.astype(np.int8), None, y.astype(np.int8), G)
