@@ -107,7 +107,7 @@ def test_messages_of_statistics(path: Path, caplog: pytest.LogCaptureFixture) ->
     with Hdf5Dataset(path) as data:
         look_at_data(data, {"x": channel_statistics(data, "x", range(5, 20))}, 5)
     message = caplog.messages[0]
-    assert "channel 1 (b) is 7, channel 3 (d) is 1e+06 in all training samples, to 7 digits, and 0 when norm" in message
+    assert "channel 1 (b) is 7, channel 3 (d) is 1e+06 in all training samples, to 7 digits, and 0 after nor" in message
 
 
 def test_nothing_to_say(path: Path, caplog: pytest.LogCaptureFixture) -> None:
