@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import numpy as np
@@ -153,36 +154,31 @@ class Optimizer:
 
     def _kernels_of(self, bucket: Bucket) -> Iterator[Kernel]:
         """Yield kernels that update this rank's part of a bucket, one per run of parameters of one group."""
-        own = self.store.owned(bucket)
+        own, scaling = self.store.owned(bucket), self.store.loss_scale
+        skip = None if scaling is None else scaling.skip
         for run, group in self._runs(bucket):
             part = slice(max(run.start, own.start), max(min(run.stop, own.stop), run.start, own.start))
-            scalars = self._scalars[self.groups.index(group)]
-            arrays, average = self._bound(bucket, part, scalars)
-            yield self.kernel(arrays)
+            params, state, scalars = bucket.params[part], self._state(bucket, part), self._scalars[group]
+            average = state.pop() if self.average else None
+            copy = None if bucket.copies is None else bucket.copies[part]
+            decays = within(self.ranges(bucket), part)
+            yield self.kernel(UpdateArrays(params, bucket.grads[part], tuple(state), scalars, decays, copy, skip))
             if average is not None:
                 whole = ((0, part.stop - part.start, False),)
-                given = UpdateArrays(average, arrays.p, (), scalars, whole, skip=arrays.skip)
+                given = UpdateArrays(average, params, (), scalars, whole, skip=skip)
                 yield self.store.memory.kernels.average(given)
 
-    def _runs(self, bucket: Bucket) -> list[tuple[slice, str]]:
-        """Return consecutive ranges of a bucket; the layers of each range are in one group."""
-        starts: list[tuple[int, str]] = []
-        for name, where in bucket.slices.items():
-            group = self._group_of.get(name.rpartition("/")[0], "")
-            if not starts or starts[-1][1] != group:
-                starts.append((where.start, group))
+    def _runs(self, bucket: Bucket) -> list[tuple[slice, int]]:
+        """Return consecutive ranges of a bucket, each with the number of the group of its layers."""
+        names = groupby(bucket.slices, lambda name: self._group_of.get(name.rpartition("/")[0], ""))
+        starts = [(bucket.slices[next(some)].start, self.groups.index(group)) for group, some in names]
         stops = [start for start, _ in starts[1:]] + [bucket.params.size]
         return [(slice(start, stop), group) for (start, group), stop in zip(starts, stops)]
 
-    def _bound(self, bucket: Bucket, part: slice, scalars: Any) -> tuple[UpdateArrays, Any]:
-        """Return the arrays of an update of part of a bucket, and its averages, if there are any."""
-        first, scaling = self._starts[id(bucket)], self.store.loss_scale
-        state = [s[first + part.start : first + part.stop] for s in self._arrays[bucket.flat]]
-        average = state.pop() if self.average else None
-        copy = None if bucket.copies is None else bucket.copies[part]
-        skip = None if scaling is None else scaling.skip
-        params, grads, decays = bucket.params[part], bucket.grads[part], within(self.ranges(bucket), part)
-        return UpdateArrays(params, grads, tuple(state), scalars, decays, copy, skip), average
+    def _state(self, bucket: Bucket, part: slice) -> list[Any]:
+        """Return the state arrays of a part of a bucket that this rank updates: views."""
+        first = self._starts[id(bucket)]
+        return [array[first + part.start : first + part.stop] for array in self._arrays[bucket.flat]]
 
     def begin_averages(self) -> None:
         """Set the averages to the current parameters, as in the first step. Local."""
@@ -193,8 +189,8 @@ class Optimizer:
         """Yield each bucket, the range of it that this rank updates, and its averages: views. Empty without averages.
         """
         for bucket in self.store.buckets if self.average else ():
-            own, first = self.store.owned(bucket), self._starts[id(bucket)]
-            yield bucket, own, self._arrays[bucket.flat][-1][first + own.start : first + own.stop]
+            own = self.store.owned(bucket)
+            yield bucket, own, self._state(bucket, own)[-1]
 
     def begin_step(self, learning_rate: float | Sequence[float], gradient_scale: Any = 1.0) -> None:
         """Begin a step, after all updates of the previous one.
@@ -316,13 +312,12 @@ class Optimizer:
         """
         kept: dict[str, dict[str, tuple[slice, Any]]] = {key: {} for key in self.state_names}
         for bucket in self.store.buckets:
-            own, first = self.store.owned(bucket), self._starts[id(bucket)]
+            own = self.store.owned(bucket)
             for name, where in bucket.slices.items():
                 start = min(max(where.start, own.start), where.stop)
                 stop = max(min(where.stop, own.stop), start)
-                for key, array in zip(self.state_names, self._arrays[bucket.flat]):
-                    part = slice(start - where.start, stop - where.start)
-                    kept[key][name] = part, array[first + start : first + stop]
+                for key, state in zip(self.state_names, self._state(bucket, slice(start, stop))):
+                    kept[key][name] = slice(start - where.start, stop - where.start), state
         return kept
 
     def named_state(self, comm: Communicator | None = None) -> dict[str, dict[str, Any]]:
@@ -333,9 +328,7 @@ class Optimizer:
         """
         named: dict[str, dict[str, Any]] = {key: {} for key in self.state_names}
         for bucket in self.store.buckets:
-            own, first = self.store.owned(bucket), self._starts[id(bucket)]
-            for key, array in zip(self.state_names, self._arrays[bucket.flat]):
-                state = array[first + own.start : first + own.stop]
+            for key, state in zip(self.state_names, self._state(bucket, self.store.owned(bucket))):
                 if self.store.is_sharded(bucket) and comm is not None:
                     state = self.store.gather_shards(comm, bucket, state)
                 elif len(state) < bucket.params.size:
@@ -458,13 +451,7 @@ class LARS(Optimizer):
 
 
 def _checked_names(kind: type[Optimizer], names: Any) -> tuple[str, ...]:
-    """Return the names of state arrays, which are names of groups in checkpoints.
-
-    Raises
-    ------
-    UserError
-        If they are no tuple of different words other than ``"average"``.
-    """
+    """Return the names of state arrays, which checkpoints use. Raises UserError if they are no different words."""
     fit = isinstance(names, tuple) and all(isinstance(name, str) and name.isidentifier() for name in names)
     if not fit or len({AVERAGE, *names}) != len(names) + 1:
         raise UserError(

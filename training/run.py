@@ -37,8 +37,9 @@ from .root import on_root, read_config
 from .schedules import SCHEDULES, make_schedule
 from .session import Session, begin_entry, begin_with, data_lines, headline
 from .signals import CHECKPOINTED, StopSignals
-from .step_times import StepTimes, report_plan, report_times
+from .step_times import RunPlan, StepTimes
 from .tensorboard import TensorBoard
+from .timeline import write_trace
 from .trained import Planner
 from .trainer import Diverged, Trainer
 from .watchdog import Interruption, Watchdog
@@ -139,9 +140,7 @@ def train(
         interruption.follow(session.executor.pulse)
         result = run.train()
         if result["stopped"] is None:  # after a signal, little time is left
-            report_times(session, log, run.steps, directory)
-            report_plan(plan, run.step_times, run.optimizer.step, log)
-            log.write("finished", step=run.optimizer.step)
+            run.report(plan, directory)
         on_root(ranks.mpi, lock.check)  # the result refers to log and checkpoints
     return {**result, "directory": str(directory)}
 
@@ -322,6 +321,19 @@ class TrainingRun:
             _log.warning("there is no best.h5: %s; %s", cause, _REMEDY)
         result |= {"steps": self.optimizer.step, "validation": self.validation, "best": self.best.state_dict()}
         return {**result, "stopped": self.stopped_by, "diverged": self.watch.diverged}
+
+    def report(self, plan: RunPlan | None, directory: Path) -> None:
+        """Write the timeline, print the times of phases and their comparison with the plan, log the end. Collective."""
+        timeline, step = self.session.timeline, self.optimizer.step
+        if timeline is not None and self.steps and self.session.config.output.timeline:
+            self.session.executor.spans.finish()
+            write_trace(timeline, self.session.comm, directory / "timeline.json")
+            self.log.say(timeline.table(self.steps))
+        measured = None if plan is None or self.step_times is None else self.step_times.result()
+        if plan is not None and measured is not None:
+            self.log.say(plan.compare(measured))
+            self.log.write("prediction", step=step, **plan.record(measured))
+        self.log.write("finished", step=step)
 
     def _begin(self) -> None:
         """Stop at once if a signal arrived during set-up; else do a validation that the last job left out."""

@@ -5,19 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from ..layers.strategy import Strategy
 from .executor import Executor
-from .timeline import Timeline, kind_of, write_trace
+from .timeline import Timeline, kind_of
 
-if TYPE_CHECKING:
-    from .log import RunLog
-    from .session import Session
-
-__all__ = ["Measured", "RunPlan", "StepTimes", "report_plan", "report_times"]
+__all__ = ["Measured", "RunPlan", "StepTimes"]
 
 #: Number of measured steps.
 STEPS = 12
@@ -162,21 +157,3 @@ def _places(executor: Executor) -> dict[tuple[str, str], str]:
                 found[label, "forward"] = found[label, "backward"] = step.name
         waiting.clear()
     return found
-
-
-def report_times(session: Session, log: RunLog, steps: int, directory: Path) -> None:
-    """Write the timeline and print the table of phases of this run, if configured. Collective."""
-    timeline = session.timeline
-    if timeline is None or not steps or not session.config.output.timeline:
-        return
-    session.executor.spans.finish()
-    write_trace(timeline, session.comm, directory / "timeline.json")
-    log.say(timeline.table(steps))
-
-
-def report_plan(plan: RunPlan | None, times: StepTimes | None, step: int, log: RunLog) -> None:
-    """Print and log the predicted and the measured times, after `step`. Local."""
-    measured = None if plan is None or times is None else times.result()
-    if plan is not None and measured is not None:
-        log.say(plan.compare(measured))
-        log.write("prediction", step=step, **plan.record(measured))

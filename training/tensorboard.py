@@ -8,7 +8,6 @@ import platform
 import struct
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from halograd.errors import UserError
@@ -109,7 +108,5 @@ class TensorBoard:
     def __enter__(self) -> TensorBoard:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()

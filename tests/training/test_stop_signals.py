@@ -69,7 +69,7 @@ def patch():
             before(CheckpointFolder, "write", "last checkpoint")
         end(run, epoch)
     TrainingRun._end_epoch = last
-    before(halograd.training.run, "report_times", "report")
+    before(TrainingRun, "report", "report")
     before(halograd.training.run.StopSignals, "__exit__", "handlers")
     before(halograd.cli.run, "leave", "leave")
     before(MPI, "Finalize", "finalize")
