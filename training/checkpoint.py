@@ -18,11 +18,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 import h5py
 import numpy as np
@@ -30,14 +31,14 @@ import numpy as np
 from halograd.errors import UserError
 
 from ..comm import Communicator
+from ..comm.errors import mark_agreed
 from ..data.disk import atomic_path
 from ..device import device_of
 from ..layers import Network
 from ..layers.settings import difference, fingerprint
-from .chunk_file import HEADER, ChunkWriter, DamagedFile, NodeReaders, OtherFile, VerifiedFile
+from .chunk_file import HEADER, ChunkWriter, DamagedFile, OtherFile, VerifiedFile
 from .directory import checkpoint_of
 from .optimizers import AVERAGE, Optimizer
-from .snapshot import Snapshot, TrainingProgress
 from .store import ParameterStore
 
 __all__ = [
@@ -52,21 +53,12 @@ __all__ = [
     "write_checkpoint",
 ]
 
-Result = TypeVar("Result")
+#: Size of the parts of a broadcast [B]: MPI libraries count in 32 bits.
+PART = 1 << 30
 
 
 class UnusableCheckpoint(UserError):
-    """An existing file from which no run can continue.
-
-    Attributes
-    ----------
-    reason
-        The message without the remedy.
-    """
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self.reason = text.partition(";")[0]
+    """An existing file from which no run can continue."""
 
 
 class DamagedCheckpoint(UnusableCheckpoint):
@@ -75,6 +67,107 @@ class DamagedCheckpoint(UnusableCheckpoint):
 
 class OtherCheckpoint(UnusableCheckpoint):
     """A file of another format or kind, which may be undamaged."""
+
+
+@dataclass
+class TrainingProgress:
+    """Progress of a run.
+
+    Attributes
+    ----------
+    step
+        Number of updates. The schedule and all random numbers are functions of it and of `seed`.
+    seed
+        Seed of the run.
+    sampler
+        Position in the data, from :meth:`Sampler.state_dict`.
+    normalization
+        Statistics by input, from :meth:`ChannelStatistics.state_dict`; None if they were never computed.
+    unvalidated
+        Whether the run stopped between the end of an epoch and the end of its validation.
+    reduction
+        Tried schemes of gradient reduction, from :meth:`AutoReduction.state_dict`; None without such a search.
+    loss_scale
+        State of the loss scale, from :meth:`LossScale.state_dict`; None without float16.
+    drawn
+        Text that identifies the training samples (`Samples.drawn`); None in checkpoints of earlier versions.
+    source
+        Function of the user that builds the network, and a checksum of its file; else None.
+    best
+        The best validation, from :meth:`BestScore.state_dict`; None without validations.
+    class_counts
+        Count of each class, by target, if a loss is balanced by it; None if classes were never counted.
+    described
+        Attributes of the targets in their files (units, ...), by target.
+    """
+
+    step: int = 0
+    seed: int = 0
+    sampler: dict[str, Any] = field(default_factory=dict)
+    normalization: dict[str, Any] | None = None
+    unvalidated: bool = False
+    reduction: dict[str, Any] | None = None
+    loss_scale: dict[str, float] | None = None
+    drawn: str | None = None
+    source: str | None = None
+    best: dict[str, Any] | None = None
+    class_counts: dict[str, list[int]] | None = None
+    described: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Whole parameters and their state on the host, for a checkpoint: views of arrays that are whole on this rank.
+
+    Attributes
+    ----------
+    network, dtype
+        Fingerprint of the network, and dtype of the parameters.
+    params, state, optimizer
+        Arrays by ``layer/parameter``; for the optimizer by the name of its state first.
+    settings
+        Scalars of the optimizer; None without one.
+    errors
+        Residuals of the rounding of gradients, by ``layer/parameter``; empty if they are not rounded.
+    """
+
+    network: list[str]
+    dtype: str
+    params: Mapping[str, Any]
+    state: Mapping[str, Any]
+    optimizer: Mapping[str, Mapping[str, Any]]
+    settings: Mapping[str, Any] | None
+    errors: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, store: ParameterStore, optimizer: Optimizer | None = None, comm: Communicator | None = None
+    ) -> Snapshot | None:
+        """Take a snapshot of the current state on rank 0; None elsewhere. Collective over `comm` if parameters are cut.
+        """
+        states = optimizer.named_state(comm) if optimizer is not None else {}
+        parts: list[Any] = [store.params, store.state, store.errors, *states.values()]
+        if comm is not None:
+            parts = [store.gather(comm, arrays) for arrays in parts]
+            if comm.rank:
+                return None
+        elif not store.whole:
+            raise ValueError("Snapshot.of(): expected the communicator of the ranks that share the parameters")
+        params, state, errors, *rest = [_on_host(arrays) for arrays in parts]
+        settings = None if optimizer is None else optimizer.state_dict()
+        named = dict(zip(states, rest))
+        return cls(store.fingerprint, store.dtype.name, params, state, named, settings, errors)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the parameters, of the optimizer's state, and of the rounding residuals [B]."""
+        groups = (self.params, self.errors, *self.optimizer.values())
+        return sum(array.nbytes for arrays in groups for array in arrays.values())
+
+
+def _on_host(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arrays on the host; device arrays are copied."""
+    return {name: device_of(array).to_host(array) for name, array in arrays.items()}
 
 
 def write_checkpoint(
@@ -127,7 +220,7 @@ def _write_arrays(file: h5py.File, name: str, arrays: Mapping[str, Any]) -> dict
 def read_header(path: str | Path) -> tuple[TrainingProgress, str]:
     """Read progress and configuration text of a checkpoint, and only the chunks that hold them. Local."""
     with CheckpointReader(path) as reader:
-        return reader.header()
+        return reader.progress, reader.config
 
 
 def read_checkpoint(
@@ -142,7 +235,7 @@ def read_checkpoint(
 
 
 class CheckpointReader:
-    """An open checkpoint for reading. To create and to use it is collective over `comm`, local without one.
+    """An open checkpoint for reading. To create it and to restore is collective over `comm`, local without one.
 
     The first rank of every node reads each byte at most once, and broadcasts arrays to the ranks of its node. It keeps
     the bytes in memory until `close`: at most the size of the file.
@@ -160,6 +253,8 @@ class CheckpointReader:
     ----------
     identity
         Checksum of the header, and so of all bytes; the same on all ranks.
+    progress, config
+        Progress of the run, and text of its configuration.
 
     Raises
     ------
@@ -173,13 +268,28 @@ class CheckpointReader:
 
     def __init__(self, path: str | Path, comm: Communicator | None = None, whole: bool = False) -> None:
         self.path = Path(path)
-        self._readers = NodeReaders(comm)
+        self._comm = None if comm is None or comm.size == 1 else comm
+        self._reads = self._comm is None or self._comm.nodes.index(self._comm.nodes[self._comm.rank]) == self._comm.rank
         self._raw: VerifiedFile | None = None
-        self._index: dict[str, Any] = {}
+        found: tuple[int, dict[str, Any]] = 0, {}
         try:
-            identity = self._read(self._open)
-            self.identity = self._readers.from_first(identity)
-            self._read(lambda: self._begin(self.identity, whole))
+            with self._reading():
+                if self._reads:
+                    self._raw = VerifiedFile(checkpoint_of(self.path))
+                    found = self._raw.identity, json.loads(self._raw.index())
+            found = found if self._comm is None else self._comm.bcast(found)
+            self.identity: int = found[0]
+            self._index: dict[str, Any] = found[1]
+            with self._reading():
+                if self._raw is not None and self._raw.identity != self.identity:
+                    raise UserError(
+                        f"checkpoint {self.path}: expected the same file on all nodes, got another one than rank 0 "
+                        "has; wait until no run writes to it, or name a file on a file system that the nodes share"
+                    )
+                if self._raw is not None and whole:
+                    self._raw.load()
+                self.progress = TrainingProgress(**self._index["progress"])
+                self.config: str = self._index["config"]
         except BaseException:
             self.close()
             raise
@@ -189,15 +299,10 @@ class CheckpointReader:
         """Bytes that this rank has read from the file system so far [B]. Local."""
         return 0 if self._raw is None else self._raw.bytes_read
 
-    def header(self) -> tuple[TrainingProgress, str]:
-        """Return progress and configuration text, on all ranks."""
-        found = self._read(lambda: (self._progress(), self._index["config"]))
-        return self._readers.from_first(found)
-
     def restore(
         self, store: ParameterStore, optimizer: Optimizer | None = None, extents: bool = True, averaged: bool = False
     ) -> TrainingProgress:
-        """Fill this rank's parameters, states and, if given, the optimizer.
+        """Fill this rank's parameters, states and, if given, the optimizer; return the progress.
 
         Without `extents`, the network may be for larger or smaller samples. With `averaged`, parameters become their
         moving averages if the checkpoint has them. Arrays change only after all arrays were read and fit.
@@ -207,26 +312,34 @@ class CheckpointReader:
         UserError
             If the checkpoint is of another network, optimizer or dtype.
         """
-        wanted = _wanted(store, optimizer)
-        if averaged:
-            averages = {f"optimizer/{AVERAGE}/{name}": path for path, name in _named(wanted, "params")}
-            there = self._readers.from_first(self._read(lambda: sorted(self._index["arrays"].keys() & averages.keys())))
-            wanted |= {path: wanted.pop(averages[path]) for path in there}
-        found = self._read(lambda: self._fitting(wanted, store, optimizer, extents))
-        progress, settings, paths = self._readers.from_first(None if found is None else found[:3])
-        shapes = [(path, store.shapes[wanted[path].name]) for path in paths]
-        arrays = {} if found is None else found[3]
-        for path, whole in zip(paths, self._readers.pass_on(shapes, arrays, store.dtype), strict=True):
+        arrays, settings = self._index["arrays"], self._index["settings"]
+        with self._reading():
+            self._check_network(store.fingerprint, extents)
+            if self._index["dtype"] != store.dtype.name:
+                raise UserError(
+                    f"checkpoint {self.path}: expected {store.dtype.name} parameters, got {self._index['dtype']}; "
+                    f'set training.dtype = "{self._index["dtype"]}"'
+                )
+            if optimizer is not None:
+                self._check_optimizer(optimizer)
+            wanted = {self._source(path, averaged): part for path, part in _wanted(store, optimizer).items()}
+            rounded = any(path.startswith("errors/") for path in arrays)
+            optional = [] if rounded else ["errors/"]
+            optional.append("optimizer/")  # the optimizer has no state of a layer that was frozen
+            paths = sorted(path for path in wanted if path in arrays or not path.startswith(tuple(optional)))
+            shapes = {path: store.shapes[wanted[path].name] for path in paths}
+            found = {path: self._array(path, shapes[path], store.dtype) for path in paths} if self._reads else {}
+        for path, whole in zip(paths, self._pass_on(shapes, found, store.dtype), strict=True):
             wanted[path].fill(whole, store)
         # This run may round gradients, train a layer or average parameters although the run of the checkpoint did not.
         for path in wanted.keys() - set(paths):
             wanted[path].begin(store)
         store.refresh()
-        if store.loss_scale is not None and progress.loss_scale is not None:
-            store.loss_scale.load_state_dict(progress.loss_scale)
+        if store.loss_scale is not None and self.progress.loss_scale is not None:
+            store.loss_scale.load_state_dict(self.progress.loss_scale)
         if optimizer is not None:
             optimizer.step = int(settings["step"])
-        return progress
+        return self.progress
 
     def arrays(self, network: Network, averaged: bool = False) -> dict[str, np.ndarray]:
         """Return whole parameters and states of a network, by name. Local, for a reader without ranks.
@@ -235,61 +348,31 @@ class CheckpointReader:
         or smaller samples. The arrays are views that are valid until the reader is closed.
         """
         assert self._raw is not None
-        raw = self._raw
-
-        def read() -> dict[str, np.ndarray]:
-            _check_network(self.path, self._index["network"], fingerprint(network), extents=False)
+        specs = {"params": network.parameters(), "state": network.state()}
+        with self._reading():
+            self._check_network(fingerprint(network), extents=False)
             dtype = np.dtype(self._index["dtype"])
-            paths = {f"params/{name}": spec for name, spec in network.parameters().items()}
-            paths |= {f"state/{name}": spec for name, spec in network.state().items()}
-            averages = {path: f"optimizer/{AVERAGE}/{name}" for path, name in _named(paths, "params")}
-            there = self._index["arrays"].keys() if averaged else ()
-            sources = {path: path if averages.get(path) not in there else averages[path] for path in paths}
-            raw.load()
-            names = {path: path.partition("/")[2] for path in paths}
-            return {names[p]: self._array(sources[p], spec.shape, dtype) for p, spec in paths.items()}
-
-        return self._checked(read)
-
-    # -- on reading ranks -----------------------------------------------------------------------
-
-    def _open(self) -> int:
-        self._raw = VerifiedFile(checkpoint_of(self.path))
-        return self._raw.identity
-
-    def _begin(self, identity: int, whole: bool) -> None:
-        assert self._raw is not None
-        if self._raw.identity != identity:
-            raise UserError(
-                f"checkpoint {self.path}: expected the same file on all nodes, got another one than rank 0 has; wait "
-                "until no run writes to it, or name a file on a file system that the nodes share"
-            )
-        if whole:
             self._raw.load()
-        self._index = json.loads(self._raw.index())
+            return {
+                name: self._array(self._source(f"{group}/{name}", averaged), spec.shape, dtype)
+                for group, named in specs.items()
+                for name, spec in named.items()
+            }
 
-    def _progress(self) -> TrainingProgress:
-        return TrainingProgress(**self._index["progress"])
+    def _source(self, path: str, averaged: bool) -> str:
+        """Return the path of the array with the values of `path`: that of its moving average, if there is one."""
+        average = f"optimizer/{AVERAGE}/{path.removeprefix('params/')}"
+        return average if averaged and path.startswith("params/") and average in self._index["arrays"] else path
 
-    def _fitting(
-        self, wanted: dict[str, _Wanted], store: ParameterStore, optimizer: Optimizer | None, extents: bool
-    ) -> tuple[TrainingProgress, dict[str, Any], list[str], dict[str, np.ndarray]]:
-        """Return progress, optimizer settings, paths and whole arrays of the wanted arrays, if all of them fit."""
-        index = self._index
-        _check_network(self.path, index["network"], store.fingerprint, extents)
-        if index["dtype"] != store.dtype.name:
+    def _check_network(self, here: list[str], extents: bool) -> None:
+        found = difference(self._index["network"], here, extents)
+        if found is not None:
             raise UserError(
-                f"checkpoint {self.path}: expected {store.dtype.name} parameters, got {index['dtype']}; "
-                f'set training.dtype = "{index["dtype"]}"'
+                f"checkpoint {self.path} is of another network: expected {found[0]!r}, got {found[1]!r}; restore the "
+                "network, or train the new one in another output.directory"
             )
-        settings = {} if optimizer is None else self._settings(optimizer)
-        rounded = any(path.startswith("errors/") for path in index["arrays"])
-        missing = {path for path in wanted if path.startswith("optimizer/")} - set(index["arrays"])  # it was frozen
-        paths = sorted(path for path in wanted if path not in missing and (rounded or not path.startswith("errors/")))
-        arrays = {path: self._array(path, store.shapes[wanted[path].name], store.dtype) for path in paths}
-        return self._progress(), settings, paths, arrays
 
-    def _settings(self, optimizer: Optimizer) -> dict[str, Any]:
+    def _check_optimizer(self, optimizer: Optimizer) -> None:
         settings, states = self._index["settings"], self._index["states"]
         if settings is None:
             raise UserError(f"checkpoint {self.path}: expected the state of an optimizer, got parameters only")
@@ -300,7 +383,6 @@ class CheckpointReader:
                 f"checkpoint {self.path}: expected the optimizer {here[0]} with {here[1]}, got {there[0]} with "
                 f"{there[1]}; resume with the optimizer of the run"
             )
-        return settings
 
     def _array(self, path: str, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """Return a whole array, a view of the verified bytes."""
@@ -310,29 +392,51 @@ class CheckpointReader:
             raise KeyError(f"{path} of shape {found} and type {kind}")
         return self._raw.view(offset, math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
 
-    # -- faults --------------------------------------------------------------------------------
+    def _pass_on(
+        self, shapes: Mapping[str, tuple[int, ...]], arrays: Mapping[str, np.ndarray], dtype: np.dtype
+    ) -> Iterator[np.ndarray]:
+        """Yield one array after another on all ranks of a node, each valid until the next. Iterate to the end."""
+        if self._comm is None:
+            yield from arrays.values()
+            return
+        node = self._comm.split(self._comm.nodes[self._comm.rank])
+        assert node is not None
+        with closing(node):
+            room = np.empty(0 if self._reads else max(map(math.prod, shapes.values()), default=0), dtype)
+            for path, shape in shapes.items():
+                flat = arrays[path].reshape(-1) if self._reads else room[: math.prod(shape)]
+                for start in range(0, flat.nbytes, PART):
+                    node.mpi.Bcast(flat.view(np.uint8)[start : start + PART])
+                yield flat.reshape(shape)
 
-    def _read(self, call: Callable[[], Result]) -> Result | None:
-        """Return the result of `call` on reading ranks. A fault becomes one UserError on all ranks. Collective."""
-        return self._readers.run(lambda: self._checked(call))
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Turn faults of the body into errors of the user, on all ranks; it does not communicate. Collective."""
+        with nullcontext() if self._comm is None else self._comm.agreement():
+            try:
+                yield
+            except Exception as raised:
+                error = self._explained(raised)
+                if self._comm is None or self._comm.rank == 0:
+                    mark_agreed(error, True, 0, needs_no_rank=True)
+                if error is raised:
+                    raise
+                raise error from raised
 
-    def _checked(self, call: Callable[[], Result]) -> Result:
-        try:
-            return call()
-        except UserError:
-            raise
-        except DamagedFile as error:
-            raise self._damaged(error) from error
-        except OtherFile as error:
-            raise OtherCheckpoint(f"checkpoint {self.path}: expected a checkpoint of format 2, got {error}") from error
-        except FileNotFoundError as error:
-            raise UserError(f"checkpoint {self.path}: expected a file, there is none{self._remedy()}") from error
-        except (OSError, KeyError, ValueError, TypeError, RecursionError, MemoryError) as error:
+    def _explained(self, error: Exception) -> Exception:
+        at = f"checkpoint {self.path}"
+        if isinstance(error, UserError):
+            return error
+        if isinstance(error, DamagedFile):
+            return DamagedCheckpoint(f"{at}: it is truncated or damaged ({error}){self._remedy()}")
+        if isinstance(error, OtherFile):
+            return OtherCheckpoint(f"{at}: expected a checkpoint of format 2, got {error}")
+        if isinstance(error, FileNotFoundError):
+            return UserError(f"{at}: expected a file, there is none{self._remedy()}")
+        if isinstance(error, OSError | KeyError | ValueError | TypeError | RecursionError | MemoryError):
             reason = getattr(error, "strerror", None) or str(error).strip("'\"") or type(error).__name__
-            raise UserError(f"checkpoint {self.path}: expected one that can be read, got {reason}") from error
-
-    def _damaged(self, error: DamagedFile) -> DamagedCheckpoint:
-        return DamagedCheckpoint(f"checkpoint {self.path}: it is truncated or damaged ({error}){self._remedy()}")
+            return UserError(f"{at}: expected one that can be read, got {reason}")
+        return error
 
     def _remedy(self) -> str:
         others = sorted(p.name for p in self.path.parent.glob("step-*.h5") if p.name != checkpoint_of(self.path).name)
@@ -402,20 +506,3 @@ def _wanted(store: ParameterStore, optimizer: Optimizer | None) -> dict[str, _Wa
             for name, (part, array) in kept.items()
         }
     return found
-
-
-def _named(paths: Iterable[str], group: str) -> Iterator[tuple[str, str]]:
-    """Yield the paths of a group in the file, each with its name in the group."""
-    for path in list(paths):
-        first, _, name = path.partition("/")
-        if first == group:
-            yield path, name
-
-
-def _check_network(path: str | Path, there: list[str], here: list[str], extents: bool) -> None:
-    found = difference(there, here, extents)
-    if found is not None:
-        raise UserError(
-            f"checkpoint {path} is of another network: expected {found[0]!r}, got {found[1]!r}; restore the network, "
-            "or train the new one in another output.directory"
-        )

@@ -102,7 +102,7 @@ class CheckpointFolder:
             try:
                 found = CheckpointReader(path, comm, whole=True)
             except UnusableCheckpoint as error:
-                faults.append(error.reason)
+                faults.append(str(error).partition(";")[0])
                 damaged = damaged and isinstance(error, DamagedCheckpoint)
                 if isinstance(error, DamagedCheckpoint):
                     faults[-1] += _on_first(comm, partial(self._set_aside, path))

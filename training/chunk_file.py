@@ -1,4 +1,4 @@
-"""Files whose bytes are covered by checksums, and verified before they are used; readers per node.
+"""Files whose bytes are covered by checksums, and verified before they are used.
 
 ::
 
@@ -18,18 +18,14 @@ import os
 import stat
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import closing
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
 import numpy as np
 
-from ..comm import Communicator
-from ..comm.errors import mark_agreed
-
-__all__ = ["CHUNK", "HEADER", "ChunkWriter", "DamagedFile", "NodeReaders", "OtherFile", "VerifiedFile"]
+__all__ = ["CHUNK", "HEADER", "ChunkWriter", "DamagedFile", "OtherFile", "VerifiedFile"]
 
 FORMAT = 2
 #: Size of the header [B]: a user block of HDF5 is a power of 2; whole pages keep the body aligned.
@@ -283,85 +279,3 @@ def _read_all(file: io.RawIOBase | io.FileIO, data: memoryview) -> int:
             break
         done += count
     return done
-
-
-#: Size of the parts of a broadcast [B]: MPI libraries count in 32 bits.
-PART = 1 << 30
-
-
-class NodeReaders:
-    """Reading ranks: the first of every node. To create and to use it is collective over `comm`; local without one.
-
-    Attributes
-    ----------
-    reads
-        Whether this rank reads.
-    """
-
-    def __init__(self, comm: Communicator | None) -> None:
-        self._comm = None if comm is None or comm.size == 1 else comm
-        self.reads = True
-        if self._comm is not None:
-            nodes = self._comm.nodes
-            self.reads = nodes.index(nodes[self._comm.rank]) == self._comm.rank
-
-    def run(self, call: Callable[[], Result]) -> Result | None:
-        """Return the result of `call` on a reading rank; None elsewhere. `call` must not communicate.
-
-        Raises
-        ------
-        Exception
-            On all ranks, the exception that `call` raises on any rank.
-        """
-        if self._comm is None:
-            return call()
-        result, fault = None, None
-        if self.reads:
-            try:
-                result = call()
-            except Exception as error:
-                if self._comm.rank == 0:
-                    mark_agreed(error, True, self._comm.size, needs_no_rank=True)
-                fault = error
-        self._comm.agree(fault)
-        return result
-
-    def from_first(self, value: Result | None) -> Result:
-        """Broadcast a small object from rank 0, which is a reading rank."""
-        found = value if self._comm is None else self._comm.bcast(value)
-        assert found is not None
-        return found
-
-    def pass_on(
-        self, wanted: Iterable[tuple[str, tuple[int, ...]]], arrays: Mapping[str, np.ndarray], dtype: np.dtype
-    ) -> Iterator[np.ndarray]:
-        """Yield one whole array after another, by name, on all ranks. Iterate to the end.
-
-        Parameters
-        ----------
-        wanted
-            Names and shapes of the arrays, the same on all ranks.
-        arrays
-            All arrays, C-contiguous, on reading ranks.
-        dtype
-            Dtype of the arrays.
-
-        Yields
-        ------
-        Arrays, each valid until the next one.
-        """
-        if self._comm is None:
-            yield from (arrays[name] for name, _ in wanted)
-            return
-        wanted = list(wanted)
-        nodes = self._comm.nodes
-        node = self._comm.split(nodes[self._comm.rank])
-        assert node is not None
-        with closing(node):
-            most = max((int(np.prod(shape)) for _, shape in wanted), default=0)
-            room = np.empty(0 if self.reads else most, dtype)
-            for name, shape in wanted:
-                flat = arrays[name].reshape(-1) if self.reads else room[: int(np.prod(shape))]
-                for start in range(0, flat.nbytes, PART):
-                    node.mpi.Bcast(flat.view(np.uint8)[start : start + PART])
-                yield flat.reshape(shape)

@@ -112,7 +112,7 @@ def train(
         watchdog = stack.enter_context(Watchdog(ranks, config.run.stall_minutes, directory / "log.jsonl"))
         interruption = stack.enter_context(Interruption(ranks, directory / "log.jsonl", folder, watchdog))
         found = _checkpoint_of(ranks, folder, resume, stack)
-        progress = TrainingProgress() if found is None else found.header()[0]
+        progress = TrainingProgress() if found is None else found.progress
         # Without a planner, `make_strategy` raises an error with the remedy.
         plan = planner(config, ranks, True) if config.strategy.auto and planner is not None else None
         known: dict[str, Any] = {"normalization": progress.normalization, "class_counts": progress.class_counts}

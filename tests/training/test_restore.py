@@ -9,7 +9,7 @@ from halograd.comm import Communicator
 from halograd.errors import UserError
 from halograd.kernels import get_backend
 from halograd.layers.strategy import Strategy
-from halograd.training import chunk_file
+from halograd.training import checkpoint, chunk_file
 from halograd.training.checkpoint import (
     CheckpointReader,
     DamagedCheckpoint,
@@ -55,7 +55,7 @@ def whole(comm, path):
 @pytest.mark.parametrize("strategy", [lambda size: Strategy({"sample": size}), cut])
 def test_each_byte_is_read_once_per_node(path, monkeypatch, strategy, per_node):
     """One rank of each node reads the whole file once: parameters, moments, running statistics and position."""
-    monkeypatch.setattr(chunk_file, "PART", 1000)
+    monkeypatch.setattr(checkpoint, "PART", 1000)
     size, total = MPI.COMM_WORLD.size, path.stat().st_size
     with Communicator(MPI.COMM_SELF) as alone:
         params, moment = whole(alone, path)
@@ -83,7 +83,7 @@ def test_parameters_alone_need_a_part_of_the_file(path):
         Executor(network(), comm, get_backend("numpy"), 4, dtype="float64") as executor,
         CheckpointReader(path, comm) as reader,
     ):
-        reader.header()
+        assert reader.progress.step == 1
         reader.restore(executor.store)
         read = reader.bytes_read
         reader.restore(executor.store)
@@ -111,7 +111,7 @@ def test_damage_that_one_node_sees_is_found_by_all(path, monkeypatch):
         with pytest.raises(DamagedCheckpoint, match=f"^rank {last}: checkpoint .* is truncated or damaged"):
             CheckpointReader(path, ranks, whole=True)
         found, told = CheckpointFolder(path.parent).newest_whole(ranks)
-        assert found.path.name == "step-00000000.h5" and found.header()[0].step == 1
+        assert found.path.name == "step-00000000.h5" and found.progress.step == 1
         assert told[0].endswith("set aside as step-00000001.damaged")
         found.close()
 
@@ -151,7 +151,7 @@ def test_damage_that_is_met_when_arrays_are_read(path):
         CheckpointReader(path, comm) as reader,
     ):
         before = copied(executor.store.params)
-        assert reader.header()[0].step == 1
+        assert reader.progress.step == 1
         with pytest.raises(DamagedCheckpoint, match=r"damaged \(the checksum of its bytes \d+ to \d+ is wrong\)$"):
             reader.restore(executor.store)
         assert all(np.array_equal(array, before[name]) for name, array in executor.store.params.items())
