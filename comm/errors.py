@@ -36,7 +36,7 @@ def is_agreed(error: BaseException, ranks: int) -> bool:
 def is_shared(leaving: BaseException | None, ranks: int) -> bool:
     """Return whether all `ranks` ranks leave a ``with`` block the same way, so that its end may be collective. Local.
 
-    They do without an error, with an agreed one, and with `sys.exit` without a code.
+    This is so without an error, with an agreed error, and with `sys.exit` without a code.
     """
     if isinstance(leaving, SystemExit):
         return not leaving.code

@@ -60,7 +60,7 @@ class Add(Layer):
         def backward() -> None:
             masked = None
             if f is not None:
-                # Not the storage of one input, so that no other gradient of that input is added into it.
+                # A separate array: in the storage of one input, another gradient of that input would be added to it.
                 masked = context.scratch(context.box.shape)
                 context.run(context.kernel(partial(gradient_of, f), y=context.y_again(), dy=context.dy, dx=masked))
             for i in range(len(context.inputs)):
