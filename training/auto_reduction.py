@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
+from halograd.documents import to_toml
+
 from ..layers.reduction_chunks import gradient_layers
 from ..layers.reduction_scheme import Scheme
 from ..perfmodel.contenders import candidate_schemes, shortlist
@@ -330,10 +332,4 @@ def pinned(scheme: Scheme) -> str:
     """
     plain = asdict(Scheme())
     settings = {k: v for k, v in asdict(scheme).items() if k == "name" or v != plain[k]}
-    return "reduction = { " + ", ".join(f"{k} = {_toml(v)}" for k, v in settings.items()) + " }"
-
-
-def _toml(value: object) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f'"{value}"' if isinstance(value, str) else str(value)
+    return "reduction = { " + ", ".join(f"{k} = {to_toml(v)}" for k, v in settings.items()) + " }"

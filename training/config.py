@@ -420,11 +420,11 @@ def parse_config(text: str, overrides: Sequence[str] = (), source: str = "config
 
 def check_config(tables: dict[str, Any], overrides: Sequence[str] = (), source: str = "configuration") -> Config:
     """Check the tables of a configuration, as :func:`parse_config`; the tables are modified."""
-    for override in overrides:
-        _set(tables, override)
     if tables.get("strategy") == "auto":
         # A pydantic validator cannot do this: its result is checked as Python objects, for which a list is no tuple.
         tables["strategy"] = {"auto": True}
+    for override in overrides:
+        _set(tables, override)
     return build(Config, tables, source)
 
 
@@ -435,10 +435,8 @@ def _set(tables: dict[str, Any], override: str) -> None:
     if not equals or not all(path) or not is_one_line(key):
         raise UserError(f"--set: expected section.key=value, got {shown(override)}")
     value = parse_option("--set", key, text)
-    if path[0] == "strategy":
-        _settle_strategy(tables, path, value)
-        if value == "auto":
-            return
+    if path == ["strategy"] and value == "auto":
+        value = {"auto": True}
     if len(path) < 2 and not isinstance(value, Mapping):
         raise UserError(f"--set: expected section.key=value, got {shown(override)}")
     where: Any = tables
@@ -446,20 +444,8 @@ def _set(tables: dict[str, Any], override: str) -> None:
         where = where.setdefault(name, {})
         if not isinstance(where, Mapping):
             raise UserError(f"--set {key}: expected a table at {name!r}, got {shown(where)}")
+    by_hand = path[-1] in {"sample", "depth", "height", "width", "halo", "file"}
+    if path[0] == "strategy" and by_hand and where.get("auto") is True:  # parts replace a plan
+        for name in ("auto", *_PLANNED):
+            where.pop(name, None)
     where[path[-1]] = value
-
-
-def _settle_strategy(tables: dict[str, Any], path: Sequence[str], value: Any) -> None:
-    """Apply an override of the strategy: ``strategy=auto`` replaces the whole table, ``strategy.height=2`` replaces a
-    plan.
-    """
-    if path == ["strategy"] and value == "auto":
-        tables["strategy"] = {"auto": True}
-        return
-    table = tables.get("strategy")
-    if table == "auto":
-        table = tables["strategy"] = {"auto": True}
-    by_hand = {"sample", "depth", "height", "width", "halo", "file"}
-    if isinstance(table, dict) and table.get("auto") is True and len(path) == 2 and path[1] in by_hand:
-        for key in ("auto", *_PLANNED):
-            table.pop(key, None)

@@ -227,18 +227,16 @@ def judged(executor: Executor) -> list[JudgedPair]:
             name = outputs.get(made, nodes[0])
             if found and (name in _TAKEN or any(name == other.name for other in found)):
                 name = f"{name} {nodes[1]}"
-            prefix = f"{name} " if found else ""
-            found.append(JudgedPair(name, prefix, nodes, *values, one, _metric(one, name), weights))
+            metric: Metric
+            if one.metric is not None:
+                metric = checked_metric(one.metric, name)
+            elif one.classes is None:
+                metric = Errors()
+            else:
+                metric = Confusion(one.classes, one.threshold, one.ignored, one.probabilities)
+            found.append(JudgedPair(name, f"{name} " if found else "", nodes, *values, one, metric, weights))
         return found
     raise ValueError(f"network {executor.network.name!r}: expected a loss layer, whose targets scores need, got none")
-
-
-def _metric(judgement: Judgement, name: str) -> Metric:
-    if judgement.metric is not None:
-        return checked_metric(judgement.metric, name)
-    if judgement.classes is None:
-        return Errors()
-    return Confusion(judgement.classes, judgement.threshold, judgement.ignored, judgement.probabilities)
 
 
 class MeanLoss:
