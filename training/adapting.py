@@ -104,16 +104,7 @@ def _changed(config: Config, section: str, values: dict[str, Any], without: Coll
 
 @dataclass(frozen=True)
 class _Looked:
-    """Properties of the data that the configuration may lack.
-
-    Attributes
-    ----------
-    samples
-        Number of samples; it may stop at a batch of the configuration.
-    extents
-        Spatial extents of a sample if they differ from those of the network, else empty.
-    layout
-        Order of axes if the file does not define it and the channels determine it; else None.
+    """Number of samples (counted up to a batch); extents, if they differ from the network's; layout, if it is missing.
     """
 
     samples: int

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from halograd.documents import os_reason, replacing
 from halograd.errors import UserError
@@ -44,9 +44,6 @@ if TYPE_CHECKING:
 
 __all__ = ["CheckpointFolder", "Checkpoints"]
 
-Result = TypeVar("Result")
-
-
 class CheckpointFolder:
     """Folder of files ``step-NNNNNNNN.h5``, with ``latest.h5`` and ``best.h5``, which name one. Local: rank 0 writes.
 
@@ -72,8 +69,7 @@ class CheckpointFolder:
     @property
     def latest(self) -> Path | None:
         """The newest checkpoint, None if there is none."""
-        found = self._named("latest")
-        return next(iter([*([] if found is None else [found]), *self._files()[::-1]]), None)
+        return self._named("latest") or next(reversed(self._files()), None)
 
     def check_writable(self) -> None:
         """Check early that checkpoints can be written. Leaves no file. Raises UserError."""
@@ -96,19 +92,20 @@ class CheckpointFolder:
         UserError
             If there are checkpoints, but no run can continue from any of them.
         """
+        world = None if comm is None else comm.mpi
         faults: list[str] = []
         damaged = True
-        for path in _on_first(comm, self._candidates):
+        for path in on_root(world, self._candidates):
             try:
                 found = CheckpointReader(path, comm, whole=True)
             except UnusableCheckpoint as error:
                 faults.append(str(error).partition(";")[0])
                 damaged = damaged and isinstance(error, DamagedCheckpoint)
                 if isinstance(error, DamagedCheckpoint):
-                    faults[-1] += _on_first(comm, partial(self._set_aside, path))
+                    faults[-1] += on_root(world, partial(self._set_aside, path))
                 continue
             if faults:
-                _on_first(comm, partial(self._write_name, "latest", path.name))
+                on_root(world, partial(self._write_name, "latest", path.name))
                 faults.append(f"{path.name} is used instead")
             return found, faults
         if faults:
@@ -187,11 +184,6 @@ class CheckpointFolder:
 
     def _files(self) -> list[Path]:
         return sorted(path for path in self.path.glob("step-*.h5") if path.is_file())
-
-
-def _on_first(comm: Communicator | None, call: Callable[[], Result]) -> Result:
-    """Return on all ranks the result of `call` on rank 0. Collective over `comm`, local without one."""
-    return call() if comm is None else on_root(comm.mpi, call)
 
 
 _log = logging.getLogger(__name__)
@@ -274,51 +266,45 @@ class Checkpoints:
         DataError, OSError
             If it cannot be written and is `needed`; on all ranks. Older checkpoints are not changed.
         """
-        if self._optimizer.step == self._at:
+        step, comm, path = self._optimizer.step, self._session.comm, None
+        if step == self._at:
             return None
-        written = None
         self._session.executor.pulse.at("checkpoint", "")
+        snapshot = Snapshot.of(self._session.executor.store, self._optimizer, comm)
         try:
-            self._session.comm.agree(self._try(unvalidated, best))
-            self._at, self._written = self._optimizer.step, True
-            written = self.folder.path_of(self._at)
+            with comm.agreement():
+                if snapshot is not None:
+                    found = self.folder.write(snapshot, self._progress(unvalidated), self._config_text, best)
+                    self._log.write("checkpoint", step=step, path=str(found), best=best)
+            self._at, self._written, path = step, True, self.folder.path_of(step)
         except (DataError, OSError) as error:
             if needed:
-                raise self._with_last(error) from error
-            self._log.write("checkpoint_failed", step=self._optimizer.step, reason=str(error))
-            if self._session.comm.rank == 0:
-                _log.warning("step %d: %s; training continues", self._optimizer.step, error)
+                fault = DataError(f"{error}; {self.last()}")
+                mark_agreed(fault, getattr(error, "arose_here", True), comm.size)
+                raise fault from error
+            self._log.write("checkpoint_failed", step=step, reason=str(error))
+            if comm.rank == 0:
+                _log.warning("step %d: %s; training continues", step, error)
         self._last = time.monotonic()
         self._session.executor.pass_loss.counted[CHECKPOINT] = 0  # reset: a device counts the next vote one step late
-        return written
+        return path
 
-    def _try(self, unvalidated: bool, best: bool) -> Exception | None:
-        """Write on rank 0; return the fault, if any. Collective if parameters are cut."""
-        session, statistics = self._session, self._session.samples.statistics
-        scaling = session.executor.store.loss_scale
-        progress = TrainingProgress(
-            self._optimizer.step,
-            session.config.training.seed,
-            self._sampler.state_dict(),
-            {name: found.state_dict() for name, found in statistics.items()},
-            unvalidated,
-            None if self._auto is None else self._auto.state_dict(),
-            None if scaling is None else scaling.state_dict(),
-            session.samples.drawn,
-            session.source,
-            self._best.state_dict(),
-            session.samples.class_counts,
-            session.samples.described,
+    def _progress(self, unvalidated: bool) -> TrainingProgress:
+        samples, scaling = self._session.samples, self._session.executor.store.loss_scale
+        return TrainingProgress(
+            step=self._optimizer.step,
+            seed=self._session.config.training.seed,
+            sampler=self._sampler.state_dict(),
+            normalization={name: found.state_dict() for name, found in samples.statistics.items()},
+            unvalidated=unvalidated,
+            reduction=None if self._auto is None else self._auto.state_dict(),
+            loss_scale=None if scaling is None else scaling.state_dict(),
+            drawn=samples.drawn,
+            source=self._session.source,
+            best=self._best.state_dict(),
+            class_counts=samples.class_counts,
+            described=samples.described,
         )
-        snapshot = Snapshot.of(session.executor.store, self._optimizer, session.comm)
-        if snapshot is None:
-            return None
-        try:
-            path = self.folder.write(snapshot, progress, self._config_text, best)
-            self._log.write("checkpoint", step=self._optimizer.step, path=str(path), best=best)
-        except Exception as fault:
-            return fault
-        return None
 
     def last(self) -> str:
         """Describe the checkpoint from which a run can continue. Collective."""
@@ -334,9 +320,3 @@ class Checkpoints:
         if not self._written:
             return "no checkpoint was written yet"
         return f"the checkpoints that were written are no longer in {self.folder.path}"
-
-    def _with_last(self, error: Exception) -> Exception:
-        """Return the same error with the name of the last good checkpoint. Collective."""
-        fault = DataError(f"{error}; {self.last()}")
-        mark_agreed(fault, getattr(error, "arose_here", True), self._session.comm.size)
-        return fault

@@ -20,7 +20,6 @@ import struct
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import TypeVar
 
 import numpy as np
@@ -129,35 +128,18 @@ class ChunkWriter(io.RawIOBase):
     def seek(self, offset: int, whence: int = 0) -> int:
         return self._file.seek(offset, whence)
 
-    def tell(self) -> int:
-        return self._file.tell()
-
     def truncate(self, size: int | None = None) -> int:
         end = self.tell() if size is None else size
         self._sums = {chunk: known for chunk, known in self._sums.items() if HEADER + (chunk + 1) * CHUNK <= end}
         return self._try(lambda: self._file.truncate(end), end)
 
-    def flush(self) -> None:
-        """Do nothing: writes are not buffered."""
-
-    def readable(self) -> bool:
-        return True
-
-    def writable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def __enter__(self) -> ChunkWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._file.close()
-        if self._fault is not None:
-            raise self._fault
+    def close(self) -> None:
+        """Close the file. Idempotent. Raises the first OSError of a write."""
+        if not self.closed:
+            super().close()
+            self._file.close()
+            if self._fault is not None:
+                raise self._fault
 
 
 class VerifiedFile:

@@ -24,7 +24,7 @@ def on_root(world: Any, call: Callable[[], Result]) -> Result:
     Parameters
     ----------
     world
-        An MPI communicator.
+        An MPI communicator; None for this process alone.
     call
         Local call with a result that can be pickled.
 
@@ -34,7 +34,7 @@ def on_root(world: Any, call: Callable[[], Result]) -> Result:
         The error of `call`, on all ranks; or the error of a rank that cannot unpickle the result, because a file of the
         user is not there.
     """
-    if world.size == 1:
+    if world is None or world.size == 1:
         return call()
     result: Any = None
     fault: Exception | None = None
