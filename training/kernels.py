@@ -20,7 +20,7 @@ from .config import BackendConfig
 if TYPE_CHECKING:
     from ..comm import Communicator
 
-__all__ = ["check_debug", "check_dtype", "connect_device", "local_rank", "open_kernels", "report_substitutes"]
+__all__ = ["check_dtype", "connect_device", "local_rank", "open_kernels", "report_substitutes"]
 
 _log = logging.getLogger("halograd.kernels")
 
@@ -145,15 +145,3 @@ def check_dtype(dtype: Any, kernels: Any) -> np.dtype:
             f"got {found.name}; {kernels.dtype_remedy}"
         )
     return found
-
-
-def check_debug(kernels: Backend) -> None:
-    """Validate that arrays can have guard bytes. Local, the same on all ranks.
-
-    Raises
-    ------
-    UserError
-        For kernels on a device.
-    """
-    if not kernels.device.is_host:
-        raise UserError(f"debug: expected kernels on the CPU with it, got {kernels.name}; use onednn or numpy")
