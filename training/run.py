@@ -115,8 +115,7 @@ def train(
         progress = TrainingProgress() if found is None else found.progress
         # Without a planner, `make_strategy` raises an error with the remedy.
         plan = planner(config, ranks, True) if config.strategy.auto and planner is not None else None
-        known: dict[str, Any] = {"normalization": progress.normalization, "class_counts": progress.class_counts}
-        session = Session.open(config, ranks, stack, strategy=None if plan is None else plan.strategy, **known)
+        session = Session.open(config, ranks, stack, True, progress, None if plan is None else plan.strategy)
         with ranks.agreement(), _writing(directory):
             if ranks.rank == 0:
                 rewind_log(directory / "log.jsonl", progress.step)

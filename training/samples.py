@@ -40,6 +40,7 @@ from ..dtensor import Box
 from ..layers import Input, Network
 from ..models.own import call_own
 from .build import check_batch, datasets_of, label_maps, weighted_targets, weights_of
+from .checkpoint import TrainingProgress
 from .config import Config, DataConfig
 from .root import on_root
 
@@ -91,11 +92,9 @@ class Samples:
         network: Network,
         comm: Communicator,
         stack: ExitStack,
-        *,
-        normalization: dict[str, Any] | None = None,
-        class_counts: dict[str, list[int]] | None = None,
-        trainable: bool = True,
-        labelled: bool = True,
+        progress: TrainingProgress,
+        trainable: bool,
+        labelled: bool,
     ) -> Samples:
         """Open the data set. Collective over `comm`, within an agreement; arguments as for `Session.open`.
 
@@ -135,7 +134,7 @@ class Samples:
             left = training if trainable else np.union1d(training, validation)
             _check_left(config, dataset, invalid, len(left), trainable)
         check_batch(config, len(training) if trainable else len(dataset), trainable)
-        wanted, known = _normalized(data, dataset), normalization or {}
+        wanted, known = _normalized(data, dataset), progress.normalization or {}
         known = {wanted[0]: known} if wanted and "mean" in known else known  # format of earlier versions
         if comm.rank == 0:
             _warn_of_stored(dataset, known, wanted)
@@ -150,7 +149,7 @@ class Samples:
             bounded = all(name in ranges and ranges[name].bounded for name in names)
             looks, weights = 1 if bounded else LOOKS, weights_of(network)  # samples to read for the magnitude
             scale = on_root(comm.mpi, lambda: look_at_data(dataset, computed, int(training[0]), looks, weights))
-        counts = _balance(network, dataset, training, reductions, class_counts, comm)
+        counts = _balance(network, dataset, training, reductions, progress.class_counts, comm)
         return cls(dataset, training, validation, statistics, reductions, invalid, augmentation, scale, counts)
 
     @property

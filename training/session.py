@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 
@@ -30,6 +30,7 @@ from ..layers import GivenValues, Network, Strategy
 from ..layers.strategy import cuts_text
 from ..models.own import source_of
 from .build import check_memory, make_network, make_strategy, with_reduction
+from .checkpoint import TrainingProgress
 from .config import Config
 from .directory import job_id
 from .executor import Executor
@@ -42,7 +43,6 @@ from .transfer import DeviceFeed
 __all__ = ["Session", "begin_entry", "begin_with", "data_lines", "headline"]
 
 _log = logging.getLogger(__name__)
-Result = TypeVar("Result")
 NAMED = 4  # layers named in a message
 
 
@@ -76,16 +76,15 @@ class Session:
         comm: Communicator,
         stack: ExitStack,
         trainable: bool = True,
-        normalization: dict[str, Any] | None = None,
+        progress: TrainingProgress | None = None,
         strategy: Strategy | None = None,
         labelled: bool = True,
-        class_counts: dict[str, list[int]] | None = None,
     ) -> Session:
         """Build all objects. Collective over `comm`: a fault of one rank is raised on all ranks.
 
-        `normalization` and `class_counts` come from a checkpoint; None: they are computed from the data. `strategy`
-        comes from a plan; None: it is that of the configuration. Without `labelled`, targets are not read and no
-        samples are held out.
+        Statistics of the data are those of `progress`, from a checkpoint, if it has them; else they are computed.
+        `strategy` comes from a plan; None: it is that of the configuration. Without `labelled`, targets are not read
+        and no samples are held out.
         """
         with comm.agreement():
             data, settings = config.data, config.training
@@ -98,16 +97,7 @@ class Session:
             strategy = with_reduction(strategy, config)
             strategy.validate(network, comm.size)
             strategy.refuse_empty_blocks(network)
-            samples = Samples.open(
-                config,
-                network,
-                comm,
-                stack,
-                normalization=normalization,
-                class_counts=class_counts,
-                trainable=trainable,
-                labelled=labelled,
-            )
+            samples = Samples.open(config, network, comm, stack, progress or TrainingProgress(), trainable, labelled)
             timeline = None
             if config.output.timeline or planned:
                 timeline = comm.instruments.recorder = Timeline(comm.rank, alone=comm.size == 1)

@@ -201,8 +201,7 @@ def _trained(
         # Without a planner, `make_strategy` raises an error with the remedy.
         plan = planner(config, ranks, False) if config.strategy.auto and planner is not None else None
         strategy = None if plan is None else plan.strategy
-        known: dict[str, Any] = {"normalization": progress.normalization, "class_counts": progress.class_counts}
-        session = Session.open(config, ranks, stack, False, strategy=strategy, labelled=labelled, **known)
+        session = Session.open(config, ranks, stack, False, progress, strategy, labelled)
         reader.restore(session.executor.store, extents=False, averaged=config.training.average > 0)
         reader.close()
         yield ranks, session, reader.identity
