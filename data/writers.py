@@ -81,7 +81,7 @@ WRITERS: Registry[Writer] = Registry("writer", Writer, "--format")
 @WRITERS.register
 @dataclass(frozen=True)
 class Hdf5(Writer):
-    """HDF5 file: of one rank with all numbers, of several ranks with virtual datasets of the parts."""
+    """HDF5 file. One rank writes all numbers; several ranks write parts, which virtual datasets join."""
 
     name: ClassVar[str] = "hdf5"
     refers: ClassVar[bool] = True
