@@ -42,7 +42,7 @@ from .tensorboard import TensorBoard
 from .timeline import write_trace
 from .trained import Planner
 from .trainer import Diverged, Trainer
-from .watchdog import Interruption, Watchdog
+from .watchdog import Watchdog
 
 __all__ = ["Ranker", "TrainingRun", "train"]
 
@@ -109,8 +109,7 @@ def train(
         on_root(ranks.mpi, folder.check_writable)  # check before hours of training, not after them
         if config.output.rank_logs:
             _log_each_rank(ranks, directory / "logs", stack)
-        watchdog = stack.enter_context(Watchdog(ranks, config.run.stall_minutes, directory / "log.jsonl"))
-        interruption = stack.enter_context(Interruption(ranks, directory / "log.jsonl", folder, watchdog))
+        watchdog = stack.enter_context(Watchdog(ranks, config.run.stall_minutes, directory / "log.jsonl", folder))
         found = _checkpoint_of(ranks, folder, resume, stack)
         progress = TrainingProgress() if found is None else found.progress
         # Without a planner, `make_strategy` raises an error with the remedy.
@@ -136,7 +135,6 @@ def train(
             log.say(f"initial parameters: {config.training.init}")
         log.write("begin", **begin_entry(session, run.optimizer.step, run.epochs, len(run.sampler)))
         watchdog.follow(session.executor.pulse)
-        interruption.follow(session.executor.pulse)
         result = run.train()
         if result["stopped"] is None:  # after a signal, little time is left
             run.report(plan, directory)

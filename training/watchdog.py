@@ -17,7 +17,6 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -33,15 +32,17 @@ from .watch import LAST, Place, Pulse, Tree, Watch
 if TYPE_CHECKING:
     from .checkpoints import CheckpointFolder
 
-__all__ = ["Interruption", "Watchdog", "oom_kills", "unwatched"]
+__all__ = ["Watchdog", "oom_kills", "unwatched"]
 
+TAIL = 1 << 16  # size of the end of a log that holds the lines of all simultaneously interrupted ranks [B]
 FORWARDING = 0.5  # time for the launcher to forward the message, because MPI_Abort ends its relay too [s]
 
 
 class Watchdog:
-    """Context manager that ends the job if a rank dies or makes no progress.
+    """Context manager that ends the job if a rank dies or makes no progress, and reports an interrupt (SIGINT).
 
-    To create it is collective over `comm`; each rank leaves by itself.
+    To create it is collective over `comm`; each rank leaves by itself. A single process raises KeyboardInterrupt with
+    the message.
 
     Parameters
     ----------
@@ -50,17 +51,19 @@ class Watchdog:
     stall_minutes
         Time that a rank may be at one place [min]; 0: forever.
     log
-        Log to which a line ``{"event": "failed", ...}`` is appended when the job is ended.
+        ``log.jsonl`` of the run, to which a line ``"failed"`` or ``"interrupted"`` is appended when the job is ended.
+    folder
+        Folder of its checkpoints, for the message on how to continue.
 
     Notes
     -----
     Rank 0 does not watch ranks without a connection to it; it prints which ones.
     """
 
-    def __init__(self, comm: Communicator, stall_minutes: float, log: Path) -> None:
+    def __init__(self, comm: Communicator, stall_minutes: float, log: Path, folder: CheckpointFolder) -> None:
         tree = Tree(comm.allgather_objects(platform.node()))
         self._peers, joined = join(comm, tree)
-        self._comm = comm
+        self._comm, self._folder = comm, folder
         self._here = Here(comm, tree.hosts, log, self._peers)
         self._watch = Watch(tree, comm.rank, joined, 60 * stall_minutes, self._here)
         if comm.rank == 0 and (text := unwatched(tree, joined)):
@@ -70,18 +73,26 @@ class Watchdog:
         running = self._run()
         self._thread = threading.Thread(target=self._peers.run, args=[running], name="halograd-watchdog", daemon=True)
         self._thread.start()
+        self._reporting = on_interrupt(self.interrupted)
 
     def follow(self, pulse: Pulse) -> None:
-        """Watch the progress of the main thread from now on. Local."""
+        """Watch the progress of the main thread, and log an interrupt, from now on: the run has begun. Local."""
         self._here.pulse = pulse
 
-    def expect_end(self) -> None:
-        """Announce that this rank ends the job and has printed the reason: no other rank reports it. Local, in any
-        thread.
-        """
-        self._words = "", False
+    def interrupted(self) -> str | None:
+        """Announce and log the end; return the line to print, None if another rank prints it. Local, in any thread."""
+        self._words = "", False  # no other rank reports this rank
         if not self._closing:
             self._peers.wake()
+        text = "interrupted before the first step"
+        if self._here.pulse is not None:
+            text = f"interrupted at step {self._here.pulse.step + 1}"
+            if not self._here.is_first_interrupted():
+                return None
+        latest = self._folder.latest
+        if latest is None:
+            return f"{text}; there is no checkpoint to go on from"
+        return f"{text}; the newest checkpoint is {latest.resolve()}; go on with --resume"
 
     def close(self) -> None:
         """Stop watching; idempotent. Local."""
@@ -91,17 +102,25 @@ class Watchdog:
             self._thread.join()
 
     def __enter__(self) -> Watchdog:
+        self._reporting.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None and not is_agreed(error, self._comm.size):
+        self._reporting.__exit__(None, None, None)
+        interrupt = None
+        if isinstance(error, KeyboardInterrupt):
+            interrupt = KeyboardInterrupt(self.interrupted() or "interrupted")
+            mark_agreed(interrupt, True, self._comm.size)
+        elif error is not None and not is_agreed(error, self._comm.size):
             # The job ends with this process, and the other ranks need the cause. A user's mistake before the job begins
             # is not logged: the log belongs to an earlier job, which may be running.
             refused = self._here.pulse is None and isinstance(error, UserError)
             self._words = f"{type(error).__name__}: {error}", not refused
         self.close()
+        if interrupt is not None:
+            raise interrupt from error
 
     async def _run(self) -> None:
         while not self._closing and self._words is None:
@@ -160,6 +179,18 @@ class Here:
         with contextlib.suppress(OSError):  # no log yet, or no disk: the message was printed
             append(self._log, entry)
 
+    def is_first_interrupted(self) -> bool:
+        """Log an interrupt, unless another rank has; return whether this rank's line is the first of its job."""
+        reason = f"SIGINT to rank {self._comm.rank} of {self._comm.size}"
+        try:
+            if not interrupts(self._log):
+                step = 0 if self.pulse is None else self.pulse.step
+                entry = {"event": "interrupted", "reason": reason, "host": platform.node(), "at_step": step}
+                append(self._log, entry)
+            return bool(interrupts(self._log)[0]["reason"] == reason)
+        except (OSError, IndexError):  # full disk: a message from two ranks is better than none
+            return True
+
     def end(self) -> None:
         """End the job. Does not return."""
         time.sleep(FORWARDING)
@@ -198,74 +229,6 @@ def oom_kills() -> int:
             if name == key and value.strip().isdigit():
                 return int(value)
     return 0
-
-
-TAIL = 1 << 16  # size of the end of a log that holds the lines of all simultaneously interrupted ranks [B]
-
-
-class Interruption:
-    """Context manager that reports an interrupt (SIGINT): the progress of the run, and how to continue it. Local.
-
-    If several ranks are interrupted, the rank whose line ``{"event": "interrupted", ...}`` is the first in the log
-    prints the message. A single process raises KeyboardInterrupt with the same message.
-
-    Parameters
-    ----------
-    comm
-        All ranks of the job.
-    log
-        ``log.jsonl`` of the run.
-    folder
-        Folder of its checkpoints.
-    watchdog
-        Watchdog, which then does not report the end.
-    """
-
-    def __init__(self, comm: Communicator, log: Path, folder: CheckpointFolder, watchdog: Watchdog) -> None:
-        self._comm, self._log, self._folder, self._watchdog = comm, log, folder, watchdog
-        self._pulse: Pulse | None = None
-        self._words: AbstractContextManager[None] = on_interrupt(self.words)
-
-    def follow(self, pulse: Pulse) -> None:
-        """Log an interrupt from now on, because the run and its log have begun. Local."""
-        self._pulse = pulse
-
-    def words(self) -> str | None:
-        """Announce and log the end; return the line to print, None if another rank prints it. Local, in any thread."""
-        self._watchdog.expect_end()
-        text = "interrupted before the first step"
-        if self._pulse is not None:
-            text = f"interrupted at step {self._pulse.step + 1}"
-            if not self._is_first(self._pulse.step):
-                return None
-        latest = self._folder.latest
-        if latest is None:
-            return f"{text}; there is no checkpoint to go on from"
-        return f"{text}; the newest checkpoint is {latest.resolve()}; go on with --resume"
-
-    def _is_first(self, step: int) -> bool:
-        """Log the interrupt, unless another rank has; return whether this rank's line is the first of its job."""
-        reason = f"SIGINT to rank {self._comm.rank} of {self._comm.size}"
-        try:
-            if not interrupts(self._log):
-                entry = {"event": "interrupted", "reason": reason, "host": platform.node(), "at_step": step}
-                append(self._log, entry)
-            return bool(interrupts(self._log)[0]["reason"] == reason)
-        except (OSError, IndexError):  # full disk: a message from two ranks is better than none
-            return True
-
-    def __enter__(self) -> Interruption:
-        self._words.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._words.__exit__(None, None, None)
-        if isinstance(error, KeyboardInterrupt):
-            interrupt = KeyboardInterrupt(self.words() or "interrupted")
-            mark_agreed(interrupt, True, self._comm.size)  # the watchdog does not report it
-            raise interrupt from error
 
 
 def append(log: Path, entry: dict[str, Any]) -> None:

@@ -16,13 +16,14 @@ from types import SimpleNamespace
 import pytest
 from mpi4py import MPI
 
+from halograd.comm import Communicator
 from halograd.report.status import read_record, status_of
 from halograd.training.checkpoints import CheckpointFolder
 from halograd.training.log import read_log
 from halograd.training.run import TrainingRun, train
 from halograd.training.session import Session
 from halograd.training.watch import Pulse
-from halograd.training.watchdog import Interruption, append
+from halograd.training.watchdog import Watchdog, append
 from tests.harness import jobs
 from tests.harness.limits import LIMIT, wait_until
 from tests.launch import find_mpiexec
@@ -194,15 +195,14 @@ def test_a_run_that_has_not_begun(config, tmp_path, monkeypatch):
 def test_of_ranks_that_are_interrupted_together_one_speaks(tmp_path):
     log = tmp_path / "log.jsonl"
     log.touch()
-    watchdog = SimpleNamespace(expect_end=lambda: None)
 
     def words() -> list[str | None]:
         told = []
         for rank in (2, 0, 1):
-            ranks = SimpleNamespace(rank=rank, size=3)
-            one = Interruption(ranks, log, CheckpointFolder(tmp_path), watchdog)
-            one.follow(Pulse())
-            told.append(one.words())
+            with Communicator(MPI.COMM_SELF) as alone, Watchdog(alone, 0.0, log, CheckpointFolder(tmp_path)) as one:
+                one.follow(Pulse())
+                one._here._comm = SimpleNamespace(rank=rank, size=3, instruments=alone.instruments)
+                told.append(one.interrupted())
         return told
 
     first = "interrupted at step 1; there is no checkpoint to go on from"

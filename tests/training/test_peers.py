@@ -18,6 +18,7 @@ import pytest
 
 from halograd.comm import Communicator
 from halograd.training import peers as module
+from halograd.training.checkpoints import CheckpointFolder
 from halograd.training.peers import LONGEST, STRANGERS, Peers, join
 from halograd.training.watch import ANSWERS, FANOUT, INTERVAL, TURN, Place, Tree, Watch
 from halograd.training.watchdog import Watchdog, unwatched
@@ -539,7 +540,7 @@ def test_a_rank_that_cannot_listen(comm, monkeypatch):
 def test_closing_when_the_thread_has_seen_it(comm, tmp_path, monkeypatch):
     """The thread may end before it is woken."""
     with Communicator(comm) as ranks:
-        watchdog = Watchdog(ranks, 0.0, tmp_path / "log.jsonl")
+        watchdog = Watchdog(ranks, 0.0, tmp_path / "log.jsonl", CheckpointFolder(tmp_path))
         wake = watchdog._peers.wake
         monkeypatch.setattr(watchdog._peers, "wake", lambda: (watchdog._thread.join(), wake()))
         watchdog.close()
