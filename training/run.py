@@ -30,7 +30,7 @@ from .checkpoints import CheckpointFolder, Checkpoints
 from .config import Config
 from .directory import RunLock, make_folder
 from .evaluation import Evaluation, describe, evaluate_batches
-from .log import Entry, RankLog, RunLog, read_log, rewind_log
+from .log import Entry, RankLog, RunLog, TensorBoard, read_log, rewind_log
 from .monitors import BestScore, Callback, LossWatch, is_defined
 from .pass_loss import STOP
 from .root import on_root, read_config
@@ -38,7 +38,6 @@ from .schedules import SCHEDULES, make_schedule
 from .session import Session, begin_entry, begin_with, data_lines, headline
 from .signals import CHECKPOINTED, StopSignals
 from .step_times import RunPlan, StepTimes
-from .tensorboard import TensorBoard
 from .timeline import write_trace
 from .trained import Planner
 from .trainer import Diverged, Trainer

@@ -54,7 +54,7 @@ def test_a_job_is_written_and_submitted(submit):
     code, out, err = submit("--time", "10")
     assert code == 0, err
     assert out == "submitted job 101: 4 rank(s) with 1 core(s) each on 2 node(s); script run/mesh.sbatch\n"
-    assert "data.path mesh.h5 is not here" in err
+    assert "data.path mesh.h5 does not exist here" in err
     (script,) = submit.scripts()
     kept = submit.folder / "run" / "mesh.sbatch"
     assert script == kept.read_text()

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 
 from halograd.errors import UserError
-from halograd.training.log import read_log
+from halograd.training.log import TensorBoard, read_log, scalars_of
 from halograd.training.run import train
-from halograd.training.tensorboard import TensorBoard, scalars_of
 from tests.training.runs import write_config
 
 needs_writer = pytest.mark.skipif(
