@@ -20,14 +20,9 @@ from .config import BackendConfig
 if TYPE_CHECKING:
     from ..comm import Communicator
 
-__all__ = ["check_dtype", "connect_device", "local_rank", "open_kernels", "report_substitutes"]
+__all__ = ["check_dtype", "connect_device", "open_kernels", "report_substitutes"]
 
 _log = logging.getLogger("halograd.kernels")
-
-
-def local_rank(comm: Communicator) -> int:
-    """Return the number of this rank among the ranks of its node. Collective at first use."""
-    return comm.nodes[: comm.rank].count(comm.nodes[comm.rank])
 
 
 def open_kernels(config: BackendConfig, comm: Communicator) -> Backend:
@@ -40,7 +35,7 @@ def open_kernels(config: BackendConfig, comm: Communicator) -> Backend:
     """
     with comm.agreement():
         kind = BACKENDS[config.kernels]
-    mine = local_rank(comm) if kind.on_device else 0
+    local_rank = comm.nodes[: comm.rank].count(comm.nodes[comm.rank]) if kind.on_device else 0
     if comm.rank == 0:
         _warn_of_threads(config)
     with comm.agreement():
@@ -50,9 +45,10 @@ def open_kernels(config: BackendConfig, comm: Communicator) -> Backend:
                     f'backend.{key}: expected kernels = "cudnn" with it, got "{config.kernels}"; remove {key}'
                 )
         try:
-            ordinal = choose_ordinal(config.device, mine, count_devices(import_cupy())) if kind.on_device else 0
-            how = (config.threads, config.autotune, config.precision, config.deterministic, ordinal)
-            return kind.open(BackendOptions(*how))
+            ordinal = choose_ordinal(config.device, local_rank, count_devices(import_cupy())) if kind.on_device else 0
+            return kind.open(
+                BackendOptions(config.threads, config.autotune, config.precision, config.deterministic, ordinal)
+            )
         except DeviceError:
             raise
         except KernelError as error:
