@@ -153,21 +153,18 @@ class Snapshot:
                 return None
         elif not store.whole:
             raise ValueError("Snapshot.of(): expected the communicator of the ranks that share the parameters")
-        params, state, errors, *rest = [_on_host(arrays) for arrays in parts]
+        on_host = [{name: device_of(array).to_host(array) for name, array in arrays.items()} for arrays in parts]
+        params, state, errors, *rest = on_host
         settings = None if optimizer is None else optimizer.state_dict()
         named = dict(zip(states, rest))
         return cls(store.fingerprint, store.dtype.name, params, state, named, settings, errors)
 
     @property
-    def nbytes(self) -> int:
-        """Size of the parameters, of the optimizer's state, and of the rounding residuals [B]."""
-        groups = (self.params, self.errors, *self.optimizer.values())
-        return sum(array.nbytes for arrays in groups for array in arrays.values())
-
-
-def _on_host(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arrays on the host; device arrays are copied."""
-    return {name: device_of(array).to_host(array) for name, array in arrays.items()}
+    def groups(self) -> dict[str, Mapping[str, Any]]:
+        """Arrays by ``layer/parameter``, by the name of their group in the file."""
+        errors = {"errors": self.errors} if self.errors else {}
+        states = {f"optimizer/{key}": arrays for key, arrays in self.optimizer.items()}
+        return {"params": self.params, "state": self.state, **errors, **states}
 
 
 def write_checkpoint(
@@ -180,7 +177,7 @@ def write_checkpoint(
     DataError
         If the file cannot be written (disk full, no folder, no permission). No partial file is left.
     """
-    needed = snapshot.nbytes
+    needed = sum(array.nbytes for arrays in snapshot.groups.values() for array in arrays.values())
     progress = progress or TrainingProgress()
     with atomic_path(path, needed=needed) as partial, ChunkWriter(partial) as raw:
         with h5py.File(raw, "w", userblock_size=HEADER) as file:
@@ -190,11 +187,9 @@ def write_checkpoint(
             file.create_dataset("progress", data=json.dumps(asdict(progress)))
             if snapshot.settings is not None:
                 file.create_group("optimizer").attrs["settings"] = json.dumps(dict(snapshot.settings))
-            places = _write_arrays(file, "params", snapshot.params) | _write_arrays(file, "state", snapshot.state)
-            if snapshot.errors:
-                places |= _write_arrays(file, "errors", snapshot.errors)
-            for key, arrays in snapshot.optimizer.items():
-                places |= _write_arrays(file, f"optimizer/{key}", arrays)
+            places: dict[str, tuple[int, tuple[int, ...], str]] = {}
+            for name, arrays in snapshot.groups.items():
+                places |= _write_arrays(file, name, arrays)
         index = {
             "network": snapshot.network,
             "dtype": snapshot.dtype,

@@ -286,6 +286,7 @@ class RunLock:
         OSError
             If it is no regular file: a dangling link exists, but cannot be read.
         """
+        no_lock = OSError(errno.EINVAL, "no regular file, so not a lock of a run; remove it", str(self.path))
         try:
             # Open it, because NFS then queries the server; non-blocking, in case it is a pipe.
             name = self.path if self._folder is None else self.path.name
@@ -295,17 +296,14 @@ class RunLock:
         except OSError as error:
             if error.errno not in (errno.ELOOP, errno.ENXIO) and not self.path.is_symlink():
                 raise
-            raise self._no_lock() from error
+            raise no_lock from error
         try:
             found = os.fstat(descriptor)
             if not stat.S_ISREG(found.st_mode):
-                raise self._no_lock()
+                raise no_lock
             return os.read(descriptor, 1 << 16).decode(errors="replace"), found.st_mtime
         finally:
             os.close(descriptor)
-
-    def _no_lock(self) -> OSError:
-        return OSError(errno.EINVAL, "no regular file, so not a lock of a run; remove it", str(self.path))
 
     def _beat(self) -> None:
         while not self._ended.wait(BEAT):

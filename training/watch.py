@@ -37,6 +37,7 @@ GRACE = 8.0  # time for a rank with an error of its own to end the job; the comm
 Message = dict[str, Any]
 
 
+@dataclass(slots=True)
 class Pulse:
     """Progress of the main thread: the main thread writes it, the thread of the watchdog reads it. Local.
 
@@ -55,13 +56,10 @@ class Pulse:
         Name of the layer, or of another activity.
     """
 
-    __slots__ = ("count", "phase", "place", "step")
-
-    def __init__(self) -> None:
-        self.step = 0
-        self.count = 0
-        self.phase = "start"
-        self.place = ""
+    step: int = 0
+    count: int = 0
+    phase: str = "start"
+    place: str = ""
 
     def at(self, phase: str, place: str) -> None:
         """Record the start of an activity of the main thread: its phase, and the layer or another place."""
