@@ -206,7 +206,7 @@ def chunks_of(
     itemsize: int,
     apart: frozenset[str] = frozenset(),
 ) -> list[GradientChunk]:
-    """Return all chunks of a scheme, in the order in which they are closed.
+    """Return all chunks of a scheme, in the order in which backward finishes them: that in which their sums start.
 
     Every chunk is a consecutive part of the gradients that the same ranks share, in the order of `layers`. So all
     gradients that these ranks share may lie in one array, and chunks are ranges of it. Replicated layers have chunks of
@@ -242,7 +242,7 @@ def buckets_of(
     itemsize: int,
     apart: Collection[str] = (),
 ) -> list[GradientChunk]:
-    """Return all buckets of a network under the strategy's scheme, in the order in which they are closed.
+    """Return all buckets of a network under the strategy's scheme, in the order in which backward finishes them.
 
     `blocks` are those of the parameters, by ``layer/parameter``; `itemsize` is that of a gradient [B]; `apart` are
     layers that may be replicated at another time.
@@ -282,6 +282,7 @@ class _Filling:
         self._elements: dict[tuple[Groups, bool], int] = {}
 
     def run(self, layers: Sequence[GradientLayer]) -> list[GradientChunk]:
+        places = {layer.name: i for i, layer in enumerate(layers)}
         for i, layer in enumerate(layers):
             if layer.name in self._replicated:
                 self._add_replicated(layer)
@@ -296,7 +297,8 @@ class _Filling:
                     self._close(key)
         for key in list(self._growing):
             self._close(key)
-        return self._done
+        # A chunk may be closed long after its last gradient, when another set of ranks shares those that follow.
+        return sorted(self._done, key=lambda chunk: places[chunk.layers[-1]])
 
     def _close(self, key: tuple[Groups, bool]) -> None:
         members = self._growing.pop(key)

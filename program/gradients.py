@@ -14,6 +14,7 @@ Operations that stand before a layer belong to the step before. Pure data: no ar
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -182,22 +183,26 @@ class _Placing:
     def __init__(self, program: Program, buckets: Sequence[GradientChunk], scheme: Scheme, parts: int) -> None:
         self._program, self._buckets, self._scheme, self._parts = program, buckets, scheme, parts
         self._low = is_low(program.target.dtype)
-        self._before: dict[str, list[Operation]] = {segment.name: [] for segment in program.forward}
-        self._after: dict[str, list[Operation]] = {segment.name: [] for segment in program.backward}
+        self._before: defaultdict[str, list[Operation]] = defaultdict(list)
+        self._after: defaultdict[str, list[Operation]] = defaultdict(list)
         self._end: list[Operation] = []
         #: Positions of layers in the forward pass; backward has the opposite order.
-        self._places = {name: i for i, name in enumerate(self._before)}
+        self._places = {segment.name: i for i, segment in enumerate(program.forward)}
+        self._reached = {segment.name for segment in program.backward}
 
     def program(self) -> Program:
         self._add_sums([i for i, bucket in enumerate(self._buckets) if not bucket.replicated])
         self._add_replicated([i for i, bucket in enumerate(self._buckets) if bucket.replicated])
-        forward, backward = list(self._program.forward), list(self._program.backward)
-        for i, segment in enumerate(forward):
-            if segment.before or self._before[segment.name]:
-                forward[i] = Segment(segment.name, segment.operations, before=self._before[segment.name])
-        for i, segment in enumerate(backward):
-            if segment.after or self._after[segment.name]:
-                backward[i] = Segment(segment.name, segment.operations, after=self._after[segment.name])
+        before, after = self._before, self._after
+        # A redistribution has two segments of one name, its start and its end: operations stand before the first.
+        forward = [
+            Segment(s.name, s.operations, before=before.pop(s.name, [])) if s.before or s.name in before else s
+            for s in self._program.forward
+        ]
+        backward = [
+            Segment(s.name, s.operations, after=after.pop(s.name, [])) if s.after or s.name in after else s
+            for s in self._program.backward
+        ]
         return replace(
             self._program, forward=forward, backward=backward, end=self._end, buckets=tuple(self._buckets)
         )
@@ -212,7 +217,7 @@ class _Placing:
             self._end += [BucketTotal("", sums[i][0], "finish", i, when="step") for i in summed]
         for i in reversed(summed) if kind.shards else summed:
             # All shards are updated before the first layer, the last bucket first, and travel during forward.
-            before = self._before[next(iter(self._before)) if kind.shards else self._first(i)]
+            before = self._before[self._program.forward[0].name if kind.shards else self._first(i)]
             if not kind.waits:
                 before.append(BucketTotal("", sums[i][0], "finish", i))
             before.append(self._update(i))
@@ -298,7 +303,7 @@ class _Placing:
     def _last(self, i: int) -> str | None:
         """Return the last layer of a bucket in backward; None: backward does not reach all of them."""
         layers = self._buckets[i].layers
-        if any(name not in self._after for name in layers):
+        if not self._reached.issuperset(layers):
             return None
         return min(layers, key=self._places.__getitem__)
 

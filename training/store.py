@@ -169,7 +169,7 @@ class ParameterStore:
     untrained
         Names of parameters that the loss does not depend on (`Network.trained`): no bucket holds them.
     buckets
-        In the order in which they are closed (`layers/reduction_chunks.py`); changed by :meth:`rechunk` only.
+        In the order in which backward finishes them (`layers/reduction_chunks.py`); changed by :meth:`rechunk` only.
     """
 
     network: Network

@@ -14,7 +14,7 @@ import numpy as np
 
 from ...device import as_dtype
 from ...layers import Network
-from ...layers.reduction_chunks import GradientChunk, buckets_of, exposed_layers
+from ...layers.reduction_chunks import GradientChunk, GradientLayer, chunks_of, exposed_layers, gradient_layers
 from ...layers.reduction_scheme import Scheme
 from ...layers.strategy import Strategy, layout_of, parameter_blocks
 from ...lowering.operations import KernelSpec
@@ -88,6 +88,14 @@ def simulate(
         Whether to predict memory and traffic, too.
     """
     return Simulation(network, strategy, batch, pricing, training or Training(), ranks).prediction(account)
+
+
+@dataclass
+class _Chunked:
+    """Layers with gradients, and their buckets by chunking."""
+
+    layers: list[GradientLayer]
+    buckets: dict[object, list[GradientChunk]] = field(default_factory=dict)
 
 
 @dataclass
@@ -200,10 +208,12 @@ class Simulation:
         return int(held.argmax())
 
     @cached_property
-    def _chunked(self) -> dict[object, list[GradientChunk]]:
-        """Buckets by chunking, for all simulations in which parameters have the same blocks."""
+    def _chunked(self) -> _Chunked:
+        """Buckets for all simulations in which parameters have the same blocks."""
         key = "buckets", self.network, self._outline.wide.itemsize, *self.blocks.values()
-        found: dict[object, list[GradientChunk]] = self.pricing.known.setdefault(key, {})
+        if key not in self.pricing.known:
+            self.pricing.known[key] = _Chunked(gradient_layers(self.network, self.blocks))
+        found: _Chunked = self.pricing.known[key]
         return found
 
     def _buckets(self) -> list[GradientChunk]:
@@ -211,10 +221,10 @@ class Simulation:
         apart = tuple(exposed_layers(self.strategy, self.network, self.batch))
         rule = scheme.kind.chunks, scheme.first_layers, scheme.chunk, scheme.replicated_dense
         key = rule, self.strategy.bucket_bytes * scheme.has_buckets, apart
-        if key not in chunked:
-            itemsize = self._outline.wide.itemsize
-            chunked[key] = buckets_of(self.network, self.blocks, self.strategy, itemsize, apart)
-        return chunked[key]
+        if key not in chunked.buckets:
+            nbytes, itemsize = self.strategy.bucket_bytes, self._outline.wide.itemsize
+            chunked.buckets[key] = chunks_of(chunked.layers, scheme, nbytes, itemsize, frozenset(apart))
+        return chunked.buckets[key]
 
     def _replicated(self) -> dict[str, tuple[LayerCost, KernelSpec]]:
         """Return the cost and the kernel of every dense layer whose gradient the scheme replicates."""

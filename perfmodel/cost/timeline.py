@@ -22,14 +22,14 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from ...lowering.operations import ExchangeSpec, Operation, Run, Sum, Total, Transfer
 from ...program.gradients import BucketOperation, BucketTotal, CheckGradients, Update, completions
 from ...program.program import Program, Segment, Step
-from .pricing import Pricing
+from .pricing import Pricing, SumPrice
 
 __all__ = ["LayerCost", "StepTimeline", "play", "price_layer"]
 
@@ -77,14 +77,14 @@ def price_layer(step: Step, forward: Sequence[Operation], backward: Sequence[Ope
 def _alone(
     step: Step, forward: Sequence[Operation], backward: Sequence[Operation], pricing: Pricing, pads: bool
 ) -> LayerCost:
-    first = _Player(pricing, [step], [step.name] if backward else [], pads)
-    first.compute(step.name, forward, "forward")
-    second = _Player(pricing, [step], [step.name])
-    second.terms = first.terms
+    player = _Player(pricing, {step.name: step}, {step.name} if backward else set(), pads)
+    player.compute(step.name, forward, "forward")
+    seconds, algorithm = player.now, player.algorithms.get(step.name, "")
+    player.begin_backward()
     if backward:
-        second.compute(step.name, backward, "backward_data")
-    terms = {term: seconds for (_, term), seconds in first.terms.items()}
-    return LayerCost(first.now, second.now, terms, first.algorithms.get(step.name, ""))
+        player.compute(step.name, backward, "backward_data")
+    terms = {term: spent for (_, term), spent in player.terms.items()}
+    return LayerCost(seconds, player.now, terms, algorithm)
 
 
 @dataclass(frozen=True)
@@ -162,12 +162,20 @@ class _Player:
     With `pads`, exchanges are awaited where they start, and strips of the boundary are left out.
     """
 
-    def __init__(self, pricing: Pricing, steps: Iterable[Step], trained: Iterable[str], pads: bool = False) -> None:
+    def __init__(
+        self, pricing: Pricing, steps: Mapping[str, Step], trained: Collection[str], pads: bool = False
+    ) -> None:
         self.pricing, self.now = pricing, 0.0
         self.terms: defaultdict[tuple[str, str], float] = defaultdict(float)
         self.algorithms: dict[str, _Halo] = {}
-        self._steps, self._trained, self._pads = {step.name: step for step in steps}, set(trained), pads
+        self._steps, self._trained, self._pads = steps, trained, pads
         self._exchanges, self._statistics, self._ends = _Link(), _Link(), dict[ExchangeSpec | Sum, float]()
+
+    def begin_backward(self) -> None:
+        """Begin the backward pass of one layer at time 0; all messages of its forward pass have ended."""
+        self.now = 0.0
+        self._exchanges, self._statistics, self._pads = _Link(), _Link(), False
+        self._ends.clear()
 
     def compute(self, name: str, operations: Sequence[Operation], own: str) -> None:
         """Play operations of a segment; `own` is the term to which the time of the executor is added."""
@@ -230,9 +238,11 @@ class _StepPlayer(_Player):
     """Player of a whole step, with the sums of gradients in progress; time 0 is the beginning of backward."""
 
     def __init__(self, program: Program, costs: Mapping[str, LayerCost], pricing: Pricing, slots: int) -> None:
-        super().__init__(pricing, program.steps, (segment.name for segment in program.backward))
+        steps = {step.name: step for step in program.steps}
+        super().__init__(pricing, steps, {segment.name for segment in program.backward})
         self._program, self._costs, self._slots = program, costs, slots
         self._gradients = _Link(pricing.concurrent)
+        self._buckets: dict[Sum, tuple[float, float]] = {}  # end of each sum in progress, and work of its finish
         self._forward = self._backward = self._update = 0.0
         self._waits: dict[int, float] = dict.fromkeys(range(len(program.buckets)), 0.0)
         self._sums = dict(self._waits)
@@ -254,29 +264,33 @@ class _StepPlayer(_Player):
             earlier._segment(segment, "forward")
         for segment in program.forward:
             if segment.name in gathers:
-                self._send(gathers.pop(segment.name), begins[segment.name] - earlier.now)
+                gather = gathers.pop(segment.name)
+                self._send(gather, self.pricing.sum(gather.sum), begins[segment.name] - earlier.now)
 
     def backward(self) -> None:
         for segment in self._program.backward:
             self._backward += self._segment(segment, "backward_data")
-            self.run(segment.after)
+            if segment.after:
+                self.run(segment.after)
         self.run(self._program.end)
 
     def forward(self, barrier: bool) -> None:
         if barrier:
             self.run(completions(self._program))
         for segment in self._program.forward:
-            if not barrier:
+            if segment.before and not barrier:
                 self.run(segment.before)
             self._forward += self._segment(segment, "forward")
 
     def _segment(self, segment: Segment, own: str) -> float:
         """Play the layer of a segment; return its time."""
-        begin, known = self.now, self._costs.get(segment.name)
-        if known is None:
-            self.compute(segment.name, segment.operations, own)
-        else:
-            self.now += known.forward_seconds if own == "forward" else known.backward_seconds
+        known = self._costs.get(segment.name)
+        if known is not None:
+            seconds = known.forward_seconds if own == "forward" else known.backward_seconds
+            self.now += seconds
+            return seconds
+        begin = self.now
+        self.compute(segment.name, segment.operations, own)
         return self.now - begin
 
     def run(self, operations: Sequence[Operation]) -> None:
@@ -301,15 +315,16 @@ class _StepPlayer(_Player):
         self.now += begin
         self._waits[operation.bucket] += begin
         self._sums[operation.bucket] += begin
-        self._send(operation, self.now)
+        self._send(operation, price, self.now)
 
-    def _send(self, operation: BucketTotal, at: float) -> None:
-        price = self.pricing.sum(operation.sum)
+    def _send(self, operation: BucketTotal, price: SumPrice, at: float) -> None:
         self._sums[operation.bucket] += price.seconds
-        self._ends[operation.sum] = self._gradients.send(at, price.seconds - price.work, price.in_order)
+        end = self._gradients.send(at, price.seconds - price.work, price.in_order)
+        self._buckets[operation.sum] = end, price.work
 
     def _complete(self, operation: BucketTotal) -> None:
-        waited = max(0.0, self._ends.pop(operation.sum) - self.now) + self.pricing.sum(operation.sum).work
+        end, work = self._buckets.pop(operation.sum)
+        waited = max(0.0, end - self.now) + work
         self._waits[operation.bucket] += waited
         self.now += waited
 

@@ -76,6 +76,16 @@ def test_norms_go_with_the_layers_around_them():
         assert rest.layers[-1] == "conv1"
 
 
+def test_buckets_are_in_the_order_in_which_backward_finishes_them():
+    """The last bucket of the ranks that share a dense layer ends before one of other ranks that began earlier."""
+    layers = [
+        GradientLayer(name, "weights", (Gradient(f"{name}/w", sharing, size),))
+        for name, sharing, size in (("d", "all", 1), ("c", "few", 9), ("b", "few", 1), ("a", "all", 1))
+    ]
+    assert layers_of(chunks_of(layers, Scheme("bucketed"), 8 * ITEM, ITEM)) == [("c",), ("b",), ("d", "a")]
+    assert layers_of(chunks_of(layers, Scheme("two_chunks", 4), 1, ITEM)) == [("c", "b"), ("d", "a")]
+
+
 gradients = st.builds(
     lambda sharing, size: (sharing, size), st.sampled_from(["all", "some", "few"]), st.integers(1, 2000)
 )
@@ -119,8 +129,8 @@ def test_a_bucket_is_closed_by_the_layer_that_fills_it(described, bucket_bytes):
         assert sum(within) < bucket_bytes, "the layers before the last one did not fill it"
         if chunk is not last[chunk.sharing]:
             assert sum(g.size for g in chunk.gradients) * ITEM >= bucket_bytes
-    closed = [number[c.layers[-1]] for c in chunks if c is not last[c.sharing]]
-    assert closed == sorted(closed), "sums are issued in the order in which backward passes the layers"
+    ends = [number[c.layers[-1]] for c in chunks]
+    assert ends == sorted(ends), "sums are issued in the order in which backward passes the layers"
 
 
 def chain(count, dense=0):

@@ -174,6 +174,13 @@ def test_halos_hide_behind_kernels():
         assert found.backward_seconds == 0.0 and ("boundary" in found.terms) == (algorithm == "overlap")
 
 
+def test_a_halo_that_backward_hides_leaves_the_algorithm_of_forward():
+    start, finish = sent("a")
+    phases = {"forward": 1.0, "backward_filter": 2.0}
+    found = layer([start, finish, run("forward")], [start, run("backward_filter"), finish], Second(a=1.5, **phases))
+    assert found.halo_algorithm == "pad" and found.backward_seconds == 1 / 16 + 1 / 8 + 2.0
+
+
 def test_exchanges_travel_one_after_the_other_and_what_waits_is_named():
     """Two exchanges of 1 s and 2 s, packed in 1/8 s each, then a sum of 0.5 s of which 0.25 s is work at its end."""
     (first, first_end), (second, second_end) = sent("one", "channel"), sent("two", "redistribute")

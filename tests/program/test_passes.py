@@ -275,6 +275,24 @@ def test_overlap_keeps_the_order_of_messages_on_all_ranks(grid, scheme):
             assert messages(one) == messages(other), (network.name, rank)
 
 
+@pytest.mark.parametrize("scheme", ["sharded", "bucketed"])
+def test_operations_on_gradients_stand_once_where_a_program_begins_with_a_redistribution(scheme):
+    """The redistribution of an input has two segments of one name: where it starts, and where it ends."""
+    x = hg.Input((12, 12, 3), name="x")
+    first = hg.Conv(4, 3, padding=1, name="first")(x)
+    y = hg.Add(name="sum")(first, hg.Conv(4, 3, padding=1, name="second")(x))
+    network = hg.Network({"loss": hg.MeanSquaredError(name="loss")(y, hg.Input(y.shape, name="target"))})
+    cuts = {"second": {"height": 2}}
+    strategy = Strategy({"sample": 2}, cuts, reduction=Scheme(scheme), passes=("overlap",))
+    program = program_of(network, strategy, Target(BATCH, 2))
+    names = [segment.name for segment in program.forward]
+    assert names[0] not in network.layers and names.count(names[0]) == 2
+    placed = [operation for segment in program.forward for operation in segment.before]
+    assert placed and len(placed) == len(set(placed))
+    machine = Machine.load("lassen")
+    assert simulate(network, strategy, BATCH, Pricing(Wires(machine), RooflineTimes(machine))).step_seconds > 0
+
+
 def messages(program):
     """Return starts and finishes in order, by layer or bucket."""
     return [(o.layer, o.end, getattr(o, "bucket", None)) for o in program if isinstance(o, Transfer | Total)]
