@@ -23,11 +23,11 @@ from tests.training.steps import advance, copied
 STEPS, HALF = 6, 3
 
 
-def network():
+def network(classes=4):
     x = hg.Input((8, 7, 3), "x")
     y = hg.BatchNorm(activation="relu", name="bn")(hg.Conv(6, 3, padding=1, name="conv1")(x))
     y = hg.MaxPool(2, name="pool")(hg.Conv(5, 3, 2, 1, activation="relu", name="conv2")(y))
-    y = hg.Dense(4, name="dense2")(hg.Dense(7, name="dense1")(hg.Flatten(name="flat")(y)))
+    y = hg.Dense(classes, name="dense2")(hg.Dense(7, name="dense1")(hg.Flatten(name="flat")(y)))
     return hg.Network(
         {"prediction": y, "loss": hg.SoftmaxCrossEntropy(name="ce")(y, hg.Input((1,), "target", "int32"))}
     )

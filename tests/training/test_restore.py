@@ -6,6 +6,7 @@ import pytest
 from mpi4py import MPI
 
 from halograd.comm import Communicator
+from halograd.comm.errors import is_agreed
 from halograd.errors import UserError
 from halograd.kernels import get_backend
 from halograd.layers.strategy import Strategy
@@ -155,6 +156,22 @@ def test_damage_that_is_met_when_arrays_are_read(path):
         with pytest.raises(DamagedCheckpoint, match=r"damaged \(the checksum of its bytes \d+ to \d+ is wrong\)$"):
             reader.restore(executor.store)
         assert all(np.array_equal(array, before[name]) for name, array in executor.store.params.items())
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("what", ["network", "dtype"])
+def test_a_checkpoint_that_does_not_fit_is_refused_by_all(path, what):
+    """Ranks compare it with their own network from the index that all have; none of them names a rank."""
+    other, dtype = (network(), "float32") if what == "dtype" else (network(classes=5), "float64")
+    message = {"network": "is of another network: ", "dtype": ": expected float32 parameters, got float64"}[what]
+    with (
+        Communicator(MPI.COMM_WORLD) as comm,
+        Executor(other, comm, get_backend("numpy"), 4, dtype=dtype) as executor,
+        CheckpointReader(path, comm) as reader,
+    ):
+        with pytest.raises(UserError, match=f"^checkpoint {path} ?{message}") as caught:
+            reader.restore(executor.store)
+        assert is_agreed(caught.value, comm.size)
 
 
 def test_a_link_set_back_by_hand(tmp_path):
