@@ -148,7 +148,7 @@ def rank_schemes_of(config: Config, comm: Communicator, strategy: Strategy) -> l
         if comm.rank == 0:
             schemes = candidate_schemes(network, strategy, planner.batch)
             some = (network, strategy, planner.batch, planner.machine, times, schemes, planner.training, comm.size)
-            found = [priced.scheme for priced in rank_schemes(*some)]
+            found = list(rank_schemes(*some))
     return comm.bcast(found)
 
 

@@ -78,14 +78,10 @@ class Changes:
         for (u, v), table in self.costs.edges.items():
             joint = own[u][:, None] - table[:, x[v]][:, None] + own[v][None, :] - table[x[u]][None, :] + table
             hidden = joint[x[u], x[v]] - joint
+            hidden[x[u]], hidden[:, x[v]] = -np.inf, -np.inf  # changes of one layer
             waited = hidden + sums[u][:, None] + sums[v][None, :]
-            best = np.where(np.isfinite(hidden), np.maximum(hidden, waited), -np.inf)
-            best[x[u]], best[:, x[v]] = -np.inf, -np.inf
-            count = min(PAIRS, best.size)
-            for at in np.argpartition(best.ravel(), -count)[-count:]:
-                a, b = divmod(int(at), len(own[v]))
-                if best[a, b] > -np.inf:
-                    yield [(u, a), (v, b)], hidden[a, b], waited[a, b]
+            for a, b in _largest(hidden, waited, PAIRS):
+                yield [(u, a), (v, b)], hidden[a, b], waited[a, b]
         for region in self._regions(x):
             yield from self._beginnings(region, x)
             yield from self._beginnings(region[::-1], x)
@@ -144,12 +140,8 @@ class Changes:
                     gained[j] += between - table[new[i], new[j]]
         hidden = gained.cumsum(axis=0)
         waited = hidden + sums.cumsum(axis=0)
-        best = np.where(np.isfinite(hidden), np.maximum(hidden, waited), -np.inf)
-        count = min(BEGINNINGS, best.size)
-        for at in np.argpartition(best.ravel(), -count)[-count:]:
-            last, c = divmod(int(at), len(cuts))
-            if best[last, c] > -np.inf:
-                yield list(zip(region, new[: last + 1, c].tolist())), hidden[last, c], waited[last, c]
+        for last, c in _largest(hidden, waited, BEGINNINGS):
+            yield list(zip(region, new[: last + 1, c].tolist())), hidden[last, c], waited[last, c]
 
     def _memory(self, old: Sequence[int], new: Sequence[int], layers: Sequence[int]) -> float:
         """Return the growth of the memory [B]."""
@@ -160,3 +152,11 @@ class Changes:
                 u, v = edge
                 grown += table[new[u], new[v]] - table[old[u], old[v]]
         return float(grown)
+
+
+def _largest(hidden: Floats, waited: Floats, count: int) -> Iterator[tuple[int, int]]:
+    """Yield the positions of the largest gains, of those with a finite time."""
+    best = np.where(np.isfinite(hidden), np.maximum(hidden, waited), -np.inf)
+    for at in np.argpartition(best.ravel(), -min(count, best.size))[-count:]:
+        if best.flat[at] > -np.inf:
+            yield divmod(int(at), best.shape[1])

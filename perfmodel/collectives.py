@@ -40,12 +40,8 @@ __all__ = ["ALGORITHMS", "group_seconds", "seconds"]
 Formula = Callable[[float, int, Link], float]
 
 
-def _floor_log(ranks: int) -> int:
+def _log(ranks: int) -> int:
     return ranks.bit_length() - 1
-
-
-def _ceil_log(ranks: int) -> int:
-    return (ranks - 1).bit_length()
 
 
 def _power_of_two(ranks: int) -> bool:
@@ -62,18 +58,18 @@ def _ring(n: float, p: int, link: Link) -> float:
 
 
 def _gather_bruck(n: float, p: int, link: Link) -> float:
-    return _spread(_ceil_log(p), n, p, link)
+    return _spread(_log(p - 1) + 1, n, p, link)
 
 
 def _gather_doubling(n: float, p: int, link: Link) -> float:
     # If p is not a power of two, subtrees that lack data get them afterwards: at most twice the messages.
-    return _spread(_floor_log(p) * (1 if _power_of_two(p) else 2), n, p, link)
+    return _spread(_log(p) * (1 if _power_of_two(p) else 2), n, p, link)
 
 
 def _scatter_halving(n: float, p: int, link: Link) -> float:
     if _power_of_two(p):
-        return _spread(_floor_log(p), n, p, link)
-    return (_floor_log(p) + 2) * link.alpha + 2 * link.beta * n
+        return _spread(_log(p), n, p, link)
+    return (_log(p) + 2) * link.alpha + 2 * link.beta * n
 
 
 def _reduce_ring(n: float, p: int, link: Link) -> float:
@@ -81,20 +77,16 @@ def _reduce_ring(n: float, p: int, link: Link) -> float:
 
 
 def _folded(n: float, p: int, link: Link) -> float:
-    """Return the additional time if the number of ranks is no power of two.
-
-    The surplus ranks first send their vector to a neighbor, and finally receive the result.
-    """
+    # If p is not a power of two, the surplus ranks first send their vector to a neighbor, and finally get the result.
     return 0.0 if _power_of_two(p) else 2 * link.seconds(n)
 
 
 def _reduce_doubling(n: float, p: int, link: Link) -> float:
-    return _floor_log(p) * link.seconds(n) + _folded(n, p, link)
+    return _log(p) * link.seconds(n) + _folded(n, p, link)
 
 
 def _rabenseifner(n: float, p: int, link: Link) -> float:
-    q = 1 << _floor_log(p)
-    return 2 * _spread(_floor_log(p), n, q, link) + _folded(n, p, link)
+    return 2 * _spread(_log(p), n, 1 << _log(p), link) + _folded(n, p, link)
 
 
 #: Collective -> algorithm -> formula.

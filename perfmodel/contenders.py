@@ -22,7 +22,6 @@ from .machine import Machine
 __all__ = [
     "Contender",
     "Contenders",
-    "PricedScheme",
     "candidate_schemes",
     "first_chunks",
     "planned_schemes",
@@ -146,14 +145,6 @@ SIZES = 4
 CHUNKS = (1, 3, 9, 20)
 
 
-@dataclass(frozen=True)
-class PricedScheme:
-    """A scheme, and the predicted time of a step with it [s]."""
-
-    scheme: Scheme
-    seconds: float
-
-
 def candidate_schemes(network: Network, strategy: Strategy, batch: int) -> list[Scheme]:
     """Return the schemes to try during training, the simplest first. Pure arithmetic.
 
@@ -214,8 +205,8 @@ def rank_schemes(
     schemes: Sequence[Scheme],
     training: Training | None = None,
     ranks: int | None = None,
-) -> list[PricedScheme]:
-    """Return the schemes with predicted step times, the fastest first; equal ones keep their order.
+) -> dict[Scheme, float]:
+    """Return the predicted time of a step with each scheme [s], the fastest first; equal ones keep their order.
 
     Parameters
     ----------
@@ -227,8 +218,8 @@ def rank_schemes(
     training = training or Training()
     pricing = Pricing(Wires(machine), times, training.dtype)
     whole = Simulation(network, strategy, batch, pricing, training, ranks)
-    priced = [PricedScheme(scheme, whole.with_reduction(scheme).step_seconds) for scheme in schemes]
-    return sorted(priced, key=lambda p: p.seconds)
+    priced = {scheme: whole.with_reduction(scheme).step_seconds for scheme in schemes}
+    return dict(sorted(priced.items(), key=lambda item: item[1]))
 
 
 def shortlist(schemes: Sequence[Scheme]) -> list[Scheme]:

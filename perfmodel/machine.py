@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -169,19 +170,19 @@ class Machine:
     Parameters
     ----------
     name
-        Name on the command line.
+        Name of the machine on the command line, in tables and pictures.
     source
         Source of the numbers.
     devices_per_node
-        Devices (ranks) on one node.
+        Devices on one node. A device is one rank: a GPU, or a CPU node or socket with all its cores.
     nodes_per_switch
         Nodes below one switch of the first level.
     peak_flops
-        Data type name -> peak rate of one device [flop/s].
+        Dtype -> peak rate of one device [flop/s], for every dtype of plans: ``float32 = "19.5 Tflop/s"``.
     memory_bandwidth
         Peak memory bandwidth of one device [B/s].
     memory
-        Memory of one device [B].
+        Memory of one device, the default limit of a plan [B].
     launch
         Minimum time of a kernel [s].
     links
@@ -401,16 +402,14 @@ def _counts(ranks: range | tuple[int, ...], per_node: int, per_switch: int) -> t
     """Return the largest number of ranks on a node, the largest number of nodes on a switch, and the number of
     switches.
     """
-    nodes: dict[int, int] = {}
-    for rank in ranks:
-        nodes[rank // per_node] = nodes.get(rank // per_node, 0) + 1
-    switches: dict[int, int] = {}
-    for node in nodes:
-        switches[node // per_switch] = switches.get(node // per_switch, 0) + 1
+    nodes = Counter(rank // per_node for rank in ranks)
+    switches = Counter(node // per_switch for node in nodes)
     return max(nodes.values(), default=1), max(switches.values(), default=1), len(switches)
 
 
 # -- machine files ----------------------------------------------------------------------------------
+
+# The texts of most keys are those of `Machine`, `Link`, `Efficiency` and `Overheads`.
 
 
 Fraction = Annotated[float, Field(ge=1e-6, le=1)]
@@ -421,17 +420,12 @@ class LinkTable(Table):
     """``[links.LEVEL]``: `alpha`, and either `beta` or `bandwidth`."""
 
     alpha: Seconds
-    """Time of a message without bytes."""
     beta: SecondsPerByte | None = None
-    """Time per byte."""
     bandwidth: BytesPerSecond | None = None
     """Bandwidth, the inverse of `beta`."""
     note: str = ""
-    """Text on the source of the numbers."""
     shared: bool | None = None
-    """Whether the link is memory that ranks share, in which no message travels while they compute."""
     emulated: bool | None = None
-    """Whether the link is the emulated network, on which messages travel independently of each other."""
 
     @model_validator(mode="after")
     def _one_of_both(self) -> LinkTable:
@@ -465,13 +459,9 @@ class DeviceTable(Table):
     name: str = ""
     """Name of the product."""
     memory: Bytes
-    """Memory of the device, the default limit of a plan."""
     memory_bandwidth: BytesPerSecond
-    """Peak bandwidth of the memory."""
     launch: Seconds
-    """Minimum time of a kernel."""
     peak_flops: Annotated[dict[str, FlopsPerSecond], Field(min_length=1)]
-    """Peak rate of every dtype of plans: ``float32 = "19.5 Tflop/s"``."""
     efficiency: EfficiencyTable
 
 
@@ -504,15 +494,10 @@ class MachineTable(Table):
     """A whole machine file."""
 
     name: Annotated[str, Field(min_length=1)]
-    """Name of the machine in tables and pictures."""
     source: Annotated[str, Field(min_length=1)]
-    """Text on the source of the numbers."""
     devices_per_node: Count
-    """Number of devices per node. A device is one rank: a GPU, or a CPU node or socket with all its cores."""
     nodes_per_switch: Count
-    """Number of nodes below one leaf switch."""
     rails: Count = 1
-    """Number of network adapters per node that work at the same time."""
     device: DeviceTable
     links: LinksTable
     runtime: RuntimeTable = RuntimeTable()

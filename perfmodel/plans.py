@@ -333,8 +333,12 @@ class Plan:
 
         Errors name `source`, as those of `load`.
         """
-        if not isinstance(data, dict) or not is_plan(data):
-            raise UserError(f"{source}: expected a file of `halograd plan -o`, got {_what(data)}; run that first")
+        if not isinstance(data, dict) or _MARK not in data:
+            got = "other JSON"
+            if isinstance(data, dict):
+                got = f"JSON with {', '.join(map(shown, list(data)[:4])) or 'nothing'}"
+                got = "a strategy without a plan" if data.keys() & {"parts", "layers"} else got
+            raise UserError(f"{source}: expected a file of `halograd plan -o`, got {got}; run that first")
         version = data[_MARK]
         if version is True or version != _VERSION:
             raise UserError(f"{source}: expected version {_VERSION}, got {shown(version)}; run `halograd plan` again")
@@ -347,9 +351,3 @@ class Plan:
 def is_plan(data: object) -> bool:
     """Return whether these JSON data are a plan, and not only a strategy."""
     return isinstance(data, Mapping) and _MARK in data
-
-
-def _what(data: object) -> str:
-    if isinstance(data, Mapping) and set(data) & {"parts", "layers"}:
-        return "a strategy without a plan"
-    return f"JSON with {', '.join(map(shown, list(data)[:4])) or 'nothing'}" if isinstance(data, dict) else "other JSON"

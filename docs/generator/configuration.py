@@ -23,7 +23,7 @@ from halograd import models, schema
 from halograd.documents import to_toml
 from halograd.layers import Strategy
 from halograd.layers.reduction_scheme import Scheme
-from halograd.perfmodel.machine import Efficiency, EfficiencyTable, MachineTable, Overheads, RuntimeTable
+from halograd.perfmodel import machine
 from halograd.perfmodel.quantities import UNITS
 from halograd.registry import Chosen
 from halograd.training.config import Config, ReductionConfig
@@ -46,7 +46,14 @@ BOUNDS = {"ge": ">= {}", "gt": "> {}", "le": "<= {}", "lt": "< {}"}
 
 
 #: Tables whose keys are documented in another class.
-EXPLAINED_BY = {ReductionConfig: Scheme, EfficiencyTable: Efficiency, RuntimeTable: Overheads}
+EXPLAINED_BY = {
+    ReductionConfig: Scheme,
+    machine.MachineTable: machine.Machine,
+    machine.DeviceTable: machine.Machine,
+    machine.EfficiencyTable: machine.Efficiency,
+    machine.LinkTable: machine.Link,
+    machine.RuntimeTable: machine.Overheads,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +105,7 @@ def run_tables() -> str:
 
 def machine_tables() -> str:
     """Return the tables of a machine file."""
-    return _markdown(sections(MachineTable, "machine"))
+    return _markdown(sections(machine.MachineTable, "machine"))
 
 
 def strategy_tables() -> str:

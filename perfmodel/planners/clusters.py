@@ -29,12 +29,11 @@ BLOCK = 1 << 14
 TABLE_LIMIT, SUM_LIMIT = 1 << 24, 1 << 30
 
 
-def aligned(table: Array, scope: Sequence[int], first: int, others: Sequence[int]) -> Array:
-    """Return a table over the layers ``scope`` as a table over ``(first, *others)``; missing axes get length 1."""
-    order = [layer for layer in (first, *others) if layer in scope]
-    moved = table.transpose([scope.index(layer) for layer in order])
+def aligned(table: Array, scope: Sequence[int], axes: Sequence[int]) -> Array:
+    """Return a table over the layers ``scope`` as a table over the layers ``axes``; missing axes get length 1."""
+    moved = table.transpose([scope.index(layer) for layer in axes if layer in scope])
     shape = iter(moved.shape)
-    return np.ascontiguousarray(moved).reshape([next(shape) if layer in scope else 1 for layer in (first, *others)])
+    return np.ascontiguousarray(moved).reshape([next(shape) if layer in scope else 1 for layer in axes])
 
 
 def minimum_of_sum(arrays: Sequence[Array]) -> Array:
@@ -43,16 +42,7 @@ def minimum_of_sum(arrays: Sequence[Array]) -> Array:
 
     Two tables ``A[c, u]`` and ``B[c, w]`` give the min-plus matrix product of node elimination. The sum itself,
     ``candidates`` times as large as the result, is never stored: results are computed in blocks that stay in cache.
-
-    Parameters
-    ----------
-    arrays
-        At least one array; all with the same number of axes, and equal lengths or 1. Not modified.
-
-    Returns
-    -------
-    Array
-        Shape of the sum without its first axis.
+    The arrays have the same number of axes, of equal lengths or 1.
     """
     arrays = absorbed(arrays)
     shape = np.broadcast_shapes(*(a.shape for a in arrays))
@@ -183,14 +173,8 @@ def decision_order(order: Sequence[int], scopes: Sequence[Sequence[int]]) -> lis
 
     The reverse elimination order would be valid, but would leave all blocks of a residual network open at once. This
     order decides one block before the next, because the search over partial strategies needs few open layers: it
-    compares two partial strategies only if they agree in all open layers.
-
-    Parameters
-    ----------
-    order
-        Elimination order.
-    scopes
-        Per layer, the layers on which its candidates depend, all of them eliminated later.
+    compares two partial strategies only if they agree in all open layers. The scope of a layer are the layers on which
+    its candidates depend, all of them later in the elimination order.
     """
     position = {v: i for i, v in enumerate(order)}
     waiting = [len(scope) for scope in scopes]
@@ -283,16 +267,16 @@ class Clusters:
         self.sizes = problem.sizes
         self.limits = (table_limit, sum_limit)
         self.scopes: list[tuple[int, ...]] = [*((v,) for v in range(len(self.sizes))), *problem.edges]
-        self.order = elimination_order(problem, last)
-        self.clusters = self._fill()
+        self.clusters = self._fill(elimination_order(problem, last))
         self.exact = all(len(cluster.parts) == 1 for cluster in self.clusters)
         self.of = {cluster.layer: cluster for cluster in self.clusters}
+        order = [cluster.layer for cluster in self.clusters]
         scopes = [self.of[v].scope for v in range(len(self.sizes))]
-        self.decisions = [self.of[v] for v in decision_order(self.order, scopes)]
+        self.decisions = [self.of[v] for v in decision_order(order, scopes)]
 
-    def _fill(self) -> list[Cluster]:
+    def _fill(self, order: Sequence[int]) -> list[Cluster]:
         waiting: list[list[int]] = [[] for _ in self.sizes]
-        position = {v: i for i, v in enumerate(self.order)}
+        position = {v: i for i, v in enumerate(order)}
 
         def put(factor: int) -> None:
             if self.scopes[factor]:
@@ -301,7 +285,7 @@ class Clusters:
         for factor in range(len(self.scopes)):
             put(factor)
         clusters = []
-        for v in self.order:
+        for v in order:
             parts = []
             for factors, scope in self._split(v, waiting[v]):
                 parts.append(Part(tuple(factors), scope, len(self.scopes)))
@@ -333,22 +317,17 @@ class Clusters:
         value = 0.0
         for cluster in self.clusters:
             for part in cluster.parts:
-                message = self._message(cluster.layer, part, filled, known)
+                axes = (cluster.layer, *part.scope)
+                present = [(f, table) for f in part.factors if (table := filled[f]) is not None]
+                # Equal work on equal tables is done once, because blocks of a network repeat.
+                key = (len(axes), *((id(table), tuple(axes.index(u) for u in self.scopes[f])) for f, table in present))
+                if present and key not in known:
+                    known[key] = minimum_of_sum([aligned(table, self.scopes[f], axes) for f, table in present])
+                message = known[key] if present else None
                 if message is not None and not part.scope:
                     value += float(message)
                 filled.append(message)
         return PassResult(filled, value)
-
-    def _message(self, v: int, part: Part, tables: list[Table], known: dict[tuple, Array]) -> Table:
-        present = [(f, table) for f in part.factors if (table := tables[f]) is not None]
-        if not present:
-            return None
-        axes = (v, *part.scope)
-        # Equal work on equal tables is done once, because blocks of a network repeat.
-        key = (len(axes), *((id(table), tuple(axes.index(u) for u in self.scopes[f])) for f, table in present))
-        if key not in known:
-            known[key] = minimum_of_sum([aligned(table, self.scopes[f], v, part.scope) for f, table in present])
-        return known[key]
 
     def decide(self, messages: PassResult, fixed: Mapping[int, int] | None = None) -> list[int]:
         """Return the best candidate per layer, given the layers decided before: the optimum, if `exact`.
@@ -372,7 +351,5 @@ class Clusters:
 
     def work(self, passes: int = 1) -> Effort:
         """Return an upper bound on the cost of this number of passes (equal tables are processed once)."""
-        parts = [(cluster, part) for cluster in self.clusters for part in cluster.parts]
-        entries = [math.prod(self.sizes[u] for u in part.scope) for _, part in parts]
-        operations = sum(n * self.sizes[cluster.layer] for n, (cluster, _) in zip(entries, parts))
-        return Effort(passes * len(self.clusters), passes * operations, max(entries, default=0))
+        entries = (math.prod(self.sizes[u] for u in part.scope) for cluster in self.clusters for part in cluster.parts)
+        return Effort(passes * len(self.clusters), max(entries, default=0))

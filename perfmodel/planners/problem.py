@@ -177,8 +177,6 @@ class Effort:
     ----------
     eliminations
         Number of eliminated layers, summed over all passes.
-    operations
-        Approximate number of additions of table entries: the total size of all minimized sums.
     largest_table
         Entries of the largest stored table.
     states
@@ -190,7 +188,6 @@ class Effort:
     """
 
     eliminations: int = 0
-    operations: int = 0
     largest_table: int = 0
     states: int = 0
     pruned: int = 0
@@ -199,7 +196,6 @@ class Effort:
     def __add__(self, other: Effort) -> Effort:
         return Effort(
             self.eliminations + other.eliminations,
-            self.operations + other.operations,
             max(self.largest_table, other.largest_table),
             self.states + other.states,
             self.pruned + other.pruned,

@@ -6,7 +6,7 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from ...dtensor import Blocks, End, Exchange
 from .record import Fit, fit_line
 
 if TYPE_CHECKING:
-    from ...comm import Communicator, Reduction
+    from ...comm import Channel, Communicator, Reduction
 
 __all__ = ["LARGE", "SIZES", "MessageTimer", "Nodes", "fit_copy"]
 
@@ -104,16 +104,13 @@ class MessageTimer:
         both = [(dict.fromkeys(peers, n), dict.fromkeys(peers, n)) for n in self.sizes]
         channels = [self.comm.channel(*sizes, np.uint8, kind="profile") for sizes in both]
 
-        def run(i: int) -> None:
+        def run(channel: Channel) -> None:
             if peers:
-                channels[i].start()
-                channels[i].finish()
-                channels[i].release()
+                channel.start()
+                channel.finish()
+                channel.release()
 
-        fit = self._fit(self.sizes, run)
-        for channel in channels:
-            channel.close()
-        return fit
+        return self._fit(self.sizes, channels, run)
 
     def face(self, partner: int | None, strided: bool) -> Fit:
         """Time faces in both directions with a partner, packed and unpacked as halos (`Exchange`).
@@ -130,14 +127,7 @@ class MessageTimer:
         rows = [max(1, -(-n // (CHANNELS * itemsize))) for n in self.sizes]
         pair = self.comm.split(None if partner is None else min(self.comm.rank, partner))
         exchanges = [] if pair is None else [_face(pair, n, strided) for n in rows]
-
-        def run(i: int) -> None:
-            if exchanges:
-                exchanges[i].run()
-
-        fit = self._fit([n * CHANNELS * itemsize for n in rows], run)
-        for exchange in exchanges:
-            exchange.close()
+        fit = self._fit([n * CHANNELS * itemsize for n in rows], exchanges, Exchange.run)
         if pair is not None:
             pair.close()
         return fit
@@ -147,11 +137,7 @@ class MessageTimer:
 
         `method` is a method of the communicator.
         """
-        reductions = self._reductions(method, codec)
-        fit = self._fit(self.sizes, lambda i: reductions[i].run())
-        for reduction in reductions:
-            reduction.close()
-        return fit
+        return self._fit(self.sizes, self._reductions(method, codec), lambda reduction: reduction.run())
 
     def reduction_behind(
         self, waited: Fit, method: str = "allreduce", codec: Codec = UNCHANGED
@@ -198,21 +184,28 @@ class MessageTimer:
         arrays = (np.zeros(n // 4, np.float32) for n in self.sizes)
         return [self.comm.reduction(array, kind="profile", method=method, codec=codec) for array in arrays]
 
-    def _fit(self, sizes: Sequence[int], run: Callable[[int], None]) -> Fit:
-        """Time ``run(i)`` for every size, after two warm-up runs, and fit a line."""
+    def _fit(self, sizes: Sequence[int], messages: Sequence[Any], run: Callable[[Any], object]) -> Fit:
+        """Time `run` with the messages of every size, after two warm-up runs, close them, and fit a line.
+
+        A rank without messages only waits.
+        """
 
         def timed(i: int, in_a_row: int) -> float:
             self.comm.barrier()
             begin = self.clock()
             for _ in range(in_a_row):
-                run(i)
+                for message in messages[i : i + 1]:
+                    run(message)
             return (self.clock() - begin) / in_a_row
 
         in_a_row = []
         for i in range(len(sizes)):
-            run(i)
+            for message in messages[i : i + 1]:
+                run(message)
             in_a_row.append(1 if self.comm.allreduce_scalar(timed(i, 1), "max") > LONG else IN_A_ROW)
         seconds = np.array([[timed(i, n) for i, n in enumerate(in_a_row)] for _ in range(self.rounds)])
+        for message in messages:
+            message.close()
         return fit_line(sizes, _slowest(self.comm, seconds))
 
 

@@ -115,7 +115,7 @@ def record_path(machine_file: str | Path) -> Path:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Record:
+class ProfileRecord:
     """The part of a profile that a machine file does not hold, as its own JSON file does.
 
     Attributes
@@ -162,7 +162,7 @@ class Record:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Profile(Record):
+class Profile(ProfileRecord):
     """Measured times of messages and overheads, with the library's own communicator; `machine` has the measured values.
     """
 
@@ -209,7 +209,7 @@ class Profile(Record):
         """
         machine, path = Machine.load(machine_file), record_path(machine_file)
         try:
-            record = build(Record, read_json(path, "profile"), f"profile {shown_path(path)}")
+            record = build(ProfileRecord, read_json(path, "profile"), f"profile {shown_path(path)}")
         except UserError as error:
             raise UserError(f"{error}; run `halograd profile` again") from None
         return cls(machine=machine, **vars(record))
