@@ -28,7 +28,7 @@ import secrets
 import socket
 from collections.abc import Collection, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..comm import Communicator
@@ -45,6 +45,7 @@ ATTEMPT = 2.0  # time limit for one connection to be requested, answered and con
 RETRY = 0.1  # time between two attempts [s]
 BACKLOG = 1024  # connections that the kernel accepts for a rank that is busy
 STRANGERS = 64  # maximum number of unconfirmed connections; the oldest is closed for a new one
+HERE = "127.0.0.1"
 WORD = 32  # characters of a password, and of a countersign
 HELLO = WORD + 8  # password and rank
 CONFIRMED = b"+"
@@ -95,33 +96,25 @@ class Peers:
         Other hosts can reach it if `everywhere`. Raises OSError if no socket can be created.
         """
         if not everywhere:
-            self._socket = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
+            self._socket = socket.create_server((HERE, 0), backlog=BACKLOG)
         elif socket.has_dualstack_ipv6():
             self._socket = socket.create_server(("", 0), family=socket.AF_INET6, backlog=BACKLOG, dualstack_ipv6=True)
         else:
             self._socket = socket.create_server(("", 0), backlog=BACKLOG)
         words = [secrets.token_hex(WORD // 2).encode() for _ in range(2)]
-        addresses = _own_addresses() if everywhere else ()
-        self._where = Where(("127.0.0.1", *addresses), int(self._socket.getsockname()[1]), *words)
+        addresses = _own_addresses() if everywhere else (HERE,)
+        self._where = Where(addresses, int(self._socket.getsockname()[1]), *words)
         return self._where
 
     # -- set-up ---------------------------------------------------------------------------------
 
-    async def meet(self, calls: Mapping[int, Where], near: Collection[int] = ()) -> None:
-        """Make all connections, for at most `PATIENCE`.
-
-        Parameters
-        ----------
-        calls
-            Addresses of the ranks that this rank calls.
-        near
-            Ranks on the host of this rank.
-        """
+    async def meet(self, calls: Mapping[int, Where]) -> None:
+        """Make all connections, for at most `PATIENCE`; `calls` are the ranks that this rank calls, by rank."""
         self._expected = len(calls) + (0 if self._socket is None else len(self._downs))
         server = None
         if self._socket is not None:
             server = await asyncio.start_server(self._admit, sock=self._socket, limit=LONGEST, backlog=BACKLOG)
-        tasks = [asyncio.create_task(self._call(up, where, up in near)) for up, where in calls.items()]
+        tasks = [asyncio.create_task(self._call(up, where)) for up, where in calls.items()]
         with contextlib.suppress(asyncio.TimeoutError):
             if self._expected:
                 await asyncio.wait_for(self._complete.wait(), PATIENCE)
@@ -132,9 +125,9 @@ class Peers:
             task.cancel()
         await asyncio.gather(*unfinished, return_exceptions=True)
 
-    async def _call(self, rank: int, where: Where, near: bool) -> None:
+    async def _call(self, rank: int, where: Where) -> None:
         """Call a rank at its addresses in turn, until it answers."""
-        for address in itertools.cycle(where.addresses if near else where.addresses[1:]):
+        for address in itertools.cycle(where.addresses):
             with contextlib.suppress(*_FAULTS):
                 if await asyncio.wait_for(self._greet(rank, where, address), ATTEMPT):
                     return
@@ -292,11 +285,13 @@ def join(comm: Communicator, tree: Tree) -> tuple[Peers, list[set[int]]]:
     if tree.downs(rank):
         with contextlib.suppress(OSError):  # the ranks that would call are then not watched; rank 0 prints this
             own = peers.listen(len(set(hosts)) > 1)
-    where = comm.allgather_objects(own)
-    calls = {up: where[up] for up in tree.ups(rank) if where[up] is not None}
-    near = [up for up in calls if hosts[up] == hosts[rank]]
+    listening = comm.allgather_objects(own)
+    calls = {up: listening[up] for up in tree.ups(rank) if listening[up] is not None}
+    for up in calls:
+        if hosts[up] == hosts[rank]:
+            calls[up] = replace(calls[up], addresses=(HERE,))
     with ThreadPoolExecutor(1) as pool:  # the main thread may run a loop of its own, such as that of Jupyter
-        pool.submit(loop.run_until_complete, peers.meet(calls, near)).result()
+        pool.submit(loop.run_until_complete, peers.meet(calls)).result()
     known = comm.allgather_objects(sorted(peers.lines))
     joined = [{other for other in others if one in known[other]} for one, others in enumerate(known)]
     for other in peers.lines.keys() - joined[rank]:  # the other end has dropped this connection

@@ -16,7 +16,6 @@ import platform
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -26,7 +25,7 @@ from halograd.errors import UserError
 from ..comm import Communicator
 from ..comm.boot import on_interrupt
 from ..comm.errors import is_agreed, mark_agreed
-from .peers import Peers, join
+from .peers import join
 from .watch import LAST, Place, Pulse, Tree, Watch
 
 if TYPE_CHECKING:
@@ -62,12 +61,14 @@ class Watchdog:
 
     def __init__(self, comm: Communicator, stall_minutes: float, log: Path, folder: CheckpointFolder) -> None:
         tree = Tree(comm.allgather_objects(platform.node()))
+        self._comm, self._hosts, self._log, self._folder = comm, tree.hosts, log, folder
+        self._pulse: Pulse | None = None
+        self._main, self._oom_kills = threading.get_ident(), oom_kills()
         self._peers, joined = join(comm, tree)
-        self._comm, self._folder = comm, folder
-        self._here = Here(comm, tree.hosts, log, self._peers)
-        self._watch = Watch(tree, comm.rank, joined, 60 * stall_minutes, self._here)
+        self.send = self._peers.send
+        self._watch = Watch(tree, comm.rank, joined, 60 * stall_minutes, self)
         if comm.rank == 0 and (text := unwatched(tree, joined)):
-            self._here.print(text)
+            self._print(text)
         self._closing = False
         self._words: tuple[str, bool] | None = None
         running = self._run()
@@ -77,7 +78,7 @@ class Watchdog:
 
     def follow(self, pulse: Pulse) -> None:
         """Watch the progress of the main thread, and log an interrupt, from now on: the run has begun. Local."""
-        self._here.pulse = pulse
+        self._pulse = pulse
 
     def interrupted(self) -> str | None:
         """Announce and log the end; return the line to print, None if another rank prints it. Local, in any thread."""
@@ -85,9 +86,9 @@ class Watchdog:
         if not self._closing:
             self._peers.wake()
         text = "interrupted before the first step"
-        if self._here.pulse is not None:
-            text = f"interrupted at step {self._here.pulse.step + 1}"
-            if not self._here.is_first_interrupted():
+        if self._pulse is not None:
+            text = f"interrupted at step {self._pulse.step + 1}"
+            if not self._is_first_interrupted():
                 return None
         latest = self._folder.latest
         if latest is None:
@@ -116,7 +117,7 @@ class Watchdog:
         elif error is not None and not is_agreed(error, self._comm.size):
             # The job ends with this process, and the other ranks need the cause. A user's mistake before the job begins
             # is not logged: the log belongs to an earlier job, which may be running.
-            refused = self._here.pulse is None and isinstance(error, UserError)
+            refused = self._pulse is None and isinstance(error, UserError)
             self._words = f"{type(error).__name__}: {error}", not refused
         self.close()
         if interrupt is not None:
@@ -126,36 +127,27 @@ class Watchdog:
         while not self._closing and self._words is None:
             for rank, event in await self._peers.wait(self._watch.tick()):
                 if isinstance(event, str):
-                    self._watch.ended(rank, None if event == "left" else self._here.cause(rank, event))
+                    self._watch.ended(rank, None if event == "left" else self._cause(rank, event))
                 else:
                     self._watch.heard(rank, event)
         if self._words is not None:
             self._watch.dying(*self._words)
         await self._peers.close()
 
-
-class Here:
-    """Implementation of :class:`~halograd.training.watch.Station` for this rank. Local; created by the main thread."""
-
-    def __init__(self, comm: Communicator, hosts: Sequence[str], log: Path, peers: Peers) -> None:
-        self.pulse: Pulse | None = None
-        self.send = peers.send
-        self._comm, self._hosts, self._log = comm, hosts, log
-        self._main = threading.get_ident()
-        self._oom_kills = oom_kills()
+    # -- actions of the protocol -----------------------------------------------------------------
 
     def state(self) -> object:
         """Return the progress of the main thread, with the exchange for which it waits."""
-        return None if self.pulse is None else (*self.pulse.state(), self._comm.instruments.waiting)
+        return None if self._pulse is None else (*self._pulse.state(), self._comm.instruments.waiting)
 
     def place(self, idle: float) -> Place:
         """Return step, layer, exchange, and the line of code of the main thread."""
-        pulse = self.pulse or Pulse()
+        pulse = self._pulse or Pulse()
         frame = sys._current_frames().get(self._main)
         where = "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
         return Place(pulse.step, pulse.phase, pulse.place, self._comm.instruments.waiting or "", where, idle)
 
-    def cause(self, rank: int, how: str) -> str:
+    def _cause(self, rank: int, how: str) -> str:
         """Return a text on why a connection ended."""
         if how == "lost":
             return "its node no longer responds"
@@ -165,26 +157,26 @@ class Here:
 
     def say(self, rank: int, cause: str) -> None:
         """Print the rank that ends the job, and the cause."""
-        self.print(f"rank {rank} of {self._comm.size} on {self._hosts[rank]}: {cause}; the job ends, "
+        self._print(f"rank {rank} of {self._comm.size} on {self._hosts[rank]}: {cause}; the job ends, "
         "continue with --resume")  # fmt: skip
 
-    def print(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         """Print with one unbuffered write, because the process may have only milliseconds left."""
         os.write(2, f"halograd: {text}\n".encode())
 
     def log(self, rank: int, cause: str) -> None:
         """Append a line ``failed`` to the log, if possible."""
-        step = 0 if self.pulse is None else self.pulse.step
+        step = 0 if self._pulse is None else self._pulse.step
         entry = {"event": "failed", "rank": rank, "host": self._hosts[rank], "cause": cause, "at_step": step}
         with contextlib.suppress(OSError):  # no log yet, or no disk: the message was printed
             append(self._log, entry)
 
-    def is_first_interrupted(self) -> bool:
+    def _is_first_interrupted(self) -> bool:
         """Log an interrupt, unless another rank has; return whether this rank's line is the first of its job."""
         reason = f"SIGINT to rank {self._comm.rank} of {self._comm.size}"
         try:
             if not interrupts(self._log):
-                step = 0 if self.pulse is None else self.pulse.step
+                step = 0 if self._pulse is None else self._pulse.step
                 entry = {"event": "interrupted", "reason": reason, "host": platform.node(), "at_step": step}
                 append(self._log, entry)
             return bool(interrupts(self._log)[0]["reason"] == reason)

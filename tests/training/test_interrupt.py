@@ -201,7 +201,7 @@ def test_of_ranks_that_are_interrupted_together_one_speaks(tmp_path):
         for rank in (2, 0, 1):
             with Communicator(MPI.COMM_SELF) as alone, Watchdog(alone, 0.0, log, CheckpointFolder(tmp_path)) as one:
                 one.follow(Pulse())
-                one._here._comm = SimpleNamespace(rank=rank, size=3, instruments=alone.instruments)
+                one._comm = SimpleNamespace(rank=rank, size=3, instruments=alone.instruments)
                 told.append(one.interrupted())
         return told
 

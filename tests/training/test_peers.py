@@ -41,7 +41,7 @@ class Party:
     def add(self, rank, calls):
         """Start the set-up of a rank, which calls others."""
         self.peers.setdefault(rank, Peers(rank, (), self.loop))
-        self.tasks.append(self.loop.create_task(self.peers[rank].meet(calls, list(calls))))
+        self.tasks.append(self.loop.create_task(self.peers[rank].meet(calls)))
         return self.peers[rank]
 
     def run(self, coroutine):
@@ -133,9 +133,9 @@ def test_all_ranks_meet(party, size):
 
 def test_a_listener_for_all_hosts(party):
     where = party.listen(0, everywhere=True)
-    assert len(where.addresses) > 1 and where.addresses[0] == "127.0.0.1"
+    assert where.addresses[0] == socket.gethostname()
     party.add(0, {})
-    party.add(1, {0: where})
+    party.add(1, {0: replace(where, addresses=("127.0.0.1",))})
     party.drive()
     exchange(party, 1, 0)
 
