@@ -321,10 +321,6 @@ class Machine:
         per_switch = self.devices_per_node * self.nodes_per_switch
         return "switch" if a // per_switch == b // per_switch else "across"
 
-    def link(self, a: int, b: int) -> Link:
-        """Return the link between two ranks."""
-        return self.links[self.level(a, b)]
-
     def span(self, ranks: Iterable[int]) -> str:
         """Return the slowest level within a group; "device" for a group of one or none.
 

@@ -119,7 +119,7 @@ class Conditions:
     backend, version
         Kernel library; `version` has the versions of the library and of halograd, and a checksum of the sources that
         run when a layer runs.
-        threads
+    threads
         Threads per rank.
     ranks
         Number of ranks of a host that compute at the same time, and share its memory.

@@ -78,7 +78,6 @@ def test_level() -> None:
     expected = ["device", "node", "switch", "switch", "switch", "switch", "across"]
     assert [machine.level(0, b) for b in range(7)] == expected
     assert machine.level(1, 2) == machine.level(2, 1) == "switch" and machine.level(5, 6) == "across"
-    assert machine.link(0, 1) is machine.links["node"]
 
 
 @given(st.lists(st.integers(0, 40), max_size=8))
