@@ -290,6 +290,11 @@ class MeasuredTimes(KernelTimes):
             )
         return self.fallback.of_work(work)
 
+    def forget(self) -> None:
+        """Clear the lookups, because the cache has new entries."""
+        self._known.clear()
+        self.missing.clear()
+
 
 class Recorded(KernelTimes):
     """Times of another object, with a record of the requests.
