@@ -12,77 +12,13 @@ from typing import TYPE_CHECKING, Any
 from .version import __version__
 
 if TYPE_CHECKING:  # for static tools; at run time `__getattr__` loads the names
+    from . import layers
     from .comm import Communicator, boot, leave
     from .dtensor import Box, DistTensor, Exchange, Halo, Layout
     from .errors import UserError
     from .fitting import fit
     from .kernels import get_backend
-    from .layers import (
-        ELU,
-        GELU,
-        AbsoluteError,
-        AdaptiveAveragePool,
-        AdaptiveMaxPool,
-        Add,
-        Affine,
-        AveragePool,
-        BatchNorm,
-        BinaryCrossEntropyWithLogits,
-        BroadcastAdd,
-        ChannelShuffle,
-        Clamp,
-        Concat,
-        Conv,
-        ConvTranspose,
-        Crop,
-        Dense,
-        Dice,
-        Dropout,
-        Flatten,
-        Focal,
-        GivenValues,
-        GlobalAveragePool,
-        GlobalMaxPool,
-        GroupNorm,
-        HardSigmoid,
-        HardSwish,
-        Huber,
-        Input,
-        InstanceNorm,
-        Layer,
-        LayerNorm,
-        LeakyReLU,
-        LocalResponseNorm,
-        LogSoftmax,
-        MaxPool,
-        MeanSquaredError,
-        Mish,
-        Multiply,
-        Network,
-        Pad,
-        Parameter,
-        PixelShuffle,
-        PixelUnshuffle,
-        PReLU,
-        ReLU,
-        Reshape,
-        Resize,
-        Scale,
-        Sequential,
-        Sigmoid,
-        SiLU,
-        Slice,
-        Softmax,
-        SoftmaxCrossEntropy,
-        Softplus,
-        Split,
-        Stencil,
-        StochasticDepth,
-        Strategy,
-        Tanh,
-        Tversky,
-        training_only,
-    )
+    from .layers import *  # noqa: F403  (all layers are exported)
     from .training.executor import Executor
     from .training.monitors import Callback
     from .training.optimizers import LARS, SGD, Adam, AdamW
@@ -90,85 +26,22 @@ if TYPE_CHECKING:  # for static tools; at run time `__getattr__` loads the names
     from .training.trainer import Trainer
 
 __all__ = [
-    "ELU",
-    "GELU",
     "LARS",
     "SGD",
-    "AbsoluteError",
     "Adam",
     "AdamW",
-    "AdaptiveAveragePool",
-    "AdaptiveMaxPool",
-    "Add",
-    "Affine",
-    "AveragePool",
-    "BatchNorm",
-    "BinaryCrossEntropyWithLogits",
     "Box",
-    "BroadcastAdd",
     "Callback",
-    "ChannelShuffle",
-    "Clamp",
     "Communicator",
-    "Concat",
     "Constant",
-    "Conv",
-    "ConvTranspose",
     "Cosine",
-    "Crop",
-    "Dense",
-    "Dice",
     "DistTensor",
-    "Dropout",
     "Exchange",
     "Executor",
-    "Flatten",
-    "Focal",
-    "GivenValues",
-    "GlobalAveragePool",
-    "GlobalMaxPool",
-    "GroupNorm",
     "Halo",
-    "HardSigmoid",
-    "HardSwish",
-    "Huber",
-    "Input",
-    "InstanceNorm",
-    "Layer",
-    "LayerNorm",
     "Layout",
-    "LeakyReLU",
-    "LocalResponseNorm",
-    "LogSoftmax",
-    "MaxPool",
-    "MeanSquaredError",
-    "Mish",
-    "Multiply",
-    "Network",
-    "PReLU",
-    "Pad",
-    "Parameter",
-    "PixelShuffle",
-    "PixelUnshuffle",
-    "ReLU",
-    "Reshape",
-    "Resize",
-    "Scale",
-    "Sequential",
-    "SiLU",
-    "Sigmoid",
-    "Slice",
-    "Softmax",
-    "SoftmaxCrossEntropy",
-    "Softplus",
-    "Split",
-    "Stencil",
     "StepDecay",
-    "StochasticDepth",
-    "Strategy",
-    "Tanh",
     "Trainer",
-    "Tversky",
     "UserError",
     "WarmUp",
     "__version__",
@@ -176,8 +49,12 @@ __all__ = [
     "fit",
     "get_backend",
     "leave",
-    "training_only",
 ]
+_NAMES = tuple(__all__)
+if TYPE_CHECKING:
+    __all__ += layers.__all__
+else:  # `__getattr__` adds the layers, which are not loaded yet
+    del __all__
 
 #: Modules of the exported names; first those that import least: a name loads the modules before its own, too.
 _MODULES = (
@@ -187,7 +64,6 @@ _MODULES = (
     "training.monitors",
     "dtensor",
     "kernels",
-    "layers",
     "training.optimizers",
     "training.executor",
     "training.trainer",
@@ -200,13 +76,19 @@ _FOLDERS = (
 
 
 def __getattr__(name: str) -> Any:
-    if name in __all__:
+    if name in _NAMES:
         modules = (importlib.import_module(f"halograd.{module}") for module in _MODULES)
         return next(getattr(module, name) for module in modules if name in module.__all__)
     if name in _FOLDERS:
         return importlib.import_module(f"halograd.{name}")
+    if name == "__all__":
+        return sorted([*_NAMES, *importlib.import_module("halograd.layers").__all__])
+    if name[0].isupper() or name == "training_only":  # no other name of a module loads the layers
+        found = importlib.import_module("halograd.layers")
+        if name in found.__all__:
+            return getattr(found, name)
     raise AttributeError(f"module 'halograd' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__getattr__("__all__")})

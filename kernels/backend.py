@@ -3,7 +3,8 @@
 A factory takes arrays and returns a :class:`Kernel` that is bound to them. The factory checks the arrays, once for all
 backends, and then calls the backend's own method: the same name with an underscore. ::
 
-    convolution.py  pointwise.py  norms.py  losses.py  updates.py     the factories and their checks
+    convolution.py  pointwise.py  norms.py  losses.py  updates.py     the factories and their checks; references that
+                                                                      need only functions of arrays (`_group_norm`)
     numpy/          the reference: all kernels, on the CPU
     onednn/         NumPy's kernels, replaced by oneDNN's where these are fast
     cudnn/          convolutions and products by cuDNN and cuBLAS, on a GPU

@@ -510,6 +510,9 @@ def test_static_tools_find_every_public_name():
     path = ROOT / "halograd" / "__init__.py"
     annotations = typed_only(path)
     homes = {n.rpartition(".")[2]: n.rpartition(".")[0] for line, n in imports(path) if line in annotations}
+    assert homes.pop("*") == homes.pop("layers") + ".layers" == "halograd.layers"
+    assert not set(homes) & set(halograd.layers.__all__)
+    homes |= dict.fromkeys(halograd.layers.__all__, "halograd.layers")
     assert set(homes) == set(halograd.__all__) - {"__version__"}
     for public, home in homes.items():
         assert getattr(halograd, public) is getattr(importlib.import_module(home), public), public

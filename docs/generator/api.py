@@ -78,7 +78,7 @@ def page(folder: str) -> str:
 
 def names() -> str:
     """Return the Markdown of all names in ``import halograd as hg``, with the entries that no other page has."""
-    offered = exported(package())
+    offered = sorted(exported(package()))
     lines = ["| `hg.` | |", "|---|---|"]
     lines += [row(f"[`{name}`][{home('halograd', name)}]", summary(home("halograd", name))) for name in offered]
     elsewhere = {

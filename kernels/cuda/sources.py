@@ -23,7 +23,6 @@ __all__ = [
     "CODES",
     "ELEMENTS",
     "INDEX",
-    "PROGRAMS",
     "CudaProgram",
     "dtype_name",
     "kernels_of",
@@ -173,21 +172,3 @@ def record_of(source: str, struct: str) -> np.dtype:
         shape = tuple(sizes[e] if e in sizes else int(e) for e in re.findall(r"\[(\w+)\]", extents))
         fields.append((name, np.uint64 if pointer else _NUMBERS[kind], shape))
     return np.dtype(fields)
-
-
-#: Number of dtypes that each source is compiled for.
-PROGRAMS = {
-    "boxes": 1,
-    "boxes_add": 1,
-    "boxes_cast": 2,
-    "channel_norm": 1,
-    "channel_sums": 1,
-    "dropout": 1,
-    "elementwise": 1,
-    "loss": 1,
-    "norm": 1,
-    "optimizer": 3,
-    "pool": 1,
-    "reduce": 1,
-    "resize": 1,
-}

@@ -312,7 +312,11 @@ def _delegated(name: str) -> Any:
 
 
 class _Delegated(Backend):
-    locals().update({name: _delegated(name) for name in Backend.__abstractmethods__ if name.startswith("_")})
+    """A backend whose own methods, with and without a reference in the interface, are those of another one."""
+
+    locals().update(
+        {f"_{name}": _delegated(f"_{name}") for name in dir(Backend) if callable(getattr(Backend, f"_{name}", None))}
+    )
 
 
 class FakeBackend(_Delegated):

@@ -11,7 +11,7 @@ import pytest
 
 from halograd.kernels import KernelError
 from halograd.kernels.cuda.launch import CupyLauncher, Launch, address
-from halograd.kernels.cuda.sources import PROGRAMS, CudaProgram, kernels_of, record_of, text_of
+from halograd.kernels.cuda.sources import FOLDER, CudaProgram, kernels_of, record_of, text_of
 
 from .host import HostBackend
 
@@ -60,7 +60,7 @@ class Recorder:
     def RawModule(self, code, options):
         self.compiled.append(options)
         assert 'extern "C" __global__' in code and "#include" not in code.replace("#include HOST_SHIM", "")
-        source = next(s for s in PROGRAMS if text_of(s) == code)
+        source = next(path.stem for path in FOLDER.glob("*.cu") if text_of(path.stem) == code)
         return SimpleNamespace(get_function=lambda name: self._function(source, name))
 
     def _function(self, source, name):
