@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Protocol
 
 import numpy as np
 
@@ -223,12 +222,8 @@ def places(grid: tuple[int, ...]) -> tuple[np.ndarray, ...]:
     return np.unravel_index(np.arange(total), grid)
 
 
-class Sender(Protocol):
-    """Source of messages of one kind."""
-
-    @property
-    def kind(self) -> str: ...
-    def sent(self, ranks: int) -> ExchangeTraffic: ...
+#: Messages of one kind.
+Sender = Move | GroupSum | Sent
 
 
 class Ledger:
@@ -245,18 +240,17 @@ class Ledger:
         self._kinds: dict[str, ExchangeTraffic] = {}
         self.layers: dict[str, ExchangeTraffic] = {}
 
-    def book(self, items: Iterable[Sender], layer: str | None = None) -> None:
-        """Add the traffic of these items; `layer` is None if no layer's operations send it."""
-        for item in items:
-            sent = item.sent(self.ranks)
-            for totals, key in ((self._kinds, item.kind), (self.layers, layer)):
-                if key is None:
-                    continue
-                if key not in totals:
-                    zero = np.zeros(self.ranks, np.int64)
-                    totals[key] = ExchangeTraffic(zero, zero.copy())
-                totals[key].messages[:] += sent.messages
-                totals[key].bytes[:] += sent.bytes
+    def add(self, item: Sender, layer: str | None = None) -> None:
+        """Add the traffic of one exchange or sum; `layer` is None if no layer's operations send it."""
+        sent = item.sent(self.ranks)
+        for totals, key in ((self._kinds, item.kind), (self.layers, layer)):
+            if key is None:
+                continue
+            if key not in totals:
+                zero = np.zeros(self.ranks, np.int64)
+                totals[key] = ExchangeTraffic(zero, zero.copy())
+            totals[key].messages[:] += sent.messages
+            totals[key].bytes[:] += sent.bytes
 
     @property
     def kinds(self) -> dict[str, ExchangeTraffic]:

@@ -80,9 +80,9 @@ def count_program(program: Program, per_node: int | None = None) -> Ledger:
     """Count the traffic that every rank sends in one step of a compiled program."""
     ledger = Ledger(program.target.size)
     for layer, item in messages_of(program, per_node):
-        ledger.book([item], layer)
+        ledger.add(item, layer)
     if program.loss is not None:
-        ledger.book([GroupSum.of("loss", Groups.whole(program.target.size), [LOSS_BYTES])])
+        ledger.add(GroupSum.of("loss", Groups.whole(program.target.size), [LOSS_BYTES]))
     return ledger
 
 

@@ -23,7 +23,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -245,8 +245,9 @@ class NetworkCosts:
         return found
 
 
-@dataclass(frozen=True)
-class _Priced:
+class _Priced(NamedTuple):
+    """Costs of one layer, as in :class:`NetworkCosts`."""
+
     times: Floats
     sums: Floats
     memory: Floats
@@ -332,16 +333,8 @@ class _Maker:
         nodes = self.network.layers
         some, priced = self.price()
         edges, edge_memory = self._edges(list(nodes.values()), some)
-        return NetworkCosts(
-            tuple(nodes),
-            tuple(some),
-            tuple(p.times for p in priced),
-            tuple(p.sums for p in priced),
-            tuple(p.memory for p in priced),
-            tuple(p.halos for p in priced),
-            edges,
-            edge_memory,
-        )
+        times, sums, memory, halos = zip(*priced)
+        return NetworkCosts(tuple(nodes), tuple(some), times, sums, memory, halos, edges, edge_memory)
 
     def _candidates(self, nodes: Mapping[str, Node]) -> dict[str, tuple[Parts, ...]]:
         found: dict[str, tuple[Parts, ...]] = {}

@@ -164,7 +164,7 @@ class Pricing:
             behind = parts.addition + parts.across
             return SumPrice(behind + parts.way_back, parts.way_back, parts.deposit, in_order)
         if not (method.adds and method.gathers):
-            seconds = wires.scatter(nbytes, members) if method.adds else wires.gather(nbytes, members)
+            seconds = wires.collective(method.name, nbytes, members)
             return SumPrice(seconds, min(seconds, wires.sum_work(nbytes, members) / 2), in_order=in_order)
         codec = method.codec
         payload = codec.payload(nbytes)

@@ -255,7 +255,8 @@ class _StepPlayer(_Player):
         program = self._program
         if not any(bucket.replicated for bucket in program.buckets):
             return
-        totals = [o for o in (*_before(program), *program.end) if isinstance(o, BucketTotal)]
+        before = (operation for segment in program.forward for operation in segment.before)
+        totals = [o for o in (*before, *program.end) if isinstance(o, BucketTotal)]
         started = {o.sum for o in totals if o.end == "start"}
         gathers = {o.layer: o for o in totals if o.layer and o.sum not in started}
         earlier, begins = _StepPlayer(program, self._costs, self.pricing, self._slots), dict[str, float]()
@@ -333,7 +334,3 @@ class _StepPlayer(_Player):
         return StepTimeline(
             self.now, *passes, self._waits, self._sums, self._update, dict(self.terms), self.algorithms
         )
-
-
-def _before(program: Program) -> list[Operation]:
-    return [operation for segment in program.forward for operation in segment.before]

@@ -131,17 +131,13 @@ class Wires:
 
     def sum(self, nbytes: float, ranks: Ranks) -> float:
         """Return the time of an all-reduce of `nbytes` [B] over a group of ranks [s]."""
-        return self._collective("allreduce", nbytes, ranks)
+        return self.collective("allreduce", nbytes, ranks)
 
-    def scatter(self, nbytes: float, ranks: Ranks) -> float:
-        """Return the time of a reduce-scatter of a buffer of `nbytes` [B] [s]."""
-        return self._collective("reduce_scatter", nbytes, ranks)
+    def collective(self, kind: str, nbytes: float, ranks: Ranks) -> float:
+        """Return the time of an ``"allreduce"``, ``"reduce_scatter"`` or ``"all_gather"`` over a group of ranks [s].
 
-    def gather(self, nbytes: float, ranks: Ranks) -> float:
-        """Return the time of an all-gather; `nbytes` [B] is the size of all shards together [s]."""
-        return self._collective("all_gather", nbytes, ranks)
-
-    def _collective(self, kind: str, nbytes: float, ranks: Ranks) -> float:
+        `nbytes` [B] is the size of the buffer, of all shards together.
+        """
         if len(ranks) < 2 or not nbytes:
             return 0.0
         key = (kind, nbytes, ranks)
