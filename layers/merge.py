@@ -55,7 +55,9 @@ class Add(Layer):
     def lower(self, context: Context) -> Lowered:
         f = fused(self)
         views = {f"x{i}": value.view for i, value in enumerate(context.inputs)}
-        context.run(context.kernel(partial(_add, f), y=context.y, **views), timing=context.timing("forward"))
+        kernel = context.kernel(partial(_add, f), y=context.y, **views)
+        kernel.fuse = partial(partial, _add) if f is None else None
+        context.run(kernel, timing=context.timing("forward"))
 
         def backward() -> None:
             masked = None

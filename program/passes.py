@@ -60,10 +60,11 @@ def apply_passes(program: Program, names: Sequence[str]) -> Program:
 @PASSES.register
 @dataclass(frozen=True)
 class Fuse(Pass):
-    """Activations by the kernels whose results they read: a convolution and a ReLU become one kernel and one array.
+    """Activations by the kernels whose results they read: a convolution or a sum and a ReLU become one kernel.
 
     An activation is fused if the gradient needs its output only, if one kernel alone writes its input and can apply the
-    function, and if nothing else reads the input. The network stays as it is.
+    function (`KernelSpec.fuse`), and if nothing else reads the input. The network stays as it is. Norms with an
+    activation compute the gradient of both in one kernel, so only `activation=` of the layer makes them.
     """
 
     __pydantic_config__ = STRICT
