@@ -302,10 +302,7 @@ class _Placing:
 
     def _last(self, i: int) -> str | None:
         """Return the last layer of a bucket in backward; None: backward does not reach all of them."""
-        layers = self._buckets[i].layers
-        if not self._reached.issuperset(layers):
-            return None
-        return min(layers, key=self._places.__getitem__)
+        return self._first(i) if self._reached.issuperset(self._buckets[i].layers) else None
 
 
 def completions(program: Program) -> list[Operation]:

@@ -76,11 +76,6 @@ class Move:
         """Per axis, the number of common elements of every source part and every target part."""
         return tuple(overlap(a, b) for a, b in zip(self.source.axes, self.target.axes))
 
-    @property
-    def idle(self) -> bool:
-        """Whether no rank sends anything."""
-        return self.source == self.target or not self.sent(max(self.source.placed, self.target.placed)).messages.any()
-
     def sent(self, ranks: int) -> ExchangeTraffic:
         """Return the traffic of every rank of ``0 .. ranks - 1``."""
         messages = outer([(o > 0).sum(axis=1) for o in self._overlaps])
