@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,31 @@ from .training.trained import find_trained
 
 __all__ = ["KINDS", "export_run"]
 
-#: Kinds of files, and the function that checks their path.
-KINDS = {"onnx": check_onnx_place, "safetensors": check_weights_place}
+
+@dataclass(frozen=True)
+class ExportKind:
+    """Kind of exported files.
+
+    Attributes
+    ----------
+    check
+        Function that checks the path before anything is read.
+    save
+        ``save(network, arrays, path)`` writes whole arrays by ``layer/name``.
+    normalizes
+        Whether `save` also takes the statistics of the inputs, so that the file has the normalization in it.
+    """
+
+    check: Callable[[Path], None]
+    save: Callable[..., None]
+    normalizes: bool = False
+
+
+#: Kinds by name.
+KINDS = {
+    "onnx": ExportKind(check_onnx_place, save, normalizes=True),
+    "safetensors": ExportKind(check_weights_place, save_weights),
+}
 
 
 def export_run(target: Path, kind: str, out: Path, overrides: Sequence[str] = (), normalize: bool = False) -> int:
@@ -43,18 +67,20 @@ def export_run(target: Path, kind: str, out: Path, overrides: Sequence[str] = ()
     """
     if kind not in KINDS:
         raise UserError(f"--to: expected one of {', '.join(KINDS)}, got {kind!r}")
-    if normalize and kind != "onnx":
-        raise UserError("--normalize: expected --to onnx with it, got safetensors, which holds weights alone")
+    chosen = KINDS[kind]
+    if normalize and not chosen.normalizes:
+        others = " or ".join(name for name, other in KINDS.items() if other.normalizes)
+        raise UserError(f"--normalize: expected --to {others} with it, got {kind}, which holds weights alone")
     config, checkpoint, progress, _ = find_trained(target, overrides)
-    KINDS[kind](out)
+    chosen.check(out)
     network = make_network(config)
     with CheckpointReader(checkpoint) as reader:
         arrays = reader.arrays(network, averaged=config.training.average > 0)
-        if kind == "onnx":
+        statistics = []
+        if normalize:
             inputs, _ = datasets_of(config.data, network)
-            save(network, arrays, out, _statistics(progress.normalization, list(inputs)) if normalize else None)
-        else:
-            save_weights(network, arrays, out)
+            statistics = [_statistics(progress.normalization, list(inputs))]
+        chosen.save(network, arrays, out, *statistics)
     return progress.step
 
 
