@@ -15,8 +15,11 @@ A program derives the lifetimes of arrays from them. ::
     def pool(environment, x, y, dy, dx): ...                        # returns an object with these two methods
 
 An array is *read* if the result of the run depends on its contents. It is *written* if the run may change its contents.
-An array that is only written may have any contents before (results, and work space). An array that is changed in place
-is both.
+An array that is only written may have any contents before. An array that is changed in place is both. A written array
+is a result, unless it is declared as work space, whose contents mean nothing after the run.
+
+A run may be repeated in the backward pass to make its results again (`halograd.program.recompute`). A run with other
+effects declares the method that makes its results again without them (:func:`again`).
 
 A kernel without a declaration counts as reading and writing all its arrays. This is always correct, but takes more
 memory.
@@ -29,7 +32,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, TypeVar
 
-__all__ = ["ANY", "Access", "access_of", "makes", "reads", "writes"]
+__all__ = ["ANY", "Access", "access_of", "again", "makes", "reads", "writes"]
 
 Declared = TypeVar("Declared", bound=Callable[..., Any])
 
@@ -40,22 +43,35 @@ class Access:
 
     A name that ends with ``*`` matches all names with that prefix: ``"x*"`` matches ``x0``, ``x1``, ... Names of arrays
     that a kernel does not have are ignored.
+
+    Attributes
+    ----------
+    work
+        Work space: names that are written, and hold no result afterwards.
+    again
+        Name of the method that makes the results again; None: the run itself.
     """
 
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
+    work: tuple[str, ...] = ()
+    again: str | None = None
 
     def read(self, names: Iterable[str]) -> list[str]:
         """Return those of the names that are read."""
         return list(_among(tuple(names), self.reads))
 
     def written(self, names: Iterable[str]) -> list[str]:
-        """Return those of the names that are written."""
+        """Return those of the names that are written: results and work space."""
+        return list(_among(tuple(names), self.writes + self.work))
+
+    def results(self, names: Iterable[str]) -> list[str]:
+        """Return those of the names that are written and hold results."""
         return list(_among(tuple(names), self.writes))
 
     def used(self, names: Iterable[str]) -> list[str]:
         """Return those of the names that are read or written."""
-        return list(_among(tuple(names), self.reads + self.writes))
+        return list(_among(tuple(names), self.reads + self.writes + self.work))
 
 
 #: Access of a kernel without a declaration.
@@ -79,11 +95,23 @@ def reads(*names: str) -> Callable[[Declared], Declared]:
     return declare
 
 
-def writes(*names: str) -> Callable[[Declared], Declared]:
-    """Declare the arrays that a kernel, or a method of one, writes. With :func:`reads`, in any order."""
+def writes(*names: str, work: tuple[str, ...] = ()) -> Callable[[Declared], Declared]:
+    """Declare the arrays that a kernel, or a method of one, writes, and its `work` space. With :func:`reads`, in any
+    order.
+    """
 
     def declare(run: Declared) -> Declared:
-        _set(run, replace(_own(run), writes=names))
+        _set(run, replace(_own(run), writes=names, work=work))
+        return run
+
+    return declare
+
+
+def again(method: str) -> Callable[[Declared], Declared]:
+    """Declare the method that makes the results of this method again, without its other effects."""
+
+    def declare(run: Declared) -> Declared:
+        _set(run, replace(_own(run), again=method))
         return run
 
     return declare

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..device import HOST, Device
-from .access import reads, writes
+from .access import again, reads, writes
 from .fused import FusedActivation
 from .kernel import BatchNormArrays, BatchNormKernels, BatchNormTraining, Kernel, chain
 from .memory import Workspace, buffer, chunks, on_host
@@ -244,7 +244,7 @@ class GroupNormKernels:
         self._grads = [(i, array) for i, array in given if array is not None and array.size]
 
     @reads("x")
-    @writes("sums", "totals", "y")
+    @writes("sums", "totals", work=("y",))
     def statistics(self) -> None:
         self._settled = False
         self.a.sums.fill(0)
@@ -297,10 +297,17 @@ class GroupNormKernels:
 
     @reads("x", "gamma", "beta", "totals")
     @writes("y", "mean", "var", "totals")
+    @again("normalize_again")
     def normalize(self) -> None:
         if not self._settled:
             self._moments()
         self._spread_moments()
+        self.normalize_again()
+
+    @reads("x", "gamma", "beta", "mean", "var")
+    @writes("y")
+    def normalize_again(self) -> None:
+        """Compute the output by mean and variance as they are."""
         for kernel in self._kernels:
             kernel.forward()
 

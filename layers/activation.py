@@ -39,6 +39,8 @@ __all__ = [
 class _Activation(Layer):
     """An elementwise function with the name `function` in the kernel backend. Communication: none."""
 
+    recomputation = "pointwise"
+
     cuts_channels = "channelwise"
     inputs_taken = 1
 
@@ -184,6 +186,8 @@ class Affine(Layer):
         A number, or one number per channel.
     """
 
+    recomputation = "pointwise"
+
     cuts_channels = "channelwise"
     inputs_taken = 1
 
@@ -253,6 +257,8 @@ class Clamp(Layer):
 
     (Sandler et al. 2018; torch's ``hardtanh`` and ``relu6``.) Communication: none.
     """
+
+    recomputation = "pointwise"
 
     cuts_channels = "channelwise"
     passes = Passes((1, 1), (2, 1))

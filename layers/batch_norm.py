@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..dtensor import Blocks, Groups, sample_groups
-from ..kernels.access import reads, writes
+from ..kernels.access import again, reads, writes
 from ..kernels.fused import FusedActivation
 from ..kernels.kernel import BatchNormArrays, BatchNormKernels, BatchNormTraining
 from ..kernels.memory import Workspace
@@ -67,6 +67,8 @@ class BatchNorm(Layer):
 
     In training a batch must be full (`mode.valid`): a shorter batch is rejected.
     """
+
+    recomputation = "pointwise"
 
     # Forward reads x for the statistics and again to normalize; backward reads x, dy for two sums, again for dx. A
     # residual is read once, and its gradient written.
@@ -162,7 +164,8 @@ class BatchNorm(Layer):
         alone = total is None and not exact
         looks = not alone and (exact or context.looks)
         batch, f = context.output.layout.shape[0], self.fused(len(inputs))
-        numbers = _Numbers(self, max(1, count), own / max(1, everyone), alone, looks, running is not None, batch, f)
+        share, again = own / max(1, everyone), context.options.get("recompute", "none") != "none"
+        numbers = _Numbers(self, max(1, count), share, alone, looks, running is not None, batch, f, again)
         kind = _BatchNormKernel if len(inputs) == 1 or f is None else _SumNormKernel
         kernel = context.kernel(partial(kind, numbers), **views, residual=None)
         if len(inputs) > 1:
@@ -227,6 +230,8 @@ class _Numbers:
         Number of samples in a full batch.
     activation
         Activation that the kernels compute.
+    again
+        Whether the output may be computed again.
     """
 
     layer: BatchNorm
@@ -237,6 +242,7 @@ class _Numbers:
     averaged: bool
     batch: int
     activation: FusedActivation | None
+    again: bool
 
 
 class _BatchNormKernel:
@@ -255,6 +261,7 @@ class _BatchNormKernel:
         self.apply = self._kernels(environment, self.running, None)
         # Forward and backward of training share a workspace, so they are created together.
         self.trained = self._kernels(environment, (self.mean, self.var), self._training())
+        self.normalized = self._kernels(environment, (self.mean, self.var), None) if numbers.again else None
 
     def _training(self) -> BatchNormTraining:
         given: dict[str, Any] = {name: self.arrays.get(name) for name in ("dgamma", "dbeta") if "dx" in self.arrays}
@@ -304,7 +311,7 @@ class _BatchNormKernel:
             )
 
     @reads("x")
-    @writes("sums", "y")
+    @writes("sums", work=("y",))
     def statistics(self) -> None:
         self.trained.statistics()
 
@@ -342,8 +349,16 @@ class _BatchNormKernel:
 
     @reads("x", "residual", "gamma", "beta", "mean", "var", "sums", "running_*")
     @writes("y", "mean", "var", "sums", "running_*")
+    @again("normalize")
     def train(self) -> None:
         self.trained.forward()
+
+    @reads("x", "residual", "gamma", "beta", "mean", "var")
+    @writes("y")
+    def normalize(self) -> None:
+        """Compute the output again, by the statistics of this batch."""
+        assert self.normalized is not None
+        self.normalized.forward()
 
     @reads("mean", "var")
     @writes("moments")
@@ -374,8 +389,9 @@ class _BatchNormKernel:
 
     def close(self) -> None:
         """Free the backend's kernels."""
-        for kernel in (self.apply, self.trained):
-            kernel.close()
+        for kernel in (self.apply, self.trained, self.normalized):
+            if kernel is not None:
+                kernel.close()
         self._work.clear()
 
 

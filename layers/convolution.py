@@ -58,6 +58,8 @@ class Conv(Layer):
     Communication per process: the halo, twice; the sum of the filter gradients over all ranks.
     """
 
+    recomputation = "block"
+
     # x -> y; dy -> dx; the gradient of the filter reads x and dy.
     passes = Passes()
     weight_norm = False

@@ -40,6 +40,8 @@ class Dense(Layer):
     rank holds a block of the weights, and the samples are spread over the other axes of the process grid.
     """
 
+    recomputation = "block"
+
     passes = Passes()
     cuts_channels = "contracts"
     weight_norm = False

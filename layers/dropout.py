@@ -43,6 +43,8 @@ class Dropout(Layer):
     replaces the sequence (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
     """
 
+    recomputation = "pointwise"
+
     # The mask is drawn in both passes.
     passes = Passes((1.25, 1), (1.25, 1))
     cuts_channels = "channelwise"
@@ -86,6 +88,8 @@ class StochasticDepth(Layer):
     The dropped samples are a function of the run's seed, the step, the layer's name and the sample's index in the
     batch: the mask of :class:`Dropout` with one number per sample. Communication: none.
     """
+
+    recomputation = "pointwise"
 
     cuts_channels = "channelwise"
     inputs_taken = 1

@@ -46,6 +46,8 @@ class GroupNorm(Layer):
     samples: one sum of ``2 G`` float64 per sample forward and one backward, over these ranks only.
     """
 
+    recomputation = "pointwise"
+
     passes = Passes((2, 1), (3, 2))
     exact_parameters = True
     inputs_taken = 1

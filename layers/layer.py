@@ -191,6 +191,9 @@ class Layer(TargetReader):
     behind: Layer | None = None
     #: Whether its inputs are read after the end of a step (metrics read those of a loss).
     keeps_inputs: bool = False
+    #: Rule by which its output may be computed again in the backward pass: "pointwise" if this takes little more than
+    #: the traffic of its arrays, "block" if it takes more; "never": its kernels may have other effects.
+    recomputation: str = "never"
     #: Given initial values of parameters and states, by their short names; the others are drawn.
     given_values: Mapping[str, GivenValues] = MappingProxyType({})
 

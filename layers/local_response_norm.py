@@ -51,6 +51,8 @@ class LocalResponseNorm(Layer):
     channel less on the upper side.
     """
 
+    recomputation = "pointwise"
+
     # The squares of neighboring channels are in the cache.
     passes = Passes((1, 1), (2, 2))
     inputs_taken = 1

@@ -36,6 +36,8 @@ class Add(Layer):
     The gradient of every input is that of the output, without a copy. Communication: none.
     """
 
+    recomputation = "pointwise"
+
     # The gradient of every summand is that of the sum: backward moves no data.
     passes = Passes((1, 1), (0, 0))
     cuts_channels = "channelwise"
@@ -86,6 +88,8 @@ class _OfTwo(Layer):
     Communication per process: the needed part of a smaller `g` that other ranks own; backward, the adjoint: its part of
     the sum over the positions or channels that share a number.
     """
+
+    recomputation = "pointwise"
 
     cuts_channels = "channelwise"
     #: The kernel, on arrays x, g and y.
@@ -236,6 +240,8 @@ class Concat(Layer):
     -----
     Inputs and output have the same cut in samples and space. Communication: none, unless channels are cut.
     """
+
+    recomputation = "pointwise"
 
     passes = Passes()
     cuts_channels = "channelwise"

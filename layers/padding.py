@@ -27,6 +27,8 @@ Amounts = tuple[tuple[int, int], ...]
 class Copied(Layer):
     """Layer that copies elements of its input to other positions; its time is that of one copy of the output."""
 
+    recomputation = "pointwise"
+
     passes = Passes((1, 1), (1, 1))
     cuts_channels = "channelwise"
     inputs_taken = 1

@@ -33,6 +33,8 @@ __all__ = ["AdaptiveAveragePool", "AdaptiveMaxPool", "AveragePool", "MaxPool"]
 class _Pool(Layer, ABC):
     """Pooling with a stencil; windows that hold only padding are rejected."""
 
+    recomputation = "pointwise"
+
     cuts_channels = "channelwise"
     inputs_taken = 1
 

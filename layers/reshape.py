@@ -263,6 +263,8 @@ class ChannelShuffle(Layer):
     The shape does not change; `groups` divides the number of channels. Communication: none.
     """
 
+    recomputation = "pointwise"
+
     inputs_taken = 1
 
     def __init__(self, groups: int, name: str | None = None) -> None:

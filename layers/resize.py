@@ -50,6 +50,8 @@ class Resize(Layer):
     another rank owns; backward as much, added to the gradients of the owners.
     """
 
+    recomputation = "pointwise"
+
     # One axis after another, with an intermediate array; backward sums into it.
     passes = Passes((1.5, 2), (2, 2))
     cuts_channels = "channelwise"

@@ -36,6 +36,8 @@ class Scale(Layer):
     only the sum of their gradients.
     """
 
+    recomputation = "pointwise"
+
     passes = Passes((1, 1), (3, 2))
     cuts_channels = "channelwise"
     exact_parameters = True
@@ -88,6 +90,8 @@ class PReLU(Layer):
     -----
     Parameter `slope` ``(1,)`` or ``(C,)``, without weight decay. Communication: only the sum of its gradient.
     """
+
+    recomputation = "pointwise"
 
     passes = Passes((1, 1), (3, 2))
     cuts_channels = "channelwise"

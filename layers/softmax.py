@@ -22,6 +22,8 @@ class Softmax(Layer):
     (To train on classes, use a cross-entropy loss on the logits: it includes the softmax.) Communication: none.
     """
 
+    recomputation = "pointwise"
+
     passes = Passes((2, 1), (1, 2))
     inputs_taken = 1
 
@@ -54,6 +56,8 @@ class LogSoftmax(Layer):
     A cross-entropy loss gives the same result for log-probabilities as for logits (torch's NLLLoss after a
     log_softmax). Communication: none.
     """
+
+    recomputation = "pointwise"
 
     passes = Passes((2, 1), (1, 2))
     inputs_taken = 1

@@ -65,6 +65,9 @@ class OptionsTable(Table):
     (``"overlap"``); ``"auto"``: `overlap` if halos cross a network, `pad` between ranks that share memory."""
     statistics: Literal["local", "sample", "global"] = "global"
     """Statistics of batch norms: of this block, of the ranks that share samples, or of all ranks."""
+    recompute: Literal["none", "pointwise", "block"] = "none"
+    """Outputs that are not kept for the backward pass, but computed again in it: none; those of norms, activations,
+    sums and other pointwise layers (``"pointwise"``); or those of all layers that can be repeated (``"block"``)."""
 
 
 class LayerTable(OptionsTable, PartsTable):
@@ -139,6 +142,11 @@ class Strategy:
         """Return the options of one layer."""
         own = {k: v for k, v in self.layers.get(layer, {}).items() if k not in AXES}
         return {**self.options, **own}
+
+    @cached_property
+    def recomputes(self) -> bool:
+        """Whether outputs of some layers are computed again in the backward pass."""
+        return any(own.get("recompute", "none") != "none" for own in (self.options, *self.layers.values()))
 
     @property
     def ranks(self) -> int:

@@ -53,6 +53,8 @@ class ConvTranspose(Layer):
     halos; the sum of the filter gradients over all ranks.
     """
 
+    recomputation = "block"
+
     passes = Passes()
     inputs_taken = 1
 

@@ -13,7 +13,7 @@ from ..kernels.access import Access, access_of
 from ..kernels.fused import FusedActivation
 from .views import Buffer, View
 
-__all__ = ["ExchangeSpec", "KernelSpec", "Operation", "Run", "Sum", "Timing", "Total", "Transfer"]
+__all__ = ["ExchangeSpec", "KernelSpec", "Operation", "Release", "Run", "Sum", "Timing", "Total", "Transfer"]
 
 
 class Timing(NamedTuple):
@@ -208,6 +208,19 @@ class Run(Operation):
 
     def sums(self) -> Iterator[Sum]:
         yield from (one for one in self.kernel.sums.values() if one is not None)
+
+
+@dataclass(eq=False)
+class Release(Operation):
+    """End of the contents of buffers, which later operations write again. It runs nothing.
+
+    Other buffers may use their memory in between.
+    """
+
+    released: tuple[Buffer, ...]
+
+    def describe(self) -> str:
+        return f"release {len(self.released)} arrays of {sum(buffer.nbytes for buffer in self.released)} B"
 
 
 @dataclass(eq=False)

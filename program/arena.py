@@ -1,7 +1,7 @@
 """Arena: one block of memory for all arrays of a step, with offsets from the order of operations. Pure arithmetic.
 
-A buffer occupies memory of the arena from the first operation that uses it to the last. Buffers that are kept from step
-to step occupy it all the time. ::
+A buffer occupies memory of the arena from the first operation that uses it to the last, but not between its release and
+the operation that writes it again. Buffers that are kept from step to step occupy it all the time. ::
 
     offset ^  |   kept                         |
            |  |  a   |  c         |  e  |
@@ -12,10 +12,12 @@ to step occupy it all the time. ::
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..lowering.operations import Operation
+import numpy as np
+
+from ..lowering.operations import Operation, Release
 from ..lowering.views import Buffer
 
 __all__ = ["ALIGNMENT", "Placement", "lifetimes", "place"]
@@ -66,37 +68,82 @@ def place(operations: Sequence[Operation], kept: Sequence[Buffer]) -> Placement:
         offsets[buffer] = end
         end += aligned(buffer.nbytes)
         uses[buffer.use] = uses.get(buffer.use, 0) + aligned(buffer.nbytes)
-    free = _Free(end)
-    begins: dict[int, list[Buffer]] = {}
-    ends: dict[int, list[Buffer]] = {}
-    for buffer, (first, last) in lifetimes(operations, kept).items():
-        begins.setdefault(first, []).append(buffer)
-        ends.setdefault(last, []).append(buffer)
-    for at in range(len(operations)):
-        for buffer in sorted(begins.get(at, ()), key=lambda b: -b.nbytes):
-            offsets[buffer] = free.take(aligned(buffer.nbytes))
-        for buffer in ends.get(at, ()):
-            free.give(offsets[buffer], aligned(buffer.nbytes))
-    return Placement(offsets, free.end, uses)
+    spans = lifetimes(operations, kept)
+    several = any(len(some) > 1 for some in spans.values())
+    own, end = (_by_size if several else _in_time)(spans, end)
+    return Placement({**offsets, **own}, end, uses)
 
 
-def lifetimes(operations: Sequence[Operation], kept: Sequence[Buffer]) -> dict[Buffer, tuple[int, int]]:
+Spans = list[tuple[int, int]]
+
+
+def lifetimes(operations: Sequence[Operation], kept: Sequence[Buffer]) -> dict[Buffer, Spans]:
     """Return the numbers of the first and the last operation that use a buffer, for those that are not kept.
 
-    The parameters are those of :func:`place`.
+    A buffer that is released (:class:`Release`) and written again later has several such spans. The parameters are
+    those of :func:`place`.
     """
-    found: dict[Buffer, tuple[int, int]] = {}
+    found: dict[Buffer, Spans] = {}
+    released: set[Buffer] = set()
     always = frozenset(kept)
     for at, operation in enumerate(operations):
+        if isinstance(operation, Release):
+            released.update(operation.released)
         for buffer in operation.buffers():
-            if buffer.place is None and not buffer.kept and buffer not in always:
-                found[buffer] = found.get(buffer, (at, at))[0], at
+            if buffer.place is not None or buffer.kept or buffer in always:
+                continue
+            spans = found.setdefault(buffer, [])
+            if not spans or buffer in released:
+                released.discard(buffer)
+                spans.append((at, at))
+            else:
+                spans[-1] = spans[-1][0], at
     # A kernel is made with arrays that no operation uses, such as work space of a backward pass that is left out.
     for at, operation in enumerate(operations):
         for buffer in operation.held():
             if buffer.place is None and not buffer.kept and buffer not in always:
-                found.setdefault(buffer, (at, at))
+                found.setdefault(buffer, [(at, at)])
     return found
+
+
+def _in_time(spans: Mapping[Buffer, Spans], begin: int) -> tuple[dict[Buffer, int], int]:
+    """Return the offsets of buffers with one span each, and the end of the memory. They are placed as they begin."""
+    offsets, free = dict[Buffer, int](), _Free(begin)
+    begins, ends = (dict[int, list[Buffer]]() for _ in range(2))
+    for buffer, ((first, last),) in spans.items():
+        begins.setdefault(first, []).append(buffer)
+        ends.setdefault(last, []).append(buffer)
+    for at in sorted({*begins, *ends}):
+        for buffer in sorted(begins.get(at, ()), key=lambda b: -b.nbytes):
+            offsets[buffer] = free.take(aligned(buffer.nbytes))
+        for buffer in ends.get(at, ()):
+            free.give(offsets[buffer], aligned(buffer.nbytes))
+    return offsets, free.end
+
+
+def _by_size(spans: Mapping[Buffer, Spans], begin: int) -> tuple[dict[Buffer, int], int]:
+    """Return the offsets of buffers, and the end of the memory. The largest are placed first, each where it fits best.
+
+    A buffer has one offset in all its spans.
+    """
+    offsets, end, count = dict[Buffer, int](), begin, sum(map(len, spans.values()))
+    placed, number = np.zeros((4, count), np.int64), 0  # first and last operation, start and stop in memory
+    for buffer in sorted(spans, key=lambda b: (-b.nbytes, spans[b][0])):
+        first, last, starts, stops = placed[:, :number]
+        meets = np.zeros(number, bool)
+        for begins, ends in spans[buffer]:
+            meets |= (first <= ends) & (last >= begins)
+        size, at, offset, room = aligned(buffer.nbytes), begin, None, 0
+        for start, stop in sorted(zip(starts[meets].tolist(), stops[meets].tolist())):
+            if start - at >= size and (offset is None or start - at < room):
+                offset, room = at, start - at
+            at = max(at, stop)
+        offsets[buffer] = offset = at if offset is None else offset
+        for begins, ends in spans[buffer]:
+            placed[:, number] = begins, ends, offset, offset + size
+            number += 1
+        end = max(end, offset + size)
+    return offsets, end
 
 
 def aligned(nbytes: int) -> int:

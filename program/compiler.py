@@ -22,6 +22,7 @@ from ..lowering.operations import KernelSpec, Operation, Run, Timing
 from ..lowering.views import Buffer, Value, View
 from .passes import apply_passes
 from .program import Program, Segment, Step, Target
+from .recompute import recompute
 
 __all__ = ["Alone", "compile_program", "outline"]
 
@@ -48,7 +49,7 @@ def compile_program(
     """
     compiler = _Compiler(network, strategy, target, replicable)
     compiler.lower(blocks or parameter_blocks(network, strategy, target.size))
-    return apply_passes(compiler.program, strategy.passes)
+    return recompute(apply_passes(compiler.program, strategy.passes))
 
 
 def outline(network: Network, strategy: Strategy, target: Target) -> Program:

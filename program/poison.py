@@ -84,8 +84,9 @@ class Poison:
         self._flying: dict[Buffer, int] = {}
         self._ends: dict[Operation, list[Buffer]] = {}
         operations = list(program)
-        for buffer, (_, last) in lifetimes(operations, program.kept).items():
-            self._ends.setdefault(operations[last], []).append(buffer)
+        for buffer, spans in lifetimes(operations, program.kept).items():
+            for _, last in spans:
+                self._ends.setdefault(operations[last], []).append(buffer)
             self._fill(buffer)
 
     def watched(

@@ -13,7 +13,7 @@ from ..comm.reduction import ReductionSpec
 from ..dtensor import End, Exchange, reductions_in_groups
 from ..kernels import KernelError, Substitute
 from ..kernels.guards import GUARDS
-from ..lowering.operations import ExchangeSpec, KernelSpec, Operation, Run, Sum, Total, Transfer
+from ..lowering.operations import ExchangeSpec, KernelSpec, Operation, Release, Run, Sum, Total, Transfer
 from ..lowering.views import Buffer, Region, View
 from .poison import Poison
 from .program import Program, Segment, name_of
@@ -198,6 +198,8 @@ class Runner:
             return self._run(operation)
         if isinstance(operation, Transfer):
             return getattr(self._made[operation.exchange], operation.end)
+        if isinstance(operation, Release):
+            return _nothing
         assert isinstance(operation, Total)
         total = self._made[operation.sum]
         return _nothing if total is None else getattr(total, operation.end)
@@ -207,7 +209,7 @@ class Runner:
         if isinstance(operation, Run):
             alone = operation.kernel.recordable and not operation.kernel.sums
             return alone and all(map(self._held, operation.guarded))
-        if self.comm.size == 1:
+        if self.comm.size == 1 or isinstance(operation, Release):
             return True
         choice = self.comm.devices.choice
         by_host = isinstance(operation, Total) and not operation.sum.algorithm.on_devices

@@ -23,6 +23,7 @@ from ..limits import memory_size
 from ..models import build
 from ..perfmodel.cost import memory_of, program_of
 from ..perfmodel.plans import Plan, is_plan
+from ..program.keeping import keep_few
 from ..program.program import Target
 from .config import Config, DataConfig, StrategyConfig
 from .optimizers import OPTIMIZERS, Optimizer, groups_of
@@ -215,7 +216,12 @@ def make_strategy(
     options: dict[str, Any] = {"halo": config.halo}
     if config.statistics is not None:
         options["statistics"] = config.statistics
-    return Strategy(cuts, options=options, bucket_bytes=config.bucket_bytes, passes=tuple(config.passes))
+    if config.recompute == "pointwise":
+        options["recompute"] = config.recompute
+    strategy = Strategy(cuts, options=options, bucket_bytes=config.bucket_bytes, passes=tuple(config.passes))
+    if config.recompute == "block" and network is not None and batch is not None:
+        return keep_few(network, strategy, Target(batch, size))
+    return strategy
 
 
 def with_reduction(strategy: Strategy, config: Config) -> Strategy:

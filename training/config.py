@@ -184,6 +184,10 @@ class StrategyConfig(Table):
     statistics: Literal["global", "sample", "local"] | None = None
     """Elements over which batch norms compute statistics: those of all ranks, of the ranks that share samples, or of
     one block; by default the setting of each layer."""
+    recompute: Literal["none", "pointwise", "block"] = "none"
+    """Outputs that are not kept for the backward pass, but computed again in it, with the same results: none; those of
+    norms, activations, sums and other pointwise layers (``"pointwise"``: about half of the memory for a few percent of
+    the time); or all but a few, between segments of equal bytes (``"block"``: less memory, one more forward pass)."""
     bucket_bytes: Size = 4 << 20
     """Size of the buckets in which gradients are summed [B]."""
     passes: list[Text] = Field(default_factory=list)

@@ -153,7 +153,7 @@ def _places(executor: Executor) -> dict[tuple[str, str], str]:
         if step.name not in executor.network.layers:
             continue
         for name in waiting:
-            for label in (name, f"{name} (sum)", f"{name} (moved)"):
+            for label in (name, f"{name} (sum)", f"{name} (moved)", f"{name} (again)"):
                 found[label, "forward"] = found[label, "backward"] = step.name
         waiting.clear()
     return found

@@ -129,7 +129,7 @@ class Simulation:
         self._known = _Remembered()
         self._rank = _middle(network, strategy, batch, self.ranks)
         self.costs: Mapping[str, LayerCost] = {}
-        if strategy.passes:  # operations are played as the passes leave them
+        if strategy.passes or strategy.recomputes:  # operations are played as the passes leave them
             self._outline = compile_program(network, strategy, self._target(self._rank), self.blocks)
             self._gathered: Mapping[Value, Collection[Any]] = {v: v.gathered for v in self._outline.values.values()}
         else:

@@ -210,7 +210,7 @@ class Graphs:
         layers = {}
         apart = self.pick(0.0, 0.3, 0.7)
         for name in network.layers:
-            own = {"halo": self.pick("pad", "overlap")}
+            own = {"halo": self.pick("pad", "overlap"), "recompute": self.pick("none", "pointwise", "block")}
             if self.rng.random() < apart:
                 ranks = size if self.rng.random() < 0.6 else int(self.rng.integers(1, size + 1))
                 own |= random_parts(network.layers[name], ranks, self.rng)

@@ -1,0 +1,264 @@
+"""Recomputation: outputs of layers that are not kept for the backward pass, but made again in it.
+
+A layer whose output is computed again (option ``recompute`` of a strategy) keeps nothing for the backward pass. Before
+the first operation of the backward pass that reads its output, the operations that made it are repeated: same kernels,
+same arrays at the same addresses, same order, so the same bits. In between, other arrays use its memory. ::
+
+    forward     conv1   bn1   conv2   release y of bn1   bn2  ...
+    backward    ...     bn2   bn1 (again)   conv2   bn1   conv1
+
+What the repeated operations read is kept, or made again itself. Nothing is sent again: elements that other ranks have
+sent (halos) are copied to small arrays of their own, and back. So the messages of a step do not depend on what is
+computed again, and ranks may differ in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+
+from ..dtensor import Box, plan_exchange
+from ..lowering.context import copying
+from ..lowering.operations import ExchangeSpec, KernelSpec, Operation, Release, Run, Total, Transfer
+from ..lowering.views import Buffer, Region, View
+from .program import Program, Segment, Step
+
+__all__ = ["recompute", "recomputed"]
+
+
+def recomputed(step: Step) -> bool:
+    """Return whether the strategy lets the output of a layer be computed again."""
+    rule, kind = step.options.get("recompute", "none"), step.layer.recomputation
+    return kind != "never" and rule in ("block", kind)
+
+
+def recompute(program: Program) -> Program:
+    """Return the program with the outputs of chosen layers computed again in the backward pass. Local.
+
+    An output is kept all the same if it is read after the step, if making it again would need a message or change an
+    array that lasts, or if the arrays from which it is made, which the backward pass would not need otherwise, take as
+    much memory. All are kept if the arena would not be smaller.
+    """
+    chosen = {step.name: step for step in program.steps if recomputed(step)}
+    if not chosen or not program.backward:
+        return program
+    made = _Recomputation(program, chosen).program()
+    return made if made.placement.size < program.placement.size else program
+
+
+class _Recomputation:
+    """Operations of a program by the buffers that they read and write.
+
+    Attributes
+    ----------
+    operations
+        Operations of a forward pass in training, in order.
+    makers
+        Numbers of the operations that write a buffer of the arena, by buffer.
+    """
+
+    def __init__(self, program: Program, chosen: Mapping[str, Step]) -> None:
+        self._program, self._chosen = program, chosen
+        self._rank = program.target.rank
+        forward = [o for segment in program.forward for o in segment.operations]
+        backward = [o for segment in program.backward for o in segment.operations]
+        self.operations = [o for o in forward if o.when != "evaluation"]
+        self._always = frozenset(program.kept)
+        self.makers: dict[Buffer, list[int]] = {}
+        for at, operation in enumerate(self.operations):
+            for buffer in _results(operation):
+                if self._in_arena(buffer):
+                    self.makers.setdefault(buffer, []).append(at)
+        self._read_later = {buffer for o in backward for buffer in _reads(o)}
+        self._changed_later = {buffer for o in backward for buffer in _results(o)}
+        self._strips: dict[ExchangeSpec, list[tuple[View, View]]] = {}
+        self.again = self._choose()
+
+    def _in_arena(self, buffer: Buffer) -> bool:
+        return buffer.place is None and not buffer.kept and buffer not in self._always
+
+    # -- what is made again --------------------------------------------------------------------
+
+    def _choose(self) -> set[Buffer]:
+        """Return the buffers that are not kept for the backward pass."""
+        found = {buffer for buffer, numbers in self.makers.items() if all(map(self._may_repeat, numbers))}
+        found -= self._changed_later
+        while refused := {buffer for buffer in found if not self._repeatable(buffer, found)}:
+            found -= refused
+        return found - self._without_gain(found)
+
+    def _may_repeat(self, at: int) -> bool:
+        """Return whether an operation belongs to a chosen layer, or brings boxes of its output to a reader."""
+        operation = self.operations[at]
+        if isinstance(operation, Transfer):
+            made = operation.exchange
+            return made.combine == "assign" and made.kind == "halo"
+        if not isinstance(operation, Run) or operation.guarded:
+            return False
+        return operation.layer in self._chosen or operation.kernel.make is copying
+
+    def _repeatable(self, buffer: Buffer, found: set[Buffer]) -> bool:
+        """Return whether the operations that make a buffer only read what is there, or made again, and change no more.
+        """
+        for at in self.makers[buffer]:
+            operation = self.operations[at]
+            copies = isinstance(operation, Transfer) or operation.layer not in self._chosen
+            for read in _reads(_again(operation)):
+                if read not in found and ((copies and read is not buffer) or read in self._changed_later):
+                    return False
+            if any(made not in found for made in _results(_again(operation))):
+                return False
+        return True
+
+    def _without_gain(self, found: set[Buffer]) -> set[Buffer]:
+        """Return the buffers for which others of the same size or more would be kept, from which they are made."""
+        lost, held = set[Buffer](), set(self._read_later)
+        for buffer in self.makers:
+            if buffer in found and buffer in self._read_later:
+                more = self._sources(buffer, found) - held
+                if sum(source.nbytes for source in more) >= buffer.nbytes:
+                    lost.add(buffer)
+                else:
+                    held |= more
+        return lost
+
+    def _sources(self, buffer: Buffer, found: set[Buffer]) -> set[Buffer]:
+        """Return the buffers of the arena, not made again themselves, from which a buffer is made."""
+        sources, waiting, seen = set[Buffer](), [buffer], {buffer}
+        while waiting:
+            for at in self.makers[waiting.pop()]:
+                for read in _reads(_again(self.operations[at])) - seen:
+                    seen.add(read)
+                    if read in found:
+                        waiting.append(read)
+                    elif self._in_arena(read):
+                        sources.add(read)
+        return sources
+
+    # -- the program ---------------------------------------------------------------------------
+
+    def program(self) -> Program:
+        """Return the program with releases in forward and repeated operations in backward."""
+        backward, repeated, restored = list[Segment](), list[Operation](), set[Buffer]()
+        for segment in self._program.backward:
+            needed = dict.fromkeys(b for o in segment.operations for b in o.buffers() if b in self.again)
+            operations = [o for buffer in needed for o in self._restore(buffer, restored)]
+            for layer, some in groupby(operations, key=lambda o: o.layer):
+                backward.append(Segment(f"{layer} (again)", list(some)))
+            repeated += operations
+            backward.append(segment)
+        if not repeated:
+            return self._program
+        return replace(self._program, forward=self._forward(repeated), backward=backward)
+
+    def _restore(self, buffer: Buffer, restored: set[Buffer]) -> Iterator[Operation]:
+        """Yield the operations that make a buffer again, after those that make what they read."""
+        if buffer in restored:
+            return
+        restored.add(buffer)
+        for at in self.makers[buffer]:
+            for read in _reads(_again(self.operations[at])):
+                if read in self.again:
+                    yield from self._restore(read, restored)
+        for at in self.makers[buffer]:
+            operation = self.operations[at]
+            if isinstance(operation, Transfer):
+                yield from self._brought(operation)
+            else:
+                yield _again(operation)
+        for at in self.makers[buffer]:  # other results of the same operations
+            for other in _results(_again(self.operations[at])):
+                yield from self._restore(other, restored)
+
+    def _forward(self, repeated: Sequence[Operation]) -> list[Segment]:
+        """Return the forward pass in which buffers end with their last use, and halos are saved."""
+        touched = {buffer for o in repeated for buffer in o.buffers() if self._in_arena(buffer)}
+        ends = {buffer for buffer in touched if buffer in self.again or buffer not in self._needed(repeated)}
+        last: dict[Buffer, int] = {}
+        for i, segment in enumerate(self._program.forward):
+            last.update(dict.fromkeys((b for o in segment.operations for b in o.buffers() if b in ends), i))
+        found = []
+        for i, segment in enumerate(self._program.forward):
+            operations = [more for o in segment.operations for more in (o, *self._saved(o))]
+            released = tuple(buffer for buffer, at in last.items() if at == i)
+            if released:
+                operations.append(Release(segment.name, released))
+            found.append(replace(segment, operations=operations))
+        return found
+
+    def _needed(self, repeated: Iterable[Operation]) -> set[Buffer]:
+        """Return the buffers whose contents of the forward pass are read in the backward pass."""
+        return self._read_later | {buffer for o in repeated for buffer in _reads(o)}
+
+    # -- halos ---------------------------------------------------------------------------------
+
+    def _saved(self, operation: Operation) -> Iterator[Operation]:
+        """Yield the copies of what an exchange has brought, after its end."""
+        if isinstance(operation, Transfer) and operation.end == "finish" and operation.exchange in self._strips:
+            yield from _copies(operation.layer, self._strips[operation.exchange], "training")
+
+    def _pieces(self, made: ExchangeSpec) -> list[tuple[View, View]]:
+        """Return, per box that another rank has sent, its part of the target, and an array for its copy."""
+        if made not in self._strips:
+            target, found = _region(made.target, made.target_origin), []
+            for piece in plan_exchange(made.sources, made.targets, self._rank):
+                if piece.target == self._rank != piece.source and piece.box.size:
+                    part = target.part(piece.box)
+                    found.append((part, Buffer(part.shape, part.dtype, "halo copy").view))
+            self._strips[made] = found
+        return self._strips[made]
+
+    def _brought(self, operation: Transfer) -> Iterator[Operation]:
+        """Yield the copies that bring the boxes of an exchange again: this rank's at its start, others' at its end."""
+        made = operation.exchange
+        if operation.end == "finish":
+            yield from _copies(operation.layer, [(copy, part) for part, copy in self._pieces(made)])
+        elif made.source.buffer is not made.target.buffer:
+            source, target = _region(made.source, made.source_origin), _region(made.target, made.target_origin)
+            own = [p.box for p in plan_exchange(made.sources, made.targets, self._rank) if p.source == p.target]
+            yield from _copies(operation.layer, [(source.part(box), target.part(box)) for box in own if box.size])
+
+
+def _region(view: View, origin: Sequence[int]) -> Region:
+    return Region(view, Box(tuple(origin), tuple(a + n for a, n in zip(origin, view.extent))))
+
+
+def _copies(layer: str, pairs: Sequence[tuple[View, View]], when: str | None = None) -> Iterator[Operation]:
+    if pairs:
+        views: dict[str, View | None] = {}
+        for i, (source, target) in enumerate(pairs):
+            views |= {f"source{i}": source, f"target{i}": target}
+        yield Run(layer, KernelSpec(copying, views), when=when)
+
+
+def _again(operation: Operation) -> Operation:
+    """Return an operation that makes the results of another again."""
+    if not isinstance(operation, Run):
+        return operation
+    method = operation.access.again or operation.method
+    return replace(operation, method=method, when=None)
+
+
+def _reads(operation: Operation) -> set[Buffer]:
+    """Return the buffers whose contents an operation needs."""
+    if isinstance(operation, Run):
+        views = operation.kernel.views
+        own = {v.buffer for name in operation.access.read(views) if (v := views[name]) is not None and v.size}
+        return own.union(*(_reads(o) for o in operation.guarded))
+    if isinstance(operation, Transfer):
+        made = operation.exchange
+        own = {made.source.buffer} if operation.end == "start" else set()
+        return own if made.combine == "assign" else own | {made.target.buffer}
+    return set(operation.buffers())
+
+
+def _results(operation: Operation) -> set[Buffer]:
+    """Return the buffers whose contents an operation makes."""
+    if isinstance(operation, Run):
+        views = operation.kernel.views
+        own = {v.buffer for name in operation.access.results(views) if (v := views[name]) is not None}
+        return own.union(*(_results(o) for o in operation.guarded))
+    if isinstance(operation, Transfer):
+        return {operation.exchange.target.buffer}
+    return set(operation.buffers()) if isinstance(operation, Total) else set()

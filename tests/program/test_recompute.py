@@ -1,0 +1,171 @@
+"""Tests of outputs that are computed again: the same bits, fewer bytes, the same messages."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mpi4py import MPI
+
+import halograd as hg
+from halograd.comm import Communicator
+from halograd.kernels import get_backend
+from halograd.layers.strategy import Strategy
+from halograd.lowering.operations import Operation, Release
+from halograd.lowering.views import Buffer
+from halograd.models import build
+from halograd.program.arena import lifetimes, place
+from halograd.program.compiler import compile_program
+from halograd.program.keeping import keep_few
+from halograd.program.program import Target, lines_of
+from halograd.training import SGD, Constant, Trainer
+from halograd.training.executor import Executor
+from tests.training.steps import NETWORKS, copied, fill
+
+BATCH = 4
+
+
+def noisy():
+    """Return a network with layers that draw numbers, and one whose gradient reads its input."""
+    x, target = hg.Input((8, 8, 3), name="x"), hg.Input((8, 8, 4), name="target")
+    y = hg.BatchNorm(activation="relu")(hg.Conv(4, 3, padding=1)(x))
+    y = hg.Dropout(0.3)(y)
+    z = hg.StochasticDepth(0.5)(hg.GroupNorm(2)(hg.Conv(4, 3, padding=1)(y)))
+    y = hg.GELU()(hg.Add()(y, z))
+    return hg.Network({"loss": hg.MeanSquaredError(name="loss")(hg.Conv(4, 1)(hg.LayerNorm()(y)), target)})
+
+
+def trained(comm, network, strategy, dtype="float64", backend="numpy", debug=False):
+    """Return losses, parameters and states after some steps, the messages of the last one, and the program."""
+    with Executor(network, comm, get_backend(backend), BATCH, strategy, dtype, seed=3, debug=debug) as executor:
+        trainer, losses = Trainer(executor, SGD(executor.store, momentum=0.9), Constant(0.05)), []
+        for step in range(4):
+            fill(executor, step)
+            comm.counters.reset()
+            losses.append(float(trainer.step()))
+            sent = comm.counters.snapshot()
+        trainer.settle()
+        if not debug:
+            assert len(executor.runner.arena) == executor.program.placement.size
+        arrays = copied(executor.store.params) | copied(executor.store.state)
+        return losses, arrays, sent, executor.program
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("rule", ["pointwise", "block"])
+@pytest.mark.parametrize("name", ["mesh", "resnet", "unet", "gated", "noisy"])
+def test_the_same_bits_with_fewer_bytes_and_the_same_messages(name, rule):
+    make = {**NETWORKS, "noisy": noisy}[name]
+    with Communicator(MPI.COMM_WORLD) as comm:
+        for axis, halo in (("sample", "pad"), ("height", "pad"), ("width", "overlap")):
+            grid = {axis: comm.size}
+            found = [
+                trained(comm, make(), Strategy(grid, options={"halo": halo, "recompute": some}), debug=name == "noisy")
+                for some in ("none", rule)
+            ]
+            (losses, arrays, sent, kept), (ours, own, messages, program) = found
+            assert ours == losses and messages == sent
+            for key, array in arrays.items():
+                np.testing.assert_array_equal(own[key], array, err_msg=key)
+            released = any(isinstance(operation, Release) for operation in program)
+            assert (program.placement.size < kept.placement.size) == released
+            if rule == "pointwise" and name in ("mesh", "resnet", "unet"):
+                assert program.placement.size < 0.95 * kept.placement.size
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("name", ["resnet", "unet"])
+def test_the_same_bits_by_onednn(name):
+    with Communicator(MPI.COMM_WORLD) as comm:
+        cuts = [Strategy({"height": comm.size}, options={"recompute": rule}) for rule in ("none", "pointwise", "block")]
+        (losses, arrays, *_), *others = (trained(comm, NETWORKS[name](), cut, "float32", "onednn") for cut in cuts)
+        for ours, own, *_ in others:
+            assert ours == losses
+            for key, array in arrays.items():
+                np.testing.assert_array_equal(own[key], array, err_msg=key)
+
+
+def test_what_has_other_effects_or_is_read_later_is_kept():
+    """A layer of a user may count its calls; an output of the network is read after the step."""
+    calls = []
+
+    class Counts(hg.Layer):
+        def forward(self, x, y):
+            calls.append(1)
+            y[...] = x
+
+        def backward(self, x, y, dy, dx):
+            dx[...] = dy
+
+    x, target = hg.Input((4, 4, 2), name="x"), hg.Input((4, 4, 2), name="target")
+    y = hg.ReLU(name="read")(hg.Conv(2, 1)(Counts(name="counts")(hg.ReLU(name="relu")(hg.Conv(2, 1)(x)))))
+    network = hg.Network({"loss": hg.MeanSquaredError(name="loss")(hg.Conv(2, 1)(y), target), "read": y})
+    strategy = Strategy({}, options={"recompute": "block"})
+    program = compile_program(network, strategy, Target(2))
+    again = {segment.name for segment in program.backward if "again" in segment.name}
+    assert not again & {"counts (again)", "read (again)", "loss (again)"}
+    with Communicator(MPI.COMM_SELF) as comm, Executor(network, comm, get_backend("numpy"), 2, strategy) as executor:
+        fill(executor, 0)
+        executor.forward()
+        executor.backward()
+    assert len(calls) == 1
+
+
+def test_listing_names_what_ends_and_what_is_made_again():
+    program = compile_program(NETWORKS["mesh"](), Strategy({}, options={"recompute": "pointwise"}), Target(BATCH))
+    lines = list(lines_of(program))
+    assert any("release 1 arrays" in line for line in lines)
+    assert any(line.startswith("backward") and ".normalize(" in line for line in lines)
+
+
+def test_segments_of_equal_bytes_take_less_than_pointwise_layers_alone():
+    network, target = build("mesh_1k"), Target(1)
+    sizes = [
+        compile_program(network, strategy, target).placement.size
+        for strategy in (
+            Strategy({}),
+            Strategy({}, options={"recompute": "pointwise"}),
+            keep_few(network, Strategy({}), target),
+        )
+    ]
+    assert sizes[2] < 0.5 * sizes[0] and sizes[2] < sizes[1] < 0.6 * sizes[0]
+
+
+# -- memory ---------------------------------------------------------------------------------------
+
+
+class _Uses(Operation):
+    def __init__(self, *buffers: Buffer) -> None:
+        super().__init__("layer")
+        self._buffers = buffers
+
+    def buffers(self):
+        return iter(self._buffers)
+
+
+@st.composite
+def programs(draw):
+    """Draw operations on buffers of several sizes, some of which are released and written again."""
+    sizes = draw(st.lists(st.integers(1, 400), min_size=1, max_size=8))
+    buffers = [Buffer((size,), np.dtype("uint8"), "transient") for size in sizes]
+    operations = []
+    for _ in range(draw(st.integers(1, 16))):
+        used = draw(st.lists(st.sampled_from(buffers), min_size=1, max_size=3, unique=True))
+        ended = draw(st.booleans())
+        operations.append(Release("layer", tuple(used)) if ended else _Uses(*used))
+    return operations
+
+
+@given(programs())
+def test_no_two_arrays_share_memory_while_both_are_used(operations):
+    spans, placed = lifetimes(operations, []), place(operations, [])
+    alive = [sum(-(-b.nbytes // 64) * 64 for b in spans if _alive(spans[b], at)) for at in range(len(operations))]
+    assert max(alive, default=0) <= placed.size
+    for a in spans:
+        for b in spans:
+            first, second = (range(placed.offsets[x], placed.offsets[x] + x.nbytes) for x in (a, b))
+            if a is not b and max(first.start, second.start) < min(first.stop, second.stop):
+                assert not any(_alive(spans[a], at) and _alive(spans[b], at) for at in range(len(operations)))
+
+
+def _alive(spans, at):
+    return any(first <= at <= last for first, last in spans)

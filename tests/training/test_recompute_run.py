@@ -1,0 +1,44 @@
+"""Runs whose configuration computes outputs again: the same losses, price and memory as predicted."""
+
+import pytest
+from mpi4py import MPI
+
+from halograd.comm import Communicator
+from halograd.kernels import get_backend
+from halograd.layers.strategy import Strategy
+from halograd.perfmodel.cost import Pricing, Wires, count_step, simulate
+from halograd.perfmodel.kernel_times import RooflineTimes
+from halograd.perfmodel.machine import Machine
+from halograd.training import train
+from halograd.training.executor import Executor
+from tests.training.steps import NETWORKS
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_run_has_the_same_losses(config, shared):
+    found = [
+        train(config, [f"strategy.recompute={rule}", f"output.directory={shared / rule}"], comm=MPI.COMM_WORLD)
+        for rule in ("none", "pointwise", "block")
+    ]
+    for one in found[1:]:
+        assert (one["loss"], one["validation"]) == (found[0]["loss"], found[0]["validation"])
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("rule", ["pointwise", "block"])
+def test_it_is_priced_counted_and_allocated(rule):
+    machine = Machine.load("lassen")
+    strategies = [Strategy({"height": 2}, options={"recompute": one}) for one in ("none", rule)]
+    for name in ("mesh", "unet"):
+        network = NETWORKS[name]()
+        kept, again = (
+            simulate(network, strategy, 4, Pricing(Wires(machine), RooflineTimes(machine)), ranks=2)
+            for strategy in strategies
+        )
+        assert kept.step_seconds < again.step_seconds
+        counts = [count_step(network, strategy, 4, 2) for strategy in strategies]
+        assert repr(counts[0]) == repr(counts[1])
+        with Communicator(MPI.COMM_WORLD) as comm, Executor(
+            network, comm, get_backend("numpy"), 4, strategies[1], "float32"
+        ) as executor:
+            assert executor.program.placement.size == len(executor.runner.arena)
