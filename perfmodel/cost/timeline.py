@@ -70,19 +70,15 @@ def price_layer(step: Step, forward: Sequence[Operation], backward: Sequence[Ope
     """
     strips = any(isinstance(o, Run) and o.timing is not None and o.timing.phase == "boundary" for o in forward)
     chosen = strips and pricing.best_halo and step.options.get("halo", "auto") == "auto"
-    costs = [_alone(step, forward, backward, pricing, pads) for pads in ((True, False) if chosen else (False,))]
-    return min(costs, key=lambda cost: cost.forward_seconds)
-
-
-def _alone(
-    step: Step, forward: Sequence[Operation], backward: Sequence[Operation], pricing: Pricing, pads: bool
-) -> LayerCost:
-    player = _Player(pricing, {step.name: step}, {step.name} if backward else set(), pads)
-    player.compute(step.name, forward, "forward")
-    seconds, algorithm = player.now, player.algorithms.get(step.name, "")
+    name, trained = step.name, {step.name} if backward else set()
+    players = [_Player(pricing, {name: step}, trained, pads) for pads in ((True, False) if chosen else (False,))]
+    for player in players:
+        player.compute(name, forward, "forward")
+    player = min(players, key=lambda one: one.now)
+    seconds, algorithm = player.now, player.algorithms.get(name, "")
     player.begin_backward()
     if backward:
-        player.compute(step.name, backward, "backward_data")
+        player.compute(name, backward, "backward_data")
     terms = {term: spent for (_, term), spent in player.terms.items()}
     return LayerCost(seconds, player.now, terms, algorithm)
 
