@@ -12,6 +12,7 @@ modified.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -102,15 +103,22 @@ def owners(blocks: Blocks) -> Blocks:
 
 @lru_cache(maxsize=16384)
 def _first(axis: Intervals) -> Intervals:
-    seen: list[Interval] = []
+    covered: list[Interval] = []  # union of the intervals so far, in order; intervals that touch are joined
     found = []
     for a, b in axis:
-        rest = [(a, b)] if b > a else []
-        for c, d in seen:
-            rest = [p for x, y in rest for p in ((x, min(y, c)), (max(x, d), y)) if p[1] > p[0]]
+        first = last = bisect.bisect_left(covered, a, key=lambda interval: interval[1])
+        rest, at = list[Interval](), a
+        while last < len(covered) and covered[last][0] <= b:
+            c, d = covered[last]
+            if c > at:
+                rest.append((at, c))
+            at, last = max(at, d), last + 1
+        if at < b:
+            rest.append((at, b))
         if len(rest) > 1:
             raise ValueError(f"replicas: expected intervals that follow one another or are equal, got {axis[:8]}")
         found.append(rest[0] if rest else (a, a))
         if rest:
-            seen.append(rest[0])
+            joined = [(a, b), *covered[first:last]]
+            covered[first:last] = [(min(c for c, _ in joined), max(d for _, d in joined))]
     return tuple(found)

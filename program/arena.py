@@ -69,9 +69,10 @@ def place(operations: Sequence[Operation], kept: Sequence[Buffer]) -> Placement:
         end += aligned(buffer.nbytes)
         uses[buffer.use] = uses.get(buffer.use, 0) + aligned(buffer.nbytes)
     spans = lifetimes(operations, kept)
-    several = any(len(some) > 1 for some in spans.values())
-    own, end = (_by_size if several else _in_time)(spans, end)
-    return Placement({**offsets, **own}, end, uses)
+    own, size = _by_size(spans, end)
+    if all(len(some) == 1 for some in spans.values()):
+        own, size = min((own, size), _in_time(spans, end), key=lambda placed: placed[1])
+    return Placement({**offsets, **own}, size, uses)
 
 
 Spans = list[tuple[int, int]]

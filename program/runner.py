@@ -143,8 +143,12 @@ class Runner:
         kernels.take_substitutes()  # drops those of earlier programs
         self._open(program)
         self.poison = Poison(program, self.view) if debug else None
-        self.forward = [self._bind(segment) for segment in program.forward]
-        self.backward = [self._bind(segment) for segment in program.backward]
+        try:
+            self.forward = [self._bind(segment) for segment in program.forward]
+            self.backward = [self._bind(segment) for segment in program.backward]
+        except BaseException:
+            self.close()  # a kernel that is refused must not keep the channels
+            raise
 
     def view(self, view: View) -> Any:
         """Return the array of a view."""

@@ -142,7 +142,7 @@ class Executor:
         self.checks: dict[str, GradientCheck] = {}
         self.network, self.comm, self.kernels, self.batch = network, comm, kernels, batch
         self.debug = debug
-        with ExitStack() as guards, comm.agreement():
+        with ExitStack() as opened, comm.agreement():
             for name in self.probed:
                 check_name(name, network.inputs)
             self._kept = frozenset(name_of(network, name) for name in kept)
@@ -151,7 +151,7 @@ class Executor:
                     raise UserError(
                         f"debug: expected kernels on the CPU with it, got {kernels.name}; use onednn or numpy"
                     )
-                guards.enter_context(GUARDS)
+                opened.enter_context(GUARDS)
                 GUARDS.each_kernel = True
             self.strategy = strategy or Strategy({"sample": comm.size})
             self.strategy.validate(network, comm.size)
@@ -160,8 +160,9 @@ class Executor:
             self.dtype = check_dtype(dtype, kernels)
             self.memory = Memory(kernels)
             self.mode = Mode(training=trainable, seed=seed, valid=batch, size=batch)
-            self._made_store = store is None
             self.store = store or self._make_store(seed)
+            if store is None and self.store.loss_scale is not None:
+                opened.callback(self.store.loss_scale.close)
             if trainable and self.store.parts != parts:
                 raise ValueError(f"store: expected one for {parts} parts of a batch, got one for {self.store.parts}")
             if self.store.low != (self.dtype if is_low(self.dtype) else None):
@@ -176,8 +177,8 @@ class Executor:
             if graph:
                 check_graph(comm, self.device)
             self._graph, self.graphs = graph and trainable, list[GraphedPass]()
-            self._bind(trainable)
-            self._guards = guards.pop_all()
+            self._bind(trainable, opened)
+            self._opened = opened.pop_all()
         report_substitutes(comm, self.runner.substitutes)
 
     def _make_store(self, seed: int) -> ParameterStore:
@@ -192,7 +193,10 @@ class Executor:
         """Dense layers whose gradients are replicated, or may be by :meth:`reduce_by`; in order of computation."""
         return exposed_layers(self.strategy, self.network, self.batch)
 
-    def _bind(self, trainable: bool) -> None:
+    def _bind(self, trainable: bool, opened: ExitStack) -> None:
+        """Compile the program, and make what runs it; `opened` frees it, also after an error."""
+        if trainable:
+            check_possible(self.store, self.comm, self.store.scheme)
         target = Target(
             self.batch,
             self.comm.size,
@@ -212,10 +216,13 @@ class Executor:
         arrays = {"params": store.params, "copies": store.copies, "grads": store.grads, "state": store.state}
         arrays["rounded"] = store.rounded
         self.runner = Runner(self._layers, self.comm, self.kernels, arrays, self.mode, self.debug)
+        opened.callback(self.runner.close)
         for use, nbytes in self.program.placement.uses.items():
             self.memory.count(nbytes, use)
         self.pass_loss = PassLoss(self.comm, self.device, self.loss)
+        opened.callback(self.pass_loss.close)
         self.reducer: Reducer | None = self._make_reducer() if trainable else None
+        opened.callback(self._close_reducer)
         self._make_calls()
 
     @property
@@ -433,13 +440,11 @@ class Executor:
     def close(self) -> None:
         """Free graphs, kernels, channels and reductions. Collective."""
         self._drop_graphs()
-        self.runner.close()
+        self._opened.close()
+
+    def _close_reducer(self) -> None:
         if self.reducer is not None:
             self.reducer.close()
-        self.pass_loss.close()
-        if self._made_store and self.store.loss_scale is not None:
-            self.store.loss_scale.close()
-        self._guards.close()
 
     def _drop_graphs(self) -> None:
         """Free the graphs, before the messages that they contain."""

@@ -66,11 +66,6 @@ class Reducer:
         Called with a bucket after its gradients are summed: when its parameters are next needed or at :meth:`finish`,
         whichever comes first. None: nothing is updated.
 
-    Raises
-    ------
-    UserError
-        If the scheme of the store is not possible here; on all ranks.
-
     Notes
     -----
     Communication per process and step: `halograd.perfmodel.cost.count_program`. Residuals of rounding are in
@@ -93,7 +88,6 @@ class Reducer:
         recorded: Callable[[str, str, Sequence[Call]], Sequence[Call]],
         checks: Mapping[str, Call] | None = None,
     ) -> None:
-        check_possible(store, comm, store.scheme)
         self.program, self.store, self.comm = program, store, comm
         self.update: Callable[[Bucket], None] | None = None
         self._runner, self._recorded, self._checks = runner, recorded, checks or {}

@@ -21,6 +21,7 @@ from halograd.dtensor import (
     plan_exchange,
     shared_boundaries,
 )
+from halograd.dtensor.plan import owners
 from tests.support.refusals import refusals
 
 boxes = st.builds(
@@ -252,6 +253,25 @@ def test_blocks_are_a_sequence_of_boxes(case):
     assert owned.contain(wanted) == all(a.contains(b) for a, b in zip(owned, wanted))
     both = owned.joined([owned.map(*[lambda a, b: (a - 1, b)] * len(shape))])
     assert all(a.contains(b) for a, b in zip(both, owned))
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(-1, 5)), min_size=1, max_size=8))
+def test_the_first_part_that_holds_an_element_owns_it(axis):
+    parts = tuple((start, start + length) for start, length in axis)
+    seen: set[int] = set()
+    expected: list | None = []
+    for start, stop in parts:
+        own = sorted(set(range(start, stop)) - seen)
+        seen.update(own)
+        if own and own[-1] - own[0] + 1 != len(own):
+            expected = None
+            break
+        expected.append((own[0], own[-1] + 1) if own else (start, start))
+    if expected is None:
+        with pytest.raises(ValueError, match="replicas: expected intervals that follow one another"):
+            owners(Blocks((parts,)))
+    else:
+        assert [owners(Blocks((parts,)))[k].ranges[0] for k in range(len(parts))] == expected
 
 
 @given(st.lists(st.tuples(st.integers(1, 3), st.sampled_from(["each", "all", "first"])), max_size=4), st.integers(0, 2))

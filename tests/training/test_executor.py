@@ -13,11 +13,12 @@ from halograd.kernels import Kernel, KernelError, get_backend
 from halograd.kernels.guards import GUARDS, GuardError
 from halograd.kernels.numpy import NumpyBackend
 from halograd.layers import BatchNorm, Conv, Input, MeanSquaredError, Network
+from halograd.layers.reduction_scheme import Scheme
 from halograd.layers.strategy import Strategy
 from halograd.testing import random_array
 from halograd.training.executor import Executor, Gather
 from tests.support.fake_device import FakeBackend
-from tests.training.steps import copied
+from tests.training.steps import NETWORKS, copied
 
 SHAPE = (7, 6, 2)
 
@@ -251,3 +252,13 @@ def test_a_kernel_that_a_library_lacks_names_its_layer(monkeypatch):
     monkeypatch.setattr(NumpyBackend, "conv_forward", conv_forward)
     with Communicator(MPI.COMM_SELF) as comm, pytest.raises(KernelError, match=r"^conv: expected another kernel"):
         Executor(network(), comm, get_backend("numpy"), 2, None, "float64")
+
+
+@pytest.mark.ranks(2)
+def test_an_executor_that_is_refused_keeps_no_channels():
+    with Communicator(MPI.COMM_WORLD, "mpi") as comm:
+        refused = Strategy({"height": comm.size}, reduction=Scheme("host_accumulate"))
+        for _ in range(2):
+            with pytest.raises(UserError, match="expected a transport by which ranks share memory"):
+                Executor(NETWORKS["mesh"](), comm, get_backend("numpy"), 4, refused)
+            assert comm.buffer_bytes == 0
