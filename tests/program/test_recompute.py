@@ -13,6 +13,7 @@ from halograd.layers.strategy import Strategy
 from halograd.lowering.operations import Operation, Release
 from halograd.lowering.views import Buffer
 from halograd.models import build
+from halograd.program import arena
 from halograd.program.arena import lifetimes, place
 from halograd.program.compiler import compile_program
 from halograd.program.keeping import keep_few
@@ -89,12 +90,12 @@ def test_what_has_other_effects_or_is_read_later_is_kept():
     calls = []
 
     class Counts(hg.Layer):
-        def forward(self, x, y):
+        def forward(self, inputs, params, box):
             calls.append(1)
-            y[...] = x
+            return inputs[0].copy()
 
-        def backward(self, x, y, dy, dx):
-            dx[...] = dy
+        def backward(self, dy, inputs, params, box):
+            return [dy.copy()], {}
 
     x, target = hg.Input((4, 4, 2), name="x"), hg.Input((4, 4, 2), name="target")
     y = hg.ReLU(name="read")(hg.Conv(2, 1)(Counts(name="counts")(hg.ReLU(name="relu")(hg.Conv(2, 1)(x)))))
@@ -118,7 +119,7 @@ def test_listing_names_what_ends_and_what_is_made_again():
 
 
 def test_segments_of_equal_bytes_take_less_than_pointwise_layers_alone():
-    network, target = build("mesh_1k"), Target(1)
+    network, target = build("mesh_2k"), Target(1)
     sizes = [
         compile_program(network, strategy, target).placement.size
         for strategy in (
@@ -127,7 +128,7 @@ def test_segments_of_equal_bytes_take_less_than_pointwise_layers_alone():
             keep_few(network, Strategy({}), target),
         )
     ]
-    assert sizes[2] < 0.5 * sizes[0] and sizes[2] < sizes[1] < 0.6 * sizes[0]
+    assert sizes[2] < 0.42 * sizes[0] and sizes[1] < 0.53 * sizes[0]
 
 
 # -- memory ---------------------------------------------------------------------------------------
@@ -169,3 +170,13 @@ def test_no_two_arrays_share_memory_while_both_are_used(operations):
 
 def _alive(spans, at):
     return any(first <= at <= last for first, last in spans)
+
+
+def test_the_arena_is_the_smaller_of_two_placements():
+    """In the order of time, arrays of a network that is cut along two axes leave holes; the largest first, fewer."""
+    network = build("unet3d", resolution=32)
+    program = compile_program(network, Strategy({"depth": 2, "height": 2}), Target(1, 4))
+    spans = lifetimes(list(program), program.kept)
+    fixed = sum(program.placement.kept.values())
+    sizes = [placed(spans, fixed)[1] for placed in (arena._in_time, arena._by_size)]
+    assert program.placement.size == min(sizes) < sizes[0]
