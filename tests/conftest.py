@@ -59,7 +59,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Make ``-m mpi`` select the tests of the other two markers too; give every test a limit for this machine."""
+    """Make ``-m mpi`` select tests of the other two markers too; set the time limit of every test for this machine."""
     if sizes_of(item) and item.get_closest_marker("mpi") is None:
         item.add_marker("mpi")
     own, common = item.get_closest_marker("timeout"), item.config.getoption("timeout")
@@ -68,7 +68,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the tests for this number of ranks, or for this half of the serial ones."""
+    """Keep the tests for this number of ranks; without MPI, keep this half of the serial ones."""
     size = config.stash[SIZE]
     _check_marks(items)
     wanted = [size in sizes_of(item) if size else not sizes_of(item) for item in items]
@@ -85,7 +85,7 @@ def pytest_collection_finish() -> None:
 
 
 def _check_marks(items: list[pytest.Item]) -> None:
-    """Check that marks are visible in the text of the files, because the runner chooses files by it."""
+    """Check that the file of each marked test contains its marks as text, by which the runner chooses files."""
     named: dict[Path, set[int]] = {}
     for item in items:
         if item.path not in named:
@@ -95,7 +95,7 @@ def _check_marks(items: list[pytest.Item]) -> None:
 
 
 class SerialLimit:
-    """A second limit of serial tests, which ends the process if pytest-timeout's signal has no effect."""
+    """Second limit of serial tests, which ends the process if pytest-timeout's signal has no effect."""
 
     def __init__(self, watchdog: Watchdog) -> None:
         self.watchdog = watchdog

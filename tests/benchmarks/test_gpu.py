@@ -40,7 +40,7 @@ def kernels():
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
-    """Limit the number of steps, because the double's clock counts enqueued work. torch has enough time."""
+    """Limit the number of steps, because each call advances the double's clock; torch gets the usual time limit."""
     monkeypatch.setattr(contests, "MOST_STEPS", 3)
     monkeypatch.setattr(host, "CALLS", 3)
     for name in ("EAGER_PATIENCE", "STEPS_PATIENCE", "COMPILE_PATIENCE"):
@@ -101,7 +101,7 @@ def test_rounds_take_turns():
 @needs_torch
 @pytest.mark.parametrize("name", SMALL)
 def test_torch_trains_the_same_network(kernels, torch, name):
-    """`contest` raises if the first losses differ; it compares our graphs with torch's eager mode."""
+    """`contest` raises if first losses of our graph and torch differ; its report contains all modes and figures."""
     with Communicator(MPI.COMM_SELF) as comm:
         text, numbers = contest(kernels, comm, SMALL[name], "tf32", torch)
     torch.ask(LIMIT, do="free")
@@ -133,7 +133,7 @@ def test_torch_that_fails_or_takes_too_long_is_told():
 
 
 class Answers:
-    """Double of torch that returns our loss and a time."""
+    """Double of torch that returns the loss of our network and a constant time."""
 
     def __init__(self, device="cuda"):
         self.asked = []

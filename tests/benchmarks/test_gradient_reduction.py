@@ -17,7 +17,7 @@ from halograd.layers.strategy import Strategy
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_ranks_stand_for_the_machine_of_the_paper(name):
-    """Sums, rows and layers of the narrow network take the paper's times; every scheme is available."""
+    """Sums, rows and layers of the shrunken network take the time of the paper's machine; every scheme is available."""
     part = Part(PAPERS[name], 4)
     s, alpha_beta = part.setting, part.links
     whole = 4 * sum(spec.size for spec in part.paper.network.parameters().values())

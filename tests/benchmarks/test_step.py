@@ -141,7 +141,7 @@ for make in Conv(2, 3, activation="leaky_relu"), BatchNorm(activation="gelu"), l
 
 @pytest.mark.torch
 def test_torch_refuses_what_it_would_compute_otherwise():
-    """Runs in a separate process, because the module prevents MPI from starting."""
+    """The torch contestant rejects activations that it would compute differently. It runs in a separate process."""
     pytest.importorskip("torch", reason="needs torch as oracle: pip install 'halograd[oracle]'")
     done = subprocess.run([sys.executable, "-c", WITH_TORCH], capture_output=True, text=True, timeout=LIMIT)
     refused = [line.rpartition("got ")[2] for line in done.stdout.splitlines()]
@@ -156,8 +156,7 @@ def test_contestants_take_part_in_what_they_can_do():
 
 @pytest.mark.parametrize("problem", ["mesh-tiny", "resnet-tiny"])
 def test_halos_by_hand_and_16_bits_train_alike(problem):
-    """These networks have windows with strides, pooling, norms and both losses; equal losses are required for timing.
-    """
+    """The contestants with hand-written halos and with 16 bits have the losses of ours, which timing requires."""
     pytest.importorskip("torch", reason="needs torch as peer: pip install 'halograd[peers]'")
     named = {e.name: replace(e, threads=1) for e in CONTESTANTS}
     entries = [named[name] for name in ("halograd-2x1", "torch-gloo", "torch-bf16")]

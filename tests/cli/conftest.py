@@ -26,7 +26,7 @@ def typed(capsys) -> Callable[..., tuple[int, str, str]]:
 
 @pytest.fixture
 def known(shared, monkeypatch) -> Path:
-    """Return a folder shared by all ranks, with an empty cache, and a machine that need not be measured."""
+    """Return a folder shared by all ranks; the cache is empty, and the machine is known without measurements."""
     machine = Machine.load("p100-cluster")
     monkeypatch.setenv("HALOGRAD_CACHE", str(shared / "cache"))
     monkeypatch.setattr(measuring.Measuring, "known_machine", lambda self, path: machine)

@@ -243,7 +243,7 @@ def test_a_run_settles_on_what_was_faster(known, monkeypatch):
 
 @pytest.mark.ranks(2)
 def test_a_plan_rests_on_measured_times(known, monkeypatch):
-    """The planner may request further layers several times, each time with new measurements."""
+    """Every layer shape that the planner requests, possibly in several rounds, is measured."""
     measured: list[str] = []
     calls: list[object] = []
 
@@ -274,7 +274,7 @@ def test_a_plan_rests_on_measured_times(known, monkeypatch):
 
 @pytest.mark.ranks(1)
 def test_a_budget_is_one_for_all_rounds(tmp_path, monkeypatch):
-    """All rounds share the budget."""
+    """All rounds of measurements of a run share one budget."""
     budgets = []
 
     def layers(self, works, budget, again, show):
@@ -312,7 +312,7 @@ def test_what_one_rank_cannot_do_ends_no_run(known, monkeypatch, fault):
 
 @pytest.mark.ranks(2)
 def test_what_the_configuration_forbids_is_no_rival(tmp_path):
-    """An optional strategy must not end a run."""
+    """Baselines take the run's reduction settings; a baseline that conflicts with them is skipped, not an error."""
     network = build("lenet5")
     with Communicator(MPI.COMM_WORLD) as comm:
         asked = ["reduction.name=bucketed", "reduction.replicated_dense=1"]
@@ -331,7 +331,7 @@ BATCH, RANKS = 8, 4
 
 
 class Disturbed(Recorded):
-    """Measurements in which some layers take a second longer."""
+    """Recorder of measurements that adds one second to the times of some layers."""
 
     def __init__(self, keys):
         super().__init__(RooflineTimes(MACHINE))

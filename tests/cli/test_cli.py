@@ -72,7 +72,7 @@ def test_only_rank_0_tells_of_a_mistake():
 
 
 def job(tmp_path, body: str, patience: float = 1e6):
-    """Run a command with this body on 2 ranks; one waits `patience` [s] for the other to fail in the same way."""
+    """Run a command with this body on 2 ranks; a failing rank waits `patience` [s] for the other to fail likewise."""
     script = tmp_path / "job.py"
     script.write_text(
         "from mpi4py import MPI\n"

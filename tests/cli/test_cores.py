@@ -1,4 +1,4 @@
-"""`halograd plan --cores`: every split is a job with its own threads, the best is printed; and the hint of ``auto``."""
+"""`halograd plan --cores`: every split is a job with its own threads, and the best is printed; the hint of ``auto``."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ from tests.cli.test_automatic import AUTO, UNMEASURED
 
 @pytest.fixture
 def jobs(monkeypatch):
-    """Record the started jobs (ranks and configuration); results are made up, and there is none for 3 ranks."""
+    """Record the started jobs (command, ranks, configuration); return made-up results, and none for 3 ranks."""
     found = []
 
     def started(mpiexec, ranks, arguments, say):

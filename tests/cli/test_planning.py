@@ -112,7 +112,7 @@ def test_a_baseline_may_be_asked_for(typed):
 
 
 def test_baselines_with_equal_cuts_take_the_same(typed, planned):
-    """A mesh network has no dense layer, so `owt` equals `data`, and so does the plan."""
+    """A mesh network has no dense layer, so `owt` equals `data`; baselines with the cuts of the plan are not tried."""
     rows = {b["name"]: b for b in json.loads(typed("plan", *SMALL, *LASSEN, "--json")[1])["baselines"]}
     assert rows["owt"] == {**rows["data"], "name": "owt"} and rows["owt"]["speed_up"] > 1
     made = Plan.load(planned)
@@ -123,7 +123,7 @@ def test_baselines_with_equal_cuts_take_the_same(typed, planned):
 
 
 def test_a_grid_is_shown_where_one_was_looked_for(planned):
-    """A plan with a fixed planner, or of an earlier version, has no grid; baselines are simulated."""
+    """The grid is simulated only for a plan that searched for grids; the other baselines are simulated for any plan."""
     made = Plan.load(planned)
     assert made.request is not None
     network = build(made.request.model, **made.request.options)
@@ -133,7 +133,7 @@ def test_a_grid_is_shown_where_one_was_looked_for(planned):
 
 
 def test_the_arrays_of_the_optimizer_count(typed):
-    """Adam keeps two arrays of the parameters' size, SGD one: in a plan, its baselines, and in a prediction."""
+    """Adam keeps two arrays of the parameters' size, SGD one; plans, baselines and predictions count their memory."""
     network = build("mesh", resolution=[128, 64], widths=[8, 16], convs=1)
     parameters = 4 * sum(math.prod(p.shape) for p in network.parameters().values())
     found = {}
@@ -220,7 +220,7 @@ def test_predict_scales_strongly_and_weakly(typed, tmp_path):
 
 
 def test_predict_where_some_numbers_of_ranks_have_no_grid(typed, tmp_path):
-    """A narrow sample has enough rows for two ranks, but not for sixteen."""
+    """A narrow sample has enough rows for two ranks, but not for sixteen, so the prediction has no grid for sixteen."""
     few = ("mesh", "--option", "resolution=[4, 1]", "--option", "widths=[8]", "--option", "convs=1")
     arguments = ("predict", *few, "--machine", "lassen", "--ranks", "2,16", "--batch", "1")
     code, out, err = typed(*arguments, "--json", "--plot", tmp_path / "curves.png")
@@ -246,7 +246,7 @@ def test_predict_says_where_nothing_fits(typed):
     ],
 )
 def test_an_output_that_cannot_be_written_is_found_first(typed, planned, tmp_path, monkeypatch, path, message):
-    """The error comes before minutes of planning."""
+    """An output path that cannot be written is an error before planning or measuring begins."""
     monkeypatch.setattr("halograd.planning.make_plan", lambda *_: pytest.fail("it plans"))
     monkeypatch.setattr("halograd.cli.explaining._asked", lambda *_: pytest.fail("it plans"))
     monkeypatch.setattr("halograd.cli.profiling.Measuring", lambda *_: pytest.fail("it measures"), raising=False)
@@ -365,7 +365,7 @@ def test_machine_files_with_faults(typed, tmp_path, change, message):
 
 
 def test_what_takes_long_shows_a_sign_of_life_on_a_terminal(typed, tmp_path):
-    """Nothing is shown if stderr is not a terminal."""
+    """Long commands print their progress on a terminal, and nothing if stderr is not a terminal."""
     out = str(tmp_path / "plan.json")
     for words, sign in [
         (("plan", *SMALL, *LASSEN, "--out", out), "planning mesh on 8 ranks"),

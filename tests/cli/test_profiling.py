@@ -1,4 +1,4 @@
-"""`halograd profile` and `halograd bench` from the outside: alone, under MPI, and resumed."""
+"""`halograd profile` and `halograd bench` as commands: on one rank, under MPI, and resumed."""
 
 import json
 import re
@@ -15,7 +15,7 @@ from tests.launch import command_line, mpiexec
 
 
 def test_alone_it_measures_resumes_and_writes(typed, tmp_path, monkeypatch):
-    """The first run is a separate process, which fills only the cache on disk."""
+    """A second run resumes from the cache on disk that a separate process has filled, and writes the machine file."""
     monkeypatch.setenv("HALOGRAD_CACHE", str(tmp_path / "cache"))
     out = tmp_path / "machine.toml"
     first = command_line(*SMALL, "--out", out, "--ranks", 2, "--budget", 0)

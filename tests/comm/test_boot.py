@@ -63,9 +63,7 @@ def test_an_exception_on_one_rank_ends_the_job_with_its_traceback():
 
 @pytest.mark.parametrize("attempt", range(4))
 def test_the_code_of_an_abort_reaches_the_launcher(attempt):
-    """The code of an abort reaches the launcher, also from a clone, where MPICH's mpiexec may see the later kills
-    first.
-    """
+    """The exit code of an abort reaches the launcher, also from a cloned communicator."""
     body = "import time; from halograd.comm.ending import end\nmine = world.Dup()\n"
     body += "if mine.rank == 1: end(mine, 130)\ntime.sleep(60)"
     assert run(body)[0] == 130
@@ -78,7 +76,7 @@ def test_a_thread_may_exit_by_itself():
 
 @pytest.mark.parametrize("read", [True, False])
 def test_a_job_is_ended_when_the_launcher_has_read_what_was_printed(monkeypatch, read):
-    """The job also ends if the launcher reads nothing."""
+    """The job is ended after the launcher has read the printed error, and also if it reads nothing."""
 
     class Reader(DrivenClock):
         def sleep(self, seconds):
@@ -154,7 +152,7 @@ SLURM = {"SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "1,4(x2),3"}
     ],
 )
 def test_shared_memory_that_does_not_suffice_to_start(environment, needed):
-    """The need is that of all ranks of a node; Open MPI reports the shortage itself."""
+    """The message gives the shared memory that all ranks of a node need; Open MPI reports a shortage itself."""
     found = shared_memory_fault(0, environment)
     assert shared_memory_fault(100 << 20, environment) is None
     if needed is None:
@@ -179,7 +177,7 @@ def in_small_memory(mebibytes, *command, **variables):
 @pytest.mark.skipif(mpi.LAUNCHER in os.environ, reason="needs MPICH: Open MPI reports it by itself")
 @pytest.mark.parametrize("ranks", [0, 1, 2])
 def test_a_line_before_mpi_crashes_for_want_of_shared_memory(ranks):
-    """The first rank of the node prints the line once, whether MPICH then crashes or not."""
+    """The first rank of a node prints one warning about too little shared memory before MPICH may crash."""
     launcher = [find_mpiexec(), "-n", str(ranks)] if ranks else []
     command = [*launcher, sys.executable, "-m", "halograd", "doctor"]
     done = in_small_memory(16, *command)

@@ -137,7 +137,7 @@ def test_buffers_stay_where_they_are_and_are_aligned(communicator):
 
 
 class Between:
-    """`MPI` whose shared segments begin between two cache lines, as in Open MPI."""
+    """Double of `MPI` whose shared segments begin between two cache lines, as in Open MPI."""
 
     def __init__(self, wrapped, **replaced):
         self._wrapped = wrapped
@@ -281,7 +281,7 @@ def test_memory_of_closed_channels_is_used_again(comm):
 
 
 def test_shared_buffers_are_the_peers_own(comm):
-    """Receiving copies nothing: data that the peer writes after the exchange are visible at once."""
+    """Receiving from shared memory copies nothing: data that the peer writes after the exchange are visible at once."""
     with Communicator(comm, "shared") as communicator:
         channel = open_channel(communicator, np.full((comm.size, comm.size), 4))
         right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
@@ -340,7 +340,7 @@ def test_too_little_shared_memory_is_an_error_not_a_bus_error(comm, monkeypatch)
 
 
 def test_channels_made_together_are_of_one_device(comm):
-    """All ranks need the same kind of device: otherwise they would wait for messages of another transport."""
+    """Channels that are opened together need the same kind of device on all ranks; a mixture is an error on all."""
     elsewhere = SimpleNamespace(is_host=False, name="a device")
     none = ChannelSpec({}, {}, np.float32)
     with Communicator(comm) as communicator:

@@ -10,13 +10,13 @@ HALF_ULP = 2.0**-8  # relative, of 8 significant bits
 
 
 def draw(count, seed=0):
-    """Return numbers of all magnitudes of gradients, and far beyond."""
+    """Return random numbers with magnitudes of gradients, and with much larger and smaller ones."""
     rng = np.random.default_rng(seed)
     return (rng.standard_normal(count) * 10.0 ** rng.integers(-30, 30, count)).astype(np.float32)
 
 
 def rounded(values, error=None):
-    """Return the summands after the stages of one rank: encoding, and decoding of its own message."""
+    """Return the values after one rank has encoded them and decoded its own message."""
     encoding = Encoding(BFloat16(), values.dtype, [slice(0, values.size)])
     wire, out = np.zeros(values.size, np.uint16), np.full(values.size, np.nan, np.float32)
     if error is not None:

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.mpi
 
 
 class PickyError(Exception):
-    """Error that cannot be constructed from a text alone."""
+    """Exception whose constructor needs more than a text."""
 
     def __init__(self, key, value):
         super().__init__(f"{key}={value}")
@@ -39,7 +39,7 @@ def test_a_fault_of_one_rank_is_raised_on_all(plain, fault):
 
 
 def named(comm, rank):
-    """Return the name of the faulty rank in a message; empty for a single rank."""
+    """Return the prefix of a message that names the faulty rank; empty for a single rank."""
     return f"rank {rank}: " if comm.size > 1 else ""
 
 
@@ -152,7 +152,7 @@ def test_an_unknown_transport_is_refused(comm, text, message):
 
 @pytest.mark.ranks(2)
 def test_a_transport_that_one_rank_does_not_have(comm, working, tmp_path, monkeypatch):
-    """A file of the user that is not there on one rank is an error of all."""
+    """A transport file that is missing on one rank is an error on all ranks."""
     Path("net.py").write_text("from halograd.comm.transport import Mpi as Own\n")
     if comm.rank == 1:  # as on the local disk of another node
         monkeypatch.chdir(tmp_path)
@@ -209,7 +209,7 @@ def test_closing_frees_windows_thread_and_groups(comm):
 
 
 def test_a_local_fault_does_not_wait_for_the_others(comm):
-    """A rank that leaves by an error of its own frees nothing that is collective."""
+    """A rank that leaves a communicator by its own error does not close it, because closing is collective."""
     communicator = Communicator(comm, "mpi")
     if comm.rank == 0:
         with pytest.raises(RuntimeError, match="mine alone"), communicator:

@@ -32,7 +32,7 @@ def ring(communicator):
 
 
 def awake(clock, seconds):
-    """Return the fraction of the time in which the rank did not sleep, and forget its naps."""
+    """Return the time [s] in which the rank did not sleep, and forget its naps."""
     asleep, clock.naps = sum(clock.naps), []
     return seconds - asleep
 

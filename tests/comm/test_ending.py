@@ -23,7 +23,7 @@ BRISK = "from halograd.comm import ending\nending.PATIENCE.update({1: 0.1, 2: 0.
 
 
 def finish(tmp_path, text, ranks=2, options=(), env=None):
-    """Return a finished script that ran on this number of ranks; 0: without a launcher."""
+    """Return the finished process of a script on this number of ranks; 0 means without a launcher."""
     script = tmp_path / "script.py"
     script.write_text(text)
     arguments = [*options, str(script)]
@@ -47,7 +47,7 @@ def ours(stderr):
 
 @pytest.mark.parametrize("ranks", [0, 2])
 def test_a_mistake_in_what_fit_is_given_is_one_line(tmp_path, ranks):
-    """No communicator is open at this time."""
+    """A wrong argument of `fit` is one line with the place in the script, although no communicator is open."""
     code, _, stderr = run(tmp_path, PATIENT + START + "hg.fit('unet2d', 'data.h5', 'out', epochs=0, batch=1)\n", ranks)
     expected = "halograd: error: fit(): training.epochs: expected a whole number >= 1, got 0 (script.py, line 6)\n"
     assert (code, stderr) == (2, expected)
@@ -72,7 +72,7 @@ def test_the_example_of_the_readme_ends_when_a_rank_fails(tmp_path, manager):
 
 
 def test_a_rank_that_fails_in_a_step_does_not_wait_for_its_sums(tmp_path):
-    """The sums are active when the rank leaves the ``with`` of its executor."""
+    """A rank that fails while gradient sums are active ends the job, and does not wait for the sums."""
     text = START + "x, target = hg.Input((4, 1), name='x'), hg.Input((4, 1), name='target')\n"
     text += "network = hg.Network({'loss': hg.MeanSquaredError()(hg.Conv(1, 1)(x), target)})\n"
     text += "with hg.Communicator(MPI.COMM_WORLD) as comm:\n"
@@ -123,7 +123,7 @@ def test_ranks_that_work_apart_end_apart(tmp_path):
 
 @pytest.mark.parametrize("kind", ["UserError", "OSError"])
 def test_an_agreed_error_is_told_where_it_arose(tmp_path, kind):
-    """All ranks close the communicator together in the ``with``; afterwards nothing has to be aborted."""
+    """The message of an agreed error names the rank where it arose; all ranks close together, without an abort."""
     kind = "hg.UserError" if kind == "UserError" else kind
     body = f"comm.agree({kind}('bad disk') if rank == 1 else None)"
     done = finish(tmp_path, PATIENT + WITHIN + body)
@@ -184,7 +184,7 @@ def test_an_exception_that_the_script_catches_is_its_own(tmp_path):
 
 
 def test_ranks_that_all_leave_by_an_error_they_catch_go_on_alone(tmp_path):
-    """One rank may continue for longer: here until the other process has ended in Python."""
+    """After a caught error that all ranks share, one rank may run longer than the other, and no process is aborted."""
     text = START + "try:\n    with hg.Communicator(MPI.COMM_WORLD, 'mpi') as comm: raise ValueError\n"
     text += "except ValueError:\n    pass\n"
     text += PATIENT + "MPI.COMM_WORLD.Barrier()\nif comm.rank == 0: MPI.COMM_WORLD.recv(source=1)\n"

@@ -61,7 +61,7 @@ def check_all(communicator, method, dtype="float64", order=(3, 1, 0, 2), steps=3
 
 
 def check(communicator, method, buffer, number):
-    """Assert that the buffer holds the result of this method for the numbers from `draw`."""
+    """Assert that the buffer holds the result of this method for the values from `draw`."""
     size, dtype = buffer.size, buffer.dtype
     parts = shards(size, communicator.size, buffer.itemsize)
     if method == "all_gather":
@@ -114,8 +114,7 @@ def test_both_halves_are_an_all_reduce(communicator):
 @pytest.mark.parametrize("communicator", ["auto", f"{FAST},node=2"], indirect=True)
 @pytest.mark.parametrize("method", ["reduce_scatter", "hierarchical", "accumulate"])
 def test_groups_sum_among_themselves(communicator, method):
-    """One group has ranks 0 and 2 (on two emulated nodes), another the other ranks; a sum of all ranks is active too.
-    """
+    """Groups (ranks 0 and 2, on two emulated nodes, and the others) sum independently during a sum of all ranks."""
     color = communicator.rank % 2
     group = communicator.split(color)
     assert group.nodes == tuple(range(group.size)) if "node" in communicator.transport else (0,) * group.size
@@ -268,7 +267,8 @@ def test_ranks_of_an_emulated_node_have_no_network_between_them(network_clock):
 @pytest.mark.mpi(min_size=3)
 @pytest.mark.parametrize("method", ["allreduce", "reduce_scatter", "all_gather", "hierarchical", "accumulate"])
 def test_how_long_a_collective_takes_on_an_emulated_network(method, network_clock):
-    """Collectives take the time of rings over all ranks, or half of it; hierarchical sums are rings over nodes."""
+    """On an emulated network a sum takes the time of a ring over ranks, or half of it; a hierarchical one over nodes.
+    """
     alpha, beta, count, clock = 0.02, 1e-7, 50_000, network_clock
     by_nodes = method in ("hierarchical", "accumulate")
     if by_nodes:
@@ -304,7 +304,7 @@ def all_sent(network, total, step):
 
 
 class SpanEnds:
-    """Recorder of the arrival times of messages and sums."""
+    """Recorder of the times at which messages and sums end."""
 
     def __init__(self, ends):
         self.ends = ends

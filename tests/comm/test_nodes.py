@@ -40,7 +40,7 @@ class LocalPlaces:
 
 
 class Driven(Progress):
-    """Progress without a thread, which the test drives."""
+    """Progress without a thread; the test calls its polls."""
 
     def _launch(self):
         pass
@@ -55,7 +55,7 @@ class Driven(Progress):
 
 
 def make(node_of, counts, seconds=0.0, in_background=True):
-    """Return, per rank, the driver of its sums and the sums of these numbers of elements."""
+    """Return the progress driver of each rank, and its sums; `counts` are their numbers of elements."""
     rooms = [[np.zeros(BYTES, np.uint8) for _ in node_of] for _ in counts]
     several, drivers, sums = len(set(node_of)) > 1, [], []
     heads = [list(node_of).index(node) for node in sorted(set(node_of))]
@@ -118,7 +118,7 @@ def sum_in_order(parts):
 
 @pytest.mark.parametrize("node_of", [(0, 0), (0, 1)], ids=str)
 def test_a_sum_may_begin_before_others_have_read_the_one_before(node_of):
-    """The next deposit of a fast rank does not overwrite data that a slow rank still has to read."""
+    """A fast rank may begin the next sum; its deposit does not overwrite data that a slow rank still has to read."""
     drivers, sums = make(node_of, (3,))
     for rank, own in enumerate(sums):
         own[0].buffer[:] = rank
@@ -172,7 +172,7 @@ def test_the_network_takes_its_time_from_the_last_node(monkeypatch):
 
 
 class Late(DrivenClock):
-    """Stage that begins during a nap of the waiting rank."""
+    """Clock that starts the other rank's sums during a nap of the waiting rank."""
 
     def __init__(self, seconds, begin):
         super().__init__(tick=0.0)
@@ -186,7 +186,7 @@ class Late(DrivenClock):
 
 
 def test_waiting_for_a_late_rank_costs_little(monkeypatch):
-    """A poll examines one sum per stage, for any number of waiting sums, and polls become rare."""
+    """A poll examines one sum per stage, for any number of waiting sums; polls become rare while a rank is late."""
     drivers, sums = make((0, 0), (3,) * 20)
     looks, reached = [], Flags.reached
     monkeypatch.setattr(Flags, "reached", lambda self, *args: (looks.append(args), reached(self, *args))[1])

@@ -67,8 +67,7 @@ def compensated(communicator, count):
 
 
 def everything_taken(communicator, total):
-    """Return the rounding errors of all summands and sums so far ``(n,)``, the same on all ranks; for one rank, zeros.
-    """
+    """Return the sum of all rounding errors so far ``(n,)``, the same on all ranks; zeros for one rank."""
     if communicator.size == 1:
         assert total.encoding is None
         return np.zeros_like(total.buffer)
@@ -82,7 +81,7 @@ def everything_taken(communicator, total):
 
 @pytest.mark.parametrize("count", [15, 33_003])
 def test_what_is_rounded_away_comes_back_in_later_sums(communicator, count):
-    """The sum of T results differs from that of the summands by one rounding, not T: the rest is in the errors."""
+    """With error feedback, the total of T sums differs from the exact one by one rounding, not by T roundings."""
     steps, mine = 40, np.abs(summand(communicator.rank, count)) + 1
     total = compensated(communicator, count)
     plain = communicator.reduction(np.zeros(count, "float32"), method="ordered", codec=BFloat16())
@@ -119,7 +118,7 @@ def test_transports_agree_bit_for_bit(comm):
 @pytest.mark.parametrize("codec", [UNCHANGED, BFloat16()], ids=str)
 @pytest.mark.parametrize("communicator", ["mpi"], indirect=True)
 def test_the_progress_thread_adds_up_piece_by_piece(communicator, codec, monkeypatch):
-    """Both phases, and the additions between them, progress while the main thread does not call MPI."""
+    """The progress thread completes both phases and their additions while the main thread does not call MPI."""
     monkeypatch.setattr("halograd.comm.reduction.PIECE", 4000)
     count = 20_003
     total = communicator.reduction(summand(communicator.rank, count), method="ordered", codec=codec)

@@ -17,7 +17,7 @@ from tests.support.clock import DrivenClock
 
 
 class Countdown(StagedOperation):
-    """Stage that is complete after some polls; it records the threads that polled and waited."""
+    """Operation that is complete after some polls; it records the threads that polled and waited."""
 
     def __init__(self, polls, fault=None):
         super().__init__()
@@ -97,7 +97,7 @@ def test_a_fault_is_raised_once_where_the_operation_is_waited_for(progress):
 
 
 def test_an_operation_that_is_started_anew_just_after_its_last_poll_is_driven_on(progress):
-    """Its owner may complete and submit it again before the thread has removed the finished run."""
+    """An operation that is submitted again before the thread removes its finished run is polled again."""
 
     class Lock:
         """Lock that lets the owner continue between the thread's last poll and its next action."""
@@ -147,7 +147,7 @@ def test_an_idle_thread_waits_for_work(progress, monkeypatch):
 
 
 def test_a_thread_polls_often_at_first_and_then_less_and_less(progress, monkeypatch):
-    """The rounds of an all-reduce follow each other; for a late rank the thread polls at most 500 times a second."""
+    """A thread first polls often, as rounds of an all-reduce follow each other; later at most 500 times a second."""
     clock = DrivenClock().drive(monkeypatch, module)
     pending = Countdown(1000)
     progress.submit(pending)
@@ -167,7 +167,7 @@ def test_a_thread_polls_often_at_first_and_then_less_and_less(progress, monkeypa
 
 
 class Gate(Stage):
-    """Stage that is over when it was opened; it records its calls."""
+    """Stage that ends after the test opens it; it records its calls."""
 
     def __init__(self, log, name):
         self.log, self.name, self.open, self.looks = log, name, False, 0
@@ -212,8 +212,7 @@ def test_turns_alternate_and_a_waiter_does_everything():
 
 
 def test_of_a_line_only_the_first_in_every_stage_is_looked_at(progress):
-    """No operation passes another, so that a stage may be a collective; many waiting operations cost no more than one.
-    """
+    """In each stage only the first operation of a queue is polled, so none passes another and many cost no more."""
     line, log = Line(), []
     gates = [(Gate(log, f"{i} 1"), Gate(log, f"{i} 2")) for i in range(20)]
     operations = [StagedOperation(both, line=line) for both in gates]
@@ -264,7 +263,7 @@ def test_time_of_a_ring():
 
 
 class Peer:
-    """Flag that is raised after a number of polls, and not before a time of the clock."""
+    """Flag of a peer that is set after a number of polls, and not before a time of the clock."""
 
     def __init__(self, clock, looks=0, seconds=0.0):
         self.clock, self.looks, self.seconds, self.looked = clock, looks, seconds, 0
@@ -276,7 +275,7 @@ class Peer:
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Fixture: a clock that advances only in naps; `offers` counts the yields of the core."""
+    """Return a clock that advances only in naps; `offers` counts the yields of the core."""
     made = DrivenClock(tick=0.0).drive(monkeypatch, module)
     made.offers = []
     monkeypatch.setattr(module.os, "sched_yield", lambda: made.offers.append(1))

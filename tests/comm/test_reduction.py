@@ -134,7 +134,7 @@ def test_it_proceeds_while_the_main_thread_does_not_call_mpi(communicator):
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("nbytes", [8, 65_528, 65_536, 65_544, 262_136, 262_144, 262_152, 1_000_008])
 def test_sums_in_shared_memory_of_every_length(communicator, nbytes, dtype):
-    """Lengths are near the limit between small and large sums, and near whole pieces; all ranks get the same bits."""
+    """Sums in shared memory are correct for lengths near the limits of small sums and of whole pieces."""
     count = nbytes // np.dtype(dtype).itemsize
     draw = [np.random.default_rng([rank, count]).standard_normal(count).astype(dtype) for rank in range(4)]
     expected = draw[0].copy()
@@ -159,7 +159,7 @@ def test_large_sums_share_one_stage(communicator):
 
 
 def address_of(total):
-    """Return the address at which a small sum deposits."""
+    """Return the address to which a small sum copies its values."""
     deposit = total._plan.operation.turns[0][0]
     target, _ = deposit.calls[0].args
     return target.ctypes.data

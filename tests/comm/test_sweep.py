@@ -35,7 +35,7 @@ time.sleep(10**6)
 
 @pytest.fixture
 def shared_memory(tmp_path, monkeypatch):
-    """Fixture: a directory that stands for /dev/shm."""
+    """Return a directory that stands for /dev/shm."""
     monkeypatch.setattr(module, "SHARED_MEMORY", tmp_path)
     return tmp_path
 
@@ -50,7 +50,7 @@ def segments_mapped_by(pids):
 
 
 def swept(names):
-    """Return those of `names` that a sweep removes once they are old; segments of starting jobs stay."""
+    """Make `names` old; return those that a sweep removes. Segments of starting jobs stay."""
     for name in names:
         if Path(name).exists():
             os.utime(name, (0, time.time() - 1000))

@@ -21,7 +21,7 @@ WEIGHTS = [(4, 6, 1), (4, 6, 2), (1, 6, 1), (4, 1, 1), (1, 1, 1), (2, 3, 1), (8,
 
 
 def spread(weights: np.ndarray) -> np.ndarray:
-    """Return which elements of the target have the weight 0, element by element."""
+    """Return which elements of the target have weight 0, by a loop over all elements."""
     found = np.zeros(SHAPE, bool)
     for at in np.ndindex(*SHAPE):
         if weights.ndim == 2:
@@ -128,7 +128,7 @@ def test_surveys_pass_over_them(dataset):
 
 @pytest.mark.parametrize("rule", ["any", "all", "majority", "fraction", "max"])
 def test_patches_are_made_of_the_cells_that_are_there(dataset, rule):
-    """The loader and the count of patches ignore absent cells."""
+    """A reduced target is computed from the cells that are present; the loader and the count of patches agree."""
     found, arrays, land, _ = dataset
     reduction = TargetReduction(rule, (2, 3))
     want = np.zeros((N, 2, 2, 2))

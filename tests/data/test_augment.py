@@ -15,7 +15,7 @@ FLAGS = st.booleans()
 
 
 class Arrays:
-    """A data set in memory."""
+    """Double of a data set, in memory."""
 
     def __init__(self, arrays):
         self.arrays = arrays
@@ -101,7 +101,7 @@ def test_boxes_are_those_of_the_whole_sample(case, data):
 
 @given(cases(), st.data())
 def test_what_has_one_row_is_the_same_along_it(case, data):
-    """Weights per row, column or sample are moved like the full maps that they represent."""
+    """Weights that have one value per row, column or sample are augmented like the full maps that they represent."""
     unit, ratios, window, rules = case
     full = [n * ratios["x"] for n in unit]
     flat = [data.draw(FLAGS) for _ in unit]
@@ -142,7 +142,7 @@ def test_turns_are_those_of_numpy():
 
 @given(st.integers(0, 200))
 def test_vectors_keep_pointing_where_they_point(epoch):
-    """The gradient of an augmented periodic field equals the augmented gradient of the field."""
+    """Vector components are augmented correctly: the gradient of an augmented field equals its augmented gradient."""
     n = 8
     rng = np.random.default_rng(epoch)
     f = rng.random((1, n, n))

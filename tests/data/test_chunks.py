@@ -1,4 +1,4 @@
-"""Compressed chunks: cached when this helps, against brute force; a warning if reading stays slow."""
+"""Tests of compressed chunks: the size of the cache against brute force, and the warning about slow reading."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def write(
 
 
 def memory(dataset: Hdf5Dataset) -> int:
-    """Return the memory that HDF5 has for chunks of the inputs [B]."""
+    """Return the size [B] of the chunk cache that HDF5 uses for the inputs."""
     return dataset._dataset("x").id.get_access_plist().get_chunk_cache()[1]
 
 
 def loads(chunks: Chunks, ranges: list, order: list[int], cache: int) -> int:
-    """Return how many numbers are decompressed if samples are read in this order with a cache of the last chunks."""
+    """Return how many elements are decompressed if samples are read in this order with a cache of the last chunks."""
     kept: OrderedDict[tuple[int, ...], None] = OrderedDict()
     size, count = int(np.prod(chunks.shape)), 0
     columns = [range(low // c, -(-high // c)) for (low, high), c in zip(ranges, chunks.shape[1:])]
@@ -71,7 +71,7 @@ def test_the_factor_is_that_of_a_cache_of_the_last_chunks(data):
 
 
 def test_rows_of_a_sample_need_one_row_of_chunks():
-    """Statistics read 64 rows after 64 rows. A chunk of several samples is cached for the next sample."""
+    """The cache holds one row of chunks, as statistics read 64 rows at a time, and also chunks of several samples."""
     assert Chunks((1, 512, 900, 2), (9, 5000, 2000, 4), 1, 4).cache(0) == 512 * 2700 * 4 * 4
     assert Chunks((1, 2, 512, 900), (9, 4, 5000, 2000), 2, 4).cache(0) == 512 * 2700 * 4 * 4
     assert Chunks((1, 32, 50, 2), (9, 5000, 2000, 4), 1, 4).cache(0) == 8 << 20
@@ -85,7 +85,7 @@ def test_rows_of_a_sample_need_one_row_of_chunks():
 @pytest.mark.parametrize("layout", ["NHWC", "NCHW"])
 @pytest.mark.parametrize("link", ["", "soft", "external"])
 def test_memory_for_chunks(tmp_path, layout, link):
-    """Chunks behind links are found, numbers are correct, and large uncompressed chunks are read in part."""
+    """HDF5 caches chunks of plain and linked datasets; values are correct, and large plain chunks are read in part."""
     x = np.random.default_rng(0).integers(0, 9, (6, 64, 64, 8)).astype(np.float32)
     stored = x if layout == "NHWC" else np.moveaxis(x, -1, 1)
     name = "inputs"
@@ -135,7 +135,7 @@ def test_many_files_share_the_memory(tmp_path, monkeypatch):
     ],
 )
 def test_chunks_are_read_once(tmp_path, shape, chunks, filter_):
-    """With more than 8 MiB of chunks, each chunk was decompressed again for every sample and every part of a sample."""
+    """Each chunk is decompressed once, also if a sample has more than 8 MiB of chunks and is read in parts."""
     x = np.random.default_rng(0).integers(0, 255, shape, np.uint8)
     path, rows = write(tmp_path / "a.h5", x, chunks, filter_), shape[1] // 4
     with Hdf5Dataset(path) as dataset:
@@ -157,9 +157,7 @@ SLOW_LINE = r"a.h5: 'inputs' is stored in chunks \((.*)\); a run reads \(and dec
 
 @pytest.mark.parametrize("layout", ["NHWC", "NCHW"])
 def test_slow_chunks_and_the_remedy(tmp_path, monkeypatch, layout):
-    """A warning covers chunks of which a rank uses a quarter, and chunks of many samples. The suggested chunks are
-    fast.
-    """
+    """A warning covers chunks of which a rank uses a quarter, and of many samples; the suggested chunks are fast."""
     x = np.zeros((64, 64, 96, 2), np.float32)
     stored = x if layout == "NHWC" else np.moveaxis(x, -1, 1)
     path = write(tmp_path / "a.h5", stored, (4, *stored.shape[1:]), layout=layout)
@@ -199,7 +197,7 @@ def test_suggested_chunks_are_small():
 @pytest.mark.parametrize("dtype", ["u1", ">u2", "i2", "i8", "f2", ">f4", "f8", "?"])
 @pytest.mark.parametrize("layout", ["NHWC", "NCHW"])
 def test_hdf5_converts_nothing(tmp_path, monkeypatch, dtype, layout):
-    """NumPy converts types, because HDF5 is 2 to 180 times slower, except for a type that NumPy lacks."""
+    """NumPy converts types, because HDF5 is 2 to 180 times slower; HDF5 converts only types that NumPy lacks."""
     x = np.random.default_rng(0).integers(0, 2, (2, 4, 5, 3)).astype(dtype)
     path = write(tmp_path / "a.h5", x if layout == "NHWC" else np.moveaxis(x, -1, 1), (1, 3, 3, 3), None, layout)
     types, plain = [], h5py.Dataset.read_direct

@@ -1,4 +1,4 @@
-"""Coordinates of samples in a file of predictions: those of the data or none, and never those of other cells."""
+"""Coordinates of samples in a file of predictions are those of the data or none, and never those of other cells."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_they_are_those_of_the_samples(tmp_path, first):
 
 
 def test_of_several_files_samples_are_joined_and_grids_compared(tmp_path):
-    """If grids differ between files, every sample has its own coordinates, through the attribute ``coordinates``."""
+    """Samples of several files are joined; if grids differ, every sample has its own coordinates."""
     for number, samples in enumerate((2, 1, 3)):
         write(tmp_path / f"s{number + 9}.h5", samples, number == 1, start=100.0 * number, lon=LON + (number == 2))
     out, left_out = predicted(tmp_path, tmp_path)
@@ -133,7 +133,7 @@ def test_what_means_something_else_in_another_file_is_left_out(tmp_path, change,
 
 
 def test_of_another_extent_there_are_none(tmp_path):
-    """With half as many rows, rows have no coordinates, but columns keep theirs. Without a grid there is no mapping."""
+    """An output axis of another extent has no coordinates, and the grid mapping is kept only for the whole grid."""
     add_mapping(write(tmp_path / "data.h5"))
     shapes = {"rows": (H // 2, W, 2), "whole": (H, W, 1), "label": (5,)}
     out, left_out = predicted(tmp_path, tmp_path / "data.h5", shapes)
@@ -155,7 +155,7 @@ def test_of_another_extent_there_are_none(tmp_path):
 
 
 def test_of_several_inputs_the_one_on_the_grid_of_predictions_counts(tmp_path):
-    """Coordinates come from the input on the grid of the predictions, such as fine topography among coarse fields."""
+    """Coordinates come from the input on the grid of the predictions, such as fine topography next to coarse fields."""
     with h5py.File(write(tmp_path / "data.h5"), "a") as file:
         file["fine"], file["y"] = np.ones((2, 2 * H, 2 * W, 1)), np.arange(2.0 * H)
         file["fine"].dims[1].attach_scale(file["y"])
@@ -169,7 +169,7 @@ def test_of_several_inputs_the_one_on_the_grid_of_predictions_counts(tmp_path):
 
 
 def test_auxiliary_coordinates_and_bounds(tmp_path):
-    """Two-dimensional, scalar and text coordinates are found in the group of the input, or above."""
+    """Two-dimensional, scalar and text coordinates are copied from the group of the input, or from a group above."""
     with h5py.File(write(tmp_path / "data.h5"), "a") as file:
         file["bounds"] = np.stack([LAT + 0.5, LAT - 0.5], -1)
         file["lat"].attrs["bounds"] = "bounds"
@@ -224,7 +224,7 @@ def test_a_scalar_of_each_file_is_one_of_each_sample(tmp_path):
 
 
 def test_without_scales_there_are_no_dimensions(tmp_path):
-    """Files of plain arrays get no scales. Axis labels are copied, and name coordinates if these exist."""
+    """Outputs for files of plain arrays get no scales. Axis labels are copied; they name coordinates if these exist."""
     with h5py.File(tmp_path / "data.h5", "w") as file:
         file.create_dataset("inputs", data=np.ones((2, H, W, C), "f4")).attrs["layout"] = "NHWC"
         file["lat"] = LAT
@@ -298,7 +298,7 @@ def _made(**datasets: Any) -> Any:
     ],
 )
 def test_one_that_cannot_be_read_is_left_out_with_the_reason(tmp_path, make, why):
-    """Predictions and other coordinates are the same as without it."""
+    """A coordinate that cannot be read is left out with the reason; all other data are written."""
     path = write(tmp_path / "data.h5")
     with h5py.File(path, "a") as file:
         file["inputs"].attrs["coordinates"] = "near"
@@ -322,7 +322,7 @@ def test_scales_that_were_deleted_are_none(tmp_path):
 
 
 def test_texts_that_are_not_utf8_are_not_copied(tmp_path):
-    """h5py can read them, but not write them."""
+    """Attributes that are not UTF-8 are not copied: h5py can read them, but not write them."""
     wrong = b"\xff\xfe"
     with h5py.File(write(tmp_path / "data.h5"), "a") as file:
         for item, name in ((file["lat"], b"long_name"), (file["lat"], wrong), (file, b"title"), (file, wrong)):
@@ -342,7 +342,7 @@ def test_texts_that_are_not_utf8_are_not_copied(tmp_path):
 
 
 def test_names_that_are_in_use(tmp_path):
-    """Names of outputs and of the file's own datasets take precedence over coordinates."""
+    """Names of outputs and of the file's own datasets take precedence over names of coordinates."""
     write(tmp_path / "data.h5")
     out, left_out = predicted(tmp_path, tmp_path / "data.h5", {"lat": (H, W, 1), "width": (H, 3, 1), "lon": (2,)})
     assert sorted(left_out) == [f"{name} (predictions have a dataset of this name)" for name in ("lat", "lon")]
@@ -352,7 +352,7 @@ def test_names_that_are_in_use(tmp_path):
 
 
 def test_an_input_in_another_file_has_the_coordinates_of_that_file(tmp_path):
-    """Coordinates are found through a link to the other file."""
+    """The coordinates of an input behind an external link are those of the other file."""
     write(tmp_path / "data.h5")
     with h5py.File(tmp_path / "index.h5", "w") as file:
         file["inputs"] = h5py.ExternalLink("data.h5", "inputs")

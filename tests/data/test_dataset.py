@@ -77,7 +77,7 @@ def test_margins_outside_the_sample_are_left_alone(path: Path, layout: str, cont
 
 
 def test_each_rank_reads_only_its_box(path: Path) -> None:
-    """In a 2 x 2 cut with a halo of one, every rank reads its block and halo only."""
+    """In a 2 x 2 cut with a halo of one, every rank reads only its block and halo."""
     x = make(path)
     for rows, cols in (((0, 4), (0, 5)), ((0, 4), (3, 8)), ((2, 6), (0, 5)), ((2, 6), (3, 8))):
         with Hdf5Dataset(path) as data:
@@ -257,7 +257,7 @@ def test_nan_names_sample_and_channel(path: Path, bad: float) -> None:
 
 @pytest.mark.parametrize(("value", "whole"), [(9, ""), (0.5, "a whole number of ")])
 def test_targets_out_of_range_or_between_classes(path: Path, value: float, whole: str) -> None:
-    """Fractions must raise: they were truncated, so that 2.7 was trained as class 2."""
+    """Targets outside of the classes, or fractions such as 2.7 between them, are an error; they are not truncated."""
     make(path)
     with h5py.File(path, "a") as file:
         values = file["mask"][:].astype(np.float32 if whole else file["mask"].dtype)
@@ -286,7 +286,7 @@ def test_reading_again_allocates_no_arrays(path: Path) -> None:
 
 
 def test_attributes_as_plain_data(tmp_path):
-    """Texts, numbers and lists are returned; other attributes are left out without an error."""
+    """Attributes that are texts, numbers or lists are returned; others are left out without an error."""
     given = {
         "units": "m",
         "bytes": np.bytes_(b"abc"),

@@ -1,4 +1,4 @@
-"""Files on file systems with and without locks, and structures that another rank has found."""
+"""Tests of files on file systems with and without locks, and of structures that another rank has read."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_file_that_is_being_written(path):
 
 
 def test_another_ranks_structure_is_not_looked_for_again(path, monkeypatch):
-    """Only the two datasets are opened, at the first read."""
+    """A data set with the structure from another rank opens only its two datasets, at the first read."""
     with Hdf5Dataset(path) as first:
         found = first.structure
     looked: list[str] = []
@@ -129,7 +129,7 @@ def test_another_file_than_rank_0_has_seen(path):
 
 
 def test_folders_are_made_for_a_file_that_is_written(tmp_path):
-    """New folders are removed again if writing fails, unless they contain other files."""
+    """Writing a file creates its folders; they are removed if writing fails, unless they contain other files."""
     out = tmp_path / "several/folders/out.h5"
     with pytest.raises(ZeroDivisionError), atomic_path(out, parents=True) as partial:
         partial.write_text("half")

@@ -12,7 +12,7 @@ from halograd.data.hyperslab import Hyperslab, hyperslabs
 
 
 def chosen(slab: Hyperslab, n: int) -> list[int]:
-    """Return the indices along the single axis of a selection, by the definition."""
+    """Return the indices along the single axis of a selection, by the definition of regular selections."""
     count = n if slab.count[0] == h5s.UNLIMITED else slab.count[0]
     starts = (slab.start[0] + k * slab.stride[0] for k in range(count))
     return [i for start in starts for i in range(start, start + slab.block[0]) if i < n]

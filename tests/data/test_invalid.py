@@ -57,7 +57,7 @@ def test_of_several_files_the_place_is_named(tmp_path, arrays):
 
 @given(st.data())
 def test_statistics_are_those_of_the_numbers_that_are_there(tmp_path_factory, data):
-    """Statistics ignore any pattern of missing numbers, including transforms of infinity."""
+    """Statistics ignore missing values in any pattern; transformed infinities count as missing."""
     holes = data.draw(st.lists(st.integers(0, N * EDGE * EDGE * CHANNELS - 1), max_size=40))
     value = data.draw(st.sampled_from([np.nan, np.inf, -np.inf]))
     rng = np.random.default_rng(3)

@@ -1,4 +1,4 @@
-"""The flow is confined and has its designed divergence, and the mesh that it moves keeps its mass."""
+"""The flow is confined and has its prescribed divergence, and the mesh that moves with it keeps its mass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The prefetch thread: correct boxes in order, errors at the right place, and no thread left."""
+"""The prefetch thread: correct boxes in order, errors at the right batch, and no thread left."""
 
 from __future__ import annotations
 

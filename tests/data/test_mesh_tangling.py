@@ -166,9 +166,7 @@ def test_too_little_space_is_refused_beforehand(tmp_path: Path, monkeypatch: pyt
 
 
 def test_disk_full_while_writing(tmp_path: Path) -> None:
-    """A process with a file size limit of 200 kB gets the same kind of write error as on a full disk, with another
-    number.
-    """
+    """Under a file size limit of 200 kB, writing fails with a disk error that names the file, as on a full disk."""
     pytest.importorskip("resource", reason="needs POSIX limits on the file size")
     script = (
         "import resource, sys\n"

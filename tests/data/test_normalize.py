@@ -31,7 +31,7 @@ def data(tmp_path: Path):
 
 
 def on_ranks(dataset: Hdf5Dataset, indices, size: int) -> list[ChannelStatistics]:
-    """Return the results of each of `size` ranks, in two passes: the first collects the terms of the sums."""
+    """Return the statistics of each of `size` ranks, in two passes: the first collects the summands of all ranks."""
     parts: list[np.ndarray] = []
     for rank in range(size):
         channel_statistics(
@@ -125,7 +125,7 @@ def test_clip_cuts_after_normalisation(data) -> None:
 
 @pytest.mark.parametrize(("rule", "alike"), [("log", False), ("asinh", False), ("metric", True), ("none", False)])
 def test_a_metric_alone_is_limited(data, rule: str, alike: bool) -> None:
-    """Only metrics are clipped: pressures in Pa are larger than any metric of an untangled cell."""
+    """Only metrics are clipped at a limit; other channels, such as pressures in Pa, keep large values."""
     dataset, x = data
     y = x.copy()
     y[0, 0, :2, 0] = 2e6, 3e9

@@ -1,4 +1,4 @@
-"""Packed numbers: values by the formula of the conventions, NaN for missing ones, errors for unsupported attributes."""
+"""Packed values: the formula of the conventions, NaN for missing values, errors for unsupported attributes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ INTEGERS, FLOATS = ("i1", "u1", "i2", ">u2", ">i4", "u4", "i8"), ("f2", "f4", ">
 
 @given(st.data())
 def test_values_are_those_of_the_formula(tmp_path_factory, data):
-    """Values are computed in float64 and rounded once, for any type, layout and box, in float32 and float64."""
+    """Unpacked values are computed in float64 and rounded once, for any stored type, layout and box."""
     dtype = np.dtype(data.draw(st.sampled_from(INTEGERS + FLOATS)))
     rng = np.random.default_rng(data.draw(st.integers(0, 9)))
     stored = rng.integers(0, 100, SHAPE).astype(dtype)
@@ -97,7 +97,7 @@ def test_targets_of_any_kind(tmp_path, shape):
 
 
 def test_large_samples_are_unpacked_part_by_part(tmp_path):
-    """Samples with channels last and first have more elements than one part."""
+    """Samples with more elements than one part are unpacked part by part, with channels last and first."""
     stored = np.random.default_rng(0).integers(-(2**15), 2**15, (1, 200, 300, 7), np.int16)
     for layout in ("NHWC", "NCHW"):
         path = write(tmp_path / "a.h5", stored, layout, scale_factor=0.1, _FillValue=np.int16(5))
@@ -198,7 +198,7 @@ LABELS = {"target": TargetRange(0, 2, whole=True, ignored=255)}
 
 
 def test_labels_that_the_loss_or_the_user_names_are_not_missing(tmp_path):
-    """A mask with _FillValue = 255 is still read with ignore_index=255, or labels = { 255 = -1 }."""
+    """Labels equal to _FillValue are not missing if `ignore_index` or `labels` names them."""
     mask = np.random.default_rng(0).choice(np.array([0, 1, 2, 255], np.uint8), (N, *GRID))
     path = write(tmp_path / "a.h5", np.zeros(SHAPE, np.float32), mask=mask)
     with h5py.File(path, "a") as file:
@@ -245,7 +245,7 @@ def test_files_may_be_packed_differently(tmp_path):
 
 
 def test_arrays_that_say_how_they_are_packed(tmp_path):
-    """Datasets of h5py (and objects with such attributes) and masked arrays of netCDF4 are unpacked."""
+    """Datasets of h5py, objects with the same attributes, and masked arrays of netCDF4 are unpacked."""
     stored = np.random.default_rng(0).integers(0, 9, SHAPE).astype(np.int16)
     labels = stored[..., :1] % 3
     path = write(tmp_path / "a.h5", stored, mask=labels, scale_factor=0.5, _FillValue=np.int16(4))
@@ -273,7 +273,7 @@ def test_arrays_that_say_how_they_are_packed(tmp_path):
 
 @pytest.mark.parametrize("virtual", ["i2", "f4"])
 def test_virtual_datasets_have_the_packing_of_their_sources(tmp_path, virtual):
-    """HDF5 copies the numbers, but no attributes."""
+    """A virtual dataset has the packing attributes of its sources, because HDF5 copies values but no attributes."""
     rng = np.random.default_rng(0)
     stored = rng.integers(0, 9, (2, *SHAPE)).astype(np.int16)
     said = {"scale_factor": 0.5, "_FillValue": np.int16(4)}
@@ -321,7 +321,7 @@ def _view(file: h5py.File, name: str, source: h5py.VirtualSource, dtype: str = "
 
 
 def test_each_dataset_has_the_packing_of_its_own_sources(tmp_path):
-    """The result does not depend on datasets examined before: with the same source, other types, or no source."""
+    """Each dataset has the packing of its own sources, whatever other datasets were examined before."""
     stored = np.arange(np.prod(SHAPE)).reshape(SHAPE).astype("i2")
     packed = {"scale_factor": 0.25, "add_offset": 3.0}
     write(tmp_path / "packed.h5", stored, **packed)
@@ -360,7 +360,7 @@ def test_a_virtual_dataset_that_says_the_same_in_other_attributes(tmp_path):
 
 
 def test_numbers_without_a_sign_in_a_virtual_dataset_of_another_type(tmp_path):
-    """HDF5 converts the byte 255 to -1, also in a wider type."""
+    """A virtual dataset of a wider type over unsigned bytes is an error, because HDF5 converts the byte 255 to -1."""
     write(tmp_path / "packed.h5", np.full(SHAPE, -1, "i1"), _Unsigned="true")
     for dtype in ("i1", "i2", "f4"):
         with h5py.File(tmp_path / f"{dtype}.h5", "w") as file:

@@ -99,14 +99,14 @@ def test_split_is_that_of_earlier_versions(groups: list[int] | None) -> None:
 
 
 def test_many_samples_are_not_looked_for_twins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NumPy's unique takes 50 s for ten million different numbers."""
+    """The split does not search for equal samples: NumPy's unique takes 50 s for ten million different integers."""
     for name in ("unique", "isin"):
         monkeypatch.setattr(np, name, lambda *_, **__: pytest.fail("expected no search"))
     assert [len(part) for part in split(1000, 0.1)] == [900, 100]
 
 
 def test_batches_are_made_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An epoch of a thousand million samples must not become a list of objects."""
+    """Batches are created one at a time, so an epoch of a thousand million samples is no list of objects."""
     made: list[int] = []
 
     def counted(indices: tuple[int, ...], valid: int, epoch: int, position: int, augmented: bool) -> Batch:

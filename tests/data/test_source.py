@@ -15,7 +15,7 @@ SHAPE = (4, 6, 5, 3)
 
 @given(st.data())
 def test_boxes(data):
-    """Boxes of maps, vectors and numbers; elements outside are not changed."""
+    """Boxes of maps, vectors and scalars are read; elements outside of the arrays are not changed."""
     rng = np.random.default_rng(1)
     arrays = {"x": rng.random(SHAPE), "v": rng.random((4, 3)), "k": rng.integers(0, 3, 4)}
     dataset = ArrayDataset(arrays, ["k"])
@@ -34,7 +34,7 @@ def test_boxes(data):
 
 
 def test_of_a_file_and_of_its_arrays(tmp_path):
-    """A memory map gives the same data as the file, including names and order."""
+    """A memory map gives the same data as the HDF5 file, including names and order."""
     import h5py
 
     rng = np.random.default_rng(1)

@@ -1,4 +1,4 @@
-"""Errors and warnings for numbers that HDF5 would read as zeros, or from unintended places.
+"""Errors and warnings for data that HDF5 would read as zeros, or from unintended files.
 
 Whole runs in ``tests/training/test_hdf5_files.py`` cover many more files.
 """
@@ -30,7 +30,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def write(folder: Path, inputs: h5py.VirtualLayout | np.ndarray | None = None) -> Path:
-    """Write the data set; inputs that are None are written by the caller."""
+    """Write the data set; without `inputs` the caller writes them."""
     with h5py.File(folder / "data.h5", "w") as file:
         if isinstance(inputs, h5py.VirtualLayout):
             file.create_virtual_dataset("inputs", inputs)
@@ -77,7 +77,7 @@ def assert_refused(path: Path, message: str, **options: object) -> None:
 
 
 def test_a_virtual_dataset_of_slices(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Slices are strided in source and dataset, and the sources are in a subfolder."""
+    """A virtual dataset of strided slices, whose sources are in a subfolder, is read correctly."""
     (folder / "parts").mkdir()
     part(folder / "parts" / "even.h5", np.repeat(VALUES[::2], 2, axis=0))
     part(folder / "parts" / "odd.h5", VALUES[1::2])
@@ -110,7 +110,7 @@ def test_a_source_of_another_shape(folder: Path, whole: bool) -> None:
 
 
 def test_virtual_datasets_of_virtual_datasets(folder: Path) -> None:
-    """A missing source is found two files away."""
+    """A missing source of a source is reported with the file that refers to it."""
     with h5py.File(folder / "middle.h5", "w") as file:
         file.create_virtual_dataset("x", virtual((slice(0, N), source("a.h5"))))
     path = write(folder, virtual((slice(0, N), source("middle.h5"))))
@@ -123,7 +123,7 @@ def test_virtual_datasets_of_virtual_datasets(folder: Path) -> None:
 
 @pytest.mark.parametrize("length", [1, 2, 3])
 def test_a_circle_of_virtual_datasets(folder: Path, length: int) -> None:
-    """HDF5 itself overflows its stack here."""
+    """A virtual dataset that refers to itself, also through other files, is an error; HDF5 would overflow its stack."""
     names = ["data.h5", *(f"{k}.h5" for k in range(1, length))]
     path = write(folder, virtual((slice(0, N), source(names[1 % length], N, "inputs"))))
     for k in range(1, length):
@@ -133,7 +133,7 @@ def test_a_circle_of_virtual_datasets(folder: Path, length: int) -> None:
 
 
 def test_gaps_are_counted(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Overlapping parts do not compensate a gap."""
+    """Elements without a source are counted; overlapping parts do not compensate a gap."""
     part(folder / "a.h5")
     layout = virtual((slice(0, 4), source("a.h5")[0:4]), (slice(2, 5), source("a.h5")[2:5]))
     expected = VALUES.copy()
@@ -147,8 +147,7 @@ def test_gaps_are_counted(folder: Path, caplog: pytest.LogCaptureFixture) -> Non
 
 
 def growing(folder: Path, name: bytes, rows: int) -> Path:
-    """Return a virtual dataset with an unlimited sample axis over blocks of `rows` samples; 0: over one growing source.
-    """
+    """Return a virtual dataset of unlimited length: over blocks of `rows` samples, or over one growing source if 0."""
     path, unlimited = folder / "data.h5", (h5s.UNLIMITED, *SHAPE)
     space = h5s.create_simple((0, *SHAPE), unlimited)
     space.select_hyperslab((0, 0, 0, 0), (h5s.UNLIMITED, 1, 1, 1), (max(1, rows), *SHAPE), (max(1, rows), *SHAPE))
@@ -184,7 +183,7 @@ def test_a_source_that_grows(folder: Path) -> None:
 
 
 def test_more_sources_than_files_may_be_open(folder: Path) -> None:
-    """HDF5 keeps sources open, and reads zeros for those that it cannot open."""
+    """More sources than this process may open are an error, because HDF5 would read zeros for the others."""
     layout = virtual(*((slice(k, k + 1), source(f"{k}.h5", 1)) for k in range(N)))
     for k in range(N):
         part(folder / f"{k}.h5", VALUES[k : k + 1])
@@ -201,7 +200,7 @@ def test_more_sources_than_files_may_be_open(folder: Path) -> None:
 
 
 def test_a_prefix_for_sources(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """HDF5 looks in the prefix first, so the check uses that file."""
+    """The check follows HDF5_VDS_PREFIX, because HDF5 searches for sources in this folder first."""
     part(folder / "a.h5")
     path = write(folder, virtual((slice(0, N), source("a.h5"))))
     other = folder.parent / "other"
@@ -218,7 +217,7 @@ def test_a_prefix_for_sources(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_file_that_is_checked_is_the_one_that_hdf5_reads(
     folder: Path, name: str, link: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """HDF5 looks next to the file, then in the working directory, then next to the target of a symbolic link."""
+    """The check follows the search order of HDF5: the folder, the working directory, the target of a symbolic link."""
     path = write(folder, virtual((slice(0, N), source(name))))
     with h5py.File(path, "a") as file:
         file["linked"] = h5py.ExternalLink(name, "/x")
@@ -270,7 +269,7 @@ def test_numbers_from_outside_the_folder(folder: Path, how: str) -> None:
 
 
 def test_a_link_to_the_data_set(folder: Path) -> None:
-    """Sources are found next to the link's target."""
+    """Sources of a symbolically linked data set are found next to the link's target."""
     part(folder / "a.h5")
     path = write(folder, virtual((slice(0, N), source("a.h5"))))
     link = outside(folder) / "link.h5"
@@ -279,7 +278,7 @@ def test_a_link_to_the_data_set(folder: Path) -> None:
 
 
 def test_an_external_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """HDF5 looks for it in the working directory, and reads zeros past its end."""
+    """External raw files are found in the working directory; a file that is too short is an error, not zeros."""
     path = write(folder)
     with h5py.File(path, "a") as file:
         file.create_dataset("inputs", VALUES.shape, "f4", external=[("raw", 16, 100), ("raw", 116, h5py.h5f.UNLIMITED)])
@@ -296,8 +295,7 @@ def test_an_external_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_other_ranks_see_the_same_files(folder: Path) -> None:
-    """Other ranks do not follow the datasets again, but must not read zeros for a file that is missing on their node.
-    """
+    """Ranks that take the structure from another rank still check that its source files exist on their node."""
     part(folder / "a.h5")
     path = write(folder, virtual((slice(0, N), source("a.h5"))))
     with open_(path) as first:

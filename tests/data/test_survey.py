@@ -103,7 +103,7 @@ def test_messages(path: Path, caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_messages_of_statistics(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The message names a channel whose values differ in their last digits only, and become zero by normalization."""
+    """A message names a channel whose values differ in their last digits only, and become zero by normalization."""
     with Hdf5Dataset(path) as data:
         look_at_data(data, {"x": channel_statistics(data, "x", range(5, 20))}, 5)
     message = caplog.messages[0]
@@ -111,7 +111,7 @@ def test_messages_of_statistics(path: Path, caplog: pytest.LogCaptureFixture) ->
 
 
 def test_nothing_to_say(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A class that does not occur in a one-hot target gives no message."""
+    """Data without constant channels give no message, also if a class of a one-hot target does not occur."""
     with h5py.File(path, "r+") as file:
         del file["mask"]
         file["inputs"][...] = drawn(20, *GRID, 4)

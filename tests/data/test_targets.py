@@ -63,7 +63,7 @@ NUMBERS = st.integers(-300, 300)
 @given(st.dictionaries(NUMBERS, NUMBERS, max_size=6), st.lists(NUMBERS | st.just(2**24), max_size=30))
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_as_a_dictionary(dtype, numbers, values):
-    """All numbers are replaced at once, so a result is not replaced again."""
+    """A label map replaces all values at once, like a dictionary; a result is not replaced again."""
     found = np.array([values, values], dtype).T.copy()[:, ::-1]
     LabelMap(numbers).apply(found)
     want = [numbers.get(value, value) for value in values]

@@ -1,4 +1,4 @@
-"""The CUDA device on a double of CuPy: its calls, and its errors if they fail."""
+"""The CUDA device on a double of CuPy: its calls, and its errors when CuPy's calls fail."""
 
 import sys
 import weakref
@@ -14,9 +14,7 @@ NULL = SimpleNamespace(ptr=0)
 
 
 class StreamDouble:
-    """A stream whose capture is invalidated by a call that CUDA does not permit in it; then ending the capture fails
-    too.
-    """
+    """Double of a stream: a forbidden call invalidates its capture, and ending the capture then fails too."""
 
     around, current = [], None
 
@@ -33,7 +31,7 @@ class StreamDouble:
         return self.use()
 
     def __exit__(self, *exception):
-        """Restore the outer stream as CuPy does: a stream set by use() is forgotten (CuPy's own tests show this)."""
+        """Restore the outer stream, as CuPy does: a stream that was set by `use()` is not restored."""
         self.around.pop()
         StreamDouble.current = self.around[-1] if self.around else NULL
 
@@ -93,7 +91,7 @@ def cupy(monkeypatch):
 
 
 class Allocator:
-    """A context without effect."""
+    """Context without effect."""
 
     def __init__(self, allocate):
         pass
@@ -113,7 +111,7 @@ def device(cupy):
 
 
 def test_its_stream_is_the_current_one_behind_those_of_others(device):
-    """After a context with another stream (of messages, or in CuPy), kernels must not go to the null stream, unordered.
+    """The compute stream is current again after a context with another stream, in place of the unordered null stream.
     """
     assert StreamDouble.current is device.compute
     with StreamDouble():
@@ -125,7 +123,7 @@ def test_its_stream_is_the_current_one_behind_those_of_others(device):
 
 
 def test_a_capture_of_what_goes_elsewhere_is_refused(device):
-    """Such a graph would be empty, and its launches would compute nothing."""
+    """A capture while another stream is current is an error: its graph would be empty and compute nothing."""
     with (
         StreamDouble(),
         pytest.raises(DeviceError, match=r"^graph: expected the device's compute stream as the current one"),
@@ -166,7 +164,7 @@ def test_an_event_of_a_device_that_has_failed_is_not_merely_late(cupy):
 
 
 def test_a_capture_that_fails_says_why(device):
-    """The error is the first one, not the failure to end the capture; and the stream leaves capture mode."""
+    """A failed capture raises the first error, not the failure to end the capture; the stream leaves capture mode."""
 
     def refused():
         device.compute.invalidated = True

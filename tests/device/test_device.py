@@ -1,4 +1,4 @@
-"""Devices: the device of an array, the device of a rank, errors, and whether the double behaves like CuPy."""
+"""Devices: the device of an array, the device of a rank, errors, and comparison of the double with CuPy."""
 
 import doctest
 import inspect
@@ -74,7 +74,7 @@ def test_one_line_without_a_gpu():
 
 
 def test_a_single_copy_is_a_launch_of_our_own_too():
-    """CuPy's strided copies move single elements at any alignment."""
+    """A single copy also uses our fused kernel, because CuPy's strided copies move single elements at any alignment."""
     device = CupyDevice.__new__(CupyDevice)
     device.fused_copies = device.fused_sums = lambda pairs: ("fused", pairs)
     assert device.copies([(1, 2)]) == device.sums([(1, 2)]) == ("fused", [(1, 2)])
@@ -153,7 +153,7 @@ def test_the_double_takes_no_keyword_that_cupy_does_not():
 
 
 def test_a_kernel_of_the_double_leaves_alone_what_it_does_not_write():
-    """In 16 bits the double computes with copies of all arrays, some of which share memory with others in a step."""
+    """Kernels of the double do not change bytes that they do not write, although arrays may share memory in 16 bits."""
     kernels, low = FakeBackend(), as_dtype("bfloat16")
     memory, x, dy = (kernels.device.array(np.full(9, n, np.float32), low) for n in range(3))
     state = kernels.device.array([0, 0, 0], np.uint64)

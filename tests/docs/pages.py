@@ -17,7 +17,7 @@ FENCE = re.compile(r"^ *```(?P<info>[^\n`]*)\n(?P<text>.*?)^ *```$", re.M | re.S
 
 @dataclass(frozen=True)
 class Block:
-    """A code block: its page, first line, language and text."""
+    """Code block: its page, first line, language and text."""
 
     page: Path
     line: int
@@ -26,7 +26,7 @@ class Block:
 
     @property
     def place(self) -> str:
-        """Location for messages and test ids."""
+        """Page and line, for messages and test ids."""
         return f"{self.page.name}:{self.line}"
 
 

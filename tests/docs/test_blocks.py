@@ -1,4 +1,4 @@
-"""Every code block of every page has a language, and is run, read or parsed; so are inline commands."""
+"""Every code block of every page has a language, and is executed, read or parsed; so are inline commands."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ WHOLE: dict[str, dict[str, Any]] = {
 
 
 def checked(tables: dict[str, Any], sets: list[str], place: str) -> None:
-    """Return a configuration after the checks of a run. Raises for unknown keys and values."""
+    """Raise for unknown keys and values in a configuration of these tables, completed by `WHOLE`."""
     whole: dict[str, Any] = {name: dict(table) for name, table in WHOLE.items()}
     for name, table in tables.items():
         if name == "model" and "file" in table:
@@ -59,7 +59,7 @@ def checked(tables: dict[str, Any], sets: list[str], place: str) -> None:
 
 
 def parsed(words: list[str]) -> Any:
-    """Return the context of ``halograd ...``: typer's parsed words, and the configuration with --set."""
+    """Return the context of a ``halograd`` command after parsing; its ``--set`` options are checked too."""
     command: Any = typer.main.get_command(app)
     words = list(words)
     while getattr(command, "commands", None):
@@ -171,7 +171,7 @@ def test_the_check_of_commands_sees_mistakes(line: str):
 
 
 def test_data_sets_of_other_formats(tmp_path, monkeypatch):
-    """The page's block runs with a double of Zarr, which the tests do not install."""
+    """The page's block about other formats runs with a double of Zarr, which the tests do not install."""
     import numpy as np
 
     x, target = np.ones((4, 8, 8, 4), np.float32), np.zeros((4, 8, 8, 1), np.float32)

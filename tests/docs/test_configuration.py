@@ -19,7 +19,7 @@ def test_the_page_of_a_clone_has_all_keys():
 
 
 def test_the_site_has_its_own_version():
-    """The site's version has anchors and links, and no part of the page twice."""
+    """The site's version of the reference has anchors and links, and contains each part of the page once."""
     pytest.importorskip("mkdocs", reason="needs MkDocs: pip install 'halograd[docs]'")
     from docs.generator.__main__ import PAGE
     from docs.generator.hooks import MARK, REFERENCES

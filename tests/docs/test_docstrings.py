@@ -12,7 +12,7 @@ import halograd
 
 
 def modules_with_examples() -> list[str]:
-    """Return the modules of the library whose source contains a prompt."""
+    """Return the modules of the library whose source contains an interactive example."""
     found = []
     for module in pkgutil.walk_packages(halograd.__path__, "halograd."):
         spec = module.module_finder.find_spec(module.name, None)

@@ -22,7 +22,7 @@ TITLE = re.compile(r'title="([^"]+)"')
 
 
 def title(block: Block) -> str:
-    """Return the name of the file that a block shows, if any."""
+    """Return the file name in the title of a block; empty if it has none."""
     line = block.page.read_text(encoding="utf-8").splitlines()[block.line - 1]
     return "".join(TITLE.findall(line))
 

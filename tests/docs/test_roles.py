@@ -1,4 +1,4 @@
-"""Docstrings become Markdown, and their roles have existing targets."""
+"""Docstrings are converted to Markdown, and their roles have existing targets."""
 
 from pathlib import Path
 

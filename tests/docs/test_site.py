@@ -58,7 +58,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def inventory(site: Path) -> set[str]:
-    """Return the dotted names with an entry, under all exported paths."""
+    """Return the dotted names with an entry in the built site, under all exported paths."""
     data = (site / "objects.inv").read_bytes().split(b"\n", 4)[4]
     return {line.split()[0] for line in zlib.decompress(data).decode().splitlines()}
 
@@ -152,7 +152,7 @@ def test_every_command_is_listed(site):
     ],
 )
 def test_what_leads_nowhere_fails_the_build(tmp_path, text, message):
-    """Builds a page or two with the site's settings."""
+    """A link without a target in a page makes the build fail; valid links do not."""
     pytest.importorskip("material", reason=NEEDS)
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "index.md").write_text(f"# Known {{#known}}\n\n{text}\n")
@@ -167,7 +167,7 @@ def test_what_leads_nowhere_fails_the_build(tmp_path, text, message):
 
 
 def test_nothing_is_loaded_from_elsewhere(site):
-    """Machines are offline, so scripts, styles, fonts and pictures must be in the site."""
+    """Pages load scripts, styles, fonts and pictures from the site only, because machines may be offline."""
     found = set()
     for page in site.rglob("*.html"):
         text = page.read_text(encoding="utf-8")
@@ -178,7 +178,7 @@ def test_nothing_is_loaded_from_elsewhere(site):
 
 
 def test_no_sign_of_a_markup_is_left(site):
-    """No Sphinx roles, marks of generated places or literal blocks are left."""
+    """Pages contain no unconverted Sphinx roles, marks of generated parts or literal blocks."""
     for page in site.rglob("*.html"):
         text = re.sub(r"<pre.*?</pre>|<code.*?</code>", "", page.read_text(encoding="utf-8"), flags=re.S)
         found = re.findall(r":(?:class|func|meth|attr|data|mod):|<!-- generated|``|&lt;autoref", text)

@@ -115,7 +115,7 @@ def test_balanced_boundaries(size, parts):
 
 @given(st.integers(0, 300), st.lists(st.integers(1, 50), min_size=1, max_size=8))
 def test_shared_boundaries(size, shares):
-    """Every boundary is nearest to its share; layers of half the size are cut at half of it."""
+    """Boundaries are nearest to the exact shares; on an axis of twice the size they are twice these, up to 1."""
     found = shared_boundaries(size, shares)
     exact = np.cumsum([0, *shares]) * size / sum(shares)
     assert found[0] == 0 and found[-1] == size and list(found) == sorted(found)
@@ -153,7 +153,7 @@ test_layout_errors = refusals(
 
 
 def run_plan(sources, targets, shape, summed=False):
-    """Run a plan in one process, and assert that the pieces of both ends are the same."""
+    """Run a plan in one process, and check that source and target of each piece agree on it."""
     whole = np.random.default_rng(0).standard_normal(shape)
     plans = [plan_exchange(sources, targets, r, summed=summed) for r in range(len(sources))]
     for r, plan in enumerate(plans):

@@ -84,7 +84,7 @@ def dot(comm, a, b):
 
 
 def test_halo_and_its_adjoint(comm):
-    """Assert <F x, y> = <x, F* y> with x on owned boxes and y on boxes with margins."""
+    """The halo exchange F satisfies <F x, y> = <x, F* y>, with x on owned boxes and y on boxes with margins."""
     for layout in layouts(comm.size):
         margin = ((0, 0), (1, 2), (2, 1), (0, 0))
         x = filled(comm, layout, margin)

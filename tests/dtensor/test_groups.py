@@ -64,7 +64,7 @@ def test_what_groups_make(ranks):
 
 @pytest.mark.many_ranks
 def test_a_fault_within_a_group_is_raised_on_all(ranks):
-    """Ranks of other groups, and of none, raise it too."""
+    """An error within one group is raised on all ranks, including those of other groups and of none."""
     groups = alternating(ranks.size)
     last = groups.placed - 1
 

@@ -58,7 +58,7 @@ def parse(arguments: Sequence[str] | None, parts: Sequence[Part]) -> argparse.Na
 
 
 def main(arguments: Sequence[str] | None = None, parts: Sequence[Part] = PARTS) -> int:
-    """Execute the command line; return one of the exit codes above."""
+    """Execute the command line and return its exit code (see the module's docstring)."""
     given = parse(arguments, parts)
     results = Results(given.results.absolute())
     wanted = [part for part in parts if not given.parts or part.name in given.parts]
@@ -113,7 +113,7 @@ def _limits() -> Mapping[str, str]:
 
 
 def _gpu_answers() -> str:
-    """Return the output of ``nvidia-smi`` for the first GPU; empty if there is none."""
+    """Return the first line of ``nvidia-smi -L``; empty if there is no GPU."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return ""
@@ -126,7 +126,7 @@ def _gpu_answers() -> str:
 
 
 def _facts(results: Results) -> dict[str, Any]:
-    """Record versions and devices and return them, or the last output of the process if it died."""
+    """Record and return versions and devices, which a separate process finds, or the last output of that process."""
     command = [sys.executable, "-m", "tests.gpu.facts"]
     found: dict[str, Any] = {}
     try:

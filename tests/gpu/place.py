@@ -1,4 +1,4 @@
-"""Choice of the device for GPU tests: the double everywhere, and a GPU if the machine has one."""
+"""Selection of the device for GPU tests: always the double, and a GPU if the machine has one."""
 
 from __future__ import annotations
 
@@ -29,6 +29,6 @@ PLACES: list[Any] = ["double", *([pytest.param("gpu", marks=pytest.mark.gpu)] if
 
 
 def only_gpu(test: Any) -> Any:
-    """Mark a test, or a whole file by ``pytestmark``, that cannot run on the double."""
+    """Mark a test, or a whole file by ``pytestmark``, as one that needs a GPU and cannot run on the double."""
     skipped = pytest.mark.skipif(not gpu_count(), reason="needs a GPU")
     return skipped(pytest.mark.gpu(test))

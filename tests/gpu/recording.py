@@ -85,7 +85,7 @@ class Recording:
 
 
 def _lost() -> str:
-    """Return the reason why the device no longer works; empty if it works or was never used."""
+    """Return the reason why the device no longer works; empty if it works or CuPy is not loaded."""
     cupy = sys.modules.get("cupy")
     if cupy is None:
         return ""

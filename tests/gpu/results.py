@@ -122,7 +122,7 @@ class Results:
             self._forget(part, event["again"])
 
     def _forget(self, part: str, states: list[str]) -> None:
-        """Remove the results that are to be repeated."""
+        """Remove the results of a part that have one of these states, because its checks are to be repeated."""
         whole = set(states) == set(STATES)
         again = [key for key, result in self._found.items() if key[0] == part and result.status in states]
         jobs = {key for key in self._done if key[0] == part} if whole else {key[:2] for key in again}
@@ -141,7 +141,7 @@ class Results:
         return [result for result in self._found.values() if (result.part, result.job) == key]
 
     def done(self, key: Key) -> bool:
-        """Return whether a job has come to its end."""
+        """Return whether a job is complete."""
         return key in self._done
 
     def unfinished(self, key: Key) -> dict[str, int]:

@@ -125,7 +125,7 @@ class Runner:
         return complete
 
     def _complete(self, part: str, job: Job) -> bool:
-        """Run a job until it has come to its end; return False if the time is too short."""
+        """Run a job until it is complete; return False if the remaining time is too short."""
         key = (part, job.name)
         crashes = 0
         while True:
@@ -186,7 +186,7 @@ class Runner:
         return ended
 
     def _blame(self, key: tuple[str, str], code: int | None, text: str, before: set[str]) -> None:
-        """Record the check that was running when the process died, or the end of the process itself."""
+        """Record as crashed or hung the check that ran when the process ended, or the end of the process itself."""
         if self.results.done(key):
             if code not in (0, 1, 2, 5):  # of pytest: tests have run, cannot be collected, or there was none left
                 self._add(key, "end of the process", "crashed", text)
@@ -225,9 +225,7 @@ class Runner:
     def _wait(
         self, process: subprocess.Popen[bytes], mark: str, limit: float, about: Mapping[str, str] | None
     ) -> tuple[int | None, str]:
-        """Return the exit code, None if the job was killed at its limit, and its last lines; all its processes have
-        ended.
-        """
+        """Return exit code (None if killed at the limit) and last lines of a job; all its processes have ended."""
         tail: deque[str] = deque(maxlen=15)
         reader = threading.Thread(target=self._read, args=(process, tail, about), daemon=True)
         reader.start()
@@ -244,7 +242,7 @@ class Runner:
         return code, "\n".join(tail)
 
     def _read(self, process: subprocess.Popen[bytes], tail: deque[str], about: Mapping[str, str] | None) -> None:
-        """Keep the output of a job, and the results in it."""
+        """Write the output of a job to the log, keep its last lines, and record the results in it."""
         assert process.stdout is not None
         with self._log.open("a", encoding="utf-8") as log:
             for raw in process.stdout:

@@ -1,4 +1,4 @@
-"""A slow producer and messages that follow it: the messages must carry the values that it has written."""
+"""Slow producer of data, and messages after it: they must carry the values that it has written."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Slow", "check_download", "check_upload_ahead", "reused_message"]
 
 
 class Slow:
-    """A producer that keeps the device busy for some milliseconds, then writes a number into an array."""
+    """Producer that keeps the device busy for some milliseconds, then fills an array with a value."""
 
     def __init__(self, kernels: Backend) -> None:
         n = 2048 if not kernels.device.is_host and kernels.name == "cudnn" else 64

@@ -19,7 +19,7 @@ STEPS = 6  # three of them replayed
 
 @pytest.fixture(scope="module", params=PLACES)
 def kernels(request) -> Iterator[Backend]:
-    """Fixture: kernels of the double, whose graphs repeat what they recorded, and of a GPU."""
+    """Return kernels of the double, whose graphs repeat recorded calls, and of a GPU."""
     with FakeBackend() if request.param == "double" else get_backend("cudnn", deterministic=True) as backend:
         yield backend
 
@@ -27,7 +27,7 @@ def kernels(request) -> Iterator[Backend]:
 @only_gpu
 @pytest.mark.parametrize("what", ["convolution", "dense", "copy and sum"])
 def test_operations(what):
-    """Single operations of cuDNN, cuBLAS and CuPy are captured, before whole networks are."""
+    """Single operations of cuDNN, cuBLAS and CuPy give the same results in a captured graph."""
     with get_backend("cudnn") as k:
         x, y = (k.device.array(np.arange(2 * 6 * 6 * 8).reshape(2, 6, 6, 8) / 100.0, "float32") for _ in range(2))
         if what == "convolution":

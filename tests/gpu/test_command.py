@@ -25,7 +25,7 @@ FOUND = {"cupy": "14.2.0", "cudnn frontend": "1.26.0", "cudnn": 91900, "devices"
 
 @pytest.fixture
 def smi(tmp_path, monkeypatch):
-    """Install a stub of ``nvidia-smi`` with this output and exit code, or hide the program."""
+    """Return a function that installs a stub of ``nvidia-smi`` with an output and exit code, or hides the program."""
 
     def put(text="GPU 0: NVIDIA H100 (UUID: GPU-5)", code=0):
         path = tmp_path / "bin" / "nvidia-smi"
@@ -41,7 +41,7 @@ def smi(tmp_path, monkeypatch):
 
 @pytest.fixture
 def call(tmp_path, monkeypatch, capsys):
-    """Call the command on a machine with these properties; return exit code, output and results."""
+    """Return a function that calls the command with some facts and parts, and returns code, output and results."""
 
     def go(*arguments, found=None, parts=()):
         if found is not None:
@@ -68,9 +68,7 @@ def test_without_a_gpu_it_says_what_is_missing_and_succeeds(smi, call):
 
 @pytest.mark.parametrize("lacks", ["cupy", "cudnn frontend", "cudnn", "devices"])
 def test_a_gpu_that_answers_where_something_is_missing_is_a_failure(smi, call, lacks):
-    """A GPU with a missing requirement is a failure: without a wheel of the front end all checks would be skipped
-    silently.
-    """
+    """If a GPU is present, a missing requirement is a failure; otherwise all checks would be skipped silently."""
     smi()
     code, said, results = call(found={**FOUND, lacks: None}, parts=PARTS)
     (result,) = results.all()
@@ -148,7 +146,7 @@ def collected(tmp_path_factory) -> dict[int, list[str]]:
 
 
 def selected(job: Job, names: list[str]) -> list[str]:
-    """Return the checks of these that pytest would run."""
+    """Return those of the named checks that pytest would run for a job."""
     arguments = list(job.arguments)
     chosen = Expression.compile(arguments[arguments.index("-k") + 1]) if "-k" in arguments else None
     files = tuple(a for a in arguments if a.endswith(".py"))

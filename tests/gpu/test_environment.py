@@ -32,8 +32,7 @@ def test_versions_are_those_that_were_examined():
 
 @only_gpu
 def test_one_library_of_each_is_loaded(record_property):
-    """Only one cuDNN is loaded: torch and CuPy may each contain one, and the import order would decide which is used.
-    """
+    """Only one cuDNN is loaded: torch and CuPy may each contain one, and the import order would select it."""
     from halograd.kernels import get_backend
 
     with get_backend("cudnn") as backend:
@@ -48,7 +47,7 @@ def test_one_library_of_each_is_loaded(record_property):
 
 @only_gpu
 def test_the_properties_of_the_device_are_kept(record_property):
-    """The properties by which cuDNN plans are recorded: tests/kernels/cudnn/planning.py has a description by hand."""
+    """The properties of the device are recorded; tests/kernels/cudnn/planning.py contains such a description."""
     import cudnn
 
     found = cudnn.create_device_properties(0).serialize()
@@ -86,7 +85,7 @@ def test_two_ranks_start_on_one_gpu(record_property):
 
 @only_gpu
 def test_the_compute_stream_is_current_behind_any_other():
-    """The compute stream is current after any other: CuPy returns to the null stream after ``with stream:``."""
+    """The compute stream is current after a context with another stream; CuPy itself returns to the null stream."""
     import cupy
 
     from halograd.device.cupy import cupy_device

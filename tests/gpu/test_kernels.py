@@ -47,14 +47,14 @@ class Pair:
         self.there: dict[str, Any] = {}
 
     def draw(self, name: str, shape: tuple[int, ...], dtype: Any = None, low: float | None = None) -> None:
-        """Draw random numbers, normal or uniform from `low` on."""
+        """Draw random values, normal or uniform from `low` on, and store them on both sides."""
         values = self._random.standard_normal(shape) if low is None else self._random.uniform(low, low + 1, shape)
         array = self.backend.empty(shape, dtype or self.dtype)
         self.backend.device.assign(array, values.astype(array.dtype))
         self.there[name], self.here[name] = array, values.astype(array.dtype).astype(np.float64)
 
     def room(self, name: str, shape: tuple[int, ...], dtype: Any = None) -> None:
-        """Allocate an output filled with NaN."""
+        """Allocate an output filled with NaN on both sides."""
         array = self.backend.empty(shape, dtype or self.dtype)
         array.fill(np.nan)
         self.there[name], self.here[name] = array, np.full(shape, np.nan)
@@ -70,7 +70,7 @@ class Pair:
                 kernel.close()
 
     def compare(self, *names: str) -> None:
-        """Raise unless the largest relative error of these outputs is within the bound."""
+        """Raise if the largest relative error of these outputs exceeds the bound."""
         for name in names:
             found = self.backend.device.to_host(self.there[name]).astype(np.float64)
             scale = max(1e-30, float(np.abs(self.here[name]).max(initial=0)))
@@ -212,7 +212,7 @@ CHECKS = dict(checks())
     ],
 )
 def opened(request) -> Iterator[tuple[Backend, str]]:
-    """Open a backend and its precision once per file."""
+    """Return a backend and its precision, opened once per file."""
     place, precision = request.param
     backend = FakeBackend() if place == "double" else get_backend("cudnn", precision=_mode(precision))
     with backend:

@@ -26,7 +26,7 @@ SIZES = {"double": (40, 4), "gpu": (8192, 64)}
 
 @pytest.fixture(scope="module", params=["double", *[pytest.param("gpu", marks=pytest.mark.gpu)] * bool(gpu_count())])
 def large(request) -> Iterator[tuple[Backend, np.ndarray, Any, Any]]:
-    """Fixture: a backend, weights, and two arrays (1, extent, extent, channels) in bfloat16."""
+    """Return a backend, weights, and two arrays (1, extent, extent, channels) in bfloat16."""
     extent, channels = SIZES[request.param]
     with FakeBackend() if request.param == "double" else get_backend("cudnn") as kernels:
         memory = kernels.device.memory()
@@ -51,7 +51,7 @@ def windows(extent: int) -> list[tuple[slice, slice]]:
 
 
 def put(kernels: Backend, array: Any, seed: int) -> list[np.ndarray]:
-    """Set an array to zero except in its windows; return their values with the zeros around them."""
+    """Set an array to zero except in its windows; return the values of the windows with the surrounding zeros."""
     array.fill(0)
     extent, found = array.shape[1], []
     random = np.random.default_rng(seed)
@@ -67,7 +67,7 @@ def put(kernels: Backend, array: Any, seed: int) -> list[np.ndarray]:
 
 
 def check(kernels: Backend, array: Any, expected: list[np.ndarray]) -> None:
-    """Check that the windows have the expected values and that all other elements are zero."""
+    """Check that the windows have the expected values, and that all other elements are zero."""
     nonzero = 0
     for (rows, columns), want in zip(windows(array.shape[1]), expected):
         got = kernels.device.to_host(array[:, rows, columns]).astype(np.float64)
@@ -81,7 +81,7 @@ def check(kernels: Backend, array: Any, expected: list[np.ndarray]) -> None:
 
 
 def reference(name: str, *arrays: np.ndarray) -> np.ndarray:
-    """Compute one window with NumPy in float64; the elements around it are zero, as is NumPy's padding."""
+    """Compute one window with NumPy in float64; elements outside of it are zero, like NumPy's padding."""
     with get_backend("numpy") as numpy:
         out = np.zeros(arrays[0].shape if name != "conv_backward_filter" else _weights(arrays[0]))
         if name == "conv_backward_filter":

@@ -1,6 +1,6 @@
 """Tests of layers and training on several ranks with staged messages, and of races of streams, copies and messages.
 
-They run on the double, and with 1, 2 and 4 ranks on one GPU. Collective.
+The tests run on the double, and with 1, 2 and 4 ranks on one GPU. Collective.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def text(parts: Mapping[str, int]) -> str:
     ],
 )
 def opened(request) -> Iterator[tuple[Backend, Communicator]]:
-    """Open kernels and a communicator whose messages go through the host."""
+    """Return kernels and a communicator whose messages go through the host."""
     with Communicator(MPI.COMM_WORLD) as comm:
         kernels = FakeBackend() if request.param == "double" else open_kernels(BackendConfig(kernels="cudnn"), comm)
         with kernels:
@@ -77,7 +77,7 @@ def opened(request) -> Iterator[tuple[Backend, Communicator]]:
 @pytest.mark.parametrize("parts", CUTS, ids=text)
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers(opened, name, parts):
-    """Outputs and gradients are those of NumPy under the same cut."""
+    """Outputs and gradients of each layer equal those of NumPy under the same cut."""
     kernels, comm = opened
     make, inputs = LAYERS[name]
     shapes = [(9, 8, 4)] * inputs
@@ -94,13 +94,13 @@ def test_layers(opened, name, parts):
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_training(opened, dtype, name, parts):
-    """Losses of some steps are those of NumPy under the same cut."""
+    """Losses of several training steps equal those of NumPy under the same cut."""
     compare_losses(*opened, dtype, name, parts)
 
 
 @pytest.mark.parametrize("name", ["mesh", "resnet"])
 def test_graphs(opened, name):
-    """Steps after the third replay graphs between messages."""
+    """Losses are correct when steps after the third replay graphs between messages."""
     compare_losses(*opened, "float32", name, {"height": SIZE}, steps=STEPS)
 
 
@@ -118,7 +118,7 @@ def compare_losses(
     optimizer: str = "sgd",
     steps: int | None = None,
 ) -> None:
-    """Raise unless the losses are NumPy's, up to the precision of `dtype`, with this number of `steps` by graphs."""
+    """Raise unless losses equal NumPy's up to the precision of `dtype`; with `steps`, that many steps use graphs."""
     network = NETWORKS[name]()
     with get_backend("numpy") as reference:
         expected, *_ = train(network, comm, reference, parts, optimizer, steps=steps or STEPS)
@@ -147,7 +147,7 @@ def test_messages_behind_a_slow_producer(opened):
 
 @pytest.mark.ranks(1, 2)
 def test_races_are_found(monkeypatch):
-    """The test finds devices whose uploads ahead, or whose downloads, are never awaited."""
+    """The race tests fail on a device whose uploads ahead, or whose downloads, are never awaited."""
     with FakeBackend() as kernels, Communicator(MPI.COMM_WORLD) as comm:
         monkeypatch.setattr(kernels.device, "join", lambda ticket: None)
         monkeypatch.setattr(kernels.device, "arrive", lambda ticket: None)

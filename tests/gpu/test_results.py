@@ -1,4 +1,4 @@
-"""Tests of results on disk after an interruption at any point, and of their table."""
+"""Tests of results on disk after an interruption at any point, and of the table of results."""
 
 import json
 

@@ -23,7 +23,7 @@ PREFACE = "import os, signal, sys, time, pytest\npytestmark = pytest.mark.gpu\n"
 
 @pytest.fixture
 def checks(tmp_path):
-    """Write a file of checks; return a job of it."""
+    """Return a function that writes a file of checks and returns a job that runs it."""
 
     def write(text, name="job", **options):
         path = tmp_path / f"test_{name.replace(' ', '_')}.py"
@@ -35,7 +35,8 @@ def checks(tmp_path):
 
 @pytest.fixture
 def run(tmp_path):
-    """Run jobs; return the status of every check, and the results."""
+    """Return a function that runs jobs and returns: whether they are complete, the status of each check, the results.
+    """
 
     def go(*some, seconds=10 * LIMIT, path=tmp_path / "r.jsonl"):
         results = Results(path)
@@ -77,7 +78,7 @@ def test_a_crash_costs_one_check(checks, run, tmp_path):
 
 
 def test_a_job_that_hangs_is_killed_and_the_rest_is_run(checks, run, tmp_path, monkeypatch):
-    """The runner kills a job that hangs and runs its other checks; the limit expires when the check hangs."""
+    """The runner kills a job that hangs and runs its other checks; the test advances the limit when the check hangs."""
     here = tmp_path / "here"
     job = checks(
         """
@@ -108,7 +109,7 @@ def test_a_job_that_hangs_is_killed_and_the_rest_is_run(checks, run, tmp_path, m
 
 
 def test_a_device_that_answers_no_more_ends_its_process(checks, run):
-    """A lost device ends the process: after an illegal address every call of CUDA fails, also in correct checks."""
+    """A lost device ends the process: after an illegal address every CUDA call fails, also in correct checks."""
     job = checks("""
         class Runtime:
             lost = False
@@ -131,9 +132,7 @@ def test_a_job_that_cannot_begin_is_given_up(checks, run, monkeypatch):
 
 
 def test_a_crash_at_the_end_is_one_too(checks, run):
-    """A crash after the last check, while a library of CUDA or MPI is unloaded, is recorded although every check
-    passed.
-    """
+    """A crash after the last check, while a library is unloaded, is recorded although every check passed."""
     job = checks("""
         def test_a():
             import atexit
@@ -223,9 +222,7 @@ sys.exit(not Runner(Results(Path(sys.argv[1])), 1e6).run(Part("part", "?", (job,
 
 
 def test_killed_at_random_times_it_goes_on(checks, tmp_path):
-    """After kills at random times no result is lost or made twice, and no process is left. HALOGRAD_GPU_KILLS: their
-    number.
-    """
+    """After `HALOGRAD_GPU_KILLS` kills at random times no result is lost or repeated, and no process is left."""
     kills = int(os.environ.get("HALOGRAD_GPU_KILLS", "4"))
     count = 3 * kills
     job = checks("\n".join(f"def test_{i}(): time.sleep(0.02)" for i in range(count)))

@@ -10,7 +10,7 @@ from tests.gpu import sanitize
 
 @pytest.fixture
 def stub(tmp_path, monkeypatch):
-    """Install a program with this output and exit code."""
+    """Return a function that installs a stub of the program with an output and an exit code."""
 
     def put(text, code):
         path = tmp_path / "compute-sanitizer"

@@ -32,7 +32,7 @@ CYCLES = 20_000_000_000
 
 @contextmanager
 def gate(kernels: Backend) -> Iterator[object]:
-    """Block the device until released; yield a ticket after the blocking kernel."""
+    """Block the device; yield an event after the blocking kernel, which ends when the context is left."""
     device = kernels.device
     flag = device.pinned((1,), np.int32)
     wait = device.cupy.RawKernel(GATE, "gate")
@@ -52,7 +52,7 @@ def gate(kernels: Backend) -> Iterator[object]:
 @pytest.mark.parametrize("graph", [False, True], ids=["kernels", "graph"])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_step_does_not_wait_for_the_device(name, graph):
-    """A step returns while a kernel before it still runs: no library has synchronized in between."""
+    """A training step returns while a kernel enqueued before it still runs, so no library synchronizes."""
     with (
         Communicator(MPI.COMM_SELF) as comm,
         get_backend("cudnn") as kernels,
@@ -73,7 +73,7 @@ def test_a_step_does_not_wait_for_the_device(name, graph):
 @pytest.mark.parametrize("subject", ["mesh-1K", "unet-512"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_memory_is_what_was_predicted(subject, dtype, record_property):
-    """The used memory is within 5 % of the prediction after some steps."""
+    """The memory used by training steps is within 5 % of the prediction."""
     chosen = SUBJECTS[subject]
     with Communicator(MPI.COMM_SELF) as comm, get_backend("cudnn") as kernels:
         before = kernels.device.memory().used

@@ -1,7 +1,7 @@
 """Tests of one transport for device arrays on several ranks: messages, sums, halos, training. Collective.
 
-They run on doubles, and with several ranks on one GPU: by CUDA IPC, by a CUDA-aware MPI, by NCCL if it lets ranks share
-a GPU. A transport that is not available is skipped with the library's reason.
+The tests run on doubles, and with several ranks on one GPU: by CUDA IPC, by a CUDA-aware MPI, by NCCL if it lets ranks
+share a GPU. A transport that is not available is skipped with the library's reason.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def places(names: Mapping[str, tuple[int, ...]]) -> list[Any]:
 
 @pytest.fixture(params=places(SHARING))
 def opened(request, monkeypatch) -> Iterator[tuple[Backend, Communicator, str]]:
-    """Open kernels and a communicator over the transport, on the double or on the GPU."""
+    """Return kernels, a communicator over the transport, and the name of the device: the double or the GPU."""
     place, name = request.param
     if place == "double":
         monkeypatch.setattr(Slow, "write", lambda self, array, value: array.fill(value))
@@ -72,7 +72,7 @@ def test_messages(opened):
 @pytest.mark.parametrize("opened", places({"cuda-ipc": SHARING["cuda-ipc"]}), indirect=True)
 @pytest.mark.parametrize("how", ["memory", "events"])
 def test_memory_of_another_process(opened, how):
-    """CUDA IPC works alone: a peer maps memory and waits for events that are recorded repeatedly."""
+    """A peer maps memory of another process by CUDA IPC, and waits for events that are recorded repeatedly."""
     kernels, comm, _ = opened
     memory, device, slow = IpcMemory(Cuda(kernels.device), comm.mpi, comm.agree), kernels.device, Slow(kernels)
     shared = memory.share(4096, events=1)
@@ -99,7 +99,7 @@ def test_memory_of_another_process(opened, how):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_sums(opened, method):
-    """Several simultaneous sums after a slow producer are right, run after run; results are read only at the end."""
+    """Several simultaneous sums after a slow producer are right in every run; results are read only at the end."""
     kernels, comm, place = opened
     slow, device = Slow(kernels), kernels.device
     buffers = [kernels.zeros((count,), "float32") for count in COUNTS[place]]
@@ -123,7 +123,7 @@ def test_sums(opened, method):
 
 
 def check_sum(found: np.ndarray, summands: list[float], method: str, rank: int) -> None:
-    """Raise unless `found` is this rank's part of the sum of one number per rank."""
+    """Raise unless `found` is this rank's part of the sum; each rank contributes one constant."""
     parts = shards(found.size, len(summands), found.itemsize)
     expected = np.full(found.size, sum(summands), np.float32)
     where = parts[rank] if method == "reduce_scatter" else slice(None)
@@ -172,7 +172,7 @@ def test_training(opened, name):
 
 
 def test_graphs(opened):
-    """With NCCL a graph contains the messages too."""
+    """With NCCL, graphs contain the messages too, and losses are correct."""
     kernels, comm, _ = opened
     compare_losses(kernels, comm, "float32", "mesh", {"sample": 1, "height": SIZE, "width": 1}, steps=6)
 
@@ -185,7 +185,7 @@ def test_graphs(opened):
     ]
 )
 def link(request, monkeypatch) -> Iterator[tuple[Backend, NcclLink]]:
-    """Open a communicator of NCCL with one rank, on a lane of its own."""
+    """Return kernels and an NCCL communicator of one rank, on a separate stream."""
 
     def connected(kernels: Backend, comm: Communicator) -> Iterator[tuple[Backend, NcclLink]]:
         from halograd.comm.gpu import link as links
@@ -209,7 +209,7 @@ def link(request, monkeypatch) -> Iterator[tuple[Backend, NcclLink]]:
 
 @pytest.mark.parametrize("dtype", SUMMABLE)
 def test_every_call_of_nccl_in_every_dtype(link, dtype):
-    """Every call copies one array into another over one rank: order of arguments, constants and streams are NCCL's."""
+    """Every NCCL call on one rank copies one array into another, so order of arguments and constants are right."""
     kernels, link = link
     count, stream, nccl = 1000, link.lane.ptr, link.nccl
     values = np.arange(count).astype(as_dtype(dtype))
@@ -240,7 +240,7 @@ def test_every_call_of_nccl_in_every_dtype(link, dtype):
 # -- the checks themselves ------------------------------------------------------------------------------------------
 @pytest.mark.ranks(2)
 def test_what_is_wrong_is_found(monkeypatch):
-    """A missing wait for a lane is found: the double executes the lane late, so the numbers are the old ones."""
+    """The tests detect a missing wait for a stream: the double executes it late, so the old values are found."""
     monkeypatch.setattr(Passage, "join", lambda self: None)
     monkeypatch.setattr(Slow, "write", lambda self, array, value: array.fill(value))
     with pytest.raises(AssertionError, match="rank [01]: "), gpu_ranks(monkeypatch, "nccl") as r:  # noqa: RUF043

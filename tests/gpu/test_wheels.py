@@ -1,4 +1,4 @@
-"""Tests of wheels for a machine without an index: the unpacked packages, their place, and the errors."""
+"""Tests of wheels for a machine without a package index: the unpacked packages, their folder, and the errors."""
 
 import importlib.metadata
 import os
@@ -15,7 +15,7 @@ from tests.gpu.wheels import WheelError, collect, unpack
 
 @pytest.fixture
 def wheel(tmp_path):
-    """Write a wheel."""
+    """Return a function that writes a wheel with these files."""
 
     def make(name, files):
         folder = tmp_path / "wheels"
@@ -31,9 +31,7 @@ def wheel(tmp_path):
 
 
 def test_what_is_missing_or_older_is_unpacked_beside_the_interpreter(wheel, tmp_path, monkeypatch):
-    """Missing or older packages, programs and libraries are unpacked: MPI's library is data that ``pip --target``
-    omits.
-    """
+    """Missing or older packages, programs and libraries are unpacked, including data that ``pip --target`` omits."""
     wheel("new_thing-1.0-py3-none-any.whl", {"new_thing/__init__.py": ("x = 5\n", 0o644), "../evil": ("", 0o644)})
     data = "libthing-2.0.data/data"
     program = f"#!{sys.executable}\nimport new_thing, sys; sys.exit(new_thing.x)\n"

@@ -114,13 +114,13 @@ def _environment(target: Path) -> dict[str, str]:
 
 
 def _name(path: Path) -> tuple[str, str]:
-    """Return the distribution and version of a wheel."""
+    """Return the distribution and version in the file name of a wheel."""
     name, version = path.name.split("-")[:2]
     return re.sub(r"[-_.]+", "-", name).lower(), version
 
 
 def _lacks(name: str, version: str) -> bool:
-    """Return whether the distribution is missing here, or older."""
+    """Return whether the installed distribution is missing or older."""
     try:
         return _numbers(importlib.metadata.version(name)) < _numbers(version)
     except importlib.metadata.PackageNotFoundError:

@@ -69,7 +69,7 @@ class Agreement:
         return [int(code) for code in everyone[:, 0]]
 
     def gather_objects(self, value: object) -> list:
-        """Return the JSON-able value of every rank on every rank. Collective."""
+        """Return the JSON-serializable value of every rank on every rank. Collective."""
         data = np.frombuffer(json.dumps(value).encode(), np.uint8)
         counts = np.zeros(self.comm.size, np.int64)
         self.comm.Allgather(np.array([data.size], np.int64), counts)
@@ -79,7 +79,7 @@ class Agreement:
         return [json.loads(part.tobytes()) for part in np.split(everyone, cuts)]
 
     def give_up(self, key: str, text: str) -> NoReturn:
-        """Write the reason, let the ranks of this node write their tracebacks, and end the job. Local."""
+        """Write the reason and the tracebacks of the ranks of this node, and end the job. Local."""
         rank, size = self.comm.rank, self.comm.size
         self.record.write(fatal=key.partition(" ")[0], text=f"[rank {rank} of {size}] {text}")
         os.write(self.stderr, f"\n[rank {rank} of {size}] ends the job: {key}\n{text}\n".encode())

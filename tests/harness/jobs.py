@@ -85,7 +85,7 @@ def alive(pid: int) -> bool:
 
 
 def names_in_shared_memory() -> set[str]:
-    """Names of all shared-memory files of this machine."""
+    """Return the names of all shared-memory files of this machine."""
     return set(os.listdir(SHARED_MEMORY)) if SHARED_MEMORY.exists() else set()
 
 

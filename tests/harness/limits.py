@@ -41,7 +41,7 @@ def _cores() -> int:
 
 @cache
 def slowness() -> float:
-    """Return the factor that the first process of the suite has measured."""
+    """Return the factor that the first process of the suite measures and all others read from the environment."""
     if SLOWNESS_VARIABLE not in os.environ:
         os.environ[SLOWNESS_VARIABLE] = f"{measure():.2f}"
     return float(os.environ[SLOWNESS_VARIABLE])
@@ -59,7 +59,7 @@ TEST_LIMIT = 600.0
 
 
 def grace() -> float:
-    """Return the time [s] between a first sign of a failure and a harder measure."""
+    """Return the time [s] between the first sign of a failure and stronger measures, such as a kill."""
     return float(os.environ.get(GRACE_VARIABLE, scaled(20)))
 
 

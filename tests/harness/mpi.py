@@ -1,4 +1,4 @@
-"""Launchers of MPI: their own output, and an MPI for all ranks other than the environment's.
+"""MPI launchers: their own output, and another MPI than the environment's for all ranks.
 
 ``run_suite.py --mpi openmpi`` selects the other MPI.
 """
@@ -34,7 +34,7 @@ _OF_A_LAUNCHER = re.compile(
 
 
 def split_stderr(text: str) -> tuple[str, str]:
-    """Return the ranks' part and the launcher's part of the stderr of a job."""
+    """Return the parts of a job's stderr that the ranks and the launcher have written."""
     return _OF_A_LAUNCHER.sub("", text), "".join(_OF_A_LAUNCHER.findall(text))
 
 

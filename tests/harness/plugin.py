@@ -71,7 +71,7 @@ class RankPlugin:
         self._note_segments()
 
     def _note_segments(self) -> None:
-        """Record the shared memory that is mapped here; the runner checks that it does not outlive the run."""
+        """Record the shared memory that this rank has mapped; the runner checks that it does not outlive the run."""
         self.record.write(segments=sorted(segments([os.getpid()])))
 
     # Limits: pytest-timeout asks whoever wants to do it.

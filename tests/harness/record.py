@@ -31,12 +31,12 @@ class Record:
                 file.write(json.dumps(event) + "\n")
 
     def stack_file(self) -> Path | None:
-        """Path of this rank's tracebacks if it hangs."""
+        """Path of the file for this rank's tracebacks if it hangs; None without a record."""
         return stack_path(self.folder, self._rank) if self.folder else None
 
 
 def stack_path(folder: Path, rank: int) -> Path:
-    """Return the path of a rank's tracebacks."""
+    """Return the path of the file for a rank's tracebacks."""
     return folder / f"stack-{rank}.txt"
 
 
@@ -52,14 +52,14 @@ class Verdict:
 
 @dataclass
 class Outcomes:
-    """The content of a run's record.
+    """Content of a run's record.
 
     Attributes
     ----------
     verdicts
         One verdict per test that was begun; a test that never ended counts as failed.
     collected
-        Number of collected tests, None if the run ended before.
+        Number of collected tests; None if the run ended during collection.
     pids
         Process id of each rank.
     segments

@@ -45,7 +45,5 @@ def sizes_in(text: str) -> set[int]:
 
 
 def files_for(size: int, folder: Path) -> list[str]:
-    """Return the test files with tests for this number of ranks: to collect the others would take longer than to run
-    these.
-    """
+    """Return the test files with tests for this number of ranks; collecting all other files would take long."""
     return sorted(str(p) for p in folder.rglob("test_*.py") if size in sizes_in(p.read_text(encoding="utf-8")))

@@ -1,4 +1,4 @@
-"""Torch modules through a file: exported by both exporters, imported, and run by one process."""
+"""Functions that export torch modules by both exporters, and run imported networks in one process."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def as_module(function, **layers):
 
 
 def together(*modules):
-    """Return one module with the outputs of several, concatenated along the channels: one export in place of many."""
+    """Return one module with the concatenated channels of several modules, so that one export suffices."""
     lib = torch()
     return as_module(lambda m, x: lib.cat([one(x) for one in m.parts], 1), parts=lib.nn.ModuleList(modules))
 
 
 def export(module, x, path: Path, exporter: str, training: bool = False, **options) -> Path:
-    """Write a module with the input `x`, called ``x``, as in docs/torch.md."""
+    """Export a module with the input `x`, named ``x``, to a file, as docs/torch.md describes."""
     lib = torch()
     mode = lib.onnx.TrainingMode.TRAINING if training else lib.onnx.TrainingMode.EVAL
     module.train(training)
@@ -72,7 +72,7 @@ def export(module, x, path: Path, exporter: str, training: bool = False, **optio
 
 @functools.cache
 def _keep_operators() -> None:
-    """Let the new exporter keep its read-only table of operators, whose construction takes half of every export."""
+    """Make the new exporter cache its read-only table of operators, whose construction takes half of every export."""
     with contextlib.suppress(ImportError, AttributeError):  # other versions of torch have no such table
         from torch.onnx._internal.exporter._registration import ONNXRegistry
 
@@ -93,7 +93,7 @@ def predicted(network: Network, x: np.ndarray, dtype: str = "float64") -> dict[s
 def check_step(network: Network, module, x: np.ndarray, rate: float = 0.5) -> None:
     """Assert that a network and a module have the same outputs in evaluation, before and after a step of SGD.
 
-    The loss is the mean square of the difference from 1, and all numbers are float64.
+    The loss is the mean square of the difference from 1; all values are float64.
     """
     lib = torch()
     (ours,) = network.outputs.values()
@@ -125,7 +125,7 @@ def check_step(network: Network, module, x: np.ndarray, rate: float = 0.5) -> No
 
 
 def samples(*shape: int, name: str = "x") -> np.ndarray:
-    """Return a batch ``(N, *spatial, C)``."""
+    """Return a random batch ``(N, *spatial, C)``."""
     return random_array((BATCH, *shape), name)
 
 
@@ -140,7 +140,7 @@ def last(tensor) -> np.ndarray:
 
 
 def shake(module) -> None:
-    """Set all parameters and running statistics to numbers that reveal errors."""
+    """Set all parameters and running statistics to random values that reveal errors."""
     lib = torch()
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if tensor.dtype.is_floating_point:

@@ -1,4 +1,4 @@
-"""Orders of axes and sizes, against loops over all cases."""
+"""Tests of orders of axes and of sizes, against loops over all cases."""
 
 import math
 
@@ -16,7 +16,7 @@ SMALL = st.integers(1, 6)
 
 @given(st.integers(1, 40), st.integers(1, 7), st.integers(1, 5), st.integers(0, 3), st.integers(0, 3))
 def test_padding_that_rounds_up_gives_the_windows_of_torch(size, kernel, stride, low, high):
-    """torch's windows start inside of the array or its low padding, and may reach into the high padding."""
+    """The added padding gives as many windows as torch, whose windows start in the array or in its low padding."""
     low, high = min(low, kernel // 2), min(high, kernel // 2)
     if size + low + high < kernel:
         return

@@ -1,4 +1,4 @@
-"""Functions of torch that its exporters write as several operators, or under another operator's name."""
+"""Tests of torch functions that its exporters write as several operators, or under another operator's name."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ SHAPE = (6, 5, 3)
 
 
 def _functions():
-    """Return functions that follow a convolution of four channels, and the kinds of layers that they become, by name.
-    """
+    """Return by name: a function after a convolution of four channels, and the kinds of layers that it becomes."""
     lib = torch()
     functional = lib.nn.functional
     respond = functional.local_response_norm
@@ -63,7 +62,7 @@ def _module(name):
 
 
 def _check(name, module, exporter, folder):
-    """Check that a network computes the same as its torch module with the smallest number of layers."""
+    """Check that a network computes the same as its torch module, with the expected kinds of layers."""
     x = samples(*SHAPE)
     network = hg.onnx.load(export(module, first(x), folder / "m.onnx", exporter, training=True))
     assert network.parameter_count == sum(p.numel() for p in module.parameters())

@@ -1,4 +1,4 @@
-"""Features after Flatten, in torch's order: weights are written to a torch module and read back."""
+"""Tests of the order of features after Flatten: weights are written to a torch module and read back."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ CASES = [
 @pytest.mark.torch
 @pytest.mark.parametrize("name", CASES)
 def test_weights_are_those_of_the_module(name, tmp_path):
-    """Our weights in torch, then torch's here, give the same outputs and the same arrays."""
+    """Weights of a torch module give the same outputs in our network, and are saved as the same arrays."""
     make, function, layers = _networks()[name]
     network, module = hg.Network({"y": make(hg.Input(IMAGE, name="x"))}), as_module(function, **layers).double()
     shake(module)
@@ -120,7 +120,7 @@ def test_weights_are_those_of_the_module(name, tmp_path):
 
 
 def test_lengths_of_a_dense_layer_are_in_the_order_of_its_units():
-    """The lengths are not in the order of the layer's features, of which there are as many."""
+    """Weight-norm lengths are in the order of the dense layer's units, although it has as many input features."""
     y = hg.Dense(FEATURES, weight_norm=True, name="head")(hg.Flatten()(hg.Input(IMAGE, name="x")))
     found = arrangements(hg.Network({"y": y}))
     assert found["head/w"].orders == {1: FLAT}
@@ -130,7 +130,7 @@ def test_lengths_of_a_dense_layer_are_in_the_order_of_its_units():
 
 
 class Shifted(hg.Layer):
-    """A layer that moves each feature to the next position."""
+    """Layer that moves each feature to the next position."""
 
 
 def _mixed(kind: str) -> hg.Node:
@@ -161,7 +161,8 @@ def test_what_torch_has_no_counterpart_of_is_refused(kind, tmp_path):
 
 
 def test_what_has_no_parameters_is_not_refused():
-    """Layers without parameters, and layers after a dense layer, which has its own order of units, are permitted."""
+    """A layer that mixes features is permitted if no parameters depend on their order: after it stands a dense layer.
+    """
     y = hg.Dense(3, name="next")(hg.Dense(5, name="head")(Shifted("mix")(hg.Flatten()(hg.Input(IMAGE, name="x")))))
     assert set(arrangements(hg.Network({"y": y}), fresh=["head"])) == {"next/w", "next/b"}
 

@@ -1,4 +1,4 @@
-"""torch's parameters are trained, its constants are not, and weights computed from parameters are refused."""
+"""Tests of imported values: torch's parameters are trained, constants are not, computed weights are an error."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ SHAPE = (6, 5, 3)
 
 
 def _numbers(*shape: int, name: str = "numbers"):
-    """Return random numbers from 0.5 to 1.5."""
+    """Return random values from 0.5 to 1.5."""
     return torch().tensor(1 + 0.5 * np.clip(samples(*shape, name=name)[0], -1, 1))
 
 
 def _with_buffers(function, **buffers):
-    """Return a module of this function and a convolution, with some buffers."""
+    """Return a module with this function, a convolution, and these buffers."""
     module = as_module(function, c=torch().nn.Conv2d(3, 4, 3, padding=1))
     for name, tensor in buffers.items():
         module.register_buffer(name, tensor)
@@ -40,7 +40,7 @@ def _with_buffers(function, **buffers):
 
 
 def _fixed():
-    """Return modules by name whose constants multiply or are added."""
+    """Return modules by name that multiply by constants or add them."""
     lib = torch()
     one = {"mean": _numbers(1, 3, 1, 1, name="m"), "std": _numbers(1, 3, 1, 1)}
     frozen = {key: _numbers(3, name=key) for key in ("weight", "bias", "running_mean", "running_var")}
@@ -76,7 +76,7 @@ FIXED = list(_fixed()) if importlib.util.find_spec("torch") else []
     "name, exporter", [*((name, "old") for name in FIXED), ("all", "dynamo"), ("of vectors", "dynamo")]
 )
 def test_constants_of_the_source_are_not_trained(name, exporter, tmp_path):
-    """Constants are also kept on the way back to ONNX."""
+    """Constants of an exported module are not trained, and are kept in an export back to ONNX."""
     names = [one for one in FIXED if one != "of vectors"] if name == "all" else [name]
     modules = [_fixed()[one]().double() for one in names]
     module, x = together(*modules) if name == "all" else modules[0], samples(*SHAPE)
@@ -108,7 +108,8 @@ def test_the_old_exporter_has_to_be_told(name, tmp_path):
 
 
 def test_the_old_exporter_has_to_be_told_of_frozen_norms(tmp_path):
-    """Their arrays have names of parameters."""
+    """The old exporter writes arrays of frozen norms like parameters, so they are an error until `buffers` names them.
+    """
     module = _fixed()["frozen batch norm"]().double()
     path = export(module, first(samples(*SHAPE)), tmp_path / "m.onnx", "old", training=True)
     with pytest.raises(UserError, match=r"computed from '.*; if they are buffers, name them: load\(path, buffers="):
@@ -116,7 +117,7 @@ def test_the_old_exporter_has_to_be_told_of_frozen_norms(tmp_path):
 
 
 def _learned():
-    """Return modules by name that learn numbers per channel."""
+    """Return modules by name with trainable values per channel."""
     lib = torch()
     nn = lib.nn
 
@@ -152,7 +153,7 @@ def test_learned_numbers_are_trained(name, exporter, tmp_path):
 
 
 def _computed():
-    """Return modules by name with weights that they compute, and the text that names these."""
+    """Return by name: a function that builds a module with computed weights, and the message that names them."""
     lib = torch()
     nn, functional = lib.nn, lib.nn.functional
     parametrizations = nn.utils.parametrizations
@@ -200,7 +201,7 @@ COMPUTED = [
 
 @pytest.mark.parametrize("name, exporter", COMPUTED)
 def test_weights_that_torch_computes_are_refused(name, exporter, tmp_path):
-    """Trained directly they would give another model after one step."""
+    """Weights that torch computes are an error; trained directly they would give another model after one step."""
     make, message = _computed()[name]
     module = make()
     options = {"training": module.training}
@@ -222,7 +223,7 @@ def test_weights_that_the_new_exporter_has_folded_are_refused_where_it_says_so(n
 
 @pytest.mark.parametrize("exporter", EXPORTERS)
 def test_casts_transposes_and_reshapes_leave_a_parameter(exporter, tmp_path):
-    """The parameter is trained under its own name."""
+    """A parameter behind casts, transposes and reshapes is trained under its own name."""
     lib = torch()
 
     def moved(m, x):
@@ -238,7 +239,7 @@ def test_casts_transposes_and_reshapes_leave_a_parameter(exporter, tmp_path):
 @pytest.mark.parametrize("exporter", EXPORTERS)
 @pytest.mark.parametrize("kind", ["buffer", "literal"])
 def test_a_kernel_that_is_no_parameter_is_refused(kind, exporter, tmp_path):
-    """A fixed stencil would otherwise be trained."""
+    """A convolution kernel that is no parameter is an error; otherwise a fixed stencil would be trained."""
     lib = torch()
     kernel = lib.ones(4, 3, 3, 3) / 9
 

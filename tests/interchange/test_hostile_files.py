@@ -1,4 +1,4 @@
-"""Files that would hang, fill the memory, or give invalid weights raise a one-line error at once."""
+"""Files that would hang, fill the memory, or give invalid weights raise a one-line error immediately."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _onnx():
 
 
 def _file(path, nodes, weights, x=(1, 3, 8, 8), y=(1, 3, 8, 8)):
-    """Write a graph from ``x`` to ``y``."""
+    """Write a graph with input ``x`` and output ``y``."""
     onnx = _onnx()
     helper, numbers = onnx.helper, onnx.numpy_helper
     given, made = (helper.make_tensor_value_info(name, 1, shape) for name, shape in (("x", x), ("y", y)))
@@ -41,7 +41,7 @@ def _loop():
 
 
 def _computed():
-    """Return, by message, a node of constants and its inputs."""
+    """Return, by message, nodes that compute constants, and their inputs."""
     node = _onnx().helper.make_node
     many = np.array([10**9])
     doubled = [node("Concat", ["b" if i else "a", "b" if i else "a"], ["b"], axis=0) for i in range(1)]
@@ -115,7 +115,7 @@ def test_malformed_attributes_are_refused_by_name(kind, attributes, tmp_path):
 
 @pytest.mark.parametrize("attributes", [{"pads": [2**33, 0, 0, 0]}, {"dilations": [9, 1]}])
 def test_extents_that_no_value_has_are_refused(attributes, tmp_path):
-    """The check comes before loops over them, and before ONNX's library ends the process at a negative one."""
+    """Impossible extents are an error before any loop over them, and before ONNX's library would end the process."""
     node = _onnx().helper.make_node
     nodes = [
         node("MaxPool", ["x"], ["0"], "pool", kernel_shape=[2, 2], **attributes),
@@ -132,7 +132,7 @@ def _network():
 
 
 def test_pipes_are_not_read(tmp_path):
-    """Reading a pipe waits for a writer for ever."""
+    """Named pipes are an error, because reading one would wait for a writer forever."""
     _onnx()
     pytest.importorskip("safetensors", reason="needs safetensors: pip install 'halograd[interchange]'")
     os.mkfifo(tmp_path / "pipe")
@@ -155,7 +155,7 @@ def test_pipes_are_not_read(tmp_path):
 
 @pytest.mark.parametrize("kind", ["int8", "uint8", "bool", "int32", "int64"])
 def test_weights_of_integers_are_refused(kind, tmp_path):
-    """Quantized weights without their scales have other values."""
+    """Integer weights are an error, because quantized weights without their scales have other values."""
     numpy = pytest.importorskip("safetensors.numpy", reason="needs safetensors: pip install 'halograd[interchange]'")
     arrays = {"c.weight": np.ones((2, 3, 1, 1), kind), "c.bias": np.zeros(2, np.float32)}
     numpy.save_file(arrays, tmp_path / "w.safetensors")
@@ -183,7 +183,7 @@ def test_weights_of_bfloat16_are_refused(tmp_path):
 
 @pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
 def test_weights_that_are_not_finite_are_refused(number, tmp_path):
-    """In training they would look like the effect of a too large learning rate."""
+    """Weights that are not finite are an error; in training they would look like a too large learning rate."""
     numpy = pytest.importorskip("safetensors.numpy", reason="needs safetensors: pip install 'halograd[interchange]'")
     weights = np.ones((2, 3, 1, 1), np.float32)
     weights[1, 2] = number
@@ -198,7 +198,7 @@ def test_weights_that_are_not_finite_are_refused(number, tmp_path):
 
 @pytest.mark.torch
 def test_a_large_weight_of_a_small_file_is_no_allocation(tmp_path):
-    """The file has large extents without their numbers, as if truncated."""
+    """A file that declares large extents without their data, as if truncated, is an error and allocates nothing."""
     onnx = _onnx()
     path = export(torch().nn.Conv2d(3, 4, 1), torch().zeros(2, 3, 4, 4), tmp_path / "m.onnx", "old")
     model = onnx.load(path)

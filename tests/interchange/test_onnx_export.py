@@ -1,4 +1,4 @@
-"""Networks written as ONNX, run by onnxruntime, and read again."""
+"""Networks are written as ONNX, executed by onnxruntime, and read again."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def _chain(layers, shape) -> hg.Network:
 
 
 def _shaken(network: hg.Network) -> hg.Network:
-    """Return a network whose parameters and statistics reveal errors."""
+    """Return the network with random parameters and statistics that reveal errors."""
     specs = {**network.parameters(), **network.state()}
     drawn = {name: 0.5 * random_array(spec.shape, name) for name, spec in specs.items()}
     network.begin_with({name: 0.5 + np.abs(a) if name.endswith("/var") else a for name, a in drawn.items()})
@@ -118,7 +118,7 @@ def _shaken(network: hg.Network) -> hg.Network:
 
 
 def _run(path, x: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the outputs of onnxruntime, channels last."""
+    """Return the outputs of onnxruntime by name, with channels last."""
     runtime = pytest.importorskip("onnxruntime", reason="needs onnxruntime: pip install 'halograd[interchange]'")
     session = runtime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     given = {one.name: np.moveaxis(x, -1, 1).astype(np.float32) for one in session.get_inputs()}
@@ -127,7 +127,7 @@ def _run(path, x: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def _check(network: hg.Network, path, x: np.ndarray) -> None:
-    """Compare onnxruntime to 1e-4 of the largest number in float32, and the network read again to the last digits."""
+    """Check that onnxruntime agrees within 1e-4 in float32, and that the network read again agrees in float64."""
     want = predicted(network, x)
     hg.onnx.save(network, None, path)
     found = _run(path, x)
@@ -279,7 +279,7 @@ def test_normalization_is_a_part_of_the_graph(tmp_path):
 
 
 class Own(Layer):
-    """A layer without an ONNX operator."""
+    """Layer without an ONNX operator."""
 
 
 def test_refusals(tmp_path):

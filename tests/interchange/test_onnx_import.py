@@ -1,4 +1,4 @@
-"""torch modules, exported by both exporters, imported, and compared with torch."""
+"""torch modules are exported by both exporters, imported, and compared with torch."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def _imported(name, folder, exporter, training=False):
 
 
 def _check_outputs(network, module, x):
-    """Check that a network computes the same as the module in evaluation."""
+    """Check that a network and the module have the same outputs in evaluation."""
     module.eval()
     (ours,) = predicted(network, x).values()
     want = last(module(first(x)))
@@ -220,7 +220,7 @@ def test_outputs_are_those_of_torch(name, exporter, tmp_path):
 
 @pytest.mark.parametrize("name, exporter", TRAINED)
 def test_what_is_exported_for_training_has_the_parameters_of_torch(name, exporter, tmp_path):
-    """The network has exactly torch's parameters, under torch's names, and computes the same in evaluation."""
+    """A module exported for training has exactly torch's parameters and names, and the same outputs in evaluation."""
     network, module, x = _imported(name, tmp_path, exporter, training=True)
     assert network.parameter_count == sum(p.numel() for p in module.parameters())
     named = {key.rpartition(".")[0] or key for key, _ in module.named_parameters()}
@@ -231,7 +231,7 @@ def test_what_is_exported_for_training_has_the_parameters_of_torch(name, exporte
 
 @pytest.mark.parametrize("exporter", EXPORTERS)
 def test_weights_beside_the_file_and_open_extents(exporter, tmp_path):
-    """The new exporter writes large weights to a second file. Open extents are given to `load`."""
+    """Large weights in a second file, as the new exporter writes them, are read; `load` gets the open extents."""
     lib = torch()
     module = lib.nn.Sequential(lib.nn.Conv2d(3, 64, 9), lib.nn.ReLU(), lib.nn.Upsample(scale_factor=2)).double()
     x = samples(12, 10, 3)
@@ -253,16 +253,16 @@ def test_weights_beside_the_file_and_open_extents(exporter, tmp_path):
 
 
 def _kinds(name, folder) -> list[str]:
-    """Return the layers of an imported module, in order."""
+    """Return the kinds of layers of an imported module, in order."""
     make, shape = _modules()[name]
     network = hg.onnx.load(export(make(), first(samples(*shape)).float(), folder / "m.onnx", "old", training=True))
     return [node.layer.kind for node in network.layers.values()]
 
 
 def test_layers_are_as_few_as_can_be(tmp_path):
-    """Norms fuse activations and shortcuts; a pooling gives vectors unless positions are read.
+    """Import yields few layers: norms fuse activations and shortcuts, and a pooling gives vectors if possible.
 
-    The activation of an output stays a layer.
+    The activation of an output remains a layer.
     """
     assert _kinds("residual, twice", tmp_path) == ["Conv", "BatchNorm", "Conv", "Add", "ReLU"]
     assert _kinds("residual", tmp_path) == ["Conv", "BatchNorm"]
@@ -278,7 +278,7 @@ def test_layers_are_as_few_as_can_be(tmp_path):
 
 
 def test_weights_are_read_when_they_are_needed(tmp_path):
-    """`load` does not read weights, and a file that is truncated meanwhile raises an error."""
+    """`load` reads no weights; a file that is truncated before they are needed raises an error."""
     lib = torch()
     path = export(lib.nn.Conv2d(3, 64, 9), lib.zeros(2, 3, 9, 9), tmp_path / "m.onnx", "old")
     network = hg.onnx.load(path)
@@ -289,7 +289,7 @@ def test_weights_are_read_when_they_are_needed(tmp_path):
 
 
 def _refused():
-    """Return modules and their inputs by the expected message."""
+    """Return modules and their inputs, by the message of the expected error."""
     lib = torch()
     nn, functional = lib.nn, lib.nn.functional
 
@@ -410,7 +410,7 @@ def test_what_is_no_file_of_onnx_is_refused(tmp_path, monkeypatch):
 
 
 def _by_hand(**external):
-    """Write a file of one convolution, whose weights are in another file."""
+    """Write a file with one convolution, whose weights are in another file."""
     onnx = pytest.importorskip("onnx", reason="needs onnx: pip install 'halograd[interchange]'")
     helper = onnx.helper
     info = [helper.make_tensor_value_info(name, 1, ["n", 2, 4, 4]) for name in "xy"]
@@ -438,7 +438,7 @@ def test_weights_outside_of_the_folder_are_not_read(tmp_path):
 
 
 def test_operations_without_effect_leave_no_layer(tmp_path):
-    """Several in sequence are removed; each is renamed when the previous one is removed."""
+    """A sequence of operations without effect gives no layers."""
     onnx = pytest.importorskip("onnx", reason="needs onnx: pip install 'halograd[interchange]'")
     helper = onnx.helper
     chain = [("Relu", ["x"]), ("Mul", ["0", "one"]), ("Add", ["1", "zero"]), ("Div", ["2", "one"]), ("Tanh", ["3"])]

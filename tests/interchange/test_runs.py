@@ -1,4 +1,4 @@
-"""Runs that start with given weights, on any number of ranks, and exports of a run."""
+"""Tests of runs that start with given weights, on any number of ranks, and of exports of a run."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _drawn_by(seed: int) -> tuple[hg.Network, dict[str, np.ndarray]]:
 
 
 def _write_weights(comm, folder) -> tuple[dict[str, np.ndarray], str]:
-    """Write a run and a file of weights; return the weights, and the override that names the file. Collective."""
+    """Write the files of a run and a file of weights; return the weights and the override with its name. Collective."""
     network, arrays = _drawn_by(99)
     if comm.rank == 0:
         save_weights(network, arrays, folder / "w.safetensors")
@@ -65,7 +65,7 @@ def _write_weights(comm, folder) -> tuple[dict[str, np.ndarray], str]:
 
 @pytest.mark.ranks(1, 2, 4)
 def test_a_run_begins_with_the_weights_of_a_file(comm, shared):
-    """A step with learning rate 0 keeps the weights of the file; other layers have the values of the seed."""
+    """A step with learning rate 0 keeps the weights of a file; layers in `init_fresh` have the values of the seed."""
     arrays, init = _write_weights(comm, shared)
     sets = [*STAY, init, 'training.init_fresh=["predict"]']
     cut = "strategy.height=2" if comm.size > 1 else "strategy.height=1"
@@ -107,7 +107,8 @@ def test_a_run_that_is_resumed_does_not_read_the_file(comm, shared):
 
 @pytest.mark.ranks(1, 2, 4)
 def test_a_network_of_a_file_trains_and_goes_on_under_another_cut(comm, working):
-    """With `hg.onnx.load` in a user function, the run starts with the weights of the file."""
+    """A network from `hg.onnx.load` in a user function starts with the file's weights, and resumes under another cut.
+    """
     network, arrays = _drawn_by(99)
     if comm.rank == 0:
         bare = hg.Network({"prediction": network.outputs["prediction"]})

@@ -1,4 +1,4 @@
-"""Models that are read at other extents than those of their export."""
+"""Tests of models that are imported with other extents than those of their export."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OWN, OTHER = (8, 12, 3), (16, 20, 3)
 
 
 def _frozen():
-    """Return by name: a module that contains sizes of its input, and the node that has them as numbers."""
+    """Return by name: a module whose export contains sizes of its input, and the kind of node that contains them."""
     lib = torch()
     nn, functional = lib.nn, lib.nn.functional
 
@@ -63,7 +63,8 @@ NEW = ("resize to the input", "expand", "second half")
 
 @pytest.mark.parametrize("name, exporter", [*((name, "old") for name in FROZEN), *((name, "dynamo") for name in NEW)])
 def test_sizes_of_the_example_are_refused_at_other_extents(name, exporter, tmp_path):
-    """The error names the node with the numbers, also if everything fits and only the result has another size."""
+    """At other extents a model with fixed sizes is an error that names the node, also if only the result would differ.
+    """
     make, kind = _frozen()[name]
     module, x = make().double(), samples(*OWN)
     path = export(module, first(x), tmp_path / "m.onnx", exporter)
@@ -76,7 +77,7 @@ def test_sizes_of_the_example_are_refused_at_other_extents(name, exporter, tmp_p
 
 
 def _free():
-    """Return by name modules that are correct at all extents, though some of their values have a fixed size."""
+    """Return by name modules that are correct at all extents, although some of their values have a fixed size."""
     lib = torch()
     nn, functional = lib.nn, lib.nn.functional
 

@@ -16,7 +16,7 @@ RATE = 0.1
 
 
 def _step_of_torch(module, x, classes):
-    """Return loss, and parameters after a step of SGD."""
+    """Return the loss of a torch module, and its parameters after a step of SGD."""
     lib = torch()
     module.train()
     optimizer = lib.optim.SGD(module.parameters(), lr=RATE)
@@ -27,7 +27,7 @@ def _step_of_torch(module, x, classes):
 
 
 def _trainable(path):
-    """Return the network of a file with a loss, as in docs/torch.md."""
+    """Return the network of a file, completed with a loss, as in docs/torch.md."""
     imported = hg.onnx.load(path)
     (logits,) = imported.outputs.values()
     target = hg.Input((*logits.shape[:-1], 1), "target", "int32")

@@ -1,4 +1,4 @@
-"""Weights alone: torch's names and orders, in both directions, and errors."""
+"""Tests of files of weights alone: torch's names and orders, in both directions, and errors."""
 
 from __future__ import annotations
 
@@ -167,7 +167,8 @@ def test_orders_are_undone():
 @pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
 @pytest.mark.parametrize("kind", ["parametrizations", "function"])
 def test_weight_norm_and_slopes_have_the_names_of_torch(kind, tmp_path):
-    """torch's strict loading accepts the file; the other names of its older function can be read."""
+    """Weight norm and PReLU are saved under names that torch loads strictly; names of the older function can be read.
+    """
     nn = torch().nn
     x = hg.Input((4, 5, 3), name="x")
     y = hg.PReLU("channel", name="slope")(hg.Conv(6, 3, weight_norm=True, name="conv")(x))
@@ -191,7 +192,7 @@ def test_weight_norm_and_slopes_have_the_names_of_torch(kind, tmp_path):
 
 
 class Both(Layer):
-    """A layer with two parameters that torch would call weight."""
+    """Layer with two parameters that torch would both call weight."""
 
     def parameters(self, *shapes):
         return {key: Parameter(shapes[0][-1:]) for key in ("w", "gamma", "b")}

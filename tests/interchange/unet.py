@@ -6,7 +6,7 @@ CHANNELS, CLASSES, RESOLUTION = 3, 4, (16, 12)
 
 
 def make():
-    """Return the module."""
+    """Return the U-Net as a torch module."""
     lib = torch()
     nn = lib.nn
 

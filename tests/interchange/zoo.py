@@ -50,7 +50,7 @@ def _deeplab() -> Made:
     lib = torch()
 
     class Only(lib.nn.Module):
-        """A module with the one output that is not auxiliary."""
+        """Module that returns only the main output of a network with auxiliary outputs."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -136,7 +136,7 @@ def _prepare(name: str, exporter: str, folder: Path) -> tuple[Any, np.ndarray, n
 
 
 def _look(module: Any, x: Any) -> None:
-    """Set running statistics to those of a batch; otherwise activations of a deep network vanish in evaluation."""
+    """Set running statistics to those of a batch; otherwise a deep network's activations vanish in evaluation."""
     lib = torch()
     norms = [(one, one.momentum) for one in module.modules() if isinstance(one, lib.nn.modules.batchnorm._BatchNorm)]
     for norm, _ in norms:
@@ -183,7 +183,7 @@ def step_on_blocks(folder: Path) -> None:
 
 
 def _difference(network: hg.Network, found: dict[str, np.ndarray], folder: Path) -> float:
-    """Return the largest difference between parameters, relative to the largest change of one."""
+    """Return the largest difference of parameters, relative to the largest change of any parameter."""
     before, after = np.load(folder / "before.npz"), np.load(folder / "after.npz")
     largest, change, seen = 0.0, 0.0, set()
     for name, one in arrangements(network).items():

@@ -1,4 +1,4 @@
-"""Small, complete jobs for tests."""
+"""Small, complete job descriptions for tests."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class CannotStart(Exception):
 
 
 class PrivateSlurm:
-    """Daemons, and the commands of a user.
+    """Private Slurm: its daemons, and the commands of a user.
 
     Parameters
     ----------
@@ -89,7 +89,7 @@ class PrivateSlurm:
         Folder for configuration, logs and state; its path must be short (it contains a socket) and accessible to
         others.
     nodes, gpus
-        Nodes n1, n2, ..., and GPUs on each.
+        Number of nodes n1, n2, ..., and of GPUs on each.
     """
 
     def __init__(self, folder: Path, nodes: int = 2, gpus: int = 2) -> None:
@@ -130,7 +130,7 @@ class PrivateSlurm:
         key.write_bytes(os.urandom(128))
 
     def start(self) -> None:
-        """Start everything, and wait until the nodes are ready. Raises CannotStart."""
+        """Start all daemons, and wait until the nodes are ready. Raises CannotStart."""
         folder = self.folder
         munge = ["--foreground", "--force", "--num-threads=2", f"--key-file={folder}/munge.key"]
         munge += [f"--{name}={folder}/munge.{name.split('-')[0]}" for name in ("socket", "pid-file", "log-file")]
@@ -148,7 +148,7 @@ class PrivateSlurm:
         self._await(lambda: self.call("sinfo", "-hNn", node, "-o%t", check=False).split()[:1] == ["idle"], node)
 
     def _await(self, condition: Callable[[], bool], what: str) -> None:
-        """Wait for a condition while all daemons run."""
+        """Wait for a condition; raise CannotStart if a daemon ends meanwhile."""
 
         def over() -> bool:
             for name, daemon in self._daemons.items():
@@ -243,7 +243,7 @@ class PrivateSlurm:
     # -- leftovers -----------------------------------------------------------------------------
 
     def leftovers(self) -> list[str]:
-        """Return processes and shared memory of jobs that exist after the grace time."""
+        """Return the command lines and shared memory of jobs that still exist after the grace time."""
         deadline = time.monotonic() + grace()
         while (found := self.job_processes()) and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -265,7 +265,7 @@ class PrivateSlurm:
         return found
 
     def processes(self, variable: str) -> list[int]:
-        """Return our processes with this text in their environment."""
+        """Return the processes of this Slurm with this text in their environment."""
         found = []
         for pid in jobs.members(self.mark):
             with suppress(OSError):
@@ -275,7 +275,7 @@ class PrivateSlurm:
 
 
 def _free_ports(count: int) -> int:
-    """Return the first of some consecutive unused ports."""
+    """Return the first of `count` consecutive unused ports."""
     for first in range(26000 + os.getpid() % 500 * 8, 32000):
         sockets = [socket.socket() for _ in range(count)]
         try:

@@ -1,4 +1,4 @@
-"""A small run: configuration, data, and its log."""
+"""Files of a small run: configuration, data and log."""
 
 from __future__ import annotations
 

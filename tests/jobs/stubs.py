@@ -1,4 +1,4 @@
-"""Commands that only record their calls, to run scripts without Slurm."""
+"""Stubs of commands that only record their calls, to run scripts without Slurm."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ esac
 
 
 class Stubs:
-    """A folder of stubs, to come first on PATH.
+    """Folder of stubs, to be first on PATH.
 
     Parameters
     ----------
     folder
-        Created; it also has the recorded calls.
+        Created; it also contains the recorded calls.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -77,7 +77,7 @@ class Stubs:
         )
 
     def calls(self, name: str | None = None) -> list[list[str]]:
-        """Return the recorded calls of this name."""
+        """Return the recorded calls of the command `name`, or of all commands."""
         text = self._calls.read_text() if self._calls.exists() else ""
         found = [call.split("\0")[:-1] for call in text.split("\n\0")[:-1]]
         return [call for call in found if name in (None, call[0])]

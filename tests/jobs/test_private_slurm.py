@@ -1,4 +1,4 @@
-"""The tests' Slurm starts in a container, and is skipped at once if it cannot start."""
+"""The private Slurm of the tests starts in a container; tests are skipped immediately if it cannot start."""
 
 import os
 import shutil
@@ -47,7 +47,7 @@ def run(*command, **variables):
 
 @pytest.mark.parametrize("groups", ["umount -R /sys/fs/cgroup", "mount -t tmpfs tmpfs /sys/fs/cgroup"])
 def test_it_starts_without_control_groups(groups):
-    """Containers mount no control groups: slurmd ended, and every test waited for its node."""
+    """The private Slurm starts without mounted control groups, as in a container."""
     if not available():
         pytest.skip("needs Slurm (`apt-get install slurm-wlm munge`)")
     isolated = ["unshare", "--mount", "sh", "-c", f'{groups} && exec "$@"', "sh"]

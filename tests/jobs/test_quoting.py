@@ -1,4 +1,4 @@
-"""No value of a user runs a command: it is rendered literally, or raises a one-line error."""
+"""No value of a user is executed as a command: it is rendered literally, or raises a one-line error."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def stubs(tmp_path):
 
 
 def rendered(kind: str = "train", **changes) -> str | None:
-    """Return the script; None if a value raised a one-line error."""
+    """Return the rendered script; None if a value raised a one-line error."""
     try:
         return render(kind, job(**changes))
     except UserError as error:
@@ -74,7 +74,7 @@ def trained(stubs: Stubs) -> list[str]:
 
 @pytest.mark.parametrize("text", HOSTILE)
 def test_values_reach_the_program_literally(text, stubs, tmp_path):
-    """The values cover all words of commands."""
+    """Special characters in any value of a job reach the program literally."""
     (tmp_path / "in" / f"x{text}").mkdir(parents=True)
     values = {
         "config": f"{text}.toml",
@@ -125,7 +125,7 @@ def test_staged_data_are_literal(text, stubs):
 
 
 def test_nodes_may_stage_in_one_folder(stubs, tmp_path):
-    """No node sees a partial copy of another."""
+    """Several nodes may stage data in one shared folder; no node reads a partial copy of another."""
     stage, slow, data = tmp_path / "halograd-7", tmp_path / "slow", tmp_path / "data"
     stubs.run(rendered(data=str(data), stage=str(tmp_path), folder=str(stubs.folder)))
     (call,) = [call for call in stubs.calls("srun") if "copy" in call]
@@ -185,7 +185,7 @@ def test_profile_and_plan_are_literal(text, stubs):
 @pytest.mark.parametrize("text", [text for text in HOSTILE if text.strip() and "/" not in text])
 @pytest.mark.parametrize("name", ["name", "partition", "account"])
 def test_directives_stay_on_their_line(name, text):
-    """test_slurm.py shows with a real sbatch that it reads them literally."""
+    """Values cannot end the line of an #SBATCH directive; test_slurm.py shows that sbatch reads them literally."""
     plain = [line.partition("=")[0] for line in rendered(partition="p", account="a").splitlines() if "#SBATCH" in line]
     script = rendered(**{"partition": "p", "account": "a", name: text})
     assert [line.partition("=")[0] for line in script.splitlines() if line.startswith("#SBATCH")] == plain

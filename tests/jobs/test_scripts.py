@@ -1,4 +1,4 @@
-"""Scripts work as described: checked by bash and shellcheck, and run with commands that only record their arguments."""
+"""Scripts are checked by bash and shellcheck, and executed with commands that only record their arguments."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ VARIANTS = {
 
 
 def scripts(kind: str, variant: str) -> list[str]:
-    """Yield a script, and those that it submits."""
+    """Return a script and the scripts that it submits."""
     changes = dict(VARIANTS[variant])
     if kind == "local":
         changes = {k: v for k, v in changes.items() if k not in ("container", "runtime", "stage")} | {"nodes": 1}
@@ -127,9 +127,7 @@ def test_ranks_are_started_by_name(stubs):
 
 @pytest.mark.parametrize("local_rank", ["SLURM_LOCALID", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK"])
 def test_a_rank_sees_the_gpu_of_its_number(local_rank, stubs):
-    """The rule also holds if Slurm gave the job the last two of four GPUs, and under mpirun, whose daemon is Slurm's
-    task 0.
-    """
+    """Each rank uses the GPU with its local number, also with the last two of four GPUs, and under mpirun."""
     stubs.run(render("train", job(folder=str(stubs.folder), gpus_per_node=2)))
     (call,) = stubs.calls("srun")
     wrapper = call[call.index("bash") : call.index("python")]
@@ -143,7 +141,7 @@ def test_a_rank_sees_the_gpu_of_its_number(local_rank, stubs):
 
 @pytest.mark.parametrize(("given", "seen"), [("3", "3"), ("", ""), ("0,1,2", "1")])
 def test_a_gpu_that_slurm_has_bound_to_a_task_stays_its_own(given, seen, stubs):
-    """A site may bind one GPU to each task (``gpu-bind``, ``gpus-per-task``): task 1 then sees only GPU 3."""
+    """A task to which Slurm has bound one GPU (``gpu-bind``, ``gpus-per-task``) keeps it."""
     stubs.run(render("train", job(folder=str(stubs.folder), gpus_per_node=2)))
     (call,) = stubs.calls("srun")
     wrapper = call[call.index("bash") : call.index("python")]
@@ -202,7 +200,7 @@ def test_when_a_job_goes_back_into_the_queue(code, state, newer, after_crash, ag
 
 
 def test_a_task_of_an_array_goes_back_alone(stubs):
-    """SLURM_JOB_ID of one of its tasks is the number of the whole array."""
+    """Only the stopped task of a job array is requeued, although SLURM_JOB_ID may be the number of the whole array."""
     script = render("sweep", job(folder=str(stubs.folder), settings=SETTINGS))
     stubs.run(script, STUB_CODE="75", SLURM_ARRAY_JOB_ID="7", SLURM_ARRAY_TASK_ID="3")
     assert stubs.calls("scontrol") == [["scontrol", "requeue", "7_3"]]
@@ -250,7 +248,7 @@ def start(kind: str, stubs: Stubs, edit: Callable[[str], str] = str, **extra: st
 
 @pytest.mark.parametrize("kind", ["train", "local"])
 def test_signals_to_the_script_reach_the_program(kind, stubs):
-    """The script waits for the program's end, after any number of signals."""
+    """The script forwards any number of signals to its program, and waits for the program's end."""
     process = start(kind, stubs)
     await_line(process, "started")
     for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR1):
@@ -261,7 +259,7 @@ def test_signals_to_the_script_reach_the_program(kind, stubs):
 
 @pytest.mark.parametrize("kind", ["train", "local"])
 def test_a_signal_before_the_script_knows_its_program(kind, stubs):
-    """The script still forwards the signal, which may end a program that does not yet wait for signals."""
+    """A signal just after the program's start is forwarded, and may end a program that does not yet handle signals."""
     process = start(kind, stubs, edit=lambda script: script.replace("program=$!", "kill -USR1 $$\nprogram=$!"))
     out, _ = process.communicate(timeout=LIMIT)
     assert process.returncode in (75, 128 + signal.SIGUSR1), out
@@ -269,9 +267,7 @@ def test_a_signal_before_the_script_knows_its_program(kind, stubs):
 
 @pytest.mark.parametrize("kind", ["train", "local"])
 def test_a_signal_in_the_first_line_of_a_script(kind, stubs):
-    """The signal arrives while modules are loaded and data are staged: training starts, and stops before its first
-    step.
-    """
+    """After a signal while modules are loaded and data are staged, training starts and stops before its first step."""
 
     def edit(script: str) -> str:
         script = script.replace("\ncd -- ", "\nkill -USR1 $$\ncd -- ", 1)
@@ -286,7 +282,7 @@ def test_a_signal_in_the_first_line_of_a_script(kind, stubs):
 
 @pytest.mark.parametrize("kind", ["train", "local"])
 def test_a_signal_to_a_rank_that_cannot_note_it_yet(kind, stubs):
-    """Such a rank ends the job with 138, which is not one of our exit codes."""
+    """A rank that is killed by a signal ends the job with code 138, which is not one of our exit codes."""
     (stubs.folder / "launcher").write_text('#!/bin/bash\nshift 2\nexec "$@"\n')
     (stubs.folder / "program").write_text("#!/bin/bash\nkill -USR1 $$\nexit 75\n")
     for name in ("launcher", "program"):
@@ -297,7 +293,7 @@ def test_a_signal_to_a_rank_that_cannot_note_it_yet(kind, stubs):
 
 
 def test_a_signal_when_training_has_ended(stubs):
-    """The signal does not requeue a job that crashed again at the same step."""
+    """A signal after the end of training does not requeue a job that crashed again at the same step."""
     script = render("train", job(folder=str(stubs.folder), run=str(stubs.folder / "run")))
     assert script.count("\ncase $code in\n") == 1
     done = stubs.run(script.replace("\ncase $code in\n", "\nkill -USR1 $$\ncase $code in\n"), STUB_CODE="1")
@@ -306,7 +302,7 @@ def test_a_signal_when_training_has_ended(stubs):
 
 
 def test_a_job_told_to_stop_before_training_has_begun_goes_on_later(stubs):
-    """The signal ends the program, which does not wait for it yet."""
+    """A signal before the program handles signals ends the program, and the job is requeued."""
     process = start("train", stubs, EARLY="1")
     await_line(process, "early")
     process.send_signal(signal.SIGUSR1)

@@ -1,4 +1,4 @@
-"""Jobs on a real Slurm with two nodes: they run, and survive failures and preemption."""
+"""Jobs on a real Slurm with two nodes: they run, and continue after failures and preemption."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ STEPS = 12
 
 @dataclass
 class Site:
-    """A folder with a configuration and data, and the cluster."""
+    """Folder with a configuration and data, and the Slurm that uses it."""
 
     folder: Path
     slurm: PrivateSlurm
@@ -61,7 +61,7 @@ class Site:
         return losses(self.folder / run)
 
     def reach(self, run: str, job: str, step: int) -> None:
-        """Wait until a run has made this many steps."""
+        """Wait until a run has completed this step."""
         what = f"step {step}"
         wait_until(
             lambda: max(self.losses(run), default=0) >= step,
@@ -77,7 +77,7 @@ class Site:
         self.gate(run).unlink()
 
     def complete(self, job: str, restarts: int) -> str:
-        """Wait until a job has ended, and return its log."""
+        """Wait until a job has completed with this number of restarts, and return its log."""
         self.slurm.wait(job, "COMPLETED", Restarts=str(restarts))
         return self.slurm.log(job)
 
@@ -115,7 +115,9 @@ def undisturbed(site: Site) -> dict[int, float]:
 
 @pytest.fixture(scope="module")
 def limited(site: Site) -> str:
-    """Return a job that is signaled 30 to 60 s after its start, because Slurm checks limits twice a minute."""
+    """Return a job near its time limit: Slurm signals it 30 to 60 s after its start, as it checks limits twice a
+    minute.
+    """
     return site.submit("limited", "--time", 2, "--warning", 60, until=3)
 
 
@@ -140,7 +142,7 @@ def test_training_by_mpirun_runs_to_the_end(undisturbed, site):
 
 
 def test_every_task_of_a_sweep_trains(undisturbed, site):
-    """Staged data are also read and removed."""
+    """All tasks of a sweep train, read staged data and remove them."""
     options = ["--sweep", "schedule.learning_rate=0.01,0.02", "--stage", site.folder, "--set", "training.epochs=2"]
     job = site.submit("sweep", *options, *seeing_gpus(site))
     for task in (0, 1):
@@ -150,7 +152,7 @@ def test_every_task_of_a_sweep_trains(undisturbed, site):
 
 
 def seeing_gpus(site: Site) -> list[object]:
-    """Return options for a job that reserves GPUs, and whose ranks print the visible ones; they compute on CPUs."""
+    """Return options for a job that reserves GPUs and computes on CPUs; its ranks print the visible GPUs."""
     python = site.folder / "python"
     told = 'echo "rank ${PMI_RANK} sees GPU $CUDA_VISIBLE_DEVICES"; set -- "$@" --set backend.kernels=auto'
     python.write_text(f'#!/bin/bash\ncase $* in *train*) {told} ;; esac\nexec {sys.executable} "$@"\n')
@@ -160,7 +162,7 @@ def seeing_gpus(site: Site) -> list[object]:
 
 
 def gpus_seen(log: str) -> dict[int, str]:
-    """Return the GPUs by rank."""
+    """Return the visible GPU by rank, from a log."""
     return {int(rank): gpu for rank, gpu in re.findall(r"^rank (\d) sees GPU (.*)$", log, re.M)}
 
 
@@ -183,7 +185,7 @@ def test_names_reach_slurm_literally(site):
 
 
 def signal_script(site: Site, job: str) -> None:
-    """Send the signal that Slurm sends before a time limit."""
+    """Send a job the signal that Slurm sends before a time limit."""
     site.slurm.call("scancel", "--batch", "--signal=USR1", job)
 
 
@@ -206,7 +208,7 @@ def fail_node(site: Site, job: str) -> None:
 
 
 def preempt(site: Site, job: str) -> None:
-    """Submit a job of a higher partition that needs all cores of both nodes."""
+    """Submit a job to the partition of higher priority that needs all cores of both nodes, and wait for its end."""
     urgent = site.slurm.call(
         "sbatch", "--parsable", "-purgent", "-N2", "--ntasks-per-node=8", "--wrap=srun true", cwd=site.folder
     )
@@ -228,9 +230,7 @@ SIGNALS = {"script": signal_script, "ranks": signal_ranks, "killed": kill_rank}
 
 @pytest.fixture(scope="module")
 def disturbed(site: Site) -> dict[str, str]:
-    """Return jobs that are disturbed at their third step. Most of their time is a wait for Slurm, parallel to other
-    tests.
-    """
+    """Return jobs by run, each disturbed at its third step. They wait for Slurm while other tests run."""
     found = {}
     for run, disturb in OUTAGES.items():
         found[run] = site.submit(run, until=3)
@@ -249,7 +249,7 @@ def disturbed(site: Site) -> dict[str, str]:
 
 
 def survive(site: Site, undisturbed: dict[int, float], run: str, job: str) -> str:
-    """Check that a disturbed job is requeued once and gets the losses of the undisturbed run; return the log."""
+    """Check that a disturbed job is requeued once and has the losses of the undisturbed run; return its log."""
     log = site.complete(job, 1)
     assert site.losses(run) == undisturbed, log
     assert log.count("starting from the beginning") == 1
@@ -258,7 +258,7 @@ def survive(site: Site, undisturbed: dict[int, float], run: str, job: str) -> st
 
 @pytest.mark.parametrize("run", OUTAGES)
 def test_slurm_itself_brings_a_job_back_into_the_queue(run, undisturbed, disturbed, site):
-    """The causes are a node failure, and preemption by a higher partition."""
+    """Slurm requeues a job after a node failure, and after preemption by a higher partition."""
     survive(site, undisturbed, run, disturbed[run])
 
 
@@ -269,7 +269,7 @@ def test_a_signal_leads_to_a_checkpoint_and_back_into_the_queue(run, undisturbed
 
 
 def test_a_killed_rank_ends_the_job_which_goes_on_from_its_checkpoint(undisturbed, disturbed, site):
-    """One message names the rank, its host and the cause."""
+    """A killed rank ends the job with one message that names it, and the job continues from its checkpoint."""
     log = survive(site, undisturbed, "killed", disturbed["killed"])
     assert "go on: yes" in log and re.search(r"rank 3 of 4 on|n2: task 3: Killed", log), log
 
@@ -281,8 +281,7 @@ def test_a_signal_when_all_is_trained_does_not_bring_a_job_back(undisturbed, sit
 
 
 def test_a_cancelled_job_stays_so_and_goes_on_elsewhere(undisturbed, site):
-    """The ranks write a checkpoint at the signal. Then the run continues on one node, with samples cut instead of rows.
-    """
+    """A canceled job writes a checkpoint and is not requeued; the run continues on one node with another cut."""
     job = site.submit("elsewhere", until=3)
     site.reach("elsewhere", job, 3)
     site.slurm.call("scancel", job)
@@ -310,7 +309,7 @@ def test_a_chain_goes_on_until_a_job_is_through(undisturbed, site):
 
 
 def test_a_time_limit_leads_to_a_checkpoint_and_back_into_the_queue(limited, undisturbed, site):
-    """Slurm itself sends the signal, only in this test."""
+    """The signal that Slurm sends before a time limit makes the job write a checkpoint and requeues it."""
     wait_until(lambda: site.slurm.fields(limited)["Restarts"] != "0", lambda: site.slurm.log(limited))
     site.let_go_on("limited")
     site.slurm.wait(limited, "COMPLETED")

@@ -23,7 +23,7 @@ from tests.jobs.stubs import Stubs
 
 @dataclass
 class Submitting:
-    """`halograd submit` with stubs of Slurm's commands."""
+    """Callable that runs `halograd submit` with stubs of Slurm's commands."""
 
     folder: Path
     stubs: Stubs
@@ -85,7 +85,9 @@ def test_a_dry_run_prints_the_script_and_nothing_else(submit, monkeypatch):
     ],
 )
 def test_cores_that_are_reserved_are_used(options, cores, threads, noted, submit):
-    """One option sets cores and threads; threads of the configuration win; runs on GPUs need few cores."""
+    """One option sets reserved cores and threads; threads of the configuration take precedence; GPU runs need few
+    cores.
+    """
     code, script, err = submit("--dry-run", *options)
     assert code == 0, err
     assert f"#SBATCH --cpus-per-task={cores}\n" in script and f" OMP_NUM_THREADS={threads} " in script
@@ -168,7 +170,7 @@ def test_profile_plan_and_training_wait_for_each_other(submit):
 
 
 def submit_local(*arguments: object) -> list[str]:
-    """Run `halograd submit` of a local job in a separate process, which becomes the script."""
+    """Return a command that runs `halograd submit` of a local job in a separate process, which becomes the script."""
     local = ["submit", "mesh.toml", "--kind", "local", *map(str, arguments)]
     return [sys.executable, "-c", f"from halograd.cli.run import main; main({local})"]
 
@@ -195,7 +197,7 @@ while sleep 0.02; do :; done
 
 @pytest.mark.parametrize(("hung", "presses", "code", "said"), [("", 1, 75, "signaled"), ("yes", 2, 130, "interrupted")])
 def test_ctrl_c_has_a_local_job_write_a_checkpoint(hung, presses, code, said, submit):
-    """The terminal sends it to all foreground processes; a second one ends those that do not stop."""
+    """The first Ctrl-C makes a local job write a checkpoint; a second one ends processes that do not stop."""
     (submit.stubs.folder / "mpirun").write_text(LAUNCHER)
     command = submit_local("--ranks-per-node", 4, "--mpirun", submit.stubs.folder / "mpirun")
     process, terminal = pty.fork()
@@ -265,7 +267,7 @@ def test_inside_a_job_it_is_refused(submit, monkeypatch):
 
 
 def test_what_sbatch_refuses_is_passed_on(submit):
-    """The submitted jobs of the chain are canceled."""
+    """The message of sbatch is printed when it rejects a job; earlier jobs of the chain are canceled."""
     refuse = "#!/bin/bash\n[[ $* == *--dependency* ]] || { echo 101; exit; }\necho 'sbatch: error: No' >&2\nexit 1\n"
     (submit.stubs.folder / "sbatch").write_text(refuse)
     code, _, err = submit("--chain", 2)

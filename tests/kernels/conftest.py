@@ -1,4 +1,6 @@
-"""Backends, arrays from a seed, outputs that start as NaN, and comparison in units of rounding."""
+"""Fixtures for tests of kernels: backends, arrays from a seed, outputs filled with NaN, and comparison within
+rounding.
+"""
 
 from __future__ import annotations
 
@@ -29,19 +31,19 @@ class Arrays:
         self._random = np.random.default_rng(seed)
 
     def draw(self, *shape: int, dtype=None):
-        """Return standard normal numbers."""
+        """Return a random array with standard normal values."""
         a = self.backend.empty(shape, dtype or self.dtype)
         a[...] = self._random.standard_normal(shape)
         return a
 
     def levels(self, *shape: int):
-        """Return numbers among -1, 0, 1, so that ties are common."""
+        """Return a random array with values -1, 0, 1, so that ties are common."""
         a = self.backend.empty(shape, self.dtype)
         a[...] = self._random.integers(-1, 2, shape)
         return a
 
     def poisoned(self, *shape: int, dtype=None):
-        """Return an output array of NaN, which stays where a kernel does not write."""
+        """Return an output array filled with NaN, which remains where a kernel does not write."""
         a = self.backend.empty(shape, dtype or self.dtype)
         a.fill(np.nan)
         return a
@@ -94,7 +96,7 @@ def backend(backends, request) -> Backend:
 
 @pytest.fixture
 def arrays(backend) -> Arrays:
-    """Return a factory of float32 arrays of the backend."""
+    """Return a factory of float32 arrays for the backend."""
     return Arrays(backend, np.float32)
 
 
@@ -103,7 +105,7 @@ def arrays(backend) -> Arrays:
     ids=["numpy-float32", "numpy-float64", "onednn-float32"],
 )
 def typed(backends, request) -> Arrays:
-    """Return factories of arrays for every backend and every dtype that all its kernels support."""
+    """Return a factory of arrays for each backend and each dtype that all its kernels support."""
     name, dtype = request.param
     backend = backends(name)
     assert np.dtype(dtype).name in backend.dtypes
@@ -112,5 +114,5 @@ def typed(backends, request) -> Arrays:
 
 @pytest.fixture(params=[(FLOAT32, FLOAT32, None), (FLOAT64, FLOAT64, None), (FLOAT32, FLOAT32, BFLOAT16)], ids=str)
 def precision(request):
-    """Return dtypes of parameters, their gradients, and a copy of them."""
+    """Return the dtypes of the parameters, of their gradients, and of the copy of the parameters."""
     return request.param

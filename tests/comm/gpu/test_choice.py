@@ -26,7 +26,7 @@ NO_MPI = "MPICH 5.0.2 does not report that it is CUDA-aware"
 
 
 def ranks(*changes, **common):
-    """Return the facts of ranks that differ from the best ones in these values."""
+    """Return the properties of ranks: `BEST` without a CUDA-aware MPI, and with these changes per rank."""
     return [replace(BEST, mpi_fault=NO_MPI, **{**common, **change}) for change in changes]
 
 

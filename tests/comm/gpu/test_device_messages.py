@@ -18,8 +18,7 @@ TRANSPORTS = ["nccl", "cuda-ipc", "mpi-cuda", "mpi-staged"]
 
 
 def ring(size, rank, count):
-    """Return counts in which every rank sends `count` elements to the next rank, and one more to the rank after that.
-    """
+    """Return counts: every rank sends `count` elements to the next rank, and one more to the rank after that."""
     sends, recvs = {}, {}
     for step, more in ((1, 0), (2, 1)):
         if size > step:
@@ -96,7 +95,7 @@ def test_two_channels_under_way_at_once(transport, monkeypatch):
 @pytest.mark.parametrize(("count", "dtype"), [(5, "float32"), (96 * 4, "float32"), (3000, "int64")])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_sums(transport, count, dtype, monkeypatch):
-    """With 5 elements some ranks have no shard; with 384 all shards are equal; with 3000 one shard is shorter."""
+    """Sums of device arrays are exact. With 5 elements some ranks have no shard; with 3000 one shard is shorter."""
     with gpu_ranks(monkeypatch, transport) as r:
         comm, device = r.comm, r.device
         parts = shards(count, comm.size, np.dtype(dtype).itemsize)
@@ -248,7 +247,7 @@ def test_a_recorder_is_told_the_times_of_the_device(monkeypatch):
 
 @pytest.mark.ranks(2)
 def test_a_staged_message_travels_while_kernels_run(monkeypatch):
-    """The host waits for the copy only after it has enqueued the kernels that may run at the same time."""
+    """A staged message overlaps with kernels: the host waits for the copy only after it has enqueued them."""
     device = FakeDevice()
     with Communicator(MPI.COMM_WORLD) as comm:
         other, kernel = 1 - comm.rank, device.zeros((9,), "float32")

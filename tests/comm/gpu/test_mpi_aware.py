@@ -1,4 +1,4 @@
-"""Tests of whether MPI reaches device memory: the library's own report, and the proof."""
+"""Tests of whether MPI can send device memory: the report of the MPI library, and the trial in a separate process."""
 
 from types import SimpleNamespace
 
@@ -71,7 +71,7 @@ def test_the_proof_is_no_rank_of_the_job():
 
 
 def test_the_proof_without_a_gpu_says_so():
-    """The proof runs in a real process with the real MPI of this machine."""
+    """On a machine without a GPU the trial process reports the missing device or CuPy; it uses the real MPI."""
     try:
         if count_devices(import_cupy()):
             pytest.skip("needs a machine without a GPU")

@@ -143,7 +143,7 @@ def test_a_way_into_a_lane_or_back_that_is_left_out(transport, left_out, monkeyp
 
 
 class SameSlot(ipc.WindowChannel):
-    """Channel that uses one slot for all exchanges, which is wrong."""
+    """Channel that wrongly uses one slot for all exchanges."""
 
     def _send_buffer(self, peer, slot):
         return super()._send_buffer(peer, 0)
@@ -162,7 +162,7 @@ def test_one_slot_is_not_enough_where_peers_read_it(monkeypatch):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("which", [0, 1])
 def test_events_of_others_that_are_not_waited_for(which, monkeypatch):
-    """Event 0 protects data that are read; event 1 also protects data that the next run overwrites."""
+    """A missing wait for an event is detected: event 0 protects data that are read, event 1 data to be overwritten."""
     follow = ipc.EventMove.follow
     monkeypatch.setattr(ipc.EventMove, "follow", lambda self: None if self._which == which else follow(self))
     with pytest.raises(AssertionError, match=r"rank [01]: .* and rank [01]: "):
@@ -193,7 +193,7 @@ def test_memory_that_was_given_back_is_used_again_when_all_devices_are_done(monk
 
 @pytest.mark.ranks(2)
 def test_an_event_that_is_waited_for_before_it_is_recorded(monkeypatch):
-    """Without the flags of the host, a stream waits for the record before; CUDA reports no error."""
+    """Without the host's flags a stream would wait for the previous record of an event; CUDA reports no error."""
     monkeypatch.setattr(ipc.Signal, "wait", nothing)
     follow = ipc.EventMove.follow
     with pytest.raises(AssertionError, match=r"rank [01]: .* and rank [01]: "), gpu_ranks(monkeypatch, "cuda-ipc") as r:
@@ -221,7 +221,7 @@ def test_an_event_that_is_waited_for_before_it_is_recorded(monkeypatch):
 
 @pytest.mark.ranks(2)
 def test_a_rank_that_sums_in_another_order_is_seen(monkeypatch):
-    """The double compares the calls of the ranks while they run."""
+    """The double compares the calls of the ranks while they run, so sums in different orders are an error."""
     with pytest.raises(AssertionError, match="ranks make different calls"), gpu_ranks(monkeypatch, "nccl") as r:
         sums = [r.comm.reduction(r.device.zeros((n,), "float32")) for n in (8, 16)]
         for total in sums if r.comm.rank else sums[::-1]:

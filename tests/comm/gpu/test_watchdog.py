@@ -36,7 +36,7 @@ def clock(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch):
-    """Wait for a condition; on a busy machine the thread that aborts may be late."""
+    """Raise the watchdog's patience, because on a busy machine the thread that aborts may be late."""
     monkeypatch.setattr(module, "PATIENCE", LIMIT)
 
 
@@ -45,7 +45,7 @@ def passage(done):
 
 
 def still(**options):
-    """Return a watchdog whose thread sleeps, so that the test polls itself."""
+    """Return a watchdog whose thread sleeps, so that the test polls it, and the list of its exit codes."""
     ended = []
     dog = DeviceWatchdog("rank 1 of 4", interval=1000, end=ended.append, **{"timeout": 60, "grace": 0, **options})
     return dog, ended
@@ -80,7 +80,7 @@ def test_an_error_of_a_communicator_aborts_all_of_them():
 
 
 def test_a_device_that_has_failed_is_a_fault():
-    """No operation ever ends on a failed device."""
+    """An operation on a failed device is reported as a fault; it would never end."""
 
     class Failed:
         @property
@@ -181,7 +181,7 @@ def test_a_fault_that_is_raised_in_time_does_not_end_the_job():
     dog = DeviceWatchdog("rank 0 of 2", interval=0.01, end=ended.append, grace=1000)
 
     class Stop(threading.Event):
-        """Event whose grace time is over as soon as the fault is raised."""
+        """Event whose wait ends as soon as the fault is raised, instead of after the grace time."""
 
         def wait(self, timeout=None):
             return not was_raised.wait(LIMIT) if timeout == 1000 else super().wait(timeout)
@@ -232,7 +232,7 @@ def test_a_timeout_must_be_positive():
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("begun", ["exchange", "sum"])
 def test_a_message_whose_peer_is_gone_raises_at_the_next_call(begun, clock, monkeypatch):
-    """The other rank never starts its part of the message."""
+    """A message or sum whose peer never starts it raises an error at the next call after the timeout."""
     ended = []
     monkeypatch.setattr(link, "end", lambda mpi, code: ended.append(code))
     with pytest.raises(CommError, match=f"^nccl: rank 0 of 2: {begun} '.*' .*has been under way"):  # noqa: SIM117
@@ -257,7 +257,7 @@ def test_a_message_whose_peer_is_gone_raises_at_the_next_call(begun, clock, monk
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("begun", ["exchange", "sum"])
 def test_what_a_graph_records_is_not_watched_any_more(begun, monkeypatch):
-    """An event that was recorded in a graph must not be queried. The watchdog may still monitor the run before."""
+    """Operations in a recorded graph are not watched, because events in a graph must not be queried."""
     with gpu_ranks(monkeypatch, "nccl") as r:
         other = 1 - r.comm.rank
         if begun == "exchange":
@@ -279,9 +279,7 @@ def test_what_a_graph_records_is_not_watched_any_more(begun, monkeypatch):
 
 @pytest.mark.ranks(2)
 def test_the_thread_is_on_the_device_of_its_rank(monkeypatch):
-    """Otherwise every rank of a node would open a context on the first device; the double records threads without a
-    device.
-    """
+    """The watchdog's thread selects its rank's device; otherwise all ranks would open a context on the first device."""
     looks = []
     with gpu_ranks(monkeypatch, "nccl") as r:
         total = r.comm.reduction(r.device.zeros((4,), "float32"))
@@ -322,7 +320,7 @@ def test_what_nccl_refuses_is_raised_everywhere(where, monkeypatch):
 
 @pytest.mark.ranks(2)
 def test_a_fault_of_one_rank_leaves_nothing_that_could_hang(monkeypatch):
-    """A communicator that is left by a fault aborts the active NCCL operations on this rank."""
+    """A communicator that is left by an error aborts the active NCCL operations of this rank, so nothing hangs."""
     made = []
     with pytest.raises(ZeroDivisionError), gpu_ranks(monkeypatch, "nccl") as r:
         r.comm.reduction(r.device.zeros((4,), "float32"))
