@@ -211,9 +211,9 @@ class ChannelSpec:
 
 
 def expectations(size: int, specs: Sequence[ChannelSpec]) -> tuple[np.ndarray, np.ndarray]:
-    """Return two arrays with one number per rank: what this rank sends to it, and what it expects from it. Local.
+    """Return two checksums per rank: of what this rank sends to it, and of what this rank expects from it. Local.
 
-    For one channel the numbers are bytes; for several, sums in which each channel has a weight of its own.
+    For one channel these are the numbers of bytes; for several, sums in which each channel has a different weight.
     """
     totals = [0] * size, [0] * size
     for place, spec in enumerate(specs):

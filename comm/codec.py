@@ -1,8 +1,8 @@
 """Codecs: formats of the data of a sum in messages. Pure arithmetic on host arrays.
 
-A codec is one class: its arithmetic, and the properties that links, schemes, the count of traffic, memory and price
-read (dtype, bytes on the way, whether it is lossy, passes over memory). No other file compares names of codecs. A
-class in a file of the user is named by its location: ``reduction.payload = "half.py:Half"``.
+A codec is one class: its arithmetic, and the properties that links, schemes, traffic counters, and the memory and cost
+models read (dtype, bytes in messages, whether it is lossy, passes over memory). No other file compares names of codecs.
+A class in a file of the user is named by its location: ``reduction.payload = "half.py:Half"``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Codec(ABC):
     wire
         Dtype of an element in messages.
     lossy
-        Whether decoded numbers differ from those that were encoded. The difference can then be added to the next
+        Whether decoded values differ from those that were encoded. The difference can then be added to the next
         contribution (`reduction.error_feedback`).
     scratch
         Number of scratch arrays, of the length and dtype of `values`, that `encode` needs.
@@ -117,7 +117,7 @@ CODECS: Registry[Codec] = Registry("codec", Codec, key="reduction.payload")
 @CODECS.register
 @dataclass(frozen=True)
 class Unchanged(Codec):
-    """Elements of any dtype as they are: float32, float64 where the training is."""
+    """Codec that leaves elements unchanged. Any dtype: float32, or float64 in a training in float64."""
 
     name: ClassVar[str] = "float32"
     dtype: ClassVar[str] = ""
@@ -147,7 +147,7 @@ UNCHANGED = Unchanged()
 @CODECS.register
 @dataclass(frozen=True)
 class BFloat16(Codec):
-    """Float32 rounded to the nearest bfloat16, half the bytes.
+    """Codec that rounds float32 to the nearest bfloat16, which has half the bytes.
 
     A bfloat16 is the upper half of a float32: 8 significant bits. `encode` splits a number ``v`` after Veltkamp:
     ``c = (2**16 + 1) * v; high = c - (c - v)`` holds its 8 leading bits, rounded to nearest. NaN stays NaN; numbers

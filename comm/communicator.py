@@ -140,7 +140,7 @@ class Communicator:
 
     @property
     def network(self) -> Emulated | None:
-        """Emulated network, whose delays messages have; None without one. Local."""
+        """Emulated network that delays messages; None if the network is real. Local."""
         return self._transport.network
 
     @cached_property
@@ -399,7 +399,7 @@ class Communicator:
             self._progress.close()
 
     def _keep(self, items: list[Kept]) -> list[Kept]:
-        """Add objects to close later, and drop those that are closed already."""
+        """Register objects for `close`, and drop those that are closed already."""
         self._open = [*(other for other in self._open if not other.closed), *items]
         return items
 

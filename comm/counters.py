@@ -20,8 +20,8 @@ class Counters:
     """Traffic of this process by kind (``"halo"``, ``"allreduce"``, ...). Local.
 
     A channel counts one message per peer that it sends to, and the bytes of the payload. Synchronization tokens and the
-    headers of the emulated network are not counted, so that all transports give the same numbers. A reduction counts
-    one message and the bytes of its buffer per call, whatever algorithm MPI uses.
+    headers of the emulated network are not counted, so that all transports give the same counts. A reduction counts one
+    message and the bytes of its buffer per call, whatever algorithm MPI uses.
 
     >>> counters = Counters()
     >>> counters.add("halo", messages=2, nbytes=64)

@@ -1,18 +1,18 @@
 """Channels and sums of device arrays; they go by way of pinned host memory if the host transport carries them.
 
-Only this module knows how device memory gets into a host message. Transports that reach device memory themselves
-(NCCL, CUDA-aware MPI, IPC) make their own channels and reductions behind the same two calls of `Communicator`. ::
+Only this module copies device memory to host messages. Transports that reach device memory themselves (NCCL, CUDA-aware
+MPI, IPC) make their own channels and reductions, by the same two methods of `Communicator`. ::
 
     start    pack -> [device buffer] --download--> [pinned]  (enqueued, the host does not wait)
              ... kernels that do not need it are enqueued ...
     finish   wait for the download; host channel, start and finish;
              [pinned] --upload--> [device buffer] -> unpack (enqueued, the host does not wait)
 
-The host runs ahead of the device: it reaches `finish` when the kernels in between have hardly begun, and the message
-travels while they run. If `start` sent the message, the device would be idle until the host had seen the copy. The
-host waits for copies twice: in `finish`, until the data to send have arrived, and before it writes pinned memory
-again; the copies of the exchange before the last one have long left that memory. A sum waits in `start`, because the
-ranks may finish sums in any order.
+The host runs ahead of the device: it reaches `finish` when the kernels enqueued after `start` have hardly begun, and
+the message travels while they run. If `start` sent the message, the device would be idle until the host had seen the
+copy. The host waits for copies twice: in `finish`, until the data to send have arrived, and before it writes pinned
+memory again; the copies of the exchange before the last one have long left that memory. A sum waits in `start`, because
+the ranks may finish sums in any order.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ class DeviceChannel(Channel):
 
     @property
     def buffer_bytes(self) -> int:
-        """Host memory: none [B]."""
+        """Host memory of the channel: none [B]."""
         return 0
 
     @property
     def device_bytes(self) -> int:
-        """Device memory [B]; internal memory of a library is not counted."""
+        """Device memory of the channel's buffers [B]; internal memory of a library is not counted."""
         return int(self._out.nbytes + self._in.nbytes)
 
     def _send_buffer(self, peer: int, slot: int) -> Any:
@@ -66,7 +66,7 @@ class DeviceChannel(Channel):
 
 
 class StagedChannel(DeviceChannel):
-    """A channel with buffers on a device, around a channel of the host.
+    """Channel with buffers on a device, which sends by a host channel.
 
     Both slots use one device buffer (enqueued work runs in order) and two pinned buffers.
     """

@@ -15,7 +15,7 @@ __all__ = ["Encoding"]
 
 
 class Encoding:
-    """The stages of one sum whose messages are encoded; additions are of decoded numbers.
+    """Stages of one sum whose messages are encoded; the values are decoded before they are added.
 
     The owner of a summand encodes it, and the rank that adds up a part of the sum encodes that part. All ranks get the
     same bits.

@@ -17,7 +17,7 @@ __all__ = ["CommError", "agree", "describe", "is_agreed", "is_shared", "mark_agr
 
 
 class CommError(RuntimeError):
-    """Communication was requested in a way that cannot work, or it failed.
+    """Error of a communication that was requested in a way that cannot work, or that failed.
 
     The text gives what was expected, what was received, and the remedy.
     """

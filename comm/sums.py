@@ -45,7 +45,7 @@ class Method:
     Attributes
     ----------
     name
-        In `METHODS`.
+        Name in `METHODS`.
     adds, gathers
         Which halves the sum has: a reduce-scatter only adds, an all-gather only gathers.
     ordered
@@ -123,7 +123,7 @@ METHODS = {
 
 @lru_cache
 def carrying(method: str, codec: Codec) -> Method:
-    """Return the sum of this name whose contributions travel by a codec; encoded ones are added up in order. Local."""
+    """Return the method of this name with a codec; encoded contributions are added in the order of the ranks. Local."""
     plain = METHODS[method]
     return plain if codec.identity else replace(plain, ordered=True, codec=codec)
 

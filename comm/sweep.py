@@ -1,7 +1,7 @@
-"""Removal of shared-memory segments that killed MPI runs have left behind.
+"""Removal of the shared-memory segments of killed MPI runs.
 
 MPICH names the segment that the ranks of a node share, and unlinks it when they finalize. Ranks that are killed or
-aborted leave it behind (1-4 MB), and a job that Slurm restarts under the same number finds it and hangs. `unname`
+aborted do not unlink it (1-4 MB), and a job that Slurm restarts under the same number finds it and hangs. `unname`
 unlinks the segment of this job as soon as all ranks have mapped it. A job that follows one without `unname` should
 first run ``python -m halograd.comm.sweep 0`` on each node; the number is the minimum age [s].
 """

@@ -1,8 +1,8 @@
 """Transports: how arrays of the host travel between ranks. Plain data, without MPI.
 
-A transport is one class with its settings. Communicators, reducers, planners and the price of a machine read its
-properties. No other file compares names of transports. A class in a file of the user is named by
-its location: ``backend.transport = "slow.py:Slow"``.
+A transport is one class with its settings. Communicators, reducers, planners and the cost model of a machine read its
+properties. No other file compares names of transports. A class in a file of the user is named by its location:
+``backend.transport = "slow.py:Slow"``.
 """
 
 from __future__ import annotations
@@ -79,19 +79,19 @@ class Transport:
 
     @property
     def network(self) -> Emulated | None:
-        """Emulated network, whose delays messages have; None without one."""
+        """Emulated network that delays messages; None if the network is real."""
         return None
 
     def connect(self, links: Links) -> Links:
         """Return the factory of channels and sums on one communicator. Local.
 
-        `links` are those of the library, which the properties choose. A subclass may wrap them, to count
-        or to delay, for example: by an object whose methods make the calls of the same names.
+        `links` are those of the library, which the properties choose. A subclass may return an object that wraps them,
+        for example to count or to delay messages.
         """
         return links
 
     def __str__(self) -> str:
-        """Return the text that names it in a configuration; of a class in a file, its class and settings."""
+        """Return the name of the transport (of a class without a name, the name of the class) and its settings."""
         settings = ",".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self))
         own = vars(type(self)).get("name") or type(self).__name__  # not the name of the class that it is derived from
         return ":".join(filter(None, (own, settings)))

@@ -1,4 +1,4 @@
-"""Absent targets: elements of weight 0. Checks, counts and reductions ignore the number that is stored there."""
+"""Absent targets: elements of weight 0. Checks, counts and reductions ignore their stored values."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Checked(Protocol):
 
 
 def check_read(dataset: Checked, name: str, indices: Sequence[int], box: Box, values: NDArray[Any]) -> None:
-    """Apply the label map to a box that was read, and check its numbers. Local; modifies `values`.
+    """Apply the label map to a box that was read, and check its values. Local; modifies `values`.
 
     Invalid targets of weight 0 are permitted. An invalid class index of weight 0 becomes 0, which integers can
     represent.

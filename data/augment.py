@@ -1,4 +1,4 @@
-"""Augmentation: random turns, mirroring, shifts and changes of numbers of samples in training.
+"""Augmentation: random turns, mirroring, shifts and changes of the values of samples in training.
 
 The changes of a sample depend on the seed, the epoch and the index of the sample, and not on the rank, so they are the
 same for every decomposition. A rank reads the box of the file that its own box maps to: for a mirrored sample, the
@@ -61,7 +61,7 @@ class Augmentation(ABC):
     """Random changes of samples in training. Local; all ranks draw the same changes.
 
     Changes may depend on the seed, the epoch and the number of the sample only, never on the rank or its box: draw them
-    from the generator of :meth:`random`. A subclass overrides :meth:`alter`, to change numbers of inputs after
+    from the generator of :meth:`random`. A subclass overrides :meth:`alter`, to change values of inputs after
     normalization, or :meth:`read`, to read other elements of the file.
 
     Parameters
@@ -114,16 +114,16 @@ class Augmentation(ABC):
 
     @abstractmethod
     def alter(self, name: str, batch: Batch, box: Box, part: NDArray[Any]) -> None:
-        """Change the numbers of a field in place, if ``batch.augmented``. Local.
+        """Change the values of a field in place, if ``batch.augmented``. Local.
 
         Parameters
         ----------
         name
-            Name of the field; ``self.fields[name].is_target`` says whether it is a target.
+            Name of the field; ``self.fields[name].is_target`` is whether it is a target.
         box
             Box of the batch that this rank reads, ``(samples, *spatial, channels)``; it may reach beyond the samples.
         part
-            Numbers of the box that lie within the samples; of inputs after normalization.
+            Values of the box that lie within the samples; for inputs, after normalization.
         """
 
 
@@ -179,8 +179,8 @@ class SamplePlacement:
     def pieces(self, axis: int, low: int, high: int, extent: int, whole: int, start: int) -> Iterator[_Piece]:
         """Yield the contiguous parts in the file of an interval of the sample along an axis.
 
-        `extent` and `whole` are the lengths of the axis in the sample and in the file; `start` is the window's start
-        there.
+        `extent` and `whole` are the lengths of the axis in the sample and in the file; `start` is the window's start in
+        the file.
         """
         if self.mirrored[axis]:
             low, high = extent - high, extent - low

@@ -1,6 +1,6 @@
-"""HDF5 chunks: the memory to keep them in, and the cost of reading by blocks.
+"""HDF5 chunks: the size of the cache for them, and the cost of reading by blocks.
 
-HDF5 reads, and decompresses, a whole chunk for any number in it. Its cache keeps the chunks used last; an uncompressed
+HDF5 reads, and decompresses, a whole chunk for any element in it. Its cache keeps the chunks used last; an uncompressed
 chunk that does not fit the cache is read in part. A rank reads its box of one sample after the other, in a random
 order: so a chunk of many samples, or larger than the box, is read many times.
 """
@@ -61,7 +61,7 @@ class Chunks:
         return max(math.prod(padded) * self.itemsize, min(sample, _LEAST))
 
     def factor(self, ranges: Sequence[tuple[int, int]], cache: int, shuffled: bool) -> float:
-        """Return how many numbers are read for each number used, on average.
+        """Return how many elements are read for each element used, on average.
 
         Parameters
         ----------

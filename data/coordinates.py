@@ -50,7 +50,7 @@ def write_sources(file: h5py.File, dataset: Dataset, samples: Iterable[int]) -> 
     file
         File, open for writing.
     dataset
-        Has a method ``source(index)`` that returns both; without it, all samples belong to its ``path``.
+        Data set whose method ``source(index)`` returns both; without it, all samples belong to its ``path``.
     samples
         Numbers in the data set, in the order of the predictions.
     """

@@ -67,8 +67,8 @@ class Hdf5Dataset:
         Structure that another rank found in this file (:attr:`structure`). The file is then opened at the first read,
         and `inputs`, `targets` and `layout` are ignored.
     allow_external : bool
-        Whether virtual datasets, external links and external files may take numbers from outside the folder of the
-        file (:class:`Storage`).
+        Whether virtual datasets, external links and external files may read data from outside the folder of the file
+        (:class:`Storage`).
     unpack : bool
         Whether attributes of packed data are applied (:class:`Packing`): ``scale_factor``, ``add_offset``,
         ``_FillValue``, ``missing_value``, ``valid_range``, ``valid_min``, ``valid_max``, ``_Unsigned``.
@@ -87,7 +87,7 @@ class Hdf5Dataset:
         Label maps by name, applied before values are checked; initially empty. A number that is mapped, or ignored by
         the loss, is a label even if the file marks it as a missing value.
     weighted : mapping of names
-        Names of the weights of a target, by its name; initially empty. Where all weights are 0, no number is invalid.
+        Names of the weights of a target, by its name; initially empty. Where all weights are 0, no value is invalid.
     share : int
         Memory for chunks of several samples [B], :meth:`Chunks.cache`; read when a file is opened.
     bytes_read : int
@@ -168,7 +168,7 @@ class Hdf5Dataset:
             Samples of the whole (global) batch, in order.
         box : Box
             In the batch's coordinates ``(N, *spatial, C)``, of a label per sample ``(N, 1)``. May reach outside the
-            array; `out` is not changed there (margins that hold padding).
+            array, where `out` is not changed (margins that hold padding).
         out : array of shape ``box.shape``, host
             Filled inside the array; float32 or float64 (others are converted), any strides; C-contiguous is fastest.
 

@@ -138,7 +138,7 @@ def open_to_read(path: Path) -> h5py.File:
 
 
 def _tell(path: Path, number: int) -> None:
-    """Warn once per process; only messages of rank 0 are shown."""
+    """Log a warning, once per process, that the file system has no locks; only messages of rank 0 are shown."""
     global _told
     if not _told:
         _log.warning(
@@ -220,7 +220,7 @@ def _made(folder: Path, keep: bool = True) -> Iterator[None]:
 
 
 def check_replaceable(path: str | os.PathLike[str], ours: str, is_ours: Callable[[Path], bool]) -> None:
-    """Check early that a file can be written at `path` without replacing a foreign file. Leaves nothing behind.
+    """Check early that a file can be written at `path` without replacing a foreign file. The check leaves no file.
 
     Parameters
     ----------
@@ -252,7 +252,7 @@ def check_replaceable(path: str | os.PathLike[str], ours: str, is_ours: Callable
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:
-    """Check early that a file can be written at `path`, in a folder that may be missing. Leaves nothing behind.
+    """Check early that a file can be written at `path`, in a folder that may be missing. The check leaves no file.
 
     Parameters
     ----------

@@ -272,7 +272,7 @@ class FileSet:
         return filled
 
     def _place(self, index: int) -> tuple[int, int]:
-        """Return the file of a sample, and its index there."""
+        """Return the number of the file of a sample, and the sample's index in it."""
         if not 0 <= index < len(self):
             raise DataError(f"{self.path}: expected a sample of 0 .. {len(self) - 1}, got {index}")
         file = int(self.file_of[index])

@@ -32,7 +32,8 @@ class LoadRecorder(Protocol):
 
 
 class Ahead(Protocol):
-    """Consumer that copies a batch on (to a device) from the reading thread, during the current step."""
+    """Consumer of batches that the reading thread calls during the current step, for example to copy them to a device.
+    """
 
     def before_fill(self, slot: int) -> None:
         """Wait until the buffers of a slot may be overwritten."""
@@ -87,14 +88,14 @@ class Loader:
     allocate
         Allocates the buffers as `numpy.zeros` does (pinned if a device copies from them).
     ahead : optional
-        Consumer that copies batches on, called by the thread.
+        Consumer of the batches, called by the thread.
 
     Attributes
     ----------
     seconds_waited : float
         Time that the consumer has waited for data so far [s].
     absent : int
-        Count of NaN and infinite numbers so far, where the dataset permits them. They are replaced by the mean of their
+        Count of NaN and infinite values so far, where the dataset permits them. They are replaced by the mean of their
         channel, or by 0 without normalization.
     """
 

@@ -90,7 +90,7 @@ def transform(x: NDArray[Any], rules: Sequence[str]) -> None:
 
 
 def mark_absent(x: NDArray[Any]) -> NDArray[np.bool_]:
-    """Return where x is NaN or infinite, and set it to NaN there, which no transform changes. Local."""
+    """Return the mask of the NaN and infinite elements of x, and set them to NaN, which no transform changes. Local."""
     absent = ~np.isfinite(x)
     x[absent] = np.nan
     return absent
@@ -107,7 +107,7 @@ class ChannelStatistics:
     transforms : tuple of str
         Keys of :data:`TRANSFORMS`, one per channel.
     count : int
-        Number of cells per channel behind them.
+        Number of cells per channel from which they were computed.
     """
 
     mean: Array
@@ -134,7 +134,7 @@ class ChannelStatistics:
                         np.clip(rows[..., k], -CLIP, CLIP, out=rows[..., k])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain lists and numbers, for a checkpoint."""
+        """Return the statistics as plain data, for a checkpoint."""
         return {
             "mean": self.mean.tolist(),
             "std": self.std.tolist(),
@@ -145,7 +145,7 @@ class ChannelStatistics:
 
     @staticmethod
     def unpacked(state: Mapping[str, Any]) -> bool:
-        """Return whether a state comes from a version that unpacks packed numbers."""
+        """Return whether a state comes from a version that unpacks packed data."""
         return bool(state.get("rules", 1) >= _RULES)
 
     @classmethod
@@ -286,7 +286,7 @@ def _add_up(buffer: SampleRows, indices: Sequence[int] | NDArray[np.int64], shif
 
 
 class SampleRows:
-    """Reader of blocks of rows of one sample, transformed, in one buffer. Invalid numbers become NaN."""
+    """Reader of blocks of rows of one sample, transformed, in one buffer. Invalid values become NaN."""
 
     def __init__(self, dataset: Dataset, name: str, rules: tuple[str, ...] = ()) -> None:
         self._dataset, self._name, self._rules = dataset, name, rules

@@ -1,4 +1,4 @@
-"""Packed numbers: the map from stored numbers to values, by the conventions of netCDF and CF.
+"""Packed data: the map from stored numbers to values, by the conventions of netCDF and CF.
 
 ::
 
@@ -80,7 +80,7 @@ class Packing:
         return tuple(name for name in self.names if name not in ("scale_factor", "add_offset"))
 
     def unpack(self, stored: NDArray[Any], out: NDArray[Any], kept: Collection[float] = ()) -> None:
-        """Write the values of stored numbers to `out`, a float array of their shape. Local.
+        """Write the values of stored data to `out`, a float array of their shape. Local.
 
         Values are computed in float64 and rounded once, to the dtype of `out`. Stored numbers in `kept` always have a
         value.

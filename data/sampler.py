@@ -151,7 +151,7 @@ class Batches(Sequence[Batch]):
 
 
 class Sampler:
-    """Global batches of a list of samples, epoch after epoch; resumable anywhere.
+    """Global batches of a list of samples, epoch after epoch; resumable at any batch.
 
     Parameters
     ----------
@@ -223,7 +223,7 @@ class Sampler:
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain numbers that, given to :meth:`load_state_dict`, continue the same sequence."""
+        """Return the state as plain data, from which :meth:`load_state_dict` continues the same sequence."""
         return {
             "epoch": self.epoch, "position": self.position, "seed": self.seed, "batch": self.batch,
             "samples": len(self._indices), "shuffle": self.shuffle,

@@ -59,7 +59,7 @@ class Dataset(Protocol):
     def read(self, name: str, indices: Sequence[int], box: Box, out: NDArray[Any]) -> tuple[slice, ...]:
         """Read a box of one of the fields of a global batch, ``(len(indices), *fields[name].shape)``. Local.
 
-        `box` may reach outside the batch's array; `out`, of shape ``box.shape``, is not changed there. Returns the part
+        `box` may reach outside the batch's array, where `out`, of shape ``box.shape``, is not changed. Returns the part
         of `out` that was filled.
         """
         ...
@@ -79,7 +79,7 @@ class ArrayDataset:
     ----------
     arrays : mapping
         Arrays by the name of the network's input: ``(N, *spatial, C)``, or ``(N,)`` for a number per sample. An array
-        has ``shape`` and ``dtype``; the reading thread reads it as ``array[index, a:b, c:d, ...]``. Packed numbers
+        has ``shape`` and ``dtype``; the reading thread reads it as ``array[index, a:b, c:d, ...]``. Packed data
         (:class:`Packing`) are unpacked if ``attrs`` of the array describe them, as in h5py and Zarr.
     targets : collection of str
         Names of the arrays that predictions are compared with.
@@ -164,7 +164,7 @@ class ArrayDataset:
         return filled
 
     def _write(self, name: str, stored: NDArray[Any], masked: Any, out: NDArray[Any]) -> None:
-        """Write the values of stored numbers to `out`. Masked numbers (netCDF4) become NaN, unless they are labels."""
+        """Write the values of stored data to `out`. Masked elements (netCDF4) become NaN, unless they are labels."""
         packing, kept = self.fields[name].packing, kept_labels(name, self.ranges, self.labels)
         if packing is None:
             np.copyto(out, stored, casting="unsafe")

@@ -1,4 +1,4 @@
-"""Storage of an HDF5 dataset: the sources of its numbers are found and checked before they are read.
+"""Storage of an HDF5 dataset: the sources of its data are found and checked before the data are read.
 
 HDF5 reads the fill value (usually zero) without an error if the source of a virtual dataset cannot be opened, if a
 chunk was never written, and past the end of an external file. It crashes on a virtual dataset that refers to itself,
@@ -43,13 +43,13 @@ _Key = tuple[str, int]  # path of the file, and address in it
 
 
 def check_files(path: Path, files: dict[str, int]) -> None:
-    """Check that the other files that `path` takes numbers from exist with these sizes [B]. Local.
+    """Check that the other files that hold data of `path` exist with these sizes [B]. Local.
 
     Raises
     ------
     DataError
-        A file is missing or has another size, or this process may not open so many files. HDF5 keeps each open after a
-        read, and reads zeros instead of files that it cannot open.
+        A file is missing or has another size, or this process may not open that many files. HDF5 keeps each open after
+        a read, and reads zeros instead of files that it cannot open.
     """
     for name, size in files.items():
         try:
@@ -103,14 +103,14 @@ class Storage:
     path : Path
         The file.
     allow_external : bool
-        Whether numbers may come from outside the folder of that file.
+        Whether data may come from outside the folder of that file.
     texts : bool
         Whether datasets of texts are permitted too.
 
     Attributes
     ----------
     files : dict
-        Other files that numbers come from, ``{absolute path: size [B]}``.
+        Other files that hold data, ``{absolute path: size [B]}``.
     """
 
     def __init__(self, path: Path, allow_external: bool = False, texts: bool = False) -> None:
@@ -149,7 +149,7 @@ class Storage:
         return self._packing(_key(dataset), dataset.dtype)
 
     def _packing(self, key: _Key, dtype: np.dtype) -> Packing | None:
-        """Return the packing of a dataset whose numbers HDF5 converts to `dtype`."""
+        """Return the packing of a dataset whose values HDF5 converts to `dtype`."""
         if (key, dtype) not in self._packings:
             self._packings[key, dtype] = self._find_packing(self._checked[key], dtype)
         return self._packings[key, dtype]
@@ -304,7 +304,7 @@ class Storage:
                 yield other
 
     def _check_source(self, dataset: h5py.Dataset, other: h5py.File, part: _Source) -> _Key:
-        """Check that a source has as many numbers as the virtual dataset takes from it; return its key."""
+        """Check that a source has as many elements as the virtual dataset takes from it; return its key."""
         what = f"{self._where(dataset)}: its source {part.dataset!r} in {other.filename}"
         with ExitStack() as stack:
             found = self.follow(other, part.dataset, stack)
@@ -323,7 +323,7 @@ class Storage:
             return _key(found)
 
     def _check_external(self, dataset: h5py.Dataset) -> None:
-        """Check that external files contain all numbers of the dataset, because HDF5 reads zeros past their end."""
+        """Check that external files contain all elements of the dataset, because HDF5 reads zeros past their end."""
         needed = dataset.size * dataset.id.get_type().get_size()
         for name, offset, size in dataset.external:
             own = os.path.dirname(os.path.abspath(dataset.file.filename))
@@ -346,7 +346,8 @@ class Storage:
         return open_file(Path(path))
 
     def _admit(self, path: str, what: str) -> int:
-        """Return the size [B] of another file that numbers come from; raise DataError if it may not be used."""
+        """Check and record another file that holds data, and return its size [B]; raise DataError if it is not allowed.
+        """
         try:
             size = regular_size(path)
         except OSError as error:

@@ -72,13 +72,13 @@ class Field:
     shape : tuple
         ``(*spatial, C)`` of one sample; a number per sample is ``(1,)``.
     channel_names : list of str
-        From the attribute of that name, else ``channel 0``, ...
+        Names from the attribute ``channel_names``, else ``channel 0``, ...
     is_target : bool
         Whether predictions are compared with it.
     attributes : dict
-        Attributes that describe the numbers: units, long_name, ...
+        Attributes that describe the values: units, long_name, ...
     packing : Packing or None
-        Packing of the numbers; None: not packed.
+        Packing of the stored data; None: not packed.
     chunks : Chunks or None
         Chunks that are read as a whole; None: parts are read without their chunks.
     """
@@ -109,7 +109,7 @@ class Structure:
     samples : int
     groups : int64 array ``(N,)`` or None
     files : dict
-        Other files that the numbers come from, with their sizes [B].
+        Other files that hold data of the datasets, with their sizes [B].
     attributes : dict
         Attributes of the file: title, history, ...
     """
@@ -137,8 +137,8 @@ def examine(
     Raises
     ------
     DataError
-        A dataset is missing or has a wrong rank or type; inputs and targets do not fit each other; numbers are missing,
-        or outside the folder of the file without permission (:class:`Storage`); the file is damaged.
+        A dataset is missing or has a wrong rank or type; inputs and targets do not fit each other; data are missing, or
+        outside the folder of the file without permission (:class:`Storage`); the file is damaged.
     """
     storage = Storage(path, allow_external)
     with looking_into(path):
@@ -174,7 +174,7 @@ def looking_into(path: Path) -> Iterator[None]:
 
 
 def find(file: h5py.File, path: Path, name: str, storage: Storage | None = None) -> h5py.Dataset:
-    """Return the dataset of this name; `storage` checks its type and the storage of its numbers."""
+    """Return the dataset of this name; `storage` checks its type and the storage of its data."""
     there = file.get(name) if storage is None else file[name] if storage.check(file, name) else None
     if not isinstance(there, h5py.Dataset):
         raise DataError(f"{path}: expected a dataset {name!r}, got {_listed(file)}; name one of these")
@@ -330,7 +330,7 @@ def plain_attributes(item: h5py.HLObject, wanted: Collection[str] | None = None)
 def _attribute(item: h5py.HLObject, name: str) -> Any:
     """Return an attribute as plain data; None if it has another type or cannot be read.
 
-    An unreadable attribute is no reason to reject the numbers.
+    An unreadable attribute is no reason to reject the data.
     """
     try:
         value = item.attrs[name]

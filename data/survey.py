@@ -1,4 +1,4 @@
-"""Passes over the data before a run: channels and targets without information, invalid numbers, counts of classes.
+"""Passes over the data before a run: channels and targets without information, invalid values, counts of classes.
 
 The check for channels without information is bounded: for any size of the file, it reads a few parts of a few samples,
 and stops early if the first ones differ. The other passes read all of their samples.
@@ -91,7 +91,7 @@ class Look:
 
 
 def look_at(dataset: Dataset, name: str, least: int = 1) -> Look:
-    """Read parts of samples, evenly spaced in the file, until every channel has shown two values. Local.
+    """Read parts of samples, evenly spaced in the file, until two different values of every channel are found. Local.
 
     Parameters
     ----------
@@ -224,9 +224,9 @@ def _named(constant: dict[int, float], names: Sequence[str]) -> str:
 
 
 def find_invalid(dataset: Dataset, ranges: Mapping[str, TargetRange], samples: Iterable[int]) -> dict[int, str]:
-    """Return samples with NaN, infinity or targets out of range, each with a text about its first such number. Local.
+    """Return samples with NaN, infinity or targets out of range, each with a text about its first invalid value. Local.
 
-    Reads all `samples`.
+    The function reads all `samples`.
 
     Parameters
     ----------

@@ -1,6 +1,6 @@
 """Values of targets: their range, label maps, and reduction to patches.
 
-A label map replaces numbers of a file: ``255`` for "unknown", ``7`` for class 1. A reduction computes one value per
+A label map replaces values of a file: ``255`` for "unknown", ``7`` for class 1. A reduction computes one value per
 patch from the values per cell: a network with stride 64 predicts patches.
 """
 
@@ -73,7 +73,7 @@ def check_values(
     indices: Sequence[int],
     origin: Sequence[int],
 ) -> None:
-    """Raise DataError if a number is not `good`. Local.
+    """Raise DataError if a value is not `good`. Local.
 
     Parameters
     ----------
@@ -93,7 +93,7 @@ def check_values(
     Raises
     ------
     DataError
-        The message has the first invalid number, its sample and its position.
+        The message has the first invalid value, its sample and its position.
     """
     if good.all():
         return
@@ -127,7 +127,7 @@ Table = dict[str, int | dict[str, int]]
 
 
 def check_numbers(labels: Table) -> Table:
-    """Check a label map of a configuration: new numbers by number, or such tables by target.
+    """Check a label map of a configuration: a table from old to new labels, or one such table per target.
 
     Raises ValueError for anything else.
     """
@@ -142,17 +142,17 @@ def check_numbers(labels: Table) -> Table:
 
 
 class LabelMap:
-    """Map of whole numbers to others, applied to all at once; other numbers stay.
+    """Map of integer labels to other integers, applied to all of them at once; other values are unchanged.
 
     Parameters
     ----------
     numbers
-        New number by the number in the file.
+        New label by the label in the file.
 
     Raises
     ------
     DataError
-        float32 cannot represent a number exactly.
+        float32 cannot represent a label exactly.
 
     >>> values = np.array([0.0, 7.0, 255.0, 1.0])
     >>> LabelMap({255: -1, 7: 1, 1: 7}).apply(values)
@@ -172,16 +172,16 @@ class LabelMap:
         return ", ".join(f"{have} is {made}" for have, made in self.numbers.items())
 
     def apply(self, values: NDArray[Any]) -> None:
-        """Replace numbers in place; NaN stays. Local."""
+        """Replace labels in place; other values and NaN are unchanged. Local."""
         if not len(self._from):
             return
         at = np.minimum(np.searchsorted(self._from, values), len(self._from) - 1)
         np.copyto(values, self._to[at], where=self._from[at] == values, casting="same_kind")
 
     def described(self, attributes: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the attributes of a dataset after the replacement of its numbers. Local.
+        """Return the attributes of a dataset after the replacement of its labels. Local.
 
-        Flag values are replaced too. If two flags get the same number, both lists of flags are left out.
+        Flag values are replaced too. If two flags get the same label, both lists of flags are left out.
 
         >>> LabelMap({10: 1, 20: 0}).described({"flag_values": [10, 20], "flag_meanings": "water land"})
         {'flag_values': [1, 0], 'flag_meanings': 'water land'}
@@ -198,9 +198,9 @@ class LabelMap:
 
 
 def kept_labels(name: str, ranges: Mapping[str, TargetRange], labels: Mapping[str, LabelMap]) -> list[float]:
-    """Return the numbers of a field that are labels even if the file marks them as missing values. Local.
+    """Return the values of a field that are labels even if the file marks them as missing values. Local.
 
-    These are the number that the loss ignores, and the numbers in a label map.
+    These are the value that the loss ignores, and the labels that a label map replaces.
     """
     ignored = ranges[name].ignored if name in ranges else None
     mapped: list[float] = [*labels[name].numbers] if name in labels else []

@@ -83,7 +83,7 @@ class Quads:
 
     @cached_property
     def cross(self) -> list[Array]:
-        """z of the cross product of the edges that meet at corner k, ``e[k-1] x e[k]`` [m^2]."""
+        """z component of the cross product of the edges that meet at corner k, ``e[k-1] x e[k]`` [m^2]."""
         return [self.ex[k - 1] * self.ey[k] - self.ey[k - 1] * self.ex[k] for k in range(4)]
 
     @cached_property
@@ -144,17 +144,17 @@ class Quads:
 
     @cached_property
     def short(self) -> NDArray[np.bool_]:
-        """Cells with an edge of no length [unscaled]."""
+        """Mask of the cells with an edge of length zero, before scaling."""
         return minimum([x * x + y * y for x, y in zip(self.ex, self.ey)]) <= TINY * TINY
 
     @cached_property
     def collapsed(self) -> NDArray[np.bool_]:
-        """Cells whose nodes 2 and 3 coincide: Verdict takes them for triangles."""
+        """Mask of the cells whose nodes 2 and 3 coincide, which Verdict treats as triangles."""
         return (self.ex[2] == 0) & (self.ey[2] == 0)
 
     @cached_property
     def triangle(self) -> tuple[list[Array], Array]:
-        """For the collapsed cells only: squared side lengths (01, 12, 20) and twice the area."""
+        """Squared side lengths (01, 12, 20) and twice the area of the collapsed cells."""
         x = [a[self.collapsed] for a in self.x]
         y = [a[self.collapsed] for a in self.y]
         sides = [(x[(k + 1) % 3] - x[k]) ** 2 + (y[(k + 1) % 3] - y[k]) ** 2 for k in range(3)]

@@ -81,13 +81,13 @@ WRITERS: Registry[Writer] = Registry("writer", Writer, "--format")
 @WRITERS.register
 @dataclass(frozen=True)
 class Hdf5(Writer):
-    """HDF5 file. One rank writes all numbers; several ranks write parts, which virtual datasets join."""
+    """HDF5 file. One rank writes all data; several ranks write parts, which virtual datasets join."""
 
     name: ClassVar[str] = "hdf5"
     refers: ClassVar[bool] = True
 
     def write(self, predictions: Predictions, path: Path, samples: range) -> None:
-        """Give the joined file a second name, or copy it where the file system has no links."""
+        """Link the joined file to `path`, or copy it where the file system has no links."""
         try:
             os.link(predictions.file.filename, path)
         except OSError:

@@ -1,7 +1,7 @@
-"""The interface of devices, which own arrays.
+"""The interface of devices.
 
-Work on a device is *enqueued*: a call returns before the work is done, and enqueued work runs in order. The host learns
-of completed work through a :class:`Ticket` only. ::
+Work on a device is *enqueued*: a call returns before the work is done, and enqueued work runs in order. The host
+detects completed work only by a :class:`Ticket`. ::
 
     host      pack  download  mark ->t    launch kernels ...   t.wait()  send     ...   upload(pinned)   unpack
     device         [pack][download]       [kernels ...........................]        [upload][unpack]
@@ -73,7 +73,7 @@ def wide(dtype: Any) -> np.dtype:
 
 
 def resolution(dtype: Any) -> float:
-    """Return the distance from 1 to the next number; `numpy.finfo` does not know bfloat16."""
+    """Return the distance from 1 to the next number of a dtype; `numpy.finfo` does not support bfloat16."""
     return 2.0**-7 if np.dtype(dtype).name == "bfloat16" else float(np.finfo(dtype).eps)
 
 
@@ -86,9 +86,9 @@ class DeviceGraph:
     Parameters
     ----------
     recorded
-        Has a method ``launch(stream)``. Only this object may hold it.
+        Object with a method ``launch(stream)``. Only the `DeviceGraph` may refer to it.
     free
-        Frees the graph's memory after it is dropped; may wait for the device.
+        Function that frees the graph's memory after `drop`; it may wait for the device.
     """
 
     def __init__(self, recorded: Any, stream: Any = None, free: Callable[[], None] = lambda: None) -> None:

@@ -146,7 +146,7 @@ class CupyDevice(Device):
     compute
         Stream of the kernels, of uploads and downloads.
     pinned_bytes
-        Pinned memory given out so far [B].
+        Pinned memory allocated so far [B].
     fused_copies, fused_sums
         Functions that combine many copies, or sums, of boxes in one launch, with words as wide as alignment permits;
         None: one CuPy operation each.

@@ -229,7 +229,7 @@ class Blocks(Sequence[Box]):
 
 
 def outer(axes: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the product over the axes of one number per part: one number per rank of the grid."""
+    """Return, for each rank of the grid, the product of the values of its parts; each axis has one value per part."""
     total = np.ones(1, axes[0].dtype)
     for axis in axes:
         total = (total[:, None] * axis).reshape(-1)

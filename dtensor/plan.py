@@ -6,8 +6,8 @@ without a loop over all ranks. A halo wider than the neighbor's block needs no s
 boxes of several owners.
 
 Every element of a target comes from one source. A rank that owns its whole target copies it. Otherwise, if several
-ranks own an element, the first part of each axis that holds it sends it. Elements that no rank owns (padding) are not
-modified.
+ranks own an element, the rank in the first part of each axis that holds the element sends it. Elements that no rank
+owns (padding) are not modified.
 """
 
 from __future__ import annotations

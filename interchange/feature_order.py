@@ -59,7 +59,7 @@ def is_plain(order: Order) -> bool:
 
 
 def torch_of_ours(order: Order) -> np.ndarray:
-    """Return, for each of torch's features, its number in our order.
+    """Return, for each of torch's features, its index in our order.
 
     >>> torch_of_ours(((2, 3), (2,))).tolist()  # two positions of three channels, then two plain features
     [0, 3, 1, 4, 2, 5, 6, 7]
@@ -73,7 +73,7 @@ def torch_of_ours(order: Order) -> np.ndarray:
 
 
 def feature_orders(network: Network) -> tuple[dict[Node, Order], dict[Node, Node]]:
-    """Return the order of the features (last axis) of every node, and the nodes without a counterpart in torch. Pure.
+    """Return the order of the features (last axis) of every node, and the nodes without a counterpart in torch. Local.
 
     Orders start at Flatten, before Reshape, and at values with channels. They are equal on both sides of a layer that
     keeps the position of every feature, forward and backward. So the units of a dense layer whose output is added to
@@ -123,7 +123,7 @@ def _keeps_places(node: Node) -> bool:
 
 
 def _alike(node: Node) -> list[Node]:
-    """Return the inputs with as many features as the output; others have one number for all features."""
+    """Return the inputs with as many features as the output; others have one element for all features."""
     return [one for one in node.inputs if one.shape[-1:] == node.shape[-1:]]
 
 

@@ -1,7 +1,7 @@
 """Files of other frameworks: their libraries, the check before writing, and the offsets of tensors in a file.
 
-An ONNX file is one Protocol Buffers message. This parser reads only the lengths of its fields. The numbers of a tensor
-are one field, ``raw_data``; its offset in the file is kept, so that weights are read one by one when needed.
+An ONNX file is one Protocol Buffers message. This parser reads only the lengths of its fields. The data of a tensor are
+one field, ``raw_data``; its offset in the file is kept, so that weights are read one by one when needed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def library(name: str) -> ModuleType:
 
 
 def finite(array: np.ndarray, what: str) -> np.ndarray:
-    """Return an array of weights. Raises UserError if one of its numbers is infinite or NaN."""
+    """Return an array of weights. Raises UserError if one of its elements is infinite or NaN."""
     bad = array.size - int(np.count_nonzero(np.isfinite(array)))
     if bad:
         raise UserError(

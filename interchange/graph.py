@@ -45,7 +45,7 @@ TELL_BUFFERS = (
 
 @dataclass(frozen=True)
 class OnnxConstant:
-    """Numbers that do not depend on the data: a weight of the file, or a result computed from weights.
+    """Array that does not depend on the input data: a weight of the file, or a result computed from weights.
 
     Attributes
     ----------
@@ -54,9 +54,9 @@ class OnnxConstant:
     read
         Returns the array; reads it from the file if it is large.
     name
-        Name of the array in the file, whose axes may be in another order; empty for numbers that the exporter made.
+        Name of the array in the file, whose axes may be in another order; empty for arrays that the exporter created.
     origin
-        ``"parameter"``; ``"buffer"`` for buffers and other numbers of the source, with and without a name;
+        ``"parameter"``; ``"buffer"`` for buffers and other constants of the source, with and without a name;
         ``"unknown"`` if the file does not distinguish these, as for arrays that an exporter has computed;
         ``"number"`` for sizes and single numbers.
     made_of
@@ -81,13 +81,15 @@ class OnnxConstant:
         return self.origin in ("number", "buffer")
 
     def is_all(self, number: float) -> bool:
-        """Return whether the exporter made it from this number alone, in place of a missing parameter."""
+        """Return whether every element is `number` and the array has no name: the exporter wrote it for a missing
+        parameter.
+        """
         return not self.name and bool(np.all(self.read() == number))
 
     def scalar(self) -> float | None:
         """Return the number of a constant with one element, else None.
 
-        Exporters write numbers of the source in float32; the result is the shortest decimal number with that float32
+        Exporters write constants of the source in float32; the result is the shortest decimal number with that float32
         value.
         """
         if math.prod(self.shape) != 1:
@@ -316,7 +318,7 @@ class Builder:
         raise self.refused(op, "samples with spatial axes", "vectors")
 
     def check_channels(self, op: OnnxNode, value: Activation, axis: int | None) -> None:
-        """Raise UserError for numbers along another axis than the channels."""
+        """Raise UserError for constants along another axis than the channels."""
         channels = len(self.shape(op.inputs[0])) - 1 if value.last else 1
         if axis not in (None, channels):
             raise self.refused_constant(op.changed(kind=op.attributes["kind"]), f"numbers along axis {axis}")
@@ -343,7 +345,7 @@ class Builder:
         return self.graph.constants[op.inputs[i]]
 
     def numbers(self, op: OnnxNode, i: int, attribute: str = "") -> list[Any] | None:
-        """Return the numbers of input `i`, or of an attribute instead; None if both are missing."""
+        """Return the elements of input `i`, or of an attribute instead; None if both are missing."""
         constant = self.constant(op, i)
         if constant is not None:
             return constant.read().reshape(-1).tolist()

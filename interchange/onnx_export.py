@@ -42,7 +42,7 @@ def save(
     normalization
         Statistics of channels (`halograd.data.ChannelStatistics`) by input; the graph then includes the normalization.
     dtype
-        Type of all numbers: ``"float32"``, or ``"float64"``, for which few programs have all operators.
+        Type of all arrays: ``"float32"``, or ``"float64"``, for which few programs have all operators.
 
     Raises
     ------

@@ -257,7 +257,7 @@ class _Folding:
                 self.types[outer] = self.types[inner.name]
 
     def _cast(self, node: Any) -> None:
-        """Convert a constant to the type of another value; its numbers are unchanged."""
+        """Convert a constant to the type of another value."""
         constant, other = self.constants[node.input[0]], node.input[1]
         kind = self.types[other].tensor_type.elem_type if other in self.types else None
         dtype = self.constants[other].dtype if kind is None else self.onnx.helper.tensor_dtype_to_np_dtype(kind)
@@ -355,7 +355,9 @@ class _Folding:
 
 
     def _check_sizes(self, op: OnnxNode) -> None:
-        """Raise UserError for impossible extents, and for extents of the example if other extents are requested."""
+        """Raise UserError for impossible extents, and for sizes of the exporter's example if other extents are
+        requested.
+        """
         x, y = (_shape_of(self.types[name]) if name in self.types else None for name in (op.inputs[0], op.outputs[0]))
         if x is None or y is None:
             return
@@ -444,7 +446,7 @@ def _without_aliases(graph: Graph, aliases: Mapping[str, str]) -> None:
 
 
 def _read(file: Path, dtype: np.dtype, shape: Shape, offset: int) -> np.ndarray:
-    """Read numbers from a file. Raises UserError if the file has changed and they are missing."""
+    """Read an array from a file. Raises UserError if the file is missing or too short."""
     count = math.prod(shape)
     try:
         there = max(0, regular_size(file) - offset) // dtype.itemsize

@@ -184,7 +184,7 @@ def _clip(build: Builder, op: OnnxNode) -> Activation:
 
 
 def _affine(build: Builder, op: OnnxNode) -> Activation:
-    """Import products and sums with numbers that are not trained."""
+    """Import products and sums with constants that are not trained."""
     value, given = build.value(op), [op.attributes[key] for key in ("factor", "shift")]
     build.check_channels(op, value, op.attributes["axis"])
     if value.spatial:
@@ -240,7 +240,9 @@ _LRN = (("alpha", "alpha", 1e-4), ("beta", "beta", 0.75), ("k", "bias", 1.0))
 
 
 def _alike(build: Builder, op: OnnxNode) -> list[Activation]:
-    """Return all inputs in one order of axes. Pooled inputs among others keep their positions."""
+    """Return all inputs, which must have one order of axes. If only some of them are pooled, the pooling keeps its
+    positions.
+    """
     values = [build.value(op, i) for i in range(len(op.inputs))]
     if len({value.pooled for value in values}) > 1:
         pools = [value.pool for value in values if value.pooled]

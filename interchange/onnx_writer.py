@@ -33,7 +33,7 @@ class OnnxWriter:
     parameters
         Whole arrays of parameters and states by ``layer/name``.
     dtype
-        Dtype of all numbers.
+        Dtype of all arrays.
     """
 
     def __init__(self, network: Network, parameters: Mapping[str, Any], dtype: np.dtype) -> None:

@@ -1,4 +1,4 @@
-"""Origins of the arrays of an ONNX file: parameters that torch trains, buffers, and other numbers of the source."""
+"""Origins of the arrays of an ONNX file: parameters that torch trains, buffers, and other constants of the source."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _KIND, _FOLDED = "pkg.torch.export.graph_signature.InputSpec.kind", "pkg.onnxscr
 
 
 class Origins:
-    """Origins of the arrays of a file: parameters of the module, buffers, or numbers.
+    """Origins of the arrays of a file: parameters of the module, buffers, or other constants.
 
     The new exporter of torch stores them. The old one does not, so a buffer that multiplies looks like a learned
-    factor. There the last part of the name decides for names of torch's own modules, and `buffers` for others.
+    factor. In its files the last part of the name decides for names of torch's own modules, and `buffers` for others.
     """
 
     def __init__(self, model: Any, buffers: Collection[str] | None) -> None:

@@ -1,6 +1,6 @@
-"""Patterns of several operators that are one layer: norms, GELU, SiLU and dense layers of exporters; fusion.
+"""Patterns of several operators that are one layer (norms, GELU, SiLU, dense layers), and fusion of activations.
 
-A rule looks at one operation, follows it forward, and replaces all operations that it recognizes by one.
+A rule examines one operation and its readers, and replaces all operations that it recognizes by one.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ def _gelu(graph: Graph, op: OnnxNode) -> None:
 
 
 def _end_gelu(graph: Graph, x: str, chain: list[OnnxNode]) -> None:
-    """Follow the products with x and one half."""
+    """Recognize the products with x and one half that end a GELU, and replace the whole chain."""
     left = {"x", "half"}
     while left:
         product = graph.only_reader(chain[-1].outputs[0])
@@ -238,9 +238,9 @@ def _linear(graph: Graph, op: OnnxNode) -> None:
 
 
 def _affine(graph: Graph, op: OnnxNode) -> None:
-    """Merge products and sums with numbers that are not trained, several in sequence, into one.
+    """Merge products and sums with constants that are not trained, several in sequence, into one.
 
-    The numbers are one for all elements, or one per element of one axis.
+    A constant is one number, or has one element per element of one axis.
     """
     if op.kind == "Neg":
         graph.replace([op], op.changed(kind="Affine", attributes=_AFFINE | {"factor": -1.0}))
@@ -410,7 +410,7 @@ RULES: Sequence[Callable[[Graph, OnnxNode], None]] = (
 
 
 def permuted(array: np.ndarray, spatial: Sequence[int]) -> np.ndarray:
-    """Return numbers along the last axis of `array`, given in torch's flattened order, in our order.
+    """Return `array` with its last axis, which is in torch's flattened order, in our order.
 
     torch flattens ``(C, *spatial)``, halograd ``(*spatial, C)``.
 

@@ -1,4 +1,4 @@
-"""Import of operators that move or cut: reshapes, transposes, padding, slices."""
+"""Import of operators that move elements or select parts: reshapes, transposes, padding, slices."""
 
 from __future__ import annotations
 

@@ -306,7 +306,7 @@ def load_weights(network: Network, path: str | Path, fresh: Collection[str] = ()
     Parameters
     ----------
     fresh
-        Layers that are missing in the file, or have other sizes there: they are left out.
+        Layers that are missing in the file, or have other sizes in it: they are left out.
 
     Raises
     ------
@@ -384,7 +384,7 @@ class WeightsFile:
         return key
 
     def read(self, name: str) -> np.ndarray:
-        """Return a whole array, in our order. Raises UserError if a number is not finite."""
+        """Return a whole array, in our order. Raises UserError if an element is not finite."""
         with self._open(self.path, framework="numpy") as file:
             array = self._wanted[name].from_torch(file.get_tensor(self._places[name]))
         return finite(array, f"weights {self.path}: {self._places[name]}")

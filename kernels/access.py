@@ -18,8 +18,8 @@ An array is *read* if the result of the run depends on its contents. It is *writ
 An array that is only written may have any contents before. An array that is changed in place is both. A written array
 is a result, unless it is declared as work space, whose contents mean nothing after the run.
 
-A run may be repeated in the backward pass to make its results again (`halograd.program.recompute`). A run with other
-effects declares the method that makes its results again without them (:func:`again`).
+A run may be repeated in the backward pass to compute its results again (`halograd.program.recompute`). A run with other
+effects declares the method that computes its results without them (:func:`again`).
 
 A kernel without a declaration counts as reading and writing all its arrays. This is always correct, but takes more
 memory.
@@ -49,7 +49,7 @@ class Access:
     work
         Work space: names that are written, and hold no result afterwards.
     again
-        Name of the method that makes the results again; None: the run itself.
+        Name of the method that computes the results again; None: the run itself.
     """
 
     reads: tuple[str, ...] = ()
@@ -86,7 +86,7 @@ def _among(names: tuple[str, ...], declared: tuple[str, ...]) -> tuple[str, ...]
 
 
 def reads(*names: str) -> Callable[[Declared], Declared]:
-    """Declare the arrays that a kernel, or a method of one, reads. With :func:`writes`, in any order."""
+    """Declare the arrays that a kernel, or a method of one, reads. Combine it with :func:`writes`, in any order."""
 
     def declare(run: Declared) -> Declared:
         _set(run, replace(_own(run), reads=names))
@@ -96,8 +96,8 @@ def reads(*names: str) -> Callable[[Declared], Declared]:
 
 
 def writes(*names: str, work: tuple[str, ...] = ()) -> Callable[[Declared], Declared]:
-    """Declare the arrays that a kernel, or a method of one, writes, and its `work` space. With :func:`reads`, in any
-    order.
+    """Declare the arrays that a kernel, or a method of one, writes, and its `work` space. Combine it with
+    :func:`reads`, in any order.
     """
 
     def declare(run: Declared) -> Declared:
@@ -108,7 +108,7 @@ def writes(*names: str, work: tuple[str, ...] = ()) -> Callable[[Declared], Decl
 
 
 def again(method: str) -> Callable[[Declared], Declared]:
-    """Declare the method that makes the results of this method again, without its other effects."""
+    """Declare the method that computes the results of this method again, without its other effects."""
 
     def declare(run: Declared) -> Declared:
         _set(run, replace(_own(run), again=method))

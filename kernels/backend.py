@@ -64,9 +64,9 @@ class BackendOptions:
 class Backend(Convolutions, Pointwise, Norms, Losses, Updates):
     """Local compute on plain arrays ``(N, *spatial, C)``, packed, on one device. All methods are local.
 
-    Kernels overwrite their outputs entirely. Arrays may have no elements (a rank that owns nothing);
-    sums over nothing are zero. Kernels of one backend share scratch memory and must not run at the same
-    time in several threads. Build and run them in the same thread.
+    Kernels overwrite their outputs entirely. Arrays may have no elements (a rank that owns nothing); empty sums are
+    zero. Kernels of one backend share scratch memory and must not run at the same time in several threads. Build and
+    run them in the same thread.
 
     Attributes
     ----------
@@ -78,7 +78,7 @@ class Backend(Convolutions, Pointwise, Norms, Losses, Updates):
     dtypes : tuple of str
         Element types that every kernel takes. ``conv_dtypes`` are those of the convolutions.
     device : Device
-        Where the arrays live. On a device kernels are enqueued: a call returns before they have run.
+        Device of the arrays. On a GPU kernels are enqueued: a call returns before they have run.
     """
 
     #: Whether arrays live on a GPU: a rank takes one, and a job script reserves them.

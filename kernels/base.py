@@ -59,8 +59,8 @@ class Base(ABC):
         """Free the memory and handles of the backend. Close its kernels first. May be called twice."""
 
     def take_substitutes(self) -> list[Substitute]:
-        """Return the kernels built since the last call that come from another library, because this one has no fast
-        one.
+        """Return the kernels built since the last call that come from another library, because that of the backend has
+        no fast kernel.
         """
         return []
 

@@ -1,9 +1,9 @@
 """Guard bytes: memory before and after arrays that no kernel may change. They detect writes outside of arrays.
 
 While ``with GUARDS:`` is open, :func:`halograd.kernels.memory.aligned_empty` surrounds every array with guard bytes.
-:meth:`Guards.check` checks all guard bytes. With `each_kernel`, every kernel that is built meanwhile checks them after
-each call. All kernels share scratch memory, so its guards hold during one call: a kernel writes them before the call
-and checks them after it. ::
+:meth:`Guards.check` checks all guard bytes. With `each_kernel`, every kernel that is built while it is open checks them
+after each call. All kernels share scratch memory, so its guards hold during one call: a kernel writes them before the
+call and checks them after it. ::
 
     | guard | array | guard |          | guard | scratchpad | guard | temporary | guard |
 

@@ -338,12 +338,11 @@ class BatchNormArrays:
         float64 ``(2, C)``: sums over this process, and means over all processes.
     local
         False: ``statistics()`` writes ``sums = [sum x, sum x^2]`` (two passes over blocks, combined in
-        float64, or no less accurately than the local statistics) and may use `y` as it likes; ``forward()``
-        takes `mean` and `var` as they are, and with `dx` these are statistics of `x`; ``backward_sums()`` writes
-        ``sums = [sum dy', sum dy' * xhat]`` with ``dy' = f' * dy`` (``dy`` without activation), and may use `dx` as it
-        likes; ``backward_data()``, to be called after it with `dx` as it is, writes
-        ``dx = gamma / sqrt(var + eps) * (dy' - means[0] - xhat * means[1])``.
-        True: ``forward()`` writes `mean` and `var` too, ``backward_sums()`` writes `dx` and `sums`, the
+        float64, or no less accurately than the local statistics) and may overwrite `y`; ``forward()`` takes `mean` and
+        `var` as they are, and with `dx` these are statistics of `x`; ``backward_sums()`` writes ``sums = [sum dy', sum
+        dy' * xhat]`` with ``dy' = f' * dy`` (``dy`` without activation), and may overwrite `dx`; ``backward_data()``,
+        called after it with unchanged `dx`, writes ``dx = gamma / sqrt(var + eps) * (dy' - means[0] - xhat *
+        means[1])``. True: ``forward()`` writes `mean` and `var` too, ``backward_sums()`` writes `dx` and `sums`, the
         other two do nothing.
     training
         Additional work: mean and variance from sums over all processes, running statistics, gradients of the

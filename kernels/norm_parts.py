@@ -5,7 +5,7 @@ The code calls NumPy functions, which device arrays dispatch to their own librar
 Group, instance and layer norm combine per-sample kernels with sums over groups of channels and over ranks::
 
     statistics     sums of x, x^2 per channel -> totals of groups -> summed over ranks
-    cancels        means and variances; whether E[x^2] - E[x]^2 has lost its digits. If so:
+    cancels        means and variances; whether E[x^2] - E[x]^2 is inaccurate. If so:
         centered   squares about the mean -> totals -> summed over ranks
         variance
     normalize      mean, var -> y
@@ -151,7 +151,7 @@ def _gradients(a: BatchNormArrays, t: BatchNormTraining) -> Callable[[], None]:
 
 
 def cancellation_limit(dtype: np.dtype) -> float:
-    """Return the largest ``mean^2 / var`` for which ``sum x^2 / n - mean^2`` in float64 is good enough for `dtype`.
+    """Return the largest ``mean^2 / var`` for which ``sum x^2 / n - mean^2`` in float64 is accurate enough for `dtype`.
 
     The difference has a relative error of ``mean^2 / var`` roundings of float64. The limit permits an error of one
     rounding in float32, and of four of sixteen digits in float64.
@@ -162,8 +162,8 @@ def cancellation_limit(dtype: np.dtype) -> float:
 def cancels(mean: Any, var: Any, eps: float, limit: float, work: Any) -> bool:
     """Return whether ``mean^2 > limit * (var + eps)`` anywhere. `work` is two float64 arrays of that shape, modified.
 
-    On a device the result is always True, because the host does not wait for the values. There only float64, the
-    reference, calls this; in float32, ``mean^2 / var`` above 5e8 costs digits of the variance.
+    On a device the result is always True, because the host does not wait for the values. On a device only the reference
+    in float64 calls it; in float32, the variance is inaccurate if ``mean^2 / var`` exceeds 5e8.
     """
     if not mean.size:
         return False
@@ -259,10 +259,10 @@ class GroupNormKernels:
     @reads("totals")
     @writes("totals")
     def cancels(self) -> bool:
-        """Compute means and variances. Return whether these have lost their digits; all ranks of the group get the same
+        """Compute means and variances. Return whether the variances are inaccurate; all ranks of the group get the same
         result.
 
-        A step may leave out this part and the two parts that follow from it.
+        A step may leave out this part, `centered` and `variance`.
         """
         mean, var = self._moments()
         return cancels(mean, var, self.a.eps, self._limit, self._squares)
@@ -307,7 +307,7 @@ class GroupNormKernels:
     @reads("x", "gamma", "beta", "mean", "var")
     @writes("y")
     def normalize_again(self) -> None:
-        """Compute the output by mean and variance as they are."""
+        """Compute the output from the current mean and variance."""
         for kernel in self._kernels:
             kernel.forward()
 

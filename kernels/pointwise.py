@@ -77,9 +77,9 @@ class Pointwise(Base):
 
         `kind` is relu, leaky_relu (slope `alpha` below 0), sigmoid, tanh, gelu (by erf), silu (``x * sigmoid(x)``), elu
         (``alpha * (exp(x) - 1)`` below 0, `alpha` >= 0), hard_sigmoid (``min(max(x / 6 + 1/2, 0), 1)``), hard_swish (x
-        times that), softplus (``log(1 + exp(x))``), mish (``x * tanh(softplus(x))``) or gelu_tanh (gelu approximated by
-        tanh). The gradient reads either `x` or `y`, see :func:`halograd.kernels.fused.reads_input`. Without `dy` and
-        `dx` (None) the backward kernel is None.
+        times hard_sigmoid), softplus (``log(1 + exp(x))``), mish (``x * tanh(softplus(x))``) or gelu_tanh (gelu
+        approximated by tanh). The gradient reads either `x` or `y`, see :func:`halograd.kernels.fused.reads_input`.
+        Without `dy` and `dx` (None) the backward kernel is None.
         """
         if kind not in ACTIVATIONS:
             raise KernelError(f"activation: expected one of {', '.join(ACTIVATIONS)}, got {kind!r}; choose one")

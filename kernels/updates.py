@@ -17,7 +17,7 @@ __all__ = ["Rule", "StepNumbers", "UpdateArrays", "UpdatePiece", "Updates"]
 
 
 class StepNumbers(NamedTuple):
-    """Numbers that change from step to step: floats on a CPU, arrays ``(1,)`` on a device.
+    """Per-step scalars: floats on a CPU, arrays ``(1,)`` on a device.
 
     Attributes
     ----------
@@ -26,7 +26,7 @@ class StepNumbers(NamedTuple):
     scale
         Factor on the gradients (clipping, loss scale).
     first, second
-        Two numbers of the optimizer: Adam's divisors of the first moment, and of the root of the second moment.
+        Two coefficients of the optimizer: Adam's divisors of the first moment, and of the root of the second moment.
     weight
         Weight of new parameters in their average.
     """
@@ -117,9 +117,9 @@ class Updates(Base):
     def by_rule(self, name: str, arrays: UpdateArrays, rule: Rule, scratch: int = 2, whole: bool = False) -> Kernel:
         """Return one step of an optimizer that is written in operations on arrays, ``np.multiply(a, b, out=c)``.
 
-        The rule is called for every range of `decays`: on a CPU in pieces that stay in its cache, unless they are
-        to be `whole`; on a device on arrays of the device. It must be elementwise unless they are whole, allocate
-        nothing, and depend on the step through the state and the numbers only, since a device may replay it.
+        The rule is called for every range of `decays`: on a CPU in pieces that stay in its cache, or at once if
+        `whole`; on a device on arrays of the device. It must be elementwise unless `whole`, must not allocate, and may
+        depend on the step only through the state and the scalars, because a device may replay it.
 
         Parameters
         ----------

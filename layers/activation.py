@@ -176,9 +176,9 @@ class Mish(_Activation):
 
 
 class Affine(Layer):
-    """Affine map ``y = factor * x + shift`` with fixed numbers; :class:`Scale` learns them.
+    """Affine map ``y = factor * x + shift`` with fixed coefficients; :class:`Scale` learns them.
 
-    NodeOperators of nodes creates it: ``1 - x``, ``x / 255``. Communication: none.
+    The operators of nodes create it: ``1 - x``, ``x / 255``. Communication: none.
 
     Parameters
     ----------
@@ -238,7 +238,7 @@ def _numbers(given: float | Sequence[float]) -> float | tuple[float, ...]:
 def _affine(
     factor: float | tuple[float, ...], shift: float | tuple[float, ...], wide: Any, environment: Any, x: Any, y: Any
 ) -> Callable[[], None]:
-    """Return the kernel ``y = factor * x + shift``. `wide` is the dtype of the numbers if there is one per channel."""
+    """Return the kernel ``y = factor * x + shift``. `wide` is the dtype of coefficients that are given per channel."""
     times, plus = (
         environment.kernels.device.array(np.asarray(n), wide) if isinstance(n, tuple) else n for n in (factor, shift)
     )

@@ -44,7 +44,7 @@ class BatchNorm(Layer):
         Weight of the batch in the running statistics, ``running = (1 - momentum) * running + momentum * batch``
         (torch's convention).
     eps
-        Added to the variance.
+        Number added to the variance.
     affine
         Whether to scale by `gamma` and shift by `beta`.
     activation
@@ -285,7 +285,7 @@ class _BatchNormKernel:
     @reads("moments", "running_*")
     @writes("moments", "running_*")
     def settle(self) -> None:
-        """Wait until the running statistics hold all batches so far."""
+        """Update the running statistics with the averaged moments of the last batch, once."""
         if not self._pending:
             return
         self._pending = False
@@ -318,8 +318,8 @@ class _BatchNormKernel:
     @reads("sums")
     @writes("moments", "sums")
     def cancels(self) -> bool:
-        """Compute mean and biased variance of the group from the sums of its ranks; return whether they lost too many
-        digits.
+        """Compute mean and biased variance of the group from the sums of its ranks; return whether the variance is
+        inaccurate.
 
         All ranks of the group have the same sums, so all of them take the same branch.
         """

@@ -141,7 +141,8 @@ def _in_pairs(vectors: Blocks) -> Blocks:
 
 
 def _lower_largest(context: Context, own: View) -> None:
-    """Write the maxima of the own block and the numbers of their positions to `own` ``(n, 1, 2, C)``."""
+    """Write the maxima of the own block, and their positions as numbers in row-major order, to `own` ``(n, 1, 2, C)``.
+    """
     value = context.inputs[0]
     if not value.box.size:
         return

@@ -34,7 +34,7 @@ class GroupNorm(Layer):
     groups
         Number of groups; divides the number of channels.
     eps
-        Added to the variance.
+        Number added to the variance.
     affine
         Whether to scale by `gamma` and shift by `beta`, one each per channel.
     activation

@@ -1,7 +1,7 @@
 """Layers and the graph that they build.
 
-A :class:`Layer` is a description. It knows global shapes and the input box that an output box needs, but neither ranks
-nor arrays. A call on nodes extends a graph::
+A :class:`Layer` is a description. It describes global shapes and the input box that an output box needs, and contains
+neither ranks nor arrays. A call on nodes extends a graph::
 
     x = Input((512, 512, 18), name="x")
     y = Conv(32, 3, padding=1)(x)
@@ -46,7 +46,7 @@ class Passes:
     Attributes
     ----------
     forward, data
-        Passes ``(x, y)`` of the forward kernels, and of the kernels for the gradient of the inputs (there x includes
+        Passes ``(x, y)`` of the forward kernels, and of the kernels for the gradient of the inputs (in which x includes
         dx, and y includes dy).
     others
         Passes over each further input, forward and backward; None: as many as over the first input.
@@ -162,8 +162,7 @@ class Layer(TargetReader):
     gradients to their owners. A subclass has:
 
     - `stencil`: the :class:`Stencil` that slides over the spatial axes, or None for a pointwise layer (an output
-    element
-      depends on the input elements of the same sample and position, all channels);
+      element depends on the input elements of the same sample and position, all channels);
     - :meth:`forward` and :meth:`backward` on local arrays that include their halo and padding.
 
     Layers that need more (other input boxes, reductions across ranks, kernels of a backend) override
@@ -217,7 +216,8 @@ class Layer(TargetReader):
 
     @property
     def of_batch(self) -> str:
-        """Name of a result over all samples of a batch, which would differ if the batch came in parts; "" without one.
+        """Name of a result that depends on all samples of a batch, so that the batch cannot be computed in parts; ""
+        without one.
         """
         return ""
 

@@ -100,7 +100,8 @@ class LossTerm:
     timing
         Timing of its kernel; None if another kernel includes it.
     weights
-        Weights of the positions of this rank's block ``(n, *spatial, 1)``, or of its elements; packed. None: none.
+        Weights of the positions of this rank's block ``(n, *spatial, 1)``, or of its elements; packed. None: no
+        weights.
     """
 
     prediction: Value
@@ -120,7 +121,7 @@ class Loss(Layer):
     a weight is 0, loss and gradient are 0, even if prediction or target are NaN.
 
     A subclass whose loss is a sum over elements (or samples) overrides :meth:`local`. A subclass with a kernel of the
-    backend overrides :meth:`kernel`. A subclass that needs sums over all ranks in between has its own
+    backend overrides :meth:`kernel`. A subclass that needs sums over all ranks between its kernels has its own
     :class:`LocalLoss`. The mean is over the valid samples (`mode.valid`) and all positions of the whole batch, so that
     the loss is that of one process: ``sum(w * l) / count``, or ``sum(w * l) / sum(w)`` (:attr:`normalization`).
     """
@@ -250,7 +251,7 @@ class Loss(Layer):
         return LocalLoss
 
     def lower_passes(self, context: Context, kernel: KernelSpec, term: LossTerm) -> View | None:
-        """Add the kernels of the loss, with sums over all ranks in between.
+        """Add the kernels of the loss, and the sums over all ranks between them.
 
         Returns
         -------

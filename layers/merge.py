@@ -86,7 +86,7 @@ class _OfTwo(Layer):
     Notes
     -----
     Communication per process: the needed part of a smaller `g` that other ranks own; backward, the adjoint: its part of
-    the sum over the positions or channels that share a number.
+    the sum over the positions or channels that share an element of `g`.
     """
 
     recomputation = "pointwise"
@@ -180,7 +180,7 @@ class Multiply(_OfTwo):
     Notes
     -----
     Communication per process: the needed part of a smaller `g` that other ranks own; backward, the adjoint: its part of
-    the sum over the positions or channels that share a number.
+    the sum over the positions or channels that share an element of `g`.
     """
 
     combine = staticmethod(product)
@@ -196,10 +196,11 @@ class Multiply(_OfTwo):
 
 
 class BroadcastAdd(_OfTwo):
-    """Sum ``y = x + g`` of two inputs, of which the second has smaller extents: numbers of a run, an embedding.
+    """Sum ``y = x + g`` of two inputs, of which the second has smaller extents, such as parameters per sample or an
+    embedding.
 
     `g` has the shape of `x`, with 1 for any of its extents, or is a vector ``(C,)`` or ``(1,)`` per sample. The sum ``x
-    + g`` of two nodes creates this layer. With :class:`Multiply` it makes a network depend on numbers per sample, as
+    + g`` of two nodes creates this layer. With :class:`Multiply` it makes a network depend on parameters per sample, as
     ``y * Dense(C)(numbers) + Dense(C)(numbers)`` (Perez et al. 2018).
 
     Notes

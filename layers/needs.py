@@ -136,7 +136,7 @@ def spread(what: str, value: _PerAxis, axes: int) -> tuple[int, ...]:
 
 
 def _reaching_beyond(w: Window, size: int) -> Window:
-    """Return the window with padding at the end for the last window that begins before the padding there.
+    """Return the window with padding at the end for the last window that begins before that padding.
 
     >>> _reaching_beyond(Window(3, 2, 1, 1, 1), 6).pad_hi, _reaching_beyond(Window(2, 2, 1, 1, 1), 5).pad_hi
     (2, 1)

@@ -362,7 +362,7 @@ def _check_inputs(network: Network) -> None:
 
 
 def _check_losses(network: Network) -> None:
-    """Check that every loss is trained, counts in evaluation, and has targets without parameters."""
+    """Check that every loss is trained, has a term in evaluation, and has targets without parameters."""
     for node in network.nodes:
         if not isinstance(node.layer, Loss):
             continue

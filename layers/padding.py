@@ -43,7 +43,7 @@ class Copied(Layer):
 
 
 class _Shifted(Copied):
-    """Copy of every element by the same shift; elements without a source become `value`."""
+    """Layer that moves every element by the same shift; elements without a source become `value`."""
 
     value = 0.0
 

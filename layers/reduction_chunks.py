@@ -152,7 +152,7 @@ _FACTORS = (BatchNorm, GroupNorm, Scale, PReLU)
 
 
 def decayed_first(specs: Mapping[str, Parameter]) -> list[str]:
-    """Return the names of a layer's parameters in their order in memory."""
+    """Return the names of a layer's parameters in their order in memory: those with weight decay first."""
     return sorted(specs, key=lambda name: not specs[name].decay)
 
 

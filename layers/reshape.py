@@ -351,7 +351,9 @@ def _along(fine: Interval, coarse: Interval, factor: int, phase: int) -> tuple[s
 @reads("x")
 @writes("y")
 def _moving(places: Sequence[tuple[Slices, Slices]], environment: Any, x: Any, y: Any) -> Callable[[], None]:
-    """Return the kernel that copies ``y[a] = x[b]`` for all places ``(a, b)``; elements without a source become 0."""
+    """Return the kernel that copies ``y[a] = x[b]`` for all pairs ``(a, b)`` of slices; elements without a source
+    become 0.
+    """
     pairs = [(y[a], x[b]) for a, b in places]
 
     def run() -> None:

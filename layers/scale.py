@@ -82,7 +82,7 @@ class PReLU(Layer):
     Parameters
     ----------
     slopes
-        ``"one"`` for all channels, or one per ``"channel"``.
+        ``"one"``: one slope for all channels. ``"channel"``: one slope per channel.
     init
         Initial value of every slope.
 

@@ -70,7 +70,7 @@ def fingerprint(network: Network) -> list[str]:
     """Return the lines that are the same for equal networks: layers in order with kind, shape, inputs, settings, and
     arrays.
 
-    Attributes of a layer that begin with ``_`` are not settings: a layer of the user may store anything there.
+    Attributes of a layer that begin with ``_`` are not settings: a layer of the user may store anything in them.
     """
     lines = [f"{name}: {kind} {_by(shape)}" for name, kind, shape, *_ in network.rows()]
     for name, node in network.layers.items():

@@ -111,7 +111,7 @@ def _softmax_gradient(
     """Return the kernel ``dx = y * (d - sum_c d * y)`` with ``d = dy - center``; the result is the same for any center.
 
     The center is the `dy` of the largest y (the mean, if there are several). If this y is close to 1, the sum contains
-    only small y, and keeps their digits.
+    only small y, and is accurate.
     """
 
     def run() -> None:

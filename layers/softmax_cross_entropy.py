@@ -41,9 +41,9 @@ class SoftmaxCrossEntropy(Loss):
     Notes
     -----
     Prediction ``(N, *spatial, K)``, target ``(N, *spatial, 1)`` of integers in ``[0, K)``; positions of weight 0 may
-    hold any integers. (A run checks files before it knows the weights: if a number marks such positions there, pass
-    it as `ignore_index`.) Communication per process: the sum of the loss; with ``"weights"`` one more sum of 8 B, in
-    forward.
+    hold any integers. (A run checks files before it reads the weights: if a number in the file marks such positions,
+    pass it as `ignore_index`.) Communication per process: the sum of the loss; with ``"weights"`` one more sum of 8 B,
+    in forward.
 
     Raises
     ------

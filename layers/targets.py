@@ -56,7 +56,7 @@ class TargetReader:
     """
 
     def compares(self, i: int) -> bool:
-        """Return whether input `i` is only a target, and so keeps its digits if activations have 16 bits."""
+        """Return whether input `i` is only a target, which stays in float32 if activations have 16 bits."""
         return False
 
     def reads_classes(self, i: int, *shapes: Shape) -> bool:

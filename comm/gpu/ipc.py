@@ -201,7 +201,7 @@ class EventMove(Signal):
     """A stage between devices: record an event in a stream, and let the stream wait for the events of other ranks.
 
     A process can wait for an event of another process only after it *has been* recorded; otherwise it waits for the
-    record before. So a flag in shared host memory reports the record. No host waits for a device.
+    previous record. So a flag in shared host memory reports the record. No host waits for a device.
 
     In a channel, exchange n uses event n mod 2. *Data are read after they were packed*: the stream has waited for the
     event that was recorded after them. It is this event and no later one: the peer records it again in its start n + 2,

@@ -1,4 +1,4 @@
-"""Access of a communicator, and of all communicators split from it, to device memory; all ranks choose it together."""
+"""Device transport of a communicator and of all communicators split from it; all ranks choose the same one."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def timeout_from(environment: Any) -> float:
 
 
 def _decide(comm: Ranks, device: Device, wanted: str) -> Choice:
-    """Return the same choice on all ranks. Collective."""
+    """Choose the transport from the facts of all ranks; the choice is the same on all ranks. Collective."""
     node = comm.nodes[comm.rank]
     gpus = _gathered(comm, lambda: gpu_address(device))
     here = [gpu for gpu, other in zip(gpus, comm.nodes) if other == node]

@@ -1,7 +1,8 @@
 """The `mpi-cuda` transport: an MPI library that was proven to reach device memory sends and receives it itself.
 
-MPI does not know streams: it may be called only when the data to send have been computed, and received data are valid
-when MPI reports them. So the host must observe both, in the progress thread and in the thread that calls `finish`. ::
+MPI does not support streams: it may be called only when the data to send have been computed, and received data are
+valid when MPI reports them. So the host must observe both, in the progress thread and in the thread that calls
+`finish`. ::
 
     start    pack -> [device buffer], event            (no wait)
     thread   event done: MPI_Startall; MPI_Testall ...

@@ -156,7 +156,7 @@ class NcclLink:
 
 @contextmanager
 def aborting(nccl: Any, device: Any) -> Iterator[None]:
-    """Abort, in the body, all communicators of a device in one group: single aborts would wait for each other."""
+    """Group the aborts of a device's communicators made in the body; separate aborts would wait for each other."""
     device.drop_graphs()  # otherwise NCCL would wait for the graphs
     grouped = nccl.get_version() >= 22200
     if grouped:
@@ -281,7 +281,7 @@ class _Calls:
         self._bytes, self._stream = link.nccl.NCCL_UINT8, link.lane.ptr
 
     def native(self, method: Method) -> Callable[[], None]:
-        """Return the collective of a method."""
+        """Return the function that runs the NCCL collective of `method`."""
         if not method.adds:
             return self._gather
         return self._reduce if method.gathers else self._scatter

@@ -123,7 +123,7 @@ class Passage:
 class Launched:
     """A graph that contains messages; the watchdog is notified of its launches. Local.
 
-    The watchdog cannot query the operations in a graph, because their events were recorded there.
+    The watchdog cannot query the operations in a graph, because their events were recorded in the graph.
     """
 
     def __init__(self, cuda: Cuda, under_way: Callable[[Any, str], None], label: str) -> None:
@@ -251,8 +251,8 @@ class Join(Stage):
 
 
 class LaneCodec:
-    """Codec that leaves elements unchanged; its arithmetic is enqueued on a communication stream, after earlier work
-    there.
+    """Codec that leaves elements unchanged; its arithmetic is enqueued on a communication stream, after the work
+    enqueued before.
     """
 
     def __init__(self, lane: Lane) -> None:

@@ -121,7 +121,7 @@ class HostLinks:
         return plan_over_mpi(self._context, flat, method)
 
     def _make_team(self, memory: NodeMemory) -> Team:
-        """Return the ranks of hierarchical sums. Collective."""
+        """Return the node group of this rank for hierarchical sums. Collective."""
         mpi, nodes = self._context.mpi, self._node_of
         if self._network is not None:
             here = [rank for rank in range(mpi.size) if nodes[rank] == nodes[mpi.rank]]

@@ -267,7 +267,7 @@ class Signal(Stage):
 
 
 class Places:
-    """A block of memory in the segment of every rank of the node, each with a flag in front; made by `Arena.places`.
+    """A block of memory in the segment of every rank of the node, each preceded by a flag; made by `Arena.places`.
 
     Attributes
     ----------

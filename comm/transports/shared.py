@@ -94,7 +94,8 @@ class NodeMemory:
     def signal(
         self, flags: Flags, stamps: dict[int, Stamps], seconds: dict[int, float], others: Sequence[int] | None = None
     ) -> Signal:
-        """Return a signal that every rank awaits. With an emulated network it takes time.
+        """Return a signal that every rank awaits. With an emulated network it arrives after the travel time of the
+        data.
 
         Parameters
         ----------
@@ -127,7 +128,7 @@ class NodeMemory:
     ) -> WindowChannel:
         """Build a channel with buffers at `offsets` in the segments of the ranks. Local.
 
-        `slots_of` holds, per rank on the node, where in its block the data for each reader begins.
+        `slots_of` holds, per rank on the node, the offset in its block of the data for each reader.
         """
         mine, local = self._node_ranks[self.context.mpi.rank], self._node_ranks
 
@@ -167,7 +168,7 @@ class NodeMemory:
         return self._staged(flat, method)
 
     def _travel(self, places: Places, method: Method, nbytes: int) -> Signal:
-        """Return the signal of a collective. Its timestamps are in the first two cache lines of the places."""
+        """Return the signal of a collective. Its timestamps are in the first two cache lines of the blocks."""
         far = self.network is not None and max(self.node_of) > 0
         seconds = self.network.collective(method, places.ranks, nbytes) if self.network is not None and far else 0.0
         stamps = {rank: _stamps(places, rank) for rank in range(places.ranks)}
@@ -421,7 +422,7 @@ class WindowChannel(Channel):
 
 
 def _stamps(places: Places, rank: int) -> Stamps:
-    """Return the timestamps in the first two cache lines of the places of a rank."""
+    """Return the timestamps in the first two cache lines of a rank's block."""
     first, second = (places.view(rank, i * ALIGNMENT, 8, np.float64) for i in range(2))
     return first, second
 

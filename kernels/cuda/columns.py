@@ -1,4 +1,4 @@
-"""Grids of the kernels that walk down the rows of ``(batch, rows, channels)``; sums per channel; bias."""
+"""Grids of the kernels that loop over the rows of ``(batch, rows, channels)``; sums per channel; bias."""
 
 from __future__ import annotations
 

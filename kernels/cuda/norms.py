@@ -123,7 +123,8 @@ class Norm:
         return self._launch("gradient_data", self._grid(a.x, dy, a.dx, per_unit=8), fused=fused, **members)
 
     def kernels(self) -> BatchNormKernels:
-        """Return the four kernels. Unless statistics are local, the caller reduces them between processes in between.
+        """Return the four kernels. Unless statistics are local, the caller reduces the sums over processes between the
+        kernels.
         """
         if self.a.local:
             return self._local_kernels()
@@ -189,7 +190,7 @@ class CudaGroupNorm(GroupNormKernels):
     """Group norm of all samples at once. Each part is one or two launches for any number of samples, without a host
     wait.
 
-    Variances in float32 and 16 bits come from float64 sums of squares; this loses digits if ``mean^2 / var`` exceeds
+    Variances in float32 and 16 bits come from float64 sums of squares; this is inaccurate if ``mean^2 / var`` exceeds
     5e8. In float64, which serves as the reference, variances are always taken about the means.
     """
 

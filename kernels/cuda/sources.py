@@ -108,7 +108,7 @@ class CudaProgram:
     def options(self) -> tuple[str, ...]:
         """NVRTC options, without the architecture and without :data:`ADDED`, which CuPy appends to every module.
 
-        No other fast math: NaN and rounding are part of the contract.
+        Fast math is not used otherwise, because NaN and rounding are part of the contract.
         """
         return ("-std=c++17", *(f"-D{name}={value}" for name, value in self.defines.items()))
 

@@ -54,7 +54,7 @@ class CudaUpdates(Updates):
     def _by_rule(self, name: str, arrays: UpdateArrays, rule: Rule, scratch: int, whole: bool) -> Kernel:
         """Build an update that calls the rule on whole ranges of device arrays.
 
-        The host does not know whether a step is skipped, so the arrays are saved and restored on the device.
+        The device decides whether a step is skipped, so the arrays are saved and restored on the device.
         """
         numbers = StepNumbers(*(arrays.scalars[i : i + 1] for i in range(len(StepNumbers._fields))))
         kept = () if arrays.skip is None else (arrays.p, *arrays.state)
@@ -184,7 +184,9 @@ def _reads(x: Any) -> str:
 
 
 def _joined(terms: Sequence[tuple[Any, int]]) -> list[tuple[Any, int, int]]:
-    """Join arrays of one dtype and divisor that are adjacent in memory: ``(first array, size, divisor)``."""
+    """Join arrays of one dtype and divisor that are adjacent in memory; return ``(first array, size, divisor)`` of each
+    run.
+    """
     found: list[tuple[Any, int, int]] = []
     for array, divisor in terms:
         if found:

@@ -48,8 +48,8 @@ class Workspaces:
     Parameters
     ----------
     allocate
-        Returns an array of so many bytes in device memory, aligned to 256 B, on the current stream. Memory that is
-        freed may be reused by later work of the same stream only (as in CuPy's pool).
+        Function that returns an array of a number of bytes in device memory, aligned to 256 B, on the current stream.
+        Memory that is freed may be reused by later work of the same stream only (as in CuPy's pool).
 
     Attributes
     ----------

@@ -314,7 +314,7 @@ class Built:
     workspace_bytes
         Workspace of a run [B].
     launch
-        Runs the plan on a table of addresses, a workspace and a handle. It runs the plan last built on the graph.
+        Function that runs the plan last built on the graph, on a table of addresses, a workspace and a handle.
     graph
         The graph, which is saved on disk.
     compiled

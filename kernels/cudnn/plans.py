@@ -158,7 +158,7 @@ class Plans:
     Parameters
     ----------
     allocate
-        Returns the workspace for a measurement: an array of so many bytes on the current stream.
+        Returns the workspace for a measurement: an array of a number of bytes on the current stream.
     release
         Returns the pool's free memory to the device; some candidates take a gigabyte.
 

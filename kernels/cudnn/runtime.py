@@ -135,7 +135,7 @@ class Runtime:
         return ctypes.CDLL(self.cupy.cuda.cublas.__file__)
 
     def bytes(self, nbytes: int) -> Any:
-        """Return so many bytes of device memory, allocated on the current stream."""
+        """Return an array of `nbytes` bytes of device memory, allocated on the current stream."""
         return self.cupy.empty(nbytes, "uint8")
 
     def release(self) -> None:

@@ -47,7 +47,7 @@ class Entry:
     seconds: Mapping[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, object]:
-        """Return the entry as numbers and texts."""
+        """Return the entry as plain data."""
         blob = None if self.blob is None else base64.b64encode(self.blob).decode("ascii")
         return {"name": self.name, "workspace": self.workspace_bytes, "blob": blob, "seconds": dict(self.seconds)}
 
@@ -67,7 +67,7 @@ class PlanStore:
 
     The file is only a cache. A plan that cannot be read is made again; a plan that cannot be written is lost, with one
     warning. A damaged line (from a killed run or a full disk) is skipped. The later of two lines for one key counts. If
-    a plan is missing, the store reads what other processes have added meanwhile: ranks share what one of them compiled.
+    a plan is missing, the store reads what other processes have added since: ranks share what one of them compiled.
 
     Parameters
     ----------

@@ -2,7 +2,7 @@
 
 No function subtracts nearly equal numbers, and every exponential is computed from ``exp(-|x|)``: near saturation a
 result has the relative error of a few roundings, and nothing overflows. Derivatives read the input, because an output
-near its limit has lost its digits. Those of ReLU and leaky ReLU read the output, whose sign is enough.
+near its limit is inaccurate. Those of ReLU and leaky ReLU read the output, whose sign is enough.
 
 `x` may be `y` or `dx`, so each function reads `x` before it writes them. Nothing is allocated.
 """

@@ -128,7 +128,9 @@ def _start(into: list[Any], terms: list[Any], y: Any) -> None:
 
 
 def mix64(value: int) -> int:
-    """Return the finaliser of SplitMix64: a bijection of 64-bit numbers in which every bit depends on all bits."""
+    """Return `value` mixed by the finaliser of SplitMix64: a bijection of 64-bit numbers in which every bit depends on
+    all bits.
+    """
     z = (value + _GOLDEN) & _MASK
     z = ((z ^ (z >> _SHIFTS[0])) * _FACTORS[0]) & _MASK
     z = ((z ^ (z >> _SHIFTS[1])) * _FACTORS[1]) & _MASK
@@ -136,7 +138,8 @@ def mix64(value: int) -> int:
 
 
 def mix64_inplace(z: Any, work: Any) -> None:
-    """`mix64` of every element of `z` (uint64) without its first addition, in place; `work` has the same shape."""
+    """Apply `mix64` without its first addition to every element of `z` (uint64), in place; `work` has the same shape.
+    """
     for shift, factor in zip(_SHIFTS, (*_FACTORS, None)):
         np.right_shift(z, np.uint64(shift), out=work)
         np.bitwise_xor(z, work, out=z)

@@ -184,9 +184,11 @@ class NumpyUpdates(Updates):
 
 
 def _squares(flat: Any) -> float:
-    """Return the sum of squares, in float64 over rows: a float32 scalar product of millions would lose three digits.
+    """Return the sum of squares, in float64 over rows: a float32 product of millions of elements is less accurate by
+    three digits.
 
-    The number of partial sums in BLAS differs between processors: with few, it loses two digits within a million.
+    BLAS uses different numbers of partial sums on different processors; with few of them, the product of a million
+    elements is less accurate by two digits.
     """
     whole = flat.size - flat.size % _ROW
     rest = flat[whole:]

@@ -155,7 +155,7 @@ class ConvChoice:
     The result is stored under a key for the life of this object, so that layers of one shape are measured once.
     Candidates run on the arrays as they are when the kernel is built: outputs are overwritten, inputs are not.
 
-    With one thread per kernel the processor time counts, which other processes hardly disturb.
+    With one thread per kernel, the processor time is measured, which other processes hardly disturb.
 
     Attributes
     ----------

@@ -41,7 +41,7 @@ class Candidate:
 
     @property
     def lanes(self) -> int:
-        """float32 numbers per vector register."""
+        """Number of float32 elements per vector register."""
         return 8 if "avx2" in self.impl else 16
 
     @property
@@ -145,6 +145,6 @@ def reason(candidate: Candidate) -> str:
 def margin_of(candidate: Candidate) -> int:
     """Return the margin after the scratchpad [B]: a vector per output for implementations of a faulty family, else 0.
 
-    No write in the margin is known.
+    No write into the margin has been observed.
     """
     return 4 * candidate.lanes * math.prod(candidate.outputs) if candidate.gathers else 0

@@ -1,5 +1,4 @@
-"""GELU as sums and products in oneDNN. oneDNN's own GELU loses all digits below -5: its ``1 + erf(x / sqrt(2))``
-cancels.
+"""GELU as sums and products in oneDNN. oneDNN's own GELU is inaccurate below -5: its ``1 + erf(x / sqrt(2))`` cancels.
 
 The formula of :mod:`halograd.kernels.numpy.activation`: with ``a = |x|``, h the nearest multiple of 1/16, and l = a -
 h,

@@ -120,8 +120,8 @@ class OnednnBatchNorm:
         """Return a forward kernel that preserves NaN: oneDNN's, whose ReLU turns NaN into 0, or NumPy's if there is a
         NaN.
 
-        Statistics of `x` are NaN if an element is. Statistics given without gradient may belong to other data, so there
-        the kernel checks `x`.
+        Statistics of `x` are NaN if an element is. Statistics given without gradient may belong to other data, so in
+        that case the kernel checks `x`.
         """
         a = self.a
         if a.activation is None:

@@ -1,6 +1,6 @@
 """Activations and sums of packed arrays in one pass each, and pooling, by oneDNN.
 
-These kernels preserve NaN. oneDNN alone drops it: its maxima compare, and a comparison with NaN is false.
+These kernels preserve NaN. oneDNN itself does not: its maxima are comparisons, and a comparison with NaN is false.
 
 oneDNN's ReLU is ``max(x, 0)``, which turns NaN into 0. Ours returns NaN for NaN, and ``max(x, 0)`` for all numbers and
 infinities, in one of three ways:
@@ -288,7 +288,7 @@ def activation(
 
 
 def _forward(engine: OnednnEngine, f: FusedActivation, x: Any, y: Any) -> Kernel | None:
-    """Return the forward kernel, or None if oneDNN has none that keeps its digits."""
+    """Return the forward kernel, or None if oneDNN has no accurate one."""
     if f.kind == "gelu":
         return gelu(engine, x, y)
     if not has(f):
@@ -305,7 +305,7 @@ def _forward(engine: OnednnEngine, f: FusedActivation, x: Any, y: Any) -> Kernel
 
 
 def _backward(engine: OnednnEngine, f: FusedActivation, x: Any, y: Any, dy: Any, dx: Any) -> Kernel | None:
-    """Return the gradient kernel, or None if oneDNN has none that keeps its digits."""
+    """Return the gradient kernel, or None if oneDNN has no accurate one."""
     if f.kind == "gelu":
         return gelu(engine, x, dx, dy) if _packed(x) else None
     if f.by_input and f.kind not in (*_BY_INPUT, *_BELLS):
@@ -326,7 +326,7 @@ def _backward(engine: OnednnEngine, f: FusedActivation, x: Any, y: Any, dy: Any,
 def _bell(
     q: PrimitiveList, rate: float, factor: float, x: OnednnMemory, dy: OnednnMemory, dx: OnednnMemory
 ) -> Kernel:
-    """Return a kernel for ``dx = factor * s * (1 - s) * dy`` with ``s = sigmoid(-|rate * x|)``, which loses no digits.
+    """Return a kernel for ``dx = factor * s * (1 - s) * dy`` with ``s = sigmoid(-|rate * x|)``, without cancellation.
     """
     operations = (
         ("eltwise", c.ABS, 0.0, 0.0),

@@ -118,7 +118,7 @@ class PrimitiveList:
         return OnednnMemory(self.own("memory", self.abi.memory(desc, self.engine.handle, pointer)), desc, array)
 
     def kept(self, desc: int) -> OnednnMemory:
-        """Return memory owned by this list. It is undefined at first and kept between steps and calls."""
+        """Return memory owned by this list. Its contents are undefined at first, and kept between steps and calls."""
         nbytes = self.abi.desc_size(desc)
         self.workspace_bytes += nbytes
         self.engine.workspace_bytes += nbytes
@@ -289,7 +289,7 @@ class PrimitiveList:
             self.reorder(target, result)
 
     def call(self, function: Callable[[], Any]) -> None:
-        """Add a step in Python."""
+        """Add a step that calls a Python function."""
         self._steps.append(function)
 
     def call_on(self, memory: OnednnMemory, dtype: Any, bind: Callable[[Any], Callable[[], Any]]) -> None:
