@@ -217,7 +217,7 @@ def leave(code: int) -> NoReturn:
 
 @contextmanager
 def on_interrupt(words: Words) -> Iterator[None]:
-    """Within the context, print the line that `words` returns when SIGINT arrives. Local.
+    """Set the function whose text is printed if SIGINT arrives within the context. Local.
 
     `words` is called in a thread.
     """

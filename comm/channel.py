@@ -170,7 +170,7 @@ class Channel(ABC):
 
     @abstractmethod
     def _finish(self) -> float:
-        """Wait; return when the last message arrived (`time.perf_counter` [s]), 0 if unknown."""
+        """Wait for the messages; return the time when the last one arrived (`time.perf_counter` [s]), 0 if unknown."""
 
     @abstractmethod
     def _close(self) -> None: ...

@@ -29,7 +29,7 @@ def held() -> int:
 
 
 def hold(context: Context) -> Context:
-    """Count a new communicator or window until `free`, and return it. Local."""
+    """Increase the count for a new communicator or window, which is returned; `free` decreases the count. Local."""
     global _held
     _held += 1
     return context

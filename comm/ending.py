@@ -97,7 +97,9 @@ class Guard:
         return bool(self._marks[0] == -self._marks[1])
 
     def close(self) -> None:
-        """Stop the guard. Ranks that have left before close it too."""
+        """Wait until all ranks have left or call `close`, and free the guard. Collective, also for ranks that have
+        left.
+        """
         if self._request is None:
             self._start(0)
         assert self._request is not None

@@ -46,7 +46,7 @@ def is_shared(leaving: BaseException | None, ranks: int) -> bool:
 def agree(mpi_comm: MPI.Intracomm, ranks: Sequence[int], fault: Exception | None, mark: int = 0) -> np.ndarray:
     """Raise on all ranks if any rank has a fault; see `Communicator.agree`. Collective over `mpi_comm`.
 
-    `ranks` are the rank numbers for messages. Returns the marks of all ranks, of 63 bits each.
+    `ranks` are the rank numbers for messages. Returns the marks that the ranks pass, of 63 bits each, in order.
     """
     marks = np.zeros(mpi_comm.size, np.int64)
     request = mpi_comm.Iallgather(np.array([mark if fault is None else -1], np.int64), marks)

@@ -37,7 +37,7 @@ def rest(polls: int) -> None:
 
 
 class Stage:
-    """One stage of an operation; it begins when the previous stage is over. This base class is over at once."""
+    """Stage of an operation; it begins when the previous stage is over. A stage of this base class is over at once."""
 
     works = False  # whether `over` does a piece of work when it returns False
 

@@ -82,7 +82,7 @@ class Room:
 
 
 class Coding(Protocol):
-    """The arithmetic of one sum on the data that travel."""
+    """Protocol of the arithmetic of one sum on the data in messages."""
 
     def deposit(self, pairs: Pairs) -> Stage:
         """Copy summands, or parts of them, to where peers read or receive them."""
@@ -293,7 +293,7 @@ class Reduction:
             raise CommError(f"{call}(): expected finish() of {self._meter.name} before{got}")
 
     def _complete(self) -> float:
-        """Wait; return when the sum arrived (`time.perf_counter` [s]), 0 if unknown."""
+        """Wait for the sum; return the time when it arrived (`time.perf_counter` [s]), 0 if unknown."""
         plan, operation = self._plan, self._plan.operation
         if operation is None:
             return 0.0

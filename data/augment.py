@@ -97,7 +97,9 @@ class Augmentation(ABC):
 
     @property
     def window(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Extents of the window that is read of every sample, and of the samples of the file; equal without one."""
+        """Extents of the window that is read of every sample, and of the samples of the file; equal if there is no
+        window.
+        """
         return (), ()
 
     def inside(self, name: str, batch: Batch, box: Box) -> Box:
@@ -256,7 +258,7 @@ class StandardAugmentation(Augmentation):
     # -- checks --------------------------------------------------------------------------------------
 
     def _cropped(self, name: str, field: Field) -> Field:
-        """Return the field within the window."""
+        """Return the field with the extents of the window."""
         if not self.settings.crop or name not in self._moved:
             return field
         first = self._files[self._moved[0]].shape
@@ -420,7 +422,8 @@ class StandardAugmentation(Augmentation):
 
 
 def _turned(axes: tuple[int, ...], mirrored: Sequence[bool], quarters: int) -> tuple[tuple[int, ...], list[bool]]:
-    """Turn by quarters as `numpy.rot90` does in the last two axes, then mirror.
+    """Return axes and mirroring of a sample that is turned by quarters in its last two axes (`numpy.rot90`), then
+    mirrored.
 
     >>> _turned((0, 1), [False, False], 1)
     ((1, 0), [True, False])

@@ -190,7 +190,7 @@ class FileSet:
 
     @property
     def lenient(self) -> frozenset[str]:
-        """See :class:`Hdf5Dataset`; the same for all files."""
+        """Names of the fields in which invalid values are permitted (:class:`Hdf5Dataset`), the same for all files."""
         return self.parts[0].lenient
 
     @lenient.setter
@@ -200,7 +200,7 @@ class FileSet:
 
     @property
     def labels(self) -> Mapping[str, LabelMap]:
-        """See :class:`Hdf5Dataset`; the same for all files."""
+        """Label maps by the name of the field (:class:`Hdf5Dataset`), the same for all files."""
         return self.parts[0].labels
 
     @labels.setter
@@ -210,7 +210,7 @@ class FileSet:
 
     @property
     def weighted(self) -> Mapping[str, Sequence[str]]:
-        """See :class:`Hdf5Dataset`; the same for all files."""
+        """Names of the weights of each target (:class:`Hdf5Dataset`), the same for all files."""
         return self.parts[0].weighted
 
     @weighted.setter

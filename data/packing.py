@@ -76,7 +76,7 @@ class Packing:
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """Attributes that mark numbers without a value."""
+        """Names of the attributes that mark numbers without a value."""
         return tuple(name for name in self.names if name not in ("scale_factor", "add_offset"))
 
     def unpack(self, stored: NDArray[Any], out: NDArray[Any], kept: Collection[float] = ()) -> None:

@@ -143,11 +143,11 @@ class ArrayDataset:
         return int(next(iter(self.arrays.values())).shape[0])
 
     def place(self, index: int) -> str:
-        """See :meth:`Dataset.place`."""
+        """Return the path and number of a sample, for messages."""
         return f"{self.path}, sample {index}"
 
     def read(self, name: str, indices: Sequence[int], box: Box, out: NDArray[Any]) -> tuple[slice, ...]:
-        """See :meth:`Dataset.read`."""
+        """Read a box of an array, as in :meth:`Dataset.read`."""
         array, field = self.arrays[name], self.fields[name]
         part = box & Box.of_shape((len(indices), *field.shape))
         filled = part.slices(origin=box.start)

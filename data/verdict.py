@@ -243,7 +243,7 @@ def smallest_angle(q: Quads) -> Array:
 
 
 def oddy(q: Quads) -> Array:
-    """Compute the general distortion from the left Cauchy-Green tensor, worst corner; 0 for a square."""
+    """Compute the general distortion from the left Cauchy-Green tensor at the worst corner; 0 for a square."""
     worst = np.zeros_like(q.scale)
     square = q.scale * q.scale
     for k in range(4):
@@ -271,7 +271,7 @@ def scaled_jacobian(q: Quads) -> Array:
 
 
 def shape(q: Quads) -> Array:
-    """Compute 2 over the condition number of the weighted Jacobian matrix, worst corner; 1 for a square."""
+    """Compute 2 over the condition number of the weighted Jacobian matrix at the worst corner; 1 for a square."""
     with np.errstate(divide="ignore", invalid="ignore"):
         s = q.lengths_squared
         least = 2 * minimum([q.areas[k] / (s[k] + s[k - 1]) for k in range(4)])

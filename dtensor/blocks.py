@@ -205,8 +205,8 @@ class Blocks(Sequence[Box]):
         return Blocks([_clip(axis, n) for axis, n in zip(self.axes, shape, strict=True)], self.size)
 
     def ended(self, owned: Blocks, slack: Sequence[int]) -> Blocks:
-        """Return the blocks with each interval extended to the end of the owned one, if that is at most `slack` of its
-        axis later.
+        """Return the blocks with each interval extended to the end of the owned one, if that is at most `slack`
+        elements further.
         """
         axes = [_ended(axis, own, more) for axis, own, more in zip(self.axes, owned.axes, slack, strict=True)]
         return Blocks(axes, self.size)

@@ -49,7 +49,7 @@ class End:
     origin: Sequence[int] | None = None
 
     def origin_on(self, rank: int) -> tuple[int, ...]:
-        """Return the global index at which the array of this rank begins."""
+        """Return the global index at which the array of a rank begins."""
         return self.blocks[rank].start if self.origin is None else tuple(self.origin)
 
 

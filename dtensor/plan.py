@@ -93,7 +93,8 @@ def _meet(axis: Intervals, interval: Interval) -> tuple[tuple[int, Interval], ..
 
 
 def owners(blocks: Blocks) -> Blocks:
-    """Return the blocks without elements that an earlier part of an axis holds, so that one rank owns each element.
+    """Return the blocks without the elements that an earlier part of an axis holds already, so that one rank owns each
+    element.
 
     >>> owners(Blocks((((0, 4), (0, 4), (3, 6)),)))[2]
     Box((4,), (6,))

@@ -123,7 +123,7 @@ class Norms(Base):
 
     # ------------------------------------------------------------------ implemented by a backend
     def _with_activation(self, arrays: BatchNormArrays) -> BatchNormKernels:
-        """Build a batch norm with residual and activation from the one without."""
+        """Build a batch norm with residual and activation from the batch norm without them."""
         return with_activation(arrays, self._batch_norm, self)
 
     @abstractmethod

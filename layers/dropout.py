@@ -126,7 +126,7 @@ def _checked(layer: Layer, rate: float) -> float:
 
 
 class _DropoutKernel:
-    """The backend's kernels in training, a copy in evaluation."""
+    """Kernel of a dropout: the kernels of the backend in training, a copy in evaluation."""
 
     def __init__(
         self,

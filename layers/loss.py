@@ -1,4 +1,4 @@
-"""Base classes of all losses: a scalar, and the gradient of its prediction."""
+"""Base classes of all losses, which compute a scalar and the gradient of the prediction."""
 
 from __future__ import annotations
 

@@ -205,7 +205,7 @@ def _blocks_of(spec: Parameter, channel: int, inner: int, used: int, size: int) 
 def with_lengths(specs: Mapping[str, Parameter]) -> dict[str, Parameter]:
     """Return the parameters of a layer with `w` as directions, and with the length of each filter as `g` ``(K,)``.
 
-    The initial length is sqrt(2), the average length of weights drawn after He.
+    The initial length is sqrt(2), the average length of weights that are drawn by the rule of He.
     """
     lengths = Parameter(specs["w"].shape[:1], math.sqrt(2.0))
     return {"w": specs["w"], "g": lengths, **{key: spec for key, spec in specs.items() if key != "w"}}

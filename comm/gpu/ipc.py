@@ -69,7 +69,7 @@ class DeviceChunk:
 
 
 class Exchanged:
-    """Memory and events that the ranks share for one channel or sum. Its methods are local.
+    """Memory and events that the ranks share for one channel or sum. The methods are local.
 
     Attributes
     ----------
@@ -112,7 +112,7 @@ class Exchanged:
 
 
 class IpcMemory:
-    """Shared device memory of one communicator on one node. To create shares of it, and to close it, is collective."""
+    """Shared device memory of one communicator on one node. `share` and `close` are collective."""
 
     def __init__(self, cuda: Cuda, mpi: MPI.Intracomm, agree: Callable[[Exception | None], None]) -> None:
         self._cuda, self._mpi, self._agree = cuda, mpi, agree
@@ -131,8 +131,8 @@ class IpcMemory:
         Parameters
         ----------
         peers
-            Ranks whose memory and events this rank opens, by default all others. A driver has about ten thousand events
-            for several processes, and a network some hundred exchanges.
+            Ranks whose memory and events this rank opens, by default all others. A driver supports about ten thousand
+            interprocess events, and a network has some hundred exchanges.
 
         Raises
         ------

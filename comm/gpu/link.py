@@ -234,7 +234,7 @@ def _open(comm: Ranks, device: Device, choice: Choice, timeout: float) -> _Opene
 
 
 def rank_facts(device: Device, node: int, on_node: list[str]) -> RankFacts:
-    """Return the facts of this rank. Local.
+    """Return the facts of this rank that the choice of a transport needs. Local.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Whether MPI reaches device memory: what the library reports, and a proof in a process that may crash.
+"""Detection of CUDA-aware MPI: what the library reports, and a proof in a process that may crash.
 
 An MPI library without CUDA support takes a device address for a host address, and the process dies. A library that was
 built with CUDA support may lack a driver, a switch or a network plugin. So only a successful transfer counts.

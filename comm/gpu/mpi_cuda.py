@@ -73,7 +73,7 @@ class Added(Stage):
 
 
 class AwaitedCodec(LaneCodec):
-    """Codec that adds up on a communication stream, and whose end the host observes."""
+    """Codec that adds up on a communication stream, and whose sums the host waits for."""
 
     def add(self, summands: Sequence[Any], total: Any) -> Stage:
         return Added(Passage(self.lane), super().add(summands, total))

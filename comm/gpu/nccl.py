@@ -139,7 +139,9 @@ class NcclLink:
             comm.abort()
 
     def _taken(self) -> Any:
-        """Return the communicator to the thread that ends it: this thread or the watchdog's."""
+        """Remove the communicator from the link and return it, so that only one thread (this one or the watchdog's)
+        ends it.
+        """
         with self._taking:
             comm, self._comm = self._comm, None
         return comm

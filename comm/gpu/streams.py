@@ -104,7 +104,7 @@ class Passage:
         self._behind.record(self.lane.stream)
 
     def join(self) -> None:
-        """Let the kernels' stream wait for `leave`."""
+        """Let the kernels' stream wait for the work before the last `leave`."""
         self.lane.cuda.compute.wait_event(self._behind)
 
     @property

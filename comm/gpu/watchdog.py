@@ -28,10 +28,10 @@ class Monitored(Protocol):
     """Object that may fail while the host does something else."""
 
     def check(self) -> None:
-        """Raise its fault, if any. Does not wait."""
+        """Raise the fault of the object, if any. Does not wait."""
 
     def abort(self) -> None:
-        """End all its active operations. Any thread may call it, also twice."""
+        """End all active operations of the object. Any thread may call it, also twice."""
 
 
 class DeviceWatchdog:
@@ -100,7 +100,7 @@ class DeviceWatchdog:
 
     @contextmanager
     def watching(self, label: str) -> Iterator[None]:
-        """Time the body, which blocks. It cannot be aborted, so the job ends if it takes too long."""
+        """End the job if the body takes longer than the timeout; the body blocks, and cannot be aborted."""
         timer = threading.Timer(self.timeout, lambda: self._end(self._lost(label, self.timeout)))
         timer.daemon = True
         timer.start()
@@ -122,7 +122,9 @@ class DeviceWatchdog:
             raise CommError(self._fault)
 
     def look(self) -> None:
-        """Poll all communicators and operations once. The thread calls it."""
+        """Poll all communicators and operations once. On a fault abort them, and end the job if no call raises the
+        fault in time.
+        """
         fault = self._failed() or self._overdue()
         if fault is None or self._fault is not None:
             return

@@ -140,7 +140,7 @@ class _Room:
         return first, second
 
     def total(self, rank: int, number: int) -> np.ndarray:
-        """Return total number `number` of the first rank of a node."""
+        """Return the array of total `number` of the first rank of a node."""
         return self._array(rank, number)
 
     def _array(self, rank: int, number: int) -> np.ndarray:

@@ -83,7 +83,7 @@ class CudaLosses(Losses):
         return self._elementwise("mean_squared_error", arrays, None)
 
     def _elementwise(self, name: str, arrays: LossArrays, weights: Any) -> LossKernel:
-        """Return a loss that averages over channels; `weights` belong to the positive class."""
+        """Return the kernel of an elementwise loss, averaged over channels; `weights` belong to the positive class."""
         a, channels = arrays, arrays.x.shape[-1]
         members = {**_members(a), "channels": channels, "rows": a.x.size // channels}
         members.update(target_code=CODES[dtype_name(a.target)], weights=self._weights(weights, channels))

@@ -72,7 +72,7 @@ class _Operands:
         self.nbytes = 0
 
     def image(self, uid: int, array: Any) -> int:
-        """Add an input that may have more channels in memory than it counts. Return the number in memory."""
+        """Add an input that may have more channels in memory than in its shape. Return the number in memory."""
         room = channels_in_memory(array)
         if room is None or array.data.ptr % ALIGNMENT:
             self.input(uid, array)

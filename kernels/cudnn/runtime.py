@@ -121,7 +121,7 @@ class Runtime:
         return int(self.cupy.cuda.get_current_stream().ptr)
 
     def check_device(self) -> None:
-        """Raise KernelError unless our device is current in this thread."""
+        """Raise KernelError unless the backend's device is current in this thread."""
         current = int(self.cupy.cuda.runtime.getDevice())
         if current != self.ordinal:
             raise KernelError(

@@ -194,7 +194,7 @@ class NumpyWindows(Pointwise):
 
 
 class _Axis:
-    """Resampling of one axis between two fixed arrays, as views made once."""
+    """Resampling of one axis from one fixed array to another, by views that are created once."""
 
     def __init__(self, resampled: Resampled, axis: int, source: Any, target: Any, work: Any) -> None:
         before = (slice(None),) * axis
