@@ -2,6 +2,7 @@
 
 import math
 from contextlib import closing
+from dataclasses import replace
 
 import numpy as np
 
@@ -210,12 +211,18 @@ class Graphs:
         layers = {}
         apart = self.pick(0.0, 0.3, 0.7)
         for name in network.layers:
-            own = {"halo": self.pick("pad", "overlap"), "recompute": self.pick("none", "pointwise", "block")}
+            own = {"halo": self.pick("pad", "overlap")}
             if self.rng.random() < apart:
                 ranks = size if self.rng.random() < 0.6 else int(self.rng.integers(1, size + 1))
                 own |= random_parts(network.layers[name], ranks, self.rng)
             layers[name] = own
         return Strategy(everyone, layers, bucket_bytes=self.pick(1, 500, 4 << 20))
+
+    def recomputed(self, strategy):
+        """Draw layers whose outputs are computed again."""
+        rules = ("none", "pointwise", "block")
+        layers = {name: {**own, "recompute": self.pick(*rules)} for name, own in strategy.layers.items()}
+        return replace(strategy, layers=layers)
 
     def _parts(self, axes, size):
         parts = dict.fromkeys(axes, 1)
