@@ -1,7 +1,7 @@
 """Changes of a choice that may make a step faster: of one layer, of two adjacent layers, of a region with the same cut.
 
-The additive costs of :mod:`halograd.perfmodel.cost.network_costs` estimate the gain, once with all gradient sums hidden
-and once with all of them exposed. The caller simulates the changes, the most promising first.
+The additive costs of :mod:`halograd.perfmodel.cost.network_costs` estimate the gain, once if computation hides all
+gradient sums, and once if it hides none. The caller simulates the changes, the most promising first.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Change:
 
 
 class Changes:
-    """Changes of any choice among the candidates of a network. Pure arithmetic."""
+    """Generator of the changes of a choice among the candidates of a network. Pure arithmetic."""
 
     def __init__(self, costs: NetworkCosts) -> None:
         self.costs = costs
@@ -119,7 +119,7 @@ class Changes:
     def _beginnings(
         self, region: Sequence[int], x: Sequence[int]
     ) -> Iterator[tuple[list[tuple[int, int]], float, float]]:
-        """Yield the first layers of a region, up to each of them, with another cut; layers that lack this cut do not
+        """Yield changes of the first 1, 2, ... layers of a region to another cut; layers without this candidate do not
         change.
         """
         cuts = list(dict.fromkeys(parts for v in region for parts in self.costs.candidates[v]))
@@ -144,7 +144,7 @@ class Changes:
             yield list(zip(region, new[: last + 1, c].tolist())), hidden[last, c], waited[last, c]
 
     def _memory(self, old: Sequence[int], new: Sequence[int], layers: Sequence[int]) -> float:
-        """Return the growth of the memory [B]."""
+        """Return the growth of the memory if `layers` change from `old` to `new` [B]."""
         grown = sum(self.costs.memory[v][new[v]] - self.costs.memory[v][old[v]] for v in layers)
         for edge in {edge for v in layers for edge in self._of[v]}:
             table = self.costs.edge_memory.get(edge)
@@ -155,7 +155,7 @@ class Changes:
 
 
 def _largest(hidden: Floats, waited: Floats, count: int) -> Iterator[tuple[int, int]]:
-    """Yield the positions of the largest gains, of those with a finite time."""
+    """Yield row and column of the `count` largest gains; changes to an infinite time are left out."""
     best = np.where(np.isfinite(hidden), np.maximum(hidden, waited), -np.inf)
     for at in np.argpartition(best.ravel(), -min(count, best.size))[-count:]:
         if best.flat[at] > -np.inf:

@@ -1,4 +1,4 @@
-"""Costs of collectives among ranks that are joined by equal links, and of groups that span nodes.
+"""Costs of collectives among ranks with equal links, and in groups that span nodes.
 
 There are p ranks, and every message of n bytes takes ``alpha + beta * n`` [s]; additions cost nothing. Each collective
 has several algorithms; by default the cheapest one for the size is used, as in MPI libraries.
@@ -106,9 +106,9 @@ def seconds(collective: str, nbytes: float, ranks: int, link: Link, algorithm: s
         ``"allreduce"``: all ranks get the sum of a vector; ``"reduce_scatter"``: each rank gets an equal part of the
         sum; ``"all_gather"``: all ranks get the joined parts of all ranks.
     nbytes
-        Size of the vector, or of all parts together [B]; an empty one costs nothing.
+        Size of the vector, or of all parts together [B]; the time of an empty one is 0.
     ranks
-        Number of ranks; a single rank costs nothing.
+        Number of ranks; the time of a single rank is 0.
     link
         Link between any two of them.
     algorithm
@@ -147,12 +147,12 @@ def group_seconds(collective: str, nbytes: float, stages: Sequence[GroupStage]) 
     collective, nbytes
         As for `seconds`.
     stages
-        Stages of the group: ``machine.stages(ranks)``; none for a single rank, which costs nothing.
+        Stages of the group: ``machine.stages(ranks)``; empty for a single rank, whose time is 0.
 
     Returns
     -------
     float
-        [s]
+        Time [s].
 
     Raises
     ------

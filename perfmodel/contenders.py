@@ -1,4 +1,4 @@
-"""Candidate strategies that were simulated, each under all promising schemes of gradient reduction.
+"""Simulated strategies, each under all promising schemes of gradient reduction.
 
 A plan chooses among them; a run ranks the schemes of one strategy by the predicted time of a step.
 """
@@ -45,7 +45,7 @@ class Contender:
     optimal
         Whether a planner proved that it is the fastest by additive costs.
     indices
-        The choice of candidates that it stands for; None: some of its cuts are not among the candidates.
+        Indices of its cuts among the candidates of the layers; None: some of its cuts are no candidates.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Contender:
 
     @cached_property
     def memory_bytes(self) -> int:
-        """Memory of the fullest rank [B]; computed on demand, because it takes as long as everything else."""
+        """Memory of the fullest rank [B]; computed on demand: this takes as long as the rest of a simulation."""
         return sum(self.simulation.memory.values())
 
     def fits(self, limit: float) -> bool:
@@ -76,7 +76,7 @@ class Contender:
 class Contenders:
     """All strategies of a search, each stored once.
 
-    A smaller memory limit only adds strategies. So a plan's own memory is always a sufficient limit for this plan.
+    A smaller memory limit only adds strategies. So a plan is found again if its own memory is the limit.
 
     Parameters
     ----------
@@ -163,7 +163,7 @@ def candidate_schemes(network: Network, strategy: Strategy, batch: int) -> list[
 def planned_schemes(
     network: Network, strategy: Strategy, batch: int, machine: Machine, without: Collection[str] = ()
 ) -> list[Scheme]:
-    """Return the schemes that a plan may choose: `candidate_schemes`, and schemes that a run does not try by itself.
+    """Return the schemes that a plan may choose: `candidate_schemes`, and others that a run tries only by a plan.
 
     Parameters
     ----------
@@ -206,7 +206,7 @@ def rank_schemes(
     training: Training | None = None,
     ranks: int | None = None,
 ) -> dict[Scheme, float]:
-    """Return the predicted time of a step with each scheme [s], the fastest first; equal ones keep their order.
+    """Return the predicted time of a step with each scheme [s], the fastest first; ties keep their order.
 
     Parameters
     ----------
@@ -223,7 +223,10 @@ def rank_schemes(
 
 
 def shortlist(schemes: Sequence[Scheme]) -> list[Scheme]:
-    """Return the ends and the middle of each choice in `candidate_schemes`, to measure them without a prediction."""
+    """Return a few typical schemes of `candidate_schemes`, to try without a prediction.
+
+    These are buckets, and two chunks of a middle size, each with no and with the most replicated layers.
+    """
     most = max(s.replicated_dense for s in schemes)
     sizes = sorted({s.first_layers for s in schemes if s.first_layers})
     middle = sizes[len(sizes) // 2 : len(sizes) // 2 + 1]

@@ -83,8 +83,7 @@ def candidates(
     ranks: int,
     full: bool = False,
 ) -> tuple[Parts, ...]:
-    """Return the cuts of a layer on up to `ranks` ranks as parts per axis in the order of `AXES`; a single rank comes
-    first.
+    """Return the cuts of a layer on up to `ranks` ranks: parts per axis, as `AXES`; a single rank comes first.
 
     Parameters
     ----------
@@ -117,7 +116,7 @@ def _candidates(extents: tuple[tuple[int, ...], ...], cuts: str, ranks: int, ful
 
 
 def _legal(extents: Sequence[Sequence[int]], cuts: str, ranks: int) -> Iterator[Parts]:
-    """Yield the cuts that a layer allows; an axis may be too short for them."""
+    """Yield the cuts that a kind of layer allows into parts whose number divides `ranks`."""
     for used in divisors(ranks):
         for parts in _factorizations(extents, used):
             if cuts == "contracts" or (parts[5] == 1 and (cuts != "no" or parts[4] == 1)):
@@ -175,7 +174,7 @@ def _fits(extents: Sequence[Sequence[int]], parts: Parts, balanced: bool) -> boo
 
 @lru_cache(maxsize=4096)
 def _squarest(product: int, axes: int) -> tuple[int, ...]:
-    """Return the factors that differ least, the larger ones first.
+    """Return the `axes` factors of `product` that differ least, the larger ones first.
 
     >>> _squarest(8, 2), _squarest(8, 3)
     ((4, 2), (2, 2, 2))
@@ -201,7 +200,7 @@ def grids(network: Network, batch: int, ranks: int) -> list[Parts]:
 def shared_alike(network: Network, found: Mapping[str, tuple[Parts, ...]]) -> dict[str, tuple[Parts, ...]]:
     """Return candidates by layer such that all calls of a layer can hold the same blocks of its parameters.
 
-    The result for shared layers are cuts without cut channels, on the largest number of ranks for which all calls have
+    The candidates of shared layers do not cut channels, and use the largest number of ranks for which all calls have
     candidates; a single rank is always possible.
     """
     groups: dict[str, list[str]] = {}
@@ -235,7 +234,7 @@ def strategy_of(network: Network, parts: Mapping[str, Parts], bucket_bytes: int 
 
 
 class Baseline(Chooser):
-    """A rule that cuts every layer by itself: a subclass has a `name` and defines :meth:`parts`."""
+    """Baseline: a rule that cuts each layer independently. A subclass has a `name` and defines :meth:`parts`."""
 
     def look(self, search: PlanSearch) -> None:
         search.compare(self.name, self.strategy)
@@ -291,7 +290,7 @@ def _of_node(node: Node, batch: int, ranks: int) -> tuple[Parts, ...]:
 
 @PLANNERS.register
 class _Data(Baseline):
-    """All layers by samples."""
+    """Baseline that cuts all layers by samples."""
 
     name = "data"
 
@@ -301,7 +300,7 @@ class _Data(Baseline):
 
 @PLANNERS.register
 class _Spatial(Baseline):
-    """Every layer over space as far as it goes, else by samples."""
+    """Baseline that cuts every layer over space as finely as possible, then by samples."""
 
     name = "spatial"
 
@@ -312,7 +311,7 @@ class _Spatial(Baseline):
 
 @PLANNERS.register
 class _Model(Baseline):
-    """Every layer by its channels as far as it goes, else by samples."""
+    """Baseline that cuts every layer by its channels as finely as possible, or by samples if channels cannot be cut."""
 
     name = "model"
 
@@ -323,7 +322,10 @@ class _Model(Baseline):
 
 @PLANNERS.register
 class _OneWeirdTrick(_Model):
-    """Dense layers, and channelwise layers after them, by channels, others by samples (Krizhevsky 2014)."""
+    """Baseline that cuts dense layers, and channelwise layers after them, by channels, other layers by samples.
+
+    This is one weird trick of Krizhevsky 2014.
+    """
 
     name = "owt"
 
@@ -338,7 +340,7 @@ class _OneWeirdTrick(_Model):
 
 @PLANNERS.register
 class _Grid(Chooser):
-    """The best cut that is the same for all layers."""
+    """Chooser of the best cut that is the same for all layers."""
 
     name = GRID
 

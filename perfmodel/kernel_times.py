@@ -25,7 +25,7 @@ __all__ = ["KernelTimes", "LayerTime", "LayerWork", "MeasuredTimes", "Recorded",
 
 
 class LayerTime(NamedTuple):
-    """Time of one layer on one rank, without messages.
+    """Time of a layer on one rank, without messages.
 
     Attributes
     ----------
@@ -43,7 +43,7 @@ class LayerTime(NamedTuple):
 
     @property
     def backward(self) -> float:
-        """Time of both gradients [s]."""
+        """Time of the backward pass [s]."""
         return self.backward_data + self.backward_filter
 
     @property
@@ -54,10 +54,10 @@ class LayerTime(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerWork:
-    """A layer on the blocks of one rank: a local version of the layer, with the shapes that its kernels get.
+    """Layer on the blocks of one rank: a local version of the layer, with the shapes that its kernels get.
 
-    :meth:`of` creates it. If the output channels are cut (`filters`), the inputs have all their channels, because they
-    are gathered before; if the input channels are cut, the inputs have those of the rank.
+    :meth:`of` creates it. If the output channels are cut (`filters`), the inputs have all channels, because they are
+    gathered first; if the input channels are cut, the inputs have the rank's channels.
     """
 
     layer: Layer
@@ -119,7 +119,7 @@ class LayerWork:
 
     @cached_property
     def key(self) -> str:
-        """Key of its stored time, as one line of JSON: equal keys have equal times. The same in every process.
+        """Key of its stored time: one line of JSON, the same in every process. Layers with equal keys have equal times.
 
         It consists of the layer's class, its settings without its name, shapes, dtype, and whether there is a backward
         pass, whether it computes the gradient of the inputs, and whether statistics are sums over several ranks.
@@ -198,9 +198,9 @@ class RooflineTimes(KernelTimes):
     """Times from `Layer.flops` and bytes moved, on a machine that need not be available.
 
     Each kernel takes ``machine.roofline(flops, bytes)``. Layers with weights run three kernels of the same number of
-    operations (forward, gradient of the inputs, gradient of the weights); the gradients of other layers have as
-    many operations as their forward. Bytes are passes over inputs and output, see
-    :class:`~halograd.layers.layer.Passes`, and the weights.
+    operations (forward, gradient of the inputs, gradient of the weights); the gradients of other layers have as many
+    operations as their forward. Bytes are those of the passes over inputs and output
+    (:class:`~halograd.layers.layer.Passes`) and of the weights.
 
     Parameters
     ----------
@@ -291,13 +291,13 @@ class MeasuredTimes(KernelTimes):
         return self.fallback.of_work(work)
 
     def forget(self) -> None:
-        """Clear the lookups, because the cache has new entries."""
+        """Clear the stored lookups; call this after the cache got new entries."""
         self._known.clear()
         self.missing.clear()
 
 
 class Recorded(KernelTimes):
-    """Times of another object, with a record of the requests.
+    """Times of another :class:`KernelTimes`, with a record of the requested layers.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""Machines: the computing rates of one device, and the cost of a message between two devices.
+"""Machines: the rates of one device, and the time of a message between two devices.
 
 A machine is data. The shipped machines are in ``perfmodel/machines/``; `halograd profile` writes one for the machine
 that it runs on. A machine file is TOML, in which every quantity has its unit (``"1.2 us"``, ``"16 GiB"``);
@@ -58,7 +58,7 @@ class Link:
     note
         Text on the link: the transport, the kind of cable, the error of a fit.
     shared
-        Whether the link is memory that ranks share: there is no time to compute while a message travels.
+        Whether the link is memory that ranks share: messages do not overlap with computation.
     emulated
         Whether the link is the emulated network: messages travel independently of each other.
     """
@@ -146,9 +146,11 @@ class Overheads:
     packed
         Whether the times of the links include packing and unpacking.
     sums
-        Number of ranks of a node -> time of their all-reduce; unmeasured ones use the formulas of the collectives.
+        Number of ranks of a node -> time of their all-reduce; for other numbers the formulas of the collectives are
+        used.
     work
-        Number of ranks -> the part of this time that computation cannot hide: additions made while waiting for the sum.
+        Number of ranks -> the part of this time that does not overlap with computation: additions during the wait for
+        the sum.
     synchronize
         Time that the start of a gradient sum waits for the device in the middle of backward [s]: ``t_as`` of Le et al.
         2018, Section 3.2.
@@ -172,7 +174,7 @@ class Machine:
     name
         Name of the machine on the command line, in tables and pictures.
     source
-        Source of the numbers.
+        Source of the data.
     devices_per_node
         Devices on one node. A device is one rank: a GPU, or a CPU node or socket with all its cores.
     nodes_per_switch
@@ -186,7 +188,7 @@ class Machine:
     launch
         Minimum time of a kernel [s].
     links
-        Each of `LEVELS` -> its `Link`. Between nodes ("switch", "across") a link is one network adapter: devices of a
+        Link of each of `LEVELS`. Between nodes ("switch", "across") a link is one network adapter: devices of a
         node that send at the same time share the adapters.
     efficiency
         Fractions of the peak rates that kernels reach.
@@ -339,7 +341,7 @@ class Machine:
         tuple of GroupStage
             The number of devices of a node, of nodes of a switch, and of switches that take part, with the link between
             them. Each number is the largest of any node or switch, so that an uneven group costs as much as its fullest
-            part. Levels with one member are left out, so a group of one has no stages.
+            part. Levels with one member are left out, so a group of one rank has no stages.
         """
         members = ranks if isinstance(ranks, range) else tuple(ranks)
         counts = _counts(members, self.devices_per_node, self.nodes_per_switch)
@@ -395,9 +397,7 @@ def _lines(table: Mapping[Any, Any], place: str = "") -> Iterator[str]:
 
 @lru_cache(maxsize=65536)
 def _counts(ranks: range | tuple[int, ...], per_node: int, per_switch: int) -> tuple[int, int, int]:
-    """Return the largest number of ranks on a node, the largest number of nodes on a switch, and the number of
-    switches.
-    """
+    """Return the maximum number of ranks on a node and of nodes on a switch, and the number of switches."""
     nodes = Counter(rank // per_node for rank in ranks)
     switches = Counter(node // per_switch for node in nodes)
     return max(nodes.values(), default=1), max(switches.values(), default=1), len(switches)

@@ -1,6 +1,6 @@
 """Predictions and plans as data, with units: the time of a step, the choice, and the request.
 
-A plan file contains its request, so that the plan can be explained, and run, later and elsewhere.
+A plan file contains its request, so that the plan can be explained and run later, on any machine.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Prediction:
     network, machine
         Names of network and machine.
     batch, ranks, dtype
-        The request.
+        Global number of samples, number of ranks, and dtype of the request.
     layers
         One record per layer, in order of computation.
     step_seconds
@@ -121,8 +121,8 @@ class Prediction:
     traffic
         Kind of communication -> number of messages and bytes [B] of the rank that sends most.
     sender
-        The first rank that sends most for all layers together; the records hold its messages. Predictions of only the
-        time leave out traffic and these messages.
+        The rank that sends most bytes for all layers together; the records hold its messages. Predictions of the time
+        alone have no traffic and no messages.
     """
 
     __pydantic_config__ = STRICT
@@ -167,7 +167,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Alternative:
-    """A strategy that was not chosen, with the time of a step [s] and the memory of the fullest rank [B]."""
+    """Strategy that was not chosen, with the time of a step [s] and the memory of the fullest rank [B]."""
 
     __pydantic_config__ = STRICT
 
@@ -208,7 +208,7 @@ class Request:
     slots: Annotated[int, Field(ge=0, le=8)] = 1
 
     def load_machine(self) -> Machine:
-        """Return the machine of the plan, as it was at that time."""
+        """Return the machine of the plan, as its file was when the plan was made."""
         return Machine.parse(self.machine, f"machine {self.machine_file} in the plan")
 
 
@@ -221,7 +221,7 @@ class Plan:
     network, layers
         Name of the network, and of its layers.
     batch, ranks, dtype, machine
-        Conditions for which it was made.
+        Conditions for which the plan was made.
     planner
         Name of the planner.
     strategy
@@ -235,9 +235,9 @@ class Plan:
     optimal
         Whether the planner proved that no other choice of candidates is faster, by the additive costs it minimizes.
     planning_seconds
-        Wall time of the search: pricing, planners, simulation of their choices and of the baselines [s].
+        Wall time of the search: costs, planners, simulation of their choices and of the baselines [s].
     request
-        The request, by which the plan can be explained; None for a plan that was made in Python.
+        Request for the plan, needed to explain it; None for a plan that was made in Python.
     """
 
     __pydantic_config__ = STRICT
@@ -307,7 +307,7 @@ class Plan:
         Raises
         ------
         UserError
-            If it cannot be written.
+            If the file cannot be written.
         """
         try:
             write_whole(path, json.dumps(self.as_dict(), indent=1) + "\n")
@@ -349,5 +349,5 @@ class Plan:
 
 
 def is_plan(data: object) -> bool:
-    """Return whether these JSON data are a plan, and not only a strategy."""
+    """Return whether JSON data are a plan, not only a strategy."""
     return isinstance(data, Mapping) and _MARK in data

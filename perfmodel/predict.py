@@ -2,17 +2,16 @@
 
 A planner minimizes sums over layers and edges. Overlap is no such sum, so `simulate` decides. It simulates:
 
-* the baselines, and grids for all layers (of many grids and layers, those that a search from neighbor to neighbor
-  finds);
-* the choices of the planner, for several charges of the sums of gradients (`EXPOSED`);
-* a descent from the best: changes of a layer, of two adjacent layers, of regions with the same cut, the most promising
-  by additive costs first, as long as a step becomes faster;
-* the same under decreasing memory limits, from the memory of the fastest to the given limit;
+* the baselines, and grids that are the same for all layers (if there are many, those that a neighborhood search finds);
+* the choices of the planner, for several assumed overlaps of the sums of gradients (`EXPOSED`);
+* a descent from the best of them: changes of a layer, of two adjacent layers, of regions with the same cut, the most
+promising by additive costs first, as long as a step becomes faster;
+* the same under decreasing memory limits, from the memory of the fastest strategy to the given limit;
 * each of them under every scheme of gradient reduction and size of buckets.
 
 The fastest strategy that fits is the plan: it is never slower than a baseline, or a simulated grid, that fits. The
-strategies simulated under the larger limits do not depend on the smallest limit, so a plan's own memory is always a
-sufficient limit for it.
+strategies simulated under the larger limits do not depend on the smallest limit, so a plan is found again if its own
+memory is the limit.
 """
 
 from __future__ import annotations
@@ -153,10 +152,9 @@ class _Search:
             )
 
     def explore(self, planner: Planner) -> NoneFits | None:
-        """Simulate baselines and grids, and the results of a planner and of descents, without a limit and under
-        decreasing limits.
+        """Simulate baselines, grids, and the results of a planner and of descents, without and with memory limits.
 
-        Returns the error of a planner that finds nothing.
+        Return the error of a planner that finds nothing.
         """
         for name in BASELINES:
             PLANNERS[name]().look(self)
@@ -193,8 +191,7 @@ class _Search:
         return self._try(self.chooser.name, self.costs.strategy(indices, self.middle), optimal, indices)
 
     def _best_grids(self) -> list[Parts]:
-        """Return the best grids that are the same for all layers; of many, the best that a neighborhood search finds.
-        """
+        """Return the best grids that are the same for all layers; if there are many grids, by a neighborhood search."""
         found: dict[Parts, Contender] = {}
 
         def seconds(parts: Parts) -> float:
@@ -219,7 +216,9 @@ class _Search:
         return some[:GRIDS]
 
     def _explore(self, limit: float) -> None:
-        """Plan under a memory limit [B], once per charge, and improve the plans by descents."""
+        """Plan under a memory limit [B], once per assumed overlap (`EXPOSED`), and improve the best plan by
+        descents.
+        """
         for exposed in EXPOSED:
             self._plan(exposed, limit)
         best = self.contenders.fastest(limit)
@@ -306,8 +305,7 @@ def _schemes(
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Disable garbage collection in the body: simulations live until the end of a search, and scanning them takes long.
-    """
+    """Disable garbage collection in the body: simulations stay until the end of a search, and their scan takes long."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""Quantities with units in texts, such as ``"1.2 us"`` and ``"16 GiB"``, and the types of such values in files."""
+"""Quantities with units as texts, such as ``"1.2 us"`` and ``"16 GiB"``, and the types of such values in files."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def parse_quantity(text: object, unit: str) -> float:
     ----------
     text
         A number and a unit with an optional prefix: ``p n u m`` (or none) before seconds, ``k M G T P`` before
-        bytes and operations, ``Ki Mi Gi Ti`` before bytes. The space between the two may be left out.
+        bytes and operations, ``Ki Mi Gi Ti`` before bytes. The space between number and unit may be left out.
     unit
         One of `UNITS`: "s", "s/B", "B", "B/s", "flop", "flop/s".
 
@@ -67,7 +67,7 @@ def parse_quantity(text: object, unit: str) -> float:
     Raises
     ------
     ValueError
-        If it is not a text, has no unit or a unit of another kind, or is negative.
+        If `text` is no text, has no unit or a unit of another kind, or is negative.
 
     Examples
     --------

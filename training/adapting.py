@@ -104,8 +104,7 @@ def _changed(config: Config, section: str, values: dict[str, Any], without: Coll
 
 @dataclass(frozen=True)
 class _Looked:
-    """Number of samples (counted up to a batch); extents, if they differ from the network's; layout, if it is missing.
-    """
+    """Number of samples (counted up to a batch), and settings of the data that differ from the configuration."""
 
     samples: int
     extents: tuple[int, ...] = ()
@@ -113,7 +112,7 @@ class _Looked:
 
 
 def _look(config: Config, network: Network) -> _Looked:
-    """Examine the first input in the files; the first file has the extents. Local."""
+    """Count the samples of the first input in the files, and read its extents and layout from the first file. Local."""
     data, looked = config.data, _Looked(0)
     inputs, _ = datasets_of(data, network)
     name, dataset = next(iter(inputs.items()))
@@ -156,7 +155,7 @@ def _shown_layout(shape: tuple[int, ...], wanted: tuple[int, ...]) -> Literal["N
 
 
 def _others(have: tuple[int, ...], wanted: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the extents of samples that have the wanted number of axes and channels, if they differ; else nothing."""
+    """Return the extents in `have` if they differ from `wanted`, and the axes and channels agree; else ()."""
     fits = len(have) == len(wanted) > 1 and have[-1] == wanted[-1]
     return have[:-1] if fits and have != wanted else ()
 

@@ -6,13 +6,13 @@
             | all samples are complete
     .OUT.3f2a90c1.joined              HDF5 file with one dataset per output, (N, *spatial, C), virtual;
             |                         source_file, source_sample (N,): the sample of each prediction;
-            |                         of one rank the part itself
+            |                         on one rank, the part itself
             | :class:`halograd.data.Writer`
     OUT                               result in a format; as HDF5 the joined file, which refers to the parts
 
 Each job has a folder of its own, so an older OUT does not change until the new one replaces it; then the folders of
 other jobs are removed. The attribute ``needs`` of a virtual file names the parts, one per line, relative to its folder.
-Without them it reads as NaN, or as the largest number of the class dtype, which is no class. An interrupted job
+A missing part reads as NaN, or as the largest integer of the class dtype, which is no class. An interrupted job
 continues after the last batch that all ranks have written, if all parts are undamaged. A rank holds at most its boxes
 of two batches of an output.
 """
@@ -76,7 +76,7 @@ class Output:
     shape
         Shape ``(*spatial, C)`` of a sample in the file.
     boxes
-        Boxes of the ranks, of a batch, in the file.
+        Boxes of a batch that the ranks hold, in the coordinates of the file.
     dtype
         Dtype in the file.
     of_block
@@ -95,7 +95,7 @@ class Output:
 
     @property
     def fill(self) -> float | int:
-        """Number that a missing part reads as; no prediction has this value."""
+        """Fill value, as which a missing part reads; no prediction has it."""
         return float("nan") if self.dtype.kind == "f" else int(np.iinfo(self.dtype).max)
 
 
@@ -142,7 +142,7 @@ def outputs_of(session: Session, what: str, described: Mapping[str, Mapping[str,
 
 
 def _attributes(said: Mapping[str, Any], judgement: Judgement, what: str, channels: int) -> dict[str, Any]:
-    """Select the attributes of a target that are valid for its prediction: for logits and probabilities, only names."""
+    """Return the attributes of a target that apply to its prediction; for logits and probabilities, only names."""
     if judgement.classes is not None and what != "classes":
         said = {key: said[key] for key in ("long_name", "description") if key in said}
     fits = len(said.get("channel_names", ())) == channels
@@ -209,8 +209,8 @@ def write_outputs(
 def _compute(session: Session, outputs: Sequence[Output], folder: Path, key: str, tell: Tell) -> int:
     """Complete the parts of all ranks in `folder`; return the number of computed samples. Collective.
 
-    A thread writes a batch while the next one is computed. After a fault of one rank, all ranks still compute: others
-    wait for its messages.
+    A thread writes a batch while the next one is computed. After a fault on one rank, all ranks still compute, because
+    other ranks wait for its messages.
     """
     comm, count, size = session.comm, len(session.samples.dataset), session.config.training.at_once
     mine = [output for output in outputs if output.boxes[comm.rank].size]
@@ -267,7 +267,7 @@ def _fault_of(call: Callable[[], None]) -> Exception | None:
 
 
 def _finish(session: Session, outputs: Sequence[Output], out: Path, folder: Path, writer: Writer) -> None:
-    """Join the parts, and let the writer make the result of them. Collective."""
+    """Join the parts in one file, and write the result with `writer`. Collective."""
     comm, count = session.comm, len(session.samples.dataset)
     joined = part_path(folder, 0) if comm.size == 1 else out.with_name(f".{out.name}.{folder.name}.joined")
     result = out
@@ -308,7 +308,7 @@ def _clean(folder: Path, used: bool) -> None:
 
 @contextmanager
 def _opened(joined: Path, outputs: Sequence[Output], writer: Writer) -> Iterator[Predictions]:
-    """Open the joined file; its parts must be visible if the writer reads them, because HDF5 does not report it."""
+    """Open the joined file; raise DataError if a part that the writer reads is missing: HDF5 does not report it."""
     with h5py.File(joined, "r", locking=False) as file:
         for name in file.attrs.get("needs", "").split("\n") if not writer.refers else ():
             if name and not (joined.parent / name).exists():
@@ -335,7 +335,7 @@ def _join(session: Session, outputs: Sequence[Output], folder: Path, joined: Pat
 
 
 def _runs(box: Box, count: int, batch: int) -> list[tuple[int, int]]:
-    """Return the ranges of the file's samples that a rank has: all of them, or some of every batch."""
+    """Return the ranges of samples in the file that a rank holds: one range of all samples, or one range per batch."""
     low, high = box.ranges[0]
     if (low, high) == (0, batch):
         return [(0, count)]
@@ -343,7 +343,7 @@ def _runs(box: Box, count: int, batch: int) -> list[tuple[int, int]]:
 
 
 def _describe(file: h5py.File, outputs: Sequence[Output], session: Session) -> None:
-    """Write the attributes that readers need."""
+    """Write the attributes of the file and of its datasets, for readers."""
     for name, value in getattr(session.samples.dataset, "attributes", {}).items():
         if name not in _OWN:
             file.attrs[name] = value

@@ -46,14 +46,14 @@ class ChunkSearch:
 
     Notes
     -----
-    At most ``step + range + 1`` intervals beyond the last improvement below `step`; 15 for the paper's
-    ``(step, range, best) = (10, 5, 9)``, 21 for ``(10, 10, 20)``.
+    The search ends at most ``step + range + 1`` intervals after the last improvement below `step`: after 15 for the
+    paper's ``(step, range, best) = (10, 5, 9)``, 21 for ``(10, 10, 20)``.
 
     References
     ----------
-    Le et al. 2018, Algorithm 1. There, the time of the last interval is not used; here it ends the search at the
-    same size. The end at `layers` is new: by the paper's rule for layers that fill no chunk, a longer chunk is the
-    same as chunks of one layer.
+    Le et al. 2018, Algorithm 1. The paper does not use the time of the last interval; here, it ends the search at the
+    same size. The end at `layers` is new: by the paper's rule for layers that fill no chunk, a longer chunk is the same
+    as chunks of one layer.
     """
 
     layers: int
@@ -264,7 +264,7 @@ class AutoReduction:
         return possible[: self.tuning.candidates] or [Scheme("bucketed")]
 
     def _search(self) -> ChunkSearch | None:
-        """Create the search over chunks of the layers with weights; None without a choice or shared memory."""
+        """Create the search for a chunk size; None if only one size is possible, or without shared memory."""
         store, comm = self.executor.store, self.executor.comm
         assert store.blocks is not None
         layers = sum(x.kind in ("weights", "dense") for x in gradient_layers(store.network, store.blocks))
@@ -310,7 +310,7 @@ class AutoReduction:
 
     @property
     def _conditions(self) -> dict[str, Any]:
-        """Conditions under which measurements are valid and schemes possible."""
+        """Ranks, transport and replicable layers, which a checkpoint must match for its measurements to be valid."""
         comm = self.executor.comm
         return {"ranks": comm.size, "transport": comm.transport, "replicable": list(self.executor.replicable)}
 

@@ -153,9 +153,9 @@ def label_maps(data: DataConfig, network: Network) -> dict[str, LabelMap]:
 
 
 def _named(data: DataConfig, key: str, names: Sequence[str]) -> dict[str, str]:
-    """Return the datasets of a key by name.
+    """Return the datasets of ``data.inputs`` or ``data.targets`` by the name of the network's input.
 
-    A single dataset is that of the only input; a default one is optional.
+    A single dataset belongs to the only input. The default dataset is optional.
     """
     given = getattr(data, key)
     if not isinstance(given, str):

@@ -161,7 +161,7 @@ class Snapshot:
 
     @property
     def groups(self) -> dict[str, Mapping[str, Any]]:
-        """Arrays by ``layer/parameter``, by the name of their group in the file."""
+        """Groups of the file by name; each holds arrays by ``layer/parameter``."""
         errors = {"errors": self.errors} if self.errors else {}
         states = {f"optimizer/{key}": arrays for key, arrays in self.optimizer.items()}
         return {"params": self.params, "state": self.state, **errors, **states}
@@ -390,7 +390,7 @@ class CheckpointReader:
     def _pass_on(
         self, shapes: Mapping[str, tuple[int, ...]], arrays: Mapping[str, np.ndarray], dtype: np.dtype
     ) -> Iterator[np.ndarray]:
-        """Yield one array after another on all ranks of a node, each valid until the next. Iterate to the end."""
+        """Yield each array on all ranks of a node, valid until the next one. Collective; iterate to the end."""
         if self._comm is None:
             yield from arrays.values()
             return
@@ -406,7 +406,7 @@ class CheckpointReader:
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        """Turn faults of the body into errors of the user, on all ranks; it does not communicate. Collective."""
+        """Raise faults of the body as user errors on all ranks; the body must not communicate. Collective."""
         with nullcontext() if self._comm is None else self._comm.agreement():
             try:
                 yield
@@ -458,9 +458,9 @@ class _Wanted:
     Attributes
     ----------
     name
-        Name of the parameter or state that has its shape.
+        Name of the parameter or state whose shape the array has.
     target
-        Array to fill: this rank's block, or, flattened, `part` of it.
+        Array to fill: this rank's block, or `part` of the flattened block.
         taken
         Whether this rank uses the values; otherwise another rank does, and this one starts with zeros.
         average
@@ -474,7 +474,7 @@ class _Wanted:
     average: bool = False
 
     def begin(self, store: ParameterStore) -> None:
-        """Set the initial values, if the file does not have the array. Local."""
+        """Set the initial values of an array that the file does not have. Local."""
         if self.average:
             np.copyto(self.target, store.params[self.name].reshape(-1)[self.part])
         else:

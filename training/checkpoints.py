@@ -244,7 +244,7 @@ class Checkpoints:
         return bool(every and (epoch + 1) % every == 0)
 
     def write(self, needed: bool = False, unvalidated: bool = False, best: bool = False) -> Path | None:
-        """Write a checkpoint of the current state on rank 0, unless there is one. Collective.
+        """Write a checkpoint of the current state on rank 0, unless this state has one already. Collective.
 
         The updates of all parameters must be done.
 
@@ -259,7 +259,7 @@ class Checkpoints:
 
         Returns
         -------
-        Its path; None if there was one already, or it could not be written.
+        Path of the checkpoint; None if the state has a checkpoint already, or if it could not be written.
 
         Raises
         ------

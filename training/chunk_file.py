@@ -7,8 +7,8 @@
     index   data for readers: the location of each array in the body, and other content
     end     table: CRC-32 of every MiB of body and index
 
-Readers do not use HDF5. HDF5 does not verify its metadata: after one flipped bit it may return other numbers, crash or
-loop; and an I/O error leaves it in a state that crashes when the process ends.
+Readers do not use HDF5. HDF5 does not verify its metadata: after one flipped bit it may return wrong values, crash or
+loop. An I/O error leaves it in a state that crashes when the process ends.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class OtherFile(Exception):
 class ChunkWriter(io.RawIOBase):
     """New file for ``h5py.File(writer, "w", userblock_size=HEADER)``. Local. Call `finish` after h5py has closed it.
 
-    Without an HDF5 file it has only an index.
+    Without an HDF5 file, the new file has only an index.
 
     If a write fails inside HDF5 (disk full), HDF5 cannot close the file, and reports the error again when the process
     ends. So this class hides the error from HDF5: it keeps the error, drops later writes, and raises the error at the

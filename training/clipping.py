@@ -1,4 +1,4 @@
-"""Clipping: the gradients of a step are divided by their global norm where it is too large."""
+"""Clipping: the gradients of a step are scaled down if their global norm is too large."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["Clip"]
 
 
 class Clip:
-    """Clipping of gradients by their global norm, computed where the gradients are, without a wait. Collective.
+    """Clipping of gradients by their global norm, computed on the device of the gradients without waiting. Collective.
 
     The factor is ``min(1, max_norm / (norm + 1e-6))`` as in torch.nn.utils.clip_grad_norm_. It is an argument of
     ``Optimizer.begin_step``, so it costs no pass over the gradients. The norm needs every gradient, so the sums of
-    gradients are no longer hidden behind the next forward pass.
+    gradients no longer overlap the next forward pass.
 
     Parameters
     ----------
@@ -33,7 +33,7 @@ class Clip:
     norm
         Global norm in the last step; None before the first.
     factor
-        Factor on the gradients of this step, float64 ``(1,)`` where they are.
+        Factor on the gradients of this step, float64 ``(1,)`` on their device.
     """
 
     def __init__(self, store: ParameterStore, comm: Communicator, max_norm: float) -> None:
@@ -50,7 +50,7 @@ class Clip:
         self.norm: PendingLoss | None = None
 
     def bind(self) -> None:
-        """Make the kernel for the present buckets of the store. Local."""
+        """Make the kernel for the current buckets of the store. Local."""
         store = self._store
         if self._squares is not None:
             self._squares.close()
@@ -58,7 +58,9 @@ class Clip:
         self._squares = store.memory.kernels.sum_of_squares(terms, self._square)
 
     def _holders(self, bucket: Bucket) -> int:
-        """Return by how many ranks a square is counted: a block by all that hold it, a shard by its owner only."""
+        """Return the number of ranks that count the squares of a bucket: the holders of a block, or the owner of a
+        shard.
+        """
         return 1 if self._sum is None or self._store.is_sharded(bucket) else bucket.holders.members_each
 
     @property

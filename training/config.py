@@ -395,13 +395,13 @@ class Config(Table):
     run: RunConfig = RunConfig()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the keys that were set: other ranks load classes in files of the user by themselves."""
+        """Pickle only the keys that were set; each rank loads the classes in the user's files itself."""
         tables = self.model_dump(mode="json", exclude_unset=True)
         return _received, (tables, checksums(tables))
 
 
 def _received(tables: dict[str, Any], files: dict[str, int | None]) -> Config:
-    """Check the tables of another rank, and that the files of the user are here as they are there."""
+    """Check the tables of another rank; raise an error if the user's files differ on this rank."""
     check_files(tables, files)
     return check_config(tables)
 

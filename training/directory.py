@@ -1,7 +1,7 @@
 """The directory of a run. One run at a time holds it through ``run.lock``, which names its owner.
 
 Rank 0 creates the lock before anything else is written, touches it every few seconds, and removes it at the end. A run
-takes over a lock that a killed run has left behind:
+takes over the lock of a killed run:
 
 | owner | taken over |
 |---|---|
@@ -262,8 +262,8 @@ class RunLock:
     def _replace(self, text: str) -> bool:
         """Replace the lock with content `text` by this run's lock; return False if another run does.
 
-        Only the run that creates the claim for this lock replaces it. A run that is killed in between leaves its claim,
-        which is removed after a while.
+        Only the run that creates the claim for this lock replaces it. If that run is killed before it removes the
+        claim, another run removes the claim after a while.
         """
         claim = self.path.with_name(f"run.lock.{zlib.crc32(text.encode()):08x}")
         if not self._create(claim):

@@ -183,7 +183,7 @@ class JudgedPair:
     prediction, target
         Values that the loss reads.
     judgement, metric
-        The comparison, and the metric of its results.
+        Kind of comparison, and the metric that counts its results.
     weights
         Weights of this rank's block, with extents of 1 where they are broadcast; None: all elements count.
     """
@@ -240,7 +240,7 @@ def judged(executor: Executor) -> list[JudgedPair]:
 
 
 class MeanLoss:
-    """Sum of the losses of batches, whose mean does not depend on how samples are put into batches.
+    """Mean loss over batches; it does not depend on how samples are divided into batches.
 
     A loss is a mean over samples, so batches of fewer samples have less weight. A term that is divided by a sum of
     weights becomes the quotient of both sums over all batches. A batch without weight is ignored, and so is a term
@@ -285,7 +285,7 @@ class MeanLoss:
         return (self._total - float(self._own[:, 0].sum())) / self._samples + float(sum(quotients))
 
     def close(self) -> None:
-        """Free the sum. Collective."""
+        """Free the reduction. Collective."""
         if self._sum is not None:
             self._sum.close()
 
@@ -327,9 +327,10 @@ def _is_ours(path: Path) -> bool:
 def write_predictions(session: Session, batches: Sequence[Batch], path: Path) -> None:
     """Write datasets ``prediction``, ``target`` ``(n, *spatial, C)``, ``sample`` ``(n,)``. Collective; rank 0 writes.
 
-    ``sample`` is a number in the data set; ``source_file`` and ``source_sample`` are its file and its number there. The
-    second and later predictions that the loss compares are ``NAME/prediction`` and ``NAME/target``. Predictions are the
-    inputs of the loss (logits). Rank 0 holds all of them at once, so this is for images and small sets.
+    ``sample`` is the index of a sample in the data set; ``source_file`` and ``source_sample`` are its file and its
+    index in this file. The second and later predictions that the loss compares are ``NAME/prediction`` and
+    ``NAME/target``. Predictions are the inputs of the loss (logits). Rank 0 holds all of them at once, so this is for
+    images and small sets.
     """
     executor, comm = session.executor, session.comm
     names: dict[str, str] = {}

@@ -60,7 +60,7 @@ class Executor:
     Parameters
     ----------
     network
-        Its output named ``"loss"``, if there is one, is a :class:`Loss`.
+        Network to execute; if it has an output named ``"loss"``, this is a :class:`Loss`.
     comm
         Communicator of the ranks that share the batch.
     kernels
@@ -235,7 +235,7 @@ class Executor:
         return self.runner.view(value.view)
 
     def _reduced(self) -> Program:
-        """Return the program with operations on gradients, by the scheme that the buckets of the store are made for."""
+        """Return the program with operations on gradients, by the scheme of the store's buckets."""
         chunks = [bucket.chunk for bucket in self.store.buckets]
         program = reduce_gradients(self._layers, chunks, self.store.scheme, self.parts)
         for what, check in self.checks.items():
@@ -271,7 +271,7 @@ class Executor:
         return [Item(reducer.call(o), layer, held=False, on_gradients=True) for o in operations] if reducer else []
 
     def _calls(self, items: Iterable[Item], phase: str, kind: str) -> list[Call]:
-        """Return the calls of a pass of this kind, with notes of the progress, times and graphs around them."""
+        """Return the calls of a pass, with progress reports and timing; with `graph`, training passes are replayed."""
         items = [item for item in items if item.when in (None, kind)]
         calls = list[Call]()
         for (layer, on_gradients), group in groupby(items, lambda item: (item.layer, item.on_gradients)):
@@ -285,7 +285,7 @@ class Executor:
         return [partial(self._replay, graphed, calls)]
 
     def _recorded(self, layer: str, phase: str, calls: Sequence[Call]) -> Sequence[Call]:
-        """Return calls that also record the time of these (:class:`Spans`)."""
+        """Return calls that make `calls` and record their time (:class:`Spans`)."""
         return self.spans.timed(layer, phase, calls)
 
     def _replay(self, graphed: GraphedPass, calls: Sequence[Call]) -> None:
@@ -299,7 +299,7 @@ class Executor:
             call()
 
     def check_gradients(self, checks: Mapping[str, GradientCheck]) -> None:
-        """Make these checks in every step, when all gradients are complete and before any update. Collective.
+        """Run these checks in every step, when all gradients are complete and before any update. Collective.
 
         They replace earlier checks. `checks` maps names to checks; their sums are counted under these names.
         """
@@ -360,7 +360,7 @@ class Executor:
         self.pass_loss.begin()
 
     def _check_memory(self) -> None:
-        """With `debug`, raise GuardError or AccessError on all ranks for what a kernel of one of them did to memory."""
+        """With `debug`, raise GuardError or AccessError on all ranks if a kernel on one misused memory. Collective."""
         if self.debug:
             with self.comm.agreement():
                 GUARDS.check()
@@ -368,7 +368,7 @@ class Executor:
                 self.runner.poison.check()
 
     def loss_value(self) -> float:
-        """Return the loss of the last `forward`, summed over all ranks. Collective, and optional."""
+        """Return the loss of the last `forward`, summed over all ranks. Collective; optional in a step."""
         self._require_loss("loss_value()")
         return self.pass_loss.settle()
 
@@ -420,8 +420,8 @@ class Executor:
     def gather(self, name: str, gradient: bool = False) -> np.ndarray | None:
         """Gather an output of the network or of a layer, or the gradient of a probed input. Collective.
 
-        Rank 0 gets the whole array, ``(N, *spatial, C)`` or as the layer gives it, the others None. For several arrays
-        or repeated calls use :class:`Gather`, which documents what is raised.
+        Rank 0 gets the whole array, ``(N, *spatial, C)`` or in the shape of the layer's output; other ranks get None.
+        For several arrays or repeated calls use :class:`Gather`, which documents what is raised.
         """
         with closing(Gather(self, [] if gradient else [name], [name] if gradient else [])) as way:
             return way.run()[0]

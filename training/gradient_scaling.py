@@ -23,7 +23,7 @@ PATIENCE = 20
 
 
 class GradientCheck(Protocol):
-    """Protocol of a number that is computed from all gradients, between their sums and the updates."""
+    """Protocol of a check that computes a number from all gradients, after their sums and before the updates."""
 
     @property
     def over_ranks(self) -> bool:

@@ -90,7 +90,7 @@ def connect_device(kernels: Backend, comm: Communicator, wanted: str) -> None:
 
 
 def report_substitutes(comm: Communicator, found: Sequence[tuple[str, Substitute]]) -> None:
-    """Warn once, on rank 0, of kernels from another library. Collective over `comm`.
+    """Warn once, on rank 0, of kernels that another library substitutes. Collective over `comm`.
 
     Parameters
     ----------
@@ -111,7 +111,7 @@ def report_substitutes(comm: Communicator, found: Sequence[tuple[str, Substitute
 
 
 def _ranks(some: Sequence[int], size: int) -> str:
-    """Return a text for some of `size` ranks.
+    """Return a text that names some of `size` ranks.
 
     >>> _ranks([0, 2], 4), _ranks([1], 4), _ranks([0, 1], 2), _ranks([0], 1)
     ('ranks 0, 2 of 4', 'rank 1 of 4', 'all 2 ranks', 'the only rank')

@@ -114,7 +114,7 @@ class RunLog:
                 self._cannot(error)
 
     def _in_place(self, file: TextIO) -> TextIO:
-        """Return the file under the log's name: `file`, or a new one with its lines if it was removed or replaced."""
+        """Return the file under the log's name: `file`, or a copy of its lines if it was removed or replaced."""
         mine = os.fstat(file.fileno())
         try:
             found = os.stat(self.path)
@@ -135,7 +135,7 @@ class RunLog:
         return new
 
     def _cannot(self, error: OSError) -> None:
-        """Warn that the log cannot be written, once until it can again. This does not end a run."""
+        """Warn that the log cannot be written; warn again only after a successful write. This does not end a run."""
         if not self._failing:
             reason = os_reason(error) or error.strerror or error
             _log.warning("the log %s cannot be written now: %s", self.path, reason)
@@ -533,7 +533,7 @@ class _Both:
 
 
 def _cores() -> str:
-    """Return a text of the cores that this process may use, as ranges, and their number if a limit applies."""
+    """Return a text with the cores that this process may use, as ranges, and the limit on their number, if any."""
     cores = usable_cores()
     runs: list[list[int]] = []
     for core in sorted(cores.bound):

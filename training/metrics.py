@@ -1,6 +1,6 @@
 """Counts of right and wrong predictions, their scores, and the file that holds both.
 
-Counts are integers, so a score does not depend on the decomposition in any digit. A metric of your own is a subclass of
+Counts are integers, so scores do not depend on the decomposition in any bit. A metric of your own is a subclass of
 :class:`Metric`.
 """
 
@@ -50,7 +50,7 @@ class Metric(ABC):
     """Base class of metrics: counts of a prediction and its target, and their scores.
 
     A configuration names metrics of your own for the first prediction of the loss,
-    ``output.metrics = ["within.py:Within"]``; a loss names one in place of the library's:
+    ``output.metrics = ["within.py:Within"]``; a loss names one instead of the library's:
     ``Judgement(metric=RelativeError)``. Every rank counts its blocks, the counts are summed over the ranks, and all
     ranks compute the scores from the sums. Names of scores are their labels in log, progress and pictures. Fields of a
     metric that is a dataclass are settings: ``"within.py:Within:limit=0.5"``.
@@ -58,7 +58,8 @@ class Metric(ABC):
     Attributes
     ----------
     counts
-        Array of int64 or float64, of any shape, contiguous. Integers do not depend on the decomposition in any digit.
+        Array of int64 or float64, of any shape, contiguous. Sums of integers do not depend on the decomposition in any
+        bit.
     """
 
     #: Score -> whether ``"lower"`` or ``"higher"`` is better. A score that is missing here cannot be `output.best`.

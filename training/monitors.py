@@ -25,8 +25,8 @@ class LossWatch:
     - the loss of the first step, with the initial parameters;
     - in a regression, the loss of predicting zero: the targets of the first batch may be small by chance.
 
-    For all data, losses of classifications start near one and those of regressions near the second number, and
-    training makes them smaller.
+    For any data, the loss of a classification starts near 1 and that of a regression near the loss of predicting zero;
+    training reduces both.
 
     Parameters
     ----------
@@ -64,7 +64,7 @@ class LossWatch:
 
     @property
     def mean(self) -> float:
-        """Mean loss of the steps counted in this epoch; nan before the first. Does not wait."""
+        """Mean of the losses read so far in this epoch; nan before the first. Does not wait."""
         return self._sum / self._steps if self._steps else math.nan
 
     def end_epoch(self) -> float:

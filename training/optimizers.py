@@ -69,7 +69,7 @@ class Optimizer:
     step
         Number of updates that have begun.
     groups
-        Layers, or patterns of layers, with factors; first ``""``, all other layers.
+        Layers, or patterns of layers, with factors; the first entry ``""`` is all other layers.
     learning_rate
         Learning rate of the current step, of layers without a factor.
     gradient_scale
@@ -143,7 +143,7 @@ class Optimizer:
         Raises
         ------
         ValueError
-            If the state is or would be sharded: it would have to move.
+            If the shards differ from those for which the state was created.
         """
         if self._owned_ranges() != self._shards:
             raise ValueError("bind(): expected the shards for which the state was created; create a new optimizer")
@@ -235,19 +235,19 @@ class Optimizer:
 
     @classmethod
     def states(cls, settings: Any) -> tuple[str, ...]:
-        """Return the names of the state arrays that there are with these settings: `state_names`."""
+        """Return the names of the state arrays that an optimizer with these settings has: `state_names`."""
         return cls.state_names
 
     def corrections(self) -> tuple[float, float]:
-        """Return two numbers of step `step` (1, 2, ...) for the rule: :attr:`StepNumbers.first` and `second`."""
+        """Return two scalars of step `step` (1, 2, ...) for the rule: :attr:`StepNumbers.first` and `second`."""
         return 1.0, 1.0
 
     def rule(self, piece: UpdatePiece, numbers: StepNumbers) -> None:
         """Update a piece of the parameters and of the state in place.
 
-        Write it in operations on arrays that have a result, ``np.multiply(a, b, out=c)``: the arrays are NumPy's or
-        those of a device, and nothing is allocated. It is elementwise, or has `whole_parameters`; on a device it may be
-        replayed, so that what changes from step to step comes from the state and the numbers only.
+        Write it in array operations with an output, ``np.multiply(a, b, out=c)``: the arrays are on the host or on a
+        device, and nothing is allocated. The rule is elementwise, or has `whole_parameters`. On a device it may be
+        replayed as a graph, so values that change from step to step may come only from the state and `numbers`.
         """
         raise NotImplementedError
 
@@ -285,7 +285,7 @@ class Optimizer:
     # -- state --------------------------------------------------------------------------------------
 
     def _places(self) -> tuple[dict[int, int], list[int]]:
-        """Return, per bucket, the offset of its first element in the state arrays of its flat; and their sizes.
+        """Return, per bucket, the offset of its first element in the state arrays of its flat, and the arrays' sizes.
 
         A rank has state only for elements that it updates: the shards of buckets are stored one after another.
         """

@@ -119,12 +119,13 @@ class PartFile:
     done
         Number of batches in the part.
     fault
-        Reason why an earlier attempt at this part is not continued; None if it is, or if there was none.
+        Reason why an earlier attempt at this part is not continued; None if it is continued, or if there was no
+        attempt.
 
     Raises
     ------
     DataError
-        If the files cannot be written; also raised by all methods.
+        If the files cannot be written. All methods raise it too.
     """
 
     def __init__(
@@ -265,7 +266,7 @@ class PartFile:
     # -- writing ---------------------------------------------------------------------------------
 
     def go_back(self, done: int) -> None:
-        """Continue after the first `done` batches, which the part must have."""
+        """Continue after the first `done` batches; the part must contain them."""
         del self._sums[done + 1 :]
         self.done = done
 
@@ -294,7 +295,7 @@ class PartFile:
         Raises
         ------
         DataError
-            Also if another file has its name now, because a second job of the same kind has started it again.
+            If the file cannot be written, or if a second job of the same kind has replaced it by a new one.
         """
         if self.done == self._recorded:
             return

@@ -1,4 +1,4 @@
-"""The loss of a pass: its sum over all ranks, fetched from the device without a wait in the pass itself."""
+"""The loss of a pass: its sum over all ranks, copied from the device without a wait inside the pass."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["CHECKPOINT", "STOP", "VOTES", "FetchedNumber", "PassLoss", "PendingL
 
 
 class FetchedNumber:
-    """Number on a device that is copied to the host asynchronously. Local. Read it before the next fetch.
+    """Scalar on a device that is copied to the host asynchronously. Local. Read it before the next fetch.
 
     `put` only enqueues a copy on the device, so it can be captured in a graph.
     """
@@ -37,7 +37,7 @@ class FetchedNumber:
         self._ticket = self._device.mark()
 
     def read(self) -> float:
-        """Return the last fetched number. Waits for the work before it, which is complete one step later."""
+        """Return the last fetched number. Waits until its copy is complete; one step later it is complete already."""
         if self._ticket is not None:
             self._ticket.wait()
             self._ticket = None
@@ -68,7 +68,7 @@ class PendingLoss:
 
 
 def mean_of(losses: Sequence[float | PendingLoss]) -> float | PendingLoss:
-    """Return the mean loss of equal parts of a batch; if one is pending, the mean is. Local."""
+    """Return the mean loss of equal parts of a batch; the mean is pending if one of the losses is. Local."""
 
     def mean() -> float:
         return sum(map(float, losses)) / len(losses)
@@ -100,8 +100,8 @@ class PassLoss:
         ``(VOTES,)`` float64: this rank's votes in the next pass, for example that it received a signal. They are part
         of the sum of the loss, so they cost no message. They stay until they are changed.
     counted
-        The votes of the last pass whose loss is complete, summed over all ranks. All ranks have the same numbers
-        after the same pass, so they can decide by them.
+        The votes of the last pass whose loss is complete, summed over all ranks. They are the same on all ranks after
+        the same pass, so ranks may base decisions on them.
     pending
         On a device, the loss of the last pass; None on the host.
     """

@@ -1,10 +1,10 @@
-"""Connections between ranks in addition to MPI: plain sockets, which work when MPI does not.
+"""Connections between ranks in addition to MPI: plain sockets, which work even if MPI does not.
 
 The kernel closes a connection when a process ends, and reports it when a node does not respond. In normal operation
-only the kernel's own keep-alive packets travel on a connection. The kernel responds to them however busy the process
-is; a node that does not respond is given up after `LOST` seconds. A message is one JSON object per line.
+only the kernel's own keep-alive packets travel on a connection. The kernel responds to them even if the process is
+busy. A node that does not respond for `LOST` seconds counts as lost. A message is one JSON object per line.
 
-Each connection is requested, answered and confirmed::
+Each connection takes a request, a response and a confirmation::
 
     up (listens)                          down (calls)
        <------ password, rank (40 B) ------
@@ -12,9 +12,9 @@ Each connection is requested, answered and confirmed::
        <------ "+" ------------------------
        messages                           messages
 
-Ranks exchange addresses, passwords and countersigns over MPI. A rank that listens reads 41 bytes of fixed format from a
-stranger (port scanner, other job), and parses nothing else. All connections are made concurrently, so a stranger does
-not make a rank wait.
+Ranks exchange addresses, passwords and countersigns over MPI. A rank that listens reads only 41 bytes of fixed format
+from a foreign client (port scanner, other job). All connections are made concurrently, so a foreign client does not
+delay a rank.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Where:
 
 
 class Peers:
-    """Connections of this rank with others. Local. Only `wake` may be called while another thread runs the loop.
+    """Connections of this rank with other ranks. Local. Other threads than that of the loop may call only `wake`.
 
     Parameters
     ----------
@@ -126,7 +126,7 @@ class Peers:
         await asyncio.gather(*unfinished, return_exceptions=True)
 
     async def _call(self, rank: int, where: Where) -> None:
-        """Call a rank at its addresses in turn, until it answers."""
+        """Call a rank at its addresses in turn, until it responds."""
         for address in itertools.cycle(where.addresses):
             with contextlib.suppress(*_FAULTS):
                 if await asyncio.wait_for(self._greet(rank, where, address), ATTEMPT):
@@ -147,7 +147,7 @@ class Peers:
         return right
 
     async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Add the connection of a rank that calls; close that of a stranger."""
+        """Add the connection of a rank that calls; close that of a foreign client."""
         task, rank = asyncio.current_task(), None
         assert task is not None
         self._guests.append(task)
@@ -171,7 +171,7 @@ class Peers:
         return rank if await reader.readexactly(len(CONFIRMED)) == CONFIRMED else None
 
     def _add(self, rank: int | None, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Add a complete connection; close it without a rank."""
+        """Add the complete connection to `rank`; close it if `rank` is None or connected already."""
         if rank is None or rank in self.lines:
             writer.close()
             return
@@ -261,7 +261,7 @@ def _name(rank: int) -> bytes:
 
 
 def _keep_alive(connection: socket.socket) -> None:
-    """Enable keep-alive packets of the kernel: one per second after two seconds of silence."""
+    """Enable keep-alive packets of the kernel: one per second after two seconds without traffic."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     wanted = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": round(LOST) - 2, "TCP_USER_TIMEOUT": 1000 * LOST}
     for name, value in wanted.items():

@@ -69,14 +69,14 @@ class Reducer:
     Notes
     -----
     Communication per process and step: `halograd.perfmodel.cost.count_program`. Residuals of rounding are in
-    `Bucket.errors`, and with the sums until `settle`.
+    `Bucket.errors` and, until `settle`, in the encodings of the sums.
 
     References
     ----------
     Le et al. 2018, Section 3.1 (steps B-4-1 to B-5-2) and Section 4.1: chunks summed on the host. Rajbhandari et al.
-    2020, "ZeRO", stage 1 (P_os), with a reduce-scatter per bucket. Lee et al. 2017, Algorithm 2,
-    lines 7 to 9, 12, 25 to 26: there the previous layer posts the gather of activations; here it starts after the
-    update, which reads the activations that the gather overwrites.
+    2020, "ZeRO", stage 1 (P_os), with a reduce-scatter per bucket. Lee et al. 2017, Algorithm 2, lines 7 to 9, 12, 25
+    to 26: in the paper, the previous layer starts the gather of activations; here, the gather starts after the update,
+    which reads the activations that the gather overwrites.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Reducer:
         self._completions = [self.call(operation) for operation in completions(program)]
 
     def _open(self) -> dict[Sum, Reduction | None]:
-        """Make the sums of buckets; None for buckets without elements on this rank."""
+        """Open the reductions of buckets; None for buckets without elements on this rank."""
         totals = [o for o in self.program if isinstance(o, BucketTotal) and not o.layer]
         made = {o.sum: (self._states[o.bucket], isinstance(o, ShardGather)) for o in totals}
         specs = [
@@ -172,7 +172,7 @@ class Reducer:
             gather.finish()
 
     def _compute(self, layer: str, gradient: Sequence[Call]) -> None:
-        """Compute the gradient of the whole batch if it is due."""
+        """Compute a layer's gradient of the whole batch if it is due."""
         if layer in self._due:
             self._due.discard(layer)
             for call in gradient:
@@ -189,7 +189,7 @@ class Reducer:
             state.bucket.add_part(self._part, self._parts)
 
     def _compensate(self, state: _State) -> None:
-        """Add residuals of another decomposition, once, to a bucket of one rank, which is not rounded."""
+        """Add residuals from a checkpoint, once, to the gradients of a bucket on one rank, which are not rounded."""
         bucket, total = state.bucket, state.total
         if total is not None and total.encoding is None and bucket.errors is not None and bucket.errors.any():
             bucket.grads += self.store.memory.device.array(bucket.errors, bucket.errors.dtype)
@@ -218,14 +218,15 @@ class Reducer:
     # -- outside of a step ---------------------------------------------------------------------
 
     def spread(self) -> None:
-        """Gather the parameters that each rank updates, after a change outside of a step. Collective."""
+        """Gather the shards of parameters that the ranks own, after a change outside of a step. Collective."""
         for state in self._states:
             if state.gather is not None:
                 state.gather.run()
             state.bucket.refresh()
 
     def settle(self) -> None:
-        """Finish, and move all state to where a checkpoint finds it. Collective; no part of a step.
+        """Finish all sums and updates, and collect the rounding residuals for a checkpoint. Collective; no part of a
+        step.
 
         The rounding residuals of all ranks are summed on the first rank that holds the block, which adds them to its
         next gradient, also under another decomposition.
@@ -262,7 +263,7 @@ class Reducer:
 
 @dataclass
 class _State:
-    """State of a bucket between its gradients and its parameters.
+    """Progress of a bucket in a step: sum of gradients, update, gather of parameters.
 
     Attributes
     ----------
@@ -286,7 +287,7 @@ class _State:
 
     @property
     def idle(self) -> bool:
-        """Whether its parameters are complete."""
+        """Whether the parameters of the bucket are complete."""
         gathering = self.gather is not None and self.gather.under_way
         return not (self.pending or self.updated or gathering or self.gathered)
 
@@ -326,12 +327,12 @@ def _nothing() -> None:
 
 
 def check_possible(store: ParameterStore, comm: Communicator, scheme: Scheme) -> None:
-    """Validate the scheme, on all ranks alike. Local.
+    """Validate the scheme. Local, the same on all ranks.
 
     Raises
     ------
     UserError
-        If the dtype does not allow the rounding, or sums by nodes have no shared memory.
+        If the dtype does not allow the rounding, or hierarchical sums have no shared memory.
     """
     if not scheme.codec.takes(store.dtype.name):
         raise UserError(

@@ -1,7 +1,7 @@
 """Calls of rank 0 for all ranks.
 
-A thousand ranks that open the same small file at once load a parallel file system for longer than the rest of the start
-takes. So rank 0 reads the file, and broadcasts the result.
+If a thousand ranks open the same small file at once, a parallel file system takes longer than the rest of the start. So
+rank 0 reads the file, and broadcasts the result.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def on_root(world: Any, call: Callable[[], Result]) -> Result:
     ------
     Exception
         The error of `call`, on all ranks; or the error of a rank that cannot unpickle the result, because a file of the
-        user is not there.
+        user is missing on its node.
     """
     if world is None or world.size == 1:
         return call()

@@ -94,7 +94,7 @@ def train(
     Raises
     ------
     UserError, DataError
-        If the user can correct the fault; one line.
+        If the user can correct the fault; the message is one line.
     """
     world = boot() if comm is None else comm
     config = read_config(world, config, overrides)
@@ -332,7 +332,9 @@ class TrainingRun:
         self.log.write("finished", step=step)
 
     def _begin(self) -> None:
-        """Stop at once if a signal arrived during set-up; else do a validation that the last job left out."""
+        """Stop if a signal arrived during set-up; else do the validation that the last job did not complete.
+        Collective.
+        """
         asked = self.session.comm.allreduce_scalar(self.signals.vote, "max")
         if asked and (self._unvalidated or self.sampler.epoch < self.epochs):  # otherwise the run is complete
             self._stop(self._unvalidated)
@@ -411,7 +413,7 @@ class TrainingRun:
 
     @property
     def _asked_to_stop(self) -> bool:
-        """Whether a rank had received a signal before the last pass; the same on all ranks."""
+        """Whether any rank received a signal before the last pass; the same on all ranks."""
         return bool(self.session.executor.pass_loss.counted[STOP] > 0)
 
     def _checkpoint(self, needed: bool = False, unvalidated: bool = False, best: bool = False) -> None:
@@ -430,7 +432,7 @@ class TrainingRun:
         self.stopped_by = f"{signal.Signals(votes[rank]).name} to rank {rank} of {len(votes)}"
 
     def _end_epoch(self, epoch: int) -> None:
-        """Validate, and write a checkpoint if due; stop if a signal arrives in that time. Collective."""
+        """Validate, and write a checkpoint if due; stop if a signal arrives meanwhile. Collective."""
         self.trainer.settle()
         mean = self.watch.end_epoch()
         text = f"epoch {epoch + 1}/{self.epochs}: " + ("resumed" if math.isnan(mean) else f"mean loss {mean:.5f}")
@@ -475,7 +477,7 @@ class TrainingRun:
         return best.judge(judged, self.optimizer.step)
 
     def _judge(self, epoch: int) -> None:
-        """Warn that the loss has diverged, once until it recovers; log it after every such epoch. Local."""
+        """Warn of a diverged loss, again only after it has recovered; log it after every such epoch. Local."""
         before = self.watch.diverged
         found = self.watch.judge(self.validation.get("loss"))
         if found is None:
@@ -486,7 +488,7 @@ class TrainingRun:
             _log.warning("epoch %d: %s", epoch + 1, reason)
 
     def _log_phases(self) -> None:
-        """Log times of phases and their overlap, if measured, and the reads of this rank."""
+        """Log this rank's waits for data and bytes read; if measured, also the times of phases and their overlap."""
         session, step = self.session, self.optimizer.step
         waited, read = session.loader.seconds_waited, session.samples.dataset.bytes_read
         _log.info("step %d: waited %.3f s for data so far; %s read", step, waited, bytes_text(read))
@@ -500,7 +502,7 @@ class TrainingRun:
             _log.info("step %d: %s %s", step, name, {k: v if v is None else round(v, 3) for k, v in phase.items()})
 
     def validate(self) -> dict[str, Any] | None:
-        """Compute loss and scores of the held-out samples; None if a stop signal arrives in that time. Collective."""
+        """Compute loss and scores of the held-out samples; None if a stop signal arrives meanwhile. Collective."""
         timeline = self.session.timeline
         paused = timeline is not None and timeline.paused
         if timeline is not None:
@@ -513,7 +515,7 @@ class TrainingRun:
                 timeline.paused = paused
 
     def _interrupted(self) -> bool:
-        """Return whether to leave the validation in progress; the same on all ranks."""
+        """Return whether to end the validation in progress because of a signal; the same on all ranks."""
         self._vote()
         return self._asked_to_stop
 

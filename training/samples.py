@@ -59,7 +59,7 @@ class Samples:
     dataset
         Open data set; each rank reads its own blocks.
     training, validation
-        Numbers of the training samples and of the held-out samples.
+        Indices of the training samples and of the held-out samples.
     statistics
         Statistics of normalized inputs, by name.
     reductions
@@ -154,7 +154,7 @@ class Samples:
 
     @property
     def everything(self) -> np.ndarray:
-        """Numbers of all usable samples."""
+        """Indices of all usable samples."""
         return np.union1d(self.training, self.validation)
 
     @property
@@ -184,7 +184,7 @@ class Samples:
     def drawn(self) -> str:
         """Text that identifies the training samples and their files, independent of folders. Local.
 
-        Samples are numbered over the files in order, so a new or renamed file changes the numbers of later samples.
+        Samples are numbered over the files in order, so a new or renamed file changes the indices of later samples.
         """
         names = self.dataset.names if isinstance(self.dataset, FileSet) else []
         files = f" in {len(names)} files" if names else ""
@@ -210,7 +210,7 @@ class Samples:
                 _log.warning("%s", slow)
 
     def check_drawn(self, before: str | None, instead: str) -> None:
-        """Raise UserError if the run of a checkpoint was trained on other samples. Local.
+        """Raise UserError if the run of a checkpoint trained on other samples. Local.
 
         Parameters
         ----------
@@ -230,7 +230,7 @@ class Samples:
 
 
 def _warn_of_stored(dataset: Dataset, known: Mapping[str, Any], names: Sequence[str]) -> None:
-    """Warn of inputs that are unpacked although the statistics of a checkpoint may be for packed numbers. Local."""
+    """Warn of inputs that are unpacked although the statistics of a checkpoint may be those of packed values. Local."""
     for name in names:
         packing = dataset.fields[name].packing
         if name in known and not ChannelStatistics.unpacked(known[name]) and packing is not None and packing.scales:
@@ -243,7 +243,8 @@ def _warn_of_stored(dataset: Dataset, known: Mapping[str, Any], names: Sequence[
 
 
 def _look_for_invalid(data: DataConfig, dataset: Dataset, network: Network, comm: Communicator) -> dict[int, str]:
-    """Find the samples with faults, by number. Collective: each rank reads a share of all samples."""
+    """Return the first fault of each invalid sample, by its index. Collective: each rank reads a share of all samples.
+    """
     if data.invalid == "refuse":
         return {}
     with comm.agreement():
@@ -347,7 +348,7 @@ def _groups(data: DataConfig, dataset: Dataset) -> np.ndarray | None:
 
 
 def _warn_of_neighbors(data: DataConfig, dataset: Dataset, training: np.ndarray, validation: np.ndarray) -> None:
-    """Warn if neighbors in time are on both sides of the split, because samples of one simulation are similar."""
+    """Warn if samples of one file are both trained on and held out: neighbors in time are similar."""
     if isinstance(dataset, FileSet) and data.split == "auto" and dataset.groups is None:
         both = np.intersect1d(dataset.file_of[training], dataset.file_of[validation])
         if both.size:
@@ -416,7 +417,7 @@ def _balance(
     known: Mapping[str, list[int]] | None,
     comm: Communicator,
 ) -> dict[str, list[int]]:
-    """Balance the loss by the class counts in `known`, or by new ones; return them by name. Collective."""
+    """Balance the loss by the class counts in `known`, or by new counts; return the counts by target. Collective."""
     wanted, found = network.counted, dict(known or {})
     for name in wanted:
         if name in found:
@@ -434,7 +435,7 @@ def _balance(
 
 
 def _normalized(data: DataConfig, dataset: Dataset) -> list[str]:
-    """Return the names of normalized inputs."""
+    """Return the names of the inputs to normalize; raise UserError for an unknown name."""
     inputs = [name for name, field in dataset.fields.items() if not field.is_target]
     if isinstance(data.normalize, bool):
         return inputs if data.normalize else []

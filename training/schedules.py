@@ -75,7 +75,7 @@ class TrainingSpan:
 
 
 class Schedule(ABC):
-    """Learning rate as a function of the step and of the group of layers. Local, alike on all ranks.
+    """Learning rate as a function of the step and of the group of layers. Local, the same on all ranks.
 
     A subclass of your own takes its settings and the span of the training, and defines ``__call__``. The warm-up and
     the factors of the table ``[schedule]`` multiply its rate.
@@ -185,7 +185,7 @@ class StepDecay(Schedule):
 class Cosine(Schedule):
     """Half a cosine from `rate` at step `begin` to `final` at step `steps`; constant before and after.
 
-    (Loshchilov and Hutter 2017, Eq. 5, without restarts.)
+    The formula is Eq. 5 of Loshchilov and Hutter 2017, without restarts.
 
     Attributes
     ----------

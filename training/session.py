@@ -48,7 +48,8 @@ NAMED = 4  # layers named in a message
 
 @dataclass
 class Session:
-    """Data, network and executor of one run. To open it is collective over `comm`; the stack that is passed closes it.
+    """Data, network and executor of one run. `open` is collective over `comm`; the stack that it gets closes all
+    objects.
 
     Attributes
     ----------
@@ -83,8 +84,8 @@ class Session:
         """Build all objects. Collective over `comm`: a fault of one rank is raised on all ranks.
 
         Statistics of the data are those of `progress`, from a checkpoint, if it has them; else they are computed.
-        `strategy` comes from a plan; None: it is that of the configuration. Without `labelled`, targets are not read
-        and no samples are held out.
+        `strategy` comes from a plan; None: the strategy of the configuration is used. Without `labelled`, targets are
+        not read and no samples are held out.
         """
         with comm.agreement():
             data, settings = config.data, config.training
@@ -172,7 +173,7 @@ class Session:
         return Sampler(indices, batch, shuffle="never", remainder="fill").rest_of_epoch()
 
     def feed(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Yield one batch after another, in the inputs of the executor. Local."""
+        """Copy each batch to the inputs of the executor, then yield it. Local."""
         inputs = {name: self.executor.input(name).array for name in self.samples.dataset.fields}
         pulse = self.executor.pulse
         pulse.at("data", "")
@@ -226,7 +227,7 @@ def _strategy(config: Config, comm: Communicator, network: Network) -> Strategy:
 def begin_with(session: Session) -> None:
     """Set this rank's parameters and states from the file ``training.init``. Collective.
 
-    Every rank reads one whole array after another and takes its block, so the values are the same under every cut.
+    Every rank reads each array whole and copies its block, so the values are the same under every cut.
 
     Raises
     ------
@@ -336,7 +337,7 @@ def _kernels(session: Session) -> str:
 
 
 def _travels(comm: Communicator) -> str:
-    """Return a text on the transport of device arrays; empty for a single rank."""
+    """Return a text on the transport of device arrays; empty for a single rank or on the host."""
     choice = comm.devices.choice
     return f", arrays by {choice.describe()}" if choice is not None and comm.size > 1 else ""
 

@@ -1,11 +1,11 @@
 """Stop signals: a run records them, completes the step, writes a checkpoint, and can be resumed.
 
-Slurm sends SIGUSR1 some time before the limit (``--signal=USR1@120``) and SIGTERM before preemption; the launcher
+Slurm sends SIGUSR1 some time before the time limit (``--signal=USR1@120``) and SIGTERM before preemption; the launcher
 passes them to all ranks, or to some. No rank acts alone: ranks share signals through the loss reduction
 (`PassLoss.votes`), so all of them stop after the same step.
 
 The command line records signals from its first line on (:func:`note_stop_signals`). It ignores them as soon as its exit
-code is known (:func:`ignore_stop_signals`), so that a signal never replaces the exit code by its own. This module is
+code is known (:func:`ignore_stop_signals`), so that a signal never changes the exit code. This module is
 imported before all others, and imports none of them.
 """
 
@@ -25,7 +25,7 @@ _ASKING = (signal.SIGUSR1, signal.SIGTERM)
 
 
 class StopSignals:
-    """Context manager that records SIGUSR1 and SIGTERM, and includes the signal of an outer one. Local.
+    """Context manager that records SIGUSR1 and SIGTERM; it takes over a signal that an outer one has recorded. Local.
 
     A second signal changes nothing: launchers deliver one request several times (Slurm to the batch script and to the
     ranks, and SIGTERM once more before SIGKILL), and a checkpoint in progress must not be lost. SIGINT (Ctrl-C) is not

@@ -75,7 +75,7 @@ class StepTimes:
     timeline
         Timeline. If it is on, it stays on (all steps are recorded); else it is paused outside the measured steps.
     first, last
-        Number of the first step of the run, and of the step after its last.
+        Number of the first step of the run, and of the step after its last step.
     """
 
     def __init__(self, executor: Executor, timeline: Timeline, first: int, last: int) -> None:
@@ -145,7 +145,7 @@ def _middle(values: Sequence[float]) -> list[int]:
 
 
 def _places(executor: Executor) -> dict[tuple[str, str], str]:
-    """Map name and category of a span to its layer; a redistribution belongs to the layer after it."""
+    """Map name and category of a span to its layer; a redistribution belongs to the layer that reads its result."""
     found: dict[tuple[str, str], str] = {}
     waiting: list[str] = []
     for step in executor.program.steps:

@@ -1,4 +1,6 @@
-"""Parameters and gradients: flat arrays in the order in which backward finishes them, and buckets, ranges of them."""
+"""Parameters and gradients: flat arrays in the order in which backward finishes them, and buckets, which are ranges of
+these.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ _ALIGN = 64
 
 
 def _nothing() -> None:
-    """Do nothing, where there is nothing to convert."""
+    """Do nothing; used where no array needs a conversion."""
 
 
 @dataclass
@@ -42,14 +44,13 @@ class Flat:
     params, grads
         One array each, with small gaps of zeros for alignment. They are never reallocated: layers hold views of them.
     slices
-        Place of each parameter, by ``layer/parameter``.
+        Range of each parameter in the arrays, by ``layer/parameter``.
     errors
         Residuals of the rounding of gradients, to be added to the next ones, on the host; None without rounding.
     copies
         The parameters in 16 bits, as most layers read them; None where they read `params`.
     rounded
-        Gradients in 16 bits of the parameters whose layers compute them so, at the places of `grads`; None without
-        such parameters.
+        Gradients that layers compute in 16 bits, at the same offsets as in `grads`; None without such gradients.
     sums
         Sums of the gradients of the parts of a batch so far; None where batches are computed as a whole.
     """
@@ -76,15 +77,15 @@ class Bucket:
     decays
         Ranges of elements ``(start, stop, decayed)``, with or without weight decay.
     slices
-        Place of each parameter, counted from the start of the bucket.
+        Range of each parameter, relative to the start of the bucket.
     chunk
         Description of the bucket on all ranks.
     flat, start
-        Index in :attr:`ParameterStore.flats`, and where in those arrays the bucket starts.
+        Index in :attr:`ParameterStore.flats`, and offset of the bucket in those arrays.
     widen
         Enqueues the conversion of all gradients that are computed in 16 bits, in one launch; called before their sum.
     refresh
-        Enqueues the update of `copies`, after `params` were written by anything else than a fused update.
+        Enqueues the update of `copies`, after `params` were written by anything other than a fused update.
     """
 
     names: list[str]
@@ -112,7 +113,7 @@ class Bucket:
         return self.chunk.replicated
 
     def add_part(self, part: int, parts: int) -> None:
-        """Add the gradients of a part of a batch; after the last one `grads` is the mean, that of the batch."""
+        """Add the gradients of a part of a batch; after the last part, `grads` is their mean: that of the batch."""
         if parts == 1:
             return
         if not part:
@@ -140,7 +141,7 @@ class ParameterStore:
     seed
         Seed of the initial values, which depend on it and on the names only.
     bucket_bytes
-        Least size of a bucket on the rank that has most of it [B].
+        Minimum size of a bucket, on the rank with its largest block [B].
     blocks
         Block of each array that every rank holds; None: one rank, which holds everything.
     rank
@@ -148,7 +149,8 @@ class ParameterStore:
     scheme
         Scheme of gradient reduction, which decides the buckets.
     apart
-        Layers in arrays of their own, because they may be replicated now or later; None: those that are replicated now.
+        Layers with separate arrays, because they may be replicated now or later; None: the layers that are replicated
+        now.
     parts
         Number of parts of a batch that are computed one after the other, and whose gradients are added.
 
@@ -254,7 +256,7 @@ class ParameterStore:
         return shards(size, len(holders), self.dtype.itemsize)[holders.index(self.rank)]
 
     def gather_shards(self, comm: Communicator, bucket: Bucket, shard: Any) -> Any:
-        """Return an array as long as a bucket, made of the shards that the ranks own. Collective over `comm`.
+        """Gather an array as long as a bucket from the shards that the ranks own. Collective over `comm`.
 
         Returns
         -------
@@ -270,7 +272,7 @@ class ParameterStore:
         return whole[:0] if group.rank else whole
 
     def rechunk(self, scheme: Scheme) -> None:
-        """Cut the same arrays into other buckets. Local, alike on all ranks.
+        """Divide the same arrays into other buckets. Local, the same on all ranks.
 
         Only layers in `apart` can be replicated. Reducers and optimizers hold views of the buckets: make a new reducer,
         and call `Optimizer.bind`.
@@ -368,7 +370,7 @@ class ParameterStore:
         )
 
     def _widening(self, flat: Flat, names: list[str]) -> Callable[[], None]:
-        """Return a call that converts the gradients among `names` that have 16 bits."""
+        """Return a call that converts those gradients of `names` that have 16 bits to the dtype of `grads`."""
         where = [flat.slices[name] for name in names if name in self.rounded]
         pairs = [(flat.grads[at], flat.rounded[at]) for at in where if at.stop > at.start]
         return self.memory.device.copies(pairs) if pairs else _nothing

@@ -48,8 +48,8 @@ class Phase:
 def overlap_ratio(communication: float, blocked: float) -> float | None:
     """Compute the overlap ratio [%]: the share of the communication time that computation hides.
 
-    ``R = 100 * sum(T_c - T_b) / sum(T_c)``, with T_c the true duration of a communication and T_b the
-    time that the main thread was blocked in it; None without communication.
+    ``R = 100 * sum(T_c - T_b) / sum(T_c)``, with T_c the duration of a communication and T_b the time that the main
+    thread was blocked in it; None without communication.
 
     Parameters
     ----------
@@ -138,7 +138,7 @@ class Timeline:
         return sorted({kind_of(n) for n, c in self.phases if c in ("communication", "wait")})
 
     def summary(self) -> dict[str, dict[str, float | None]]:
-        """Return seconds by category, and per kind of communication its true and blocked time [s] and overlap [%]."""
+        """Return seconds by category, and per kind of communication its duration, blocked time [s] and overlap [%]."""
         found: dict[str, dict[str, float | None]] = {c: {"seconds": self.seconds(c)} for c in BUSY}
         for kind in self.kinds():
             found[kind] = {
@@ -183,7 +183,7 @@ def kind_of(name: str) -> str:
 
 
 class Spans:
-    """Times of the calls of a step, given to a recorder. Local.
+    """Timer of the calls of a step, which passes their times to a recorder. Local.
 
     On a device they are times of the device, read later, relative to an instant that was measured on host and device at
     construction, so that they fit the host's spans in one timeline.
@@ -193,7 +193,8 @@ class Spans:
     device
         Device of the work.
     recorder
-        Receiver of the spans; None: nothing is timed. Work that a device gets while it is paused gives no spans.
+        Receiver of the spans; None: nothing is timed. Work that is enqueued while the recorder is paused is not
+        recorded.
     """
 
     def __init__(self, device: Device, recorder: Recorder | None) -> None:
@@ -209,7 +210,7 @@ class Spans:
         return self._recorder is not None and not getattr(self._recorder, "paused", False)
 
     def timed(self, name: str, category: str, calls: Sequence[Callable[[], object]]) -> Sequence[Callable[[], object]]:
-        """Return calls that also record the time of these as one span; the same calls without a recorder."""
+        """Return calls that make `calls` and record their time as one span; without a recorder, return `calls`."""
         if self._recorder is None:
             return calls
         record = self._record if self._device.is_host else self._enqueue
@@ -254,7 +255,7 @@ _ROW_OF = {
 
 
 def trace_events(timeline: Timeline, origin: float) -> Iterator[dict[str, Any]]:
-    """Return the events of one rank; times count from `origin` (`time.perf_counter` [s])."""
+    """Yield the trace events of one rank; times count from `origin` (`time.perf_counter` [s])."""
     pid = timeline.rank
     yield {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": f"rank {pid}"}}
     yield {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": pid}}
@@ -309,8 +310,8 @@ def merge_traces(parts: list[Path], path: Path) -> None:
 def _common_origin(comm: Communicator, rounds: int = 5) -> float:
     """Return this rank's `perf_counter` at a common instant of all ranks [s]. Collective.
 
-    Ranks of one node read the same clock. For other nodes only the time at which they left a barrier is known (within
-    some microseconds); it is used if the difference is too large for one clock.
+    Ranks of one node read the same clock. For ranks of other nodes, the clocks are compared at the end of a barrier,
+    which is accurate to some microseconds; this offset is used if it is too large for ranks with one clock.
     """
     ends = []
     for _ in range(rounds):

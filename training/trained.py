@@ -135,7 +135,7 @@ def apply(
     data
         File, pattern or folder with the inputs of the network, or a list of these; other datasets are ignored.
     out
-        File or folder to write, see :mod:`halograd.training.applying`. That of an earlier job is replaced.
+        File or folder to write, see :mod:`halograd.training.applying`. The result of an earlier job is replaced.
     what
         ``"logits"``: the outputs themselves; ``"probabilities"`` or ``"classes"`` for outputs of a classification.
     tell
@@ -208,7 +208,7 @@ def _trained(
 
 
 def _files(session: Session) -> list[Any]:
-    """Return data that change when a file with samples, or a file that it refers to, changes. Local."""
+    """Return plain data that change whenever a file of samples, or a file that it refers to, changes. Local."""
     data, dataset = session.config.data, session.samples.dataset
     given = [data.path] if isinstance(data.path, str) else data.path
     paths = [Path(path) for path in given] if data.file is not None else find_files(given)

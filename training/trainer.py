@@ -156,7 +156,7 @@ class Trainer:
         Raises
         ------
         ValueError
-            If only the last part is left, for which :meth:`step` must be called.
+            If only the last part is missing, for which :meth:`step` must be called.
         Diverged
             As :meth:`step`.
         """
@@ -203,7 +203,7 @@ class Trainer:
         return time.perf_counter()
 
     def _pass(self, part: int) -> None:
-        """Run forward and backward on the samples in the inputs."""
+        """Run forward and backward on the samples in the inputs; `part` is the number of the part of the batch."""
         executor = self.executor
         executor.mode.step, executor.mode.part = self.optimizer.step, part
         executor.mode.valid = executor.batch

@@ -29,19 +29,19 @@ def check_name(name: str, known: Collection[str]) -> None:
     Raises
     ------
     UserError
-        If it is not; the message names the inputs.
+        If `name` is unknown; the message lists the inputs.
     """
     if name not in known:
         raise UserError(f"input: expected one of {', '.join(map(repr, known))}, got {name!r}")
 
 
 def name_of(network: Network, name: str) -> str:
-    """Return the name of the layer or input with this name, or of the node of the output with this name. Local.
+    """Return `name` if a layer or input has it, else the name of the node of the output called `name`. Local.
 
     Raises
     ------
     UserError
-        If there is neither; the message lists the names.
+        If nothing has this name; the message lists the known names.
     """
     nodes = list(network.names.values())
     if name in nodes:
@@ -163,7 +163,7 @@ class DeviceFeed:
 
     # -- the main thread ------------------------------------------------------------------------
     def bring(self, item: LoadedBatch) -> None:
-        """Enqueue the copies into the inputs, after the upload. Does not wait."""
+        """Enqueue the copies of a batch into the inputs, after its upload. Does not wait."""
         ticket = self._uploaded[item.slot]
         assert ticket is not None
         self._device.join(ticket)

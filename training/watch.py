@@ -3,17 +3,17 @@
 A rank that detects a fault reports it up the tree (:class:`Tree`) until the heads have it:
 
 - ``gone``: a connection ended without notice; its process was killed or its node failed;
-- ``stalled``: a rank has been at one place for longer than allowed;
+- ``stalled``: a rank has made no progress for longer than allowed;
 - ``dying``: a rank has an error of its own and is about to end the job.
 
-The first head acts. For ``stalled`` it requests the place of every rank (``where``, ``place``) and determines the rank
-that blocks the others. It prints one message, announces the end to all ranks (``ending``), and ends the job. Every
+The first head acts. For ``stalled`` it requests the position of every rank (``where``, ``place``) and determines the
+rank that blocks the others. It prints one message, announces the end to all ranks (``ending``), and ends the job. Every
 other head does the same if the heads before it do nothing for `TURN` each. So a head that is stopped, or whose
 interpreter is locked by a call, is detected like any other rank: it does not respond. Ranks that are cut off from the
 heads end themselves without a message.
 
 In normal operation no message is sent. Heartbeats would not detect a silent rank earlier: a call may lock the
-interpreter for as long as a rank may be at one place, and after that time the others send their requests.
+interpreter for as long as a rank may be without progress, and after that time the heads send requests anyway.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Pulse:
     """Progress of the main thread: the main thread writes it, the thread of the watchdog reads it. Local.
 
     A write is one store per attribute: no lock, no system call, no array. A reader may get a new phase with the old
-    place, once.
+    layer, once.
 
     Attributes
     ----------
@@ -62,7 +62,7 @@ class Pulse:
     place: str = ""
 
     def at(self, phase: str, place: str) -> None:
-        """Record the start of an activity of the main thread: its phase, and the layer or another place."""
+        """Record the start of an activity of the main thread: its phase, and its layer or another name."""
         self.phase, self.place = phase, place
 
     def state(self) -> tuple[int, int, str, str]:
@@ -72,7 +72,7 @@ class Pulse:
 
 @dataclass(frozen=True)
 class Place:
-    """Place of a rank in the program.
+    """Position of a rank in the program.
 
     Attributes
     ----------
@@ -94,7 +94,7 @@ class Place:
     idle: float
 
     def text(self) -> str:
-        """Return a text on the place."""
+        """Return a text that describes the position."""
         where = f"step {self.step + 1}, {self.phase}" + (f" of layer {self.layer!r}" if self.layer else "")
         waits = f", waiting for {self.waiting!r}" if self.waiting else ", not in an exchange"
         return f"{where}{waits} (at {self.line})"
@@ -103,15 +103,16 @@ class Place:
 def describe_stall(hosts: Sequence[str], places: Mapping[int, Place | None], patience: float) -> tuple[int, str]:
     """Return the rank that blocks the others, and a text with the reason.
 
-    It is the first rank that did not respond; else the rank that is in no exchange; else the rank that is behind.
+    It is the first rank that did not respond; else the rank that is in no exchange; else the rank with the least
+    progress.
 
     Parameters
     ----------
     hosts
         Name of the host, per rank.
     places
-        Place by rank; None for a rank that did not respond. Ranks that forward messages precede the ranks that they
-        reach.
+        Position in the program, by rank; None for a rank that did not respond. Ranks that forward messages precede the
+        ranks that they reach.
     patience
         Time that a rank may be at one place [s].
     """
@@ -208,7 +209,7 @@ class Tree:
 
 
 class Station(Protocol):
-    """Actions of a rank that the protocol needs."""
+    """Protocol of the actions that a :class:`Watch` requires of its rank."""
 
     def send(self, rank: int, message: Message) -> None:
         """Send a message to a rank that is connected with this one."""
@@ -217,7 +218,7 @@ class Station(Protocol):
         """Return a value that changes when the main thread makes progress; None while it is not watched."""
 
     def place(self, idle: float) -> Place:
-        """Return the place of the main thread, which has been there for `idle` [s]."""
+        """Return the position of the main thread, which has made no progress for `idle` [s]."""
         ...
 
     def say(self, rank: int, cause: str) -> None:
@@ -247,9 +248,9 @@ class Watch:
     station
         Executor of the decisions.
     clock
-        Function that returns the time [s]. Between two calls at most `INTERVAL` counts: if it is longer, the process
-        was stopped, perhaps with the whole job (Slurm's suspend), or its interpreter was locked, and no other rank is
-        the cause.
+        Function that returns the time [s]. At most `INTERVAL` is counted between two calls: if more time has passed,
+        the process was stopped, perhaps with the whole job (Slurm's suspend), or its interpreter was locked, and no
+        other rank is the cause.
     """
 
     def __init__(
@@ -306,7 +307,7 @@ class Watch:
             self._report(message, sender)
 
     def ended(self, rank: int, cause: str | None) -> None:
-        """Process the end of the connection to a rank, with its cause; None if the rank left regularly."""
+        """Process the end of the connection to a rank; `cause` is None if the rank announced its end."""
         self._advance()
         for ranks in (self._ups, self._downs):
             if rank in ranks:
@@ -416,7 +417,7 @@ class Watch:
         self._station.end()
 
     def _announce(self, within: float) -> None:
-        """Announce to all ranks that the job is being ended, and that its message is printed or will be.
+        """Announce to all ranks that the job ends and that this rank prints the message.
 
         A rank that still runs after `within` [s] ends itself: MPI_Abort ends the other ranks only if the launcher does.
         """

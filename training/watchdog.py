@@ -1,5 +1,5 @@
-"""The watchdog of a run, and the report of an interrupt: a job that ends early prints and logs the rank that is the
-cause.
+"""The watchdog of a run, and the report of an interrupt: a job that ends early prints and logs the rank that caused the
+end.
 
 A thread on every rank reads the position of the main thread once a second (:class:`~halograd.training.watch.Pulse`),
 and keeps connections to some of the other ranks (:mod:`halograd.training.peers`). The main thread only records its
@@ -40,7 +40,7 @@ FORWARDING = 0.5  # time for the launcher to forward the message, because MPI_Ab
 class Watchdog:
     """Context manager that ends the job if a rank dies or makes no progress, and reports an interrupt (SIGINT).
 
-    To create it is collective over `comm`; each rank leaves by itself. A single process raises KeyboardInterrupt with
+    Creating it is collective over `comm`; leaving the ``with`` is local. A single process raises KeyboardInterrupt with
     the message.
 
     Parameters
@@ -48,7 +48,7 @@ class Watchdog:
     comm
         All ranks of the job.
     stall_minutes
-        Time that a rank may be at one place [min]; 0: forever.
+        Maximum time without progress [min]; 0: no limit.
     log
         ``log.jsonl`` of the run, to which a line ``"failed"`` or ``"interrupted"`` is appended when the job is ended.
     folder
@@ -56,7 +56,7 @@ class Watchdog:
 
     Notes
     -----
-    Rank 0 does not watch ranks without a connection to it; it prints which ones.
+    Rank 0 does not watch ranks from which no connections lead to it; it prints them.
     """
 
     def __init__(self, comm: Communicator, stall_minutes: float, log: Path, folder: CheckpointFolder) -> None:
@@ -81,7 +81,9 @@ class Watchdog:
         self._pulse = pulse
 
     def interrupted(self) -> str | None:
-        """Announce and log the end; return the line to print, None if another rank prints it. Local, in any thread."""
+        """Announce and log an interrupt; return the line to print, None if another rank prints it. Local, in any
+        thread.
+        """
         self._words = "", False  # no other rank reports this rank
         if not self._closing:
             self._peers.wake()
@@ -148,7 +150,7 @@ class Watchdog:
         return Place(pulse.step, pulse.phase, pulse.place, self._comm.instruments.waiting or "", where, idle)
 
     def _cause(self, rank: int, how: str) -> str:
-        """Return a text on why a connection ended."""
+        """Return a text with the cause of the end of a connection."""
         if how == "lost":
             return "its node no longer responds"
         if self._hosts[rank] == self._hosts[self._comm.rank] and oom_kills() > self._oom_kills:

@@ -1,4 +1,4 @@
-"""Traffic, times and memory of a training step: those of its program, and of the sums of gradients by scheme."""
+"""Traffic and memory of a training step, counted from its program with the sums of gradients by scheme."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def program_of(
     target
         Batch, ranks, dtype, and the rank of the program.
     blocks
-        Blocks of parameters and states, if they are known already.
+        Blocks of parameters and states; computed if None.
     parts
         Number of passes per step.
     """
@@ -64,7 +64,7 @@ def count_step(
     Parameters
     ----------
     ranks
-        Number of ranks; that of the strategy if None.
+        Number of ranks; None: the strategy's number.
     per_node
         Number of consecutive ranks that share memory; all ranks if None.
 

@@ -1,18 +1,18 @@
 """The planners' problem for a network: costs of all candidates of all layers, and of all redistributions between them.
 
-Layers with the same settings and shapes are priced once; tables of edges are made once per shape and pair of lists of
-candidates.
+The costs of layers with the same settings and shapes are computed once; tables of edges are made once per shape and
+pair of lists of candidates.
 
 The problem is a sum over layers and pairs of layers, which requires approximations that `simulate` does not make:
 
-* Sums of gradients overlap with computation, so the time that they add is not a sum over layers. A layer is charged
-  `exposed` times its share of a bucket; :func:`halograd.perfmodel.predict.plan_network` solves for several values (0:
-  all hidden, 1: none, as Jia et al. 2018 charge `t_s`) and lets `simulate` decide.
-* A value that two layers read under the same other cut is redistributed once, and charged twice.
-* A halo that two layers share is charged to both.
-* A redistribution is priced for a few representative ranks (see :class:`Wires`): bytes and messages of these ranks
-  are exact; that all devices of a node send as much through its link is an assumption.
-* Memory is that of arrays that stay: parameters, gradients and optimizer state, activations, halo copies. Arrays that
+* Sums of gradients overlap with computation, so the time that they add is not a sum over layers. The cost of a layer
+contains `exposed` times its share of a bucket. :func:`halograd.perfmodel.predict.plan_network` solves the problem for
+several values (0: all sums hidden, 1: none, as `t_s` of Jia et al. 2018), and `simulate` decides.
+* A value that two layers read under the same other cut is redistributed once, but counted twice.
+* A halo that two layers share is counted for both.
+* The time of a redistribution is that of a few representative ranks (see :class:`Wires`): their bytes and messages are
+exact; all devices of a node are assumed to send as much through its link.
+* Memory is that of permanent arrays: parameters, gradients and optimizer state, activations, halo copies. Arrays that
   the arena holds for part of the backward pass (`transient`) are not additive; `plan_network` checks them with
   `memory_of`.
 """
@@ -70,8 +70,7 @@ class Grids:
         return cls(shape, np.array(grids, np.int64))
 
     def boxes(self, rank: int) -> tuple[Ints, Ints]:
-        """Return starts and stops of a rank's box, ``[candidates, axes]``; the box of a rank without a part is
-        empty."""
+        """Return starts and stops of a rank's box, ``[candidates, axes]``; a rank without a part has an empty box."""
         left = np.full(len(self.parts), rank, np.int64)
         at = np.empty_like(self.parts)
         for axis in range(self.parts.shape[1] - 1, -1, -1):
@@ -94,12 +93,12 @@ class Grids:
 
     @cached_property
     def _cuts(self) -> list[tuple[Ints, Ints]]:
-        """Distinct numbers of parts per axis, and the index of each candidate's: there are few of them."""
+        """Per axis, the distinct numbers of parts, and the index of each candidate's number."""
         return [np.unique(column, return_inverse=True) for column in self.parts.T]
 
     @property
     def fullest(self) -> Ints:
-        """Number of elements of the largest box, ``[candidates]``."""
+        """Number of elements of the largest box under each candidate, ``[candidates]``."""
         return (-(-np.array(self.shape, np.int64) // self.parts)).prod(axis=1)
 
 
@@ -125,7 +124,7 @@ def edge_seconds(
     """Return the time of one redistribution of an array ``(N, *spatial, C)``, ``[makers, readers]`` [s]; 0 between
     equal layouts.
 
-    Its adjoint takes as long.
+    The adjoint redistribution takes the same time.
     """
     u, v = Grids.of(shape, makers), Grids.of(shape, readers)
     seconds = np.zeros((len(makers), len(readers)))
@@ -139,12 +138,17 @@ def edge_seconds(
 
 
 def _looked_at(ranks: int) -> list[int]:
-    """Return representative ranks: up to four of at most 8; else the first, with the largest blocks, and one at 3/8."""
+    """Return representative ranks: up to four of at most 8 ranks; else rank 0, with the largest blocks, and a rank at
+    3/8.
+    """
     return sorted({0, min(1, ranks - 1), ranks // 2, ranks - 1}) if ranks <= 8 else [0, 3 * ranks // 8]
 
 
 def _one_way(source: Grids, target: Grids, rank: int, wires: Wires, itemsize: int, ranks: int) -> NDArray[np.float64]:
-    """Return the time in which `rank` sends its elements, ``[source, target]`` [s]; receiving is the reverse."""
+    """Return the time in which `rank` sends its elements, ``[source, target]`` [s].
+
+    With `source` and `target` swapped, the result is the time to receive.
+    """
     own = source.boxes(rank)
     kept = _overlap(own, target.boxes(rank))
     messages = target.count(*own) - (kept > 0)
@@ -194,21 +198,22 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class NetworkCosts:
-    """Costs of which a `Problem` is made.
+    """Costs of all candidates of a network, from which a `Problem` is made.
 
     Attributes
     ----------
     names
         Layers in order of computation.
     candidates
-        Cuts of each layer that are compared.
+        Candidate cuts of each layer.
     times, sums, memory
-        Per layer ``[candidates]``: kernels, halos, statistics and update [s]; sums of gradients [s]; memory of arrays
-        that stay [B].
+        Per layer ``[candidates]``: kernels, halos, statistics and update [s]; sums of gradients [s]; memory of
+        permanent arrays [B].
     halos
         Per layer, the cheaper halo algorithm of each candidate; "" without a halo.
     edges, edge_memory
-        ``(u, v)`` -> ``[candidates of u, candidates of v]``: redistribution, both passes [s]; its copy [B].
+        ``(u, v)`` -> ``[candidates of u, candidates of v]``: time of the redistribution in both passes [s]; size of its
+        copy [B].
     """
 
     names: tuple[str, ...]
@@ -221,7 +226,7 @@ class NetworkCosts:
     edge_memory: Mapping[tuple[int, int], Floats]
 
     def problem(self, exposed: float = 1.0, limit: float | None = None) -> Problem:
-        """Return the problem with this fraction of the sums of gradients charged, under a memory limit [B]."""
+        """Return the problem under a memory limit [B], with the fraction `exposed` of the sums of gradients as cost."""
         times = tuple(t + exposed * s for t, s in zip(self.times, self.sums))
         return Problem(self.names, times, self.memory, self.edges, limit, self.edge_memory)
 
@@ -273,9 +278,9 @@ def network_costs(
     ranks
         Number of ranks; a layer may use fewer.
     pricing
-        Links and kernels of the machine. (``Wires(machine, quick=True)`` is enough for a plan.)
+        Cost model of the machine. (``Wires(machine, quick=True)`` is enough for a plan.)
     full
-        Whether to price every legal cut, not only the preselected ones (`candidates`).
+        Whether every legal cut is a candidate, not only the preselected ones (`candidates`).
     grids
         Additional cuts, the same for all layers.
     """
@@ -285,7 +290,9 @@ def network_costs(
 def works_of(
     network: Network, batch: int, ranks: int, machine: Machine, dtype: str = "float32", full: bool = False
 ) -> dict[str, LayerWork]:
-    """Return the layers on local blocks whose times the costs of all candidates need, with boundary strips, by key.
+    """Return, by key, the layers on local blocks whose kernel times the costs of all candidates require.
+
+    Boundary strips are included.
 
     Parameters
     ----------
@@ -373,7 +380,7 @@ class _Maker:
         return cost.seconds + update, sums, self._memory(step, parameters), cost.halo_algorithm
 
     def _sum(self, nbytes: int, group: range) -> float:
-        """Return a layer's share of a bucket's sum, or its own if it fills one."""
+        """Return the time of a sum of a layer's gradients that fill a bucket, else its share of a bucket's sum [s]."""
         wires = self.pricing.wires
         if nbytes >= self.bucket_bytes:
             return wires.sum(nbytes, group)
@@ -427,7 +434,7 @@ def _parameters(network: Network) -> int:
 
 
 def _under(plain: Step, parts: Mapping[str, int], ranks: int) -> Step:
-    """Return the layer under a cut, on a rank in the middle, which has halos on all sides."""
+    """Return the layer under a cut, on a rank in the middle of the grid, which has halos on all sides."""
 
     def cut(value: Value) -> Value:
         layout = layout_of(value.layout.shape, parts, ranks)

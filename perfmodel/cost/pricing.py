@@ -1,7 +1,6 @@
-"""The price of one operation of a program on a machine: of a kernel, an exchange, a sum, or a pass over gradients.
+"""Cost of one operation of a program on a machine: of a kernel, an exchange, a sum, or a pass over gradients.
 
-Prices are those of the slowest rank [s]. What hides behind what follows from the order of the operations
-(`timeline.py`).
+Costs are times of the slowest rank [s]. `timeline.py` computes the overlap from the order of the operations.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class SumPrice:
 
 
 class Pricing:
-    """Times of operations on a machine. Local; caches its results.
+    """Cost model of operations on a machine. Local; caches its results.
 
     Parameters
     ----------
@@ -74,8 +73,7 @@ class Pricing:
         self._signatures: dict[Hashable, Hashable] = {}
 
     def signature(self, step: Step) -> Hashable:
-        """Return a key that is equal for layers with the same operations on inputs of the same shapes, whatever their
-        names.
+        """Return a key that is equal for layers with the same operations and input shapes, whatever their names.
 
         The key of a user's own layer is unique: its settings may be functions, of which only the names are known.
         """
@@ -88,7 +86,7 @@ class Pricing:
 
     @property
     def overlaps(self) -> bool:
-        """Whether to lower the boundary strips, which ``halo = "auto"`` may choose."""
+        """Whether kernels of boundary strips are needed, because ``halo = "auto"`` may choose ``"overlap"``."""
         return self.best_halo or self.wires.waits_for_network
 
     @property
@@ -98,12 +96,12 @@ class Pricing:
 
     @property
     def overhead(self) -> float:
-        """Time that the executor adds to each forward or backward of a layer."""
+        """Time that the executor adds to each forward or backward of a layer [s]."""
         return self.wires.machine.runtime.layer
 
     @property
     def synchronize(self) -> float:
-        """Time to wait for the device before a sum that starts during other work."""
+        """Time to wait for the device before a sum that starts during other work [s]."""
         return self.wires.machine.runtime.synchronize
 
     def kernel(self, timing: Timing, step: Step | None, trained: bool) -> float:
@@ -139,11 +137,11 @@ class Pricing:
         return seconds
 
     def exchange(self, made: ExchangeSpec) -> tuple[float, float]:
-        """Return the times of an exchange from its start until the last rank has everything, and of packing."""
+        """Return the time of an exchange, until the last rank has received everything, and the time of packing [s]."""
         return self.wires.exchange(Move.of(made))
 
     def sum(self, total: Sum) -> SumPrice:
-        """Return the times of a sum, or of a gather, on the slowest ranks."""
+        """Return the times of a sum or gather on the slowest ranks."""
         key = (total.groups, tuple(total.sizes), total.method, total.codec, total.feedback)
         if key not in self.known:
             self.known[key] = self._sum(total)
@@ -177,9 +175,7 @@ class Pricing:
         return SumPrice(seconds + back, work + back, begin, in_order)
 
     def update(self, operation: Update, slots: int) -> float:
-        """Return the time of the optimizer's update of the largest part that a rank updates, with `slots` arrays of
-        its own.
-        """
+        """Return the time of the update of the largest part that a rank updates, with `slots` state arrays [s]."""
         return self.wires.update(operation.largest, slots)
 
     def pass_over(self, operation: BucketOperation | CheckGradients) -> float:

@@ -47,7 +47,7 @@ class Training:
     slots
         Number of arrays of the parameters' size in the optimizer's state (SGD with momentum: 1, Adam: 2).
     barrier
-        Whether all sums of gradients end before the next forward pass begins; in the runtime they need not.
+        Whether all sums of gradients end before the next forward pass begins; the runtime does not require this.
     accumulates
         Whether the batch is the last part of a larger one, so that its gradients are added to the other parts'.
     clips
@@ -75,24 +75,24 @@ def simulate(
     Parameters
     ----------
     network, strategy
-        Network, and its strategy, which must fit (`Strategy.validate`).
+        Network, and a strategy that is valid for it (`Strategy.validate`).
     batch
         Global number of samples.
     pricing
-        Links and kernels of the machine.
+        Cost model of the machine.
     training
         Dtype and optimizer.
     ranks
-        Number of ranks; the strategy's if None.
+        Number of ranks; None: the strategy's number.
     account
-        Whether to predict memory and traffic, too.
+        Whether to predict memory and traffic too.
     """
     return Simulation(network, strategy, batch, pricing, training or Training(), ranks).prediction(account)
 
 
 @dataclass
 class _Chunked:
-    """Layers with gradients, and their buckets by chunking."""
+    """Layers with gradients, and their buckets per chunking."""
 
     layers: list[GradientLayer]
     buckets: dict[object, list[GradientChunk]] = field(default_factory=dict)
@@ -108,7 +108,7 @@ class _Remembered:
 
 
 class Simulation:
-    """A simulated step of a network under a strategy; costs of layers are computed once, other results on demand.
+    """Simulated step of a network under a strategy; costs of layers are computed once, other results on demand.
 
     Its parameters are those of :func:`simulate`; the machine is that of `pricing`.
     """
@@ -155,7 +155,7 @@ class Simulation:
     def with_reduction(self, scheme: Scheme, bucket_bytes: int | None = None) -> Simulation:
         """Return the simulation with another scheme of gradient reduction, or buckets of another size [B].
 
-        Layers are not priced again.
+        The costs of layers are not computed again.
         """
         other = copy.copy(self)
         nbytes = self.strategy.bucket_bytes if bucket_bytes is None else bucket_bytes
@@ -174,10 +174,10 @@ class Simulation:
 
     @property
     def memory(self) -> Mapping[str, int]:
-        """Memory of the fullest rank, by use [B], found among the ranks that may be the fullest.
+        """Memory of the fullest rank, by use [B].
 
-        These are a rank with halos on all sides, and the rank with the largest parameters, blocks and halos; all ranks
-        if there are at most `FEW`.
+        Only two ranks are compared if there are more than `FEW`: a rank with halos on all sides, and the rank with the
+        largest parameters, blocks and halos.
         """
         some = range(self.ranks) if self.ranks <= FEW else sorted({self._rank, self._fullest})
         return max((self._memory(rank) for rank in some), key=lambda m: sum(m.values()))
@@ -209,7 +209,7 @@ class Simulation:
 
     @cached_property
     def _chunked(self) -> _Chunked:
-        """Buckets for all simulations in which parameters have the same blocks."""
+        """Buckets by chunking, shared by all simulations in which parameters have the same blocks."""
         key = "buckets", self.network, self._outline.wide.itemsize, *self.blocks.values()
         if key not in self.pricing.known:
             self.pricing.known[key] = _Chunked(gradient_layers(self.network, self.blocks))
@@ -281,8 +281,9 @@ class Simulation:
     def _records(
         self, costs: Mapping[str, LayerCost], timeline: StepTimeline, sent: Mapping[str, tuple[int, int]]
     ) -> Iterator[LayerRecord]:
-        """Yield the record of every layer; a redistribution counts with the next layer. `sent`: number of messages, and
-        [B].
+        """Yield the record of every layer; a redistribution counts with the next layer.
+
+        `sent` has, by layer, the number of messages and their size [B].
         """
         terms = {name: defaultdict(float, cost.terms) for name, cost in costs.items()}
         for (name, term), seconds in timeline.terms.items():

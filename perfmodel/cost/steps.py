@@ -1,8 +1,8 @@
-"""Costs of a program's steps: layers are lowered one by one, and each is priced once per set of circumstances.
+"""Costs of a program's steps: layers are lowered one by one, and costs of equal layers are computed once.
 
 A search simulates strategies that differ in a few layers. The operations of a layer depend on its own cut, on the
-stored blocks of its inputs, and on the boxes of them that earlier layers have gathered. If all of these are equal, its
-cost is equal in any program.
+stored blocks of its inputs, and on the boxes that earlier layers have gathered from these inputs. If all of these are
+equal, its cost is equal in any program.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _Gathered = tuple[tuple[Any, ...], ...]
 
 @dataclass(frozen=True)
 class PricedSteps:
-    """Priced steps of a program.
+    """Costs of the steps of a program.
 
     Attributes
     ----------
     costs
-        Costs by name of the segment: of layers and redistributions in order of computation, and of sums of gradients.
+        Costs by name of the segment: layers and redistributions in order of computation, and sums of gradients.
     backward
         Segments of the backward pass, without operations.
     gathered
@@ -46,7 +46,7 @@ class PricedSteps:
 
 
 def price_steps(network: Network, program: Program, pricing: Pricing) -> PricedSteps:
-    """Price the steps of a program, which need not have been lowered."""
+    """Return the costs of the steps of a program, which need not be lowered."""
     return _Steps(network, program, pricing).priced()
 
 
@@ -72,7 +72,7 @@ def _copied(value: Value) -> Value:
 
 
 class _Known:
-    """A layer under one cut, priced on demand."""
+    """Layer under one cut; its costs are computed on demand."""
 
     def __init__(self, step: Step, gathered: _Gathered, pricing: Pricing) -> None:
         self._step, self._before = step, gathered
@@ -85,8 +85,9 @@ class _Known:
         return Alone(_apart(self._step), True, pricing.overlaps, self._before)
 
     def passes(self, gathered: _Gathered | None, pricing: Pricing) -> _Passes:
-        """Price the layer. `gathered` holds the boxes of its inputs that other layers gather before its backward pass;
-        None: it has no backward pass.
+        """Return the cost of the layer.
+
+        `gathered` holds the boxes of its inputs that other layers gather before its backward pass; None: it has none.
         """
         if gathered not in self._passes:
             alone, self._alone = self._alone or self._lowered(pricing), None  # operations need more memory than costs
@@ -98,9 +99,7 @@ class _Known:
 
 
 class _Passes(NamedTuple):
-    """Cost of a layer; gradients that it makes, per input (an input that is read twice counts once); all gathered
-    boxes.
-    """
+    """Cost of a layer; number of gradients that it computes per distinct input; all gathered boxes."""
 
     cost: LayerCost
     contributions: list[int]
@@ -112,7 +111,7 @@ def _gathered(step: Step) -> _Gathered:
 
 
 class _Steps:
-    """The steps of a program, priced in the order in which they are lowered: forward, then backward."""
+    """Cost computation for the steps of a program in the order in which they are lowered: forward, then backward."""
 
     def __init__(self, network: Network, program: Program, pricing: Pricing) -> None:
         node = network.outputs.get("loss")
@@ -164,7 +163,7 @@ class _Steps:
 
 
 def _key(step: Step, gathered: _Gathered, pricing: Pricing) -> Hashable:
-    """Return the circumstances on which the cost of a layer depends: equal keys have equal costs."""
+    """Return a key for the cost of a layer: layers with equal keys have equal costs."""
     output = step.output
     inputs = [
         (step.inputs.index(v), v.layout.boxes, v.stored, v.dtype, v.trainable, keys)

@@ -1,7 +1,7 @@
 """Timeline of one step: backward, the sums of gradients during it, and the next forward pass, which waits for them.
 
-The operations of a program are played in their order. A kernel takes its time; a message that was started travels
-beside the operations after it, until the operation that finishes it. ::
+The operations of a program are simulated in their order. A kernel takes its time; a message overlaps with the
+operations between the one that starts it and the one that finishes it. ::
 
     pad        forward   pack | halo of x | kernel
     overlap    forward   pack | max(halo of x, kernel) | boundary strips again
@@ -45,8 +45,8 @@ class LayerCost:
     forward_seconds, backward_seconds
         Times from the start to the end of its passes, without sums of parameters' gradients.
     terms
-        Their parts: kernels by phase (`Timing.phase`), ``"packing"``, exchanges of ``"halo"`` and the waits for them,
-        ``"halo_exposed"``, and waits for ``"channel"`` and ``"redistribute"`` exchanges and for sums of
+        Parts of these times: kernels by phase (`Timing.phase`), ``"packing"``, exchanges of ``"halo"`` and the waits
+        for them, ``"halo_exposed"``, and waits for ``"channel"`` and ``"redistribute"`` exchanges and for sums of
         ``"statistics"``.
     halo_algorithm
         ``"pad"`` or ``"overlap"``; "" without a halo of `x`.
@@ -59,14 +59,14 @@ class LayerCost:
 
     @property
     def seconds(self) -> float:
-        """Time of both passes."""
+        """Time of both passes [s]."""
         return self.forward_seconds + self.backward_seconds
 
 
 def price_layer(step: Step, forward: Sequence[Operation], backward: Sequence[Operation], pricing: Pricing) -> LayerCost:
-    """Return the times of the operations of one layer, or of a redistribution, in both passes. Local.
+    """Return the cost of one layer, or of a redistribution, in both passes from its operations. Local.
 
-    If strips of the boundary may be computed again or not, the faster halo algorithm is taken.
+    If the strategy allows both halo algorithms, with and without boundary strips, the faster one is taken.
     """
     strips = any(isinstance(o, Run) and o.timing is not None and o.timing.phase == "boundary" for o in forward)
     chosen = strips and pricing.best_halo and step.options.get("halo", "auto") == "auto"
@@ -99,8 +99,8 @@ class StepTimeline:
     update
         Time of the optimizer's updates.
     terms, algorithms
-        Terms by layer and name, and halo algorithms by layer, as in :class:`LayerCost`, of the operations that were
-        played, not of layers with a known cost.
+        Terms by layer and name, and halo algorithms by layer, as in :class:`LayerCost`, of the simulated operations,
+        not of layers with a known cost.
     """
 
     seconds: float
@@ -123,7 +123,7 @@ def play(
     program
         Program with operations on gradients.
     costs
-        Known costs of layers, by name of the segment; the operations of all other segments are played.
+        Known costs of layers, by name of the segment; the operations of all other segments are simulated.
     slots
         Number of arrays of the parameters' size in the optimizer's state.
     barrier
@@ -143,7 +143,7 @@ class _Link:
         self._concurrent, self._free = concurrent, -math.inf
 
     def send(self, at: float, seconds: float, in_order: bool = False) -> float:
-        """Return the time of arrival of a message that is ready at a time."""
+        """Send a message that is ready at time `at` [s]; return its time of arrival [s]."""
         if self._concurrent:
             if in_order:
                 self._free = max(self._free, at + seconds)
@@ -153,9 +153,9 @@ class _Link:
 
 
 class _Player:
-    """Time `now` that computation has reached, and the messages of layers in progress with the times of their ends.
+    """Simulator of layers: the time `now` that computation has reached, and the end times of messages in progress.
 
-    With `pads`, exchanges are awaited where they start, and strips of the boundary are left out.
+    With `pads`, computation waits for exchanges at their start, and boundary strips are left out.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class _Player:
         self._ends.clear()
 
     def compute(self, name: str, operations: Sequence[Operation], own: str) -> None:
-        """Play operations of a segment; `own` is the term to which the time of the executor is added."""
+        """Simulate operations of a segment; `own` is the term to which the time of the executor is added."""
         if name in self._steps:
             self._spend(name, own, self.pricing.overhead)
         for operation in operations:
@@ -188,7 +188,7 @@ class _Player:
                 self._sum(operation)
 
     def kernel(self, operation: Run) -> float:
-        """Play a kernel; return its time."""
+        """Simulate a kernel; return its time [s]."""
         timing, layer = operation.timing, operation.layer
         if timing is None or (self._pads and timing.phase == "boundary"):
             return 0.0
@@ -231,7 +231,7 @@ class _Player:
 
 
 class _StepPlayer(_Player):
-    """Player of a whole step, with the sums of gradients in progress; time 0 is the beginning of backward."""
+    """Simulator of a whole step with its gradient reductions; time 0 is the beginning of backward."""
 
     def __init__(self, program: Program, costs: Mapping[str, LayerCost], pricing: Pricing, slots: int) -> None:
         steps = {step.name: step for step in program.steps}
@@ -247,7 +247,7 @@ class _StepPlayer(_Player):
         self._at_rest = {o.sum for o in end if o.end == "start"} & {o.sum for o in end if o.end == "finish"}
 
     def start_gathers(self) -> None:
-        """Play the gathers that kernels of the previous forward pass have started."""
+        """Simulate the gathers that kernels of the previous forward pass have started."""
         program = self._program
         if not any(bucket.replicated for bucket in program.buckets):
             return
@@ -280,7 +280,7 @@ class _StepPlayer(_Player):
             self._forward += self._segment(segment, "forward")
 
     def _segment(self, segment: Segment, own: str) -> float:
-        """Play the layer of a segment; return its time."""
+        """Simulate the layer of a segment; return its time [s]."""
         known = self._costs.get(segment.name)
         if known is not None:
             seconds = known.forward_seconds if own == "forward" else known.backward_seconds
@@ -291,7 +291,7 @@ class _StepPlayer(_Player):
         return self.now - begin
 
     def run(self, operations: Sequence[Operation]) -> None:
-        """Play operations on gradients."""
+        """Simulate operations on gradients."""
         for operation in operations:
             if isinstance(operation, BucketTotal):
                 (self._begin if operation.end == "start" else self._complete)(operation)

@@ -1,9 +1,9 @@
-"""Times of exchanges and sums on a machine's links, on the ranks with the most communication.
+"""Times of exchanges and sums on a machine's links, for the ranks with the most communication.
 
 A rank sends its messages one after the other, each ``alpha + beta * n`` of its level, and receives at the same time
 (Dryden et al. 2019, Section V-A: ``2 SR + 2 SR + 4 SR``). Devices of a node share its link to other nodes, which
-carries the messages of all of them. Only some nodes are priced: those of the first rank, of the last rank and
-of the ranks in the middle of the grids, which have neighbors on all sides; all ranks if there are few.
+carries the messages of all of them. Times are computed for all ranks only if there are few; else for the nodes of the
+first rank, of the last rank, and of the ranks in the middle of the grids, which have neighbors on all sides.
 
 The emulated network (`comm/transports/emulated.py`) is simpler: messages travel independently of each other, and
 every sum takes the time of a ring over its ranks; between ranks of one node nothing is delayed.
@@ -34,12 +34,12 @@ Ranks = range | tuple[int, ...]
 
 @dataclass(frozen=True)
 class NodeSumTimes:
-    """Times of the parts of a sum by nodes [s] (`comm/transports/nodes.py`).
+    """Times of the parts of a hierarchical sum [s] (`comm/transports/nodes.py`).
 
     Attributes
     ----------
     deposit, way_back
-        Times of the copies of the buffer to the node's shared memory, and of the result back.
+        Times to copy the buffer to the node's shared memory, and to copy the result back.
     addition
         Time in which a rank adds its share of the summands of its node.
     across
@@ -58,12 +58,12 @@ class NodeSumTimes:
 
 
 class _Way(NamedTuple):
-    """Links from a rank to some others, for messages of any size.
+    """Links from a rank to some other ranks, for messages of any size.
 
     Attributes
     ----------
     alpha, outside_alpha
-        Sum of latencies over all of them, and over those on other nodes [s].
+        Sum of latencies of all these links, and of those to other nodes [s].
     betas
         Inverse bandwidth to each rank [s/B].
     outside
@@ -84,7 +84,7 @@ class Wires:
     machine
         Machine with the links.
     quick
-        Whether to price the node in the middle only (for the many candidates of a plan).
+        Whether to compute times for the node in the middle only (for the many candidates of a plan).
     """
 
     def __init__(self, machine: Machine, quick: bool = False) -> None:
@@ -117,13 +117,13 @@ class Wires:
         return self.machine.runtime.packed and not self.emulated
 
     def copy(self, nbytes: float) -> float:
-        """Return the time to pack or unpack `nbytes` [B], which are read and written once [s]."""
+        """Return the time to pack or unpack `nbytes` [B], which reads and writes them once [s]."""
         return 2 * nbytes / (self.machine.memory_bandwidth * self.machine.efficiency.memory)
 
     def update(self, nbytes: float, slots: int) -> float:
-        """Return the time of the optimizer's update of `nbytes` [B] of parameters with `slots` arrays of its own [s].
+        """Return the time of the optimizer's update of `nbytes` [B] of parameters with `slots` state arrays [s].
 
-        The update reads the gradient, the parameters and its own arrays, and writes the last two.
+        The update reads the gradient, the parameters and the state, and writes the last two.
         """
         arrays = 3 + 2 * slots
         measured = self.machine.runtime.update
@@ -165,9 +165,10 @@ class Wires:
         return measured.seconds(nbytes)
 
     def sum_by_nodes(self, nbytes: float, ranks: Ranks) -> NodeSumTimes:
-        """Return the times of an all-reduce of `nbytes` [B] in the memory of each node, then by one rank of each [s].
+        """Return the times of a hierarchical all-reduce of `nbytes` [B] within nodes, then between one rank per node
+        [s].
 
-        A copy takes the time of the device's memory, or of the links within a node if they are slower (they bring
+        A copy takes the time of the device's memory, or of the links within a node if they are slower (they copy
         gradients to the host).
         """
         if len(ranks) < 2 or not nbytes:
@@ -189,15 +190,17 @@ class Wires:
         return found
 
     def _together(self, ranks: Ranks) -> bool:
-        """Return whether a group equals the measured one of its size: the first ranks, on one node if they fit."""
+        """Return whether the measured time of a group of this size is valid for `ranks`: they are on one node, if they
+        fit.
+        """
         if self.emulated:  # the time of a ring, independent of the links that cross the network
             return len(ranks) > self.per_node or len(self._nodes(ranks)) == 1
         return self.machine.span(ranks) in ("device", "node")
 
     def exchange(self, move: Move) -> tuple[float, float]:
-        """Return the times of an exchange from its start until the last rank has everything, and of packing [s].
+        """Return the time of an exchange, until the last rank has received everything, and the time of packing [s].
 
-        Packing includes unpacking, with one kernel per message, on the rank with the most of it.
+        Packing includes unpacking, with one kernel per message, on the rank that packs most.
         """
         found = self._exchanges.get(move)
         if found is None:
@@ -237,13 +240,12 @@ class Wires:
         return [rank for node in sorted(nodes) for rank in range(node * width, min(ranks, (node + 1) * width))]
 
     def _farthest(self, peers: np.ndarray, nbytes: np.ndarray, rank: int) -> float:
-        """Return the time of the largest message to another node; these messages travel at the same time."""
+        """Return the time of the largest message to another node [s]; all these messages travel at the same time."""
         far = nbytes[peers // self.per_node != rank // self.per_node]
         return self.machine.links["across"].seconds(int(far.max())) if len(far) else 0.0
 
     def _nodewise(self, sent: Mapping[int, tuple[np.ndarray, np.ndarray]]) -> float:
-        """Return the time of the slowest rank, given that all ranks of its node send to other nodes through one link.
-        """
+        """Return the time of the slowest rank [s]; all ranks of a node send to other nodes through one link."""
         slowest, node, beyond, alphas = 0.0, -1, 0.0, 0.0
         for rank, (peers, nbytes) in sent.items():
             if rank // self.machine.devices_per_node != node:
@@ -275,9 +277,7 @@ class Wires:
 
 
 def middle_rank(blocks: Blocks) -> int:
-    """Return the rank in the middle of a grid, which has neighbors on all sides; with unequal shares, one with the
-    largest.
-    """
+    """Return a rank in the middle of a grid, with neighbors on all sides; with unequal shares, one with the largest."""
     rank = 0
     for axis in blocks.axes:
         rank = rank * len(axis) + _middle_part(axis)

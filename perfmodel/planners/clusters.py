@@ -1,9 +1,10 @@
-"""Elimination of layers one after another, for any graph: variable elimination in clusters of tables.
+"""Elimination of layers one after another, for any graph: variable elimination by clusters of tables.
 
 To eliminate a layer replaces it, with all tables that depend on it, by one table over its neighbors: the cheapest
-completion of each of their choices. With two neighbors this is the node elimination of Jia et al. 2018 (Section 5); to
-add the new table to one over the same pair is their edge elimination. More neighbors are handled in the same way with
-larger tables (Dechter 1999, *Bucket elimination*), up to a limit. Beyond it a cluster is split (Dechter and Rish 2003,
+completion of each of their choices. With two neighbors this is the node elimination of Jia et al. 2018 (Section 5);
+adding the new table to an existing table over the same pair is their edge elimination. More neighbors are handled in
+the same way with larger tables (Dechter 1999, *Bucket elimination*), up to a limit. Beyond this limit a cluster is
+split (Dechter and Rish 2003,
 *Mini-buckets*): each part is minimized separately, which gives a lower bound instead of the optimum.
 """
 
@@ -66,7 +67,7 @@ def minimum_of_sum(arrays: Sequence[Array]) -> Array:
 
 
 def absorbed(arrays: Sequence[Array]) -> list[Array]:
-    """Return the same sum with every table added to one that has all its axes, if there is one."""
+    """Return fewer tables with the same sum: a table is added to another one that has all its axes, if possible."""
     left = sorted(arrays, key=lambda a: a.size)
     kept: list[Array] = []
     for i, small in enumerate(left):
@@ -82,8 +83,8 @@ def absorbed(arrays: Sequence[Array]) -> list[Array]:
 class Costs:
     """Tables of layers, then of edges, for `Clusters.run`.
 
-    Equal tables become one object, so that work on them is recognized and done once: networks repeat themselves (36
-    equal blocks in ResNet-152), their tables are equal, the tables computed from them are one object, and so on.
+    Equal tables become one object, so that equal computations are recognized and done once. Networks repeat blocks (36
+    equal ones in ResNet-152), so many tables are equal, and so are the tables computed from them.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -116,10 +117,10 @@ class Costs:
 def elimination_order(problem: Problem, last: int | None = None) -> list[int]:
     """Return an elimination order of all layers, `last` at the end, with small tables.
 
-    The next layer is always the one whose elimination costs least (the product of its candidates and those of all its
-    neighbors); of equal ones the one that joins the fewest pairs of neighbors, then the first. Layers with one neighbor
-    come first, then those with two (node elimination of Jia et al. 2018), so series-parallel networks never need a
-    table over three layers. The order by pairs, then costs, is tried too.
+    The next layer is always the one whose elimination costs least (the product of the numbers of candidates of the
+    layer and of all its neighbors); among equal ones, the one that joins the fewest pairs of neighbors, then the first.
+    Layers with one neighbor come first, then those with two (node elimination of Jia et al. 2018), so series-parallel
+    networks never need a table over three layers. The order by pairs, then costs, is tried too.
     """
     return min((_greedy(problem, last, by_fill) for by_fill in (False, True)), key=lambda found: found[0])[1]
 
@@ -153,7 +154,9 @@ def _greedy(problem: Problem, last: int | None, by_fill: bool) -> tuple[float, l
 
 
 def _eliminate(neighbors: list[set[int]], v: int) -> set[int]:
-    """Join the neighbors of ``v`` and remove it; return all layers whose key may have changed."""
+    """Connect the neighbors of layer ``v`` with each other and remove ``v``; return the layers whose key may have
+    changed.
+    """
     around = neighbors[v]
     touched = set(around)
     filled = False
@@ -208,7 +211,7 @@ def decision_order(order: Sequence[int], scopes: Sequence[Sequence[int]]) -> lis
 
 @dataclass(frozen=True)
 class Part:
-    """Factors that are minimized together; the result, over ``scope``, is factor number ``message``."""
+    """Factors of a cluster that are minimized together; the result, over ``scope``, is factor number ``message``."""
 
     factors: tuple[int, ...]
     scope: tuple[int, ...]
@@ -217,8 +220,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Cluster:
-    """All factors that depend on a layer when it is eliminated; ``scope`` holds the other layers on which they depend.
-    """
+    """All factors that depend on a layer when it is eliminated; ``scope`` holds the other layers of these factors."""
 
     layer: int
     parts: tuple[Part, ...]
@@ -241,8 +243,7 @@ class PassResult:
 
 
 class Clusters:
-    """Elimination plan: the order of the layers, and the tables combined at each step; valid for any costs on the same
-    graph.
+    """Elimination plan for a graph, with any costs: the order of layers, and the tables combined at each step.
 
     Factors are numbered: one per layer, one per edge (in the order of the problem), then messages.
 
@@ -330,9 +331,9 @@ class Clusters:
         return PassResult(filled, value)
 
     def decide(self, messages: PassResult, fixed: Mapping[int, int] | None = None) -> list[int]:
-        """Return the best candidate per layer, given the layers decided before: the optimum, if `exact`.
+        """Return the best candidate per layer, decided in the order of `decisions`; the choice is optimal if `exact`.
 
-        ``fixed`` holds layers with a given candidate. If this is the layer eliminated last, the result is still
+        ``fixed`` holds layers with a given candidate. If only the layer eliminated last is fixed, the result is still
         optimal.
         """
         indices = [0] * len(self.sizes)

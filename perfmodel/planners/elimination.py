@@ -1,9 +1,9 @@
-"""The optimum for any graph and any memory limit (Jia et al. 2018, Section 5, extended).
+"""Planner that finds the optimum for any graph and memory limit (Jia et al. 2018, Section 5, extended).
 
-A price for memory handles the memory limit. For any price ``p >= 0`` [s/B], the minimum over x of
-``time(x) + p * (memory(x) - limit)`` is a lower bound on the time of the fastest choice that fits, and one elimination
-computes it. As a function of the price it is concave and piecewise linear; cutting planes of one variable find its
-maximum (Handler and Zang 1980, for the constrained shortest path).
+A Lagrange multiplier handles the memory limit. For any multiplier ``p >= 0`` [s/B], the minimum over x of ``time(x) + p
+* (memory(x) - limit)`` is a lower bound on the time of the fastest choice that fits, and one elimination computes it.
+The bound is a concave, piecewise linear function of the multiplier; cutting planes of one variable find its maximum
+(Handler and Zang 1980, for the constrained shortest path).
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ FIRST_LIMITS, FIRST_LABELS = (1 << 16, 1 << 23), 20_000
 
 
 class GaveUp(UserError):
-    """The limits on the work were reached: no choice was found, and none is excluded."""
+    """Error: the limits on the work were reached, so no choice was found, but one may exist."""
 
 
 class Elimination(Planner):
-    """Node and edge elimination, extended to larger tables if the graph requires them; it finds the optimum.
+    """Planner by node and edge elimination, extended to larger tables if the graph requires them; it finds the optimum.
 
     1. Candidates that are provably unnecessary are removed (`prune`).
     2. All layers are eliminated (`Clusters`). On series-parallel networks these are the node and edge eliminations of
        Jia et al. 2018; on others, tables over more than two layers appear. If the result fits, it is the optimum.
-    3. If a memory limit binds, prices for memory give a lower bound, and a search among all choices near it (`search`)
-       finds the optimum. The same search closes the gap if tables would be too large and clusters were split.
+    3. If a memory limit binds, Lagrange multipliers give a lower bound, and a search among all choices near it
+    (`search`) finds the optimum. The same search closes the gap if tables would be too large and clusters were split.
 
     If clusters are too large for `FIRST_LIMITS`, small tables are tried first: bounds from split clusters are often so
     tight that the search proves the optimum in a fraction of the time of the large tables.
@@ -87,7 +87,9 @@ class Elimination(Planner):
         return choice
 
     def _staged(self, problem: Problem) -> Selection | None:
-        """Try small tables first if they split clusters: their bounds are cheap, and often tight."""
+        """Solve a problem, first with small tables, even if these split clusters: the bounds are cheap, and often
+        tight.
+        """
         limits = (min(FIRST_LIMITS[0], self.limits[0]), min(FIRST_LIMITS[1], self.limits[1]))
         small = Clusters(problem, *limits)
         if small.exact or limits == self.limits:
@@ -109,12 +111,12 @@ class Elimination(Planner):
 
 
 class _Solver:
-    """The optimum of one problem by clusters: the best price found, and the fastest choice.
+    """Search for the optimum of one problem: the best multiplier and the fastest choice found so far.
 
     Attributes
     ----------
     multiplier, messages
-        Price of memory [s/B], and the messages of the elimination at this price.
+        Multiplier of the memory [s/B], and the messages of its elimination.
     bound
         Lower bound on the time of all choices that fit [s].
     indices, seconds
@@ -159,7 +161,7 @@ class _Solver:
         return indices
 
     def _step(self, multiplier: float) -> list[int]:
-        """Eliminate at a price, and store improvements; return the choice."""
+        """Eliminate all layers with a multiplier [s/B], and store improvements; return the choice."""
         assert self.problem.limit is not None
         messages = self.clusters.run(self.costs.weighted(multiplier))
         self.passes += 1
@@ -169,9 +171,9 @@ class _Solver:
         return self._keep(self.clusters.decide(messages))
 
     def _cutting_planes(self, large: list[int], small: list[int]) -> None:
-        """Maximize the lower bound over the price.
+        """Maximize the lower bound over the multiplier.
 
-        Two choices, one too large and one that fits, define two lines; their intersection is the next price.
+        Two choices, one too large and one that fits, define two lines; their intersection is the next multiplier.
         """
         problem, rounding = self.problem, ROUNDING * abs(self.bound)
         for _ in range(STEPS):
@@ -189,7 +191,7 @@ class _Solver:
                 large = between
 
     def _geometric(self) -> Iterator[float]:
-        """Yield prices over twelve orders of magnitude around a typical one, for inexact bounds."""
+        """Yield multipliers over twelve orders of magnitude around a typical one; used if bounds are inexact."""
         tables = (*self.problem.memory, *self.problem.edge_memory.values())
         span = sum(float(table.max() - table.min()) for table in tables)
         least = abs(self.bound)
@@ -240,8 +242,7 @@ def _better(first: Selection, second: Selection) -> Selection:
 
 
 def next_best(problem: Problem, layer: int, planner: Elimination | None = None) -> Array:
-    """Return the best total for every candidate of one layer, with all other layers chosen anew (*min-marginals*);
-    exact.
+    """Return the exact minimum time for every candidate of one layer over all other choices (*min-marginals*).
 
     Without a memory limit, or if it does not bind, one elimination with this layer last gives all results at once. A
     candidate whose best choice does not fit is planned again, under the limit.
@@ -249,9 +250,9 @@ def next_best(problem: Problem, layer: int, planner: Elimination | None = None) 
     Parameters
     ----------
     layer
-        Number of the layer.
+        Index of the layer.
     planner
-        Planner for candidates under a limit; its settings bound the work. If it proves no optimum, its best is
+        Planner for candidates under a limit; its settings bound the work. If it proves no optimum, its best result is
         returned.
 
     Returns

@@ -41,11 +41,11 @@ def best_along(own: Sequence[Array], between: Sequence[Array | None]) -> list[in
 
 
 class ShortestPath(Planner):
-    """The shortest path from the first layer to the last over all candidates; the optimum of a chain.
+    """Planner by the shortest path from the first layer to the last over all candidates: the optimum of a chain.
 
     The graph has a vertex per candidate, and an edge to each candidate of the next layer, weighted with the time of the
-    layer and of the redistribution. On chains, `Elimination` is this dynamic program, also under a memory limit; this
-    planner rejects all other networks.
+    layer and of the redistribution. On chains, `Elimination` is the same dynamic program, also under a memory limit.
+    This planner rejects networks that are no chains.
     """
 
     name = "shortest_path"
@@ -67,8 +67,7 @@ STEPS = 40
 
 
 class LongestPathFirst(Planner):
-    """Planner that plans the longest path as if it were the network, keeps its choices, and continues with the next
-    longest.
+    """Planner that plans the longest path as if it were the network, and then the next longest, with fixed choices.
 
     The length of a layer is the time of its fastest candidate: the work that is always necessary. The next path, from a
     layer without inputs to a layer without readers, is the one with the fewest decided layers, then the longest. Unlike
@@ -77,8 +76,8 @@ class LongestPathFirst(Planner):
     The result is not optimal: a path's choices ignore the branches that come later. The reported gap is the difference
     to the sum of all minimum times.
 
-    A price [s/B] on memory handles a memory limit: bisection finds the smallest price at which the result fits. The
-    planner may miss a choice although one exists; its error then refers to `Elimination`, which finds it.
+    A Lagrange multiplier (`price` [s/B]) handles a memory limit: bisection finds the smallest one at which the result
+    fits. The planner may find no choice although one exists; its error then refers to `Elimination`, which finds it.
     """
 
     name = "longest_path_first"
@@ -101,7 +100,8 @@ class LongestPathFirst(Planner):
 
 
 def _priced(problem: Problem, paths: list[list[int]], free: list[int]) -> tuple[list[int], int]:
-    """Return a choice that fits at the lowest possible price, or the smallest one found; and the number of passes."""
+    """Return a choice that fits at the smallest possible `price`, else that of least memory; and the number of passes.
+    """
     assert problem.limit is not None
     small = follow(memory_problem(problem), paths)
     if not problem.fits(small):

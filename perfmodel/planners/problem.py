@@ -1,5 +1,5 @@
-"""Interface of all planners: arrays of costs as input, one candidate per layer as output; and candidates that need no
-search.
+"""Interface of all planners: arrays of costs as input, one candidate per layer as output; and removal of candidates
+that no optimum needs.
 
 `prune` removes a candidate only if it is impossible (infinite, alone or with every candidate of a neighbor; or too
 large even if all other layers use the least memory), or if another candidate of the same layer is never worse: for all
@@ -146,7 +146,7 @@ class Problem:
         )
 
     def restricted(self, kept: Sequence[NDArray[np.intp]]) -> Problem:
-        """Return the same problem with only some candidates: of layer ``v`` those at ``kept[v]``, in that order."""
+        """Return the same problem with fewer candidates: for layer ``v`` those at ``kept[v]``, in that order."""
         if all(len(k) == size and np.array_equal(k, np.arange(size)) for k, size in zip(kept, self.sizes)):
             return self
         made: dict[tuple[int, bytes, bytes], Array] = {}
@@ -288,7 +288,7 @@ def _check(problem: Problem) -> None:
 
 
 class NoneFits(UserError):
-    """No choice is within the memory limit, or none is allowed at all."""
+    """Error: no choice is within the memory limit, or none is allowed at all."""
 
 
 class PlanSearch(Protocol):
@@ -369,16 +369,14 @@ Kept = NDArray[np.intp]
 
 @dataclass(frozen=True)
 class Pruned:
-    """A problem with ``removed`` fewer candidates; ``kept`` holds, per layer, the original numbers of the remaining
-    ones.
-    """
+    """Problem with ``removed`` fewer candidates; ``kept`` holds, per layer, the original indices of the others."""
 
     problem: Problem
     kept: tuple[Kept, ...]
     removed: int
 
     def original(self, indices: Sequence[int]) -> list[int]:
-        """Return the candidate numbers in the original problem."""
+        """Return the indices of candidates in the original problem."""
         return [int(k[i]) for k, i in zip(self.kept, indices)]
 
 

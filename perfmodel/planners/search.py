@@ -1,4 +1,4 @@
-"""Search among choices: all choices (the oracle of the other planners), or those whose cost is close to a lower bound.
+"""Search among all choices (the oracle of the other planners), or among those whose cost is close to a lower bound.
 
 The second search decides layers one after another, in a fixed order. A *label* is a partial choice with two numbers:
 how much it already exceeds the lower bounds of the cost and of the memory, whatever is decided later. Both bounds come
@@ -104,9 +104,7 @@ def search(clusters: Clusters, cost: PassResult, weight: PassResult | None, boun
 def _extend(
     clusters: Clusters, cluster: Cluster, cost: PassResult, weight: PassResult | None, labels: _Labels, bounds: Bounds
 ) -> tuple[Index, Index, Array, Array]:
-    """Return the rows of the labels that stay within the bounds with one more layer decided, the candidates of that
-    layer, and the new costs and weights.
-    """
+    """Extend labels by one more layer; return row, candidate, cost and weight of each result within the bounds."""
     found = []
     step = max(1, BLOCK // clusters.sizes[cluster.layer])
     for start in range(0, len(labels.cost), step):
@@ -169,7 +167,7 @@ def _undominated(labels: _Labels, bounds: Bounds) -> Index:
 
 
 def _groups(states: NDArray[np.int32]) -> Index:
-    """Return small numbers that are equal for equal rows."""
+    """Return group numbers of the rows: equal rows have equal numbers."""
     group = np.zeros(len(states), dtype=np.intp)
     for column in states.T:
         group = np.unique(group * (int(column.max()) + 1) + column, return_inverse=True)[1].reshape(-1)
@@ -177,7 +175,7 @@ def _groups(states: NDArray[np.int32]) -> Index:
 
 
 class Exhaustive(Planner):
-    """Enumeration of all choices in blocks; among equally fast choices the first in lexicographic order wins.
+    """Planner that enumerates all choices, in blocks; ties go to the first choice in lexicographic order.
 
     Parameters
     ----------
@@ -221,8 +219,7 @@ class Exhaustive(Planner):
 
 
 def _numbered(states: NDArray[np.int64], sizes: Sequence[int]) -> list[NDArray[np.int64]]:
-    """Return the candidate of every layer for choices given by number (`numpy.unravel_index` for any number of layers).
-    """
+    """Return the candidate of every layer in numbered choices (`numpy.unravel_index` for any number of layers)."""
     index = []
     for size in reversed(sizes):
         states, candidate = np.divmod(states, size)

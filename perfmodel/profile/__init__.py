@@ -1,1 +1,1 @@
-"""Measurements of this machine: messages, collectives, the device, and the layers of a network."""
+"""Profile: measurements of this machine's messages, collectives and device, and of the layers of a network."""

@@ -1,4 +1,4 @@
-"""One layer bound to arrays of one rank, without a network: the same operations as in the executor."""
+"""A layer bound to arrays of one rank, without a network: the same operations as in the executor."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class BoundLayer:
 
     @property
     def memory_bytes(self) -> int:
-        """Memory of its arrays [B]."""
+        """Memory of the arrays of the layer [B]."""
         return len(self.runner.arena) + sum(a.nbytes for own in self.arrays.values() for a in own.values())
 
     def _copy(self, array: Any) -> Any:
@@ -133,13 +133,13 @@ class BoundLayer:
         return copy
 
     def write_inputs(self) -> None:
-        """Emulate the layer before: read as much as it writes, and leave a part of it in the cache."""
+        """Emulate the previous layer: write the inputs from other arrays, so that a part of them is in the cache."""
         for target, source in zip(self.inputs, self._before):
             self.kernels.xp.add(source, 0, out=target)
         self.kernels.synchronize()
 
     def write_dy(self) -> None:
-        """Emulate the backward of the layer after it; a forward pass may have used this memory for other data."""
+        """Emulate the backward pass of the next layer: write `dy`, whose memory the forward pass may have used."""
         if self.dy is not None:
             self.kernels.xp.add(self._behind, 0, out=self.dy)
             self.kernels.synchronize()
@@ -195,9 +195,9 @@ def _program(step: Step, size: int, trained: bool) -> Program:
 
 
 def _fill(array: Any, name: str) -> None:
-    """Fill an array with normal numbers.
+    """Fill an array with normally distributed values.
 
-    They are drawn for a part of the array and repeated, because kernel times do not depend on values, and this is fast.
+    Values are drawn for a part of the array and repeated: this is fast, and kernel times do not depend on values.
     """
     flat = array.reshape(-1)
     count = min(flat.size, 1 << 16)
@@ -209,7 +209,7 @@ def _fill(array: Any, name: str) -> None:
 
 
 class _Twins:
-    """Emulation of a communicator of two ranks with equal numbers, whose sums are immediate."""
+    """Emulated communicator of two ranks with equal data, whose sums are immediate."""
 
     rank, size = 0, 2
     waits_for_network = False
@@ -220,7 +220,7 @@ class _Twins:
 
 
 class _Double:
-    """A sum in which the other rank has the same summand as this one."""
+    """Sum in which the other rank has the same summand as this one."""
 
     def __init__(self, buffer: Any) -> None:
         self._buffer = buffer

@@ -42,8 +42,8 @@ __all__ = ["Conditions", "Crowd", "TimeCache", "cache_path", "device_name"]
 class Crowd:
     """Ranks that compute on a host at the same time.
 
-    If ranks share cores (oversubscription), they are timed by their CPU time, multiplied by the ranks per core: wall
-    time would not show the turns of the other ranks. A core is never idle while one of them computes.
+    If ranks share cores (oversubscription), a duration is the CPU time of a rank multiplied by the ranks per core: wall
+    time would depend on which ranks run meanwhile. No core is idle while one of its ranks computes.
 
     Attributes
     ----------
@@ -64,12 +64,12 @@ class Crowd:
 
     @classmethod
     def here(cls, ranks: int, kernels: Any) -> Crowd:
-        """Return the crowd of `ranks` ranks with a backend on this host. Local."""
+        """Return the description of `ranks` ranks with a backend on this host. Local."""
         return cls.among([_place(kernels)] * ranks, kernels.threads)
 
     @classmethod
     def among(cls, places: Iterable[tuple[str, Cores | None]], threads: int) -> Crowd:
-        """Return the crowd for the host and the cores of every rank; ranks may be bound to cores or share them. Local.
+        """Return the most oversubscribed host, given the host and the cores of every rank. Local.
 
         >>> Crowd.among([("a", Cores(frozenset({0, 1})))] * 4, threads=1)
         Crowd(ranks=4, cores=2)
@@ -92,7 +92,7 @@ class Crowd:
         return self.cores > 0
 
     def clock(self) -> float:
-        """Return a time whose differences are durations for a rank of this crowd [s]. Local."""
+        """Return a clock reading [s] whose differences are durations on a rank of this host. Local."""
         return time.process_time() * self.ranks / self.cores if self.in_turn else time.perf_counter()
 
 
@@ -142,7 +142,9 @@ class Conditions:
 
     @classmethod
     def here(cls, kernels: Any, crowd: Crowd | None = None, autotune: bool = False, flush: int = 0) -> Conditions:
-        """Return the conditions of this machine with a backend, for a single rank or a crowd. Local."""
+        """Return the conditions on this machine with a backend, for a single rank or for the ranks of `crowd`.
+        Local.
+        """
         crowd = crowd or Crowd()
         version = f"{kernels.version}, halograd {__version__} {_sources():08x}"
         device, at_once = device_name(kernels), (crowd.ranks, crowd.cores)
@@ -150,14 +152,14 @@ class Conditions:
 
     @cached_property
     def text(self) -> str:
-        """Conditions as one line of JSON."""
+        """The conditions as one line of JSON."""
         return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
 
 
 class TimeCache:
     """Times by conditions and key, in memory and in a file of JSON lines. Local.
 
-    Lines are only appended, with one write under a lock, so runs may write at the same time; of two lines for one key
+    Lines are only appended, with one write under a lock, so runs may write at the same time; if a key has two lines,
     the later one counts. A line that cannot be read (from a killed run, or a full disk) is skipped with a warning and
     counted in `damaged`.
 
@@ -185,7 +187,7 @@ class TimeCache:
         return len(self._times)
 
     def get(self, conditions: Conditions, key: str) -> tuple[float, ...] | None:
-        """Return the times stored under a key [s], None if there are none."""
+        """Return the times stored under a key [s]; None if nothing is stored."""
         return self._times.get((conditions.text, key))
 
     def put(self, conditions: Conditions, key: str, times: Sequence[float]) -> None:
@@ -263,9 +265,7 @@ def cache_path(folder: str | Path | None = None) -> Path:
 
 @lru_cache
 def _sources() -> int:
-    """Return a checksum of the code that runs when a layer runs, including CUDA, because it changes between releases
-    too.
-    """
+    """Return a checksum of the code that runs when a layer runs, CUDA included: it may change without a new version."""
     total = 0
     for package in (device_package, kernels_package, layers_package, lowering_package, program_package):
         for path in sorted(Path(package.__path__[0]).rglob("*")):

@@ -36,7 +36,7 @@ _LEAST = 0.05
 def measure_machine(comm: Communicator, kernels: Any, name: str = "here") -> Profile:
     """Measure links, collectives and device of this machine. Collective over `comm`.
 
-    Levels without a pair of ranks use the numbers of the nearest level that has one; a note says so.
+    Levels without a pair of ranks get the values of the nearest measured level; their note states this.
 
     Parameters
     ----------
@@ -92,7 +92,7 @@ def measure_machine(comm: Communicator, kernels: Any, name: str = "here") -> Pro
 def _links(
     comm: Communicator, copy: Fit, face: Mapping[str, Fit], channel: Mapping[str, Fit], memory_shared: bool
 ) -> dict[str, Link]:
-    """Return the links of all levels; those that were not measured have the numbers of the nearest measured one.
+    """Return the links of all levels; levels that were not measured have the values of the nearest measured one.
 
     Links include packing; links of an emulated network exclude it, because the cost model adds it there.
     """
@@ -126,7 +126,8 @@ def group_sizes(ranks: int) -> list[int]:
 def _reductions(comm: Communicator, clock: Callable[[], float]) -> dict[str, Any]:
     """Measure sums over groups of ranks, all groups of a size at the same time; return the results of the first group.
 
-    The times of a network lie on a line; those of memory deviate from it, and large sums dominate the fit.
+    Times on a network are a linear function of the size. Times in shared memory are not, so larger sums are measured
+    too.
     """
     sizes = SIZES if comm.waits_for_network else SIZES + LARGE
     found: dict[str, dict[int, Fit]] = {"reduction": {}, "reduction_behind": {}, "reduction_exposed": {}}
@@ -149,7 +150,7 @@ def _device_rates(kernels: Any, comm: Communicator) -> dict[str, Any]:
     crowd = Crowd.of(comm, kernels)
 
     def clock(run: Callable[[], Any]) -> float:
-        """Return the best of several rounds, each as slow as its slowest rank [s]."""
+        """Return the minimum over several rounds of the time of the slowest rank [s]."""
         run()
         times = []
         for _ in range(ROUNDS):

@@ -1,4 +1,4 @@
-"""Times of layers, each measured as it runs within a step: data from memory, code and threads warm."""
+"""Times of layers, each measured under the conditions of a step: data in memory, code in the cache, threads running."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class LayerTimer:
     """Timer of layers on all ranks at the same time, so that they share the memory of their node as in a run.
 
     Between two uses of a layer's data in a step, the data of all other layers pass through the cache; the output of the
-    layer before is still in the cache. So each repetition flushes the cache, runs a twin of the layer (which warms code
-    and threads but not the data), writes the input (or the gradient of the output) again, and times one pass. On a
-    network of 35 layers the sum of such times is within 3 % of the measured step; repetitions of each layer on the same
-    arrays give 12 % less.
+    previous layer is still in the cache. So each repetition flushes the cache, runs a second instance of the layer
+    (which warms code and threads, not the data), writes the input (or the gradient of the output) again, and times one
+    pass. On a network of 35 layers the sum of such times is within 3 % of the measured step; repetitions of each layer
+    on the same arrays give 12 % less.
 
     Parameters
     ----------
@@ -48,7 +48,7 @@ class LayerTimer:
     comm
         All ranks that measure together. Its methods are collective over them.
     flush
-        Bytes that pass through the cache [B]; 0 for networks whose data stay in it.
+        Bytes that pass through the cache [B]; 0 for networks whose data stay in the cache.
     repeats
         Number of repetitions of a layer, if they do not take too long.
     """
@@ -62,9 +62,9 @@ class LayerTimer:
         self._passing = kernels.zeros((flush,), "uint8")
 
     def measure(self, work: LayerWork) -> LayerTime:
-        """Return the typical times of one layer, the same on all ranks. Collective.
+        """Return the times of one layer (:func:`typical`), the same on all ranks. Collective.
 
-        Each repetition counts on its slowest rank: in a step, ranks synchronize after most layers and wait for it.
+        Each repetition counts with the time of its slowest rank, because in a step ranks synchronize after most layers.
         """
         with ExitStack() as stack:
             bound = stack.enter_context(self._bind(work))
@@ -99,7 +99,7 @@ class LayerTimer:
         )
 
     def _once(self, bound: BoundLayer, twin: BoundLayer | None) -> tuple[float, float, float]:
-        """Run and time one forward and one backward pass: forward, data and filter gradient [s]."""
+        """Run one forward and one backward pass; return the times of forward, data gradient and filter gradient [s]."""
         # Nothing writes the samples, the inputs of a first layer.
         self._prepare(None if twin is None else twin.forward, bound.write_inputs if bound.input_gradient else None)
         forward = self._clock(bound.forward)
@@ -108,7 +108,7 @@ class LayerTimer:
         return (forward, *self._backward(bound))
 
     def _prepare(self, warm: Callable[[], None] | None, write: Callable[[], None] | None) -> None:
-        """Bring the cache into the state that a layer finds in a step, and synchronize the ranks."""
+        """Bring the cache into its state in a step, and synchronize the ranks."""
         self._passing += 1  # reads and writes as many bytes as pass between two uses of a layer's data
         for run in (warm, write):
             if run is not None:
@@ -124,7 +124,9 @@ class LayerTimer:
         return self._crowd.clock() - begin
 
     def _backward(self, bound: BoundLayer) -> tuple[float, float]:
-        """Run and time the backward pass: the filter gradient, and all other work, separately [s]."""
+        """Run the backward pass; return the times of all work but the filter gradient, and of the filter gradient
+        [s].
+        """
         if not bound.trainable:
             return 0.0, 0.0
         filters: list[float] = []
@@ -135,15 +137,15 @@ class LayerTimer:
 def typical(seconds: Sequence[float]) -> float:
     """Return the mean of all times except the longest tenth [s].
 
-    It is not the median: the time of a step of a hundred layers is the sum of means, and times have a tail. On a shared
-    machine the sum of medians is some 5 to 10 % below a median step.
+    The median would be wrong: the time of a step of a hundred layers is the sum of means, and times have a tail. On a
+    shared machine the sum of medians is some 5 to 10 % below a median step.
     """
     kept = sorted(seconds)[: max(1, len(seconds) - max(1, len(seconds) // 10))]
     return sum(kept) / len(kept)
 
 
 def last_level_cache() -> int:
-    """Return the size of the largest cache of this machine's processor, up to the size that makes a difference [B]."""
+    """Return the size of the largest cache of the processor [B], at most the size up to which times depend on it."""
     sizes = []
     for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         text = path.read_text().strip()
@@ -156,7 +158,7 @@ def passing_bytes(network: Network, batch: int, ranks: int, dtype: str = "float3
     """Return the bytes that pass through a rank's cache between two uses of a layer's data, as a power of two [B].
 
     These are the values and gradients of one step, all parameters, and the code of the kernels; at most the size of the
-    cache, because more makes no difference. Networks of similar size have the same number, and share measured times.
+    cache, because more makes no difference. Networks of similar size have the same value, and share measured times.
     """
     values = sum(math.prod(node.shape) for node in network.nodes) * batch // ranks
     nbytes = 2 * (values + network.parameter_count) * np.dtype(dtype).itemsize + CODE * len(network.nodes)

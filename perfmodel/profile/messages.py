@@ -1,4 +1,4 @@
-"""Times of halograd's messages: channels, exchanges of faces, all-reduces, through its own communicator."""
+"""Times of messages through halograd's communicator: channels, exchanges of faces, all-reduces."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True)
 class Nodes:
-    """Nodes of the ranks.
+    """Assignment of ranks to nodes.
 
     Attributes
     ----------
@@ -66,7 +66,7 @@ class Nodes:
         return theirs[place] if place < len(theirs) else None
 
     def has(self, level: str) -> bool:
-        """Return whether there is a pair of ranks for a level."""
+        """Return whether a level ("node" or "across") has a pair of ranks."""
         return any(self.partner(rank, level) is not None for rank in range(len(self.nodes)))
 
     @property
@@ -120,8 +120,8 @@ class MessageTimer:
         Parameters
         ----------
         strided
-            Faces across the width, one column of `CHANNELS` per row of the array; else across the height, whose rows
-            are contiguous.
+            Whether faces cross the width, with one column of `CHANNELS` per row of the array; else they cross the
+            height and are contiguous rows.
         """
         itemsize = np.dtype(np.float32).itemsize
         rows = [max(1, -(-n // (CHANNELS * itemsize))) for n in self.sizes]
@@ -144,8 +144,7 @@ class MessageTimer:
     ) -> tuple[Fit, Fit]:
         """Time sums of float32 over all ranks that overlap with computation.
 
-        Some transports sum in the background, others (shared memory) only in ``finish()``, however long the computation
-        was.
+        Some transports sum in the background; others (shared memory) sum only in ``finish()``.
 
         Parameters
         ----------
@@ -223,7 +222,7 @@ def _face(pair: Communicator, count: int, strided: bool) -> Exchange:
 
 
 def fit_copy(sizes: Sequence[int] = SIZES, clock: Clock = time.perf_counter) -> Fit:
-    """Time copies within the memory of a rank, and fit a line. Local, but all ranks do it at the same time."""
+    """Time copies within the memory of a rank, and fit a line. Local; all ranks call it at the same time."""
     sources = [np.ones(n, np.uint8) for n in sizes]
     targets = [np.ones(n, np.uint8) for n in sizes]
     seconds = np.empty((ROUNDS, len(sizes)))
@@ -247,7 +246,7 @@ class _Spans:
 
 
 def _compute(seconds: float) -> None:
-    """Keep only this core busy, like a kernel: it runs about 0.1 ms at a time without Python's lock."""
+    """Keep this core busy for `seconds` [s], as kernels do: each call runs about 0.1 ms without Python's lock."""
     angles = np.ones(8192)
     result = np.empty_like(angles)
     end = time.perf_counter() + seconds
@@ -256,9 +255,9 @@ def _compute(seconds: float) -> None:
 
 
 def _slowest(comm: Communicator, seconds: np.ndarray) -> np.ndarray:
-    """Return, per size, the best round of its slowest rank [s], the same on all ranks. Collective.
+    """Return, per size, the minimum over rounds of the time of the slowest rank [s], the same on all ranks. Collective.
 
-    It is the best round because on a shared machine the median includes the load of other users.
+    The minimum is taken because on a shared machine the median includes the load of other users.
     """
     everywhere = np.array(comm.allgather_objects(seconds.tolist()))
     return everywhere.max(axis=0).min(axis=0)

@@ -1,4 +1,4 @@
-"""Results of a profile: fits of ``alpha + beta * bytes``; a machine file, and a record of data that it does not hold.
+"""Results of a profile: fits of ``alpha + beta * bytes``, a machine file, and a record of the data that are not in it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ROUNDS = 20
 
 @dataclass(frozen=True)
 class Fit:
-    """A line through measured times, and its error.
+    """Line fitted to measured times, and its error.
 
     Attributes
     ----------
@@ -60,7 +60,7 @@ class Fit:
 
 
 def fit_line(nbytes: Sequence[float], seconds: Sequence[float] | np.ndarray) -> Fit:
-    """Return the line ``alpha + beta * n`` of least relative error through the points.
+    """Fit the line ``alpha + beta * n`` with the least relative error to points.
 
     The error is relative because sizes span six orders of magnitude: in absolute terms the largest size would dominate.
     The fit is robust, by iterated weights (Huber 1964), and neither parameter is negative.
@@ -116,7 +116,7 @@ def record_path(machine_file: str | Path) -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileRecord:
-    """The part of a profile that a machine file does not hold, as its own JSON file does.
+    """The part of a profile that is not in the machine file; it has its own JSON file.
 
     Attributes
     ----------
@@ -133,13 +133,15 @@ class ProfileRecord:
     reduction
         Ranks -> blocking all-reduce.
     reduction_behind
-        Ranks -> all-reduce that overlaps with computation, from start to arrival; as `reduction` without overlap.
+        Ranks -> all-reduce during computation, from start to arrival; equal to `reduction` if the transport does not
+        overlap.
     reduction_exposed
         Ranks -> time of ``finish`` after a long computation since ``start``.
     update
         Time of the optimizer (SGD with momentum) per byte of parameters [s/B].
     layer_overhead
-        Additional time of each forward or backward of a layer within a step: the loop, and colder code [s].
+        Additional time of each forward or backward of a layer within a step, for the loop and for code not in the cache
+        [s].
     autotune
         Whether the algorithms of convolutions were chosen by measurement, which is a condition of the layer times.
     """
