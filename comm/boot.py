@@ -172,7 +172,7 @@ def boot() -> MPI.Intracomm:
 
 
 def begin() -> None:
-    """Check the launcher, and ensure that no shared memory stays. Collective over `MPI.COMM_WORLD`.
+    """Check the launcher, and ensure that no shared memory is left. Collective over `MPI.COMM_WORLD`.
 
     Only the first call acts. One rank per node removes shared-memory segments of killed runs, and unlinks the segment
     of this job, so that it disappears however the job ends.

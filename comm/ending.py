@@ -93,7 +93,7 @@ class Guard:
 
     @property
     def alike(self) -> bool:
-        """Whether all ranks have left by the same error; defined once they have left."""
+        """Whether all ranks have left by the same error; valid once they have left."""
         return bool(self._marks[0] == -self._marks[1])
 
     def close(self) -> None:
@@ -126,7 +126,7 @@ def end(comm: MPI.Intracomm, code: int) -> NoReturn:
 
 
 def await_reader(*files: int) -> None:
-    """Wait until those of the files (descriptors) that are pipes are empty, for `READING` at most. Local."""
+    """Wait until those of the files (descriptors) that are pipes are empty, for at most `READING` seconds. Local."""
     deadline = time.monotonic() + READING
     for file in files:
         while _unread(file) and time.monotonic() < deadline:

@@ -56,7 +56,7 @@ class Links(Protocol):
 
 @dataclass(frozen=True)
 class Transport:
-    """How arrays of the host travel between the ranks of a communicator. Local.
+    """Method by which arrays of the host travel between the ranks of a communicator. Local.
 
     A subclass is a frozen dataclass, whose fields are its settings (``"slow.py:Slow:seconds=0.1"``), or a class without
     settings. Its properties choose links of the library; :meth:`connect` may put something of its own around them.
@@ -104,7 +104,7 @@ TRANSPORTS: Registry[Transport] = Registry("transport", Transport, key="backend.
 @TRANSPORTS.register
 @dataclass(frozen=True)
 class Auto(Transport):
-    """Shared memory between ranks of the same node, MPI messages between nodes."""
+    """Transport by shared memory between ranks of the same node, and by MPI messages between nodes."""
 
     name: ClassVar[str] = "auto"
 
@@ -112,7 +112,7 @@ class Auto(Transport):
 @TRANSPORTS.register
 @dataclass(frozen=True)
 class Mpi(Transport):
-    """One persistent MPI message per peer."""
+    """Transport by one persistent MPI message per peer."""
 
     name: ClassVar[str] = "mpi"
     shares: ClassVar[bool] = False
@@ -121,7 +121,9 @@ class Mpi(Transport):
 @TRANSPORTS.register
 @dataclass(frozen=True)
 class Shared(Transport):
-    """Ranks of the same node read each other's send buffers in a shared window; other peers are rejected."""
+    """Transport by which ranks of the same node read each other's send buffers in a shared window; other peers are
+    rejected.
+    """
 
     name: ClassVar[str] = "shared"
     messages: ClassVar[bool] = False

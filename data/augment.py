@@ -107,7 +107,7 @@ class Augmentation(ABC):
         return box & Box.of_shape((len(batch.indices), *self.fields[name].shape))
 
     def random(self, name: str, batch: Batch, k: int) -> np.random.Generator:
-        """Return the generator of a field of sample `k` of a batch: the same on all ranks, under every cut."""
+        """Return the random generator of a field of sample `k` of a batch: the same on all ranks, under every cut."""
         return np.random.default_rng([self.seed, _OWN, batch.epoch, batch.indices[k], *name.encode()])
 
     def read(self, dataset: Dataset, name: str, batch: Batch, box: Box, out: NDArray[Any]) -> tuple[slice, ...]:

@@ -108,7 +108,7 @@ def _on_the_grid_of(fields: Mapping[str, Field], outputs: Mapping[str, tuple[int
 
 
 class _JoinedVariables:
-    """The variables of all files. Local.
+    """Variables of an input, joined over all files. Local.
 
     Attributes
     ----------

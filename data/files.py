@@ -183,7 +183,7 @@ class FileSet:
 
     @property
     def names(self) -> list[str]:
-        """Each file, as the part of its path that differs, and its number of samples."""
+        """Names of the files: the part of the path that differs, and the number of samples."""
         paths = [part.path.parts for part in self.parts]
         common = sum(1 for _ in takewhile(lambda level: len(set(level)) == 1, zip(*paths)))
         return [f"{'/'.join(path[common:])} {len(part)}" for path, part in zip(paths, self.parts)]

@@ -39,7 +39,7 @@ class Ahead(Protocol):
         """Wait until the buffers of a slot may be overwritten."""
 
     def after_fill(self, slot: int, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Take the batch in the buffers of a slot."""
+        """Process the batch in the buffers of a slot."""
 
 
 @dataclass(frozen=True)

@@ -156,7 +156,7 @@ class Exchange:
         return slots
 
     def _must_clear(self, target, box: Box, origin, local: Sequence[Piece]):
-        """Return the view to zero before summing; None if a local piece covers the whole target."""
+        """Return the view that is zeroed before the sum; None if a local piece covers the whole target."""
         if not self._sum or target is None or not box.size or any(p.box == box for p in local):
             return None
         return _view(target, box, origin)

@@ -227,7 +227,7 @@ def _batch_norm(w: OnnxWriter, node: Node) -> str:
 
 
 def _group_norm(w: OnnxWriter, node: Node) -> str:
-    """Export as torch does: an instance norm over groups as channels, then a factor and a summand."""
+    """Export a group norm as torch does: an instance norm over groups as channels, then a factor and a summand."""
     layer: Any = node.layer
     name, (*spatial, channels) = w.name(node), node.shape
     groups = layer.group_count(channels)

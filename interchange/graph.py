@@ -77,7 +77,7 @@ class OnnxConstant:
 
     @property
     def is_fixed(self) -> bool:
-        """Whether training never changes it."""
+        """Whether the constant is not trained."""
         return self.origin in ("number", "buffer")
 
     def is_all(self, number: float) -> bool:

@@ -111,7 +111,7 @@ def _check(network: Network, arrays: Mapping[str, Any]) -> None:
 
 
 def _normalize(w: OnnxWriter, node: Node, statistics: Any) -> None:
-    """Write nodes that do the same as `ChannelStatistics.apply` to an input."""
+    """Write nodes that normalize an input as `ChannelStatistics.apply` does."""
     if statistics is None:
         return
     name, shape = w.name(node), (1, node.shape[-1], *(1 for _ in node.shape[:-1]))

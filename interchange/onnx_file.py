@@ -428,7 +428,7 @@ class _Folding:
 
 
 def _without_aliases(graph: Graph, aliases: Mapping[str, str]) -> None:
-    """Rename values that an output aliases to the output's name, which is the module's own name.
+    """Rename values that outputs alias: a value gets the output's name, which is the module's own name.
 
     If several outputs are one value, the others copy the first.
     """

@@ -12,12 +12,14 @@ __all__ = ["Origins", "computed_from", "is_named"]
 
 
 def is_named(name: str) -> bool:
-    """Return whether a weight has a name of the module and not of the exporter: ``onnx::Conv_11``, ``val_3``."""
+    """Return whether a weight has a name of the module, and not one of the exporter such as ``onnx::Conv_11`` or
+    ``val_3``.
+    """
     return not re.fullmatch(r"val_\d+|(scalar_tensor_default|lifted_tensor)(_\d+)*|\d+|.*::.*", name)
 
 
 def computed_from(sources: Sequence[OnnxConstant]) -> tuple[str, ...]:
-    """Return the names of the parameters among constants, or from which these are computed."""
+    """Return the names of the parameters among the constants, and of those from which constants are computed."""
     names = (name for one in sources for name in (one.made_of if one.is_fixed else (one.name,)))
     return tuple(dict.fromkeys(name for name in names if name))
 

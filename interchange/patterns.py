@@ -68,7 +68,9 @@ def _nothing(graph: Graph, op: OnnxNode) -> None:
 
 
 def _same_by_strides(graph: Graph, op: OnnxNode) -> None:
-    """Remove as_strided of unchanged shape: all elements in a row, gathered in order into the same shape."""
+    """Remove an as_strided that keeps the shape: a flattening, then a gather of all elements in order into the same
+    shape.
+    """
     picked = graph.only_reader(op.outputs[0]) if op.kind == "Reshape" else None
     if picked is None or picked.kind != "Gather" or picked.inputs[1] not in graph.constants:
         return

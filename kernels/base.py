@@ -69,8 +69,8 @@ class Base(ABC):
         return f"{self.name} {self.version}, {self.threads} thread(s) per rank"
 
     def describe_arithmetic(self, dtype: str) -> str:
-        """Return a text for the log: how products of this dtype are computed and how to choose. Empty if there is no
-        choice.
+        """Return a text for the log: how products of this dtype are computed, and how to change it. Empty if there is
+        no choice.
         """
         return ""
 
@@ -91,7 +91,9 @@ class Base(ABC):
     ) -> tuple[Kernel, Kernel | None]: ...
 
     def activated(self, made: Kernel, y: Any, activation: FusedActivation | None) -> Kernel:
-        """Return kernel `made`, which writes `y`, followed by ``y = f(y)``. For kernels that cannot fuse `f`."""
+        """Return kernel `made`, which writes `y`, followed by ``y = f(y)``. It is used for kernels that cannot fuse
+        `f`.
+        """
         if activation is None:
             return made
         return chain(made, self.activation(activation.kind, y, y, None, None, activation.alpha)[0])

@@ -396,7 +396,8 @@ class _BatchNormKernel:
 
 
 class _SumNormKernel(_BatchNormKernel):
-    """Kernel with another input and an activation, whose input does not follow from x, so that backward reads y."""
+    """Kernel with a second input and an activation. The activation's input does not follow from x, so backward reads y.
+    """
 
     @reads("y", "x", "dy", "gamma", "beta", "mean", "var")
     @writes("dx", "dresidual", "dgamma", "dbeta", "sums")

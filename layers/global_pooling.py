@@ -163,7 +163,7 @@ def _lower_largest(context: Context, own: View) -> None:
 
 
 def number_dtype(context: Context, extent: int) -> np.dtype:
-    """Return a dtype that holds the numbers of `extent` elements, and one larger number (`_beyond`)."""
+    """Return a dtype that holds element numbers up to `extent` exactly, and one larger number (`_beyond`)."""
     return context.wide if extent < _FLOAT32 else np.dtype("float64")
 
 

@@ -15,7 +15,7 @@ __all__ = ["LocalLayer", "lower_local"]
 
 
 class LocalLayer(Protocol):
-    """Protocol of such a layer; see :class:`halograd.layers.Layer`."""
+    """Protocol of a layer with `forward` and `backward`; see :class:`halograd.layers.Layer`."""
 
     pad_value: float
 

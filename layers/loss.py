@@ -395,7 +395,7 @@ class LossBlock(ABC):
         return max(0, min(self.place.first + size, self.mode.valid) - self.place.first)
 
     def scale(self) -> float:
-        """Return the factor of the sum over positions, without the factor one over the `divisor`."""
+        """Return the factor of the sum over positions; the division by `divisor` is separate."""
         if self.divisor is not None:
             return self.place.weight
         return self.place.weight / max(1, self.mode.valid * self.place.positions)

@@ -48,7 +48,7 @@ class Kind:
 
     @property
     def settable(self) -> bool:
-        """Whether payload and order of its sums can be set."""
+        """Whether payload and order of the scheme's sums can be set."""
         return self.method == "allreduce" and not self.searches
 
 

@@ -115,7 +115,7 @@ class DeviceLinks:
         return choice
 
     def transport(self, context: TransportContext, device: Device) -> DeviceTransport | None:
-        """Return the transport of one communicator for arrays of this device; None: they go through the host.
+        """Return the transport of one communicator for arrays of this device; None if they go through the host.
 
         Collective over the communicator at the first call.
         """

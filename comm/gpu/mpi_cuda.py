@@ -80,8 +80,7 @@ class AwaitedCodec(LaneCodec):
 
 
 class MpiCudaTransport:
-    """Persistent messages of device memory, and sums by such messages, added up on the device in the order of the
-    ranks.
+    """Transport by persistent messages of device memory; sums are added up on the device in the order of the ranks.
 
     It does not use ``MPI_Iallreduce``: many libraries support device memory only in point-to-point messages.
     """

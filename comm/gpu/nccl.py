@@ -171,7 +171,8 @@ def aborting(nccl: Any, device: Any) -> Iterator[None]:
 
 
 class NcclTransport:
-    """Messages and small sums on one communication stream, large sums on another, each with its own link.
+    """Transport with messages and small sums on one communication stream, and large sums on another, each with its own
+    link.
 
     Parameters
     ----------

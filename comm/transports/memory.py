@@ -212,7 +212,7 @@ class Flags:
         self.own = self._counters[mine]
 
     def others(self, ranks: Iterable[int] | None = None) -> list[memoryview]:
-        """Return the counters of these ranks without the own one; by default, of all ranks."""
+        """Return the counters of these ranks without that of this rank; by default, of all ranks."""
         wanted = self._counters if ranks is None else ranks
         return [self._counters[rank] for rank in wanted if rank != self._mine]
 
@@ -226,7 +226,7 @@ class Flags:
 
 
 class Signal(Stage):
-    """A stage that increments the own flag and waits for the flags of other ranks.
+    """A stage that increments this rank's flag and waits for the flags of other ranks.
 
     All ranks keep the same count: a rank that does not raise its flag increments its count too.
 

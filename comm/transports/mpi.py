@@ -27,7 +27,7 @@ _WORDS = {8: MPI.UINT64_T, 4: MPI.UINT32_T, 2: MPI.UINT16_T, 1: MPI.UINT8_T}
 
 
 def words(memory: np.ndarray) -> tuple[np.ndarray, MPI.Datatype]:
-    """Return the bytes as the longest words that divide their number, with their MPI datatype.
+    """Return the bytes as words of the largest size that divides their number, with the MPI datatype of the words.
 
     MPI counts are limited to 2^31 in some libraries; a count of bytes would reach this limit eight times earlier.
     """

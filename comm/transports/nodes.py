@@ -182,7 +182,8 @@ def plan_by_nodes(flat: np.ndarray, method: Method, team: Team, progress: Progre
 
 
 def _sent(room: _Room, team: Team) -> Signal:
-    """Return the signal that the node's total can be read. Between emulated nodes it takes the time of a ring."""
+    """Return the signal that the node's total can be read. Between emulated nodes it arrives after the time of a ring.
+    """
     flags = room.places.flags
     if team.network is None or not (team.leads and team.emulated):
         return Signal(flags, (), raises=team.leads)

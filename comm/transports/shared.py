@@ -69,7 +69,7 @@ class NodeMemory:
 
     @property
     def buffer_bytes(self) -> int:
-        """Memory of this rank that all its large sums use in common [B]."""
+        """Memory of this rank that all its large sums share [B]."""
         return 0 if self._stage is None else self._stage.nbytes
 
     def close(self) -> None:

@@ -117,7 +117,8 @@ class CudaLosses(Losses):
         items: int,
         divisor: int = 1,
     ) -> LossKernel:
-        """Return a loss kernel. A block processes `block[1]` of the `items` at a time; if that is 1, each thread one.
+        """Return a loss kernel. A block processes `block[1]` of the `items` at a time; if that is 1, each thread
+        processes one.
         """
         per_block = block[1] if block[1] > 1 else THREADS
         blocks = max(1, min(math.ceil(items / per_block), self.launcher.blocks(8)))

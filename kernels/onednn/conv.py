@@ -49,8 +49,8 @@ def _logical(array: Any, spatial: Sequence[int] | None) -> tuple[int, ...]:
 
 
 def image_desc(program: PrimitiveList, array: Any, spatial: Sequence[int] | None = None, free: bool = False) -> int:
-    """Return the descriptor of a packed array with the samples, channels and dtype of `array`; `free` leaves the format
-    open.
+    """Return the descriptor of a packed array with the samples, channels and dtype of `array`; with `free`, the
+    primitive chooses the format.
     """
     n, channels, *inner = shape = _logical(array, spatial)
     strides = None if free else _channels_first(packed_strides((n, *inner, channels)))
@@ -219,7 +219,8 @@ class _Convolution:
         self.filters = p.desc(weight_shape(w, geometry.groups), x.dtype)
 
     def images(self, blocked: bool) -> tuple[int, int]:
-        """Return the descriptors of input and output: packed, or left to the primitive."""
+        """Return the descriptors of input and output: packed, or (`blocked`) in the format that the primitive chooses.
+        """
         return (
             image_desc(self.p, self.x, self.spatial, free=blocked),
             image_desc(self.p, self.y, free=blocked),
@@ -244,7 +245,8 @@ class _Convolution:
         return Candidate(kind, impl, self.w.shape[-1], self.spatial, outputs, self.geometry, channels_last)
 
     def refusal(self, kind: str) -> Callable[[int, str], str]:
-        """Return the `refused` function for :meth:`PrimitiveList.descriptor`."""
+        """Return a function that returns the reason to refuse an implementation, for :meth:`PrimitiveList.descriptor`.
+        """
         return lambda descriptor, impl: reason(self.candidate(kind, descriptor, impl))
 
     def input(self) -> OnednnMemory:

@@ -76,7 +76,8 @@ class Finite:
         self._first, self._second = sums, np.ones_like(sums)
 
     def fails(self) -> bool:
-        """Return whether an element of the array is not finite now (or the sum of large ones overflows)."""
+        """Run the check: return whether an element of the array is not finite, or the sum of large elements overflows.
+        """
         for kernel in self.kernels:
             kernel()
         self._failed = not math.isfinite(np.dot(self._first, self._second))

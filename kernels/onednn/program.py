@@ -235,7 +235,7 @@ class PrimitiveList:
     def binary(
         self, algorithm: int, left: OnednnMemory, right: OnednnMemory, out: OnednnMemory, *operations: tuple[Any, ...]
     ) -> None:
-        """Add a function of two arrays with fused operations.
+        """Add a step with a function of two arrays and fused operations.
 
         The operations are those of :meth:`attributes`, with the memory in place of its descriptor.
         """
