@@ -1,7 +1,7 @@
-"""Quoting of values in scripts, and values of a sweep. Every value is quoted when rendered, or raises a one-line error.
+"""Quoting of values in scripts, and values of a sweep. Rendering quotes every value, or raises an error of one line.
 
-A template has ``{{ value }}`` for one word of the shell; text that is not quoted has the type `Raw`. So no value can
-stay unquoted by mistake.
+``{{ value }}`` in a template is one word of the shell; only text of the type `Raw` is not quoted. So no value is left
+unquoted by mistake.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LONGEST_DIRECTIVE = 1000
 
 
 class Raw(str):
-    """Text that is rendered unchanged: already quoted, or constant."""
+    """Text that is rendered unchanged, because it is quoted already or constant."""
 
 
 def one_line(name: str, value: Any) -> str:
@@ -34,7 +34,7 @@ def one_line(name: str, value: Any) -> str:
     Raises
     ------
     UserError
-        The value is not text, or has control characters (such as line feeds), which a line of a script cannot contain.
+        The value has control characters (such as line feeds), which a line of a script cannot contain.
     """
     text = str(value)
     bad = next((c for c in text if unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp")), None)
@@ -60,8 +60,8 @@ def words(values: Iterable[Any]) -> Raw:
 def directive(value: Any) -> Raw:
     """Quote the value of an option in a line ``#SBATCH --option=VALUE``.
 
-    sbatch itself parses these lines, without a shell: unquoted, a blank ends a value and ``#`` begins a comment. A
-    backslash takes the next character literally, also in quotes.
+    sbatch itself parses these lines, without a shell: a blank ends an unquoted value, and ``#`` begins a comment. The
+    character after a backslash is literal, also in quotes.
 
     >>> print(directive("4 #x"), directive("gpu"))
     "4 #x" gpu

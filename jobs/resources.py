@@ -58,7 +58,7 @@ class Resources:
     warning
         Time before the limit at which Slurm sends USR1 [s].
     directives
-        Further options of sbatch: (key, value), or (key, None) for one without a value.
+        Further options of sbatch: (key, value), or (key, None) for an option without a value.
 
     Raises
     ------
@@ -106,7 +106,7 @@ class Resources:
 
     @property
     def ranks(self) -> int:
-        """Ranks of the whole job."""
+        """Number of ranks of the job."""
         return self.nodes * self.ranks_per_node
 
     def check_backend(self, kernels: str, on_device: bool, threads: int) -> None:
@@ -201,8 +201,8 @@ class Software:
     launcher
         ``"srun"`` or ``"mpirun"``.
     mpi
-        Plugin for ``srun --mpi``: ``"pmi2"`` (MPICH), ``"pmix"`` (Open MPI), ...; None: chosen by the MPI wheel of this
-        Python, else the site's default.
+        Plugin for ``srun --mpi``: ``"pmi2"`` (MPICH), ``"pmix"`` (Open MPI), ...; None: the plugin for the MPI wheel of
+        this Python, else the site's default.
     mpirun
         Path of mpirun; None: the one next to this Python, else the one on PATH in the job.
     modules
@@ -252,7 +252,7 @@ class Software:
 
     @property
     def wheel(self) -> str | None:
-        """MPI wheel that the job uses; None if it uses another MPI, or if that is unknown."""
+        """Name of the MPI wheel that the job uses; None if the job uses another MPI, or if its MPI is unknown."""
         if self.container is not None or self.interpreter != sys.executable:
             return None
         return next(filter(_installed, _WHEELS), None)
@@ -264,7 +264,7 @@ class Software:
 
     @property
     def mpi_launcher(self) -> str:
-        """mpirun of the MPI that this Python uses."""
+        """Path of the mpirun for the MPI of the job's Python."""
         if self.mpirun is not None:
             return self.mpirun
         beside = Path(self.interpreter).with_name("mpiexec")
@@ -272,7 +272,7 @@ class Software:
 
     @property
     def prefix(self) -> list[str]:
-        """Words before the program, which start the container."""
+        """Words of the command that start the container, before the program."""
         if self.container is None or self.runtime == "pyxis":
             return []
         return [self.runtime, "exec", "--bind", self.folder, "--pwd", self.folder]

@@ -49,7 +49,7 @@ class Profiling:
     budget
         Time after which no further layer is measured [s]; None: no limit.
     nodes
-        Number of nodes that measure.
+        Number of nodes that take part in the measurement.
     """
 
     model: str
@@ -67,7 +67,7 @@ class Profiling:
 
 @dataclass(frozen=True)
 class Job:
-    """One job, or several jobs that belong together.
+    """Job, or several jobs that belong together.
 
     Attributes
     ----------
@@ -84,15 +84,15 @@ class Job:
     overrides
         ``section.key=value``, for ``--set``.
     data
-        The data set's path, which is staged.
+        Path of the data set.
     stage
-        Folder on every node to copy the data set to, a leading ``$NAME`` being a variable of the job; None: read it
-        where it is.
+        Folder on every node to which the data set is copied; a leading ``$NAME`` is a variable of the job. None: the
+        data set is not copied.
     after_crash
-        ``"requeue"``: a crashed job goes on from its newest checkpoint if it has written one since it started, else
-        stops; ``"stop"``.
+        ``"requeue"``: a crashed job continues from its newest checkpoint if it has written one since its start, else it
+        stops; ``"stop"``: it stops.
     links
-        Number of jobs of a chain; each continues where the previous one ended. 1: a job that is requeued.
+        Number of jobs of a chain; each continues from the end of the previous one. 1: a single job, which is requeued.
     settings
         Overrides of every task of a sweep.
     at_most
@@ -214,12 +214,12 @@ def _profiling(job: Job) -> Profiling:
 
 
 def _options(profiling: Profiling) -> list[str]:
-    """Return options of the model for the command line."""
+    """Return the options of the model as options of the command line."""
     return [text for key, value in profiling.options.items() for text in ("--option", f"{key}={to_toml(value)}")]
 
 
 def _directives(job: Job, array: str | None = None, signal: bool = True) -> list[tuple[str, Any]]:
-    """Return the options of sbatch, in readable order; options of the user replace ours."""
+    """Return the options of sbatch, in readable order; options of the user override the library's."""
     resources = job.resources
     found: dict[str, Any] = {"job-name": job.name}
     if array is not None:
@@ -255,7 +255,7 @@ def _fill(kind: str, job: Job, options: Sequence[tuple[str, Any]], **more: Any) 
 
 
 def _path(path: str) -> str:
-    """Return a path that does not look like an option."""
+    """Return the path, with ``./`` before it if it looks like an option."""
     return f"./{path}" if path.startswith("-") else path
 
 
@@ -290,12 +290,12 @@ def submit_chain(script: Path, links: int = 1) -> list[str]:
     """Submit a script, or a chain of `links` jobs; return their numbers. Local.
 
     A job of a chain starts when the previous one has ended with a non-zero exit code. It depends on all previous jobs:
-    after one has ended with 0, the dependency of the others cannot be satisfied, and Slurm removes them.
+    after a job has ended with 0, the dependencies of later jobs cannot be satisfied, and Slurm removes these jobs.
 
     Raises
     ------
     UserError
-        sbatch failed; the message is sbatch's. The jobs of the chain that were submitted before are canceled.
+        sbatch failed; the message is that of sbatch. Jobs of the chain that were submitted already are canceled.
     """
     require_slurm()
     jobs: list[str] = []

@@ -1,2 +1,1 @@
-"""Description of a step for layers: views of memory, operations on them, and the context of a layer that lowers itself.
-"""
+"""Lowering of layers: views of memory, operations on them, and the context in which a layer adds its operations."""

@@ -1,4 +1,4 @@
-"""Context of a layer that lowers itself: arrays of this rank as views, and operations to add to the program."""
+"""Context in which a layer lowers itself: its arrays on this rank as views, and methods that add operations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Context", "Gathered", "Lowered", "LoweredLayer", "LoweredStep", "Ret
 
 
 class LoweredLayer(Protocol):
-    """Interface of a layer that lowers itself, as the context uses it; see :class:`halograd.layers.Layer`."""
+    """Protocol of a layer, with the members that the context uses; see :class:`halograd.layers.Layer`."""
 
     @property
     def kind(self) -> str: ...
@@ -31,7 +31,7 @@ class LoweredLayer(Protocol):
 
 
 class LoweredStep(Protocol):
-    """Interface of one layer in the order of computation; see :class:`halograd.program.program.Step`."""
+    """Protocol of a step, with the members that the context uses; see :class:`halograd.program.program.Step`."""
 
     @property
     def name(self) -> str: ...
@@ -57,26 +57,26 @@ class LoweredStep(Protocol):
 
 @dataclass(frozen=True)
 class Lowered:
-    """Functions that add the operations of a layer that `Layer.lower` does not add itself.
+    """Result of `Layer.lower`: functions that add the other operations of the layer.
 
-    The functions add operations to the context of the layer, when they are called; None: there is nothing to add.
+    Each function adds operations to the context of the layer when it is called; None: there are none to add.
 
     Attributes
     ----------
     backward
-        Adds the backward pass. It is called when the gradient of the output has its place.
+        Adds the backward pass. It is called when the storage of the output's gradient is known.
     finish
         Adds the operations that finish the output if other layers may compute in between. It is called before the first
         layer that reads the output.
     finish_backward
         Adds the operations that finish the gradients of the inputs, as `finish` does. It is called after `backward`, if
-        that was called.
+        there was a call of `backward`.
     loss
         View of the value, float64 ``(1,)``, of a loss.
     terms
-        Terms of a loss that count in evaluation: see `Program.terms`.
+        Terms of a loss in evaluation: see `Program.terms`.
     exposed
-        Kernel that code outside the program runs too.
+        Kernel of a dense layer that can compute the gradient of the whole batch: see `Program.exposed`.
     """
 
     backward: Callable[[], None] | None = None
@@ -88,14 +88,14 @@ class Lowered:
 
 
 class Context:
-    """Lowering of one layer on one rank. Local; it holds no arrays and no messages.
+    """Context of one layer on one rank while it is lowered. Local; it holds no arrays and no messages.
 
     `Layer.lower` adds the operations of the forward pass, and returns functions that add the others (:class:`Lowered`).
 
     Parameters
     ----------
     reread
-        Buffers that backward passes of layers after this one use: known when its own is added.
+        Buffers that backward passes of later layers use; complete when the backward pass of this layer is added.
 
     Attributes
     ----------
@@ -125,9 +125,9 @@ class Context:
         Whether the parameters are not trained. If so, `grads` are scratch, and kernels that only compute gradients of
         parameters (those timed as ``"backward_filter"``) are left out.
     overlaps_halo
-        Whether to compute while halos travel: by `options`, or if that is faster on this machine.
+        Whether to compute while halos travel: as set in `options`, or if messages cross a network.
     looks
-        Whether the host may read numbers within a step and branch on them; with a device, it would have to wait.
+        Whether the host may read results within a step and branch on them; with a device, it would have to wait.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class Context:
 
     @property
     def dy(self) -> View:
-        """View of the gradient of the output; packed. It is known when the backward pass is added."""
+        """View of the gradient of the output; packed. It is available when the backward pass is added."""
         return self.output.dy
 
     # -- boxes ---------------------------------------------------------------------------------
@@ -228,7 +228,7 @@ class Context:
     # -- memory --------------------------------------------------------------------------------
 
     def scratch(self, shape: Sequence[int], dtype: np.dtype | str | None = None) -> View:
-        """Return an array that exists only while operations use it; its contents are undefined before the first."""
+        """Return an array that exists only while operations use it; it must be written before it is read."""
         return Buffer(tuple(shape), np.dtype(self.dtype if dtype is None else dtype), "transient").view
 
     def keep(self, shape: Sequence[int], dtype: np.dtype | str, use: str, fill: float = 0.0) -> View:
@@ -244,7 +244,7 @@ class Context:
         return self.inputs[i].new_contribution()
 
     def pass_gradient(self, i: int, view: View | None = None) -> None:
-        """Share an array: the gradient of input `i` is this view, by default the gradient of the output."""
+        """Share an array: use this view, by default the gradient of the output, as gradient of input `i`."""
         self.inputs[i].contributions.append(self.dy if view is None else view)
 
     # -- operations ----------------------------------------------------------------------------
@@ -280,7 +280,7 @@ class Context:
             self.run(self.kernel(copying, **views), timing=timing)
 
     def timing(self, phase: str, **changes: Any) -> Timing:
-        """Return the timing of a kernel of this layer, for the fullest blocks."""
+        """Return the timing of a kernel of this layer, with the largest blocks of all ranks."""
         inputs = tuple(v.layout.boxes.longest for v in self.inputs)
         given = {"inputs": inputs, "outputs": self.output.layout.boxes.longest[1:-1], **changes}
         return Timing(phase, **given)
@@ -317,7 +317,7 @@ class Context:
         self._operations += _end_of(self.name, message, "start", when)
 
     def finish(self, message: ExchangeSpec | Sum | None, when: str | None = None) -> None:
-        """Add the finish of an exchange or of a sum. It does nothing if none is active."""
+        """Add the finish of an exchange or of a sum, which does nothing unless that was started; no-op for None."""
         self._operations += _end_of(self.name, message, "finish", when)
 
     def move(self, exchange: ExchangeSpec) -> None:
@@ -326,7 +326,7 @@ class Context:
         self.finish(exchange)
 
     def all_gather(self, groups: Groups, view: View, kind: str, sizes: Sequence[int], name: str) -> Sum:
-        """Return the all-gather of an array of which every rank of a group has a part; `sizes` by group [B]."""
+        """Return the all-gather of an array, of which each rank of a group has a part; `sizes` are by group [B]."""
         return Sum(groups, view.reshape(view.size), sizes, kind, name, "all_gather")
 
     def add_up(self, total: Sum | None, when: str | None = None) -> list[Operation]:
@@ -357,14 +357,14 @@ class Context:
     def gather_gradient(self, boxes: Blocks, masked: View | None = None, kind: str = "halo") -> Gathered:
         """Gather boxes of the output's gradient (the halo of `dy`).
 
-        `masked` holds the owned box if it is not the gradient itself (but the gradient before an activation).
+        `masked` holds the owned box if other values than the gradient are gathered (the gradient before an activation).
         """
         source = self.output.gradient if masked is None else Region(masked, self.box)
         assert source is not None
         return _gathered(self, source, self.output.layout.boxes, boxes, kind, "transient", None)
 
     def return_gradient(self, i: int, boxes: Blocks) -> Returned:
-        """Return the array for the gradient of gathered boxes, which is summed at the owners.
+        """Return the array for the gradient of gathered boxes, which is summed on the owners.
 
         Adjoint of `gather`.
         """
@@ -394,7 +394,7 @@ def _gathered(
     fill: float | None,
     padded: bool = False,
 ) -> Gathered:
-    """Gather into the storage itself if the box is a packed view of it; else into a copy."""
+    """Gather a box into the storage itself if the box is a packed view of it; else into a copy."""
     box = boxes[context.rank]
     view = region.part(box) if region.box.contains(box) else None
     everyone_has = stored.contain(boxes)
@@ -424,7 +424,7 @@ class Gathered:
 
     @property
     def communicates(self) -> bool:
-        """Whether this rank sends or receives."""
+        """Whether this rank sends or receives messages in the exchange."""
         made = self.exchange
         pieces = [] if made is None else plan_exchange(made.sources, made.targets, self._context.rank)
         return any(piece.source != piece.target for piece in pieces)
@@ -447,7 +447,7 @@ class Gathered:
 
 
 class Returned:
-    """Gradient of a gathered box: written into `view`, then summed at the owners by `start`, `finish`."""
+    """Gradient of a gathered box: written into `view`, then summed on the owners by `start` and `finish`."""
 
     def __init__(self, context: Context, view: View, exchange: ExchangeSpec | None) -> None:
         self.view, self.exchange, self._context = view, exchange, context

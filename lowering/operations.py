@@ -22,8 +22,9 @@ class Timing(NamedTuple):
     Attributes
     ----------
     phase
-        Phase of the layer that the kernel belongs to: ``"forward"``, ``"backward_data"`` or ``"backward_filter"``;
-        ``"boundary"``, which computes a part of the forward again; or ``"sum"`` of the inputs, element by element.
+        Phase of the layer to which the kernel belongs: ``"forward"``, ``"backward_data"`` or ``"backward_filter"``;
+        ``"boundary"``, which computes boundary strips of the output again; or ``"sum"`` of the inputs, element by
+        element.
     inputs
         Local shapes ``(N, *spatial, C)`` of the layer's inputs.
     outputs
@@ -43,20 +44,21 @@ class Timing(NamedTuple):
 
 @dataclass(eq=False)
 class KernelSpec:
-    """Local computation on fixed arrays. It is created once, and each of its operations runs it.
+    """Kernel: local computation on fixed arrays. It is created once; operations (:class:`Run`) execute it.
 
     Attributes
     ----------
     make
-        Function ``make(environment, **arrays)`` that returns the function to run, or an object with such methods.
+        Function ``make(environment, **arrays)`` that returns the function to run, or an object whose methods are run.
     views
         Arrays by the names of their parameters in `make`; None is passed unchanged.
     sums
         Sums that the kernel starts and finishes itself, by the names of their parameters in `make`.
     recordable
-        Whether a graph of a device can repeat it: it allocates no arrays, and is the same in every step.
+        Whether a graph of a device can repeat the kernel: it allocates no arrays, and is the same in every step.
     function
-        Elementwise function that it computes of ``x`` into ``y``, if its gradient does not read ``x``; else None.
+        Elementwise function from ``x`` to ``y`` that the kernel computes, if its gradient does not read ``x``; else
+        None.
     fuse
         ``fuse(function)`` returns a `make` that applies an elementwise function to ``y`` before it is written; None:
         the kernel cannot.
@@ -140,15 +142,15 @@ class Operation:
     layer
         Name of the layer, or of the redistribution, of the operation; "" for operations on gradients.
     when
-        Passes that run the operation. ``"training"`` or ``"evaluation"``: those of this kind; ``"step"``: the last
-        training pass of a step; None: all.
+        Passes that run the operation: ``"training"`` or ``"evaluation"`` passes; ``"step"``: the last training pass of
+        a step; None: all passes.
     """
 
     layer: str
     when: str | None = field(default=None, kw_only=True)
 
     def views(self) -> Iterator[View]:
-        """Yield all views that it reads or writes."""
+        """Yield all views that the operation reads or writes."""
         yield from ()
 
     def buffers(self) -> Iterator[Buffer]:
@@ -160,7 +162,7 @@ class Operation:
         return self.buffers()
 
     def sums(self) -> Iterator[Sum]:
-        """Yield the sums that it takes part in."""
+        """Yield the sums that the operation starts, finishes or contains."""
         yield from ()
 
     def describe(self) -> str:
@@ -187,12 +189,12 @@ class Run(Operation):
 
     @property
     def access(self) -> Access:
-        """Arrays that it reads and writes: as declared at the kernel."""
+        """Accesses to arrays, as declared by the kernel."""
         return access_of(self.kernel.make, self.method)
 
     @property
     def arrays(self) -> dict[str, View]:
-        """Arrays that it reads or writes, by the names of their parameters."""
+        """Arrays that the kernel reads or writes, by the names of their parameters."""
         views = self.kernel.views
         return {name: view for name in self.access.used(views) if (view := views[name]) is not None}
 
@@ -214,7 +216,7 @@ class Run(Operation):
 class Release(Operation):
     """End of the contents of buffers, which later operations write again. It runs nothing.
 
-    Other buffers may use their memory in between.
+    Until then, other buffers may use their memory.
     """
 
     released: tuple[Buffer, ...]

@@ -1,6 +1,6 @@
-"""Memory of a step before it is allocated: buffers, views of them, and the values that they hold. Pure data.
+"""Description of the memory of a step: buffers, views of buffers, and the values that they hold. Pure data.
 
-A :class:`Buffer` is one packed array. A :class:`View` is a rectangle of a buffer, and a :class:`Region` a view with its
+A :class:`Buffer` is one packed array. A :class:`View` is a box of a buffer, and a :class:`Region` a view with its
 global box. A :class:`Value` is the array of one node, and its gradient, cut by a layout, on one rank.
 """
 
@@ -55,12 +55,12 @@ class Buffer:
 
 
 class View(NamedTuple):
-    """Rectangle of a buffer; a packed view may have another shape.
+    """Box of a buffer; a packed view may have another shape.
 
     Attributes
     ----------
     buffer
-        Buffer that holds it.
+        Buffer of the view.
     start, extent
         First index and extent per axis of the buffer.
     form
@@ -90,7 +90,7 @@ class View(NamedTuple):
 
     @property
     def packed(self) -> bool:
-        """Whether its elements follow one another in memory."""
+        """Whether the elements of the view are contiguous in memory."""
         if not self.size:
             return True
         full = True
@@ -113,7 +113,7 @@ class View(NamedTuple):
         return View(self.buffer, self.start, self.extent, tuple(shape))
 
     def part(self, start: Sequence[int], extent: Sequence[int]) -> View:
-        """Return a rectangle within the view."""
+        """Return a box within the view."""
         if self.form is not None:
             raise ValueError(f"expected a view in the shape of its buffer, got one in shape {self.form}")
         first = tuple(a + b for a, b in zip(self.start, start, strict=True))
@@ -128,7 +128,7 @@ class View(NamedTuple):
 
 
 class Region(NamedTuple):
-    """View, with the global box that it holds."""
+    """View with the global box that it holds."""
 
     view: View
     box: Box
@@ -153,24 +153,25 @@ class Value:
     rank
         Rank of the buffers.
     trainable
-        Whether parameters or probed inputs before it need its gradient.
+        Whether its gradient is computed, because earlier parameters or probed inputs require it.
     read
         Whether it is an input of the network: every rank reads its whole box from disk, including halos.
     stored
         Per rank, the box that is valid in memory without an exchange: the owned box; for inputs, including halos.
     region
-        Storage of this rank: the owned box, with margins if these keep the owned view packed (inputs: all margins).
+        Storage of this rank: the owned box, with margins if the owned view then stays packed (inputs: with all
+        margins).
     gradient_box
-        Box of the gradient's storage: the owned box, with margins for the halo that the layer before it needs, if these
-        keep the owned view packed.
+        Box of the gradient's storage: the owned box, with margins for the halo that the previous layer needs, if the
+        owned view then stays packed.
     gradient
         Storage of the gradient, once all contributions are known.
     contributions
-        Arrays for the gradients of the layers that read this value.
+        Gradients from the layers that read this value, one array each.
     gathered
         Gathered copies of the value, by boxes and fill.
     room
-        Number of channels of the storage, which has zeros after those of the value; 0: as many as the value.
+        Number of channels of the storage; further channels than those of the value are zeros; 0: no further channels.
     """
 
     name: str
@@ -229,7 +230,7 @@ class Value:
         self.region = Region(view if shape == box.shape else view.part((0,) * box.ndim, box.shape), box)
 
     def place_gradient(self, needed: Box) -> None:
-        """Extend the gradient's storage by the halo if the layer before the value needs this box."""
+        """Extend the gradient's storage by the halo `needed` of the previous layer, if the views stay packed."""
         grown = hull([self.box, needed])
         if is_packed(grown, self.box) and is_packed(grown, needed):
             self.gradient_box = grown

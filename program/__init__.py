@@ -1,1 +1,1 @@
-"""The program of a training step: compiled once, then run, priced, counted, placed in memory and listed."""
+"""The program of a training step: compiled once, then run; also the source of its cost, traffic, memory and listing."""

@@ -46,7 +46,7 @@ class Placement:
 
     @property
     def uses(self) -> dict[str, int]:
-        """Sizes by use: kept buffers, and the memory that operations share [B]."""
+        """Sizes by use [B]: of kept buffers, and of the memory that other buffers share."""
         return {**self.kept, "transient": self.size - sum(self.kept.values())}
 
 
@@ -58,7 +58,7 @@ def place(operations: Sequence[Operation], kept: Sequence[Buffer]) -> Placement:
     operations
         Operations of a whole step, in order.
     kept
-        Buffers that occupy the arena all the time, used or not, in addition to those with `Buffer.kept`.
+        Buffers that always occupy the arena, used or not, in addition to those with `Buffer.kept`.
     """
     always = dict.fromkeys(kept)
     for operation in operations:
@@ -79,7 +79,7 @@ Spans = list[tuple[int, int]]
 
 
 def lifetimes(operations: Sequence[Operation], kept: Sequence[Buffer]) -> dict[Buffer, Spans]:
-    """Return the numbers of the first and the last operation that use a buffer, for those that are not kept.
+    """Return, for each buffer that is not kept, the numbers of the first and the last operation that use it.
 
     A buffer that is released (:class:`Release`) and written again later has several such spans. The parameters are
     those of :func:`place`.
@@ -108,7 +108,8 @@ def lifetimes(operations: Sequence[Operation], kept: Sequence[Buffer]) -> dict[B
 
 
 def _in_time(spans: Mapping[Buffer, Spans], begin: int) -> tuple[dict[Buffer, int], int]:
-    """Return the offsets of buffers with one span each, and the end of the memory. They are placed as they begin."""
+    """Return the offsets of buffers with one span each, placed in order of their first use, and the end of the memory.
+    """
     offsets, free = dict[Buffer, int](), _Free(begin)
     begins, ends = (dict[int, list[Buffer]]() for _ in range(2))
     for buffer, ((first, last),) in spans.items():
@@ -123,7 +124,7 @@ def _in_time(spans: Mapping[Buffer, Spans], begin: int) -> tuple[dict[Buffer, in
 
 
 def _by_size(spans: Mapping[Buffer, Spans], begin: int) -> tuple[dict[Buffer, int], int]:
-    """Return the offsets of buffers, and the end of the memory. The largest are placed first, each where it fits best.
+    """Return the offsets of buffers, and the end of the memory; the largest are placed first, each where it fits best.
 
     A buffer has one offset in all its spans.
     """
@@ -148,7 +149,7 @@ def _by_size(spans: Mapping[Buffer, Spans], begin: int) -> tuple[dict[Buffer, in
 
 
 def aligned(nbytes: int) -> int:
-    """Return the next multiple of the alignment, and at least one alignment."""
+    """Return `nbytes`, rounded up to a positive multiple of the alignment [B]."""
     return -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
 
 

@@ -121,7 +121,7 @@ class _Compiler:
         return Value(name, layout, dtype, self.target.rank)
 
     def _read(self, node: Node, cuts: Mapping[str, Cut]) -> Value:
-        """Return the value of `node` under `cuts`; it is redistributed if its layer has other cuts."""
+        """Return the value of `node` under `cuts`; add a redistribution if its layer has other cuts."""
         key = tuple(cuts.values())
         if (node, key) in self._values:
             return self._values[node, key]
@@ -146,7 +146,7 @@ class _Compiler:
         return value
 
     def place(self, values: Collection[Value]) -> None:
-        """Choose the storage of values, with margins for halos if the owned block stays packed."""
+        """Choose the storage of values, with margins for halos if the owned block then stays packed."""
         needs: dict[Value, list[Blocks]] = {value: [] for value in values}
         for step in self.program.steps:
             layouts = [v.layout for v in step.inputs]
@@ -169,7 +169,7 @@ class _Compiler:
                 step.output.place_gradient(blocks[self.target.rank])
 
     def _pad(self, value: Value) -> None:
-        """Pad the channels of an input as the kernels need them, if all layers that read it allow it."""
+        """Pad the channels of an input as the kernels require, if all layers that read the input allow it."""
         readers = [step for step in self.program.steps if value in step.inputs]
         taken = all(step.layer.takes_padded_channels for step in readers)
         if taken and is_low(value.dtype) and self.target.padded_channels is not None:
@@ -219,7 +219,7 @@ class _Compiler:
         return None if node is None else self.network.names[node]
 
     def _launch(self, value: Value) -> None:
-        """Add the redistributions of a value, which start as soon as it is computed."""
+        """Add the forward operations of a value's redistributions, which start as soon as the value is computed."""
         for step in self._moves.get(value, ()):
             self.program.forward.append(Segment(step.name, self._lower(step)))
 
@@ -275,7 +275,7 @@ class _Compiler:
 def _arrays(step: Step, blocks: Mapping[str, ParameterBlocks]) -> dict[str, dict[str, View]]:
     """Return views of the arrays in the store that belong to a layer, by short names.
 
-    Gradients of a frozen layer, and of a layer that uses the parameters of another, are scratch.
+    Gradients of a frozen layer, and of a layer that uses another layer's parameters, are scratch.
     """
     dtype, rank = step.output.dtype, step.output.rank
     half, full = is_low(dtype), wide(dtype)
@@ -296,7 +296,7 @@ def _arrays(step: Step, blocks: Mapping[str, ParameterBlocks]) -> dict[str, dict
 
 
 def _lowered(step: Step, context: Context) -> Lowered:
-    """Return what a layer lowers itself to. Raises TypeError for a `lower` that returns something else."""
+    """Lower a layer; return its :class:`Lowered`. Raises TypeError if the layer returns something else."""
     found = step.layer.lower(context)
     if not isinstance(found, Lowered):
         raise TypeError(
@@ -312,20 +312,20 @@ class Alone:
     Parameters
     ----------
     step
-        The layer with values that no other layer has.
+        The layer, with values that no other layer uses.
     trainable
         Whether there is a backward pass.
     overlaps
         Whether ``halo = "auto"`` computes while halos travel.
     gathered
-        Per input, the boxes that layers before it have gathered: keys of `Value.gathered`.
+        Per input, the boxes that earlier layers have gathered: keys of `Value.gathered`.
 
     Attributes
     ----------
     forward
         Operations of the forward pass.
     lowered
-        What the layer has lowered itself to besides.
+        Result of :meth:`Layer.lower <halograd.layers.Layer.lower>`.
     """
 
     def __init__(
@@ -344,7 +344,7 @@ class Alone:
         self.forward = self.context.take()
 
     def _gather(self, gathered: Sequence[Collection[Any]]) -> None:
-        """Gather the boxes that other layers have gathered, without operations."""
+        """Mark the boxes that other layers have gathered as gathered, without operations."""
         for i, keys in enumerate(gathered):
             for key in keys:
                 self.context.gather(i, *key)
@@ -355,7 +355,7 @@ class Alone:
         Parameters
         ----------
         gathered
-            As for the constructor, but after all layers have gathered.
+            As for the constructor, with the boxes of all layers.
         """
         self._gather(gathered)
         if self.lowered.backward is not None:

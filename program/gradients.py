@@ -1,7 +1,7 @@
-"""Gradients in a program: operations that sum them by a scheme and update parameters, and the pass that places them.
+"""Gradients in a program: operations that sum them by a scheme and update parameters, and the pass that adds these.
 
 A step ends with its last update, and updates are made in the forward pass of the next step, before the layers that
-read the parameters. Its operations therefore stand in three places (:class:`Segment`, :class:`Program`)::
+read the parameters. Its operations on gradients are therefore in three lists (:class:`Segment`, :class:`Program`)::
 
     backward  conv2   after:   cast, accumulate, start sum 0
     backward  conv1   after:   cast, accumulate, start sum 1
@@ -9,7 +9,7 @@ read the parameters. Its operations therefore stand in three places (:class:`Seg
     forward   conv1   before:  finish sum 1, update, start gather; finish gather, refresh copies
     forward   conv2   before:  finish sum 0, update, ...
 
-Operations that stand before a layer belong to the step before. Pure data: no arrays, no MPI, no device.
+Operations before a layer belong to the previous step. Pure data: no arrays, no MPI, no device.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class BucketTotal(Total):
 
 @dataclass(eq=False)
 class ShardGather(BucketTotal):
-    """Start or finish of the gather of a bucket's parameters, of which every rank has updated its shard."""
+    """Start or finish of the gather of a bucket's parameters, after each rank has updated its shard."""
 
 
 @dataclass(eq=False)
@@ -108,8 +108,8 @@ class Accumulate(BucketOperation):
 class Compensate(BucketOperation):
     """Addition of the bucket's rounding residuals to its gradients.
 
-    A rounded sum adds them itself. If one rank holds the bucket, its sum is not rounded, and residuals of another
-    decomposition are added once. Buckets with replicated gradients keep their residuals without use.
+    A rounded sum adds the residuals itself. If only one rank holds the bucket, its sum is not rounded, and residuals of
+    another decomposition are added once. Residuals of buckets with replicated gradients stay unused.
     """
 
 
@@ -136,7 +136,7 @@ class Refresh(BucketOperation):
 
 @dataclass(eq=False)
 class CheckGradients(Operation):
-    """Number computed from all gradients of this rank and summed over the ranks, such as their squared norm.
+    """Computation of a scalar from all gradients, such as their squared norm, with its sum over the ranks.
 
     Attributes
     ----------
@@ -178,7 +178,7 @@ def reduce_gradients(program: Program, buckets: Sequence[GradientChunk], scheme:
 
 
 class _Placing:
-    """Operations by place, until they are put into segments."""
+    """Builder of a program with operations on gradients: their lists, before they are put into segments."""
 
     def __init__(self, program: Program, buckets: Sequence[GradientChunk], scheme: Scheme, parts: int) -> None:
         self._program, self._buckets, self._scheme, self._parts = program, buckets, scheme, parts
@@ -239,7 +239,7 @@ class _Placing:
         return [*operations, Compensate("", i, own, when="step")] if self._scheme.keeps_errors else operations
 
     def _add_replicated(self, replicated: Sequence[int]) -> None:
-        """Add gathers of errors, gradients of the whole batch, and updates, for dense layers that sum nothing."""
+        """Add gathers of errors, whole gradients, and updates of dense layers with replicated gradients."""
         numbers: dict[str, list[int]] = {}
         for i in replicated:
             numbers.setdefault(self._buckets[i].layers[0], []).append(i)
@@ -269,7 +269,7 @@ class _Placing:
         return 0 if color is None else self._buckets[i].nbytes[color]
 
     def _sums(self, i: int) -> list[Sum]:
-        """Return the sum of a bucket's gradients, and the gather of its parameters where ranks update shards."""
+        """Return the sum of a bucket's gradients and, if ranks update shards, the gather of its parameters."""
         bucket, dtype, scheme = self._buckets[i], self._program.wide, self._scheme
         shape, label, found = (self._own(i) // dtype.itemsize,), f"bucket {i}", []
         for place, method in zip((GRADIENTS, PARAMETERS), scheme.sums):
@@ -316,7 +316,7 @@ def completions(program: Program) -> list[Operation]:
 
 
 def complete_early(program: Program) -> Program:
-    """Return the program with all gradients complete at the end of backward; updates stay where they are. Local."""
+    """Return the program with all gradients complete at the end of backward; updates do not move. Local."""
     before = [operation for segment in program.forward for operation in segment.before]
     early = [o for o in before if not isinstance(o, Update | ShardGather | Refresh)]
     starts = [*(o for segment in program.backward for o in segment.after), *program.end]
@@ -329,14 +329,14 @@ def complete_early(program: Program) -> Program:
 
 
 def check_gradients(program: Program, what: str, over_ranks: bool) -> Program:
-    """Return the program with a number computed from all gradients before any update.
+    """Return the program with the computation of a scalar from all gradients before any update.
 
     Parameters
     ----------
     what
-        Name of the number, and kind under which its sum is counted.
+        Name of the scalar, and kind of its sum in the traffic counters.
     over_ranks
-        Whether the numbers of all ranks are summed; else every rank has all gradients.
+        Whether the scalars of all ranks are summed; else every rank has all gradients.
     """
     total = None
     if over_ranks:

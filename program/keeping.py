@@ -1,9 +1,10 @@
-"""Which outputs are kept for the backward pass, when all others are computed again: segments of a network by bytes.
+"""Choice of the outputs that are kept for the backward pass, by segments of a network; others are computed again.
 
 A network is split into segments of consecutive layers. Outputs that a later segment reads are kept; the others are
-computed again, a segment at a time, when its backward pass begins. Memory is then that of all kept outputs, and of the
-largest segment. Segments of equal bytes, not of equal numbers of layers, make the sum small: a few layers of high
-resolution have most of the memory. The last segment is not computed again, because its backward pass comes first.
+computed again, one segment at a time, when the backward pass of the segment begins. Memory is then that of all kept
+outputs, and of the largest segment. Segments of equal bytes, not of equal numbers of layers, make this sum small: a few
+layers of high resolution have most of the memory. The last segment is not computed again, because its backward pass
+comes first.
 
 References
 ----------
@@ -31,7 +32,7 @@ def keep_few(network: Network, strategy: Strategy, target: Target) -> Strategy:
     """Return the strategy that computes outputs again by segments, with the smallest arena that was found. Local.
 
     The rule ``"block"`` becomes an option of each layer of all segments but the last; options ``"none"`` of single
-    layers stay. The cuts are those of `strategy`, and `target` tells batch and rank.
+    layers stay. The cuts are those of `strategy`; `target` has batch and rank.
     """
     steps = outline(network, strategy, target).steps
     blocks = _blocks(steps)
@@ -56,7 +57,7 @@ def _with(strategy: Strategy, again: frozenset[str]) -> Strategy:
 
 @dataclass(frozen=True)
 class _Output:
-    """Output of a layer: its size [B], the block that makes it, and the last block that reads it."""
+    """Output of a layer: its size [B], the block that computes it, and the last block that reads it."""
 
     name: str
     nbytes: int
@@ -66,7 +67,7 @@ class _Output:
 
 
 def _blocks(steps: Sequence[Step]) -> list[_Output]:
-    """Return the outputs of all layers, with numbers of blocks. A block begins with each layer that is costly."""
+    """Return the outputs of all layers, with numbers of blocks. Each layer that is costly to repeat begins a block."""
     number, numbers = -1, dict[str, int]()
     for step in steps:
         number += step.layer.recomputation == "block" or number < 0
@@ -96,7 +97,7 @@ def _segmentations(outputs: Sequence[_Output]) -> Iterator[tuple[int, ...]]:
 
 
 def _sizes(outputs: Sequence[_Output], count: int) -> tuple[dict[tuple[int, int], int], dict[tuple[int, int], int]]:
-    """Return, by first and last block of a segment, the bytes that are made again in it, and those that it keeps."""
+    """Return, by first and last block of a segment, the sizes of its recomputed and of its kept outputs [B]."""
     within, kept = dict[tuple[int, int], int](), dict[tuple[int, int], int]()
     for first in range(count):
         for last in range(first, count):
@@ -109,7 +110,7 @@ def _sizes(outputs: Sequence[_Output], count: int) -> tuple[dict[tuple[int, int]
 def _segmentation(
     within: Mapping[tuple[int, int], int], kept: Mapping[tuple[int, int], int], count: int, limit: float
 ) -> tuple[int, ...]:
-    """Return the segmentation that keeps the fewest bytes, with at most `limit` bytes made again in a segment."""
+    """Return the segmentation that keeps the fewest bytes, with at most `limit` bytes computed again in a segment."""
     best: list[tuple[int, tuple[int, ...]]] = [(0, ())]
     for last in range(count):
         best.append(

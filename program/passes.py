@@ -1,7 +1,7 @@
 """Passes over the operations of layers: functions from program to program, by name.
 
-A strategy names them (`Strategy.passes`), so what is run is priced, counted, placed in memory and listed. They are
-applied when the layers are lowered. The pass that places the operations on gradients follows
+A strategy names them (`Strategy.passes`), so cost, traffic, memory and listing are those of the program that runs. They
+are applied when the layers are lowered. The pass that places the operations on gradients follows
 (`halograd.program.gradients`): its settings are the scheme and the buckets.
 """
 
@@ -34,7 +34,7 @@ class Pass(ABC):
 
     @abstractmethod
     def __call__(self, program: Program) -> Program:
-        """Return the transformed program; the given one stays as it is. Local."""
+        """Return the transformed program; `program` is not changed. Local."""
 
 
 #: Passes by name.
@@ -47,7 +47,7 @@ def apply_passes(program: Program, names: Sequence[str]) -> Program:
     Raises
     ------
     UserError
-        If there is no such pass, or it returns no program.
+        If a name is unknown, or its pass returns no program.
     """
     for name in names:
         made = PASSES.make(name)(program)
@@ -60,11 +60,11 @@ def apply_passes(program: Program, names: Sequence[str]) -> Program:
 @PASSES.register
 @dataclass(frozen=True)
 class Fuse(Pass):
-    """Activations by the kernels whose results they read: a convolution or a sum and a ReLU become one kernel.
+    """Pass that fuses activations with the kernels before them: a convolution or a sum and a ReLU become one kernel.
 
     An activation is fused if the gradient needs its output only, if one kernel alone writes its input and can apply the
-    function (`KernelSpec.fuse`), and if nothing else reads the input. The network stays as it is. Norms with an
-    activation compute the gradient of both in one kernel, so only `activation=` of the layer makes them.
+    function (`KernelSpec.fuse`), and if nothing else reads the input. The network does not change. Norms with an
+    activation compute the gradient of both in one kernel, so they are made only by `activation=` of the layer.
     """
 
     __pydantic_config__ = STRICT
@@ -104,7 +104,7 @@ class Fuse(Pass):
 
 
 def _only_writer(users: Sequence[Operation], reader: KernelSpec) -> Run | None:
-    """Return the operation that alone uses an array beside the kernel that reads it; None if it cannot be fused."""
+    """Return the only operation that uses an array in addition to `reader`; None if it cannot be fused."""
     others = [o for o in users if not (isinstance(o, Run) and o.kernel is reader)]
     if len(others) != 1 or not isinstance(others[0], Run):
         return None
@@ -117,7 +117,7 @@ def _only_writer(users: Sequence[Operation], reader: KernelSpec) -> Run | None:
 def _with(
     operations: Sequence[Operation], kernels: dict[KernelSpec, KernelSpec], fused: set[Operation]
 ) -> list[Operation]:
-    """Return operations without those that are fused, with other kernels."""
+    """Return `operations` without the `fused` ones, and with replaced kernels."""
     return [
         replace(o, kernel=kernels[o.kernel]) if isinstance(o, Run) and o.kernel in kernels else o
         for o in operations
@@ -128,13 +128,13 @@ def _with(
 @PASSES.register
 @dataclass(frozen=True)
 class Overlap(Pass):
-    """Early starts and late finishes of exchanges and sums, as far as the arrays of other operations permit.
+    """Pass that starts exchanges and sums earlier, and finishes them later, if the arrays of other operations permit.
 
-    A start moves before operations that use neither its source nor its target; a finish moves behind operations that do
-    not use its target. Operations with conditions or sums of their own are not passed. The bits do not change; buffers
-    of messages are held for longer. The arrays depend on this rank's block, and so does how far a message moves. The
-    order of all exchanges and sums does not: they do not pass each other, nor a layer at which sums of gradients may
-    start or finish.
+    A start moves before operations that use neither its source nor its target; a finish moves after operations that do
+    not use its target. Neither moves past operations with conditions or sums. The results do not change in any bit;
+    buffers of messages are held for longer. How far a message moves depends on the arrays of this rank's block. The
+    order of all exchanges and sums does not: they do not move past each other, nor past a layer at which sums of
+    gradients may start or finish.
     """
 
     __pydantic_config__ = STRICT
@@ -158,7 +158,7 @@ class _Placed:
     arrays: frozenset[object]
 
     def may_pass(self, other: _Placed, end: str, closed: Sequence[bool]) -> bool:
-        """Return whether this start moves before `other`, or this finish behind it."""
+        """Return whether this start may move before `other`, or this finish after it."""
         one, run = self.operation, other.operation
         if not isinstance(one, Transfer | Total) or one.end != end or one.when != run.when:
             return False
@@ -169,7 +169,7 @@ class _Placed:
 
 
 def _moved(segments: Sequence[Segment], closed: Sequence[bool]) -> list[Segment]:
-    """Return one pass with starts moved forward and finishes moved back.
+    """Return the segments of a pass with earlier starts and later finishes.
 
     ``closed[i]``: nothing moves between segments ``i - 1`` and ``i``.
     """

@@ -1,8 +1,8 @@
-"""Poison: what a run of a kernel may not read is filled with numbers that show, to find wrong declarations.
+"""Poison: memory that a kernel may not read is filled with marked NaNs, to find wrong declarations of accesses.
 
 Memory that is free by the lifetimes of a program, and memory that a kernel holds but a run of it does not declare
-(:mod:`halograd.kernels.access`), is filled with NaNs that carry the number of their buffer. Arithmetic hands such a
-number on, so a result names the array that it was made from. ::
+(:mod:`halograd.kernels.access`), is filled with NaNs that carry the number of their buffer. Arithmetic preserves these
+numbers, so a result shows the array from which it was computed. ::
 
     before a run    hide what is not declared: save it, fill it;  fill what is only written
     the run
@@ -11,8 +11,8 @@ number on, so a result names the array that it was made from. ::
                     what is only read has changed                 -> it writes what it declares to read
                     restore what was hidden; fill what no later operation of the step uses
 
-What messages in flight send or receive, and arrays outside the arena (parameters, gradients of parameters), are left
-alone. Integers and booleans are filled with odd bytes: their reads are not found, but their writes are.
+Arrays that messages in flight send or receive, and arrays outside the arena (parameters, gradients of parameters), are
+not filled. Integers and booleans are filled with odd bytes: their reads are not found, but their writes are.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class _Held:
 
 
 class Poison:
-    """Fills memory of a program that runs, and notes what kernels do with it. Local; on the host.
+    """Detector of undeclared accesses of kernels to the memory of a running program. Local; on the host.
 
     Parameters
     ----------
@@ -73,7 +73,7 @@ class Poison:
 
     Notes
     -----
-    Every buffer needs memory of its own. A finding is kept until :meth:`check` raises it.
+    Every buffer needs separate memory. A detected access is kept until :meth:`check` raises it.
     """
 
     def __init__(self, program: Program, array: Callable[[View], Any]) -> None:
@@ -92,7 +92,7 @@ class Poison:
     def watched(
         self, operation: Operation, call: Callable[[], object], guarded: Sequence[Callable[[], object]] = ()
     ) -> Callable[[], object]:
-        """Return the call of an operation, with a look at what it does.
+        """Return the call of an operation, with a check of its accesses.
 
         If `call` returns true, the calls `guarded` follow; they have accesses of their own.
         """
@@ -114,7 +114,7 @@ class Poison:
         return watched
 
     def check(self) -> None:
-        """Raise AccessError for what was found since the last call."""
+        """Raise AccessError if undeclared accesses were detected since the last call."""
         found, self._found = self._found, []
         if found:
             more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""

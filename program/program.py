@@ -30,9 +30,9 @@ class Step:
     Attributes
     ----------
     owner
-        Name of the layer whose parameters it uses (`Network.owners`); "": its own.
+        Name of the other layer whose parameters the layer uses (`Network.owners`); "": it has its own.
     frozen
-        Whether its parameters are not trained, so that their gradients are not computed.
+        Whether the layer's parameters are not trained, so that their gradients are not computed.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Step:
 
     @property
     def arrays_of(self) -> str:
-        """Name of the layer under which its parameters are stored."""
+        """Name of the layer under which the parameters are stored."""
         return self.owner or self.name
 
     @property
@@ -63,18 +63,18 @@ class Step:
 
     @cached_property
     def parameters(self) -> Mapping[str, Parameter]:
-        """Whole parameters by their short names, including those of another layer that it uses."""
+        """Whole parameters by short name, also if they belong to another layer (`owner`)."""
         return self.layer.parameters(*self.shapes)
 
     @cached_property
     def states(self) -> Mapping[str, Parameter]:
-        """Whole untrained arrays by their short names."""
+        """Whole untrained arrays by short name."""
         return self.layer.state(*self.shapes)
 
 
 @dataclass(frozen=True)
 class Target:
-    """Rank, batch and options that a program is compiled for.
+    """Rank, batch and options for which a program is compiled.
 
     Attributes
     ----------
@@ -89,7 +89,7 @@ class Target:
     overlaps
         Whether ``halo = "auto"`` computes while halos travel.
     looks
-        Whether the host may read numbers within a step and branch on them, because arrays are in its memory.
+        Whether the host may read results within a step and branch on them, because arrays are in its memory.
     probed
         Names of inputs whose gradients are computed too.
     padded_channels
@@ -118,7 +118,7 @@ class Segment:
     Attributes
     ----------
     before
-        Operations of the step before that complete the layer's parameters; see `halograd.program.gradients`.
+        Operations of the previous step that complete the layer's parameters; see `halograd.program.gradients`.
     after
         Operations on gradients that are complete after this layer.
     """
@@ -138,9 +138,9 @@ class Program:
     network
         Name of the network.
     target
-        Rank, batch and dtype that it was compiled for.
+        Rank, batch and options for which the program is compiled.
     steps
-        Layers in order of computation, redistributions among them.
+        Layers in order of computation, including redistributions.
     values
         Values of inputs and layers, by name.
     inputs
@@ -150,14 +150,14 @@ class Program:
     loss
         View of the loss of this rank's block, float64 ``(1,)``; None if there is no loss.
     terms
-        Terms of the loss that count in evaluation: views of this rank's part, and of the sum of weights over all ranks
-        by which the term is divided, both float64 ``(1,)``; None: it is not divided by such a sum.
+        Terms of the loss in evaluation: views of this rank's part, and of the sum of weights over all ranks by which
+        the term is divided, both float64 ``(1,)``; None instead of the second view: there is no such sum.
     exposed
-        Kernels of dense layers that can compute the gradient of the whole batch, by layer.
+        Kernels, by layer, of dense layers that can compute the gradient of the whole batch on every rank.
     end
         Operations on gradients at the end of the backward pass.
     buckets
-        Buckets of gradients, which the operations on gradients name by their numbers.
+        Buckets of gradients; operations on gradients refer to them by number.
     """
 
     network: str
@@ -186,7 +186,9 @@ class Program:
 
     @property
     def kept(self) -> list[Buffer]:
-        """Buffers that hold their contents all the time, beside those that are marked so."""
+        """Buffers that always occupy the arena, in addition to those with `Buffer.kept`: outputs, inputs, probed
+        gradients.
+        """
         # Outputs are read when a step has ended, inputs are written before it begins.
         values = [v.region.view.buffer for v in self.values.values() if v.read or v.kept]
         probed = [self.values[name].gradient for name in sorted(self.target.probed)]

@@ -1,15 +1,15 @@
-"""Recomputation: outputs of layers that are not kept for the backward pass, but made again in it.
+"""Recomputation: outputs of layers that are not kept for the backward pass, but computed again in it.
 
 A layer whose output is computed again (option ``recompute`` of a strategy) keeps nothing for the backward pass. Before
-the first operation of the backward pass that reads its output, the operations that made it are repeated: same kernels,
-same arrays at the same addresses, same order, so the same bits. In between, other arrays use its memory. ::
+the first operation of the backward pass that reads its output, the operations that computed it are repeated. Kernels,
+arrays, addresses and order are the same, so all bits are the same. Until then, other arrays use its memory. ::
 
     forward     conv1   bn1   conv2   release y of bn1   bn2  ...
     backward    ...     bn2   bn1 (again)   conv2   bn1   conv1
 
-What the repeated operations read is kept, or made again itself. Nothing is sent again: elements that other ranks have
-sent (halos) are copied to small arrays of their own, and back. So the messages of a step do not depend on what is
-computed again, and ranks may differ in it.
+Arrays that the repeated operations read are kept, or computed again too. Nothing is sent again: elements from other
+ranks (halos) are saved in small arrays and copied back. So the messages of a step do not depend on the recomputed
+outputs, and ranks may recompute different ones.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["recompute", "recomputed"]
 
 
 def recomputed(step: Step) -> bool:
-    """Return whether the strategy lets the output of a layer be computed again."""
+    """Return whether the strategy allows to compute the output of a layer again."""
     rule, kind = step.options.get("recompute", "none"), step.layer.recomputation
     return kind != "never" and rule in ("block", kind)
 
@@ -36,9 +36,9 @@ def recomputed(step: Step) -> bool:
 def recompute(program: Program) -> Program:
     """Return the program with the outputs of chosen layers computed again in the backward pass. Local.
 
-    An output is kept all the same if it is read after the step, if making it again would need a message or change an
-    array that lasts, or if the arrays from which it is made, which the backward pass would not need otherwise, take as
-    much memory. All are kept if the arena would not be smaller.
+    A chosen output is kept in three cases: it is read after the step; its computation needs a message or changes a
+    permanent array; or the arrays from which it is computed would have to be kept instead, and are not smaller. All
+    outputs are kept if the arena would not become smaller.
     """
     chosen = {step.name: step for step in program.steps if recomputed(step)}
     if not chosen or not program.backward:
@@ -48,7 +48,7 @@ def recompute(program: Program) -> Program:
 
 
 class _Recomputation:
-    """Operations of a program by the buffers that they read and write.
+    """Recomputation of a program: its operations by the buffers that they read and write.
 
     Attributes
     ----------
@@ -89,7 +89,7 @@ class _Recomputation:
         return found - self._without_gain(found)
 
     def _may_repeat(self, at: int) -> bool:
-        """Return whether an operation belongs to a chosen layer, or brings boxes of its output to a reader."""
+        """Return whether an operation belongs to a chosen layer, or copies boxes of an output to a reader."""
         operation = self.operations[at]
         if isinstance(operation, Transfer):
             made = operation.exchange
@@ -99,8 +99,7 @@ class _Recomputation:
         return operation.layer in self._chosen or operation.kernel.make is copying
 
     def _repeatable(self, buffer: Buffer, found: set[Buffer]) -> bool:
-        """Return whether the operations that make a buffer only read what is there, or made again, and change no more.
-        """
+        """Return whether the writers of a buffer read only kept or recomputed buffers, and write no others."""
         for at in self.makers[buffer]:
             operation = self.operations[at]
             copies = isinstance(operation, Transfer) or operation.layer not in self._chosen
@@ -112,7 +111,7 @@ class _Recomputation:
         return True
 
     def _without_gain(self, found: set[Buffer]) -> set[Buffer]:
-        """Return the buffers for which others of the same size or more would be kept, from which they are made."""
+        """Return the buffers whose sources would have to be kept instead, and are not smaller."""
         lost, held = set[Buffer](), set(self._read_later)
         for buffer in self.makers:
             if buffer in found and buffer in self._read_later:
@@ -124,7 +123,7 @@ class _Recomputation:
         return lost
 
     def _sources(self, buffer: Buffer, found: set[Buffer]) -> set[Buffer]:
-        """Return the buffers of the arena, not made again themselves, from which a buffer is made."""
+        """Return the buffers of the arena from which a buffer is computed and which are not recomputed themselves."""
         sources, waiting, seen = set[Buffer](), [buffer], {buffer}
         while waiting:
             for at in self.makers[waiting.pop()]:
@@ -153,7 +152,7 @@ class _Recomputation:
         return replace(self._program, forward=self._forward(repeated), backward=backward)
 
     def _restore(self, buffer: Buffer, restored: set[Buffer]) -> Iterator[Operation]:
-        """Yield the operations that make a buffer again, after those that make what they read."""
+        """Yield the operations that recompute a buffer, after those that recompute the buffers that they read."""
         if buffer in restored:
             return
         restored.add(buffer)
@@ -172,7 +171,7 @@ class _Recomputation:
                 yield from self._restore(other, restored)
 
     def _forward(self, repeated: Sequence[Operation]) -> list[Segment]:
-        """Return the forward pass in which buffers end with their last use, and halos are saved."""
+        """Return the forward pass with releases of buffers after their last use, and with copies of halos."""
         touched = {buffer for o in repeated for buffer in o.buffers() if self._in_arena(buffer)}
         ends = {buffer for buffer in touched if buffer in self.again or buffer not in self._needed(repeated)}
         last: dict[Buffer, int] = {}
@@ -188,18 +187,18 @@ class _Recomputation:
         return found
 
     def _needed(self, repeated: Iterable[Operation]) -> set[Buffer]:
-        """Return the buffers whose contents of the forward pass are read in the backward pass."""
+        """Return the buffers whose contents from the forward pass are read in the backward pass."""
         return self._read_later | {buffer for o in repeated for buffer in _reads(o)}
 
     # -- halos ---------------------------------------------------------------------------------
 
     def _saved(self, operation: Operation) -> Iterator[Operation]:
-        """Yield the copies of what an exchange has brought, after its end."""
+        """Yield the copies that save the received elements of an exchange, after its finish."""
         if isinstance(operation, Transfer) and operation.end == "finish" and operation.exchange in self._strips:
             yield from _copies(operation.layer, self._strips[operation.exchange], "training")
 
     def _pieces(self, made: ExchangeSpec) -> list[tuple[View, View]]:
-        """Return, per box that another rank has sent, its part of the target, and an array for its copy."""
+        """Return, per box from another rank, the part of the target that holds the box, and an array for its copy."""
         if made not in self._strips:
             target, found = _region(made.target, made.target_origin), []
             for piece in plan_exchange(made.sources, made.targets, self._rank):
@@ -210,7 +209,9 @@ class _Recomputation:
         return self._strips[made]
 
     def _brought(self, operation: Transfer) -> Iterator[Operation]:
-        """Yield the copies that bring the boxes of an exchange again: this rank's at its start, others' at its end."""
+        """Yield copies that replace an exchange: of own boxes at its start, of saved boxes of other ranks at its
+        finish.
+        """
         made = operation.exchange
         if operation.end == "finish":
             yield from _copies(operation.layer, [(copy, part) for part, copy in self._pieces(made)])
@@ -233,7 +234,7 @@ def _copies(layer: str, pairs: Sequence[tuple[View, View]], when: str | None = N
 
 
 def _again(operation: Operation) -> Operation:
-    """Return an operation that makes the results of another again."""
+    """Return the operation that repeats `operation` in the backward pass."""
     if not isinstance(operation, Run):
         return operation
     method = operation.access.again or operation.method
@@ -241,7 +242,7 @@ def _again(operation: Operation) -> Operation:
 
 
 def _reads(operation: Operation) -> set[Buffer]:
-    """Return the buffers whose contents an operation needs."""
+    """Return the buffers whose contents an operation reads."""
     if isinstance(operation, Run):
         views = operation.kernel.views
         own = {v.buffer for name in operation.access.read(views) if (v := views[name]) is not None and v.size}
@@ -254,7 +255,7 @@ def _reads(operation: Operation) -> set[Buffer]:
 
 
 def _results(operation: Operation) -> set[Buffer]:
-    """Return the buffers whose contents an operation makes."""
+    """Return the buffers whose contents an operation writes."""
     if isinstance(operation, Run):
         views = operation.kernel.views
         own = {v.buffer for name in operation.access.results(views) if (v := views[name]) is not None}

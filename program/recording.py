@@ -55,7 +55,7 @@ class Section:
 
     @property
     def communicates(self) -> bool:
-        """Whether it starts or finishes exchanges or sums."""
+        """Whether a call of the section starts or finishes an exchange or a sum."""
         return any(item.pair is not None for item in self.items)
 
     def run(self) -> None:
@@ -67,13 +67,14 @@ class Section:
 def apart(items: Sequence[Item], known: Collection[int] = ()) -> set[int]:
     """Return the pairs that cannot be in a graph.
 
-    These are pairs without a start followed by a finish in this pass, pairs that a graph cannot contain, and pairs with
-    such a call in between. A sum that starts in one pass and finishes in the next has its finish here before its start.
+    These are pairs without a start followed by a finish in this pass, pairs with a call that a graph cannot contain,
+    and pairs with such a call between start and finish. The finish of a sum that starts in one pass and finishes in the
+    next comes before its start here.
 
     Parameters
     ----------
     known
-        Pairs that cannot be in a graph on another rank, and therefore not on this one.
+        Pairs that cannot be in a graph on another rank, and therefore not on this rank.
     """
     places: dict[int, list[int]] = {}
     for at, item in enumerate(items):
@@ -91,7 +92,7 @@ def apart(items: Sequence[Item], known: Collection[int] = ()) -> set[int]:
 
 
 def sections(items: Sequence[Item], out: Collection[int]) -> list[Section]:
-    """Return the sections of a pass; `out` holds the pairs of :func:`apart` on any rank. A single call is no graph."""
+    """Return the sections of a pass. `out` holds the pairs of :func:`apart` on all ranks. A single call is no graph."""
     runs: list[tuple[bool, list[Item]]] = []
     for item in items:
         graph = item.held and item.pair not in out

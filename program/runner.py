@@ -1,4 +1,4 @@
-"""Runner of a program: it binds operations to kernels, exchanges and sums of this rank, as a list of calls."""
+"""Runner of a program: kernels, exchanges and sums of this rank's operations, as lists of calls."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Mode:
     training
         Whether batch statistics and dropout are active; else running statistics are used, and no dropout.
     step
-        Number of the training step: with `seed` the state of all random numbers.
+        Number of the training step. Together with `seed` it determines all random numbers.
     seed
         Seed of the run.
     valid
@@ -92,7 +92,7 @@ class Environment:
 
 
 class Runner:
-    """A program on this rank's arrays. To create it is collective over `comm`, in the order of operations.
+    """Program bound to this rank's arrays. Creating it is collective over `comm`, in the order of operations.
 
     Parameters
     ----------
@@ -105,7 +105,7 @@ class Runner:
     mode
         Values that change from step to step.
     debug
-        Whether arrays have memory of their own, with guard bytes and poison (:class:`Poison`), and messages name the
+        Whether arrays have separate memory, with guard bytes and poison (:class:`Poison`), and error messages name the
         operation.
 
     Attributes
@@ -115,7 +115,7 @@ class Runner:
     arena
         Memory of all other arrays, zeroed; empty with `debug`.
     poison
-        With `debug` what fills memory that operations may not read; else None.
+        With `debug`, the detector of undeclared accesses; else None.
     substitutes
         Kernels that the backend replaced by others, by layer.
     """
@@ -159,7 +159,7 @@ class Runner:
         return self.view(region.view)
 
     def made(self, spec: KernelSpec | Sum) -> Any:
-        """Return the result of a kernel's `make`, or the sum; None: this rank takes no part in the sum."""
+        """Return the result of a kernel's `make`, or the reduction of a sum; None if this rank takes no part in it."""
         return self._made[spec]
 
     def _array(self, buffer: Buffer) -> Any:
@@ -181,7 +181,7 @@ class Runner:
         return calls
 
     def item(self, segment: Segment, operation: Operation, call: Call) -> Item:
-        """Return the call of an operation, with what a graph must know of it. Local."""
+        """Return the call of an operation, with its properties for graphs (:class:`Item`). Local."""
         travels = _travels(operation)
         starts = isinstance(operation, Transfer | Total) and operation.end == "start"
         return Item(
@@ -209,7 +209,7 @@ class Runner:
         return _nothing if total is None else getattr(total, operation.end)
 
     def _held(self, operation: Operation) -> bool:
-        """Return whether a graph may contain an operation: it must not involve the host."""
+        """Return whether a graph may contain an operation: the host must not take part in it."""
         if isinstance(operation, Run):
             alone = operation.kernel.recordable and not operation.kernel.sums
             return alone and all(map(self._held, operation.guarded))
@@ -246,7 +246,7 @@ class Runner:
     def _open(self, program: Program) -> None:
         """Create all exchanges together, and all sums together.
 
-        If they were created one by one, each would need several collectives of all ranks.
+        If they were created one by one, each would take several collectives of all ranks.
         """
         found = dict.fromkeys(o.exchange for o in program if isinstance(o, Transfer))
         made = Exchange.together(self.comm, [self._arguments(one) for one in found])
@@ -273,7 +273,7 @@ class Runner:
 
 
 class UnderWay:
-    """A sum that may be finished at any time: without a start, finish does nothing."""
+    """Sum that may be finished at any time: without a start, finish does nothing."""
 
     def __init__(self, reduction: Any) -> None:
         self._reduction, self.under_way = reduction, False
@@ -305,7 +305,7 @@ def _nothing() -> None:
 
 
 def _placed(place: str, call: Call) -> object:
-    """Call a function, with `place` in the messages about guard bytes."""
+    """Call a function; error messages about guard bytes contain `place`, the name of the operation."""
     outer, GUARDS.place = GUARDS.place, place
     result = call()
     GUARDS.place = outer

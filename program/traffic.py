@@ -46,7 +46,7 @@ class Move:
     Attributes
     ----------
     source, target
-        Boxes before and after. Sources are disjoint, or summands, all of which travel.
+        Boxes before and after. Source boxes are disjoint, or are summands, which are all sent.
     itemsize
         Size of one element [B].
     kind
@@ -86,7 +86,7 @@ class Move:
         return ExchangeTraffic(padded(messages, ranks), padded(elements * self.itemsize, ranks))
 
     def _kept(self) -> np.ndarray:
-        """Return the number of elements per rank that stay on the rank."""
+        """Return, per rank, the number of elements that stay on it."""
         ranks = min(self.source.placed, self.target.placed)
         own = np.ones(ranks, np.int64)
         for o, a, b in zip(self._overlaps, places(self.source.grid), places(self.target.grid)):
@@ -142,14 +142,16 @@ class GroupSum:
 
     @cached_property
     def largest(self) -> tuple[int, range]:
-        """Slowest group, as (size, ranks): the one with most bytes, then the largest distance of ranks."""
+        """Slowest group, as (size [B], ranks): that with the most bytes, then the most ranks, then the longest
+        distance.
+        """
         members, size = max(self.groups, key=lambda g: (g[1] * (len(g[0]) > 1), len(g[0]), g[0][-1] - g[0][0]))
         return size, members
 
 
 @dataclass(frozen=True)
 class Sent:
-    """One message per rank, of different sizes.
+    """One message per rank; sizes may differ.
 
     Attributes
     ----------
@@ -181,8 +183,7 @@ def overlap(source: tuple[tuple[int, int], ...], target: tuple[tuple[int, int], 
 
 @lru_cache(maxsize=4096)  # arrays are long with thousands of ranks
 def met(rank: int, cut: tuple[tuple[Interval, Intervals], ...]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the other ranks whose boxes intersect that of a rank along the cut axes, with the number of common
-    elements.
+    """Return the other ranks whose boxes intersect that of `rank` along cut axes, and the numbers of common elements.
 
     Layers that differ only in channels share the result.
 
@@ -202,7 +203,7 @@ def met(rank: int, cut: tuple[tuple[Interval, Intervals], ...]) -> tuple[np.ndar
 
 @lru_cache(maxsize=65536)
 def row(own: Interval, parts: Intervals) -> tuple[np.ndarray, np.ndarray]:
-    """Return the indices of the intervals that one interval intersects, and the number of common elements."""
+    """Return the indices of the intervals in `parts` that `own` intersects, and the numbers of common elements."""
     common = overlap((own,), parts)[0]
     (places,) = np.nonzero(common)
     return places, common[places]
@@ -254,11 +255,11 @@ class Ledger:
 
 
 def messages_of(program: Program, per_node: int | None = None) -> Iterator[tuple[str | None, Sender]]:
-    """Yield what the operations of a training step send, on all ranks, each with the name of its layer, if it has one.
+    """Yield the messages of a training step on all ranks, each with the name of its layer, or None.
 
     The counts are those of `comm.counters`: an exchange is one message per peer, a reduction one message of its buffer,
-    an all-gather one message of the rank's part. Guarded operations are left out, as they are not known beforehand: the
-    second sum of statistics whose variance would cancel.
+    an all-gather one message of the rank's part. Guarded operations are left out, because it is not known beforehand
+    whether they run (such as the second sum of statistics whose variance would cancel).
 
     Parameters
     ----------
@@ -286,7 +287,7 @@ def sums_of(operations: Iterable[Operation]) -> list[Sum]:
 
 
 def senders(total: Sum, per_node: int) -> list[Sender]:
-    """Return the messages of one sum on all ranks, of which `per_node` consecutive ones share memory."""
+    """Return the messages of one sum on all ranks; `per_node` consecutive ranks share memory."""
     method, whole = total.algorithm, GroupSum.of(total.kind, total.groups, total.sizes)
     several = [(members, size) for members, size in whole.groups if len(members) > 1]
     if method.by_nodes:
