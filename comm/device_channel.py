@@ -9,10 +9,10 @@ MPI, IPC) make their own channels and reductions, by the same two methods of `Co
              [pinned] --upload--> [device buffer] -> unpack (enqueued, the host does not wait)
 
 The host runs ahead of the device: it reaches `finish` when the kernels enqueued after `start` have hardly begun, and
-the message travels while they run. If `start` sent the message, the device would be idle until the host had seen the
-copy. The host waits for copies twice: in `finish`, until the data to send have arrived, and before it writes pinned
-memory again; the copies of the exchange before the last one have long left that memory. A sum waits in `start`, because
-the ranks may finish sums in any order.
+the message travels while they run. If `start` sent the message, the device would be idle until the host had detected
+the end of the copy. The host waits for copies twice: in `finish`, until the data to send have arrived, and before it
+writes pinned memory again; the copies of the exchange before the last one have long left that memory. A sum waits in
+`start`, because the ranks may finish sums in any order.
 """
 
 from __future__ import annotations

@@ -34,7 +34,8 @@ def terminal_columns() -> int | None:
 
 
 def _end(process: int) -> str | None:
-    """Return the device at the end of a process's stderr."""
+    """Return the terminal at the end of a process's stderr, also through pipes of launchers; None if it is no terminal.
+    """
     stderr = _files(process).get("2", "")
     for ancestor, name in _ancestors(process):
         if not stderr.startswith("pipe:"):

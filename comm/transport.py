@@ -59,7 +59,7 @@ class Transport:
     """Method by which arrays of the host travel between the ranks of a communicator. Local.
 
     A subclass is a frozen dataclass, whose fields are its settings (``"slow.py:Slow:seconds=0.1"``), or a class without
-    settings. Its properties choose links of the library; :meth:`connect` may put something of its own around them.
+    settings. Its properties choose links of the library; :meth:`connect` may wrap them.
 
     Attributes
     ----------

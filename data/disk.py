@@ -229,7 +229,8 @@ def check_replaceable(path: str | os.PathLike[str], ours: str, is_ours: Callable
     ours : str
         Description of the file that may be replaced, for the message.
     is_ours : function of a path
-        Returns whether the regular file, or the folder, may be replaced. An OSError means that it may not.
+        Function that returns whether the regular file, or the folder, may be replaced. An OSError means that it may
+        not.
 
     Raises
     ------

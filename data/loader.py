@@ -86,7 +86,7 @@ class Loader:
     recorder : optional
         The thread calls its ``span("read", "io", t0, t1)`` for every batch.
     allocate
-        Allocates the buffers as `numpy.zeros` does (pinned if a device copies from them).
+        Function that allocates the buffers as `numpy.zeros` does (pinned if a device copies from them).
     ahead : optional
         Consumer of the batches, called by the thread.
 

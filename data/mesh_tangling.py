@@ -5,8 +5,8 @@ one instant t: 18 channels of state and cell quality at t, and the mask of the c
 whose scaled Jacobian falls below the limit within the next interval ``[t, t + interval]`` without relaxation. Most of
 these cells still have a good quality at t; the shear of the velocity around them will deform them.
 
-The instants are chosen such that about 2 to 30 % of the cells are masked. A coarse copy of the mesh decides this, so
-the instants do not depend on the resolution. Neither the instants nor the flow depend on the number of samples or row
+The instants are chosen such that about 2 to 30 % of the cells are masked. They are chosen on a coarse copy of the mesh,
+so they do not depend on the resolution. Neither the instants nor the flow depend on the number of samples or row
 blocks.
 
 File format 1 (HDF5)::

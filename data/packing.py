@@ -134,7 +134,7 @@ def packing_of(attributes: Any, dtype: np.dtype[Any], where: str) -> Packing | N
     Parameters
     ----------
     attributes : mapping
-        Supports ``name in attributes`` and ``attributes[name]``, as in h5py and Zarr.
+        Attributes, read by ``name in attributes`` and ``attributes[name]``, as in h5py and Zarr.
     dtype
         Dtype of the stored numbers.
     where

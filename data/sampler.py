@@ -63,7 +63,8 @@ def split(
         Share of the groups held out, in [0, 1). If above 0, at least one group is held out and one remains.
     seed : int
     groups : int array ``(samples,)``, optional
-        Samples of equal value stay together; see ``Hdf5Dataset.groups``, the simulations of the samples.
+        Group number of every sample; samples of one group stay together. See ``Hdf5Dataset.groups``, the simulations of
+        the samples.
 
     Returns
     -------
@@ -109,7 +110,7 @@ def _announce(samples: int) -> None:
 
 
 class Batches(Sequence[Batch]):
-    """Batches of samples in a given order, each made on access.
+    """Batches of samples in a given order, each created on access.
 
     Parameters
     ----------

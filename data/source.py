@@ -37,7 +37,7 @@ class Dataset(Protocol):
         By the name of the network's input: shape ``(*spatial, C)`` of one sample, names of channels, and whether it is
         a target. A number per sample has the shape ``(1,)``.
     groups : int64 array ``(N,)`` or None
-        Samples of equal number belong together: they are held out together.
+        Group number of every sample; samples of one group are held out together. None: no groups.
     lenient : frozenset of str
         Names of fields in which NaN, infinity and targets out of range are permitted; in others they raise `DataError`.
     """
@@ -86,7 +86,7 @@ class ArrayDataset:
     channel_names : mapping, optional
         Names of the channels, by the name of the array.
     groups : int array ``(N,)``, optional
-        Samples of equal number belong together.
+        Group number of every sample; samples of one group belong together.
     path : path
         Path for messages.
 

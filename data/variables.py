@@ -48,7 +48,7 @@ class Variable:
     axes
         Axes of the samples that its axes correspond to.
     shape, dtype
-        As stored.
+        Shape and dtype, as stored.
     attributes
         All attributes that other programs read.
     bounds_of

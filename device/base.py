@@ -202,7 +202,7 @@ class Device(ABC):
     # -- asynchronous copies --------------------------------------------------------------------
     @abstractmethod
     def download(self, array: Any, pinned: np.ndarray) -> None:
-        """Enqueue the copy of a packed array to pinned memory. Read that only after waiting for a later `mark`."""
+        """Enqueue the copy of a packed array to pinned memory. Read `pinned` only after waiting for a later `mark`."""
 
     @abstractmethod
     def upload(self, pinned: np.ndarray, array: Any) -> None:

@@ -29,7 +29,7 @@ def choose_ordinal(wanted: str | int | Sequence[int], local_rank: int, count: in
     local_rank
         Number of the rank among those of its node.
     count
-        Devices that this process sees.
+        Number of devices that are visible to this process.
 
     Raises
     ------

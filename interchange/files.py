@@ -65,7 +65,7 @@ def check_place(path: Path, ours: str, is_ours: Callable[[], bool]) -> None:
     ours
         Description of the file that may be replaced, for the message.
     is_ours
-        Returns whether the existing file may be replaced. Any error in it means that it may not.
+        Function that returns whether the existing file may be replaced. Any error in it means that it may not.
 
     Raises
     ------

@@ -52,7 +52,7 @@ class OnnxConstant:
     shape, dtype
         Shape and type of the array.
     read
-        Returns the array; reads it from the file if it is large.
+        Function that returns the array; it reads a large array from the file.
     name
         Name of the array in the file, whose axes may be in another order; empty for arrays that the exporter created.
     origin

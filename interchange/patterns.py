@@ -299,7 +299,7 @@ def _axis_of(graph: Graph, name: str, value: str) -> int | None:
 
 
 def _numbers(given: float | np.ndarray) -> float | tuple[float, ...]:
-    """Return one number, or a tuple of several."""
+    """Return an array as a number if it has one element, else as a tuple."""
     array = np.ravel(given)
     return float(array[0]) if array.size == 1 else tuple(array.tolist())
 

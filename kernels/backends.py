@@ -80,11 +80,11 @@ def get_backend(
     Parameters
     ----------
     autotune
-        Lets a backend that has several algorithms choose by measurement when a kernel is built.
+        Whether a backend that has several algorithms chooses by measurement when a kernel is built.
     precision
         How float32 is computed: ``"strict"``, or on a GPU ``"tf32"``.
     deterministic
-        Two runs must agree in every bit. Kernels on the CPU always do.
+        Whether two runs must agree in every bit. Kernels on the CPU always do.
     device
         Number of the GPU among those visible; ignored on a CPU.
 

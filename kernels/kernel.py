@@ -152,8 +152,8 @@ class ScratchKernel(Kernel):
     Parameters
     ----------
     bind
-        Takes new views and returns the function to run. Called at the first call, and again after the scratch memory
-        has grown.
+        Function that takes new views and returns the function to run. It is called at the first call, and again after
+        the scratch memory has grown.
     guards
         Guard bytes in the scratch memory, with a text for their position: ``(start, stop, where)``.
     """

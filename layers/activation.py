@@ -228,7 +228,7 @@ class Affine(Layer):
 
 
 def _numbers(given: float | Sequence[float]) -> float | tuple[float, ...]:
-    """Return a float, or a tuple of floats."""
+    """Return coefficients as a float, or as a tuple of floats, one per channel."""
     array = np.asarray(given, np.float64)
     return tuple(array.tolist()) if array.ndim == 1 else float(array)
 

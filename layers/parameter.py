@@ -214,8 +214,9 @@ def with_lengths(specs: Mapping[str, Parameter]) -> dict[str, Parameter]:
 def lower_weight_norm(context: Context, lower: Callable[[Context], Lowered]) -> Lowered:
     """Lower a layer with the weights ``g[k] * w[k] / |w[k]|`` instead of its parameter `w` (Salimans and Kingma 2016).
 
-    Every rank computes the gradients of directions and lengths from its gradient of the weights. They are linear in
-    it, so they are summed over the ranks like those of other parameters. This needs no additional communication.
+    Every rank computes the gradients of directions and lengths from its gradient of the weights. Both are linear in the
+    gradient of the weights, so they are summed over the ranks like those of other parameters. This needs no additional
+    communication.
     """
     given, grads = context.params, context.grads
     v, g, lengths = given["w"], given["g"], (given["w"].shape[0], *(1 for _ in given["w"].shape[1:]))

@@ -186,8 +186,8 @@ def _check_room(nbytes: int, free: int) -> None:
 class Flags:
     """One counter per rank of the node. A rank increments its own and reads those of the others.
 
-    A rank writes to shared memory, passes a fence (`sync`), and raises its counter. Every rank that has seen the new
-    count, and then passed a fence, sees what was written.
+    A rank writes to shared memory, passes a fence (`sync`), and raises its counter. Every rank that has read the new
+    count, and then passed a fence, reads what was written.
 
     Parameters
     ----------

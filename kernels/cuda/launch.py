@@ -91,7 +91,7 @@ class CupyLauncher(Launcher):
     Raises
     ------
     KernelError
-        If CuPy cannot be imported or sees no device.
+        If CuPy cannot be imported or finds no device.
     """
 
     def __init__(self) -> None:

@@ -36,9 +36,9 @@ class ConvSettings:
     Attributes
     ----------
     boxes
-        Copies and fills of views.
+        Kernels that copy and fill views.
     empty
-        Returns a packed device array of a shape and dtype, aligned to 256 B.
+        Function that returns a packed device array of a shape and dtype, aligned to 256 B.
     kernel_bytes
         Memory that open kernels hold for themselves [B].
     """

@@ -56,7 +56,7 @@ class Cublas:
     Parameters
     ----------
     load
-        Returns the C functions by name: :class:`ctypes.CDLL` or a test double.
+        Function that returns the C functions by name: :class:`ctypes.CDLL` or a test double.
     """
 
     def __init__(self, load: Callable[[], Any]) -> None:

@@ -301,10 +301,10 @@ class Handles:
     module
         ``cudnn``.
     current_stream
-        Returns the address of the current stream.
+        Function that returns the address of the current stream.
     check_device
-        Raises unless the device of this backend is current in this thread, because a handle belongs to the current
-        device.
+        Function that raises an error unless the device of this backend is current in this thread, because a handle
+        belongs to the current device.
     """
 
     def __init__(self, module: Any, current_stream: Callable[[], int], check_device: Callable[[], None]) -> None:

@@ -60,8 +60,8 @@ def fastest(
     Parameters
     ----------
     trial
-        Returns, for a candidate, a function that launches it on the arrays of the kernel. Outputs are overwritten,
-        inputs are not.
+        Function that returns, for a candidate, a function that launches it on the arrays of the kernel. Outputs are
+        overwritten, inputs are not.
 
     Raises
     ------
@@ -96,7 +96,7 @@ class CudnnPlan:
     Parameters
     ----------
     propose
-        Returns new candidates; called if the plan came from disk and is refused.
+        Function that returns new candidates; called if the plan came from disk and is refused.
     """
 
     def __init__(
@@ -158,9 +158,9 @@ class Plans:
     Parameters
     ----------
     allocate
-        Returns the workspace for a measurement: an array of a number of bytes on the current stream.
+        Function that returns the workspace for a measurement: an array of a number of bytes on the current stream.
     release
-        Returns the pool's free memory to the device; some candidates take a gigabyte.
+        Function that returns the pool's free memory to the device; some candidates take a gigabyte.
 
     Attributes
     ----------

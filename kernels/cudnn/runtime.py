@@ -73,7 +73,7 @@ class Runtime:
         Parameters
         ----------
         open_device, open_boxes
-            Open the device (None: as ``device`` does) and our own kernels on it.
+            Functions that open the device (None: :func:`halograd.device.cupy.cupy_device`), and our own kernels on it.
 
         Raises
         ------

@@ -138,7 +138,8 @@ def _tanh_gradient(x: Any, y: Any, dy: Any, dx: Any, work: list[Any], alpha: flo
 
 
 def _normal(x: Any, phi: Any, density: Any, work: list[Any]) -> None:
-    """Compute `phi`, the normal distribution at `x`, and ``density = exp(-x^2 / 2)``; overwrites two buffers.
+    """Compute `phi`, the cumulative normal distribution at `x`, and ``density = exp(-x^2 / 2)``; overwrites two
+    buffers.
 
     With h the nearest multiple of 1/16, ``exp(-x^2 / 2) = exp(-h^2 / 2) exp(-(x - h) (x + h) / 2)``. The first exponent
     is exact and the second small; a large rounded exponent would multiply its error into the result.

@@ -66,7 +66,7 @@ class Fault:
         The implementation, the cases in which it is refused, its wrong behavior, and the versions of oneDNN that showed
         it: for messages and `halograd doctor`. It is refused in all versions.
     applies
-        Returns whether a candidate is one of these cases.
+        Function that returns whether a candidate is one of these cases.
     """
 
     impl: str

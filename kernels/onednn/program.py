@@ -174,7 +174,8 @@ class PrimitiveList:
         Parameters
         ----------
         refused
-            Takes a descriptor and the name of its implementation, and returns the reason not to use it, or "".
+            Function that takes a descriptor and the name of its implementation, and returns the reason not to use it,
+            or "".
 
         Raises
         ------
