@@ -52,7 +52,7 @@ def write_sources(file: h5py.File, dataset: Dataset, samples: Iterable[int]) -> 
     dataset
         Data set whose method ``source(index)`` returns both; without it, all samples belong to its ``path``.
     samples
-        Numbers in the data set, in the order of the predictions.
+        Indices in the data set, in the order of the predictions.
     """
     source = getattr(dataset, "source", lambda index: (str(dataset.path), index))
     found = [source(int(index)) for index in samples]

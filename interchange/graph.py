@@ -238,7 +238,7 @@ class Activation:
     spatial: Shape = ()
 
     def of(self, node: Node) -> Activation:
-        """Return the same properties for another node."""
+        """Return a copy of the activation with another node."""
         return replace(self, node=node)
 
 

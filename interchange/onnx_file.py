@@ -382,7 +382,7 @@ class _Folding:
             )
 
     def _inferred(self, node: Any) -> dict[str, Any]:
-        """Infer the types of the outputs."""
+        """Infer the types of a node's outputs."""
         known = {name: _type_of(self.onnx, self.constants[name]) for name in node.input if name in self.constants}
         known |= {name: self.types[name] for name in node.input if name in self.types}
         numbers = self.onnx.numpy_helper

@@ -208,7 +208,9 @@ def probe(of: Callable[[Box], Box], blocks: Blocks, ndim: int, what: str, check:
 
 
 def _along(of: Callable[[Interval], Interval], pieces: Intervals, outer: bool) -> Intervals:
-    """Map every interval of one axis. Most samples and channels stay unchanged, or become the whole axis."""
+    """Map every interval of one axis by `of`. Unchanged samples and channels, or whole axes, need only a few calls of
+    `of`.
+    """
     full = [piece for piece in pieces if piece[1] > piece[0]]
     if outer and len(full) > 2:
         ends = [(piece, of(piece)) for piece in (full[0], full[len(full) // 2], full[-1])]

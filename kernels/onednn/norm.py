@@ -135,7 +135,7 @@ class OnednnBatchNorm:
         return either(forward, lambda: self._vectors_fail() or finite.fails(), plain, *finite.kernels)
 
     def _vectors_fail(self) -> bool:
-        """Return whether a per-channel value, or the sum of their products, is not finite."""
+        """Return whether a per-channel value, or a sum of products of these values, is not finite."""
         a = self.a
         return not math.isfinite(float(np.dot(a.mean, a.var)) + float(np.dot(a.gamma, a.beta)))
 
