@@ -31,7 +31,7 @@ class FinishedJob(subprocess.CompletedProcess[str]):
 
 
 def find_mpiexec() -> str:
-    """Return the mpiexec of the suite's run, else the one next to this Python, else the first on PATH."""
+    """Return the mpiexec of the suite's run, otherwise the one next to this Python, otherwise the first on PATH."""
     if named := os.environ.get(mpi.LAUNCHER):
         return named
     beside = Path(sys.executable).with_name("mpiexec")
@@ -42,7 +42,7 @@ def find_mpiexec() -> str:
 
 
 def command_line(*arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a command of ours in a separate process with these environment variables."""
+    """Run a halograd command in a separate process with these environment variables."""
     command = [sys.executable, "-m", "halograd", *map(str, arguments)]
     env = jobs.job_environment(jobs.new_mark(), variables)
     return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, env=env)
@@ -100,7 +100,7 @@ def mpiexec(
 def _watch(process: subprocess.Popen[str], mark: str, seen: set[str]) -> None:
     """Collect the names of the shared-memory segments of the job while it runs.
 
-    To look through all processes of a machine is dear: it is done where there are names that were not there before.
+    The search through all processes of a machine takes long, so it runs only if there are new names.
     """
     before = jobs.names_in_shared_memory()
     while process.poll() is None:

@@ -99,7 +99,7 @@ STRATEGY = Strategy(
 
 
 def built(network, strategy: Strategy, batch: int, size: int, dtype: str = "float32") -> None:
-    """Return everything that a run computes before it allocates."""
+    """Build everything that a run computes before it allocates memory; raise UserError if the strategy does not fit."""
     strategy.validate(network, size)
     strategy.refuse_empty_blocks(network)
     if size <= RANKS:
@@ -134,7 +134,7 @@ def use_machine(path: Path) -> None:
 
 
 def command(*arguments: object) -> None:
-    """Run a command; raise its one-line error again."""
+    """Run a command, and raise its one-line error as a UserError."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = run([str(argument) for argument in arguments])
@@ -165,7 +165,7 @@ KINDS = {
 
 @contextlib.contextmanager
 def patience():
-    """Raise TimeoutError in a body that hangs."""
+    """Raise TimeoutError if the body takes longer than PATIENCE."""
 
     def late(*_: object) -> None:
         raise TimeoutError(f"expected an end within {PATIENCE} s")
@@ -180,7 +180,7 @@ def patience():
 
 
 def outcome(use, path: Path) -> str:
-    """Return "accepted", "refused", or a text about the fault."""
+    """Return "accepted", "refused", or the description of a fault."""
     try:
         with patience():
             use(path)
@@ -193,7 +193,7 @@ def outcome(use, path: Path) -> str:
 
 
 def campaign(kind: str, numbers: Iterable[int], folder: Path) -> tuple[Counter[str], list[str]]:
-    """Return the counted outcomes of the mutants of these numbers, and the faults."""
+    """Return the counts of the outcomes of the mutants with these numbers, and the faults."""
     form, document_of, use = KINDS[kind]
     document, path = document_of(folder), folder / f"mutant.{form}"
     path.write_text(document)

@@ -96,9 +96,7 @@ def command(name: str, limit: float, arguments: list[str]) -> list[str]:
 
 
 def arguments_for(name: str, half: str, options: argparse.Namespace) -> list[str]:
-    """Return the arguments for pytest; under MPI the whole suite consists of the files with tests for this number of
-    ranks.
-    """
+    """Return the arguments for pytest; a run of the whole suite under MPI gets the files with tests for these ranks."""
     if options.quick:
         return [*options.arguments, *QUICK[name]]
     if not options.whole or (name == "serial" and not half):
@@ -109,7 +107,7 @@ def arguments_for(name: str, half: str, options: argparse.Namespace) -> list[str
 
 
 def files_of_half(half: str, folder: Path) -> list[str]:
-    """Files and folders of the serial tests that start programs, or of the others."""
+    """Return the files and folders of the serial tests that start programs, or those of the others."""
     paths = [path for path in sorted(folder.iterdir()) if path.match("test_*.py") or any(path.rglob("test_*.py"))]
     return [str(path) for path in paths if (path.name in PROGRAMS) == (half == "programs")]
 
@@ -151,7 +149,7 @@ def execute(name: str, options: argparse.Namespace, folder: Path, half: str = ""
 
 
 def execute_all(options: argparse.Namespace, folder: Path) -> list[Run]:
-    """Do all runs; those of the whole suite, of a part of it, and those under another MPI in two lanes."""
+    """Execute all runs and return their results; some run in parallel with the serial tests."""
     if not (options.whole or options.mpi or options.quick) or "serial" not in options.runs:
         return each(options.runs, options, folder)
     with ThreadPoolExecutor(1) as pool:
@@ -235,7 +233,7 @@ def _judge(name: str, code: int, ended: str, outcomes: record.Outcomes, tail: de
 
 
 def left_out(options: argparse.Namespace) -> str:
-    """Return the parts of the whole suite that a run of one minute leaves out."""
+    """Return a note on the parts of the whole suite that a quick run leaves out."""
     files = {path.relative_to(ROOT) for path in (ROOT / "tests").rglob("test_*.py")}
     named = {Path(test.partition("::")[0]) for name in options.runs for test in QUICK[name]}
     others = [file for file in files if not named & {file, *file.parents}]
@@ -275,7 +273,7 @@ def summarize(runs: list[Run], slowest: int = 0, note: str = "") -> bool:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Return the parsed options; unknown ones are for pytest."""
+    """Return the parsed options; unknown ones are passed to pytest."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", help=f"comma-separated list of 'serial' and rank counts (default {','.join(RUNS)})")
     parser.add_argument("--quick", action="store_true", help="a part of everything in less than a minute")
@@ -302,7 +300,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> int:
-    """Run the command line."""
+    """Execute the command line and return the exit code."""
     options = parse()
     if options.mpi is not None:
         try:

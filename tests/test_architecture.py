@@ -104,7 +104,7 @@ def package(path: Path) -> list[str]:
 
 @cache
 def imports(path: Path, text: str | None = None) -> list[tuple[int, str]]:
-    """Yield line and dotted name of all imports of a file at any depth, with relative imports resolved."""
+    """Return line and dotted name of all imports of a file at any depth, with relative imports resolved."""
     tree, found = ast.parse(path.read_text(encoding="utf-8") if text is None else text), []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -124,7 +124,7 @@ def typed_only(path: Path, text: str | None = None) -> set[int]:
 
 
 def upward(path: Path, text: str | None = None) -> list[str]:
-    """Return the imports of a file that its folder must not have."""
+    """Return the imports of a file from folders that its own folder must not use."""
     folder = package(path)[1] if len(package(path)) > 1 else ""
     if folder not in BELOW:
         return []
@@ -174,7 +174,7 @@ WHEN = ("load", "call", "typing")
 
 
 def import_lines(tree: ast.AST, when: str = "load") -> Iterator[tuple[int, str]]:
-    """Return the line of every import of a tree, and its time."""
+    """Yield the line of every import of a tree, and when it is executed."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             yield node.lineno, when
@@ -188,8 +188,7 @@ def import_lines(tree: ast.AST, when: str = "load") -> Iterator[tuple[int, str]]
 
 @cache
 def graph_of_imports(sources: tuple[tuple[Path, str], ...]) -> dict[str, dict[str, tuple[str, int]]]:
-    """Return the imports among these modules: for each, the imported modules with the earliest time in `WHEN` and its
-    line.
+    """Return, for each of these modules, the others that it imports, with the earliest time in `WHEN` and the line.
 
     A package imports its modules only if its ``__init__.py`` does so explicitly.
     """
@@ -205,9 +204,10 @@ def graph_of_imports(sources: tuple[tuple[Path, str], ...]) -> dict[str, dict[st
 
 
 def cycles(graph: dict[str, dict[str, tuple[str, int]]], mode: str) -> list[list[str]]:
-    """Return import cycles as lines of text, each a shortest one through a module that no other has; [] without cycles.
+    """Return import cycles as lines of text; [] if there are none.
 
-    `mode` is the last of the times in `WHEN` whose imports count.
+    Each cycle is a shortest one through a module that no other cycle contains. `mode` is the last of the times in `WHEN`
+    whose imports count.
     """
     counted, named, found = WHEN[: WHEN.index(mode) + 1], set(), []
     for first in sorted(graph):
@@ -234,9 +234,7 @@ def _way_back(graph: dict[str, dict[str, tuple[str, int]]], first: str, counted:
 
 @pytest.mark.parametrize("mode", WHEN)
 def test_no_modules_import_each_other(mode):
-    """There are no cycles when modules are loaded, in functions, or for a type checker; shared code is below both
-    modules.
-    """
+    """Modules have no import cycles when they are loaded, in functions, or for a type checker."""
     read = tuple((path, path.read_text(encoding="utf-8")) for path in library())
     found = ["\n".join(lines) for lines in cycles(graph_of_imports(read), mode)]
     assert not found, "expected no import cycle; move below what modules share. Got\n" + "\n\n".join(found)
@@ -320,7 +318,7 @@ def test_no_pickle():
 
 
 def clock_readings(path: Path, text: str | None = None) -> list[str]:
-    """Return where a file reads a clock of the machine, sleeps on it, or has its own limit."""
+    """Return the lines of a file that read a clock of the machine, sleep on it, or set a time limit."""
     found = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8") if text is None else text)):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "time":
@@ -381,7 +379,7 @@ def oversized(path: Path, text: str | None = None) -> list[str]:
 
 
 def test_functions_and_classes_are_no_larger_than_a_reader_can_hold():
-    """Options of commands are grouped (`halograd.cli.options.grouped`)."""
+    """Functions have at most 8 parameters and classes at most 25 methods; options of commands are grouped."""
     files = [path for path in sources("halograd", "jobs", "perfmodel") if path.name != "testing.py"]
     found = [line for path in files for line in oversized(path)]
     assert not found, "expected at most 8 parameters and 25 methods, got\n" + "\n".join(found)
@@ -403,7 +401,7 @@ def test_what_a_module_offers_is_there():
 
 
 def test_folders_import_each_other_relatively():
-    """A tool that opens a file as ``comm/sums.py`` or as ``halograd/comm/sums.py`` then sees the same imports."""
+    """Folders use relative imports, so tools see the same imports in ``comm/sums.py`` and ``halograd/comm/sums.py``."""
     absolute = re.compile(rf"^\s*(?:from|import) halograd\.({'|'.join(BELOW)})\b", re.MULTILINE)
     found = [name(path) for path in library() if absolute.search(path.read_text(encoding="utf-8"))]
     assert not found, f"expected relative imports, as `from ..comm import`, got absolute ones in {found}"
@@ -424,14 +422,14 @@ def registered() -> set[str]:
 
 
 def literals(node: ast.expr) -> list[str]:
-    """Texts that an operand of a comparison, or an argument of `startswith`, consists of."""
+    """Return the texts in an operand of a comparison, or in an argument of `startswith`."""
     parts = node.elts if isinstance(node, (ast.Tuple, ast.List, ast.Set)) else [node]
     return [part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str)]
 
 
 def compared_names(text: str) -> list[tuple[int, str]]:
-    """Lines and names where a name of a codec, transport or scheme is compared: ``==``, ``in``, `startswith`,
-    ``case``.
+    """Return lines and names of comparisons (``==``, ``in``, `startswith`, ``case``) with names of codecs and the
+    like.
     """
     found = []
     for node in ast.walk(ast.parse(text)):
@@ -453,7 +451,7 @@ def compared_names(text: str) -> list[tuple[int, str]]:
 
 
 def test_no_other_file_compares_names_of_codecs_transports_or_schemes():
-    """They read properties, so that one of a user's file needs no change elsewhere."""
+    """Only the files that define codecs, transports and schemes compare their names; others read properties."""
     found = {
         name(path): [f"{name(path)}:{line} {word!r}" for line, word in compared_names(path.read_text(encoding="utf-8"))]
         for path in library()
@@ -506,7 +504,7 @@ def test_every_folder_is_a_package_of_halograd():
 
 
 def test_static_tools_find_every_public_name():
-    """Every name of ``import halograd`` is also below ``if TYPE_CHECKING``, from its module."""
+    """Every public name of ``import halograd`` is also imported below ``if TYPE_CHECKING``, from its module."""
     path = ROOT / "halograd" / "__init__.py"
     annotations = typed_only(path)
     homes = {n.rpartition(".")[2]: n.rpartition(".")[0] for line, n in imports(path) if line in annotations}

@@ -1,4 +1,4 @@
-"""`halograd demo`: from nothing to a report, without changes to foreign files."""
+"""`halograd demo`: it generates everything up to a report, and changes no other files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def demo(*arguments: object, seconds: float = 240) -> subprocess.CompletedProcess[str]:
-    """Run ``halograd demo ARGUMENTS`` alone, and check that no process is left."""
+    """Run ``halograd demo ARGUMENTS`` in a separate process, and check that it leaves no process."""
     mark = jobs.new_mark()
     command = [sys.executable, "-m", "halograd", "demo", *map(str, arguments)]
     try:

@@ -1,4 +1,4 @@
-"""The code in the documentation runs."""
+"""The code in the documentation is executed."""
 
 import re
 from pathlib import Path
@@ -25,7 +25,7 @@ def blocks(page: str) -> list[str]:
 
 @pytest.mark.mpi(min_size=1)
 def test_custom_layer_tutorial():
-    """All blocks of the page run in sequence, on the ranks of this run."""
+    """All blocks of custom_layers.md run in sequence, on the ranks of this run."""
     found = blocks("custom_layers.md")
     assert len(found) == 8
     space: dict = {"__name__": "tutorial"}
@@ -35,7 +35,7 @@ def test_custom_layer_tutorial():
 
 @pytest.mark.mpi(min_size=1)
 def test_networks_of_ones_own_train():
-    """The page's networks train on the ranks of this run, and the loss falls."""
+    """The networks of networks.md train on the ranks of this run, and the loss falls."""
     first, part, _, again, second, weighted, _ = blocks("networks.md")
     space: dict = {}
     exec(compile(first, "networks.md", "exec"), space)
@@ -61,7 +61,7 @@ def test_networks_of_ones_own_train():
 
 @pytest.mark.mpi(min_size=1)
 def test_a_metric_of_ones_own_counts():
-    """The page's metric on the ranks of this run equals NumPy's, and declares which scores are better."""
+    """The metric of networks.md equals NumPy's on the ranks of this run, and declares which scores are better."""
     space: dict = {"hg": halograd}
     exec(compile(blocks("networks.md")[-1], "networks.md", "exec"), space)
     x, target = halograd.Input((9, 4, 1), "x"), halograd.Input((9, 4, 1), "target")
@@ -86,7 +86,7 @@ def test_a_metric_of_ones_own_counts():
 
 @pytest.mark.mpi(min_size=1)
 def test_the_script_of_the_page_trains(shared, monkeypatch, capsys):
-    """The page's script trains on the ranks of this run, with data of the shape that its network reads."""
+    """The script of the page trains on the ranks of this run, with data of the shape that its network reads."""
     comm = MPI.COMM_WORLD
     if comm.rank == 0:
         rng = np.random.default_rng(1)
@@ -106,7 +106,7 @@ def test_the_script_of_the_page_trains(shared, monkeypatch, capsys):
 
 @pytest.mark.torch
 def test_a_model_of_torch_comes_and_goes(tmp_path, monkeypatch):
-    """All blocks of the page run in sequence; the written and read model computes the same as torch."""
+    """All blocks of torch.md run in sequence; the written and the read model have the same outputs as torch."""
     torch = pytest.importorskip("torch", reason="needs torch as oracle: pip install 'halograd[oracle]'")
     for name in ("onnx", "onnxscript", "safetensors"):
         pytest.importorskip(name, reason="needs what exchanges with torch: pip install 'halograd[oracle]'")

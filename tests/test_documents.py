@@ -1,4 +1,4 @@
-"""Data files: input that parsers accept and we refuse, every message, unchanged values, and atomic writes."""
+"""Data files: rejected input that parsers accept, every message, unchanged values, and atomic writes."""
 
 from __future__ import annotations
 

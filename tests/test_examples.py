@@ -37,7 +37,9 @@ def test_training_by_hand_is_that_of_one_process():
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_first_day(tmp_path, ranks):
-    """A torch U-Net is trained on forty files with missing values, and computes the same in torch as here."""
+    """A torch U-Net is imported and trained on forty files with missing values; exported, it has the same outputs in
+    torch.
+    """
     for name in ("torch", "onnxscript", "onnxruntime", "safetensors"):
         pytest.importorskip(name, reason="needs torch as oracle: pip install 'halograd[oracle]'")
     done = mpiexec(ranks, ["-m", "examples.first_day", str(tmp_path / "day")])
@@ -65,7 +67,7 @@ def __getattr__(name):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_tracking(tmp_path, ranks):
-    """One rank writes; every score of every epoch and the best checkpoint are recorded."""
+    """The tracking example records every score of every epoch and the best checkpoint, from one rank."""
     calls = tmp_path / "calls.jsonl"
     (tmp_path / "mlflow.py").write_text(f"CALLS = {str(calls)!r}\n" + MLFLOW)
     generate(tmp_path / "mesh.h5", resolution=32, samples=12)

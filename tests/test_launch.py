@@ -1,4 +1,4 @@
-"""MPI jobs that serial tests start: their results, and no leftovers."""
+"""Tests of MPI jobs that serial tests start: their results, and that they leave nothing."""
 
 import subprocess
 
@@ -41,7 +41,7 @@ OURS = "halograd: error: no such moon (script.py, line 9)\n"
 
 @pytest.mark.parametrize("noise", [EPOLL, ABORTED, FRAMES, AGGREGATED, HYDRA, "[mpiexec@n1] Timeout\n"])
 def test_what_a_launcher_writes_is_told_from_what_ranks_write(noise):
-    """The launcher's output is separated at any position; libevent's warning may be within a line of a rank."""
+    """The launcher's output is separated from the ranks' at any position, also within a line of a rank."""
     assert split_stderr(noise) == ("", noise)
     assert split_stderr(OURS + noise + OURS) == (OURS + OURS, noise)
     assert split_stderr(noise + OURS + noise) == (OURS, noise + noise)
@@ -67,7 +67,7 @@ def test_nothing_that_ranks_write_is_lost(text):
 
 
 def test_the_stderr_of_a_job_is_that_of_its_ranks(tmp_path, monkeypatch, capfd):
-    """The launcher's output (more under a cluster's MPI) is shown only with a test that fails."""
+    """A job's stderr contains the ranks' output only; the launcher's goes to the stderr of the test."""
     launcher = tmp_path / "mpiexec"
     launcher.write_text(f"#!/bin/sh\nshift 2\n\"$@\"\ncode=$?\nprintf '%s' '{EPOLL}' >&2\nexit $code\n")
     launcher.chmod(0o755)
@@ -78,7 +78,7 @@ def test_the_stderr_of_a_job_is_that_of_its_ranks(tmp_path, monkeypatch, capfd):
 
 
 def test_job_that_hangs_is_killed_with_all_its_ranks(tmp_path, monkeypatch):
-    """The limit is triggered after all ranks have reported."""
+    """A job that hangs is killed with all its ranks; the test triggers the limit after all ranks have printed."""
     communicate = subprocess.Popen.communicate
 
     def until_they_hang(process, timeout=None):
@@ -103,7 +103,7 @@ def test_job_that_hangs_is_killed_with_all_its_ranks(tmp_path, monkeypatch):
 
 
 def test_segments_of_an_aborted_job_are_swept(tmp_path, monkeypatch):
-    """The runner removes the segments that its watcher has seen."""
+    """The shared-memory segments of an aborted job, which the watcher has recorded, are removed."""
     name, segments = "halograd-test-launch", jobs.segments
     jobs.remove([name])  # of a run of this test that was killed: what was there before the job is not the job's
 
@@ -136,7 +136,7 @@ def test_process_that_outlives_a_good_job_is_an_error(tmp_path, monkeypatch):
 
 
 def test_a_job_knows_nothing_of_the_run_of_the_suite_that_started_it(monkeypatch):
-    """Checks that fail on purpose in a job once appeared as failures in the suite's record."""
+    """A job does not inherit the record and the launcher's variables of the suite's run that started it."""
     inherited = {"HALOGRAD_TEST_RECORD": "outer", "PMI_RANK": "1", "SLURM_PROCID": "1"}
     for name, value in {**inherited, "KEPT": "yes"}.items():
         monkeypatch.setenv(name, value)

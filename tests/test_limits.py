@@ -11,7 +11,7 @@ from tests.support.clock import DrivenClock
 
 @pytest.mark.parametrize(("cores", "seconds", "factor"), [(2, 0.5, 1.0), (2, 3.0, 3.0), (64, 3.0, 3.0)])
 def test_slowness_is_measured_on_all_cores_at_once(monkeypatch, cores, seconds, factor):
-    """All processes work at the same time, and each takes this multiple of the nominal time."""
+    """Slowness is the measured multiple of the nominal time, with one process per core at the same time."""
     clock = DrivenClock(tick=0.0).drive(monkeypatch, limits)
     begins, ends = [], []
 

@@ -74,7 +74,7 @@ V1_CPU = "7:cpu,cpuacct:{}\n4:memory:/other\n"
 
 
 def quota(folder, time, period=100_000):
-    """Return the files of a version 1 control group."""
+    """Return the files of a CPU quota of a version 1 control group, by name."""
     return {f"{folder}/cpu.cfs_quota_us": time, f"{folder}/cpu.cfs_period_us": period}
 
 
@@ -106,7 +106,7 @@ def test_cores_without_a_limit_are_those_that_the_process_may_run_on(tmp_path):
 
 
 def test_a_process_reads_the_quota_once_and_its_cores_each_time(tmp_path, monkeypatch):
-    """Every communicator asks; a process may change where it runs, its control group is one."""
+    """A process reads its control group's quota once, but its cores at each call, because they may change."""
     root = tree(tmp_path, V2.format("/"), {"cpu.max": "300000 100000"})
     assert usable_cores(root, {}).quota == 3
     monkeypatch.setattr(limits, "_read", lambda path: pytest.fail(f"{path} was read again"))
@@ -130,7 +130,7 @@ def test_cores_of_the_ranks_of_a_node(processes, count):
 
 @pytest.fixture
 def container(monkeypatch, tmp_path):
-    """Set a quota of one core, as `docker run --cpus=1` does, for all code that reads this process's cores."""
+    """Set a quota of one core, as `docker run --cpus=1` does, for all code that determines this process's cores."""
     root = tree(tmp_path, V2.format("/"), {"cpu.max": "100000 100000"})
     monkeypatch.setattr(usable_cores, "__defaults__", (root, {}))
 

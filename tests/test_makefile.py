@@ -26,8 +26,7 @@ def clone(tmp_path):
 
 
 def environment(path, made_by=None):
-    """Return an environment whose packages are older than the sources, so that installing targets would install again.
-    """
+    """Return an environment whose packages are older than the sources, so that installing targets would install."""
     (path / "bin").mkdir(parents=True)
     (path / "bin" / "python").write_text(NOTES)
     (path / "bin" / "python").chmod(0o755)

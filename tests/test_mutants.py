@@ -1,4 +1,4 @@
-"""A few mutants of every kind of file, and some that were once accepted; more: ``python -m tests.mutants``."""
+"""A few mutants of every kind of file, and some that were once accepted; ``python -m tests.mutants`` tries more."""
 
 import pytest
 

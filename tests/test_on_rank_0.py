@@ -1,4 +1,4 @@
-"""Work of rank 0 whose result, skip or failure is that of all ranks."""
+"""Tests of `on_rank_0`: result, skip and failure of rank 0's work are those of all ranks."""
 
 import pytest
 

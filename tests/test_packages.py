@@ -20,7 +20,7 @@ SHIPPED = (".py", ".toml", ".cu", ".cuh", ".j2")
 
 
 def _copied(folder: Path) -> Path:
-    """Return the files of the package, with links as links."""
+    """Copy the files of the package to a folder, with links as links; return the folder."""
     folder.mkdir()
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
@@ -31,7 +31,7 @@ def _copied(folder: Path) -> Path:
 
 
 def _built(what: str, source: Path, out: Path) -> Path:
-    """Return the file that setuptools builds: a "wheel" or an "sdist"."""
+    """Build a "wheel" or an "sdist" with setuptools; return the file."""
     out.mkdir()
     code = f"from setuptools import build_meta; build_meta.build_{what}({str(out)!r})"
     done = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True, timeout=LIMIT)

@@ -1,4 +1,4 @@
-"""The suite's runner: a fault or a hang on any rank is reported as a failure, in time, and leaves nothing behind."""
+"""Tests of the suite's runner: a fault or a hang on any rank is a failure, in time, and leaves no process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ world = MPI.COMM_WORLD
 def run_suite(
     folder: Path, body: str, runs: str, grace: float = 100, more: tuple[str, ...] = ()
 ) -> tuple[int, str, tuple[int, int, int]]:
-    """Run the runner on one test file; return exit code, output and (passed, failed, skipped)."""
+    """Execute run_suite.py on one test file; return exit code, output and (passed, failed, skipped)."""
     (folder / "test_fake.py").write_text(HEAD + textwrap.dedent(body))
     arguments = [*more, "--runs", runs, "--directory", str(folder), "-p", "tests.conftest", "test_fake.py"]
     inherited = {k: v for k, v in os.environ.items() if k != VARIABLE}
@@ -71,7 +71,7 @@ def test_markers_choose_the_runs(tmp_path):
 
 
 def test_modules_are_compiled_once_for_all_processes(tmp_path, monkeypatch):
-    """Containers often forbid bytecode next to the sources, which stay unchanged."""
+    """All processes of a run share compiled modules, also if bytecode next to the sources is forbidden."""
     body = """
     @pytest.mark.ranks(2)
     def test_place():
@@ -91,7 +91,7 @@ def test_modules_are_compiled_once_for_all_processes(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", runner.QUICK)
 def test_what_is_quick_is_there_and_selects_tests(name):
-    """pytest refuses a name that it does not find; of a file that is there it may select nothing."""
+    """Every name in the list of quick tests exists and selects tests."""
     command = runner.command(name, LIMIT, ["--collect-only", *runner.QUICK[name]])
     environment = jobs.job_environment(jobs.new_mark())
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT)
@@ -122,7 +122,7 @@ def test_a_part_of_the_suite_is_given(more, capsys):
 
 
 def test_serial_tests_are_in_one_half():
-    """Each of them, and the folders that are named exist."""
+    """Every serial test is in exactly one of the two halves, and the named folders exist."""
     halves = [runner.files_of_half(half, ROOT / "tests") for half in ("programs", "rest")]
     assert {Path(path).name for path in halves[0]} == set(runner.PROGRAMS)
     for file in (ROOT / "tests").rglob("test_*.py"):
@@ -174,7 +174,7 @@ def test_fault_while_the_others_wait_ends_the_run(tmp_path):
 
 
 def test_hang_on_one_rank_is_ended_by_the_limit_of_the_test(tmp_path):
-    """The limit is triggered when it hangs."""
+    """A hang on one rank is ended by the time limit of the test, which expires when the rank hangs."""
     body = """
     import threading
     hangs = threading.Event()
@@ -198,7 +198,7 @@ def test_hang_on_one_rank_is_ended_by_the_limit_of_the_test(tmp_path):
 
 
 def test_hang_outside_a_test_is_ended_by_the_limit_of_the_run(tmp_path, monkeypatch, capsys):
-    """The limit is triggered when it hangs."""
+    """A hang outside of a test is ended by the time limit of the run, which expires when the rank hangs."""
     hangs, records = tmp_path / "hangs", tmp_path / "records"
     records.mkdir()
     body = f"@pytest.mark.mpi\ndef test_good(): pass\nif world.rank == 1: open({str(hangs)!r}, 'w'); time.sleep(10**6)"
@@ -248,7 +248,7 @@ def test_ranks_that_collect_different_tests_are_a_failure(tmp_path):
 
 
 def test_serial_hangs_are_failures_too(tmp_path):
-    """The limits are triggered when the tests hang; the second test ignores the interrupt."""
+    """Serial tests that hang are failures, also one that ignores the interrupt; their limits expire when they hang."""
     body = """
     import faulthandler
     limits, end_later = {}, faulthandler.dump_traceback_later
@@ -319,7 +319,7 @@ def launcher(folder: Path, name: str, version: str) -> Path:
 
 
 def test_the_launcher_of_another_mpi_is_known_by_its_version(tmp_path):
-    """Debian names its launcher after the MPI, modules do not, and an environment's own launcher is first on PATH."""
+    """The launcher of another MPI is found by its printed version, whatever its name and its position on PATH."""
     openmpi = mpi.INSTALLATIONS["openmpi"]
     first, second = tmp_path / "first", tmp_path / "second"
     launcher(first, "mpirun", "HYDRA build details:")
@@ -333,7 +333,7 @@ def test_the_launcher_of_another_mpi_is_known_by_its_version(tmp_path):
 
 
 def test_the_environment_comes_before_the_path(tmp_path, monkeypatch):
-    """The environment's launcher is used, unless a run of the suite names another."""
+    """The launcher of the environment precedes PATH; a launcher named by the suite's run precedes both."""
     environment, site = tmp_path / "environment", launcher(tmp_path / "site", "mpiexec", "Open MPI")
     monkeypatch.setattr(sys, "executable", str(environment / "python"))
     monkeypatch.setenv("PATH", str(site.parent))
@@ -346,7 +346,7 @@ def test_the_environment_comes_before_the_path(tmp_path, monkeypatch):
 
 
 def test_under_open_mpi(tmp_path):
-    """Ranks run, more of them than cores, and so do jobs started by serial tests."""
+    """Under Open MPI more ranks than cores run, also in jobs started by serial tests."""
     try:
         mpi.INSTALLATIONS["openmpi"].variables()
     except mpi.NotInstalled as missing:

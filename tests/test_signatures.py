@@ -1,4 +1,4 @@
-"""User classes: methods that do not take the library's arguments are refused before they are called."""
+"""Classes of the user: methods that do not take the library's arguments are rejected before they are called."""
 
 import numpy as np
 import pytest
@@ -18,12 +18,12 @@ X, T, W = hg.Input((4, 4, 1), "x"), hg.Input((4, 4, 1), "t"), hg.Input((4, 4, 1)
 
 
 def method(name, function, base=hg.Layer, **attributes):
-    """Return an object of a class with one method."""
+    """Return an object of a class with one method of this name."""
     return type("Own", (base,), {name: function, **attributes})()
 
 
 class Positional(Loss):
-    """The documented method with other names, and a default for one of them."""
+    """Loss whose method has other parameter names than documented, and a default for one."""
 
     takes_weights = True
 
@@ -53,7 +53,7 @@ class OneInput(hg.Layer):
 
 
 class Narrow(hg.Conv):
-    """A class that differs in the first method of a library layer."""
+    """Convolution that overrides one method with other parameters than the library's."""
 
     def parameters(self, shape):
         return super().parameters(shape)
@@ -68,7 +68,7 @@ def test_what_takes_the_arguments_is_fine():
 
 
 def test_classes_of_the_library_are_not_looked_at(monkeypatch):
-    """Thousands of layers are created by a network's author, and nearly all of them are the library's."""
+    """Classes of the library are not checked, because a network may have thousands of layers."""
     monkeypatch.setattr(signatures.inspect, "getmembers", lambda *_: pytest.fail("looked at"))
     assert hg.Conv(2, 3)(X).shape == (2, 2, 2)
 
@@ -132,7 +132,7 @@ class Late(hg.Callback):
 
 
 def test_callbacks(tmp_path):
-    """The check comes before the run, because the error would otherwise appear an epoch later."""
+    """Callbacks are checked before the run begins; the error would otherwise appear an epoch later."""
     with pytest.raises(UserError, match=r"Late\.on_epoch: .* \(self, epoch, scores\), got \(self, epoch\)"):
         hg.fit(unet(), "none.h5", tmp_path / "out", comm=MPI.COMM_SELF, callbacks=[Late()], **OPTIONS)
     assert not (tmp_path / "out").exists()

@@ -1,4 +1,4 @@
-"""One kernel of each kind, and the errors of refused ones."""
+"""One kernel of each kind, to test properties that all kernels have."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ G2 = Geometry.of((2, 2), 2)
 
 
 def norm(a: Arrays, shape=(2, 4, 4, 16), local=True, **changed):
-    """Return the arguments of a batch norm, some of them replaced."""
+    """Return the arguments of a batch norm; `changed` replaces some of them."""
     c = shape[-1]
     arrays = {k: a.draw(*shape) for k in ("x", "y", "dy", "dx")}
     arrays |= {k: a.draw(c) for k in ("gamma", "beta", "mean", "var")}

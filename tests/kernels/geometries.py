@@ -1,4 +1,4 @@
-"""Geometries on which distributed convolutions often fail, and others."""
+"""Geometries of convolutions, among them those on which distributed convolutions often fail."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from halograd.kernels import Geometry
 
 @dataclass(frozen=True)
 class Case:
-    """A convolution: its name, geometry and shapes."""
+    """Convolution to test: its name, geometry and shapes."""
 
     name: str
     geometry: Geometry

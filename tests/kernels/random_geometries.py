@@ -32,10 +32,14 @@ class Counts:
 
     Attributes
     ----------
-    kinds, implementations, refused
-        Geometries by kind, kernels by the name of their implementation, implementations refused by their fault.
+    kinds
+        Number of geometries by kind.
+    implementations
+        Number of kernels by name of the implementation.
+    refused
+        Number of rejected implementations, by name and reason.
     overruns, wrong
-        Texts of faults.
+        Descriptions of faults.
     """
 
     kinds: Counter[str] = field(default_factory=Counter)
@@ -46,7 +50,7 @@ class Counts:
 
 
 class Only:
-    """A choice among algorithms that takes a given one, or the first if that is missing."""
+    """Double of the choice among algorithms, which takes a given algorithm, or the first if that is missing."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -59,7 +63,7 @@ class Only:
 
 
 class Trial:
-    """One geometry on both backends."""
+    """Trial of one geometry on oneDNN and NumPy."""
 
     def __init__(self, onednn: OnednnBackend, numpy: Any, seed: int, counts: Counts) -> None:
         self.onednn, self.numpy, self.counts = onednn, numpy, counts
@@ -70,7 +74,7 @@ class Trial:
         return of[self.random.integers(len(of))]
 
     def inputs(self, *shapes: tuple[int, ...]) -> list[tuple[Any, Any]]:
-        """Return arrays of the same numbers in float32 for oneDNN, and in float64 for NumPy."""
+        """Return arrays with the same values in float32 for oneDNN, and in float64 for NumPy."""
         made = []
         for shape in shapes:
             values = self.random.standard_normal(shape).astype(np.float32)
@@ -96,7 +100,7 @@ class Trial:
 
     # ------------------------------------------------------------------ kinds
     def window(self, thin: bool) -> tuple[Geometry, tuple[int, ...]]:
-        """Return a geometry and the extents of an input."""
+        """Return a random geometry and the extents of an input."""
         ndim = self.one(1, 2, 2, 2, 3)
         most = {1: 400, 2: 96, 3: 12}[ndim] if thin else {1: 200, 2: 40, 3: 10}[ndim]
         if thin:
@@ -207,7 +211,7 @@ class Trial:
 
 
 def examine(count: int, seed: int = 0, threads: int = 1) -> Counts:
-    """Try `count` geometries with `threads` per kernel; return the counts."""
+    """Try `count` random geometries with `threads` per kernel; return the counts."""
     counts = Counts()
     reason = faults.reason
 

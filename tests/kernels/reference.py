@@ -1,4 +1,4 @@
-"""Direct loops in float64, to which every backend is compared. They share no code with the backends."""
+"""Direct loops in float64, with which every backend is compared. They share no code with the backends."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def windows(spatial, geometry: Geometry):
 
 
 def conv(x, w, b, geometry: Geometry, y_shape):
-    """Return a convolution, tap by tap."""
+    """Return a convolution, computed tap by tap."""
     x, w = x.astype(np.float64), w.astype(np.float64)
     y = np.zeros(y_shape)
     groups = geometry.groups
@@ -42,7 +42,7 @@ def conv(x, w, b, geometry: Geometry, y_shape):
 
 
 def conv_data(dy, w, geometry: Geometry, x_shape):
-    """Return the gradient of a convolution in its input."""
+    """Return the gradient of a convolution with respect to its input."""
     dy, w = dy.astype(np.float64), w.astype(np.float64)
     dx = np.zeros(x_shape)
     groups = geometry.groups
@@ -55,7 +55,7 @@ def conv_data(dy, w, geometry: Geometry, x_shape):
 
 
 def conv_filter(x, dy, geometry: Geometry, w_shape):
-    """Return the gradient of a convolution in its weights."""
+    """Return the gradient of a convolution with respect to its weights."""
     x, dy = x.astype(np.float64), dy.astype(np.float64)
     dw = np.zeros(w_shape)
     groups = geometry.groups
@@ -68,7 +68,7 @@ def conv_filter(x, dy, geometry: Geometry, w_shape):
 
 
 def max_pool(x, dy, geometry: Geometry, y_shape):
-    """Return the maximum and its gradient, which goes to the first of equal elements."""
+    """Return max pooling and its gradient, which goes to the first of equal elements."""
     y = np.full(y_shape, -np.inf)
     chosen = np.empty(y_shape, object)
     for o, _, i in windows(x.shape[1:-1], geometry):
@@ -85,7 +85,7 @@ def max_pool(x, dy, geometry: Geometry, y_shape):
 
 
 def average_pool(x, dy, geometry: Geometry, y_shape, include: bool):
-    """Return the mean and its gradient."""
+    """Return average pooling and its gradient."""
     total, count = np.zeros(y_shape), np.zeros(y_shape)
     for o, _, i in windows(x.shape[1:-1], geometry):
         total[(slice(None), *o)] += x[(slice(None), *i)]
@@ -103,12 +103,12 @@ RELU = FUSED[1]
 
 
 def activated(f: FusedActivation | None, z):
-    """Return value and derivative of an activation, or of the identity."""
+    """Return value and derivative of a fused activation; of the identity for None."""
     return (z, np.ones(z.shape)) if f is None else activation(f.kind, z, f.alpha)
 
 
 def batch_norm(x, dy, gamma, beta, eps: float, f: FusedActivation | None):
-    """Return all results of a batch norm with its own statistics."""
+    """Return all results of a batch norm with the statistics of `x`."""
     x, dy, gamma, beta = (a.astype(np.float64) for a in (x, dy, gamma, beta))
     axes = tuple(range(x.ndim - 1))
     mean, var = x.mean(axis=axes), x.var(axis=axes)
@@ -122,7 +122,7 @@ def batch_norm(x, dy, gamma, beta, eps: float, f: FusedActivation | None):
 
 
 def activation(kind: str, x, alpha: float):
-    """Return value and derivative, element by element."""
+    """Return value and derivative of an activation, computed element by element."""
     value, slope = np.empty(x.shape), np.empty(x.shape)
     for index in np.ndindex(*x.shape):
         value[index], slope[index] = _point(kind, float(x[index]), alpha)

@@ -1,6 +1,6 @@
-"""Activations and their derivatives in extended precision, and the error in units of rounding.
+"""Activations and their derivatives in extended precision, and errors in units of rounding.
 
-The closed forms avoid differences of nearly equal numbers and use np.longdouble: torch's own float64 loses digits near
+The closed forms avoid differences of nearly equal values and use np.longdouble: torch's own float64 loses digits near
 saturation (its ``tanh'`` at 18 is 4e-16, and 0 from 20 on). They share no code with the backends.
 """
 
@@ -27,13 +27,13 @@ SMALL = 128
 
 
 def _sigmoid(w: Any) -> tuple[Any, Any]:
-    """Return value and derivative."""
+    """Return value and derivative of the logistic function."""
     e = np.exp(-np.abs(w))
     return np.where(w >= 0, 1, e) / (1 + e), e / (1 + e) ** 2
 
 
 def _normal(x: Any) -> tuple[Any, Any]:
-    """Return the normal distribution and its density, by a series near 0 and a continued fraction elsewhere."""
+    """Return the normal distribution function and its density: a series near 0, a continued fraction elsewhere."""
     size = np.minimum(np.abs(x), 150)
     density = np.exp(-size * size / 2) / _ROOT
     near = np.minimum(size, 2)
@@ -49,7 +49,7 @@ def _normal(x: Any) -> tuple[Any, Any]:
 
 
 def _gated(x: Any, gate: tuple[Any, Any], rate: Any) -> tuple[Any, Any]:
-    """Return value and derivative of ``x * gate``."""
+    """Return value and derivative of ``x * g(u)``: `gate` is value and derivative of g, `rate` is du/dx."""
     return x * gate[0], gate[0] + x * rate * gate[1]
 
 
@@ -90,8 +90,7 @@ ALPHAS = {"leaky_relu": (0.1, 1.5, -0.3), "elu": (1.0, 0.3)}
 
 
 def points(dtype: Any) -> Any:
-    """Return numbers from -100 to 100: closely spaced ones, tiny ones, and neighbors of points where a formula changes.
-    """
+    """Return values from -100 to 100: dense, tiny, and next to the points where a formula changes."""
     info = ml_dtypes.finfo(dtype)
     sizes = np.concatenate([np.geomspace(float(info.tiny), 1, 300), np.linspace(0.001, 4, 1500)])
     knees = np.array([0.5, 1, 2, 3, 4, 8.5, 16, 17, 17.5, 20, 36.5, 37, 40, 87, 88, 88.5, 90])

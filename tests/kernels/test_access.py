@@ -1,4 +1,4 @@
-"""Declared reads and writes of kernels, and the behavior without declarations."""
+"""Tests of declared reads and writes of kernels, and of kernels without declarations."""
 
 from functools import partial
 
@@ -103,7 +103,6 @@ def norm(activation):
 
 
 def test_what_backward_reads_depends_on_what_is_added():
-    """An activation after a sum of two inputs is differentiated by its output; otherwise the output is not read again.
-    """
+    """Backward of a norm with a second input reads its output only if it has an activation, never the second input."""
     assert "y" in norm("relu") and "y" not in norm(None)
     assert not {"residual"} & (norm("relu") | norm(None))

@@ -1,4 +1,4 @@
-"""Batch norm against its formula in float64, on its own statistics and on given ones."""
+"""Tests of batch norm against its formula in float64, with its own statistics and with given ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BN_EPS = 1e-3
 
 
 class Problem:
-    """One batch norm with poisoned outputs."""
+    """Batch norm whose outputs are filled with NaN."""
 
     #: Whether `dx` uses the memory of `y`.
     overlaid = False
@@ -41,7 +41,7 @@ class Problem:
         self.expected = reference.batch_norm(self.x, self.dy, self.gamma, self.beta, BN_EPS, f)
 
     def set_statistics(self) -> None:
-        """Set mean and variance between the kernels, as the layer does for one process."""
+        """Set mean and variance from the sums, as the layer does for one process."""
         mean = self.sums[0] / self.count
         self.mean[...] = mean
         self.var[...] = self.sums[1] / self.count - mean**2
@@ -59,7 +59,7 @@ class Problem:
         assert_close(self.y, want["y"], self.count, "y", scale=8)
 
     def lose_output(self) -> None:
-        """Overwrite the output, which backward does not read."""
+        """Overwrite the output with NaN, because backward does not read it."""
         self.y.fill(np.nan)
 
     def check_backward(self) -> None:
@@ -90,7 +90,7 @@ def test_on_its_statistics(typed, shape, f, local):
 @pytest.mark.parametrize("local", [False, True], ids=["sums", "local"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_no_gradient_passes_where_the_relu_is_flat(typed, shape, local):
-    """Even an infinite gradient there has the same effect as 0."""
+    """Where the ReLU outputs 0, even an infinite output gradient has the same effect as 0."""
     if typed.backend.name == "onednn" and typed.dtype == np.float32:
         pytest.skip("needs a backend that selects: oneDNN multiplies by the slope")
     p = Problem(typed, shape, RELU, local)
@@ -106,7 +106,7 @@ def test_no_gradient_passes_where_the_relu_is_flat(typed, shape, local):
 
 @pytest.mark.parametrize("f", FUSED, ids=str)
 def test_statistics_of_others(typed, f):
-    """Mean, variance and the correction come from more elements than this process has."""
+    """Mean, variance and the correction of the gradient may come from more elements than this process has."""
     p = Problem(typed, (2, 5, 6, 18), f, local=False)
     c = 18
     p.mean[...], p.var[...] = np.linspace(-1, 1, c), np.linspace(0.5, 2, c)
@@ -149,7 +149,7 @@ def test_every_activation(arrays, kind, placed):
 
 @pytest.mark.parametrize("offset", [0.0, 10.0, 1000.0])
 def test_variance_of_data_far_from_zero(arrays, offset):
-    """E[x^2] - mean^2 in float32 would lose all digits at an offset of 1000; sums in float64 must not."""
+    """The variance is accurate for data with a large mean; with sums in float32 it would be lost at a mean of 1000."""
     p = Problem(arrays, (1, 64, 64, 5), f=None, local=False, offset=offset)
     p.k.statistics()
     x = p.x.astype(np.float64).reshape(-1, 5)
@@ -159,7 +159,7 @@ def test_variance_of_data_far_from_zero(arrays, offset):
 
 
 def test_variance_where_a_block_is_constant(arrays):
-    """A shift by the first values would not help for a background of zeros before the data.
+    """The variance is accurate for a block of zeros before the data, where a shift by the first values does not help.
 
     If a backend's own (local) statistics are less accurate, these sums may be as inaccurate, but not more.
     """
@@ -200,7 +200,7 @@ def test_gradient_belongs_to_the_last_forward(arrays, local):
 
 
 class Training(Problem):
-    """A batch norm in training; another process has as many elements, each larger by 1."""
+    """Batch norm in training; another process has as many elements, each larger by 1."""
 
     def __init__(
         self, a: Arrays, shape, f: FusedActivation | None, local: bool, from_sums: bool = True, residual: bool = False
@@ -227,7 +227,7 @@ class Training(Problem):
         self.passed: np.ndarray | None = None
 
     def lose_output(self) -> None:
-        """Overwrite the output, except with a residual and an activation, which need it."""
+        """Overwrite the output with NaN, unless backward needs it (with a residual and an activation)."""
         self.passed = self.y > 0
         if self.dresidual is None:
             super().lose_output()
@@ -239,7 +239,7 @@ class Training(Problem):
         self.sums[1] += second + 2 * first + self.count
 
     def wanted(self, correction) -> dict:
-        """Return the expected outputs for these moments; `correction` holds the sums behind the means in dx."""
+        """Return the expected outputs for the moments of both processes; `correction` holds the sums for dx."""
         mean, var = self.moments
         inverse = 1 / np.sqrt(var + BN_EPS)
         xhat = (self.x.astype(np.float64) - mean) * inverse
@@ -257,7 +257,7 @@ class Training(Problem):
 
 
 class Overlaid(Training):
-    """A problem in which the gradient of the input uses the memory of the output, which backward does not read."""
+    """Batch norm in training whose input gradient uses the memory of the output, which backward does not read."""
 
     overlaid = True
 
@@ -267,7 +267,7 @@ class Overlaid(Training):
 @pytest.mark.parametrize("f", FUSED, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_training(typed, shape, f, how, residual):
-    """Covers moments over all processes, running statistics, and parameter gradients; the kernels divide the sums."""
+    """Training kernels give the moments over all processes, running statistics, outputs and parameter gradients."""
     if how == "local" and np.prod(shape[:-1]) == 1:
         return  # the variance of one element is 0, and so is the gradient: nothing to compare
     if residual and f is not None and f.by_input:
@@ -303,7 +303,7 @@ def test_training(typed, shape, f, how, residual):
 
 @pytest.mark.parametrize("local", [False, True], ids=["sums", "local"])
 def test_training_of_a_rank_with_nothing(arrays, local):
-    """A rank without elements gets the running statistics of the others."""
+    """A rank without elements updates running statistics from the sums of the other ranks; its gradients are 0."""
     nothing, running, gradients = arrays.draw(0, 4, 4, 3), arrays.draw(2, 3), arrays.poisoned(2, 3)
     before, (mean, var) = running.copy(), arrays.poisoned(2, 3)
     sums, means = arrays.poisoned(2, 3, dtype=np.float64), arrays.poisoned(2, 3, dtype=np.float64)
@@ -323,7 +323,7 @@ def test_training_of_a_rank_with_nothing(arrays, local):
 
 
 def test_a_residual_in_evaluation(typed):
-    """Given statistics and no gradient take one kernel."""
+    """Batch norm with a residual in evaluation is one kernel."""
     x, r, y = typed.draw(2, 5, 6, 18), typed.draw(2, 5, 6, 18), typed.poisoned(2, 5, 6, 18)
     gamma, beta, mean, var = (typed.draw(18) for _ in range(4))
     var[...] = np.abs(var.astype(np.float64)) + 0.5

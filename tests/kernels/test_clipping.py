@@ -1,4 +1,4 @@
-"""The norm of gradients and clipping, on every backend."""
+"""Tests of the norm of gradients and of clipping, on every backend."""
 
 import math
 
@@ -12,7 +12,7 @@ FLOAT64 = np.dtype(np.float64)
 
 @pytest.mark.parametrize("counts", [(1,), (7, 16), (3001, 0, 5)], ids=str)
 def test_sum_of_squares(typed, counts):
-    """The sum covers several arrays with divisors: long, misaligned and empty ones."""
+    """The sum of squares covers several arrays with divisors: long, misaligned and empty ones."""
     arrays = [typed.draw(count + 1)[1:] for count in counts]
     divisors, out = [1, 2, 4][: len(counts)], typed.poisoned(1, dtype=FLOAT64)
     kernel = typed.backend.sum_of_squares(list(zip(arrays, divisors)), out)
@@ -26,9 +26,9 @@ def test_sum_of_squares(typed, counts):
 
 @pytest.mark.parametrize("size", [1 << 20, (1 << 20) - 1, 5000, 1025, 1024, 1023])
 def test_squares_of_many_equal_numbers(arrays, size):
-    """float32 sums lose digits with their length, so they would depend on the cut of the parameters.
+    """The sum of many equal squares is accurate, so the norm does not depend on the cut of the parameters.
 
-    Equal numbers are the worst case: all rounding errors have one sign.
+    Equal values are the worst case: all rounding errors have one sign.
     """
     x, out = arrays.draw(size), arrays.poisoned(1, dtype=FLOAT64)
     for value in (0.1, 0.7, 1 / 3):
@@ -47,7 +47,7 @@ def test_squares_of_nothing(arrays):
 @pytest.mark.parametrize("squares", [0.0, 25.0, np.inf, np.nan])
 @pytest.mark.parametrize("max_norm", [0.5, 1e6])
 def test_clip(arrays, max_norm, squares, scaled):
-    """The result equals torch.nn.utils.clip_grad_norm_, also for gradients with a loss scale."""
+    """Norm and factor are those of torch.nn.utils.clip_grad_norm_, also for gradients with a loss scale."""
     given, norm, factor = (arrays.poisoned(1, dtype=FLOAT64) for _ in range(3))
     given[...] = squares
     inverse = np.full_like(given, 1 / 1024) if scaled else None

@@ -1,4 +1,4 @@
-"""Convolution and its two gradients against direct loops, on every backend."""
+"""Tests of convolution and its two gradients against direct loops, on every backend."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .geometries import CASES, Case
 
 
 def check(a: Arrays, case: Case, bias: bool = True, f: FusedActivation | None = None) -> None:
-    """Check forward, data and filter gradient of one convolution."""
+    """Check a convolution and its gradients of input, weights and bias."""
     g, (xs, ws, bs, ys) = case.geometry, case.shapes
     x, w, dy = a.draw(*xs), a.draw(*ws), a.draw(*ys)
     b = a.draw(*bs) if bias else None
@@ -97,7 +97,7 @@ def test_blocks_of_columns_are_named():
 
 @pytest.mark.parametrize("case", CASES[:8], ids=str)
 def test_forward_and_gradients_are_adjoint(typed, case):
-    """<conv(x, w), dy> = <x, data(dy, w)> = <w, filter(x, dy)> holds."""
+    """Convolution and its gradients are adjoint: <conv(x, w), dy> = <x, data(dy, w)> = <w, filter(x, dy)>."""
     a, g, (xs, ws, _, ys) = typed, case.geometry, case.shapes
     x, w, dy = a.draw(*xs), a.draw(*ws), a.draw(*ys)
     y, dx, dw = a.poisoned(*ys), a.poisoned(*xs), a.poisoned(*ws)

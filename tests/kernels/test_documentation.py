@@ -1,4 +1,4 @@
-"""The example in docs/kernels.md runs, and its table is the one in the code."""
+"""Tests that the example in docs/kernels.md runs, and that its table equals that in the code."""
 
 import re
 from pathlib import Path

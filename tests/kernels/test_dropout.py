@@ -1,4 +1,4 @@
-"""Dropout draws the same bits for any block and backend."""
+"""Tests that dropout draws the same bits for any block and backend."""
 
 import math
 import zlib
@@ -15,7 +15,7 @@ from .conftest import assert_close
 
 
 def dropped(shape, box, rate, seed, step, salt):
-    """Return the mask, element by element."""
+    """Return the dropout mask of a box, computed element by element."""
     key = mix64(mix64(mix64(seed) + step) + salt)
     index = np.arange(box.size, dtype=object)
     position = np.zeros(box.size, dtype=object)

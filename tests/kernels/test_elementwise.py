@@ -1,4 +1,4 @@
-"""Activations, sums of arrays and dense layers."""
+"""Tests of activations, sums of arrays and dense layers."""
 
 import numpy as np
 import pytest
@@ -49,7 +49,7 @@ def test_activation_in_place(typed, kind):
 
 @pytest.mark.parametrize("kind", ACTIVATIONS)
 def test_activation_of_large_values(typed, kind):
-    """Nothing overflows or becomes NaN, and the limits are correct."""
+    """Activations of large values reach their limits, without overflow or NaN."""
     x = typed.draw(1, 4)
     x[...] = [-300, -50, 50, 300]
     dy, y, dx = typed.draw(1, 4), typed.poisoned(1, 4), typed.poisoned(1, 4)
@@ -95,7 +95,7 @@ def test_add(typed, terms, f, where):
 @pytest.mark.parametrize("f", [None, RELU], ids=str)
 @pytest.mark.parametrize("terms", [33, 34, 40])
 def test_many_terms(typed, terms, f):
-    """Sums of more terms than oneDNN adds in one primitive (32) are made of several primitives."""
+    """A sum of more than 32 terms, the limit of one oneDNN primitive, uses several primitives and is right."""
     xs, y = [typed.draw(2, 5, 8) for _ in range(terms)], typed.poisoned(2, 5, 8)
     total = sum(x.astype(np.float64) for x in xs)
     kernel = typed.backend.add(xs, y, f)

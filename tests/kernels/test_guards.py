@@ -1,4 +1,4 @@
-"""Guard bytes detect writes outside of arrays and scratch memory; oneDNN's kernels make none."""
+"""Tests of guard bytes, which detect writes outside of arrays and scratch memory, and of oneDNN's kernels with them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .random_geometries import examine
 
 
 def outside(array: np.ndarray, offset: int) -> np.ndarray:
-    """Return one byte at an offset from the beginning of an array."""
+    """Return a view of the byte at an offset from the beginning of an array."""
     raw = array
     while isinstance(raw.base, np.ndarray):
         raw = raw.base
@@ -69,7 +69,7 @@ def test_nothing_is_guarded_outside_of_the_context():
 
 
 def thin(backend, channels: int, extents=(64, 64), stride=(2, 2)):
-    """Return a kernel for the gradient of weights of a strided 1 x 1 convolution."""
+    """Build a kernel for the weight gradient of a strided 1 x 1 convolution."""
     outputs = tuple(n // s for n, s in zip(extents, stride))
     geometry = Geometry((1,) * len(extents), stride, (1,) * len(extents), ((0, 0),) * len(extents))
     x, dy, dw = ((1, *extents, channels), (1, *outputs, 8), (8, *(1,) * len(extents), channels))
@@ -79,8 +79,7 @@ def thin(backend, channels: int, extents=(64, 64), stride=(2, 2)):
 
 @pytest.mark.parametrize("case", [((64, 64), (2, 2)), ((64, 64), (1, 2)), ((64, 64), (2, 1)), ((4096,), (2,))], ids=str)
 def test_the_implementation_that_overruns_is_refused_exactly_where_it_does(onednn, case, monkeypatch):
-    """Without the refusal, oneDNN uses the implementation and the guards detect it; with more channels it is correct.
-    """
+    """An implementation that overruns for few channels is rejected; without that, the guards detect its writes."""
     kernel = thin(onednn, 3, *case)
     kernel()
     GUARDS.check()
@@ -114,7 +113,7 @@ def test_the_refusal_is_for_channels_below_a_vector(impl, lanes):
 @pytest.mark.parametrize("filters", [1, 33])
 @pytest.mark.parametrize("channels, dtype", [(1, "float32"), (1, "bfloat16"), (16, "bfloat16")])
 def test_a_single_column_of_outputs_is_right(onednn, channels, dtype, filters):
-    """An implementation of oneDNN 3.7.1 is wrong here."""
+    """Convolutions with one column of outputs are right; an implementation of oneDNN 3.7.1 is not."""
     a = Arrays(onednn, dtype)
     for stride in (1, 2, 3):
         geometry = Geometry((3, 4), (1, stride), (1, 1), ((1, 0), (0, 0)))
@@ -128,9 +127,7 @@ def test_a_single_column_of_outputs_is_right(onednn, channels, dtype, filters):
 
 
 def test_the_next_implementation_is_taken(onednn, monkeypatch):
-    """Refused implementations are skipped one by one, however many there are; if all are refused, the message has the
-    reason.
-    """
+    """Rejected implementations are skipped one by one; if all are rejected, the message has the reason."""
     x, dy, dw = (onednn.zeros(shape, np.float32) for shape in ((1, 8, 8, 24), (1, 4, 4, 8), (8, 1, 1, 24)))
     args = (onednn._engine, x, dy, dw, None, Geometry.of((1, 1), 2))
     names = []
@@ -151,7 +148,7 @@ def test_the_next_implementation_is_taken(onednn, monkeypatch):
 
 
 def test_random_geometries_stay_within_their_memory():
-    """``HALOGRAD_GEOMETRIES=5000`` tries as many."""
+    """Random geometries write only their own memory and are right; HALOGRAD_GEOMETRIES sets their number."""
     try:
         counts = examine(int(os.environ.get("HALOGRAD_GEOMETRIES", "210")))
     except KernelError as error:
@@ -186,7 +183,7 @@ with hg.Communicator(MPI.COMM_WORLD) as comm:
 
 @pytest.mark.parametrize("channels", [1, 3, 6])
 def test_training_with_a_thin_strided_convolution(onednn, channels):
-    """Runs in a separate process, because the write outside of its memory ended the process."""
+    """Training with a thin strided convolution works, in a separate process; an overrun once ended the process."""
     extents = ("64", "96", "128")
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(channels), *extents], capture_output=True, text=True, timeout=scaled(120)

@@ -1,4 +1,4 @@
-"""Common properties of all kernels: errors, empty arrays, memory, lifetime, and the choice of a backend."""
+"""Tests of properties of all kernels: errors, empty arrays, memory, lifetime, and the choice of a backend."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def test_output_shape_by_counting():
 # ---------------------------------------------------------------------- ranks with nothing
 @pytest.mark.parametrize("shape", [(0, 6, 6, 4), (2, 0, 6, 4), (0, 0, 0, 0)], ids=str)
 def test_ranks_with_nothing(arrays, shape):
-    """Outputs stay empty and sums are zero, for any channel count of the empty block."""
+    """On a rank with an empty block, outputs are empty and sums zero, for any channel count of the block."""
     b, nothing = arrays.backend, arrays.draw(*shape)
     w, bias = arrays.draw(8, 3, 3, 4), arrays.draw(8)
     dw, db = arrays.poisoned(8, 3, 3, 4), arrays.poisoned(8)
@@ -219,7 +219,7 @@ def test_batch_norm_of_a_rank_with_nothing(arrays, local):
 
 
 def test_outputs_without_inputs(arrays):
-    """Covers an output whose window contains padding only, and a gradient that no output reaches."""
+    """Outputs without inputs are right: a window with padding only, and a gradient that no output reaches."""
     b, nothing = arrays.backend, arrays.draw(1, 0, 5, 4)
     w, bias, y = arrays.draw(8, 3, 3, 4), arrays.draw(8), arrays.poisoned(1, 2, 5, 8)
     b.conv_forward(nothing, w, bias, y, G, RELU)()
@@ -261,7 +261,7 @@ def test_arrays_are_aligned_and_packed(backend):
 
 
 def test_calls_allocate_no_arrays(arrays):
-    """Arrays here have 512 KiB; NumPy's cast buffers of fixed size have at most 64 KiB each."""
+    """A call of a kernel allocates no arrays (512 KiB here); NumPy's fixed buffers for casts are below the limit."""
     kernels = every_kernel(arrays, 64)
     for _ in range(2):
         for kernel in kernels:
@@ -276,7 +276,7 @@ def test_calls_allocate_no_arrays(arrays):
 
 
 def rss() -> int:
-    """Return the memory of this process now [B]."""
+    """Return the resident memory of this process [B]."""
     with open("/proc/self/statm") as f:
         return int(f.read().split()[1]) * 4096
 

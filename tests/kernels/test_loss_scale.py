@@ -1,4 +1,4 @@
-"""Loss scaling, entirely on the device."""
+"""Tests of loss scaling, which runs entirely on the device."""
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ def test_the_largest_finite_numbers_are_finite(arrays):
 
 
 def test_dynamic_loss_scale(backend):
-    """The scale is halved after an overflow and doubled after three good steps, between 1 and 2^24."""
+    """The loss scale is halved after an overflow and doubled after three steps without one, between 1 and 2^24."""
     state, flag = np.array([1024.0, 0, 1 / 1024]), np.zeros(1, np.int32)
     kernel = backend.update_loss_scale(state, flag, interval=3)
     seen = []

@@ -1,4 +1,4 @@
-"""Losses against their definitions in float64."""
+"""Tests of losses against their definitions in float64."""
 
 import numpy as np
 import pytest
@@ -10,14 +10,14 @@ from .conftest import BFLOAT16, EPS, FLOAT64
 
 
 def close(got, want, eps, scale=1.0):
-    """Check that all elements are within a few roundings of `scale` and that none is unwritten."""
+    """Check that all elements are within a few roundings of `scale`, and that none is NaN."""
     got = np.asarray(got, np.float64)
     assert not np.isnan(got).any()
     assert np.abs(got - want).max(initial=0) <= 16 * eps * scale, np.abs(got - want).max()
 
 
 def cross_entropy(x, target, weights, smoothing, ignored):
-    """Return loss per position and its gradient, by the definition."""
+    """Return the cross entropy of each position and its gradient, by the definition."""
     k = x.shape[-1]
     rows, labels = x.astype(np.float64).reshape(-1, k), target.reshape(-1).astype(np.int64)
     weights = np.ones(k) if weights is None else np.asarray(weights)
@@ -68,7 +68,7 @@ def test_targets_of_any_dtype(arrays, dtype):
 
 
 def test_prediction_and_target_that_are_not_packed(arrays):
-    """Strided arrays are copied at every call."""
+    """Strided predictions and targets are copied at every call, so new values are used."""
     wide, dx, found, want = arrays.draw(4, 6, 5), arrays.poisoned(4, 3, 5), np.zeros(1), np.zeros(1)
     targets = np.arange(48).reshape(4, 12, 1) % 5
     x, target = wide[:, ::2], targets[:, :6:2]
@@ -110,7 +110,7 @@ def test_a_divisor_that_is_known_when_the_kernel_runs(typed, divisor):
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_infinite_logits_where_no_position_counts(arrays, smoothing):
-    """The loss stays finite, as in torch, although 0 * inf would be NaN."""
+    """Infinite logits at an ignored position leave the loss finite, as in torch, although 0 * inf is NaN."""
     x, target = arrays.draw(1, 2, 3), np.array([[[255], [1]]], np.uint8)
     alone, both = np.empty(1), np.empty(1)
     given = ClassTargets(3, None, 255)
@@ -141,7 +141,7 @@ def test_target_weight(backend, weighted):
 
 
 def test_target_weight_times_that_of_positions(backend):
-    """A weight of 0 leaves a target out, also an invalid class."""
+    """The sum of target weights includes the weights of positions; weight 0 excludes also an invalid class."""
     target = np.arange(20, dtype=np.int16).reshape(2, 10, 1) % 5
     weights = np.linspace(0, 3, 20, dtype=np.float32).reshape(2, 10, 1)
     target[0, 0], total = 99, np.zeros(1)
@@ -154,7 +154,7 @@ def test_target_weight_times_that_of_positions(backend):
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("classes", [3, 40])
 def test_weighted_cross_entropy(typed, classes, smoothing):
-    """A position with weight 0 contributes nothing, although its target is invalid and its logits are NaN."""
+    """A position with weight 0 contributes nothing, also with an invalid target and NaN logits."""
     rng = np.random.default_rng(classes)
     x, target = typed.draw(3, 4, 3, classes), rng.integers(0, classes, (3, 4, 3, 1)).astype(np.int16)
     of_classes, weights = rng.uniform(0.5, 2, classes), rng.uniform(0, 2, (3, 4, 3, 1)).astype(np.float32)
@@ -175,7 +175,7 @@ def test_weighted_cross_entropy(typed, classes, smoothing):
 @pytest.mark.parametrize("name", ["mean_squared_error", "binary_cross_entropy"])
 @pytest.mark.parametrize("channels", [1, 5])
 def test_weighted_elementwise(typed, name, channels):
-    """The result is the unweighted one times strided weights, element by element, with a divisor."""
+    """A weighted loss equals the unweighted one times the weights, element by element, for strided weights."""
     x, t, rng = typed.draw(3, 6, 5), typed.draw(3, 6, 5), np.random.default_rng(2)
     t[...] = rng.integers(0, 2, t.shape)
     weights = rng.uniform(0, 3, (3, 12, channels))[:, ::2]

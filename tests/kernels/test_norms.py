@@ -1,4 +1,4 @@
-"""Group, instance and layer norm, from per-sample kernels and small kernels in between, against their formula."""
+"""Tests of group, instance and layer norm, made of kernels per sample and small kernels, against their formula."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ NORM_EPS = 1e-3
 
 
 def group_norm(x, dy, gamma, beta, groups, f):
-    """Return group norm and its gradients in float64, by the formula for each sample and group."""
+    """Return group norm and its gradients in float64, by the formula."""
     x, dy, gamma, beta = (a.astype(np.float64) for a in (x, dy, gamma, beta))
     c = x.shape[-1]
     axes = (*range(1, x.ndim - 1), x.ndim)
@@ -45,7 +45,7 @@ def group_norm(x, dy, gamma, beta, groups, f):
     ids=str,
 )
 def test_group_norm(typed, shape, groups, f):
-    """All kernels of a group norm run in the order of a step, none of which needs the host."""
+    """The kernels of a group norm, called in the order of a step, give its outputs and gradients without the host."""
     n, c = shape[0], shape[-1]
     count = int(np.prod(shape[1:])) // groups
     x, dy, gamma, beta = typed.draw(*shape), typed.draw(*shape), typed.draw(c), typed.draw(c)

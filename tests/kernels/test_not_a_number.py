@@ -1,4 +1,4 @@
-"""NaN reaches the output of every kernel that reads it, on every backend, so that a run detects it."""
+"""Tests that NaN reaches the output of every kernel that reads it, on every backend, so that a run detects it."""
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ def with_nan(arrays, *shape, value=np.nan):
 
 
 def windows_with(x, geometry):
-    """Return the pooling windows that contain NaN."""
+    """Return which pooling windows contain NaN."""
     torch = pytest.importorskip("torch", reason="needs torch as oracle: pip install 'halograd[oracle]'")
     (lo_h, hi_h), (lo_w, hi_w) = geometry.padding
     padded = torch.nn.functional.pad(
@@ -119,7 +119,7 @@ def test_maxima(arrays, name, trainable, channels):
 
 @CHANNELS
 def test_maxima_of_no_numbers(arrays, channels):
-    """The maximum of -inf only is -inf."""
+    """The maximum of a window that contains only -inf is -inf."""
     x = arrays.draw(*SHAPE, channels)
     x[0, :2, :2] = -np.inf
     y = arrays.poisoned(2, 4, 4, channels)
@@ -142,7 +142,9 @@ def test_means(arrays, name, channels):
 @pytest.mark.parametrize("local", [False, True], ids=["given", "own"])
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_batch_norm_in_training(arrays, value, local, f, channels):
-    """One NaN makes the channel's statistics and all its elements NaN; an infinity makes the variance NaN."""
+    """One NaN in training makes the statistics and all elements of its channel NaN; an infinity makes the variance
+    NaN.
+    """
     given = norm(arrays, (*SHAPE, channels), local=local, activation=f)
     given["x"][(*zip(*PLACES), -1)] = value
     kernels = arrays.backend.batch_norm(BatchNormArrays(**given))

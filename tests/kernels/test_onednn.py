@@ -1,4 +1,4 @@
-"""Features of oneDNN alone: bfloat16, the choice of algorithms, delegated and refused kernels."""
+"""Tests of oneDNN alone: bfloat16, the choice of algorithms, delegated and rejected kernels."""
 
 from __future__ import annotations
 
@@ -31,9 +31,7 @@ def refuse(monkeypatch, impl="ref:any"):
 @pytest.mark.parametrize("master", ["bfloat16", "float32"], ids=["bf16 weights", "f32 weights"])
 @pytest.mark.parametrize("case", [c for c in CASES if c.geometry.groups == 1][:11], ids=str)
 def test_bfloat16(onednn, case, master):
-    """Products are exact and summed in float32, with one rounding to bfloat16 at the end, and one of float32 masters
-    before.
-    """
+    """In bfloat16, products are summed in float32 and rounded once at the end; float32 masters are rounded before."""
     a, g, (xs, ws, bs, ys) = Arrays(onednn, ml_dtypes.bfloat16), case.geometry, case.shapes
     dtype = ml_dtypes.bfloat16 if master == "bfloat16" else np.float32
     x, dy, w, b = a.draw(*xs), a.draw(*ys), a.draw(*ws, dtype=dtype), a.draw(*bs, dtype=dtype)
@@ -75,7 +73,7 @@ def test_bfloat16_is_for_convolutions(onednn):
 # ---------------------------------------------------------------------- algorithms
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_algorithm_is_right(onednn, case, monkeypatch):
-    """Each candidate is tested in turn, not only the fastest."""
+    """Each candidate algorithm of a convolution is right, not only the fastest."""
     tried = []
     for name in ("packed", "blocked", "taps"):
 
@@ -146,7 +144,7 @@ def test_autotune_takes_the_fastest(onednn, monkeypatch):
 
 # ---------------------------------------------------------------------- refused and delegated
 def test_slow_convolutions_are_numpys(onednn, monkeypatch):
-    """NumPy computes them, and they are recorded for a warning."""
+    """Convolutions that oneDNN would compute by its slow reference run in NumPy, and are recorded for a warning."""
     a = Arrays(onednn, np.float32)
     x, w, y = a.draw(1, 4, 4, 8), a.draw(8, 3, 3, 8), a.draw(1, 4, 4, 8)
     refuse(monkeypatch)
@@ -192,7 +190,7 @@ def test_slow_dense_layers_are_numpys(onednn, monkeypatch):
 
 
 def test_delegation_is_named(onednn):
-    """Exactly the cases in the table go to NumPy, as shown in `impl`; for convolutions the library decides."""
+    """The documented cases run in NumPy, as `impl` shows; for convolutions oneDNN decides."""
     a, b = Arrays(onednn, np.float32), onednn
     x, y = a.draw(2, 8, 8, 16), a.draw(2, 6, 6, 16)
     dilated = Geometry.of((2, 2), 1, 0, dilation=2)
@@ -231,7 +229,7 @@ def test_statistics_of_odd_channels_are_fast_too(onednn):
 @pytest.mark.parametrize("drop", [(-1, 0), (-2, 0), (0, -3), (-2, -1)], ids=str)
 @pytest.mark.parametrize("stride", [1, 2])
 def test_dropped_rows(onednn, samples, drop, stride):
-    """oneDNN rejects a high padding of -stride or less; the rows are left out, and their gradient is zero."""
+    """Rows that a negative padding removes are left out with zero gradient; oneDNN itself rejects -stride or less."""
     geometry = Geometry.of((3, 3), stride, ((1, drop[0]), (0, drop[1])))
     a, spatial = Arrays(onednn, np.float32), (9, 10)
     ys = (samples, *geometry.output_shape(spatial), 16)
@@ -256,7 +254,7 @@ def test_dropped_rows(onednn, samples, drop, stride):
     ids=str,
 )
 def test_gradients_of_weights_of_unusual_padding(onednn, rows, plane):
-    """Elements after the gradient of the outputs are not read."""
+    """With unusual padding, the weight gradient does not read memory after the output gradient."""
     kernel, lo, stride, hi, extent = rows
     window = (kernel, *(3 for _ in plane))
     geometry = Geometry.of(window, (stride, *(1 for _ in plane)), ((lo, hi), *((1, 1) for _ in plane)))

@@ -1,4 +1,4 @@
-"""Optimizer steps against their formulas in float64, with low-precision gradients and copies."""
+"""Tests of optimizer steps against their formulas in float64, with low-precision gradients and copies."""
 
 import math
 
@@ -17,7 +17,7 @@ DECAYS = {
 
 
 class Bucket:
-    """Arrays of one bucket and their float64 copies."""
+    """Arrays of one bucket, and their float64 copies."""
 
     def __init__(self, precision, count=131, states=1):
         master, gradient, copy = precision
@@ -33,7 +33,7 @@ class Bucket:
         return UpdateArrays(self.p, self.g, tuple(self.state), self.scalars, decays, self.copy, skip)
 
     def decayed(self, decays):
-        """Mask of elements with weight decay."""
+        """Return which elements have weight decay."""
         flags = np.zeros(len(self.p))
         for start, stop, on in decays:
             flags[start:stop] = on
@@ -121,7 +121,7 @@ def test_lars(backend, precision):
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("decays", DECAYS)
 def test_by_rule(backend, precision, decays, whole):
-    """An update is a sequence of array operations with one scratch array; ranges are in order and cover everything."""
+    """A user's update rule with one scratch array is called on ranges in order that cover the bucket."""
     b, lengths = Bucket(precision), []
 
     def rule(piece, numbers):
@@ -149,7 +149,7 @@ def test_by_rule(backend, precision, decays, whole):
 
 
 def test_average(backend, precision):
-    """The kernel averages parameters (here in place of gradients) in the precision of the masters."""
+    """The average kernel averages parameters (here in place of gradients) in the precision of the masters."""
     b = Bucket((precision[0], precision[0], None), states=0)
     kernel = backend.average(b.arrays())
     for step in range(1, 4):
@@ -161,7 +161,7 @@ def test_average(backend, precision):
 
 
 def test_nothing_is_updated_after_an_overflow(backend, precision):
-    """The flag is read on the kernels' device, so the host does not wait for it."""
+    """After an overflow no optimizer changes anything; its flag is read on the device, so the host does not wait."""
     skip = np.ones(1, np.int32)
     plain, adam, lars, own = (Bucket(precision, states=n) for n in (0, 2, 1, 1))
 
@@ -188,7 +188,7 @@ def test_nothing_is_updated_after_an_overflow(backend, precision):
 @pytest.mark.parametrize("count", [1, 3, 4, 1000, 1027])
 @pytest.mark.parametrize("start", [0, 1])
 def test_any_length_and_address(backend, count, start):
-    """Arrays start and end at any element of a vector."""
+    """Updates work on arrays that start and end at any element of a vector."""
     p, g = np.arange(1100, dtype=np.float32), np.ones(1100, np.float32)
     at = slice(start, start + count)
     arrays = UpdateArrays(p[at], g[at], (), np.array([1.0, 2.0, 1, 1, 0]), [(0, count, False)])

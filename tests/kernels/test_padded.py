@@ -1,4 +1,4 @@
-"""Channels that are padded in memory: the rule, and the detection from an array."""
+"""Tests of channels that are padded in memory: the rule, and the detection from an array."""
 
 import doctest
 
@@ -16,7 +16,7 @@ def test_docstrings():
 @pytest.mark.parametrize("spatial", [(5,), (5, 4), (1, 4), (4, 1), (1, 1), (3, 1, 2)], ids=str)
 @pytest.mark.parametrize("samples", [1, 3])
 def test_room_of_any_extents(samples, spatial):
-    """Strides of extents of 1 have no meaning; if all extents are 1, there is no next position."""
+    """Padded channels are detected for any extents; strides of axes with extent 1 are ignored."""
     whole = np.zeros((samples, *spatial, 24), np.float32)
     alone = samples == np.prod(spatial) == 1
     assert channels_in_memory(whole) == 24

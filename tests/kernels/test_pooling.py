@@ -1,4 +1,4 @@
-"""Pooling and its gradient against direct loops, on every backend."""
+"""Tests of pooling and its gradient against direct loops, on every backend."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def make(a: Arrays, geometry, spatial, channels=5, ties=False):
 
 
 def outcomes(a, kind, x, y, dy, dx, geometry):
-    """Return the results of a pooling's forward and backward kernel."""
+    """Return the kernels of a pooling, and its expected results."""
     if kind in ("max", "ties"):
         return a.backend.max_pool(x, y, dy, dx, geometry), reference.max_pool(x, dy, geometry, y.shape)
     include = kind == "include pad"
@@ -109,7 +109,7 @@ def test_forward_only(arrays, kind):
 
 
 def test_remembered_positions_survive_other_kernels(arrays):
-    """Scratch memory is shared, so it must not contain data for backward."""
+    """Positions of maxima for backward are not in shared scratch memory, so other kernels do not overwrite them."""
     geometry, spatial = CASES["3/2/1 overlapping"]
     x, y, dy, dx = make(arrays, geometry, spatial)
     forward, backward = arrays.backend.max_pool(x, y, dy, dx, geometry)

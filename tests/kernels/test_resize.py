@@ -1,4 +1,4 @@
-"""Interpolation against a resampling of every output, and its adjoint."""
+"""Tests of interpolation and its adjoint against a resampling of every output."""
 
 import itertools
 from fractions import Fraction
@@ -23,7 +23,7 @@ CASES = {
 
 
 def axes(inputs, outputs, mode):
-    """Return resamplings of all outputs, axis by axis."""
+    """Return the resampling of all outputs, for each axis."""
     return [Resampled(Resampling(n, m, Fraction(n, m), mode), 0, m) for n, m in zip(inputs, outputs)]
 
 
@@ -63,7 +63,7 @@ def test_resize(typed, case, channels, mode):
 
 
 def test_a_block_of_the_outputs(arrays):
-    """A rank has some outputs, and the inputs that they read."""
+    """A block of outputs is computed from the inputs that it reads, as on one rank."""
     r = Resampling(16, 32, Fraction(1, 2), "linear")
     start, stop = 5, 14
     low, high = r.input_range(start, stop)

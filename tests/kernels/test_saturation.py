@@ -21,7 +21,7 @@ RELU = FusedActivation("relu")
 
 
 def results(arrays, kind, x, alpha):
-    """Return value and derivative at a copy of `x`, without warnings."""
+    """Return value and derivative of an activation at a copy of `x`; warnings are errors."""
     x = np.array(x)
     y, dy, dx = np.full_like(x, np.nan), np.ones_like(x), np.full_like(x, np.nan)
     with warnings.catch_warnings():
@@ -58,7 +58,7 @@ def test_activation_near_saturation(typed, kind):
 @pytest.mark.torch
 @pytest.mark.parametrize("kind", ACTIVATIONS)
 def test_the_exact_forms_are_those_of_torch(kind):
-    """The closed forms agree with torch's float64, except where torch subtracts and loses digits."""
+    """The exact closed forms agree with torch's float64, except where torch subtracts and loses digits."""
     x = points(np.float64)
     x = x[np.abs(np.abs(x) - 3) > 1e-14]  # the derivative of a hard swish at its corners is a convention
     for alpha in ALPHAS.get(kind, (0.0,)):
@@ -70,7 +70,7 @@ def test_the_exact_forms_are_those_of_torch(kind):
 @pytest.mark.torch
 @pytest.mark.parametrize("kind", ACTIVATIONS)
 def test_activation_of_infinities(typed, kind):
-    """Results equal torch's; where torch has NaN (infinity times 0), NaN or the limit is accepted."""
+    """Activations of infinities equal torch's; where torch has NaN (infinity times 0), NaN or the limit is accepted."""
     x = np.array([-np.inf, np.inf, np.nan] * 6).astype(typed.dtype)
     limits = {"value": exact(kind, np.array([-1e4, 1e4]), 0.1)[0][0], "derivative": (0, 1)}
     for alpha in ALPHAS.get(kind, (0.0,)):
@@ -88,7 +88,9 @@ def test_activation_of_infinities(typed, kind):
 
 @pytest.mark.parametrize("kind", ["relu", "hard_sigmoid", "hard_swish"])
 def test_no_gradient_passes_where_an_activation_is_flat(typed, kind):
-    """The gradient may be NaN, as after an infinite loss; for ReLU in oneDNN only infinite."""
+    """Where an activation is flat, an infinite or NaN output gradient gives 0 (for ReLU in oneDNN only an infinite
+    one).
+    """
     x = np.array([-np.inf, -4, 4, np.inf] * 4).astype(typed.dtype)
     onednn = kind == "relu" and typed.backend.name == "onednn" and typed.dtype == np.float32
     for number in (np.inf, -np.inf) if onednn else (np.inf, -np.inf, np.nan):
@@ -166,7 +168,8 @@ def test_relu_of_sums_of_infinities(extremes, in_place, terms):
 @pytest.mark.parametrize("geometry", [Geometry.of((1, 1)), Geometry.of((3, 3), 1, 1)], ids=["1x1", "3x3"])
 @pytest.mark.parametrize("channels", [5, 16, 64])
 def test_relu_of_convolutions_of_infinities(extremes, channels, geometry):
-    """The infinities come from a bias, because infinities in an image would meet zero weights, which gives NaN."""
+    """ReLU of a convolution with infinite outputs is exact; they come from a bias, as infinite inputs would give NaN.
+    """
     x, w = extremes.draw(2, 6, 7, channels), extremes.draw(10, *geometry.kernel, channels)
     b, y = extremes.draw(10), extremes.poisoned(2, 6, 7, 10)
     kernel = extremes.backend.conv_forward(x, w, b, y, geometry, RELU)
@@ -195,7 +198,7 @@ def test_relu_of_a_convolution_of_an_image_of_infinities(extremes):
 
 @pytest.mark.parametrize("channels", [16, 18])
 def test_relu_of_a_norm_and_a_residual_of_infinities(extremes, channels):
-    """The residual determines the result."""
+    """ReLU of a batch norm with an infinite residual gives infinity or 0, as the residual determines the sum."""
     given = norm(extremes, (2, 8, 9, channels), local=False, activation=RELU, dy=None, dx=None)
     given["x"][...] = 0
     given["mean"][...], given["beta"][...] = 0, 0
@@ -223,7 +226,7 @@ def assert_few(got, want, what, size=None):
 
 
 def each(kernel_of, x):
-    """Return loss and gradient of every row of `x` alone."""
+    """Return loss and gradient of every row of `x`, each computed alone."""
     losses, gradients = [], np.full_like(x, np.nan)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -303,7 +306,8 @@ def test_squared_error_of_small_differences(typed):
 @pytest.mark.parametrize("target", [0, 1])
 @pytest.mark.parametrize("kind", ["binary_cross_entropy", "softmax_cross_entropy", "mean_squared_error"])
 def test_losses_of_infinities(typed, kind, target, number):
-    """Results equal torch's; where torch has NaN (infinity times 0), NaN or an infinite loss is accepted."""
+    """Losses of infinities equal torch's; where torch has NaN (infinity times 0), NaN or an infinite loss is accepted.
+    """
     torch = pytest.importorskip("torch", reason="needs torch as oracle: pip install 'halograd[oracle]'")
     functional, classes = torch.nn.functional, kind.startswith("softmax")
     x = np.array([[number, 0, 1] if classes else [number]]).astype(typed.dtype)

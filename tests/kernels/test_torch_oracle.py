@@ -1,4 +1,4 @@
-"""The same kernels in torch, an independent implementation."""
+"""Tests of kernels against torch, an independent implementation."""
 
 import math
 
@@ -18,13 +18,13 @@ F = torch.nn.functional
 
 
 def to_torch(a, gradient=True):
-    """Return (N, *spatial, C) as float64 (N, C, *spatial)."""
+    """Return an array (N, *spatial, C) as a float64 tensor (N, C, *spatial)."""
     t = torch.from_numpy(np.ascontiguousarray(np.moveaxis(a.astype(np.float64), -1, 1)))
     return t.requires_grad_(gradient)
 
 
 def from_torch(t):
-    """Return (N, C, *spatial) as (N, *spatial, C)."""
+    """Return a tensor (N, C, *spatial) as an array (N, *spatial, C)."""
     return np.moveaxis(t.detach().numpy(), 1, -1)
 
 

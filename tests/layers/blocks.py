@@ -1,4 +1,4 @@
-"""Programs of all ranks for one layer, run one after another in one process; received data are written directly."""
+"""Simulation of all ranks for one layer, one after another in one process; received data are written directly."""
 
 from __future__ import annotations
 
@@ -67,16 +67,16 @@ def computed_in_blocks(
     dtype: str = "float32",
     substitutes: list | None = None,
 ) -> dict[str, np.ndarray]:
-    """``y``, ``dx``, ``dw``, ``db`` of a (transposed) convolution, put together from the blocks of all ranks.
+    """Return ``y``, ``dx``, ``dw``, ``db`` of a (transposed) convolution, assembled from the blocks of all ranks.
 
     Parameters
     ----------
     arrays
-        ``x``, ``dy``, ``w``, ``b``: whole.
+        ``x``, ``dy``, ``w``, ``b``, each whole.
     halo
-        ``"overlap"``: the kernel runs before the halo is there, over NaN, and then the boundary strips.
+        ``"overlap"``: the kernel runs before the halo arrives, over NaN, and then the boundary strips.
     substitutes
-        To which kernels are added that others stand in for.
+        List to which replaced kernels are added.
     """
     found = {f"d{name}": np.zeros(arrays[name].shape) for name in ("w", "b")}
     found |= {"y": np.full(arrays["dy"].shape, np.nan), "dx": np.full(arrays["x"].shape, np.nan)}
@@ -116,7 +116,7 @@ def _compute_block(layer, kernels, arrays, parts, comm, halo, dtype, found) -> R
 
 
 def _run(segments, passes, runner: Runner, whole: np.ndarray) -> None:
-    """Run all operations; at the end of an exchange, write the data that it would receive."""
+    """Run all operations of one rank; instead of an exchange, write the data that it would receive."""
     for segment, calls in zip(segments, passes, strict=True):
         for operation, call in zip(segment.operations, calls, strict=True):
             if not isinstance(operation, Transfer):

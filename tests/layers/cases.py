@@ -1,4 +1,4 @@
-"""Layers of many kinds with their inputs, for tests of exactness and against torch."""
+"""Layers of many kinds with their inputs, for tests of exactness and comparison with torch."""
 
 import halograd as hg
 

@@ -20,13 +20,13 @@ def axes_of(node):
 
 
 def room(node):
-    """Return the largest number of parts along each of the channel axes; their product is at most the first."""
+    """Return the largest number of parts along each channel axis; their product is at most the first."""
     read = min((n.shape[-1] for n in node.inputs), default=1)
     return {"channel": node.shape[-1], "input_channel": min(read, node.shape[-1])}
 
 
 def random_parts(node, ranks, rng):
-    """Return random parts whose product is `ranks`: each prime factor goes to an axis of the layer with room for it."""
+    """Return random parts whose product is `ranks`: each prime factor goes to an axis whose extent permits it."""
     parts, most = dict.fromkeys(axes_of(node), 1), room(node)
     for prime in primes(ranks):
         fits = [axis for axis in parts if _fits(parts, axis, prime, most)]
@@ -42,7 +42,7 @@ def _fits(parts, axis, prime, most):
 
 
 def uneven(parts, rng):
-    """Give some of the parts along samples and space random unequal shares."""
+    """Give some of the sample and spatial cuts random unequal shares."""
     for axis, count in parts.items():
         if count > 1 and "channel" not in axis and rng.random() < 0.3:
             parts[axis] = [int(n) for n in rng.integers(1, 4, count)]
@@ -65,7 +65,7 @@ def random_strategy(network: Network, size: int, seed: int) -> Strategy:
 
 
 def primes(n):
-    """Return the prime factors of `n`, each as often as it divides `n`."""
+    """Return the prime factors of `n`, with repetitions."""
     found, p = [], 2
     while n > 1:
         while n % p == 0:

@@ -45,7 +45,7 @@ def skewed_boundaries(size, parts):
 
 
 def skew(monkeypatch):
-    """Cut the spatial axes of all arrays unevenly from now on."""
+    """Cut the spatial axes of all arrays unevenly for the rest of the test."""
 
     def layout(shape, parts, size):
         even = layout_of(shape, parts, size)
@@ -64,7 +64,7 @@ def skew(monkeypatch):
 
 @st.composite
 def drawn(draw, axes=2, largest=12):
-    """Draw spatial shape, kernel, stride, padding and dilation such that the window fits at least once."""
+    """Draw spatial shape, kernel, stride, padding and dilation for which the window fits at least once."""
     columns = []
     for _ in range(axes):
         kernel, stride, dilation = draw(st.integers(1, 5)), draw(st.integers(1, 3)), draw(st.integers(1, 2))
@@ -81,5 +81,5 @@ def brute_force_taps(kernel, stride, lo, dilation, o):
 
 
 def every(ranges):
-    """Return all index tuples of a box."""
+    """Return all index tuples of a box, given by its ranges."""
     return itertools.product(*(range(a, b) for a, b in ranges))

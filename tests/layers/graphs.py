@@ -91,7 +91,7 @@ class Graphs:
         return tuple(self.pick(*choices) for _ in range(self.axes))
 
     def network(self):
-        """Return a network of a trunk of few layers and a head; values without a reader become outputs."""
+        """Return a network of a trunk of a few layers and a head; unused values become outputs."""
         first = hg.Input((*self.spatial, self.pick(2, 4)), name="x")
         values = [first]
         if self.rng.random() < 0.3:
@@ -186,7 +186,7 @@ class Graphs:
         return Centre()(x)
 
     def _head(self, values):
-        """Return the outputs by name: the loss, and sometimes a second output with parameters without gradient."""
+        """Return the outputs by name: the loss, and sometimes a second output whose parameters have no gradient."""
         last = values[-1]
         kind = self.pick("field", "field", "classes of positions", "vector", "vector")
         if kind == "field":
@@ -205,7 +205,9 @@ class Graphs:
         return {"loss": hg.SoftmaxCrossEntropy(name="ce")(vector, target), "vector": vector}
 
     def strategy(self, network, size):
-        """Draw parts and halo algorithms; some layers have their own, including channels, possibly on fewer ranks."""
+        """Draw parts and halo algorithms; some layers get their own, with cuts of channels and possibly on fewer
+        ranks.
+        """
         axes = ("sample", *("depth", "height", "width")[3 - self.axes :])
         everyone = self._parts(axes, size)
         layers = {}
@@ -232,7 +234,7 @@ class Graphs:
 
 
 def poison(monkeypatch):
-    """Fill transient arrays with NaN, so that a read before a write is visible."""
+    """Fill transient arrays with NaN, so that a read before the first write changes the results."""
     made = Runner._array
 
     def poisoned(self, buffer):
@@ -246,7 +248,7 @@ def poison(monkeypatch):
 
 
 def batch_of(network, batch, step):
-    """Return random inputs by name, a function of the step."""
+    """Return random inputs by name, which depend on the step."""
     arrays = {}
     for name, node in network.inputs.items():
         array = random_array((batch, *node.shape), name, step)
@@ -255,10 +257,9 @@ def batch_of(network, batch, step):
 
 
 def run(network, comm, batch, strategy, steps, backend="numpy", dtype="float64", keeps=True, debug=False):
-    """Return whole values, gradients and loss of the last of these steps on rank 0 (else None). Collective.
+    """Return whole values, gradients and loss of the last of `steps` on rank 0 (else None). Collective.
 
-    `steps`: numbers of the steps. More than one: what earlier steps left behind must not matter. `keeps`: all values,
-    and not those of the network's outputs alone.
+    Earlier steps must not affect the result. With `keeps` all values are kept, otherwise only the network's outputs.
     """
     probed = [n for n, node in network.inputs.items() if node.dtype == "compute" and n != "target"]
     kernels = get_backend(backend)

@@ -15,7 +15,7 @@ CLASS_WEIGHTS = (0.5, 2.0, 0.0, 1.5)
 
 
 def target(kind, shape, batch=BATCH):
-    """Return a target of this kind for predictions of this sample shape."""
+    """Return a random target of this kind for predictions of this sample shape."""
     rng = np.random.default_rng(7)
     if kind == "class":
         return rng.integers(0, shape[-1], (batch, *shape[:-1], 1))
@@ -27,7 +27,7 @@ def target(kind, shape, batch=BATCH):
 def make_executor(make, shape, given, comm, parts, dtype="float64", backend="numpy", trainable=True):
     """Create an executor of one loss of an input ``x`` of this sample shape.
 
-    `given` are the other inputs, which are set: the target ``t``, and the weights ``w`` if there are some.
+    `given` are the other inputs, whose values are set: the target ``t``, and the weights ``w`` if there are any.
     """
     inputs = dict(zip("tw", given))
     nodes = [Input(a.shape[1:], name, "int32" if a.dtype.kind == "i" else "compute") for name, a in inputs.items()]
@@ -42,8 +42,8 @@ def make_executor(make, shape, given, comm, parts, dtype="float64", backend="num
 def run_loss(make, inputs, comm, parts, dtype="float64", backend="numpy", valid=None):
     """Return the loss and its gradient, the same on all ranks. Collective over `comm`.
 
-    `inputs` are arrays of the whole batch: prediction, target, perhaps weights. The first `valid` samples count, by
-    default all.
+    `inputs` are arrays of the whole batch: prediction, target, perhaps weights. Only the first `valid` samples count;
+    by default all do.
     """
     x, *given = inputs
     with make_executor(make, x.shape[1:], given, comm, parts, dtype, backend) as executor:
@@ -66,14 +66,14 @@ def run_loss(make, inputs, comm, parts, dtype="float64", backend="numpy", valid=
 
 
 def check(found, want, factor=20):
-    """Assert that loss and gradient are these in float64, within `factor` roundings (`close`)."""
+    """Assert that loss and gradient equal `want` in float64, within `factor` roundings (`close`)."""
     loss, dx = found
     assert abs(loss - want[0]) <= 1e-13 * max(1, abs(want[0])), f"expected a loss of {want[0]}, got {loss}"
     close(dx, want[1], factor=factor)
 
 
 def scores_of(executor):
-    """Return the scores of the batch that is set, by an evaluation. Collective."""
+    """Return the scores of the current batch from an evaluation. Collective."""
     evaluation = Evaluation(executor)
     evaluation.begin()
     executor.forward(training=False)

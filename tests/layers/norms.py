@@ -1,4 +1,4 @@
-"""Normalization by its definition in float64, and an executor around one layer with visible state."""
+"""Normalization by its definition in float64, and an executor of one layer whose state tests can read."""
 
 import contextlib
 
@@ -40,7 +40,7 @@ def normalize(x, dy, gamma, beta, axes, eps=1e-5, relu=False):
 
 
 def moved(shape, batch, change):
-    """Return `change` of the random input, as `run_layer` needs it, and the resulting input."""
+    """Return the change of the random input by `change`, as `run_layer` needs it, and the changed input."""
     drawn = random_array((batch, *shape), "x0")
     shift = change(drawn) - drawn
     return {"x0": shift}, drawn + shift
@@ -54,7 +54,7 @@ def close(found, want, dtype="float64", factor=1000.0):
 
 
 def check_grids(ranks, make, shape, want, factor=1000.0, dtype="float64", **options):
-    """Compare the expected results of a layer with those of the ranks on every grid (`close`)."""
+    """Compare the results of a layer on every grid of the ranks with the expected ones (`close`)."""
     for parts in grids(ranks.size, ("sample", "height", "width")):
         found = run_layer(make, [shape], ranks, parts, dtype=dtype, **options)
         for key, array in want.items() if found is not None else ():
@@ -80,7 +80,7 @@ def executing(make, shape, comm, parts, batch=2, dtype="float64", backend="numpy
 
 
 def step(executor):
-    """Run one forward and backward pass, and sum the gradients."""
+    """Run one forward and backward pass, and reduce the gradients."""
     executor.forward(training=True)
     executor.loss_value()
     executor.backward()
@@ -88,7 +88,7 @@ def step(executor):
 
 
 def traffic(comm, run):
-    """Return the messages by kind that this rank counts in `run`."""
+    """Return the number of messages by kind that this rank sends in `run`."""
     comm.counters.reset()
     run()
     return {kind: t.messages for kind, t in comm.counters.snapshot().items() if t.messages}

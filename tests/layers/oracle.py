@@ -28,12 +28,12 @@ def parameters(make, shapes):
 
 
 def first(array):
-    """Convert channels last to channels first."""
+    """Return an array with channels last as one with channels first."""
     return np.moveaxis(array, -1, 1)
 
 
 def last(tensor):
-    """Convert channels first to channels last, as an array."""
+    """Return a tensor with channels first as an array with channels last."""
     return np.moveaxis(tensor.detach().numpy(), 1, -1)
 
 
@@ -45,7 +45,7 @@ def weights(tensor):
 def check_torch(make, shapes, function, dtype="float64", backend="numpy", options=None):
     """Compare output and all gradients with `function(*inputs, **parameters)` in torch, channels first.
 
-    The tolerance is 1000 eps of the largest element: sums here have fewer than 1000 terms.
+    The tolerance is 1000 eps of the largest element, because sums have fewer than 1000 terms.
     """
     lib = torch()
     shapes = [tuple(s) for s in shapes]

@@ -1,4 +1,4 @@
-"""Tests of activations of other layers: fused or as a layer after them; names, settings, exact results."""
+"""Tests of activations as a setting of other layers, fused or as a separate layer: names, settings, exact results."""
 
 import pytest
 
@@ -79,7 +79,7 @@ def test_every_name_has_its_layer(name):
 
 
 def test_settings_are_those_of_two_layers():
-    """So measured times of a layer apply, and checkpoints of networks with separate layers fit."""
+    """A layer with an activation has the settings and the fingerprint of two separate layers, so checkpoints fit."""
     plain, behind = hg.Conv(4, 3, name="c"), hg.Conv(4, 3, activation="silu", name="c")
     assert settings_of(plain, SHAPE) == settings_of(behind, SHAPE)
     from halograd.layers import SiLU
@@ -123,7 +123,7 @@ def test_as_torch():
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("kind", ["Conv", "Add", "BatchNorm", "residual", "GroupNorm", "LayerNorm"])
 def test_every_activation_as_torch(kind, name, backend, dtype):
-    """The reference is the separate layers in torch, whose functions other tests compare with ours."""
+    """A layer with an activation equals torch's separate layers; other tests compare the functions with torch."""
     f, given = torch().nn.functional, KINDS[name]()
     functions = {"leaky_relu down": lambda x: f.leaky_relu(x, -0.3), "elu 0.3": lambda x: f.elu(x, 0.3)}
     functions |= {"gelu_tanh": lambda x: f.gelu(x, approximate="tanh"), "hard_sigmoid": lambda x: f.relu6(x + 3) / 6}
@@ -157,7 +157,7 @@ def test_a_norm_with_a_residual_has_a_relu_in_its_kernels_only(name):
 @pytest.mark.mpi
 @pytest.mark.parametrize("activation", ["relu", "sigmoid", "gelu"])
 def test_on_blocks_that_do_not_divide(activation, monkeypatch):
-    """Some ranks have no elements."""
+    """A norm with an activation is exact on uneven blocks, some of them empty."""
     skew(monkeypatch)
     check_layer(lambda: LAYERS["BatchNorm"](activation), (7, 6, 5), batch=3, gradient=False, tolerance=256.0)
     check_layer(lambda: LAYERS["GroupNorm"](activation), (7, 6, 4), batch=3, tolerance=256.0)

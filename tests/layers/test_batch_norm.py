@@ -23,7 +23,7 @@ def norm(**options):
 
 
 def oracle(x, batch, shape, blocks=(slice(None),), relu=False, affine=True):
-    """Apply the definition to each of `blocks` of the global array; dgamma and dbeta are sums over blocks."""
+    """Return the results of the definition applied to each of `blocks`; dgamma and dbeta are sums over blocks."""
     g = random_array((batch, *shape), "g")
     channels = shape[-1:]
     gamma, beta = (
@@ -84,7 +84,7 @@ def test_inputs_of_two_shapes_or_three_are_refused():
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("statistics", ["global", "sample", "local"])
 def test_statistics_of_cut_channels_are_those_of_their_blocks_in_space(ranks, statistics):
-    """Channels do not mix: a cut of channels changes only which rank computes."""
+    """A cut of channels does not change statistics, because channels do not mix."""
     shape = (6, 5, 4)
     x = random_array((3, *shape), "x0")
     for parts in grids(ranks.size, ("sample", "width", "channel")):
@@ -97,7 +97,7 @@ def test_statistics_of_cut_channels_are_those_of_their_blocks_in_space(ranks, st
 
 @pytest.mark.ranks(2, 4)
 def test_statistics_of_cut_channels_are_summed_by_the_ranks_with_the_same(ranks):
-    """There is one sum forward and one backward, over this rank's channels; none if all cuts are along channels."""
+    """With cut channels, statistics are summed among ranks with the same channels: once forward and once backward."""
     shape, channel = (8, 6, 4), 2
     parts = {"height": ranks.size // channel, "channel": channel}
     strategy = Strategy(parts, {"probe": {"height": ranks.size}})
@@ -153,7 +153,7 @@ def test_the_strategy_chooses_the_statistics(ranks):
 @pytest.mark.mpi
 @pytest.mark.parametrize(("mean", "spread"), [(1e3, 1.0), (1e6, 1.0), (-1e4, 1e-2), (5.0, 0.0)])
 def test_large_mean_and_small_variance_in_float64(ranks, mean, spread):
-    """Subtracting the mean from x leaves `mean / spread` roundings, a lower bound on the error of any result."""
+    """The error for a large mean is within a multiple of `mean / spread` roundings, which the subtraction leaves."""
     shift, x = moved(SHAPE, 3, lambda x: mean * np.array([1, 0, -1]) + spread * x)
     want = {"y": oracle(x, 3, SHAPE)["y"]}
     check_grids(ranks, norm(), SHAPE, want, 10 * max(1, abs(mean) / math.hypot(spread, 3e-3)), batch=3, shift=shift)

@@ -1,4 +1,4 @@
-"""Tests that every convolution works under every cut, whatever kernels oneDNN has for the blocks.
+"""Tests that every convolution works under every cut, whichever kernels oneDNN has for the blocks.
 
 oneDNN has no fast kernel for some blocks of few channels with wide padding, although it has one for the whole sample,
 or for the blocks of other ranks.
@@ -32,8 +32,7 @@ EPS = np.finfo(np.float32).eps
 
 
 def _geometries():
-    """Return layer, sample shape and cut: kernels of 3 to 11, dilation 1 to 4, every padding up to the extent, 4
-    blocks.
+    """Return geometries and their cuts: kernels of 3 to 11, dilation 1 to 4, every padding up to the window's extent.
     """
     found = []
     for kernel, dilation, cut in itertools.product(range(3, 12), range(1, 5), CUTS):
@@ -80,7 +79,7 @@ def padded(kernel, dilation, padding, filters=2):
 
 @pytest.mark.timeout(300 if COUNT != "all" else 3600)
 def test_dilated_blocks(onednn):
-    """The test covers forward, data and filter gradient of every block, and boundary strips."""
+    """Dilated convolutions by oneDNN are right on all blocks: forward, both gradients, boundary strips."""
     substituted: list = []
     for kernel, dilation, padding, edge, cut in _some():
         for halo in ("pad", "overlap"):
@@ -114,7 +113,7 @@ def test_other_blocks(onednn, name):
 @pytest.mark.parametrize("halo", ["pad", "overlap"])
 @pytest.mark.parametrize("name", ["wide padding", "whole sample", "transposed"])
 def test_cut_layers_that_some_ranks_have_no_kernel_for(comm, name, halo):
-    """Under MPI the result is equal to that of one process."""
+    """Under MPI a convolution for which some ranks have no oneDNN kernel equals that of one process."""
     layer, shape, _ = OTHERS[name]
     with Communicator(comm) as ranks, OnednnBackend() as kernels:
         got = run_layer(lambda: layer, [shape], ranks, {"width": ranks.size}, dtype="float32", backend=kernels,
@@ -130,7 +129,7 @@ def test_cut_layers_that_some_ranks_have_no_kernel_for(comm, name, halo):
 
 @pytest.mark.mpi
 def test_ranks_without_a_kernel_are_named_once(comm, monkeypatch, caplog):
-    """The last rank has no fast kernel for the second layer."""
+    """A warning names the ranks without a fast kernel for a layer once."""
     if comm.rank == comm.size - 1:
         has = OnednnBackend._convolution
 

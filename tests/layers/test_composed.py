@@ -38,7 +38,7 @@ def test_a_sequence_that_is_called_again_has_the_same_parameters():
 @pytest.mark.mpi
 @pytest.mark.parametrize("sizes", [5, (2, 1, 2)], ids=str)
 def test_pieces_of_all_channels(sizes):
-    """The pieces are joined in another order."""
+    """Pieces of all channels that are joined in reverse order are exact under every cut."""
 
     def turned():
         split, both = hg.Split(sizes, "s"), hg.Concat(name="both")
@@ -75,7 +75,7 @@ def test_as_torch():
 
 
 class Called:
-    """Layers without parameters, for the oracle."""
+    """Layers without parameters, as `check_torch` needs them."""
 
     name = "composed"
 

@@ -1,4 +1,4 @@
-"""Tests of convolution: drawn geometries, between other layers, arithmetic, rejected settings."""
+"""Tests of convolution: random geometries, chains of layers, arithmetic, rejected settings."""
 
 import numpy as np
 import pytest
@@ -36,9 +36,7 @@ def test_exact_on_drawn_geometries_in_3d(geometry):
 @pytest.mark.parametrize("halo", ["pad", "overlap"])
 @pytest.mark.parametrize("backend, dtype", [("numpy", "float64"), ("onednn", "float32")])
 def test_exact_between_other_layers(backend, dtype, halo):
-    """The halo is received into margins if they fit, some halos are wider than the neighbor, some ranks have no
-    elements.
-    """
+    """A chain of convolutions is exact, also with halos wider than the neighbor's block and ranks without elements."""
 
     def chain():
         def build(x):
@@ -94,7 +92,7 @@ def test_shapes_parameters_and_flops():
 
 
 def test_windows_may_be_given_as_lists_and_arrays():
-    """A layer is a key of cached results, although computed numbers are not Python integers."""
+    """Settings may be lists and arrays of NumPy integers; the layer still is a hashable key of cached results."""
     plain = Conv(8, (3, 5), (2, 1), ((1, 1), (2, 2)), dilation=(1, 2))
     for kind in (list, np.array):
         layer = Conv(8, kind([3, 5]), kind([2, 1]), kind([[1, 1], [2, 2]]), dilation=kind([1, 2]))
@@ -103,7 +101,7 @@ def test_windows_may_be_given_as_lists_and_arrays():
 
 
 def test_parameters_may_have_shapes_that_are_lists():
-    """Custom layers may use lists; their blocks are looked up by shape."""
+    """Parameters of a custom layer may have lists as shapes; their blocks are found by shape."""
 
     class Scale(Layer):
         def output_shape(self, shape):

@@ -1,4 +1,4 @@
-"""Tests of layers on the double of a device: the results are those of the host, without a synchronization."""
+"""Tests of layers on the double of a device: results equal those of the host, without a synchronization."""
 
 import numpy as np
 import pytest
@@ -37,7 +37,7 @@ class Sharpen(hg.Layer):
 
 
 class OnTheHost(Sharpen):
-    """Custom layer that creates host arrays, which is wrong on a device."""
+    """Custom layer that wrongly creates host arrays on a device."""
 
     def forward(self, inputs, params, box):
         return np.zeros(box.shape)
@@ -141,7 +141,7 @@ NEEDS_COMPILER = pytest.mark.skipif(compiler() is None, reason="needs g++ to run
 
 
 def several(x, t):
-    """Return a sum of losses, one of them for training only."""
+    """Return a weighted sum of losses, one of them for training only."""
     return (
         hg.SoftmaxCrossEntropy()(x, t)
         + 0.5 * hg.Dice("softmax")(x, t)
@@ -206,7 +206,7 @@ def test_losses_compute_what_they_compute_on_the_host(name):
 @pytest.mark.parametrize("weights", [(6, 5, 1), (1, 1, 1), (1,)], ids=str)
 @pytest.mark.parametrize("cuda", [False, pytest.param(True, marks=NEEDS_COMPILER)])
 def test_weighted_losses_compute_what_they_compute_on_the_host(cuda, weights, tmp_path):
-    """The losses use the kernels of the device, or functions that its arrays implement."""
+    """Weighted losses on a device equal those on the host, by device kernels or by functions of its arrays."""
     from halograd.kernels.numpy import NumpyBackend
 
     with Communicator(MPI.COMM_WORLD) as comm:
@@ -233,7 +233,7 @@ def test_weighted_losses_compute_what_they_compute_on_the_host(cuda, weights, tm
 @pytest.mark.ranks(1)
 @NEEDS_COMPILER
 def test_a_target_that_is_no_class_makes_the_loss_undefined(tmp_path):
-    """The host does not read targets on a device; a run then stops because its loss is not finite."""
+    """A target that is no class makes the loss NaN on a device, where the host does not read targets."""
     make, shape, target = LOSSES["cross-entropy"]
     kernels = FakeBackend(HostBackend(HostLauncher(tmp_path)))
     with Communicator(MPI.COMM_WORLD) as comm:

@@ -1,4 +1,4 @@
-"""Tests of dropout and stochastic depth: the mask is the same under every cut, and another one in every step."""
+"""Tests of dropout and stochastic depth: the mask is the same under every cut, and differs in every step."""
 
 from functools import partial
 
@@ -20,7 +20,7 @@ GOLDEN = 0x9E3779B97F4A7C15
 
 
 def masks(step=0, seed=0, rate=0.3, training=True, shape=(20, 20, 5)):
-    """Return the output of dropout on ones."""
+    """Return the output of dropout for an input of ones."""
     network = Network(Dropout(rate, "drop")(Input(shape)))
     with (
         Communicator(MPI.COMM_SELF) as alone,
@@ -66,7 +66,7 @@ def test_counters_are_those_of_the_global_index(shape):
 
 
 def test_hash_is_splitmix64():
-    """The first numbers are those of the published generator for seed 0."""
+    """The hash gives the first values of the published splitmix64 generator for seed 0."""
     published = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
     assert [mix64(k * GOLDEN) for k in range(3)] == published
     z = np.array([(k + 1) * GOLDEN % 2**64 for k in range(3)], np.uint64)
@@ -95,7 +95,7 @@ def test_exact_on_uneven_and_empty_blocks_of_a_residual(monkeypatch):
 
 
 def dropped(step=0, seed=0, rate=0.4, training=True, name="drop", samples=400):
-    """Return the factor of each sample."""
+    """Return the factor by which stochastic depth multiplies each sample."""
     network = Network(StochasticDepth(rate, name)(Input((2, 3, 2))))
     with (
         Communicator(MPI.COMM_SELF) as alone,

@@ -1,4 +1,4 @@
-"""Tests of layers of every kind under every cut: results are those of one process, and gradients the derivatives."""
+"""Tests of layers of every kind under every cut: results equal those of one process, gradients the derivatives."""
 
 from functools import partial
 from itertools import product
@@ -56,7 +56,7 @@ def behind(make, first):
 
 
 def window(geometry, channels=2):
-    """Return the shape of an input, and the rest of a geometry."""
+    """Return the input shape of a geometry, and its other settings."""
     spatial, *rest = geometry
     return (*spatial, channels), rest
 

@@ -1,4 +1,4 @@
-"""Tests of every layer on some of the ranks: the other ranks hold nothing of it, and the results are right."""
+"""Tests of every layer on some of the ranks: the other ranks hold no data of it, and the results are right."""
 
 import pytest
 from mpi4py import MPI

@@ -1,4 +1,4 @@
-"""Tests of the global maximum: the gradient of equal elements; torch; rejected inputs."""
+"""Tests of global max pooling: the gradient of equal elements, torch, rejected inputs."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,8 @@ SHAPES = [(7, 6, 2), (9, 3), (6, 7, 6, 2)]
 @pytest.mark.mpi
 @pytest.mark.parametrize("axes", [("height", "width"), ("sample", "height"), ("width",)], ids=str)
 def test_the_first_of_equal_elements_wins_on_every_grid(axes):
-    """Rows are repeated, or zero after a ReLU, so the maximum occurs in blocks of several ranks."""
+    """The first of equal maxima gets the gradient on every grid; repeated rows put maxima in blocks of several ranks.
+    """
 
     def repeated():
         again, zeros = Pad(((2, 3), (2, 2)), "circular", name="p"), ReLU()
@@ -38,7 +39,7 @@ def test_exact_between_other_layers(backend):
 
 @pytest.mark.mpi
 def test_exact_where_float32_does_not_hold_the_numbers(monkeypatch):
-    """Signals of 2**24 elements have such position numbers."""
+    """Global max pooling is exact when float32 cannot represent positions, as for 2**24 elements (here: 8)."""
     monkeypatch.setattr(global_pooling, "_FLOAT32", 8)
     check_layer(GlobalMaxPool, (9, 3), dtype="float32")
     check_layer(lambda: AdaptiveMaxPool(2), (19, 3), dtype="float32")
@@ -56,7 +57,7 @@ def test_as_torch(shape):
 
 
 class Named:
-    """Layers without parameters, for the oracle."""
+    """Layers without parameters, with names, as `check_torch` needs them."""
 
     name = "p"
 

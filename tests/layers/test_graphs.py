@@ -43,7 +43,7 @@ def test_random_networks(group, monkeypatch):
 @pytest.mark.parametrize("backend", ["numpy", "onednn"])
 @pytest.mark.parametrize("group", range(6))
 def test_random_networks_that_keep_nothing(group, backend):
-    """Every operation declares the arrays that it uses: the memory of all others is overwritten."""
+    """Random networks are right if the memory of all arrays that later operations do not declare is overwritten."""
     dtype = "float64" if backend == "numpy" else "float32"
     with Communicator(MPI.COMM_WORLD) as comm:
         for seed in range(1000 + group * EACH, 1000 + (group + 1) * EACH):
@@ -54,7 +54,7 @@ def test_random_networks_that_keep_nothing(group, backend):
 @pytest.mark.parametrize("backend", ["numpy", "onednn"])
 @pytest.mark.parametrize("group", range(3))
 def test_kernels_of_random_networks_use_what_they_declare(group, backend):
-    """Arrays that an operation holds and does not declare are filled with NaN while it runs."""
+    """Random networks are right if arrays that an operation holds and does not declare are NaN while it runs."""
     dtype = "float64" if backend == "numpy" else "float32"
     with Communicator(MPI.COMM_WORLD) as comm:
         for seed in range(2000 + group * EACH, 2000 + (group + 1) * EACH):
@@ -64,7 +64,7 @@ def test_kernels_of_random_networks_use_what_they_declare(group, backend):
 @pytest.mark.mpi
 @pytest.mark.parametrize("shape", [(3, 7, 2), (2, 1, 2), (5, 3)])
 def test_a_layer_that_reads_whole_samples_owes_nothing_where_it_makes_nothing(shape, monkeypatch):
-    """Ranks without output must not add the undefined contents of their memory to the gradient of the input."""
+    """Ranks without output add zeros to the gradient of a whole sample, not the undefined contents of their memory."""
     poison(monkeypatch)
     check_layer(Centre, shape)
 
@@ -98,7 +98,7 @@ POINTWISE = {
 @pytest.mark.parametrize("backend", ["numpy", "onednn"])
 @pytest.mark.parametrize("kind", POINTWISE)
 def test_the_owned_part_of_an_input_that_has_a_halo_for_another_layer(kind, backend):
-    """Inputs of a network are stored with the halos of all their readers, so the owned part is not packed."""
+    """A pointwise layer reads the owned part of an input that has a halo for another layer; results are exact."""
 
     def both(x):
         return hg.Add()(POINTWISE[kind](name="own")(x), hg.Conv(4, 3, padding=1, name="c")(x))
@@ -108,7 +108,9 @@ def test_the_owned_part_of_an_input_that_has_a_halo_for_another_layer(kind, back
 
 
 class Blur(hg.Layer):
-    """Layer ``y = amount * (sum of x over three rows)`` per channel, which needs only its own block of channels."""
+    """Custom layer ``y = amount * (sum of x over three rows)`` per channel, which needs only its own block of
+    channels.
+    """
 
     stencil = hg.Stencil((3, 1), padding=(1, 0))
     cuts_channels = "channelwise"
@@ -138,7 +140,7 @@ class GateOfChannels(Gate):
 
 @pytest.mark.mpi
 def test_channels_of_layers_of_ones_own(monkeypatch):
-    """A parameter along the channels is held in blocks; another one is whole, and all ranks sum its gradient."""
+    """Custom layers with cut channels are exact: parameters along channels are cut, others are whole and summed."""
     poison(monkeypatch)
     axes = ("sample", "height", "channel")
     check_layer(Blur, (7, 5, 6), axes=axes)

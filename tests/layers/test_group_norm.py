@@ -19,7 +19,9 @@ OPTIONS = [{"activation": "relu"}, {"affine": False}, {"affine": False, "activat
 
 
 def oracle(kind, x, relu=False, affine=True):
-    """Apply the definition: x as (N, positions, groups, members), statistics over the axes of the kind."""
+    """Return the results of the definition: x as (N, positions, groups, members), statistics over the axes of the
+    kind.
+    """
     shape, channels = x.shape, x.shape[-1]
     groups = {"group": 2, "instance": channels, "layer": 1, "channels": 1}[kind]
     axes = (3,) if kind == "channels" else (1, 3)

@@ -1,6 +1,4 @@
-"""Tests of steps of any layer: no array is allocated, halos have the bytes of the formula, unused arrays are
-overwritten.
-"""
+"""Tests of steps of any layer: no allocated array, halos with the bytes of the formula, unused arrays overwritten."""
 
 import contextlib
 
@@ -102,7 +100,7 @@ def compiled(build, shape, comm, parts, backend="numpy", batch=2, layers=None):
 @pytest.mark.parametrize("backend", ["numpy", "onednn"])
 @pytest.mark.parametrize("name", [*LAYERS, *LEAN_NORMS, "responses", "wide weight norm"])
 def test_a_step_allocates_no_array(name, backend):
-    """Every block has at least 256 KiB. NumPy's casting buffers (8192 elements per operand) are no arrays."""
+    """A step allocates no array: every block has at least 256 KiB, more than NumPy's casting buffers."""
     with (
         Communicator(MPI.COMM_WORLD) as comm,
         compiled({**OTHERS, **LAYERS}[name], (64, 64, 16), comm, {"width": comm.size}, backend) as executor,
@@ -167,7 +165,7 @@ def test_halo_bytes_are_those_of_the_formula(name):
 
 
 def gradients(build, backend, keeps):
-    """Return loss and gradients of the second of two steps of a layer between others, whose values are not kept."""
+    """Return loss and gradients of the second of two steps of a layer between others; `keeps` keeps all values."""
     y = build(hg.Conv(8, 1, name="before")(hg.Input((16, 16, 8), "x")))
     y = 0.5 * y  # which needs neither its input nor its output in the backward pass, as the convolution does
     y = hg.Conv(3, 1, name="behind")(y) if len(y.shape) > 1 else hg.Dense(3, name="behind")(y)

@@ -1,4 +1,4 @@
-"""Tests of local response normalization: definition, rejected settings."""
+"""Tests of local response normalization: its definition, and rejected settings."""
 
 import doctest
 
@@ -17,7 +17,7 @@ SETTINGS = {"size": 5, "alpha": 0.7, "beta": 0.75, "k": 2.0}
 
 
 def test_definition_over_several_chunks():
-    """The formula of the docstring is evaluated for single elements; there are more positions than a chunk holds."""
+    """Single elements equal the formula of the docstring, for more positions than one chunk."""
     shape, size = (80, 70, 11), 4
     layer = LocalResponseNorm(size, 0.5, 0.6, 1.5)
     with Communicator(MPI.COMM_SELF) as alone:

@@ -153,7 +153,7 @@ SOME = ("ce with all", "bce weighted per channel, soft", "mse", "focal, soft", "
 
 
 def numeric_gradient(function, x, t):
-    """Compute central differences, element by element."""
+    """Return the gradient by central differences, element by element."""
     gradient, eps = np.zeros(x.shape), 1e-5
     for index in np.ndindex(*x.shape):
         moved = x.copy()
@@ -168,7 +168,7 @@ def numeric_gradient(function, x, t):
 
 
 def check_definition(ranks, name, dtype="float64", valid=BATCH, near=(1e-13, 2e-9), numeric=True):
-    """Check the definition on every grid, and the gradient by central differences; invalid samples have none."""
+    """Check loss and gradient against the definition on every grid; samples from `valid` on have zero gradient."""
     make, function, kind = LOSSES[name]
     x, t = random_array((BATCH, *SHAPE), "x").astype(dtype).astype(float), target(kind, SHAPE)
     t = t.astype(dtype).astype(float) if t.dtype.kind == "f" else t
@@ -225,7 +225,7 @@ def test_samples_without_space_lines_and_volumes(ranks, name, shape):
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("name", [n for n in LOSSES if n != "l1"])  # it has kinks
 def test_blocks_of_many_chunks(ranks, name):
-    """The block is larger than a chunk of 32768 elements, and no multiple of it."""
+    """The loss of a block of several chunks of 32768 elements, the last one shorter, equals the definition."""
     make, function, kind = LOSSES[name]
     shape = (131, 117, 4)
     x, t = random_array((2, *shape), "x"), target(kind, shape, 2)
@@ -256,7 +256,7 @@ def test_huge_logits_neither_overflow_nor_lose_the_gradient(ranks, name, dtype):
 
 @pytest.mark.ranks(1)
 def test_gradient_of_a_confident_binary_prediction(ranks):
-    """For large x, sigmoid(-x) = exp(-x); a difference of rounded numbers would be 0."""
+    """The gradient of a confident prediction is accurate: for large x, sigmoid(-x) = exp(-x), not 0."""
     x, t = np.full((1, 1, 1, 1), 30.0), np.ones((1, 1, 1, 1))
     _, dx = run_loss(hg.BinaryCrossEntropyWithLogits, (x, t), ranks, {})
     assert dx[0, 0, 0, 0] == pytest.approx(-np.exp(-30.0), rel=1e-12)
@@ -300,7 +300,7 @@ def test_a_step_allocates_no_array(ranks, name, trainable):
 
 @pytest.mark.mpi
 def test_a_prediction_that_others_read_too_is_not_packed(ranks):
-    """An input has the halo of a convolution, so the loss gets a strided view."""
+    """A loss of an input with the halo of a convolution, which is a strided view, is right."""
     x, t = hg.Input(SHAPE, name="x"), hg.Input((*SHAPE[:-1], 1), name="t", dtype="int32")
     y = hg.Conv(SHAPE[-1], 3, padding=1, name="conv")(x)
     network = hg.Network({"y": y, "loss": hg.SoftmaxCrossEntropy()(x, t)})
@@ -362,7 +362,7 @@ def test_refuses_a_target_that_is_no_class(ranks, name, wrong):
 
 
 def torch_loss(name, lib):
-    """Return the torch function for channels-first logits, and the target that it needs."""
+    """Return the torch loss for channels-first logits."""
     functional = lib.nn.functional
     weights = lib.tensor(CLASS_WEIGHTS, dtype=lib.float64)
     return {
@@ -400,7 +400,7 @@ def test_against_torch(ranks, name):
 
 @pytest.mark.parametrize("way", [lambda x: x, lambda x: hg.Tanh()(x)])
 def test_a_probed_input_that_is_compared_with_is_refused(way):
-    """A loss computes no gradient of its target, so the gradient of the input would be incomplete."""
+    """A target that depends on a probed input is an error, because the loss computes no gradient of its target."""
     x = hg.Input((4, 3), "x")
     network = hg.Network({"loss": hg.MeanSquaredError(name="mse")(hg.Conv(3, 1)(x), way(x))})
     message = r"^mse: expected a target that depends on no probed input, got one that does; a loss has no gradient"

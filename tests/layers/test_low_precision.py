@@ -1,4 +1,5 @@
-"""Tests of layers on 16-bit activations, on the double of a device: equal to float32 up to rounding of the results."""
+"""Tests of layers with 16-bit activations, on the double of a device: equal to float32 up to rounding of the results.
+"""
 
 from itertools import islice
 
@@ -83,7 +84,7 @@ def test_layers(name):
 
 
 def rounding(name, shape):
-    """Round the inputs of a test to bfloat16."""
+    """Return the rounding error of the random inputs of a test in bfloat16."""
     x = random_array((2, *shape), name, 0)
     return x.astype(as_dtype("bfloat16")).astype(np.float64) - x
 

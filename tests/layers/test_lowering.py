@@ -1,4 +1,4 @@
-"""Tests of cut channels: the summand of each rank; convolutions and dense layers exact under every cut; messages."""
+"""Tests of cut channels: the summand of each rank, exact convolutions and dense layers under every cut, messages."""
 
 import math
 
@@ -27,7 +27,7 @@ BACKENDS = [("numpy", "float64"), ("onednn", "float32")]
 
 @st.composite
 def cases(draw):
-    """Yield output shape, input channels, parts, idle ranks."""
+    """Draw output shape, input channels, parts, and number of idle ranks."""
     made, read = draw(st.integers(1, 8)), draw(st.integers(1, 6))
     spatial = draw(st.sampled_from([(), (3,), (4, 2)]))
     shape = (draw(st.integers(1, 3)), *spatial, made)
@@ -36,7 +36,7 @@ def cases(draw):
 
 @given(cases())
 def test_summands_of_every_output_cover_the_input_channels_once(case):
-    """The ranks that compute a summand of an element read disjoint blocks that together are all input channels."""
+    """The ranks with summands of an output element read disjoint blocks that together are all input channels."""
     shape, read, parts, idle = case
     output = layout_of(shape, parts, math.prod(parts.values()) + idle)
     partial = partial_boxes(output, parts)
@@ -79,7 +79,7 @@ def conv(name, filters=5, **options):
 
 
 def axes(name):
-    """Return the channels and one other axis, in turn; test_exact covers cuts of all of them."""
+    """Return the channel axes and one of the spatial axes in turn; test_exact covers cuts of all of them."""
     others = ("depth", "height", "width")[3 - len(NASTY[name][0]) :]
     return (others[list(NASTY).index(name) % len(others)], *CHANNELS)
 
@@ -137,7 +137,7 @@ def chain():
 
 
 def gradients(comm, strategy, kernels):
-    """Return the whole gradients of a step of `chain`, on rank 0, and the loss."""
+    """Return the whole gradients of a step of `chain`, and the loss; on rank 0. Collective."""
     with Executor(chain(), comm, kernels, 3, strategy, "float64", probed=["x"]) as executor:
         for name, node in executor.network.inputs.items():
             executor.set_input(name, random_array((3, *node.shape), name))
@@ -214,7 +214,7 @@ def nbytes(counted, kind):
 
 @pytest.mark.ranks(2, 4)
 def test_the_gradient_of_a_filter_block_is_summed_by_its_holders_only():
-    """With as many filter blocks as ranks no block is shared. With half as many, two ranks share each block."""
+    """The gradient of a filter block is summed among its holders only; a block of one rank is not summed."""
     with Communicator(MPI.COMM_WORLD) as comm:
         for sample in (1, 2):
             channel = comm.size // sample
@@ -229,7 +229,7 @@ def test_the_gradient_of_a_filter_block_is_summed_by_its_holders_only():
 
 @pytest.mark.ranks(2, 4)
 def test_filter_cuts_gather_x_and_bring_its_gradient_back():
-    """The ranks gather x and return its gradient.
+    """A cut of filters gathers x and returns its gradient.
 
     x comes whole from `before`, which cuts samples: each rank gathers the parts that other ranks own, and returns their
     gradients. There are no partial sums.
@@ -250,7 +250,7 @@ def test_filter_cuts_gather_x_and_bring_its_gradient_back():
 
 @pytest.mark.ranks(2, 4)
 def test_cuts_of_the_sum_add_partial_sums_and_gather_their_gradient():
-    """The ranks sum parts of y and gather its gradient.
+    """A cut of input channels sums partial results y and gathers their gradient.
 
     Every rank has a summand of all of y and owns 1/P of it: it sends every other rank that rank's part. Its own part of
     dy goes to all ranks. x is read without messages.

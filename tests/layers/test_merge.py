@@ -1,4 +1,4 @@
-"""Tests of Add and Concat: gradients that are shared and summed; rejected inputs."""
+"""Tests of Add and Concat: shared and summed gradients, rejected inputs."""
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ def test_concat_reads_what_its_channels_are_made_of(channels, data):
 
 @pytest.mark.ranks(3)
 def test_concat_of_values_on_different_ranks():
-    """The inputs come from layers with other cuts, on other ranks."""
+    """Concat is exact for inputs from layers with different cuts, on different ranks."""
     make = lambda: lambda a, b: Concat(name="c")(Conv(4, 1, name="v")(a), b)  # noqa: E731
     with Communicator(MPI.COMM_SELF) as alone, Communicator(MPI.COMM_WORLD) as comm:
         for parts in ({"channel": 3}, {"channel": 2}, {"width": 3}):
@@ -45,7 +45,7 @@ def test_concat_of_values_on_different_ranks():
 
 
 def residual(x):
-    """Return a network in which both inputs of the sum have another reader, whose gradients must not mix."""
+    """Return the output of sums and Concat whose inputs all have several readers, so their gradients must not mix."""
     a = Conv(3, 3, padding=1, name="a")(x)
     b = Conv(3, 3, padding=1, name="b")(x)
     s = Add("relu")(a, b)

@@ -1,4 +1,4 @@
-"""Tests of products and sums of two nodes, one with smaller extents: shared inputs, rejected inputs."""
+"""Tests of products and sums of two nodes, one of them broadcast: shared inputs, rejected inputs."""
 
 import math
 
@@ -19,7 +19,7 @@ KINDS = pytest.mark.parametrize("kind", [Multiply, BroadcastAdd])
 
 @pytest.mark.mpi
 def test_squeeze_and_excitation():
-    """The gate is computed from its other factor, so its gradient and that of the product are added."""
+    """Squeeze and excitation is exact, where the gradient of a factor is the sum of those of gate and product."""
 
     def block():
         pooled, dense, gate, conv = GlobalAveragePool(), Dense(3), Sigmoid(), Conv(3, 3, padding=1)
@@ -51,7 +51,7 @@ def test_numbers_of_a_sample_bend_its_map():
 
 
 def test_needed_blocks_are_what_is_multiplied():
-    """A product on index arrays gives the elements of the gate that a block reads."""
+    """`needed_blocks` gives the elements of a broadcast factor that a block of the product reads."""
     for gate in GATES.values():
         for parts in ({"sample": 2, "height": 3}, {"height": 2, "width": 2}, {"channel": 3}, {"sample": 5}):
             size = math.prod(parts.values())

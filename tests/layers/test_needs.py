@@ -1,4 +1,4 @@
-"""Tests of the needs of layers as products of intervals, against the boxes that the layers themselves return."""
+"""Tests of the needs of layers as products of intervals, against the boxes that the layers return."""
 
 import pytest
 from hypothesis import assume, given
@@ -15,7 +15,7 @@ RANKS = 8
 
 
 class Window(hg.Layer):
-    """Custom layer with only a stencil."""
+    """Custom layer that declares only a stencil."""
 
     def __init__(self):
         super().__init__()

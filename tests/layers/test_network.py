@@ -39,7 +39,7 @@ ONE_INPUT = [
 
 @pytest.mark.parametrize("layer", ONE_INPUT, ids=lambda layer: layer.kind)
 def test_layers_of_one_input_refuse_more(layer):
-    """A norm that ignored a second input would be silently wrong."""
+    """A layer of one input rejects more inputs; a norm that ignored the second one would be silently wrong."""
     for count in (0, 2, 3):
         with pytest.raises(ValueError, match=f"{layer.kind}: expected 1 input, got {count}; join more by Add"):
             layer(*(hg.Input((4, 4, 2), f"x{i}") for i in range(count)))
@@ -56,7 +56,7 @@ def test_batch_norm_takes_one_input_or_two():
     "layer", [hg.Conv(3, 3), layers.ConvTranspose(3, 2), hg.MaxPool(2), layers.Pad(1), layers.Pad(1, "circular")]
 )
 def test_what_slides_refuses_vectors(layer):
-    """A signal without a channel axis is a vector, for which a convolution would be a dense layer."""
+    """Convolutions and poolings reject vectors; a signal without a channel axis would be one."""
     with pytest.raises(
         ValueError, match=f"{layer.kind}: expected samples with spatial axes.*a signal of one channel has"
     ):
@@ -79,7 +79,7 @@ def test_a_loss_of_losses_is_refused():
 
 
 def test_a_target_with_parameters_is_refused():
-    """A target that depends on parameters is refused, as their gradient would be missing."""
+    """A target that depends on parameters is an error, because their gradient would be missing."""
     y, target = nodes()
     hg.Network({"loss": mse(y, hg.ReLU()(target))})
     message = "expected a target of 'mse' without parameters, got one that depends on 'teacher'.*make it an Input"
@@ -113,7 +113,7 @@ def test_an_input_that_no_layer_reads_is_refused():
 
 @pytest.mark.parametrize("layer", [hg.Flatten(name="read"), hg.Conv(2, 3, name="read"), hg.MaxPool(2, name="read")])
 def test_integers_that_no_loss_reads_are_refused(layer):
-    """The network raises the error early: otherwise data would be normalized, and kernels would reject the dtype."""
+    """An integer input that is not a target of a loss is an error of the network."""
     x = hg.Input((9, 8, 1), name="number", dtype="uint8")
     message = "integers only where a loss compares with them, got 'number' of dtype uint8; remove its dtype"
     with pytest.raises(ValueError, match=message):
@@ -139,7 +139,7 @@ def test_initial_values_that_are_given_are_those_of_the_network():
 
 
 def test_initial_values_do_not_make_another_network():
-    """So a checkpoint fits a network whose file of initial values has changed."""
+    """Given initial values change neither fingerprint nor settings, so checkpoints still fit."""
     x = hg.Input((6, 6, 2), name="x")
     bare, begun = hg.Conv(2, 1, name="c"), hg.Conv(2, 1, name="c").initialized(b=[1.0, 2.0])
     assert fingerprint(hg.Network(bare(x))) == fingerprint(hg.Network(begun(x)))

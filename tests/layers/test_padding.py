@@ -1,4 +1,4 @@
-"""Tests of padding: within networks; arithmetic; rejected settings."""
+"""Tests of padding: within networks, its arithmetic, rejected settings."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,8 @@ DATA = st.data()
 
 @pytest.mark.mpi
 def test_a_periodic_convolution():
-    """The padding is circular along one axis and mirrored along the other, as on a globe."""
+    """A convolution with circular padding along one axis and replicated edges along the other is exact, as on a globe.
+    """
 
     def layers():
         around, ends = Pad(((0, 0), (1, 1)), "circular", name="c"), Pad(((1, 1), (0, 0)), "replicate", name="r")
@@ -29,7 +30,7 @@ def test_a_periodic_convolution():
 @pytest.mark.mpi
 @pytest.mark.parametrize("axes", [("sample", "height"), ("sample", "width", "channel")])
 def test_some_of_the_channels(axes):
-    """The pieces are joined in another order; if channels are cut, they are on other ranks."""
+    """Slices of the channels that are joined in reverse order are exact, also with cut channels."""
 
     def turned():
         first, rest, both = Slice(0, 2, "first"), Slice(2, 5, "rest"), Concat(name="both")

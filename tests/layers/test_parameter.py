@@ -30,13 +30,13 @@ def network(made, read):
 
 @st.composite
 def cases(draw):
-    """Yield output channels, input channels, parts of a contraction, idle ranks."""
+    """Draw output channels, input channels, parts of a convolution, and number of idle ranks."""
     made, read = draw(st.integers(1, 9)), draw(st.integers(1, 7))
     return made, read, draw(drawn_parts(made, read)), draw(st.integers(0, 2))
 
 
 def blocks_under(made, read, parts, idle):
-    """Return the blocks of all parameters, and the number of ranks that take part."""
+    """Return network, blocks of all parameters, and number of ranks that are used."""
     channelwise = {**parts, "input_channel": 1, "sample": parts["sample"] * parts["input_channel"]}
     whole = {"sample": math.prod(parts.values())}
     layers = {"conv": parts, "norm": channelwise, "group": whole, "flat": whole, "dense": parts}
@@ -64,7 +64,7 @@ def test_every_element_is_held_and_owned_once(case):
 
 
 def colors(found):
-    """Return, per rank, the number of its block."""
+    """Return the number of the block of each rank."""
     return [found.holders.color(rank) for rank in range(found.holders.size)]
 
 
@@ -81,7 +81,7 @@ def test_ranks_of_one_color_hold_the_same_block_and_others_none_of_it(case):
 
 @given(cases())
 def test_blocks_are_those_the_layer_computes_with(case):
-    """Filters match the partial sums, input channels the input that is read; norms follow their output."""
+    """Blocks of parameters are those with which layers compute: filters of the summand, channels of the read input."""
     _, read, parts, idle = case
     net, blocks, used = blocks_under(*case)
     size = used + idle
@@ -137,7 +137,7 @@ def test_block_channels_are_whole_blocks_of_the_output(channels, data):
 
 
 def test_grouped_convolutions_are_whole():
-    """Weights of grouped convolutions have fewer input channels than the input, so they are not cut."""
+    """Parameters of a grouped convolution are not cut, because weights have fewer input channels than the input."""
     net = Network(Conv(4, 3, groups=2, name="conv")(Input((5, 5, 4), "x")))
     blocks = parameter_blocks(net, Strategy({"sample": 3}), 3)
     assert blocks["conv/w"].whole and blocks["conv/b"].whole
@@ -193,7 +193,7 @@ def test_weight_norm_is_exact_in_a_chain_in_float32(backend):
 @pytest.mark.torch
 @pytest.mark.parametrize("name", LAYERS)
 def test_weight_norm_as_torch(name):
-    """The reference is torch's own parametrization of a module."""
+    """Weight normalization equals torch's own parametrization of a module."""
     lib, (make, shape) = torch(), LAYERS[name]
     layer, f = make(), lib.nn.functional
 

@@ -1,4 +1,4 @@
-"""Tests of pooling with a stencil and of adaptive pooling: rounding up, windows of only padding; rejected settings."""
+"""Tests of pooling and adaptive pooling: rounding up, windows with padding only, rejected settings."""
 
 import pytest
 from hypothesis import given, settings
@@ -35,7 +35,7 @@ def test_exact_on_drawn_geometries(kind, geometry):
 @pytest.mark.mpi
 @pytest.mark.parametrize("kind", POOLS)
 def test_exact_between_other_layers(kind):
-    """The input has no margins, because it is no input of the network, and other layers add to its gradient."""
+    """Pooling between other layers is exact, where its input has no margins and other layers add to its gradient."""
 
     def chain():
         return lambda x: hg.ReLU()(POOLS[kind](3, 2, 1)(hg.Conv(3, 3, padding=1, name="c")(hg.MaxPool(2)(x))))

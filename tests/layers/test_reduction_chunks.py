@@ -1,4 +1,5 @@
-"""Tests of chunks of gradients against written rules and papers, on real and random networks; replicated layers."""
+"""Tests of chunks of gradients against stated rules and papers, on real and random networks, and of replicated layers.
+"""
 
 import hypothesis.strategies as st
 import pytest
@@ -39,7 +40,7 @@ CONV43, CONV21 = ("conv4_2", "conv4_1", "conv3_2", "conv3_1"), ("conv2_1", "conv
     ("k", "first"), [(3, DENSE), (4, DENSE), (6, DENSE + CONV5), (9, DENSE + CONV5 + CONV43[:2]), (1, DENSE[:1])]
 )
 def test_two_chunks_of_vgg_a_are_those_of_the_paper(vgg, k, first):
-    """Lee et al., Section V-C4: k = 3, 6, 9 divide the layers at poolings, which count as layers."""
+    """The two chunks of VGG-A are those of Lee et al., Section V-C4, where poolings count as layers (k = 3, 6, 9)."""
     everything = DENSE + CONV5 + CONV43 + CONV21
     chunks = layers_of(chunks_of(vgg, Scheme("two_chunks", k), 1, ITEM))
     assert chunks == [first, everything[len(first) :]]
@@ -66,7 +67,7 @@ def test_blocking_per_layer_and_buckets(vgg):
 
 
 def test_norms_go_with_the_layers_around_them():
-    """A chunk ends with the gradients of a convolution, although the norm before it has gradients too."""
+    """A chunk ends with the gradients of a convolution or dense layer; norms belong to it."""
     network = resnet((1, 1, 1, 1), classes=5, resolution=32, width=4)
     layers = gradient_layers(network, parameter_blocks(network, Strategy(), 1))
     kinds = {layer.name: layer.kind for layer in layers}
@@ -77,7 +78,7 @@ def test_norms_go_with_the_layers_around_them():
 
 
 def test_buckets_are_in_the_order_in_which_backward_finishes_them():
-    """The last bucket of the ranks that share a dense layer ends before one of other ranks that began earlier."""
+    """Buckets are in the order in which backward completes them, not in that of their first layers."""
     layers = [
         GradientLayer(name, "weights", (Gradient(f"{name}/w", sharing, size),))
         for name, sharing, size in (("d", "all", 1), ("c", "few", 9), ("b", "few", 1), ("a", "all", 1))
@@ -165,8 +166,7 @@ def test_chunks_of_layers_are_those_of_the_paper(count, k):
     "scheme", [{}, {"name": "blocking"}, {"name": "two_chunks", "first_layers": 4}, {"name": "per_layer"}]
 )
 def test_layers_that_lie_apart_are_in_chunks_of_their_own(scheme, replicated):
-    """This holds for any number of replicated layers: dense1 and dense2 are the first two in the order of computation.
-    """
+    """Replicated or separate layers have their own chunks, for any number of replicated dense layers."""
     layers, apart = chain(8, dense=3), frozenset({"layer1", "layer2"})
     chunks = chunks_of(layers, Scheme(**scheme, replicated_dense=replicated), 100, 4, apart)
     names = [g.name for chunk in chunks for g in chunk.gradients]
@@ -182,7 +182,8 @@ VGG_A = vgg_a()
 
 
 def test_traffic_of_vgg_a_as_in_the_paper():
-    """Lee et al., Section III-C2: 102,760,448 gradients against 7,471,104 activations and errors of 256 images."""
+    """Traffic of VGG-A is that of Lee et al., Section III-C2: 102,760,448 gradients, 7,471,104 activations and errors.
+    """
     (features,), (units,) = VGG_A.layers["dense1"].inputs[0].shape, VGG_A.layers["dense1"].shape
     assert (features * units, (features + units) * 256) == (102_760_448, 7_471_104)
     assert saves_traffic(VGG_A.layers["dense1"], 256) and not saves_traffic(VGG_A.layers["dense3"], 1024)

@@ -1,4 +1,4 @@
-"""Tests of reduction schemes: plain data, saved with strategies and plans, rejected in one line."""
+"""Tests of reduction schemes: plain data, saved with strategies and plans; invalid ones are rejected in one line."""
 
 import json
 

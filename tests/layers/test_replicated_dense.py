@@ -1,4 +1,4 @@
-"""Tests of gathered rows of all ranks: buffer sizes by arithmetic, contents, messages and bytes."""
+"""Tests of dense layers whose rows are gathered from all ranks: buffer sizes, contents, messages and bytes."""
 
 import math
 

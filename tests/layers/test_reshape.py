@@ -1,4 +1,4 @@
-"""Tests of flatten, reshape, pixel and channel shuffle: within networks; rejected inputs."""
+"""Tests of flatten, reshape, pixel and channel shuffle: within networks, and rejected inputs."""
 
 import pytest
 
@@ -12,7 +12,7 @@ AXES = ("sample", "height", "width")
 
 @pytest.mark.many_ranks
 def test_exact_on_uneven_and_empty_blocks_between_layers(monkeypatch):
-    """A vector becomes a map, as in a generator."""
+    """A vector that is reshaped to a map, as in a generator, is exact on uneven and empty blocks."""
     skew(monkeypatch)
 
     def chain():

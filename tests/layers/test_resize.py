@@ -37,7 +37,7 @@ def resamplings(draw):
 
 
 def row(r, o):
-    """Return the weights of all inputs in output `o`, by the formulas."""
+    """Return the weights of all inputs in output `o`, by the definition of the mode."""
     position = o * float(r.ratio) if r.aligned else (o + 0.5) * float(r.ratio) - 0.5
     weights = np.zeros(r.size)
     if r.mode == "nearest":

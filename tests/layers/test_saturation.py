@@ -1,4 +1,4 @@
-"""Tests of layers and losses near saturation and at infinities: small gradients keep their digits."""
+"""Tests of layers and losses near saturation and at infinities: small gradients stay accurate."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def assert_few(got, want, what, size=None):
 def in_a_network(made, x, backend, dtype, gradient=None, target=None):
     """Return loss, output, gradients of the input and of the slope of a PReLU, for one sample ``(positions, 1, C)``.
 
-    `gradient` is that of a layer's output, given by a loss that is its product with the output. `target` is for a loss.
+    `gradient` is the output gradient of a layer; `target` is the target of a loss.
     """
     given = hg.Input(x.shape[1:], "x")
     passed = hg.Affine(1.0, name="passed")(given)
@@ -92,7 +92,7 @@ def test_every_loss_is_here_or_with_the_kernels():
 
 # ---------------------------------------------------------------------- losses
 def focal(x, t, gamma, positive, negative):
-    """Return the value, and the two terms of the derivative, which have the same sign for targets 0 and 1."""
+    """Return the focal loss, and the two terms of its derivative, which have the same sign for targets 0 and 1."""
     x, t = x.astype(Long), Long(t)
     p, rest = sigmoid(x), sigmoid(-x)
     ce = (1 - t) * softplus(x) + t * softplus(-x)
@@ -175,7 +175,7 @@ def test_overlap_of_softmax(label, backend, dtype):
 
 
 def margins(dtype):
-    """Return logits of three classes; the first exceeds the others by a value of `some_points`."""
+    """Return logits of three classes, the first of which exceeds the others by the values of `some_points`."""
     margin = some_points(dtype)
     x = np.zeros((1, len(margin), 1, 3), dtype)
     x[0, :, 0, 0] = margin
@@ -188,14 +188,14 @@ def _probabilities(x):
 
 
 def _of_others(p):
-    """Return, for each probability, the sum of the other two."""
+    """Return, for each of three probabilities, the sum of the other two."""
     return np.stack([p[..., [k for k in range(3) if k != c]].sum(axis=-1) for c in range(3)], axis=-1)
 
 
 # ---------------------------------------------------------------------- layers that are no kernel
 @EVERYWHERE
 def test_softmax(backend, dtype):
-    """The loss is one probability, so that the gradient is that of a single output of the softmax."""
+    """Values and gradients of single outputs of a softmax are exact to a few roundings."""
     x = margins(dtype)
     for of in range(3):
         _, y, dx, _ = in_a_network(hg.Softmax(), x, backend, dtype, gradient=np.eye(3)[of])
@@ -208,7 +208,7 @@ def test_softmax(backend, dtype):
 
 @EVERYWHERE
 def test_log_softmax(backend, dtype):
-    """The loss is one output of LogSoftmax; it and its gradient are exact to a few roundings."""
+    """Values and gradients of single outputs of LogSoftmax are exact to a few roundings."""
     x = margins(dtype)
     for of in range(3):
         _, y, dx, _ = in_a_network(hg.LogSoftmax(), x, backend, dtype, gradient=np.eye(3)[of])
@@ -235,7 +235,7 @@ def test_prelu_of_infinities(slopes, backend, dtype):
 @EVERYWHERE
 @pytest.mark.parametrize("slopes", ["one", "channel"])
 def test_prelu_of_an_infinite_gradient(slopes, backend, dtype):
-    """The infinite gradient is that of a square after an infinite value."""
+    """An infinite output gradient passes a PReLU, and does not change the gradient of its slope for positive inputs."""
     x = np.array([np.inf, 1, -1], dtype).reshape(1, 3, 1, 1)
     gradient = np.array([np.inf, np.inf, 4]).reshape(1, 3, 1, 1)
     _, _, dx, slope = in_a_network(hg.PReLU(slopes, name="p"), x, backend, dtype, gradient=gradient)

@@ -1,4 +1,4 @@
-"""Tests of learned factors per channel: initial values; rejected settings."""
+"""Tests of learned factors per channel: initial values, rejected settings."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Tests of layers that are called several times: one array of parameters, with the sum of all gradients."""
+"""Tests of layers that are called several times: one array of parameters, whose gradient is the sum over all calls."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_all_grids(subtests):
     "parts", [{"sample": 4}, {"sample": 2, "width": 2}, {"height": [1, 1, 1, 9]}, {"width": [9, 1, 1, 1]}], ids=str
 )
 def test_ranks_without_samples_or_rows(parts):
-    """They add zeros to the gradients of a call, not the contents of their memory."""
+    """Ranks without samples or rows add zeros to the gradients of shared layers."""
     with Communicator(MPI.COMM_WORLD, "mpi") as comm:
         check(comm, Strategy(parts), batch=1)
 
@@ -191,7 +191,7 @@ def test_gradients_of_weight_norm_are_those_of_layers_of_one_s_own_added_up():
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("scheme", [Scheme(replicated_dense=1), Scheme(replicated_dense=2), Scheme("auto")], ids=str)
 def test_gradients_of_shared_layers_are_not_replicated(scheme):
-    """Only a layer that is called once may compute the gradient of the whole batch on every rank."""
+    """Gradients of a shared layer are not replicated: only a layer with one call may use the gathered batch."""
 
     def made():
         a, b, t = hg.Input((6,), "a"), hg.Input((6,), "b"), hg.Input((3,), "target")

@@ -138,7 +138,7 @@ def test_more_parts_than_rows_are_refused_for_samples():
 
 
 def chain(*shape):
-    """Return a network of arrays with this number of spatial axes, followed by vectors."""
+    """Return a network of a convolution, if the shape has spatial axes, and a dense layer."""
     x = Input(shape, "x")
     y = Conv(4, 3, padding=1, name="conv")(x) if len(shape) > 1 else x
     y = GlobalAveragePool(name="pool")(y) if len(shape) > 1 else y
@@ -155,7 +155,7 @@ def chain(*shape):
     ],
 )
 def test_axes_that_a_network_lacks_are_refused(shape, axis, message):
-    """Ranks along such an axis would be idle, or compute the same as others."""
+    """A cut along an axis that a network lacks is an error, because ranks would be idle or repeat work."""
     network = chain(*shape)
     first = next(iter(network.layers))
     for strategy in (Strategy({axis: 4}), Strategy({"sample": 4}, {first: {axis: 4}})):
@@ -195,7 +195,7 @@ def test_ranks_that_are_idle_are_named_once(strategy, batch, size, ranks, caplog
 
 
 def test_layers_behind_a_trunk_may_leave_ranks_idle(caplog):
-    """With one sample, one rank computes the layers without space."""
+    """No warning comes for idle ranks in layers after a cut trunk, which one rank computes for one sample."""
     Strategy({"height": 4}).warn_of_idle_ranks(small(), 1, 4)
     assert not caplog.records
 

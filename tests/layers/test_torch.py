@@ -35,17 +35,17 @@ CASES = []
 
 
 def add(name, make, shapes, function, backend="numpy"):
-    """Add a case: shapes of the inputs, and a torch function of them and of the parameters by name."""
+    """Add a case: input shapes, and a torch function of the inputs and the named parameters."""
     CASES.append(pytest.param(make, shapes, function, BACKENDS[backend], backend, id=f"{name}, {backend}"))
 
 
 def f(name, axes=""):
-    """Return a torch function that is looked up when it is called."""
+    """Return a function that looks up a torch function by name at each call, so that torch is imported late."""
     return lambda *inputs, **more: getattr(torch().nn.functional, f"{name}{axes}{'d' if axes else ''}")(*inputs, **more)
 
 
 def _channels(x, *numbers):
-    """Return one number per channel for a value ``(N, C, H, W)``."""
+    """Return a tensor of one value per channel, for ``(N, C, H, W)``."""
     return x.new_tensor(numbers).reshape(-1, 1, 1)
 
 
@@ -162,7 +162,7 @@ for kind, (name, (spatial, size)) in product(ADAPTIVE, ADAPTIVE_CASES.items()):
 
 
 def interpolate(x, mode, size=None, scale_factor=None, **more):
-    """Interpolate as torch; for cubic with one or three axes, by its rule for two."""
+    """Return torch's interpolation; for cubic with one or three axes, its rule for two is applied axis by axis."""
     made = torch().nn.functional.interpolate
     axes = x.dim() - 2
     if mode != "cubic" or axes == 2:
@@ -199,7 +199,7 @@ add("dense", partial(hg.Dense, 4, name="d"), [(6,)], lambda x, w, b: f("linear")
 
 
 def shuffle(x, factor):
-    """Shuffle pixels of any number of axes, by reshaping and permuting."""
+    """Return the pixel shuffle of any number of axes, by reshaping and permuting."""
     axes, (n, channels, *spatial) = x.dim() - 2, x.shape
     cells = x.reshape(n, channels // factor**axes, *[factor] * axes, *spatial)
     order = [0, 1, *(i for axis in range(axes) for i in (2 + axes + axis, 2 + axis))]

@@ -26,20 +26,20 @@ def classes(shape):
 
 
 def one_task():
-    """Return two losses of one prediction."""
+    """Return inputs, and a sum of two losses of one prediction."""
     x, t = hg.Input(SHAPES["x"], "x"), classes(SHAPES["x"])
     return {"x": x}, hg.SoftmaxCrossEntropy(**SETTINGS)(x, t) + 0.5 * hg.Dice("softmax", "sample")(x, t)
 
 
 def scales():
-    """Return deep supervision with one number per sample: outputs with and without spatial axes."""
+    """Return inputs, and a deeply supervised sum of losses of outputs with and without spatial axes."""
     inputs = {name: hg.Input(shape, name) for name, shape in SHAPES.items()}
     terms = [hg.SoftmaxCrossEntropy(normalization="weights", **SETTINGS)(x, classes(x.shape)) for x in inputs.values()]
     return inputs, terms[0] + WEIGHT * (terms[1] + 2 * terms[2])
 
 
 def tasks():
-    """Return predictions of different kinds with the same extent."""
+    """Return inputs, and a sum of losses of predictions of two kinds with the same extents."""
     x, y = hg.Input(SHAPES["x"], "x"), hg.Input((4, 6, 2), "y")
     mask, field = hg.Input((4, 6, 2), "mask"), hg.Input(SHAPES["x"], "field")
     return {"x": x, "y": y}, hg.Huber(0.5)(x, field) + 3 * hg.BinaryCrossEntropyWithLogits(2.0)(y, mask)
@@ -56,13 +56,13 @@ def data(node, name):
 
 
 def terms_alone(node):
-    """Return every term as a separate loss, with its weight."""
+    """Yield the weight and the separate loss of every term."""
     for term in node.layer.terms:
         yield term.weight, term.layer(*(node.inputs[i] for i in term.inputs))
 
 
 def run(node, probed, comm, parts=None, training=True, valid=BATCH):
-    """Return the loss, and on rank 0 the gradients of predictions by name. Collective."""
+    """Return the loss, and on rank 0 the gradients of the probed predictions by name. Collective."""
     network = hg.Network({"loss": node})
     names = [name for name in probed if name in network.inputs]
     made = Executor(network, comm, get_backend("numpy"), BATCH, Strategy(parts or {}), "float64", probed=names)
@@ -127,7 +127,7 @@ def test_as_torch():
 
 
 def test_evaluation_leaves_out_what_is_for_training():
-    """The gradient of a training-only term is zero in evaluation."""
+    """In evaluation a training-only term changes neither the loss nor its gradient."""
 
     def make(with_others):
         x, y, t = hg.Input((CLASSES,), "x"), hg.Input((CLASSES,), "y"), hg.Input((1,), "t", "int32")
@@ -144,7 +144,7 @@ def test_evaluation_leaves_out_what_is_for_training():
 
 @pytest.mark.mpi
 def test_messages_are_those_of_the_terms():
-    """There is one message for the weights, one for Dice, and one sum for the loss, for any number of terms."""
+    """A sum of losses sends one message for the weights, one for Dice and one for the loss, for any number of terms."""
     _, node = one_task()
     with Communicator(MPI.COMM_WORLD) as comm:
         made = Executor(
@@ -157,7 +157,9 @@ def test_messages_are_those_of_the_terms():
 
 @pytest.mark.mpi
 def test_metrics_judge_every_prediction():
-    """Names of the second prediction's scores have the name of the output; training-only terms have no scores."""
+    """Metrics cover every prediction; scores of the second one are named after its output, training-only ones have
+    none.
+    """
     x = hg.Input((4, 6, 3), "x")
     logits, field = hg.Conv(CLASSES, 1, name="head")(x), hg.Conv(2, 1, name="field")(x)
     t, wanted = hg.Input((4, 6, 1), "t", "int32"), hg.Input((4, 6, 2), "wanted")
@@ -178,7 +180,7 @@ def test_metrics_judge_every_prediction():
 
 
 def test_the_targets_alone_are_compared_with():
-    """Targets keep their digits with 16 bits."""
+    """Every target of a sum of losses is a target-only input, which stays in float32 with 16-bit activations."""
     _, node = scales()
     assert [node.layer.compares(i) for i in range(6)] == [False, True] * 3
     shapes = [n.shape for n in node.inputs]
@@ -187,7 +189,7 @@ def test_the_targets_alone_are_compared_with():
 
 
 def test_other_terms_are_another_work():
-    """Measured times are stored by the computation."""
+    """Sums of losses with other terms or settings have other keys of measured times."""
     x, t = hg.Input((2, CLASSES), "x"), hg.Input((2, 1), "t", "int32")
     losses = [
         hg.SoftmaxCrossEntropy()(x, t) + hg.Dice("softmax")(x, t),

@@ -67,7 +67,7 @@ def test_input_boxes_hold_every_input_that_reaches_an_output(name):
 @settings(max_examples=300)
 @given(st.data())
 def test_a_block_of_any_outputs_can_be_timed(data):
-    """Any block can be timed, even one that the padding would empty; axes that fit keep the layer's padding."""
+    """The work of a block of any extents can be timed, also of one that the padding would leave empty."""
     kernel, stride, dilation = (
         data.draw(st.tuples(n, n)) for n in (st.integers(1, 5), st.integers(1, 4), st.integers(1, 3))
     )

@@ -96,7 +96,7 @@ def test_blocks_of_many_chunks_in_float32(ranks, name):
 @pytest.mark.parametrize("garbage", [9.96921e36, np.nan, -np.inf])
 @pytest.mark.parametrize("name", LOSSES)
 def test_nothing_comes_of_a_position_without_weight(ranks, name, garbage):
-    """Whatever prediction and target hold there, the loss is the same in every bit, and the gradient is 0."""
+    """Prediction and target at positions with weight 0 change no bit of the loss, and have gradient 0."""
     make, _, kind = LOSSES[name]
     x, t, w = random_array((BATCH, *SHAPE), "x"), target(kind, SHAPE), np.ones((BATCH, *FORMS["position"]))
     w[:, 1], w[0] = 0, 0
@@ -220,7 +220,7 @@ def test_weights_may_be_whole_numbers(ranks, kind):
 
 
 def two_scales():
-    """Return losses in which one number per sample weighs predictions of two extents; the first is training-only."""
+    """Return a sum of losses of two extents with one weight per sample; the first loss is training-only."""
     fine, coarse = hg.Input((4, 6, 4), "fine"), hg.Input((2, 3, 4), "coarse")
     t, few, w = hg.Input((4, 6, 1), "t", "int32"), hg.Input((2, 3, 4), "few"), hg.Input((1,), "w")
     mask = hg.Input((4, 6, 1), "mask")
@@ -314,7 +314,7 @@ def test_metrics_do_not_judge_what_has_no_weight(ranks, form):
     [("mse", "position", 1), ("mse, weights", "position", 2), ("ce, weights", "position", 2), ("ce", "column", 1)],
 )
 def test_sums_over_ranks(ranks, name, form, sums):
-    """All ranks that need an input of extent 1 read it."""
+    """Losses with weights of any extent send one message per sum, although all ranks read weights of extent 1."""
     make, _, kind = LOSSES[name]
     given = target(kind, SHAPE), weights_of(form)
     with make_executor(make, SHAPE, given, ranks, {"height": ranks.size}, "float32") as executor:
@@ -336,7 +336,7 @@ def test_a_step_allocates_no_array(ranks, name, form):
 
 
 def test_weights_are_part_of_the_work():
-    """Weights are read as often as a prediction."""
+    """Weights change the key of the work, and their reads are counted."""
     plain, weighted = hg.MeanSquaredError(), hg.MeanSquaredError(normalization="weights")
     shapes = [(2, 4, 3), (2, 4, 3)]
     alone, more = LayerWork.of(plain, shapes), LayerWork.of(weighted, [*shapes, (2, 4, 1)])

@@ -19,7 +19,7 @@ def mean(values, w, normalization):
 
 
 def cross_entropy(x, t, w, smoothing=0.0, class_weights=None, normalization="count"):
-    """Compute `functional.cross_entropy` per position, times the weight."""
+    """Return the cross entropy of torch with weights of positions, reduced by `normalization`."""
     lib = torch()
     given = None if class_weights is None else lib.tensor(class_weights, dtype=lib.float64)
     functional = lib.nn.functional
@@ -48,7 +48,7 @@ def focal(normalization):
 
 
 def overlap(activation, reduction, ratio, smooth=1.0):
-    """Compute Dice for ``ratio = (2, 1, 1)``, with weighted sums."""
+    """Return a function that computes an overlap loss with weighted sums; Dice for ``ratio = (2, 1, 1)``."""
 
     def found(x, t, w):
         lib = torch()
@@ -115,14 +115,14 @@ CASES = [
 
 
 def weights_of(form, batch=BATCH):
-    """Return numbers in [0, 3), some of them 0."""
+    """Return random weights in [0, 3), some of them 0."""
     found = 3 * np.random.default_rng(5).random((batch, *FORMS[form]))
     found[found < 0.6] = 0
     return found
 
 
 def reference(function, x, t, w):
-    """Return loss and gradient by torch."""
+    """Return a loss and its gradient, computed by torch."""
     lib = torch()
     given = lib.tensor(x.copy(), requires_grad=True)
     w = w.reshape((*w.shape[:1], *(1,) * (x.ndim - w.ndim), *w.shape[1:]))

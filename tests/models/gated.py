@@ -1,11 +1,11 @@
-"""A network of layers that the models lack: padding and cropping, gates, two tasks, four losses, some with weights."""
+"""Network of layers that the models lack: padding and cropping, gates, two tasks, four losses, some with weights."""
 
 import halograd as hg
 
 
 def gated(edge=16, pad=5, width=6):
-    """Return the network: targets ``target`` (a map of 3 classes) and ``kind`` (4 classes per sample); weights
-    ``share``, ``mask``.
+    """Return the network; targets ``target`` (3 classes per position), ``kind`` (4 classes); weights ``share``,
+    ``mask``.
     """
     x = hg.Input((edge, edge, 3), name="x")
     y = residual(hg.Conv(width, 3, padding=1, activation="silu", name="conv")(x), width)
@@ -32,7 +32,7 @@ def gated(edge=16, pad=5, width=6):
 
 
 def residual(x, width):
-    """Return a branch on cells of 2 x 2, scaled, and left out for some samples."""
+    """Return x plus a scaled branch on cells of 2 x 2, which is left out for some samples."""
     branch = hg.Sequential(
         hg.PixelUnshuffle(2, name="unshuffled"),
         hg.Conv(4 * width, 3, padding=1, activation=hg.PReLU("channel", name="slopes"), name="cells"),
@@ -44,14 +44,14 @@ def residual(x, width):
 
 
 def called_again(x, width):
-    """Return one convolution at two scales; its second call has the parameters of the first."""
+    """Return x plus one convolution at two scales; both calls share the parameters."""
     conv = hg.Conv(width, 3, padding=1, activation="relu", name="again")
     coarse = conv(hg.MaxPool(2, name="halved")(conv(x)))
     return x + hg.Resize(size=x.shape[:-1], name="doubled")(coarse)
 
 
 def pyramid(x, width):
-    """Return the sum of means, maxima and a map made of a vector, of few positions each, resized to the extent of x."""
+    """Return x plus pooled means, pooled maxima and a map made of a vector, all resized to the extents of x."""
     size = x.shape[:-1]
     means = hg.Resize(size=size, mode="bicubic", align_corners=True, name="means_up")(hg.AdaptiveAveragePool((5, 3))(x))
     maxima = hg.MaxPool(2, ceil_mode=True, name="rounded")(hg.AdaptiveMaxPool((7, 5))(x))

@@ -77,7 +77,7 @@ def test_shapes_are_those_of_the_papers(name):
 
 @pytest.mark.parametrize("name", sorted(set(COUNTS) - {"lenet5"}))
 def test_heads_of_21841_classes(name):
-    """Another head on the same trunk has ``(features + 1)`` more parameters per class."""
+    """A head of 21841 classes changes the number of parameters by ``features + 1`` per additional class."""
     network = build(name, classes=21_841)
     (features,) = network.outputs["prediction"].inputs[0].shape
     assert network.outputs["prediction"].shape == (21_841,)
@@ -145,8 +145,8 @@ def test_width_scales_every_layer():
 
 
 def test_mesh_models_are_those_of_the_paper():
-    """The models have six blocks of 3 (1K) or 5 (2K) units, the layers that the paper measures, and one prediction per
-    64 x 64 patch.
+    """The mesh models have six blocks of 3 (1K) or 5 (2K) units, the layers that the paper measures, and one
+    prediction per 64 x 64 patch.
     """
     small, large = mesh_1k(), mesh_2k()
     assert sum(name.startswith("bn") for name in small.layers) == 18
@@ -230,7 +230,7 @@ def test_what_build_refuses():
 
 
 def test_the_page_of_models_is_true():
-    """Every model has a row with its parameters, and all named options exist."""
+    """docs/models.md has a row with the number of parameters for every model, and names all options."""
     page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
     rows = dict(re.findall(r"^\| `(\w+)` \| ([\d,]+) \|", page, flags=re.M))
     assert set(rows) == set(MODELS)

@@ -1,4 +1,4 @@
-"""Small versions of all models learn on one rank, and learn the same on several."""
+"""Small versions of all models learn on one rank, and have the same losses on several."""
 
 import numpy as np
 import pytest
@@ -33,7 +33,7 @@ def test_every_model_has_a_small_version():
 
 @pytest.mark.parametrize("label", SMALL)
 def test_loss_falls_as_its_gradient_says(label):
-    """After three steps along the gradient the loss falls; the first, short step lowers it by the squared gradient."""
+    """A short step along the gradient lowers the loss by the predicted amount; three longer ones lower it further."""
     with Communicator(MPI.COMM_SELF) as alone, executor_of(small(label), alone) as executor:
         first, second = descend(executor, 1e-6, 1)
         assert (first - second) / first == pytest.approx(1e-6, rel=0.02)
@@ -63,7 +63,7 @@ def compare(label, comm):
 
 
 def largest(array):
-    """Return the largest magnitude."""
+    """Return the largest magnitude of an array."""
     return float(np.max(np.abs(array)))
 
 

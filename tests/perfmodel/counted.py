@@ -14,7 +14,7 @@ BATCH = 4
 
 
 def zoo():
-    """Return a network of layers that the models lack, a value with two readers, and an input with two readers."""
+    """Return a network of layers that the models lack, with a value and an input that each have two readers."""
     x = hg.Input((12, 10, 4), name="x")
     # Residuals with a gradient and without, with an activation and without.
     z = hg.BatchNorm(activation="relu", name="with input")(hg.Conv(4, 1, name="beside")(x), x)
@@ -42,7 +42,7 @@ def dice():
 
 
 def frozen():
-    """Return a network with frozen layers: the first ones, and some in the middle."""
+    """Return a U-Net with frozen layers, at its beginning and in the middle."""
     return NETWORKS["unet"]().freeze("down0*", "up1", "bottom_*_a", "predict")
 
 
@@ -71,13 +71,13 @@ def strategies(network, size):
 
 
 def shares(draw, axis, parts):
-    """Replace some even parts by uneven ones."""
+    """Return the parts of an axis, or random uneven shares in place of them."""
     even = parts == 1 or "channel" in axis or draw.random() < 0.7
     return parts if even else [draw.randint(1, 3) for _ in range(parts)]
 
 
 def differing(found, want, rank):
-    """Return the kinds whose messages or bytes differ."""
+    """Return a text for each kind whose predicted messages or bytes differ from the counted ones."""
     faults = []
     for kind in sorted(set(found) | set(want)):
         have = (found[kind].messages, found[kind].bytes) if kind in found else (0, 0)
@@ -88,7 +88,7 @@ def differing(found, want, rank):
 
 
 def differing_layers(found, ledger, rank):
-    """Return the layers whose total traffic differs from the count, without gradients and the sum of the loss."""
+    """Return a text if the traffic of the layers, without gradients, differs from the count."""
     own = [traffic for kind, traffic in found.items() if kind != "allreduce"]
     have = sum(t.messages for t in own), sum(t.bytes for t in own)
     layers, several = ledger.layers.values(), ledger.ranks > 1

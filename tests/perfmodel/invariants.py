@@ -37,13 +37,13 @@ SMALLER, LIMITS = 0.8, 3
 
 
 def plan_of(problem: PlanningProblem, network: Network, machine: Machine, limit: float | None = None) -> Plan:
-    """Return the plan of a problem on a machine."""
+    """Return the plan of a problem on a machine, with a memory limit [B]."""
     times = RooflineTimes(machine)
     return plan_network(network, problem.batch, problem.ranks, machine, times, Planning(limit=limit))
 
 
 def rivals(problem: PlanningProblem, network: Network) -> Iterator[tuple[str, Prediction]]:
-    """Return grids and baselines, with the time of a step."""
+    """Yield names and predictions of baselines and of grids that are the same for all layers."""
     pricing = Pricing(Wires(problem.machine), RooflineTimes(problem.machine), best_halo=True)
     some = {name: baseline(name, network, problem.batch, problem.ranks) for name in BASELINES}
     for parts in grids(network, problem.batch, problem.ranks):
@@ -55,7 +55,7 @@ def rivals(problem: PlanningProblem, network: Network) -> Iterator[tuple[str, Pr
 
 
 def violations(problem: PlanningProblem) -> list[str]:
-    """Return texts on broken invariants."""
+    """Return the descriptions of violated invariants."""
     network, machine = problem.network(), problem.machine
     free = plan_of(problem, network, machine)
     found = [
@@ -100,7 +100,7 @@ def _checked(seed: int) -> tuple[int, list[str]]:
 
 
 def main() -> int:
-    """Run the command line; the last line reports the number of problems without violations."""
+    """Check the problems of the command line; the last line reports the number of problems without violations."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=500)
     parser.add_argument("--first", type=int, default=0)

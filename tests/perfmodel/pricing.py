@@ -1,4 +1,4 @@
-"""Helpers of cost tests: cuts of an array, and prices by rooflines."""
+"""Helpers for tests of costs: cuts of an array, and cost models with rooflines."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from halograd.perfmodel.machine import Machine
 
 
 def cut(shape: tuple[int, ...], parts: tuple[int, ...]) -> Blocks:
-    """Return the blocks of an array ``(N, *spatial, C)`` on as many ranks as these parts need."""
+    """Return the blocks of an array ``(N, *spatial, C)`` on the product of `parts` ranks."""
     return layout_of(shape, dict(zip(AXES, parts)), math.prod(parts)).boxes
 
 
 def priced(machine: Machine, times: KernelTimes | None = None, quick: bool = False) -> Pricing:
-    """Return the pricing of a machine; with `quick`, the one that planners use."""
+    """Return the cost model of a machine; with `quick`, the one that planners use."""
     return Pricing(Wires(machine, quick), times or RooflineTimes(machine), best_halo=quick)

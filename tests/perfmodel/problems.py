@@ -1,4 +1,4 @@
-"""Random planning problems: networks of several families, slow and fast machines, with and without limits."""
+"""Random planning problems: networks of several families, slow and fast machines, with and without memory limits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FAMILIES = ("strip", "image", "volume", "branches", "dilated", "convnext", "unet
 
 @dataclass
 class Drawing:
-    """Settings of a network in drawing order, so that it can be built again with its axes exchanged."""
+    """Random settings of a network, drawn in a fixed order, so that it can be built again with its axes reversed."""
 
     family: str
     seed: int
@@ -35,7 +35,7 @@ class Drawing:
         return some[int(self.rng.integers(len(some)))]
 
     def along(self, *values: Any) -> Any:
-        """Return one value per spatial axis, in their order or reversed."""
+        """Return one value per spatial axis, in the given order, or reversed if `turned`."""
         return values[::-1] if self.turned else values
 
     def extents(self) -> tuple[int, ...]:
@@ -65,7 +65,7 @@ class Drawing:
         return hg.Conv(2 ** self.whole(2, 6), kernel, padding=tuple(k // 2 for k in kernel), **options)(y)
 
     def strip(self, y: Any) -> Any:
-        """Build a chain."""
+        """Return a chain of convolutions."""
         for _ in range(self.whole(2, 5)):
             y = self.conv(y, activation="relu")
         return y
@@ -73,14 +73,14 @@ class Drawing:
     volume = strip
 
     def image(self, y: Any) -> Any:
-        """Build convolutions, norms and pooling."""
+        """Return a chain of convolutions, norms and poolings."""
         for _ in range(self.whole(2, 4)):
             y = hg.BatchNorm(activation="relu")(self.conv(y, bias=False))
             y = hg.MaxPool(2)(y) if min(y.shape[:-1]) >= 16 and self.rng.random() < 0.7 else y
         return y
 
     def branches(self, y: Any) -> Any:
-        """Build two or three branches that are joined again."""
+        """Return two or three branches that are joined again, once or twice."""
         for _ in range(self.whole(1, 2)):
             ways = [self.conv(y, activation="relu") for _ in range(self.whole(2, 3))]
             joined = hg.Concat()(*ways)
@@ -89,13 +89,13 @@ class Drawing:
         return y
 
     def dilated(self, y: Any) -> Any:
-        """Build layers with growing halos."""
+        """Return a chain of dilated convolutions with growing halos."""
         for i in range(self.whole(2, 4)):
             y = hg.Conv(2 ** self.whole(2, 5), 3, padding=2**i, dilation=2**i, activation="relu")(y)
         return y
 
     def convnext(self, y: Any) -> Any:
-        """Build depthwise convolutions, layer norms, and wide products; residual."""
+        """Return residual blocks of depthwise convolutions, layer norms and 1 x 1 convolutions."""
         y = hg.Conv(16, 4, stride=4)(y)
         for _ in range(self.whole(1, 2)):
             z = hg.LayerNorm()(hg.Conv(16, 7, padding=3, groups=16)(y))
@@ -103,13 +103,13 @@ class Drawing:
         return y
 
     def unet(self, y: Any) -> Any:
-        """Build a U-Net with skip connections."""
+        """Return a U-Net with one skip connection."""
         top = self.conv(y, activation="relu")
         down = self.conv(hg.MaxPool(2)(top), activation="relu")
         return self.conv(hg.Concat()(top, hg.Resize(2)(down)))
 
     def scales(self, y: Any) -> Any:
-        """Build one head at several scales, and another one that is called twice."""
+        """Return a shared convolution that is called at two scales, three times in all."""
         kernel, channels = self.along(3, self.one_of(1, 3)), 2 ** self.whole(3, 6)
         head = hg.Conv(channels, kernel, padding=tuple(k // 2 for k in kernel), activation="relu")
         y = self.conv(y)
@@ -120,7 +120,7 @@ class Drawing:
 
 @dataclass(frozen=True)
 class PlanningProblem:
-    """Request for a plan."""
+    """Settings of a problem: network, batch, ranks and machine."""
 
     family: str
     seed: int
@@ -168,7 +168,7 @@ def random_machine(rng: np.random.Generator, seed: int) -> Machine:
 def faster(
     machine: Machine, factor: float = 2.0, what: Callable[[str], bool] = lambda level: level != "device"
 ) -> Machine:
-    """Return the machine with links that are this factor faster."""
+    """Return the machine with links that are `factor` times as fast."""
     links = {
         level: Link(link.alpha / factor, link.beta / factor) if what(level) else link
         for level, link in machine.links.items()
@@ -177,7 +177,7 @@ def faster(
 
 
 def stronger(machine: Machine, factor: float = 2.0) -> Machine:
-    """Return the machine with devices whose computation and memory are this factor faster."""
+    """Return the machine with devices that compute and access memory `factor` times as fast."""
     peaks = {dtype: peak * factor for dtype, peak in machine.peak_flops.items()}
     return replace(
         machine, peak_flops=peaks, memory_bandwidth=machine.memory_bandwidth * factor, launch=machine.launch / factor

@@ -1,4 +1,4 @@
-"""Tests of candidates: legal, balanced, few, and always with a single rank among them."""
+"""Tests of candidates: they are legal, balanced and few, and include a single rank."""
 
 import itertools
 import math
@@ -31,7 +31,7 @@ def of(layer, batch, ranks, full=False, shape=SHAPE):
 
 
 def legal(layer, batch, parts):
-    """Return whether a layer can be cut like this, and every part of an axis has elements."""
+    """Return whether a layer can be cut into these parts, each with elements."""
     try:
         Strategy(dict(zip(AXES, parts))).validate(Network(layer(Placeholder(SHAPE))), math.prod(parts))
     except UserError:

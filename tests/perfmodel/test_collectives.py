@@ -75,7 +75,7 @@ def test_cheapest_is_taken(name: str, nbytes: float, ranks: int) -> None:
 @pytest.mark.parametrize("name", ALGORITHMS)
 @given(nbytes=st.floats(1, 1e9), ranks=st.integers(2, 300))
 def test_not_below_the_bounds_of_any_algorithm(name: str, nbytes: float, ranks: int) -> None:
-    """Chan et al. 2007: ceil(lg p) messages are needed to reach all ranks, and a rank's share of the bytes."""
+    """Costs respect the bounds of Chan et al. 2007: ceil(lg p) messages, and a rank's share of the bytes."""
     steps = (ranks - 1).bit_length()
     share = nbytes * (ranks - 1) / ranks * (2 if name == "allreduce" else 1)
     assert cost(name, nbytes, ranks, Link(1.0, 0.0)) >= steps * (1 - 1e-12)
@@ -91,7 +91,7 @@ def test_not_below_the_bounds_of_any_algorithm(name: str, nbytes: float, ranks: 
     ],
 )
 def test_crossover(name: str, ranks: int, short: str, long: str) -> None:
-    """Each algorithm is best below some size; two of them cost the same at exactly one size."""
+    """The algorithm for short messages is faster below exactly one size, the algorithm for long ones above it."""
     link = Link(1e-6, 1e-10)
 
     def gain(nbytes: float) -> float:
@@ -109,7 +109,7 @@ def test_crossover(name: str, ranks: int, short: str, long: str) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4, 8, 16, 32])
 def test_recursive_doubling_and_halving_simulated(ranks: int) -> None:
-    """In the all-gather a rank exchanges all its data with rank xor 2^k; the reduce-scatter is the reverse."""
+    """The cost of recursive doubling and halving equals that of a simulation of its messages."""
     held = {rank: {rank} for rank in range(ranks)}
     messages, blocks, bit = 0, 0, 1
     while bit < ranks:
@@ -176,7 +176,7 @@ def test_allreduce_by_hand() -> None:
 
 
 def test_three_stages_by_hand() -> None:
-    """Nodes of a switch have adapters of their own: each of them sends an eighth of the vector."""
+    """Costs over three levels are those computed by hand; each of the 8 devices of a switch sends an eighth across."""
     within = 2 * (2 * 1 + 0.1 * 0.75 * 8) + 2 * (3 * 10 + 8 * 7 / 8)
     assert group_seconds("allreduce", 8, [NODE, SWITCH, ACROSS]) == pytest.approx(within + 20 + 2 * 1)
     gather = (2 + 0.1 * 0.75 * 8) + (30 + 7) + (20 + 2 * 0.5)

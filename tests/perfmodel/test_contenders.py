@@ -1,4 +1,4 @@
-"""Tests of promising schemes, and of their order by predicted time."""
+"""Tests of candidate reduction schemes, and of their order by predicted time."""
 
 import pytest
 
@@ -15,7 +15,7 @@ FOUR = Strategy({"sample": 4})
 
 
 def test_first_chunks_of_vgg_a_are_those_of_the_paper():
-    """Lee et al. 2017, Section IV-C4: 3, 6, 9 and 12, "selected ... based on pooling layers"."""
+    """The first chunks of VGG-A are those of Lee et al. 2017, Section IV-C4: 3, 6, 9 and 12 layers."""
     assert first_chunks(VGG) == [3, 6, 9, 12]
 
 
@@ -54,7 +54,7 @@ def test_rank_orders_by_predicted_time():
 
 
 def test_the_shape_of_lee_et_al():
-    """VGG-A, batch 256, 128 nodes of Cori (their Figures 6, 10 and 11): 9 best of 3, 6, 9, 12, and f = 2 of 0, 2, 3.
+    """For VGG-A on 128 nodes of Cori k = 9 and f = 2 are best, as in Lee et al. (Figures 6, 10 and 11).
 
     Their speedup with k = 9 and f = 2 is 62.97.
     """

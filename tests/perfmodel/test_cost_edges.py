@@ -38,7 +38,7 @@ def test_boxes_overlaps_and_counts_of_a_rank(shape, before, after, rank):
 
 @given(shapes(), st.lists(parts(4), min_size=1, max_size=3), st.lists(parts(4), min_size=1, max_size=3))
 def test_tables_are_single_exchanges_where_all_ranks_are_looked_at(shape, makers, readers):
-    """With four ranks all are examined, so the table is exact in both directions."""
+    """With four ranks, all of which are examined, redistribution tables equal the costs of single exchanges."""
     found = edge_seconds(shape, makers, readers, Wires(MACHINE), 4, 4)
     for i, before in enumerate(makers):
         for j, after in enumerate(readers):
@@ -51,7 +51,7 @@ SAMPLES, ROWS = (4, 1, 1, 1, 1, 1), (1, 1, 4, 1, 1, 1)
 
 @pytest.mark.parametrize(("node", "seconds"), [(1, 33.0), (2, 33.0), (4, 0.0)])
 def test_tables_know_the_nodes_of_an_emulated_network(node, seconds):
-    """Between nodes there is a message of 2 x 8 x 8 x 2 bytes; within a node there is no delay."""
+    """Redistribution tables count a message of 2 x 8 x 8 x 2 bytes between emulated nodes, and no delay within one."""
     shape, wires = (4, 8, 8, 8), Wires(MACHINE.emulated(1.0, 0.125, node=node))
     assert edge_seconds(shape, [SAMPLES], [ROWS], wires, 2, 4) == pytest.approx(seconds)
     assert wires.exchange(Move(cut(shape, SAMPLES), cut(shape, ROWS), 2))[0] == pytest.approx(seconds)
@@ -84,15 +84,16 @@ def candidates_of(shape):
 
 
 def test_messages_one_after_the_other_and_both_ways_at_once():
-    """With slabs of 4 rows, inner slabs send a row up and a row down while they receive two."""
+    """Messages in one direction are sequential, those in both directions simultaneous: inner slabs send and receive
+    two rows.
+    """
     blocks = cut((1, 16, 8, 1), (1, 1, 4, 1, 1, 1))
     needed = blocks.map(None, lambda a, b: (max(0, a - 1), min(16, b + 1)), None, None)
     assert Wires(MACHINE).exchange(Move(blocks, needed, 4))[0] == 2 * (1.0 + 8 * 4 / 8)
 
 
 def test_devices_of_a_node_share_its_link():
-    """Two nodes have two devices each, with a column cut in two: both devices of a node send to the other node at once.
-    """
+    """Two devices of a node that send to the other node at once share its link."""
     links = {**MACHINE.links, "node": Link(0.0, 0.0)}
     machine = dataclasses.replace(MACHINE, devices_per_node=2, nodes_per_switch=8, links=links)
     blocks = cut((1, 8, 8, 1), (1, 1, 2, 2, 1, 1))
@@ -102,13 +103,13 @@ def test_devices_of_a_node_share_its_link():
 
 @pytest.mark.parametrize("level", ["node", "across"])
 def test_an_emulated_network_is_known_as_one_where_it_was_measured(level):
-    """A profile of one node has the link within the node; a machine of several nodes has the link across."""
+    """An emulated network is found in the links within a node or across nodes, wherever it was measured."""
     links = {**MACHINE.links, level: Link(1.0, 0.125, "emulated:alpha=1,beta=0.125", emulated=True)}
     assert Wires(dataclasses.replace(MACHINE, links=links)).emulated
 
 
 def test_sums_that_were_measured_on_an_emulated_node_do_not_stand_for_sums_across():
-    """The measured groups are the first ranks: two of a node, without delay, and all four, which form a ring."""
+    """Sums measured within an emulated node are not used for sums across nodes, which form a ring."""
     links = {**MACHINE.links, "across": Link(1.0, 0.125, "emulated:alpha=1,beta=0.125,node=2", emulated=True)}
     runtime = Overheads(sums={2: Link(0.001, 0.0), 4: Link(7.0, 0.0)}, work={2: Link(0.001, 0.0)})
     wires = Wires(dataclasses.replace(MACHINE, devices_per_node=2, links=links, runtime=runtime))

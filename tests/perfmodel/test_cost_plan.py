@@ -67,7 +67,7 @@ def test_a_step_is_the_sum_of_its_layers(name, machine):
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_messages_of_records_are_those_of_operations(name):
-    """Messages are those of the rank that sends most; changes of layout count for the layer after them."""
+    """Simulated messages per layer are those of the operations of the rank that sends most."""
     network = NETWORKS[name]()
     cuts = [baseline(which, network, 8, 8) for which in BASELINES]
     for strategy in [*cuts, *(random_strategy(network, 8, seed) for seed in range(3))]:
@@ -92,14 +92,14 @@ def test_messages_of_records_are_those_of_operations(name):
 
 
 def memory_of_every_rank(made):
-    """Return the total memory of each rank [B]."""
+    """Return the memory of each rank [B]."""
     what = made.blocks, made.training.slots, made.pricing.wires.per_node
     return [sum(memory_of(made._program(rank), *what).values()) for rank in range(made.ranks)]
 
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_memory_is_that_of_the_fullest_rank(name):
-    """The memory is exact for few ranks under any cut, and for many ranks if all layers have the same cut."""
+    """Simulated memory is that of the rank with most: for any cut of few ranks, and one cut of all layers on many."""
     network = NETWORKS[name]()
     cuts = [(random_strategy(network, 4, seed), 4) for seed in range(3)]
     if name != "lenet":
@@ -112,7 +112,7 @@ def test_memory_is_that_of_the_fullest_rank(name):
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_all_kernels_of_a_layer_are_priced(name):
-    """On one rank a layer takes the time of its kernels, including the mask of a ReLU."""
+    """The simulated time of a layer on one rank is the sum of its kernels, including the mask of a ReLU."""
     network = NETWORKS[name]()
     made = Simulation(network, Strategy(), 2, priced(LASSEN), Training())
     program = compile_program(network, Strategy(), Target(2))
@@ -170,7 +170,7 @@ def test_a_plan_is_never_slower_than_a_baseline_and_is_legal(name, ranks):
 
 
 def test_additive_costs_are_those_of_simulation_where_nothing_overlaps():
-    """With one bucket per layer and all sums exposed, the cost of a chain is the sum of its parts."""
+    """Without overlap the additive costs of planners equal the simulated step of a chain."""
     network, training = mesh(resolution=128, widths=(8, 16), convs=2), Training(barrier=True)
     costs = network_costs(network, 4, 4, priced(SLOW, quick=True), training, bucket_bytes=1)
     choice = PLANNERS["elimination"]().plan(costs.problem(1.0))
@@ -232,7 +232,7 @@ def test_strategies_are_predicted_for_more_ranks_than_they_use():
 
 @pytest.mark.parametrize("name", ["lenet5", "alexnet", "vgg16", "resnet50", "inception_v3"])
 def test_problems_are_small_and_nothing_is_priced_twice(name, monkeypatch):
-    """Equal layers share their prices, and pairs of layers their tables."""
+    """Planning problems have few candidates; equal layers share costs, and pairs of layers tables."""
     network, layers, tables = build(name), [], []
     price_layer, edge_seconds = problem_module.price_layer, problem_module.edge_seconds
 
@@ -255,7 +255,7 @@ def test_problems_are_small_and_nothing_is_priced_twice(name, monkeypatch):
 
 
 def test_the_scheme_of_gradient_reduction_is_part_of_the_plan(tmp_path):
-    """For VGG-A on many nodes the plan shards the updates and gathers shards during forward; the file contains that."""
+    """A plan for VGG-A on many nodes includes the sharded reduction scheme, and so does its file."""
     network, machine = build("vgg_a"), Machine.load("cori-haswell")
     planning = Planning("data", bucket_bytes=4 << 20)
     plan = plan_network(network, 256, 128, machine, times(machine), planning)
@@ -268,7 +268,7 @@ def test_the_scheme_of_gradient_reduction_is_part_of_the_plan(tmp_path):
 
 
 def test_schemes_that_a_run_cannot_have_are_not_planned():
-    """Plans have no hierarchical schemes if a node has one device, and no explicitly excluded schemes."""
+    """Planned schemes exclude hierarchical ones if a node has one device, and those that are excluded explicitly."""
     lenet, eight = build("lenet5"), Strategy({"sample": 8})
     names = [
         {s.name for s in planned_schemes(lenet, eight, 64, machine, without)}
@@ -281,7 +281,7 @@ def test_schemes_that_a_run_cannot_have_are_not_planned():
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
 @pytest.mark.parametrize("name", CASES)
 def test_memory_of_parameters_is_that_of_the_store(name, dtype):
-    """Copies in 16 bits, and gradients that are computed in 16 bits, are counted."""
+    """Predicted memory of parameters equals that of the store, with copies and gradients in 16 bits."""
     network, strategy = CASES[name](), Strategy()
     blocks = parameter_blocks(network, strategy, 1)
     store = ParameterStore(network, Memory(get_backend("numpy")), as_dtype(dtype), blocks=blocks)
@@ -292,7 +292,7 @@ def test_memory_of_parameters_is_that_of_the_store(name, dtype):
 
 @pytest.mark.parametrize("scheme", ["bucketed", "sharded"])
 def test_clipping_waits_for_all_sums(scheme):
-    """Ranks that have shards of the gradients send one number; ranks that have all of them send none."""
+    """Clipping makes the update wait for all sums; only ranks with shards of gradients send a message for the norm."""
     network = lenet5(classes=4, resolution=28)
     strategy = Strategy({"sample": 8}, bucket_bytes=4096, reduction=Scheme(scheme))
     plain, clipped = (simulate(network, strategy, 8, priced(LASSEN), Training(clips=clips)) for clips in (False, True))
@@ -301,7 +301,7 @@ def test_clipping_waits_for_all_sums(scheme):
 
 
 def test_memory_under_another_scheme_is_that_of_a_simulation_of_its_own():
-    """A search for a scheme prepares dense layers that may be replicated; results of other schemes are not taken."""
+    """Memory after `with_reduction` equals that of a new simulation, in any order of schemes."""
     network, plain = lenet5(classes=4, resolution=28), Strategy({"sample": 4}, bucket_bytes=4096)
     schemes = [Scheme(), Scheme("auto"), Scheme("sharded"), Scheme("host_accumulate", replicated_dense=1)]
     made = Simulation(network, plain, 4, priced(LASSEN), Training())

@@ -38,7 +38,7 @@ CASES = [
 
 
 def faults_of(name, comm, strategy, per_node):
-    """Return the differences in a training step, on this rank. Collective."""
+    """Return the differences between prediction and a training step on this rank. Collective."""
     network = NETWORKS[name]()
     with build(name, comm, strategy) as executor:
         trainer = trainer_of(executor)
@@ -57,7 +57,7 @@ def faults_of(name, comm, strategy, per_node):
 
 
 def memory_faults(held, want, comm, scheme):
-    """Check the memory: arrays of the scheme are exact; with MPI sums, so is all memory except scratch of rounding."""
+    """Return differences in memory: arrays of the scheme are exact; with MPI sums in float32 messages are too."""
     uses = ["parameter", "parameter gradient", "optimizer state", "gradient error", "replicated gradient"]
     if comm.transport == "mpi" and scheme.payload == "float32":
         uses.append("messages")

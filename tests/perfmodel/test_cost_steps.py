@@ -1,4 +1,4 @@
-"""Tests that layers lowered one by one cost the same as in the program of the network."""
+"""Tests that layers lowered one by one have the same costs as in the program of the network."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Late(Layer):
 
 
 class Reaching(Gate):
-    """Custom layer with a function as a setting: the reach of its window."""
+    """Custom layer with a function as a setting: the width of its window."""
 
     def __init__(self, far):
         Layer.__init__(self)
@@ -57,12 +57,12 @@ class Reaching(Gate):
 
 
 def as_it_is(environment, x, y):
-    """Kernel that is only priced, never run."""
+    """Kernel whose cost is computed, but that is never executed."""
     raise NotImplementedError
 
 
 def alike():
-    """Return a network of layers with equal settings that are frozen, shared, or read twice."""
+    """Return a network of layers with equal settings, some of which are frozen, shared, or read twice."""
     x = Input((12, 12, 4), name="x")
     twice = Conv(4, 3, padding=1, name="twice")
     y = Conv(4, 3, padding=1, name="frozen first")(x)
@@ -84,7 +84,7 @@ CASES = {**OTHERS, "alike": alike}
 
 
 def of_program(program, pricing):
-    """Price the operations of a whole program, layer by layer."""
+    """Return the costs of a program's layers, from the operations of the whole program."""
     forward, backward = (
         [operation for segment in segments for operation in segment.operations]
         for segments in (program.forward, program.backward)
@@ -102,7 +102,7 @@ def of_program(program, pricing):
 
 
 def differences(network, strategy, pricing, rank):
-    """Return the names of steps that have another cost, or gather other boxes, in the program."""
+    """Return the names of layers whose cost or gathered boxes differ from those in the program."""
     target = Target(BATCH, SIZE, rank, overlaps=pricing.overlaps)
     made = outline(network, strategy, target)
     priced = price_steps(network, made, pricing)
@@ -123,7 +123,7 @@ def _values(program):
 @pytest.mark.parametrize("on", PRICED)
 @pytest.mark.parametrize("case", CASES)
 def test_costs_are_those_of_the_program(case, on):
-    """Cached costs of one strategy are used for the next one, and for other ranks."""
+    """Costs of layers equal those in the program for every strategy and rank, and are cached between them."""
     machine, best_halo = PRICED[on]
     network, pricing = CASES[case](), Pricing(Wires(machine), RooflineTimes(machine), best_halo=best_halo)
     tried = [*strategies(network, SIZE), *(baseline(name, network, BATCH, SIZE) for name in BASELINES)]

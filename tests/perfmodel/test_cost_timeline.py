@@ -1,4 +1,4 @@
-"""Tests of the overlap of gradient sums with computation, by hand (Dryden et al. 2019, Section V-B)."""
+"""Tests of the overlap of gradient sums with computation, against times by hand (Dryden et al. 2019, Section V-B)."""
 
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ BOTH = Groups.whole(2)
 
 
 class Prices:
-    """Stub of prices by the label of a bucket ("bucket 0"), or by the name of a gather of a replicated layer."""
+    """Stub of a cost model: costs by the label of a bucket ("bucket 0"), or by the name of a gather."""
 
     synchronize = 0.0
 
@@ -57,20 +57,20 @@ def program(*buckets, scheme="bucketed", replicated=()):
 
 
 def gathering(name):
-    """Return a kernel with the gathers of a replicated layer."""
+    """Return a kernel description with the gathers of a replicated layer."""
     views = {what: Buffer((2, 1), np.dtype("float32"), "", place=(name, what)).view for what in ("rows", "errors")}
     sums = {f"{k}_gather": Sum(BOTH, v, [8], "replicated_dense", None, "all_gather") for k, v in views.items()}
     return KernelSpec(lambda environment: None, views, sums)
 
 
 def step(*seconds, update=0.0, concurrent=False, barrier=False):
-    """Return the timeline of a step with one bucket per layer, last layer first."""
+    """Return the timeline of a step with one bucket per layer; `seconds` begin with the last layer."""
     prices = Prices(*seconds, update=update, concurrent=concurrent)
     return play(program("c", "b", "a"), COSTS, prices, barrier=barrier)
 
 
 def test_all_hidden_behind_backward_and_the_next_forward():
-    """Sums of c (2 to 3), b (4 to 5) and a (6 to 6) overlap completely: computation never waits."""
+    """Sums of c (2 to 3), b (4 to 5) and a (at 6) overlap completely, so computation never waits."""
     assert step(1.0, 1.0, 0.0).seconds == 9.0
 
 
@@ -105,7 +105,7 @@ def test_a_barrier_ends_all_sums_before_the_next_step():
 
 
 def test_sums_that_must_be_complete_early_are_waited_for_before_any_update():
-    """Sums end as with a barrier, but updates stay in forward, before their layers."""
+    """Sums that must be complete early end as with a barrier; updates stay in forward, before their layers."""
     found = play(complete_early(program("c", "b", "a")), COSTS, Prices(4.0, 0.5, 1.0, update=0.25))
     assert found.seconds == pytest.approx(7.5 + 3 + 3 * 0.25) and sum(found.waits.values()) == 1.5
 
@@ -122,7 +122,7 @@ def test_a_step_is_never_shorter_than_computation_or_sums_nor_longer_than_both(s
 
 
 class Second:
-    """Prices of one layer: kernels and exchanges by their names, packing 1/8 s per exchange."""
+    """Cost model of one layer: kernels and exchanges by their names; packing takes 1/8 s per exchange."""
 
     overhead, concurrent = 1 / 16, False
 
@@ -144,7 +144,7 @@ def run(phase):
 
 
 def sent(name, kind="halo"):
-    """Return start and finish of an exchange of layer a."""
+    """Return start and finish of an exchange of layer a, named `name`."""
     made = ExchangeSpec((), (), None, None, (), (), "assign", kind, "a")
     made.name = name
     return Transfer("a", made, "start"), Transfer("a", made, "finish")
@@ -155,7 +155,9 @@ def layer(forward, backward, prices, halo="auto"):
 
 
 def test_halos_hide_behind_kernels():
-    """Strips take 0.25 s after the halo of 1.5 s, of which the kernel hides 1 s; the better algorithm is taken."""
+    """A kernel hides 1 s of a halo exchange of 1.5 s; boundary strips take 0.25 s after it. The faster algorithm is
+    used.
+    """
     start, finish = sent("a")
     forward = [start, run("forward"), finish, run("boundary")]
     backward = [start, run("backward_filter"), finish, run("backward_data")]
@@ -182,7 +184,7 @@ def test_a_halo_that_backward_hides_leaves_the_algorithm_of_forward():
 
 
 def test_exchanges_travel_one_after_the_other_and_what_waits_is_named():
-    """Two exchanges of 1 s and 2 s, packed in 1/8 s each, then a sum of 0.5 s of which 0.25 s is work at its end."""
+    """Two exchanges of 1 s and 2 s are sequential, then comes a sum; each wait is reported by its kind."""
     (first, first_end), (second, second_end) = sent("one", "channel"), sent("two", "redistribute")
     total = Sum(BOTH, Buffer((1,), np.dtype("float64"), "").view, [8], "statistics", "norm")
     operations = [first, second, first_end, second_end, Total("a", total, "start"), Total("a", total, "finish")]
@@ -196,7 +198,7 @@ def test_exchanges_travel_one_after_the_other_and_what_waits_is_named():
 
 
 def test_messages_hide_behind_kernels_of_other_layers():
-    """Operations of segments without a known cost are played: the halo of b travels behind the kernel of a."""
+    """The halo exchange of b overlaps with the kernel of a if it starts before that kernel."""
     start, finish = sent("a")
     late = [Segment("a", [run("forward")]), Segment("b", [start, finish])]
     early = [Segment("a", [start, run("forward")]), Segment("b", [finish])]
@@ -212,7 +214,7 @@ def test_messages_hide_behind_kernels_of_other_layers():
 
 
 def test_blocking_sums_begin_when_backward_is_over():
-    """The step takes 6 of backward, then 1 + 1 + 0.5 of sums, one after the other, without overlap."""
+    """Blocking sums of 1 + 1 + 0.5 s begin after 6 s of backward, one after the other, without overlap."""
     made = program("c", "b", "a", scheme="blocking")
     found = play(made, COSTS, Prices(1.0, 1.0, 0.5, update=0.25))
     assert found.seconds == pytest.approx(6 + 2.5 + 3 * 0.25 + 3) and sum(found.waits.values()) == 2.5
@@ -220,7 +222,7 @@ def test_blocking_sums_begin_when_backward_is_over():
 
 
 def test_what_a_start_takes_delays_backward():
-    """The start of c's sum takes from 2 to 2.5, and the sum ends at 3.5; b and a have no sum."""
+    """The start of a sum delays backward: c's start takes from 2 to 2.5, and its sum ends at 3.5."""
     found = play(program("c"), COSTS, Prices(SumPrice(1.0, begin=0.5)))
     assert found.seconds == 9.5 and found.waits == {0: 0.5} and found.backward == 6.0
 
@@ -233,8 +235,9 @@ def test_the_device_is_waited_for_before_a_sum_amid_other_work():
 
 
 def test_shards_are_updated_first_and_gathered_behind_forward():
-    """c is scattered 2-3, b 4-5, a 6-7; from 7 on a, b, c are updated, 0.25 each, each followed by its gather of 2 s.
+    """Shards are updated first and gathered during forward.
 
+    c is scattered 2-3, b 4-5, a 6-7; from 7 on a, b, c are updated, 0.25 each, each followed by its gather of 2 s.
     a arrives at 9.25, b at 11.25, c at 13.25; forward waits from 7.75 for a, at 10.25 for b, at 12.25 for c.
     """
     made = program("c", "b", "a", scheme="sharded")
@@ -250,9 +253,10 @@ def replicating(seconds, whole=0.5):
 
 
 def test_a_replicated_layer_computes_its_gradient_where_it_is_needed():
-    """b is replicated. Its A is sent when its forward of the step before begins (-2 to 2), E at 6 (to 8).
+    """The replicated layer b computes its gradient just before its forward pass.
 
-    c's sum, ready at 2, follows A: 2 to 3. Forward: a 6-7; b waits to 8, multiplies to 8.5, updates to 8.75.
+    Its inputs are gathered from its previous forward pass on (-2 to 2), its errors from 6 (to 8). c's sum, ready at 2,
+    follows: 2 to 3. Forward: a 6-7; b waits to 8, multiplies to 8.5, updates to 8.75.
     """
     made = program("c", "b", replicated=("b",))
     prices = replicating((4.0, 2.0))

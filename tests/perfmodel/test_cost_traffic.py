@@ -1,4 +1,5 @@
-"""Tests of traffic by axes against plans of every message, for random products of intervals and for layouts."""
+"""Tests of traffic computed axis by axis against plans of every message, for random products of intervals and layouts.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ RANKS = 12
 
 @st.composite
 def parts(draw, ranks=RANKS):
-    """Return parts per axis whose product is at most `ranks`."""
+    """Draw parts per axis whose product is at most `ranks`."""
     found, left = [], ranks
     for _ in AXES:
         found.append(draw(st.integers(1, left)))
@@ -37,7 +38,7 @@ def on_all(blocks: Blocks) -> Blocks:
 
 
 def brute_force(source: Blocks, target: Blocks, itemsize: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return messages and bytes per rank, piece by piece."""
+    """Return messages and bytes per rank, counted piece by piece."""
     messages, nbytes = np.zeros(RANKS, int), np.zeros(RANKS, int)
     for rank in range(RANKS):
         pieces = plan_exchange(on_all(source), on_all(target), rank, summed=True)
@@ -94,7 +95,7 @@ def test_all_that_is_sent_is_received(pair):
 
 
 def test_a_thousand_ranks_are_as_exact():
-    """32 x 32 blocks of 4 x 4 exchange the edges and corners of a halo of width 1."""
+    """Traffic of 32 x 32 blocks of 4 x 4, which exchange halos of width 1 with edges and corners, is exact."""
     shape = (1, 128, 128, 3)
     blocks = cut(shape, (1, 1, 32, 32, 1, 1))
     needed = blocks.map(None, lambda a, b: (max(0, a - 1), min(128, b + 1)), lambda a, b: (a - 1, b + 1), None)

@@ -153,7 +153,7 @@ def test_layers_without_arithmetic_are_priced_by_their_bytes(machine):
 
 
 def test_what_takes_no_time(machine):
-    """The backward passes of a loss and of evaluation take no time, nor do both passes of a rank without elements."""
+    """Backward passes of losses and of evaluation take no time; a rank without elements takes none at all."""
     times, conv = RooflineTimes(machine), hg.Conv(4, 3)
     found = times.time(hg.BinaryCrossEntropyWithLogits(), [(1, 8, 8, 1)] * 2)
     assert found.backward == 0 < found.forward

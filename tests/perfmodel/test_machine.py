@@ -18,7 +18,7 @@ LASSEN = (FOLDER / "lassen.toml").read_text(encoding="utf-8")
 
 
 def small(**changes: object) -> Machine:
-    """Return a machine with two devices per node, three nodes per switch, one link per level, and rates of one."""
+    """Return a machine with two devices per node, three nodes per switch, and one distinct link per level."""
     links = {level: Link(alpha=10.0**i, beta=float(i)) for i, level in enumerate(LEVELS)}
     machine = Machine("small", "made up", 2, 3, {"float32": 1e9}, 1e8, 2**30, 1e-5, links)
     return dataclasses.replace(machine, **changes)
@@ -41,7 +41,7 @@ def test_shipped_file(name: str, tmp_path: Path) -> None:
 
 
 def test_published_numbers() -> None:
-    """The sources are Dryden Section VI and LBANN's perfmodel.py, and Jia Section 6."""
+    """Shipped machines have the published values of Dryden, Section VI, LBANN's perfmodel.py, and Jia, Section 6."""
     lassen = Machine.load("lassen")
     assert lassen.devices_per_node == 4 and lassen.memory == 16 * 2**30 and lassen.peak_flops["float32"] == 15.7e12
     assert lassen.links["across"] == Link(1.2e-6, 3.893e-11) and lassen.links["node"] == Link(8e-6, 2.661e-11)
@@ -154,7 +154,7 @@ def test_roofline_never_falls(flops: float, nbytes: float, factor: float, name: 
 
 
 def test_large_convolutions_on_lassen() -> None:
-    """The second convolution of the 2K mesh model runs at 50-75 % of a V100's peak, a deep one far below."""
+    """On Lassen a large convolution of the 2K mesh model runs at 50-75 % of the peak, a deep one far below."""
     lassen = Machine.load("lassen")
     large, deep = 2 * 1024 * 1024 * 9 * 128 * 128, 2 * 16 * 16 * 9 * 128 * 128
     assert 0.5 < lassen.rate(large, "float32") / 15.7e12 < 0.75
@@ -204,7 +204,7 @@ def test_wrong_file(old: str, new: str, message: str, tmp_path: Path) -> None:
 
 
 def without(text: str, table: str) -> str:
-    """Return a file without one of its tables."""
+    """Return the text of a file without one of its tables."""
     start = text.index(f"[{table}]")
     end = text.find("\n[", start)
     return text[:start] + (text[end + 1 :] if end > 0 else "")
@@ -246,7 +246,7 @@ def test_unreadable_file(tmp_path: Path) -> None:
 
 
 def test_documented_file_and_table() -> None:
-    """The example of docs/machines.md is a machine, and its table lists every shipped machine."""
+    """The example in docs/machines.md is a valid machine, and its table lists every shipped machine."""
     text = (FOLDER.resolve().parent.parent / "docs" / "machines.md").read_text(encoding="utf-8")
     machine = Machine.parse(text.split("```toml\n")[1].split("```")[0])
     assert machine.rails == 2 and machine.links["across"].alpha == 5e-6

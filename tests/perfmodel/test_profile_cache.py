@@ -1,4 +1,4 @@
-"""Tests of the cache of measured times: stored, resumed, shared, damaged."""
+"""Tests of the cache of measured times: it is stored, resumed, shared, and repaired after damage."""
 
 import logging
 import subprocess
@@ -28,7 +28,7 @@ def test_times_are_kept(tmp_path):
     "source", ["kernels/cuda/src/norm.cu", "kernels/cuda/src/common.cuh", "program/runner.py", "layers/pooling.py"]
 )
 def test_times_of_other_code_are_others(monkeypatch, source):
-    """The conditions include the code that runs when a layer runs, with CUDA sources and the step program."""
+    """Measured times are not used for other code: the conditions include kernels, CUDA sources and the step program."""
 
     def changed(path):
         with path.open("rb") as file:

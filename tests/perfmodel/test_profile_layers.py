@@ -1,4 +1,4 @@
-"""Tests of single layers: bound as in an executor, timed, and stored; the measured layers of a network."""
+"""Tests of the measurement of single layers: set up as in an executor, timed and stored; and of the list to measure."""
 
 from types import SimpleNamespace
 
@@ -126,7 +126,7 @@ def conv_net():
 
 
 def works(batch=4, ranks=2):
-    """Return every cut of the small network, by key."""
+    """Return the works of every cut of the small network, by key."""
     return works_of(conv_net(), batch, ranks, MACHINE, full=True)
 
 
@@ -144,7 +144,7 @@ def test_works_cover_the_uncut_network(full):
 
 @pytest.mark.parametrize("model", ["lenet5", "resnet50", "unet2d"])
 def test_works_are_what_a_plan_asks_for_and_few(model):
-    """Many layers compute the same, and planners request shapes, not cuts."""
+    """The listed works are those that planners request, and few, because many layers and cuts compute the same."""
     network = build(model)
     times = Recorded(RooflineTimes(MACHINE))
     network_costs(network, 4, 4, priced(MACHINE, times, quick=True), grids=grids(network, 4, 4))

@@ -1,4 +1,4 @@
-"""Tests of message times against an emulated network with known numbers, and of line fits."""
+"""Tests of measured message times on an emulated network with known parameters, and of line fits."""
 
 import math
 
@@ -40,7 +40,7 @@ def test_groups():
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Fixture: the network and its measurement, including computation, with a clock that the test drives."""
+    """Return the clock that the test drives for the network, its measurement and computation."""
     made = network_clock(monkeypatch).drive(monkeypatch, cache, device)
     monkeypatch.setattr(messages, "_compute", made.sleep)
     return made
@@ -53,7 +53,7 @@ def network(comm, clock):
 
 
 def assert_found(fit, alpha, beta):
-    """Assert that the times are right, up to about 10 us for readings of the clock."""
+    """Assert that a fit has these parameters, up to about 10 us for readings of the clock."""
     assert fit.alpha == pytest.approx(alpha, rel=5e-3)
     assert fit.beta == pytest.approx(beta, rel=5e-3)
     assert fit.error < 5e-3
@@ -73,7 +73,7 @@ def test_faces_of_an_emulated_network(network, strided, clock):
 
 @pytest.mark.ranks(2, 3)
 def test_sums_of_an_emulated_network(network, clock):
-    """A sum takes the time of a ring: 2 (P - 1) messages of a P-th of the bytes."""
+    """A measured sum takes the time of a ring: 2 (P - 1) messages of a P-th of the bytes each."""
     p = network.size
     timer = MessageTimer(network, SIZES, ROUNDS, clock.perf_counter)
     waited = timer.reduction()
@@ -112,9 +112,7 @@ def test_a_machine_is_measured_and_saved(comm, tmp_path):
 @pytest.mark.ranks(2, 3)
 @pytest.mark.parametrize("node", [1, 2])
 def test_a_machine_with_an_emulated_network_is_measured_node_by_node(comm, node, clock):
-    """The emulated network between nodes is measured without packing, which the model adds; within nodes memory is
-    shared.
-    """
+    """An emulated network between nodes is measured without packing, which the model adds; nodes share memory."""
     alpha, transport = 1e-3, f"emulated:alpha=1e-3,beta=1e-8,node={node}"
     with Communicator(comm, transport) as ranks, get_backend("numpy") as kernels:
         found = measure_machine(ranks, kernels, "mine").with_overheads(0.0, 0.0)

@@ -1,4 +1,4 @@
-"""Tests of the memory of every rank: pure arithmetic, so one process computes it for all ranks."""
+"""Tests of compiled programs and the memory of every rank, computed in one process for all ranks."""
 
 import dataclasses
 import math
@@ -28,7 +28,7 @@ def fork():
 
 
 def test_an_input_holds_the_halo_of_its_first_cut_only():
-    """For another cut it is redistributed, instead of being read twice by every rank."""
+    """An input has the halo of its first reader's cut only; for another cut it is redistributed."""
     strategy = Strategy({"height": 2}, {"b": {"width": 2}})
     for rank, rows in enumerate([(0, 5), (3, 8)]):
         steps, values = compiled(fork(), strategy, rank, 2)
@@ -37,7 +37,7 @@ def test_an_input_holds_the_halo_of_its_first_cut_only():
 
 
 def test_what_is_flattened_gets_no_margins():
-    """The rank that will own a sample receives it already flattened."""
+    """The input of Flatten has no margins; the owner of a sample receives it already flattened."""
     y = hg.Conv(2, 3, padding=1, name="a")(hg.Input((8, 8, 2), "x"))
     network = hg.Network({"loss": hg.MeanSquaredError()(hg.Dense(3)(hg.Flatten()(y)), hg.Input((3,), "target"))})
     steps, _ = compiled(network, Strategy({"height": 4}), 0, 4)
@@ -82,7 +82,7 @@ def arrays_per_block(*makers, parts=None):
 )
 @pytest.mark.parametrize("activation", [hg.ReLU, hg.LeakyReLU, hg.Clamp])
 def test_the_input_of_an_activation_is_not_kept(activation, norm):
-    """Backward needs the input of the norm, and the output of the activation, which is the input of the next block."""
+    """The input of an activation is not kept: backward needs the input of the norm and the output of the activation."""
     assert arrays_per_block(norm, activation) == pytest.approx(2, abs=0.1)
 
 
@@ -109,7 +109,7 @@ BLOCKS = {
 @pytest.mark.parametrize("parts", [{"width": 4}, {"height": 2, "width": 2}], ids=["columns", "both"])
 @pytest.mark.parametrize("block", BLOCKS)
 def test_an_output_is_not_kept_beside_its_copy_with_halos(block, parts):
-    """Columns have their halos in a copy, which the next convolution needs.
+    """With cut columns an output is not kept in addition to its copy with halos, so memory is as with cut rows.
 
     The sign before a ReLU follows from the input of the norm; other activations read that copy.
     """
@@ -118,7 +118,8 @@ def test_an_output_is_not_kept_beside_its_copy_with_halos(block, parts):
 
 
 def test_an_output_is_kept_where_its_copy_with_halos_is_not():
-    """The next convolution is frozen: its backward pass reads no input."""
+    """An output is kept if its copy with halos is not, because the frozen next convolution reads no input in backward.
+    """
     x, parts = hg.Input((32, 32, 64), "x"), {"height": 2, "width": 2}
     y = hg.Conv(64, 3, padding=1, activation="relu", name="first")(x)
     y = hg.Conv(64, 3, padding=1, name="second")(y)
@@ -138,7 +139,7 @@ def test_what_is_pooled_is_not_kept(pool):
 
 
 class Old(hg.Layer):
-    """A layer whose `lower` returns the function that adds its backward pass, and no description."""
+    """Layer whose `lower` returns a function that adds its backward pass, in place of a description."""
 
     def lower(self, context):
         context.copy((context.inputs[0].view, context.y))
@@ -153,7 +154,7 @@ def test_what_lower_returns_is_checked():
 
 
 def test_what_a_layer_lowers_itself_to_is_frozen():
-    """Nothing is set on the context of a layer: all that it says is in one object."""
+    """A layer describes its lowering in one immutable object; it sets nothing on its context."""
     lowered = Lowered()
     with pytest.raises(dataclasses.FrozenInstanceError):
         lowered.backward = lambda: None

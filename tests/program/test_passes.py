@@ -1,4 +1,5 @@
-"""Passes: named by a strategy, they change the program that is run, priced, counted and listed."""
+"""Tests of passes: a strategy names them, and they change the program that is executed, counted, listed and simulated.
+"""
 
 import numpy as np
 import pytest
@@ -53,7 +54,7 @@ OWN = "from halograd.program.passes import Pass\n\nclass Own(Pass):\n    def __c
 
 
 def losses_of(comm, strategy, name="mesh", passes=()):
-    """Return losses, gradients, and the messages of the last step."""
+    """Return losses, gradients, and the messages of the last step of training."""
     strategy = Strategy(strategy.parts, strategy.layers, strategy.options, 4096, strategy.reduction, tuple(passes))
     losses = []
     with Executor(NETWORKS[name](), comm, get_backend("numpy"), BATCH, strategy, "float64", seed=3) as executor:
@@ -108,9 +109,9 @@ def test_a_pass_of_a_users_file_is_run_priced_and_counted(tmp_path):
 
 
 def test_the_price_of_a_program_is_that_of_its_layers(tmp_path):
-    """Layers priced one by one for a search, and the operations of a compiled program, cost the same.
+    """Layers whose costs are computed one by one for a search cost the same as the operations of a compiled program.
 
-    Only messages that travel behind other layers are waited for less in the program: redistributions between branches.
+    Only messages that overlap with other layers wait less in the program: redistributions between branches.
     """
     path = tmp_path / "nothing.py"
     path.write_text(OWN + "return program\n")
@@ -160,7 +161,7 @@ def test_overlap_keeps_the_bits(name):
 
 
 def test_what_overlap_hides_is_priced(tmp_path):
-    """Halos that travel behind kernels of other layers are waited for less; their times stay."""
+    """With the overlap pass the simulation waits less for halos behind kernels of other layers; kernel times stay."""
     path = tmp_path / "nothing.py"
     path.write_text(OWN + "return program\n")
     machine = Machine.load("lassen")
@@ -182,7 +183,8 @@ def test_what_overlap_hides_is_priced(tmp_path):
 
 @pytest.mark.parametrize("name", CASES)
 def test_overlap_moves_starts_and_finishes_and_nothing_else(name):
-    """Runs, and messages, keep their order; a message spans at least the runs that it spanned before."""
+    """The overlap pass keeps the order of kernels and of messages; a message spans at least as many kernels as before.
+    """
     network, longer = CASES[name](), 0
     for strategy in strategies(network, 4):
         program = program_of(network, strategy, Target(BATCH, 4, 1))
@@ -198,7 +200,7 @@ def test_overlap_moves_starts_and_finishes_and_nothing_else(name):
 
 
 def separate():
-    """Return a network with activations as layers: four can be fused, one has an input that another layer reads."""
+    """Return a network with activation layers: four can be fused, one has an input that another layer reads."""
     x = hg.Input((12, 10, 3), name="x")
     y = hg.ReLU(name="relu1")(hg.Conv(4, 3, padding=1, name="conv1")(x))
     z = hg.Conv(4, 3, padding=1, name="conv2")(y)
@@ -255,7 +257,7 @@ def test_fused_activations_cost_nothing_of_their_own():
 
 
 def branches():
-    """Return two strided convolutions of one value and their sum: its gradient is read by both."""
+    """Return a network with two strided convolutions of one value and their sum, whose gradient both read."""
     x = hg.Input((16, 12, 3), name="x")
     y = hg.Conv(4, 3, padding=1, name="stem")(x)
     y = hg.Add(name="sum")(*(hg.Conv(4, 3, stride=2, padding=1, name=name)(y) for name in ("left", "right")))
@@ -266,7 +268,9 @@ def branches():
 @pytest.mark.parametrize("scheme", ["per_layer", "bucketed", "sharded", "blocking"])
 @pytest.mark.parametrize("grid", [{"height": 2}, {"height": 3}, {"sample": 2, "height": 2}, {"height": 2, "width": 2}])
 def test_overlap_keeps_the_order_of_messages_on_all_ranks(grid, scheme):
-    """Sums of gradients included: a transport that pairs messages by their order would wait for ever otherwise."""
+    """The overlap pass keeps the order of messages and gradient sums on every rank; otherwise transports could
+    deadlock.
+    """
     for make in (branches, CASES["zoo"], CASES["unet"], CASES["resnet"]):
         network = make()
         plain = Strategy(grid, bucket_bytes=2048, reduction=Scheme(scheme))
@@ -278,7 +282,8 @@ def test_overlap_keeps_the_order_of_messages_on_all_ranks(grid, scheme):
 
 @pytest.mark.parametrize("scheme", ["sharded", "bucketed"])
 def test_operations_on_gradients_stand_once_where_a_program_begins_with_a_redistribution(scheme):
-    """The redistribution of an input has two segments of one name: where it starts, and where it ends."""
+    """Each operation on gradients occurs once, also if the overlap pass splits the segment of a redistribution in two.
+    """
     x = hg.Input((12, 12, 3), name="x")
     first = hg.Conv(4, 3, padding=1, name="first")(x)
     y = hg.Add(name="sum")(first, hg.Conv(4, 3, padding=1, name="second")(x))

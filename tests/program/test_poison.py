@@ -1,4 +1,4 @@
-"""Tests of wrong declarations of reads and writes: an executor with `debug`, and `check_layer`, find them."""
+"""Tests that an executor with `debug` and `check_layer` find wrong declarations of reads and writes."""
 
 import re
 
@@ -111,7 +111,7 @@ class WritesWhatItReads(Right):
 
 
 class AddsUp(Right):
-    """Layer that reads the previous contents of y."""
+    """Layer that wrongly reads the previous contents of y."""
 
     @reads("work")
     @writes("y", "work")
@@ -131,7 +131,7 @@ class Silent(Right):
 
 
 def step(make, debug=True):
-    """Train one step of a small network with the layer, on all ranks."""
+    """Train one step of a small network with a layer from `make`, on all ranks. Collective."""
     x, target = hg.Input((6, 5, 2), "x"), hg.Input((6, 5, 2), "target")
     y = hg.Conv(2, 3, padding=1, name="behind")(make(hg.Conv(2, 3, padding=1, name="before")(x)))
     network = hg.Network({"loss": hg.MeanSquaredError(name="loss")(y, target)})

@@ -1,4 +1,4 @@
-"""Tests of outputs that are computed again: the same bits, fewer bytes, the same messages."""
+"""Tests of outputs that backward computes again: the same bits, less memory, the same messages."""
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ BATCH = 4
 
 
 def noisy():
-    """Return a network with layers that draw numbers, and one whose gradient reads its input."""
+    """Return a network with random layers, and one whose gradient reads its input."""
     x, target = hg.Input((8, 8, 3), name="x"), hg.Input((8, 8, 4), name="target")
     y = hg.BatchNorm(activation="relu")(hg.Conv(4, 3, padding=1)(x))
     y = hg.Dropout(0.3)(y)
@@ -36,7 +36,7 @@ def noisy():
 
 
 def trained(comm, network, strategy, dtype="float64", backend="numpy", debug=False):
-    """Return losses, parameters and states after some steps, the messages of the last one, and the program."""
+    """Return losses, parameters and states after four steps, the messages of the last one, and the program."""
     with Executor(network, comm, get_backend(backend), BATCH, strategy, dtype, seed=3, debug=debug) as executor:
         trainer, losses = Trainer(executor, SGD(executor.store, momentum=0.9), Constant(0.05)), []
         for step in range(4):
@@ -86,7 +86,7 @@ def test_the_same_bits_by_onednn(name):
 
 
 def test_what_has_other_effects_or_is_read_later_is_kept():
-    """A layer of a user may count its calls; an output of the network is read after the step."""
+    """Outputs of custom layers, which may have side effects, and of the network are not computed again."""
     calls = []
 
     class Counts(hg.Layer):
@@ -145,7 +145,7 @@ class _Uses(Operation):
 
 @st.composite
 def programs(draw):
-    """Draw operations on buffers of several sizes, some of which are released and written again."""
+    """Draw operations on buffers of several sizes, some of which are released and used again."""
     sizes = draw(st.lists(st.integers(1, 400), min_size=1, max_size=8))
     buffers = [Buffer((size,), np.dtype("uint8"), "transient") for size in sizes]
     operations = []

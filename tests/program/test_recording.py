@@ -1,4 +1,4 @@
-"""Tests of the graphs of a pass: their contents, and that no call changes its position."""
+"""Tests of the recorded graphs of a pass: their contents, and that no call changes its position."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,7 +8,7 @@ from halograd.program.recording import Item, apart, sections
 
 @st.composite
 def passes(draw):
-    """Return a pass of kernels and messages with paired ends, some of which a graph cannot hold."""
+    """Draw a pass of kernels and messages with paired starts and finishes, some of which a graph cannot contain."""
     items, open_pairs, number = [], [0], 1
     for at in range(draw(st.integers(0, 14))):
         what = draw(st.sampled_from(["kernel", "kernel", "start", "finish", "again"]))
@@ -44,7 +44,8 @@ def test_graphs_hold_whole_pairs_and_only_what_they_may(items, elsewhere):
 
 @given(passes())
 def test_graphs_are_as_long_as_they_can_be(items):
-    """A pair stays out only because of an end, or of something in between, that a graph cannot hold."""
+    """Graphs are as long as possible: a pair is excluded only because a call of it or between them cannot be recorded.
+    """
     out = apart(items)
     for pair in out:
         ends = [at for at, item in enumerate(items) if item.pair == pair]
@@ -56,7 +57,7 @@ def test_graphs_are_as_long_as_they_can_be(items):
 
 
 def test_a_sum_of_the_pass_before_is_in_no_graph():
-    """Running statistics are awaited, then started again. A graph would start a sum for which no graph waits."""
+    """A sum that the previous pass has started is in no graph, because no graph would wait for it."""
     items = [Item(print, "bn", pair=0), Item(print, "bn"), Item(print, "bn"), Item(print, "bn", pair=0, starts=True)]
     assert apart(items) == {0}
     assert [section.graph for section in sections(items, {0})] == [False, True, False]

@@ -1,4 +1,4 @@
-"""The page about a run: its content for runs of every kind, and the escaping of HTML."""
+"""Tests of the page about a run: its content for runs of every kind, and the escaping of HTML."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def trained(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def begun(trained, tmp_path) -> Path:
-    """Return the directory of the same run just after its start."""
+    """Return the directory of a run just after its start."""
     log = tmp_path / "begun" / "log.jsonl"
     log.parent.mkdir()
     log.write_text((trained / "log.jsonl").read_text().splitlines()[0] + "\n")
@@ -53,7 +53,7 @@ def begun(trained, tmp_path) -> Path:
 
 
 def page_of(directory: Path, out: Path, **options) -> tuple[str, list[str]]:
-    """Return the page, which must be complete and load nothing, and the list of missing parts."""
+    """Return the text of the page, which must be complete and load nothing, and the list of missing parts."""
     left_out = write_page(read_record(directory), out, **options)
     text = out.read_text()
     assert not re.search(r"<script|<link|src=\"(?!data:)|url\(|@import", text)
@@ -218,7 +218,7 @@ def test_rows_go_from_the_best_to_the_worst():
 
 
 def halograd(capsys, *arguments: object) -> tuple[int, str, str]:
-    """Return exit code and output."""
+    """Return exit code, stdout and stderr of a command."""
     code = run([str(argument) for argument in arguments])
     return code, *capsys.readouterr()
 
@@ -239,7 +239,7 @@ def test_the_commands(begun, trained, tmp_path, capsys):
 
 
 def test_status_needs_no_mpi(trained):
-    """Login nodes may not have an MPI."""
+    """`halograd status` loads no MPI, which login nodes may lack."""
     code = (
         "import sys; sys.argv = ['halograd', 'status', sys.argv[1]]\n"
         "from halograd.cli.run import run\n"
@@ -250,7 +250,7 @@ def test_status_needs_no_mpi(trained):
 
 
 def test_details_that_are_none(trained, begun, tmp_path):
-    """A missing, changed or foreign file raises an error; without one the page shows how to create it."""
+    """A missing, changed or foreign file of details is an error; without one the page shows how to create it."""
     record = read_record(begun)
     other, changed = tmp_path / "other.json", tmp_path / "changed.json"
     other.write_text('{"a": 1}')
@@ -271,7 +271,7 @@ def test_details_that_are_none(trained, begun, tmp_path):
 
 
 def test_many_classes(trained, tmp_path):
-    """The table ends after 50 classes; a picture with unreadably small numbers is left out."""
+    """The table ends after 50 classes, and a picture with too small text is left out."""
     found, classes = json.loads((trained / "evaluation.json").read_text()), 60
     counts = np.arange(classes**2).reshape(classes, classes)
     found["predictions"][0] |= {"confusion": counts.tolist(), "by_class": by_class(counts)}

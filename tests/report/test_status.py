@@ -1,4 +1,4 @@
-"""The state of a run, from logs of every kind."""
+"""Tests of the state of a run, from logs of every kind."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def now(monkeypatch):
 
 
 def log_of(steps: int, seconds: float = 0.5, validation: float = 5.0, begin: int = 0, at: float = 1000.0) -> list[dict]:
-    """Return lines of a job with these steps and a validation after every epoch; the first step begins at `at` [s]."""
+    """Return the log of a job with these steps, and a validation after every epoch; the first step begins at `at` [s].
+    """
     lines: list[dict] = [{**BEGIN, "step": begin, "time": at}]
     for step in range(begin + 1, steps + 1):
         at += seconds
@@ -56,12 +57,12 @@ def write(folder: Path, lines: list[dict], tail: str = "", age: float = 0.0) -> 
 
 
 def written(path: Path, age: float = 0.0) -> None:
-    """Set the time of a file to so long ago [s]."""
+    """Set the modification time of a file to `age` seconds ago."""
     os.utime(path, (NOW - age, NOW - age))
 
 
 def test_a_run_under_way(tmp_path):
-    """Over two epochs a step takes 0.5 s, plus its share of a validation of 5 s."""
+    """A running job's status has its speed: 0.5 s per step, plus the share of a validation of 5 s."""
     folder = write(tmp_path, log_of(35), '{"event": "st')
     phases = {"halo": {"communication": 2.0, "blocked": 0.5, "overlap": 75.0}, "forward": {"seconds": 1.0}}
     with (folder / "log.jsonl").open("a") as file:
@@ -127,7 +128,7 @@ def test_how_a_run_ended(tmp_path, lines, state, detail):
 
 
 def test_a_run_that_goes_on_after_a_failure(tmp_path):
-    """State and speed of the previous job are ignored."""
+    """The status of a restarted run ignores state and speed of the previous job."""
     failed = {"event": "failed", "rank": 2, "host": "n17", "cause": "gone", "at_step": 20}
     status = status_of(read_record(write(tmp_path, [*log_of(20), failed, *log_of(26, 2.0, begin=20, at=9000.0)])))
     assert status.state == "running" and status.seconds_per_step == pytest.approx(2.0)
@@ -155,7 +156,7 @@ def test_a_log_of_an_old_version(tmp_path):
 
 
 def test_a_checkpoint_that_has_just_been_removed(tmp_path):
-    """If the run removes it meanwhile, the next newest one is reported, or none."""
+    """If a checkpoint is removed during the status, the next newest one is reported, or none."""
     folder = write(tmp_path, log_of(35)) / "checkpoints"
     folder.mkdir()
     (folder / "latest.h5").symlink_to("step-00000030.h5")

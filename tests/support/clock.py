@@ -1,4 +1,4 @@
-"""A clock that tests set and advance, in place of the module `time` in modules of the library."""
+"""Clock that tests set and advance, in place of the module `time` in modules of the library."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class DrivenClock:
         self.tick = tick
 
     def drive(self, monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> DrivenClock:
-        """Replace `time` in these modules, which say ``import time``, by this clock."""
+        """Replace the module `time` in these modules by this clock."""
         for module in modules:
             monkeypatch.setattr(module, "time", self)
         return self
@@ -54,7 +54,7 @@ class DrivenClock:
 
 
 def network_clock(monkeypatch: pytest.MonkeyPatch) -> DrivenClock:
-    """Fixture: this rank's clock, by which emulated messages and sums travel; it advances when the rank waits for them.
+    """Return this rank's clock for emulated messages and sums; it advances when the rank waits for them.
 
     Ranks leave a barrier at the time of the last of them.
     """

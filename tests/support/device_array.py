@@ -1,4 +1,4 @@
-"""A double of CuPy's arrays over NumPy memory, which refuses what CuPy refuses and counts when the host would wait.
+"""Double of CuPy's arrays over NumPy memory, which rejects what CuPy rejects and counts waits of the host.
 
 The behaviour is that of CuPy's sources (`cupy/_core/core.pyx`, `_kernel.pyx`, `_manipulation/basic.py` of version 14):
 ufuncs and functions of NumPy dispatch to it; an array of the host among the operands raises TypeError, as does a
@@ -57,7 +57,7 @@ def unwrap(value: Any) -> Any:
 
 
 class DeviceArray(NDArrayOperatorsMixin):
-    """An array of a :class:`FakeDevice`.
+    """Array of a :class:`FakeDevice`.
 
     Attributes
     ----------
@@ -108,7 +108,7 @@ class DeviceArray(NDArrayOperatorsMixin):
 
     @property
     def data(self) -> Any:
-        """Address of the array, as `ptr`."""
+        """Address of the first element, as the attribute `ptr`, as in CuPy."""
         return SimpleNamespace(ptr=self.memory.__array_interface__["data"][0])
 
     @property

@@ -1,7 +1,7 @@
 """Doubles of CuPy's streams, events and memory of other processes, which record every call and execute it late.
 
 The kernels' stream executes its operations at once. All other streams execute an operation only when something waits
-for it: a read that comes too early and a write that comes too soon give wrong numbers, and the trace shows operations
+for it: a read that comes too early and a write that comes too soon give wrong values, and the trace contains operations
 that were not ordered at all.
 """
 
@@ -56,7 +56,7 @@ class Shared:
 
 
 class FakeEvent:
-    """A double of ``cupy.cuda.Event``. A wait is for the last record before it, and there must be one."""
+    """Double of ``cupy.cuda.Event``. A wait is for the last record before it; without a record it is an error."""
 
     def __init__(self, cuda: FakeCuda, timed: bool, interprocess: bool) -> None:
         assert not (timed and interprocess), "Timing must be disabled for interprocess events"
@@ -83,7 +83,7 @@ class FakeEvent:
 
     @property
     def done(self) -> bool:
-        """Return whether the event has happened: from the third call on, or at once if it was not recorded."""
+        """Return whether the event is complete: from the third call on, or at once if it was not recorded."""
         self._cuda.seen()
         self._polls += 1
         if self.stream is None or self._polls < 3:
@@ -97,7 +97,7 @@ class FakeEvent:
         self._cuda.host_waits(self)
 
     def come_to(self) -> None:
-        """Return when the stream has reached the last record."""
+        """Wait until the stream has reached the last record."""
         version = int(self.counts[0])
         if self.stream is not None:
             self.stream.run_to(self.position)
@@ -111,7 +111,9 @@ class FakeEvent:
 
 
 class FakeStream:
-    """A double of ``cupy.cuda.Stream``, which executes at once if it is the kernels' stream, otherwise when it must."""
+    """Double of ``cupy.cuda.Stream``: the kernels' stream executes immediately, another one when something waits for
+    it.
+    """
 
     def __init__(self, cuda: FakeCuda, non_blocking: bool = False, priority: int = 0, kernels: bool = False) -> None:
         assert non_blocking, "a stream that the null stream would hold up"
@@ -171,7 +173,7 @@ class FakeStream:
         return self.use()
 
     def __exit__(self, *exception: object) -> None:
-        """Restore, as CuPy does, the stream of the enclosing ``with``; outside of any, the device's."""
+        """Restore the stream of the enclosing ``with``, as CuPy does; without one, the device's stream."""
         stack = self._cuda.local.stack
         stack.pop()
         (stack[-1] if stack else self._cuda.compute).use()
@@ -183,7 +185,7 @@ def _come_to(event: FakeEvent, version: int) -> None:
 
 
 class FakeCuda:
-    """Streams and events of one device, and memory that processes share: ``cupy.cuda`` without NCCL."""
+    """Double of ``cupy.cuda`` without NCCL: streams and events of one device, and memory that processes share."""
 
     def __init__(self, trace: Trace, waited: Callable[[FakeEvent], None], seen: Callable[[], None]) -> None:
         self.trace, self._waited, self.seen = trace, waited, seen
@@ -205,7 +207,7 @@ class FakeCuda:
 
     @property
     def current(self) -> FakeStream:
-        """The current stream of this thread."""
+        """Return the current stream of this thread."""
         return getattr(self.local, "stream", self.compute)
 
     def host_waits(self, event: FakeEvent) -> None:
@@ -264,7 +266,7 @@ class FakeCuda:
 
 
 class FakeCupy:
-    """The part of the module ``cupy`` that transports use."""
+    """Double of the part of the module ``cupy`` that transports use."""
 
     def __init__(self, cuda: FakeCuda, make: Callable[[np.ndarray], Any], address: str = "0000:00:00.0") -> None:
         self._make = make

@@ -1,4 +1,4 @@
-"""A double of a GPU: arrays that the host cannot read, copies that complete late, and a count of the host's waits."""
+"""Double of a GPU: arrays that the host cannot read, copies that complete late, and a count of the host's waits."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ POISON = 0xA5
 
 
 class FakeTicket:
-    """A position in the queue of a :class:`FakeDevice`, or copies on another stream that have not been joined yet.
+    """Position in the queue of a :class:`FakeDevice`, or copies on another stream that have not been joined yet.
 
     Attributes
     ----------
     copies
         Array, pinned memory and its values, of an upload ahead; None for a position in the queue. A loader's thread
-        makes the ticket and the main thread joins it: the ticket holds them, as both would change a list of the device.
+        creates the ticket and the main thread joins it, so the ticket holds the copies, and not the device.
     """
 
     def __init__(self, device: FakeDevice, copies: list[tuple[DeviceArray, np.ndarray, np.ndarray]] | None = None):
         self.device, self.number, self.copies, self._polls = device, device.number, copies, 0
 
     def done(self) -> bool:
-        """Return True at the third call: operations take time."""
+        """Return True from the third call on, because operations take time."""
         self.device.seen()
         self._polls += 1
         if self._polls > 2:
@@ -57,8 +57,7 @@ class FakeTicket:
 
 
 class FakeDevice(Device):
-    """A device that executes kernels at once, in the order of the queue; copies to the host complete when they are
-    awaited.
+    """Device that executes kernels at once, in the order of the queue; copies to the host complete when they are awaited.
 
     Until then pinned memory that a download goes to is poisoned, and memory that an upload comes from must not change.
 
@@ -71,16 +70,16 @@ class FakeDevice(Device):
     waits
         Number of the host's waits for a ticket.
     idled
-        Number of these waits for the last operation of the queue: the device then had nothing to do.
+        Number of these waits for the last operation of the queue, after which the device is idle.
     allocations
-        Number of arrays made so far.
+        Number of arrays created so far.
     strangers
         Threads that used the device without `use`: CUDA would open a context on the first device of the machine.
     operations
-        Operations on arrays that CuPy carries out itself: ufuncs, copies, casts, fills, reductions, each of which takes
+        Operations on arrays that CuPy executes itself: ufuncs, copies, casts, fills, reductions, each of which takes
         the host several times as long as a launch.
     library_calls
-        Kernels that a backend has of cuDNN or cuBLAS.
+        Number of kernels that a backend takes from cuDNN or cuBLAS.
     """
 
     name = "fake:0"
@@ -140,7 +139,7 @@ class FakeDevice(Device):
         self._uploads = [i for i in self._uploads if i[0] > number]
 
     def _settle_uploads(self, pinned: np.ndarray) -> None:
-        """Check that the source of no upload has changed before the upload completed."""
+        """Check that the pinned memory of pending uploads has not changed, and remove these uploads from the list."""
         for _, other, values in self._uploads:
             if other is pinned:
                 assert np.array_equal(_bytes(other), _bytes(values)), "pinned memory changed while it was copied"
@@ -220,9 +219,7 @@ class FakeDevice(Device):
         return 1e-6 * (second.number - first.number)
 
     def capture(self, run: Any) -> Any:
-        """Capture as a CUDA graph does, but execute the operations at once; the first launch, which follows, does
-        nothing.
-        """
+        """Execute the operations and return a graph of them, as a CUDA graph; its first launch does nothing."""
         before = len(self.synchronizations), self.waits
         self.recording = recorded = _Recorded(run)
         try:
@@ -240,7 +237,7 @@ class FakeDevice(Device):
 
 
 class _Recorded:
-    """The content of a CUDA graph; it lives as long as a reference to it."""
+    """Double of a CUDA graph; its content lives as long as a reference to it."""
 
     def __init__(self, run: Any) -> None:
         self._run, self._done = run, True
@@ -269,7 +266,7 @@ def mapped(value: Any, change: Any) -> Any:
 
 
 def operands(args: Any) -> list[Any]:
-    """Yield the arguments of a factory of kernels one by one, and the items of lists and dataclasses."""
+    """Return the arguments of a kernel factory one by one, including the items of lists and dataclasses."""
     found: list[Any] = []
     mapped(list(args), lambda value: found.append(value) or value)
     return found
@@ -285,7 +282,7 @@ def _bytes(array: np.ndarray) -> np.ndarray:
 
 
 class Counted(LossKernel):
-    """A kernel of another backend, which is executed by another function."""
+    """Loss kernel of another backend, which is executed by a given function."""
 
     def __init__(self, run: Any, made: Any) -> None:
         super().__init__(run, made.impl, made.workspace_bytes, made.close)
@@ -312,7 +309,7 @@ def _delegated(name: str) -> Any:
 
 
 class _Delegated(Backend):
-    """A backend whose own methods, with and without a reference in the interface, are those of another one."""
+    """Backend whose methods are those of another backend."""
 
     locals().update(
         {f"_{name}": _delegated(f"_{name}") for name in dir(Backend) if callable(getattr(Backend, f"_{name}", None))}
@@ -412,7 +409,7 @@ class FakeBackend(_Delegated):
         return tensor_core_channels(channels, dtype)
 
     def _suited(self, array: Any, x: Any) -> Any:
-        """Return parameters as cuDNN takes them: in the images' dtype, converted at every call if theirs is another."""
+        """Return parameters in the dtype of the images, as cuDNN needs them; a copy if their own dtype differs."""
         same = array is None or array.dtype == x.dtype or self.cuda is None
         return array if same else self.empty(array.shape, x.dtype)
 

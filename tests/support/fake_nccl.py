@@ -1,4 +1,4 @@
-"""A double of ``cupy.cuda.nccl`` over MPI, which refuses wrong calls and executes when its stream must.
+"""Double of ``cupy.cuda.nccl`` over MPI, which rejects wrong calls and executes when its stream does.
 
 The double compares the ranks' arguments when a call executes: all ranks make the same call, in the same order, with
 matching sizes. Addresses must be of device memory, streams must be streams, counts and constants those of NCCL.
@@ -35,7 +35,7 @@ _BY_NUMBER = dict(DTYPES.values())
 
 
 class FakeNccl:
-    """The module, for the device of one rank.
+    """Double of the module for the device of one rank.
 
     Parameters
     ----------
@@ -120,7 +120,7 @@ class FakeNccl:
 
 
 class FakeCommunicator:
-    """A double of ``cupy.cuda.nccl.NcclCommunicator``, whose constructor blocks until all members are there."""
+    """Double of ``cupy.cuda.nccl.NcclCommunicator``, whose constructor blocks until all members have called it."""
 
     def __init__(self, nccl: FakeNccl, size: int, unique: bytes, rank: int) -> None:
         assert isinstance(unique, bytes) and len(unique) == 128 and 0 <= rank < size
@@ -205,7 +205,7 @@ class FakeCommunicator:
 
     # -- running --------------------------------------------------------------------------------
     def run(self, calls: list[Any]) -> None:
-        """Execute the calls of a group as soon as all partners execute theirs."""
+        """Execute the calls of a group; it completes when all partners execute theirs."""
         if self.dead:
             return
         requests, received = [], []

@@ -1,4 +1,4 @@
-"""Overwriting of memory that no operation declares: a read of it gives a wrong result."""
+"""Function that overwrites memory which no operation declares, so that a read of it gives a wrong result."""
 
 from functools import partial
 from weakref import WeakKeyDictionary
@@ -9,9 +9,7 @@ __all__ = ["overwrite"]
 
 
 def overwrite(monkeypatch):
-    """Overwrite in every step each buffer after its last declared use and before its first one, on a backend of the
-    host.
-    """
+    """In every step, overwrite each host buffer before its first declared use and after its last one."""
     made, uses = Runner._call, WeakKeyDictionary()
 
     def called(self, operation):

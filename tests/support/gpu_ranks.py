@@ -1,4 +1,4 @@
-"""Ranks that each have a double of a GPU, and the checks of everything that they have enqueued."""
+"""Ranks that each have a double of a GPU, and checks of all operations that they enqueue."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["Rank", "gathered", "gpu_ranks", "steps"]
 
 
 class Rank:
-    """One rank and its double of a GPU.
+    """Rank and its double of a GPU.
 
     Attributes
     ----------
@@ -37,7 +37,7 @@ class Rank:
         self.choice: Any = None
 
     def trace_barriers(self, monkeypatch: Any) -> None:
-        """Record the barriers of this communicator in the traces: they order the hosts."""
+        """Record the barriers of this communicator in the traces, because they order the hosts."""
         comm, trace, barrier, count = self.comm, self.device.trace, self.comm.barrier, itertools.count()
 
         def traced() -> None:
@@ -52,9 +52,9 @@ class Rank:
 
 @contextmanager
 def gpu_ranks(monkeypatch: Any, transport: str, sharing: bool = False, **options: Any) -> Iterator[Rank]:
-    """Open a communicator over MPI's ranks, each with a double of its own (or all with the same one).
+    """Open a communicator over MPI's ranks, each with a separate double of a GPU, or all with the same one.
 
-    With the transport ``"none"`` no transport is chosen yet. At the end the traces of all ranks are checked together.
+    With the transport ``"none"`` no transport is selected yet. At the end the traces of all ranks are checked together.
     """
     world = MPI.COMM_WORLD.Dup()
     folder = Path(world.bcast(tempfile.mkdtemp(prefix="halograd-nccl-") if world.rank == 0 else None))
@@ -84,10 +84,10 @@ def gpu_ranks(monkeypatch: Any, transport: str, sharing: bool = False, **options
 
 
 def gathered(mpi: MPI.Intracomm, device: StreamDevice) -> list[list[Entry]] | None:
-    """Return the traces of all ranks on the first rank. Collective."""
+    """Return the traces of all ranks on rank 0, None on the others. Collective."""
     return mpi.gather(device.trace.entries)
 
 
 def steps(entries: list[Entry]) -> list[str]:
-    """Return a readable list of entries: the names of operations and of marks."""
+    """Return the names of the operations and marks of a trace."""
     return [entry.name for entry in entries if entry.kind in ("op", "mark")]

@@ -1,4 +1,4 @@
-"""Faults of one rank: at a call of a given function, or at the n-th call of any function of the library."""
+"""Injected faults of one rank: at a call of a given function, or at the n-th call of any function of the library."""
 
 from __future__ import annotations
 
@@ -79,8 +79,7 @@ def refusing(name: str, number: int, part: str = "") -> Iterator[list[str]]:
 
 
 class AtCall:
-    """A tracer that raises :class:`Injected` at the n-th call of a library function on this thread; without `n` it
-    counts.
+    """Tracer that raises :class:`Injected` at the n-th call of a library function on this thread; without `n` it counts.
 
     Attributes
     ----------
@@ -104,7 +103,7 @@ class AtCall:
         sys.unraisablehook = self._lost
 
     def _on_lost(self, lost: Any) -> None:
-        """Raise at the next call if a generator that was being freed has swallowed the fault."""
+        """Arrange the fault again, for the next call, if the end of a freed generator has swallowed it."""
         if not isinstance(lost.exc_value, Injected):
             self._lost(lost)
             return

@@ -17,7 +17,7 @@ TIMES = 3
 
 
 def traced(run: Callable[[], object]) -> tuple[int, int]:
-    """Return the peak of memory [B] that `run` allocates, and the memory that it leaves allocated. Local.
+    """Return the peak of memory [B] that `run` allocates, and the memory that remains allocated after it. Local.
 
     `run` is called `TIMES` times, on every rank if it communicates.
     """

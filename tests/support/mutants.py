@@ -1,4 +1,4 @@
-"""Mutants of TOML and JSON documents: bytes flipped, tokens swapped, values of other types and sizes at any place.
+"""Mutants of TOML and JSON documents: flipped bytes, exchanged tokens, values of other types and sizes anywhere.
 
 A mutant depends on its document and its number alone, so that a fault can be reproduced.
 """
@@ -71,7 +71,7 @@ class _Raw(str):
 
 
 def mutant(document: str, kind: str, number: int) -> bytes:
-    """Return the mutant of this number of a document of ``"toml"`` or ``"json"``."""
+    """Return mutant `number` of a ``"toml"`` or ``"json"`` document."""
     draw = random.Random(f"{kind} {number} {len(document)}")
     if draw.random() < 0.2:
         return _flipped(document.encode(), draw)
@@ -120,7 +120,7 @@ def _shuffled(document: str, draw: random.Random) -> str:
 
 
 def _changed(data: Any, draw: random.Random) -> Any:
-    """Return the document with one value or key changed."""
+    """Return a copy of the document with one value or key changed."""
     data = copy.deepcopy(data)
     places = list(_places(data))
     if not places or draw.random() < 0.02:
@@ -150,7 +150,7 @@ def _odd(draw: random.Random) -> Any:
 
 
 def _nudge(table: Any, key: Any, draw: random.Random) -> None:
-    """Return another value of the same type, or the same value as another type."""
+    """Replace a value by another one of the same type, or by the same value as another type."""
     value = table[key]
     if isinstance(value, bool):
         table[key] = draw.choice((not value, int(value), str(value).lower()))

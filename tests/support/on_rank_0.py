@@ -1,4 +1,4 @@
-"""Work of one rank that the others wait for asleep, so that it has the cores."""
+"""Work of rank 0 during which the other ranks sleep, so that it has the cores."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Result = TypeVar("Result")
 
 
 def on_rank_0(comm: MPI.Intracomm, work: Callable[[], Result]) -> Result:
-    """Return what `work` returns on rank 0, on all ranks; it skips or fails the test on all of them. Collective.
+    """Return what `work` returns on rank 0, on all ranks; a skip or a failure on rank 0 applies to all. Collective.
 
-    MPI waits by polling: ranks that wait in a barrier would take the cores from the one that works.
+    MPI waits by polling, so ranks that wait in a barrier would take the cores from rank 0.
     """
     result, kind, text, error = None, "passed", "", None
     if comm.rank == 0:

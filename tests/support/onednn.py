@@ -19,6 +19,6 @@ def opened(name: str) -> Backend:
 
 @pytest.fixture(scope="module")
 def onednn() -> Iterator[Backend]:
-    """Fixture: oneDNN with one thread."""
+    """Return oneDNN with one thread."""
     with opened("onednn") as backend:
         yield backend

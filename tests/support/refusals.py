@@ -1,4 +1,4 @@
-"""Parametrized tests of refused input, one case per mistake."""
+"""Parametrized tests of rejected input, one case per mistake."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ def refusals(
     error: type[Exception] | tuple[type[Exception], ...] = ValueError,
     literal: bool = False,
 ) -> Callable[..., None]:
-    """Return a test that `call` of the first item of each pair, by default its own call, raises `error` with the
-    second.
+    """Return a test that `call` with each case's first item raises `error` with the message of its second item.
 
-    The second item is a pattern, or in `literal` cases the text itself.
+    By default `call` calls the first item. The second item is a pattern, or the text itself if `literal` is set.
     """
 
     @pytest.mark.parametrize(("wrong", "message"), cases)

@@ -34,7 +34,8 @@ NETWORKS = {
 
 @dataclass(frozen=True)
 class StepCounts:
-    """Counts of a step, as in :class:`tests.support.fake_device.FakeDevice`; `launches` are those of our own kernels.
+    """Operation counts of a step, as in :class:`tests.support.fake_device.FakeDevice`; `launches` are of our own
+    kernels.
     """
 
     operations: int
@@ -45,12 +46,12 @@ class StepCounts:
 def count_step(
     network: Network, cuda: Any, parts: Mapping[str, int], dtype: str = "float32", clip: float | None = None
 ) -> StepCounts:
-    """Return the counts of the third SGD step on the first rank of as many ranks as there are parts. Local.
+    """Return the counts of the third SGD step on rank 0; the number of ranks is the product of `parts`. Local.
 
     Parameters
     ----------
     cuda
-        Our kernels on a double of a device that lists the launches.
+        Our kernels on a double of a device that records the launches.
     """
     size, kernels = int(np.prod(list(parts.values()))), FakeBackend(cuda)
     # Nothing arrives from the others, who are not there: NCCL is given addresses, and asks CuPy for nothing.

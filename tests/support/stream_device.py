@@ -1,4 +1,4 @@
-"""A double of a GPU with streams, which traces its operations and executes those of transports late."""
+"""Double of a GPU with streams, which traces its operations and executes those of transports late."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ class StreamDevice(FakeDevice):
         return next((there for hi, there in found if there is not None and address + nbytes <= hi), None)
 
     def run(self, name: str, reads: Sequence[Any], writes: Sequence[Any], work: Any) -> Any:
-        """Record an operation and execute it when the current stream reaches it; on the kernels' stream return its
-        result.
+        """Record an operation and execute it when the current stream reaches it; return its result on the kernels'
+        stream.
         """
         stream, result = self.cuda.current, []
         memory = [[unwrap(a) for a in some if isinstance(a, DeviceArray)] for some in (reads, writes)]
@@ -77,7 +77,7 @@ class StreamDevice(FakeDevice):
 
 
 class StreamTicket(FakeTicket):
-    """A ticket whose waits are recorded in the trace."""
+    """Ticket whose waits are recorded in the trace."""
 
     device: StreamDevice
 
@@ -99,7 +99,7 @@ class StreamTicket(FakeTicket):
 
 
 class TracedArray(DeviceArray):
-    """An array of a :class:`StreamDevice`, which records every operation with the arrays that it reads and writes."""
+    """Array of a :class:`StreamDevice`, which records every operation with the arrays that it reads and writes."""
 
     device: StreamDevice
 
@@ -142,7 +142,7 @@ class TracedArray(DeviceArray):
 
 
 class StreamBackend(FakeBackend):
-    """NumPy's kernels on arrays of a :class:`StreamDevice`; each counts as a write of all its arrays."""
+    """Backend with NumPy's kernels on arrays of a :class:`StreamDevice`; each counts as a write of all its arrays."""
 
     def __init__(self, rank: int, address: str = "0000:00:00.0") -> None:
         super().__init__()

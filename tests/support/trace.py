@@ -1,4 +1,4 @@
-"""Traces of what ranks enqueue on a device's streams: operations and the events between them."""
+"""Traces of operations that ranks enqueue on a device's streams, and of the events between them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ COMPUTE = 1
 
 @dataclass(frozen=True)
 class Entry:
-    """One entry of a trace.
+    """Entry of a trace.
 
     Attributes
     ----------
     kind
-        ``"op"``: an operation on `stream`; ``"record"``, ``"wait"``: of `event` there; ``"host wait"``: the host waited
-        for `event`; ``"host record"``: the host signalled its progress to others; ``"mark"``: a name for this place.
+        ``"op"``: an operation on `stream`; ``"record"``, ``"wait"``: of `event` on `stream`; ``"host wait"``: the host
+        waited for `event`; ``"host record"``: the host signaled its progress to others; ``"mark"``: a named position.
     event
         The event and the number of its record.
     nccl
@@ -42,7 +42,7 @@ class Entry:
 
 @dataclass
 class Trace:
-    """The entries of one rank, in the order in which its host made them."""
+    """Trace of one rank: its entries, in the order in which its host added them."""
 
     rank: int
     entries: list[Entry] = field(default_factory=list)
@@ -58,7 +58,7 @@ class Trace:
             self.entries.append(Entry(kind, name, **more))
 
     def op(self, name: str, stream: int, reads: Sequence[Any] = (), writes: Sequence[Any] = (), **more: Any) -> None:
-        """Add an operation on arrays, or on ``(address, bytes)``."""
+        """Add an operation with the arrays, or ``(address, bytes)``, that it reads and writes."""
         self.add("op", name, stream=stream, reads=self.ranges(reads), writes=self.ranges(writes), **more)
 
     def ranges(self, arrays: Sequence[Any]) -> tuple[Range, ...]:
@@ -84,9 +84,7 @@ class Trace:
 
 
 def bounds(array: np.ndarray) -> tuple[int, int]:
-    """Return the address of an array's first byte and the address after its last one; they are equal for an empty
-    array.
-    """
+    """Return the addresses of an array's first byte and after its last one; equal for an empty array."""
     if not array.size:
         return 0, 0
     lo = hi = array.__array_interface__["data"][0]

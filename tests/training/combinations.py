@@ -60,7 +60,7 @@ class Draw:
 
 @dataclass
 class Case:
-    """A network and its training, all drawn from `seed`."""
+    """Network and its training, all drawn from `seed`."""
 
     seed: int
     network: hg.Network = field(init=False)
@@ -94,7 +94,7 @@ class Case:
         return Strategy(found.parts, found.layers, bucket_bytes=found.bucket_bytes, reduction=self.scheme)
 
     def arrays(self, step: int) -> dict[str, np.ndarray]:
-        """Return the inputs of a batch."""
+        """Return the inputs of the batch of a step."""
         draw = Draw(5, self.seed, step)
         return {name: self._array(draw, name, (self.batch, *i.shape)) for name, i in self.network.inputs.items()}
 
@@ -112,7 +112,7 @@ class Case:
 
 
 def _network(draw: Draw, ignored: int | None) -> hg.Network:
-    """Return a trunk of shared layers with a map of classes, a map of masks, and numbers per sample as outputs."""
+    """Return a trunk of shared layers; its outputs are a map of classes, a map of masks, and values per sample."""
     height, width = int(draw.rng.integers(4, 10)), int(draw.rng.integers(3, 8))
     x = hg.Input((height, width, 3), "x")
     normed = draw.chance(0.3)
@@ -139,7 +139,7 @@ def _network(draw: Draw, ignored: int | None) -> hg.Network:
 
 
 def _bending(draw: Draw, width: int) -> Callable[[Node, Node], Node]:
-    """Return a function that computes with values and numbers in one of several ways; its layers may be called
+    """Return a function that combines two values with other inputs in a random way; its layers may be called
     repeatedly.
     """
     settings, row = hg.Input((2,), "settings"), hg.Input((1, width, 8), "row")
@@ -161,7 +161,7 @@ def _bending(draw: Draw, width: int) -> Callable[[Node, Node], Node]:
 
 
 def _losses(draw: Draw, maps: Node, masks: Node, vector: Node, ignored: int | None) -> Any:
-    """Return a sum of losses: some are weighted, apply to training alone, or are divided by their weights."""
+    """Return a sum of losses, some of them with weights, for training only, or divided by their weights."""
     height, width, _ = maps.shape
     forms = [(height, width, 1), (1, width, 1), (height, 1, 1), (1, 1, 1), (1,)]
     many = [hg.Input(draw.one(*forms), f"weights{k}") for k in range(3)]
@@ -249,7 +249,7 @@ def _evaluated(case: Case, executor: Executor) -> dict[str, float | None]:
 
 
 def differences(found: Outcome, want: Outcome) -> list[str]:
-    """Return descriptions of all differences from the result of one process."""
+    """Return the descriptions of all differences from the outcome of one process."""
     wrong = [] if np.allclose(found.losses, want.losses, rtol=1e-10, atol=0) else [f"losses {found.losses}"]
     for key, value in want.scores.items():
         same = value == found.scores[key] if value is None else np.isclose(found.scores[key] or 0, value, rtol=1e-9)
@@ -263,7 +263,7 @@ def differences(found: Outcome, want: Outcome) -> list[str]:
 
 
 def main() -> int:
-    """Execute the command line; the last line gives the number of cases without differences."""
+    """Compare the cases of the command line; the last line gives the number of cases without differences."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--first", type=int, default=0)

@@ -1,5 +1,4 @@
-"""Fixtures: a run's folder that all ranks share, a small network for tests without layers, overwriting of freed memory.
-"""
+"""Fixtures: a configuration that all ranks share, kernels of a device's double, and stores of a small network."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ HOST_KERNELS = NumpyBackend()
 
 
 class Scale(Layer):
-    """A layer with parameters of given shapes: `w` with weight decay, `b` without, and a running `mean`."""
+    """Layer with parameters of given shapes: `w` with weight decay, `b` without, and a running `mean`."""
 
     def __init__(self, w: tuple[int, ...], name: str) -> None:
         super().__init__(name)
@@ -47,20 +46,20 @@ def _freed(monkeypatch):
 
 @pytest.fixture
 def config(request, comm, working):
-    """Fixture: the configuration of a run in the working folder, from `write` of the test's module if it has one."""
+    """Return the path of a run's configuration, written by the test module's `write` if it has one."""
     return write_shared(comm, working, getattr(request.module, "write", write_config))
 
 
 @pytest.fixture
 def kernels():
-    """Fixture: kernels of the double of a device."""
+    """Return kernels of the double of a device."""
     with FakeBackend() as opened:
         yield opened
 
 
 @pytest.fixture
 def make_store() -> Callable[..., ParameterStore]:
-    """Fixture: ``make_store(bucket_bytes=..., dtype=..., network=..., seed=...)`` makes a store."""
+    """Return a function that creates a store: ``make_store(bucket_bytes=..., dtype=..., network=..., seed=...)``."""
 
     def make(bucket_bytes: int = 1 << 20, dtype: str = "float64", seed: int = 0, **shape) -> ParameterStore:
         return ParameterStore(small_network(**shape), Memory(HOST_KERNELS), np.dtype(dtype), seed, bucket_bytes)

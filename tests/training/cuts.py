@@ -1,4 +1,4 @@
-"""Comparison of whole runs under several cuts of their samples with one process."""
+"""Comparison of whole runs under several cuts with runs of one process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CUTS: dict[int, list[dict[str, int]]] = {
 
 
 def overrides_of(cut: Mapping[str, int]) -> list[str]:
-    """Return the overrides of a configuration that set a cut."""
+    """Return the overrides of a configuration for a cut."""
     return [f"strategy.{axis}={n}" for axis, n in cut.items()]
 
 
@@ -34,13 +34,13 @@ def logged_losses(folder: Path) -> list[float]:
 def check_scores(comm: MPI.Comm, config: Path) -> dict[str, Any]:
     """Assert that a run of two epochs has the scores of one process under every cut. Collective over `comm`.
 
-    Predictions are written to the working folder: ``{number}.h5`` by the cut of that number, ``alone.h5`` by one
+    Predictions are written to the working folder: ``{number}.h5`` for the cut with this number, ``alone.h5`` for one
     process.
 
     Returns
     -------
     dict
-        On rank 0 the scores of one process, elsewhere nothing.
+        On rank 0 the scores of one process, elsewhere an empty dictionary.
     """
     found = []
     for number, cut in enumerate(CUTS[comm.size]):
@@ -65,11 +65,11 @@ def check_resumed(comm: MPI.Comm, config: Path, common: Sequence[str], cuts: Seq
     Parameters
     ----------
     config
-        The configuration. Runs are written beside it: ``cut{number}`` by all ranks, ``alone`` by one process.
+        The configuration. Runs are written next to it: ``cut{number}`` by all ranks, ``alone`` by one process.
     common
         Overrides of all runs.
     cuts
-        Further overrides, of each run by all ranks.
+        Further overrides of each run by all ranks.
     """
 
     def run(out: str, sets: Sequence[str], comm: MPI.Comm, parts: Sequence[int] = (1, 2)) -> dict[str, Any]:
@@ -92,7 +92,7 @@ TOLERANCE = 1e-9
 
 
 def curve(directory):
-    """Return the losses by step and the validations by epoch."""
+    """Return the losses by step, and the validation scores in order, from the log of a run."""
     losses = {e["step"]: e["loss"] for e in read_log(directory / "log.jsonl", "step")}
     metrics = [
         {k: v for k, v in e.items() if k not in ("event", "epoch", "step", "time")}

@@ -1,18 +1,18 @@
-"""Random damage to a checkpoint, and checks that a run resumes from the one before.
+"""Random damage to a checkpoint, and checks that a run resumes from the previous one.
 
 ::
 
     python -m tests.training.damage --count 10000
 
-A worker process does what a run with ``--resume`` does to a folder of two checkpoints, the newer of which is damaged.
-This process sees when it hangs or crashes. The outcomes:
+A worker process resumes, as a run with ``--resume`` does, from a folder of two checkpoints, the newer of which is
+damaged. This process detects hangs and crashes of the worker. The outcomes:
 
 detected
-    The older one was taken, bit for bit, with one thing to tell; the damaged one is set aside.
+    The older checkpoint was read, bit for bit, with one message; the damaged one is set aside.
 without effect
-    The newer one was taken and is bit for bit what was written.
+    The newer checkpoint was read, and is bit for bit what was written.
 accepted, refused, failed, hung, crashed
-    Other content was taken; nothing was taken; another error than the user's; no answer in time; the worker died.
+    Other content was read; no checkpoint was read; an unexpected error; no output in time; the worker died.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ LIMIT = scaled(120.0)  # for one case, against a hang [s]
 
 
 def make(seed: int) -> tuple[ParameterStore, Adam]:
-    """Return random parameters, states, moments and rounding residuals."""
+    """Return a store and an optimizer with random parameters, states, moments and rounding residuals."""
     memory, scheme = Memory(HOST_KERNELS), Scheme(payload="bfloat16")
     store = ParameterStore(small_network(), memory, np.dtype("float32"), scheme=scheme)
     optimizer, rng = Adam(store), np.random.default_rng(seed)
@@ -60,7 +60,7 @@ def make(seed: int) -> tuple[ParameterStore, Adam]:
 
 
 def write(path: Path, step: int) -> None:
-    """Write a checkpoint with everything that one can hold."""
+    """Write a checkpoint with all kinds of content."""
     store, optimizer = make(step)
     sampler = {"epoch": 4, "position": 2, "seed": 7, "batch": 4, "samples": 13, "shuffle": "epoch"}
     progress = TrainingProgress(
@@ -108,7 +108,7 @@ _SHARES = [0.7, 0.03, 0.05, 0.05, 0.05, 0.04, 0.05, 0.03]
 
 
 def work(folder: Path, seed: int, first: int, stop: int) -> None:
-    """Execute the cases and print a line for each: its number and its outcome."""
+    """Execute the cases, and print number and outcome of each in a line."""
     older, newer = folder / "step-00000001.h5", folder / "step-00000002.h5"
     for path, step in ((older, 1), (newer, 2)):
         write(path, step)
@@ -141,7 +141,7 @@ def outcome(folder: Path, contents: list[list[object]]) -> str:
 
 
 def lines(process: subprocess.Popen[str]) -> Iterator[str]:
-    """Yield lines of the worker until it ends, or prints nothing for too long."""
+    """Yield lines of the worker, until it ends or prints nothing until the limit."""
     assert process.stdout is not None
     while select.select([process.stdout], [], [], LIMIT)[0]:
         line = process.stdout.readline()
@@ -151,7 +151,7 @@ def lines(process: subprocess.Popen[str]) -> Iterator[str]:
 
 
 def campaign(count: int, seed: int = 1, program: str = "tests.training.damage", ranks: int = 1) -> Counter[str]:
-    """Run a number of cases of a program such as this one; return the count of each outcome."""
+    """Run `count` cases of a program such as this one; return the count of each outcome."""
     launch = [find_mpiexec(), "-n", str(ranks)] if ranks > 1 else []
     counted: Counter[str] = Counter()
     case = 0

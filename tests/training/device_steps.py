@@ -50,10 +50,7 @@ def train(
     graph=False,
     split=1,
 ):
-    """Return losses, parameters and the device's counts between the first and the last step, of batches in parts.
-
-    Collective.
-    """
+    """Return losses, parameters, and the device's counts between the first and the last step. Collective."""
     strategy = Strategy(parts, bucket_bytes=4096, **(reduction or {}))
     losses, counts = [], {}
     with Executor(network, comm, kernels, 4, strategy, dtype, seed=3, graph=graph, parts=split) as executor:
@@ -81,7 +78,7 @@ def assert_near(found, params, expected, wanted, bound):
 
 
 class Doubling(Layer):
-    """A layer that allocates arrays in every step."""
+    """Layer that allocates arrays in every step."""
 
     def output_shape(self, shape):
         return shape
@@ -104,7 +101,7 @@ ROUNDING = 2.0**-8  # half the distance of neighbors, relative
 
 
 def close(found, expected, params, ours, start, layers, where=""):
-    """Check losses up to one rounding of each layer's inputs and outputs, and updates up to a multiple of it."""
+    """Check losses up to one rounding per layer, and the updates of parameters up to a multiple of it."""
     np.testing.assert_allclose(found, expected, rtol=2 * layers * ROUNDING, err_msg=where)
     moved = np.sqrt(sum(np.sum((params[k] - start[k]) ** 2) for k in params))
     apart = np.sqrt(sum(np.sum((params[k] - ours[k].astype(np.float64)) ** 2) for k in params))
@@ -112,7 +109,7 @@ def close(found, expected, params, ours, start, layers, where=""):
 
 
 def both(name, comm, parts, **options):
-    """Train on the host and on the device, and check that results agree up to rounding in sums of another order."""
+    """Train on the host and on the device, and check that results agree up to the order of sums."""
     network = NETWORKS[name]()
     expected, params, _ = train(network, comm, NumpyBackend(), parts, **options)
     kernels = FakeBackend()

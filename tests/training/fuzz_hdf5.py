@@ -1,7 +1,7 @@
-"""Runs with damaged and odd HDF5 files: exit code 0 or 2, one line if refused, never a traceback or a hang.
+"""Runs with damaged and odd HDF5 files: exit code 0 or 2, one line if rejected, never a traceback or a hang.
 
-    python -m tests.training.fuzz_hdf5                        every mutation once, each in a process of its own
-    python -m tests.training.fuzz_hdf5 --rounds 20            the random parts of each drawn twenty times
+    python -m tests.training.fuzz_hdf5                        every mutation once, each in a separate process
+    python -m tests.training.fuzz_hdf5 --rounds 20            random parts of each drawn twenty times
     python -m tests.training.fuzz_hdf5 --ranks 2 --only virtual
 
 The program prints a line for every failed case, and one with the counts; its exit code is 1 if a case failed.
@@ -107,7 +107,7 @@ def forked(arguments: list[str], said: Path) -> tuple[int | None, str]:
 
 
 def judge(outcome: str, code: int | None, said: str) -> str | None:
-    """Return the error in the end of a run, None if there is none."""
+    """Return a description of the fault of a run's end; None if there is none."""
     errors = re.findall(r"^halograd: error: .*$", said, re.M)
     warnings = re.findall(r"^(?:halograd: |WARNING:).*data\.h5.*$", said, re.M)
     if code is None:

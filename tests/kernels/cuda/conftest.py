@@ -1,4 +1,4 @@
-"""The CUDA kernels as a CPU backend, for the tests in the parent folder."""
+"""Fixtures of the tests of CUDA kernels, which run as a CPU backend the tests of the parent folder."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ DTYPES = [np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.float16), BFLO
 
 @pytest.fixture(scope="session", params=PLACES)
 def host(request, tmp_path_factory) -> Iterator[HostLauncher]:
-    """Return the double of a device, or a real one if there is one (its mirror with ``HALOGRAD_CUDA_MIRROR``)."""
+    """Return a launcher: the double of a device, a GPU through the mirror, or the double through the mirror if
+    HALOGRAD_CUDA_MIRROR is set.
+    """
     folder: Path = tmp_path_factory.mktemp("cuda-on-the-host")
     real, mirrored = request.param == "gpu", bool(os.environ.get("HALOGRAD_CUDA_MIRROR"))
     if not real and compiler() is None:
@@ -38,7 +40,7 @@ def host(request, tmp_path_factory) -> Iterator[HostLauncher]:
 
 @pytest.fixture
 def backend(host) -> Iterator[Backend]:
-    """Return the kernels on the double, with threads in order."""
+    """Return the kernels on the launcher, with threads in forward order."""
     host.set_order(False)
     with HostBackend(host) as made:
         yield made
@@ -47,19 +49,19 @@ def backend(host) -> Iterator[Backend]:
 
 @pytest.fixture
 def cuda(backend) -> HostBackend:
-    """Return the same backend."""
+    """Return the backend under the name that tests of CUDA kernels use."""
     return backend
 
 
 @pytest.fixture
 def arrays(backend) -> Arrays:
-    """Return a factory of float32 arrays."""
+    """Return a factory of float32 arrays of the backend."""
     return Arrays(backend, np.float32)
 
 
 @pytest.fixture(params=[d for d in DTYPES if d.name != "float16"], ids=str)
 def typed(backend, host, request) -> Arrays:
-    """Return a factory of arrays of a dtype; for every second dtype, threads run in reverse order.
+    """Return a factory of arrays of a dtype; threads run in reverse order for float64.
 
     float16 differs from bfloat16 by two conversions: test_around.py.
     """
@@ -78,5 +80,5 @@ def typed(backend, host, request) -> Arrays:
     ids=str,
 )
 def precision(request):
-    """Return dtypes of parameters, their gradients, and a copy of them."""
+    """Return the dtypes of the parameters, of their gradients, and of the copy of the parameters."""
     return request.param

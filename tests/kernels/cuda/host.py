@@ -1,4 +1,4 @@
-"""A double of a CUDA device: g++ compiles the kernels with host_shim.h, and they run on NumPy arrays."""
+"""Double of a CUDA device: g++ compiles the kernels with host_shim.h, and they run on NumPy arrays."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FAULTS = {1: "some threads of a block ended while others waited at a barrier", 2
 
 
 def compiler() -> str | None:
-    """Return the C++ compiler, or None."""
+    """Return the path of the C++ compiler, or None."""
     return shutil.which("g++")
 
 
@@ -62,7 +62,7 @@ class HostLauncher(Launcher):
         return "g++"
 
     def set_order(self, backward: bool) -> None:
-        """Run threads and blocks in reverse order."""
+        """Select whether threads and blocks run in reverse order."""
         self._backward = backward
         for library in self._libraries.values():
             library.set_order(int(backward))

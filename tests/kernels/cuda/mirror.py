@@ -21,12 +21,12 @@ ALIGNMENT = 512
 
 
 def start(array: np.ndarray) -> int:
-    """Return the address of the first byte."""
+    """Return the address of the first byte of an array."""
     return int(array.__array_interface__["data"][0])
 
 
 def owner(array: np.ndarray) -> np.ndarray:
-    """Return the array whose memory this is a view of."""
+    """Return the array that owns the memory of a view."""
     while isinstance(array.base, np.ndarray):
         array = array.base
     return array
@@ -44,7 +44,7 @@ def arrays_in(value: Any) -> Iterator[np.ndarray]:
 
 
 class Copy:
-    """A copy of a block of host memory on the device, at an address with the same remainder."""
+    """Copy of a block of host memory on the device; its address has the same alignment."""
 
     def __init__(self, array: np.ndarray, allocate: Callable[[int], Any]) -> None:
         assert array.flags.c_contiguous, "an owner of memory is packed"
@@ -60,12 +60,12 @@ class Copy:
 
 
 class MirrorLauncher(HostLauncher):
-    """A launcher with arrays of a :class:`HostLauncher` and kernels on another device.
+    """Launcher for arrays of a :class:`HostLauncher` and kernels on another device.
 
     Parameters
     ----------
     kernels
-        Compiles and launches.
+        Launcher of the other device, which compiles and launches.
     allocate
         Returns bytes on that device: an array that supports slices, and its address.
     put, get

@@ -1,4 +1,4 @@
-"""NVRTC without CuPy and without a GPU: whether the sources are CUDA C++, and the resources of compiled kernels."""
+"""NVRTC without CuPy and without a GPU: it compiles the sources, and reports resources of the compiled kernels."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def _candidates() -> Iterator[str]:
 
 
 class Nvrtc:
-    """The library from the wheel ``nvidia-cuda-nvrtc``, or the system's.
+    """NVRTC library, from the wheel ``nvidia-cuda-nvrtc`` or the system.
 
     Raises
     ------
     KernelError
-        There is none.
+        If there is none.
     """
 
     def __init__(self) -> None:
@@ -70,12 +70,12 @@ class Nvrtc:
             raise KernelError(f"{name}: {self._library.nvrtcGetErrorString(status).decode()}")
 
     def compile(self, program: CudaProgram, arch: str, options: Sequence[str] = ()) -> tuple[bytes, str]:
-        """Return the machine code of a program for ``sm_80`` or another architecture, and the log.
+        """Return the machine code of a program for an architecture such as ``sm_80``, and the log.
 
         Raises
         ------
         KernelError
-            The program has errors; the message is the compiler's.
+            If the program has errors; the message is the compiler's.
         """
         handle = ctypes.c_void_p()
         text, name = program.text.encode(), f"{program.source}.cu".encode()

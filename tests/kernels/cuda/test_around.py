@@ -1,4 +1,4 @@
-"""Bias with other dtypes, order of threads, and memory."""
+"""Tests of CUDA kernels beyond those of every backend: bias with other dtypes, order of threads, and memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .conftest import DTYPES
 
 @pytest.fixture(params=DTYPES, ids=str)
 def typed(backend, host, request) -> Arrays:
-    """Return a factory of arrays of every dtype."""
+    """Return a factory of arrays for each dtype; threads run in reverse order for every second one."""
     host.set_order(request.param.name in ("float64", "float16"))
     return Arrays(backend, request.param)
 
@@ -58,7 +58,7 @@ def test_refused(cuda):
 
 
 def test_large_offsets(cuda, monkeypatch):
-    """The programs for 64-bit offsets give the same results."""
+    """The programs for 64-bit offsets give the same results as those for 32 bits."""
     from halograd.kernels import Geometry
     from halograd.kernels.cuda import launch
 
@@ -80,7 +80,7 @@ def test_large_offsets(cuda, monkeypatch):
 
 
 def test_many_targets_have_large_offsets(cuda, monkeypatch):
-    """In 32 bits, a count of 2^31 targets would be negative, so their weight and the loss would be 0."""
+    """The weight of many targets is summed by the program for 64-bit offsets; in 32 bits 2^31 would be negative."""
     from halograd.kernels.cuda import launch
     from halograd.kernels.losses import ClassTargets
 
@@ -93,7 +93,7 @@ def test_many_targets_have_large_offsets(cuda, monkeypatch):
 
 
 def test_the_order_of_threads_does_not_matter(cuda, arrays):
-    """Results are bitwise equal: sum trees have one order, and no thread reads data before they are written."""
+    """Results do not depend on the order of threads in any bit, because each sum tree has one order."""
     x, dy = arrays.draw(2, 40, 13, 12), arrays.draw(2, 40, 13, 12)
     gamma, beta = arrays.draw(12), arrays.draw(12)
     found = []
@@ -130,7 +130,7 @@ def test_nothing_is_allocated_when_kernels_run(cuda, arrays, monkeypatch):
 
 
 def test_kernels_follow_scratch_that_has_grown(cuda, arrays):
-    """After a later kernel has enlarged the shared memory, earlier kernels must not use the old memory."""
+    """Earlier kernels use the enlarged scratch memory after a later kernel has enlarged it."""
     dy, db = arrays.draw(30, 4), arrays.poisoned(4)
     small = cuda.bias_gradient(dy, db)
     small()

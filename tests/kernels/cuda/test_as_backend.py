@@ -1,4 +1,4 @@
-"""Tests that every backend passes, with the CUDA kernels on the CPU, in four dtypes."""
+"""Tests that every backend passes, run with the CUDA kernels on the CPU in four dtypes."""
 
 import numpy as np
 
@@ -80,7 +80,7 @@ from ..test_saturation import (  # noqa: F401
 
 
 def test_targets_that_are_no_class_make_the_loss_nan(cuda, arrays):
-    """A kernel on a device does not raise, so the check of the loss must."""
+    """A target that is no class makes the loss NaN, because a kernel on a device cannot raise an error."""
     x, loss, dx = arrays.draw(5, 3), np.zeros(1), arrays.poisoned(5, 3)
     target = np.array([[0], [1], [-1], [2], [9]], np.int32)
     kernel = cuda.softmax_cross_entropy(LossArrays(x, target, dx, loss), ClassTargets(3))

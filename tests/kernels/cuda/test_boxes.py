@@ -1,4 +1,4 @@
-"""Copies between strided boxes, their adjoint, and margins."""
+"""Tests of copies between strided boxes, of their adjoint, and of filled margins."""
 
 from itertools import pairwise
 
@@ -15,7 +15,7 @@ from .conftest import BFLOAT16, DTYPES
 
 
 def numbers(shape, dtype, seed=0):
-    """Return an aligned array of small integers, exact in every dtype."""
+    """Return an aligned array of small integers, which every dtype represents exactly."""
     from halograd.kernels.memory import aligned_empty
 
     array = aligned_empty(shape, dtype)
@@ -24,7 +24,7 @@ def numbers(shape, dtype, seed=0):
 
 
 def faces(array, width=1):
-    """Return the margins of (N, H, W, C) that eight neighbors own."""
+    """Return views of the margins of (N, H, W, C) that eight neighbors own."""
     parts = (slice(0, width), slice(width, -width), slice(-width, None))
     return [array[:, a, b] for i, a in enumerate(parts) for j, b in enumerate(parts) if (i, j) != (1, 1)]
 
@@ -32,7 +32,7 @@ def faces(array, width=1):
 @pytest.mark.parametrize("channels", [1, 3, 5, 8, 16])
 @pytest.mark.parametrize("dtype", [*DTYPES, np.dtype(np.uint8), np.dtype(np.int64)], ids=str)
 def test_pack_and_unpack_all_neighbors(cuda, dtype, channels):
-    """Eight messages of a block with margins take one launch in each direction."""
+    """The eight messages of a block with margins are packed in one launch, and unpacked in one."""
     block, there = numbers((2, 6, 7, channels), dtype), numbers((2, 6, 7, channels), dtype, seed=1)
     views = faces(block)
     message = numbers((sum(v.size for v in views),), dtype, seed=2)
@@ -102,7 +102,7 @@ def test_copies_of_transposed_arrays(cuda):
 
 
 def as_rounded(source, dtype):
-    """Return the kernels' conversion: float64 to 16 bits goes through float32, also on a device."""
+    """Return the values as the kernels convert them: float64 to 16 bits goes through float32."""
     with np.errstate(over="ignore"):
         middle = source.astype(np.float32) if dtype.itemsize == 2 else source
         return middle.astype(dtype)
@@ -145,7 +145,7 @@ def test_conversion(cuda, source, target):
 
 
 def test_conversion_of_rows_with_more_channels_is_by_pairs(cuda):
-    """A network input of 18 channels in float32 is converted to 18 of 24 channels in bfloat16."""
+    """An input of 18 float32 channels is converted by pairs to 18 of 24 bfloat16 channels."""
     x, room = numbers((2, 5, 7, 18), np.float32), np.zeros((2, 5, 7, 24), BFLOAT16)
     cuda.launcher.launched.clear()
     cuda.boxes.copy([(x, room[..., :18])])()
@@ -154,7 +154,7 @@ def test_conversion_of_rows_with_more_channels_is_by_pairs(cuda):
 
 
 def test_conversion_and_copies_together(cuda):
-    """There is one launch for each pair of dtypes, in any order."""
+    """Conversions and copies need one launch for each pair of dtypes, in any order of the arrays."""
     a, b = numbers((8,), np.float32), numbers((8,), np.float32, seed=1)
     x, y, z = (numbers((8,), dtype, seed=2) for dtype in (np.float32, BFLOAT16, np.float64))
     cuda.launcher.launched.clear()
@@ -176,7 +176,7 @@ def test_conversion_of_special_values(cuda):
 
 
 def test_many_pieces_and_long_pieces(cuda):
-    """Pieces of more than one thread block are mixed with pieces of one word."""
+    """Pieces that need several thread blocks are copied together with pieces of one word."""
     x = numbers((3000,), np.float32)
     y = numbers((3000,), np.float32, seed=1)
     cuts = [0, 1, 2, 1030, 1031, 2100, 3000]
@@ -186,7 +186,7 @@ def test_many_pieces_and_long_pieces(cuda):
 
 @pytest.mark.parametrize("value", [0, -1.5, -np.inf])
 def test_fill(cuda, value):
-    """Margins of arrays of several dtypes take a launch per word width; the inside is unchanged."""
+    """Margins of arrays of several dtypes are filled by one launch per word size; the inside is unchanged."""
     made = [numbers((2, 5, 6, c), d) for d in DTYPES for c in (3, 8)]
     inside = [a[:, 1:-1, 1:-1].copy() for a in made]
     cuda.launcher.launched.clear()
@@ -204,7 +204,7 @@ def test_fill_of_a_packed_array(cuda):
 
 
 def test_the_widest_word_is_taken(cuda):
-    """Words have 16 bytes if addresses and strides permit, else the widest size that divides them."""
+    """Copies use words of 16 bytes if addresses and strides permit, otherwise the largest size that divides them."""
     x = numbers((2, 6, 8, 8), np.float32)
     assert joined_bytes("", x).lanes == 16
     assert joined_bytes("", x[:, :, 1:, 2:4]).lanes == 8
@@ -221,7 +221,7 @@ def test_join():
 
 
 def test_large_offsets(cuda, monkeypatch):
-    """The program for 64-bit offsets gives the same results."""
+    """The program for 64-bit offsets copies the same elements as that for 32 bits."""
     from halograd.kernels.cuda import boxes
 
     monkeypatch.setattr(boxes, "LARGE", 1)

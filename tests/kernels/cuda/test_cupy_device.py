@@ -1,4 +1,4 @@
-"""The calls of CuPy, by a recording double, and the errors without CuPy."""
+"""Tests of the calls of CuPy by a recording double, and of the errors without CuPy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .host import HostBackend
 
 
 class Memory:
-    """A device array: an address that the host cannot read."""
+    """Double of a device array: an address that the host cannot read."""
 
     def __init__(self, shape, dtype, at=1 << 40) -> None:
         self.shape, self.dtype = tuple(shape), np.dtype(dtype)
@@ -90,8 +90,7 @@ def recorder(monkeypatch) -> Recorder:
 
 
 def test_a_launch(recorder):
-    """A launch passes one record by value, and integers for grid and block; there is one program per source and dtype.
-    """
+    """A launch passes one record by value, and integers for grid and block; each source and dtype has one program."""
     cuda = HostBackend(CupyLauncher())
     assert cuda.launcher.describe() == "H200, 132 multiprocessors, CuPy 14.2.0"
     dy, db = Memory((8, 56, 56, 64), "float32"), Memory((64,), "float32", at=1 << 41)
@@ -108,7 +107,7 @@ def test_a_launch(recorder):
 
 
 def test_a_launch_prepares_nothing(recorder, monkeypatch):
-    """A launch only asks for the stream; the current arguments are at an address prepared before."""
+    """A launch only requests the current stream; its arguments are at an address that was prepared before."""
     launch = Launch(CupyLauncher(), CudaProgram("reduce"), "clip", (1,), max_norm=1.0)
     asked = []
     monkeypatch.setattr(recorder.cuda, "get_current_stream", None)  # bound before

@@ -1,4 +1,4 @@
-"""The mirror that runs the tests on a GPU, with a second host memory in place of the GPU's."""
+"""Tests of the mirror that runs the tests on a GPU, with a second host memory in place of the GPU's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .host import HostBackend, HostLauncher
 
 @pytest.fixture
 def apart(host, tmp_path, monkeypatch) -> HostBackend:
-    """Return kernels that see only copies of the test's arrays."""
+    """Return a backend whose kernels run on copies of the test's arrays."""
     device = mirror.on_host(tmp_path, HostLauncher(tmp_path))
     monkeypatch.setattr(Launch, "__call__", lambda launch: device.run(launch))
     return HostBackend(device)
@@ -34,7 +34,7 @@ def test_arguments_and_tables_are_translated(apart):
 
 
 def test_the_kernels_work_on_copies(apart, monkeypatch):
-    """Without the copy back, results do not arrive."""
+    """If the copy back is disabled, arrays of the test stay unchanged, so kernels run on the copies."""
     y = np.zeros(8, np.float32)
     device = apart.launcher
     kernel = apart.boxes.fill(1, y)

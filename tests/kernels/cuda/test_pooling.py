@@ -1,4 +1,4 @@
-"""Pooling tests that every backend passes, with the CUDA kernels on the CPU."""
+"""Pooling tests that every backend passes, run with the CUDA kernels on the CPU."""
 
 import numpy as np
 import pytest
@@ -15,6 +15,6 @@ from .conftest import BFLOAT16
 
 @pytest.fixture(params=[np.dtype(np.float32), BFLOAT16], ids=str)
 def typed(backend, host, request) -> Arrays:
-    """Return arrays with four and eight elements per vector; other tests cover the other dtypes."""
+    """Return a factory of arrays with four or eight elements per vector; other tests cover the other dtypes."""
     host.set_order(request.param == BFLOAT16)
     return Arrays(backend, request.param)

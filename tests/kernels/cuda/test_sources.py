@@ -1,4 +1,4 @@
-"""The sources as text, their compilation by NVRTC, and the double of a device."""
+"""Tests of the CUDA sources: their text, their compilation by NVRTC, and the faults that the double detects."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ARCHITECTURES = {"sm_80": ("float64", "float16"), "sm_90": ("float32", "bfloat16
 
 
 def programs(source, dtypes):
-    """Return the programs of a training in these dtypes, with 32-bit offsets, and once with 64-bit offsets."""
+    """Yield the programs of training in these dtypes, with 32-bit offsets, and some with 64-bit offsets."""
     for dtype in dtypes:
         if source == "optimizer":
             yield CudaProgram(source, ("float64",) * 3 if dtype == "float64" else ("float32", dtype, dtype))
@@ -42,7 +42,7 @@ def programs(source, dtypes):
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_sources(source):
-    """Includes occur once, every kernel's struct has a layout, and no line or file is long."""
+    """Each source has its includes once, a layout for every kernel's struct, and no long lines."""
     text = text_of(source)
     assert text.count("typedef SCALAR T;") == 1 and "#include" not in text.replace("#include HOST_SHIM", "")
     assert kernels_of(source)
@@ -62,7 +62,7 @@ def test_kinds_of_activations_are_numbered_alike():
 
 @pytest.mark.parametrize("where, what", [("GELU_TANH,\n", "GELU_TANH,\n    NEW,\n"), ("-1\n#endif", "12\n#endif")])
 def test_a_kind_without_a_case_does_not_compile(tmp_path, where, what):
-    """A kind with a number but without a case fails, and so does an unknown number."""
+    """A kind that has a number but no case does not compile, and neither does an unknown number."""
     if compiler() is None:
         pytest.skip("needs g++")
 
@@ -88,7 +88,7 @@ def test_a_number_that_is_no_kind_gives_nan(tmp_path, monkeypatch):
 
 
 def test_what_cupy_adds_to_the_options_is_what_we_say_and_compile_with():
-    """CuPy adds the options in ADDED and no others, or results would differ from the CPU by more than documented."""
+    """CuPy adds the options in ADDED and no others; other options would change results more than documented."""
     compiler = pytest.importorskip("cupy.cuda.compiler", reason="needs CuPy (no GPU): pip install 'halograd[nvrtc]'")
     text = inspect.getsource(compiler._compile_with_cache_cuda).replace("\n", " ")
     always = re.findall(r"    arch = _get_arch\(\)(.*?)    if to_ltoir:", text)
@@ -174,7 +174,7 @@ KERNEL(alone, MeetParams) {
 
 
 class Meeting(CudaProgram):
-    """A program with a fault that the double must detect."""
+    """Program with a fault that the double must detect."""
 
     @property
     def text(self) -> str:

@@ -1,4 +1,4 @@
-"""Doubles of a GPU."""
+"""Fixtures: doubles of a GPU."""
 
 from __future__ import annotations
 
@@ -19,6 +19,6 @@ def machine(tmp_path: Path) -> Machine:
 
 @pytest.fixture
 def backend(machine: Machine) -> Iterator[CudnnBackend]:
-    """Return the backend with its defaults on the machine."""
+    """Return the backend with default options on the double of a GPU."""
     with machine.open() as opened:
         yield opened

@@ -1,9 +1,9 @@
-"""A double of the module `cudnn` (nvidia-cudnn-frontend 1.26) whose graphs run on host memory.
+"""Double of the module `cudnn` (nvidia-cudnn-frontend 1.26) whose graphs run on host memory.
 
 A graph stores its tensors' extents, strides, paddings and uids. A launch reads the table of addresses as the real one
-does, accesses the memory there through those extents and strides only, and computes with NumPy. So a wrong stride, a
-swapped address or a padding on the wrong side gives a wrong result. It refuses what cuDNN refuses, and overwrites its
-workspace, which must not overlap other memory.
+does, accesses memory through those extents and strides only, and computes with NumPy. So a wrong stride, a
+swapped address or a padding on the wrong side gives a wrong result. The double rejects what cuDNN rejects, and
+overwrites its workspace, which must not overlap other memory.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class NotSupported(RuntimeError):
 
 @dataclass
 class EngineDouble:
-    """An engine: its name, needs and unsupported cases."""
+    """Double of an engine: its name, requirements and unsupported cases."""
 
     name: str
     notes: tuple[str, ...] = ()
@@ -60,7 +60,7 @@ class EngineDouble:
 
 
 def default_engines() -> list[EngineDouble]:
-    """Return the engines that cuDNN proposes for float32: TF32 tensor cores first."""
+    """Return engines as cuDNN proposes them for float32: TF32 tensor cores first."""
     return [
         EngineDouble("eng62_k2=1", ("TENSOR_CORE", "DOWN_CONVERT_INPUTS"), 4096, 1e-3),
         EngineDouble("eng10_k1=3", ("NONDETERMINISTIC",), 1000, 3e-3),
@@ -71,7 +71,7 @@ def default_engines() -> list[EngineDouble]:
 
 @dataclass
 class TensorDouble:
-    """A tensor of a graph; `compute` returns a virtual tensor's values from those of others."""
+    """Double of a tensor of a graph; `compute` returns a virtual tensor's values from those of others."""
 
     dim: list[int] | None = None
     stride: list[int] | None = None
@@ -103,7 +103,7 @@ class TensorDouble:
         return self
 
     def view(self, address: int) -> np.ndarray:
-        """Return the memory at `address` as this tensor describes it."""
+        """Return the memory at `address` with this tensor's dtype, extents and strides."""
         assert address and address % 16 == 0, f"tensor {self.uid} at {address}"
         dtype = DTYPES[self.data_type]
         last = sum((n - 1) * s for n, s in zip(self.dim, self.stride))
@@ -131,7 +131,7 @@ def geometry_of(x: list[int], w: list[int], window: dict[str, list[int]]) -> Geo
 
 
 class GraphDouble:
-    """A graph with one output."""
+    """Double of a graph with one output."""
 
     def __init__(self, module: CudnnDouble, **settings: Any) -> None:
         self.module, self.settings = module, settings
@@ -309,7 +309,7 @@ class GraphDouble:
 
 
 class CudnnDouble:
-    """Double of the module. `engines` returns the proposed engines for every graph."""
+    """Double of the module `cudnn`. `engines` returns the proposed engines for every graph."""
 
     __version__ = "1.26.0"
     data_type, heur_mode = DataType, HeurMode

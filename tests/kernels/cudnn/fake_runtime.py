@@ -35,7 +35,7 @@ CUDA_TYPES = {
 
 
 class DeviceArray(np.ndarray):
-    """Host memory with a device array's address."""
+    """Host memory with the address attribute of a device array."""
 
     @property
     def data(self) -> Any:
@@ -43,7 +43,7 @@ class DeviceArray(np.ndarray):
 
 
 def device_empty(shape: Any, dtype: Any = "float32") -> DeviceArray:
-    """Return an array as CuPy's pool does, aligned to 512 B."""
+    """Return an uninitialized array aligned to 512 B, as from CuPy's pool."""
     shape = (shape,) if isinstance(shape, int) else tuple(shape)
     nbytes = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
     raw = np.empty(nbytes + 512, np.uint8)
@@ -52,7 +52,7 @@ def device_empty(shape: Any, dtype: Any = "float32") -> DeviceArray:
 
 
 class CublasDouble:
-    """The C functions of cuBLAS: matrices by columns, factors on the host, a workspace that a new stream removes.
+    """Double of cuBLAS: matrices by columns, factors on the host, a workspace that a new stream removes.
 
     Attributes
     ----------
@@ -142,7 +142,7 @@ class CublasDouble:
 
 
 class CupyDouble:
-    """The part of `cupy` that the backend uses."""
+    """Double of the part of `cupy` that the backend uses."""
 
     __version__ = "14.2.0"
     float64 = np.float64
@@ -167,13 +167,13 @@ class CupyDouble:
         self.maximum, self.sum = np.maximum, np.sum
 
     def empty(self, shape: Any, dtype: Any = "float32") -> DeviceArray:
-        """Return an array of the pool, which must not grow during a capture."""
+        """Return an uninitialized array; during a capture no memory may be allocated."""
         assert not self.capturing, "memory is allocated while a graph is recorded"
         return device_empty(shape, dtype)
 
     @staticmethod
     def asarray(values: np.ndarray) -> DeviceArray:
-        """Return a copy on the device."""
+        """Return a device copy of a host array."""
         array = device_empty(values.shape, values.dtype)
         array[...] = values
         return array
@@ -207,7 +207,7 @@ class CupyDouble:
 
 
 class EventDouble:
-    """An event that records the clock of the device."""
+    """Double of an event, which records the clock of the device."""
 
     def __init__(self, cupy: CupyDouble) -> None:
         self._cupy, self.time = cupy, 0.0
@@ -220,7 +220,7 @@ class EventDouble:
 
 
 class BoxesDouble(Boxes):
-    """Copies, sums and fills in NumPy."""
+    """Double of the kernels for boxes: copies, sums and fills in NumPy."""
 
     def __init__(self) -> None:
         super().__init__(SimpleNamespace(empty=device_empty))  # type: ignore[arg-type]
@@ -236,7 +236,7 @@ class BoxesDouble(Boxes):
 
 
 class NumpyAround(NumpyPointwise, NumpyNorms, NumpyLosses, NumpyUpdates, CudnnBackend):
-    """A backend with convolutions and dense layers as on a GPU, and NumPy for everything else."""
+    """Backend with cuDNN's convolutions and dense layers, and NumPy for everything else."""
 
     fuses_norms = False
 
@@ -249,7 +249,7 @@ class NumpyAround(NumpyPointwise, NumpyNorms, NumpyLosses, NumpyUpdates, CudnnBa
 
 
 class DeviceDouble(HostDevice):
-    """The device that owns the double's arrays."""
+    """Double of the device that owns the arrays."""
 
     def __init__(self, ordinal: int = 0) -> None:
         self.ordinal, self.closed = ordinal, 0
@@ -259,14 +259,14 @@ class DeviceDouble(HostDevice):
 
 
 class RuntimeDouble(Runtime):
-    """A runtime with the double of cuBLAS."""
+    """Runtime with the double of cuBLAS."""
 
     def load_cublas(self) -> Any:
         return self.cupy.cublas
 
 
 class Machine:
-    """A double of a GPU with all libraries.
+    """Double of a GPU with all libraries.
 
     Parameters
     ----------
@@ -286,6 +286,6 @@ class Machine:
         return RuntimeDouble(self.cupy, Frontend(self.cudnn), self.boxes, self.device, self.cupy.device)
 
     def open(self, **options: Any) -> CudnnBackend:
-        """Return a backend on it."""
+        """Return a cuDNN backend on this double of a GPU."""
         kind = NumpyAround if isinstance(self.boxes, BoxesDouble) else CudnnBackend
         return kind(store=self.store, runtime=self.runtime(), **options)

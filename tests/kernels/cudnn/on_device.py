@@ -1,4 +1,4 @@
-"""One convolution or dense layer on the device of a backend, compared with direct loops in float64."""
+"""Convolutions and dense layers on the device of a backend, compared with direct loops in float64."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ BOUNDS = {"float64": 1e-12, "strict": 1e-5, "tf32": 2e-3, "float16": 2e-3, "bflo
 
 
 class OnDevice:
-    """Factory of a backend's arrays, drawn on the host."""
+    """Factory of device arrays whose values are drawn on the host."""
 
     def __init__(self, backend: Backend, dtype: str, seed: int = 0) -> None:
         self.backend, self.dtype = backend, DTYPES[dtype]
         self._random = np.random.default_rng(seed)
 
     def draw(self, *shape: int):
-        """Return standard normal numbers on the device, and the same in float64 on the host."""
+        """Return standard normal values on the device, and the same values in float64 on the host."""
         host = self._random.standard_normal(shape).astype(self.dtype)
         return self.backend.xp.asarray(host), host.astype(np.float64)
 
     def poisoned(self, *shape: int):
-        """Return an output array of NaN, which stays where a kernel does not write."""
+        """Return an output array filled with NaN, which remains where a kernel does not write."""
         return self.backend.xp.asarray(np.full(shape, np.nan, self.dtype))
 
 
 def to_host(array) -> np.ndarray:
-    """Return the array in float64 on the host; waits for the device."""
+    """Return a device or host array as float64 on the host; waits for the device."""
     return (array.get() if hasattr(array, "get") else np.asarray(array)).astype(np.float64)
 
 

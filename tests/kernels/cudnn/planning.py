@@ -1,4 +1,4 @@
-"""Let the real cuDNN plan convolutions for an absent GPU; runs in a separate process, see `test_planning.py`.
+"""Planning of convolutions by the real cuDNN for an absent GPU, in a separate process; see `test_planning.py`.
 
 cuDNN plans for a described device if it finds the symbols of a driver. Nothing runs. Each output line is JSON: the
 convolution, and its plan or the reason why there is none.

@@ -1,4 +1,4 @@
-"""The cuDNN backend: streams, handles, workspaces, dense layers, memory, and errors."""
+"""Tests of the cuDNN backend: streams, handles, workspaces, dense layers, memory, and errors."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_a_captured_workspace_is_never_freed():
 
 
 def test_captured_scratch_is_never_freed(backend):
-    """Kernels built after a capture may need more scratch memory; those in the graph continue with the old memory."""
+    """Scratch memory in a captured graph is kept, although kernels built later use larger memory."""
     scratch = backend.scratch
     scratch.reserve(64)
     captured = weakref.ref(scratch._buffer)
@@ -165,7 +165,7 @@ def test_dense_layers(machine, backend, dtype, bias):
 
 
 def test_a_dense_layer_can_be_captured(machine, backend):
-    """A call allocates nothing and creates no handle; CuPy's own calls of cuBLAS would fail in a capture."""
+    """A dense layer can be captured, because its calls allocate nothing and create no handle."""
     a = Arrays(backend, np.float32)
     x, w, dy = a.draw(5, 7), a.draw(3, 7), a.draw(5, 3)
     y, dx, dw = a.poisoned(5, 3), a.poisoned(5, 7), a.poisoned(3, 7)
@@ -183,7 +183,8 @@ def test_a_dense_layer_can_be_captured(machine, backend):
 
 
 def test_products_have_a_workspace_per_stream_that_is_counted(machine, backend):
-    """Results on two streams are reproducible, and the reported memory is complete."""
+    """Products have a workspace per stream, so results are reproducible; the reported memory includes the workspaces.
+    """
     a = Arrays(backend, np.float32)
     kernel = backend.dense_forward(a.draw(5, 7), a.draw(3, 7), None, a.poisoned(5, 3))
     used = []
@@ -221,7 +222,7 @@ def test_dense_layers_of_16_bits_are_summed_in_float32(machine):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_gradients_of_dense_layers_of_16_bits_come_in_float32(backend, dtype):
-    """cuBLAS's sums are not rounded again, as training needs."""
+    """Dense layers in 16 bits give float32 gradients of weights, so cuBLAS's sums are not rounded again."""
     low, wide = Arrays(backend, as_dtype(dtype)), Arrays(backend, np.float32)
     x, dy, dw, db = low.draw(5, 7), low.draw(5, 3), wide.poisoned(3, 7), wide.poisoned(3)
     backend.dense_backward_filter(x, dy, dw, db)()
@@ -319,7 +320,7 @@ def test_a_missing_cupy_is_refused(monkeypatch):
 
 
 def found_with(monkeypatch, machine: Machine, ordinal: int = 0, boxes=BoxesDouble) -> Runtime:
-    """Return the runtime that is found with these doubles installed."""
+    """Return the runtime that is found when these doubles of modules are installed."""
     monkeypatch.setitem(sys.modules, "cupy", machine.cupy)
     monkeypatch.setitem(sys.modules, "cudnn", machine.cudnn)
 

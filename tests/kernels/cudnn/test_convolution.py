@@ -1,4 +1,5 @@
-"""Convolutions by the double of cuDNN, which sees only addresses, extents and strides, against direct loops."""
+"""Tests of convolutions by the double of cuDNN, which uses only addresses, extents and strides, against direct loops.
+"""
 
 import ml_dtypes
 import numpy as np
@@ -44,7 +45,9 @@ def test_sums_are_of_the_right_type(backend, machine):
 
 
 def test_a_relu_without_bias_adds_zeros(backend, machine):
-    """cuDNN has compiled engines for bias with ReLU, but none for ReLU alone."""
+    """ReLU without bias uses a bias of zeros, because cuDNN has compiled engines for bias with ReLU, not for ReLU
+    alone.
+    """
     a = Arrays(backend, np.float32)
     x, w, y = a.draw(1, 4, 4, 8), a.draw(6, 3, 3, 8), a.poisoned(1, 4, 4, 6)
     kernel = backend.conv_forward(x, w, None, y, G, RELU)
@@ -57,7 +60,7 @@ def test_a_relu_without_bias_adds_zeros(backend, machine):
 # ---------------------------------------------------------------------- arrays that do not suit
 @pytest.mark.parametrize("direction", ["forward", "data", "filter"])
 def test_arrays_that_begin_anywhere_are_copied(backend, direction):
-    """Rows of a block of one sample are packed, but start at multiples of 4 B only."""
+    """Packed arrays whose address is not a multiple of 16 B, such as rows of a block, are copied."""
     a = Arrays(backend, np.float32)
     block, w = a.draw(1, 9, 5, 3), a.draw(7, 3, 3, 3)
     x = block[:, 1:8]
@@ -91,7 +94,7 @@ def test_arrays_that_begin_anywhere_are_copied(backend, direction):
 @pytest.mark.parametrize("kind", ["float32", "as x"], ids=str)
 @pytest.mark.parametrize("rows", [slice(None), slice(1, 5)], ids=["whole", "rows"])
 def test_channels_that_lie_padded(machine, backend, rows, kind):
-    """With 18 of 24 channels in bfloat16, cuDNN gets 24 channels and weights for all; gradients are of 18."""
+    """For 18 of 24 stored channels in bfloat16, cuDNN gets 24 channels and padded weights; gradients have 18."""
     bfloat16 = np.dtype(ml_dtypes.bfloat16)
     a = Arrays(backend, bfloat16)
     room = a.draw(1, 6, 5, 24)
@@ -176,7 +179,7 @@ def test_other_dtypes_of_weights_are_refused(backend):
 @pytest.mark.parametrize("drop", [(-1, 0), (-2, 0), (0, -3), (-2, -1)], ids=str)
 @pytest.mark.parametrize("stride", [1, 2])
 def test_dropped_rows(arrays, backend, samples, drop, stride):
-    """Rows that a negative padding drops are left out; their gradient is zero."""
+    """Rows that a negative padding removes are not read, and their gradient is zero."""
     geometry = Geometry.of((3, 3), stride, ((1, drop[0]), (0, drop[1])))
     a, spatial = arrays, (9, 10)
     ys = (samples, *geometry.output_shape(spatial), 8)

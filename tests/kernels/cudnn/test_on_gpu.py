@@ -1,4 +1,4 @@
-"""Tests that need a GPU: numbers, streams, stored plans, captured graphs. They also run on the double."""
+"""Tests for a GPU: values, streams, stored plans, captured graphs. They also run on the double."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Open = Callable[..., CudnnBackend]
 
 @pytest.fixture(params=PLACES)
 def opened(request, tmp_path: Path) -> Iterator[Open]:
-    """Yield the backend on the double of a GPU, and on a real one if there is one."""
+    """Return a function that opens the backend on the double of a GPU, and on a GPU if there is one."""
     made: list[CudnnBackend] = []
     machine = Machine(tmp_path)
 
@@ -42,7 +42,7 @@ def opened(request, tmp_path: Path) -> Iterator[Open]:
 @pytest.mark.parametrize("case", CASES if gpu_count() else CASES[::6], ids=str)
 @pytest.mark.parametrize("dtype", ["strict", "bfloat16", "tf32", "float64", "float16"])
 def test_numbers(opened, case, dtype):
-    """Every geometry is tested on a GPU, some on the double."""
+    """Convolutions are right within the bound of the precision: all geometries on a GPU, some on the double."""
     options = {"precision": dtype} if dtype in ("strict", "tf32") else {}
     found = convolution_errors(opened(**options), case, "float32" if options else dtype)
     assert max(found.values()) <= BOUNDS[dtype], found
@@ -56,14 +56,14 @@ def test_dense_layers(opened, dtype):
 
 
 def kernel_and_output(backend: CudnnBackend, dtype: str = "float32"):
-    """Return a forward convolution of 32 channels."""
+    """Return a forward convolution of 32 channels, and its output."""
     a = OnDevice(backend, dtype)
     y = a.poisoned(2, 16, 16, 32)
     return backend.conv_forward(a.draw(2, 16, 16, 32)[0], a.draw(32, 3, 3, 32)[0], a.draw(32)[0], y, G, RELU), y
 
 
 def test_kept_plans_give_the_same(opened):
-    """A measured plan is restored by name, a plan that needed a compiler from the file."""
+    """A backend that is opened again takes measured plans from the store, and gives the same bits."""
     results, names = [], []
     for _ in range(2):
         with opened(autotune=True, precision="tf32") as backend:

@@ -1,4 +1,4 @@
-"""The real cuDNN, if its wheels are installed, plans every geometry for an absent GPU."""
+"""Test that the real cuDNN, if its wheels are installed, plans every geometry for an absent GPU."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PASSING = """
 
 
 def driver_double(folder: Path) -> None:
-    """Return a libcuda that has the symbols, but no device."""
+    """Build a libcuda that has the symbols of a driver, but no device."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.skip("needs a C compiler")

@@ -1,4 +1,4 @@
-"""Plans: their choice, storage in memory and on disk, and replacement if the device refuses one."""
+"""Tests of plans: their choice, storage in memory and on disk, and replacement if the device rejects one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COMPILED = [EngineDouble("eng71", (), 256, compiled=True)]
 
 
 def forward(backend, samples: int = 1, relu: bool = False, dtype=np.float32):
-    """Return a forward convolution."""
+    """Build a forward convolution."""
     a = Arrays(backend, dtype)
     shape = (samples, 4, 4, 8)
     return backend.conv_forward(
@@ -219,7 +219,7 @@ def test_entries_survive_the_file(tmp_path):
 
 
 def test_ranks_share_what_one_of_them_has_compiled(machine):
-    """A rank also reads plans stored after it opened its backend, because ranks on one GPU build the same plans."""
+    """A rank also uses plans that another rank has compiled and stored after it opened its own backend."""
     machine.cudnn.engines = lambda: COMPILED
     with machine.open() as one, machine.open() as other:
         forward(one)
@@ -268,7 +268,7 @@ def test_autotune_takes_the_fastest_and_keeps_it(machine):
 
 
 def test_engines_are_compared_before_settings_of_one(machine):
-    """The best engine comes after fifteen settings of another; the first setting of each engine is measured first."""
+    """The first setting of each engine is measured before other settings, so the best engine is found after fifteen."""
     knobs = [EngineDouble(f"eng62_k2={i}", seconds=3e-3) for i in range(15)]
     machine.cudnn.engines = lambda: [
         *knobs,
@@ -283,7 +283,7 @@ def test_engines_are_compared_before_settings_of_one(machine):
 
 
 def test_memory_of_a_measurement_is_given_back(machine):
-    """Rejected candidates may have used a gigabyte each, which CuPy's pool would keep; also if none can be launched."""
+    """Memory of measured candidates is freed, also if none can be launched; CuPy's pool would keep it."""
     with machine.open(autotune=True) as backend:
         forward(backend)
         assert machine.cupy.released == 1
@@ -309,7 +309,9 @@ def test_a_measured_plan_without_compiler_is_found_again_by_name(machine):
 
 
 def test_what_was_measured_is_not_used_without_autotune(machine):
-    """A run must not change its bits because another run has measured."""
+    """A measured plan is not used without autotune, because a run must not change its bits after another run's
+    measurement.
+    """
     with machine.open(autotune=True) as backend:
         forward(backend)
     with machine.open() as backend:

@@ -1,4 +1,4 @@
-"""Permitted engines for each precision."""
+"""Tests of the engines that each precision permits."""
 
 import numpy as np
 import pytest
@@ -34,12 +34,12 @@ def test_arithmetic_of_matrix_products():
 
 
 def truncated(a):
-    """Return factors as used by an engine that truncates float32 to TF32 without rounding."""
+    """Return values that are truncated from float32 to TF32, without rounding."""
     return (a.astype(np.float32).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32).astype(np.float64)
 
 
 def test_the_bound_of_tf32_is_that_of_an_engine_that_truncates():
-    """An engine that rounds has half that error. A bound of 1e-3 would exclude engines that truncate."""
+    """The error of engines that truncate to TF32 is within the bound, but above 1e-3; rounding would halve it."""
     worst, (case,) = 0.0, (c for c in CASES if c.name == "depthwise x2")
     xs, ws, _, ys = case.shapes
     with get_backend("numpy") as numpy:

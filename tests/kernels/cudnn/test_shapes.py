@@ -1,4 +1,4 @@
-"""The description of our arrays for cuDNN."""
+"""Tests of the description of our arrays for cuDNN."""
 
 import itertools
 
@@ -40,7 +40,7 @@ def test_what_cudnn_is_told_gives_the_same_outputs(case):
 
 
 def test_dropped_rows_are_left_out_only_where_they_matter():
-    """For every small geometry of one axis, the part that is read gives the same outputs without negative padding."""
+    """For every small geometry of one axis, the selected part without negative padding gives the same outputs."""
     for n, k, s, d, lo, hi in itertools.product((5, 8), (1, 3, 4), (1, 2, 3), (1, 2), (0, 1), (-2, -1, 0, 1)):
         geometry = Geometry.of((k,), s, ((lo, hi),), d)
         (part,), read = read_part((n,), geometry)

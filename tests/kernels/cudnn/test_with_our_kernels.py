@@ -1,4 +1,4 @@
-"""The backend with our own CUDA kernels, compiled for the CPU, and the double of cuDNN."""
+"""Tests of the cuDNN backend with our own CUDA kernels, compiled for the CPU, and the double of cuDNN."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ G = Geometry.of((3, 3), 1, 1)
 
 @pytest.fixture(scope="module")
 def host(tmp_path_factory) -> HostLauncher:
-    """Return a launcher that compiles once for this file."""
+    """Return a launcher that compiles each program once for this file."""
     if compiler() is None:
         pytest.skip("needs g++ to run CUDA kernels on the CPU")
     return HostLauncher(tmp_path_factory.mktemp("cuda-on-the-host"))
@@ -53,7 +53,7 @@ def test_convolutions(arrays, case):
 
 
 def test_copies_conversions_and_zeroed_rows(backend):
-    """Covers float32 weights with bfloat16 images, a misaligned array, and rows that no output reads."""
+    """Convolutions are right with float32 weights for bfloat16, a misaligned array, and rows that no output reads."""
     bfloat16 = np.dtype(ml_dtypes.bfloat16)
     a = Arrays(backend, bfloat16)
     geometry = Geometry.of((3, 3), 1, ((0, -2), (1, 1)))

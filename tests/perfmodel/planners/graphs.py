@@ -15,7 +15,7 @@ def line(random: np.random.Generator) -> tuple[int, Edges]:
 
 
 def series_parallel(random: np.random.Generator) -> tuple[int, Edges]:
-    """Start with one edge and replace edges by two in series or in parallel, until there are enough layers."""
+    """Return a graph that grows from one edge, by edges replaced by two in series or in parallel."""
     n = int(random.integers(3, 9))
     edges, count = [(0, 1)], 2
     while count < n:
@@ -28,13 +28,13 @@ def series_parallel(random: np.random.Generator) -> tuple[int, Edges]:
 
 
 def any_graph(random: np.random.Generator) -> tuple[int, Edges]:
-    """Draw every edge with the same probability; this includes complete graphs, disconnected parts, single layers."""
+    """Return a graph whose edges have equal probability; this includes complete graphs and single layers."""
     n, share = int(random.integers(1, 9)), random.random()
     return n, [(u, v) for u in range(n) for v in range(u + 1, n) if random.random() < share]
 
 
 def renumbered(count: int, edges: Edges) -> tuple[int, Edges]:
-    """Renumber layers in order of computation, so that every edge points up."""
+    """Return the graph with layers in order of computation, so that every edge points to a higher number."""
     left, order = set(range(count)), []
     while left:
         free = min(v for v in left if not any(w == v and u in left for u, w in edges))
@@ -53,7 +53,7 @@ def priced(
     edge_memory: bool = False,
     candidates: int = 4,
 ) -> Problem:
-    """Draw random costs: integers if there should be ties; some of them infinite; a limit that often binds."""
+    """Return a problem with random costs: integers with `ties`, some infinite, and a memory limit that often binds."""
     random = np.random.default_rng([seed, 1])
     n, edges = graph
     sizes = random.integers(1, candidates + 1, n)

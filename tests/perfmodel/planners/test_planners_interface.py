@@ -1,4 +1,4 @@
-"""Tests of rejected problems, messages, effort of plans, and the next best."""
+"""Tests of planners: rejected problems, messages, effort, and the next best choice."""
 
 from __future__ import annotations
 
@@ -79,7 +79,8 @@ def test_shortest_path_refuses_branches():
 
 
 def test_longest_path_first_gets_stuck_where_elimination_does_not():
-    """Layer 1 is long, and its best candidate leaves no candidate for layer 2."""
+    """Longest path first fails if the best candidate of a long path leaves none for another layer; elimination plans.
+    """
     edges = {(0, 1): np.array([[0.0], [5.0]]), (0, 2): np.array([[np.inf], [0.0]])}
     times = (np.zeros(2), np.array([9.0]), np.array([1.0]))
     problem = Problem(("a", "b", "c"), times, (np.zeros(2), np.zeros(1), np.zeros(1)), edges)
@@ -89,7 +90,7 @@ def test_longest_path_first_gets_stuck_where_elimination_does_not():
 
 
 def test_order_of_paths():
-    """The long branch comes first, then the short one, although it shares both ends, then isolated layers."""
+    """Paths are in the order of their length: the long branch, an isolated layer, then the short branch."""
     times = tuple(np.array([t, t + 1.0]) for t in (1.0, 2.0, 2.0, 3.0, 1.0, 1.0))
     edges = {e: np.zeros((2, 2)) for e in [(0, 1), (1, 2), (2, 4), (0, 3), (3, 4)]}
     problem = Problem(tuple("abcdef"), times, tuple(np.zeros(2) for _ in times), edges)
@@ -115,7 +116,7 @@ test_bad_problems = refusals(
 @pytest.mark.parametrize("options", [{}, {"limited": True, "edge_memory": True}, {"infinite": 0.2}])
 @pytest.mark.parametrize("table_limit", [1 << 20, 4])
 def test_next_best_is_exact(graph, options, table_limit):
-    """Each candidate's best total is the result of exhaustive search with only this candidate."""
+    """The next best total of each candidate equals exhaustive search with only this candidate."""
     for seed in range(25):
         problem = priced(seed, graph(np.random.default_rng(seed)), **options)
         try:
@@ -136,7 +137,8 @@ def test_next_best_is_exact(graph, options, table_limit):
 
 
 def test_large_networks_are_planned_at_once():
-    """On a residual network the largest table has two layers, and equal blocks are processed once."""
+    """A large residual network is planned fast: its largest table has two layers, and equal blocks are processed once.
+    """
     random = np.random.default_rng(0)
     edge, skip, times = random.random((60, 60)), random.random((60, 60)), random.random(60)
     count = 1 + 5 * 80

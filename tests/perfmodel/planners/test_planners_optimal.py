@@ -46,7 +46,7 @@ def same(found: Selection | str, best: Selection | str, problem: Problem) -> Non
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("graph", GRAPHS)
 def test_elimination_is_optimal(graph, kind):
-    """There are 200 graphs of each kind, with and without pruning, and with tables so small that buckets are split."""
+    """Elimination is optimal on 200 graphs of each kind, without pruning too, and with small, split tables."""
     planners = [Elimination(), Elimination(pruning=False), Elimination(table_limit=4)]
     for seed in range(200):
         problem = priced(seed, GRAPHS[graph](np.random.default_rng(seed)), **KINDS[kind])
@@ -129,7 +129,7 @@ def test_of_equal_candidates_one_stays():
 
 
 def test_small_tables_first_then_large_ones(monkeypatch):
-    """The first try may fail or succeed; the result is the optimum."""
+    """A first try with small tables may succeed or fail; in both cases the result is the optimum."""
     monkeypatch.setattr("halograd.perfmodel.planners.elimination.FIRST_LIMITS", (4, 16))
     monkeypatch.setattr("halograd.perfmodel.planners.elimination.FIRST_LABELS", 2)
     for seed in range(200):
@@ -138,7 +138,7 @@ def test_small_tables_first_then_large_ones(monkeypatch):
 
 
 def test_a_search_that_is_cut_short_says_so():
-    """With too few partial choices, the result fits, and the optimum is within the gap."""
+    """A search with too few partial choices gives a plan that fits, with a gap within which the optimum is."""
     short = 0
     for seed in range(100):
         problem = priced(seed, (8, [(v, v + 1) for v in range(7)]), limited=True, candidates=6)

@@ -1,15 +1,15 @@
-"""Training jobs that wait for the test that disturbs them. Python loads this where PYTHONPATH holds this folder.
+"""Training jobs that wait for the test that disturbs them; Python loads this module if PYTHONPATH has this folder.
 
-HALOGRAD_TEST_GATE names a file: how many steps may be made, then the ranks for which that holds (none: for all). A rank
-that may make no more waits before its next step; it goes on when the file is gone, or when it has got a signal that
-asks it to stop, of which ``FILE.noted`` has a line each.
+HALOGRAD_TEST_GATE names a file with the number of permitted steps, then the ranks with this limit (none: all ranks). A
+rank at the limit waits before its next step, until the file is removed or the rank receives a signal to stop, which
+``FILE.noted`` records in a line.
 
-No rank is taken for one that hangs until ``FILE.hangs`` exists; ``FILE.waits.RANK`` names the number of updates after
-which a rank waits for another, and does so for a second.
-The times that ranks give each other to answer are longer on a slow or busy machine.
+The watchdog reports no rank until ``FILE.hangs`` exists; ``FILE.waits.RANK`` contains the number of updates after
+which a rank waits for another, for a second.
+Time limits between ranks are longer on a slow or busy machine.
 
-With HALOGRAD_TEST_LATE rank 0 has the script of its Slurm job signaled when training has ended, and leaves it some
-seconds to pass that on.
+With HALOGRAD_TEST_LATE rank 0 signals the script of its Slurm job after the end of training, and waits some seconds
+so that the script can forward the signal.
 """
 
 import os
