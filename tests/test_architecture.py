@@ -206,8 +206,8 @@ def graph_of_imports(sources: tuple[tuple[Path, str], ...]) -> dict[str, dict[st
 def cycles(graph: dict[str, dict[str, tuple[str, int]]], mode: str) -> list[list[str]]:
     """Return import cycles as lines of text; [] if there are none.
 
-    Each cycle is a shortest one through a module that no other cycle contains. `mode` is the last of the times in `WHEN`
-    whose imports count.
+    Each cycle is a shortest one through a module that no other cycle contains. `mode` is the last of the times in
+    `WHEN` whose imports count.
     """
     counted, named, found = WHEN[: WHEN.index(mode) + 1], set(), []
     for first in sorted(graph):

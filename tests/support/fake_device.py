@@ -57,7 +57,7 @@ class FakeTicket:
 
 
 class FakeDevice(Device):
-    """Device that executes kernels at once, in the order of the queue; copies to the host complete when they are awaited.
+    """Device that executes kernels at once, in the order of the queue; copies to the host complete when awaited.
 
     Until then pinned memory that a download goes to is poisoned, and memory that an upload comes from must not change.
 

@@ -79,7 +79,7 @@ def refusing(name: str, number: int, part: str = "") -> Iterator[list[str]]:
 
 
 class AtCall:
-    """Tracer that raises :class:`Injected` at the n-th call of a library function on this thread; without `n` it counts.
+    """Tracer that raises :class:`Injected` at the n-th call of a library function on this thread, or only counts calls.
 
     Attributes
     ----------

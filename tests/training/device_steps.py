@@ -71,7 +71,7 @@ def train(
 
 
 def assert_near(found, params, expected, wanted, bound):
-    """Check that losses, and parameters relative to their arrays' sizes, are near those of other kernels."""
+    """Check that losses and parameters are within `bound` of those of other kernels, relative to their size."""
     np.testing.assert_allclose(found, expected, rtol=bound)
     for key, array in wanted.items():
         np.testing.assert_allclose(params[key], array, rtol=0, atol=bound * max(1, np.abs(array).max()), err_msg=key)

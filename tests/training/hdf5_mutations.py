@@ -1,11 +1,11 @@
 """HDF5 files with one error each in names, links, shapes, types or attributes.
 
-A mutation changes the files of :func:`write` in a folder. What is to come of it:
+A mutation changes the files of :func:`write` in a folder. Its expected outcome is one of:
 
-``"sound"``   the run trains, and has nothing to say
-``"warned"``  the run trains, after a line that names what is odd
+``"sound"``   the run trains, without a message
+``"warned"``  the run trains, after a line that names the error
 ``"refused"`` one line, exit code 2
-``"any"``     one of these: bytes were changed at random
+``"any"``     any of these, because bytes were changed at random
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def opened(folder: Path) -> h5py.File:
 
 
 def replaced(folder: Path, name: str, make: Callable[[h5py.File, np.ndarray], Any]) -> None:
-    """Replace a dataset by the result of `make(file, values)`. Attributes stay if that is a dataset."""
+    """Replace a dataset by the result of `make(file, values)`; a new dataset keeps the attributes."""
     with opened(folder) as file:
         values, attributes = file[name][()], dict(file[name].attrs)
         del file[name]

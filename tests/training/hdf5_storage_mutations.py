@@ -1,4 +1,4 @@
-"""HDF5 files with one error each in storage: unwritten numbers, external storage, damage, odd values."""
+"""HDF5 files with one error each in storage: unwritten elements, external storage, damage, odd values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHUNK = (2, EDGE, EDGE)
 
 
 def stored(folder: Path, name: str, **options: Any) -> None:
-    """Store the same numbers with another layout."""
+    """Store the same values with other storage options."""
     replaced(folder, name, lambda file, v: file.create_dataset(name, data=v, **options))
 
 
@@ -28,7 +28,7 @@ def chunk_of(values: np.ndarray) -> tuple[int, ...]:
 
 
 def unwritten(folder: Path, name: str, written: int, fill: float | None = None, chunks: bool = True) -> None:
-    """Write only the first samples."""
+    """Store a dataset of which only the first `written` samples are written."""
 
     def make(file: h5py.File, values: np.ndarray) -> None:
         options = {} if fill is None else {"fillvalue": fill}
@@ -68,7 +68,7 @@ def virtual(
     """Replace the inputs by a virtual dataset over files with a part of the samples each.
 
     `changes`: ``missing`` (part that is not written), ``short`` (part that lacks a sample), ``gap`` (part that is not
-    mapped), ``dataset`` (its name there), ``unlimited`` (a pattern of names).
+    mapped), ``dataset`` (its name in the part), ``unlimited`` (a pattern of file names).
     """
     place = folder if place is None else place
     place.mkdir(exist_ok=True)
@@ -137,7 +137,7 @@ def virtual_source_of_text(folder: Path, rng: np.random.Generator) -> None:
 
 @mutation("refused")
 def virtual_of_itself(folder: Path, rng: np.random.Generator) -> None:
-    """Make a virtual dataset that refers to itself over one file or two: HDF5 itself crashes."""
+    """Make a virtual dataset that refers to itself, directly or through another file; HDF5 itself crashes on it."""
     values = (*GRID, CHANNELS)
     virtual(folder, "inputs", 1)
     layout = h5py.VirtualLayout(values, np.float32)
@@ -150,7 +150,7 @@ def virtual_of_itself(folder: Path, rng: np.random.Generator) -> None:
 
 
 def external(folder: Path, path: Path, length: int | None = None, offset: int = 0) -> None:
-    """Store the inputs in an external file, of which `length` bytes exist."""
+    """Store the inputs in an external file, which contains only `length` bytes."""
 
     def make(file: h5py.File, values: np.ndarray) -> None:
         content = b"\0" * offset + values.tobytes()

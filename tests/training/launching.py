@@ -1,4 +1,4 @@
-"""Jobs for tests that disturb them: functions that start a job, find its ranks and wait until it makes steps."""
+"""Functions for tests that disturb jobs: start a job, find its ranks, and wait for its steps."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def sets(*overrides: str) -> list[str]:
 
 
 class Gate:
-    """A gate that lets the given `ranks` (default all) make a number of steps, and no more until they get a signal.
+    """Gate that lets `ranks` (default: all) make a number of steps, and then stops them until they receive a signal.
 
-    The others wait for them in the next step. `tests/support/gate` says what holds besides: no rank is taken for one
-    that hangs before the test says so, and ranks give each other time to answer.
+    The other ranks wait for them in the next step. See `tests/support/gate`: no rank is reported as hanging before the
+    test permits it, and time limits between ranks are long.
     """
 
     def __init__(self, folder: Path, steps: int | None = None, *ranks: int) -> None:
@@ -43,13 +43,13 @@ class Gate:
         wait_until(self._beside("noted").exists, "a rank to note a signal")
 
     def await_waiting(self, *ranks: int, updates: int | None = None) -> None:
-        """Return when these ranks wait for another one after a number of updates, by default at the gate."""
+        """Return when these ranks wait for another rank after a number of updates, by default that of the gate."""
         files = [self._beside(f"waits.{rank}") for rank in ranks]
         wanted = str(self._steps if updates is None else updates)
         wait_until(lambda: all(f.exists() and f.read_text() == wanted for f in files), f"ranks {ranks} to wait")
 
     def let_hang(self) -> None:
-        """Let a rank that makes no progress count as hanging from now on."""
+        """Permit that ranks without progress are reported as hanging."""
         self._beside("hangs").touch()
 
     def _beside(self, what: str) -> Path:
@@ -60,9 +60,7 @@ class Gate:
 def started(
     n: int, *args: object, wrapper: Sequence[str] = (), gate: Gate | None = None
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Start a job, every rank by `wrapper`; yield it and its mark, and check afterwards that none of its processes
-    lives.
-    """
+    """Start a job, every rank by `wrapper`; yield it and its mark. Check afterwards that no process of it is left."""
     mark = jobs.new_mark()
     command = [find_mpiexec(), "-n", str(n), *wrapper, sys.executable, *map(str, args)]
     environment = jobs.job_environment(mark, gate.environment if gate else None)
@@ -80,7 +78,7 @@ def started(
 
 
 def rank_processes(mark: str) -> list[int]:
-    """Return the ids of the ranks' processes, in the order of the ranks: those that run our Python."""
+    """Return the process ids of the ranks, in the order of the ranks."""
     found = {}
     for pid in jobs.members(mark):
         try:

@@ -1,4 +1,4 @@
-"""A user's optimizers: the one in docs, and one that needs whole parameters."""
+"""Optimizers of a user: the one in the documentation, and one that needs whole parameters."""
 
 from __future__ import annotations
 

@@ -5,18 +5,18 @@
     python -m tests.training.part_damage --count 2000
     python -m tests.training.part_damage --count 400 --ranks 2
 
-A worker (of several ranks, if asked) interrupts a job behind three of its four batches, or ends it, damages a part, and
-starts the job again. The outcomes:
+A worker (of several ranks, if requested) interrupts a job after three of its four batches, or lets it end, damages a
+part, and starts the job again. The outcomes:
 
 anew
-    One line named the part, and the predictions are those of a job that was not disturbed.
+    One line named the part, and the predictions are those of an undisturbed job.
 without effect
-    The predictions are those, and nothing was said: what was damaged was not used.
+    The predictions are those of an undisturbed job, without a message: the damaged part was not used.
 refused
     One line, the same on all ranks.
 accepted, failed, hung, crashed
-    Other predictions; another error than the user's, or not one line; a file elsewhere was changed; no answer in time;
-    the worker died.
+    Other predictions; an unexpected error, several lines, or a change of another file; no output in time; the worker
+    died.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ class Interrupted(Exception):
 
 
 class Job:
-    """A trained network, data, and the files of an interrupted job. Collective over `comm`.
+    """Trained network, data, and files of an interrupted job. Collective over `comm`.
 
-    `states` has the files of each state: bytes by path from the folder of `out`.
+    `states` contains the files of each state: bytes by path from the folder of `out`.
     """
 
     def __init__(self, folder: Path, comm: Any, others: bool = True) -> None:
@@ -105,7 +105,7 @@ class Job:
             train(config, sets, comm=MPI.COMM_SELF)
 
     def _other(self, name: str, what: str = "classes", sets: Any = ()) -> dict[str, bytes]:
-        """Write the parts of another job: of another run, of other samples, ..."""
+        """Return the parts of another job, which differs in `name`: another run, other samples, ..."""
         self.root(self.clear)
         data = self.folder / ("other.h5" if name == "files" else "new.h5")
         run = self.folder / ("second" if name in ("seed", "checkpoint") else "out")
@@ -125,7 +125,7 @@ class Job:
             (self.folder / old).rename(self.folder / new)
 
     def touch(self) -> None:
-        """Change the file to which the samples refer, not the named file."""
+        """Change the time of the file that contains the samples; the named file only refers to it."""
         os.utime(self.folder / "far.h5", ns=(1, 1))
 
     def root(self, call: Callable[[], object]) -> None:
@@ -177,7 +177,7 @@ MUTATIONS: dict[str, Mutation] = {}
 
 
 class Case:
-    """Files to damage, on rank 0: a part `h5` of a rank, and its progress if there is such a file."""
+    """Files to damage on rank 0: a part `h5` of a rank, and its progress file if there is one."""
 
     def __init__(self, job: Job, rng: np.random.Generator) -> None:
         self.job, self.rng = job, rng
@@ -187,7 +187,7 @@ class Case:
         self.victim = job.folder / "victim.h5"
 
     def some_file(self) -> Path:
-        """Return a random file of that rank."""
+        """Return a random file of the damaged rank."""
         mine = sorted(self.folder.glob(f"rank-{self.rank:05d}.*"))
         return mine[int(self.rng.integers(len(mine)))]
 
@@ -224,7 +224,7 @@ def attribute(case: Case) -> None:
 
 @mutation
 def progress(case: Case) -> None:
-    """Change the content of the progress record, with a right checksum."""
+    """Change the content of the progress record, with a correct checksum."""
     path = case.h5.with_suffix(".progress")
     if not path.exists():  # where progress is an attribute of the part
         with h5py.File(case.h5, "r+") as file:
@@ -275,7 +275,7 @@ def dataset(case: Case) -> None:
 
 @mutation
 def numbers(case: Case) -> None:
-    """Change one number, a batch or all written numbers; or exchange two batches."""
+    """Change one value, a batch or all written values, or exchange two batches."""
     with h5py.File(case.h5, "r+") as file:
         there = file[case.name()]
         values = there[()]

@@ -1,4 +1,4 @@
-"""Comparison of a training under a scheme of gradient reduction with one process."""
+"""Comparison of training under a scheme of gradient reduction with training in one process."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ def build(name: str, comm: Communicator, strategy: Strategy, dtype: str = "float
 
 
 def trainer_of(executor: Executor, rate: float = RATE) -> Trainer:
-    """Return a trainer with momentum and weight decay: a repeated, missing or late update shows in later steps."""
+    """Return a trainer with momentum and weight decay, so that a repeated, missing or late update changes later steps.
+    """
     return Trainer(executor, SGD(executor.store, momentum=0.5, weight_decay=1e-3), Constant(rate))
 
 
 def train(name: str, comm: Communicator, strategy: Strategy, dtype: str, rate: float = RATE) -> Outcome:
-    """Train `STEPS` steps. Collective."""
+    """Train `STEPS` steps; return losses and parameters. Collective."""
     with build(name, comm, strategy, dtype) as executor:
         trainer = trainer_of(executor, rate)
         losses = advance(trainer, range(STEPS))
@@ -44,7 +45,7 @@ def train(name: str, comm: Communicator, strategy: Strategy, dtype: str, rate: f
 
 @functools.cache
 def alone(name: str, dtype: str, rate: float = RATE) -> Outcome:
-    """Return the whole result of one process. Local."""
+    """Return the outcome of training in one process. Local."""
     with Communicator(MPI.COMM_SELF) as comm:
         return learned(train(name, comm, Strategy(bucket_bytes=BUCKET), dtype, rate))
 

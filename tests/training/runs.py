@@ -62,7 +62,7 @@ def write_data(path: Path) -> None:
 
 
 def write_arrays(path: Path, arrays: Mapping[str, Any], **layouts: str) -> None:
-    """Write an HDF5 file with a dataset of each array; `layouts` are the orders of axes of some of them."""
+    """Write an HDF5 file with a dataset per array; `layouts` are the orders of axes of some of them, by name."""
     with h5py.File(path, "w") as file:
         for name, array in arrays.items():
             file[name] = array
@@ -71,7 +71,7 @@ def write_arrays(path: Path, arrays: Mapping[str, Any], **layouts: str) -> None:
 
 
 def write_config(folder: Path, out: str = "out", name: str = "run.toml") -> Path:
-    """Write data and configuration to `folder`; return the path of the latter."""
+    """Write data and configuration to `folder`; return the path of the configuration."""
     if not (folder / "data.h5").exists():
         write_data(folder / "data.h5")
     text = CONFIG.format(edge=EDGE, channels=CHANNELS, data=folder / "data.h5", out=folder / out)
@@ -80,7 +80,8 @@ def write_config(folder: Path, out: str = "out", name: str = "run.toml") -> Path
 
 
 def write_own(folder: Path, network: str, data: str | None = None, settings: str = "") -> Path:
-    """Write a user's network, data unless its table is given, and a configuration; return the path of the latter."""
+    """Write a user's network, a configuration, and data if their table is not given; return the configuration's path.
+    """
     (folder / "net.py").write_text(network)
     text = CONFIG.format(edge=EDGE, channels=CHANNELS, data="data.h5", out="out")
     if data is None:
@@ -92,7 +93,9 @@ def write_own(folder: Path, network: str, data: str | None = None, settings: str
 
 
 def write_named(folder: Path, network: str, data: str, arrays: Mapping[str, Any], **layouts: str) -> Path:
-    """Write a user's network, `arrays` (see `write_arrays`), and a configuration with their table except its path."""
+    """Write a user's network, `arrays` (see `write_arrays`), and a configuration; `data` is its table without the
+    path.
+    """
     write_arrays(folder / "data.h5", arrays, **layouts)
     return write_own(folder, network, f'[data]\npath = "data.h5"\n{data}')
 
@@ -126,7 +129,7 @@ OPTIONS = {
 
 
 def check_refused(overrides: Sequence[str], message: str) -> None:
-    """Check that ``run.toml`` with these overrides is refused in one line that has this message."""
+    """Check that ``run.toml`` with these overrides raises an error of one line that contains this message."""
     with pytest.raises(UserError) as error:
         load_config("run.toml", overrides)
     assert message in str(error.value) and "\n" not in str(error.value)

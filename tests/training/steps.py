@@ -34,7 +34,7 @@ NETWORKS: dict[str, Callable[[], Network]] = {
 
 
 class Outcome(NamedTuple):
-    """Losses of some steps, this rank's blocks of the parameters afterwards, and their places."""
+    """Outcome of some steps: losses, this rank's blocks of the parameters, and the slices of these blocks."""
 
     losses: np.ndarray
     params: dict[str, np.ndarray]
@@ -46,7 +46,7 @@ def copied(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def outcome(executor: Executor, losses: Sequence[float]) -> Outcome:
-    """Return the result of a training after its last update."""
+    """Return the outcome of training after the last update."""
     store = executor.store
     return Outcome(np.array(losses), copied(store.params), {k: store.box(k).slices() for k in store.params})
 
@@ -60,7 +60,7 @@ def descend(
     steps: int = STEPS,
     rate: float = RATE,
 ) -> Outcome:
-    """Train by plain gradient descent. Collective."""
+    """Train by plain gradient descent; return the outcome. Collective."""
     losses = []
     with Executor(network, comm, get_backend(backend), BATCH, strategy, dtype, seed=3) as executor:
 
@@ -79,7 +79,7 @@ def descend(
 
 
 def fill(executor: Executor, step: int) -> None:
-    """Fill inputs with numbers drawn by global index: the same under every cut."""
+    """Fill inputs with values drawn by global index, the same under every cut."""
     for name, node in executor.network.inputs.items():
         shape = (executor.batch, *node.shape)
         array = random_array(shape, name, seed=step % 3)
@@ -103,30 +103,28 @@ def advance(trainer: Trainer, numbers: Iterable[int]) -> list[float]:
 
 
 def learned(found: Outcome) -> Outcome:
-    """Return a reference outcome for comparisons."""
+    """Check that the losses of a reference fall, and return it."""
     assert np.isfinite(found.losses).all() and found.losses[-1] < found.losses[0], "the network must learn something"
     return found
 
 
 def bound(network: Network, dtype: str, steps: int = STEPS) -> np.ndarray:
-    """Return the bound on the differences of losses in each step, which grows with the steps as rounding does in
-    training.
-    """
+    """Return the allowed difference of losses in each step, which grows with the steps, as rounding errors do."""
     longest = max(math.prod(n.shape) for n in network.layers.values()) * BATCH
     return float(np.finfo(dtype).eps) * math.sqrt(longest) * 20 * (1 + np.arange(steps)) ** 2
 
 
 def check_losses(comm: Communicator, found: np.ndarray, want: np.ndarray, allowed: np.ndarray, what: object) -> None:
-    """Fail on all ranks unless losses are near those of one process. Collective."""
+    """Fail on all ranks unless losses are within the bound of those of one process. Collective."""
     error = np.abs(found - want) / np.maximum(1.0, np.abs(want))
     with comm.agreement():
         assert (error <= allowed).all(), f"{what}: losses differ by {error}, allowed are {allowed}"
 
 
 def check_outcome(comm: Communicator, found: Outcome, want: Outcome, allowed: np.ndarray, what: object) -> None:
-    """Fail on all ranks unless losses, and parameters by ten times as much, are near those of one process. Collective.
+    """Fail on all ranks unless losses, and parameters with ten times the bound, are those of one process. Collective.
 
-    Arrays of one process are whole.
+    The arrays of the process are whole.
     """
     check_losses(comm, found.losses, want.losses, allowed, what)
     blocks = {name: array[found.places[name]] for name, array in want.params.items()}

@@ -1,4 +1,4 @@
-"""Tests that targets of weight 0 change no digit under any cut: 0, numbers out of range and NaN."""
+"""Tests that targets with weight 0 change no bit under any cut, whatever their value: 0, out of range or NaN."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_no_digit_depends_on_what_has_no_weight(comm, config, rule):
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("invalid", ["skip", "fill"])
 def test_policies_see_no_fault(comm, config, invalid):
-    """Policies ignore NaN in targets of weight 0, and find NaN in the inputs of one sample."""
+    """Policies for invalid data ignore NaN in targets with weight 0, and find NaN in inputs."""
     if comm.rank == 0:
         for name in THERE:
             with h5py.File(f"{name}.h5", "r+") as file:
@@ -106,7 +106,7 @@ def test_policies_see_no_fault(comm, config, invalid):
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("trainable", [True, False])
 def test_no_sample_left(comm, config, trainable):
-    """A run is refused if all samples have NaN in a target that counts."""
+    """A run is an error if all samples have NaN in a target with a weight above 0."""
     sets = ["training.epochs=1", f"strategy.height={comm.size}"]
     train(config, sets, comm=comm)
     if comm.rank == 0:

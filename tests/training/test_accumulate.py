@@ -40,7 +40,7 @@ SCHEMES = {
 
 
 def network() -> hg.Network:
-    """Return a network with random masks of elements and of samples, and sums over positions, but none over samples."""
+    """Return a network with dropout, stochastic depth and sums over positions, but none over samples."""
     x, t = hg.Input((8, 6, 2), "x"), hg.Input((1,), "target", "int32")
     y = hg.Conv(6, 3, padding=1, activation="relu", name="conv1")(x)
     y = y + hg.StochasticDepth(0.4, name="depth")(
@@ -60,7 +60,7 @@ def fill(executor: Executor, step: int, part: int) -> None:
 
 
 def run(comm, strategy, parts, clip=None, dtype="float64", make=network, **tried):
-    """Return losses, norms and parameters (this rank's blocks) of `STEPS` steps. Collective."""
+    """Return losses, norms and parameters (this rank's blocks) of `STEPS` steps in parts. Collective."""
     kernels = get_backend("numpy")
     with Executor(make(), comm, kernels, BATCH // parts, strategy, dtype, seed=SEED, parts=parts) as executor:
         optimizer = SGD(executor.store, momentum=0.5, weight_decay=1e-3)
@@ -82,7 +82,7 @@ def run(comm, strategy, parts, clip=None, dtype="float64", make=network, **tried
 
 @functools.cache
 def whole(clip=None):
-    """Return the result of one process that computes every batch at once."""
+    """Return the outcome of one process that computes each batch as a whole."""
     with Communicator(MPI.COMM_SELF) as comm:
         found = run(comm, Strategy(), 1, clip)
     assert found.losses[-1] < found.losses[0]
@@ -138,7 +138,7 @@ def wide() -> hg.Network:
 
 @pytest.mark.ranks(2, 3)
 def test_schemes_change_between_batches(monkeypatch):
-    """All parts of a batch are summed by one scheme, from the first step on, which is timed with all of them."""
+    """With accumulation, reduction schemes change only between batches; the timed steps include all parts."""
     DrivenClock().drive(monkeypatch, trainer_module)
     ranked = (Scheme(replicated_dense=2), Scheme("bucketed"))
     with Communicator(MPI.COMM_SELF) as alone:
@@ -207,7 +207,7 @@ def test_calls_in_another_order():
 
 
 def test_a_part_that_diverges_leaves_parameters_as_they_are():
-    """The gradients of a part that diverges do not affect the next step."""
+    """A part whose gradients are not finite does not affect the next step."""
     with Communicator(MPI.COMM_SELF) as comm:
         results = []
         for broken in (False, True):
@@ -254,8 +254,7 @@ AUGMENTED = "data.augment={flips = ['width'], noise = 0.05}"
 
 @pytest.mark.mpi
 def test_a_run_in_parts_is_that_of_whole_batches(comm, config):
-    """A run in parts, stopped after an epoch and resumed, equals a run of whole batches; evaluation in parts does, too.
-    """
+    """A run in parts, stopped and resumed, has the losses and the evaluation of a run of whole batches."""
     files = [f"model.file='{config.parent / 'net.py'}:build'", f"data.path='{config.parent / 'data.h5'}'"]
     parts = [(cut, 2 if "sample" in cut else 4) for cut in CUTS[comm.size]]
     cuts = [[*overrides_of(cut), f"training.accumulate={number}"] for cut, number in parts]

@@ -1,4 +1,4 @@
-"""Tests of other data and other ranks than in training: derived settings, the user's settings, and errors."""
+"""Tests of `apply` and `evaluate` with other data and ranks than in training: derived settings, user's ones, errors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def write_samples(path: Path, shape: tuple[int, ...], layout: str | None = "NHWC
 
 @pytest.fixture
 def trained(comm, working):
-    """Fixture: a run in ``out``, and ``four.toml``, a configuration for four ranks."""
+    """Train a run in ``out``, and write ``four.toml``, a configuration for four ranks."""
     if comm.rank == 0:
         config = write_config(working)
         train(config, ["training.epochs=1", "strategy.sample=1"], comm=MPI.COMM_SELF)
@@ -60,7 +60,7 @@ def read(path: str) -> np.ndarray:
 
 @pytest.mark.ranks(1, 2, 3, 4)
 def test_one_sample_of_another_size(comm, trained):
-    """Predictions of one sample of another size need no settings, and equal those with five settings by hand."""
+    """A sample of another size needs no settings, and gives the predictions of five settings by hand."""
     if comm.rank == 0:
         found = apply("four.toml", ["one.h5"], "by-hand.h5", FIVE, comm=MPI.COMM_SELF)
         assert found["settings"] == []
@@ -75,7 +75,7 @@ def test_one_sample_of_another_size(comm, trained):
 
 @pytest.mark.ranks(1, 2)
 def test_evaluates_what_it_predicts(comm, trained):
-    """Evaluation of samples of another size has the predictions of `apply` and the same scores under any cut."""
+    """Evaluation of samples of another size has the predictions of `apply`, and the same scores under any cut."""
     if comm.rank == 0:
         alone = evaluate("four.toml", [*FIVE, "data.path=large.h5"], "all", comm=MPI.COMM_SELF)
     alone = comm.bcast(alone if comm.rank == 0 else None)
@@ -107,7 +107,7 @@ def test_what_the_user_sets_stays(comm, trained, sets, message):
 
 
 def test_a_cut_that_fits_stays(trained):
-    """With the same ranks and size nothing changes; with a short file only the batch does."""
+    """With the ranks and the sample size of training no setting is derived; with few samples only the batch is."""
     write_samples(Path("few.h5"), (3, EDGE, EDGE, 3))
     write_samples(Path("many.h5"), (4, EDGE, EDGE, 3))
     assert apply("out", ["many.h5"], "p.h5", comm=MPI.COMM_SELF)["settings"] == []
@@ -116,7 +116,7 @@ def test_a_cut_that_fits_stays(trained):
 
 
 def test_order_of_axes(trained):
-    """A file need not give its order of axes if only one axis has the network's number of channels."""
+    """A file needs no order of axes if only one axis has the network's number of channels."""
     rng = np.random.default_rng(8)
     x = rng.standard_normal((2, EDGE, EDGE, 3))
     for name, array in (("last", x), ("first", np.moveaxis(x, -1, 1))):
@@ -140,8 +140,7 @@ def test_order_of_axes(trained):
 
 @pytest.mark.parametrize("signature", ["resolution=16", "resolution=(16, 16)", "edge=16"])
 def test_networks_of_the_user(working, signature):
-    """Samples of a user's network may have any size if its function has an option `resolution`; else the user sets it.
-    """
+    """Samples of a user's network may have any size if its function has an option `resolution`."""
     follows = signature.startswith("resolution")
     body = NET.replace("SIGNATURE", signature)
     line = "    edge = resolution if isinstance(resolution, int) else resolution[0]\n" if follows else ""
@@ -159,7 +158,7 @@ def test_networks_of_the_user(working, signature):
 
 
 def test_networks_of_one_size(working):
-    """Dense layers have parameters for one size of samples: the message names the sizes, not a parameter."""
+    """The error of a network with dense layers for samples of another size names the sizes, not a parameter."""
     config = write_config(working)
     text = config.read_text()
     model = '[model]\nname = "lenet5"\nclasses = 2\nchannels = 3\nresolution = 28\n'
@@ -177,7 +176,7 @@ def test_networks_of_one_size(working):
 
 
 def test_windows_stay_windows(trained):
-    """Evaluation uses the middle window of cropped samples, `apply` whole samples."""
+    """A run trained on cropped samples evaluates the middle window, and applies to whole samples."""
     crop = ["data.path=large.h5", "data.augment={crop = true}", "output.directory=crop"]
     train("run.toml", ["training.epochs=1", "training.batch=2", *crop], comm=MPI.COMM_SELF)
     evaluate("crop", ["training.batch=1"], "all", "judged.h5", MPI.COMM_SELF)

@@ -42,7 +42,7 @@ CUTS = {1: ({},), 2: ({"height": 2}, {"sample": 2}), 3: ({"width": 3},), 4: ({"h
 
 
 def write_new(folder: Path, edge: int = EDGE, name: str = "new") -> None:
-    """Write files without masks."""
+    """Write files of samples without masks."""
     rng = np.random.default_rng(11)
     (folder / name).mkdir()
     for number, samples in enumerate(FILES):
@@ -53,7 +53,7 @@ def write_new(folder: Path, edge: int = EDGE, name: str = "new") -> None:
 
 @pytest.fixture
 def trained(comm, shared):
-    """Fixture: folder of a run in ``out`` and of data without labels in ``new``, the same on all ranks."""
+    """Return the folder of a run in ``out`` and of data without labels in ``new``, the same on all ranks."""
     if comm.rank == 0:
         write_config(shared)
         write_new(shared)
@@ -74,7 +74,7 @@ def sources(out: Path) -> list[tuple[str, int]]:
 
 
 def parts(out: Path) -> list[int]:
-    """Return the ranks that have written a part of one job."""
+    """Return the ranks that have written a part, for the only job of `out`."""
     (folder,) = Path(f"{out}.parts").iterdir()
     return sorted(int(path.stem.removeprefix("rank-")) for path in folder.glob("*.h5"))
 
@@ -82,7 +82,7 @@ def parts(out: Path) -> list[int]:
 @pytest.mark.mpi
 @pytest.mark.parametrize("what", ["logits", "probabilities", "classes"])
 def test_is_that_of_one_process_under_every_cut(comm, trained, what):
-    """Predictions equal those of one process; of eight samples in batches of four the last batch may be short."""
+    """Predictions equal those of one process under every cut, also with a short last batch."""
     new = [str(trained / "new")]
     if comm.rank == 0:
         apply(trained / "out", new, trained / "alone.h5", ["strategy.sample=1"], what, MPI.COMM_SELF)
@@ -103,7 +103,7 @@ def test_is_that_of_one_process_under_every_cut(comm, trained, what):
 
 @pytest.mark.ranks(1, 2)
 def test_is_what_evaluation_predicts(comm, trained):
-    """Predictions of the training samples equal those of an evaluation, without their labels being read."""
+    """Predictions of the training samples equal those of an evaluation; labels are not read."""
     sets = [f"strategy.height={comm.size}", "strategy.sample=1"]
     evaluate(trained / "out", sets, "all", trained / "judged.h5", comm)
     apply(trained / "out", [str(trained / "data.h5")], trained / "applied.h5", sets, comm=comm)
@@ -116,8 +116,7 @@ def test_is_what_evaluation_predicts(comm, trained):
 
 @pytest.mark.ranks(1, 2, 3)
 def test_samples_of_another_size(comm, trained):
-    """Predictions of samples with twice as many rows and columns equal in the middle: it does not depend on the border.
-    """
+    """Predictions of samples of twice the size have that size; a network of other widths is an error."""
     if comm.rank == 0:
         write_new(trained, 2 * EDGE, "large")
     comm.barrier()
@@ -130,7 +129,7 @@ def test_samples_of_another_size(comm, trained):
 
 @pytest.mark.ranks(1, 2)
 def test_goes_on_where_it_was_interrupted(comm, trained, monkeypatch):
-    """An interrupted job resumes after the last batch that all ranks have written; parts of another job are removed."""
+    """An interrupted job resumes after the last batch that all ranks have written; parts of other jobs are removed."""
     new, sets = [str(trained / "new")], [f"strategy.height={comm.size}", "strategy.sample=1", "training.batch=2"]
     apply(trained / "out", new, trained / "whole.h5", sets, comm=comm)
     written = []
@@ -163,8 +162,7 @@ def test_goes_on_where_it_was_interrupted(comm, trained, monkeypatch):
 
 @pytest.mark.ranks(2)
 def test_what_is_there_stays_until_another_job_has_ended(comm, trained, monkeypatch):
-    """An existing file stays until another job, whose parts lie elsewhere, has ended; its name is a pattern for HDF5.
-    """
+    """An existing file is replaced only when another job has ended; names that are patterns for HDF5 are permitted."""
     new, sets = [str(trained / "new")], ["strategy.height=2", "strategy.sample=1"]
     out = trained / "50%b.h5"
     apply(trained / "out", new, out, sets, comm=comm)
@@ -190,7 +188,9 @@ def test_what_is_there_stays_until_another_job_has_ended(comm, trained, monkeypa
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("what", ["logits", "classes"])
 def test_without_its_parts_no_number_is_a_prediction(comm, trained, what):
-    """A file without its parts names the missing ones; with some of them the rest is marked; with all it is whole."""
+    """A file of predictions lists its parts; values of missing parts are fill values, and with all parts it is
+    complete.
+    """
     sets = [f"strategy.height={comm.size}", "strategy.sample=1"]
     apply(trained / "out", [str(trained / "new")], trained / "p.h5", sets, what, comm)
     comm.barrier()
@@ -220,7 +220,7 @@ def test_without_its_parts_no_number_is_a_prediction(comm, trained, what):
 
 
 def test_the_value_of_missing_classes_is_no_class():
-    """The value of missing classes is the largest number of the type; with 256 classes it is not 255."""
+    """The fill value of missing classes is the largest integer of the type, and no class, for any number of classes."""
     boxes = Blocks([((0, 1),)] * 3)
     for classes, dtype in ((2, "u1"), (255, "u1"), (256, "u2"), (65_535, "u2"), (65_536, "u4")):
         plain = applying.Output("y", SimpleNamespace(), (4, classes), boxes, np.dtype("f4"), lambda block: block)
@@ -231,7 +231,7 @@ def test_the_value_of_missing_classes_is_no_class():
 
 @pytest.mark.ranks(1, 2)
 def test_samples_are_in_the_natural_order_of_their_files(comm, trained):
-    """Samples of one file each are in natural order; the mean of a prediction identifies its sample."""
+    """Samples in files of their own are in the natural order of the files' names."""
     names = [f"s{number}.h5" for number in range(1, 13)]
     if comm.rank == 0:
         rng = np.random.default_rng(3)
@@ -251,7 +251,7 @@ def test_samples_are_in_the_natural_order_of_their_files(comm, trained):
 
 
 def test_parts_of_killed_ranks_are_continued(tmp_path, monkeypatch):
-    """A part holds as many batches as its progress says, whenever its rank was killed."""
+    """A part whose rank was killed at any time contains as many batches as its progress record states."""
     monkeypatch.setattr(training_parts, "RECORD_SECONDS", 0.0)
     shape, count, batch = (16, 9, 2), 40, 2
     array = PartArray("prediction", Box.of_shape((batch, *shape)), np.dtype(np.float32))
@@ -290,7 +290,7 @@ def test_parts_of_killed_ranks_are_continued(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("fails", ["fsync", "pwrite", "replace", "open"])
 def test_progress_is_not_ahead_of_the_disk(tmp_path, monkeypatch, fails):
-    """Data are on the disk before the progress is written; after a failure the progress is the previous one."""
+    """Data are on the disk before the progress record; after a failed write the record is the previous one."""
     monkeypatch.setattr(training_parts, "RECORD_SECONDS", 0.0)
     array = PartArray("prediction", Box.of_shape((2, 3)), np.dtype(np.float64))
     path, calls = tmp_path / "job" / "rank-00000.h5", []
@@ -308,8 +308,7 @@ def test_progress_is_not_ahead_of_the_disk(tmp_path, monkeypatch, fails):
 
 
 def test_two_jobs_do_not_share_a_part(tmp_path):
-    """A second job begins anew if the first has recorded no progress; the first may not finish with the second's file.
-    """
+    """Two jobs do not use the same part: the second begins anew, and the first cannot finish with its file."""
     array = PartArray("prediction", Box.of_shape((2, 3)), np.dtype(np.float64))
     path = tmp_path / "job" / "rank-00000.h5"
     with PartFile(path, 0, [array], 4, 2, "job") as first:
@@ -326,7 +325,7 @@ def test_two_jobs_do_not_share_a_part(tmp_path):
 
 
 def called(calls, name, function, fails, *arguments, **options):
-    """Call a function, or fail as a broken disk does; record either."""
+    """Record a call, then make it, or fail like a broken disk."""
     calls.append(name)
     if fails:
         raise OSError(5, os.strerror(5), *arguments[:1] * isinstance(arguments[0], Path))
@@ -334,7 +333,8 @@ def called(calls, name, function, fails, *arguments, **options):
 
 
 def test_of_probabilities_they_are_what_it_computes(working):
-    """Predictions for a loss of probabilities are probabilities; an output with a reserved name is refused beforehand.
+    """Predictions of a loss of probabilities are probabilities; a reserved name of an output is an error before the
+    run.
     """
     train(write_own(working, NET), ["training.epochs=1"], comm=MPI.COMM_SELF)
     write_new(working)

@@ -26,7 +26,7 @@ def build():
 
 
 def write_map(folder: Path, edge: int = EDGE) -> None:
-    """Write two files in netCDF's layout: two samples and three, columns that differ, a map projection."""
+    """Write two files in netCDF's layout, with two and three samples, different columns, and a map projection."""
     folder.mkdir()
     rng = np.random.default_rng(2)
     for number, samples in enumerate((2, 3), 9):
@@ -43,7 +43,7 @@ def write_map(folder: Path, edge: int = EDGE) -> None:
 
 
 def content(path: Path) -> dict[str, tuple]:
-    """Return all datasets but predictions, the names of each axis's scales, and attributes that are no references."""
+    """Return the datasets of a file by name: scales of the axes, attributes without references, and values or shape."""
     with h5py.File(path) as file:
         return {
             name: (
@@ -57,7 +57,7 @@ def content(path: Path) -> dict[str, tuple]:
 
 @pytest.mark.ranks(1, 2, 4)
 def test_has_the_coordinates_of_the_samples(comm, working, caplog):
-    """Predictions have the samples' coordinates under every cut; outputs on another grid have none, with a message."""
+    """Predictions have the samples' coordinates under every cut; on another grid they have none, with a message."""
     if comm.rank == 0:
         write_map(Path("map"))
         with h5py.File("data.h5", "w") as file:
@@ -127,7 +127,7 @@ MASK = {"long_name": "kind of cell", "flag_values": [0, 1, 2], "flag_meanings": 
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("what", ["logits", "classes"])
 def test_says_what_the_data_say(comm, working, what):
-    """Predictions have the attributes of their target, which new files may lack; the file has those of its inputs."""
+    """Predictions have the attributes of their target in training, the file those of the new inputs."""
     if comm.rank == 0:
         rng = np.random.default_rng(5)
         write_own(working, SAID, SAID_DATA)

@@ -1,4 +1,4 @@
-"""Tests of runs with augmented samples: equal under every cut, resumed or not; evaluation does not augment."""
+"""Tests of runs with augmented samples: equal under every cut, also resumed; evaluation does not augment."""
 
 import h5py
 import numpy as np
@@ -38,7 +38,7 @@ def test_as_in_one_process(comm, config, rules):
 
 @pytest.mark.ranks(1)
 def test_evaluation_and_predictions(comm, config):
-    """After a run with crops, evaluation uses the middle of each sample, and predictions cover all of it."""
+    """After training with crops, evaluation uses the middle of each sample, and `apply` the whole sample."""
     out = config.parent / "out"
     sets = [CROP, "model.resolution=12", "training.epochs=1"]
     train(config, sets, comm=comm)

@@ -1,4 +1,4 @@
-"""Tests of learning rates by layer and moving averages of parameters: plain formulas, every cut, and files."""
+"""Tests of learning rates by layer and of moving averages of parameters: formulas, every cut, and files."""
 
 import functools
 from types import SimpleNamespace
@@ -35,7 +35,7 @@ OPTIMIZERS = {
 
 
 def run(comm, strategy, kind, factors=FACTORS, average=AVERAGE, rate=0.05):
-    """Return parameters before every step and at the end, and their final averages; this rank's blocks. Collective."""
+    """Return the parameters after every step, and the final averages (this rank's blocks). Collective."""
     made = NETWORKS["lenet"]()
     with Executor(made, comm, get_backend("numpy"), 4, strategy, "float64", seed=3) as executor:
         optimizer = OPTIMIZERS[kind](executor.store, factors=factors, average=average)
@@ -69,7 +69,7 @@ def check(comm, found, want):
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_a_factor_is_another_learning_rate(kind):
-    """In the first step a layer with a factor equals that of a run with the multiplied learning rate."""
+    """In the first step a factor of a layer has the effect of a multiplied learning rate."""
     factors = {name: next((f for p, f in reversed(FACTORS.items()) if match(p, name)), 1.0) for name in layers()}
     assert set(factors.values()) == {0.0, 0.5, 1.0, 3.0}
     found = alone(kind).history[0]
@@ -92,7 +92,9 @@ def layers():
 
 
 def test_the_formula():
-    """The average is the first parameters, then ``a + (1 - w) (p - a)`` with ``w = min(average, n / (9 + n))``."""
+    """Averages follow the formula: ``a + (1 - w) (p - a)`` with ``w = min(average, n / (9 + n))``, from the first
+    values.
+    """
     found, initial = alone("sgd"), NETWORKS["lenet"]().initial_values(3)
     for name, ours in found.averages.items():
         want = initial[name].astype(np.float64)
@@ -134,7 +136,7 @@ CUTS = {1: [], 2: ["strategy.height=2"], 4: ["strategy.height=2", "strategy.widt
 
 @pytest.mark.ranks(1, 2, 4)
 def test_a_run_is_judged_by_its_averages(comm, shared, config):
-    """Validations use the averages, in training, afterwards and after resumption; checkpoints hold the parameters, too.
+    """Validations use the averages, in training, later and after resumption; checkpoints also contain the parameters.
     """
     cuts = CUTS[comm.size]
 

@@ -61,14 +61,14 @@ def weights_of(labels, classes):
 
 
 def trained(found):
-    """Return the numbers of the samples that a run does not hold out."""
+    """Return the indices of the training samples of a run; `found` contains the predictions of the others."""
     with h5py.File(found) as file:
         return np.setdiff1d(np.arange(SAMPLES), file["sample"][()])
 
 
 @pytest.mark.mpi
 def test_as_with_the_numbers_themselves(comm, config, capfd):
-    """Weights equal those of the counts over all ranks' training samples; counts are printed, logged and stored."""
+    """Balanced weights equal those of given counts of the training samples; counts are printed, logged and stored."""
     cut = {1: {}, 2: {"height": 2}, 3: {"sample": 3}, 4: {"height": 2, "width": 2}}[comm.size]
     sets = overrides_of(cut)
     found = train(config, [*sets, "model.auxiliary=false", "output.progress=true"], comm=comm)
@@ -185,7 +185,9 @@ def test_refused_weights_of_the_positive_class(comm, one_channel, sets, message)
 
 
 def test_counts_of_patches_and_of_many_rows(monkeypatch):
-    """Counts are those of the samples that the network reads; ignored positions do not count."""
+    """Class counts are those of the listed samples and of reduced targets, read in parts; ignored positions do not
+    count.
+    """
     from halograd.data import survey
 
     labels = np.random.default_rng(1).integers(-1, 4, (5, 12, 8, 1))
@@ -200,7 +202,7 @@ def test_counts_of_patches_and_of_many_rows(monkeypatch):
 
 
 def test_ignored_classes_have_no_weight():
-    """Neither are they among the classes, nor their positions among those that are weighed."""
+    """An ignored class has weight 0, and neither its positions nor the class itself count in the formula."""
     layer = hg.SoftmaxCrossEntropy("balanced", ignore_index=0).with_counts({1: [258, 142, 32]})
     assert layer.class_factors(1) == pytest.approx((0.0, 174 / 2 / 142, 174 / 2 / 32))
     layer = hg.SoftmaxCrossEntropy("balanced", ignore_index=2).with_counts({1: [6, 2, 0]})
@@ -210,7 +212,7 @@ def test_ignored_classes_have_no_weight():
 
 
 def test_a_network_that_was_not_balanced_says_so():
-    """A network without its class weights raises an error, as it would count all classes equally without notice."""
+    """An executor of a balanced loss without counts raises an error, because it would weigh all classes equally."""
 
     def network():
         x = hg.Input((4, 3), "x")
@@ -239,7 +241,7 @@ def test_a_network_that_was_not_balanced_says_so():
     ("layer", "channels"), [(hg.SoftmaxCrossEntropy("balanced"), 3), (hg.BinaryCrossEntropyWithLogits("balanced"), 1)]
 )
 def test_layers_are_measured_without_counts(layer, channels):
-    """Layers are measured without counts: a plan is made before the data are read."""
+    """Layers with balanced losses can be measured without counts, because a plan precedes reading the data."""
     inputs = [(2, 4, channels), (2, 4, 1)]
     with Communicator(MPI.COMM_SELF) as alone, get_backend("numpy") as kernels:
         bound = BoundLayer(layer, inputs, "float32", kernels, alone)

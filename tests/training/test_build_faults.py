@@ -1,4 +1,4 @@
-"""Tests that an error of one rank while everything is built is raised on all ranks, wherever it occurs."""
+"""Tests that an error of one rank during building is raised on all ranks, wherever it occurs."""
 
 import os
 from contextlib import nullcontext
@@ -40,8 +40,7 @@ LIMIT = 120  # [s], against deadlock: a build takes some 0.2 s
 
 
 def network() -> hg.Network:
-    """Return a network with halos both ways, groups that share samples, redistributions, and gradients that are summed.
-    """
+    """Return a network with halos in both directions, groups of ranks, redistributions, and summed gradients."""
     x = hg.Input((12, 10, 3), "x")
     y = hg.Conv(4, 3, padding=1, activation="relu", name="conv1")(x)
     y = hg.BatchNorm(statistics="sample", name="batch_norm")(y)
@@ -76,7 +75,7 @@ def strategy(size: int, kind: str) -> Strategy:
 
 
 def build_and_step(comm, kind="bucketed", steps=1) -> float:
-    """Return the loss of the last step. Collective."""
+    """Build an executor and train; return the loss of the last step. Collective."""
     with (
         get_backend("onednn") as kernels,
         Executor(network(), comm, kernels, 4, strategy(comm.size, kind), seed=1) as executor,
@@ -91,7 +90,7 @@ def build_and_step(comm, kind="bucketed", steps=1) -> float:
 
 
 def errors(comm, call) -> list[str]:
-    """Return the errors of `call` on all ranks; empty texts for none. Collective."""
+    """Return the errors of `call` on all ranks, empty texts for none. Collective."""
     try:
         call()
     except Exception as error:
@@ -139,7 +138,7 @@ STAGES = {
 @pytest.mark.timeout(LIMIT)
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_fault_of_one_rank_is_raised_on_all(comm, stage):
-    """After the error the communicator works as before."""
+    """An error of one rank in any stage of building is raised on all ranks; then the communicator can be used again."""
     culprit = comm.size - 1
     owner, name, number = STAGES[stage]
     kind = "channels" if stage == "group" else "bucketed"  # two ranks that share no filters

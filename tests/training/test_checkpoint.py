@@ -1,4 +1,4 @@
-"""Tests of checkpoints: round trips over buckets, and files that are refused without loss."""
+"""Tests of checkpoints: written and read with different buckets, and files that are rejected without loss."""
 
 import os
 import subprocess
@@ -73,7 +73,7 @@ def test_parameters_alone(saved, make_store):
 
 
 def refused(path, store, message, optimizer=None):
-    """Check that reading is refused in one line and changes nothing."""
+    """Check that reading raises an error of one line, and changes nothing."""
     before = copied(store.params)
     with pytest.raises(UserError) as caught:
         read_checkpoint(path, store, optimizer)
@@ -143,7 +143,7 @@ def flip(path, at):
 
 
 def test_every_byte_of_a_file_counts(saved, make_store):
-    """One flipped bit in the header, the table or any structure between them is refused with the user's error."""
+    """One flipped bit anywhere in the structures of a file is an error of damage."""
     path, whole = saved[0], saved[0].read_bytes()
     for at in (*range(0, 4096, 97), *range(4096, len(whole), 211), *range(len(whole) - 4, len(whole))):
         flip(path, at)
@@ -161,7 +161,7 @@ def test_other_tools_can_read_it(saved):
 
 
 def test_format_1(make_store, tmp_path):
-    """A file of format 1, without checksums of its texts and attributes, is refused and stays in place."""
+    """A file of format 1, without checksums of its texts and attributes, is rejected and stays unchanged."""
     with h5py.File(tmp_path / "step-00000005.h5", "w") as file:
         file.attrs["format"] = 1
     want = "expected a checkpoint of format 2, got an HDF5 file without checksums (format 1, or no checkpoint at all)"
@@ -181,7 +181,7 @@ def test_other_format(saved, make_store):
 
 @pytest.mark.timeout(60)
 def test_what_is_no_file(make_store, tmp_path):
-    """A pipe is not opened: opening would wait for a writer."""
+    """Folders and pipes are rejected; a pipe is not opened, because opening would wait for a writer."""
     os.mkfifo(tmp_path / "step-00000005.h5")
     (tmp_path / "step-00000006.h5").mkdir()
     for name in ("step-00000005.h5", "step-00000006.h5"):
@@ -206,7 +206,7 @@ except ValueError as error:
 
 @pytest.mark.parametrize("limit", [0, 1000, 6000])
 def test_no_space(saved, make_store, limit):
-    """A full disk gives one line and no crash at exit, and the previous checkpoint stays intact."""
+    """Without disk space, writing a checkpoint is an error of one line, and the previous checkpoint is intact."""
     path, store, _ = saved
     assert path.stat().st_size > 6000
     command = [sys.executable, "-c", SAVE_IN_LITTLE_SPACE, path, os.path.dirname(__file__), str(limit)]

@@ -12,7 +12,9 @@ from halograd.training.auto_reduction import ChunkSearch, Tuner
 
 
 def listing(times, step, reach):
-    """Return sizes and best size by Algorithm 1 of Le et al. 2018, line by line, with `times` in place of clocks."""
+    """Return the tried sizes and the best one by Algorithm 1 of Le et al. 2018, line by line, with `times` in place of
+    clocks.
+    """
     chunk, best_chunk, lapse_min, done, sizes = 1, 1, math.inf, False, []
     while not done:
         sizes.append(chunk)
@@ -48,7 +50,7 @@ def test_search_is_the_listing(step, reach, values):
     "step, reach, best, intervals", [(10, 5, 9, 15), (10, 10, 20, 21), (3, 5, 3, 8), (10, 5, 1, 15)]
 )
 def test_intervals_of_the_paper(step, reach, best, intervals):
-    """Section 5.3: with (10, 5) the search ended at iteration 150 with intervals of 10; at most 21 in all cases."""
+    """Searches take the numbers of intervals of Section 5.3: (10, 5) ends at iteration 150; all take at most 21."""
     sizes, found = run(ChunkSearch(10**9, step, reach), lambda chunk: abs(chunk - best) + 1.0)
     assert (len(sizes), found) == (intervals, best)
 
@@ -78,7 +80,7 @@ def seconds(scheme):
 
 
 def tuned(tuner, times, stop=10**9):
-    """Run up to `stop` intervals; return the schemes of the steps."""
+    """Run up to `stop` intervals of a tuner; return the scheme of each."""
     schemes = []
     while not tuner.done and len(schemes) < stop:
         schemes.append(tuner.scheme)

@@ -34,7 +34,7 @@ def network(classes=4):
 
 
 def cut(size):
-    """Return a strategy that cuts filters and both kinds of channels, with a layer on one rank."""
+    """Return a strategy with cuts of filters and of input channels, and one layer on a single rank."""
     if size == 1:
         return Strategy()
     layers = {
@@ -74,7 +74,7 @@ def arrays_of(snapshot):
 
 @pytest.mark.ranks(1, 2, 3, 4)
 def test_written_under_one_strategy_and_resumed_under_another(shared):
-    """Parameters, moments and running statistics are equal bit for bit, and losses continue as in one process."""
+    """Training resumes under another strategy: arrays are equal in every bit, and losses continue as in one process."""
     path = shared / "step.h5"
     with Communicator(MPI.COMM_SELF) as alone:
         expected = run(alone, Strategy(), lambda trainer: steps(trainer, range(STEPS)))
@@ -167,7 +167,8 @@ def test_a_bad_block_on_one_rank_is_seen_by_all(name):
 
 @pytest.mark.ranks(2, 4)
 def test_ranks_hold_and_update_their_blocks_only():
-    """The bytes of parameters, gradients and momentum fall with the number of blocks."""
+    """Ranks hold and update only their blocks, so bytes of parameters, gradients and momentum fall with their number.
+    """
     with Communicator(MPI.COMM_WORLD) as comm:
         with Executor(network(), comm, get_backend("numpy"), 4, cut(comm.size), "float64") as executor:
             SGD(executor.store, momentum=0.9)

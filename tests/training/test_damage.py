@@ -1,9 +1,9 @@
-"""Tests of damaged checkpoints: a run takes the one before. See `damage.py` for more cases."""
+"""Test of damaged checkpoints: a run uses the previous one. `damage.py` tries more cases."""
 
 from tests.training.damage import GOOD, campaign
 
 
 def test_no_damage_is_accepted():
-    """A child process executes the cases, so that a hang or a crash fails this test."""
+    """No damaged checkpoint is accepted; a child process executes the cases, so that a hang or a crash is detected."""
     counted = campaign(300)
     assert set(counted) <= GOOD and counted["detected"] > 250 and counted.total() == 300, counted

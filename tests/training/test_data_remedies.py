@@ -1,4 +1,4 @@
-"""Tests of the remedies that messages and docs/data.md give for data that do not fit, exactly as they are written."""
+"""Tests of the remedies for unsuitable data in messages and docs/data.md, exactly as they are written."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DOCS = Path(__file__).parents[2] / "docs/data.md"
 
 
 def code(heading: str) -> str:
-    """Return the example below a heading of the page."""
+    """Return the example below a heading of docs/data.md."""
     return re.split(r"```python\n|```", DOCS.read_text(encoding="utf-8").split(f"### {heading}\n")[1])[1]
 
 
@@ -55,7 +55,7 @@ def build():
 
 @pytest.mark.ranks(1, 2)
 def test_samples_of_several_sizes(comm, working):
-    """The loss is the mean over the existing voxels."""
+    """The example for samples of several sizes trains; its loss is the mean over the existing voxels."""
     sizes, rng = [(4, 6, 5), (8, 4, 8), (7, 8, 6), (8, 8, 8)], np.random.default_rng(0)
     if comm.rank == 0:
         with h5py.File("patients.h5", "w") as file:

@@ -59,7 +59,7 @@ def confusion(guess, truth, classes):
 
 
 def reliability(probability, true):
-    """Return count, mean probability and frequency per bin; and the expected calibration error."""
+    """Return count, mean probability and frequency of each bin, and the expected calibration error."""
     rows, error = [], 0.0
     for k in range(BINS):
         last = k == BINS - 1
@@ -94,7 +94,7 @@ def softmax(x):
 
 @pytest.mark.mpi
 def test_as_numpy_finds_on_every_cut(comm, config):
-    """Results equal NumPy's for segmentation with ignored positions, classes per sample, and two outputs."""
+    """Details equal NumPy's under every cut, for ignored positions, classes per sample, and two outputs."""
     train(config, [f"strategy.sample={comm.size}", "training.epochs=1"], comm=comm)
     for cut in CUTS[comm.size]:
         sets = ["strategy={}", *overrides_of(cut)]
@@ -122,7 +122,7 @@ def test_as_numpy_finds_on_every_cut(comm, config):
 
 @given(st.lists(st.tuples(st.floats(0, 1), st.booleans()), max_size=40), st.integers(0, 40))
 def test_calibration_is_its_definition_in_any_order(given, cut):
-    """The sum of two parts' counts equals the counts of the whole."""
+    """Calibration follows its definition, in any order of the samples; counts of two parts add up to the whole."""
     p, true = np.array([q for q, _ in given], float), np.array([t for _, t in given], bool)
     whole, first, second = Calibration(), Calibration(), Calibration()
     whole.add(p, true)
@@ -140,7 +140,7 @@ def test_calibration_is_its_definition_in_any_order(given, cut):
 
 
 def test_probabilities_that_are_some_already():
-    """The calibration of a loss of probabilities uses the predictions directly."""
+    """The calibration of a loss of probabilities uses the predictions without a sigmoid."""
     p, t = np.array([[0.9], [0.2], [0.6]]), np.array([[1.0], [0.0], [0.0]])
     made = Confusion(2, 0.5, probabilities=True)
     made.calibration = Calibration()
@@ -157,7 +157,7 @@ def test_of_nothing():
 
 
 def test_what_is_no_number_is_null(tmp_path):
-    """A NaN is written as null, as JSON has none: a diverged network can be evaluated, too."""
+    """Values that are not finite are written as null, which JSON permits, so a diverged network can be evaluated."""
     write_details(tmp_path / "d.json", {"loss": math.nan}, [{"scores": {"rmse": math.inf, "mae": 1.0}, "bins": [0.5]}])
     found = read_details(tmp_path / "d.json")
     assert found["loss"] is None and found["predictions"] == [{"scores": {"rmse": None, "mae": 1.0}, "bins": [0.5]}]

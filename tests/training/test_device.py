@@ -1,4 +1,4 @@
-"""Tests of whole training steps on the double of a device: exact, without synchronization, loss and norm read later."""
+"""Tests of training steps on the double of a device: exact, without synchronization, loss and norm read later."""
 
 import numpy as np
 import pytest
@@ -94,7 +94,8 @@ def test_a_loss_that_is_not_finite_is_seen_one_step_later(kernels):
     ],
 )
 def test_graphs_repeat_what_the_steps_before_did(name, axis, options, kernels):
-    """With several ranks graphs alternate with messages; layers that allocate arrays run between two graphs."""
+    """Replayed graphs give the same steps; with several ranks, and for layers that allocate arrays, between messages.
+    """
     name, split = name.split()[0], 3 if "parts" in name else 1
     network = {**NETWORKS, "alexnet": small_alexnet, "own": own_layer}[name]()
     with Communicator(MPI.COMM_WORLD) as comm:
@@ -113,7 +114,7 @@ def small_alexnet():
 
 @pytest.mark.ranks(1, 2)
 def test_how_many_graphs_a_pass_is(kernels):
-    """A pass is one graph on one rank; on several, one between two messages and after each complete bucket."""
+    """A pass is one graph on one rank; on several ranks messages and complete buckets separate its graphs."""
     with Communicator(MPI.COMM_WORLD) as comm:
         cut = Strategy({"height": comm.size}, bucket_bytes=1 << 20)
         for network, alone in ((NETWORKS["mesh"](), (1, 1)), (own_layer(), (2, 2))):
@@ -127,7 +128,7 @@ def test_how_many_graphs_a_pass_is(kernels):
 
 @pytest.mark.ranks(1)
 def test_a_graph_writes_its_loss_where_it_is_read_also_after_a_validation(kernels):
-    """A graph changes memory, not attributes: the loss of all passes is at one place."""
+    """A graph writes its loss to a fixed address, which is read also after a validation."""
     with Communicator(MPI.COMM_WORLD) as comm, Executor(NETWORKS["lenet"](), comm, kernels, 4, graph=True) as executor:
         place = executor.loss.data.ptr
         trainer = Trainer(executor, SGD(executor.store), Constant(0.0))
@@ -154,7 +155,7 @@ def test_what_cannot_be_in_a_graph_is_refused(kernels):
 
 @pytest.mark.ranks(1, 2)
 def test_graphs_beside_a_timeline_that_is_paused(kernels):
-    """In a run with a plan, measured steps run layer by layer, and all others as graphs."""
+    """With a timeline, measured steps run layer by layer, and the others, while it is paused, by graphs."""
     with Communicator(MPI.COMM_WORLD) as comm:
         timeline = comm.instruments.recorder = Timeline(comm.rank)
         timeline.paused = True
@@ -174,7 +175,7 @@ def test_graphs_beside_a_timeline_that_is_paused(kernels):
 
 @pytest.mark.ranks(1)
 def test_a_short_batch_is_refused_where_graphs_count_a_full_one(kernels):
-    """The number of samples that count is an argument of a kernel, which a graph keeps as recorded."""
+    """A short training batch is an error with graphs, because the number of samples is recorded in them."""
     with Communicator(MPI.COMM_WORLD) as comm, Executor(NETWORKS["lenet"](), comm, kernels, 4, graph=True) as executor:
         fill(executor, 0)
         executor.mode.valid = 3

@@ -21,7 +21,7 @@ from tests.training.steps import fill
 
 
 def dropping():
-    """Return a network that differs between ranks only by its dropout masks."""
+    """Return a network whose only difference between ranks are its dropout masks."""
     x, target = hg.Input((6, 5, 3), "x"), hg.Input((1,), "target", "int64")
     y = hg.Dense(4, name="last")(hg.Dropout(0.4, "drop")(hg.Dense(12, name="first")(hg.Flatten("flat")(x))))
     return hg.Network({"prediction": y, "loss": hg.SoftmaxCrossEntropy(label_smoothing=0.1, name="loss")(y, target)})
@@ -38,7 +38,7 @@ CASES = {"dropping": dropping, "regression": regression, "mesh": NETWORKS["mesh"
 
 @pytest.fixture(scope="module")
 def cuda(tmp_path_factory):
-    """Fixture: the kernels, each compiled once."""
+    """Return the CUDA kernels, compiled for the CPU, each once."""
     if compiler() is None:
         pytest.skip("needs g++ to run CUDA kernels on the CPU")
     return HostBackend(HostLauncher(tmp_path_factory.mktemp("cuda-on-the-host")))
@@ -75,7 +75,7 @@ def test_optimizers(optimizer, clip, cuda):
 @pytest.mark.parametrize("scheme", ["bucketed", "sharded"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_step_prepares_nothing(dtype, scheme, cuda, monkeypatch):
-    """Tables of pieces, programs and scratch are made before the third step, also with clipping."""
+    """After two steps, a step creates no tables of pieces, programs or scratch, also with clipping."""
     network, kernels = NETWORKS["unet"](), FakeBackend(cuda)
     with Communicator(MPI.COMM_WORLD) as comm:
         strategy = Strategy({"height": comm.size}, bucket_bytes=4096, reduction=Scheme(scheme))
@@ -92,7 +92,7 @@ def test_a_step_prepares_nothing(dtype, scheme, cuda, monkeypatch):
 
 
 def agree_on(comm, found, expected, atol, what):
-    """Fail on all ranks if a value differs between them."""
+    """Fail on all ranks if an expected value differs on any."""
     wrong = [k for k in expected or () if not np.allclose(found[k], expected[k], rtol=0, atol=atol)]
     comm.agree(AssertionError(f"{what}: {wrong} differ") if wrong else None)
 
@@ -118,7 +118,7 @@ NORMS = {
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.parametrize("name", NORMS)
 def test_norms_of_all_samples_at_once(name, cuda):
-    """Norms in float32 equal NumPy's in float64, also with ranks without samples, and blocks that do not divide."""
+    """Norms in float32 equal NumPy's, also with ranks without samples and blocks that do not divide."""
     kernels = FakeBackend(cuda)
     cuda.launcher.launched.clear()
     with Communicator(MPI.COMM_WORLD) as comm:
@@ -137,7 +137,7 @@ def test_norms_of_all_samples_at_once(name, cuda):
 @pytest.mark.parametrize("residual", [False, True], ids=["alone", "residual"])
 @pytest.mark.parametrize("options", [{"activation": "relu"}, {"affine": False}, {"statistics": "sample"}], ids=str)
 def test_batch_norm_in_training(options, residual, cuda):
-    """In float32 the kernels compute means, running statistics and gradients themselves, also for odd channels."""
+    """Batch norm kernels compute means, running statistics and gradients in float32, also for odd channels."""
     kernels, shapes = FakeBackend(cuda), [(7, 6, 5)] * (1 + residual)
 
     def make():
@@ -155,7 +155,7 @@ def test_batch_norm_in_training(options, residual, cuda):
 
 
 def running(backend, make, shapes, comm, parts):
-    """Return the running statistics after two steps."""
+    """Return the running statistics of a layer after two steps."""
     nodes = [hg.Input(s, name=f"x{i}") for i, s in enumerate(shapes)]
     target = hg.Input(shapes[0], name="target")
     network = hg.Network({"loss": hg.MeanSquaredError("loss")(make()(*nodes), target)})

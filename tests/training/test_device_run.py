@@ -27,7 +27,7 @@ CONSTANT = ['schedule={kind="constant", learning_rate=0.01}']
 
 @pytest.fixture
 def on_device(monkeypatch):
-    """Fixture: after ``on_device(True)`` runs open the double of a device."""
+    """Return a function that selects whether runs open the double of a device; it returns the opened ones."""
     opened = []
 
     def switch(on):
@@ -71,7 +71,7 @@ def test_a_run_goes_from_the_host_to_the_device_and_back(tmp_path, on_device):
 
 
 def test_a_run_goes_from_float32_on_the_host_to_bfloat16_on_the_device_and_back(tmp_path, on_device):
-    """Checkpoints hold parameters and moments in float32, whatever activations were."""
+    """A run continues between float32 on the host and bfloat16 on a device; checkpoints are in float32."""
     path, single = write_config(tmp_path), ['training.dtype="float32"']
     expected = run(path, tmp_path / "host", 3, more=single)
     run(path, tmp_path / "moving", 1, more=single)
@@ -148,7 +148,7 @@ def test_the_first_line_says_whether_float32_takes_tensor_cores(tmp_path, on_dev
 
 @pytest.mark.parametrize("device", [False, True], ids=["host", "device"])
 def test_one_checkpoint_per_interval(tmp_path, on_device, monkeypatch, device):
-    """Votes are counted a step later on a device; a vote from before a checkpoint requests no second one."""
+    """Each interval has one checkpoint, although votes arrive a step later on a device."""
     clock = itertools.count()
     monkeypatch.setattr(checkpoints, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     on_device(device)

@@ -1,4 +1,4 @@
-"""Tests of training steps with messages and sums by NCCL or CUDA IPC: exact, ordered, and without waits of the host."""
+"""Tests of training steps with messages and sums by NCCL or CUDA IPC: exact, ordered, without waits of the host."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ SCHEMES = {
 
 
 def compare(monkeypatch, transport, name, scheme=None, **options):
-    """Compare the training on the host with that on doubles; return the doubles' counts between first and last step."""
+    """Compare training on the host with training on doubles; return the device counts and the kinds of NCCL calls."""
     network, reduction = NETWORKS[name](), SCHEMES[scheme or "bucketed"]
     size = MPI.COMM_WORLD.size
     with Communicator(MPI.COMM_WORLD) as comm:
@@ -53,7 +53,9 @@ def test_steps_over_nccl_never_wait_but_for_the_loss_of_the_step_before(monkeypa
 @pytest.mark.parametrize("scheme", ["bucketed", "overlap"])
 @pytest.mark.parametrize("transport", ["nccl", "cuda-ipc"])
 def test_graphs_between_messages(transport, scheme, monkeypatch):
-    """With NCCL a graph contains the messages too; all ranks launch the graphs in the same order."""
+    """Training by graphs between messages is exact; with NCCL graphs contain the messages, in the same order on all
+    ranks.
+    """
     compare(monkeypatch, transport, "mesh", scheme, graph=True, steps=6)
 
 
@@ -71,7 +73,7 @@ def test_a_pass_over_nccl_is_one_graph_but_for_what_a_custom_layer_does(monkeypa
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("ends", ["executor", "communicator", "abort"])
 def test_graphs_are_gone_before_nccl_is_ended(ends, monkeypatch):
-    """Graphs are freed before NCCL ends their communicator, which would otherwise wait forever, also in the double."""
+    """Graphs are freed before NCCL ends their communicator, which would otherwise wait forever."""
     made = []
 
     def run():
@@ -101,7 +103,7 @@ def test_graphs_are_gone_before_nccl_is_ended(ends, monkeypatch):
 
 @pytest.mark.ranks(2)
 def test_the_launch_of_a_graph_with_messages_is_watched(monkeypatch):
-    """The watchdog observes the launch of a graph, not its content: events in a graph cannot be queried."""
+    """The watchdog watches the launch of a graph with messages, because events in a graph cannot be queried."""
     with gpu_ranks(monkeypatch, "nccl") as r:
         told = []
         monkeypatch.setattr(r.comm.devices._opened.watchdog, "under_way", lambda passage, label: told.append(label))
@@ -117,7 +119,7 @@ def test_the_launch_of_a_graph_with_messages_is_watched(monkeypatch):
 
 @pytest.mark.ranks(2)
 def test_batch_norm_over_nccl(monkeypatch):
-    """Under a cut by samples only sums are sent: of statistics, gradients and the loss."""
+    """Batch norm under a cut of samples sends only sums over NCCL: of statistics, gradients and the loss."""
     _, kinds = compare(monkeypatch, "nccl", "resnet")
     assert kinds == {"allReduce"}
 

@@ -1,4 +1,4 @@
-"""Tests of the lock on a directory: one run at a time, and the conditions under which a run takes a lock over."""
+"""Tests of the lock on a run's directory: one run at a time, and when a run takes a lock over."""
 
 import json
 import os
@@ -25,7 +25,7 @@ LONG = 3600.0  # [s]; no test waits for so long
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch):
-    """Fixture: no waiting, unless a test requests it."""
+    """Make the waiting times of locks short, and remove the variables of job schedulers."""
     for name, seconds in {"POLL": 0.01, "ENDING": 0.0, "SILENCE": LONG, "OLD": LONG}.items():
         monkeypatch.setattr(directory, name, seconds)
     for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID"):
@@ -112,7 +112,7 @@ ELSEWHERE = replace(Owner.this(), key="other", host="n17", place="another kernel
 
 
 def test_another_node_that_is_at_work(tmp_path, caplog):
-    """A lock that another node touches while a run watches it is kept, however old the node's clock makes it."""
+    """A lock that another node updates while a run watches it is kept, whatever the node's clock shows."""
     hold(tmp_path, ELSEWHERE)
     os.utime(tmp_path / "run.lock", (1e9, time.time() - 60))
     ended = threading.Event()
@@ -147,7 +147,7 @@ def test_another_node_that_has_just_ended(tmp_path):
 
 
 def test_a_job_that_was_requeued(tmp_path, monkeypatch, process, caplog):
-    """A requeued job takes its lock over at once on any node; another job or another step of the same one does not."""
+    """A requeued job takes its own lock over at once on any node; another job or restart does not."""
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     for owner in (ELSEWHERE, owner_of(process, job="4711", restarts=0)):
@@ -163,7 +163,7 @@ UNREADABLE = ["", "{", "[1]", "12", '{"key": "a"}', "\0" * 400, "[" * 10**5]
 
 @pytest.mark.parametrize("text", [*UNREADABLE, json.dumps({**asdict(ELSEWHERE), "process": "12"})])
 def test_a_lock_that_cannot_be_read(tmp_path, monkeypatch, caplog, text):
-    """An unreadable lock is treated as one of another node."""
+    """An unreadable lock is taken over after the time without a sign of life, as one of another node."""
     hold(tmp_path, text)
     monkeypatch.setattr(directory, "SILENCE", 0.05)
     assert acquired(tmp_path)
@@ -176,7 +176,7 @@ def test_a_lock_that_cannot_be_read(tmp_path, monkeypatch, caplog, text):
     ids=["pipe", "folder", "dangling link", "link to itself", "link to a device"],
 )
 def test_something_else_in_its_place(tmp_path, make):
-    """A link to nothing can be neither read nor created; the run does not retry forever."""
+    """A link to nothing in place of the lock is an error; the run does not retry forever."""
     make(tmp_path / "run.lock")
     with pytest.raises(OSError, match=r"no regular file, so not a lock of a run; remove it.*/run\.lock"):
         acquired(tmp_path)
@@ -184,7 +184,7 @@ def test_something_else_in_its_place(tmp_path, make):
 
 
 def test_a_claim_that_leads_nowhere(tmp_path, monkeypatch, process):
-    """A link in the place of the claim to a lock is removed like a claim."""
+    """A link to nothing in place of a claim to a lock is removed like a claim."""
     process.kill()
     process.wait()
     hold(tmp_path, owner_of(process))
@@ -197,7 +197,7 @@ def test_a_claim_that_leads_nowhere(tmp_path, monkeypatch, process):
 
 @pytest.mark.parametrize("change", [shutil.rmtree, lambda path: path.rename(path.with_name("moved"))])
 def test_a_directory_that_is_removed_or_moved(tmp_path, change):
-    """Nothing is written to another directory of the same name, and no lock is left in it."""
+    """After the directory is removed or replaced, checks raise an error, and nothing is written to the new one."""
     folder = tmp_path / "out"
     with RunLock(folder) as lock:
         lock.acquire()
@@ -211,7 +211,7 @@ def test_a_directory_that_is_removed_or_moved(tmp_path, change):
 
 
 def test_of_several_one_takes_over(tmp_path, process):
-    """If several runs find a lock of a dead process, one of them takes it over."""
+    """If several runs find the lock of a dead process, exactly one takes it over."""
     process.kill()
     process.wait()
     for _ in range(20):
@@ -239,7 +239,7 @@ def test_of_several_one_takes_over(tmp_path, process):
 
 
 def test_a_claim_of_a_run_that_was_killed(tmp_path, process, monkeypatch):
-    """A claim is removed if its run was killed before it took the lock over."""
+    """A claim of a run that was killed before it took the lock over is removed."""
     process.kill()
     process.wait()
     hold(tmp_path, owner_of(process))
@@ -272,7 +272,7 @@ def test_an_owner_touches_its_lock(tmp_path, monkeypatch):
 
 
 def test_who_was_taken_over_writes_nothing_more(tmp_path, make_store):
-    """A run that lost its lock leaves the other run's files alone, and its own checkpoints stay."""
+    """A run whose lock was taken over writes no more checkpoints, and removes no files."""
     with RunLock(tmp_path) as lock:
         folder = CheckpointFolder(tmp_path / "checkpoints", 1, lock.check)
         snapshot = Snapshot.of(make_store())

@@ -22,7 +22,7 @@ needs_writer = pytest.mark.skipif(
 
 
 def crc32c(data: bytes) -> int:
-    """Return the checksum of RFC 3720, bit by bit."""
+    """Return the CRC-32C of RFC 3720, computed bit by bit."""
     value = 0xFFFFFFFF
     for byte in data:
         value ^= byte
@@ -47,7 +47,7 @@ def records(path: Path) -> list[bytes]:
 
 @needs_writer
 def test_records_by_hand(tmp_path):
-    """A file has its version, the start of a run that was set back, and the scalars of a line, with RFC checksums."""
+    """Records have the expected bytes: version, start of the run, and scalars of a line, with checksums of RFC 3720."""
     assert crc32c(bytes(range(32))) == 0x46DD794E  # RFC 3720, B.4
     with TensorBoard(tmp_path, 6) as board:
         board({"event": "step", "step": 300, "loss": 0.5, "time": 2.0})
@@ -89,7 +89,7 @@ def test_a_full_disk_does_not_end_a_run(tmp_path, monkeypatch, caplog):
 
 @needs_writer
 def test_a_run_as_tensorboard_reads_it(tmp_path):
-    """A run stopped after step 9 of a log up to 12 and resumed shows every step once, with the numbers of the log."""
+    """TensorBoard shows every step of a stopped and resumed run once, with the values of the log."""
     reader = pytest.importorskip(
         "tensorboard.backend.event_processing.event_accumulator", reason="needs tensorboard (make oracle)"
     )

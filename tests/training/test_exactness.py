@@ -13,13 +13,13 @@ from tests.training.steps import NETWORKS, bound, check_outcome, descend, learne
 
 @functools.cache
 def alone(name, dtype, backend):
-    """Return the result of one process."""
+    """Return the outcome of one process."""
     with Communicator(MPI.COMM_SELF) as comm:
         return learned(descend(NETWORKS[name](), comm, Strategy(bucket_bytes=4096), dtype, backend))
 
 
 def check(name, dtype, backend="numpy", **options):
-    """Compare with one process."""
+    """Compare training under every cut of samples, height and width with one process."""
     network, want = NETWORKS[name](), alone(name, dtype, backend)
     with Communicator(MPI.COMM_WORLD) as comm:
         for parts in grids(comm.size, ("sample", "height", "width")):
