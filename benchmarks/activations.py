@@ -1,4 +1,4 @@
-"""Savings of activations computed in a layer's own kernels.
+"""Savings by activations that the kernels of other layers compute.
 
     python benchmarks/activations.py --threads 2
 

@@ -5,7 +5,7 @@
 
 A network of mesh-tangling data is trained for some steps on small samples, then applied to samples of 18 channels, cut
 along the height. ``peak`` is the largest resident memory of a rank (VmHWM, shared segments included) minus that with
-all libraries loaded, maximum over ranks; ``share`` is the same for one process, divided by the number of ranks.
+all libraries loaded, maximum over ranks; ``share`` is the peak of one process, divided by the number of ranks.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def measure(folder: Path, resolution: int, ranks: int) -> list[int]:
 
 
 def difference(one: Path, other: Path) -> float:
-    """Return the largest difference of two files of predictions, relative to the largest number."""
+    """Return the largest difference of two files of predictions, relative to the largest prediction."""
     with h5py.File(one) as a, h5py.File(other) as b:
         found = [np.abs(a["prediction"][n] - b["prediction"][n]).max() for n in range(len(a["prediction"]))]
         return float(max(found) / max(np.abs(a["prediction"][n]).max() for n in range(len(a["prediction"]))))

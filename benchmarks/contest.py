@@ -1,4 +1,4 @@
-"""Contest on one problem: checks that all contestants train the same network, then times them in turn."""
+"""Contest on one problem: a check that all contestants train the same network, and times of their steps, in turn."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CHECKED = 3
 
 @dataclass(frozen=True)
 class Settings:
-    """Duration and number of rounds.
+    """Settings of a contest: duration and number of rounds.
 
     Attributes
     ----------
@@ -92,7 +92,7 @@ def run(
     Raises
     ------
     EntryError
-        A contestant fails, or its losses differ from those of the others.
+        If a contestant fails, or its losses differ from those of other contestants.
     """
     with ExitStack() as stack:
         contestants = [stack.enter_context(Contestant(e, problem, spec)) for e in entries]
@@ -112,7 +112,7 @@ def check_losses(losses: Mapping[str, Sequence[float]], tolerances: Mapping[str,
     Raises
     ------
     EntryError
-        Losses differ from those of the first contestant by more than the tolerance, or change by so little that a wrong
+        If losses differ from those of the first contestant by more than the tolerance, or change so little that a wrong
         update would not be detected.
     """
     (reference, expected), *others = losses.items()
@@ -142,7 +142,7 @@ def _time(contestants: Sequence[Contestant], settings: Settings, outcome: Outcom
 
 
 def _count(contestant: Contestant, block: float) -> int:
-    """Return the number of steps that fill a block. The comparison of losses was the warm-up."""
+    """Return the number of steps that fill a block. Steps are warm already, after the comparison of losses."""
     seconds = min(_seconds(contestant.ask("measure", 1)))
     if seconds < block:
         seconds = min(_seconds(contestant.ask("measure", 3)))
@@ -150,7 +150,7 @@ def _count(contestant: Contestant, block: float) -> int:
 
 
 def _seconds(replies: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Return the time of each step: that of the slowest rank."""
+    """Return the time of each step on the slowest rank [s]."""
     return [max(times) for times in zip(*(r["seconds"] for r in replies))]
 
 

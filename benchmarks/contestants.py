@@ -1,4 +1,4 @@
-"""Contestants: their list and settings, and processes that run steps on request and sleep otherwise."""
+"""Contestants: their list and settings, and their processes, which run steps on request and sleep otherwise."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class EntryError(RuntimeError):
 
 @dataclass(frozen=True)
 class Entry:
-    """One contestant.
+    """Settings of one contestant.
 
     Attributes
     ----------
@@ -73,7 +73,7 @@ class Entry:
 
     @property
     def module(self) -> str:
-        """Module that must be installed for it."""
+        """Module that must be installed for this contestant."""
         return {"gloo": "torch", "shardtensor": "physicsnemo"}.get(self.kind, self.kind)
 
     def takes_part(self, problem: str) -> bool:
@@ -89,7 +89,7 @@ class Entry:
 
     @property
     def equal(self) -> bool:
-        """Whether it is as precise as the others, which is required to count as the best peer."""
+        """Whether its precision is that of the others; only then it may be the best peer."""
         return self.tolerance <= 1e-3
 
     def environment(self) -> dict[str, str]:
@@ -117,7 +117,7 @@ CONTESTANTS = (
 
 
 class Contestant:
-    """The processes of one entry on one problem; a context manager that ends them."""
+    """Context manager of the processes of one entry on one problem, which ends them."""
 
     def __init__(self, entry: Entry, problem: str, spec: Mapping[str, Any] | None = None) -> None:
         self.entry = entry
@@ -156,12 +156,12 @@ class Contestant:
         return os.open(path, os.O_RDWR)
 
     def ready(self) -> None:
-        """Wait until its processes run and its step is built.
+        """Wait until the processes run and have built their step.
 
         Raises
         ------
         EntryError
-            It ended or took too long; the message has the end of its output.
+            If the contestant has ended or took too long; the message has the end of its output.
         """
         self.about = self._read()[0]["about"]
         self.pids = tree(self._process.pid)
@@ -173,7 +173,7 @@ class Contestant:
         return self._read()
 
     def cpu_seconds(self) -> float:
-        """Return the CPU time of all its processes so far [s]."""
+        """Return the CPU time of all processes of the contestant so far [s]."""
         return cpu_seconds(self.pids)
 
     def _read(self) -> list[dict[str, Any]]:
@@ -223,7 +223,7 @@ def _inherited() -> dict[str, str]:
 
 
 def launcher(ranks: int) -> Sequence[str]:
-    """Return the command that starts a program on so many ranks; empty for one."""
+    """Return the command that starts a program on `ranks` ranks; empty for one rank."""
     if ranks == 1:
         return []
     beside = Path(sys.executable).with_name("mpiexec")

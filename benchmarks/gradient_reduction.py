@@ -1,4 +1,4 @@
-"""Every scheme of gradient reduction side by side, on emulated networks that resemble the papers' machines.
+"""Comparison of all schemes of gradient reduction on emulated networks that resemble the papers' machines.
 
     python benchmarks/gradient_reduction.py
     python benchmarks/gradient_reduction.py --quick --networks vgg_a,resnet152 --out found.json
@@ -11,14 +11,14 @@ alexnet, googlenet, vgg16, resnet152
           Le et al. 2018: one POWER8 node with four P100, 256, 64, 32 and 12 samples per GPU
 ========  ============================================================================================================
 
-Four ranks represent the machine (see `benchmarks/paper_machines.py`): layers sleep for as long as they would compute
-there (`benchmarks/paced_executor.py`), sums are the library's own, in shared memory, on an emulated network as slow as
-the paper's. So the benchmark measures the schedule, also on a busy machine. All schemes train in turn; medians of steps
-count. Times in the tables are those of the paper's machine: measured times divided by `slow`.
+Four ranks represent the machine (see `benchmarks/paper_machines.py`): layers sleep for as long as they would compute on
+that machine (`benchmarks/paced_executor.py`), sums are the library's own, in shared memory, on an emulated network as
+slow as the paper's. So the benchmark measures the schedule, also on a busy machine. All schemes train in turn; medians
+of steps count. Times in the tables are those of the paper's machine: measured times divided by `slow`.
 
-``exposed``  what the main thread waited for sums and gathers of gradients, per step;
+``exposed`` time that the main thread waited for sums and gathers of gradients, per step;
 ``R``        overlap ratio of Lee et al., Eq. 11: ``100 * sum(T_c - T_b) / sum(T_c)``, with `T_c` from the start of a
-             communication to its arrival, and `T_b` the time that was waited for it;
+             communication to its arrival, and `T_b` the time of the waits for it;
 ``bytes``    what the rank that sends most sends of the whole network per step, all kinds together, as the counters
              book it (``!``: the counters of this run, of the narrow network, were not those of the cost model).
 """
@@ -82,7 +82,7 @@ def measure(network: str, ranks: int, seconds: float, quick: bool) -> dict[str, 
     Raises
     ------
     EntryError
-        The job fails.
+        If the job fails.
     """
     spec = {
         "network": network,

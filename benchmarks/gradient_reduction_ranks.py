@@ -35,12 +35,12 @@ BOOKED = (*KINDS, "node", "loss")
 
 
 class Place:
-    """An executor on an emulated network, under one scheme at a time. Collective.
+    """Executor on an emulated network, under one scheme at a time. Collective.
 
     Parameters
     ----------
     part
-        The ranks that represent a machine.
+        Ranks that represent a machine.
     scheme
         First scheme; later schemes must have the same payload and the same replicated layers.
     node
@@ -98,13 +98,13 @@ class Place:
         return [max(column) for column in zip(*everywhere)]
 
     def close(self) -> None:
-        """Free everything. Collective."""
+        """Free all resources. Collective."""
         self.executor.close()
         self.comm.close()
 
 
 class Contender:
-    """A scheme and its measurements. Collective."""
+    """Scheme with its measurements. Collective."""
 
     def __init__(self, place: Place, scheme: Scheme) -> None:
         self.place, self.scheme = place, scheme
@@ -176,7 +176,7 @@ class Contender:
 
 
 def contenders_of(part: Part, schemes: Sequence[dict[str, Any]]) -> list[Contender]:
-    """Return one contender per scheme; compatible schemes share an executor. Collective."""
+    """Return one :class:`Contender` per scheme; compatible schemes share an executor. Collective."""
     places: dict[tuple, Place] = {}
     found = []
     for entry in schemes:
@@ -189,13 +189,13 @@ def contenders_of(part: Part, schemes: Sequence[dict[str, Any]]) -> list[Contend
 
 
 class Rounds:
-    """Rounds until the time is over, with a minimum number; every second one is reversed. Collective."""
+    """Rounds until the time is over, with a minimum number; every second round is in reverse order. Collective."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
         self.seconds, self.least, self.steps = spec["seconds"], spec["rounds"], spec["steps"]
 
     def of(self, items: Sequence[Any]) -> Iterator[Any]:
-        """Yield the items, repeatedly."""
+        """Yield the items in each round."""
         end, done = time.perf_counter() + self.seconds, 0
         while done < self.least or MPI.COMM_WORLD.bcast(time.perf_counter() < end):
             yield from items if done % 2 == 0 else reversed(items)

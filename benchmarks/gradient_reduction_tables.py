@@ -1,4 +1,4 @@
-"""Tables of the gradient reduction benchmark, with the papers' numbers for comparison."""
+"""Tables of the gradient reduction benchmark, with the papers' results for comparison."""
 
 from __future__ import annotations
 

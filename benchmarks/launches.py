@@ -1,14 +1,12 @@
-"""Host time of a launch of one of our own CUDA kernels.
+"""Host time of a launch of one of halograd's CUDA kernels.
 
     python benchmarks/launches.py
 
 Per kernel, with all of its arguments in one record [us per launch]:
 
-``fields``     reading the record's address from NumPy's array interface, which describes every field again: CuPy
-               does this at each launch of a record.
-``driver``     CuPy's `launchKernel` with prepared numbers.
-``launch``     a whole :class:`halograd.kernels.cuda.launch.Launch`.
-``arguments``  the difference of the last two: our own share.
+``fields`` reading the record's address from NumPy's array interface, which builds a description of every field; CuPy
+does this at each launch of a record. ``driver`` CuPy's `launchKernel` with prepared arguments. ``launch``     a whole
+:class:`halograd.kernels.cuda.launch.Launch`. ``arguments`` the difference of the last two: halograd's share.
 
 On a machine with a GPU the kernels run on empty arrays. Without one, a library with one function that does nothing
 replaces the driver (it needs g++ and CuPy), and a Python object replaces CuPy's current stream.
@@ -48,7 +46,7 @@ extern "C" int cuLaunchKernel(void*, unsigned, unsigned, unsigned, unsigned, uns
 
 
 class DriverlessLauncher(CupyLauncher):
-    """CuPy's launches with a library that does nothing in place of the driver."""
+    """CuPy's launcher with a library that does nothing instead of the driver."""
 
     def __init__(self, folder: Path) -> None:
         source, library = folder / "driver.cpp", folder / "libcuda.so.1"

@@ -1,4 +1,4 @@
-"""State of the machine under a benchmark: cores, CPU time, and disturbances. Linux only."""
+"""State of the machine during a benchmark: cores, CPU time, and disturbances. Linux only."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def choose_cores(count: int) -> list[int]:
     Raises
     ------
     ValueError
-        There are fewer.
+        If there are fewer CPUs.
     """
     allowed = sorted(os.sched_getaffinity(0))
     if len(allowed) < count:
@@ -73,14 +73,14 @@ def _stat(pid: int) -> list[str]:
 
 @dataclass
 class Usage:
-    """CPU usage over some wall-clock time, in cores (CPU seconds per second).
+    """CPU usage during an interval, in cores (CPU seconds per second).
 
     Attributes
     ----------
     idle
-        Contestants that should be waiting.
+        Usage by contestants that should be waiting.
     others
-        All other processes, except the benchmark itself.
+        Usage by all other processes, except the benchmark itself.
     stolen
         Time that the hypervisor gave to other machines.
     """
@@ -92,7 +92,7 @@ class Usage:
 
 
 class Load:
-    """CPU time of the whole machine since this object was made [s]."""
+    """Meter of the CPU time of the whole machine since the creation of this object [s]."""
 
     def __init__(self) -> None:
         self.busy, self.stolen = self._read()
@@ -104,7 +104,7 @@ class Load:
         return (user + nice + system + irq + softirq) * _TICK, stolen * _TICK
 
     def since(self) -> tuple[float, float]:
-        """Return the busy and stolen CPU seconds since then."""
+        """Return the busy and the stolen CPU time since the creation of this object [s]."""
         busy, stolen = self._read()
         return busy - self.busy, stolen - self.stolen
 

@@ -46,7 +46,7 @@ def rough_bytes(resolution: int) -> float:
 
 
 def fitting_resolution() -> int:
-    """Return the largest of 2048, 1024, ... that fits."""
+    """Return the largest resolution of 2048, 1024, ... whose sample fits into memory."""
     resolution = 2048
     while rough_bytes(resolution) > SHARE * available_bytes() and resolution > 64:
         resolution //= 2
@@ -59,7 +59,7 @@ def measure(ranks: int, resolution: int) -> list[dict[str, Any]]:
     Raises
     ------
     EntryError
-        The job fails.
+        If the job fails.
     """
     threads = max(1, len(os.sched_getaffinity(0)) // ranks)
     spec = {"model": {"resolution": resolution}, "threads": threads}

@@ -31,7 +31,7 @@ def _status(key: str) -> int:
 
 
 def resident_bytes() -> int:
-    """Return the memory of this process now, shared segments included [B]."""
+    """Return the current memory of this process, shared segments included [B]."""
     return _status("VmRSS")
 
 
@@ -46,8 +46,7 @@ def reset_peak() -> None:
 
 
 def measure(spec: dict[str, Any]) -> dict[str, Any]:
-    """Build and run one step; return measured and predicted bytes of this rank, without the libraries' memory before.
-    """
+    """Build and run one step; return this rank's measured and predicted memory [B], without that of the libraries."""
     network = mesh_2k(**spec["model"])
     with Communicator(MPI.COMM_WORLD) as comm, get_backend("auto", threads=spec["threads"]) as backend:
         warm_up(backend)
@@ -71,7 +70,7 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def warm_up(backend: Any) -> None:
-    """Let the backend load its libraries, threads and generated code."""
+    """Run one kernel, so that the backend loads its libraries, threads and generated code."""
     x, y = backend.zeros((64, 64), "float32"), backend.zeros((64, 64), "float32")
     backend.dense_forward(x, x, None, y)()
 

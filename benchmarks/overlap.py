@@ -1,4 +1,4 @@
-"""Share of communication that is hidden behind computation, on an emulated network.
+"""Share of communication that overlaps with computation, on an emulated network.
 
     python benchmarks/overlap.py
     python benchmarks/overlap.py --quick
@@ -19,8 +19,8 @@ phase::
                 algorithms; gradients are summed after the phases. In backward both algorithms hide the halo of `dy`.
 ``all-reduce``  whole steps in the steady state, samples cut, one bucket per layer.
 
-Processors: ``real`` ranks compute on a core each. ``paced`` ranks sleep for the time that each convolution would take
-on a separate device, so that four of them fit on two cores: this measures the schedule, not the kernels.
+Processors: ``real`` ranks compute, each on its own core. ``paced`` ranks sleep for the time that each convolution would
+take on a separate device, so that four of them fit on two cores: this measures the schedule, not the kernels.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def measure(what: str, parts: dict[str, int], work: dict[str, Any], share: float
     Raises
     ------
     EntryError
-        The job fails.
+        If the job fails.
     """
     ranks = math.prod(parts.values())
     spec = {"what": what, "parts": parts, "share": share, "repeats": repeats, "batch": parts.get("sample", 1), **work}

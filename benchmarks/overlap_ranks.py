@@ -33,7 +33,7 @@ ONE_BUCKET = 1 << 40
 
 
 class CostedCommunicator(Communicator):
-    """A communicator over an emulated network that sums the times of exchanges without overlap.
+    """Communicator over an emulated network that sums up the times that exchanges take without overlap.
 
     Attributes
     ----------
@@ -77,8 +77,8 @@ class CostedCommunicator(Communicator):
 def chain(extent: int, channels: int, layers: int) -> Network:
     """Return a chain of 3 x 3 convolutions, which has many halos, and computation to hide each of them.
 
-    The first layer has few channels and parameters, because its gradients come last and are needed first, so that
-    nothing can hide their sum.
+    The first layer has few channels and parameters: its gradients come last and are needed first, so their sum cannot
+    overlap with computation.
     """
     y: Node = Input((extent, extent, 2), name="x")
     for i in range(layers):
@@ -88,7 +88,7 @@ def chain(extent: int, channels: int, layers: int) -> Network:
 
 
 class Case:
-    """A network under one cut, halo algorithm and network speed. Collective."""
+    """Executor of a network under one cut, halo algorithm and network speed. Collective."""
 
     def __init__(self, spec: Mapping[str, Any], parts: Mapping[str, int], halo: str, speed: tuple, bucket: int) -> None:
         self.comm = CostedCommunicator(MPI.COMM_WORLD, *speed)
@@ -115,7 +115,7 @@ class Case:
         return self.comm.allreduce_scalar(seconds, "max"), costs
 
     def forward_and_backward(self) -> dict[str, tuple[float, dict[str, float]]]:
-        """Run one step in two phases; the remaining wait for sums of gradients follows them."""
+        """Run one step in two phases; the wait for the remaining sums of gradients comes after both."""
         found = {"forward": self.phase(self.executor.forward)}
         self.executor.loss_value()
         found["backward"] = self.phase(self.executor.backward)
@@ -137,7 +137,7 @@ class Case:
         return {"step": (seconds / count, {k: v / count for k, v in costs.items()})}
 
     def close(self) -> None:
-        """Free everything. Collective."""
+        """Free all resources. Collective."""
         self.executor.close()
         self.comm.close()
 

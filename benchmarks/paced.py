@@ -1,7 +1,7 @@
 """An emulated processor: convolutions take the time of a device with a given rate, and no CPU time.
 
-With it, the schedule of four ranks can be measured on two cores: kernels sleep for their time on a separate GPU, and
-the remaining time shows how well messages and kernels overlap.
+So the schedule of four ranks can be measured on two cores: kernels sleep for their time on a separate GPU, and the
+remaining time shows how well messages and kernels overlap.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ __all__ = ["PacedBackend"]
 
 
 class PacedBackend:
-    """A backend whose convolution kernels return no earlier than ``flops / rate`` after they were called.
+    """Backend whose convolution kernels return no earlier than ``flops / rate`` after their call.
 
     Parameters
     ----------
     backend
-        Backend for the results; arrays should be so small that its time is negligible.
+        Backend that computes the results; arrays should be so small that its time is negligible.
     rate
         Rate of the emulated processor [flop/s].
     """

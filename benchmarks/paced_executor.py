@@ -1,6 +1,6 @@
 """An emulated device per rank: layers take the time of that device, and almost no CPU time.
 
-Only layers are emulated. Everything between them is the library's own: the executor's loop, sums and gathers of
+Only layers are emulated. All other parts are the library's own: the executor's loop, sums and gathers of
 gradients in shared memory on an emulated network, threads, the order of operations. So the schedule of many devices can
 be measured on two cores, and the time of a layer is exact also on a busy machine.
 """
@@ -27,7 +27,7 @@ __all__ = ["Clock", "PacedCommunicator", "PacedExecutor"]
 class Clock:
     """Time at which the emulated device has finished its work. Local.
 
-    A sleep ends late, by 0.1 ms or, on a busy machine, much more. The device does not wait for that: its next layer
+    A sleep ends late, by 0.1 ms or, on a busy machine, much more. This does not delay the device: its next layer
     starts when the previous one ended, as in a queue. The device does wait for the main thread's work on sums of
     gradients, including waits.
 
@@ -46,18 +46,18 @@ class Clock:
         self.done = time.perf_counter()
 
     def compute(self, seconds: float) -> None:
-        """Run a layer of so many seconds; return when it is done."""
+        """Run a layer that takes `seconds` [s]; return when it is done."""
         if seconds > 0:
             self.done += seconds
             sleep_until(self.done)
 
     def idle(self, seconds: float) -> None:
-        """Add idle time of the device."""
+        """Add idle time of the device [s]."""
         self.done += seconds
 
 
 class PacedCommunicator(Communicator):
-    """A communicator whose sums of gradients block the device as they block the main thread.
+    """Communicator whose sums of gradients block the device as long as the main thread.
 
     Parameters
     ----------
@@ -104,7 +104,7 @@ class PacedCommunicator(Communicator):
 
 
 class _Pause:
-    """A kernel that only takes time."""
+    """Kernel that only takes time."""
 
     def __init__(self, clock: Clock, seconds: float) -> None:
         self._clock, self._seconds = clock, seconds
@@ -117,7 +117,7 @@ class _Pause:
 
 
 class PacedExecutor(Executor):
-    """An executor whose layers compute nothing and take given times. Collective.
+    """Executor whose layers compute nothing, and take given times. Collective.
 
     Parameters
     ----------

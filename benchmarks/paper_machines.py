@@ -3,7 +3,8 @@
 A network is narrowed to a fraction `w` of its width, so its weights shrink by ``w**2``. The few ranks train ``w * N``
 samples where the paper's nodes train `N`, so that the rows of replicated dense layers shrink by the same factor. The
 emulated network is so slow that all gradients of the narrow network take as long as those of the whole network on the
-paper's machine. Layers take the time of the whole network's layers there, for one node's share of the batch.
+paper's machine. Layers take the time of the whole network's layers on the paper's machine, for one node's share of the
+batch.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ NARROW = 1 / 16
 
 @dataclass(frozen=True)
 class Setting:
-    """A network on a machine, as a paper trained it.
+    """Network and machine of a paper's training.
 
     Attributes
     ----------
@@ -52,8 +53,8 @@ class Setting:
     slots
         Number of arrays of the parameters' size in the optimizer: 1 with momentum, else 0.
     slow
-        Factor by which everything is slowed down, so that the host's own work matters as little as on a machine with
-        a core for each rank.
+        Factor by which everything is slowed down, so that the host's own work takes as small a share as on a machine
+        with a core for each rank.
     """
 
     paper: str
@@ -90,7 +91,7 @@ class _Scaled(KernelTimes):
         self._times, self._whole, self._rows = times, whole, rows
 
     def of_work(self, work: LayerWork) -> LayerTime:
-        """Return the time of a layer. Work on more rows than a rank has is on the rows of all ranks."""
+        """Return the time of a layer. More rows than those of one rank mean the gradient from the rows of all ranks."""
         name = work.layer.name or ""
         if name in self._whole and work.samples > self._rows:
             return LayerTime(0.0, 0.0, self._whole[name])
@@ -120,7 +121,7 @@ class Part:
 
     @cached_property
     def paper(self) -> Simulation:
-        """Simulation of the whole network on the paper's machine, at its own speed."""
+        """Simulation of the whole network on the paper's machine, at the speed of the cost model."""
         s = self.setting
         machine = Machine.load(s.machine)
         options = {"statistics": "local"} if s.network == "resnet152" else {}
@@ -146,7 +147,7 @@ class Part:
 
     @cached_property
     def pace(self) -> dict[str, LayerTime]:
-        """Time of each layer on the emulated device."""
+        """Time of each layer on the emulated device [s]."""
         costs, found = self.paper.costs, {}
         for name in self.paper.steps:
             forward, data, filters = (costs[name].terms.get(phase, 0.0) for phase in LayerTime._fields)
@@ -192,12 +193,12 @@ class Part:
         return self.setting.slow * whole / self.shrunk
 
     def transport(self, node: int = 1) -> str:
-        """Return the emulated network as the name of a transport."""
+        """Return the name of the transport that emulates the network."""
         alpha, beta = self.links
         return f"emulated:alpha={alpha:.9g},beta={beta:.9g}" + (f",node={node}" if node > 1 else "")
 
     def simulation(self, node: int = 1) -> Simulation:
-        """Return the simulation of the run here (narrow network, these ranks, this network); cached."""
+        """Return the simulation of this run (narrow network, these ranks, emulated network); cached."""
         if node not in self._simulations:
             self._simulations[node] = self._simulation(node)
         return self._simulations[node]

@@ -1,4 +1,4 @@
-"""Tables of the papers: our predictions and the papers' numbers.
+"""Tables of the papers, with halograd's predictions next to the papers' results.
 
     python benchmarks/paper_tables.py
 
@@ -6,9 +6,9 @@
 * Jia et al. 2018, Table 5: the cut of every layer of VGG-16 on four P100.
 * DeePa (the earlier version), Table 2: AlexNet's first dense layer on 16 K80.
 
-All predictions use machine files and rooflines, without measurements. Differences between the papers' systems and ours
-are set here: LBANN sums the gradients of each layer separately, and finishes all sums before the next step; batch norm
-is local.
+All predictions use machine files and rooflines, without measurements. The settings reproduce differences between the
+papers' systems and halograd: LBANN sums the gradients of each layer separately, and finishes all sums before the next
+step; batch norm is local.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ VGG: dict[str, Mapping[str, int]] = {
 
 @dataclass(frozen=True)
 class Scaling:
-    """One row of a scaling table: seconds per step of each column, ours and theirs [s]."""
+    """Row of a scaling table: time of a step in each column, predicted by halograd and measured in the paper [s]."""
 
     batch: int
     ours: tuple[float, ...]
@@ -110,12 +110,12 @@ class Scaling:
 
     @property
     def speedups(self) -> tuple[tuple[float, float], ...]:
-        """Speedups over the first column, ours and theirs."""
+        """Speedups over the first column: halograd's and the paper's."""
         return tuple((self.ours[0] / a, self.theirs[0] / b) for a, b in zip(self.ours[1:], self.theirs[1:]))
 
 
 class _Lassen:
-    """Steps of one network on Lassen, as LBANN runs them."""
+    """Predictor of steps of one network on Lassen, with the schedule of LBANN."""
 
     def __init__(self, network: Network) -> None:
         machine = Machine.load("lassen")
@@ -125,7 +125,7 @@ class _Lassen:
         )
 
     def step(self, batch: int, samples: int, devices: int) -> float:
-        """Return the seconds of a step with samples in so many parts, and so many devices per part."""
+        """Return the time of a step with `samples` parts of the batch, and `devices` devices per part [s]."""
         height, width = GRIDS[devices]
         strategy = Strategy({"sample": samples, "height": height, "width": width}, bucket_bytes=1)
         training = Training(barrier=True)
@@ -160,8 +160,7 @@ def resnet_scaling() -> list[Scaling]:
 
 
 def vgg_strategy() -> dict[str, dict[str, int]]:
-    """Return the parts of each layer of VGG-16 on four P100 of one node, 32 samples each, by Jia's costs (no overlap).
-    """
+    """Return the parts of each layer of VGG-16 on four P100 of a node, 32 samples each, by Jia's costs (no overlap)."""
     machine, network = Machine.load("p100-cluster"), build("vgg16")
     pricing = Pricing(Wires(machine, quick=True), RooflineTimes(machine), best_halo=True)
     costs = network_costs(network, 128, 4, pricing)
@@ -172,8 +171,8 @@ def vgg_strategy() -> dict[str, dict[str, int]]:
 def dense_configurations() -> dict[str, Dense]:
     """Return the costs of AlexNet's first dense layer on 16 K80 with 512 samples, by configuration.
 
-    DeePa sends all data in sequence over one shared bus to a parameter server and back; our devices send at the same
-    time and sum by a collective. Both are priced, with the same machine file.
+    DeePa sends all data in sequence over one shared bus to a parameter server and back; halograd's devices send at the
+    same time and sum by a collective. Both are predicted, with the same machine file.
     """
     machine, network = Machine.load("k80-node"), build("alexnet")
     pricing = Pricing(Wires(machine), RooflineTimes(machine))
@@ -198,7 +197,7 @@ def dense_configurations() -> dict[str, Dense]:
 
 @dataclass(frozen=True)
 class Dense:
-    """Transfer, computation and update of one configuration [s], with parallel transfers and over one bus."""
+    """Times of transfer, computation and update of one configuration [s], with parallel transfers and over one bus."""
 
     parallel: tuple[float, float, float]
     bus: tuple[float, float, float]

@@ -3,10 +3,10 @@
     python benchmarks/planners.py
     python benchmarks/planners.py --candidates 10,50 --networks resnet-152 --planners elimination
 
-Costs are synthetic, not random: every candidate is a cut over sample, height, width and channel in powers of two. A
-layer costs its share of the work and its messages, an edge the data that move between the two cuts. For each network,
-number of candidates and memory limit (relative to the memory of the fastest choice), the table shows the planner's
-seconds, its total relative to the best one, and the cost of the search.
+Costs are synthetic, not random: every candidate is a cut over sample, height, width and channel in powers of two. The
+cost of a layer is its share of the work and its messages; that of an edge is the data that move between two cuts. For
+each network, number of candidates and memory limit (relative to the memory of the fastest choice), the table shows the
+planner's time [s], its total relative to the best total, and the effort of the search.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ class Builder:
         self.edges: list[tuple[int, int]] = []
 
     def add(self, kind: str, *inputs: int, width: float = 1.0) -> int:
-        """Add a layer after others and return its number; deeper layers have smaller activations and more parameters.
-        """
+        """Add a layer after `inputs`; return its number. Deeper layers have smaller activations and more parameters."""
         depth = len(self.layers)
         stage = min(depth // 60, 4)
         activation, parameters = 2e8 * width / 2**stage, 3e5 * width * 4**stage
@@ -82,7 +81,7 @@ def resnet(blocks: int = 50) -> Graph:
 
 
 def inception(modules: int = 11) -> Graph:
-    """Return modules of four branches, the last of which branch again (Inception-v3)."""
+    """Return modules of four branches; in the last two modules, two branches branch again (Inception-v3)."""
     b = Builder()
     x = b.chain(0, 5)
     for module in range(modules):
@@ -129,7 +128,7 @@ NETWORKS = {
 
 
 def cuts(count: int) -> np.ndarray:
-    """Return ``[count, 4]`` parts over sample, height, width and channel, the most ranks first."""
+    """Return ``[count, 4]`` parts over sample, height, width and channel; cuts with most ranks come first."""
     exponents = [e for e in itertools.product(range(6), range(5), range(5), range(4)) if sum(e) <= 10]
     exponents.sort(key=lambda e: (-sum(e), max(e), e))
     spread = np.linspace(0, len(exponents) - 1, count).astype(int)
@@ -166,7 +165,7 @@ def problem(graph: Graph, candidates: int) -> Problem:
 
 
 def limited(free: Problem, fastest: Selection, share: float) -> Problem:
-    """Return the problem with a memory limit between the minimum (0) and the memory of the fastest choice (1)."""
+    """Return the problem with a memory limit between the minimum (`share` 0) and that of the fastest choice (1)."""
     least = sum(float(m.min()) for m in free.memory)
     return replace(free, limit=math.ceil(least + share * (fastest.memory - least)))
 
@@ -177,7 +176,7 @@ def main(
     planners: Annotated[str, typer.Option(help="comma-separated")] = "shortest_path,longest_path_first,elimination",
     shares: Annotated[str, typer.Option(help="memory limits, 1: what the fastest choice takes")] = "1,0.9,0.5,0.1",
 ) -> None:
-    """Print a table."""
+    """Print the table of planners."""
     print(f"{'network':14}{'layers':>7}{'cand.':>6}{'memory':>7}  {'planner':20}{'seconds':>8}{'ratio':>8}  work")
     for name, count in itertools.product(networks.split(","), [int(c) for c in candidates.split(",")]):
         free = problem(NETWORKS[name](), count)

@@ -1,10 +1,10 @@
-"""Predicted against measured step times on this machine, and chosen plans against fixed strategies.
+"""Comparison of predicted and measured step times on this machine, and of chosen plans and fixed strategies.
 
     python benchmarks/prediction.py                    every grid of 1, 2 and 4 ranks, and six emulated networks
     python benchmarks/prediction.py --kind plans       the planner's choice against the four baselines
 
-One job produces a line: it profiles messages and layers, and measures steps of all strategies in turn. A star marks
-more ranks than cores, which share the cores.
+Each job profiles messages and layers, and measures steps of all strategies in turn. A star marks jobs in which ranks
+share cores.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NEAR = 0.10
 
 
 def emulated(some: tuple[tuple[float, float], ...]) -> list[str]:
-    """Return names of transports."""
+    """Return names of emulated transports with these alpha [s] and beta [s/B]."""
     return [f"emulated:alpha={alpha:g},beta={beta:g}" for alpha, beta in some]
 
 
@@ -47,7 +47,7 @@ def job(ranks: int, networks: list[str], transports: list[str], kind: str, secon
     Raises
     ------
     EntryError
-        The job fails.
+        If the job fails.
     """
     spec = {"networks": networks, "transports": transports, "kind": kind, "seconds": seconds, "threads": 1}
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
@@ -59,7 +59,7 @@ def job(ranks: int, networks: list[str], transports: list[str], kind: str, secon
 
 
 def errors(rows: list[dict[str, Any]]) -> list[float]:
-    """Return the relative errors of the predictions, absolute and sorted."""
+    """Return the absolute values of the relative errors of the predictions, sorted."""
     return sorted(abs(row["predicted"] / row["measured"] - 1) for row in rows)
 
 
@@ -77,7 +77,7 @@ def misranked(rows: list[dict[str, Any]]) -> tuple[int, int]:
 
 
 def summary(rows: list[dict[str, Any]], cores: int) -> str:
-    """Return lines about errors and ranking, separately for up to and for more ranks than cores."""
+    """Return lines on errors and ranking, separately for jobs with at most as many ranks as cores and with more."""
     lines = []
     for label, some in (
         ("as many ranks as cores", [r for r in rows if r["ranks"] <= cores]),
@@ -93,7 +93,7 @@ def summary(rows: list[dict[str, Any]], cores: int) -> str:
 
 
 def gains(rows: list[dict[str, Any]]) -> str:
-    """Return a table of the best baseline over the plan, per network and transport."""
+    """Return a table of the plan's speed-up over the best baseline, per network, ranks and transport."""
     lines = [f"{'network':>14} {'ranks':>5}  {'transport':<34} {'plan ms':>9} {'best baseline':>22} {'speed-up':>9}"]
     keys = ("network", "ranks", "transport")
     for key, group in itertools.groupby(rows, key=lambda row: tuple(row[k] for k in keys)):

@@ -22,7 +22,7 @@ _WIDTHS = (32, 48, 64, 96, 128, 128)
 
 @dataclass(frozen=True)
 class Case:
-    """A network and its batch.
+    """Network with its batch.
 
     Attributes
     ----------
@@ -49,7 +49,7 @@ CASES: dict[str, Case] = {
 
 
 def grids(ranks: int) -> list[dict[str, int]]:
-    """Return every grid of sample, height and width."""
+    """Return every grid of `ranks` parts along sample, height and width."""
     found = []
     for sample in range(1, ranks + 1):
         for height in range(1, ranks // sample + 1):
@@ -70,8 +70,8 @@ def strategies(
 ) -> dict[str, Strategy]:
     """Return the strategies to compare, by label: every grid, or the plan and the four baselines.
 
-    The plan is chosen as in `halograd train`: `again` measures the layers behind it once more, `tried` times steps of
-    it and of the baselines near it. Collective.
+    The plan is chosen as in `halograd train`: `again` measures the decisive layers once more, `tried` times steps of
+    the plan and of baselines with similar predictions. Collective.
     """
     if kind == "grids":
         options = {"halo": "auto"}

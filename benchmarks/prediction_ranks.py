@@ -41,7 +41,7 @@ ROUNDS = 2
 
 
 class Run:
-    """One network under one strategy on one transport, ready to run steps. Collective."""
+    """Trainer of one network under one strategy on one transport. Collective."""
 
     def __init__(self, case: Case, comm: Communicator, backend: Any, strategy: Strategy) -> None:
         network = case.make()
@@ -56,7 +56,7 @@ class Run:
         self.seconds: list[float] = []
 
     def steps(self, count: int) -> None:
-        """Run steps, timed from the beginning of one to the beginning of the next, on the slowest rank."""
+        """Run steps and record their times, from the begin of one to the begin of the next [s]."""
         self.trainer.step()
         for _ in range(count):
             begin = time.perf_counter()
@@ -71,7 +71,7 @@ class Run:
 class Predictor:
     """Predictor of steps on this machine with one transport. Collective.
 
-    Messages are measured once, layers on request and again between the steps.
+    Messages are measured once; layers are measured on request, and again between rounds of steps.
     """
 
     def __init__(self, world: Communicator, backend: Any) -> None:
@@ -82,7 +82,7 @@ class Predictor:
         self._works: dict[tuple[Conditions, str], tuple[LayerTimer, LayerWork, list[LayerTime]]] = {}
 
     def times(self, case: Case) -> MeasuredTimes:
-        """Return times of a network's layers, with the cache state that they have in its steps."""
+        """Return times of the layers of a network, measured with the cache state of its steps."""
         crowd = Crowd.of(self.world, self.backend)
         flush = passing_bytes(case.make(), case.batch, self.world.size)
         conditions = Conditions.here(self.backend, crowd, flush=flush)
@@ -95,7 +95,7 @@ class Predictor:
         return found
 
     def sweep(self) -> None:
-        """Measure all layers once more and use the means."""
+        """Measure all layers once more, and store the means."""
         for one in self._works:
             self._again(one)
 
@@ -112,7 +112,7 @@ class Predictor:
         self.cache.put(*one, tuple(fmean(values) for values in zip(*found)))
 
     def close_sweeps(self) -> None:
-        """Forget the layers, before the next network."""
+        """Clear the list of layers, before the next network."""
         self._works.clear()
 
     def seconds(self, case: Case, strategy: Strategy, times: MeasuredTimes) -> dict[str, float]:
@@ -128,7 +128,7 @@ class Predictor:
 
 
 def run(spec: dict[str, Any]) -> list[dict[str, Any]]:
-    """Measure all networks of the spec on all its transports, under all strategies of a kind."""
+    """Measure all networks of `spec` on all its transports, under all strategies of its kind. Collective."""
     results = []
     backend = get_backend("onednn", threads=spec["threads"])
     for transport in spec["transports"]:
@@ -156,7 +156,7 @@ def run(spec: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def try_steps(case: Case, comm: Communicator, backend: Any, some: dict[str, Strategy]) -> dict[str, float]:
-    """Return step times measured as in `halograd train` before it chooses a strategy [s]. Collective."""
+    """Return step times, measured like the trial steps of `halograd train` [s]. Collective."""
     found = measure_steps(comm, some, partial(stepping, case, comm, backend))
     if comm.rank == 0:
         times = ", ".join(f"{name} {1e3 * taken:.2f} ms" for name, taken in found.items())
@@ -182,7 +182,8 @@ def measure(
 ) -> dict[str, float]:
     """Return the median step time of each strategy [s]; all run in turn for about `seconds` each.
 
-    `between` runs between the rounds, so that its measurements see the same speed and disturbances of the machine.
+    `between` runs between the rounds, so that its measurements are made at the same speed and with the same
+    disturbances of the machine.
     """
     runs = {label: Run(case, comm, backend, strategy) for label, strategy in chosen.items()}
     for one in runs.values():

@@ -18,7 +18,7 @@ _WIDTHS = (32, 48, 64, 96, 128, 128)
 
 @dataclass(frozen=True)
 class Problem:
-    """A network, a batch and a learning rate.
+    """Network with a batch and a learning rate.
 
     Attributes
     ----------
@@ -40,7 +40,7 @@ class Problem:
         return {name: spec.initial(name, 0).astype(np.float32) for name, spec in network.parameters().items()}
 
     def data(self, network: Network) -> dict[str, np.ndarray]:
-        """Return inputs ``(N, *spatial, C)``, packed, by name: normal samples, random targets."""
+        """Return packed inputs ``(N, *spatial, C)`` by name: normally distributed samples, random targets."""
         result = {}
         for name, node in network.inputs.items():
             draw = np.random.default_rng([7, zlib.crc32(name.encode())])
@@ -64,7 +64,7 @@ def has_relu(layer: Layer) -> bool:
 
 
 def convolutions(extent: int, widths: tuple[int, ...], convs: int, stride: int, channels: int = 18) -> Network:
-    """Return a network of 3 x 3 convolutions with ReLU only; the first of each width has a stride."""
+    """Return a network of only 3 x 3 convolutions with ReLU; the first convolution of each width has a stride."""
     y: Node = Input((extent, extent, channels), name="x")
     for block, width in enumerate(widths):
         for i in range(convs):

@@ -57,7 +57,7 @@ def table(outcome: Outcome) -> str:
 
 
 def _machine(outcome: Outcome) -> str:
-    """Return a text about other users of the CPUs, with a warning if they used too much."""
+    """Return a text on the CPU usage of other processes, with a warning if it was high."""
     used = {key: mean(getattr(u, key) for u in outcome.usage) for key in _DISTURBED}
     text = (
         f"  cores used meanwhile: {used['others']:.2f} by others, {used['idle']:.2f} by waiting contestants, "
@@ -69,7 +69,7 @@ def _machine(outcome: Outcome) -> str:
 
 
 def summary(outcomes: Sequence[Outcome]) -> str:
-    """Return the last lines of the output."""
+    """Return the last line of the output: the worst ratio to the best peer."""
     found = worst(outcomes)
     if found is None:
         return "no peers took part: no ratio to the best peer"

@@ -29,7 +29,7 @@ CUT = {"height": 4, "width": 4}
 
 
 def start(name: str, ranks: int, rank: int) -> int:
-    """Compute everything that one rank needs; return the number of exchanges."""
+    """Compute the program of one rank and the plans of its exchanges; return the number of exchanges."""
     network, samples = build(name), max(1, ranks // 16)
     strategy = Strategy({"sample": samples, **CUT})
     strategy.validate(network, 16 * samples)
@@ -43,14 +43,14 @@ def start(name: str, ranks: int, rank: int) -> int:
 
 
 def measure(job: Job) -> tuple[float, int]:
-    """Return CPU seconds of one rank in a new process, and its exchanges."""
+    """Return the CPU time of one rank's set-up [s], and its number of exchanges."""
     begin = time.process_time()
     exchanges = start(*job)
     return time.process_time() - begin, exchanges
 
 
 def memory(job: Job) -> int:
-    """Return the peak of allocated memory [B]."""
+    """Return the peak of the memory that one rank's set-up allocates [B]."""
     tracemalloc.start()
     start(*job)
     return tracemalloc.get_traced_memory()[1]
@@ -63,7 +63,7 @@ def apart(call: Callable[[Job], Result], job: Job) -> Result:
 
 
 def main() -> None:
-    """Print a line per network and rank, and the maximum."""
+    """Print a line per network and rank, and the maximum CPU time."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--networks", nargs="+", default=["mesh_2k", "resnet50", "unet2d", "inception_v3"])
     parser.add_argument("--ranks", type=int, default=2048)

@@ -2,9 +2,10 @@
 
     mpiexec -n 64 python -m benchmarks.startup_ranks --network mesh --options resolution=256 --parts height=8 width=8
 
-Every repetition builds and closes one executor on the NumPy backend. The output has wall seconds and the CPU seconds of
-all ranks for each; the last line is the median. The first repetition also opens shared memory and communicators of
-groups. Garbage is collected between repetitions, because on each of 64 ranks this takes as long as building.
+Every repetition builds and closes one executor on the NumPy backend. The output has, per repetition, the wall time and
+the CPU time of all ranks [s]; the last line is the median. The first repetition also opens shared memory and
+communicators of groups. Garbage is collected between repetitions, because on each of 64 ranks this takes as long as
+building.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ losses of the first three steps must agree to 1e-3, or nothing is timed. Then th
 in one order and back (A B C C B A); the others sleep in a read, which is checked. The time of a step is from the end of
 the previous step to its own end; every step reads its loss on the host.
 
-``median``, ``quarters`` (between which half of the steps lie) and ``best`` are over all steps of all blocks. Per
+``median``, ``quarters`` (first and third quartile) and ``best`` are over all steps of all blocks. Per
 network::
 
     ratio to best peer   = (smaller median of halograd's contestants) / (smallest median of the peers in float32)
@@ -54,16 +54,16 @@ OPTIONAL = {"physicsnemo": "nvidia-physicsnemo"}
 
 
 class UsageError(ValueError):
-    """An error that the caller can fix."""
+    """Error that the caller can fix."""
 
 
 def select(peers: Sequence[str]) -> list[Entry]:
-    """Return our contestants, and the peers by name; imports none of them.
+    """Return halograd's contestants, and the named peers; this imports none of them.
 
     Raises
     ------
     UsageError
-        A peer is unknown, or one of the extra ``peers`` is not installed.
+        If a peer is unknown, or one of the extra ``peers`` is not installed.
     """
     unknown = sorted(set(peers) - set(PEERS))
     if unknown:
@@ -81,7 +81,7 @@ def select(peers: Sequence[str]) -> list[Entry]:
 
 
 def split(text: str, known: Sequence[str], option: str) -> list[str]:
-    """Return names separated by commas."""
+    """Return the names in a comma-separated text; raise UsageError for an unknown name."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     unknown = [name for name in names if name not in known]
     if unknown or not names:

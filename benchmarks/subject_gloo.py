@@ -1,7 +1,8 @@
 """torch on several ranks as a contestant: hand-written code that cuts an image along its height, over gloo.
 
-It has halos as an autograd function around torch's own convolutions, batch norm with summed statistics, and one
-all-reduce of all gradients, which are views of one buffer. There is no overlap, which would need a library.
+The code has halos as an autograd function around torch's own convolutions, batch norm with summed statistics, and one
+all-reduce of all gradients, which are views of one buffer. Communication does not overlap with computation, which would
+need a library.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class Halo:
 
     @classmethod
     def of(cls, window: Any, size: int, out: int, rank: int, ranks: int) -> Halo:
-        """Return the rows for a window from `size` rows to `out`, both in even parts, from direct neighbors only."""
+        """Return the rows for a window from `size` to `out` rows, in even parts; halos come from direct neighbors only.
+        """
         rows, outs = intervals(size, ranks), intervals(out, ranks)
         needs = [window.input_range(*part) for part in outs]
         if any(high - size > 0 < ranks - 1 - r or low < 0 < r for r, (low, high) in enumerate(needs)):
@@ -65,7 +67,7 @@ class Halo:
 
     @property
     def empty(self) -> bool:
-        """Whether neither this rank nor its neighbors need other rows."""
+        """Whether neither this rank nor its neighbors need rows of other ranks."""
         return self == Halo(0, 0, 0, 0, 0, 0)
 
 
@@ -83,7 +85,7 @@ def swap(above: torch.Tensor | None, below: torch.Tensor | None, into: list[torc
 
 
 class WithHalo(torch.autograd.Function):
-    """Rows of a block with those of its neighbors and the padding around them; ``(N, C, H, W)``, channels-last."""
+    """Join of a block's rows with rows of its neighbors and padding; ``(N, C, H, W)``, channels-last."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, halo: Halo, fill: float) -> torch.Tensor:
@@ -150,7 +152,7 @@ class SummedNorm(torch.autograd.Function):
 
 
 class Summed(torch.autograd.Function):
-    """A sum over the ranks, whose gradient is summed too."""
+    """Sum over the ranks, whose gradient is summed too."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -166,7 +168,7 @@ class Summed(torch.autograd.Function):
 
 
 class _CutNetwork(TorchNetwork):
-    """The part of the network on this rank: windows with halos; norms and losses over the whole image."""
+    """Part of the network on this rank: windows with halos; norms and losses over the whole image."""
 
     def __init__(self, network: hl.Network, weights: Mapping[str, Any], inputs: Mapping[str, Any], batch: int) -> None:
         self.batch, self.rank, self.ranks = batch, dist.get_rank(), dist.get_world_size()
@@ -243,7 +245,7 @@ class _CutNetwork(TorchNetwork):
 
 
 class GlooSubject:
-    """A network cut along the height, one part per rank, by torch and gloo. Collective over the ranks launched."""
+    """Network cut along the height, one part per rank, by torch and gloo. Collective over the launched ranks."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
         torch.set_num_threads(spec["threads"])
@@ -277,7 +279,7 @@ class GlooSubject:
         return time.perf_counter()
 
     def settle(self) -> None:
-        """Do nothing: every step is complete."""
+        """Do nothing, because every step is complete when it returns."""
 
     def close(self) -> None:
         dist.destroy_process_group()

@@ -22,7 +22,7 @@ __all__ = ["HalogradSubject", "RawSubject", "TimedBackend"]
 
 
 class HalogradSubject:
-    """A network under a cut along the height, one part per rank. Collective.
+    """Network under a cut along the height, one part per rank. Collective.
 
     Parameters
     ----------
@@ -63,10 +63,10 @@ class HalogradSubject:
 
 
 class RawSubject(HalogradSubject):
-    """The same network, timed by a clock that only runs during the backend's kernels.
+    """Network of one rank, timed by a clock that runs only during the backend's kernels.
 
-    So the time of a step is the sum of its kernels, on the step's own arrays and in its order, without messages,
-    copies, loss and update, and without the library's own code.
+    So the time of a step is the sum of the times of its kernels, on the step's own arrays and in its order, without
+    messages, copies, loss and update, and without the library's own code.
     """
 
     def _backend(self, spec: dict[str, Any]) -> Any:
@@ -77,7 +77,7 @@ class RawSubject(HalogradSubject):
 
 
 class TimedBackend:
-    """A backend that sums the time in its kernels.
+    """Backend that sums up the time in its kernels.
 
     Attributes
     ----------

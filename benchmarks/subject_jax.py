@@ -28,7 +28,7 @@ _IMAGES, _SAME = ("NHWC", "HWIO", "NHWC"), ((0, 0), (0, 0))
 
 
 class JaxSubject:
-    """A network's graph as one jitted function: loss, gradients, SGD, running statistics; buffers are donated.
+    """Graph of a network as one jitted function: loss, gradients, SGD, running statistics; buffers are donated.
 
     With several devices the arrays ``(N, H, W, C)`` of the data are sharded along H (`NamedSharding`), parameters are
     replicated, and XLA partitions the step.
@@ -60,7 +60,7 @@ class JaxSubject:
         return time.perf_counter()
 
     def settle(self) -> None:
-        """Do nothing: every step is complete."""
+        """Do nothing, because every step is complete when it returns."""
 
     def close(self) -> None:
         """Do nothing."""

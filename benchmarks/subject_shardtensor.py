@@ -1,7 +1,7 @@
 """PhysicsNeMo's ShardTensor as a contestant: an image cut along its height over gloo, by a maintained library.
 
-It is made for GPUs. On a CPU it supports stacks of convolutions and ReLU on even parts (it computes batch norm on
-gathered data, and refuses 3 x 3 max pooling of stride 2), so it takes part on such networks only.
+ShardTensor is made for GPUs. On a CPU it supports stacks of convolutions and ReLU on even parts (it computes batch norm
+on gathered data, and rejects 3 x 3 max pooling of stride 2), so it takes part only on such networks.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ __all__ = ["ShardTensorSubject"]
 
 
 class ShardTensorSubject:
-    """A network cut along the height, one part per rank, by ShardTensor. Collective over the launched ranks.
+    """Network cut along the height, one part per rank, by ShardTensor. Collective over the launched ranks.
 
-    It uses NCHW, in which it is fastest. The loss is that of the rank's own part; the library sums its gradients.
+    The layout is NCHW, which is the fastest for this library. The loss is that of the rank's own part; the library sums
+    its gradients.
     """
 
     def __init__(self, spec: dict[str, Any]) -> None:
@@ -62,7 +63,7 @@ class ShardTensorSubject:
         return parallel.ShardTensor.from_local(local, self.mesh, (Shard(2),), sharding_shapes=shapes)
 
     def _loss(self) -> torch.Tensor:
-        """Return this rank's part of the mean."""
+        """Return this rank's part of the mean loss."""
         values, network = dict(self.inputs), self.network
         for name, node in network.layers.items():
             inputs = [values[network.names[n]] for n in node.inputs]
@@ -95,7 +96,7 @@ class ShardTensorSubject:
         return time.perf_counter()
 
     def settle(self) -> None:
-        """Do nothing: every step is complete."""
+        """Do nothing, because every step is complete when it returns."""
 
     def close(self) -> None:
         dist.destroy_process_group()

@@ -24,7 +24,7 @@ Params = Mapping[str, torch.Tensor]
 
 
 class TorchNetwork:
-    """A network's graph, evaluated node by node with torch's functions; channels-last activations and weights.
+    """Graph of a network, evaluated node by node with torch's functions; channels-last activations and weights.
 
     Parameters
     ----------
@@ -66,11 +66,11 @@ class TorchNetwork:
 
 
 class TorchSubject:
-    """A network trained by torch: in eager mode, by ``torch.compile`` (``"compile"`` in `spec`), or under autocast.
+    """Network trained by torch: in eager mode, by ``torch.compile`` (``"compile"`` in `spec`), or under autocast.
 
-    Activations in place where autograd allows it; gradients set to None; fused SGD; one pool of ``threads`` threads.
-    The allocator is tuned by the environment, as for all contestants. ``"bfloat16"`` in `spec`: products and
-    convolutions in 16 bits, master weights in 32.
+    Activations are in place where autograd allows it, gradients are set to None, SGD is fused, and there is one pool of
+    ``threads`` threads. The allocator is tuned by the environment, as for all contestants. With ``"bfloat16"`` in
+    `spec`, products and convolutions have 16 bits and master weights 32.
     """
 
     def __init__(self, spec: dict[str, Any]) -> None:
@@ -98,7 +98,7 @@ class TorchSubject:
         return time.perf_counter()
 
     def settle(self) -> None:
-        """Do nothing: every step is complete."""
+        """Do nothing, because every step is complete when it returns."""
 
     def close(self) -> None:
         """Do nothing."""
@@ -117,7 +117,7 @@ def autocast(loss: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
 def channels_last(array: torch.Tensor) -> torch.Tensor:
     """Return ``(N, H, W, C)`` as ``(N, C, H, W)`` with packed channels, also in 3-D; other arrays unchanged.
 
-    The same move turns weights ``(K, h, w, C)`` into torch's ``(K, C, h, w)``, also for transposed convolutions.
+    The same permutation turns weights ``(K, h, w, C)`` into torch's ``(K, C, h, w)``, also for transposed convolutions.
     """
     if array.ndim == 5:
         return array.permute(0, 4, 1, 2, 3).contiguous(memory_format=torch.channels_last_3d)

@@ -1,4 +1,4 @@
-"""One process of a contestant: sets up, then runs steps on request, and sleeps otherwise.
+"""Program of one process of a contestant: it sets up, then runs steps on request, and sleeps otherwise.
 
 Started by :mod:`benchmarks.contestants` as ``python worker.py SPEC`` (under mpiexec for several ranks), with a
 JSON object. Commands and replies are JSON lines through two named pipes per rank. A rank that waits for a
@@ -22,7 +22,7 @@ __all__ = ["Subject", "measure", "serve"]
 
 
 class Subject(Protocol):
-    """A network that is ready to train on its data."""
+    """Protocol of a network that is ready to train on its data."""
 
     about: str
 
@@ -30,7 +30,7 @@ class Subject(Protocol):
         """Run forward, backward and update; return the loss before the update."""
 
     def clock(self) -> float:
-        """Return the time that measures its steps [s]: `time.perf_counter`, except for the raw kernels."""
+        """Return the clock reading by which steps are timed [s]: `time.perf_counter`, except for the raw kernels."""
 
     def settle(self) -> None:
         """Wait until all steps so far are complete."""
@@ -40,7 +40,7 @@ class Subject(Protocol):
 
 
 def make(spec: dict[str, Any]) -> Subject:
-    """Return the subject of this process; imports only what it needs."""
+    """Return the subject of this process; import only the modules that it needs."""
     kind = spec["kind"]
     if kind == "torch":
         from benchmarks.subject_torch import TorchSubject
@@ -66,9 +66,9 @@ def make(spec: dict[str, Any]) -> Subject:
 def measure(subject: Subject, count: int) -> dict[str, Any]:
     """Return the wall times [s] of `count` steps; each begins at the end of the previous one.
 
-    An additional untimed step comes first. It warms the caches that other contestants have emptied, and in halograd it
-    leaves its updates to the next step, as every step does. So each timed step has one forward, one backward and one
-    update of all parameters.
+    An additional untimed step comes first. It warms caches that other contestants have emptied. In halograd, it leaves
+    its updates to the next step, as every step does. So each timed step has one forward, one backward and one update of
+    all parameters.
     """
     subject.step()
     faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -92,7 +92,7 @@ def losses(subject: Subject, count: int) -> dict[str, Any]:
 
 
 def serve(spec: dict[str, Any]) -> None:
-    """Answer commands until the parent sends ``quit`` or has ended."""
+    """Execute commands until the parent sends ``quit`` or has ended."""
     base = Path(spec["pipes"]) / f"{spec['name']}.{launched_rank()}"
     # Open the pipes before long work; later, a parent that has ended would not be noticed.
     with open(f"{base}.in") as commands, open(f"{base}.out", "w", buffering=1) as replies:

@@ -25,7 +25,8 @@ EDGE, CHANNELS, CLASSES, FILES, SAMPLES = 64, 3, 3, 40, 4
 
 
 def write_files(folder: Path, first: int, labelled: bool) -> None:
-    """Write travelling waves, sampled in time. The class of a cell depends on its height. Some samples have NaN."""
+    """Write travelling waves, sampled in time. The class of a cell depends on the wave's height; some samples have NaN.
+    """
     folder.mkdir(parents=True)
     y, x = np.meshgrid(*[np.linspace(0, 2 * np.pi, EDGE, endpoint=False)] * 2, indexing="ij")
     for number in range(first, first + (FILES if labelled else 4)):
@@ -72,7 +73,7 @@ def torch_unet() -> Any:
 
 
 def export_unet(path: Path) -> None:
-    """Export the torch model, as on the machine where it was written."""
+    """Export the torch model as ONNX."""
     import torch
 
     training: Any = torch.onnx.TrainingMode.TRAINING
@@ -90,7 +91,10 @@ def with_losses(path: Path) -> hg.Network:
 
 
 def difference_to_torch(folder: Path, statistics: ChannelStatistics) -> float:
-    """Return the largest difference of logits to torch's, also for the ONNX file, which normalizes the data itself."""
+    """Return the largest difference between logits of torch and of halograd, or of the exported ONNX file.
+
+    The ONNX file normalizes the data itself.
+    """
     import onnxruntime
     import safetensors.torch
     import torch

@@ -1,4 +1,4 @@
-"""Heat equation in two dimensions on a distributed tensor, with halos hidden behind the interior; no deep learning.
+"""Heat equation in two dimensions on a distributed tensor; halos overlap with the interior; no deep learning.
 
     mpirun -n 4 python -m examples.heat_equation
 

@@ -1,4 +1,4 @@
-"""Logging of a run's losses and scores to MLflow, by a callback.
+"""Callback that logs losses and scores of a run to MLflow.
 
     pip install mlflow
     halograd generate mesh-tangling mesh.h5 --samples 32 --resolution 32
@@ -20,14 +20,14 @@ import halograd as hg
 
 
 class Mlflow(hg.Callback):
-    """Callback that logs every n-th step, all validations, and the checkpoint with the best one.
+    """Callback that logs every n-th step, all validations, and the checkpoint of the best validation.
 
     Parameters
     ----------
     rank
         Rank of this process: rank 0 writes.
     settings
-        Parameters of the run, for searching.
+        Parameters of the run, by which runs can be searched.
     every
         Steps between two logged losses. Reading a loss makes the host wait for a device.
     """

@@ -27,7 +27,7 @@ STENCIL = Window(kernel=3, pad_lo=1, pad_hi=1)
 
 
 def blur(comm: Communicator, images: np.ndarray) -> np.ndarray:
-    """Return the mean of three rows each, of the rows that this rank owns. Collective.
+    """Return, for each row that this rank owns, the mean of the row and of its two neighbors. Collective.
 
     Boxes: a rank owns some rows, and a stencil needs the rows next to them too. An exchange moves owned rows to the
     ranks that need them; rows outside the image stay zero.
@@ -42,7 +42,7 @@ def blur(comm: Communicator, images: np.ndarray) -> np.ndarray:
 
 
 def network() -> hg.Network:
-    """Return two convolutions with a loss. Layers say which box of an input a box of their output needs."""
+    """Return two convolutions with a loss. A layer defines which box of its input a box of its output needs."""
     x = hg.Input((ROWS, COLUMNS, 1), name="x")
     y = hg.Conv(4, 3, padding=1, activation="relu", name="conv1")(x)
     y = hg.Conv(1, 3, padding=1, name="conv2")(y)

@@ -1,11 +1,11 @@
-"""Planning of a run at its start: measures this machine if needed, plans, tries steps, and compares plan and run.
+"""Planning of a run at its start: measurement of this machine if needed, plan, trial steps, comparison of plan and run.
 
 This implements ``strategy = "auto"``. The command line or a script passes :func:`plan_run` to
 `halograd.training.train`. This module is above `training`, which does not import planners.
 
-1. Plan with the known times, measure the layers whose times are missing, and plan again, until none is missing.
-2. Measure the layers behind the plan and the baselines a second time. Among hundreds of candidates, each measured with
-   an error, the minimum prefers those with an error in their favor. If this changes the plan, go back to 1.
+1. Plan with the known times, measure the layers whose times are missing, and plan again, until no time is missing.
+2. Measure the layers on which the plan and the baselines depend a second time: among hundreds of candidates with
+measurement errors, the minimum prefers those whose times are too short. If this changes the plan, go back to 1.
 3. Time steps of the plan, and of the baselines with a similar prediction. The fastest is chosen. Effects that the model
    leaves out (such as ranks that wait for each other at each message) favor some strategies systematically.
 """
@@ -66,7 +66,7 @@ SPARE = 0.8
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """The plan of a run, in the form that `halograd.training.train` expects of its planner.
+    """Plan of a run, with the methods that `halograd.training.train` expects.
 
     Attributes
     ----------
@@ -78,7 +78,7 @@ class PlannedRun:
 
     @property
     def strategy(self) -> Strategy:
-        """Parts of each layer."""
+        """Strategy of the plan."""
         return self.plan.strategy
 
     def compare(self, measured: Measured) -> str:
@@ -99,7 +99,8 @@ def plan_run(config: Config, comm: Communicator, training: bool = True) -> Plann
     Parameters
     ----------
     training
-        False for an evaluation: an existing plan of that directory is used unchanged, and no layers are measured.
+        Whether the run trains. An evaluation (False) uses an existing plan of that directory unchanged, and measures no
+        layers.
 
     Raises
     ------
@@ -122,7 +123,7 @@ def plan_run(config: Config, comm: Communicator, training: bool = True) -> Plann
 
 
 def try_run(config: Config, comm: Communicator) -> StepTrial:
-    """Time steps of the plan of `plan_run` and of the baselines near it, including the grid. Collective."""
+    """Time steps of the plan of `plan_run`, and of the baselines with a similar prediction and the grid. Collective."""
     network = make_network(config)
     with open_kernels(config.backend, comm) as kernels:
         planner = _Planner(config, comm, network, kernels, config.strategy.budget)
@@ -133,8 +134,8 @@ def try_run(config: Config, comm: Communicator) -> StepTrial:
 def rank_schemes_of(config: Config, comm: Communicator, strategy: Strategy) -> list[Scheme]:
     """Return the schemes of gradient reduction that are worth trying in a run, ordered by predicted time. Collective.
 
-    The prediction uses the machine of the configuration, or the stored measurement of this machine; nothing is measured
-    here. Without either, the result is empty.
+    The prediction uses the machine of the configuration, or the stored measurement of this machine; nothing is
+    measured. Without either, the result is empty.
     """
     network = make_network(config)
     with open_kernels(config.backend, comm) as kernels:
@@ -157,7 +158,7 @@ def _plan_path(config: Config) -> Path:
 
 
 def _kept(config: Config, comm: Communicator, network: Network) -> Plan | None:
-    """Return the saved plan of the run if it is for the same number of ranks, else None."""
+    """Return the saved plan of the run if it fits this network, number of ranks and batch; else None. Collective."""
     found = None
     if comm.rank == 0 and _plan_path(config).exists():
         try:
@@ -185,7 +186,7 @@ def _measuring(config: Config, comm: Communicator, network: Network, kernels: An
 
 
 class _Planner:
-    """Planner that measures on all ranks within the budget [s] and plans on rank 0. Collective, as are its methods."""
+    """Planner that measures on all ranks within the budget [s], and plans on rank 0. All methods are collective."""
 
     def __init__(
         self, config: Config, comm: Communicator, network: Network, kernels: Any, budget: float | None
@@ -212,11 +213,11 @@ class _Planner:
         return str(path), machine
 
     def times(self) -> KernelTimes:
-        """Return the known measured times; for a named machine, its roofline. Local."""
+        """Return the kernel times: known measured times, or for a named machine its roofline. Local."""
         return RooflineTimes(self.machine) if self.measuring is None else self.measuring.times(self.machine)
 
     def measured(self) -> Plan:
-        """Return a plan. Its layers are measured, first once and then again, as far as the budget permits.
+        """Return a plan whose layers were measured, first once and then again, as far as the budget permits.
 
         The loop ends because each round measures a layer for the first or second time.
         """
@@ -231,7 +232,7 @@ class _Planner:
             self._once = self._once - keys if again else self._once | keys
 
     def _unconfirmed(self, plan: Plan) -> list[LayerWork]:
-        """Return the layers behind the plan that were measured only once. Local; rank 0 has the times."""
+        """Return the decisive layers of a plan that were measured only once. Local; empty on ranks other than 0."""
         if self.comm.rank or not self._once:
             return []
         works = rests_on(plan, self.network, self.machine, self.times(), self.training)
@@ -251,9 +252,9 @@ class _Planner:
         return state.measured > 0
 
     def tried(self, plan: Plan, asked: Sequence[str] = ()) -> StepTrial:
-        """Time steps of the plan, of the baselines near it, and of one rank with all threads; return the trial.
+        """Time steps of the plan, of baselines with similar predictions, and of one rank with all threads.
 
-        `asked` names baselines that are tried for any predicted time.
+        `asked` names further baselines, which are tried whatever their predicted time.
         """
         table = self.config.strategy
         if not asked and (table.machine or self.budget == 0):
@@ -310,7 +311,7 @@ class _Planner:
 
     @contextmanager
     def _opened(self, strategy: Strategy, comm: Communicator, kernels: Any) -> Iterator[Callable[[], object]]:
-        """Yield a function that trains one step under a strategy, on noise with learning rate 0."""
+        """Yield a function that runs one training step under a strategy, on random inputs with learning rate 0."""
         self.network.balance()
         with Executor(self.network, comm, kernels, self.batch, strategy, self.training.dtype) as executor:
             trainer = Trainer(executor, make_optimizer(self.config, executor.store), Constant(0.0))
@@ -323,9 +324,9 @@ class _Planner:
             trainer.settle()
 
     def _plan_on_root(self, times: KernelTimes, planner: str = "") -> Plan:
-        """Return the plan made on rank 0, on all ranks; a UserError is raised on all ranks.
+        """Plan on rank 0; return the plan, or raise its UserError, on all ranks. Collective.
 
-        An empty `planner` means that of the configuration.
+        If `planner` is empty, it is that of the configuration.
         """
         return on_root(self.comm.mpi, partial(self._plan, times, planner or self.config.strategy.planner))
 
@@ -353,7 +354,7 @@ def as_run(strategy: Strategy, config: Config) -> Strategy:
 
 
 def can_run(strategy: Strategy, network: Network, ranks: int) -> bool:
-    """Return whether a given strategy is valid for this run. Local; the same on all ranks."""
+    """Return whether a strategy is valid for this network and number of ranks. Local; the same on all ranks."""
     try:
         strategy.validate(network, ranks)
         strategy.refuse_empty_blocks(network)
@@ -363,14 +364,14 @@ def can_run(strategy: Strategy, network: Network, ranks: int) -> bool:
 
 
 def _instead_of(plan: Plan, other: Plan) -> Plan:
-    """Return plan `other`, with this plan and its other alternatives as alternatives."""
+    """Return plan `other`, whose alternatives are `plan` and the other alternatives of `plan`."""
     beside = Alternative(plan.planner, plan.step_seconds, plan.prediction.memory_bytes, True)
     rest = [a for a in plan.alternatives if a.name != plan.planner]
     return replace(other, alternatives=(beside, *rest))
 
 
 def _slots(config: Config) -> int:
-    """Return the number of arrays of the parameters' size that the optimizer and the average keep."""
+    """Return the number of arrays of the parameters' size that the optimizer and the moving average keep."""
     return int(config.training.average > 0) + len(OPTIMIZERS[config.optimizer.kind].states(config.optimizer))
 
 
@@ -388,9 +389,9 @@ def _without(config: Config) -> frozenset[str]:
 def rests_on(
     plan: Plan, network: Network, machine: Machine, times: KernelTimes, training: Training
 ) -> dict[str, LayerWork]:
-    """Return the layers on local blocks that decide between a plan and the baselines, by key. Local.
+    """Return, by key, the layers on local blocks on whose times a plan and the baselines depend. Local.
 
-    The mean of a second measurement reduces errors in a plan's favor, after which another plan may be the fastest.
+    A second measurement of these layers, averaged with the first, reduces errors that favor the plan.
 
     Parameters
     ----------

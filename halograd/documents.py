@@ -95,7 +95,7 @@ def parse_toml(text: str, source: str) -> dict[str, Any]:
 
 
 def parse_json(text: str, source: str) -> Any:
-    """Parse the data of a JSON text. Errors are those of :func:`parse_toml`, and duplicate keys."""
+    """Parse the data of a JSON text. Raises the errors of :func:`parse_toml`, also for duplicate keys."""
     _check_size(len(text), source, "JSON")
     return _parsed(_loads_json, text, source, "JSON")
 
@@ -265,7 +265,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def _check_plain(data: Any, source: str) -> None:
-    """Raise UserError for valid data that no document contains. Without recursion, because `data` may be deep."""
+    """Raise UserError for values that parsers accept but no reader expects. `data` may be too deep for recursion."""
     waiting: list[tuple[tuple[str | int, ...], Any]] = [((), data)]
     _check_value(source, (), data)
     while waiting:
@@ -288,7 +288,7 @@ def _check_value(source: str, path: Sequence[str | int], value: Any) -> None:
 
 
 def _fault(value: Any) -> str:
-    """Return what was expected in place of a value that no document contains; empty for a valid value."""
+    """Return a text "EXPECTED, got VALUE" for a value that no reader expects; empty for a valid value."""
     if isinstance(value, float):
         return "" if abs(value) < float("inf") else f"a finite number, got {value}"
     if isinstance(value, int):
@@ -318,7 +318,7 @@ def write_whole(path: str | Path, text: str) -> None:
 
 
 def check_output(path: str | Path, what: str, ending: str = "") -> None:
-    """Check early that `write_whole` can write a file, before minutes of work for it. Local; leaves nothing behind.
+    """Check that `write_whole` can write a file, before its contents are computed. Local; leaves no file.
 
     Parameters
     ----------
@@ -354,8 +354,8 @@ def check_output(path: str | Path, what: str, ending: str = "") -> None:
 def replacing(final: Path) -> Iterator[Path]:
     """Yield a temporary path next to `final`; rename it to `final` when the block ends without an error. Local.
 
-    All atomic writes use this. It needs creation, renaming and removal of files, but no links. If the block makes a
-    folder, it takes the place of a file or a folder at `final`, which has another name for a moment.
+    All atomic writes use this. It needs creation, renaming and removal of files, but no links. If the block creates a
+    folder, it replaces a file or a folder at `final`, which has another name for a moment.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Export of a trained run for other programs, as ONNX or as weights alone."""
+"""Export of a trained network for other programs, as ONNX or as weights alone."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ExportKind:
     save
         ``save(network, arrays, path)`` writes whole arrays by ``layer/name``.
     normalizes
-        Whether `save` also takes the statistics of the inputs, so that the file has the normalization in it.
+        Whether `save` also takes the statistics of the inputs, to include the normalization in the file.
     """
 
     check: Callable[[Path], None]
@@ -63,7 +63,7 @@ def export_run(target: Path, kind: str, out: Path, overrides: Sequence[str] = ()
     Returns
     -------
     int
-        The step of the checkpoint.
+        Number of updates of the checkpoint.
     """
     if kind not in KINDS:
         raise UserError(f"--to: expected one of {', '.join(KINDS)}, got {kind!r}")

@@ -1,4 +1,4 @@
-"""Findings about this machine: their form, and the probe of the MPI library."""
+"""Findings about this machine, and the probe of the MPI library."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STATUSES = ("ok", "note", "warn", "fail")
 
 @dataclass(frozen=True)
 class Finding:
-    """One result of the check: a value, its status, and a remedy."""
+    """Result of a probe: a value, its status, and a remedy."""
 
     name: str
     status: str

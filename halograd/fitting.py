@@ -1,4 +1,4 @@
-"""Training from scripts and notebooks: takes a network and data and returns a run, by the code of the command line."""
+"""Training from scripts and notebooks: a function from network and data to a run, as by the command line."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def fit(
     Raises
     ------
     UserError, DataError
-        Something the user can put right, in one line.
+        If the user can correct the fault; the message is one line.
     """
     world = boot() if comm is None else comm
     config = check_config(_tables(network, data, out, options), source="fit()")
@@ -128,7 +128,7 @@ def _tables(network: Network | str, data: Data, out: str | Path, given: Mapping[
 
 
 def _data(data: Any, call: str) -> dict[str, Any]:
-    """Return the table ``[data]`` for the data given to `call`."""
+    """Return the table ``[data]`` for data; errors name the function `call`."""
     if isinstance(data, Mapping) and not any(map(_is_array, data.values())):
         return dict(data)
     if isinstance(data, str | Path):
@@ -210,7 +210,7 @@ class TrainedRun:
     history
         Scores of every validation by name, and its ``epoch`` and ``step``.
     losses
-        Loss of every logged step, by its number.
+        Loss of every logged step, by the number of the step.
     """
 
     def __init__(self, directory: Path, network: Network | None, comm: Any, result: Mapping[str, Any]) -> None:
@@ -234,7 +234,7 @@ class TrainedRun:
         Raises
         ------
         ValueError
-            The name is another one, or there is no such checkpoint.
+            If `which` is unknown, or there is no such checkpoint.
         """
         path = self.directory / "checkpoints" / f"{which}.h5"
         if which not in ("latest", "best") or not path.exists():
@@ -289,7 +289,7 @@ class TrainedRun:
         return _data(self._agreed(lambda: _dataset_of(data, make_network(config)), _checksum), "apply()")
 
     def _agreed(self, make: Callable[[], Result], mark_of: Callable[[Result], int]) -> Result:
-        """Return `make()` on this rank. An error of one rank, or different marks, raises on all ranks. Collective."""
+        """Return the result of `make`; if it fails on a rank, or marks differ, all ranks raise an error. Collective."""
         fault: Exception | None = None
         try:
             made = make()
@@ -308,7 +308,7 @@ class TrainedRun:
         on_root(self._comm, lambda: export_run(checkpoint, to, Path(out), (), normalize))
 
     def normalization(self, which: str = "latest") -> dict[str, ChannelStatistics]:
-        """Return the mean and the divisor of the channels of each input. Local."""
+        """Return the statistics that normalize the channels of each input: means and divisors. Local."""
         known = read_header(self._given(which).resolve())[0].normalization or {}
         return {name: ChannelStatistics.from_state_dict(state) for name, state in known.items()}
 

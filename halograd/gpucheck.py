@@ -1,6 +1,6 @@
-"""``python -m halograd.gpucheck``: checks the results of a GPU and its speed; see docs/gpu.md.
+"""``python -m halograd.gpucheck``: check of the results and the speed of a GPU; see docs/gpu.md.
 
-The checks are tests (tests/gpu), the timings benchmarks (benchmarks/gpu), so it must run in the repository.
+The checks are tests (tests/gpu) and benchmarks (benchmarks/gpu), so the command must run in the repository.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def main() -> int:
-    """Run the command of the tests. Exit codes: tests/gpu/command.py.
+    """Run the checks; return the exit code, as documented in tests/gpu/command.py.
 
     Raises
     ------
     UserError
-        This is not run in the repository.
+        If the command does not run in the repository.
     """
     if not (ROOT / "tests" / "gpu" / "command.py").exists():
         raise UserError(f"gpucheck: expected tests/gpu of the repository in {ROOT}, got none; run it in a clone")

@@ -19,7 +19,7 @@ ROOT = Path("/")
 
 
 def memory_size(ranks: int, root: Path = ROOT, environment: Mapping[str, str] = os.environ) -> int:
-    """Return the memory of one of the ranks that share this node [B]: the minimum of all limits. Local.
+    """Return the memory of one of the `ranks` on this node [B]: its share of the minimum of all limits. Local.
 
     The limits are the memory of the node, those of this process's control groups and all their ancestors, and Slurm's
     allocation for the job on this node.
@@ -58,7 +58,7 @@ class Cores:
     bound
         Numbers of the cores in its affinity mask.
     quota
-        CPU time that its control groups permit, in cores, shared with the other processes there.
+        CPU time that its control groups permit, in cores, shared with other processes of these groups.
     task
         Number of cores that Slurm gave to this process alone.
     """
@@ -106,7 +106,7 @@ def usable_cores(root: Path = ROOT, environment: Mapping[str, str] = os.environ)
 
 @cache
 def _quota(root: Path) -> float:
-    """Return the number of cores whose time the control groups of this process grant; read once per process."""
+    """Return the CPU time that the control groups of this process permit, in cores; read once per process."""
     quota = math.inf
     for group, version in _groups(root, "cpu"):
         if version == 2:

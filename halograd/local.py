@@ -47,7 +47,7 @@ def find_mpiexec() -> str:
     Raises
     ------
     UserError
-        There is none.
+        If there is no mpiexec.
     """
     beside = Path(sys.executable).with_name("mpiexec")
     found = str(beside) if beside.exists() else shutil.which("mpiexec")
@@ -61,8 +61,8 @@ def find_mpiexec() -> str:
 def run_ranks(mpiexec: str, ranks: int, arguments: Sequence[str], say: Callable[[str], None]) -> list[str]:
     """Run ``halograd ARGUMENTS`` on several ranks; return what was printed, line by line.
 
-    `say` is called with every line at once. Other libraries compute with one thread per rank. An interrupt also ends
-    the job.
+    `say` is called with each line as soon as it is printed. Other libraries compute with one thread per rank. An
+    interrupt also ends the job.
 
     Raises
     ------
@@ -99,7 +99,7 @@ def run_ranks(mpiexec: str, ranks: int, arguments: Sequence[str], say: Callable[
 
 @dataclass(frozen=True)
 class CoreSplit:
-    """A split of the cores into ranks and threads, and its time of a step.
+    """Split of the cores into ranks and threads, with the time of a step.
 
     Attributes
     ----------
@@ -149,7 +149,7 @@ def try_splits(
     Raises
     ------
     UserError
-        There is no launcher, or none of the splits can be tried.
+        If there is no launcher, or no split can be tried.
     """
     mpiexec = find_mpiexec()
     found, refused = [], ""
@@ -190,7 +190,7 @@ def try_split(job: Path, result: Path) -> None:
     Parameters
     ----------
     job, result
-        A configuration, and a `CoreSplit`, as JSON.
+        Paths of JSON files: a configuration to read, and a `CoreSplit` to write.
     """
     from .auto import try_run
     from .perfmodel.cuts import GRID

@@ -1,7 +1,7 @@
-"""Measurements on this machine: messages, device and layers for a network, and whole steps of a plan and of baselines.
+"""Measurements on this machine: messages, device, layers of a network, and steps of a plan and of baselines.
 
-`halograd profile` and ``strategy = "auto"`` use the same measurements. Steps decide if predictions are too close. This
-module is above `training`, because it times the executor.
+`halograd profile` and ``strategy = "auto"`` use the same measurements. Timed steps decide between strategies with
+similar predictions. This module is above `training`, because it times the executor.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ UNITS = 12
 
 
 class Measuring:
-    """Measurements of this machine for a network, new or stored on disk. Collective over `comm`, as are its methods.
+    """Measurements of this machine for a network, new or stored on disk. Collective over `comm`, and so are its
+    methods.
 
     Times of layers are stored on disk, so an interrupted measurement, or one that used up its budget, can be continued.
 
@@ -66,7 +67,7 @@ class Measuring:
     network, batch
         Network whose layers are measured, and global number of samples.
     ranks
-        Number of ranks of the planned run; None: those of `comm`.
+        Number of ranks of the planned run; None: the size of `comm`.
     dtype
         Dtype of the computation.
     autotune
@@ -140,7 +141,7 @@ class Measuring:
     def layers(
         self, works: Iterable[LayerWork], budget: float | None = None, again: bool = False, show: bool = True
     ) -> Coverage:
-        """Measure those of the layers whose times are unknown.
+        """Measure the layers whose times are unknown.
 
         Parameters
         ----------
@@ -149,9 +150,9 @@ class Measuring:
         budget
             Time after which no further layer is measured [s]; None: no limit.
         again
-            Measure known layers too, and store the mean.
+            Whether to measure layers with known times too, and store the mean.
         show
-            Show a progress bar on the terminal of rank 0.
+            Whether to show a progress bar on the terminal of rank 0.
         """
         timer = LayerTimer(self.kernels, self.comm, self.conditions.flush)
         with progress_bar("layers", show and self.comm.rank == 0) as progress:
@@ -177,7 +178,7 @@ def _save(found: Profile, path: Path) -> None:
 def measure_overheads(
     comm: Communicator, backend: Any, machine: Machine, dtype: str = "float32"
 ) -> tuple[float, float]:
-    """Measure optimizer and loop of this machine, all ranks at the same time. Collective.
+    """Measure the overheads of optimizer and executor, on all ranks at the same time. Collective.
 
     Returns
     -------
@@ -220,7 +221,7 @@ def _update_rate(alone: Communicator, backend: Any, dtype: str, crowd: Crowd) ->
 
 
 def _small_network() -> Network:
-    """Return a network of small layers, all different."""
+    """Return a network of small layers with different numbers of channels."""
     y: Any = Input((12, 12, 8))
     for i in range(UNITS):
         y = BatchNorm(activation="relu")(Conv(8 + i, 3, padding=1, bias=False)(y))
@@ -230,7 +231,7 @@ def _small_network() -> Network:
 def _sum_of_layers(network: Network, comm: Communicator, backend: Any, machine: Machine, dtype: str) -> float:
     """Return the sum of the times of all layers, each timed alone [s].
 
-    A step takes longer, because of the executor's loop and cold instruction caches.
+    A step takes longer than this sum, because of the executor's loop and of code that is not in the cache.
     """
     timer = LayerTimer(backend, comm, passing_bytes(network, 1, 1, dtype))
     layers = sum(timer.measure(work).total for work in works_of(network, 1, 1, machine, dtype).values())
@@ -275,18 +276,18 @@ Opened = AbstractContextManager[Callable[[], object]]
 
 @dataclass(frozen=True)
 class StepTrial:
-    """The plan that a run trains with, and the timed steps that led to it.
+    """Plan with which a run trains, and the step times by which it was chosen.
 
     Attributes
     ----------
     plan
         Fastest plan.
     name
-        Name of the plan among the strategies that were tried.
+        Name of the plan in `seconds`.
     seconds
         Time of a step under each strategy that was tried [s]; empty without trials.
     alone
-        Time of a step on one rank with the threads of all ranks [s]; None if not tried.
+        Time of a step on one rank with the threads of all ranks [s]; None if it was not tried.
     """
 
     plan: Plan
@@ -329,7 +330,8 @@ def measure_steps(
     strategies
         Strategies by name, in the same order on all ranks.
     opened
-        Returns a context for a strategy, which yields a function that runs one step. One is open at a time.
+        Function that returns a context manager for a strategy, which yields a function that runs one step. Only one is
+        open at a time.
     """
     found = dict.fromkeys(strategies, float("inf"))
     for _ in range(TRIALS):

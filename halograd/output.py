@@ -42,7 +42,7 @@ def table(heading: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) 
 
 
 def milliseconds(seconds: float, digits: int = 3) -> str:
-    """Return a time without its unit [ms]; "-" for zero.
+    """Return a time as a number of milliseconds; "-" for zero.
 
     >>> milliseconds(0.0123), milliseconds(0)
     ('12.300', '-')
@@ -63,7 +63,7 @@ def time_text(seconds: float) -> str:
 
 
 def mebibytes(nbytes: float) -> str:
-    """Return a size without its unit [MiB]; "-" for zero."""
+    """Return a size as a number of MiB; "-" for zero."""
     return f"{nbytes / 2**20:.1f}" if nbytes else "-"
 
 
@@ -120,11 +120,11 @@ def progress_bar(
     unit
         Name of the counted things.
     shown
-        False: show nothing, as without a terminal.
+        Whether to show the bar; without a terminal it is never shown.
     transient
         Whether the bar disappears at the end, and stays below other output until then.
     console
-        Another console than stderr.
+        Console of the bar; None: stderr.
     """
     import sys
 

@@ -15,7 +15,7 @@ __all__ = ["compared", "comparison", "plan_text"]
 
 
 def plan_text(plan: Plan, others: Sequence[Alternative]) -> list[str]:
-    """Return the plan as lines: its request, layers and totals, and the baselines for comparison."""
+    """Return the plan as lines: its request, layers and totals, and the baselines."""
     totals = [*_totals(plan), *idle_text(plan)]
     return [*_headline(plan), "", *_layers(plan), "", *totals, "", *_beside(plan, others)]
 
@@ -120,7 +120,7 @@ def _of_step(plan: Plan, measured: Measured) -> dict[str, tuple[float, float]]:
 
 
 def compared(plan: Plan, measured: Measured) -> dict[str, object]:
-    """Return the same comparison as plain data; times in [s]."""
+    """Return the comparison of :func:`comparison` as plain data; times in [s]."""
     layers = {
         record.name: {
             "predicted": _predicted(record),
@@ -139,7 +139,7 @@ def compared(plan: Plan, measured: Measured) -> dict[str, object]:
 
 
 def _predicted(record: LayerRecord) -> float:
-    """Return the time of a layer from start to end, both passes; without the wait for gradients [s]."""
+    """Return the predicted time of both passes of a layer, without the wait for sums of gradients [s]."""
     return record.seconds - record.allreduce_exposed
 
 

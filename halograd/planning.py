@@ -1,7 +1,7 @@
 """Planning of a model: its network, a machine, times of kernels, the plan, and baselines for comparison.
 
 The commands, which plan for any machine, and ``strategy = "auto"`` (`halograd.auto`), which plans for the current
-ranks, both use this module. Nothing here uses MPI.
+ranks, both use this module. It does not use MPI.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _DEVICE = re.compile(r"(?P<device>.*); (?P<kernels>\w+) (?P<version>.*), (?P<thr
 
 @dataclass(frozen=True)
 class Asked:
-    """A model on a machine, with the times of its kernels.
+    """Model and machine of a plan request, with the times of kernels.
 
     Attributes
     ----------
@@ -103,11 +103,11 @@ class Asked:
         return cls(model, options, network, found, machine_file, dtype, cache)
 
     def times(self, batch: int, ranks: int) -> KernelTimes:
-        """Return kernel times for a run of this size: measured times for this machine, else its roofline."""
+        """Return kernel times for this batch and number of ranks: measured times, or without any the roofline."""
         return _measured(self, batch, ranks) or RooflineTimes(self.machine)
 
     def pricing(self, batch: int, ranks: int) -> Pricing:
-        """Return the pricing of a step of this size. Halo algorithms are chosen by their predicted times."""
+        """Return the cost model of a step of `batch` samples on `ranks` ranks; it takes the faster halo algorithms."""
         return Pricing(Wires(self.machine), self.times(batch, ranks), self.dtype, best_halo=True)
 
 
@@ -138,7 +138,7 @@ def _measured(asked: Asked, batch: int, ranks: int) -> KernelTimes | None:
 
 
 def source_of(times: KernelTimes, machine: Machine) -> str:
-    """Return a text for the source of kernel times, after their use."""
+    """Return a text on the source of kernel times. Call it after all times were requested."""
     if not isinstance(times, MeasuredTimes):
         return f"roofline of {machine.name}"
     left = len(times.missing)
@@ -153,7 +153,7 @@ def check_planner(name: str, at: str = "--planner") -> None:
 
 
 def training_of(dtype: str, optimizer: str) -> Training:
-    """Return the memory and update costs of training in this dtype, by the name of the optimizer."""
+    """Return the settings of training that determine memory and update costs, by dtype and name of the optimizer."""
     if optimizer not in OPTIMIZERS:
         known = ", ".join(OPTIMIZERS.names)
         raise UserError(
@@ -164,14 +164,14 @@ def training_of(dtype: str, optimizer: str) -> Training:
 
 
 def planned_settings(optimizer: str) -> OptimizerSettings:
-    """Return the settings with which the state of an optimizer counts, by its name or location."""
+    """Return the settings of an optimizer for which plans count its state, by its name or location."""
     table = {"kind": optimizer, **OPTIMIZERS[optimizer].planned}
     settings: OptimizerSettings = OPTIMIZERS.settings(optimizer, table, "optimizer")
     return settings
 
 
 def parse_memory(text: str | None, at: str = "--memory") -> float | None:
-    """Return the bytes of ``16GiB`` [B]; None for None."""
+    """Return the size [B] of a text such as ``16GiB``; None for None."""
     return None if text is None else read(Bytes, text, at=at)
 
 
@@ -206,7 +206,7 @@ def make_plan(
 
 
 def baselines_of(asked: Asked, plan: Plan) -> list[Alternative]:
-    """Return the price of a step under each baseline, in order, and under the best grid if the plan searched for it."""
+    """Return the predicted step under each baseline, and under the best grid if the plan searched for it."""
     known = {a.name: a for a in known_baselines(plan)}
     left = [name for name in BASELINES if name not in known]
     pricing = asked.pricing(plan.batch, plan.ranks) if left else None
@@ -222,6 +222,6 @@ def baselines_of(asked: Asked, plan: Plan) -> list[Alternative]:
 
 
 def known_baselines(plan: Plan) -> list[Alternative]:
-    """Return the baselines that the plan priced, and the best grid if the plan searched for it."""
+    """Return the baselines that the plan has simulated, and the best grid if the plan searched for it."""
     known = {a.name: a for a in plan.alternatives}
     return [known[name] for name in (*BASELINES, GRID) if name in known]

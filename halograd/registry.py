@@ -23,7 +23,7 @@ Kind = TypeVar("Kind")
 
 
 class Registry(Generic[Kind]):
-    """Classes of one kind by name, from three sources. Local. ::
+    """Registry of the classes of one kind by name, from three sources. Local. ::
 
         CODECS = Registry("codec", Codec, key="reduction.payload")
 
@@ -44,9 +44,9 @@ class Registry(Generic[Kind]):
     kind
         Name of the kind, for messages and for the group of entry points.
     base
-        Class that all of them inherit from.
+        Base class of all of them.
     key
-        Entry of the configuration that names one, for messages.
+        Entry of the configuration that names a class, for messages.
     """
 
     def __init__(self, kind: str, base: type[Any], key: str) -> None:
@@ -96,7 +96,7 @@ class Registry(Generic[Kind]):
         Raises
         ------
         UserError
-            If there is none, if it cannot be imported, or if it is not derived from `base`, or abstract.
+            If there is no such class, if it cannot be imported, is abstract, or is not derived from `base`.
         """
         at = at or self.key
         if name in self._classes:
@@ -150,7 +150,7 @@ class Registry(Generic[Kind]):
         return getattr(cls, "Settings", cls)
 
     def settings(self, name: str, values: Mapping[str, Any], at: str = "", source: str = "") -> Any:
-        """Return settings made of plain data. Local.
+        """Build the settings of the class of this name from plain data. Local.
 
         `at` is the entry of the configuration that has the values, `source` its file. Raises UserError as
         :func:`halograd.schema.build` does.
@@ -185,14 +185,14 @@ def _value(text: str) -> Any:
 class Chosen:
     """Type of a table whose key ``kind`` names a class of a registry: ``Annotated[Base, Chosen(OPTIMIZERS)]``. Local.
 
-    The object is the settings of that class, which have the name as their field `kind`.
+    The built object is an instance of the settings of that class; its field `kind` is the name.
 
     Parameters
     ----------
     registry
-        The classes. Its `key` is that of the name, ``"optimizer.kind"``.
+        Registry of the classes. Its `key` is the entry that has the name, ``"optimizer.kind"``.
     default
-        The name where the table has none; None: the key is required.
+        Name if the table has no key ``kind``; None: the key is required.
     """
 
     def __init__(self, registry: Registry[Any], default: str | None = None) -> None:
@@ -211,7 +211,7 @@ class Chosen:
 
     @property
     def tables(self) -> dict[type[Any], tuple[str, ...]]:
-        """Classes of settings, and the names of registered classes that have them."""
+        """Classes of settings, each with the names of the registered classes that use it."""
         found: dict[type[Any], tuple[str, ...]] = {}
         for name in self.registry.names:
             kind = self.registry.settings_class(name)

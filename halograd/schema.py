@@ -1,4 +1,4 @@
-"""Objects built from plain data and checked by the annotations of their class, with errors in one line.
+"""Construction of objects from plain data, checked by the annotations of their class, with errors of one line.
 
 A class is a :class:`Table` (pydantic), or a dataclass with ``__pydantic_config__ = STRICT``. Nothing is converted
 silently: a text is not a number, true is not 1, and an unknown key is an error.
@@ -140,7 +140,7 @@ def build(kind: type[Made], data: object, source: str = "", at: str = "") -> Mad
 
 
 def check_fields(record: Any, at: str, source: str = "") -> None:
-    """Check a dataclass that Python code has made against its annotations. Local.
+    """Check an object of a dataclass, created by Python code, against the annotations of its class. Local.
 
     Raises
     ------
@@ -170,9 +170,7 @@ _adapter: Callable[[Any], TypeAdapter[Any]] = lru_cache(TypeAdapter)
 
 
 def _plain(value: Any) -> Any:
-    """Return plain data for an object that JSON cannot represent; other objects become a text, which is then not a
-    number.
-    """
+    """Return plain data for a dataclass, a mapping or NumPy data, which JSON cannot represent; else the `repr`."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
     if isinstance(value, Mapping):
@@ -211,7 +209,7 @@ _EXPECTED = {
 
 
 def _describe(error: ValidationError, kind: Any, at: str) -> str:
-    """Return a text for one fault, preferably an unknown key, because that often explains a missing one."""
+    """Return a text for one fault, preferably an unknown key, because that often explains a missing key."""
     places = [(fault, *_follow(kind, fault["loc"])) for fault in error.errors(include_url=False)]
     fault, tables, steps = next((p for p in places if p[0]["type"] in _UNKNOWN), places[0])
     # Among the alternatives for one value, take the one that matched furthest.
@@ -233,7 +231,7 @@ def _describe(error: ValidationError, kind: Any, at: str) -> str:
 
 
 def _of_validator(error: Exception, path: str) -> str:
-    """Return the message of one of our validators: about the value, a key in it, or a whole message."""
+    """Return the message of a validator of the library, after the path unless the message is that of a UserError."""
     text = str(error)
     if isinstance(error, UserError) or not path:
         return text
@@ -269,9 +267,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def _follow(kind: Any, where: Sequence[int | str]) -> tuple[list[Any], list[int | str]]:
-    """Return the types at a place, or those of the table of an unknown key; and the place without names of
-    alternatives.
-    """
+    """Return the types at a path (for an unknown key, those of its table), and the path without alternatives."""
     found, steps = _alternatives(kind), list[int | str]()
     for i, step in enumerate(where):
         branch = [t for t in found if len(found) > 1 and _is_called(t, step)]
@@ -290,7 +286,7 @@ def _follow(kind: Any, where: Sequence[int | str]) -> tuple[list[Any], list[int 
 
 
 def _is_called(kind: Any, step: int | str) -> bool:
-    """Return whether a step of a place names this alternative, as in ``labels.mask.int``."""
+    """Return whether a step of a path names this alternative, as in ``labels.mask.int``."""
     if typing.get_origin(kind) is dict:
         return isinstance(step, str) and step.startswith("dict[")
     return not _is_table(kind) and isinstance(kind, type) and step == kind.__name__
@@ -327,7 +323,7 @@ def _is_table(kind: Any) -> bool:
 
 
 def _fields(kind: Any) -> dict[Any, Any]:
-    """Return the annotations by key."""
+    """Return the annotations of a table by key; empty for other types."""
     if not _is_table(kind):
         return {}
     if issubclass(kind, BaseModel):

@@ -1,4 +1,4 @@
-"""Checks of the methods of user classes against the calls of the library, before the library makes them."""
+"""Checks that methods of user classes take the arguments that the library passes, before the library calls them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ def _is_ours(thing: Any) -> bool:
 def _call_of(
     method: Callable[..., Any], several: int, optional: Collection[str]
 ) -> tuple[list[str], dict[str, None]] | None:
-    """Return the arguments that the library passes to a method, by position and by name; None for any keywords."""
+    """Return the arguments that the library passes to a method, by position and by name; None if it takes any
+    keywords.
+    """
     fixed, named = list[str](), dict[str, None]()
     for one in list(inspect.signature(method).parameters.values())[1:]:
         if one.kind is one.VAR_KEYWORD:

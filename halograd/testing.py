@@ -1,4 +1,4 @@
-"""Checks for built-in and user layers: results against one process on every grid, and gradients numerically.
+"""Checks of built-in and user layers: results on every grid against one process, and gradients against differences.
 
 >>> from halograd.layers import Conv
 >>> check_layer(Conv(4, 3, padding=1), (8, 6, 3))
@@ -46,7 +46,7 @@ def grids(size: int, axes: Sequence[str]) -> Iterator[dict[str, int]]:
 
 
 class _Probe(Loss):
-    """The linear functional sum(y * g), whose gradient is g."""
+    """Loss sum(y * g), a linear functional whose gradient is g."""
 
     def local(self, prediction, target, dx, scale, work, weights=None):
         if dx is not None:
@@ -93,8 +93,7 @@ def run_layer(
     The result has whole arrays, on rank 0; it is None on other ranks. Inputs, parameters and the output's gradient are
     random by global index. A layer may be cut into fewer `parts` than there are ranks. `shift` is added to inputs and
     parameters (``x0``, ..., parameters by their short names, or as ``layer/parameter`` if `make` chains layers that
-    share a short name). `steps` repeats the step, which reuses buffers. `debug` is that
-    of :class:`Executor`.
+    share a short name). `steps` repeats the step, which reuses buffers. `debug` is passed to :class:`Executor`.
     """
     network, name = _probed(make, shapes)
     settings = (batch, dtype, backend, options, seed, shift, steps, debug)
@@ -152,7 +151,7 @@ def _gradients(executor: Executor) -> LayerResult:
 
 
 def _blocks(executor: Executor, name: str, inputs: int) -> dict[str, tuple[np.ndarray, tuple[slice, ...]]]:
-    """Return this rank's blocks of output and gradients by name, and their positions. Local, except for parameters.
+    """Return this rank's blocks of output and gradients by name, with their positions. Collective.
 
     Gradients of parameters are whole, and on rank 0 only.
     """
@@ -198,7 +197,7 @@ def check_layer(
     input_shape
         Shape of one sample ``(*spatial, C)``, or several shapes for a layer with several inputs.
     batch
-        Samples.
+        Number of samples.
     comm
         Ranks to use, by default all.
     tolerance
@@ -214,7 +213,7 @@ def check_layer(
     AssertionError
         An array differs by more than the tolerance; the message names grid and array. On all ranks.
     AccessError, GuardError
-        A kernel used memory as it may not; the message names layer, operation and array. On all ranks.
+        A kernel used memory without permission; the message names layer, operation and array. On all ranks.
     """
     make = (lambda: layer) if isinstance(layer, Layer) else layer
     several = bool(input_shape) and isinstance(input_shape[0], Sequence)
@@ -253,7 +252,7 @@ def _possible(network: Network, parts: Mapping[str, int], size: int) -> bool:
 
 
 def compare(found: LayerResult, reference: LayerResult, tolerance: float, dtype: str, where: str) -> Exception | None:
-    """Return the first array that differs by more than the tolerance, as an error; None if all agree."""
+    """Return an error on the first array that differs by more than the tolerance; None if all agree."""
     return _difference({key: (found[key], ()) for key in reference}, reference, tolerance, dtype, where)
 
 
@@ -264,8 +263,7 @@ def _difference(
     dtype: str,
     where: str,
 ) -> Exception | None:
-    """Return the first block, given with its position, that differs by more than the tolerance, as an error; else None.
-    """
+    """Return an error on the first block, with its position, that differs by more than the tolerance; else None."""
     for key, (have, place) in found.items():
         whole = reference[key]
         want = whole[place]

@@ -37,8 +37,7 @@ def checksums(tables: Any) -> dict[str, int | None]:
 
 
 def check_files(tables: Any, files: Mapping[str, int | None]) -> None:
-    """Raise UserError unless the files that plain data name have the checksums that they have on another rank. Local.
-    """
+    """Raise UserError unless the Python files in plain data have the checksums `files` of another rank. Local."""
     for file, found in checksums(tables).items():
         if found != files[file]:
             raise UserError(
@@ -80,7 +79,7 @@ def load(where: str, key: str, kind: str = "function") -> Any:
     Raises
     ------
     UserError
-        There is no such file, module or callable object, or its import raises an error.
+        If there is no such file, module or callable object, or if its import raises an error.
     """
     location, _, name = where.rpartition(":")
     if not location or not name.isidentifier():

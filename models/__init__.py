@@ -1,4 +1,4 @@
-"""Models, by name."""
+"""Registry of the models by name, and construction of networks."""
 
 from __future__ import annotations
 
@@ -64,9 +64,7 @@ _GENERAL: dict[Callable[..., Network], Callable[..., Network]] = {
 
 
 def makers(name: str) -> tuple[Callable[..., Network], ...]:
-    """Return the functions whose parameters are the options of the model `name`. The first function with an option sets
-    it.
-    """
+    """Return the functions whose parameters are the options of model `name`; the first with an option defines it."""
     model = MODELS[name]
     return tuple(dict.fromkeys((model, _GENERAL.get(model, model))))
 
@@ -101,7 +99,7 @@ def build(name: str, /, **given: Any) -> Network:
     Raises
     ------
     UserError
-        There is no such model, it has no option of a given name, type or size, or the options give no valid network.
+        If there is no such model, an option is unknown or invalid, or the options give no valid network.
     """
     if is_location(name):
         return build_own(name, given)

@@ -77,7 +77,7 @@ def unit(
 ) -> Node:
     """Add a convolution without bias, batch norm and ReLU; `norm` are options of the batch norm.
 
-    "same" is the same padding on both sides for odd kernels and stride 1.
+    With odd kernels and stride 1, "same" pads both sides equally.
     """
     y = Conv(filters, kernel, stride, padding, bias=False, name=f"conv{label}")(y)
     return BatchNorm(activation="relu", name=f"bn{label}", **norm)(y)

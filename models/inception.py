@@ -1,7 +1,7 @@
 """GoogLeNet, the first Inception network, and Inception-v3.
 
-GoogLeNet (Szegedy et al. 2015) is as Caffe defines it. Inception-v3 (Szegedy et al. 2016, "Rethinking the Inception
-architecture") has the details of torchvision.
+GoogLeNet (Szegedy et al. 2015) is the version of Caffe. Inception-v3 (Szegedy et al. 2016, "Rethinking the Inception
+architecture") is the version of torchvision.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def googlenet(
     dropout
         Rate before the last layer (the auxiliary classifiers have 0.7, or 0 where this is 0).
     auxiliary
-        Whether two more classifiers, after the modules 4a and 4d, add to the training loss, with weight 0.3 each; needs
-        a resolution of at least 65.
+        Whether two more classifiers, after the modules 4a and 4d, add to the training loss, with weight 0.3 each; this
+        needs a resolution of at least 65.
     class_weights
         Weights of the classes in the loss: a number per class, or "balanced".
 
@@ -75,7 +75,7 @@ def googlenet(
 
     Notes
     -----
-    Pooling of stride 2 rounds up, with padding at the end, as in Caffe at sizes that are multiples of 32.
+    Pooling of stride 2 rounds the size up, with padding at the end; for multiples of 32 this is the same as in Caffe.
     """
     y: Node = Input((resolution, resolution, channels), name="x")
     y = Conv(scaled(64, width), 7, 2, 3, activation="relu", name="conv1")(y)
@@ -99,7 +99,7 @@ def _pool(y: Node, label: str) -> Node:
 
 
 def _module(x: Node, filters: tuple[int, ...], label: str) -> Node:
-    """Add 1x1, 3x3 and 5x5 convolutions and a pooling in parallel; the latter three have a further 1x1 convolution."""
+    """Add 1x1, 3x3 and 5x5 convolutions and a pooling in parallel; all but the first have a further 1x1 convolution."""
     one, reduce3, three, reduce5, five, projection = filters
 
     def conv(y: Node, count: int, kernel: int, branch: str) -> Node:
@@ -154,8 +154,8 @@ def inception_v3(
     dropout
         Rate before the last layer.
     auxiliary
-        Whether one more classifier, after the last 17 x 17 module, adds to the training loss, with weight 0.4; needs at
-        least 17 x 17 positions there, a resolution of 299.
+        Whether one more classifier, after the last 17 x 17 module, adds to the training loss, with weight 0.4; this
+        needs at least 17 x 17 positions in that module, a resolution of at least 299.
     label_smoothing
         Share of the target that is spread over all classes (0.1 in the paper).
     statistics
@@ -200,7 +200,7 @@ class _Builder:
     def unit(
         self, y: Node, filters: int, kernel: _Kernel, label: str, stride: int = 1, padding: str | int = "same"
     ) -> Node:
-        """Add a unit of scaled width."""
+        """Add a unit with scaled number of filters."""
         width = scaled(filters, self.width)
         return unit(y, width, kernel, label, stride, padding, statistics=self.statistics, eps=1e-3)
 
@@ -225,7 +225,7 @@ class _Builder:
         return MaxPool(3, 2, name="pool4")(y)
 
     def module_a(self, x: Node, pooled: int, label: str) -> Node:
-        """Add the module of Figure 5 of the paper: 1x1, 5x5, two 3x3, pooling."""
+        """Add the module of Figure 5 of the paper, with the branches 1x1, 5x5, two 3x3, and pooling."""
         return Concat(name=f"join{label}")(
             self.unit(x, 64, 1, f"{label}_1x1"),
             self.chain(x, [(48, 1), (64, 5)], f"{label}_5x5"),
@@ -243,7 +243,7 @@ class _Builder:
         )
 
     def module_c(self, x: Node, inner: int, label: str) -> Node:
-        """Add the module of Figure 6: 1x1, 7x7 and two 7x7 as 1x7 and 7x1, pooling."""
+        """Add the module of Figure 6: 1x1, 7x7, two 7x7, pooling. Each 7x7 is a 1x7 and a 7x1 in sequence."""
         rows, columns = (1, 7), (7, 1)
         double: list[tuple[int, _Kernel]] = [(inner, 1), (inner, columns), (inner, rows), (inner, columns), (192, rows)]
         return Concat(name=f"join{label}")(
@@ -264,7 +264,7 @@ class _Builder:
         )
 
     def module_e(self, x: Node, label: str) -> Node:
-        """Add the module of Figure 7: 1x1, 3x3, two 3x3, pooling. Last kernels of 3x3 are 1x3 and 3x1 side by side."""
+        """Add the module of Figure 7: 1x1, 3x3, two 3x3, pooling. The last 3x3 is a 1x3 and a 3x1 in parallel."""
         single = self.unit(x, 384, 1, f"{label}_3x3")
         double = self.chain(x, [(448, 1), (384, 3)], f"{label}_double")
         return Concat(name=f"join{label}")(

@@ -1,4 +1,6 @@
-"""Mesh-tangling models of Dryden et al. 2019 (Section VI): six blocks of convolution, batch norm, ReLU."""
+"""Mesh-tangling models of Dryden et al. 2019 (Section VI): six blocks of convolutions, each with batch norm and
+ReLU.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +38,9 @@ def mesh(
 ) -> Network:
     """Make the mesh-tangling network, which predicts the cells, or the patches of cells, that need relaxation.
 
-    Every block begins with a convolution of stride 2 (the first of all with a 5 x 5 kernel), so with six
-    blocks there is one prediction per 64 x 64 patch, against the mask reduced to that grid
-    (:mod:`halograd.data.targets`). With `decoder`, a path back up with skip connections predicts every cell.
+    Every block begins with a convolution of stride 2 (the first of all with a 5 x 5 kernel), so with six blocks there
+    is one prediction per 64 x 64 patch, compared with the mask reduced to that grid (:mod:`halograd.data.targets`).
+    With `decoder`, an upsampling path with skip connections predicts every cell.
 
     Parameters
     ----------
@@ -55,7 +57,7 @@ def mesh(
     statistics
         Statistics of batch norm: "global", "sample" or "local".
     pos_weight
-        Weight of the cells that need relaxation in the loss; "balanced": the ratio of the others to them.
+        Weight in the loss of the cells that need relaxation; "balanced": the number of other cells divided by theirs.
 
     Returns
     -------
@@ -84,7 +86,7 @@ def mesh(
 
 
 def _decoder(y: Node, skips: Sequence[Node], widths: Sequence[int], statistics: str) -> Node:
-    """Add, per level, a resize by 2, the encoder's output of that size and a unit; resize once more to the cells."""
+    """Add, per level, a resize by 2, a join with the encoder's output of that size, and a unit; then a last resize."""
     for level in range(len(widths) - 1, 0, -1):
         y = Resize(scale=2, name=f"up{level}")(y)
         y = Concat(name=f"join{level}")(y, skips[level - 1])

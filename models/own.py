@@ -25,14 +25,14 @@ _MADE: dict[str, Any] = {}
 
 
 def give(made: Any, name: str) -> str:
-    """Register an object that a script has made, and return a text as its location. Local; every rank calls it."""
+    """Register an object that a script has created, and return its location as a text. Local; every rank calls it."""
     where = f"{_SCRIPT}:{name}"
     _MADE[where] = made
     return where
 
 
 def is_made(where: str) -> bool:
-    """Return whether this location belongs to an object that a script has made (:func:`give`)."""
+    """Return whether a location is that of an object that a script has registered (:func:`give`)."""
     return where in _MADE
 
 
@@ -42,7 +42,7 @@ def build_own(where: str, given: Mapping[str, Any]) -> Network:
     Raises
     ------
     UserError
-        There is no such function, it has no option of a given name or type, it raises an error, or it does not return a
+        If there is no such function, if an option is unknown or invalid, if it raises an error or does not return a
         network.
     """
     if where in _MADE:
@@ -61,14 +61,14 @@ def build_own(where: str, given: Mapping[str, Any]) -> Network:
 
 
 def options_of_own(where: str) -> tuple[str, ...]:
-    """Return the names of the options of a user's function; empty for a network made by a script."""
+    """Return the names of the options of a user's function; empty for a network that a script has registered."""
     return () if is_made(where) else tuple(inspect.signature(load_function(where)).parameters)
 
 
 def call_own(where: str, key: str, *arguments: Any, **options: Any) -> Any:
     """Call a function of the user and return its result. Local.
 
-    `where` is the location of the function, `key` the configuration key that gave it.
+    `where` is the location of the function, `key` the configuration key that names it.
 
     Raises
     ------
@@ -104,7 +104,7 @@ def load_function(where: str, key: str = "model.file") -> Callable[..., Any]:
 
 
 def source_of(where: str) -> tuple[str, str]:
-    """Return the location of a function and a checksum of its file, which a run records as its model. Local."""
+    """Return the location of a function and a checksum of its file, which a run records as its source. Local."""
     script = where.startswith(f"{_SCRIPT}:")
     file = getattr(sys.modules["__main__"], "__file__", None) if script else inspect.getsourcefile(load_function(where))
     text = Path(file).read_bytes() if file is not None else b""

@@ -20,7 +20,7 @@ def lenet5(
     width: Factor = 1.0,
     class_weights: ClassWeights = None,
 ) -> Network:
-    """Make LeNet-5 (LeCun et al. 1998), with ReLU and max pooling as it is built today.
+    """Make LeNet-5 (LeCun et al. 1998), with ReLU and max pooling, as is usual today.
 
     Two convolutions with pooling, three dense layers. 61,706 parameters for 28 x 28 x 1.
 
@@ -64,8 +64,8 @@ def alexnet(
     """Make AlexNet (Krizhevsky et al. 2012): five convolutions, three dense layers.
 
     ``variant="one_tower"`` (61,100,840 parameters) is the network of Krizhevsky's "One weird trick" (2014): 64, 192,
-    384, 256, 256 filters, no groups, no normalization. It is the default because torchvision has it and the papers that
-    we compare with train it (Jia et al.'s Table 1: conv2 has 64 channels in, 192 out, conv5 256 and 256).
+    384, 256, 256 filters, no groups, no normalization. It is the default because torchvision and the papers of our
+    benchmarks use it (Jia et al.'s Table 1: conv2 has 64 channels in, 192 out, conv5 256 and 256).
     ``variant="grouped"`` (60,965,224) is the network of 2012: 96, 256, 384, 384, 256 filters, the second, fourth and
     fifth convolution in two groups, local response normalization after the first two.
 
@@ -90,7 +90,7 @@ def alexnet(
 
     Notes
     -----
-    Both variants pad the first convolution by 2, so that 224 x 224 gives 55 x 55 as 227 x 227 does without.
+    Both variants pad the first convolution by 2, so that 224 x 224 gives 55 x 55, as 227 x 227 gives without padding.
     """
     filters, groups = _VARIANTS[variant]
     f1, f2, f3, f4, f5 = (scaled(f, width, groups) for f in filters)
@@ -108,7 +108,7 @@ def alexnet(
 
 
 def _pooled(y: Node, label: int, normalized: bool) -> Node:
-    """Add overlapping pooling, with `normalized` after the paper's normalization (alpha not divided by the size)."""
+    """Add overlapping pooling; `normalized`: after local response normalization (alpha not divided by the size)."""
     if normalized:
         y = LocalResponseNorm(5, alpha=5e-4, beta=0.75, k=2.0, name=f"norm{label}")(y)
     return MaxPool(3, 2, name=f"pool{label}")(y)

@@ -1,4 +1,4 @@
-"""ResNet-50 and ResNet-152 (He et al. 2016), version 1.5: the stride sits in the 3 x 3 convolution."""
+"""ResNet-50 and ResNet-152 (He et al. 2016), version 1.5: the 3 x 3 convolution has the stride."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def unet(
     channels, classes
         Input channels; classes per element.
     width
-        Filters of the first level; twice as many at each level below.
+        Filters of the first level; each further level has twice as many.
     levels
         Number of poolings.
     statistics

@@ -1,7 +1,7 @@
 """``python -m benchmarks.gpu host | copies | cutting [SUBJECT PRECISION] | steps SUBJECT PRECISION``: JSON lines.
 
-It prints ``{"begin": NAME}`` before a timing, and ``{"check": NAME, "status": ..., "detail": ..., "numbers": {...}}``
-after it.
+The command prints ``{"begin": NAME}`` before a timing, and ``{"check": NAME, "status": ..., "detail": ..., "numbers":
+{...}}`` after it.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def run(what: Sequence[str], kernels: Backend, comm: Communicator, torch_device:
 
 
 def _steps(kernels: Backend, comm: Communicator, subject: Subject, precision: str, torch_device: str) -> None:
-    """Time our steps and torch's, if it is installed; each mode of torch runs in a separate process."""
+    """Time steps of halograd and, if it is installed, of torch; each mode of torch runs in a separate process."""
     title, lacks = f"{subject.title}, {precision}", find_torch()
     if lacks:
         measure(title, lambda: contest(kernels, comm, subject, precision, None))
@@ -82,7 +82,7 @@ def _steps(kernels: Backend, comm: Communicator, subject: Subject, precision: st
 
 
 def main() -> int:
-    """Run the timings on the first GPU, with autotuning and TF32, as in torch with ``cudnn.benchmark``."""
+    """Run the timings on the first GPU, with autotuning and TF32, which is equal to torch with ``cudnn.benchmark``."""
     with Communicator(MPI.COMM_SELF) as comm, get_backend("cudnn", autotune=True, precision="tf32") as kernels:
         run(sys.argv[1:], kernels, comm)
     return 0

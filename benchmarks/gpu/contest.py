@@ -62,7 +62,7 @@ class Ours:
         return loss
 
     def seconds(self, count: int) -> float:
-        """Return the mean time of consecutive steps on the device, without waits in between [s]."""
+        """Return the mean device time of consecutive steps, without waits between them [s]."""
         first = self._device.stamp()
         for _ in range(count):
             self.trainer.step()
@@ -99,12 +99,12 @@ class Ours:
         return sum(_nodes(capture(section.run)) for section in found)
 
     def update(self) -> None:
-        """Update all parameters once more."""
+        """Enqueue one update of all parameters."""
         for bucket in self.executor.store.buckets:
             self.trainer.optimizer.update(bucket)
 
     def close(self) -> None:
-        """Free everything."""
+        """Free all resources."""
         self.trainer.settle()
         self.executor.close()
         del self.trainer, self.executor
@@ -112,8 +112,7 @@ class Ours:
 
 
 def rounds(contestants: Mapping[str, Callable[[int], float]], count: int = ROUNDS) -> dict[str, list[float]]:
-    """Return the times of a step per round [s]; contestants alternate, and the order is reversed from round to round.
-    """
+    """Return the step time of each contestant per round [s]; every second round is in reverse order."""
     steps = {}
     for name, run in contestants.items():
         steps[name] = max(3, min(MOST_STEPS, math.ceil(ROUND_SECONDS / max(run(2), 1e-6))))
@@ -125,7 +124,7 @@ def rounds(contestants: Mapping[str, Callable[[int], float]], count: int = ROUND
 
 
 def _nodes(graph: Any) -> int:
-    """Return the number of nodes of a CuPy graph, which CuPy does not report."""
+    """Return the number of nodes of a CuPy graph, by a call of the driver."""
     count = ctypes.c_size_t()
     status = ctypes.CDLL("libcuda.so.1").cuGraphGetNodes(ctypes.c_void_p(graph.graph), None, ctypes.byref(count))
     if status:
@@ -136,7 +135,7 @@ def _nodes(graph: Any) -> int:
 def contest(kernels: Backend, comm: Any, subject: Subject, precision: str, torch: TorchProcess | None) -> Outcome:
     """Time steps of halograd, without and with a graph, and of torch's eager mode; medians [s].
 
-    First halograd alone: memory compared with the prediction, launches, and time of the host.
+    Before that, halograd alone: memory compared with the prediction, launches, and time of the host.
     """
     numbers: dict[str, float] = {}
     notes: list[str] = []
@@ -174,7 +173,7 @@ def contest(kernels: Backend, comm: Any, subject: Subject, precision: str, torch
 
 
 def contest_compiled(kernels: Backend, comm: Any, subject: Subject, precision: str, torch: TorchProcess) -> Outcome:
-    """Time torch's compiled network and our graph. Compiling takes a minute."""
+    """Time torch's compiled network and halograd's graph. The compilation takes a minute."""
     numbers: dict[str, float] = {}
     ours = Ours(kernels, comm, subject, DTYPES[precision], graph=True)
     try:
@@ -190,12 +189,12 @@ def contest_compiled(kernels: Backend, comm: Any, subject: Subject, precision: s
 def _torch(
     torch: TorchProcess, subject: Subject, precision: str, compiled: bool, numbers: dict[str, float]
 ) -> Callable[[int], float]:
-    """Return torch's network after a check that its first loss is ours.
+    """Build torch's network, and check that its first loss is that of halograd; return a function that times its steps.
 
     Raises
     ------
     AssertionError
-        The losses differ.
+        If the losses differ.
     """
     name, patience = ("compiled", COMPILE_PATIENCE) if compiled else ("eager", EAGER_PATIENCE)
     asked = {"name": name, "subject": asdict(subject), "precision": precision, "compiled": compiled}

@@ -1,4 +1,6 @@
-"""Time of the host to enqueue one operation: our kernels, CuPy operations, cuDNN plans, matrix products. Local."""
+"""Time of the host to enqueue one operation: halograd's kernels, CuPy operations, cuDNN plans, matrix products.
+Local.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ def time_host(kernels: Backend) -> Outcome:
 
 
 def _ours(kernels: Backend) -> dict[str, Callable[[], Any]]:
-    """Return calls of our own kernels by name."""
+    """Return calls of halograd's kernels and of array operations by name."""
     x, y = (kernels.zeros((2, 4, 4, 8), "float32") for _ in range(2))
     w, dense = kernels.zeros((8, 3, 3, 8), "float32"), kernels.zeros((8, 8), "float32")
     flat, out = kernels.zeros((4, 8), "float32"), kernels.zeros((4, 8), "float32")

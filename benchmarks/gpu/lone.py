@@ -1,4 +1,4 @@
-"""One rank without its peers: kernels, packing and unpacking are real, and messages return to the sender.
+"""Communicator of one rank without its peers: kernels, packing and unpacking are real; messages return to the sender.
 
 For timings only: a rank receives its own messages, so results are wrong.
 """
@@ -49,7 +49,7 @@ class LoneCommunicator:
         return made
 
     def reduction(self, buffer: Any, **options: Any) -> _Unchanged:
-        """Return a sum without contributions of other ranks."""
+        """Return a reduction without contributions of other ranks."""
         return _Unchanged()
 
     def reductions(self, specs: Sequence[ReductionSpec]) -> list[_Unchanged]:
@@ -57,7 +57,7 @@ class LoneCommunicator:
         return [_Unchanged() for _ in specs]
 
     def split(self, color: int | None) -> LoneCommunicator:
-        """Raise ValueError: one rank alone cannot know the members of a group."""
+        """Raise ValueError, because one rank alone does not know the members of a group."""
         raise ValueError("LoneCommunicator: expected a cut in which all ranks share all samples, got one of groups")
 
     @property
@@ -87,7 +87,7 @@ class LoneCommunicator:
 
 
 class _Mirror:
-    """A channel that receives what it sends."""
+    """Channel that receives the messages that it sends."""
 
     def __init__(self, sends: Mapping[int, int], recvs: Mapping[int, int], dtype: np.dtype, device: Device) -> None:
         self.send_counts = {p: n for p, n in sorted(sends.items()) if n}
@@ -111,28 +111,28 @@ class _Mirror:
             np.copyto(target, source)
 
     def finish(self) -> None:
-        """Do nothing: the copy is in the queue."""
+        """Do nothing, because the copy is enqueued."""
 
     def release(self) -> None:
         self.slot = 1 - self.slot
 
     def close(self) -> None:
-        """Do nothing: only memory is held."""
+        """Do nothing, because the channel holds only memory."""
 
 
 class _Unchanged:
-    """A reduction that does not change its buffer."""
+    """Reduction that does not change its buffer."""
 
     closed = False
     encoding = None  # elements travel as they are
     under_way = False
 
     def start(self) -> None:
-        """Begin; nothing is sent."""
+        """Start the reduction; nothing is sent."""
         self.under_way = True
 
     def finish(self) -> None:
-        """End."""
+        """Finish the reduction."""
         self.under_way = False
 
     def run(self) -> None:

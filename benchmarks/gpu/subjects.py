@@ -1,4 +1,4 @@
-"""Networks to time on a GPU, with their weights and data; the same for halograd and torch."""
+"""Networks to time on a GPU, with weights and data that are the same for halograd and torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MOMENTUM, RATE = 0.9, 1e-4
 
 @dataclass(frozen=True)
 class Subject:
-    """A network, by the name of its model and its options, and a batch."""
+    """Network, by the name of its model and its options, with a batch."""
 
     title: str
     model: str
@@ -35,7 +35,7 @@ class Subject:
         return {name: spec.initial(name, 0).astype(np.float32) for name, spec in network.parameters().items()}
 
     def data(self, network: Network) -> dict[str, np.ndarray]:
-        """Return inputs ``(N, *spatial, C)`` by name: normal numbers, random targets."""
+        """Return inputs ``(N, *spatial, C)`` by name: normally distributed samples, random targets."""
         result = {}
         for name, node in network.inputs.items():
             draw, shape = np.random.default_rng([7, zlib.crc32(name.encode())]), (self.batch, *node.shape)

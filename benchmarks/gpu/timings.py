@@ -22,7 +22,7 @@ Outcome = tuple[str, Mapping[str, float]]
 
 
 def time_copies(kernels: Backend, nbytes: int = 1 << 28) -> Outcome:
-    """Time a copy; return its bandwidth of reading and writing [B/s]."""
+    """Time a copy; return the bandwidth of its reads and writes together [B/s]."""
     source, target = (kernels.zeros((nbytes,), "uint8") for _ in range(2))
     rate = 2 * nbytes / _fastest(kernels, lambda: np.copyto(target, source))
     return f"{rate / 1e9:.0f} GB/s", {"bytes_per_second": rate}
@@ -33,8 +33,8 @@ def time_halo(
 ) -> Outcome:
     """Time packing, copying and unpacking the halo of width 1 of a block with eight neighbors, without a network.
 
-    For comparison, it times a large copy, and three launches that move almost nothing, which is a lower bound. Both are
-    captured as graphs if the device supports them, which excludes the host's time.
+    For comparison, this also times a large copy, and three launches that move almost nothing, which is a lower bound.
+    Launches are captured as graphs if the device supports graphs, to exclude the host's time.
     """
     bandwidth = time_copies(kernels, nbytes)[1]["bytes_per_second"]
     blocks = Layout.blocks((1, 3 * extent, 3 * extent, channels), {"height": 3, "width": 3}, 9).boxes
@@ -71,12 +71,12 @@ def time_cutting(
     cuts: Sequence[Mapping[str, int]] = CUTS,
     graph: bool = False,
 ) -> Outcome:
-    """Time a sample as blocks, whose steps run in sequence, compared with the uncut sample.
+    """Time the steps of all blocks of a sample, one after the other, compared with the step of the uncut sample.
 
     A block's step includes everything except the network: its kernels on its part of the sample with halos, packing,
-    unpacking, and statistics around sums. The update of all parameters, which every block repeats, counts once. Without
-    graphs, the host enqueues as many kernels for a quarter of the sample as for the whole, and may limit the speed (its
-    time is printed). With `graph` only the device's time remains.
+    unpacking, and statistics around sums. The update of all parameters, which every block repeats, is counted once.
+    Without graphs, the host enqueues as many kernels for a quarter of the sample as for the whole sample, and may limit
+    the speed (its time is printed). With `graph`, only device time is measured.
     """
     dtype, numbers = DTYPES[precision], {}
     uncut = Ours(kernels, comm, subject, dtype, graph)
@@ -120,7 +120,7 @@ def _recorded(kernels: Backend, run: Callable[[], None]) -> Callable[[], None]:
 
 
 def _fastest(kernels: Backend, run: Callable[[], None]) -> float:
-    """Return the device time of one run, in the fastest of some rounds [s]."""
+    """Return the mean device time of a run in the fastest of several rounds [s]."""
     device, seconds = kernels.device, []
     for _ in range(ROUNDS + 1):
         first = device.stamp()

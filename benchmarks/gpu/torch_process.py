@@ -1,4 +1,4 @@
-"""torch in a separate process that runs steps on request, because its cuDNN may differ from ours."""
+"""torch in a separate process that runs steps on request, because its cuDNN may differ from halograd's."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _SERVER = "benchmarks.gpu.torch_steps"
 
 
 class TorchError(RuntimeError):
-    """Raised if torch cannot execute a command, or took too long."""
+    """Error of a command that torch cannot execute, or for which it takes too long."""
 
 
 def find_torch() -> str | None:
-    """Return what is missing for a comparison with torch; None if nothing is."""
+    """Return a text on the packages that a comparison with torch lacks; None if none is missing."""
     return "needs torch (pip install torch)" if find_spec("torch") is None else None
 
 
@@ -44,12 +44,12 @@ class TorchProcess:
         )
 
     def ask(self, patience: float, **command: Any) -> dict[str, Any]:
-        """Send a command and return its answer; end the process after `patience` seconds.
+        """Send a command and return its reply; end the process after `patience` seconds without one.
 
         Raises
         ------
         TorchError
-            There is no answer, or torch reports an error.
+            If there is no reply, or torch reports an error.
         """
         assert self._process.stdin is not None and self._process.stdout is not None
         try:

@@ -1,14 +1,15 @@
-"""torch on a device, controlled by :mod:`benchmarks.gpu.contest`: builds a network, and runs and times its steps.
+"""torch on a device, controlled by :mod:`benchmarks.gpu.contest`: a program that builds networks and times their steps.
 
-``python -m benchmarks.gpu.torch_steps DEVICE``; commands and answers are JSON lines::
+``python -m benchmarks.gpu.torch_steps DEVICE``; commands and replies are JSON lines::
 
     {"do": "build", "name": "eager", "subject": {...},
      "precision": "bf16" | "tf32", "compiled": false}   -> {"loss": ..., "about": ..., "bytes": ...}
     {"do": "steps", "name": "eager", "count": 10}       -> {"seconds": ...} of a step
     {"do": "free"}                                      -> {}
 
-Channels-last, ``cudnn.benchmark``, fused SGD with momentum, gradients set to None. ``bf16`` is autocast, whose
-parameters stay float32; ``compiled`` is `torch.compile` of the forward pass, and with it of the backward pass.
+The settings are channels-last, ``cudnn.benchmark``, fused SGD with momentum, and gradients set to None. ``bf16`` is
+autocast, whose parameters stay float32; ``compiled`` is `torch.compile` of the forward pass, and with it of the
+backward pass.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Steps:
         return loss.detach()
 
     def seconds(self, count: int) -> float:
-        """Return the mean time of consecutive steps, without waits in between [s]."""
+        """Return the mean time of consecutive steps, without waits between them [s]."""
         if self.device == "cpu":
             begin = time.perf_counter()
             for _ in range(count):
@@ -98,7 +99,7 @@ class _Server:
 
 
 def serve(device: str) -> None:
-    """Answer commands until the input ends; other output goes to stderr."""
+    """Execute commands until the input ends; other output goes to stderr."""
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     server = _Server(device)

@@ -1,6 +1,6 @@
 """Write the tables of the configuration into the page in the repository: ``python -m docs.generator``.
 
-The site generates them again, with links; in the page they are plain Markdown. A test compares the page with the
+The site generates the tables again, with links; in the page they are plain Markdown. A test compares the page with the
 sources.
 """
 
@@ -24,12 +24,12 @@ PLACE = re.compile(r"(^<!-- generated: (\w+) -->$).*?(^<!-- end -->$)", re.M | r
 
 
 def renewed(page: str) -> str:
-    """Return the page with the current tables of the sources."""
+    """Return the page with tables that are generated again from the sources."""
     return PLACE.sub(lambda match: f"{match[1]}\n\n{plain(TABLES[match[2]]())}\n\n{match[3]}", page)
 
 
 def plain(text: str) -> str:
-    """Return Markdown of the site as plain Markdown: without anchors, and with names in place of links."""
+    """Return Markdown of the site as plain Markdown: without anchors, and with names instead of links."""
     text = re.sub(r" ?\{ ?#[^}]*\}", "", text)
     text = re.sub(r"<autoref [^>]*><code>(.*?)</code></autoref>", lambda match: f"`{html.unescape(match[1])}`", text)
     return re.sub(r"\n{3,}", "\n\n", text).strip()

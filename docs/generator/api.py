@@ -1,7 +1,7 @@
 """Reference of the Python names: a page per folder, and an entry per public name where it is defined.
 
 Public names are those in the ``__all__`` of a package, or, for a package without one, of its modules. A name that
-several packages export has one entry, in the folder that defines it, and links from the others.
+several packages export has one entry, in the folder that defines it; the pages of other folders link to it.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def page(folder: str) -> str:
 
 
 def names() -> str:
-    """Return the Markdown of all names in ``import halograd as hg``, with the entries that no other page has."""
+    """Return the Markdown of all names of ``import halograd as hg``, with the entries that are on no other page."""
     offered = sorted(exported(package()))
     lines = ["| `hg.` | |", "|---|---|"]
     lines += [row(f"[`{name}`][{home('halograd', name)}]", summary(home("halograd", name))) for name in offered]

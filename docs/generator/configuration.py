@@ -1,7 +1,7 @@
 """Reference of the files that users write, generated from the tables (pydantic) that check them.
 
 Type, range and default of a key are those of its field; its text is the docstring below the field, or its entry among
-the attributes of the class. So every key that is checked is explained: a test fails for a key without a text.
+the attributes of the class. A test fails for a key without a text, so every key is explained.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ EXPLAINED_BY = {
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """One key of a table, in words."""
+    """Key of a table, with its type and default as texts."""
 
     name: str
     kind: str
@@ -68,7 +68,7 @@ class Key:
 
 @dataclasses.dataclass(frozen=True)
 class ConfigSection:
-    """A table of a file: its name, purpose and keys."""
+    """Table of a file: its name, purpose and keys."""
 
     heading: str
     anchor: str
@@ -78,7 +78,7 @@ class ConfigSection:
 
 @dataclasses.dataclass(frozen=True)
 class Inner:
-    """A table within a table.
+    """Table within a table.
 
     Attributes
     ----------
@@ -89,7 +89,7 @@ class Inner:
     names
         Values of its key `kind` if that names a class of a registry.
     several
-        Whether other names have other tables.
+        Whether classes with other names have other tables.
     """
 
     step: str
@@ -249,7 +249,7 @@ def _bounds(checks: list[Any]) -> str:
 
 
 def _number(value: float) -> str:
-    """Return a bound in readable form: 1,000,000 and not 1e+06."""
+    """Return a bound in readable form: 1,000,000 instead of 1e+06."""
     return f"{int(value):,}" if value == int(value) else f"{value:g}"
 
 

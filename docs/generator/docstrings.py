@@ -1,8 +1,8 @@
-"""Docstrings as Markdown: roles become links, pictures and prompts become code.
+"""Conversion of docstrings to Markdown: roles become links; pictures and prompts become code.
 
-Docstrings in the sources are numpydoc with the roles of Sphinx (``:class:`Conv```). Griffe parses the sections; this
-extension, which it calls after all modules are read, converts the text between them. A role with an unknown target is a
-warning, with which `mkdocs build --strict` fails.
+Docstrings in the sources are numpydoc with the roles of Sphinx (``:class:`Conv```). Griffe parses the sections, and
+calls this extension after all modules are read; the extension converts the texts. A role with an unknown target causes
+a warning, and so an error of `mkdocs build --strict`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CODE = re.compile(r"(``.+?``|`[^`]+`|<autoref .+?</autoref>)", re.S)
 
 
 class Docstrings(griffe.Extension):
-    """An extension that converts all docstrings of a loaded package."""
+    """Extension of griffe that converts all docstrings of a loaded package."""
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
         for thing in documented(pkg):
@@ -86,7 +86,9 @@ def to_markdown(text: str, thing: griffe.Object) -> tuple[str, list[str]]:
 
 
 def target_of(name: str, thing: griffe.Object) -> str | None:
-    """Return the path of a role's target in the docstring of `thing`: in its scope, in its class, or a unique name.
+    """Return the path of a role's target in the docstring of `thing`; None if it is unknown or ambiguous.
+
+    The target is in the scope of `thing`, in its class, or the only object with this name.
 
     A name that starts with a dot is searched in the same module first, then in the whole library.
     """
@@ -142,7 +144,7 @@ def _all_paths(package: griffe.Module) -> list[str]:
 
 
 def _split(text: str) -> Iterator[tuple[str, str]]:
-    """Yield the parts of a docstring: ``(words, "")``, or ``("", code)`` for literal blocks and prompts, fenced."""
+    """Yield the parts of a docstring: ``(text, "")``, or ``("", code)`` with fenced literal blocks and prompts."""
     words: list[str] = []
     lines = text.split("\n")
     at = 0
@@ -194,7 +196,7 @@ def _indent(line: str) -> int:
 
 
 def _escaped(text: str) -> str:
-    """Escape characters that have a meaning in HTML or Markdown, but not in a docstring."""
+    """Return the text with escapes of characters that have a meaning in HTML or Markdown, but not in a docstring."""
     parts = CODE.split(text)
     for i in range(0, len(parts), 2):
         plain = re.sub(r"<(?=[\w/!])", "&lt;", parts[i])

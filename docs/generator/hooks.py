@@ -1,4 +1,4 @@
-"""Hooks of MkDocs: generated pages, references in marked places, and links to the sources."""
+"""Hooks of MkDocs: generated pages, references at marks, and links to the sources."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def from_above(text: str) -> str:
 
 
 def with_source_links(text: str, repository: str | None) -> str:
-    """Return text in which links to files of the repository lead to `repo_url`, or are plain text without one."""
+    """Return the text with links to files below the URL `repository`; without a URL, the links become plain text."""
 
     def linked(match: re.Match[str]) -> str:
         words, path, anchor = match[1], match[2], match[3] or ""

@@ -18,7 +18,7 @@ KEY = re.compile(r"(\w+(?:\.\w+)+)(?: = .*)?")
 
 
 def linked(text: str) -> str:
-    """Return a part of a page, without code blocks, with links on its names."""
+    """Return a part of a page, which has no code blocks, with links from its names."""
     lines = text.split("\n")
     return "\n".join(line if line.startswith("#") else WORD.sub(_link, line) for line in lines)
 

@@ -31,7 +31,7 @@ __all__ = ["careful", "examine", "merge", "probe_gpu", "show"]
 
 
 def careful(name: str, probe: Callable[[], Iterator[Finding]], status: str = "fail") -> list[Finding]:
-    """Return the findings of a probe; if it raises, one finding of this status."""
+    """Return the findings of a probe; if the probe raises an error, add a finding of this status."""
     found: list[Finding] = []
     try:
         found.extend(probe())
@@ -74,7 +74,7 @@ def probe_numpy() -> Iterator[Finding]:
 
 
 def probe_onednn() -> Iterator[Finding]:
-    """Report oneDNN, and check one convolution against NumPy's. Local."""
+    """Report oneDNN, and compare one of its convolutions with NumPy's. Local."""
     from ..kernels import KernelError, get_backend
     from ..kernels.onednn import OnednnBackend
 
@@ -130,7 +130,7 @@ ENOUGH_PER_RANK = 64 << 20  # [B]
 
 
 def probe_ranks(world: MPI.Intracomm) -> Iterator[Finding]:
-    """Report ranks and nodes, a sum over all ranks, and a window shared in the node. Collective over `world`."""
+    """Report ranks and nodes; test a sum over all ranks and a window that a node shares. Collective over `world`."""
     from mpi4py import MPI
 
     launched = launched_size()
@@ -181,7 +181,7 @@ INSTALL = "pip install 'halograd[gpu]'; training on the processor needs none of 
 def probe_gpu() -> Iterator[Finding]:
     """Report driver, CuPy, cuDNN and NCCL, or why they are missing, and the backend cudnn. Local.
 
-    A missing part is a note, and a warning only on a machine with a GPU, because a CPU needs none of them.
+    A missing part is a warning on a machine with a GPU, else a note, because a CPU needs none of these parts.
     """
     driver, devices = _driver()
     yield Finding("CUDA driver", "ok" if devices else "note", driver)
@@ -230,7 +230,7 @@ def _missing(name: str, why: str, devices: int) -> Finding:
 
 
 def _backend(devices: int) -> Iterator[Finding]:
-    """Report the backend cudnn, and check one convolution against NumPy's."""
+    """Report the backend cudnn, and compare one of its convolutions with NumPy's."""
     from ..kernels import KernelError, get_backend
 
     try:
@@ -311,7 +311,7 @@ def _cores_of_node(world: MPI.Intracomm) -> list[Cores]:
 
 
 def merge(everyone: Sequence[Sequence[Finding]]) -> list[Finding]:
-    """Return the worst finding of all ranks for each name, in the order of rank 0; those of other ranks are marked."""
+    """Return the worst finding of all ranks per name, in the order of rank 0; those of other ranks name the rank."""
     worst: dict[str, Finding] = {}
     for rank, findings in enumerate(everyone):
         for finding in findings:

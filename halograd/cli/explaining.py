@@ -84,7 +84,7 @@ def explain(
 
 
 def _asked(plan: Plan, path: Path, cache: Path | None) -> Asked:
-    """Build the network and the machine of a plan again.
+    """Build the network and the machine of a plan from its request.
 
     Raises
     ------
@@ -106,7 +106,7 @@ def _asked(plan: Plan, path: Path, cache: Path | None) -> Asked:
 
 
 def _program(plan: Plan, asked: Asked, rank: int, layers: Sequence[str]) -> Iterator[str]:
-    """Yield the program of one rank, as lines."""
+    """Yield the program of one rank as lines of text."""
     from ..device import as_dtype
     from ..perfmodel.cost import Wires, program_of
     from ..program.program import Target, lines_of
@@ -144,14 +144,14 @@ class Rival:
 
 
 class Explainer:
-    """Prices of alternatives to a plan. Local.
+    """Predictions of alternatives to a plan. Local.
 
     Parameters
     ----------
     plan
         Plan with its request.
     asked
-        Its network and machine.
+        Network and machine of the plan.
     say
         Called with a text about the current work.
     """
@@ -173,7 +173,7 @@ class Explainer:
         self.chosen = self._simulate(plan.strategy)
 
     def check_layers(self, layers: Sequence[str]) -> list[str]:
-        """Return the layers to explain: the given ones, else those that take longest."""
+        """Check names of layers; return them, or without any the layers that take longest."""
         for name in layers:
             _check_layer(self.plan, name)
         if layers:
@@ -217,7 +217,7 @@ class Explainer:
         return self.costs.candidates[v].index(parts) if parts in self.costs.candidates[v] else -1
 
     def _reducing(self, strategy: Strategy) -> Strategy:
-        """Return the strategy with the plan's reduction scheme, as far as these cuts permit it."""
+        """Return the strategy with the plan's reduction scheme; it replicates only layers that its cuts permit."""
         from ..layers.reduction_chunks import replicable_layers
 
         scheme = self.plan.strategy.reduction
@@ -281,7 +281,7 @@ class Explainer:
         return lines
 
     def _comparison(self, rivals: Sequence[Rival]) -> list[str]:
-        """Return lines with the steps under the other cuts, and the causes of the difference."""
+        """Return lines with the step times under the other cuts, and the terms that differ most."""
         heading = ["cut", "step [ms]", "more [ms]", "", "memory"]
         base = self.chosen.step_seconds
         rows = []
@@ -303,7 +303,7 @@ class Explainer:
         return [f"{line}  {reason}".rstrip() for line, reason in zip(table(heading, rows), reasons)]
 
     def _reasons(self, other: Prediction) -> str:
-        """Return the largest differences of the whole step, by term."""
+        """Return a text with the terms of the step that differ most from the plan."""
         differences = {
             term: sum(other.total(f) - self.chosen.total(f) for f in fields) for term, fields in TERMS.items()
         }

@@ -66,7 +66,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 def grouped(command: Callable[..., Any]) -> Callable[..., Any]:
     """Return a command for typer in which the fields of dataclass parameters become options.
 
-    typer makes an option of every parameter of a function, and a function with twenty parameters is hard to read and
+    typer makes an option of every parameter of a function, but a function with twenty parameters is hard to read and
     call.
     """
     hints = typing.get_type_hints(command, include_extras=True)
@@ -103,7 +103,7 @@ def _parameters(kind: Any) -> list[inspect.Parameter]:
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """The model and the machine to plan for."""
+    """Options that select the model and the machine to plan for."""
 
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A model by name, such as resnet50; or net.py:build.")]
     machine: Annotated[
@@ -118,7 +118,7 @@ class ModelOptions:
     ] = "sgd"
 
     def training(self) -> Training:
-        """Return the memory and update costs of training."""
+        """Return the settings of training that determine memory and update costs."""
         from ..planning import training_of
 
         return training_of(self.dtype, self.optimizer)
@@ -144,7 +144,7 @@ _WHOLE = r"[0-9]{1,9}"
 
 
 def check_counts(**counts: float | None) -> None:
-    """Check counts of ranks, samples or threads, and a time budget [s]; None: not given. Raises UserError."""
+    """Check options: numbers of ranks, samples or threads, and a time budget [s]; None: not set. Raises UserError."""
     from ..perfmodel.plans import Ranks
     from ..schema import Count, NotNegative, Threads, build
 
@@ -155,8 +155,7 @@ def check_counts(**counts: float | None) -> None:
 
 
 def parse_ranks(text: str) -> list[int]:
-    """Return numbers of ranks; ``...`` continues with the ratio of the two numbers before it, up to the number after
-    it.
+    """Return numbers of ranks; ``...`` stands for the geometric progression up to the next number.
 
     >>> parse_ranks("4,8,...,64"), parse_ranks("16")
     ([4, 8, 16, 32, 64], [16])
@@ -179,7 +178,7 @@ def parse_ranks(text: str) -> list[int]:
 
 
 def _between(before: Sequence[int], behind: Sequence[str], text: str) -> list[int]:
-    """Return the numbers for ``...``."""
+    """Return the numbers that replace ``...``."""
     ends = bool(behind and re.fullmatch(_WHOLE, behind[0]))
     if len(before) < 2 or before[-1] % before[-2] or before[-1] <= before[-2] or not ends:
         raise UserError(
@@ -198,7 +197,7 @@ def _between(before: Sequence[int], behind: Sequence[str], text: str) -> list[in
 
 
 def parse_grid(text: str) -> dict[str, int]:
-    """Parse parts per axis of ``sample=2,height=4``."""
+    """Parse parts per axis, written as ``sample=2,height=4``."""
     from ..layers.strategy import AXES
 
     found: dict[str, int] = {}
@@ -215,7 +214,7 @@ def parse_grid(text: str) -> dict[str, int]:
 
 
 def strategy_of_grid(network: Network, grid: Mapping[str, int], batch: int, ranks: int) -> Strategy:
-    """Return the strategy with one cut for all layers. Unless `grid` has samples, they take the remaining ranks.
+    """Return the strategy with one cut for all layers; samples use the remaining ranks if `grid` has no parts of them.
 
     Raises
     ------
@@ -244,7 +243,7 @@ def strategy_of_grid(network: Network, grid: Mapping[str, int], batch: int, rank
 
 
 def _complete(grid: Mapping[str, int], ranks: int) -> dict[str, int]:
-    """Return the grid with the parts of the samples."""
+    """Return the grid, completed by the parts of the samples; raise UserError if it does not fit the ranks."""
     product = math.prod(grid.values())
     written = " x ".join(f"{n} {axis}" for axis, n in grid.items())
     if "sample" in grid and product != ranks:

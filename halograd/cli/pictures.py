@@ -35,8 +35,8 @@ TIMES = {"forward": DARK, "backward": GREY, "messages": RED}
 def draw_strip(plan: Plan, path: Path) -> None:
     """Draw a plan as a strip of layers, in a PNG file. Local.
 
-    Each layer is a tile, in order of computation, in the color of its cut. The bar above it is its contribution to the
-    step: forward and backward kernels, and waits.
+    Each layer is a tile, in order of computation, in the color of its cut. The bar above the tile is the time that the
+    layer adds to the step: forward and backward kernels, and waits.
 
     Raises
     ------

@@ -35,7 +35,7 @@ class SearchOptions:
 
 @dataclass(frozen=True)
 class CoreOptions:
-    """Use of the cores of this machine in trials."""
+    """Options of trials on the cores of this machine."""
 
     cores: Annotated[int | None, typer.Option(help="Cores of this machine, to use as ranks or threads.")] = None
     transport: Annotated[str, typer.Option(help="With --cores: transport of messages.")] = "auto"
@@ -129,7 +129,7 @@ def _try_cores(what: ModelOptions, batch: int, how: SearchOptions, tried: CoreOp
 
 
 def _cores_text(model: str, batch: int, found: Sequence[CoreSplit]) -> list[str]:
-    """Return lines with the time of every split, and the best split."""
+    """Return lines with the time of every split, in which the best split is marked."""
     best = min(found, key=lambda one: one.seconds)
     rows = [["", "[ms]", "[ms]", "", "[ms]", ""]]
     for one in found:

@@ -88,7 +88,7 @@ def predict(
 
 
 def _one(predictor: Predictor, ranks: int, batch: int, as_json: bool, plot: Path | None) -> None:
-    """Print the prediction for one number of ranks, with its parts."""
+    """Print the prediction for one number of ranks, with the parts of the step."""
     if plot is not None:
         raise UserError("--plot: expected several numbers of ranks for a curve, got one; write --ranks 4,8,...,64")
     point = predictor.point(ranks, batch)

@@ -41,7 +41,7 @@ SIZES = ("1 KiB", "16 KiB", "256 KiB", "1 MiB", "4 MiB", "16 MiB")
 
 @dataclass(frozen=True)
 class MeasuringOptions:
-    """Settings of the measurement, the same as a run would use."""
+    """Settings of the measurement, which should be those of the run."""
 
     threads: Annotated[int, typer.Option(help="Threads per rank.")] = 1
     kernels: Annotated[str, typer.Option(help="Kernel backend.")] = "auto"
@@ -192,7 +192,7 @@ def allreduce(
 
 
 def _measured(comm: Communicator, transport: str, method: Method, sizes: Sequence[int], rounds: int) -> dict[str, Any]:
-    """Time one method of summing; without times if the transport does not support it. Collective."""
+    """Time one method of summing; the result has no times if the transport does not support the method. Collective."""
     from ..comm import CommError
     from ..perfmodel.profile.messages import MessageTimer
 
@@ -235,7 +235,7 @@ def _refusals(found: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _parse_size(text: str) -> int:
-    """Return a number of bytes, at least one float32 element."""
+    """Return the size [B] in a text; it must be at least that of one float32 element."""
     from ..planning import parse_memory
 
     try:
@@ -248,7 +248,7 @@ def _parse_size(text: str) -> int:
 
 
 def _chosen(methods: Sequence[str] | None, codecs: Sequence[str] | None) -> list[Method]:
-    """Return the sums to time: every method for elements as they are, the ordered one for those that are encoded."""
+    """Return the methods to time: by default every method without encoding, and the ordered method with each codec."""
     for name in methods or ():
         if name not in METHODS:
             raise UserError(f"--method: expected one of {', '.join(METHODS)}, got {name!r}")

@@ -1,4 +1,4 @@
-"""Entry of the command line: output of rank 0, error messages, and the end of a job of several ranks."""
+"""Entry of the command line: output on rank 0, error messages, and the end of a job of several ranks."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def run(arguments: Sequence[str], comm: MPI.Intracomm | None = None) -> int:
 
 
 def _world(arguments: Sequence[str]) -> MPI.Intracomm | None:
-    """Return the launched ranks; None for a process started alone."""
+    """Return the communicator of the launched ranks; None for a process without a launcher."""
     if launched_size() is None:
         return None
     if "doctor" not in arguments[:1]:
@@ -102,7 +102,7 @@ def _world(arguments: Sequence[str]) -> MPI.Intracomm | None:
 
 
 def _mistake(error: MemoryError | OSError) -> UserError | None:
-    """Return the user's remedy for a system error; None for other errors."""
+    """Return a system error as an error with a remedy; None if the user cannot correct it."""
     if isinstance(error, MemoryError):
         text = f"expected enough memory, got an error: {error}; use more ranks, or smaller samples, batches or networks"
     else:
@@ -123,7 +123,7 @@ def _usage(error: Any) -> str:
 
 
 def _complain(error: UserError, comm: MPI.Intracomm | None) -> int:
-    """Print a user error on one rank. An error on a single rank ends the job."""
+    """Print a user error on one rank, and return the exit code. An error of only one rank ends the job."""
     if comm is None:
         if os.environ.get(TRACEBACK):
             traceback.print_exception(error)

@@ -19,7 +19,7 @@ __all__ = ["Point", "Predictor", "Series", "parts_of"]
 
 @dataclass(frozen=True)
 class Point:
-    """One prediction.
+    """Prediction for one number of ranks and one batch.
 
     Attributes
     ----------
@@ -32,7 +32,7 @@ class Point:
     fits
         Whether the step fits into memory.
     fault
-        Reason if there is no prediction.
+        Reason why there is no prediction.
     baselines
         Time of a step [s] and whether it fits, by name.
     """
@@ -94,7 +94,7 @@ class Predictor:
         }
 
     def point(self, ranks: int, batch: int) -> Point:
-        """Return the prediction for this size; its time is None if nothing fits."""
+        """Return the prediction for this number of ranks and this batch; its time is None if nothing fits."""
         key = (ranks, batch)
         if key not in self._known:
             self.say(f"predicting {ranks} ranks, batch {batch}")
@@ -130,14 +130,14 @@ class Predictor:
 
 @dataclass(frozen=True)
 class Series:
-    """Predictions for rising numbers of ranks.
+    """Predictions for increasing numbers of ranks.
 
     Attributes
     ----------
     kind
         ``"strong"``: constant batch; ``"weak"``: the batch grows with the ranks.
     points
-        In order of ranks.
+        Predictions in order of ranks.
     """
 
     kind: str
@@ -145,7 +145,7 @@ class Series:
 
     @classmethod
     def run(cls, kind: str, predictor: Predictor, ranks: Sequence[int], batch: int) -> Series:
-        """Predict for each number of ranks; `batch` belongs to the first.
+        """Predict for each number of ranks; `batch` is that of the first number.
 
         Raises
         ------
@@ -162,7 +162,7 @@ class Series:
         return next((p for p in self.points if p.prediction is not None and p.fits), None)
 
     def efficiency(self, point: Point) -> tuple[float, float] | None:
-        """Return the speed-up over the reference in samples per second, and its ratio to the ideal speed-up."""
+        """Return the speed-up over :meth:`reference`, in samples per second, and its ratio to the ideal speed-up."""
         first = self.reference()
         if first is None or first.prediction is None or point.prediction is None:
             return None
@@ -179,7 +179,7 @@ class Series:
         return rows
 
     def text(self) -> list[str]:
-        """Return a table."""
+        """Return the predictions as lines of a table."""
         names = list(dict.fromkeys(name for p in self.points for name in p.baselines or ()))
         heading = ["ranks", "batch", "step", "samples", "speed-up", "efficiency", "memory", *names, ""]
         rows = [["", "", "[ms]", "[1/s]", "", "", "[MiB]", *["[ms]"] * len(names), ""]]

@@ -1,4 +1,4 @@
-"""`halograd submit`: runs a configuration as a batch job."""
+"""`halograd submit`: submission of a configuration as a batch job."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SHELL_NAME = re.compile(r"[^\w.+-]+", re.ASCII)
 
 @dataclass(frozen=True)
 class ResourceOptions:
-    """Nodes, ranks, time and queue of a job."""
+    """Options for nodes, ranks, time and queue of a job."""
 
     nodes: Annotated[int, typer.Option(help="Nodes.")] = 1
     gpus_per_node: Annotated[int, typer.Option(help="GPUs of every node, for kernels = cudnn; one rank each.")] = 0
@@ -65,7 +65,7 @@ class ResourceOptions:
 
 @dataclass(frozen=True)
 class SoftwareOptions:
-    """Software of a job."""
+    """Options for the software of a job."""
 
     modules: Annotated[
         Several, typer.Option("--module", metavar="NAME", help="Module to load, in this order; repeatable.")
@@ -83,7 +83,7 @@ class SoftwareOptions:
     mpirun: Annotated[str | None, typer.Option(metavar="PATH", help="The mpirun to use.")] = None
 
     def software(self) -> Software:
-        """Return the software as the scripts need it."""
+        """Return the software of the job."""
         from ..jobs import Software, parse_environment
 
         return Software(
@@ -101,7 +101,7 @@ class SoftwareOptions:
 
 @dataclass(frozen=True)
 class JobOptions:
-    """Name, restarts and sweeps of a job."""
+    """Options for name, restarts and sweeps of a job."""
 
     job_name: Annotated[str | None, typer.Option(help="Name of job and log; default: the configuration's.")] = None
     stage: Annotated[
@@ -210,7 +210,7 @@ def _note_single_cores(backend: BackendConfig) -> None:
 def _check(
     config: Path, sets: Sequence[str], settings: Sequence[Sequence[str]], resources: Resources, kind: str
 ) -> None:
-    """Check now what would otherwise fail in the job after its wait in the queue, and resources it would not use."""
+    """Raise errors now that the job would raise after its wait in the queue; reject resources that it would not use."""
     from ..kernels import BACKENDS
     from ..training.build import make_network, make_strategy
 
@@ -283,7 +283,7 @@ def _job(config: Path, loaded: Config, job: JobOptions, resources: Resources, so
 
 
 def _here() -> str:
-    """Return the working directory as the user named it, possibly with symbolic links."""
+    """Return the working directory, with the symbolic links by which the user entered it."""
     logical = os.environ.get("PWD", "")
     if logical and os.path.isabs(logical) and os.path.isdir(logical) and os.path.samefile(logical, "."):
         return logical
@@ -318,7 +318,7 @@ def _start(kind: str, job: Job, dry_run: bool) -> int:
 
 
 def _write(path: Path, script: str) -> Path:
-    """Write the script. An existing, edited script is kept under another name."""
+    """Write the script; return its path. An existing, edited script is renamed."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and path.read_text(encoding="utf-8", errors="replace") != script:

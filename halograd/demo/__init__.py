@@ -32,7 +32,7 @@ def run_demo(out: Path, settings: DemoSettings) -> Judged:
     Raises
     ------
     UserError, DataError
-        An error that the user can fix, in one line.
+        If the user can correct the fault; the message is one line.
     """
     if launched_size() is not None:
         raise UserError("demo: expected to be started alone, got a launcher; it starts its ranks itself")
@@ -86,7 +86,7 @@ def _train(mpiexec: str, files: Files, settings: DemoSettings) -> str:
 
 
 def _quiet(line: str) -> None:
-    """Print a line of the evaluation, without the one for all samples."""
+    """Print a line of the evaluation, except that for all samples."""
     if not line.startswith("all: "):
         print(f"    {line}", flush=True)
 

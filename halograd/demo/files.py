@@ -1,6 +1,6 @@
 """Settings, folder, configuration and data set of a demonstration.
 
-Only files that the demonstration itself has written are replaced. A data set is reused if it has the wanted settings.
+Only files that the demonstration itself has written are replaced. A data set is reused if it has the same settings.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class DemoSettings:
     samples, seed
         Number of samples (two per simulation), and seed of the data set.
     validation
-        Share of the simulations held out.
+        Fraction of the simulations that is held out.
     widths, convs
         Filters per block of the network, and convolutions per block.
     sample, height
@@ -84,7 +84,7 @@ RUN_FILES = (
 
 @dataclass(frozen=True)
 class Files:
-    """Paths below `out`."""
+    """Paths of the files of a demonstration in its folder `out`."""
 
     out: Path
 
@@ -159,9 +159,7 @@ def replace_run(new: Path, old: Path) -> None:
 
 
 def _own_files(folder: Path) -> list[Path]:
-    """Return the files that match `RUN_FILES`, including links to missing files, which only a pattern with a star
-    matches.
-    """
+    """Return the files in a folder that match `RUN_FILES`, including links to missing files."""
     there = [*folder.glob("*"), *folder.glob("checkpoints/*")]
     return [p for p in there if any(p.relative_to(folder).match(pattern) for pattern in RUN_FILES)]
 

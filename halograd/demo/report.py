@@ -47,13 +47,13 @@ class StageTimes:
 
 @dataclass
 class Clock:
-    """Times of stages, in the order in which they ended."""
+    """Clock of the stages of a demonstration, in the order of their ends."""
 
     stages: list[StageTimes] = field(default_factory=list)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Measure the block as one stage."""
+        """Measure the time of the ``with`` block as one stage."""
         begin, cpu = time.perf_counter(), _cpu()
         yield
         self.stages.append(StageTimes(name, time.perf_counter() - begin, _cpu() - cpu))
@@ -74,7 +74,7 @@ OF_LOGITS = LogisticModel(np.ones(1), 0.0, 0.0, 0)
 
 @dataclass(frozen=True)
 class Score:
-    """Scores of one predictor on the held-out cells, at `threshold` of its probability."""
+    """Scores of one predictor on the held-out cells, with `threshold` on its probabilities."""
 
     name: str
     threshold: float | None
@@ -94,11 +94,11 @@ class Judged:
     scores
         Scores of the network, of the logistic regression, and of the cells that are already below the quality limit.
     samples
-        ``(n,)`` numbers of the held-out samples in the data set.
+        ``(n,)`` indices of the held-out samples in the data set.
     density, truth, network, regression
         ``(n, H, W)``: float32 raw density, bool masks.
     training_cells, iterations
-        Number of cells that the regression was fitted to, and its Newton steps.
+        Number of cells to which the regression was fitted, and number of Newton steps.
     """
 
     scores: tuple[Score, Score, Score]
@@ -219,7 +219,7 @@ DENSITY_UNIT = dict(zip(CHANNELS, UNITS))["Density"].replace("^3", "³")
 
 
 def read_phases(files: Files) -> dict[str, Any]:
-    """Return steps, seconds by phase and overlap of the run, as measured on rank 0. Local."""
+    """Return the log entry with steps, seconds by phase and overlap of the run, measured on rank 0. Local."""
     return read_log(files.run / "log.jsonl", "phases")[-1]
 
 

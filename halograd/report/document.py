@@ -41,7 +41,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Code:
-    """Lines to copy."""
+    """A block of code, for the reader to copy."""
 
     text: str
 

@@ -248,7 +248,7 @@ def _cuts_of(path: Path) -> dict[str, str]:
 
 
 def read_masks(path: Path, data: dict[str, Any]) -> Masks | None:
-    """Return some samples, from the best predicted to the worst; None if predictions are not masks. Local.
+    """Return masks of some samples, from the best predicted to the worst; None if predictions are not masks. Local.
 
     One sample is in memory at a time. A 3-D sample is represented by its middle slice.
 
@@ -263,7 +263,7 @@ def read_masks(path: Path, data: dict[str, Any]) -> Masks | None:
     Raises
     ------
     UserError
-        The file is not of this kind.
+        If the file is of another kind.
     """
     try:
         with open_file(path) as file, looking_into(path):

@@ -192,14 +192,14 @@ def _draw_quality(axes: Any, validations: Entries, per_epoch: int, metrics: dict
 
 
 def _metrics(validations: Entries) -> dict[str, str]:
-    """Return names and labels of the logged metrics, limited to the number of colors."""
+    """Return names and labels of the logged metrics, at most as many as there are colors."""
     known = [name for v in validations for name, value in v.items() if isinstance(value, float)]
     names = [n for n in dict.fromkeys(known) if n not in ("loss", "time", "epoch", "step")]
     return {name: _NAMES.get(name, name) for name in names[: len(_COLOURS)]}
 
 
 def _thinned(values: np.ndarray) -> np.ndarray:
-    """Return the values, averaged over consecutive ones so that at most `POINTS` remain."""
+    """Return `values`, or means of consecutive ones if there are more than `POINTS`."""
     run = -(-len(values) // POINTS)
     if run <= 1:
         return values
@@ -219,7 +219,7 @@ class Masks:
     Attributes
     ----------
     samples
-        ``(n,)`` numbers in the data set.
+        ``(n,)`` indices of the samples in the data set.
     truth, predicted
         ``(n, H, W)`` classes, integers or bool; `predicted` by name of the predictor. Positions whose truth is no class
         are left blank.

@@ -98,9 +98,7 @@ def _calibration(found: Mapping[str, Any], path: Path) -> Iterator[Block]:
 
 
 def draw_confusion(path: Path, counts: np.ndarray) -> None:
-    """Draw the confusion matrix: rows are the true classes, as shares. Numbers are written if there is enough space.
-    Local.
-    """
+    """Draw the confusion matrix, as shares of each true class (rows); shares are written if there is space. Local."""
     shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     size = 2.2 + 0.32 * len(counts)
     with picture(path, size + 0.8, size) as figure:

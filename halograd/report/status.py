@@ -1,4 +1,4 @@
-"""`halograd status`: the progress of a run, from its log. Needs neither MPI nor a GPU."""
+"""`halograd status`: the progress of a run, from its log. This module needs neither MPI nor a GPU."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Record:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Logged steps per epoch; for an old log, derived from its first validation."""
+        """Steps per epoch, as logged; for an old log, derived from its first validation."""
         known = self.begin.get("steps_per_epoch")
         first = next(iter(self.all("validation")), None)
         return int(known or (first["step"] // (first["epoch"] + 1) if first else 1) or 1)
@@ -90,7 +90,7 @@ class Record:
 
 
 def read_record(directory: Path, tail: int | None = None) -> Record:
-    """Return the log of a run; of its lines ``step`` only the last `tail` ones, if given. Local.
+    """Return the log of a run, with only the last `tail` lines ``step`` unless `tail` is None. Local.
 
     Unreadable lines are left out with a warning; an incomplete last line is left out without one.
 
@@ -145,9 +145,9 @@ class Status:
     detail
         Reason of the state.
     step, steps, epoch, epochs
-        Done and total; None if the log is too old to contain them. `epoch` is the current one, from 1.
+        Completed and total numbers; None if the log is too old to contain them. `epoch` is the current epoch, from 1.
     loss, validation
-        The last values; None, or empty.
+        Last loss, None without one; scores of the last validation, empty without one.
     seconds_per_step, samples_per_second
         Averages over the last two epochs, with validation and checkpoints [s], [1/s].
     seconds_left
@@ -155,7 +155,7 @@ class Status:
     checkpoint, checkpoint_step, checkpoint_age, checkpoint_bytes
         The newest checkpoint; its age [s] and size [B].
     overlap
-        Share of each kind of communication that was hidden behind computation [%]; empty without ``output.timeline``.
+        Share of each kind of communication that overlapped with computation [%]; empty without ``output.timeline``.
     ranks, hosts, cut, job
         Properties of the latest job.
     age

@@ -35,11 +35,11 @@ class Bar:
     Attributes
     ----------
     lane
-        "compute", "wait", "I/O", "halo", "gradient sums", "other sums" or "other": the row of the trace.
+        Row of the trace: "compute", "wait", "I/O", "halo", "gradient sums", "other sums" or "other".
     kind
         "forward", "backward", "update", "wait", "io"; for communication "halo", "allreduce", "statistics", ...
     begin, end
-        Times from the begin of the trace [ms].
+        Times since the beginning of the trace [ms].
     """
 
     rank: int
@@ -64,7 +64,7 @@ def read_bars(path: Path) -> list[Bar]:
 
 
 def step_begins(bars: Sequence[Bar], rank: int) -> list[float]:
-    """Return the begin of each step of a rank: its first forward. (Updates may overlap the next forward.)"""
+    """Return the begin of each step of a rank: its first forward span. (Updates may overlap the next forward pass.)"""
     mine = sorted((b for b in bars if b.rank == rank and b.kind in ("forward", "backward")), key=lambda b: b.begin)
     before = ["backward", *(bar.kind for bar in mine)]
     return [bar.begin for kind, bar in zip(before, mine) if kind == "backward" and bar.kind == "forward"]
@@ -82,7 +82,7 @@ def typical_steps(bars: Sequence[Bar], count: int) -> Interval | None:
 
 
 def without(spans: Sequence[Interval], holes: Sequence[Interval]) -> list[Interval]:
-    """Return the parts of the spans outside the holes; both in order and without overlaps.
+    """Return the parts of the spans outside the holes. Spans and holes are sorted and do not overlap.
 
     >>> without([(0, 10), (12, 14)], [(1, 2), (9, 13)])
     [(0, 1), (2, 9), (13, 14)]
@@ -161,7 +161,7 @@ KINDS = {"allreduce": "all-reduce of gradients", "halo": "halo exchange", "stati
 
 
 def about_timeline(file: str) -> Text:
-    """Return a description of the picture of a timeline; `file` contains all steps."""
+    """Return a description of the picture of a timeline; `file` is the name of the trace of all steps."""
     return Text(
         "Two training steps of median length. Hidden is what the ranks computed while a message travelled: "
         "overlap ratio = (duration - time blocked) / duration (Lee et al. 2017, Eq. 11). Where ranks outnumber cores, "
@@ -171,7 +171,7 @@ def about_timeline(file: str) -> Text:
 
 
 def phase_tables(entry: dict[str, Any]) -> Iterator[Block]:
-    """Yield the tables of a log's line ``phases``."""
+    """Yield the tables for a line ``phases`` of a log."""
     phases, steps = entry["phases"], max(1, entry["steps"])
     spent = [(c, phases[c]["seconds"]) for c in ("forward", "backward", "update") if c in phases]
     blocked = sum(p.get("blocked") or 0.0 for p in phases.values())
@@ -200,7 +200,7 @@ def phase_tables(entry: dict[str, Any]) -> Iterator[Block]:
 
 
 def hidden_text(phases: dict[str, Any]) -> str:
-    """Return the overlap over the whole run, in one line."""
+    """Return a line with the overlap ratios of the whole run."""
     parts = [f"{KINDS[k]} {_percent(phases[k]['overlap'])}" for k in ("halo", "allreduce") if k in phases]
     return f"hidden behind computation over the whole run: {', '.join(parts) or 'no communication'}"
 
