@@ -63,7 +63,7 @@ def test_the_loss_may_be_asked_for_at_any_time_or_never():
 
 @pytest.mark.mpi
 def test_executors_side_by_side_on_one_communicator():
-    """Evaluation between forward and backward of training, with the same parameters, changes nothing."""
+    """An evaluation between forward and backward of training, with the same parameters, changes no gradient."""
     with Communicator(MPI.COMM_WORLD) as comm, executing(comm, probed=["x"]) as training:
         want = gradients(training)
         with executing(comm, batch=3, trainable=False, store=training.store) as evaluation:
@@ -103,7 +103,7 @@ def test_refusals_name_what_is_missing():
 
 @pytest.mark.mpi
 def test_outputs_have_names_of_their_own():
-    """An output is gathered by the name in the network; unknown names are refused on every rank."""
+    """An output is gathered by its name in the network; unknown names are an error on every rank."""
     known = r"expected an output \(loss, aside\), or a layer or input \(x, conv, norm, target, mse\), got "
     with Communicator(MPI.COMM_WORLD) as comm:
         with executing(comm, probed=["x"]) as executor:
@@ -145,7 +145,7 @@ def test_a_gather_is_made_once_and_run_after_every_step():
 
 @pytest.mark.mpi
 def test_debug_changes_no_number():
-    """With `debug` every array has memory of its own with guard bytes, and results are the same."""
+    """With `debug` every array has separate memory with guard bytes, and results are bitwise the same."""
     with Communicator(MPI.COMM_WORLD) as comm:
         with executing(comm, seed=3) as executor:
             want, loss = gradients(executor), executor.loss_value()
@@ -166,7 +166,7 @@ def test_debug_changes_no_number():
 @pytest.mark.mpi
 @pytest.mark.parametrize("way", ["forward", "backward"])
 def test_debug_names_the_layer_and_kernel_that_writes_outside_of_its_memory(way, monkeypatch):
-    """An overrun on the last rank only raises the error on all ranks."""
+    """With `debug` an overrun on the last rank raises an error on all ranks, which names layer and kernel."""
     make = getattr(NumpyBackend, f"_conv_{'forward' if way == 'forward' else 'backward_data'}")
 
     def overrunning(self, *arrays):
@@ -222,7 +222,7 @@ def test_a_cut_that_the_network_cannot_have_is_refused_on_all_ranks():
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("transport", ["shared", "mpi", "emulated:alpha=1e-6,beta=1e-9,node=2"])
 def test_the_ranks_meet_as_often_for_many_layers_as_for_few(comm, transport, monkeypatch):
-    """Exchanges and sums are set up together, as many ranks on few cores take long to synchronize."""
+    """Ranks synchronize as often for many layers as for few, because exchanges and sums are set up together."""
     calls = []
     agree = communicator.agree
     for module in (communicator, maker):

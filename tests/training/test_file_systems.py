@@ -1,5 +1,4 @@
-"""Runs on file systems that lack something or fail: no symbolic links, errors of calls, files that go while they are
-written."""
+"""Runs on file systems without symbolic links, with failing calls, or whose files are removed while a run writes."""
 
 import errno
 import json
@@ -49,7 +48,7 @@ def names(path):
 
 
 def test_without_symbolic_links(tmp_path, snapshot, monkeypatch):
-    """Without symbolic links, as on SMB and exFAT, checkpoints are written, pruned and found by the user's names."""
+    """Without symbolic links, as on SMB and exFAT, checkpoints are written, pruned and found by the names of links."""
     monkeypatch.setattr("pathlib.Path.symlink_to", lambda *_: (_ for _ in ()).throw(OSError(errno.EPERM, "none")))
     folder = CheckpointFolder(tmp_path, keep=1)
     with refusing("symlink", errno.EPERM), refusing("link", errno.EPERM):
@@ -66,7 +65,7 @@ def test_without_symbolic_links(tmp_path, snapshot, monkeypatch):
 
 
 def test_links_of_older_versions(tmp_path, snapshot):
-    """Links of older versions are read, and replaced without a change of their checkpoint."""
+    """Symbolic links of older versions are read, and replaced without a change of their checkpoint."""
     folder = CheckpointFolder(tmp_path)
     write(folder, snapshot, 1, 2)
     (tmp_path / "latest.h5").unlink()
@@ -80,7 +79,8 @@ def test_links_of_older_versions(tmp_path, snapshot):
 
 @pytest.mark.parametrize("text", ["", "step-00000001.h5 and more", "../step-00000001.h5", "latest.h5", "\xff" * 20])
 def test_a_name_that_cannot_be_read(tmp_path, snapshot, text):
-    """An unreadable name counts for no other file: the newest is used, and a user who gives the name gets an error."""
+    """If a file such as latest.h5 is damaged, the newest checkpoint is used; a user who names the file gets an error.
+    """
     folder = CheckpointFolder(tmp_path)
     write(folder, snapshot, 1, 2)
     (tmp_path / "latest.h5").write_text(text, encoding="latin-1")
@@ -92,7 +92,7 @@ def test_a_name_that_cannot_be_read(tmp_path, snapshot, text):
 @pytest.mark.parametrize("call", ["replace", "fsync"])
 @pytest.mark.parametrize("number", ERRORS, ids=errno.errorcode.get)
 def test_what_cannot_be_written_is_named(tmp_path, snapshot, number, call):
-    """The message has the file, the reason and the remedy; existing files stay."""
+    """An error of a call during writing gives a message with file, reason and remedy; existing files stay."""
     path = tmp_path / "step-00000001.h5"
     write_checkpoint(path, snapshot)
     before = path.read_bytes()
@@ -114,7 +114,7 @@ def test_a_folder_that_is_removed_meanwhile(tmp_path):
 
 
 def test_a_name_that_cannot_be_written(tmp_path, snapshot, caplog):
-    """The checkpoint counts without its name: neither an older one nor the loss of the best one results."""
+    """If latest.h5 or best.h5 cannot be written, the checkpoints still are the latest and the best."""
     folder = CheckpointFolder(tmp_path, keep=1)
     write(folder, snapshot, 1)
     with refusing("replace", errno.EIO, ".latest"), refusing("replace", errno.EIO, ".best"):
@@ -130,7 +130,7 @@ def test_a_name_that_cannot_be_written(tmp_path, snapshot, caplog):
 
 
 def test_what_cannot_be_removed(tmp_path, snapshot, caplog):
-    """If a checkpoint cannot be removed, others are, with one message; it is removed later."""
+    """A checkpoint that cannot be removed gives one message, and is removed later; others are removed."""
     folder = CheckpointFolder(tmp_path, keep=1)
     write(folder, snapshot, 1)
     (tmp_path / ".step-00000000.h5.9.partial").write_text("half")
@@ -146,7 +146,7 @@ def test_what_cannot_be_removed(tmp_path, snapshot, caplog):
 
 
 def at_step(number, change):
-    """Call `change` after a step."""
+    """Return a callback that calls `change` after a step."""
 
     class Changing(Callback):
         def on_step(self, step, loss, learning_rate):
@@ -162,13 +162,13 @@ def alone(config, settings=(), resume=False, callbacks=()):
 
 @pytest.fixture
 def run(tmp_path):
-    """Return a configuration whose run makes 3 epochs of 3 steps."""
+    """Return a configuration whose run has 3 epochs of 3 steps."""
     return write_config(tmp_path)
 
 
 @pytest.mark.parametrize("to", ["removed", "moved", "another"])
 def test_the_log_is_removed_while_the_run_writes(run, tmp_path, caplog, to):
-    """The final log has all steps, or those since another file replaced it."""
+    """If the log is moved, removed or replaced, the new log contains all steps, or those since the replacement."""
     log = tmp_path / "out" / "log.jsonl"
 
     def change():
@@ -188,7 +188,7 @@ def test_the_log_is_removed_while_the_run_writes(run, tmp_path, caplog, to):
 @pytest.mark.parametrize("change", [shutil.rmtree, lambda path: path.rename(path.with_name("moved"))])
 @pytest.mark.parametrize("step", [5, 9])
 def test_the_directory_is_removed_while_the_run_writes(run, tmp_path, change, step):
-    """The run ends with one line instead of files in a new directory."""
+    """If its directory is removed or moved, a run ends with a one-line error and creates no new directory."""
     out = tmp_path / "out"
     with pytest.raises(UserError, match=r"expected \S+/out to stay .*removed or moved"):
         alone(run, callbacks=at_step(step, lambda: change(out)))
@@ -196,7 +196,7 @@ def test_the_directory_is_removed_while_the_run_writes(run, tmp_path, change, st
 
 
 def test_the_directory_is_removed_after_the_last_checkpoint(run, tmp_path, monkeypatch):
-    """The checkpoint that the run returns at the end exists."""
+    """If the directory is removed after the last checkpoint, the run raises an error instead of returning its path."""
     out = tmp_path / "out"
     write = RunLog.write
     monkeypatch.setattr(
@@ -207,7 +207,7 @@ def test_the_directory_is_removed_after_the_last_checkpoint(run, tmp_path, monke
 
 
 def test_the_checkpoints_are_removed_while_the_run_writes(run, tmp_path, monkeypatch):
-    """The run continues, and its last message does not claim that there were no checkpoints."""
+    """A run whose checkpoints are removed continues; a later error states that the written checkpoints are gone."""
     folder = tmp_path / "out" / "checkpoints"
     alone(run, callbacks=at_step(5, lambda: shutil.rmtree(folder)))
     assert evaluate(tmp_path / "out", comm=MPI.COMM_SELF)["step"] == 9
@@ -231,7 +231,7 @@ def cannot(path):
 
 @pytest.mark.parametrize("make", [cannot, lambda path: (path.parent.mkdir(), path.symlink_to("checkpoints"))])
 def test_a_folder_of_checkpoints_that_is_none(run, tmp_path, make):
-    """A file in place of the folder of checkpoints is found before the first step."""
+    """A file in place of the folder of checkpoints is an error before the first step."""
     make(tmp_path / "out" / "checkpoints")
     with pytest.raises(UserError, match=r"expected \S+/out/checkpoints to be a folder that checkpoints can be written"):
         alone(run, callbacks=at_step(1, lambda: pytest.fail("it trains")))
@@ -239,7 +239,7 @@ def test_a_folder_of_checkpoints_that_is_none(run, tmp_path, make):
 
 
 def test_a_lock_that_is_a_folder(run, tmp_path):
-    """The message names the path, not the number of a descriptor."""
+    """A folder in place of the lock is an error that names the path."""
     (tmp_path / "out" / "run.lock").mkdir(parents=True)
     with pytest.raises(UserError, match=r"got \S+/out/run\.lock: no regular file.*remove it"):
         alone(run)
@@ -256,7 +256,7 @@ def test_a_finished_run_is_resumed(run, capsys):
 
 @pytest.mark.parametrize("lost", ["log.jsonl", "checkpoints"])
 def test_the_closing_line_claims_what_is_there(run, tmp_path, capsys, monkeypatch, lost):
-    """The closing line names no file that another process has removed after the last write."""
+    """The closing line of a run names no file that was removed after the last write."""
     out = tmp_path / "out"
     result = alone(run)
     monkeypatch.setattr("halograd.training.run.train", lambda *_, **__: result)

@@ -14,7 +14,7 @@ from tests.training.runs import EDGE, OPTIONS, unet, write_config, write_data
 
 
 class Notes(hg.Callback):
-    """A recorder of calls."""
+    """Callback that records its calls."""
 
     def __init__(self):
         self.steps, self.epochs, self.checkpoints = [], [], []
@@ -80,7 +80,7 @@ def test_goes_on_and_remembers_its_network(comm, folder):
 
 @pytest.mark.ranks(1)
 def test_a_model_by_its_name(comm, folder):
-    """A model by its name gives the same run as a configuration."""
+    """A model given by its name trains as with a configuration."""
     write_config(folder)
     options = {"resolution": EDGE, "channels": 3, "widths": [4, 6], "convs": 1, "decoder": True, "pos_weight": 2.0}
     schedule = {"kind": "cosine", "learning_rate": 0.01, "warmup_epochs": 1}
@@ -120,7 +120,7 @@ def predictions(path, name="prediction"):
 
 @pytest.mark.ranks(1, 2, 4)
 def test_arrays_are_applied_like_files(comm, folder):
-    """Arrays of any type and memory layout, with or without a batch axis, are normalized as in training."""
+    """Predictions for arrays of any type, memory layout and batch axis equal those for files."""
     cut = {"height": 2, "width": comm.size // 2} if comm.size > 1 else {}
     run = hg.fit(unet(), str(folder / "data.h5"), folder / "out", comm=comm, strategy=cut, **OPTIONS)
     with h5py.File(folder / "data.h5") as file:
@@ -176,7 +176,7 @@ def test_arrays_of_several_inputs_have_names(comm, folder):
 
 @pytest.mark.ranks(1, 2)
 def test_what_is_no_data_is_refused_on_all_ranks(comm, folder):
-    """Invalid data, also of one rank alone, are refused on all ranks before any computation or wait."""
+    """Invalid data, also on one rank alone, are an error on all ranks before any computation or wait."""
     run = hg.fit(unet(), str(folder / "data.h5"), folder / "out", comm=comm, strategy={"height": comm.size}, **OPTIONS)
     x = np.ones((5, EDGE, EDGE, 3))
     expected = "apply.*: data: expected files, an array of samples, arrays by the names of inputs or a data set, got "
@@ -214,7 +214,7 @@ def test_what_is_no_data_is_refused_on_all_ranks(comm, folder):
 
 @pytest.mark.ranks(1, 2)
 def test_objects_of_a_script_are_never_continued(comm, folder, monkeypatch):
-    """An interrupted job on arrays begins anew, as it cannot know whether an array is the same."""
+    """An interrupted job on arrays begins anew, because arrays cannot be compared with those of the previous job."""
     run = hg.fit(unet(), str(folder / "data.h5"), folder / "out", comm=comm, strategy={"height": comm.size}, **OPTIONS)
     x = np.random.default_rng(1).standard_normal((12, EDGE, EDGE, 3))
     run.apply(x, folder / "whole.h5")

@@ -1,5 +1,4 @@
-"""Tests of frozen layers: they keep their parameters, and all others train as without frozen layers, under every cut.
-"""
+"""Tests of frozen layers: they keep their parameters, and others train as without frozen layers, under every cut."""
 
 import numpy as np
 import pytest
@@ -83,7 +82,7 @@ def test_what_lies_before_all_that_is_trained_has_no_backward_pass():
 
 
 def filters(program):
-    """Return the layers whose parameters' gradients have a kernel of their own."""
+    """Return the layers that have a separate kernel for the gradients of their parameters."""
     runs = [one for segment in program.backward for one in segment.operations if isinstance(one, Run)]
     return {one.layer for one in runs if one.timing is not None and one.timing.phase == "backward_filter"}
 
@@ -101,7 +100,7 @@ def test_nothing_is_computed_or_kept_for_gradients_that_nobody_reads(name):
 
 
 def test_only_norms_are_trained():
-    """Frozen layers between trained norms propagate errors and compute no gradient of weights."""
+    """If only norms are trained, frozen layers between them propagate errors and compute no gradient of weights."""
     made = NETWORKS["resnet"]()
     trained = {name for name in made.layers if "norm" in name or "bn" in name}
     assert trained
@@ -137,7 +136,7 @@ def test_under_random_strategies(name):
 
 @pytest.mark.ranks(1, 2)
 def test_runs(comm, shared, config):
-    """A configuration freezes layers; a resumed run may freeze others; errors name the mistakes."""
+    """A configuration can freeze layers, and other ones when it is resumed; unknown names are an error."""
     train_run(config, ["training.epochs=1", 'training.freeze=["conv1_1", "bn*"]'], comm=comm)
     found = train_run(
         config, ["training.epochs=2", 'training.freeze=["predict"]', "training.clip_norm=1.0"], True, comm=comm

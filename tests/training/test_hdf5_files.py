@@ -22,7 +22,7 @@ from tests.training.runs import SAMPLES, write_config
 
 
 def fuzz(*arguments: str) -> str:
-    """Return the program's last output, after a check that it found no error."""
+    """Return the output of the program, after a check that it has found no error."""
     command = [sys.executable, "-m", "tests.training.fuzz_hdf5", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=scaled(850))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -31,14 +31,14 @@ def fuzz(*arguments: str) -> str:
 
 @pytest.mark.timeout(900)
 def test_every_mutation():
-    """But for those of the mask that are done to the inputs too: the program without options does all."""
+    """Every mutation ends as specified, except those of the mask that are also applied to the inputs."""
     wanted = [name for name in MUTATIONS if name.replace("mask", "inputs") == name or "mask_of" in name]
     assert f"{len(wanted)} cases on 1 rank(s)" in fuzz("--only", "^(?!mask_(?!of)|virtual_mask)")
 
 
 @pytest.mark.timeout(900)
 def test_on_two_ranks():
-    """One mutation of each kind works on two ranks: names, attributes, storage, read errors of all ranks and of one."""
+    """One mutation of each kind ends as specified on two ranks: names, attributes, storage, read errors."""
     names = ["links_in_a_circle", "names_scalar", "virtual_mask_source_missing", "inputs_some_chunks", "nan"]
     assert f"{len(names)} cases on 2 rank(s)" in fuzz("--ranks", "2", "--only", f"^({'|'.join(names)})$")
 
@@ -59,7 +59,7 @@ def test_all_ranks_raise_the_same(comm, tmp_path, name):
 @pytest.mark.ranks(2, 3)
 @pytest.mark.timeout(60)
 def test_a_fault_of_one_rank_while_statistics_are_computed(comm, config):
-    """An error of one rank while statistics are computed does not leave the others waiting for its sums."""
+    """An error of one rank during the statistics is raised on all ranks, which do not wait for its sums."""
     if comm.rank == 0:
         sample = split(SAMPLES, 0.3, seed=7)[0][1]  # rank 1 reads it, for every number of ranks
         with h5py.File(config.with_name("data.h5"), "r+") as file:
@@ -72,7 +72,7 @@ def test_a_fault_of_one_rank_while_statistics_are_computed(comm, config):
 
 @pytest.mark.ranks(1)
 def test_numbers_from_outside_if_it_is_allowed(comm, tmp_path):
-    """The key ``data.allow_external`` reaches the data set, in training and evaluation."""
+    """Data in external files are an error, unless ``data.allow_external`` is set."""
     folder = tmp_path / "data"
     folder.mkdir()
     prepare(folder, "virtual_outside", 0)
@@ -91,7 +91,7 @@ def onednn():
 
 @pytest.mark.ranks(1)
 def test_doubles_and_kernels_that_have_none(comm, tmp_path, onednn):
-    """Doubles of a file are converted; to compute with them is refused in one line."""
+    """Files of float64 are converted to the dtype of a run; computing in float64 by oneDNN is a one-line error."""
     config = write_config(tmp_path)
     with h5py.File(tmp_path / "data.h5", "r+") as file:
         values = file["inputs"][()]

@@ -1,4 +1,4 @@
-"""Tests of whole arrays as inputs of an executor: accepted arrays, and arrays that all ranks refuse."""
+"""Tests of whole arrays as inputs of an executor: accepted arrays, and arrays that all ranks reject."""
 
 import re
 
@@ -27,7 +27,7 @@ def executing(comm):
 
 
 def arrays():
-    """Return one array of integers, as a script may hold it."""
+    """Return an array of integers in several types and memory layouts, by name."""
     plain = np.arange(np.prod(SHAPE)).reshape(SHAPE) % 7
     shut = plain.astype(float)
     shut.flags.writeable = False

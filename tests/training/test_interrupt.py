@@ -1,4 +1,4 @@
-"""Tests of SIGINT: a run ends at once with one line that names the checkpoint to resume from, and logs it."""
+"""Tests of SIGINT: a run ends at once, logs it, and names in one line the checkpoint to resume from."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ COMMON = ["training.batch=2", "training.epochs=40", "output.checkpoint_epochs=1"
 
 @pytest.fixture(autouse=True)
 def interruptible() -> Iterator[None]:
-    """Fixture: programs start with the default action of SIGINT, even if this suite ignores it in the background."""
+    """Give SIGINT its default action for started programs, even if this suite runs in the background and ignores it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
 def assert_told(told: str, out: Path, rank: int) -> None:
-    """Check that there is one line, and a log that agrees with it."""
+    """Check that one line reports the interrupt, and that the log agrees with it."""
     (line,) = [line for line in told.splitlines() if line.startswith("halograd: ")]
     who = f"rank {rank} of 3 on {HOST}: " if rank else ""
     rest = r"interrupted at step \d+; the newest checkpoint is (\S+/step-\d+\.h5); go on with --resume"
@@ -70,7 +70,7 @@ def test_one_rank(tmp_path, victim):
 
 
 def test_a_rank_that_waits_for_one_that_hangs(tmp_path):
-    """A rank that waits in MPI is interrupted, although Python raises no KeyboardInterrupt there."""
+    """A rank that waits in MPI for a hanging one is interrupted, although Python raises no KeyboardInterrupt in MPI."""
     out = tmp_path / "out"
     train = ["-m", "halograd", "train", write_config(tmp_path), *sets(*COMMON, "backend.transport=mpi")]
     gate = Gate(tmp_path, 8, 2)
@@ -96,7 +96,7 @@ main()
 
 
 def test_ctrl_c_in_the_terminal_of_mpiexec(tmp_path):
-    """The other ranks leave the message to rank 0 for half a second, here as long as needed."""
+    """Ctrl-C in the terminal of mpiexec gives one line of rank 0: the other ranks give it time to write that."""
     out, mark, script = tmp_path / "out", jobs.new_mark(), tmp_path / "patient.py"
     script.write_text(PATIENT)
     command = [find_mpiexec(), "-n", "3", sys.executable, str(script), "train", str(write_config(tmp_path))]
@@ -137,7 +137,7 @@ main()
 
 
 def test_a_rank_that_starts_mpi_when_another_has_not(tmp_path):
-    """Before MPI has started no rank knows another: the launcher ends the others when a process dies."""
+    """If a rank is interrupted before another has started MPI, the launcher ends both, without a traceback."""
     script, mark = tmp_path / "late.py", tmp_path / "there"
     script.write_text(WAITS_FOR_A_RANK)
     with started(2, script, "train", write_config(tmp_path), mark) as (process, job):
@@ -151,7 +151,7 @@ def test_a_rank_that_starts_mpi_when_another_has_not(tmp_path):
 
 
 def interrupting(monkeypatch, owner: type, name: str, calls: int) -> None:
-    """Let a method raise KeyboardInterrupt at this call."""
+    """Make the given call of a method raise KeyboardInterrupt."""
     call, made = getattr(owner, name), []
 
     def method(self, *args, **kwargs):
@@ -164,7 +164,7 @@ def interrupting(monkeypatch, owner: type, name: str, calls: int) -> None:
 
 
 def test_a_run_of_one_process(config, tmp_path, monkeypatch):
-    """An interrupted run of one process cleans up and writes the same message; afterwards it can be resumed."""
+    """An interrupted run of one process frees its resources and raises the same message; it can be resumed."""
     out = tmp_path / "out"
     with monkeypatch.context() as patch:
         interrupting(patch, TrainingRun, "_log_step", 4)
@@ -179,7 +179,7 @@ def test_a_run_of_one_process(config, tmp_path, monkeypatch):
 
 
 def test_a_run_that_has_not_begun(config, tmp_path, monkeypatch):
-    """An interrupt before the start leaves the log of the run before."""
+    """An interrupt before the first step leaves the log of the previous run unchanged."""
     out = tmp_path / "out"
     train(config, comm=MPI.COMM_SELF)
     before = (out / "log.jsonl").read_text()

@@ -1,4 +1,4 @@
-"""Tests of label maps: a run with a map equals a run on a file with the new numbers."""
+"""Tests of label maps: a run with a map equals a run on a file with the mapped labels."""
 
 import h5py
 import numpy as np
@@ -51,7 +51,8 @@ def write(folder):
 @pytest.mark.ranks(1, 2, 4)
 @pytest.mark.parametrize("invalid", ["refuse", "skip"])
 def test_as_a_file_with_the_new_numbers(comm, config, invalid):
-    """Several files are mapped in training, counts of classes, evaluation and its predictions; augmented, too."""
+    """Training, class counts, evaluation and predictions with a label map equal those on mapped files, also augmented.
+    """
     sets = [f"strategy.height={comm.size}", f'data.invalid="{invalid}"', 'data.augment={flips=["width"], turns=true}']
     ready = ['data.path="new.h5"', "data.labels={}", 'output.directory="new"']
     found, want = (train(config, [*sets, *more], comm=comm) for more in ([], ready))
@@ -110,7 +111,7 @@ def test_arrays_and_data_sets_of_ones_own(comm, working):
     x, t = rng.random((8, 6, 6, 2)), rng.choice([0, 1, 9], (8, 6, 6, 1))
 
     class Bare:
-        """Has not heard of labels."""
+        """Data set of a user that does not know label maps."""
 
         def __init__(self, data):
             self.path, self.fields, self.groups, self.lenient = data.path, data.fields, None, frozenset()

@@ -1,4 +1,4 @@
-"""Tests that a step allocates nothing, and sends exactly the messages and bytes of the formula."""
+"""Tests that a step allocates no array, and sends exactly the messages and bytes of the formula."""
 
 import numpy as np
 import pytest
@@ -22,13 +22,15 @@ BIG = {
 
 
 def in_space(network, size, halo):
-    """Return a strategy that cuts all layers along their width."""
+    """Return a strategy that cuts all layers along the width."""
     return Strategy({"width": size}, options={"halo": halo})
 
 
 def in_channels(network, size, halo):
-    """Convolutions cut along filters and along the sum in turn, channelwise layers along channels; one rank less
-    in the last layer."""
+    """Return a strategy that cuts layers along channels; convolutions in turn along filters and input channels.
+
+    The last layer is cut along the width, over one rank less.
+    """
     layers, turn = {}, 0
     for name, node in network.layers.items():
         most = min(node.shape[-1], *(n.shape[-1] for n in node.inputs))
@@ -46,9 +48,9 @@ def in_channels(network, size, halo):
 @pytest.mark.parametrize(("cut", "halo"), [(in_space, "pad"), (in_space, "overlap"), (in_channels, "pad")])
 @pytest.mark.parametrize("name", BIG)
 def test_a_step_allocates_no_array(name, cut, halo, backend):
-    """Activations have 256 KiB and more on every rank: any temporary of one of them would be seen.
+    """A step allocates no array: activations of every rank have at least 256 KiB, so a temporary would be detected.
 
-    NumPy's casting buffers (8192 elements per operand, some 100 KiB) come and go and are no arrays.
+    NumPy's casting buffers (8192 elements per operand, some 100 KiB) are transient and no arrays.
     """
     with Communicator(MPI.COMM_WORLD) as comm:
         network = BIG[name]()
@@ -61,7 +63,7 @@ def test_a_step_allocates_no_array(name, cut, halo, backend):
 
 
 def chain(rows, columns):
-    """Return three convolutions with countable halos: 5x5, 3x3 stride 2, 3x3; 4, 6, 5 channels."""
+    """Return a network of three convolutions with halos that can be counted by hand: 5x5, 3x3 with stride 2, 3x3."""
     x = Input((rows, columns, 2), name="x")
     y = Conv(4, 5, padding=2, name="a")(x)
     y = BatchNorm(name="bn")(y)
@@ -74,8 +76,11 @@ def chain(rows, columns):
 @pytest.mark.mpi(min_size=1)
 @pytest.mark.parametrize("halo", ["pad", "overlap"])
 def test_halo_messages_and_bytes_are_those_of_the_formula(halo):
-    """H cut, `P` blocks of 8 rows. Forward, rows wanted from above and below (a reads its halo from disk):
-    b: 1 and 0 of 4 channels; c: 1 and 1 of 6. Backward, rows of dy: b: 0 and 1 of 6; c: 1 and 1 of 1."""
+    """Halo messages and bytes of a step are those of the formula, under a cut of the height.
+
+    Each of `P` blocks has 8 rows. Forward, rows from above and below: b: 1 and 0 of 4 channels; c: 1 and 1 of 6; a
+    reads its halo from disk. Backward, rows of dy: b: 0 and 1 of 6; c: 1 and 1 of 1.
+    """
     with Communicator(MPI.COMM_WORLD) as comm:
         columns, batch, size = 10, 3, np.dtype("float32").itemsize
         executor = Executor(

@@ -1,4 +1,4 @@
-"""Tests of a run's log: its lines and readers, any damage, text logs of ranks, and the progress bar."""
+"""Tests of a run's log: its lines and readers, damage, text logs of ranks, and the progress bar."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_bad_lines(line):
 
 
 def damaged(path, lines=BAD):
-    """Fixture: a run of two epochs whose log has a bad line after each good one, and a half line at the end."""
+    """Write the log of a run of two epochs with a damaged line after each good one; return the good entries."""
     good = [{**BEGIN, "time": 1e9}]
     good += [{**STEP, "step": k, "epoch": (k - 1) // 3, "time": 1e9 + k} for k in range(1, 7)]
     good += [{**VALIDATION, "step": 3}, PHASES, PREDICTION, {"event": "finished", "step": 6}]
@@ -109,7 +109,7 @@ def test_every_reader(tmp_path, caplog, capsys):
 
 
 def test_a_validation_without_a_loss_and_an_end_without_a_step(tmp_path, caplog):
-    """Undefined scores are drawn as gaps, and printed as "none"."""
+    """Undefined scores are gaps in plots and "none" in text, and an end without a step is accepted."""
     path, times = tmp_path / "log.jsonl", iter(range(10**9, 10**9 + 99))
     entries = [BEGIN, *({**STEP, "step": k} for k in (1, 2, 3)), {**VALIDATION, "loss": None}]
     entries += [*({**STEP, "step": k, "epoch": 1} for k in (4, 5, 6)), {**VALIDATION, "epoch": 1, "step": 6}]
@@ -154,7 +154,7 @@ def flipped(data, rng):
 
 
 def exchanged(data, rng):
-    """Return the log with some values, at any depth, removed or of another type; all lines are JSON."""
+    """Return the log with some values, at any depth, removed or replaced by other types; all lines are JSON."""
     entries = [json.loads(line) for line in data.splitlines()]
     for _ in range(int(rng.integers(1, 6))):
         place = entries[int(rng.integers(len(entries)))]
@@ -171,7 +171,7 @@ def exchanged(data, rng):
 
 
 def test_any_damage(tmp_path):
-    """All readers accept a damaged log. HALOGRAD_LOG_CASES: number of cases, each with a page."""
+    """All readers accept a log with random damage; HALOGRAD_LOG_CASES sets the number of cases, each with a page."""
     train(write_config(tmp_path), ["output.timeline=true"])
     path = tmp_path / "out" / "log.jsonl"
     extra = [FAILED, PREDICTION, {"event": "stopped", "step": 9, "reason": "SIGTERM", "code": 75}]
@@ -190,7 +190,7 @@ def test_any_damage(tmp_path):
 
 @pytest.mark.mpi
 def test_a_run_goes_on(comm, config, caplog):
-    """A run with a damaged log resumes, reports the number of skipped lines, and continues with a valid log."""
+    """A run with a damaged log resumes, reports the number of skipped lines, and appends valid lines."""
     train(config, ["training.epochs=1"], comm=comm)
     path = config.parent / "out" / "log.jsonl"
     if comm.rank == 0:
@@ -255,7 +255,7 @@ def test_a_run_with_a_log_of_every_rank(comm, config):
 
 
 def test_only_rank_0_is_heard(tmp_path):
-    """Output of other ranks goes to their logs only."""
+    """Only rank 0 prints; output of other ranks goes to their logs."""
     config = write_config(tmp_path)
     (tmp_path / "run.toml").write_text(config.read_text().replace("progress = false", "rank_logs = true"))
     done = mpiexec(2, ["-m", "halograd", "train", config, "--set", "training.epochs=1"])
@@ -276,7 +276,7 @@ logging.error("the disk of rank %d burns", MPI.COMM_WORLD.rank)
 
 
 def test_another_rank_says_which_it_is():
-    """Rank 0 prints warnings; other ranks print errors with their number."""
+    """Rank 0 prints warnings and errors; other ranks print only errors, with their rank and host."""
     lines = mpiexec(2, ["-c", COMPLAINS]).stderr.splitlines()
     wanted = ["halograd: of rank 0", "halograd: the disk of rank 0 burns"]
     assert [line for line in lines if "rank 1" not in line] == wanted
@@ -294,7 +294,7 @@ def test_a_folder_that_cannot_be_made(tmp_path):
 
 @pytest.mark.parametrize("name", ["log.jsonl", "logs/rank-0000.log", "tensorboard"])
 def test_files_that_cannot_be_written(name, tmp_path):
-    """A log that cannot be written, because of another object or another user's file in its place, is reported."""
+    """A log that cannot be written, because another object is in its place, is an error that names it."""
     config = write_config(tmp_path)
     place = tmp_path / "out" / name
     place.parent.mkdir(parents=True, exist_ok=True)
@@ -314,7 +314,7 @@ PROGRAM = "from halograd.comm.terminal import terminal_columns as columns; print
 
 
 def through(*launcher: str) -> str:
-    """Return what this process detects about its terminal behind a launcher."""
+    """Return what a process started by a launcher detects about its terminal."""
     code, shown = on_terminal([*launcher, sys.executable, "-c", PROGRAM])
     assert code == 0, shown
     return shown.strip()
@@ -333,13 +333,13 @@ def test_no_columns_where_the_user_reads_a_file_or_another_program(redirected):
 
 
 def test_no_columns_where_a_program_catches_what_is_said():
-    """Its own stderr is a terminal, and what it reads from its child does not go there."""
+    """A process whose output another program captures detects no terminal width, although that has a terminal."""
     catching = "import subprocess, sys; print(subprocess.run(sys.argv[1:], capture_output=True, text=True).stdout)"
     assert "columns None" in through(sys.executable, "-c", catching)
 
 
 def test_a_run_of_two_ranks_shows_its_bar(tmp_path):
-    """On the terminal, and not in the log of the rank."""
+    """A run of two ranks shows its progress bar on the terminal, and not in the logs of ranks."""
     command = [find_mpiexec(), "-n", "2", sys.executable, "-m", "halograd", "train", str(write_config(tmp_path))]
     code, shown = on_terminal([*command, *sets("output.progress=true", "output.rank_logs=true")])
     assert code == 0, shown

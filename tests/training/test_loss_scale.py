@@ -1,4 +1,4 @@
-"""Tests of float16 with a scaled loss, on our CUDA kernels executed by the CPU: overflows are skipped without waits."""
+"""Tests of float16 with loss scaling, on our CUDA kernels executed by the CPU: overflows are skipped without waits."""
 
 import json
 from contextlib import nullcontext
@@ -84,7 +84,7 @@ def test_a_step_that_overflows_is_skipped_and_the_scale_halved(kernels):
 
 @pytest.mark.ranks(2)
 def test_an_overflow_passes_where_gradients_are_rounded_without_error_feedback(kernels):
-    """With it, NaN would stay in the errors and end every run that overflows once."""
+    """Rounded gradients with loss scaling need `error_feedback=False`, because NaN would remain in the residuals."""
     with Communicator(MPI.COMM_WORLD) as comm:
         with pytest.raises(UserError, match=r'error_feedback: expected false with training.dtype = "float16"'):
             build(kernels, comm, reduction=Scheme(payload="bfloat16"))

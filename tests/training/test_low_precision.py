@@ -1,4 +1,4 @@
-"""Tests of training with activations of 16 bits on the double of a device, against float32 throughout."""
+"""Tests of training with 16-bit activations on the double of a device, against float32."""
 
 import numpy as np
 import pytest
@@ -101,7 +101,7 @@ def test_refused_on_the_cpu(dtype):
 
 @pytest.mark.ranks(1, 2)
 def test_channels_of_an_input_lie_padded_where_convolutions_read_it(monkeypatch):
-    """The stem of a mesh network: 18 channels in rows of 24, the same numbers, no copy."""
+    """Inputs of 18 channels are stored in rows of 24 for convolutions in 16 bits; losses are the same."""
     with Communicator(MPI.COMM_WORLD) as comm:
         network = mesh(resolution=(20, 16), channels=18, widths=(4, 6), convs=1)
         losses, strides = [], []

@@ -17,7 +17,7 @@ LENGTHS = (4, 7, 1, 7)
 
 
 def write(folder):
-    """Write the data in one file, and cut into several."""
+    """Write the data in one file, and also divided into several files."""
     write_config(folder)
     (folder / "parts").mkdir()
     first = 0
@@ -57,7 +57,7 @@ def test_whole_files_are_held_out(comm, config, caplog):
 
 @pytest.mark.ranks(1, 2)
 def test_a_run_goes_on_with_the_samples_it_began_with(comm, config):
-    """A renamed file shifts all numbers; a resumed run still does not train on held-out samples."""
+    """A resumed run does not train on samples that it held out, also if a renamed file shifts all sample numbers."""
     folder = config.parent
     cut = [f"strategy.height={comm.size}", f"data.path={folder / 'parts'}"]
     train(config, [*cut, "training.epochs=1"], comm=comm)
@@ -88,7 +88,7 @@ def test_a_run_goes_on_with_the_samples_it_began_with(comm, config):
 
 @pytest.mark.ranks(2)
 def test_a_file_that_differs_is_named_on_all_ranks(comm, config):
-    """Different ranks examine the files."""
+    """A file that differs from the others is named on all ranks, although different ranks examine the files."""
     folder = config.parent
     if comm.rank == 0:
         with h5py.File(folder / "parts" / "run1.h5", "r+") as file:
@@ -122,7 +122,7 @@ def test_splits_that_the_data_do_not_allow(comm, config):
 
 @pytest.mark.ranks(1, 2)
 def test_a_run_of_an_older_order_goes_on_by_a_list(comm, config):
-    """Older versions sorted names as text, 10 before 2: a resumed run keeps the held-out samples, or is refused."""
+    """A run of older versions, which sorted 10 before 2, resumes with a list of files in that order, or is an error."""
     folder, names = config.parent / "parts", ("run1.h5", "run10.h5", "run2.h5", "run3.h5")
     if comm.rank == 0:
         for number, name in reversed(list(enumerate(names))):

@@ -18,7 +18,7 @@ BATCH, SHAPE = 4, (6, 5)
 
 
 def direct(guess, truth, classes):
-    """Return counts by the definition, element by element."""
+    """Return the confusion counts by the definition, element by element."""
     counts = np.zeros((classes, classes), np.int64)
     for g, t in zip(guess.reshape(-1), truth.reshape(-1)):
         counts[int(t), int(g)] += 1
@@ -33,7 +33,7 @@ def test_scores_of_two_classes():
 
 
 def test_scores_of_many_classes():
-    """Class 2 neither occurs nor is predicted: it does not lower the mean."""
+    """A class that neither occurs nor is predicted does not lower mean scores."""
     counts = np.zeros((3, 3), np.int64)
     counts[:2, :2] = [[3, 1], [2, 4]]
     found = scores(counts)
@@ -57,7 +57,7 @@ def test_ignored_positions():
 
 
 def network(case):
-    """Return a loss of two inputs; the test gives the predictions."""
+    """Return a network that is only a loss of two inputs, so that the test sets the predictions."""
     channels, target, dtype, loss = {
         "binary": (1, 1, "compute", hg.BinaryCrossEntropyWithLogits()),
         "labels": (3, 3, "compute", hg.BinaryCrossEntropyWithLogits()),
@@ -72,7 +72,7 @@ def network(case):
 
 
 def batches(case):
-    """Return two full batches and a short one."""
+    """Yield two full batches and a short one: prediction, target, number of valid samples."""
     inputs = network(case).inputs
     for step, valid in enumerate((BATCH, BATCH, 3)):
         rng = np.random.default_rng(step)
@@ -135,7 +135,7 @@ def test_evaluation(comm, case):
 
 
 def counted_loss():
-    """Return the loss of the case "classes" by its definition: the mean over all positions that count."""
+    """Return the loss of the case "classes" by its definition: the mean over all positions that are not ignored."""
     each = []
     for x, t, valid in batches("classes"):
         logits, truth = x[:valid], t[:valid]
@@ -145,7 +145,7 @@ def counted_loss():
 
 
 def weighted():
-    """Return a mean of two weighted losses, one over classes, and one for training alone."""
+    """Return a network with a sum of weighted losses, one of classes, and one for training only."""
     x, y = hg.Input((*SHAPE, 3), "x"), hg.Input((1,), "y")
     t, w = hg.Input((*SHAPE, 1), "t", "int32"), hg.Input((*SHAPE, 1), "w")
     z, v = hg.Input((1,), "z"), hg.Input((1,), "v")

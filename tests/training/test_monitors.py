@@ -55,7 +55,7 @@ def test_a_validation_loss():
 
 
 def test_a_regression_of_rare_large_numbers():
-    """Rain: the first batch is dry, so that its loss is no measure of the others."""
+    """A regression with rare large targets does not count as diverged: its scale is that of the targets."""
     rain = [1.0, 1.0, 1e6, 1.0, 3e6, 2e5]
     assert judged(rain) is not None  # of classes there is no such loss
     assert judged(rain, 1e6, scale=1e6) is None
@@ -91,7 +91,9 @@ def test_the_mean_of_an_epoch_waits_for_its_last_loss_only():
 
 @pytest.mark.ranks(1, 2)
 def test_a_run_that_diverges(comm, config, caplog):
-    """One warning, a line of the log per epoch, the same on all ranks, and a resumed run knows of it."""
+    """A diverging run gives one warning and a log line per epoch, the same on all ranks; a resumed run reports it
+    again.
+    """
     cut = [f"strategy.sample={comm.size}"]
     result = train(config, [*cut, *WILD], comm=comm)
     assert math.isfinite(result["loss"]) and "its first size" in result["diverged"]
@@ -121,7 +123,7 @@ def test_runs_that_do_not_diverge(comm, config, caplog):
 
 @pytest.mark.ranks(1)
 def test_a_schedule_that_is_stretched_is_said(comm, config, caplog, capsys):
-    """A resumed run with more epochs has another cosine schedule: a message says that the rate jumps."""
+    """A resumed run with more epochs gets a warning that its cosine schedule, and so the learning rate, changes."""
     cosine = ["schedule.kind=cosine", "output.log_steps=1", "output.progress=true"]
     train(config, cosine, comm=comm)
     said = capsys.readouterr().err
@@ -151,7 +153,7 @@ def test_threads_that_are_not_read_are_said(monkeypatch, caplog):
 
 @pytest.mark.ranks(1)
 def test_a_regression_of_rain(comm, config, caplog):
-    """Targets of most samples are zero, and of some a thousand; the first batches have none."""
+    """A run whose targets are mostly zero and rarely a thousand is not reported as diverged."""
     with h5py.File(config.parent / "data.h5", "r+") as file:
         mask = file["mask"][()].astype(np.float32)
         del file["mask"]
@@ -210,7 +212,7 @@ def test_which_is_the_best(name, values, best):
 
 
 def test_patience():
-    """A validation with an undefined score counts neither for nor against the model."""
+    """A validation with an undefined score neither ends nor restarts the patience."""
     score = BestScore("loss", NAMES, 2)
     values = [None, math.nan, None, 0.5, 0.6, 0.4, 0.5, None, math.nan, 0.4]
     for step, value in enumerate(values, 1):
@@ -229,7 +231,7 @@ def validations(folder, name):
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("name", ["loss", "iou"])
 def test_its_checkpoint_is_kept(comm, config, name):
-    """The best checkpoint is kept whatever comes after it; its evaluation gives the best score."""
+    """The best checkpoint is kept whatever follows, and its evaluation gives the best score."""
     out = config.parent / "out"
     sets = ["training.epochs=8", "output.keep=1", f'output.best="{name}"', *STEEP]
     result = train(config, [*sets, "output.checkpoint_epochs=0"], comm=comm)
@@ -248,7 +250,7 @@ def test_its_checkpoint_is_kept(comm, config, name):
 
 @pytest.mark.ranks(1, 2)
 def test_a_run_that_gives_up(comm, config):
-    """A run stops early after the same validation, interrupted or not; a resumed one then ends at once."""
+    """A run with patience stops after the same validation, interrupted or not; resumed again it ends at once."""
     sets = ["training.epochs=40", "training.patience=3", *STEEP]
     whole = train(config, [*sets, f"output.directory={config.parent / 'whole'}"], comm=comm)
     comm.barrier()

@@ -58,7 +58,7 @@ def write(folder: Path) -> None:
 
 @pytest.mark.mpi
 def test_trains_and_judges_as_one_process_does(comm, config):
-    """Five arrays of different types and extents and three tasks give the results of one process, and all predictions.
+    """A network with five arrays and three tasks has the results of one process under every cut, and all predictions.
     """
     want = check_scores(comm, config)
     if comm.rank == 0:
@@ -116,7 +116,7 @@ def test_what_does_not_fit_is_named(comm, config, sets, message):
 
 @pytest.mark.ranks(1, 2)
 def test_a_run_says_which_channels_it_transforms(comm, config, capfd):
-    """A run prints the channels that get a rule by their name, so that the user need not read the documents."""
+    """A run prints the channels that are transformed because of their names, and the rules."""
     if comm.rank == 0:
         with h5py.File("data.h5", "a") as file:
             file["u"].attrs["channel_names"] = ["Density", "speed", "Pressure"]

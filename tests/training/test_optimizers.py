@@ -21,7 +21,7 @@ def gradients(store, step):
 
 
 def run(store, optimizer, scale=1.0):
-    """Return the parameters after some steps, and the gradients."""
+    """Return the parameters after some steps, and the gradients of each step."""
     seen = []
     for step, rate in enumerate(RATES):
         gradients(store, step)
@@ -131,7 +131,7 @@ def test_gaps_stay_zero(make_store, case):
 
 @pytest.mark.parametrize("case", CASES)
 def test_state_is_named_by_parameter(make_store, case):
-    """The state has the same names and values with any buckets."""
+    """The optimizer state has the same names and values for any buckets."""
     one, many = make_store(1 << 20), make_store(1)
     assert len(one.buckets) < len(many.buckets)
     states = []

@@ -1,4 +1,5 @@
-"""Metrics in a file of the user that a configuration names: exact under every cut, in log, best, patience, report."""
+"""Metrics in a user's file that a configuration names: exact under every cut; in log, best score, patience and report.
+"""
 
 import pytest
 from mpi4py import MPI

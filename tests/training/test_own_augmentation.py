@@ -1,4 +1,4 @@
-"""An augmentation in a file of the user: the same changes under every cut, and in a run that is resumed."""
+"""Tests of an augmentation in a user's file: the same changes under every cut, and in a resumed run."""
 
 import pytest
 from mpi4py import MPI

@@ -48,7 +48,7 @@ def test_it_is_found_by_its_file_and_computes(counted):
 
 
 def test_a_run_names_it(comm, config, counted):
-    """The losses are those of the base backend, and the log names the user's."""
+    """A run with a user's backend has the losses of the backend that it extends, and the log names it."""
     folder = config.parent
     for name, kernels in (("own", counted), ("theirs", "numpy")):
         train(config, [f"backend.kernels={kernels}", f"output.directory={folder / name}"], comm=comm)

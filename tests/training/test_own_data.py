@@ -1,4 +1,4 @@
-"""Tests of a user's data sets, by a function in a file or from a script: as from HDF5, under every cut."""
+"""Tests of a user's data sets, from a function in a file or a script: the same results as HDF5, under every cut."""
 
 import h5py
 import numpy as np
@@ -49,7 +49,7 @@ OWN = ['data.path="arrays"', 'data.file="data.py:open"']
 
 @pytest.mark.ranks(1, 2, 4)
 def test_by_a_function(comm, config):
-    """Training, resumption, evaluation and `apply` give the results of the same samples in an HDF5 file."""
+    """Training, resumption, evaluation and `apply` on a user's data set equal those on the same samples in HDF5."""
     for number, cut in enumerate(CUTS[comm.size]):
         sets = [*overrides_of(cut), f"output.directory=cut{number}"]
         train(config, [*sets, *OWN, "training.epochs=1"], comm=comm)

@@ -1,4 +1,4 @@
-"""Tests of a user's codec and transport, each in a file that the configuration names: numbers, bytes, times, memory."""
+"""Tests of a user's codec and transport, in files that the configuration names: results, bytes, times, memory."""
 
 import numpy as np
 import pytest
@@ -50,7 +50,7 @@ class Late(Codec):
 
 @pytest.fixture
 def files(tmp_path_factory):
-    """Fixture: folder with the user's files, the same on all ranks."""
+    """Return a folder with the user's files, the same on all ranks."""
     comm = MPI.COMM_WORLD
     folder = comm.bcast(tmp_path_factory.mktemp("own") if comm.rank == 0 else None)
     if comm.rank == 0:
@@ -66,7 +66,7 @@ def half(files):
 
 
 def run(config, out, *settings, ranks=2, resume=(), cwd=None):
-    """Return the losses of a run of the command line."""
+    """Return the losses of a training run by the command line, by step."""
     common = ["training.epochs=2", "training.batch=2", f"output.directory={out}"]
     done = mpiexec(ranks, ["-m", "halograd", "train", config, *sets(*common, *settings), *resume], cwd=cwd)
     assert done.returncode == 0, done.stderr
@@ -74,9 +74,7 @@ def run(config, out, *settings, ranks=2, resume=(), cwd=None):
 
 
 def test_a_run_with_a_codec_of_a_file(files):
-    """Named relative to the working folder; without loss the run is that of ordered sums, bit by bit; its residuals
-    are in the checkpoint, and a run of one rank takes them.
-    """
+    """A codec without loss gives bitwise the run of ordered sums; residuals of a lossy one are resumed on one rank."""
     config = write_config(files)
     plain = run(config, files / "plain", "reduction.deterministic=true")
     assert run(config, files / "same", "reduction.payload=others.py:Same", cwd=files) == plain
@@ -139,7 +137,7 @@ def test_sums_have_the_bits_of_the_definition_and_errors_come_back(comm, half, t
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("feedback", [True, False])
 def test_a_step_is_counted_held_and_priced_as_predicted(comm, half, feedback):
-    """Memory in messages, too: what the prediction leaves out are the pieces that encoding works on."""
+    """With a user's codec, messages, memory and cost are as predicted, except pieces of memory for encoding."""
     scheme = Scheme("bucketed", payload=half, error_feedback=feedback)
     strategy = Strategy({"sample": comm.size}, bucket_bytes=BUCKET, reduction=scheme)
     network = NETWORKS["lenet"]()
@@ -190,7 +188,7 @@ def test_a_run_with_a_transport_of_a_file(files):
 
 @pytest.mark.mpi(min_size=2)
 def test_others_read_the_properties_of_a_transport(comm, files):
-    """The library reads the transport's properties: it waits for a network, and all its messages are late."""
+    """The library uses the properties of a user's transport: network, nodes and shared memory."""
     place = f"{files / 'slow.py'}:Slow:seconds=0.5"
     with Communicator(comm, place) as ranks:
         assert ranks.transport == place and ranks.shares_memory and ranks.network.alpha == 0.5

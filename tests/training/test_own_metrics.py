@@ -1,4 +1,4 @@
-"""Tests of a user's metrics: counted under every cut as the library's are, and compared in their own direction."""
+"""Tests of a user's metrics: the same under every cut, and compared in their own direction."""
 
 import json
 
@@ -63,7 +63,7 @@ STEEP = ["training.epochs=8", "schedule={kind='constant', learning_rate=0.3}", "
 @pytest.mark.ranks(1, 2, 4)
 @pytest.mark.parametrize(("name", "choose"), [("drag", min), ("agreement", max)])
 def test_its_direction_decides(comm, config, name, choose):
-    """The metric's direction decides which score is better, whatever its name ends in, under every cut."""
+    """The direction that a metric declares decides which score is better, whatever its name, under every cut."""
     for number, cut in enumerate(CUTS[comm.size]):
         sets = [*overrides_of(cut), *STEEP, f"output.directory=cut{number}", f'output.best="{name}"']
         result = train(config, sets, comm=comm)
@@ -89,16 +89,14 @@ def test_its_direction_decides(comm, config, name, choose):
 
 @pytest.mark.ranks(1, 2)
 def test_a_score_without_a_direction_is_refused(comm, config):
-    """A best score without a direction is refused before the run, on all ranks, by its name; it is computed
-    nevertheless.
-    """
+    """A best score without a known direction is an error before the run, on all ranks; the score itself is computed."""
     with pytest.raises(UserError, match=r"output\.best: .* is known, got 'missed'; .* better = \{\"NAME\": \"lo"):
         train(config, ['output.best="missed"'], comm=comm)
     assert train(config, comm=comm)["validation"]["missed"] is not None
 
 
 class Sum(Metric):
-    """Metric: sums of the weights that count, and of the predictions there."""
+    """Metric: mean of the predictions whose weight is above 0."""
 
     def __init__(self):
         self.counts = np.zeros(2)

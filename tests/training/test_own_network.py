@@ -47,7 +47,7 @@ def write(folder):
 
 
 def trained(config, comm, out):
-    """Return the loss of a run that was resumed once. Collective."""
+    """Train, resume and evaluate a run; return the loss. Collective."""
     for epochs in (1, 2):
         train(config, [f"training.epochs={epochs}", f"output.directory={out}"], epochs > 1, comm=comm)
     return evaluate(config, overrides=[f"output.directory={out}"], comm=comm)["loss"]
@@ -55,7 +55,7 @@ def trained(config, comm, out):
 
 @pytest.mark.mpi
 def test_trains_and_resumes_as_one_process_does(comm, config):
-    """A run with a layer that keeps results in itself equals that of one process."""
+    """A run whose layer stores results in itself, also resumed, has the losses of one process."""
     found = trained(config, comm, "together")
     if comm.rank == 0:
         assert found == pytest.approx(trained(config, MPI.COMM_SELF, "alone"), rel=1e-10)
@@ -86,7 +86,7 @@ def test_a_changed_network_is_refused_by_what_differs(comm, config, caplog):
 
 @pytest.mark.parametrize("through", ["", "hg.Pad(-1)"])
 def test_targets_of_no_known_range_are_looked_at_in_several_samples(working, monkeypatch, through):
-    """Targets that another layer reads are examined in several samples, too: their scale bounds the losses."""
+    """The scale of targets with unknown range is found in several samples, also if a layer reads the targets first."""
     net = f"""
 import halograd as hg
 
@@ -103,7 +103,7 @@ def build():
 
 @pytest.mark.ranks(2)
 def test_a_fault_of_one_rank_is_raised_on_all(comm, config):
-    """An error of one rank, as on a node that does not see a file, is raised on all ranks."""
+    """An error that only some ranks have in a user's file, such as a missing file, is raised on all ranks."""
     if comm.rank == 0:
         (config.parent / "net.py").write_text(
             network(more="\nfrom mpi4py import MPI\nif MPI.COMM_WORLD.rank:\n    open('not-here')\n")

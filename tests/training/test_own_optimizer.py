@@ -75,7 +75,7 @@ def test_under_every_cut_and_resumed(comm, config, scheme):
 
 @pytest.mark.ranks(1)
 def test_its_state_is_in_memory_and_price_of_plans(comm, config):
-    """Plans count the arrays of its state in memory and time, as a run allocates them."""
+    """Plans count the state arrays of a user's optimizer in memory and time, as a run allocates them."""
     sets = [OWN, "training.average=0.5"]
     assert _slots(load_config(config, sets)) == 2
     assert [training_of("float32", name).slots for name in ("rms.py:RMSprop", "sgd", "adam")] == [1, 1, 2]

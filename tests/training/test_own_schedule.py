@@ -1,4 +1,4 @@
-"""A schedule in a file of the user: a function of step and group, under cuts, and resumed."""
+"""Tests of a schedule in a user's file: a function of step and group, under cuts, and resumed."""
 
 import os
 import signal
@@ -27,7 +27,7 @@ def write(folder):
 
 
 class Stop(Callback):
-    """Stops a run in the middle of an epoch, with a checkpoint."""
+    """Callback that stops a run in the middle of an epoch, with a checkpoint."""
 
     step = 4
 
@@ -65,7 +65,8 @@ def test_under_every_cut_and_resumed(comm, config):
 
 @pytest.mark.ranks(1)
 def test_a_group_has_a_rate_of_its_own(comm, config):
-    """The layers of the group keep their parameters for an epoch, others change; then all change."""
+    """Layers of a group whose rate is 0 for an epoch keep their parameters during it, others change; then all change.
+    """
     network, seen = make_network(load_config(config)), []
     group = network.matching("conv1*")
     first = {name: spec.initial(name, 7) for name, spec in network.parameters().items()}

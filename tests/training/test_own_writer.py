@@ -1,4 +1,4 @@
-"""A format of predictions in a file of the user: the same result under every cut, after interruptions and errors."""
+"""Tests of a format of predictions in a user's file: the same under every cut, after interruptions and errors."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Half(Writer):
 
 @pytest.fixture
 def trained(comm, config):
-    """Fixture: the working folder, with a run in ``out``, samples without labels in ``new``, and the user's files."""
+    """Return the working folder, with a run in ``out``, samples without labels in ``new``, and the user's files."""
     folder = config.parent
     if comm.rank == 0:
         write_files("extending.md", folder)
@@ -97,7 +97,7 @@ def want() -> np.ndarray:
 
 
 def npy(folder: Path) -> np.ndarray:
-    """Return the predictions in a folder of the writer ``Npy``, whose names follow the order of the samples."""
+    """Return the predictions that the writer ``Npy`` has written to a folder, in the order of the samples."""
     paths = sorted(folder.glob("prediction-*.npy"))
     assert [path.name for path in paths] == [f"prediction-{k:03d}.npy" for k in range(sum(FILES))]
     return np.array([np.load(path) for path in paths])
@@ -111,7 +111,7 @@ def sets_of(cut: dict[str, int], batch: int) -> list[str]:
 @pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.parametrize("name", ["npy.py:Npy:digits=3", "own.py:One"])
 def test_under_every_cut(comm, trained, name):
-    """Results of all ranks together and of rank 0 are bitwise those of HDF5 under the same cut, and nothing is left."""
+    """Results of a user's writer, on all ranks or rank 0, are bitwise those in HDF5, and no part remains."""
     for number, cut in enumerate(CUTS[comm.size]):
         sets = sets_of(cut, 2 if "sample" in cut else 3)
         apply("out", ["new"], f"same{number}.h5", sets, comm=comm)
@@ -135,7 +135,7 @@ def test_under_every_cut(comm, trained, name):
 
 @pytest.mark.ranks(1, 2, 3)
 def test_an_interrupted_job_continues_in_any_format(comm, trained, monkeypatch):
-    """A job that was interrupted continues after its complete batches; parts do not depend on the format."""
+    """An interrupted job continues after its complete batches in any format, because parts do not depend on it."""
     sets = sets_of({"height": comm.size}, 2)
     written, part = [], PartFile.write
 
@@ -163,7 +163,7 @@ def test_an_interrupted_job_continues_in_any_format(comm, trained, monkeypatch):
     ],
 )
 def test_a_mistake_of_a_writer_loses_nothing(comm, trained, name, error, message):
-    """An error on any rank is raised on all, and leaves only the parts, so that no sample is computed again."""
+    """An error of a writer on any rank is raised on all and leaves the parts, so that no sample is computed again."""
     sets = sets_of({"height": comm.size}, 2)
     with pytest.raises(error, match=message):
         apply("out", ["new"], "other", sets, comm=comm, format=f"own.py:{name}")
@@ -184,7 +184,7 @@ def test_a_mistake_of_a_writer_loses_nothing(comm, trained, name, error, message
 
 @pytest.mark.ranks(1, 2)
 def test_refusals(comm, trained):
-    """Unknown formats, wrong methods, and files of others are refused before any computation, on all ranks."""
+    """Unknown formats, wrong methods, and files of other programs are errors on all ranks before any computation."""
     sets = sets_of({"height": comm.size}, 2)
     if comm.rank == 0:
         (trained / "mine").mkdir()
@@ -222,7 +222,7 @@ def test_an_older_folder_is_replaced_at_the_end(comm, trained):
 
 @pytest.mark.ranks(2, 3)
 def test_a_file_that_differs_on_one_rank(comm, trained, monkeypatch):
-    """A writer's file that is missing on one rank, or another one there, is an error of all ranks."""
+    """A writer's file that is missing or different on one rank is an error on all ranks."""
     elsewhere = trained / "elsewhere"
     for got in ("none", "another one"):
         if comm.rank == comm.size - 1:
@@ -238,7 +238,7 @@ def test_a_file_that_differs_on_one_rank(comm, trained, monkeypatch):
 
 
 def test_hdf5_without_links(comm, trained):
-    """A file system without links gets a copy of the only part."""
+    """On a file system without hard links, the output is a copy of the only part."""
     with refusing("link", 1):
         apply("out", ["new"], "copy.h5", ["strategy.sample=1"], comm=MPI.COMM_SELF)
     assert (trained / "copy.h5").read_bytes() == (trained / "want.h5").read_bytes()

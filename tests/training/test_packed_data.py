@@ -1,4 +1,4 @@
-"""Tests of runs on packed numbers: they equal runs on the values, under every cut."""
+"""Tests of runs on packed data: they equal runs on the values, under every cut."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ T = {"scale_factor": 2.0**-7, "missing_value": np.uint8(255), "units": "m", "val
 
 
 def write(folder):
-    """Write the packed file, and its values in values.h5."""
+    """Write a file of packed data, and the file values.h5 of its values."""
     rng = np.random.default_rng(5)
     x = rng.integers(-3000, 3000, (SAMPLES, EDGE, EDGE, 2)).astype(np.int16)
     x[rng.random(x.shape) < 0.1] = -32768
@@ -77,7 +77,7 @@ def test_numbers_as_they_are_stored(comm, config):
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("version", [2, 3])
 def test_a_run_of_before_is_warned_of(comm, config, caplog, monkeypatch, version):
-    """A run of an older version gets a warning: its statistics are those of the packed numbers."""
+    """A run of a version that did not unpack gets a warning, because its statistics are those of packed values."""
     with monkeypatch.context() as before:
         before.setattr("halograd.data.normalize._RULES", version)
         train(config, ["training.epochs=1", f"data.unpack={str(version == 3).lower()}"], comm=comm)
@@ -99,7 +99,7 @@ def test_what_cannot_be_applied_is_refused_on_all_ranks(comm, config):
 
 @pytest.mark.mpi
 def test_slow_chunks_are_named_once(comm, config, caplog, monkeypatch):
-    """One warning names the slow chunks: each rank decompresses whole samples for its rows and a halo of one."""
+    """One warning names the slow chunks, of which each rank decompresses whole samples for its rows."""
     if comm.rank == 0:
         with h5py.File("data.h5", "r+") as file:
             x = file["x"][()]

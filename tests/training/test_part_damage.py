@@ -1,4 +1,4 @@
-"""Tests of damaged parts of predictions: they are computed anew or refused in one line. See `part_damage.py` for more.
+"""Tests of damaged parts of predictions: they are computed anew or rejected in one line. `part_damage.py` tries more.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from tests.training.part_damage import GOOD, MUTATIONS, Job, case_of, outcome
 
 
 def test_no_damage_is_accepted():
-    """A child process executes the cases, so that a hang or a crash fails this test."""
+    """No damaged part is accepted; a child process executes the cases, so that a hang or a crash is detected."""
     counted = campaign(4 * len(MUTATIONS), program="tests.training.part_damage")
     assert set(counted) <= GOOD and counted.total() == 4 * len(MUTATIONS), counted
     assert counted["anew"] > 30 and counted["refused"] > 2, counted
@@ -20,7 +20,7 @@ def test_no_damage_is_accepted():
 
 @pytest.mark.ranks(2)
 def test_of_one_of_two_ranks(comm, working):
-    """With damage to one rank's part, three times per mutation, all ranks begin anew, or raise the same error."""
+    """After damage to one rank's part, all ranks compute anew or raise the same error, for every mutation."""
     job, counted = Job(working, comm), Counter[str]()
     for number in range(3 * len(MUTATIONS)):
         name = case_of(job, 3, number)
@@ -33,7 +33,7 @@ def test_of_one_of_two_ranks(comm, working):
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("other", ["seed", "sources", "settings"])
 def test_of_another_job_nothing_is_continued(comm, working, other):
-    """A job does not continue parts of another run with as many steps, other samples' files, or other settings."""
+    """A job does not continue parts of another run, of other source files of the samples, or of other settings."""
     job = Job(working, comm, others=False)
     changed = {"seed": job.exchange, "sources": job.touch, "settings": lambda: None}[other]
     sets = ["data.normalize=false"] if other == "settings" else []

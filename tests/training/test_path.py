@@ -1,4 +1,4 @@
-"""Test of the path that a reader follows: the files between the command line and a kernel of a training step."""
+"""Test of the files that a call passes through, from the command line to a kernel of a training step."""
 
 import sys
 
@@ -13,7 +13,7 @@ FOLDER = halograd.__path__[0] + "/"
 
 @pytest.mark.ranks(1)
 def test_a_step_goes_through_four_files(config, monkeypatch):
-    """From the function of the command to the call of a kernel, by the stacks of all calls of kernels."""
+    """The stack of every kernel call of a training step, from the command's function on, has four files of ours."""
     paths, call = {}, Kernel.__call__
 
     def watched(kernel):

@@ -1,7 +1,7 @@
 """Tests of connections between ranks in addition to MPI: how they are made, their messages, and their end.
 
-All ranks are in this process, over real sockets, but for the last tests. Time limits are as long as that of a test, so
-that no rank may wait for one, unless a test shortens them.
+All ranks are in this process, over real sockets, except in the last tests. Time limits are as long as that of a test,
+so that waiting for one fails, unless a test shortens it.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ class Party:
         return self.peers[rank].listen(everywhere)
 
     def add(self, rank, calls):
-        """Start the set-up of a rank, which calls others."""
+        """Start to connect a rank, which calls the ranks in `calls`; return its peers."""
         self.peers.setdefault(rank, Peers(rank, (), self.loop))
         self.tasks.append(self.loop.create_task(self.peers[rank].meet(calls)))
         return self.peers[rank]
@@ -48,7 +48,7 @@ class Party:
         return self.loop.run_until_complete(coroutine)
 
     def drive(self, until=None):
-        """Run until all ranks are connected, or until something holds."""
+        """Run the event loop until all ranks are connected, or until a condition is true."""
 
         async def run():
             while not (until() if until else all(task.done() for task in self.tasks)):
@@ -82,7 +82,7 @@ def call(where):
 
 
 def events(party, rank, count=1):
-    """Return the next events of a rank."""
+    """Wait for a number of events of a rank, and return them."""
 
     async def run():
         found = []
@@ -94,13 +94,13 @@ def events(party, rank, count=1):
 
 
 def exchange(party, one, other):
-    """Send a message from one rank to another on their connection."""
+    """Send a message from one rank to another, and check that it arrives."""
     party.peers[one].send(other, {"kind": "hello", "from": one})
     assert events(party, other) == [(one, {"kind": "hello", "from": one})]
 
 
 def pair(party):
-    """Connect ranks 1 and 2 with rank 0."""
+    """Connect ranks 1 and 2 with rank 0; return the peers of rank 0."""
     where = party.listen(0, (1, 2))
     for rank, calls in enumerate([{}, {0: where}, {0: where}]):
         party.add(rank, calls)
@@ -109,7 +109,7 @@ def pair(party):
 
 
 def whole_tree(party, tree):
-    """Make all connections of a tree."""
+    """Make all connections of a tree of ranks."""
     ranks = range(len(tree.hosts))
     where = {rank: party.listen(rank, tree.downs(rank)) for rank in ranks if tree.downs(rank)}
     for rank in ranks:
@@ -141,7 +141,7 @@ def test_a_listener_for_all_hosts(party):
 
 
 def strings(where):
-    """Return data that other programs may send, or damaged messages."""
+    """Yield data that other programs may send, and damaged messages."""
     yield from (b"1\n", b"null\n", b"[]\n", b'{"word": "\xc3\xa9"}\n', b"[" * 60_000, b"GET / HTTP/1.0\r\n\r\n", b"")
     yield from (where.password, where.password + b"\xff" * 8 + b"+", where.password + b"00000007+")
     yield from (where.password + b"-0000001", where.password[:-1] + b"x00000001+", b"\0" * 41, where.countersign * 2)
@@ -152,7 +152,7 @@ def strings(where):
 
 
 def test_random_strings_do_no_harm(party):
-    """Ranks connect among random strings; no string counts as a rank, and none raises an error."""
+    """Ranks connect although random data arrive on other connections; these never count as ranks or raise errors."""
     where = party.listen(0, (1, 2))
     hub = party.add(0, {})
     source, opened = strings(where), []
@@ -183,7 +183,7 @@ def test_random_strings_do_no_harm(party):
 
 
 def test_silent_connections_hold_up_no_rank(party, monkeypatch):
-    """Silent connections do not delay the ranks, and are closed after a while."""
+    """Silent connections do not delay ranks, and are closed after a while."""
     where = party.listen(0, (1, 2, 3))
     hub = party.add(0, {})
     silent = [call(where) for _ in range(3)]
@@ -219,7 +219,9 @@ def test_few_files_for_strangers(party):
 
 
 def test_connected_only_when_answered(party, monkeypatch):
-    """A connection counts only after an answer: the kernel accepts for a listener that does nothing."""
+    """A connection counts only after an answer, because the kernel accepts connections for a listener that does
+    nothing.
+    """
     where = party.listen(0)
     monkeypatch.setattr(module, "ATTEMPT", 0.05)
     attempts, connect = [], asyncio.open_connection
@@ -241,7 +243,7 @@ def test_connected_only_when_answered(party, monkeypatch):
 
 
 def test_an_impostor_is_not_believed(party, monkeypatch):
-    """If another program under the first address gives a wrong answer, the next address is tried."""
+    """If another program at the first address gives a wrong answer, the caller tries the next address."""
     where, impostor = party.listen(0), socket.create_server(("127.0.0.1", 0))
     ports, connect = [impostor.getsockname()[1]], asyncio.open_connection
 
@@ -280,7 +282,7 @@ def test_strangers_are_not_let_in(party, monkeypatch, wrong):
 
 
 def test_no_more_open_files(party, caplog):
-    """A rank that cannot accept a connection for lack of open files accepts it later."""
+    """A connection that cannot be accepted, because too many files are open, is accepted later."""
     where = party.listen(0)
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     party.add(0, {})
@@ -298,7 +300,7 @@ def test_no_more_open_files(party, caplog):
 
 
 def test_unknown_names(party):
-    """The name service knows the second name only."""
+    """An address with an unknown name is skipped, and the next one is used."""
     where = replace(party.listen(0), addresses=("unknown.invalid", "127.0.0.1"))
     party.add(0, {})
     party.add(1, {0: where})
@@ -320,7 +322,7 @@ def test_messages_both_ways(party):
 
 
 def test_a_rank_that_does_not_read_holds_up_no_other(party):
-    """Data that the kernel does not accept are sent in order when the other end reads again."""
+    """Messages to a rank that does not read are kept, and sent in order later; other ranks are not delayed."""
     hub, count = pair(party), 0
     transport = hub.lines[1].transport
     while not transport.get_write_buffer_size():
@@ -353,7 +355,7 @@ def test_taking_leave(party):
     [(TimeoutError(110, ""), "lost"), (OSError(113, "No route to host"), "lost"), (ConnectionResetError(), "ended")],
 )
 def test_a_node_that_does_not_answer(party, error, how):
-    """A connection ends with the error that the kernel has given it up with."""
+    """A connection ends with the error with which the kernel has closed it."""
     hub = pair(party)
     hub.lines[2].transport._fatal_error(error)  # as asyncio does when recv raises it
     assert events(party, 0) == [(2, how)]
@@ -378,7 +380,7 @@ def test_waking_up(party):
 
 @pytest.fixture
 def files():
-    """Fixture: enough open files for both ends of all connections of 2,048 ranks."""
+    """Raise the limit of open files to the number for both ends of all connections of 2,048 ranks."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     if before[1] != resource.RLIM_INFINITY and before[1] < 6000:
         pytest.skip(f"needs 6000 open files, the hard limit is {before[1]}")
@@ -388,7 +390,7 @@ def files():
 
 
 class Post:
-    """A rank of the job below, which makes no progress and records the end of the job."""
+    """Stub of a rank that makes no progress and records the end of the job."""
 
     def __init__(self, rank, peers, ends):
         self.rank, self.send, self.ends = rank, peers.send, ends
@@ -413,7 +415,7 @@ class Post:
 
 
 def test_2048_ranks(party, files):
-    """All connect, rank 0 holds few connections, a head finds in one round that rank 0 does not answer."""
+    """2,048 ranks connect with few connections each, and a head finds in one round that rank 0 does not respond."""
     tree = Tree([f"n{rank // 32}" for rank in range(2048)])
     whole_tree(party, tree)
     lines = [set(party.peers[rank].lines) for rank in range(2048)]
@@ -450,7 +452,7 @@ def test_2048_ranks(party, files):
 
 
 def above(tree, rank):
-    """Return the ancestors of a rank up to a head."""
+    """Return the ancestors of a rank, up to and including a head."""
     found = []
     while not tree.is_head(rank):
         (rank,) = tree.ups(rank)
@@ -484,7 +486,7 @@ def test_ranks_of_a_job(comm, hosts, monkeypatch):
 
 @pytest.mark.ranks(2)
 def test_ranks_whose_main_thread_runs_a_loop(comm):
-    """A notebook runs its cells in an event loop."""
+    """Ranks can connect while an event loop runs in the main thread, as in a notebook."""
 
     async def cell():
         with Communicator(comm) as ranks:
@@ -498,7 +500,7 @@ def test_ranks_whose_main_thread_runs_a_loop(comm):
 
 @pytest.mark.ranks(2, 4)
 def test_a_rank_that_reaches_no_other(comm, monkeypatch):
-    """With a firewall around the last rank all ranks learn of it after a while, and rank 0 can report it."""
+    """If the last rank reaches no other, as behind a firewall, all ranks detect this, and rank 0 can report it."""
     last = comm.size - 1
     monkeypatch.setattr(module, "PATIENCE", 1.0)
 
@@ -538,7 +540,7 @@ def test_a_rank_that_cannot_listen(comm, monkeypatch):
 
 @pytest.mark.ranks(1, 2)
 def test_closing_when_the_thread_has_seen_it(comm, tmp_path, monkeypatch):
-    """The thread may end before it is woken."""
+    """A watchdog can be closed if its thread ends before it is woken."""
     with Communicator(comm) as ranks:
         watchdog = Watchdog(ranks, 0.0, tmp_path / "log.jsonl", CheckpointFolder(tmp_path))
         wake = watchdog._peers.wake

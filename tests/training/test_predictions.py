@@ -1,5 +1,4 @@
-"""Tests that an output file that cannot be written is found before the computation, and that no other file is replaced.
-"""
+"""Tests that an output file that cannot be written is an error before the computation, and that no file is replaced."""
 
 from __future__ import annotations
 
@@ -113,7 +112,7 @@ def build():
 
 
 def test_one_prediction_beside_two_targets(tmp_path, monkeypatch):
-    """Scores and datasets of the second pair have the names of both."""
+    """For one prediction with two targets, scores and datasets of the second pair have both names."""
     monkeypatch.chdir(tmp_path)
     path = write_own(tmp_path, TWO_TARGETS)
     targets = "data.targets={mask = 'mask', other = 'mask', field = 'mask'}"

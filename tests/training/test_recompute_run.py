@@ -1,4 +1,4 @@
-"""Runs whose configuration computes outputs again: the same losses, price and memory as predicted."""
+"""Tests of runs whose configuration computes outputs again: the same losses; cost and memory as predicted."""
 
 import pytest
 from mpi4py import MPI

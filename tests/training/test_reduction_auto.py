@@ -1,5 +1,4 @@
-"""Tests of ``auto``: all ranks try the same schemes and choose the same one; results are exact, and the choice is kept.
-"""
+"""Tests of the scheme ``auto``: all ranks try and choose the same schemes, results are exact, the choice is stored."""
 
 import json
 import math
@@ -52,14 +51,14 @@ def build(comm, parts, reduction, dtype="float64"):
 
 
 def seconds(scheme, rank=0):
-    """Return artificial times of a step: chunks of 3 layers with two replicated layers are best."""
+    """Return the artificial time of a step: 3 layers per chunk and two replicated layers are best."""
     base = {"two_chunks": 5.0, "bucketed": 6.0, "blocking": 9.0, "host_accumulate": 4.0}[scheme.name]
     chunked = 0.5 * abs(scheme.chunk - 3) if scheme.name == "host_accumulate" else 0.0
     return base - scheme.replicated_dense + chunked + 0.01 * rank
 
 
 def feign(auto, comm):
-    """Replace measured times by artificial ones, of which the slowest rank's must count."""
+    """Replace measured times by artificial ones; the search must use those of the slowest rank."""
     real = auto.after_step
     auto.after_step = lambda measured: real(seconds(auto.scheme, comm.rank))
 
@@ -69,7 +68,7 @@ def momentum(store):
 
 
 def train(executor, make=momentum, steps=STEPS, comm=None, state=None):
-    """Return losses, arrays, and the measured times. Collective."""
+    """Return losses, arrays, measured times, and the search. Collective."""
     measured = []
     with executor:
         trainer = Trainer(executor, make(executor.store), Cosine(RATE, 2 * STEPS), None, RANKED, TUNING)
@@ -125,7 +124,7 @@ def test_a_run_goes_on_with_what_was_measured():
 
 @pytest.mark.ranks(2)
 def test_what_another_transport_measured_is_forgotten():
-    """Measurements of shared memory do not count for MPI messages, which lack the scheme that was best there."""
+    """Measurements over one transport are not used for another, which may lack the best scheme."""
     parts, auto = {"sample": 2}, {"name": "auto"}
     with Communicator(MPI.COMM_WORLD) as comm:
         _, _, _, before = train(build(comm, parts, auto), comm=comm)
@@ -138,7 +137,7 @@ def test_what_another_transport_measured_is_forgotten():
 
 @pytest.mark.mpi(min_size=1)
 def test_the_memory_of_a_search_is_that_of_the_program():
-    """All dense layers that the search may replicate are prepared, and gradients of theirs are apart."""
+    """Predicted memory of a search is that of the executor: all dense layers that it may replicate are prepared."""
     with Communicator(MPI.COMM_WORLD) as comm, build(comm, {"sample": comm.size}, {"name": "auto"}) as executor:
         target = Target(executor.batch, comm.size, comm.rank, executor.dtype, overlaps=comm.waits_for_network)
         program = program_of(executor.network, executor.strategy, target)
@@ -149,7 +148,7 @@ def test_the_memory_of_a_search_is_that_of_the_program():
 
 @pytest.mark.mpi(min_size=1)
 def test_schemes_are_tried_without_a_cost_model_and_by_the_clock(monkeypatch):
-    """Schemes are tried by a clock on which all steps take the same time."""
+    """Without a cost model a search measures schemes with the clock of the trainer."""
     DrivenClock().drive(monkeypatch, trainer_module)
     with Communicator(MPI.COMM_WORLD) as comm, build(comm, {"sample": comm.size}, {"name": "auto"}) as executor:
         trainer = Trainer(executor, SGD(executor.store), Cosine(RATE, 99), tuning=Tuning(2, 1, 1))

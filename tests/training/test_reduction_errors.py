@@ -24,9 +24,7 @@ def comm_():
 
 
 def begin(comm, strategy, path):
-    """Train half of the steps, a checkpoint, the other half; return the checkpoint's whole residuals and final
-    parameters.
-    """
+    """Train with a checkpoint in the middle; return the checkpoint's whole residuals and the final parameters."""
     with build("lenet", comm, strategy) as executor:
         trainer = trainer_of(executor)
         advance(trainer, range(HALF))
@@ -105,7 +103,7 @@ def test_a_run_that_rounded_nothing_before_begins_with_no_errors(comm_, shared):
 
 
 def test_errors_survive_a_change_of_chunks(comm_):
-    """The sum of all residuals is the same before and after."""
+    """The sum of all residuals does not change when the chunks change."""
 
     def everything(executor):
         executor.reducer.settle()
@@ -124,7 +122,7 @@ def test_errors_survive_a_change_of_chunks(comm_):
 
 
 def test_a_batch_that_is_not_finite_leaves_nothing_behind(comm_):
-    """A batch with NaN raises Diverged. Training that goes on with other batches has the losses of one without it."""
+    """After a batch with NaN, which raises Diverged, training has the losses of a training without that batch."""
 
     def losses(spoiled):
         with build("lenet", comm_, data(comm_.size)) as executor:

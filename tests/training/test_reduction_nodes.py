@@ -1,4 +1,4 @@
-"""Tests of sums by nodes and of shards: overlap, clipping, checkpoints, errors."""
+"""Tests of hierarchical and sharded sums of gradients: overlap, clipping, checkpoints, errors."""
 
 import threading
 
@@ -45,7 +45,7 @@ def test_each_rank_keeps_the_state_of_its_shard(make):
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("transport", ["auto", NODES_OF_TWO])
 def test_gradients_come_back_while_backward_goes_on(transport, monkeypatch):
-    """A late layer of backward waits, and finds the sum of the first chunk (Le et al., step B-4-3)."""
+    """The sum of the first chunk is complete during backward of later layers (Le et al., step B-4-3)."""
     recorded, seen = Executor._recorded, []
 
     def waiting(self, layer, phase, calls):
@@ -100,7 +100,7 @@ def test_clipping_scales_by_the_norm_of_one_process(scheme):
 
 
 def resumed(comm, path, first, second, make, steps=2):
-    """Return the parameters after a checkpoint and a change of strategy; and those without an interruption."""
+    """Return the parameters after a checkpoint and a change of strategy, and those without an interruption."""
     with build("lenet", comm, first, "float64") as executor:
         trainer = Trainer(executor, make(executor.store), Constant(RATE))
         advance(trainer, range(steps))
@@ -130,7 +130,7 @@ def flat(states):
 @pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])
 @pytest.mark.parametrize("way", ["into", "out of", "with other"])
 def test_checkpoints_are_whole_and_resume_under_any_scheme(shared, way, cut):
-    """A checkpoint is resumed with shards, without them, and with shards of other buckets."""
+    """A checkpoint is resumed with shards, without shards, and with shards of other buckets."""
     with Communicator(MPI.COMM_WORLD) as comm:
         path = shared / "step.h5"
         layers = {"dense3": {"channel": comm.size}, "dense4": {"channel": max(1, comm.size - 1)}} if cut else {}

@@ -1,4 +1,4 @@
-"""Tests of runs whose configuration chooses a scheme of gradient reduction, or searches for it."""
+"""Tests of runs whose configuration selects a scheme of gradient reduction, or searches for one."""
 
 import pytest
 from mpi4py import MPI
@@ -120,7 +120,7 @@ AUTO = ["reduction={name='auto', interval=2, step=1, range=1}", "training.epochs
 
 @pytest.fixture
 def steady(monkeypatch):
-    """Fixture: a clock on which all steps take the same time."""
+    """Replace the trainer's clock by one on which all steps take the same time."""
     DrivenClock().drive(monkeypatch, trainer)
 
 
@@ -150,7 +150,7 @@ def test_a_run_tries_chooses_and_goes_on(comm, config, steady):
 
 @pytest.mark.ranks(2)
 def test_a_resumed_run_does_not_try_again(comm, config, steady):
-    """A run stopped after two epochs, during the trials, continues them; its log is that of one run."""
+    """A run that was stopped during the trials of schemes resumes them, and does not repeat any."""
     folder = config.parent
     out = [f"output.directory={folder / 'out'}"]
     train(config, [*AUTO, "training.epochs=2", *out], comm=comm)
@@ -178,7 +178,7 @@ def test_schemes_are_tried_in_the_order_of_who_ranks_them(comm, config, steady):
 
 @pytest.mark.parametrize("machine", ["lassen", None])
 def test_ranked_by_the_machine_that_is_named_or_not_at_all(tmp_path, monkeypatch, machine):
-    """Without a known machine schemes are not ranked: a run does not measure one."""
+    """Schemes are ranked with the named machine; without one they are not ranked, because a run measures none."""
     monkeypatch.setenv("HALOGRAD_CACHE", str(tmp_path / "cache"))
     overrides = [f"strategy={{auto=true, machine='{machine}'}}"] if machine else []
     config = load_config(write_config(tmp_path), overrides)
@@ -198,7 +198,7 @@ def test_ranked_by_the_machine_that_is_named_or_not_at_all(tmp_path, monkeypatch
     ],
 )
 def test_the_choice_can_be_pinned(tmp_path, scheme):
-    """The printed choice is valid in the configuration and on the command line."""
+    """The printed setting of the chosen scheme is valid in a configuration and on the command line."""
     path = write_config(tmp_path)
     assert load_config(path, [pinned(scheme)]).reduction.scheme() == scheme
     path.write_text(f"{pinned(scheme)}\n{path.read_text()}")

@@ -1,4 +1,4 @@
-"""Tests of gradient reduction under every scheme: one process's training, the formula's bytes, no allocation."""
+"""Tests of gradient reduction under every scheme: the training of one process, the formula's bytes, no allocation."""
 
 import numpy as np
 import pytest
@@ -35,7 +35,7 @@ LINE = 64  # [B]: parameters begin at multiples of it
 
 
 def over(schemes, *transports):
-    """Return these schemes over each of the transports."""
+    """Return test parameters: each scheme over each transport."""
     return [pytest.param(s, t, id=f"{s} {t.partition(':')[0]}") for t in transports for s in schemes]
 
 
@@ -71,7 +71,8 @@ def test_other_transports_give_the_same(scheme, transport):
     ("scheme", "transport"), over(CHUNKS + BY_NODES + SHARDS, "auto") + over(BY_NODES + SHARDS, NODES_OF_TWO)
 )
 def test_gradients_of_blocks_are_summed_by_those_who_hold_them(scheme, transport):
-    """With cut filters and features and a layer on one rank, only ranks with the same block sum its gradients."""
+    """With cut filters, cut input channels and a layer on one rank, only ranks with the same block sum its gradients.
+    """
     with Communicator(MPI.COMM_WORLD, transport) as comm:
         size = comm.size
         layers = {
@@ -110,7 +111,8 @@ def expected_traffic(scheme, comm, per_node, sizes):
     over([*CHUNKS, Scheme("bucketed"), *ROUNDED], "mpi", "auto") + over(BY_NODES + SHARDS, "auto", NODES_OF_TWO),
 )
 def test_bytes_and_messages_of_a_step_are_those_of_the_formula(scheme, transport):
-    """One message per chunk, of its parameters in whole lines."""
+    """Messages and bytes of a step are those of the formula: one message per chunk, parameters padded to cache lines.
+    """
     with Communicator(MPI.COMM_WORLD, transport) as comm:
         strategy = strategy_of(comm.size, scheme)
         network = lenet5(classes=4, resolution=28)
@@ -136,7 +138,7 @@ def test_bytes_and_messages_of_a_step_are_those_of_the_formula(scheme, transport
     + over(BY_NODES + SHARDS, "auto", NODES_OF_TWO),
 )
 def test_a_step_allocates_no_array(scheme, transport):
-    """A step allocates no array: gradients have 400 KiB, and a temporary of a quarter of them would be found."""
+    """A step allocates no array; gradients have 400 KiB, so a temporary of a quarter of them would be detected."""
     with Communicator(MPI.COMM_WORLD, transport) as comm:
         network = lenet5(classes=4, resolution=36)
         with Executor(network, comm, get_backend("onednn"), 4, strategy_of(comm.size, scheme)) as executor:
@@ -173,7 +175,7 @@ def test_deterministic_sums_have_the_same_bits_under_every_transport_and_scheme(
 
 
 def off(comm, rate, **settings):
-    """Return the largest difference of the parameters from those of one process after all steps, on any rank."""
+    """Return the largest difference of parameters from one process after all steps, over all ranks. Collective."""
     scheme = Scheme("per_layer", payload="bfloat16", **settings)
     whole = alone("lenet", "float32", rate).params
     params = train("lenet", comm, strategy_of(comm.size, scheme), "float32", rate).params
@@ -185,9 +187,11 @@ def off(comm, rate, **settings):
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("transport", ["mpi", "shared"])
 def test_bfloat16_with_error_feedback_stays_near_one_process(transport):
-    """The error is one rounding of the summands and one of their sum, each of 2^-8 of a gradient, before feedback; with
-    momentum 0.5 it counts twice in the end. Gradients are below 1.5 in the last steps. The rate is one at which the
-    training is smooth: at a kink, small differences grow.
+    """With error feedback, parameters after rounded sums stay within two roundings of one process.
+
+    The error is one rounding of the summands and one of their sum, each of 2^-8 of a gradient, before feedback; with
+    momentum 0.5 it doubles in the end. Gradients are below 1.5 in the last steps. The learning rate is one at which
+    training is smooth, because small differences grow at a kink.
     """
     rate, gradient = 0.003, 1.5
     with Communicator(MPI.COMM_WORLD, transport) as comm:
@@ -229,7 +233,7 @@ def test_training_goes_on_as_before_when_a_scheme_is_refused(transport):
 
 
 class Spans:
-    """A recorder that stores its spans."""
+    """Recorder that stores its spans."""
 
     def __init__(self):
         self.found = []

@@ -1,5 +1,4 @@
-"""Tests of dense layers whose gradient every rank computes from the whole batch: exact, the same bits, no allocation.
-"""
+"""Tests of dense layers whose gradient every rank computes from the whole batch: exact, same bits, no allocation."""
 
 import functools
 
@@ -42,7 +41,7 @@ def build(comm, parts, scheme, dtype="float64", batch=4, layers=None, backend="n
 
 
 class Nothing:
-    """A check that computes nothing: all gradients are complete at the end of backward."""
+    """Gradient check without computation; it makes all gradients complete at the end of backward."""
 
     over_ranks = False
 
@@ -51,7 +50,7 @@ class Nothing:
 
 
 def train(executor, optimizer="momentum", steps=STEPS, clip=None, settle=False, delayed=True):
-    """Return losses, parameters and optimizer state after all updates. Collective."""
+    """Train; return losses, parameters and optimizer state after all updates. Collective."""
     with executor:
         trainer = Trainer(executor, OPTIMIZERS[optimizer](executor.store), Cosine(RATE, 2 * steps), clip)
         if not delayed:
@@ -73,7 +72,7 @@ def train(executor, optimizer="momentum", steps=STEPS, clip=None, settle=False, 
 
 @functools.cache
 def alone(dtype="float64", batch=4, optimizer="momentum", clip=None):
-    """Return the result of one process."""
+    """Return the outcome of training in one process."""
     with Communicator(MPI.COMM_SELF) as comm:
         found = train(build(comm, {}, {}, dtype, batch), optimizer, clip=clip)
     assert found[0][-1] < found[0][0], "the network must learn something"
@@ -151,7 +150,8 @@ def test_the_delayed_schedule_has_the_bits_of_the_undelayed_one(optimizer, clip,
 @pytest.mark.mpi(min_size=1)
 @pytest.mark.parametrize("batch", [4, 7])
 def test_messages_and_bytes_are_those_of_the_formula(batch):
-    """Replicated layers send the rows of `x` and of `dy`, all other parameters are summed."""
+    """Messages and bytes are those of the formula: replicated layers send rows of `x` and `dy`, others sum gradients.
+    """
     with (
         Communicator(MPI.COMM_WORLD) as comm,
         build(comm, {"sample": comm.size}, {"replicated_dense": 2}, "float32", batch) as executor,
@@ -179,7 +179,7 @@ def test_messages_and_bytes_are_those_of_the_formula(batch):
 
 
 def wide():
-    """Return a network with arrays of at least 256 KiB in every dense layer."""
+    """Return a network whose dense layers all have arrays of at least 256 KiB."""
     x, t = Input((16, 16, 8), "x"), Input((1,), "target", "int32")
     y = Dense(1024, name="dense2")(Dense(1024, name="dense1")(Flatten(name="flat")(x)))
     y = Dense(4, name="dense3")(y)
@@ -189,7 +189,7 @@ def wide():
 @pytest.mark.mpi(min_size=1)
 @pytest.mark.parametrize("backend", ["numpy", "onednn"])
 def test_a_step_allocates_no_array(backend):
-    """A step allocates no array: a temporary of one of the gathered arrays would be found."""
+    """A step allocates no array; a temporary of the size of a gathered array would be detected."""
     with Communicator(MPI.COMM_WORLD) as comm:
         scheme = {"replicated_dense": 2}
         executor = build(comm, {"sample": comm.size}, scheme, "float32", 128, backend=backend, model=wide)
@@ -203,7 +203,7 @@ def test_a_step_allocates_no_array(backend):
 
 @pytest.mark.mpi(min_size=2)
 def test_evaluation_and_passes_without_backward_do_not_disturb_the_step():
-    """Forward passes of evaluation and of training in between, a backward behind an evaluation: the same bits."""
+    """Forward passes of evaluation and training between steps do not change the parameters in any bit."""
     with Communicator(MPI.COMM_WORLD) as comm:
         found = []
         for disturbed in (False, True):

@@ -1,4 +1,6 @@
-"""Tests of jobs that fail: killed during an epoch and resumed elsewhere, diverged, or with an error of one rank."""
+"""Tests of jobs that fail: killed during an epoch and resumed with another cut, diverged, or with an error of one
+rank.
+"""
 
 import os
 import platform
@@ -22,8 +24,9 @@ STEPS, KILL_AFTER = 24, 10  # six steps per epoch: step 8 is a checkpoint in the
 
 
 def test_killed_and_resumed(tmp_path):
-    """A job of 4 ranks (2 x 2 in space) that loses one to kill -9 is resumed by 2 ranks (cut by samples): the same
-    curve.
+    """A job of 2 x 2 ranks in space, one of which is killed, is resumed by 2 ranks that cut samples.
+
+    The losses are those of one process.
     """
     config = write_config(tmp_path)
     train = ["-m", "halograd", "train", config, *sets(*COMMON)]
@@ -54,7 +57,7 @@ def test_killed_and_resumed(tmp_path):
 
 
 def test_diverged(tmp_path):
-    """A diverged run writes one line to stderr, ends with exit code 2, and names the last good checkpoint."""
+    """A diverged run prints one line, ends with exit code 2, and names the last good checkpoint."""
     config = write_config(tmp_path)
     settings = ["optimizer={kind = 'sgd'}", "schedule={kind = 'step', learning_rate = 0.01, milestones = [1]}"]
     settings += ["schedule.factor=1e30", "training.dtype=float32", "strategy.height=2"]
@@ -69,7 +72,7 @@ def test_diverged(tmp_path):
 
 
 def test_two_runs_in_one_directory(tmp_path):
-    """The second run ends in one line without effect on the first, which continues to its end."""
+    """A second run in a directory ends with one line, and the first one continues to its end."""
     config = write_config(tmp_path)
     train = ["-m", "halograd", "train", config, *sets(*COMMON)]
     with started(2, *train, *sets("strategy.height=2"), gate=Gate(tmp_path, 5, 0)) as (process, mark):
@@ -104,7 +107,7 @@ main(sys.argv[1:])
 
 
 def test_one_rank_fails(tmp_path):
-    """The job ends at once, with the traceback of the rank that failed, and leaves no process."""
+    """An error of one rank ends the job at once, with the traceback of this rank, and leaves no process."""
     config = write_config(tmp_path)
     script = tmp_path / "fails.py"
     script.write_text(FAILS)
@@ -119,7 +122,7 @@ def test_one_rank_fails(tmp_path):
 
 
 def test_bad_data_on_one_rank(tmp_path):
-    """A NaN that only the rank of the lower half reads ends the job with one line."""
+    """A NaN that only one rank reads ends the job with one line."""
     config = write_config(tmp_path)
     with h5py.File(tmp_path / "data.h5", "r+") as file:
         file["inputs"][1:, 13, 3, 1] = float("nan")  # the look at sample 0 before the run finds nothing
@@ -134,7 +137,7 @@ def test_bad_data_on_one_rank(tmp_path):
 
 @pytest.mark.mpi
 def test_a_refused_start_leaves_no_trace(comm, config):
-    """A refused start does not change the log of the job before, which may still run."""
+    """A run that is rejected at its start does not change the log of the previous job, which may still run."""
     folder = config.parent
     sets = [f"strategy.height={comm.size}", "training.epochs=1"]
     train(folder / "run.toml", sets, comm=comm)

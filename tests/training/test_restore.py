@@ -1,4 +1,4 @@
-"""Tests of reading a checkpoint on several ranks and nodes: the reads of each byte, and the agreement of all ranks."""
+"""Tests of reading a checkpoint on several ranks and nodes: reads per byte, and the same result on all ranks."""
 
 import h5py
 import numpy as np
@@ -29,7 +29,7 @@ SMALL = 4096  # bytes under a checksum, so that a small file has many
 
 @pytest.fixture
 def path(comm, shared, monkeypatch):
-    """Fixture: a checkpoint after a step."""
+    """Return the path of a checkpoint after one step."""
     found = shared / "step-00000001.h5"
     if comm.rank == 0:
         with monkeypatch.context() as patch, Communicator(MPI.COMM_SELF) as alone:
@@ -43,7 +43,7 @@ def path(comm, shared, monkeypatch):
 
 
 def whole(comm, path):
-    """Return parameters and moments of the file, read by this rank alone."""
+    """Return parameters and first moments of a checkpoint, read by this rank alone."""
     with Executor(network(), comm, get_backend("numpy"), 4, dtype="float64") as executor:
         trainer = trainer_of(executor)
         read_checkpoint(path, executor.store, trainer.optimizer)
@@ -55,7 +55,7 @@ def whole(comm, path):
 @pytest.mark.parametrize("per_node", [1, 2, 4])
 @pytest.mark.parametrize("strategy", [lambda size: Strategy({"sample": size}), cut])
 def test_each_byte_is_read_once_per_node(path, monkeypatch, strategy, per_node):
-    """One rank of each node reads the whole file once: parameters, moments, running statistics and position."""
+    """One rank of each node reads a checkpoint once; all ranks get parameters, moments, statistics and progress."""
     monkeypatch.setattr(checkpoint, "PART", 1000)
     size, total = MPI.COMM_WORLD.size, path.stat().st_size
     with Communicator(MPI.COMM_SELF) as alone:
@@ -78,7 +78,7 @@ def test_each_byte_is_read_once_per_node(path, monkeypatch, strategy, per_node):
 
 @pytest.mark.ranks(1, 2)
 def test_parameters_alone_need_a_part_of_the_file(path):
-    """Evaluation reads no moments, but for what lies in the same chunks; and no chunk twice."""
+    """Evaluation reads only the chunks of a checkpoint that contain parameters, each once."""
     with (
         Communicator(MPI.COMM_WORLD, "mpi") as comm,
         Executor(network(), comm, get_backend("numpy"), 4, dtype="float64") as executor,
@@ -94,7 +94,7 @@ def test_parameters_alone_need_a_part_of_the_file(path):
 
 @pytest.mark.ranks(2, 4)
 def test_damage_that_one_node_sees_is_found_by_all(path, monkeypatch):
-    """All ranks take the file before; the message names the rank that found the damage."""
+    """If one node finds damage, all ranks use the previous checkpoint; the message names the rank that found it."""
     comm = MPI.COMM_WORLD
     if comm.rank == 0:
         path.with_name("step-00000000.h5").write_bytes(path.read_bytes())
@@ -137,9 +137,7 @@ def _snapshot(seed):
 
 @pytest.mark.ranks(1, 2)
 def test_damage_that_is_met_when_arrays_are_read(path):
-    """If a file is not verified at once, its arrays are verified when they are read, before any change of the
-    parameters.
-    """
+    """Arrays of a checkpoint that was not verified are verified when read, before parameters change."""
     if MPI.COMM_WORLD.rank == 0:
         data = bytearray(path.read_bytes())
         with h5py.File(path) as file:
@@ -161,7 +159,7 @@ def test_damage_that_is_met_when_arrays_are_read(path):
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("what", ["network", "dtype"])
 def test_a_checkpoint_that_does_not_fit_is_refused_by_all(path, what):
-    """Ranks compare it with their own network from the index that all have; none of them names a rank."""
+    """A checkpoint of another network or dtype is the same error on all ranks, which names no rank."""
     other, dtype = (network(), "float32") if what == "dtype" else (network(classes=5), "float64")
     message = {"network": "is of another network: ", "dtype": ": expected float32 parameters, got float64"}[what]
     with (
@@ -175,7 +173,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_by_all(path, what):
 
 
 def test_a_link_set_back_by_hand(tmp_path):
-    """A user may set latest.h5 to an older checkpoint: the run resumes from it and leaves newer ones alone."""
+    """If a user sets latest.h5 to an older checkpoint, a run resumes from it and keeps the newer ones."""
     folder = CheckpointFolder(tmp_path, keep=1)
     for step in (5, 10):
         (tmp_path / f"step-{step:08d}.h5").touch()

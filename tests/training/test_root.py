@@ -1,4 +1,4 @@
-"""Tests that only rank 0 opens shared files, and that its results and errors reach every rank."""
+"""Tests that only rank 0 opens shared files, and that all ranks get its results and errors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def hook():
 
 @pytest.fixture
 def opened(hook):
-    """Return the names of the files that Python opens on this rank."""
+    """Return the list to which the names of files that Python opens on this rank are added."""
     global _opened
     _opened = []
     yield _opened
@@ -72,7 +72,7 @@ def test_a_fault_is_raised_on_all_ranks(comm):
 
 
 class Local:
-    """An object that can be unpickled on rank 0 only."""
+    """Object that can be unpickled on rank 0 only."""
 
     def __reduce__(self):
         return _made, ()
@@ -104,7 +104,7 @@ OWN = {
 @pytest.mark.parametrize("there", ["none", "another one"])
 @pytest.mark.parametrize("own", OWN)
 def test_a_file_of_the_user_that_differs_on_one_rank(comm, config, tmp_path, monkeypatch, own, there):
-    """A run ends before it begins, by one error on all ranks, whatever the file is for."""
+    """A user's file that is missing or different on one rank is one error on all ranks, before the run begins."""
     setting, text = OWN[own]
     if comm.rank == 1:  # as on the local disk of another node
         monkeypatch.chdir(tmp_path)

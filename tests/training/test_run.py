@@ -1,4 +1,4 @@
-"""Tests of whole runs in this process: the same curve on every grid, evaluation, and errors."""
+"""Tests of whole runs in this process: the same losses on every grid, evaluation, and errors."""
 
 import errno
 import json
@@ -36,7 +36,7 @@ def test_the_same_curve_on_every_grid(comm, config):
 
 @pytest.mark.mpi
 def test_resume_on_another_grid(comm, config):
-    """A run stopped after 5 of 9 steps on one rank continues on all ranks."""
+    """A run stopped after 5 of 9 steps on one rank continues on all ranks with the same losses."""
     folder = config.parent
     common = ["output.checkpoint_steps=5", "training.clip_norm=0.5", "optimizer.kind=adam", "output.keep=9"]
     if comm.rank == 0:
@@ -57,7 +57,7 @@ def test_resume_on_another_grid(comm, config):
 
 @pytest.mark.mpi
 def test_evaluate(comm, config):
-    """An evaluation on any grid equals the last validation, and its predictions agree with the metrics."""
+    """An evaluation on any grid equals the last validation, and metrics of its predictions agree."""
     folder = config.parent
     trained = train(config, ["training.epochs=1", f"strategy.sample={comm.size}"], comm=comm)["validation"]
     for parts in grids(comm.size, ("sample", "height", "width")):
@@ -95,7 +95,7 @@ def test_timeline(comm, config):
 
 @pytest.mark.mpi
 def test_nan_stops_all_ranks(comm, config):
-    """The loss overflows in the second epoch: the checkpoint of the first one stays, and is finite."""
+    """If the loss overflows, all ranks stop, and the checkpoint of the previous epoch is finite."""
     settings = ["schedule.kind=step", "schedule.milestones=[1]", "schedule.factor=1e30", "schedule.warmup_epochs=0"]
     settings += ["optimizer={kind = 'sgd'}", "training.dtype=float32", f"strategy.sample={comm.size}"]
     with pytest.raises(Diverged) as caught:
@@ -118,7 +118,7 @@ def test_nan_before_any_checkpoint(comm, config):
 
 @pytest.mark.mpi
 def test_full_disk(comm, config, monkeypatch):
-    """With a full disk all ranks stop with one line; the checkpoint before is intact."""
+    """With a full disk all ranks stop with one line, and the previous checkpoint is intact."""
     from halograd.training import checkpoint as module
 
     def full(file, name, arrays):
@@ -189,7 +189,7 @@ def test_another_runs_directory(comm, config):
 
 @pytest.mark.mpi
 def test_nothing_to_resume(comm, config, caplog):
-    """With --resume and no checkpoint, as in a batch script's first job, the run starts at step 0 with a message."""
+    """With --resume and no checkpoint, as in the first job of a batch script, a run starts at step 0 with a message."""
     if comm.rank == 0:  # what a run that was killed before its first checkpoint has logged
         (config.parent / "out").mkdir()
         (config.parent / "out" / "log.jsonl").write_text('{"event": "step", "step": 1, "loss": 7.0}\n')

@@ -1,4 +1,4 @@
-"""Tests of schedules: values computed by hand, independent of earlier steps."""
+"""Tests of schedules: values by hand, independent of earlier steps."""
 
 import math
 

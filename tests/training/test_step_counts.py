@@ -15,7 +15,7 @@ MOST = 60
 
 @pytest.fixture(scope="module")
 def cuda(tmp_path_factory):
-    """Fixture: the kernels, each compiled once."""
+    """Return our CUDA kernels, compiled for the CPU, each once."""
     if compiler() is None:
         pytest.skip("needs g++ to run CUDA kernels on the CPU")
     return HostBackend(HostLauncher(tmp_path_factory.mktemp("cuda-on-the-host")))
@@ -37,7 +37,7 @@ EXPECTED = {
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_step_takes_exactly_so_many(name, parts, cuda):
-    """In 16 bits one launch more: the conversion of all gradients of a bucket, whatever the number of convolutions."""
+    """A step has exactly the expected operations and launches; in 16 bits one launch more, which converts gradients."""
     found = count_step(NETWORKS[name](), cuda, {"height": parts})
     assert found == EXPECTED[name, parts]
     assert found.operations <= MOST
@@ -47,7 +47,7 @@ def test_a_step_takes_exactly_so_many(name, parts, cuda):
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_clipping_takes_three_launches(dtype, cuda):
-    """Squares of all gradients, their sum, norm and factor; two operations fetch the norm and pass the factor on."""
+    """Clipping takes three launches: squares of all gradients, their sum, norm and factor; and two operations."""
     network = NETWORKS["resnet50"]()
     plain, clipped = (count_step(network, cuda, {}, dtype, clip) for clip in (None, 1.0))
     assert clipped == replace(plain, operations=plain.operations + 2, launches=plain.launches + 3)

@@ -1,4 +1,4 @@
-"""Tests of SIGUSR1 and SIGTERM at every stage of a program: its exit code stays the program's own."""
+"""Tests of SIGUSR1 and SIGTERM at every stage of a program, with the expected exit code of each."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ main()
 
 
 def run(folder: Path, *stages: str, change: str = "") -> tuple[subprocess.CompletedProcess[str], set[str]]:
-    """Run ``halograd train`` on two ranks with signals at these stages; return the stages that it passed."""
+    """Run ``halograd train`` on two ranks with signals at these stages; return the process and the stages it passed."""
     script = folder / "signals.py"
     script.write_text(SIGNALS)
     words = [script, "train", write_config(folder), "--resume", *sets(*COMMON, *filter(None, [change]))]
@@ -94,7 +94,7 @@ def run(folder: Path, *stages: str, change: str = "") -> tuple[subprocess.Comple
 
 @pytest.mark.parametrize("name", ["import", "MPI"])
 def test_while_the_program_starts(tmp_path, name):
-    """A signal during the start is recorded, and the run stops before its first step."""
+    """After a signal during the start, the run stops before its first step."""
     done, passed = run(tmp_path, name)
     assert done.returncode == CHECKPOINTED, done.stderr
     assert passed == {f"{name} on 0", f"{name} on 1"}
@@ -103,7 +103,7 @@ def test_while_the_program_starts(tmp_path, name):
 
 
 def test_when_all_is_trained(tmp_path):
-    """A signal after the last step leaves exit code 0: the run is complete."""
+    """After a signal that follows the last step, the exit code is 0, because the run is complete."""
     stages = ["last step", "last checkpoint", "report", "handlers", "leave", "finalize", "teardown"]
     done, passed = run(tmp_path, *stages)
     assert done.returncode == 0, done.stderr
@@ -114,7 +114,8 @@ def test_when_all_is_trained(tmp_path):
 
 
 def test_while_a_mistake_is_told(tmp_path):
-    """During an error message the exit code is that of the error: a batch script must not requeue the run."""
+    """A signal during an error message does not change the exit code, so that a batch script does not requeue the run.
+    """
     stages = ["handlers", "leave", "finalize", "teardown"]
     done, passed = run(tmp_path, *stages, change="data.path=nowhere.h5")
     assert done.returncode == 2, done.stderr
@@ -127,7 +128,7 @@ ALONE = ["data.validation=0"]
 
 
 def signaled(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, when: Callable[[Any], bool]) -> None:
-    """Let a method get SIGTERM before it is executed."""
+    """Send SIGTERM to this process before a call of a method for which `when` is true."""
     call = getattr(owner, name)
 
     def method(self, *args, **kwargs):
@@ -139,7 +140,7 @@ def signaled(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, when: Call
 
 
 def test_in_the_last_step(tmp_path, monkeypatch):
-    """All ranks see a signal during the last step after it; the run is then complete."""
+    """A signal during the last step does not stop the run, because it is complete."""
     signaled(monkeypatch, Trainer, "step", lambda trainer: trainer.optimizer.step == 11)
     done = train(write_config(tmp_path), ALONE, comm=MPI.COMM_SELF)
     assert (done["steps"], done["stopped"]) == (12, None)
@@ -147,7 +148,7 @@ def test_in_the_last_step(tmp_path, monkeypatch):
 
 
 def test_in_the_last_step_before_a_validation(tmp_path, monkeypatch):
-    """After a signal in the last step the validation is left to the next job."""
+    """After a signal in the last step before a validation, the next job makes this validation."""
     with monkeypatch.context() as patch:
         signaled(patch, Trainer, "step", lambda trainer: trainer.optimizer.step == 8)
         done = train(write_config(tmp_path), comm=MPI.COMM_SELF)

@@ -1,6 +1,6 @@
-"""Tests that training with separate cuts per layer, also of channels and on fewer ranks, gives one process's losses.
+"""Tests that training with separate cuts per layer, also of channels and on fewer ranks, has the losses of one process.
 
-Thirty random strategies per network, spread over 2, 3 and 4 ranks: most where a run takes least.
+Thirty random strategies per network are divided over 2, 3 and 4 ranks: most where a run takes least.
 """
 
 import functools
@@ -49,7 +49,7 @@ RATES = {"inception_v3": 1e-4}
 
 @functools.cache
 def alone(name):
-    """Return the result of one process."""
+    """Return the outcome of one process."""
     with Communicator(MPI.COMM_SELF) as comm:
         found = descend(NETWORKS[name](), comm, Strategy(), steps=STEPS, rate=RATES.get(name, RATE))
     assert np.isfinite(found.losses).all()
@@ -64,7 +64,7 @@ def check(name, comm, seed):
 
 
 def seeds(name, size):
-    """Return the strategies to run on this number of ranks."""
+    """Return the seeds of the strategies to run on this number of ranks."""
     shares = SHARES_OF_DEEP if name in DEEP else SHARES
     first = sum(n for ranks, n in shares.items() if ranks < size)
     return range(first, first + shares[size])
@@ -112,7 +112,7 @@ def test_training_under_random_strategies(name):
 
 
 def metrics(comm, strategy):
-    """Return the scores of one batch. Collective."""
+    """Return the scores of one evaluated batch. Collective."""
     with Executor(gated(), comm, get_backend("numpy"), 4, strategy, "float64", seed=3) as executor:
         evaluation = Evaluation(executor)
         evaluation.begin()
@@ -124,7 +124,7 @@ def metrics(comm, strategy):
 
 @pytest.mark.ranks(2, 3, 4)
 def test_metrics_of_several_tasks_that_are_cut_otherwise_than_their_losses():
-    """Metrics are right if inputs of later loss terms and predictions of earlier ones have different cuts."""
+    """Metrics are right if losses and predictions have different cuts."""
     with Communicator(MPI.COMM_SELF) as alone:
         wanted = metrics(alone, Strategy())
     with Communicator(MPI.COMM_WORLD, "mpi") as comm:
@@ -136,7 +136,7 @@ def test_metrics_of_several_tasks_that_are_cut_otherwise_than_their_losses():
 
 @pytest.mark.ranks(2, 3)
 def test_a_run_that_follows_a_file(config):
-    """`halograd train` with data, validation and checkpoints, the first layer on fewer ranks, resumed by one rank."""
+    """`halograd train` follows a strategy file with the first layer on fewer ranks, and is resumed by one rank."""
     with Communicator(MPI.COMM_WORLD) as comm:
         folder = config.parent
         if comm.rank == 0:

@@ -1,4 +1,5 @@
-"""Tests of signals, kills and ranks that hang in real jobs: each ends in time, reports the cause, and is resumed."""
+"""Tests of signals, kills and ranks that hang in real jobs: each job ends in time, reports the cause, and is resumed.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ def assert_same(found: Path, wanted: Path) -> None:
 
 
 def said(stderr: str) -> list[str]:
-    """Return our own lines among those of the launcher."""
+    """Return the lines that the library, and not the launcher, has written."""
     found = [line for line in stderr.splitlines() if line.startswith("halograd: ")]
     assert found, stderr
     return found
@@ -45,7 +46,7 @@ def said(stderr: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Fixture: folder of data and configuration, with an undisturbed run of one process in `whole`."""
+    """Return a folder with data, configuration, and an undisturbed run of one process in `whole`."""
     folder = tmp_path_factory.mktemp("survival")
     config = write_config(folder)
     done = mpiexec(1, ["-m", "halograd", "train", config, *sets(*COMMON, f"output.directory={folder / 'whole'}")])
@@ -54,7 +55,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_signals(whole):
-    """USR1 to the launcher, then TERM twice to one rank of another cut: exit code 75, and no step is lost."""
+    """After USR1 to the launcher, and after TERM twice to one rank, the exit code is 75, and no step is lost."""
     out = whole / "signals"
     train = ["-m", "halograd", "train", whole / "run.toml", "--resume", *sets(*COMMON, f"output.directory={out}")]
     gate = Gate(whole, 8, 0)
@@ -90,7 +91,7 @@ def test_signals(whole):
 
 @pytest.mark.parametrize("victim", [1, 0])
 def test_killed_rank(whole, victim):
-    """SIGKILL of a rank under a launcher that does not notice: one message, and no rank is left."""
+    """After SIGKILL of a rank under a launcher that ignores it, there is one message, and no rank is left."""
     out = whole / f"killed{victim}"
     train = ["-m", "halograd", "train", whole / "run.toml", *sets(*COMMON, f"output.directory={out}")]
     gate = Gate(whole, 3, victim)
@@ -107,7 +108,7 @@ def test_killed_rank(whole, victim):
 
 
 def test_stopped_rank(whole):
-    """The other ranks find a rank that does not answer (SIGSTOP, a node that hangs)."""
+    """A rank that does not respond (SIGSTOP, as on a node that hangs) is named by the other ranks."""
     out = whole / "frozen"
     train = ["-m", "halograd", "train", whole / "run.toml", *sets(*COMMON, f"output.directory={out}")]
     gate = Gate(whole, 3, 2)
@@ -164,7 +165,7 @@ STALL = "run.stall_minutes=0.03"  # from when the test says so
 
 
 def assert_rank_0_is_named(size: int, stderr: str, out: Path) -> None:
-    """Check that one line says that rank 0 does not answer, and where all others wait."""
+    """Check that one line reports that rank 0 does not respond, and where all others wait."""
     (line,) = [line for line in stderr.splitlines() if line.startswith("halograd: ")]
     assert line.startswith(f"halograd: rank 0 of {size} on {HOST}: no progress for 0.03 min: it does not respond")
     for rank in range(1, size):
@@ -208,7 +209,8 @@ main(sys.argv[1:])
 
 @pytest.mark.parametrize("size", [2])
 def test_the_interpreter_of_rank_0_is_locked(whole, size):
-    """A native call that does not release the lock: its watchdog cannot run, nor can any other thread of it."""
+    """If a native call locks the interpreter of rank 0, so that its watchdog cannot run, the other ranks name rank 0.
+    """
     out, script = whole / f"locked{size}", whole / "locks.py"
     script.write_text(LOCKS)
     settings, gate = sets(f"output.directory={out}", f"strategy.height={size}", STALL), Gate(whole)

@@ -1,4 +1,4 @@
-"""Tests of disturbed runs in this process: damaged and unwritable checkpoints, signals at unfavourable moments."""
+"""Tests of disturbed runs in this process: damaged and unwritable checkpoints, signals at unfavorable moments."""
 
 import errno
 import json
@@ -28,7 +28,7 @@ from tests.training.cuts import assert_same, curve
 
 @pytest.fixture
 def folder(comm, config):
-    """Fixture: folder with data, a configuration, and an undisturbed run."""
+    """Return a folder with data, a configuration, and an undisturbed run."""
     if comm.rank == 0:
         train(config, [f"output.directory={config.parent / 'whole'}"], comm=MPI.COMM_SELF)
     comm.Barrier()
@@ -41,7 +41,7 @@ def files(folder):
 
 @pytest.mark.ranks(2)
 def test_damaged_checkpoints_are_skipped(comm, folder, caplog):
-    """With a truncated newest checkpoint and a flipped bit in the next, the third is taken, with the same curve."""
+    """A run skips a truncated and a damaged checkpoint, and resumes from the third with the same losses."""
     train(folder / "run.toml", ["training.epochs=3", "output.checkpoint_steps=2"], comm=comm)
     before = files(folder)
     if comm.rank == 0:
@@ -72,7 +72,7 @@ def test_damaged_checkpoints_are_skipped(comm, folder, caplog):
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("transport, nodes", [("auto", 1), ("emulated:alpha=0,beta=0,node=2", 2)])
 def test_resumption_reads_each_byte_once_per_node(comm, folder, monkeypatch, transport, nodes):
-    """A resumption finds, verifies and reads the newest checkpoint with one read of each byte per node."""
+    """A resumed run reads each byte of the newest checkpoint once per node, including its verification."""
     train(folder / "run.toml", ["training.epochs=1"], comm=comm)
     size = (folder / "out" / "checkpoints" / "step-00000003.h5").stat().st_size
     read_all, read = chunk_file._read_all, []
@@ -90,7 +90,7 @@ def test_resumption_reads_each_byte_once_per_node(comm, folder, monkeypatch, tra
 
 @pytest.mark.ranks(2)
 def test_all_checkpoints_damaged(comm, folder):
-    """A run without an undamaged checkpoint is refused; it does not begin anew without notice."""
+    """Resumption is an error if all checkpoints are damaged; the run does not begin anew."""
     train(folder / "run.toml", ["training.epochs=1"], comm=comm)
     if comm.rank == 0:
         (folder / "out" / "checkpoints" / "step-00000003.h5").write_bytes(b"")
@@ -101,7 +101,8 @@ def test_all_checkpoints_damaged(comm, folder):
 
 @pytest.mark.ranks(2)
 def test_full_disk_in_the_middle(comm, folder, monkeypatch, caplog):
-    """With a full disk older checkpoints stay, and training continues; the end reports the missing checkpoint."""
+    """With a full disk older checkpoints stay and training continues; the last message reports the missing checkpoint.
+    """
 
     write, begun = checkpoint._write_arrays, []
 
@@ -124,7 +125,7 @@ def test_full_disk_in_the_middle(comm, folder, monkeypatch, caplog):
 
 @pytest.mark.ranks(2)
 def test_signal_while_validating(comm, folder, monkeypatch):
-    """A signal during a validation ends the run; the resumed run repeats the validation, which is logged once."""
+    """A signal during a validation ends the run; the resumed run repeats the validation, and logs it once."""
     add, calls = Evaluation.add, []
 
     def interrupted(self):
@@ -146,7 +147,7 @@ def test_signal_while_validating(comm, folder, monkeypatch):
 
 @pytest.mark.ranks(2)
 def test_signal_before_the_first_step(comm, folder, monkeypatch):
-    """A signal before the first step leaves no checkpoint; the next run begins at step 0."""
+    """After a signal before the first step there is no checkpoint, and the next run begins at step 0."""
     make = Session.open.__func__
 
     def late(cls, *args, **kwargs):
@@ -165,7 +166,7 @@ def test_signal_before_the_first_step(comm, folder, monkeypatch):
 
 @pytest.mark.ranks(2)
 def test_checkpoints_by_time(comm, folder):
-    """If a step takes longer than the interval, there is a checkpoint after every step; the last few are kept."""
+    """If a step takes longer than the interval, each step has a checkpoint, of which the last two are kept."""
     settings = ["output.checkpoint_minutes=1e-9", "output.checkpoint_epochs=0", "output.keep=2", "training.epochs=2"]
     train(folder / "run.toml", settings, comm=comm)
     assert [e["step"] for e in read_log(folder / "out" / "log.jsonl", "checkpoint")] == [1, 2, 3, 4, 5, 6]
@@ -174,7 +175,9 @@ def test_checkpoints_by_time(comm, folder):
 
 @pytest.mark.ranks(1, 2)
 def test_another_run_in_the_directory(comm, folder, monkeypatch, caplog):
-    """A second run in a directory is refused on all ranks without effect; readers and requeued jobs are allowed."""
+    """A second run in a directory is an error on all ranks and changes nothing; evaluations and requeued jobs are
+    permitted.
+    """
     for name in directory_of_run._JOBS:
         monkeypatch.delenv(name, raising=False)
     train(folder / "run.toml", ["training.epochs=1"], comm=comm)
@@ -205,7 +208,7 @@ def test_another_run_in_the_directory(comm, folder, monkeypatch, caplog):
 
 @pytest.mark.ranks(1, 2)
 def test_evaluation_of_a_run_that_goes_on(comm, folder, monkeypatch):
-    """The run removes the checkpoint, and latest.h5 means another one, while the evaluation is being built."""
+    """An evaluation reads its checkpoint although the run removes the file and changes latest.h5 meanwhile."""
     train(folder / "run.toml", ["training.epochs=1"], comm=comm)
     wanted = evaluate(folder / "out", comm=comm)
     make = Session.open.__func__
@@ -246,7 +249,7 @@ def test_a_run_that_was_taken_over_ends(comm, folder, monkeypatch):
 
 @pytest.mark.ranks(3)
 def test_fewer_ranks(comm, folder):
-    """A cut for four ranks on three: the message names cuts for three, the first of which trains."""
+    """A cut for four ranks on three is an error that names cuts for three ranks, the first of which trains."""
     cut = ["strategy.height=2", "strategy.width=2"]
     with pytest.raises(UserError, match=r"4 spatial parts do not divide the 3 ranks; .*; for 3 ranks: `--") as caught:
         train(folder / "run.toml", cut, comm=comm)
@@ -258,7 +261,7 @@ def test_fewer_ranks(comm, folder):
 
 @pytest.mark.ranks(2)
 def test_a_directory_that_is_moved_while_the_run_writes(comm, folder):
-    """All ranks end with the same line, and nothing is written to a new directory of the name."""
+    """If its directory is moved, all ranks of a run end with the same line, and no new directory is created."""
 
     class Moving(Callback):
         def on_step(self, step, loss, learning_rate):

@@ -23,7 +23,9 @@ def example(rank=0):
 
 
 def test_overlap_ratio():
-    """Communications of 10 and 30 ms block for 2 and 6 ms: the overlap is 80 % of each and of both."""
+    """The overlap ratio is the share of communication that does not block: 80 % for 10 and 30 ms with waits of 2 and
+    6.
+    """
     timeline = example()
     assert timeline.overlap("halo") == pytest.approx(80.0)
     assert timeline.overlap("allreduce") == pytest.approx(80.0)
@@ -84,7 +86,7 @@ def test_merge(tmp_path):
 
 
 def check_trace(folder, ranks):
-    """Check that there is one valid file and no other, with the rows of every rank."""
+    """Check that a folder contains only a valid trace file, with the rows of every rank."""
     assert [p.name for p in folder.iterdir()] == ["trace.json"]
     events = json.loads((folder / "trace.json").read_text())["traceEvents"]
     rows = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
@@ -133,7 +135,7 @@ def test_no_folder(comm, tmp_path):
 
 
 def test_nothing_travels_on_one_rank():
-    """Sums over one rank do not count as communication that could overlap."""
+    """Sums on one rank do not count as communication that could overlap."""
     timeline = Timeline(alone=True)
     for category in ("forward", "communication", "wait"):
         timeline.span("halo: conv", category, 0.0, 1.0)
@@ -154,7 +156,7 @@ def executor():
 
 
 def run(first: int, last: int, paused: bool = True):
-    """Run steps of which number n takes n + 1 s in the layers; return the measured steps and the result."""
+    """Run steps of which number n takes n + 1 s in the layers; return the measured steps and the report."""
     timeline = Timeline()
     timeline.paused = paused
     times = StepTimes(executor(), timeline, first, last)

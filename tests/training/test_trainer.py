@@ -1,4 +1,4 @@
-"""Tests of the training step: plain formulas on one process, clipping against torch, NaN on any rank, and errors."""
+"""Tests of the training step: formulas on one process, clipping against torch, NaN on any rank, and errors."""
 
 import numpy as np
 import pytest
@@ -72,7 +72,7 @@ def fill(executor, step):
 
 
 def reference(clip):
-    """Return losses and parameters of plain momentum on one process."""
+    """Return losses and parameters of SGD with momentum on one process, by its formula."""
     losses, velocity = [], {}
     with (
         Communicator(MPI.COMM_SELF) as alone,
@@ -95,7 +95,7 @@ def reference(clip):
 @pytest.mark.mpi
 @pytest.mark.parametrize("clip", [None, 0.05])
 def test_steps(comm, clip):
-    """Losses and parameters are those of one process on every grid, with updates that wait for the next step."""
+    """Losses and parameters equal those of one process on every grid, with updates delayed to the next step."""
     losses, params = reference(clip)
     with Communicator(comm) as ranks:
         for parts in grids(ranks.size, ("sample", "height", "width")):
@@ -179,7 +179,7 @@ def around(middle):
 @pytest.mark.parametrize("backend", ["numpy", "onednn"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_one_pixel_of_the_input(comm, name, backend, training):
-    """With one NaN in the input the loss is NaN; the step is skipped, and the parameters stay."""
+    """One NaN in the input makes the loss NaN through every layer; the parameters do not change."""
     built = around(LAYERS[name])
     with (
         Communicator(comm) as ranks,

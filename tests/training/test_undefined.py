@@ -1,5 +1,4 @@
-"""Tests of validations with undefined scores: no position that counts, no positive, a single class; and the best one.
-"""
+"""Tests of validations with undefined scores: no position with weight, no positive, a single class; and best scores."""
 
 import h5py
 import numpy as np
@@ -24,7 +23,7 @@ SHAPE, BATCH, K = (4, 6), 3, 3
 
 
 def case(name):
-    """Return the loss of a prediction ``x``, a target and weights, targets ``t`` (3 batches), weights, and K or 1."""
+    """Return loss, targets (3 batches), weights, and number of classes (or 1) of a case."""
     classes = np.full((3 * BATCH, *SHAPE, 1), 2, np.int32)
     numbers = np.linspace(0, 1, classes.size).reshape(classes.shape)
     none = np.zeros(classes.shape)
@@ -47,7 +46,9 @@ UNDEFINED = [
 
 
 def evaluated(ranks, parts, name, other=None):
-    """Return the scores of three batches, the last one short; `other`: weight of a loss of a second prediction."""
+    """Return the scores of three batches, the last one short; `other` is the weight of the loss of a second
+    prediction.
+    """
     loss, target, weights, channels = case(name)
     x, t = hg.Input((*SHAPE, channels), "x"), hg.Input(target.shape[1:], "t", "int32" if channels > 1 else "compute")
     w = [] if weights is None else [hg.Input(weights.shape[1:], "w")]
@@ -92,7 +93,7 @@ def test_a_term_of_nothing_leaves_the_others(comm, name):
 
 
 def test_what_counts_say_of_targets():
-    """Scores of two classes are undefined without the second one; scores of more classes use the existing ones."""
+    """Scores of two classes are undefined if one does not occur; scores of more classes use the classes that occur."""
     pair, several, errors = Confusion(2), Confusion(3), Errors()
     for counter in (pair, several, errors):
         assert counter.empty and counter.lacking().startswith("no position counts")
@@ -109,7 +110,7 @@ def test_what_counts_say_of_targets():
 
 
 def change_mask(comm, config, change):
-    """Change the mask of all samples on rank 0. Collective."""
+    """Change the mask of all samples by a function, on rank 0. Collective."""
     if comm.rank == 0:
         with h5py.File(config.parent / "data.h5", "r+") as file:
             mask = file["mask"][()]
@@ -128,9 +129,7 @@ def without_positives(mask):
     [(None, None), ('output.best="iou"', None), ('output.best="loss"', 1), ('output.best="accuracy"', 1)],
 )
 def test_a_validation_without_a_positive(comm, config, caplog, best, value):
-    """A validation without positives counts neither for nor against undefined scores; the run says so at its beginning
-    and at its end, and patience does not count it.
-    """
+    """A validation without positives has undefined scores, which patience ignores; run and evaluation report this."""
     change_mask(comm, config, without_positives)
     sets = [f"strategy.height={comm.size}", "training.epochs=4", *([best] if best else []), "training.patience=2"]
     result = train(config, [*sets, "schedule.learning_rate=0.001"], comm=comm)
@@ -154,7 +153,7 @@ def test_a_validation_without_a_positive(comm, config, caplog, best, value):
 
 @pytest.mark.ranks(1, 2)
 def test_a_score_that_is_undefined_now_and_then(comm, config, caplog, monkeypatch):
-    """Precision is undefined if no prediction is of the class: one message says so, and patience counts the others."""
+    """One message reports a precision that is sometimes undefined, and patience counts only the other validations."""
     given = iter([None, 0.5, None, 0.6, float("nan"), 0.4, None, 0.3, 0.9])
     validate = TrainingRun.validate
     monkeypatch.setattr(TrainingRun, "validate", lambda run: {**validate(run), "precision": next(given)})
@@ -176,7 +175,7 @@ def test_a_score_that_is_never_defined(comm, config, caplog, monkeypatch):
 
 @pytest.mark.ranks(2, 4)
 def test_ranks_without_positives_do_not_matter(comm, config):
-    """Scores are defined if all positives are in the upper rows, in the block of one rank."""
+    """Scores are defined if all positives are in the block of one rank, and equal those of one process."""
 
     def upper(mask):
         mask[:, EDGE // comm.size :] = 0
@@ -213,7 +212,7 @@ def write_masked(folder):
 
 @pytest.mark.ranks(1, 2)
 def test_a_run_without_any_position_that_counts(comm, working, caplog):
-    """Its log can be read, its state shown; a loss of nothing has no direction to get worse in either."""
+    """A run in which no position counts writes a readable log, shows its state, and never stops early."""
     config = write_shared(comm, working, write_masked)
     result = train(config, [f"strategy.height={comm.size}", "training.patience=1"], comm=comm)
     comm.barrier()

@@ -36,7 +36,7 @@ SCHEMES = [
 
 
 def network():
-    """Return a network with a branch outside the loss that has all kinds of parameters, before other dense layers."""
+    """Return a network with a branch outside of the loss that has parameters of all kinds."""
     x = hg.Input(SHAPE, "x")
     y = hg.Conv(3, 3, padding=1, name="conv")(x)
     dense2 = hg.Dense(6, name="dense2")(hg.Flatten(name="flat")(x))
@@ -59,8 +59,7 @@ def training(comm, strategy, dtype="float32"):
 
 
 def train(trainer, litter):
-    """Return this rank's parameters after some steps, before each of which gradients are set to `litter`. Collective.
-    """
+    """Return this rank's parameters after some steps; before each step gradients are set to `litter`. Collective."""
     executor = trainer.executor
     for step in range(STEPS):
         trainer.settle()

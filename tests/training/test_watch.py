@@ -1,5 +1,6 @@
-"""Tests of the watchdog with dead or stalled ranks: all ranks of a job in this process, with a clock of their own; and
-of the tree of their connections.
+"""Tests of the watchdog with dead or stalled ranks: all ranks of a job in this process, with a simulated clock.
+
+Further tests check the tree of their connections.
 """
 
 import re
@@ -20,7 +21,7 @@ CUT_OFF = TURN * (FANOUT + 2)  # for ranks behind a frozen one to give up
 
 
 class Rank:
-    """One rank: its station, and its unread messages."""
+    """Simulated rank: its station, and its unread messages."""
 
     def __init__(self, job, rank):
         self.job, self.rank, self.inbox, self.moves, self.alive, self.frozen = job, rank, deque(), 0, True, False
@@ -42,7 +43,7 @@ class Rank:
         self.job.logged.append((self.rank, rank, cause))
 
     def end(self):
-        """End the rank; other than a launcher, this does not end the others."""
+        """End the rank; unlike a launcher, this does not end the other ranks."""
         self.leave()
 
     def leave(self):
@@ -50,7 +51,7 @@ class Rank:
 
 
 class Job:
-    """Ranks whose messages arrive at once, unless they are frozen, and whose main threads progress at every tick."""
+    """Simulated job: messages arrive at once, except at frozen ranks, and main threads progress at every tick."""
 
     def __init__(self, size, per_node=3, fanout=FANOUT, patience=PATIENCE):
         self.tree = Tree([f"n{rank // per_node}" for rank in range(size)], fanout)
@@ -67,7 +68,7 @@ class Job:
         return [rank.rank for rank in self.ranks if rank.alive]
 
     def kill(self, rank, cause="killed"):
-        """Kill a process; the kernel closes its connections."""
+        """Kill a rank; its peers get the end of their connections."""
         self.ranks[rank].alive = False
         for other in self.joined[rank]:
             self.ranks[other].inbox.append(("ended", rank, cause))
@@ -76,7 +77,7 @@ class Job:
         self.kill(rank, None)
 
     def freeze(self, *ranks):
-        """Stop processes; all others wait for them sooner or later."""
+        """Stop the processes of these ranks, so that all others finally wait for them."""
         for rank in ranks:
             self.ranks[rank].frozen, self.moving = True, False
 
@@ -99,7 +100,7 @@ class Job:
                     self.watches[rank.rank].tick()
 
     def assert_said(self, speaker, rank, cause):
-        """Check that one rank has printed one message, and that all ranks but frozen ones have ended."""
+        """Check that one rank has printed one message, and that all ranks except frozen ones have ended."""
         ((mouth, culprit, text),) = self.said
         assert (mouth, culprit) == (speaker, rank) and cause in text
         assert self.logged == self.said
@@ -119,7 +120,7 @@ def test_nothing_is_sent_while_all_is_well(size):
 
 @pytest.mark.parametrize("size", SIZES)
 def test_a_frozen_rank_is_named(size):
-    """The first head that is not frozen names any frozen rank once, and the exchange in which the others wait."""
+    """The first head that is not frozen names a frozen rank once, and the exchange in which the others wait."""
     for victim in range(size):
         job = Job(size)
         job.run(10)
@@ -141,7 +142,7 @@ def test_when_a_frozen_rank_0_is_reported():
 
 
 def test_ranks_that_stall_one_after_the_other():
-    """Later reports of stalls do not restart the round of questions."""
+    """Later reports of stalled ranks do not restart the round of requests."""
     job = Job(40)
     job.freeze(0)
     for rank in range(1, 40):
@@ -156,7 +157,7 @@ def test_ranks_that_stall_one_after_the_other():
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_frozen_heads(count):
-    """The first live head prints the message; without a head a rank cannot know of the others."""
+    """The first live head prints the message; if all heads are frozen, there is none."""
     job = Job(11)
     heads = job.tree.order[:3]
     job.freeze(*heads[:count])
@@ -168,7 +169,7 @@ def test_frozen_heads(count):
 
 
 def test_a_head_that_wakes_up_while_it_is_asked():
-    """A head that resumes during a question causes no second message."""
+    """A head that resumes during a round of requests causes no second message."""
     for after in range(int((TURN + ANSWERS) / TICK) - 1):
         job = Job(11)
         job.freeze(0)
@@ -180,7 +181,7 @@ def test_a_head_that_wakes_up_while_it_is_asked():
 
 
 def test_a_rank_that_waits_for_none_is_named():
-    """If all ranks answer, the rank outside any exchange delays the others."""
+    """If all ranks respond, the rank that is in no exchange is named as the cause."""
     job = Job(11)
     job.run(5)
     job.moving = False
@@ -191,7 +192,7 @@ def test_a_rank_that_waits_for_none_is_named():
 
 @pytest.mark.parametrize("hours", [0.02, 1, 48])
 def test_a_suspended_job(hours):
-    """A job whose processes are all stopped and continued later, some a little earlier, causes no report."""
+    """A job whose processes are all suspended and continued later, some of them earlier, causes no report."""
     job = Job(11)
     job.run(10.1)
     job.moving = False  # in a kernel that takes long
@@ -209,7 +210,7 @@ def test_a_suspended_job(hours):
 
 
 def test_a_lock_that_is_held_for_less_than_the_limit():
-    """A call that locks the interpreter of rank 0 is no fault while the others wait for less than the limit."""
+    """A call that locks the interpreter of rank 0 causes no report while the others wait for less than the limit."""
     job = Job(4)
     job.run(10)
     job.freeze(0)
@@ -227,7 +228,7 @@ def test_no_limit():
 
 
 def test_ranks_that_are_not_watched_yet():
-    """Planning and building have no time limit."""
+    """Planning and building have no time limit, because ranks are not watched yet."""
     job = Job(4)
     job.watched = job.moving = False
     job.run(3 * PATIENCE)
@@ -236,7 +237,7 @@ def test_ranks_that_are_not_watched_yet():
 
 @pytest.mark.parametrize("size", SIZES)
 def test_a_killed_rank_is_named(size):
-    """A killed rank causes one message at once, and no rank is left, even if the launcher ends none."""
+    """A killed rank causes one message at once, and all ranks end, even if the launcher ends none."""
     for victim in range(size):
         job = Job(size)
         job.run(10)
@@ -270,7 +271,7 @@ def test_a_killed_rank_while_rank_0_is_frozen():
 
 @pytest.mark.parametrize("rank", [0, 1, 3, 10])
 def test_a_rank_with_an_error_of_its_own(rank):
-    """A rank with an error prints it. The first head logs it; all remaining ranks end themselves after a while."""
+    """A rank prints its own error, the first head logs it, and the remaining ranks end after a while."""
     job = Job(11)
     job.run(10)
     job.watches[rank].dying("ValueError: x", True)
@@ -291,7 +292,7 @@ def test_an_error_that_is_not_logged():
 
 
 def test_ranks_that_have_left_are_not_blamed():
-    """Ranks that have left, or that only they could reach, are not named; a rank left alone names itself."""
+    """Ranks that have left are not named, nor those reached only through them; a rank left alone names itself."""
     job = Job(11)
     job.run(10)
     for rank in range(10, 0, -1):
@@ -304,7 +305,8 @@ def test_ranks_that_have_left_are_not_blamed():
 
 
 def test_leaving_with_some_still_there():
-    """If an inner rank has left and others hang, rank 0 names neither it nor the ranks behind it (which end alone)."""
+    """After an inner rank has left, rank 0 names neither it nor the ranks reached through it, which end by themselves.
+    """
     job = Job(40)
     job.run(10)
     far = [rank for rank in job.tree.order if rank and rank not in job.joined[0]]
@@ -319,7 +321,7 @@ def test_leaving_with_some_still_there():
 
 
 def test_a_rank_that_cannot_reach_any():
-    """A rank without connections reports itself; neither side names the other."""
+    """A rank without connections reports itself; neither it nor the others name each other."""
     job = Job(4)
     for rank in range(3):
         job.joined[rank].discard(3)
@@ -357,7 +359,7 @@ def test_counting_kills_for_lack_of_memory():
 
 
 def joined(tree):
-    """Return every connection of a tree, by rank."""
+    """Return the connected ranks of each rank of a tree."""
     return [{*tree.ups(rank), *tree.downs(rank)} for rank in range(len(tree.hosts))]
 
 
@@ -365,7 +367,7 @@ def joined(tree):
 @settings(max_examples=20)
 @given(per_node=st.integers(1, 9), size=st.integers(1, 100))
 def test_connections(fanout, per_node, size):
-    """Both ends know of each connection; there are few of them; every rank reaches every other."""
+    """Connections of a tree are known at both ends, are few, and connect all ranks."""
     tree = Tree([f"n{rank // per_node}" for rank in range(size)], fanout)
     assert sorted(tree.order) == list(range(size)) and tree.order[0] == 0
     heads = [rank for rank in range(size) if tree.is_head(rank)]
@@ -392,7 +394,7 @@ def test_heads_are_on_many_hosts(per_node, size):
 
 
 def test_sixteen_thousand_ranks():
-    """With 16,000 ranks each rank needs few files, and none is far from a head."""
+    """With 16,384 ranks each rank needs few connections, and none is far from a head."""
     tree = Tree([f"n{rank // 64}" for rank in range(16_384)])
     connections = joined(tree)
     assert max(map(len, connections)) == 2 * watch.FANOUT < 1024 // 8
@@ -407,7 +409,7 @@ def test_sixteen_thousand_ranks():
 
 
 def test_what_is_reached():
-    """Ranks behind a rank that has left, or without a connection, are not reached."""
+    """Ranks reached only through a rank that has left, or without a connection, are not reached."""
     tree = Tree(["n"] * 11, fanout=2)
     connections = joined(tree)
     assert (tree.children(0), tree.children(3), tree.ups(9), tree.downs(1)) == ([3, 4], [9, 10], [3], [2, 5, 6])

@@ -55,7 +55,7 @@ def write(folder):
 
 @pytest.mark.mpi
 def test_trains_and_judges_as_one_process_does(comm, config):
-    """Maps, rows and numbers per sample, moved with their images; of a patch the weights of its cells are averaged."""
+    """Weights per position, row and sample, moved and reduced with their images, have the results of one process."""
     want = check_scores(comm, config)
     if comm.rank == 0:
         with h5py.File("alone.h5") as file, h5py.File("data.h5") as data:
@@ -88,7 +88,7 @@ def test_weights_that_are_none_are_refused(comm, config, change, message):
 
 @pytest.mark.ranks(1)
 def test_weights_of_0_are_worth_a_warning(comm, config, caplog):
-    """Weights that are all 0 cause a warning; other constant weights, and the size of targets, do not."""
+    """Weights that are all 0 cause a warning; other constant weights do not."""
     with h5py.File("data.h5", "r+") as file:
         file["valid"][...], file["share"][...], file["rows"][...] = 0, 1, 1e9
     with caplog.at_level(logging.WARNING):
@@ -109,7 +109,7 @@ def test_weights_belong_to_the_targets(comm, config):
 
 @pytest.mark.ranks(1)
 def test_arrays_of_weights_are_neither_normalized_nor_altered(comm, working):
-    """Arrays of weights stay unchanged, whether or not the data set says that they are targets."""
+    """Arrays of weights are neither normalized nor changed, whether or not the data set declares them as targets."""
     rng = np.random.default_rng(1)
     x, t = rng.random((8, 6, 6, 2)), rng.random((8, 6, 6, 1))
     w = np.full((8, 1), 1e3)
