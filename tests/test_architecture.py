@@ -428,9 +428,7 @@ def literals(node: ast.expr) -> list[str]:
 
 
 def compared_names(text: str) -> list[tuple[int, str]]:
-    """Return lines and names of comparisons (``==``, ``in``, `startswith`, ``case``) with names of codecs and the
-    like.
-    """
+    """Return lines and names of comparisons (``==``, ``in``, `startswith`, ``case``) with names of codecs etc."""
     found = []
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Compare):

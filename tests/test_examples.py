@@ -37,9 +37,7 @@ def test_training_by_hand_is_that_of_one_process():
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_first_day(tmp_path, ranks):
-    """A torch U-Net is imported and trained on forty files with missing values; exported, it has the same outputs in
-    torch.
-    """
+    """A torch U-Net is imported and trained on forty files with missing values; its export has the same outputs."""
     for name in ("torch", "onnxscript", "onnxruntime", "safetensors"):
         pytest.importorskip(name, reason="needs torch as oracle: pip install 'halograd[oracle]'")
     done = mpiexec(ranks, ["-m", "examples.first_day", str(tmp_path / "day")])

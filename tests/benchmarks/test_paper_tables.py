@@ -36,8 +36,8 @@ def test_resnet_speeds_up_with_every_doubling_but_less_than_twice():
 
 
 def test_vgg_is_cut_in_samples_first_and_in_channels_last():
-    """Convolutions are cut in samples, dense layers in channels. Jia et al. also cut the last convolutions in space,
-    because their measured kernels are faster then; a roofline model has no such effect.
+    """Convolutions are cut in samples, dense layers in channels; the paper's measured kernels also favor cuts in
+    space.
     """
     parts = paper_tables.vgg_strategy()
     assert all(parts[name] == {"sample": 4} for name in parts if name.startswith(("conv", "pool")))

@@ -267,8 +267,7 @@ def test_ranks_of_an_emulated_node_have_no_network_between_them(network_clock):
 @pytest.mark.mpi(min_size=3)
 @pytest.mark.parametrize("method", ["allreduce", "reduce_scatter", "all_gather", "hierarchical", "accumulate"])
 def test_how_long_a_collective_takes_on_an_emulated_network(method, network_clock):
-    """On an emulated network a sum takes the time of a ring over ranks, or half of it; a hierarchical one over nodes.
-    """
+    """On an emulated network a sum takes the time of a ring over ranks, or half of it; hierarchical ones over nodes."""
     alpha, beta, count, clock = 0.02, 1e-7, 50_000, network_clock
     by_nodes = method in ("hierarchical", "accumulate")
     if by_nodes:

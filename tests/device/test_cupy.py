@@ -70,8 +70,7 @@ class Pinned:
 
 @pytest.fixture
 def cupy(monkeypatch):
-    """Return a double of the CuPy functions that the device uses. Its pool of pinned memory rounds up as CuPy's does.
-    """
+    """Return a double of the CuPy functions that the device uses; its pool of pinned memory rounds up as CuPy's."""
     Pinned.taken, StreamDouble.around, StreamDouble.current = 0, [], NULL
     runtime = SimpleNamespace(getDeviceCount=lambda: 1, hostAllocPortable=1)
     cuda = SimpleNamespace(
@@ -111,8 +110,7 @@ def device(cupy):
 
 
 def test_its_stream_is_the_current_one_behind_those_of_others(device):
-    """The compute stream is current again after a context with another stream, in place of the unordered null stream.
-    """
+    """The compute stream is current again after a context with another stream, not the unordered null stream."""
     assert StreamDouble.current is device.compute
     with StreamDouble():
         assert StreamDouble.current is not device.compute

@@ -174,8 +174,7 @@ def run_plan(sources, targets, shape, summed=False):
 
 @st.composite
 def arrays_in_blocks(draw):
-    """Draw a shape, the blocks that own it on a number of ranks, and needed blocks with arbitrary cuts, such as halos.
-    """
+    """Draw a shape, the blocks that own it on a number of ranks, and needed blocks with any cuts, such as halos."""
     shape = tuple(draw(st.lists(st.integers(1, 7), min_size=1, max_size=3)))
     owned = [draw(uneven(n)) for n in shape]
     if draw(st.booleans()):  # replicas: an axis whose parts come several times

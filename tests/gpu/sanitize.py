@@ -1,5 +1,4 @@
-"""Run tools of compute-sanitizer over a small step, with results as JSON lines: ``python -m tests.gpu.sanitize TOOL``.
-"""
+"""Run tools of compute-sanitizer over a small step, results as JSON lines: ``python -m tests.gpu.sanitize TOOL``."""
 
 from __future__ import annotations
 

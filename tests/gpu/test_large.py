@@ -38,8 +38,7 @@ def large(request) -> Iterator[tuple[Backend, np.ndarray, Any, Any]]:
 
 
 def windows(extent: int) -> list[tuple[slice, slice]]:
-    """Return rows and columns of each window with its surroundings: the corners, and the middle, where element 2^31 is.
-    """
+    """Return rows and columns of each window and its surroundings: the corners, and the middle with element 2^31."""
     places = [(0, 0), (extent // 2 - 3, 0), (extent // 2 - 3, extent - WINDOW), (extent - WINDOW, extent - WINDOW)]
     return [
         (

@@ -1,5 +1,4 @@
-"""Tests of jobs that crash, hang, lose their device or are killed: the recorded results and the checks that still run.
-"""
+"""Tests of jobs that crash, hang, lose their device or are killed: recorded results, and checks that still run."""
 
 import json
 import os
@@ -35,8 +34,7 @@ def checks(tmp_path):
 
 @pytest.fixture
 def run(tmp_path):
-    """Return a function that runs jobs and returns: whether they are complete, the status of each check, the results.
-    """
+    """Return a function that runs jobs and returns completeness, the status of each check, and the results."""
 
     def go(*some, seconds=10 * LIMIT, path=tmp_path / "r.jsonl"):
         results = Results(path)

@@ -138,9 +138,7 @@ def _check_python(path: Path) -> None:
 
 
 def _unpack(path: Path, target: Path) -> None:
-    """Unpack the files of a wheel: packages into ``site``, data (programs, libraries) into their folders below
-    `target`.
-    """
+    """Unpack the files of a wheel: packages into ``site``, programs and libraries into their folders below `target`."""
     schemes: Mapping[str, str] = {"purelib": "site", "platlib": "site", "data": "", "scripts": "bin"}
     with zipfile.ZipFile(path) as archive:
         for member in archive.infolist():

@@ -115,8 +115,7 @@ def end(mark: str) -> list[int]:
 
 
 def await_end(mark: str) -> list[int]:
-    """Wait at most the grace time for the end of the job; return the ids of its live processes. No process is killed.
-    """
+    """Wait at most the grace time for the end of the job, without a kill; return the ids of its live processes."""
     deadline = time.monotonic() + grace()
     while (pids := members(mark)) and time.monotonic() < deadline:
         time.sleep(0.05)

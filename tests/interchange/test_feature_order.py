@@ -161,8 +161,7 @@ def test_what_torch_has_no_counterpart_of_is_refused(kind, tmp_path):
 
 
 def test_what_has_no_parameters_is_not_refused():
-    """A layer that mixes features is permitted if no parameters depend on their order: after it stands a dense layer.
-    """
+    """A layer that mixes features is permitted if no parameter depends on their order, as before a new dense layer."""
     y = hg.Dense(3, name="next")(hg.Dense(5, name="head")(Shifted("mix")(hg.Flatten()(hg.Input(IMAGE, name="x")))))
     assert set(arrangements(hg.Network({"y": y}), fresh=["head"])) == {"next/w", "next/b"}
 

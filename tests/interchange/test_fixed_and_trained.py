@@ -108,8 +108,7 @@ def test_the_old_exporter_has_to_be_told(name, tmp_path):
 
 
 def test_the_old_exporter_has_to_be_told_of_frozen_norms(tmp_path):
-    """The old exporter writes arrays of frozen norms like parameters, so they are an error until `buffers` names them.
-    """
+    """The old exporter writes arrays of frozen norms like parameters: they are an error until `buffers` names them."""
     module = _fixed()["frozen batch norm"]().double()
     path = export(module, first(samples(*SHAPE)), tmp_path / "m.onnx", "old", training=True)
     with pytest.raises(UserError, match=r"computed from '.*; if they are buffers, name them: load\(path, buffers="):

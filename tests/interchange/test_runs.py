@@ -107,8 +107,7 @@ def test_a_run_that_is_resumed_does_not_read_the_file(comm, shared):
 
 @pytest.mark.ranks(1, 2, 4)
 def test_a_network_of_a_file_trains_and_goes_on_under_another_cut(comm, working):
-    """A network from `hg.onnx.load` in a user function starts with the file's weights, and resumes under another cut.
-    """
+    """A network from `hg.onnx.load` in a user function starts with the file's weights; another cut resumes the run."""
     network, arrays = _drawn_by(99)
     if comm.rank == 0:
         bare = hg.Network({"prediction": network.outputs["prediction"]})

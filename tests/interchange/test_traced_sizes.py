@@ -63,8 +63,7 @@ NEW = ("resize to the input", "expand", "second half")
 
 @pytest.mark.parametrize("name, exporter", [*((name, "old") for name in FROZEN), *((name, "dynamo") for name in NEW)])
 def test_sizes_of_the_example_are_refused_at_other_extents(name, exporter, tmp_path):
-    """At other extents a model with fixed sizes is an error that names the node, also if only the result would differ.
-    """
+    """At other extents a model with fixed sizes is an error that names the node, even if only the result differs."""
     make, kind = _frozen()[name]
     module, x = make().double(), samples(*OWN)
     path = export(module, first(x), tmp_path / "m.onnx", exporter)

@@ -167,8 +167,7 @@ def test_orders_are_undone():
 @pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
 @pytest.mark.parametrize("kind", ["parametrizations", "function"])
 def test_weight_norm_and_slopes_have_the_names_of_torch(kind, tmp_path):
-    """Weight norm and PReLU are saved under names that torch loads strictly; names of the older function can be read.
-    """
+    """Weight norm and PReLU are saved with names that torch loads strictly; names of the older function are read."""
     nn = torch().nn
     x = hg.Input((4, 5, 3), name="x")
     y = hg.PReLU("channel", name="slope")(hg.Conv(6, 3, weight_norm=True, name="conv")(x))

@@ -64,8 +64,7 @@ def _deeplab() -> Made:
 
 
 def _classic_unet(axes: int) -> Made:
-    """Return a U-Net with batch norm, max pooling, transposed convolutions; in 3-D with instance norm and leaky ReLU.
-    """
+    """Return a U-Net with batch norm, max pooling, transposed convolutions; in 3-D with instance norm, leaky ReLU."""
     lib = torch()
     nn = lib.nn
     conv, up, pool = (getattr(nn, f"{kind}{axes}d") for kind in ("Conv", "ConvTranspose", "MaxPool"))

@@ -14,7 +14,8 @@ from tests.jobs.private_slurm import CannotStart, PrivateSlurm, available
 
 @pytest.fixture(scope="session")
 def slurm() -> Iterator[PrivateSlurm]:
-    """Yield a Slurm with two nodes of 8 cores and 2 GPUs each, and partitions `main` and, of higher priority, `urgent`.
+    """Yield a Slurm with two nodes of 8 cores and 2 GPUs each, and partitions `main` and `urgent` (of higher
+    priority).
     """
     if not available():
         pytest.skip("needs Slurm (`apt-get install slurm-wlm munge`)")

@@ -220,9 +220,7 @@ class PrivateSlurm:
         return dict(field.split("=", 1) for field in text.split() if "=" in field)
 
     def wait(self, job: str, *states: str, **wanted: str) -> None:
-        """Wait until the job is in one of these states (by default any final one) and its other fields have these
-        values.
-        """
+        """Wait until a job has one of these states (default: any final one) and its other fields have these values."""
 
         def reached() -> bool:
             found = self.fields(job)

@@ -115,9 +115,7 @@ def undisturbed(site: Site) -> dict[int, float]:
 
 @pytest.fixture(scope="module")
 def limited(site: Site) -> str:
-    """Return a job near its time limit: Slurm signals it 30 to 60 s after its start, as it checks limits twice a
-    minute.
-    """
+    """Return a job that Slurm signals 30 to 60 s after its start, near its time limit (it checks twice a minute)."""
     return site.submit("limited", "--time", 2, "--warning", 60, until=3)
 
 

@@ -85,9 +85,7 @@ def test_a_dry_run_prints_the_script_and_nothing_else(submit, monkeypatch):
     ],
 )
 def test_cores_that_are_reserved_are_used(options, cores, threads, noted, submit):
-    """One option sets reserved cores and threads; threads of the configuration take precedence; GPU runs need few
-    cores.
-    """
+    """One option sets cores and threads; threads of the configuration take precedence; GPU runs need few cores."""
     code, script, err = submit("--dry-run", *options)
     assert code == 0, err
     assert f"#SBATCH --cpus-per-task={cores}\n" in script and f" OMP_NUM_THREADS={threads} " in script

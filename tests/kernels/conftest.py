@@ -1,6 +1,4 @@
-"""Fixtures for tests of kernels: backends, arrays from a seed, outputs filled with NaN, and comparison within
-rounding.
-"""
+"""Fixtures for tests of kernels: backends, arrays from a seed, outputs filled with NaN, comparison within rounding."""
 
 from __future__ import annotations
 

@@ -142,9 +142,7 @@ def test_means(arrays, name, channels):
 @pytest.mark.parametrize("local", [False, True], ids=["given", "own"])
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_batch_norm_in_training(arrays, value, local, f, channels):
-    """One NaN in training makes the statistics and all elements of its channel NaN; an infinity makes the variance
-    NaN.
-    """
+    """One NaN in training makes statistics and all elements of its channel NaN; an infinity makes the variance NaN."""
     given = norm(arrays, (*SHAPE, channels), local=local, activation=f)
     given["x"][(*zip(*PLACES), -1)] = value
     kernels = arrays.backend.batch_norm(BatchNormArrays(**given))

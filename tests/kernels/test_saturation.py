@@ -88,9 +88,7 @@ def test_activation_of_infinities(typed, kind):
 
 @pytest.mark.parametrize("kind", ["relu", "hard_sigmoid", "hard_swish"])
 def test_no_gradient_passes_where_an_activation_is_flat(typed, kind):
-    """Where an activation is flat, an infinite or NaN output gradient gives 0 (for ReLU in oneDNN only an infinite
-    one).
-    """
+    """Where an activation is flat, an infinite or NaN gradient gives 0 (for ReLU in oneDNN only an infinite one)."""
     x = np.array([-np.inf, -4, 4, np.inf] * 4).astype(typed.dtype)
     onednn = kind == "relu" and typed.backend.name == "onednn" and typed.dtype == np.float32
     for number in (np.inf, -np.inf) if onednn else (np.inf, -np.inf, np.nan):
@@ -168,8 +166,7 @@ def test_relu_of_sums_of_infinities(extremes, in_place, terms):
 @pytest.mark.parametrize("geometry", [Geometry.of((1, 1)), Geometry.of((3, 3), 1, 1)], ids=["1x1", "3x3"])
 @pytest.mark.parametrize("channels", [5, 16, 64])
 def test_relu_of_convolutions_of_infinities(extremes, channels, geometry):
-    """ReLU of a convolution with infinite outputs is exact; they come from a bias, as infinite inputs would give NaN.
-    """
+    """ReLU of a convolution with infinite outputs is exact; they come from a bias, as infinite inputs give NaN."""
     x, w = extremes.draw(2, 6, 7, channels), extremes.draw(10, *geometry.kernel, channels)
     b, y = extremes.draw(10), extremes.poisoned(2, 6, 7, 10)
     kernel = extremes.backend.conv_forward(x, w, b, y, geometry, RELU)
@@ -306,8 +303,7 @@ def test_squared_error_of_small_differences(typed):
 @pytest.mark.parametrize("target", [0, 1])
 @pytest.mark.parametrize("kind", ["binary_cross_entropy", "softmax_cross_entropy", "mean_squared_error"])
 def test_losses_of_infinities(typed, kind, target, number):
-    """Losses of infinities equal torch's; where torch has NaN (infinity times 0), NaN or an infinite loss is accepted.
-    """
+    """Losses of infinities equal torch's; where torch has NaN (infinity times 0), NaN or infinity is accepted."""
     torch = pytest.importorskip("torch", reason="needs torch as oracle: pip install 'halograd[oracle]'")
     functional, classes = torch.nn.functional, kind.startswith("softmax")
     x = np.array([[number, 0, 1] if classes else [number]]).astype(typed.dtype)

@@ -205,9 +205,7 @@ class Graphs:
         return {"loss": hg.SoftmaxCrossEntropy(name="ce")(vector, target), "vector": vector}
 
     def strategy(self, network, size):
-        """Draw parts and halo algorithms; some layers get their own, with cuts of channels and possibly on fewer
-        ranks.
-        """
+        """Draw parts and halo algorithms; some layers get others, with cuts of channels and possibly on fewer ranks."""
         axes = ("sample", *("depth", "height", "width")[3 - self.axes :])
         everyone = self._parts(axes, size)
         layers = {}

@@ -15,8 +15,7 @@ from tests.layers.graphs import run
 @pytest.mark.parametrize("backend, dtype", [("numpy", "float64"), ("onednn", "float32")])
 @pytest.mark.parametrize("kind", [kind for kind in ACTIVATIONS if "soft" not in kind])
 def test_exact_before_a_convolution(kind, backend, dtype):
-    """An activation before a convolution is exact under every cut; backward may read its output from the padded copy.
-    """
+    """An activation before a convolution is exact under every cut; backward may read its output from a padded copy."""
 
     def chain():
         return lambda x: hg.Conv(2, 3, padding=1, name="behind")(ACTIVATIONS[kind]()(hg.Conv(3, 1, name="before")(x)))

@@ -32,8 +32,7 @@ EPS = np.finfo(np.float32).eps
 
 
 def _geometries():
-    """Return geometries and their cuts: kernels of 3 to 11, dilation 1 to 4, every padding up to the window's extent.
-    """
+    """Return geometries and cuts: kernels of 3 to 11, dilation 1 to 4, every padding up to the window's extent."""
     found = []
     for kernel, dilation, cut in itertools.product(range(3, 12), range(1, 5), CUTS):
         extent = dilation * (kernel - 1) + 1

@@ -17,8 +17,7 @@ SHAPES = [(7, 6, 2), (9, 3), (6, 7, 6, 2)]
 @pytest.mark.mpi
 @pytest.mark.parametrize("axes", [("height", "width"), ("sample", "height"), ("width",)], ids=str)
 def test_the_first_of_equal_elements_wins_on_every_grid(axes):
-    """The first of equal maxima gets the gradient on every grid; repeated rows put maxima in blocks of several ranks.
-    """
+    """The first of equal maxima gets the gradient on every grid, also if they are in blocks of several ranks."""
 
     def repeated():
         again, zeros = Pad(((2, 3), (2, 2)), "circular", name="p"), ReLU()

@@ -108,9 +108,7 @@ def test_the_owned_part_of_an_input_that_has_a_halo_for_another_layer(kind, back
 
 
 class Blur(hg.Layer):
-    """Custom layer ``y = amount * (sum of x over three rows)`` per channel, which needs only its own block of
-    channels.
-    """
+    """Custom layer ``y = amount * (sum of x over three rows)`` per channel, which needs only its block of channels."""
 
     stencil = hg.Stencil((3, 1), padding=(1, 0))
     cuts_channels = "channelwise"

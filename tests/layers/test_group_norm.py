@@ -19,9 +19,7 @@ OPTIONS = [{"activation": "relu"}, {"affine": False}, {"affine": False, "activat
 
 
 def oracle(kind, x, relu=False, affine=True):
-    """Return the results of the definition: x as (N, positions, groups, members), statistics over the axes of the
-    kind.
-    """
+    """Return the results by the definition: x as (N, positions, groups, members), statistics over the kind's axes."""
     shape, channels = x.shape, x.shape[-1]
     groups = {"group": 2, "instance": channels, "layer": 1, "channels": 1}[kind]
     axes = (3,) if kind == "channels" else (1, 3)

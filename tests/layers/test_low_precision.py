@@ -1,5 +1,4 @@
-"""Tests of layers with 16-bit activations, on the double of a device: equal to float32 up to rounding of the results.
-"""
+"""Tests of layers with 16-bit activations on the double of a device: equal to float32 up to rounding of results."""
 
 from itertools import islice
 

@@ -16,8 +16,7 @@ DATA = st.data()
 
 @pytest.mark.mpi
 def test_a_periodic_convolution():
-    """A convolution with circular padding along one axis and replicated edges along the other is exact, as on a globe.
-    """
+    """A convolution with circular padding along one axis and replicated edges along the other is exact."""
 
     def layers():
         around, ends = Pad(((0, 0), (1, 1)), "circular", name="c"), Pad(((1, 1), (0, 0)), "replicate", name="r")

@@ -1,5 +1,4 @@
-"""Tests of chunks of gradients against stated rules and papers, on real and random networks, and of replicated layers.
-"""
+"""Tests of chunks of gradients against stated rules and papers, on real and random networks; replicated layers."""
 
 import hypothesis.strategies as st
 import pytest
@@ -182,8 +181,7 @@ VGG_A = vgg_a()
 
 
 def test_traffic_of_vgg_a_as_in_the_paper():
-    """Traffic of VGG-A is that of Lee et al., Section III-C2: 102,760,448 gradients, 7,471,104 activations and errors.
-    """
+    """Traffic of VGG-A is that of Lee et al., III-C2: 102,760,448 gradients, 7,471,104 activations and errors."""
     (features,), (units,) = VGG_A.layers["dense1"].inputs[0].shape, VGG_A.layers["dense1"].shape
     assert (features * units, (features + units) * 256) == (102_760_448, 7_471_104)
     assert saves_traffic(VGG_A.layers["dense1"], 256) and not saves_traffic(VGG_A.layers["dense3"], 1024)

@@ -29,8 +29,7 @@ BATCH, STEPS, RATE = 4, 3, 0.2
 
 
 def network() -> hg.Network:
-    """Return a network of two images through one trunk with a shared head, and vectors through one dense layer twice.
-    """
+    """Return a network of two images through one trunk with a shared head, and vectors through a dense layer twice."""
     trunk = hg.Sequential(
         hg.Conv(8, 3, padding=1, name="conv"), hg.GroupNorm(2, name="norm"), hg.PReLU("channel", name="slopes")
     )
@@ -152,9 +151,7 @@ def test_random_strategies(seed):
 
 
 def normed(shared=True):
-    """Return a weight-normalized convolution and dense layer, each called twice, or two of each with their own
-    parameters.
-    """
+    """Return a weight-normalized convolution and dense layer, each called twice; or two of each if not `shared`."""
     x, t = hg.Input((6, 5, 3), "x"), hg.Input((3,), "target")
     convs = [hg.Conv(3, 3, padding=1, weight_norm=True, name=f"conv{k}") for k in range(2)]
     denses = [hg.Dense(3, weight_norm=True, name=f"dense{k}") for k in range(2)]

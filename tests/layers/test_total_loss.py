@@ -157,9 +157,7 @@ def test_messages_are_those_of_the_terms():
 
 @pytest.mark.mpi
 def test_metrics_judge_every_prediction():
-    """Metrics cover every prediction; scores of the second one are named after its output, training-only ones have
-    none.
-    """
+    """Metrics cover every prediction; scores of the second have its output's name, training-only ones have none."""
     x = hg.Input((4, 6, 3), "x")
     logits, field = hg.Conv(CLASSES, 1, name="head")(x), hg.Conv(2, 1, name="field")(x)
     t, wanted = hg.Input((4, 6, 1), "t", "int32"), hg.Input((4, 6, 2), "wanted")

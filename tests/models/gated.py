@@ -4,9 +4,7 @@ import halograd as hg
 
 
 def gated(edge=16, pad=5, width=6):
-    """Return the network; targets ``target`` (3 classes per position), ``kind`` (4 classes); weights ``share``,
-    ``mask``.
-    """
+    """Return the network; targets ``target`` (3 classes per position), ``kind`` (4); weights ``share``, ``mask``."""
     x = hg.Input((edge, edge, 3), name="x")
     y = residual(hg.Conv(width, 3, padding=1, activation="silu", name="conv")(x), width)
     y = hg.Pad(((0, 0), (pad, pad)), "circular", name="around")(y)

@@ -145,9 +145,7 @@ def test_width_scales_every_layer():
 
 
 def test_mesh_models_are_those_of_the_paper():
-    """The mesh models have six blocks of 3 (1K) or 5 (2K) units, the layers that the paper measures, and one
-    prediction per 64 x 64 patch.
-    """
+    """Mesh models have the paper's layers: six blocks of 3 (1K) or 5 (2K) units; they predict per 64 x 64 patch."""
     small, large = mesh_1k(), mesh_2k()
     assert sum(name.startswith("bn") for name in small.layers) == 18
     assert sum(name.startswith("bn") for name in large.layers) == 30

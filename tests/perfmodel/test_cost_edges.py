@@ -84,8 +84,8 @@ def candidates_of(shape):
 
 
 def test_messages_one_after_the_other_and_both_ways_at_once():
-    """Messages in one direction are sequential, those in both directions simultaneous: inner slabs send and receive
-    two rows.
+    """Messages in one direction are sequential, those in both directions simultaneous: slabs send and receive two
+    rows.
     """
     blocks = cut((1, 16, 8, 1), (1, 1, 4, 1, 1, 1))
     needed = blocks.map(None, lambda a, b: (max(0, a - 1), min(16, b + 1)), None, None)

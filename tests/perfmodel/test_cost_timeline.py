@@ -155,8 +155,7 @@ def layer(forward, backward, prices, halo="auto"):
 
 
 def test_halos_hide_behind_kernels():
-    """A kernel hides 1 s of a halo exchange of 1.5 s; boundary strips take 0.25 s after it. The faster algorithm is
-    used.
+    """A kernel hides 1 s of a halo exchange of 1.5 s; boundary strips take 0.25 s more; the faster algorithm is used.
     """
     start, finish = sent("a")
     forward = [start, run("forward"), finish, run("boundary")]

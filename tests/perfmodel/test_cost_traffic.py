@@ -1,5 +1,4 @@
-"""Tests of traffic computed axis by axis against plans of every message, for random products of intervals and layouts.
-"""
+"""Tests of traffic computed axis by axis against plans of every message, for products of intervals and layouts."""
 
 from __future__ import annotations
 

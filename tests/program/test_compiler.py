@@ -118,8 +118,7 @@ def test_an_output_is_not_kept_beside_its_copy_with_halos(block, parts):
 
 
 def test_an_output_is_kept_where_its_copy_with_halos_is_not():
-    """An output is kept if its copy with halos is not, because the frozen next convolution reads no input in backward.
-    """
+    """An output is kept if its copy with halos is not, because the frozen next convolution reads no input."""
     x, parts = hg.Input((32, 32, 64), "x"), {"height": 2, "width": 2}
     y = hg.Conv(64, 3, padding=1, activation="relu", name="first")(x)
     y = hg.Conv(64, 3, padding=1, name="second")(y)

@@ -1,5 +1,4 @@
-"""Tests of passes: a strategy names them, and they change the program that is executed, counted, listed and simulated.
-"""
+"""Tests of passes that a strategy names: they change the program that is executed, counted, listed, simulated."""
 
 import numpy as np
 import pytest
@@ -183,8 +182,7 @@ def test_what_overlap_hides_is_priced(tmp_path):
 
 @pytest.mark.parametrize("name", CASES)
 def test_overlap_moves_starts_and_finishes_and_nothing_else(name):
-    """The overlap pass keeps the order of kernels and of messages; a message spans at least as many kernels as before.
-    """
+    """The overlap pass keeps the order of kernels and of messages; messages span at least as many kernels as before."""
     network, longer = CASES[name](), 0
     for strategy in strategies(network, 4):
         program = program_of(network, strategy, Target(BATCH, 4, 1))
@@ -268,9 +266,7 @@ def branches():
 @pytest.mark.parametrize("scheme", ["per_layer", "bucketed", "sharded", "blocking"])
 @pytest.mark.parametrize("grid", [{"height": 2}, {"height": 3}, {"sample": 2, "height": 2}, {"height": 2, "width": 2}])
 def test_overlap_keeps_the_order_of_messages_on_all_ranks(grid, scheme):
-    """The overlap pass keeps the order of messages and gradient sums on every rank; otherwise transports could
-    deadlock.
-    """
+    """The overlap pass keeps the order of messages and gradient sums on every rank, so no transport can deadlock."""
     for make in (branches, CASES["zoo"], CASES["unet"], CASES["resnet"]):
         network = make()
         plain = Strategy(grid, bucket_bytes=2048, reduction=Scheme(scheme))
@@ -282,8 +278,7 @@ def test_overlap_keeps_the_order_of_messages_on_all_ranks(grid, scheme):
 
 @pytest.mark.parametrize("scheme", ["sharded", "bucketed"])
 def test_operations_on_gradients_stand_once_where_a_program_begins_with_a_redistribution(scheme):
-    """Each operation on gradients occurs once, also if the overlap pass splits the segment of a redistribution in two.
-    """
+    """Operations on gradients occur once, also if the overlap pass splits the segment of a redistribution in two."""
     x = hg.Input((12, 12, 3), name="x")
     first = hg.Conv(4, 3, padding=1, name="first")(x)
     y = hg.Add(name="sum")(first, hg.Conv(4, 3, padding=1, name="second")(x))

@@ -36,7 +36,7 @@ def now(monkeypatch):
 
 
 def log_of(steps: int, seconds: float = 0.5, validation: float = 5.0, begin: int = 0, at: float = 1000.0) -> list[dict]:
-    """Return the log of a job with these steps, and a validation after every epoch; the first step begins at `at` [s].
+    """Return the log of a job with these steps and a validation after every epoch; its first step begins at `at` [s].
     """
     lines: list[dict] = [{**BEGIN, "step": begin, "time": at}]
     for step in range(begin + 1, steps + 1):

@@ -111,8 +111,7 @@ class FakeEvent:
 
 
 class FakeStream:
-    """Double of ``cupy.cuda.Stream``: the kernels' stream executes immediately, another one when something waits for
-    it.
+    """Double of ``cupy.cuda.Stream``: the kernels' stream executes immediately, others when something waits for them.
     """
 
     def __init__(self, cuda: FakeCuda, non_blocking: bool = False, priority: int = 0, kernels: bool = False) -> None:

@@ -134,8 +134,7 @@ def check_collectives(traces: Sequence[Sequence[Entry]]) -> list[str]:
 
 
 def _over(heads: Any, members: Any, faults: list[str]) -> list[tuple[int, int]]:
-    """Return the streams whose first group can complete, with the streams of other ranks that take part in the group.
-    """
+    """Return the streams whose first group can complete, with the streams of other ranks in the group."""
     done: set[Any] = {(key, comm) for key, comm in heads}
     changed = True
     while changed:  # the largest set of groups that have all partners among them

@@ -34,9 +34,7 @@ NETWORKS = {
 
 @dataclass(frozen=True)
 class StepCounts:
-    """Operation counts of a step, as in :class:`tests.support.fake_device.FakeDevice`; `launches` are of our own
-    kernels.
-    """
+    """Operation counts of a step, as in `FakeDevice` (tests.support.fake_device); `launches` are of our own kernels."""
 
     operations: int
     launches: int

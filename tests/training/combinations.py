@@ -139,9 +139,7 @@ def _network(draw: Draw, ignored: int | None) -> hg.Network:
 
 
 def _bending(draw: Draw, width: int) -> Callable[[Node, Node], Node]:
-    """Return a function that combines two values with other inputs in a random way; its layers may be called
-    repeatedly.
-    """
+    """Return a function that combines two values with other inputs in a random way; its layers may be called often."""
     settings, row = hg.Input((2,), "settings"), hg.Input((1, width, 8), "row")
     factor, summand = hg.Dense(8, name="factor"), hg.Dense(8, name="summand")
     rows, mask = hg.Conv(8, 1, name="rows"), hg.Conv(1, 1, name="mask", activation="sigmoid")

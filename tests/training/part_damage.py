@@ -321,8 +321,7 @@ def missing(case: Case) -> None:
 
 @mutation
 def link(case: Case) -> None:
-    """Replace a file by a link to another file, to a copy or to nothing, a second name, a pipe, a folder or a device.
-    """
+    """Replace a file by a link (to another file, a copy or nothing), a second name, a pipe, a folder or a device."""
     path = case.some_file()
     copy = case.job.folder / "copy.h5"
     shutil.copy(path, copy)

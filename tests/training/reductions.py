@@ -29,8 +29,7 @@ def build(name: str, comm: Communicator, strategy: Strategy, dtype: str = "float
 
 
 def trainer_of(executor: Executor, rate: float = RATE) -> Trainer:
-    """Return a trainer with momentum and weight decay, so that a repeated, missing or late update changes later steps.
-    """
+    """Return a trainer with momentum and weight decay, so that a repeated, missing or late update changes losses."""
     return Trainer(executor, SGD(executor.store, momentum=0.5, weight_decay=1e-3), Constant(rate))
 
 

@@ -80,8 +80,7 @@ def write_config(folder: Path, out: str = "out", name: str = "run.toml") -> Path
 
 
 def write_own(folder: Path, network: str, data: str | None = None, settings: str = "") -> Path:
-    """Write a user's network, a configuration, and data if their table is not given; return the configuration's path.
-    """
+    """Write a user's network, a configuration, and data if `data` is None; return the path of the configuration."""
     (folder / "net.py").write_text(network)
     text = CONFIG.format(edge=EDGE, channels=CHANNELS, data="data.h5", out="out")
     if data is None:
@@ -93,16 +92,13 @@ def write_own(folder: Path, network: str, data: str | None = None, settings: str
 
 
 def write_named(folder: Path, network: str, data: str, arrays: Mapping[str, Any], **layouts: str) -> Path:
-    """Write a user's network, `arrays` (see `write_arrays`), and a configuration; `data` is its table without the
-    path.
-    """
+    """Write a user's network, `arrays` (see `write_arrays`) and a configuration; `data` is its table, without path."""
     write_arrays(folder / "data.h5", arrays, **layouts)
     return write_own(folder, network, f'[data]\npath = "data.h5"\n{data}')
 
 
 def write_shared(comm: Any, folder: Path, write: Callable[[Path], object] = write_config) -> Path:
-    """Let rank 0 write a run to a folder that all ranks share; return its configuration's path. Collective over `comm`.
-    """
+    """Let rank 0 write a run to a shared folder; return the path of its configuration. Collective over `comm`."""
     if comm.rank == 0:
         write(folder)
     comm.barrier()

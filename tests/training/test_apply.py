@@ -188,9 +188,7 @@ def test_what_is_there_stays_until_another_job_has_ended(comm, trained, monkeypa
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("what", ["logits", "classes"])
 def test_without_its_parts_no_number_is_a_prediction(comm, trained, what):
-    """A file of predictions lists its parts; values of missing parts are fill values, and with all parts it is
-    complete.
-    """
+    """A file of predictions lists its parts; missing parts read as fill values, and with all parts it is complete."""
     sets = [f"strategy.height={comm.size}", "strategy.sample=1"]
     apply(trained / "out", [str(trained / "new")], trained / "p.h5", sets, what, comm)
     comm.barrier()
@@ -333,9 +331,7 @@ def called(calls, name, function, fails, *arguments, **options):
 
 
 def test_of_probabilities_they_are_what_it_computes(working):
-    """Predictions of a loss of probabilities are probabilities; a reserved name of an output is an error before the
-    run.
-    """
+    """Predictions of a loss of probabilities are probabilities; a reserved output name is an error before the run."""
     train(write_own(working, NET), ["training.epochs=1"], comm=MPI.COMM_SELF)
     write_new(working)
     for what in applying.WHAT:

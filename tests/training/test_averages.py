@@ -92,9 +92,7 @@ def layers():
 
 
 def test_the_formula():
-    """Averages follow the formula: ``a + (1 - w) (p - a)`` with ``w = min(average, n / (9 + n))``, from the first
-    values.
-    """
+    """Averages follow ``a + (1 - w) (p - a)`` with ``w = min(average, n / (9 + n))``, from the initial parameters."""
     found, initial = alone("sgd"), NETWORKS["lenet"]().initial_values(3)
     for name, ours in found.averages.items():
         want = initial[name].astype(np.float64)
@@ -136,8 +134,7 @@ CUTS = {1: [], 2: ["strategy.height=2"], 4: ["strategy.height=2", "strategy.widt
 
 @pytest.mark.ranks(1, 2, 4)
 def test_a_run_is_judged_by_its_averages(comm, shared, config):
-    """Validations use the averages, in training, later and after resumption; checkpoints also contain the parameters.
-    """
+    """Validations use the averages, in training, later and after resumption; checkpoints also have the parameters."""
     cuts = CUTS[comm.size]
 
     def results(out, more, comm):

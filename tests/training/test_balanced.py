@@ -185,9 +185,7 @@ def test_refused_weights_of_the_positive_class(comm, one_channel, sets, message)
 
 
 def test_counts_of_patches_and_of_many_rows(monkeypatch):
-    """Class counts are those of the listed samples and of reduced targets, read in parts; ignored positions do not
-    count.
-    """
+    """Class counts are those of the listed samples and reduced targets, read in parts, without ignored positions."""
     from halograd.data import survey
 
     labels = np.random.default_rng(1).integers(-1, 4, (5, 12, 8, 1))

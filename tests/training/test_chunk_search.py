@@ -12,9 +12,7 @@ from halograd.training.auto_reduction import ChunkSearch, Tuner
 
 
 def listing(times, step, reach):
-    """Return the tried sizes and the best one by Algorithm 1 of Le et al. 2018, line by line, with `times` in place of
-    clocks.
-    """
+    """Return the tried sizes and the best one by Algorithm 1 of Le et al. 2018, with `times` in place of clocks."""
     chunk, best_chunk, lapse_min, done, sizes = 1, 1, math.inf, False, []
     while not done:
         sizes.append(chunk)

@@ -167,8 +167,7 @@ def test_a_bad_block_on_one_rank_is_seen_by_all(name):
 
 @pytest.mark.ranks(2, 4)
 def test_ranks_hold_and_update_their_blocks_only():
-    """Ranks hold and update only their blocks, so bytes of parameters, gradients and momentum fall with their number.
-    """
+    """Ranks hold and update only their blocks, so bytes of parameters, gradients and momentum fall with the ranks."""
     with Communicator(MPI.COMM_WORLD) as comm:
         with Executor(network(), comm, get_backend("numpy"), 4, cut(comm.size), "float64") as executor:
             SGD(executor.store, momentum=0.9)

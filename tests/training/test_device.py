@@ -94,8 +94,7 @@ def test_a_loss_that_is_not_finite_is_seen_one_step_later(kernels):
     ],
 )
 def test_graphs_repeat_what_the_steps_before_did(name, axis, options, kernels):
-    """Replayed graphs give the same steps; with several ranks, and for layers that allocate arrays, between messages.
-    """
+    """Replayed graphs give the same steps, also between messages of several ranks and around allocating layers."""
     name, split = name.split()[0], 3 if "parts" in name else 1
     network = {**NETWORKS, "alexnet": small_alexnet, "own": own_layer}[name]()
     with Communicator(MPI.COMM_WORLD) as comm:

@@ -53,9 +53,7 @@ def test_steps_over_nccl_never_wait_but_for_the_loss_of_the_step_before(monkeypa
 @pytest.mark.parametrize("scheme", ["bucketed", "overlap"])
 @pytest.mark.parametrize("transport", ["nccl", "cuda-ipc"])
 def test_graphs_between_messages(transport, scheme, monkeypatch):
-    """Training by graphs between messages is exact; with NCCL graphs contain the messages, in the same order on all
-    ranks.
-    """
+    """Training by graphs between messages is exact; with NCCL graphs contain messages, in one order on all ranks."""
     compare(monkeypatch, transport, "mesh", scheme, graph=True, steps=6)
 
 

@@ -51,8 +51,7 @@ def write(folder):
 @pytest.mark.ranks(1, 2, 4)
 @pytest.mark.parametrize("invalid", ["refuse", "skip"])
 def test_as_a_file_with_the_new_numbers(comm, config, invalid):
-    """Training, class counts, evaluation and predictions with a label map equal those on mapped files, also augmented.
-    """
+    """Training, class counts, evaluation and predictions with a label map equal those on mapped files."""
     sets = [f"strategy.height={comm.size}", f'data.invalid="{invalid}"', 'data.augment={flips=["width"], turns=true}']
     ready = ['data.path="new.h5"', "data.labels={}", 'output.directory="new"']
     found, want = (train(config, [*sets, *more], comm=comm) for more in ([], ready))

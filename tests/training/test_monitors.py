@@ -91,9 +91,7 @@ def test_the_mean_of_an_epoch_waits_for_its_last_loss_only():
 
 @pytest.mark.ranks(1, 2)
 def test_a_run_that_diverges(comm, config, caplog):
-    """A diverging run gives one warning and a log line per epoch, the same on all ranks; a resumed run reports it
-    again.
-    """
+    """A diverging run gives one warning and a log line per epoch, on all ranks; a resumed run reports it again."""
     cut = [f"strategy.sample={comm.size}"]
     result = train(config, [*cut, *WILD], comm=comm)
     assert math.isfinite(result["loss"]) and "its first size" in result["diverged"]

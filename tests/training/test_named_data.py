@@ -58,8 +58,7 @@ def write(folder: Path) -> None:
 
 @pytest.mark.mpi
 def test_trains_and_judges_as_one_process_does(comm, config):
-    """A network with five arrays and three tasks has the results of one process under every cut, and all predictions.
-    """
+    """A network with five arrays and three tasks has the results of one process under every cut."""
     want = check_scores(comm, config)
     if comm.rank == 0:
         assert {"accuracy", "iou", "flow mae", "kind of accuracy"} <= set(want)

@@ -1,5 +1,4 @@
-"""Metrics in a user's file that a configuration names: exact under every cut; in log, best score, patience and report.
-"""
+"""Tests of metrics in a user's file: exact under every cut; in log, best score, patience and report."""
 
 import pytest
 from mpi4py import MPI

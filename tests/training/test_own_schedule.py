@@ -65,8 +65,7 @@ def test_under_every_cut_and_resumed(comm, config):
 
 @pytest.mark.ranks(1)
 def test_a_group_has_a_rate_of_its_own(comm, config):
-    """Layers of a group whose rate is 0 for an epoch keep their parameters during it, others change; then all change.
-    """
+    """Layers of a group whose rate is 0 in the first epoch keep their parameters in it; later all layers change."""
     network, seen = make_network(load_config(config)), []
     group = network.matching("conv1*")
     first = {name: spec.initial(name, 7) for name, spec in network.parameters().items()}

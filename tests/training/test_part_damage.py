@@ -1,5 +1,4 @@
-"""Tests of damaged parts of predictions: they are computed anew or rejected in one line. `part_damage.py` tries more.
-"""
+"""Tests of damaged parts of predictions: they are computed anew or rejected. `part_damage.py` tries more."""
 
 from __future__ import annotations
 

@@ -219,9 +219,7 @@ def test_few_files_for_strangers(party):
 
 
 def test_connected_only_when_answered(party, monkeypatch):
-    """A connection counts only after an answer, because the kernel accepts connections for a listener that does
-    nothing.
-    """
+    """A connection counts only after an answer, because the kernel accepts connections for an idle listener."""
     where = party.listen(0)
     monkeypatch.setattr(module, "ATTEMPT", 0.05)
     attempts, connect = [], asyncio.open_connection

@@ -71,7 +71,7 @@ def test_other_transports_give_the_same(scheme, transport):
     ("scheme", "transport"), over(CHUNKS + BY_NODES + SHARDS, "auto") + over(BY_NODES + SHARDS, NODES_OF_TWO)
 )
 def test_gradients_of_blocks_are_summed_by_those_who_hold_them(scheme, transport):
-    """With cut filters, cut input channels and a layer on one rank, only ranks with the same block sum its gradients.
+    """With cut filters, cut input channels and a layer on one rank, only ranks with equal blocks sum their gradients.
     """
     with Communicator(MPI.COMM_WORLD, transport) as comm:
         size = comm.size
@@ -86,8 +86,7 @@ def test_gradients_of_blocks_are_summed_by_those_who_hold_them(scheme, transport
 
 
 def expected_traffic(scheme, comm, per_node, sizes):
-    """Return messages and bytes of a step by the formulas of docs/gradient_reduction.md, for chunks of these elements.
-    """
+    """Return messages and bytes of a step by the formulas of docs/gradient_reduction.md; `sizes` are of the chunks."""
     size, rank, nbytes = comm.size, comm.rank, 4 * sum(sizes)
     whole, nothing = (len(sizes), nbytes), (0, 0)
     found = dict.fromkeys(("allreduce", "node", "reduce_scatter", "all_gather"), nothing)
@@ -111,8 +110,7 @@ def expected_traffic(scheme, comm, per_node, sizes):
     over([*CHUNKS, Scheme("bucketed"), *ROUNDED], "mpi", "auto") + over(BY_NODES + SHARDS, "auto", NODES_OF_TWO),
 )
 def test_bytes_and_messages_of_a_step_are_those_of_the_formula(scheme, transport):
-    """Messages and bytes of a step are those of the formula: one message per chunk, parameters padded to cache lines.
-    """
+    """Messages and bytes of a step are those of the formula: one message per chunk, padded to cache lines."""
     with Communicator(MPI.COMM_WORLD, transport) as comm:
         strategy = strategy_of(comm.size, scheme)
         network = lenet5(classes=4, resolution=28)

@@ -150,8 +150,7 @@ def test_the_delayed_schedule_has_the_bits_of_the_undelayed_one(optimizer, clip,
 @pytest.mark.mpi(min_size=1)
 @pytest.mark.parametrize("batch", [4, 7])
 def test_messages_and_bytes_are_those_of_the_formula(batch):
-    """Messages and bytes are those of the formula: replicated layers send rows of `x` and `dy`, others sum gradients.
-    """
+    """Messages and bytes are those of the formula: rows of `x` and `dy` for replicated layers, sums for others."""
     with (
         Communicator(MPI.COMM_WORLD) as comm,
         build(comm, {"sample": comm.size}, {"replicated_dense": 2}, "float32", batch) as executor,

@@ -1,6 +1,4 @@
-"""Tests of jobs that fail: killed during an epoch and resumed with another cut, diverged, or with an error of one
-rank.
-"""
+"""Tests of jobs that fail: killed and resumed with another cut, diverged, or with an error of one rank."""
 
 import os
 import platform

@@ -114,8 +114,7 @@ def test_when_all_is_trained(tmp_path):
 
 
 def test_while_a_mistake_is_told(tmp_path):
-    """A signal during an error message does not change the exit code, so that a batch script does not requeue the run.
-    """
+    """A signal during an error message does not change the exit code, so a batch script does not requeue the run."""
     stages = ["handlers", "leave", "finalize", "teardown"]
     done, passed = run(tmp_path, *stages, change="data.path=nowhere.h5")
     assert done.returncode == 2, done.stderr

@@ -1,5 +1,4 @@
-"""Tests of signals, kills and ranks that hang in real jobs: each job ends in time, reports the cause, and is resumed.
-"""
+"""Tests of signals, kills and hanging ranks in real jobs: each ends in time, reports the cause, and is resumed."""
 
 from __future__ import annotations
 
@@ -209,8 +208,7 @@ main(sys.argv[1:])
 
 @pytest.mark.parametrize("size", [2])
 def test_the_interpreter_of_rank_0_is_locked(whole, size):
-    """If a native call locks the interpreter of rank 0, so that its watchdog cannot run, the other ranks name rank 0.
-    """
+    """If a native call locks the interpreter of rank 0, and so its watchdog, the other ranks name rank 0."""
     out, script = whole / f"locked{size}", whole / "locks.py"
     script.write_text(LOCKS)
     settings, gate = sets(f"output.directory={out}", f"strategy.height={size}", STALL), Gate(whole)

@@ -101,8 +101,7 @@ def test_all_checkpoints_damaged(comm, folder):
 
 @pytest.mark.ranks(2)
 def test_full_disk_in_the_middle(comm, folder, monkeypatch, caplog):
-    """With a full disk older checkpoints stay and training continues; the last message reports the missing checkpoint.
-    """
+    """With a full disk older checkpoints stay, training continues, and the end reports the missing checkpoint."""
 
     write, begun = checkpoint._write_arrays, []
 
@@ -175,9 +174,7 @@ def test_checkpoints_by_time(comm, folder):
 
 @pytest.mark.ranks(1, 2)
 def test_another_run_in_the_directory(comm, folder, monkeypatch, caplog):
-    """A second run in a directory is an error on all ranks and changes nothing; evaluations and requeued jobs are
-    permitted.
-    """
+    """A second run in a directory is an error on all ranks; evaluations and requeued jobs are permitted."""
     for name in directory_of_run._JOBS:
         monkeypatch.delenv(name, raising=False)
     train(folder / "run.toml", ["training.epochs=1"], comm=comm)

@@ -23,9 +23,7 @@ def example(rank=0):
 
 
 def test_overlap_ratio():
-    """The overlap ratio is the share of communication that does not block: 80 % for 10 and 30 ms with waits of 2 and
-    6.
-    """
+    """The overlap ratio is the share of communication that does not block: 80 % for 40 ms with waits of 8 ms."""
     timeline = example()
     assert timeline.overlap("halo") == pytest.approx(80.0)
     assert timeline.overlap("allreduce") == pytest.approx(80.0)

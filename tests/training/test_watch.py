@@ -305,8 +305,7 @@ def test_ranks_that_have_left_are_not_blamed():
 
 
 def test_leaving_with_some_still_there():
-    """After an inner rank has left, rank 0 names neither it nor the ranks reached through it, which end by themselves.
-    """
+    """After an inner rank has left, rank 0 names neither it nor ranks reached through it, which end by themselves."""
     job = Job(40)
     job.run(10)
     far = [rank for rank in job.tree.order if rank and rank not in job.joined[0]]

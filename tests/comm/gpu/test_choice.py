@@ -1,5 +1,4 @@
-"""Tests of the choice of device transports: the transport that ``auto`` selects, and the reasons for rejecting a name.
-"""
+"""Tests of the choice of device transports: which transport ``auto`` selects, and why it rejects a name."""
 
 import doctest
 import os

@@ -183,8 +183,7 @@ def test_a_dense_layer_can_be_captured(machine, backend):
 
 
 def test_products_have_a_workspace_per_stream_that_is_counted(machine, backend):
-    """Products have a workspace per stream, so results are reproducible; the reported memory includes the workspaces.
-    """
+    """Products have a workspace per stream, so results are reproducible; the reported memory includes them."""
     a = Arrays(backend, np.float32)
     kernel = backend.dense_forward(a.draw(5, 7), a.draw(3, 7), None, a.poisoned(5, 3))
     used = []

@@ -1,5 +1,4 @@
-"""Tests of convolutions by the double of cuDNN, which uses only addresses, extents and strides, against direct loops.
-"""
+"""Tests of convolutions on the double of cuDNN, which uses only addresses, extents and strides, against loops."""
 
 import ml_dtypes
 import numpy as np
@@ -45,9 +44,7 @@ def test_sums_are_of_the_right_type(backend, machine):
 
 
 def test_a_relu_without_bias_adds_zeros(backend, machine):
-    """ReLU without bias uses a bias of zeros, because cuDNN has compiled engines for bias with ReLU, not for ReLU
-    alone.
-    """
+    """ReLU without bias uses a bias of zeros, because cuDNN has compiled engines only for ReLU with bias."""
     a = Arrays(backend, np.float32)
     x, w, y = a.draw(1, 4, 4, 8), a.draw(6, 3, 3, 8), a.poisoned(1, 4, 4, 6)
     kernel = backend.conv_forward(x, w, None, y, G, RELU)

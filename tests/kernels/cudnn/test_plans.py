@@ -309,9 +309,7 @@ def test_a_measured_plan_without_compiler_is_found_again_by_name(machine):
 
 
 def test_what_was_measured_is_not_used_without_autotune(machine):
-    """A measured plan is not used without autotune, because a run must not change its bits after another run's
-    measurement.
-    """
+    """A measured plan is not used without autotune: a run must not change its bits because another run measures."""
     with machine.open(autotune=True) as backend:
         forward(backend)
     with machine.open() as backend:

@@ -79,8 +79,7 @@ def test_shortest_path_refuses_branches():
 
 
 def test_longest_path_first_gets_stuck_where_elimination_does_not():
-    """Longest path first fails if the best candidate of a long path leaves none for another layer; elimination plans.
-    """
+    """Longest path first fails if the best candidate of a long path leaves none for another layer."""
     edges = {(0, 1): np.array([[0.0], [5.0]]), (0, 2): np.array([[np.inf], [0.0]])}
     times = (np.zeros(2), np.array([9.0]), np.array([1.0]))
     problem = Problem(("a", "b", "c"), times, (np.zeros(2), np.zeros(1), np.zeros(1)), edges)
@@ -137,8 +136,7 @@ def test_next_best_is_exact(graph, options, table_limit):
 
 
 def test_large_networks_are_planned_at_once():
-    """A large residual network is planned fast: its largest table has two layers, and equal blocks are processed once.
-    """
+    """A large residual network is planned fast: the largest table has two layers, equal blocks are processed once."""
     random = np.random.default_rng(0)
     edge, skip, times = random.random((60, 60)), random.random((60, 60)), random.random(60)
     count = 1 + 5 * 80
