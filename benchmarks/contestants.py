@@ -89,7 +89,7 @@ class Entry:
 
     @property
     def equal(self) -> bool:
-        """Whether its precision is that of the others; only then it may be the best peer."""
+        """Whether the contestant has the precision of the others, which is required of the best peer."""
         return self.tolerance <= 1e-3
 
     def environment(self) -> dict[str, str]:
@@ -117,7 +117,7 @@ CONTESTANTS = (
 
 
 class Contestant:
-    """Context manager of the processes of one entry on one problem, which ends them."""
+    """Context manager that starts the processes of one entry on one problem, and ends them."""
 
     def __init__(self, entry: Entry, problem: str, spec: Mapping[str, Any] | None = None) -> None:
         self.entry = entry

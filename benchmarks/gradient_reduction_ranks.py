@@ -132,7 +132,7 @@ class Contender:
         return {k: [v.messages, v.bytes] for k, v in found.items() if k in BOOKED}
 
     def counts_as_predicted(self, counted: dict[str, list[int]]) -> bool:
-        """Return whether the cost model predicts these messages and bytes, on every rank. Collective."""
+        """Return whether the cost model predicts the counted messages and bytes of every rank. Collective."""
         part, comm = self.place.part, self.place.comm
         strategy = Strategy({"sample": part.ranks}, bucket_bytes=part.bucket_bytes, reduction=self.scheme)
         wanted = count_step(part.network, strategy, part.batch, comm.size, per_node=self.place.node)

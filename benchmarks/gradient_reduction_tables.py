@@ -52,7 +52,7 @@ def _schemes(result: Mapping[str, Any]) -> list[str]:
 
 
 def _row(result: Mapping[str, Any], **settings: Any) -> Mapping[str, Any] | None:
-    """Return the first scheme with exactly these settings and one rank per node; None if there is none."""
+    """Return the row of the first scheme with exactly these settings and one rank per node; None if it is missing."""
     plain = {"first_layers": 0, "chunk": 1, "replicated_dense": 0, "payload": "float32", "deterministic": False}
     for row in result["schemes"]:
         if row["node"] == 1 and all(row["settings"][k] == v for k, v in (plain | settings).items()):

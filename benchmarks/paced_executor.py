@@ -46,7 +46,7 @@ class Clock:
         self.done = time.perf_counter()
 
     def compute(self, seconds: float) -> None:
-        """Run a layer that takes `seconds` [s]; return when it is done."""
+        """Run a layer that takes `seconds` [s]; return after its end."""
         if seconds > 0:
             self.done += seconds
             sleep_until(self.done)
@@ -140,7 +140,7 @@ class PacedExecutor(Executor):
             self._pace_kernels(self.runner.made(kernel), pace[name], whole.get(name, 0.0))
 
     def _pace_kernels(self, dense: Any, time_of: LayerTime, whole: float) -> None:
-        """Replace the kernels of a replicated dense layer; its messages stay real."""
+        """Replace the kernels of a replicated dense layer by pauses; its messages stay real."""
         dense.kernel = _Pause(self._clock, time_of.forward)
         dense.filter = _Pause(self._clock, time_of.backward_filter)
         dense.data = _Pause(self._clock, time_of.backward_data)

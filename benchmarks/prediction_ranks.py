@@ -100,7 +100,7 @@ class Predictor:
             self._again(one)
 
     def again(self, keys: Iterable[str]) -> None:
-        """Measure these layers once more."""
+        """Measure the layers with these keys once more."""
         texts = set(keys)
         for one in self._works:
             if one[1] in texts:

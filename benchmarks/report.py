@@ -57,7 +57,7 @@ def table(outcome: Outcome) -> str:
 
 
 def _machine(outcome: Outcome) -> str:
-    """Return a text on the CPU usage of other processes, with a warning if it was high."""
+    """Return a text on the CPU usage of other processes, with a warning if the usage was high."""
     used = {key: mean(getattr(u, key) for u in outcome.usage) for key in _DISTURBED}
     text = (
         f"  cores used meanwhile: {used['others']:.2f} by others, {used['idle']:.2f} by waiting contestants, "

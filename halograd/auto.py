@@ -86,7 +86,7 @@ class PlannedRun:
         return "\n".join(comparison(self.plan, measured))
 
     def record(self, measured: Measured) -> dict[str, object]:
-        """Return the same comparison as plain data, for the log; times in [s]."""
+        """Return the comparison of :meth:`compare` as plain data, for the log; times in [s]."""
         return compared(self.plan, measured)
 
 

@@ -199,7 +199,7 @@ def _checksum(dataset: ArrayDataset) -> int:
 
 
 class TrainedRun:
-    """A finished training run: its scores, and methods that use its network. Attributes are plain data on all ranks.
+    """Finished training run: its scores, and methods that use its network. Attributes are plain data on all ranks.
 
     Attributes
     ----------

@@ -55,7 +55,7 @@ class Registry(Generic[Kind]):
         self._later: dict[str, Callable[[], type[Kind]]] = {}
 
     def register(self, cls: type[Kind]) -> type[Kind]:
-        """Add a class under its attribute `name`, and return it. Raises ValueError if the name is taken."""
+        """Add a class under its attribute `name`; return the class. Raises ValueError if the name is taken."""
         name = getattr(cls, "name", "")
         if not isinstance(name, str) or not name or is_location(name):
             raise ValueError(f"{cls.__name__}.name: expected a text without ':', got {name!r}")
@@ -66,8 +66,7 @@ class Registry(Generic[Kind]):
         return cls
 
     def register_later(self, name: str, load: Callable[[], type[Kind]]) -> None:
-        """Add a class that `load` imports at first use, because its module loads libraries that most runs do not need.
-        """
+        """Add a class that `load` imports at first use: its module loads libraries that most runs do not need."""
         if self._classes.get(name) is not None or name in self._later:
             raise ValueError(f"{self.kind} {name!r}: expected a name that is not taken")
         self._later[name] = load

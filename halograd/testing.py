@@ -185,7 +185,7 @@ def check_layer(
     transport: str = "auto",
     axes: Sequence[str] | None = None,
 ) -> None:
-    """Check a layer against one process on every grid of the communicator's ranks, and its gradient numerically.
+    """Check the results of a layer on every grid of ranks against one process, and its gradients against differences.
 
     On a CPU it runs with ``debug=True`` (:class:`Executor`), which finds kernels that write outside of their memory and
     arrays that are read or written without a declaration.

@@ -30,8 +30,7 @@ def is_location(name: str) -> bool:
 
 
 def checksums(tables: Any) -> dict[str, int | None]:
-    """Return the checksum of each Python file that plain data name (``FILE.py:NAME``); None if it is unreadable. Local.
-    """
+    """Return the checksum of each Python file named in plain data (``FILE.py:NAME``); None if unreadable. Local."""
     files = {found[1] for text in _texts(tables) if (found := re.match(r"(.+?\.py):", text))}
     return {file: _checksum(Path(file)) for file in sorted(files)}
 

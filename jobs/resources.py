@@ -195,7 +195,7 @@ class Software:
     Attributes
     ----------
     folder
-        Working directory of the job; relative paths of the configuration start there.
+        Working directory of the job, at which relative paths of the configuration start.
     python
         Python interpreter on the nodes; by default ``python3`` in a container.
     launcher

@@ -236,7 +236,7 @@ class Context:
         return Buffer(tuple(shape), np.dtype(dtype), use, kept=True, fill=fill).view
 
     def needs_gradient(self, i: int) -> bool:
-        """Return whether the gradient of input `i` is needed."""
+        """Return whether the gradient of input `i` must be computed."""
         return self.inputs[i].trainable
 
     def gradient(self, i: int) -> View:
@@ -250,8 +250,9 @@ class Context:
     # -- operations ----------------------------------------------------------------------------
 
     def kernel(self, make: Callable[..., Any], **views: View | None) -> KernelSpec:
-        """Return a kernel on these arrays: ``make(environment, **arrays)`` returns the function or object that
-        :meth:`run` runs.
+        """Return a kernel on arrays.
+
+        ``make(environment, **arrays)`` returns the function, or the object with methods, that :meth:`run` runs.
         """
         return KernelSpec(make, views)
 

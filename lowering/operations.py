@@ -129,7 +129,7 @@ class Sum:
 
     @property
     def algorithm(self) -> Method:
-        """Method of the sum with its codec."""
+        """Algorithm of the sum: its method with its codec."""
         return carrying(self.method, self.codec)
 
 
@@ -154,7 +154,7 @@ class Operation:
         yield from ()
 
     def buffers(self) -> Iterator[Buffer]:
-        """Yield the buffers of these views."""
+        """Yield the buffers of all views of the operation."""
         return (view.buffer for view in self.views())
 
     def held(self) -> Iterator[Buffer]:

@@ -70,8 +70,7 @@ def makers(name: str) -> tuple[Callable[..., Network], ...]:
 
 
 def _table(name: str) -> type[schema.Table]:
-    """Return the options of a model with their types and ranges, from the annotations of the functions that build it.
-    """
+    """Return the options of a model, with types and ranges from the annotations of the functions that build it."""
     return schema.table_of(*makers(name))
 
 
@@ -94,7 +93,7 @@ def has_option(name: str, option: str) -> bool:
 
 
 def build(name: str, /, **given: Any) -> Network:
-    """Build the network `name`, or that of the function at ``FILE.py:NAME`` or ``MODULE:NAME``, with its options.
+    """Build the model `name`, or the network of a function at ``FILE.py:NAME`` or ``MODULE:NAME``, with options.
 
     Raises
     ------

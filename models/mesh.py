@@ -57,7 +57,8 @@ def mesh(
     statistics
         Statistics of batch norm: "global", "sample" or "local".
     pos_weight
-        Weight in the loss of the cells that need relaxation; "balanced": the number of other cells divided by theirs.
+        Weight in the loss of the cells that need relaxation; "balanced": the number of other cells divided by the
+        number of these cells.
 
     Returns
     -------

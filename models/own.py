@@ -37,7 +37,7 @@ def is_made(where: str) -> bool:
 
 
 def build_own(where: str, given: Mapping[str, Any]) -> Network:
-    """Return the network that a function of the user builds from these options. Local; every rank calls it.
+    """Return the network that a function of the user builds from options. Local; every rank calls it.
 
     Raises
     ------

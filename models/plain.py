@@ -64,7 +64,7 @@ def alexnet(
     """Make AlexNet (Krizhevsky et al. 2012): five convolutions, three dense layers.
 
     ``variant="one_tower"`` (61,100,840 parameters) is the network of Krizhevsky's "One weird trick" (2014): 64, 192,
-    384, 256, 256 filters, no groups, no normalization. It is the default because torchvision and the papers of our
+    384, 256, 256 filters, no groups, no normalization. It is the default because torchvision and the papers of the
     benchmarks use it (Jia et al.'s Table 1: conv2 has 64 channels in, 192 out, conv5 256 and 256).
     ``variant="grouped"`` (60,965,224) is the network of 2012: 96, 256, 384, 384, 256 filters, the second, fourth and
     fifth convolution in two groups, local response normalization after the first two.

@@ -1,1 +1,1 @@
-"""Performance model: machines, costs, planners and predictions. It runs nothing on these machines."""
+"""Performance model: machines, costs, planners and predictions. The machines need not be available."""

@@ -24,7 +24,7 @@ PAIRS, BEGINNINGS = 4, 32
 
 @dataclass(frozen=True)
 class Change:
-    """A change of some layers.
+    """Change of the cuts of some layers.
 
     Attributes
     ----------

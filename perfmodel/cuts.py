@@ -226,7 +226,7 @@ def is_step(a: Parts, b: Parts) -> bool:
 
 
 def strategy_of(network: Network, parts: Mapping[str, Parts], bucket_bytes: int = 4 << 20) -> Strategy:
-    """Return the strategy with these parts for every layer."""
+    """Return the strategy with the parts of every layer."""
     layers = {
         name: {axis: n for axis, n in zip(AXES, parts[name]) if n > 1} or {"sample": 1} for name in network.layers
     }

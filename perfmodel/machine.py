@@ -250,7 +250,7 @@ class Machine:
         Raises
         ------
         UserError
-            If the text is invalid; one line with the key's path, the expected and the given value.
+            If the text is invalid. The message is one line with the path of the key, the expected and the actual value.
         """
         return build(MachineTable, parse_toml(text, where), where).machine()
 

@@ -102,7 +102,7 @@ def plan_network(
     times: KernelTimes,
     planning: Planning | None = None,
 ) -> Plan:
-    """Return the fastest of the simulated strategies that fit (see this module). Local.
+    """Return the plan: the fastest of the simulated strategies that fit (see this module). Local.
 
     Raises
     ------

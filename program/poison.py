@@ -32,7 +32,7 @@ __all__ = ["AccessError", "Poison"]
 
 
 class AccessError(RuntimeError):
-    """A kernel reads or writes arrays that it does not declare."""
+    """Error: a kernel reads or writes arrays that it does not declare."""
 
 
 #: By itemsize [B]: type of the bits, the bits of a quiet NaN, and the shift of the number in it. A conversion between

@@ -201,7 +201,7 @@ class Program:
 
 
 def lines_of(program: Program, layers: frozenset[str] | None = None) -> Iterator[str]:
-    """Yield operations in order, with the arrays that they use; only those of `layers`, if given.
+    """Yield lines of text for the operations in order, with the arrays that they use; with `layers`, only theirs.
 
     ::
 

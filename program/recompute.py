@@ -28,7 +28,7 @@ __all__ = ["recompute", "recomputed"]
 
 
 def recomputed(step: Step) -> bool:
-    """Return whether the strategy allows to compute the output of a layer again."""
+    """Return whether the strategy permits that the output of a layer is computed again."""
     rule, kind = step.options.get("recompute", "none"), step.layer.recomputation
     return kind != "never" and rule in ("block", kind)
 

@@ -95,7 +95,7 @@ class Output:
 
     @property
     def fill(self) -> float | int:
-        """Fill value, as which a missing part reads; no prediction has it."""
+        """Fill value of missing parts: a value that no prediction has."""
         return float("nan") if self.dtype.kind == "f" else int(np.iinfo(self.dtype).max)
 
 

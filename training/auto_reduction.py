@@ -52,8 +52,8 @@ class ChunkSearch:
     References
     ----------
     Le et al. 2018, Algorithm 1. The paper does not use the time of the last interval; here, it ends the search at the
-    same size. The end at `layers` is new: by the paper's rule for layers that fill no chunk, a longer chunk is the same
-    as chunks of one layer.
+    same size. The end at `layers` is new: a chunk of more than all layers is the same as chunks of one layer, by the
+    paper's rule for layers that fill no chunk.
     """
 
     layers: int
@@ -73,7 +73,7 @@ class ChunkSearch:
         return min(self.times, key=lambda chunk: (self.times[chunk], chunk), default=1)
 
     def observe(self, seconds: float) -> None:
-        """Record the time of an interval in chunks of `chunk` layers [s], the same number on all ranks."""
+        """Record the time of an interval in chunks of `chunk` layers [s]; it must be the same on all ranks."""
         if self.done:
             raise ValueError("observe(): expected a search in progress, got one that is done")
         if self.chunk < self.best + self.step * self.range:
@@ -95,7 +95,7 @@ class ChunkSearch:
 
 @dataclass(frozen=True)
 class Trial:
-    """A scheme after an interval of training, and the time of its steps [s]."""
+    """Scheme that was tried for an interval of training, with the time of its steps [s]."""
 
     scheme: Scheme
     seconds: float
@@ -139,7 +139,7 @@ class Tuner:
 
     @property
     def best(self) -> Trial | None:
-        """The fastest trial so far; the first of several equal ones."""
+        """The fastest trial so far; the first of several equally fast trials."""
         return min(self.trials, key=lambda trial: trial.seconds, default=None)
 
     @property
@@ -158,7 +158,7 @@ class Tuner:
         return Scheme("host_accumulate", chunk=self.search.chunk, replicated_dense=first.replicated_dense)
 
     def observe(self, seconds: float) -> None:
-        """Record the time of a step with `scheme` [s], the same number on all ranks."""
+        """Record the time of a step with `scheme` [s]; it must be the same on all ranks."""
         if self.done:
             raise ValueError("observe(): expected a tuner in progress, got one that is done")
         scheme = self.scheme

@@ -58,15 +58,15 @@ PART = 1 << 30
 
 
 class UnusableCheckpoint(UserError):
-    """An existing file from which no run can continue."""
+    """Error: no run can continue from an existing file."""
 
 
 class DamagedCheckpoint(UnusableCheckpoint):
-    """A checkpoint whose bytes differ from those that were written, or that cannot be read."""
+    """Error: a checkpoint cannot be read, or its bytes differ from those that were written."""
 
 
 class OtherCheckpoint(UnusableCheckpoint):
-    """A file of another format or kind, which may be undamaged."""
+    """Error: a file has another format or kind, and may be undamaged."""
 
 
 @dataclass
@@ -230,10 +230,10 @@ def read_checkpoint(
 
 
 class CheckpointReader:
-    """An open checkpoint for reading. To create it and to restore is collective over `comm`, local without one.
+    """Reader of an open checkpoint. Its creation and `restore` are collective over `comm`, local without one.
 
     The first rank of every node reads each byte at most once, and broadcasts arrays to the ranks of its node. It keeps
-    the bytes in memory until `close`: at most the size of the file.
+    the bytes in memory until `close`.
 
     Parameters
     ----------
@@ -256,9 +256,9 @@ class CheckpointReader:
     DamagedCheckpoint
         If a byte differs from the one that was written. All errors are raised on all ranks.
     OtherCheckpoint
-        If it is a file of another format or kind.
+        If the file has another format or kind.
     UserError
-        If there is no file, or it cannot be opened.
+        If the file does not exist, or cannot be opened.
     """
 
     def __init__(self, path: str | Path, comm: Communicator | None = None, whole: bool = False) -> None:

@@ -1,5 +1,5 @@
-"""The checkpoints of a run: one file per step, the times at which they are written, and the file that a run continues
-from.
+"""Checkpoints of a run: one file per step, the times at which files are written, and the file from which a run
+continues.
 
 ``latest.h5`` names the newest file and ``best.h5`` the best, as text. When a run is resumed, a damaged file is renamed
 to a name that ends with ``.damaged``, and the file before it is used.
@@ -82,7 +82,7 @@ class CheckpointFolder:
             ) from error
 
     def newest_whole(self, comm: Communicator | None = None) -> tuple[CheckpointReader | None, list[str]]:
-        """Open the newest undamaged checkpoint; return it with messages about newer ones, None if there is none.
+        """Open the newest undamaged checkpoint; return it (or None) with messages about newer, damaged ones.
 
         Collective over `comm`, local without one. The whole file is verified; the caller closes it. Rank 0 renames
         damaged files.

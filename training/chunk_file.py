@@ -1,4 +1,4 @@
-"""Files whose bytes are covered by checksums, and verified before they are used.
+"""Files with checksums of all bytes, which are verified before they are used.
 
 ::
 
@@ -40,11 +40,11 @@ Result = TypeVar("Result")
 
 
 class DamagedFile(Exception):
-    """A file whose bytes differ from those that were written."""
+    """Error: the bytes of a file differ from those that were written."""
 
 
 class OtherFile(Exception):
-    """A file of another kind or format; its bytes were not verified."""
+    """Error: a file has another kind or format; its bytes were not verified."""
 
 
 class ChunkWriter(io.RawIOBase):
@@ -89,8 +89,7 @@ class ChunkWriter(io.RawIOBase):
         return done
 
     def _note(self, start: int, view: memoryview) -> None:
-        """Compute the checksums of chunks that `view` fills; chunks that it fills partially are read again at the end.
-        """
+        """Compute the checksums of chunks that `view` fills; partially filled chunks are read again at the end."""
         for chunk in range((start - HEADER) // CHUNK, -(-(start + len(view) - HEADER) // CHUNK)):
             begin = HEADER + chunk * CHUNK - start
             if begin >= 0 and begin + CHUNK <= len(view):

@@ -1,7 +1,7 @@
 """Configurations: the TOML file of a run, checked before anything is built.
 
-Every table is a pydantic model that rejects unknown keys and wrong types (no silent conversion). An error is one line
-with the path of the key, the expected and the given value.
+Every table is a pydantic model that rejects unknown keys and wrong types (no silent conversion). An error message is
+one line with the path of the key, the expected and the actual value.
 """
 
 from __future__ import annotations
@@ -412,7 +412,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     Raises
     ------
     UserError
-        If the file is invalid; one line with the key, the expected and the given value.
+        If the file is invalid. The message is one line with the key, the expected and the actual value.
     """
     return check_config(read_toml(path, "configuration"), overrides, f"configuration {shown_path(path)}")
 

@@ -54,8 +54,8 @@ class Block:
 class Executor:
     """Network on this rank's blocks: `forward`, `backward`, gradients summed over all ranks.
 
-    Collective over `comm`, to build and to run. Building makes every buffer, exchange and kernel; a
-    step allocates nothing.
+    Collective over `comm`, to build and to run. The constructor makes every buffer, exchange and kernel; a step
+    allocates nothing.
 
     Parameters
     ----------
@@ -93,7 +93,7 @@ class Executor:
         Whether to look for faults of kernels until `close`: guard bytes surround every array and all scratch memory, to
         find a kernel that writes outside of its memory, and memory that is free or that a kernel does not declare is
         filled with NaNs, to find one that reads or writes what it does not declare (:mod:`halograd.kernels.access`).
-        Every array then has memory of its own, more than `predicted_bytes` says, and steps are slow. On the host only.
+        Every array then has separate memory, in sum more than `predicted_bytes`, and steps are slow. On the host only.
 
     Attributes
     ----------
@@ -311,7 +311,7 @@ class Executor:
             self._replace_reducer(self.reducer)
 
     def _replace_reducer(self, old: Reducer) -> None:
-        """Make the program and the reducer again, after all sums and updates in progress. Collective."""
+        """Create a new program and a new reducer, after all sums and updates in progress. Collective."""
         old.close()
         with self.comm.agreement():
             self.program = self._reduced()
@@ -461,7 +461,7 @@ class Executor:
 
 
 class Gather:
-    """Gather of outputs, and of gradients of probed inputs, to rank 0. To create, run and close it is collective.
+    """Gather of outputs, and of gradients of probed inputs, to rank 0. Creation, `run` and `close` are collective.
 
     Create it once and run it after every step: its set-up takes longer than a run.
 

@@ -31,7 +31,7 @@ class GradientCheck(Protocol):
         ...
 
     def measure(self) -> None:
-        """Compute the number. Collective if it is summed."""
+        """Compute the number. Collective if the ranks sum it."""
         ...
 
 
@@ -46,8 +46,8 @@ class LossScale:
         adapt     halves the factor after a skipped step, doubles it after 2000 that were not skipped
 
     The smallest number of float16 is 6e-8; without the factor small gradients become zero. All state is in device
-    memory and changed by kernels there, without a wait. The host reads it one step later (`known`, `skipped`), for the
-    log. A skipped step counts as a step for the schedule and for Adam's corrections.
+    memory, and kernels change it without a wait. The host reads it one step later (`known`, `skipped`), for the log. A
+    skipped step counts as a step for the schedule and for Adam's corrections.
 
     Parameters
     ----------
@@ -85,7 +85,7 @@ class LossScale:
         self.known, self.skipped, self._row = INITIAL, 0, 0
 
     def watch(self, grads: list[Any], comm: Communicator | None) -> None:
-        """Set the gradients to check; with `comm` the ranks combine their findings. Collective over it."""
+        """Set the gradients to check; with `comm` the ranks combine their results. Collective over `comm`."""
         self._find = self._kernels.find_nonfinite(grads, self._flag)
         self._sum = None if comm is None else comm.reduction(self._count, kind="loss scale")
 
@@ -104,7 +104,7 @@ class LossScale:
         np.copyto(self.skip, self._flag)
 
     def adapt(self) -> None:
-        """Change the factor for the next step, after the updates of this one have read theirs. Enqueued."""
+        """Change the factor for the next step, after the updates of this step have read it. Enqueued."""
         self.observe()
         self._adapt()
         self._device.download(self.state, self._pinned)

@@ -128,7 +128,7 @@ def graphed_pass(
 ) -> GraphedPass:
     """Return a training pass as graphs, with operations on gradients between them. Collective.
 
-    One rank sends nothing, so there these operations come before forward or after backward, and the pass is one graph.
+    A single rank sends nothing: these operations then come before forward or after backward, and the pass is one graph.
     """
     if comm.size == 1:
         items = sorted(items, key=lambda item: item.on_gradients != (phase == "forward"))

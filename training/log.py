@@ -221,7 +221,7 @@ def lines_of(path: Path) -> Iterator[bytes]:
 
 
 def parse_lines(lines: Iterable[bytes]) -> tuple[list[tuple[bytes, Entry]], int]:
-    """Return the good lines with their entries, and the number of bad ones.
+    """Return the readable lines with their entries, and the number of unreadable lines.
 
     Empty lines are ignored, and so is a last line without a line end, which is incomplete.
     """
@@ -393,7 +393,7 @@ class TensorBoard:
     UserError
         If tensorboardX is not installed.
     OSError
-        If no file can be created there. If a later write fails, the file is given up with a warning.
+        If no file can be created there. If a later write fails, the file is closed with a warning.
     """
 
     def __init__(self, folder: Path, step: int) -> None:

@@ -91,7 +91,7 @@ class Metric(ABC):
 
     @property
     def empty(self) -> bool:
-        """Whether no target counts, so that there is no loss either."""
+        """Whether all targets are ignored, so that there is no loss either."""
         return False
 
     def lacking(self) -> str:
@@ -244,8 +244,9 @@ def scores(counts: np.ndarray) -> dict[str, float | None]:
 
 
 def counted(weights: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Return the elements of a block with weight above 0. Extents of the weights may be 1, or weights may be ``(N,
-    C)``.
+    """Return a mask of the elements of a block that have a weight above 0.
+
+    Extents of the weights may be 1, and weights may be ``(N, C)``.
 
     >>> counted(np.array([[0.0], [2.0]]), (2, 3, 1))[:, :, 0]
     array([[False, False, False],

@@ -100,7 +100,7 @@ def is_defined(score: float | None) -> TypeGuard[float]:
 
 
 class BestScore:
-    """The best validation by one score, and early stopping. Local; the same on all ranks, as validations are.
+    """The best validation by one score, and early stopping. Local; the same on all ranks, because validations are.
 
     A validation with an undefined score (None or NaN) is ignored: it is neither better nor worse.
 
@@ -163,7 +163,7 @@ class BestScore:
         return {"name": self.name, "value": value, "step": self.step, "waited": self.waited}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state of the same score; ignore one of another score."""
+        """Continue from a state of the same score; ignore a state of another score."""
         if state.get("name") == self.name:
             value = state["value"]
             self.value = math.nan if value is None else float(value)
@@ -202,4 +202,4 @@ class Callback:
         """
 
     def on_checkpoint(self, step: int, path: Path, best: bool) -> None:
-        """Act after a checkpoint is written. If `best`, its validation is the best so far."""
+        """Act after a checkpoint is written; `best`: its validation is the best so far."""

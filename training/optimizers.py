@@ -43,7 +43,7 @@ class OptimizerSettings(Table):
 
 
 class Optimizer:
-    """Base class of optimizers. Local: gradients are summed before, and all ranks make the same update of their copies.
+    """Base class of optimizers. Local: gradients are summed already, and all ranks update their copies equally.
 
     A step is `begin_step`, then `update` of every bucket, in any order. A subclass of your own defines :meth:`rule` and
     its state, by `state_names` or :meth:`states`. The library cuts the state into shards if updates are sharded, stores
@@ -186,8 +186,7 @@ class Optimizer:
             np.copyto(state, bucket.params[own])
 
     def averages(self) -> Iterator[tuple[Bucket, slice, Any]]:
-        """Yield each bucket, the range of it that this rank updates, and its averages: views. Empty without averages.
-        """
+        """Yield each bucket, the range that this rank updates, and its averages (views); nothing without averages."""
         for bucket in self.store.buckets if self.average else ():
             own = self.store.owned(bucket)
             yield bucket, own, self._state(bucket, own)[-1]
@@ -252,8 +251,7 @@ class Optimizer:
         raise NotImplementedError
 
     def kernel(self, arrays: UpdateArrays) -> Kernel:
-        """Make the kernel that updates a bucket or a shard of it: by the rule, unless the backend has one of its own.
-        """
+        """Make the kernel that updates a bucket or its shard: by `rule`, unless the backend has a special kernel."""
         kind = type(self)
         return self.store.memory.kernels.by_rule(
             kind.__name__, arrays, self.rule, max(2, kind.scratch), kind.whole_parameters
@@ -451,7 +449,7 @@ class LARS(Optimizer):
 
 
 def _checked_names(kind: type[Optimizer], names: Any) -> tuple[str, ...]:
-    """Return the names of state arrays, which checkpoints use. Raises UserError if they are no different words."""
+    """Return the names of state arrays, which checkpoints use. Raises UserError unless they are distinct words."""
     fit = isinstance(names, tuple) and all(isinstance(name, str) and name.isidentifier() for name in names)
     if not fit or len({AVERAGE, *names}) != len(names) + 1:
         raise UserError(

@@ -37,7 +37,7 @@ class FetchedNumber:
         self._ticket = self._device.mark()
 
     def read(self) -> float:
-        """Return the last fetched number. Waits until its copy is complete; one step later it is complete already."""
+        """Return the last fetched number. Waits for its copy, which is already complete one step later."""
         if self._ticket is not None:
             self._ticket.wait()
             self._ticket = None
@@ -84,10 +84,10 @@ STOP, CHECKPOINT = range(VOTES)
 
 
 class PassLoss:
-    """Sum over all ranks of the losses of their blocks, and of their votes.
+    """Sum over all ranks of the losses of their blocks, together with votes of the ranks.
 
     Call `begin` after every forward pass, and `settle` when the sum is needed; otherwise the next `begin` calls it.
-    To create and to run it is collective over `comm`.
+    Creation and all methods except `put` are collective over `comm`.
 
     Parameters
     ----------

@@ -54,7 +54,7 @@ _FAULTS = (OSError, EOFError, asyncio.TimeoutError)
 
 @dataclass(frozen=True)
 class Where:
-    """Addresses at which a rank listens, and the words by which both ends prove that they belong to the job."""
+    """Addresses at which a rank listens, and the secrets by which both ends prove that they belong to the job."""
 
     addresses: tuple[str, ...]
     port: int
@@ -109,7 +109,9 @@ class Peers:
     # -- set-up ---------------------------------------------------------------------------------
 
     async def meet(self, calls: Mapping[int, Where]) -> None:
-        """Make all connections, for at most `PATIENCE`; `calls` are the ranks that this rank calls, by rank."""
+        """Make all connections, within at most `PATIENCE`; `calls` has the addresses of the ranks that this rank
+        calls.
+        """
         self._expected = len(calls) + (0 if self._socket is None else len(self._downs))
         server = None
         if self._socket is not None:
@@ -270,7 +272,7 @@ def _keep_alive(connection: socket.socket) -> None:
 
 
 def join(comm: Communicator, tree: Tree) -> tuple[Peers, list[set[int]]]:
-    """Make the connections of a tree. Collective over `comm`.
+    """Make the connections of a tree between all ranks. Collective over `comm`.
 
     Returns
     -------

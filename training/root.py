@@ -1,6 +1,6 @@
 """Calls of rank 0 for all ranks.
 
-If a thousand ranks open the same small file at once, a parallel file system takes longer than the rest of the start. So
+On a parallel file system, opening a small file on a thousand ranks at once takes longer than the rest of the start. So
 rank 0 reads the file, and broadcasts the result.
 """
 

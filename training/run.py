@@ -520,7 +520,7 @@ class TrainingRun:
         return self._asked_to_stop
 
     def _diverged(self, error: Diverged) -> Diverged:
-        """Return the same error with the rank of its origin, if known, and the last checkpoint."""
+        """Return the error, extended by the rank of its origin, if known, and the last checkpoint. Collective."""
         executor, comm = self.session.executor, self.session.comm
         own = executor.loss
         sound = own is None or not executor.device.is_host or math.isfinite(own[0])  # a value on a GPU is not read

@@ -448,7 +448,7 @@ def _normalized(data: DataConfig, dataset: Dataset) -> list[str]:
 def _statistics(
     data: DataConfig, dataset: Dataset, names: Sequence[str], training: np.ndarray, comm: Communicator
 ) -> dict[str, ChannelStatistics]:
-    """Compute mean and scale of the channels of these inputs. Collective."""
+    """Compute mean and scale of the channels of the inputs `names`. Collective."""
 
     def total(array: np.ndarray) -> np.ndarray:
         comm.reduction(array, kind="data").run()

@@ -168,7 +168,7 @@ class Session:
             )
 
     def in_order(self, indices: np.ndarray) -> Batches:
-        """Return batches of these samples, each sample once; the last batch is padded."""
+        """Return batches of the samples `indices`, each sample once; the last batch is padded."""
         batch = self.config.training.at_once
         return Sampler(indices, batch, shuffle="never", remainder="fill").rest_of_epoch()
 

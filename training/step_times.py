@@ -49,11 +49,11 @@ class Measured:
 
 
 class RunPlan(Protocol):
-    """Plan that a run follows, and with which it is compared at the end."""
+    """Protocol of the plan that a run follows, with which the run is compared at the end."""
 
     @property
     def strategy(self) -> Strategy:
-        """Strategy of the plan."""
+        """Strategy that the plan chose."""
         ...
 
     def compare(self, measured: Measured) -> str:

@@ -113,7 +113,7 @@ class Bucket:
         return self.chunk.replicated
 
     def add_part(self, part: int, parts: int) -> None:
-        """Add the gradients of a part of a batch; after the last part, `grads` is their mean: that of the batch."""
+        """Add the gradients of a part of a batch; after the last part, `grads` has the mean over the batch."""
         if parts == 1:
             return
         if not part:
@@ -247,7 +247,7 @@ class ParameterStore:
         return self.scheme.kind.shards and not bucket.replicated
 
     def owned(self, bucket: Bucket) -> slice:
-        """Return the elements of a bucket that this rank updates: all, or its shard of a sharded one. Local."""
+        """Return the elements of a bucket that this rank updates: all, or its shard of a sharded bucket. Local."""
         size = bucket.params.size
         color = bucket.holders.color(self.rank)
         if color is None or not self.is_sharded(bucket):
@@ -403,7 +403,7 @@ class ParameterStore:
 
 
 def _joined(ranges: list[tuple[int, int, bool]]) -> list[tuple[int, int, bool]]:
-    """Merge adjacent ranges of one kind, and drop empty ones."""
+    """Merge adjacent ranges of one kind, and drop empty ranges."""
     result: list[tuple[int, int, bool]] = []
     for start, stop, kind in ranges:
         if result and result[-1][2] == kind:

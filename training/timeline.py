@@ -58,7 +58,7 @@ def overlap_ratio(communication: float, blocked: float) -> float | None:
 
     References
     ----------
-    Lee et al. 2017, Eq. 11. Their sum is over the all-reduces of one step, ours over any spans.
+    Lee et al. 2017, Eq. 11. The paper's sum is over the all-reduces of one step, this one over any spans.
     """
     return 100.0 * (communication - blocked) / communication if communication > 0 else None
 

@@ -28,7 +28,7 @@ __all__ = ["Diverged", "Trainer"]
 
 
 class Diverged(UserError):
-    """The loss or a parameter is no longer finite. Raised on all ranks."""
+    """Error: the loss or a parameter is no longer finite. Raised on all ranks."""
 
 
 class Trainer:

@@ -127,7 +127,7 @@ class DeviceFeed:
         self._used = [self._device.mark()] * slots
 
     def _taken(self, slot: int) -> list[Callable[[], None]]:
-        """Return calls that enqueue the copies of a slot into the inputs, in their dtypes."""
+        """Return calls that copy a slot to the inputs, and convert it to their dtypes. The calls only enqueue work."""
         floats, others = [], []
         for name, target in self._inputs.items():
             staged = self._staged[slot][name]

@@ -7,8 +7,8 @@ A rank that detects a fault reports it up the tree (:class:`Tree`) until the hea
 - ``dying``: a rank has an error of its own and is about to end the job.
 
 The first head acts. For ``stalled`` it requests the position of every rank (``where``, ``place``) and determines the
-rank that blocks the others. It prints one message, announces the end to all ranks (``ending``), and ends the job. Every
-other head does the same if the heads before it do nothing for `TURN` each. So a head that is stopped, or whose
+rank that blocks the other ranks. It prints one message, announces the end to all ranks (``ending``), and ends the job.
+Every other head does the same if the heads before it do nothing for `TURN` each. So a head that is stopped, or whose
 interpreter is locked by a call, is detected like any other rank: it does not respond. Ranks that are cut off from the
 heads end themselves without a message.
 
@@ -101,7 +101,7 @@ class Place:
 
 
 def describe_stall(hosts: Sequence[str], places: Mapping[int, Place | None], patience: float) -> tuple[int, str]:
-    """Return the rank that blocks the others, and a text with the reason.
+    """Return the rank that blocks the other ranks, and a text with the reason.
 
     It is the first rank that did not respond; else the rank that is in no exchange; else the rank with the least
     progress.
@@ -114,7 +114,7 @@ def describe_stall(hosts: Sequence[str], places: Mapping[int, Place | None], pat
         Position in the program, by rank; None for a rank that did not respond. Ranks that forward messages precede the
         ranks that they reach.
     patience
-        Time that a rank may be at one place [s].
+        Maximum time without progress [s].
     """
     behind = [(rank, place) for rank, place in sorted(places.items()) if place is not None]
     mute = [rank for rank, place in places.items() if place is None]
@@ -244,7 +244,7 @@ class Watch:
     rank
         Rank of this process.
     patience
-        Time that a rank may be at one place [s]; 0: forever.
+        Maximum time without progress [s]; 0: no limit.
     station
         Executor of the decisions.
     clock

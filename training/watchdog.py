@@ -174,7 +174,9 @@ class Watchdog:
             append(self._log, entry)
 
     def _is_first_interrupted(self) -> bool:
-        """Log an interrupt, unless another rank has; return whether this rank's line is the first of its job."""
+        """Log an interrupt, unless another rank has done so; return whether this rank's line is the first of its
+        job.
+        """
         reason = f"SIGINT to rank {self._comm.rank} of {self._comm.size}"
         try:
             if not interrupts(self._log):
@@ -195,7 +197,7 @@ class Watchdog:
         self._comm.abort(1)
 
     def leave(self) -> None:
-        """End this process: the rank with the fault has reported it, but could not end the job. Does not return."""
+        """End this process, because the rank that reported the fault could not end the job. Does not return."""
         os._exit(1)
 
 

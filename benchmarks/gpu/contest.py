@@ -54,7 +54,7 @@ class Ours:
             self.executor.set_input(name, array)
 
     def warm_up(self) -> float:
-        """Run some steps, which also captures graphs; return the loss of the first."""
+        """Run some steps, in which graphs are captured too; return the loss of the first step."""
         loss = float(self.trainer.step())
         for _ in range(3):
             self.trainer.step()

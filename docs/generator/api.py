@@ -38,8 +38,7 @@ def package() -> griffe.Module:
 
 
 def public(module: griffe.Module) -> dict[str, list[str]]:
-    """Return the public names by the dotted package or module that exports them: `module` first, then its subpackages.
-    """
+    """Return the public names by the dotted path of the package that exports them: `module`, then its subpackages."""
     found = {module.path: exported(module)} if exported(module) else {}
     for below in sorted(_modules(module), key=lambda m: m.path):
         if below.is_init_module:
@@ -125,7 +124,7 @@ def _about(module: griffe.Module) -> list[str]:
 
 
 def _files(module: griffe.Module) -> list[str]:
-    """Return a table of the modules of a folder, each with its first line."""
+    """Return a table of the modules of a folder, each with the first line of its docstring."""
     rows = []
     for below in sorted(_modules(module), key=lambda m: m.path):
         path = below.path.removeprefix("halograd.").replace(".", "/")

@@ -102,7 +102,7 @@ def _world(arguments: Sequence[str]) -> MPI.Intracomm | None:
 
 
 def _mistake(error: MemoryError | OSError) -> UserError | None:
-    """Return a system error as an error with a remedy; None if the user cannot correct it."""
+    """Convert a system error to a user error with a remedy; return None if the user cannot correct it."""
     if isinstance(error, MemoryError):
         text = f"expected enough memory, got an error: {error}; use more ranks, or smaller samples, batches or networks"
     else:

@@ -71,7 +71,7 @@ def to_markdown(blocks: Sequence[Block]) -> str:
 
 
 def to_html(blocks: Sequence[Block]) -> str:
-    """Return the document as one HTML page that contains its pictures. Reads their files."""
+    """Return the document as one HTML page that contains its pictures, which are read from their files."""
     title = html.escape(next((block.text for block in blocks if isinstance(block, Heading)), ""))
     body = "\n".join(_html(block) for block in blocks)
     return (

@@ -229,7 +229,7 @@ def status_of(record: Record, now: float | None = None) -> Status:
 
 
 def _state(record: Record, age: float, pace: float | None) -> tuple[str, str]:
-    """Return the state, and its reason."""
+    """Return the state of a run, and the reason for it."""
     for entry in record.since_begin:  # the line of an interrupt is not always the last one
         if entry["event"] == "interrupted":
             return "interrupted", f"{entry['reason']} on {entry['host']}; go on with --resume"
@@ -295,7 +295,7 @@ def _validation_text(validation: dict[str, Any]) -> str:
 
 
 def _until(seconds: float) -> str:
-    """Return the time of day after this number of seconds, if it can be represented."""
+    """Return a text with the time of day after `seconds` [s]; empty if it cannot be represented."""
     try:
         return time.strftime(", until %a %H:%M", time.localtime(time.time() + seconds))
     except (OverflowError, ValueError, OSError):

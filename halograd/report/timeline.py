@@ -71,8 +71,7 @@ def step_begins(bars: Sequence[Bar], rank: int) -> list[float]:
 
 
 def typical_steps(bars: Sequence[Bar], count: int) -> Interval | None:
-    """Return the interval of `count` consecutive whole steps of rank 0 with a typical length; None if there are fewer.
-    """
+    """Return an interval of `count` whole steps of rank 0 with median length; None if there are fewer steps."""
     begins = np.array(step_begins(bars, 0)[1:])  # the begin of the first step may be missing
     if len(begins) <= count:
         return None

@@ -380,7 +380,7 @@ class _Maker:
         return cost.seconds + update, sums, self._memory(step, parameters), cost.halo_algorithm
 
     def _sum(self, nbytes: int, group: range) -> float:
-        """Return the time of a sum of a layer's gradients that fill a bucket, else its share of a bucket's sum [s]."""
+        """Return the time to sum a layer's gradients: an own sum if they fill a bucket, else a share of one [s]."""
         wires = self.pricing.wires
         if nbytes >= self.bucket_bytes:
             return wires.sum(nbytes, group)

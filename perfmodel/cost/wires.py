@@ -165,11 +165,10 @@ class Wires:
         return measured.seconds(nbytes)
 
     def sum_by_nodes(self, nbytes: float, ranks: Ranks) -> NodeSumTimes:
-        """Return the times of a hierarchical all-reduce of `nbytes` [B] within nodes, then between one rank per node
-        [s].
+        """Return the times of a hierarchical all-reduce of `nbytes` [B]: within nodes, and between nodes [s].
 
-        A copy takes the time of the device's memory, or of the links within a node if they are slower (they copy
-        gradients to the host).
+        A copy takes the time of the device's memory, or of the link within a node if this is slower, because gradients
+        are copied to the host.
         """
         if len(ranks) < 2 or not nbytes:
             return NodeSumTimes()

@@ -92,7 +92,7 @@ class Costs:
         by_id: dict[int, Array] = {}
 
         def one(table: Array) -> Array:
-            """Return the first array with the same content."""
+            """Return the first array with the same content as `table`."""
             if id(table) not in by_id:
                 digest = hashlib.blake2b(table.data, digest_size=16).digest()
                 by_id[id(table)] = by_content.setdefault((table.shape, digest), table)

@@ -110,7 +110,7 @@ class Problem:
 
     @cached_property
     def neighbors(self) -> tuple[tuple[int, ...], ...]:
-        """Per layer, the layers with which it shares an edge."""
+        """Neighbors of each layer: the layers that share an edge with it."""
         found: tuple[list[int], ...] = tuple([] for _ in self.names)
         for u, v in self.edges:
             found[u].append(v)
@@ -120,7 +120,7 @@ class Problem:
     def choice(
         self, indices: Sequence[int], optimal: bool, gap: float = 0.0, work: Effort | None = None
     ) -> Selection:
-        """Return the choice of these candidates, with its sums from this problem."""
+        """Return the selection of the candidates `indices`, with its total time and memory."""
         whole = tuple(int(i) for i in indices)
         return Selection(whole, self.seconds(whole), self.bytes(whole), optimal, gap, work or Effort())
 
@@ -346,7 +346,7 @@ class Planner(Chooser):
 
     @abstractmethod
     def _search(self, problem: Problem) -> Selection:
-        """Return the choice, without wall time."""
+        """Return the selection; :meth:`plan` adds the wall time."""
 
 
 def memory_problem(problem: Problem) -> Problem:

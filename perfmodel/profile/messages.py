@@ -48,8 +48,7 @@ class Nodes:
     nodes: tuple[str, ...]
 
     def partner(self, rank: int, level: str) -> int | None:
-        """Return the rank with which a rank exchanges to measure a level ("node" or "across"); None without such a
-        rank.
+        """Return the partner of a rank for the measurement of a level ("node" or "across"); None without one.
 
         Partners are mutual, and all pairs exchange at the same time.
         """
