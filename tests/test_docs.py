@@ -86,7 +86,7 @@ def test_a_metric_of_ones_own_counts():
 
 @pytest.mark.mpi(min_size=1)
 def test_the_script_of_the_page_trains(shared, monkeypatch, capsys):
-    """The script of the page trains on the ranks of this run, with data of the shape that its network reads."""
+    """The training script of a documentation page trains on the ranks of this run, with data of the right shape."""
     comm = MPI.COMM_WORLD
     if comm.rank == 0:
         rng = np.random.default_rng(1)

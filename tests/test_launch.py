@@ -136,7 +136,7 @@ def test_process_that_outlives_a_good_job_is_an_error(tmp_path, monkeypatch):
 
 
 def test_a_job_knows_nothing_of_the_run_of_the_suite_that_started_it(monkeypatch):
-    """A job does not inherit the record and the launcher's variables of the suite's run that started it."""
+    """A job does not inherit the record and launcher variables of the run of the suite that started it."""
     inherited = {"HALOGRAD_TEST_RECORD": "outer", "PMI_RANK": "1", "SLURM_PROCID": "1"}
     for name, value in {**inherited, "KEPT": "yes"}.items():
         monkeypatch.setenv(name, value)

@@ -1,4 +1,4 @@
-"""The GPU benchmarks on a double of a GPU: their results are consistent; torch runs on the CPU."""
+"""Tests of the GPU benchmarks on a double of a GPU, with torch on the CPU: their results are consistent."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""The gradient reduction benchmark: the model of the papers' machines, the emulated device, tables."""
+"""Tests of the gradient reduction benchmark: the models of the papers' machines, the emulated device, tables."""
 
 import time
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The launch benchmark times real launches."""
+"""Test that the launch benchmark times real launches."""
 
 import subprocess
 import sys

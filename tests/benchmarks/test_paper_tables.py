@@ -1,4 +1,4 @@
-"""The papers' tables: trends within the stated bounds, and the same winners."""
+"""Tests of the papers' tables: our values are within the stated bounds, and the same strategies are best."""
 
 import functools
 import itertools
@@ -11,7 +11,7 @@ from benchmarks.paper_tables import TABLE_I, TABLE_II, TABLE_III
 
 @pytest.fixture(scope="module", autouse=True)
 def once():
-    """Compute every table once; the program prints the tables that the other tests have checked."""
+    """Compute every table once for all tests of this file."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("table_i", "table_ii", "resnet_scaling", "vgg_strategy", "dense_configurations"):
             patch.setattr(paper_tables, name, functools.cache(getattr(paper_tables, name)))
@@ -36,9 +36,7 @@ def test_resnet_speeds_up_with_every_doubling_but_less_than_twice():
 
 
 def test_vgg_is_cut_in_samples_first_and_in_channels_last():
-    """Convolutions are cut in samples, dense layers in channels; the paper's measured kernels also favor cuts in
-    space.
-    """
+    """Convolutions of VGG are cut in samples first, and dense layers in channels."""
     parts = paper_tables.vgg_strategy()
     assert all(parts[name] == {"sample": 4} for name in parts if name.startswith(("conv", "pool")))
     for name in ("dense1", "dense2"):

@@ -1,4 +1,4 @@
-"""The step benchmark: contestants train the same network, wait without CPU use, and are compared as defined."""
+"""Tests of the step benchmark: contestants train the same network, wait without CPU use, and are compared."""
 
 import math
 import os
@@ -156,7 +156,7 @@ def test_contestants_take_part_in_what_they_can_do():
 
 @pytest.mark.parametrize("problem", ["mesh-tiny", "resnet-tiny"])
 def test_halos_by_hand_and_16_bits_train_alike(problem):
-    """The contestants with hand-written halos and with 16 bits have the losses of ours, which timing requires."""
+    """The contestants with hand-written halos and with 16 bits have the losses of ours, as timing requires."""
     pytest.importorskip("torch", reason="needs torch as peer: pip install 'halograd[peers]'")
     named = {e.name: replace(e, threads=1) for e in CONTESTANTS}
     entries = [named[name] for name in ("halograd-2x1", "torch-gloo", "torch-bf16")]

@@ -295,7 +295,7 @@ def test_a_budget_is_one_for_all_rounds(tmp_path, monkeypatch):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("fault", [KernelError("no primitive"), MemoryError(), UserError("not one sample")], ids=repr)
 def test_what_one_rank_cannot_do_ends_no_run(known, monkeypatch, fault):
-    """One rank with all threads is tried for comparison only, so its failure must not end the run."""
+    """An error of the trial on one rank with all threads, which is only for comparison, does not end the run."""
 
     def measured(comm, strategies, opened):
         if "alone" in strategies:

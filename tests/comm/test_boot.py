@@ -76,7 +76,7 @@ def test_a_thread_may_exit_by_itself():
 
 @pytest.mark.parametrize("read", [True, False])
 def test_a_job_is_ended_when_the_launcher_has_read_what_was_printed(monkeypatch, read):
-    """The job is ended after the launcher has read the printed error, and also if it reads nothing."""
+    """Waiting for the launcher ends when it has read the printed error, or after a limit if it reads nothing."""
 
     class Reader(DrivenClock):
         def sleep(self, seconds):
@@ -152,7 +152,7 @@ SLURM = {"SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "1,4(x2),3"}
     ],
 )
 def test_shared_memory_that_does_not_suffice_to_start(environment, needed):
-    """The message gives the shared memory that all ranks of a node need; Open MPI reports a shortage itself."""
+    """Too little shared memory gives a message with the need of all ranks of a node; Open MPI has its own message."""
     found = shared_memory_fault(0, environment)
     assert shared_memory_fault(100 << 20, environment) is None
     if needed is None:

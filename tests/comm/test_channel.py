@@ -281,7 +281,7 @@ def test_memory_of_closed_channels_is_used_again(comm):
 
 
 def test_shared_buffers_are_the_peers_own(comm):
-    """Receiving from shared memory copies nothing: data that the peer writes after the exchange are visible at once."""
+    """In shared memory receiving copies nothing: data that the peer writes after the exchange are visible at once."""
     with Communicator(comm, "shared") as communicator:
         channel = open_channel(communicator, np.full((comm.size, comm.size), 4))
         right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size

@@ -46,7 +46,7 @@ class Driven(Progress):
         pass
 
     def advance(self):
-        """Do a piece of work if possible."""
+        """Do a piece of work if possible; return whether something was done."""
         return self._advance(tuple(self._pending))
 
     @property
@@ -216,7 +216,7 @@ def both_idle(drivers):
 
 
 def test_a_fault_is_raised_by_finish_and_others_go_on():
-    """A fault between nodes is raised on the first ranks; the other ranks of the node do not wait forever."""
+    """An error between nodes is raised on the first ranks of nodes; the other ranks do not wait forever."""
     failing, down = Attempt(Work([lambda: 1 / 0 if down else None])), [True]
     drivers, sums = make((0, 0), (3, 4))
     operation = sums[0][0]._plan.operation

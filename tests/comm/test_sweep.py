@@ -1,4 +1,4 @@
-"""No shared memory outlives a run, even a killed one."""
+"""Tests that no shared memory outlives a run, even a killed one."""
 
 import mmap
 import os
@@ -116,7 +116,7 @@ def test_by_hand():
 
 
 def test_nothing_of_a_job_has_a_name():
-    """After `boot` no segment of MPICH has a name, so a job that is killed as a whole leaves nothing behind."""
+    """After `boot` no segment of MPICH has a name, so a killed job leaves no segment."""
     if os.environ.get(LAUNCHER):
         pytest.skip("needs MPICH: Open MPI looks its names up again, and removes them itself when the job ends")
     body = "import numpy as np\nfrom halograd.comm import boot, Communicator\nworld = boot()\n"

@@ -38,7 +38,7 @@ def fields_of(arrays, names=None):
 
 
 def varied(x, placement, window, ratio):
-    """Return a whole sample augmented in NumPy: shifted, cropped, turned, mirrored."""
+    """Return a whole sample augmented in NumPy: shifted, cropped, rotated, flipped."""
     axes = range(len(window))
     x = np.roll(x, [-s * r for s, r in zip(placement.starts, ratio)], list(axes))
     x = x[tuple(slice(n) for n in window)]
@@ -127,7 +127,7 @@ def _ratio(array, units):
 
 
 def test_turns_are_those_of_numpy():
-    """All four turns match NumPy, with and without mirroring."""
+    """All four rotations match NumPy's, with and without a flip."""
     x = np.random.default_rng(1).random((1, 6, 6, 1))
     augmentation = StandardAugmentation(Rules(flips=BOTH, turns=True), fields_of({"x": x}), {"x": (6, 6, 1)}, 0)
     turned = [np.rot90(x[0], k) for k in range(4)]

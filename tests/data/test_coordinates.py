@@ -224,7 +224,7 @@ def test_a_scalar_of_each_file_is_one_of_each_sample(tmp_path):
 
 
 def test_without_scales_there_are_no_dimensions(tmp_path):
-    """Outputs for files of plain arrays get no scales. Axis labels are copied; they name coordinates if these exist."""
+    """Outputs for files of plain arrays get no scales; axis labels are copied, and name coordinates if these exist."""
     with h5py.File(tmp_path / "data.h5", "w") as file:
         file.create_dataset("inputs", data=np.ones((2, H, W, C), "f4")).attrs["layout"] = "NHWC"
         file["lat"] = LAT
@@ -312,7 +312,7 @@ def test_one_that_cannot_be_read_is_left_out_with_the_reason(tmp_path, make, why
 
 
 def test_scales_that_were_deleted_are_none(tmp_path):
-    """References to deleted scales in the file are ignored."""
+    """References to deleted scales in a data file are ignored."""
     with h5py.File(write(tmp_path / "data.h5"), "a") as file:
         del file["lat"]
     out, left_out = predicted(tmp_path, tmp_path / "data.h5")
@@ -352,7 +352,7 @@ def test_names_that_are_in_use(tmp_path):
 
 
 def test_an_input_in_another_file_has_the_coordinates_of_that_file(tmp_path):
-    """The coordinates of an input behind an external link are those of the other file."""
+    """If an input is an external link, its coordinates are those of the other file."""
     write(tmp_path / "data.h5")
     with h5py.File(tmp_path / "index.h5", "w") as file:
         file["inputs"] = h5py.ExternalLink("data.h5", "inputs")

@@ -257,7 +257,7 @@ def test_nan_names_sample_and_channel(path: Path, bad: float) -> None:
 
 @pytest.mark.parametrize(("value", "whole"), [(9, ""), (0.5, "a whole number of ")])
 def test_targets_out_of_range_or_between_classes(path: Path, value: float, whole: str) -> None:
-    """Targets outside of the classes, or fractions such as 2.7 between them, are an error; they are not truncated."""
+    """Targets outside of the classes, or fractions such as 2.7, are an error; they are not truncated."""
     make(path)
     with h5py.File(path, "a") as file:
         values = file["mask"][:].astype(np.float32 if whole else file["mask"].dtype)
@@ -286,7 +286,7 @@ def test_reading_again_allocates_no_arrays(path: Path) -> None:
 
 
 def test_attributes_as_plain_data(tmp_path):
-    """Attributes that are texts, numbers or lists are returned; others are left out without an error."""
+    """Attributes that are texts, scalars or lists are returned; others are left out without an error."""
     given = {
         "units": "m",
         "bytes": np.bytes_(b"abc"),

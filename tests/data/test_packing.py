@@ -245,7 +245,7 @@ def test_files_may_be_packed_differently(tmp_path):
 
 
 def test_arrays_that_say_how_they_are_packed(tmp_path):
-    """Datasets of h5py, objects with the same attributes, and masked arrays of netCDF4 are unpacked."""
+    """Datasets of h5py, objects with the same attributes, and masked arrays of netCDF4 are unpacked as arrays."""
     stored = np.random.default_rng(0).integers(0, 9, SHAPE).astype(np.int16)
     labels = stored[..., :1] % 3
     path = write(tmp_path / "a.h5", stored, mask=labels, scale_factor=0.5, _FillValue=np.int16(4))

@@ -88,7 +88,7 @@ def test_split_extremes() -> None:
 
 @pytest.mark.parametrize("groups", [None, [3, 1, 1, 2, 3, 0, 2, 2, 5, 7]])
 def test_split_is_that_of_earlier_versions(groups: list[int] | None) -> None:
-    """The split permutes the sorted distinct names, so a resumed run holds out the same samples."""
+    """The split chooses among the sorted distinct names, as in earlier versions, so resumed runs keep it."""
     for seed in range(5):
         labels = np.arange(10) if groups is None else np.array(groups)
         names = np.unique(labels)
@@ -106,7 +106,7 @@ def test_many_samples_are_not_looked_for_twins(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_batches_are_made_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batches are created one at a time, so an epoch of a thousand million samples is no list of objects."""
+    """Batches are created one at a time, so an epoch of a thousand million samples needs no list of them."""
     made: list[int] = []
 
     def counted(indices: tuple[int, ...], valid: int, epoch: int, position: int, augmented: bool) -> Batch:

@@ -34,7 +34,7 @@ def test_boxes(data):
 
 
 def test_of_a_file_and_of_its_arrays(tmp_path):
-    """A memory map gives the same data as the HDF5 file, including names and order."""
+    """A data set of a memory map is read like the HDF5 file with the same data, including names and order."""
     import h5py
 
     rng = np.random.default_rng(1)

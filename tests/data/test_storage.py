@@ -110,7 +110,7 @@ def test_a_source_of_another_shape(folder: Path, whole: bool) -> None:
 
 
 def test_virtual_datasets_of_virtual_datasets(folder: Path) -> None:
-    """A missing source of a source is reported with the file that refers to it."""
+    """If a virtual dataset is a source of another, a missing file is reported with the file that refers to it."""
     with h5py.File(folder / "middle.h5", "w") as file:
         file.create_virtual_dataset("x", virtual((slice(0, N), source("a.h5"))))
     path = write(folder, virtual((slice(0, N), source("middle.h5"))))
@@ -269,7 +269,7 @@ def test_numbers_from_outside_the_folder(folder: Path, how: str) -> None:
 
 
 def test_a_link_to_the_data_set(folder: Path) -> None:
-    """Sources of a symbolically linked data set are found next to the link's target."""
+    """Sources of a data set that is a symbolic link are found next to the link's target."""
     part(folder / "a.h5")
     path = write(folder, virtual((slice(0, N), source("a.h5"))))
     link = outside(folder) / "link.h5"

@@ -62,7 +62,7 @@ def test_a_label_per_sample_differs_between_samples() -> None:
 
 
 def test_parts_of_large_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At most one part is read per sample, and each sample contributes other rows."""
+    """The survey of large samples reads at most one part per sample, and other rows of each sample."""
     monkeypatch.setattr(survey, "PART", 10)
     read = Reads(np.ones((N, *GRID, 1)))
     assert look_at(read, "x").constant == {0: 1.0}

@@ -79,7 +79,7 @@ def test_the_day_goes_as_the_page_says(tmp_path, monkeypatch, capsys):
 
 
 def compare(said: dict[str, str], day: Path) -> None:
-    """Check the results that the page states."""
+    """Check the losses, the printed text and the files of the page's commands."""
     one, four = losses(day / "by-hand"), losses(day / "on-four")
     assert four == pytest.approx(one[:4], rel=1e-3) and len(one) == 5
     shown = "".join(block.text for block in PAGE if block.language == "text")

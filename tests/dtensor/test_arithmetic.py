@@ -115,7 +115,7 @@ def test_balanced_boundaries(size, parts):
 
 @given(st.integers(0, 300), st.lists(st.integers(1, 50), min_size=1, max_size=8))
 def test_shared_boundaries(size, shares):
-    """Boundaries are nearest to the exact shares; on an axis of twice the size they are twice these, up to 1."""
+    """Boundaries are nearest to the exact shares; on an axis of twice the size they are twice these, within 1."""
     found = shared_boundaries(size, shares)
     exact = np.cumsum([0, *shares]) * size / sum(shares)
     assert found[0] == 0 and found[-1] == size and list(found) == sorted(found)

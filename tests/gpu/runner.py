@@ -73,7 +73,7 @@ _PYTEST = ("pytest", "-q", "--no-header", "--tb=short", "-p", "tests.gpu.recordi
 
 @dataclass(frozen=True)
 class Part:
-    """Jobs that answer one question, in this order."""
+    """Jobs that answer one question, in their order."""
 
     name: str
     question: str

@@ -47,7 +47,7 @@ def test_one_library_of_each_is_loaded(record_property):
 
 @only_gpu
 def test_the_properties_of_the_device_are_kept(record_property):
-    """The properties of the device are recorded; tests/kernels/cudnn/planning.py contains such a description."""
+    """The properties of the device are recorded, as a GPU is described in tests/kernels/cudnn/planning.py."""
     import cudnn
 
     found = cudnn.create_device_properties(0).serialize()

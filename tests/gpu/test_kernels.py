@@ -237,7 +237,7 @@ def test_kernel(opened, name):
 
 @only_gpu
 def test_denormals_of_float32_are_zero():
-    """Kernels flush denormals of float32 to zero, as docs/gpu.md says."""
+    """Kernels flush denormals of float32 to zero, as documented in docs/gpu.md."""
     with get_backend("cudnn") as backend:
         small = backend.device.array([1e-40, -1e-40, 2e-38], "float32")
         y = backend.zeros((3,), "float32")

@@ -240,7 +240,7 @@ def test_every_call_of_nccl_in_every_dtype(link, dtype):
 # -- the checks themselves ------------------------------------------------------------------------------------------
 @pytest.mark.ranks(2)
 def test_what_is_wrong_is_found(monkeypatch):
-    """The tests detect a missing wait for a stream: the double executes it late, so the old values are found."""
+    """A missing wait for a stream makes the tests fail, because the double executes other streams late."""
     monkeypatch.setattr(Passage, "join", lambda self: None)
     monkeypatch.setattr(Slow, "write", lambda self, array, value: array.fill(value))
     with pytest.raises(AssertionError, match="rank [01]: "), gpu_ranks(monkeypatch, "nccl") as r:  # noqa: RUF043

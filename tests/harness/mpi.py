@@ -39,7 +39,7 @@ def split_stderr(text: str) -> tuple[str, str]:
 
 
 class NotInstalled(Exception):
-    """Error: this machine does not have the MPI."""
+    """Error: the MPI is not installed on this machine."""
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,7 @@ CASES = [
 @pytest.mark.torch
 @pytest.mark.parametrize("name", CASES)
 def test_weights_are_those_of_the_module(name, tmp_path):
-    """Weights of a torch module give the same outputs in our network, and are saved as the same arrays."""
+    """Weights of a torch module, read by our network, give the same outputs, and are written as the same arrays."""
     make, function, layers = _networks()[name]
     network, module = hg.Network({"y": make(hg.Input(IMAGE, name="x"))}), as_module(function, **layers).double()
     shake(module)

@@ -222,7 +222,7 @@ def test_weights_that_the_new_exporter_has_folded_are_refused_where_it_says_so(n
 
 @pytest.mark.parametrize("exporter", EXPORTERS)
 def test_casts_transposes_and_reshapes_leave_a_parameter(exporter, tmp_path):
-    """A parameter behind casts, transposes and reshapes is trained under its own name."""
+    """A parameter that the exporter casts, transposes and reshapes is trained under its own name."""
     lib = torch()
 
     def moved(m, x):

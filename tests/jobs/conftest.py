@@ -14,9 +14,7 @@ from tests.jobs.private_slurm import CannotStart, PrivateSlurm, available
 
 @pytest.fixture(scope="session")
 def slurm() -> Iterator[PrivateSlurm]:
-    """Yield a Slurm with two nodes of 8 cores and 2 GPUs each, and partitions `main` and `urgent` (of higher
-    priority).
-    """
+    """Yield a Slurm of two nodes with 8 cores and 2 GPUs each; partition `urgent` has a higher priority than `main`."""
     if not available():
         pytest.skip("needs Slurm (`apt-get install slurm-wlm munge`)")
     # Not in pytest's own folder: the path of a socket must be short, and daemons need a folder that others may enter.

@@ -77,7 +77,7 @@ def available() -> bool:
 
 
 class CannotStart(Exception):
-    """Raised if a daemon ends by itself; the message is its last output."""
+    """Error: a daemon has ended by itself; the message is its last output."""
 
 
 class PrivateSlurm:

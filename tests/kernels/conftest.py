@@ -88,7 +88,7 @@ def backends() -> Iterator[Callable[[str], Backend]]:
 
 @pytest.fixture(params=["numpy", "onednn"])
 def backend(backends, request) -> Backend:
-    """Yield each backend in turn."""
+    """Return each backend in turn, as a parameter of the test."""
     return backends(request.param)
 
 

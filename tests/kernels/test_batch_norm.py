@@ -106,7 +106,7 @@ def test_no_gradient_passes_where_the_relu_is_flat(typed, shape, local):
 
 @pytest.mark.parametrize("f", FUSED, ids=str)
 def test_statistics_of_others(typed, f):
-    """Mean, variance and the correction of the gradient may come from more elements than this process has."""
+    """Kernels accept mean, variance and gradient correction from more elements than this process has."""
     p = Problem(typed, (2, 5, 6, 18), f, local=False)
     c = 18
     p.mean[...], p.var[...] = np.linspace(-1, 1, c), np.linspace(0.5, 2, c)

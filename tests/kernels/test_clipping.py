@@ -12,7 +12,7 @@ FLOAT64 = np.dtype(np.float64)
 
 @pytest.mark.parametrize("counts", [(1,), (7, 16), (3001, 0, 5)], ids=str)
 def test_sum_of_squares(typed, counts):
-    """The sum of squares covers several arrays with divisors: long, misaligned and empty ones."""
+    """The sum of squares over several arrays with divisors is right for long, misaligned and empty arrays."""
     arrays = [typed.draw(count + 1)[1:] for count in counts]
     divisors, out = [1, 2, 4][: len(counts)], typed.poisoned(1, dtype=FLOAT64)
     kernel = typed.backend.sum_of_squares(list(zip(arrays, divisors)), out)

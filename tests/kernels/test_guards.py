@@ -79,7 +79,7 @@ def thin(backend, channels: int, extents=(64, 64), stride=(2, 2)):
 
 @pytest.mark.parametrize("case", [((64, 64), (2, 2)), ((64, 64), (1, 2)), ((64, 64), (2, 1)), ((4096,), (2,))], ids=str)
 def test_the_implementation_that_overruns_is_refused_exactly_where_it_does(onednn, case, monkeypatch):
-    """An implementation that overruns for few channels is rejected; without that, the guards detect its writes."""
+    """An implementation that overruns is rejected for few channels; without this rule, the guards detect its writes."""
     kernel = thin(onednn, 3, *case)
     kernel()
     GUARDS.check()

@@ -190,7 +190,7 @@ def test_slow_dense_layers_are_numpys(onednn, monkeypatch):
 
 
 def test_delegation_is_named(onednn):
-    """The documented cases run in NumPy, as `impl` shows; for convolutions oneDNN decides."""
+    """The delegated kernels run in NumPy, as `impl` shows; for convolutions oneDNN's own choice decides."""
     a, b = Arrays(onednn, np.float32), onednn
     x, y = a.draw(2, 8, 8, 16), a.draw(2, 6, 6, 16)
     dilated = Geometry.of((2, 2), 1, 0, dilation=2)

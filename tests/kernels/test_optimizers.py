@@ -121,7 +121,7 @@ def test_lars(backend, precision):
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("decays", DECAYS)
 def test_by_rule(backend, precision, decays, whole):
-    """A user's update rule with one scratch array is called on ranges in order that cover the bucket."""
+    """An update rule of a user is called on ranges that cover the bucket in order, with one scratch array."""
     b, lengths = Bucket(precision), []
 
     def rule(piece, numbers):

@@ -84,7 +84,7 @@ def test_inputs_of_two_shapes_or_three_are_refused():
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.parametrize("statistics", ["global", "sample", "local"])
 def test_statistics_of_cut_channels_are_those_of_their_blocks_in_space(ranks, statistics):
-    """A cut of channels does not change statistics, because channels do not mix."""
+    """Statistics under a cut of channels are those without it, because channels do not mix."""
     shape = (6, 5, 4)
     x = random_array((3, *shape), "x0")
     for parts in grids(ranks.size, ("sample", "width", "channel")):

@@ -128,7 +128,7 @@ def test_cut_layers_that_some_ranks_have_no_kernel_for(comm, name, halo):
 
 @pytest.mark.mpi
 def test_ranks_without_a_kernel_are_named_once(comm, monkeypatch, caplog):
-    """A warning names the ranks without a fast kernel for a layer once."""
+    """One warning names the ranks and the layer for which a fast kernel is missing."""
     if comm.rank == comm.size - 1:
         has = OnednnBackend._convolution
 

@@ -19,7 +19,7 @@ KINDS = pytest.mark.parametrize("kind", [Multiply, BroadcastAdd])
 
 @pytest.mark.mpi
 def test_squeeze_and_excitation():
-    """Squeeze and excitation is exact, where the gradient of a factor is the sum of those of gate and product."""
+    """Squeeze and excitation is exact: the gradient of its input is the sum of those of the gate and of the product."""
 
     def block():
         pooled, dense, gate, conv = GlobalAveragePool(), Dense(3), Sigmoid(), Conv(3, 3, padding=1)

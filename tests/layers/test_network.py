@@ -39,7 +39,7 @@ ONE_INPUT = [
 
 @pytest.mark.parametrize("layer", ONE_INPUT, ids=lambda layer: layer.kind)
 def test_layers_of_one_input_refuse_more(layer):
-    """A layer of one input rejects more inputs; a norm that ignored the second one would be silently wrong."""
+    """A layer of one input rejects more inputs, because a norm that ignored the second one would be wrong."""
     for count in (0, 2, 3):
         with pytest.raises(ValueError, match=f"{layer.kind}: expected 1 input, got {count}; join more by Add"):
             layer(*(hg.Input((4, 4, 2), f"x{i}") for i in range(count)))
@@ -56,7 +56,7 @@ def test_batch_norm_takes_one_input_or_two():
     "layer", [hg.Conv(3, 3), layers.ConvTranspose(3, 2), hg.MaxPool(2), layers.Pad(1), layers.Pad(1, "circular")]
 )
 def test_what_slides_refuses_vectors(layer):
-    """Convolutions and poolings reject vectors; a signal without a channel axis would be one."""
+    """Convolutions and poolings reject vectors, as a signal without a channel axis is."""
     with pytest.raises(
         ValueError, match=f"{layer.kind}: expected samples with spatial axes.*a signal of one channel has"
     ):

@@ -81,7 +81,7 @@ def test_ranks_of_one_color_hold_the_same_block_and_others_none_of_it(case):
 
 @given(cases())
 def test_blocks_are_those_the_layer_computes_with(case):
-    """Blocks of parameters are those with which layers compute: filters of the summand, channels of the read input."""
+    """Each rank holds the parameters with which it computes: filters of its outputs, channels of its inputs."""
     _, read, parts, idle = case
     net, blocks, used = blocks_under(*case)
     size = used + idle

@@ -35,7 +35,7 @@ def test_exact_on_drawn_geometries(kind, geometry):
 @pytest.mark.mpi
 @pytest.mark.parametrize("kind", POOLS)
 def test_exact_between_other_layers(kind):
-    """Pooling between other layers is exact, where its input has no margins and other layers add to its gradient."""
+    """Pooling between other layers is exact, with an input without margins, to whose gradient other layers add."""
 
     def chain():
         return lambda x: hg.ReLU()(POOLS[kind](3, 2, 1)(hg.Conv(3, 3, padding=1, name="c")(hg.MaxPool(2)(x))))

@@ -66,7 +66,7 @@ def test_blocking_per_layer_and_buckets(vgg):
 
 
 def test_norms_go_with_the_layers_around_them():
-    """A chunk ends with the gradients of a convolution or dense layer; norms belong to it."""
+    """A chunk ends at a convolution or dense layer, although the norms between have gradients too."""
     network = resnet((1, 1, 1, 1), classes=5, resolution=32, width=4)
     layers = gradient_layers(network, parameter_blocks(network, Strategy(), 1))
     kinds = {layer.name: layer.kind for layer in layers}

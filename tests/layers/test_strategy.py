@@ -195,7 +195,7 @@ def test_ranks_that_are_idle_are_named_once(strategy, batch, size, ranks, caplog
 
 
 def test_layers_behind_a_trunk_may_leave_ranks_idle(caplog):
-    """No warning comes for idle ranks in layers after a cut trunk, which one rank computes for one sample."""
+    """Layers after a cut trunk may leave ranks idle without a warning."""
     Strategy({"height": 4}).warn_of_idle_ranks(small(), 1, 4)
     assert not caplog.records
 

@@ -144,7 +144,7 @@ def test_evaluation_leaves_out_what_is_for_training():
 
 @pytest.mark.mpi
 def test_messages_are_those_of_the_terms():
-    """A sum of losses sends one message for the weights, one for Dice and one for the loss, for any number of terms."""
+    """A sum of any number of losses sends one message for the weights, one for Dice, and one for the loss."""
     _, node = one_task()
     with Communicator(MPI.COMM_WORLD) as comm:
         made = Executor(

@@ -91,7 +91,7 @@ def test_not_below_the_bounds_of_any_algorithm(name: str, nbytes: float, ranks: 
     ],
 )
 def test_crossover(name: str, ranks: int, short: str, long: str) -> None:
-    """The algorithm for short messages is faster below exactly one size, the algorithm for long ones above it."""
+    """An algorithm for long messages is slower than one for short messages below exactly one size, and faster above."""
     link = Link(1e-6, 1e-10)
 
     def gain(nbytes: float) -> float:

@@ -54,7 +54,7 @@ def test_rank_orders_by_predicted_time():
 
 
 def test_the_shape_of_lee_et_al():
-    """For VGG-A on 128 nodes of Cori k = 9 and f = 2 are best, as in Lee et al. (Figures 6, 10 and 11).
+    """For VGG-A on 128 nodes of Cori, k = 9 and f = 2 are best, as in Lee et al. (Figures 6, 10 and 11).
 
     Their speedup with k = 9 and f = 2 is 62.97.
     """

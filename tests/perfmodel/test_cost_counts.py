@@ -17,7 +17,7 @@ from tests.training.steps import fill
 @pytest.mark.mpi(min_size=1)
 @pytest.mark.parametrize("name", CASES)
 def test_messages_bytes_and_memory(name):
-    """Predicted messages, bytes and memory are exact for every strategy, except workspaces of kernels."""
+    """Predicted messages, bytes and memory are exact for every strategy, except for workspaces of kernels."""
     with Communicator(MPI.COMM_WORLD, "mpi") as comm:
         network = CASES[name]()
         faults = []

@@ -84,9 +84,7 @@ def candidates_of(shape):
 
 
 def test_messages_one_after_the_other_and_both_ways_at_once():
-    """Messages in one direction are sequential, those in both directions simultaneous: slabs send and receive two
-    rows.
-    """
+    """Messages in one direction are sequential, in both directions simultaneous: slabs send and receive two rows."""
     blocks = cut((1, 16, 8, 1), (1, 1, 4, 1, 1, 1))
     needed = blocks.map(None, lambda a, b: (max(0, a - 1), min(16, b + 1)), None, None)
     assert Wires(MACHINE).exchange(Move(blocks, needed, 4))[0] == 2 * (1.0 + 8 * 4 / 8)
@@ -103,7 +101,7 @@ def test_devices_of_a_node_share_its_link():
 
 @pytest.mark.parametrize("level", ["node", "across"])
 def test_an_emulated_network_is_known_as_one_where_it_was_measured(level):
-    """An emulated network is found in the links within a node or across nodes, wherever it was measured."""
+    """A network is known as emulated if the link within nodes or the link across nodes was measured on one."""
     links = {**MACHINE.links, level: Link(1.0, 0.125, "emulated:alpha=1,beta=0.125", emulated=True)}
     assert Wires(dataclasses.replace(MACHINE, links=links)).emulated
 

@@ -268,7 +268,7 @@ def test_the_scheme_of_gradient_reduction_is_part_of_the_plan(tmp_path):
 
 
 def test_schemes_that_a_run_cannot_have_are_not_planned():
-    """Planned schemes exclude hierarchical ones if a node has one device, and those that are excluded explicitly."""
+    """Planned schemes exclude hierarchical ones if a node has one device, and explicitly excluded ones."""
     lenet, eight = build("lenet5"), Strategy({"sample": 8})
     names = [
         {s.name for s in planned_schemes(lenet, eight, 64, machine, without)}

@@ -155,8 +155,7 @@ def layer(forward, backward, prices, halo="auto"):
 
 
 def test_halos_hide_behind_kernels():
-    """A kernel hides 1 s of a halo exchange of 1.5 s; boundary strips take 0.25 s more; the faster algorithm is used.
-    """
+    """A kernel hides 1 s of a halo exchange of 1.5 s; boundary strips take 0.25 s more; the faster algorithm counts."""
     start, finish = sent("a")
     forward = [start, run("forward"), finish, run("boundary")]
     backward = [start, run("backward_filter"), finish, run("backward_data")]
@@ -183,7 +182,7 @@ def test_a_halo_that_backward_hides_leaves_the_algorithm_of_forward():
 
 
 def test_exchanges_travel_one_after_the_other_and_what_waits_is_named():
-    """Two exchanges of 1 s and 2 s are sequential, then comes a sum; each wait is reported by its kind."""
+    """Two exchanges of 1 s and 2 s are sequential and followed by a sum; each wait is reported by its kind."""
     (first, first_end), (second, second_end) = sent("one", "channel"), sent("two", "redistribute")
     total = Sum(BOTH, Buffer((1,), np.dtype("float64"), "").view, [8], "statistics", "norm")
     operations = [first, second, first_end, second_end, Total("a", total, "start"), Total("a", total, "finish")]

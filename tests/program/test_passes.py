@@ -160,7 +160,7 @@ def test_overlap_keeps_the_bits(name):
 
 
 def test_what_overlap_hides_is_priced(tmp_path):
-    """With the overlap pass the simulation waits less for halos behind kernels of other layers; kernel times stay."""
+    """With the overlap pass a simulated step waits less for halos that overlap with kernels of other layers."""
     path = tmp_path / "nothing.py"
     path.write_text(OWN + "return program\n")
     machine = Machine.load("lassen")

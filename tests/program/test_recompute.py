@@ -173,7 +173,7 @@ def _alive(spans, at):
 
 
 def test_the_arena_is_the_smaller_of_two_placements():
-    """In the order of time, arrays of a network that is cut along two axes leave holes; the largest first, fewer."""
+    """Allocation in the order of time leaves holes for a network with two cuts; allocation by size leaves fewer."""
     network = build("unet3d", resolution=32)
     program = compile_program(network, Strategy({"depth": 2, "height": 2}), Target(1, 4))
     spans = lifetimes(list(program), program.kept)

@@ -44,8 +44,7 @@ def test_graphs_hold_whole_pairs_and_only_what_they_may(items, elsewhere):
 
 @given(passes())
 def test_graphs_are_as_long_as_they_can_be(items):
-    """Graphs are as long as possible: a pair is excluded only if one of its calls, or one between, cannot be recorded.
-    """
+    """Graphs are as long as possible: a pair is excluded only if a call of it, or one between, is not recordable."""
     out = apart(items)
     for pair in out:
         ends = [at for at, item in enumerate(items) if item.pair == pair]

@@ -271,7 +271,7 @@ def test_details_that_are_none(trained, begun, tmp_path):
 
 
 def test_many_classes(trained, tmp_path):
-    """The table ends after 50 classes, and a picture with too small text is left out."""
+    """The table of classes ends after 50 classes, and a picture with too small text is left out."""
     found, classes = json.loads((trained / "evaluation.json").read_text()), 60
     counts = np.arange(classes**2).reshape(classes, classes)
     found["predictions"][0] |= {"confusion": counts.tolist(), "by_class": by_class(counts)}

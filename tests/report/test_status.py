@@ -36,8 +36,7 @@ def now(monkeypatch):
 
 
 def log_of(steps: int, seconds: float = 0.5, validation: float = 5.0, begin: int = 0, at: float = 1000.0) -> list[dict]:
-    """Return the log of a job with these steps and a validation after every epoch; its first step begins at `at` [s].
-    """
+    """Return the log of a job with these steps and a validation after every epoch; it begins at `at` [s]."""
     lines: list[dict] = [{**BEGIN, "step": begin, "time": at}]
     for step in range(begin + 1, steps + 1):
         at += seconds
@@ -62,7 +61,7 @@ def written(path: Path, age: float = 0.0) -> None:
 
 
 def test_a_run_under_way(tmp_path):
-    """A running job's status has its speed: 0.5 s per step, plus the share of a validation of 5 s."""
+    """The status of a running job has its speed: 0.5 s per step, plus the share of a validation of 5 s."""
     folder = write(tmp_path, log_of(35), '{"event": "st')
     phases = {"halo": {"communication": 2.0, "blocked": 0.5, "overlap": 75.0}, "forward": {"seconds": 1.0}}
     with (folder / "log.jsonl").open("a") as file:
@@ -156,7 +155,7 @@ def test_a_log_of_an_old_version(tmp_path):
 
 
 def test_a_checkpoint_that_has_just_been_removed(tmp_path):
-    """If a checkpoint is removed during the status, the next newest one is reported, or none."""
+    """If a run removes its newest checkpoint meanwhile, the status reports the next newest one, or none."""
     folder = write(tmp_path, log_of(35)) / "checkpoints"
     folder.mkdir()
     (folder / "latest.h5").symlink_to("step-00000030.h5")

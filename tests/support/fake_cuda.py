@@ -111,8 +111,7 @@ class FakeEvent:
 
 
 class FakeStream:
-    """Double of ``cupy.cuda.Stream``: the kernels' stream executes immediately, others when something waits for them.
-    """
+    """Double of ``cupy.cuda.Stream``: the kernels' stream executes immediately, another one when it is waited for."""
 
     def __init__(self, cuda: FakeCuda, non_blocking: bool = False, priority: int = 0, kernels: bool = False) -> None:
         assert non_blocking, "a stream that the null stream would hold up"

@@ -103,7 +103,7 @@ class AtCall:
         sys.unraisablehook = self._lost
 
     def _on_lost(self, lost: Any) -> None:
-        """Arrange the fault again, for the next call, if the end of a freed generator has swallowed it."""
+        """Raise the fault again at the next call if a freed generator has swallowed it."""
         if not isinstance(lost.exc_value, Injected):
             self._lost(lost)
             return

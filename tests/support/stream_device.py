@@ -57,9 +57,7 @@ class StreamDevice(FakeDevice):
         return next((there for hi, there in found if there is not None and address + nbytes <= hi), None)
 
     def run(self, name: str, reads: Sequence[Any], writes: Sequence[Any], work: Any) -> Any:
-        """Record an operation and execute it when the current stream reaches it; return the result if that is
-        immediate.
-        """
+        """Record an operation and execute it when the current stream reaches it; return its result if immediate."""
         stream, result = self.cuda.current, []
         memory = [[unwrap(a) for a in some if isinstance(a, DeviceArray)] for some in (reads, writes)]
         self.trace.op(name, stream.ptr, *memory)

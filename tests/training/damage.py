@@ -141,7 +141,7 @@ def outcome(folder: Path, contents: list[list[object]]) -> str:
 
 
 def lines(process: subprocess.Popen[str]) -> Iterator[str]:
-    """Yield lines of the worker, until it ends or prints nothing until the limit."""
+    """Yield lines of the worker, until it ends or prints nothing for LIMIT [s]."""
     assert process.stdout is not None
     while select.select([process.stdout], [], [], LIMIT)[0]:
         line = process.stdout.readline()

@@ -92,7 +92,7 @@ def test_a_step_prepares_nothing(dtype, scheme, cuda, monkeypatch):
 
 
 def agree_on(comm, found, expected, atol, what):
-    """Fail on all ranks if an expected value differs on any."""
+    """Fail on all ranks if the results of any rank differ from the expected ones."""
     wrong = [k for k in expected or () if not np.allclose(found[k], expected[k], rtol=0, atol=atol)]
     comm.agree(AssertionError(f"{what}: {wrong} differ") if wrong else None)
 

@@ -79,8 +79,7 @@ def test_links_of_older_versions(tmp_path, snapshot):
 
 @pytest.mark.parametrize("text", ["", "step-00000001.h5 and more", "../step-00000001.h5", "latest.h5", "\xff" * 20])
 def test_a_name_that_cannot_be_read(tmp_path, snapshot, text):
-    """If a file such as latest.h5 is damaged, the newest checkpoint is used; a user who names the file gets an error.
-    """
+    """If a file such as latest.h5 is damaged, the newest checkpoint is used; naming that file is an error."""
     folder = CheckpointFolder(tmp_path)
     write(folder, snapshot, 1, 2)
     (tmp_path / "latest.h5").write_text(text, encoding="latin-1")
@@ -114,7 +113,7 @@ def test_a_folder_that_is_removed_meanwhile(tmp_path):
 
 
 def test_a_name_that_cannot_be_written(tmp_path, snapshot, caplog):
-    """If latest.h5 or best.h5 cannot be written, the checkpoints still are the latest and the best."""
+    """If latest.h5 or best.h5 cannot be written, the run still finds its latest and its best checkpoint."""
     folder = CheckpointFolder(tmp_path, keep=1)
     write(folder, snapshot, 1)
     with refusing("replace", errno.EIO, ".latest"), refusing("replace", errno.EIO, ".best"):

@@ -80,7 +80,7 @@ def test_goes_on_and_remembers_its_network(comm, folder):
 
 @pytest.mark.ranks(1)
 def test_a_model_by_its_name(comm, folder):
-    """A model given by its name trains as with a configuration."""
+    """A model given by its name has the result of a run with a configuration."""
     write_config(folder)
     options = {"resolution": EDGE, "channels": 3, "widths": [4, 6], "convs": 1, "decoder": True, "pos_weight": 2.0}
     schedule = {"kind": "cosine", "learning_rate": 0.01, "warmup_epochs": 1}

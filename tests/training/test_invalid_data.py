@@ -1,4 +1,4 @@
-"""Tests of runs on data with NaN: refused, skipped or filled, under every cut as in one process."""
+"""Tests of runs on data with NaN: rejected, skipped or filled, under every cut as in one process."""
 
 import h5py
 import numpy as np
@@ -52,7 +52,7 @@ def test_as_in_one_process(comm, config, invalid, caplog):
 
 @pytest.mark.ranks(1)
 def test_others(comm, config):
-    """NaN is an error by default; data with gaps can be predicted for; targets are never filled."""
+    """NaN is an error by default; predictions for data with gaps work; targets are never filled."""
     with pytest.raises(DataError, match="expected finite numbers: repair or leave out that sample"):
         train(config, comm=comm)
     sets, skip = ['data.invalid="fill"', "training.epochs=1"], ['data.invalid="skip"', "training.epochs=1"]

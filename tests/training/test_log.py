@@ -333,7 +333,7 @@ def test_no_columns_where_the_user_reads_a_file_or_another_program(redirected):
 
 
 def test_no_columns_where_a_program_catches_what_is_said():
-    """A process whose output another program captures detects no terminal width, although that has a terminal."""
+    """A process whose output a program captures detects no terminal width, although that program has a terminal."""
     catching = "import subprocess, sys; print(subprocess.run(sys.argv[1:], capture_output=True, text=True).stdout)"
     assert "columns None" in through(sys.executable, "-c", catching)
 

@@ -210,7 +210,7 @@ def test_which_is_the_best(name, values, best):
 
 
 def test_patience():
-    """A validation with an undefined score neither ends nor restarts the patience."""
+    """A validation with an undefined score neither uses up the patience nor restores it."""
     score = BestScore("loss", NAMES, 2)
     values = [None, math.nan, None, 0.5, 0.6, 0.4, 0.5, None, math.nan, 0.4]
     for step, value in enumerate(values, 1):
@@ -248,7 +248,7 @@ def test_its_checkpoint_is_kept(comm, config, name):
 
 @pytest.mark.ranks(1, 2)
 def test_a_run_that_gives_up(comm, config):
-    """A run with patience stops after the same validation, interrupted or not; resumed again it ends at once."""
+    """A run with patience stops at the same validation, interrupted or not; resumed again it ends at once."""
     sets = ["training.epochs=40", "training.patience=3", *STEEP]
     whole = train(config, [*sets, f"output.directory={config.parent / 'whole'}"], comm=comm)
     comm.barrier()

@@ -49,7 +49,7 @@ OWN = ['data.path="arrays"', 'data.file="data.py:open"']
 
 @pytest.mark.ranks(1, 2, 4)
 def test_by_a_function(comm, config):
-    """Training, resumption, evaluation and `apply` on a user's data set equal those on the same samples in HDF5."""
+    """A user's data set gives the results of the same samples in HDF5: training, resumption, evaluation, `apply`."""
     for number, cut in enumerate(CUTS[comm.size]):
         sets = [*overrides_of(cut), f"output.directory=cut{number}"]
         train(config, [*sets, *OWN, "training.epochs=1"], comm=comm)

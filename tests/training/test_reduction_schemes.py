@@ -71,8 +71,7 @@ def test_other_transports_give_the_same(scheme, transport):
     ("scheme", "transport"), over(CHUNKS + BY_NODES + SHARDS, "auto") + over(BY_NODES + SHARDS, NODES_OF_TWO)
 )
 def test_gradients_of_blocks_are_summed_by_those_who_hold_them(scheme, transport):
-    """With cut filters, cut input channels and a layer on one rank, only ranks with equal blocks sum their gradients.
-    """
+    """With cut filters, cut input channels and a layer on one rank, only ranks with equal blocks sum gradients."""
     with Communicator(MPI.COMM_WORLD, transport) as comm:
         size = comm.size
         layers = {

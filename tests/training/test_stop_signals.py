@@ -103,7 +103,7 @@ def test_while_the_program_starts(tmp_path, name):
 
 
 def test_when_all_is_trained(tmp_path):
-    """After a signal that follows the last step, the exit code is 0, because the run is complete."""
+    """If a signal follows the last step, the exit code is 0, because the run is complete."""
     stages = ["last step", "last checkpoint", "report", "handlers", "leave", "finalize", "teardown"]
     done, passed = run(tmp_path, *stages)
     assert done.returncode == 0, done.stderr

@@ -227,7 +227,7 @@ def test_evaluation_of_a_run_that_goes_on(comm, folder, monkeypatch):
 
 @pytest.mark.ranks(1, 2)
 def test_a_run_that_was_taken_over_ends(comm, folder, monkeypatch):
-    """A run that lost its directory ends before its next checkpoint; the other run's checkpoint stays."""
+    """A run that lost the lock on its directory ends before its next checkpoint; the other run's checkpoint stays."""
     step = Trainer.step
 
     def taken(self):

@@ -1,4 +1,4 @@
-"""Tests of whether MPI can send device memory: the report of the MPI library, and the trial in a separate process."""
+"""Tests of whether MPI can send device memory: the MPI library's report, and a trial in a separate process."""
 
 from types import SimpleNamespace
 

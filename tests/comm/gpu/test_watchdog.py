@@ -80,7 +80,7 @@ def test_an_error_of_a_communicator_aborts_all_of_them():
 
 
 def test_a_device_that_has_failed_is_a_fault():
-    """An operation on a failed device is reported as a fault; it would never end."""
+    """An operation on a failed device, which would never end, is reported as a fault."""
 
     class Failed:
         @property
@@ -96,7 +96,7 @@ def test_a_device_that_has_failed_is_a_fault():
 
 
 def test_an_abort_that_never_returns_keeps_nobody(monkeypatch):
-    """A hanging abort blocks neither the thread that ends the job nor the main thread, which prints a traceback."""
+    """A hanging abort does not prevent the end of the job, nor the traceback of the main thread."""
     released = threading.Event()
 
     class Stuck(Watched):

@@ -22,9 +22,7 @@ DTYPES = [np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.float16), BFLO
 
 @pytest.fixture(scope="session", params=PLACES)
 def host(request, tmp_path_factory) -> Iterator[HostLauncher]:
-    """Return a launcher: the double of a device, a GPU through the mirror, or the double through the mirror if
-    HALOGRAD_CUDA_MIRROR is set.
-    """
+    """Return a launcher: the double of a device, a mirrored GPU, or the mirrored double (HALOGRAD_CUDA_MIRROR)."""
     folder: Path = tmp_path_factory.mktemp("cuda-on-the-host")
     real, mirrored = request.param == "gpu", bool(os.environ.get("HALOGRAD_CUDA_MIRROR"))
     if not real and compiler() is None:

@@ -130,7 +130,7 @@ def test_nothing_is_allocated_when_kernels_run(cuda, arrays, monkeypatch):
 
 
 def test_kernels_follow_scratch_that_has_grown(cuda, arrays):
-    """Earlier kernels use the enlarged scratch memory after a later kernel has enlarged it."""
+    """Kernels built before a later kernel enlarges the scratch memory use the enlarged memory."""
     dy, db = arrays.draw(30, 4), arrays.poisoned(4)
     small = cuda.bias_gradient(dy, db)
     small()

@@ -53,7 +53,7 @@ def test_pack_and_unpack_all_neighbors(cuda, dtype, channels):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("channels", [3, 16])
 def test_add_into_is_the_adjoint_of_copy(cuda, dtype, channels):
-    """<pack x, y> = <x, unpack-add y> holds exactly, in integers."""
+    """Adding unpacked messages is the adjoint of packing: <pack x, y> = <x, unpack-add y>, exactly for integers."""
     x, gradient = numbers((1, 5, 6, channels), dtype), numbers((1, 5, 6, channels), dtype, seed=1)
     before = gradient.astype(np.float64)
     views = [x[:, :2], x[:, 3:, 1:4]]

@@ -268,7 +268,7 @@ def test_autotune_takes_the_fastest_and_keeps_it(machine):
 
 
 def test_engines_are_compared_before_settings_of_one(machine):
-    """The first setting of each engine is measured before other settings, so the best engine is found after fifteen."""
+    """Each engine's first setting is measured before further settings of any engine, so the best engine is found."""
     knobs = [EngineDouble(f"eng62_k2={i}", seconds=3e-3) for i in range(15)]
     machine.cudnn.engines = lambda: [
         *knobs,

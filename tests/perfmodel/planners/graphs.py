@@ -15,7 +15,7 @@ def line(random: np.random.Generator) -> tuple[int, Edges]:
 
 
 def series_parallel(random: np.random.Generator) -> tuple[int, Edges]:
-    """Return a graph that grows from one edge, by edges replaced by two in series or in parallel."""
+    """Return a graph grown from one edge: edges are replaced by two in series, or get a parallel path."""
     n = int(random.integers(3, 9))
     edges, count = [(0, 1)], 2
     while count < n:

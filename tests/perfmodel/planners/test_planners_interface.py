@@ -79,7 +79,7 @@ def test_shortest_path_refuses_branches():
 
 
 def test_longest_path_first_gets_stuck_where_elimination_does_not():
-    """Longest path first fails if the best candidate of a long path leaves none for another layer."""
+    """The planner `longest_path_first` fails if the best choice for a long path leaves none for another layer."""
     edges = {(0, 1): np.array([[0.0], [5.0]]), (0, 2): np.array([[np.inf], [0.0]])}
     times = (np.zeros(2), np.array([9.0]), np.array([1.0]))
     problem = Problem(("a", "b", "c"), times, (np.zeros(2), np.zeros(1), np.zeros(1)), edges)

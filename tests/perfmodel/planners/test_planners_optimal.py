@@ -138,7 +138,7 @@ def test_small_tables_first_then_large_ones(monkeypatch):
 
 
 def test_a_search_that_is_cut_short_says_so():
-    """A search with too few partial choices gives a plan that fits, with a gap within which the optimum is."""
+    """A search with few partial choices gives a plan that fits; its stated gap contains the optimum."""
     short = 0
     for seed in range(100):
         problem = priced(seed, (8, [(v, v + 1) for v in range(7)]), limited=True, candidates=6)
