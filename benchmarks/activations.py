@@ -90,7 +90,7 @@ def main(
     rounds: Annotated[int, typer.Option(help="Steps of each.")] = 20,
     threads: Annotated[int, typer.Option(help="Threads of kernels.")] = 1,
 ) -> None:
-    """Print the table."""
+    """Print the table of savings."""
     with get_backend("auto", threads=threads) as backend:
         typer.echo(f"{backend.describe()} [%]\n{'block':16}{'activation':12}{'best':>8}{'median':>8}{'memory':>8}")
         for name in only.split(","):

@@ -90,7 +90,7 @@ def cost(device: CupyLauncher, name: str, calls: int) -> dict[str, float]:
 
 
 def main(calls: Annotated[int, typer.Option(help="Launches per round.")] = 20_000) -> None:
-    """Print the table."""
+    """Print the table of launch times."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             device = open_device(Path(folder))

@@ -1,7 +1,7 @@
 """An emulated processor: convolutions take the time of a device with a given rate, and no CPU time.
 
-So the schedule of four ranks can be measured on two cores: kernels sleep for their time on a separate GPU, and the
-remaining time shows how well messages and kernels overlap.
+So the schedule of four ranks can be measured on two cores: kernels sleep for as long as they would take on a GPU, and
+the rest of the step's time shows how well messages and kernels overlap.
 """
 
 from __future__ import annotations

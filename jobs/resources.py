@@ -63,7 +63,7 @@ class Resources:
     Raises
     ------
     UserError
-        If one of them is invalid.
+        If an attribute is invalid.
     """
 
     nodes: int = 1
@@ -215,7 +215,7 @@ class Software:
     Raises
     ------
     UserError
-        If one of them is invalid.
+        If an attribute is invalid.
     """
 
     folder: str

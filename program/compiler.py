@@ -344,7 +344,7 @@ class Alone:
         self.forward = self.context.take()
 
     def _gather(self, gathered: Sequence[Collection[Any]]) -> None:
-        """Mark the boxes that other layers have gathered as gathered, without operations."""
+        """Gather boxes that other layers have gathered already; this adds no operations."""
         for i, keys in enumerate(gathered):
             for key in keys:
                 self.context.gather(i, *key)

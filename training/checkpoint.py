@@ -461,10 +461,10 @@ class _Wanted:
         Name of the parameter or state whose shape the array has.
     target
         Array to fill: this rank's block, or `part` of the flattened block.
-        taken
-        Whether this rank uses the values; otherwise another rank does, and this one starts with zeros.
-        average
-        Whether it is an average of parameters; its initial values are the parameters.
+    taken
+        Whether this rank uses the values; otherwise another rank does, and this rank starts with zeros.
+    average
+        Whether the array is an average of parameters; its initial values are the parameters.
     """
 
     name: str

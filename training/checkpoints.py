@@ -82,7 +82,7 @@ class CheckpointFolder:
             ) from error
 
     def newest_whole(self, comm: Communicator | None = None) -> tuple[CheckpointReader | None, list[str]]:
-        """Open the newest undamaged checkpoint; return it (or None) with messages about newer, damaged ones.
+        """Open the newest undamaged checkpoint; return it (or None) with messages about newer files that are unusable.
 
         Collective over `comm`, local without one. The whole file is verified; the caller closes it. Rank 0 renames
         damaged files.

@@ -228,7 +228,7 @@ _TUNING = {"interval", "step", "range"}
 class ReductionConfig(Table):
     """``[reduction]``: how gradients are summed over the ranks, as in :class:`Scheme`.
 
-    If there is this table, it overrides the scheme of a plan or of a strategy's file. `interval`, `step` and `range`
+    If the table is present, it overrides the scheme of a plan or of a strategy's file. `interval`, `step` and `range`
     are only for ``name = "auto"``.
     """
 

@@ -1,4 +1,4 @@
-"""The objects of a run, built from a configuration, and their description for the log."""
+"""Objects of a run, built from a configuration, and their description for the log."""
 
 from __future__ import annotations
 

@@ -290,7 +290,7 @@ class ParameterStore:
         self.buckets, self.scheme = self._chunked(scheme), scheme
 
     def clear_untrained(self) -> None:
-        """Set gradients that backward does not write to zero."""
+        """Zero the gradients that the backward pass does not write."""
         for name in self.untrained:
             self.grads[name].fill(0)
 

@@ -47,7 +47,7 @@ def documented(thing: griffe.Object) -> Iterator[griffe.Object]:
 
 
 def unresolved_roles(package: griffe.Module) -> list[str]:
-    """Return ``place: target`` for every role of a package with an unknown target."""
+    """Return ``PATH: TARGET`` for every role of a package with an unknown target."""
     return [
         f"{thing.path}: {target}"
         for thing in documented(package)

@@ -40,8 +40,8 @@ class SumPrice:
     begin
         Time to start the sum, which does not overlap with computation.
     in_order
-        On the emulated network, where all sums travel at the same time: whether this sum ends no earlier than others
-        of the kind that were started before.
+        On the emulated network, where all sums travel at the same time: whether this sum ends no earlier than sums of
+        its kind that started before it.
     """
 
     seconds: float

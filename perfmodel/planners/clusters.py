@@ -1,11 +1,11 @@
 """Elimination of layers one after another, for any graph: variable elimination by clusters of tables.
 
-To eliminate a layer replaces it, with all tables that depend on it, by one table over its neighbors: the cheapest
+Elimination replaces a layer, with all tables that depend on it, by one table over its neighbors: the cheapest
 completion of each of their choices. With two neighbors this is the node elimination of Jia et al. 2018 (Section 5);
 adding the new table to an existing table over the same pair is their edge elimination. More neighbors are handled in
 the same way with larger tables (Dechter 1999, *Bucket elimination*), up to a limit. Beyond this limit a cluster is
-split (Dechter and Rish 2003,
-*Mini-buckets*): each part is minimized separately, which gives a lower bound instead of the optimum.
+split (Dechter and Rish 2003, *Mini-buckets*): each part is minimized separately; the result is a lower bound instead of
+the optimum.
 """
 
 from __future__ import annotations

@@ -335,7 +335,7 @@ class Planner(Chooser):
         ------
         NoneFits
             If no choice is within the memory limit (the text gives the excess), or none is allowed.
-            UserError
+        UserError
             If this planner does not support the problem.
         """
         start = time.perf_counter()
