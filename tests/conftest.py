@@ -164,7 +164,7 @@ def shared(comm: Any, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def working(shared: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Make the folder `shared` the working directory; restore the path of modules afterwards."""
+    """Return the folder `shared`, made the working directory; restore the module search path afterwards."""
     monkeypatch.chdir(shared)
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield shared

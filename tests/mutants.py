@@ -212,7 +212,7 @@ def campaign(kind: str, numbers: Iterable[int], folder: Path) -> tuple[Counter[s
 
 
 def main() -> int:
-    """Print the outcomes of the mutants, and every fault."""
+    """Print the outcomes of the mutants, and every fault; return 1 if there is a fault."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("kinds", nargs="*", metavar="KIND", help=", ".join(KINDS))
     parser.add_argument("--count", type=int, default=1250)

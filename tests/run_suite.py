@@ -168,7 +168,7 @@ def execute_all(options: argparse.Namespace, folder: Path) -> list[Run]:
 
 
 def each(names: Iterable[str], options: argparse.Namespace, folder: Path) -> list[Run]:
-    """Execute these runs in sequence."""
+    """Execute these runs in sequence and return their results."""
     runs = []
     for name in names:
         print(f"\n== {'serial' if name == 'serial' else f'{name} ranks'}", flush=True)

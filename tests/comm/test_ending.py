@@ -1,4 +1,4 @@
-"""Tests of scripts whose ranks fail: an open communicator is sufficient, no other call is necessary."""
+"""Tests of scripts whose ranks fail: with an open communicator the job ends with one message, without other calls."""
 
 import os
 import platform

@@ -34,7 +34,7 @@ WELL, FAILED, UNFINISHED = 0, 1, 3
 
 
 def parse(arguments: Sequence[str] | None, parts: Sequence[Part]) -> argparse.Namespace:
-    """Parse the command line."""
+    """Parse and return the options of the command line."""
     names = "\n".join(f"  {part.name:13} {part.question}" for part in parts)
     parser = argparse.ArgumentParser(
         prog="python -m halograd.gpucheck",

@@ -156,7 +156,7 @@ class Results:
         self.refresh()
 
     def add(self, result: Result) -> Result:
-        """Append a result."""
+        """Append a result and return it."""
         self.write(**asdict(result))
         return result
 

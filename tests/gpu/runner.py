@@ -266,7 +266,7 @@ def _event(line: str) -> dict[str, object] | None:
 
 
 def _ending(code: int) -> str:
-    """Describe in words how a process ended."""
+    """Return a text about how a process ended: the signal, or the exit code."""
     number = -code if code < 0 else code - 128
     try:
         return f"ended by {signal.Signals(number).name}"

@@ -46,7 +46,7 @@ def sanitize(tool: str, program: Sequence[str] = PROGRAM) -> dict[str, object]:
 
 
 def main() -> int:
-    """Print one result per tool."""
+    """Print one result per tool; return exit code 0."""
     for tool in sys.argv[1:]:
         print(json.dumps({"begin": tool}), flush=True)
         print(json.dumps(sanitize(tool)), flush=True)

@@ -66,7 +66,7 @@ def test_wheels_of_another_python_are_refused_unless_they_are_not_needed(wheel, 
 
 
 def pip(monkeypatch, sizes, code=0):
-    """Install a stub of pip that downloads wheels of these sizes."""
+    """Install a stub of pip that downloads wheels of these sizes; return the list of its calls."""
     asked = []
 
     def run(arguments, **options):

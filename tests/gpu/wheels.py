@@ -157,7 +157,7 @@ def _unpack(path: Path, target: Path) -> None:
 
 
 def main() -> int:
-    """Collect the wheels and print their size."""
+    """Collect the wheels and print their size; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--python", default="3.12", help="of the machine with the GPU (default: %(default)s)")

@@ -62,7 +62,7 @@ def _module(name):
 
 
 def _check(name, module, exporter, folder):
-    """Check that a network computes the same as its torch module, with the expected kinds of layers."""
+    """Return the imported network, after a check that it computes the same as its module, with the expected layers."""
     x = samples(*SHAPE)
     network = hg.onnx.load(export(module, first(x), folder / "m.onnx", exporter, training=True))
     assert network.parameter_count == sum(p.numel() for p in module.parameters())

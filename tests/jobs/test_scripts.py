@@ -234,7 +234,7 @@ def await_line(process: subprocess.Popen[str], wanted: str) -> None:
 
 
 def start(kind: str, stubs: Stubs, edit: Callable[[str], str] = str, **extra: str) -> subprocess.Popen[str]:
-    """Start a script whose mpirun is a program that waits for USR1."""
+    """Return the process of a script, started with a program that waits for USR1 as its mpirun."""
     (stubs.folder / "mpirun").write_text(PROGRAM)
     script = render(kind, job(folder=str(stubs.folder), nodes=1, launcher="mpirun", mpirun=f"{stubs.folder}/mpirun"))
     return subprocess.Popen(

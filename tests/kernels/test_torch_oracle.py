@@ -29,7 +29,7 @@ def from_torch(t):
 
 
 def padded(t, geometry, value=0.0):
-    """Apply asymmetric and negative padding, which torch's own operations lack."""
+    """Return a tensor with asymmetric and negative padding, which torch's own operations lack."""
     sides = [side for pair in reversed(geometry.padding) for side in pair]
     return F.pad(t, sides, value=value)
 

@@ -42,7 +42,7 @@ def _fits(parts, axis, prime, most):
 
 
 def uneven(parts, rng):
-    """Give some of the sample and spatial cuts random unequal shares."""
+    """Return the parts, with random unequal shares for some of the sample and spatial cuts."""
     for axis, count in parts.items():
         if count > 1 and "channel" not in axis and rng.random() < 0.3:
             parts[axis] = [int(n) for n in rng.integers(1, 4, count)]

@@ -193,7 +193,8 @@ def wide(parts):
 
 
 def traffic(comm, parts):
-    """Return the bytes by kind that this rank sends in a step for the layer `wide`, and its buckets."""
+    """Return counters of a step with the layer `wide` on this rank, shapes of its parameters, and buckets. Collective.
+    """
     network, strategy = wide(parts)
     with Executor(network, comm, get_backend("numpy"), BATCH, strategy, "float32") as executor:
         for name, node in network.inputs.items():

@@ -52,7 +52,7 @@ def fill(executor, step):
 
 
 def run(comm, strategy, batch=BATCH):
-    """Return the losses, and this rank's blocks of the parameters after `STEPS` steps. Collective."""
+    """Return the losses, this rank's parameters after `STEPS` steps, and the boxes of its blocks. Collective."""
     made = network()
     with Executor(made, comm, get_backend("numpy"), batch, strategy, "float64", seed=3) as executor:
         trainer, losses = Trainer(executor, SGD(executor.store, momentum=0.5), Constant(RATE)), []

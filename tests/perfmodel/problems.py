@@ -52,7 +52,7 @@ class Drawing:
         return hg.Network({"loss": self.end(getattr(self, self.family)(start))})
 
     def end(self, y: Any) -> Any:
-        """Add one of two kinds of loss."""
+        """Return one of two kinds of loss of a value."""
         if self.rng.random() < 0.5:
             return hg.MeanSquaredError()(y, hg.Input(y.shape, name="target"))
         classes = 2 ** self.whole(3, 10)
@@ -60,7 +60,7 @@ class Drawing:
         return hg.SoftmaxCrossEntropy()(hg.Dense(classes)(y), hg.Input((1,), name="target"))
 
     def conv(self, y: Any, **options: Any) -> Any:
-        """Add a convolution that keeps extents; its kernel is not always square."""
+        """Return a convolution of a value that keeps its extents; the kernel is not always square."""
         kernel = self.along(*(self.one_of(1, 3, 3, 5) for _ in y.shape[:-1]))
         return hg.Conv(2 ** self.whole(2, 6), kernel, padding=tuple(k // 2 for k in kernel), **options)(y)
 

@@ -53,7 +53,7 @@ OWN = "from halograd.program.passes import Pass\n\nclass Own(Pass):\n    def __c
 
 
 def losses_of(comm, strategy, name="mesh", passes=()):
-    """Return losses, gradients, and the messages of the last step of training."""
+    """Return strategy, losses, gradients, messages of the last step, and predicted memory of a training. Collective."""
     strategy = Strategy(strategy.parts, strategy.layers, strategy.options, 4096, strategy.reduction, tuple(passes))
     losses = []
     with Executor(NETWORKS[name](), comm, get_backend("numpy"), BATCH, strategy, "float64", seed=3) as executor:

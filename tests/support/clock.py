@@ -36,7 +36,7 @@ class DrivenClock:
         self.tick = tick
 
     def drive(self, monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> DrivenClock:
-        """Replace the module `time` in these modules by this clock."""
+        """Replace the module `time` in these modules by this clock; return the clock."""
         for module in modules:
             monkeypatch.setattr(module, "time", self)
         return self

@@ -445,7 +445,7 @@ def _compared(job: Job, lines: list[str]) -> str:
 
 @contextmanager
 def noted() -> Iterator[list[str]]:
-    """Collect the warnings of a ``with`` block."""
+    """Yield a list to which the warnings of the ``with`` block are added."""
     lines: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""Tests of event files: records read back by hand and by TensorBoard."""
+"""Tests of event files: their records are read by the test itself and by TensorBoard."""
 
 from __future__ import annotations
 

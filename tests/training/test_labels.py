@@ -110,7 +110,7 @@ def test_arrays_and_data_sets_of_ones_own(comm, working):
     x, t = rng.random((8, 6, 6, 2)), rng.choice([0, 1, 9], (8, 6, 6, 1))
 
     class Bare:
-        """Data set of a user that does not know label maps."""
+        """Data set of a user that has no support for label maps."""
 
         def __init__(self, data):
             self.path, self.fields, self.groups, self.lenient = data.path, data.fields, None, frozenset()

@@ -24,7 +24,7 @@ def comm_():
 
 
 def begin(comm, strategy, path):
-    """Train with a checkpoint in the middle; return the checkpoint's whole residuals and the final parameters."""
+    """Train with a checkpoint in the middle; return its whole residuals, later losses, and final parameters."""
     with build("lenet", comm, strategy) as executor:
         trainer = trainer_of(executor)
         advance(trainer, range(HALF))

@@ -46,7 +46,10 @@ UNDEFINED = [
 
 
 def evaluated(ranks, parts, name, other=None):
-    """Return the scores of three batches, the last one short; `other` is the weight of a second prediction's loss."""
+    """Return the scores of three batches, the text about undefined ones, and the exact second loss.
+
+    The last batch is short; `other` is the weight of the second prediction's loss.
+    """
     loss, target, weights, channels = case(name)
     x, t = hg.Input((*SHAPE, channels), "x"), hg.Input(target.shape[1:], "t", "int32" if channels > 1 else "compute")
     w = [] if weights is None else [hg.Input(weights.shape[1:], "w")]
