@@ -57,9 +57,7 @@ def test_weights_on_another_grid_excuse_nothing(shape):
 
 @pytest.fixture(params=["file", "files", "arrays"])
 def dataset(request, tmp_path):
-    """Return a data set with targets that are invalid where their weight is 0, its arrays, the invalid mask, and
-    ranges.
-    """
+    """Return a data set with targets that are invalid where their weight is 0; also arrays, invalid mask and ranges."""
     rng = np.random.default_rng(1)
     land = rng.random((N, *GRID)) < 0.4
     numbers, classes = rng.integers(0, 2, SHAPE).astype(float), rng.integers(0, 3, (N, *GRID)).astype(float)

@@ -30,7 +30,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def write(folder: Path, inputs: h5py.VirtualLayout | np.ndarray | None = None) -> Path:
-    """Write the data set; without `inputs` the caller writes them."""
+    """Write the data file with these inputs, or without any; return its path."""
     with h5py.File(folder / "data.h5", "w") as file:
         if isinstance(inputs, h5py.VirtualLayout):
             file.create_virtual_dataset("inputs", inputs)

@@ -118,8 +118,7 @@ def compare_losses(
     optimizer: str = "sgd",
     steps: int | None = None,
 ) -> None:
-    """Raise unless losses equal NumPy's up to the precision of `dtype`; with `steps`, that many steps run with graphs.
-    """
+    """Raise unless losses equal NumPy's up to the precision of `dtype`; `steps` sets the steps of a run with graphs."""
     network = NETWORKS[name]()
     with get_backend("numpy") as reference:
         expected, *_ = train(network, comm, reference, parts, optimizer, steps=steps or STEPS)

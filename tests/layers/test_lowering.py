@@ -193,8 +193,7 @@ def wide(parts):
 
 
 def traffic(comm, parts):
-    """Return counters of a step with the layer `wide` on this rank, shapes of its parameters, and buckets. Collective.
-    """
+    """Return counters of a step with the layer `wide` on this rank, shapes of its parameters, buckets. Collective."""
     network, strategy = wide(parts)
     with Executor(network, comm, get_backend("numpy"), BATCH, strategy, "float32") as executor:
         for name, node in network.inputs.items():

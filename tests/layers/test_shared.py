@@ -151,7 +151,7 @@ def test_random_strategies(seed):
 
 
 def normed(shared=True):
-    """Return a weight-normalized convolution and dense layer, each called twice; or two of each if not `shared`."""
+    """Return a network of a weight-normalized convolution and dense layer, each called twice, or two of each."""
     x, t = hg.Input((6, 5, 3), "x"), hg.Input((3,), "target")
     convs = [hg.Conv(3, 3, padding=1, weight_norm=True, name=f"conv{k}") for k in range(2)]
     denses = [hg.Dense(3, weight_norm=True, name=f"dense{k}") for k in range(2)]
