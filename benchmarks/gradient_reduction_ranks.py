@@ -166,8 +166,7 @@ class Contender:
         }
 
     def _bytes(self) -> int:
-        """Return the bytes that the most loaded rank sends per step for the whole network on the paper's machine [B].
-        """
+        """Return the bytes that the most loaded rank of the paper's machine sends per step of the whole network [B]."""
         paper = self.place.part.paper
         strategy = Strategy({"sample": paper.ranks}, bucket_bytes=16 << 20, reduction=self.scheme)
         found = count_step(paper.network, strategy, paper.batch, per_node=self.place.node)
@@ -203,8 +202,7 @@ class Rounds:
 
 
 def search(place: Place, layers: int, interval: int) -> ChunkSearch:
-    """Run Algorithm 1 of Le et al. on the emulated machine. Collective: the slowest rank's times decide on all ranks.
-    """
+    """Run Algorithm 1 of Le et al. on the emulated machine, with the times of the slowest rank. Collective."""
     found = ChunkSearch(layers)
     while not found.done:
         place.use(Scheme("host_accumulate", chunk=found.chunk))

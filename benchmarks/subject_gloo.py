@@ -53,8 +53,7 @@ class Halo:
 
     @classmethod
     def of(cls, window: Any, size: int, out: int, rank: int, ranks: int) -> Halo:
-        """Return the rows for a window from `size` to `out` rows, in even parts; halos come from direct neighbors only.
-        """
+        """Return the rows for a window from `size` to `out` rows in even parts, with halos of direct neighbors only."""
         rows, outs = intervals(size, ranks), intervals(out, ranks)
         needs = [window.input_range(*part) for part in outs]
         if any(high - size > 0 < ranks - 1 - r or low < 0 < r for r, (low, high) in enumerate(needs)):
@@ -198,9 +197,7 @@ class _CutNetwork(TorchNetwork):
         return name, [network.names[n] for n in node.inputs], function
 
     def _windowed(self, layer: Any, shape: Any, out: Any, fill: float) -> tuple[Function, dict[str, Any]]:
-        """Return a function that fetches a block's halo, and the options of its reader, without padding along the
-        height.
-        """
+        """Return a function that fetches a block's halo, and options of its reader without padding along the height."""
         h, w = layer.windows(shape)
         halo = Halo.of(h, shape[0], out[0], self.rank, self.ranks)
         options = {"stride": (h.stride, w.stride), "padding": (0, w.pad_lo), "dilation": (h.dilation, w.dilation)}

@@ -25,8 +25,7 @@ EDGE, CHANNELS, CLASSES, FILES, SAMPLES = 64, 3, 3, 40, 4
 
 
 def write_files(folder: Path, first: int, labelled: bool) -> None:
-    """Write travelling waves, sampled in time. The class of a cell depends on the wave's height; some samples have NaN.
-    """
+    """Write travelling waves, sampled in time. Classes depend on the height of the wave; some samples have NaN."""
     folder.mkdir(parents=True)
     y, x = np.meshgrid(*[np.linspace(0, 2 * np.pi, EDGE, endpoint=False)] * 2, indexing="ij")
     for number in range(first, first + (FILES if labelled else 4)):

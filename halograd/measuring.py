@@ -53,8 +53,7 @@ UNITS = 12
 
 
 class Measuring:
-    """Measurements of this machine for a network, new or stored on disk. Collective over `comm`, and so are its
-    methods.
+    """Measurements of this machine for a network, new or stored on disk. All methods are collective over `comm`.
 
     Times of layers are stored on disk, so an interrupted measurement, or one that used up its budget, can be continued.
 
@@ -201,8 +200,7 @@ def measure_overheads(
 
 
 def _update_rate(alone: Communicator, backend: Any, dtype: str, crowd: Crowd) -> float:
-    """Return the time per byte of parameters of an update by SGD with momentum, with parameters in main memory [s/B].
-    """
+    """Return the time of SGD with momentum per byte of parameters [s/B]; the parameters are not in the cache."""
     features = 1024
     network = Network(Dense(features, bias=False)(Input((features,))))
     passing = backend.zeros((last_level_cache(),), "uint8")

@@ -57,9 +57,7 @@ def _is_ours(thing: Any) -> bool:
 def _call_of(
     method: Callable[..., Any], several: int, optional: Collection[str]
 ) -> tuple[list[str], dict[str, None]] | None:
-    """Return the arguments that the library passes to a method, by position and by name; None if it takes any
-    keywords.
-    """
+    """Return the arguments that the library passes to a method, positional and named; None if any are allowed."""
     fixed, named = list[str](), dict[str, None]()
     for one in list(inspect.signature(method).parameters.values())[1:]:
         if one.kind is one.VAR_KEYWORD:

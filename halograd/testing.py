@@ -278,9 +278,7 @@ def _difference(
 
 
 def _check_gradients(make, shapes, comm, gradients, batch, backend) -> None:
-    """Compare gradients with central differences of the probe loss along a random direction of each input and
-    parameter.
-    """
+    """Compare gradients with central differences of the loss along a random direction per input and parameter."""
     for key, gradient in gradients.items():
         direction = random_array(gradient.shape, f"direction of {key}")
         eps, values = 1e-6, []

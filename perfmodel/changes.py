@@ -87,9 +87,7 @@ class Changes:
             yield from self._beginnings(region[::-1], x)
 
     def _own(self, v: int, x: Sequence[int]) -> Floats:
-        """Return, per candidate of a layer, its cost with all its edges, for the current candidates of the other layers
-        [s].
-        """
+        """Return, per candidate of a layer, its cost with all its edges; other layers keep their candidates [s]."""
         total = self.costs.times[v].copy()
         for a, b in self._of[v]:
             table = self.costs.edges[a, b]
@@ -119,9 +117,7 @@ class Changes:
     def _beginnings(
         self, region: Sequence[int], x: Sequence[int]
     ) -> Iterator[tuple[list[tuple[int, int]], float, float]]:
-        """Yield changes of the first 1, 2, ... layers of a region to another cut; layers without this candidate do not
-        change.
-        """
+        """Yield changes of the first 1, 2, ... layers of a region to another cut, if it is one of their candidates."""
         cuts = list(dict.fromkeys(parts for v in region for parts in self.costs.candidates[v]))
         new = np.array([[self._numbers[v].get(parts, x[v]) for parts in cuts] for v in region])
         place = {v: i for i, v in enumerate(region)}

@@ -241,9 +241,7 @@ class Baseline(Chooser):
 
     @abstractmethod
     def parts(self, node: Node, batch: int, ranks: int, samples: int) -> Parts:
-        """Return the parts per axis of a layer, in the order of `AXES`; `samples` is the largest legal number of parts
-        of the batch.
-        """
+        """Return the parts of a layer, in the order of `AXES`. `samples`: largest legal parts of the batch."""
 
     def strategy(self, network: Network, batch: int, ranks: int, bucket_bytes: int = 4 << 20) -> Strategy:
         """Return the strategy, legal for the network.

@@ -216,9 +216,7 @@ class _Search:
         return some[:GRIDS]
 
     def _explore(self, limit: float) -> None:
-        """Plan under a memory limit [B], once per assumed overlap (`EXPOSED`), and improve the best plan by
-        descents.
-        """
+        """Plan under a memory limit [B], once per assumed overlap (`EXPOSED`); improve the best plan by descent."""
         for exposed in EXPOSED:
             self._plan(exposed, limit)
         best = self.contenders.fastest(limit)

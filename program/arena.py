@@ -108,8 +108,7 @@ def lifetimes(operations: Sequence[Operation], kept: Sequence[Buffer]) -> dict[B
 
 
 def _in_time(spans: Mapping[Buffer, Spans], begin: int) -> tuple[dict[Buffer, int], int]:
-    """Return the offsets of buffers with one span each, placed in order of their first use, and the end of the memory.
-    """
+    """Return the offsets of buffers with one span each, placed in order of first use, and the end of the memory."""
     offsets, free = dict[Buffer, int](), _Free(begin)
     begins, ends = (dict[int, list[Buffer]]() for _ in range(2))
     for buffer, ((first, last),) in spans.items():

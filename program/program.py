@@ -186,9 +186,7 @@ class Program:
 
     @property
     def kept(self) -> list[Buffer]:
-        """Buffers that always occupy the arena, in addition to those with `Buffer.kept`: outputs, inputs, probed
-        gradients.
-        """
+        """Buffers that always occupy the arena without `Buffer.kept`: outputs, inputs, probed gradients."""
         # Outputs are read when a step has ended, inputs are written before it begins.
         values = [v.region.view.buffer for v in self.values.values() if v.read or v.kept]
         probed = [self.values[name].gradient for name in sorted(self.target.probed)]

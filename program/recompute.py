@@ -209,9 +209,7 @@ class _Recomputation:
         return self._strips[made]
 
     def _brought(self, operation: Transfer) -> Iterator[Operation]:
-        """Yield copies that replace an exchange: of own boxes at its start, of saved boxes of other ranks at its
-        finish.
-        """
+        """Yield copies that replace an exchange: at its start of own boxes, at its finish of other ranks' boxes."""
         made = operation.exchange
         if operation.end == "finish":
             yield from _copies(operation.layer, [(copy, part) for part, copy in self._pieces(made)])

@@ -142,9 +142,7 @@ class GroupSum:
 
     @cached_property
     def largest(self) -> tuple[int, range]:
-        """Slowest group, as (size [B], ranks): that with the most bytes, then the most ranks, then the longest
-        distance.
-        """
+        """Slowest group, as (size [B], ranks): the one with most bytes, then most ranks, then longest distance."""
         members, size = max(self.groups, key=lambda g: (g[1] * (len(g[0]) > 1), len(g[0]), g[0][-1] - g[0][0]))
         return size, members
 

@@ -252,8 +252,7 @@ def make_optimizer(config: Config, store: ParameterStore) -> Optimizer:
 
 
 def fitting_cuts(network: Network, size: int, batch: int, wanted: Mapping[str, int]) -> list[dict[str, int]]:
-    """List the cuts of samples and space, the same for all layers, for `size` ranks; those most similar to `wanted`
-    first.
+    """List the cuts of samples and space for `size` ranks, equal for all layers; most similar to `wanted` first.
 
     Parameters
     ----------
@@ -287,8 +286,7 @@ def _fits(network: Network, parts: dict[str, int], size: int) -> bool:
 
 
 def other_cuts(config: StrategyConfig, size: int, network: Network | None, batch: int | None) -> str:
-    """Describe command-line options with cuts that fit; empty without a network, or for more than `MOST_RANKS` ranks.
-    """
+    """Return command-line options with cuts that fit; empty without a network or above `MOST_RANKS` ranks."""
     if network is None or batch is None or size > MOST_RANKS:
         return ""
     wanted = counts_of({axis: getattr(config, axis) or 1 for axis in AXES})

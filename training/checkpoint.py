@@ -143,8 +143,7 @@ class Snapshot:
     def of(
         cls, store: ParameterStore, optimizer: Optimizer | None = None, comm: Communicator | None = None
     ) -> Snapshot | None:
-        """Take a snapshot of the current state on rank 0; None elsewhere. Collective over `comm` if parameters are cut.
-        """
+        """Return the current state on rank 0, None elsewhere. Collective over `comm` if parameters are cut."""
         states = optimizer.named_state(comm) if optimizer is not None else {}
         parts: list[Any] = [store.params, store.state, store.errors, *states.values()]
         if comm is not None:

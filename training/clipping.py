@@ -58,9 +58,7 @@ class Clip:
         self._squares = store.memory.kernels.sum_of_squares(terms, self._square)
 
     def _holders(self, bucket: Bucket) -> int:
-        """Return the number of ranks that count the squares of a bucket: the holders of a block, or the owner of a
-        shard.
-        """
+        """Return the number of ranks that count the squares of a bucket: all holders of a block, one of a shard."""
         return 1 if self._sum is None or self._store.is_sharded(bucket) else bucket.holders.members_each
 
     @property

@@ -188,7 +188,7 @@ class RunLock:
         self._thread.start()
 
     def _judge(self, owner: Owner, seen: tuple[str, float], first: tuple[str, float], waited: float) -> str | None:
-        """Return the reason to take the lock over, None to read it again. Raises UserError if its owner runs."""
+        """Return the reason to take the lock over; None to read the lock again. Raises UserError if its owner runs."""
         reason = owner.gone(self._me)
         if reason is not None:
             return reason
@@ -235,9 +235,7 @@ class RunLock:
                 )
 
     def _stays(self) -> bool:
-        """Return whether the directory still has its name. The open descriptor keeps its inode number from being
-        reused.
-        """
+        """Return whether the directory still has its name; its open descriptor keeps the inode number in use."""
         try:
             return self._folder is None or os.path.samestat(os.stat(self.path.parent), os.fstat(self._folder))
         except FileNotFoundError:

@@ -107,8 +107,7 @@ class Evaluation:
 
     @property
     def blind(self) -> bool:
-        """Whether the counts of :meth:`finish` cannot distinguish good from bad predictions (:meth:`Metric.lacking`).
-        """
+        """Whether the counts cannot distinguish good from bad predictions (:meth:`Metric.lacking`)."""
         return all(one.metric.lacking() for one in self._judged)
 
     @property

@@ -1,4 +1,4 @@
-"""The kernel backend of a configuration: dtypes, and the device of each rank."""
+"""Opening of a configuration's kernel backend: checks of dtypes, device and transport of each rank."""
 
 from __future__ import annotations
 

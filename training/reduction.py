@@ -225,8 +225,7 @@ class Reducer:
             state.bucket.refresh()
 
     def settle(self) -> None:
-        """Finish all sums and updates, and collect the rounding residuals for a checkpoint. Collective; no part of a
-        step.
+        """Finish all sums and updates, and collect rounding residuals for a checkpoint. Collective; outside of steps.
 
         The rounding residuals of all ranks are summed on the first rank that holds the block, which adds them to its
         next gradient, also under another decomposition.

@@ -332,9 +332,7 @@ class TrainingRun:
         self.log.write("finished", step=step)
 
     def _begin(self) -> None:
-        """Stop if a signal arrived during set-up; else do the validation that the last job did not complete.
-        Collective.
-        """
+        """Stop if a signal arrived during set-up; else do the validation that the last job left out. Collective."""
         asked = self.session.comm.allreduce_scalar(self.signals.vote, "max")
         if asked and (self._unvalidated or self.sampler.epoch < self.epochs):  # otherwise the run is complete
             self._stop(self._unvalidated)

@@ -243,8 +243,7 @@ def _warn_of_stored(dataset: Dataset, known: Mapping[str, Any], names: Sequence[
 
 
 def _look_for_invalid(data: DataConfig, dataset: Dataset, network: Network, comm: Communicator) -> dict[int, str]:
-    """Return the first fault of each invalid sample, by its index. Collective: each rank reads a share of all samples.
-    """
+    """Return the first fault of each invalid sample, by its index. Collective: each rank reads a share."""
     if data.invalid == "refuse":
         return {}
     with comm.agreement():

@@ -48,8 +48,7 @@ NAMED = 4  # layers named in a message
 
 @dataclass
 class Session:
-    """Data, network and executor of one run. `open` is collective over `comm`; the stack that it gets closes all
-    objects.
+    """Data, network and executor of one run. `open` is collective over `comm`; its stack closes all objects.
 
     Attributes
     ----------
@@ -152,8 +151,7 @@ class Session:
 
     @cached_property
     def source(self) -> str | None:
-        """Function of the user that builds the network, with a checksum of its file; None for a built-in model. Local.
-        """
+        """Location and checksum of the user's function that builds the network; None for other models. Local."""
         name = self.config.model.source
         return " ".join(source_of(name)) if is_location(name) else None
 

@@ -233,8 +233,7 @@ def _settings(session: Session) -> dict[str, Any]:
 
 
 def find_trained(target: Path, overrides: Sequence[str]) -> tuple[Config, Path, TrainingProgress, bool]:
-    """Return configuration, checkpoint and progress of a trained run, and whether the same samples are held out. Local.
-    """
+    """Return configuration, checkpoint, progress of a run, and whether the same samples are held out. Local."""
     if target.suffix == ".toml":
         config = load_config(target, overrides)
         checkpoint = CheckpointFolder(Path(config.output.directory) / "checkpoints").latest

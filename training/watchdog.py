@@ -81,9 +81,7 @@ class Watchdog:
         self._pulse = pulse
 
     def interrupted(self) -> str | None:
-        """Announce and log an interrupt; return the line to print, None if another rank prints it. Local, in any
-        thread.
-        """
+        """Announce and log an interrupt; return the line to print, or None on other ranks. Local, in any thread."""
         self._words = "", False  # no other rank reports this rank
         if not self._closing:
             self._peers.wake()
@@ -174,9 +172,7 @@ class Watchdog:
             append(self._log, entry)
 
     def _is_first_interrupted(self) -> bool:
-        """Log an interrupt, unless another rank has done so; return whether this rank's line is the first of its
-        job.
-        """
+        """Log an interrupt, unless another rank has logged one; return whether this rank's line is the first."""
         reason = f"SIGINT to rank {self._comm.rank} of {self._comm.size}"
         try:
             if not interrupts(self._log):

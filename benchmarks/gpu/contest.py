@@ -86,9 +86,7 @@ class Ours:
         return statistics.median(found)
 
     def launches(self) -> int | None:
-        """Return the number of graph nodes of a forward and a backward pass: kernels, copies and fills. None without
-        graphs.
-        """
+        """Return the number of graph nodes (kernels, copies, fills) of forward and backward; None without graphs."""
         capture = getattr(self._device, "_captured", None)
         if capture is None:
             return None

@@ -38,7 +38,7 @@ def package() -> griffe.Module:
 
 
 def public(module: griffe.Module) -> dict[str, list[str]]:
-    """Return the public names by the dotted path of the package that exports them: `module`, then its subpackages."""
+    """Return the public names by the dotted path of the package or module that exports them; `module` comes first."""
     found = {module.path: exported(module)} if exported(module) else {}
     for below in sorted(_modules(module), key=lambda m: m.path):
         if below.is_init_module:

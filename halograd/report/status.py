@@ -250,9 +250,7 @@ def _state(record: Record, age: float, pace: float | None) -> tuple[str, str]:
 
 
 def _pace(record: Record) -> float | None:
-    """Return the seconds per step of the latest job, over at most its last two epochs, with all pauses between steps
-    [s].
-    """
+    """Return the time per step of the latest job over at most two epochs, with all pauses between steps [s]."""
     begun = record.begin.get("step", 0)
     window = [s for s in record.steps if s["step"] > begun and "time" in s][-2 * record.steps_per_epoch - 1 :]
     if len(window) > 2 and window[-1]["step"] > window[0]["step"]:

@@ -58,8 +58,7 @@ def count_step(
     dtype: str = "float32",
     per_node: int | None = None,
 ) -> dict[str, ExchangeTraffic]:
-    """Count the traffic that every rank sends in one training step, by kind (``"halo"``, ``"redistribute"``,
-    ``"allreduce"``, ...).
+    """Count the traffic that every rank sends in one training step, by kind (``"halo"``, ``"allreduce"``, ...).
 
     Parameters
     ----------

@@ -121,8 +121,9 @@ def _overlap(a: tuple[Ints, Ints], b: tuple[Ints, Ints]) -> Ints:
 def edge_seconds(
     shape: tuple[int, ...], makers: Sequence[Parts], readers: Sequence[Parts], wires: Wires, itemsize: int, ranks: int
 ) -> NDArray[np.float64]:
-    """Return the time of one redistribution of an array ``(N, *spatial, C)``, ``[makers, readers]`` [s]; 0 between
-    equal layouts.
+    """Return the time of one redistribution, ``[makers, readers]`` [s]; 0 between equal layouts.
+
+    `shape` is that of the array ``(N, *spatial, C)``.
 
     The adjoint redistribution takes the same time.
     """
@@ -138,9 +139,7 @@ def edge_seconds(
 
 
 def _looked_at(ranks: int) -> list[int]:
-    """Return representative ranks: up to four of at most 8 ranks; else rank 0, with the largest blocks, and a rank at
-    3/8.
-    """
+    """Return representative ranks: up to four of at most 8 ranks; else rank 0, and the rank at 3/8 of all."""
     return sorted({0, min(1, ranks - 1), ranks // 2, ranks - 1}) if ranks <= 8 else [0, 3 * ranks // 8]
 
 

@@ -189,9 +189,7 @@ class Wires:
         return found
 
     def _together(self, ranks: Ranks) -> bool:
-        """Return whether the measured time of a group of this size is valid for `ranks`: they are on one node, if they
-        fit.
-        """
+        """Return whether the measured time of a group of this size is valid for `ranks`: on one node, if possible."""
         if self.emulated:  # the time of a ring, independent of the links that cross the network
             return len(ranks) > self.per_node or len(self._nodes(ranks)) == 1
         return self.machine.span(ranks) in ("device", "node")

@@ -154,9 +154,7 @@ def _greedy(problem: Problem, last: int | None, by_fill: bool) -> tuple[float, l
 
 
 def _eliminate(neighbors: list[set[int]], v: int) -> set[int]:
-    """Connect the neighbors of layer ``v`` with each other and remove ``v``; return the layers whose key may have
-    changed.
-    """
+    """Connect the neighbors of layer ``v`` and remove ``v``; return the layers whose key may have changed."""
     around = neighbors[v]
     touched = set(around)
     filled = False
@@ -234,9 +232,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class PassResult:
-    """Result of a pass: a table for every factor, and the sum of the constant factors, which is the optimum or a lower
-    bound.
-    """
+    """Result of a pass: a table per factor, and the sum of constant factors: the optimum or a lower bound."""
 
     tables: list[Table]
     value: float

@@ -87,9 +87,7 @@ class Elimination(Planner):
         return choice
 
     def _staged(self, problem: Problem) -> Selection | None:
-        """Solve a problem, first with small tables, even if these split clusters: the bounds are cheap, and often
-        tight.
-        """
+        """Solve a problem, first with small tables: even if these split clusters, bounds are cheap and often tight."""
         limits = (min(FIRST_LIMITS[0], self.limits[0]), min(FIRST_LIMITS[1], self.limits[1]))
         small = Clusters(problem, *limits)
         if small.exact or limits == self.limits:
@@ -200,9 +198,7 @@ class _Solver:
             yield 4.0**exponent * scale / max(span, 1.0)
 
     def _close(self, weight: PassResult | None) -> Selection | None:
-        """Search near the lower bound, within increasing distances, until the fastest choice found is proved to be
-        optimal.
-        """
+        """Search at increasing distances from the lower bound, until the fastest choice is proved to be optimal."""
         rounding = ROUNDING * max(abs(self.messages.value), abs(self.bound))
         room = math.inf if weight is None or self.problem.limit is None else self.problem.limit - weight.value
         gap = self.seconds - self.bound

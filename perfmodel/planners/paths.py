@@ -100,8 +100,7 @@ class LongestPathFirst(Planner):
 
 
 def _priced(problem: Problem, paths: list[list[int]], free: list[int]) -> tuple[list[int], int]:
-    """Return a choice that fits at the smallest possible `price`, else that of least memory; and the number of passes.
-    """
+    """Return the choice that fits at the smallest `price`, else that of least memory; and the number of passes."""
     assert problem.limit is not None
     small = follow(memory_problem(problem), paths)
     if not problem.fits(small):

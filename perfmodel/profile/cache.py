@@ -142,9 +142,7 @@ class Conditions:
 
     @classmethod
     def here(cls, kernels: Any, crowd: Crowd | None = None, autotune: bool = False, flush: int = 0) -> Conditions:
-        """Return the conditions on this machine with a backend, for a single rank or for the ranks of `crowd`.
-        Local.
-        """
+        """Return the conditions on this machine with a backend, for one rank or for the ranks of `crowd`. Local."""
         crowd = crowd or Crowd()
         version = f"{kernels.version}, halograd {__version__} {_sources():08x}"
         device, at_once = device_name(kernels), (crowd.ranks, crowd.cores)
@@ -253,9 +251,7 @@ class TimeCache:
 
 
 def cache_path(folder: str | Path | None = None) -> Path:
-    """Return the file of measured times: in `folder`, $HALOGRAD_CACHE, $XDG_CACHE_HOME or ~/.cache, whichever is set
-    first.
-    """
+    """Return the file of measured times: in `folder`, else $HALOGRAD_CACHE, $XDG_CACHE_HOME or ~/.cache."""
     chosen = folder or os.environ.get(CACHE_VARIABLE)
     if chosen:
         return Path(chosen) / "kernel_times.jsonl"

@@ -124,9 +124,7 @@ class LayerTimer:
         return self._crowd.clock() - begin
 
     def _backward(self, bound: BoundLayer) -> tuple[float, float]:
-        """Run the backward pass; return the times of all work but the filter gradient, and of the filter gradient
-        [s].
-        """
+        """Run the backward pass; return the time without the filter gradient, and that of the filter gradient [s]."""
         if not bound.trainable:
             return 0.0, 0.0
         filters: list[float] = []

@@ -165,8 +165,7 @@ class ProfileRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Profile(ProfileRecord):
-    """Measured times of messages and overheads, with the library's own communicator; `machine` has the measured values.
-    """
+    """Measured times of messages and overheads of the library; `machine` is the machine with these values."""
 
     machine: Machine
 
