@@ -200,7 +200,7 @@ def measure_overheads(
 
 
 def _update_rate(alone: Communicator, backend: Any, dtype: str, crowd: Crowd) -> float:
-    """Return the time of SGD with momentum per byte of parameters [s/B]; the parameters are not in the cache."""
+    """Return the time of SGD with momentum per byte of parameters, which are read from main memory [s/B]."""
     features = 1024
     network = Network(Dense(features, bias=False)(Input((features,))))
     passing = backend.zeros((last_level_cache(),), "uint8")

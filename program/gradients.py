@@ -141,11 +141,11 @@ class CheckGradients(Operation):
     Attributes
     ----------
     what
-        Name of the number.
+        Name of the scalar.
     nbytes
         Size of the gradients that are read on this rank [B].
     sum
-        Sum of the number over the ranks; None: all ranks have the same gradients.
+        Sum of the scalar over the ranks; None: all ranks have the same gradients.
     """
 
     what: str

@@ -36,7 +36,7 @@ AVERAGE = "average"
 
 
 class OptimizerSettings(Table):
-    """``[optimizer]``: settings of an optimizer; base of the settings of one of your own."""
+    """``[optimizer]``: settings of an optimizer; base class of the settings of your own optimizers."""
 
     kind: Text
     """Which optimizer."""
@@ -258,7 +258,7 @@ class Optimizer:
         )
 
     def ranges(self, bucket: Bucket) -> list[tuple[int, int, bool]]:
-        """Return the ranges ``(start, stop, decayed)`` of a bucket for the kernel, one per parameter if it is whole."""
+        """Return the ranges ``(start, stop, decayed)`` of a bucket; with `whole_parameters`, one per parameter."""
         if not self.whole_parameters:
             return bucket.decays
         return [

@@ -24,7 +24,7 @@ FIELDS = np.dtype([(name, np.uint64) for name in "abcd"])
 
 
 def time_host(kernels: Backend) -> Outcome:
-    """Time calls with almost no device work; median seconds per call."""
+    """Time calls with almost no device work; return a text and the median time per call [s]."""
     cases = {**_ours(kernels), **_raw(kernels)}
     numbers = {name: _seconds(kernels, call) for name, call in cases.items()}
     parts = [f"{name} {1e6 * seconds:.1f}" for name, seconds in numbers.items()]
