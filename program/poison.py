@@ -167,9 +167,10 @@ class Poison:
             known = _numbers_in(held[name].array for name in read)
             result = call()
             self._judge(place, away, results, known, blank)
-            for one, was in zip(away, saved):
+            for one in away:
                 if not _is_poisoned(one.array, one.number):
                     self._note(f"{place}: writes {one.name!r}, which it does not declare")
+            for one, was in zip(away, saved):
                 np.copyto(one.array, was)
             for one, was in zip((one for one in fixed if one.buffer not in self._flying), before):
                 if not _same(one.array, was):

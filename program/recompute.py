@@ -14,7 +14,7 @@ outputs, and ranks may recompute different ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 
@@ -127,7 +127,7 @@ class _Recomputation:
         sources, waiting, seen = set[Buffer](), [buffer], {buffer}
         while waiting:
             for at in self.makers[waiting.pop()]:
-                for read in _reads(_again(self.operations[at])) - seen:
+                for read in _reads(_again(self.operations[at])).keys() - seen:
                     seen.add(read)
                     if read in found:
                         waiting.append(read)
@@ -173,7 +173,8 @@ class _Recomputation:
     def _forward(self, repeated: Sequence[Operation]) -> list[Segment]:
         """Return the forward pass with releases of buffers after their last use, and with copies of halos."""
         touched = {buffer for o in repeated for buffer in o.buffers() if self._in_arena(buffer)}
-        ends = {buffer for buffer in touched if buffer in self.again or buffer not in self._needed(repeated)}
+        needed = self._read_later | {buffer for o in repeated for buffer in _reads(o)}
+        ends = {buffer for buffer in touched if buffer in self.again or buffer not in needed}
         last: dict[Buffer, int] = {}
         for i, segment in enumerate(self._program.forward):
             last.update(dict.fromkeys((b for o in segment.operations for b in o.buffers() if b in ends), i))
@@ -186,16 +187,12 @@ class _Recomputation:
             found.append(replace(segment, operations=operations))
         return found
 
-    def _needed(self, repeated: Iterable[Operation]) -> set[Buffer]:
-        """Return the buffers whose contents from the forward pass are read in the backward pass."""
-        return self._read_later | {buffer for o in repeated for buffer in _reads(o)}
-
     # -- halos ---------------------------------------------------------------------------------
 
     def _saved(self, operation: Operation) -> Iterator[Operation]:
         """Yield the copies that save the received elements of an exchange, after its finish."""
         if isinstance(operation, Transfer) and operation.end == "finish" and operation.exchange in self._strips:
-            yield from _copies(operation.layer, self._strips[operation.exchange], "training")
+            yield from _copies(operation.layer, self._strips[operation.exchange])
 
     def _pieces(self, made: ExchangeSpec) -> list[tuple[View, View]]:
         """Return, per box from another rank, the part of the target that holds the box, and an array for its copy."""
@@ -223,12 +220,12 @@ def _region(view: View, origin: Sequence[int]) -> Region:
     return Region(view, Box(tuple(origin), tuple(a + n for a, n in zip(origin, view.extent))))
 
 
-def _copies(layer: str, pairs: Sequence[tuple[View, View]], when: str | None = None) -> Iterator[Operation]:
+def _copies(layer: str, pairs: Sequence[tuple[View, View]]) -> Iterator[Operation]:
     if pairs:
         views: dict[str, View | None] = {}
         for i, (source, target) in enumerate(pairs):
             views |= {f"source{i}": source, f"target{i}": target}
-        yield Run(layer, KernelSpec(copying, views), when=when)
+        yield Run(layer, KernelSpec(copying, views))
 
 
 def _again(operation: Operation) -> Operation:
@@ -239,25 +236,29 @@ def _again(operation: Operation) -> Operation:
     return replace(operation, method=method, when=None)
 
 
-def _reads(operation: Operation) -> set[Buffer]:
-    """Return the buffers whose contents an operation reads."""
+#: Buffers in order; a set would order them by their addresses, which differ between processes.
+_Buffers = dict[Buffer, None]
+
+
+def _reads(operation: Operation) -> _Buffers:
+    """Return the buffers whose contents an operation needs."""
     if isinstance(operation, Run):
         views = operation.kernel.views
-        own = {v.buffer for name in operation.access.read(views) if (v := views[name]) is not None and v.size}
-        return own.union(*(_reads(o) for o in operation.guarded))
+        own = dict.fromkeys(v.buffer for n in operation.access.read(views) if (v := views[n]) is not None and v.size)
+        return own | dict.fromkeys(buffer for guarded in operation.guarded for buffer in _reads(guarded))
     if isinstance(operation, Transfer):
         made = operation.exchange
-        own = {made.source.buffer} if operation.end == "start" else set()
-        return own if made.combine == "assign" else own | {made.target.buffer}
-    return set(operation.buffers())
+        own = dict.fromkeys([made.source.buffer] if operation.end == "start" else [])
+        return own if made.combine == "assign" else own | {made.target.buffer: None}
+    return dict.fromkeys(operation.buffers())
 
 
-def _results(operation: Operation) -> set[Buffer]:
-    """Return the buffers whose contents an operation writes."""
+def _results(operation: Operation) -> _Buffers:
+    """Return the buffers whose contents an operation makes."""
     if isinstance(operation, Run):
         views = operation.kernel.views
-        own = {v.buffer for name in operation.access.results(views) if (v := views[name]) is not None}
-        return own.union(*(_results(o) for o in operation.guarded))
+        own = dict.fromkeys(v.buffer for n in operation.access.results(views) if (v := views[n]) is not None)
+        return own | dict.fromkeys(buffer for guarded in operation.guarded for buffer in _results(guarded))
     if isinstance(operation, Transfer):
-        return {operation.exchange.target.buffer}
-    return set(operation.buffers()) if isinstance(operation, Total) else set()
+        return {operation.exchange.target.buffer: None}
+    return dict.fromkeys(operation.buffers()) if isinstance(operation, Total) else {}

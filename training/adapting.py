@@ -164,7 +164,7 @@ def _other_cut(config: Config, network: Network, ranks: int) -> dict[str, int] |
     """Return the cut that fits and is most similar to that of the run; None if the run's cut fits, or if none does."""
     own, batch = config.strategy, config.training.at_once
     try:
-        strategy = make_strategy(own, ranks, network, batch)
+        strategy = make_strategy(own, ranks, network, batch, trainable=False)
         strategy.validate(network, ranks)
         strategy.refuse_empty_blocks(network)
         if max(strategy.parts_of(name)["sample"] for name in network.layers) <= batch:

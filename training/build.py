@@ -169,9 +169,15 @@ def _named(data: DataConfig, key: str, names: Sequence[str]) -> dict[str, str]:
 
 
 def make_strategy(
-    config: StrategyConfig, size: int, network: Network | None = None, batch: int | None = None
+    config: StrategyConfig,
+    size: int,
+    network: Network | None = None,
+    batch: int | None = None,
+    trainable: bool = True,
 ) -> Strategy:
     """Build the strategy of ``[strategy]`` for `size` ranks; a plan must fit this network and batch, if given.
+
+    Which outputs are kept, with ``recompute = "block"``, is chosen only if the strategy is `trainable`.
 
     Raises
     ------
@@ -219,7 +225,7 @@ def make_strategy(
     if config.recompute == "pointwise":
         options["recompute"] = config.recompute
     strategy = Strategy(cuts, options=options, bucket_bytes=config.bucket_bytes, passes=tuple(config.passes))
-    if config.recompute == "block" and network is not None and batch is not None:
+    if config.recompute == "block" and trainable and network is not None and batch is not None:
         return keep_few(network, strategy, Target(batch, size))
     return strategy
 

@@ -194,7 +194,7 @@ class Peers:
                     how = "left"
                 else:
                     self._note(rank, message)
-        except ConnectionError:
+        except (ConnectionError, ValueError):  # ValueError: half a message, or one that is too long
             pass
         except OSError:  # the kernel has given up: TimeoutError, no route to the host
             how = "left" if how == "left" else "lost"

@@ -93,7 +93,7 @@ class Session:
             if trainable and settings.accumulate > 1 and comm.rank == 0:
                 _warn_of_parts(network, settings.at_once)
             planned = strategy is not None
-            strategy = strategy or _strategy(config, comm, network)
+            strategy = strategy or _strategy(config, comm, network, trainable)
             strategy = with_reduction(strategy, config)
             strategy.validate(network, comm.size)
             strategy.refuse_empty_blocks(network)
@@ -213,11 +213,11 @@ def _check_given(network: Network, comm: Communicator) -> None:
         )
 
 
-def _strategy(config: Config, comm: Communicator, network: Network) -> Strategy:
+def _strategy(config: Config, comm: Communicator, network: Network, trainable: bool) -> Strategy:
     """Return the strategy of the configuration; rank 0 reads a file for all. Collective."""
 
     def make() -> Strategy:
-        return make_strategy(config.strategy, comm.size, network, config.training.at_once)
+        return make_strategy(config.strategy, comm.size, network, config.training.at_once, trainable)
 
     return make() if config.strategy.file is None else on_root(comm.mpi, make)  # the result is the same on all ranks
 

@@ -226,7 +226,7 @@ def _check(
         checked.add(what)
         network = make_network(loaded)
         if kind not in ("profile", "plan-then-train") and not loaded.strategy.auto:
-            strategy = make_strategy(loaded.strategy, ranks, network, loaded.training.at_once)
+            strategy = make_strategy(loaded.strategy, ranks, network, loaded.training.at_once, trainable=False)
             strategy.validate(network, ranks)
             strategy.warn_of_idle_ranks(network, loaded.training.at_once, ranks)
 

@@ -221,6 +221,9 @@ class CudaGroupNorm(GroupNormKernels):
             if not self._settled:
                 self._moments()
             self._spread_moments()
+        self.normalize_again()
+
+    def normalize_again(self) -> None:
         self._forward()
 
     def backward_sums(self) -> None:

@@ -16,6 +16,7 @@ from halograd.program.poison import AccessError
 from halograd.program.program import Target
 from halograd.testing import check_layer, random_array
 from halograd.training.executor import Executor
+from tests.training.steps import fill
 
 
 class Cube(hg.Layer):
@@ -195,3 +196,14 @@ def test_inputs_that_backward_does_not_read_take_no_memory():
         return compile_program(network, Strategy({}), Target(1)).placement.size / (64 * 64 * 8 * 4)
 
     assert stored(Negative) - stored(Frugal) > 3
+
+
+@pytest.mark.ranks(1)
+def test_one_array_under_two_names_is_no_fault():
+    x, target = hg.Input((6, 6, 2), name="x"), hg.Input((6, 6, 2), name="target")
+    y = hg.Conv(2, 1)(x)
+    network = hg.Network({"loss": hg.MeanSquaredError()(hg.BatchNorm(activation="relu")(y, y), target)})
+    with Communicator(MPI.COMM_WORLD) as comm, Executor(network, comm, get_backend("numpy"), 2, debug=True) as executor:
+        fill(executor, 0)
+        executor.forward()
+        executor.backward()

@@ -111,6 +111,33 @@ def test_what_has_other_effects_or_is_read_later_is_kept():
     assert len(calls) == 1
 
 
+@pytest.mark.ranks(1, 2)
+def test_the_gradients_after_an_evaluation_pass_are_those_of_its_batch():
+    """Halos that are copied back belong to the last pass, whichever kind it is."""
+    x, target = hg.Input((8, 8, 3), name="x"), hg.Input((8, 8, 1), name="target")
+    y = hg.GELU()(hg.Conv(4, 3, padding=1)(hg.GELU()(hg.Conv(4, 3, padding=1)(x))))
+    network, found = hg.Network({"loss": hg.MeanSquaredError(name="loss")(hg.Conv(1, 3, padding=1)(y), target)}), []
+    with Communicator(MPI.COMM_WORLD) as comm:
+        for rule in ("none", "pointwise", "block"):
+            strategy = Strategy({"height": comm.size}, options={"recompute": rule})
+            with Executor(network, comm, get_backend("numpy"), BATCH, strategy, "float64", seed=3) as executor:
+                for step, training in enumerate((True, False)):
+                    fill(executor, step)
+                    executor.forward(training=training)
+                    executor.backward()
+                executor.reducer.finish()
+                found.append(copied(executor.store.grads))
+    for own in found[1:]:
+        for key, array in found[0].items():
+            np.testing.assert_array_equal(own[key], array, err_msg=key)
+
+
+def test_programs_are_the_same_in_every_compilation():
+    strategy = Strategy({}, options={"recompute": "pointwise"})
+    texts = {"\n".join(lines_of(compile_program(NETWORKS["gated"](), strategy, Target(BATCH)))) for _ in range(6)}
+    assert len(texts) == 1
+
+
 def test_listing_names_what_ends_and_what_is_made_again():
     program = compile_program(NETWORKS["mesh"](), Strategy({}, options={"recompute": "pointwise"}), Target(BATCH))
     lines = list(lines_of(program))

@@ -545,3 +545,25 @@ def test_closing_when_the_thread_has_seen_it(comm, tmp_path, monkeypatch):
         monkeypatch.setattr(watchdog._peers, "wake", lambda: (watchdog._thread.join(), wake()))
         watchdog.close()
         assert not watchdog._peers.lines
+
+
+@pytest.mark.parametrize("sent", [b"", b'{"kind": "pla', b'{"kind": "place", "x": "' + b"a" * 70000 + b'"}\n'])
+def test_a_connection_that_ends_within_a_message_has_ended(sent):
+    async def run():
+        peers = Peers(0, [1], asyncio.get_running_loop())
+
+        async def serve(reader, writer):
+            peers._expected = 1
+            peers._add(1, reader, writer)
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0, limit=1 << 16)
+        _, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+        writer.write(sent)
+        await writer.drain()
+        writer.close()
+        events = await peers.wait(LIMIT)
+        server.close()
+        return events, dict(peers.lines)
+
+    events, lines = asyncio.run(run())
+    assert [(rank, event) for rank, event in events] == [(1, "ended")] and not lines
