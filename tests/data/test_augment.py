@@ -203,7 +203,7 @@ def test_what_is_added_has_the_size_that_was_asked_for():
 def test_refusals():
     square, flat = np.empty((2, 6, 6, 2)), np.empty((2, 6, 4, 2))
     for arrays, rules, wanted, message in (
-        ({"v": np.empty((2, 3))}, Rules(flips=["width"]), (3,), "expected samples with space"),
+        ({"v": np.empty((2, 3))}, Rules(flips=["width"]), (3,), "expected samples with spatial axes"),
         ({"x": square}, Rules(flips=["depth"]), (6, 6, 2), "flips: expected axes of height, width, got 'depth'"),
         ({"x": flat}, Rules(turns=True), (6, 4, 2), "turns: expected as many rows as columns"),
         ({"x": square}, Rules(crop=True), (8, 8, 2), r"crop: expected a window \(8, 8\)"),
@@ -211,7 +211,7 @@ def test_refusals():
             {"x": square, "t": np.empty((2, 3, 3, 1))},
             Rules(crop=True),
             (3, 3, 2),
-            r"crop: .* got 'x' of \(6, 6\) beside",
+            r"crop: .* got 'x' of \(6, 6\) with",
         ),
         ({"x": square}, Rules(vectors=[["u", "v"]]), (6, 6, 2), "vectors: expected 2 channels of one dataset each"),
         ({"x": square, "y": square[..., 0]}, Rules(), (6, 6, 2), "expected samples of 2 spatial axes, got 'y'"),

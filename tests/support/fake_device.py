@@ -353,7 +353,7 @@ class FakeBackend(_Delegated):
         self.device.close()
 
     def _group_norm(self, arrays: Any) -> Any:
-        return super()._group_norm(arrays) if self.cuda is None else self.cuda._group_norm(arrays)
+        return Backend._group_norm(self, arrays) if self.cuda is None else self.cuda._group_norm(arrays)
 
     def _on_host(self, factory: Any, *args: Any) -> Any:
         for array in operands(args):

@@ -9,7 +9,9 @@ from types import SimpleNamespace
 import h5py
 import numpy as np
 import pytest
+from mpi4py import MPI
 
+from halograd.comm import Communicator
 from halograd.data.disk import DataError
 from halograd.training import evaluation, trained
 from halograd.training.evaluation import check_predictions, write_predictions
@@ -61,20 +63,20 @@ def test_where_they_may_not(tmp_path, name, message):
     assert listing(tmp_path) == before
 
 
+@pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("fault", [MemoryError("all predictions at once"), RuntimeError("h5py"), OSError("disk")])
-def test_whatever_keeps_rank_0_from_writing_is_told_to_the_others(tmp_path, monkeypatch, fault):
-    def fail(*_):
+def test_whatever_keeps_rank_0_from_writing_is_told_to_the_others(shared, monkeypatch, fault):
+    def fail(*_, **__):
         raise fault
 
-    monkeypatch.setattr(evaluation, "_write", fail)
-    faults = []
+    monkeypatch.setattr(evaluation, "atomic_path", fail)
     monkeypatch.setattr(evaluation, "judged", lambda executor: [])
     monkeypatch.setattr(evaluation, "Gather", lambda executor, names: SimpleNamespace(close=lambda: None))
-    ranks = SimpleNamespace(rank=0, agree=faults.append)
     samples = SimpleNamespace(dataset=None)
-    session = SimpleNamespace(executor=None, comm=ranks, samples=samples, feed=lambda batches: batches)
-    write_predictions(session, [], tmp_path / "p.h5")
-    assert faults == [fault]
+    with Communicator(MPI.COMM_WORLD) as comm:
+        session = SimpleNamespace(executor=None, comm=comm, samples=samples, feed=lambda batches: batches)
+        with pytest.raises(Exception, match=str(fault)):
+            write_predictions(session, [], shared / "p.h5")
 
 
 @pytest.mark.ranks(1, 2)
