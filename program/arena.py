@@ -12,8 +12,11 @@ the operation that writes it again. Buffers that are kept from step to step occu
 from __future__ import annotations
 
 import bisect
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
 
 import numpy as np
 
@@ -24,6 +27,10 @@ __all__ = ["ALIGNMENT", "Placement", "lifetimes", "place"]
 
 #: Offsets and lengths are multiples of this [B].
 ALIGNMENT = 64
+
+
+#: An arena of at most this multiple of the least possible size is taken.
+NEAR = 1.005
 
 
 @dataclass(frozen=True)
@@ -69,9 +76,7 @@ def place(operations: Sequence[Operation], kept: Sequence[Buffer]) -> Placement:
         end += aligned(buffer.nbytes)
         uses[buffer.use] = uses.get(buffer.use, 0) + aligned(buffer.nbytes)
     spans = lifetimes(operations, kept)
-    own, size = _by_size(spans, end)
-    if all(len(some) == 1 for some in spans.values()):
-        own, size = min((own, size), _in_time(spans, end), key=lambda placed: placed[1])
+    own, size = _placed(spans, end)
     return Placement({**offsets, **own}, size, uses)
 
 
@@ -122,14 +127,43 @@ def _in_time(spans: Mapping[Buffer, Spans], begin: int) -> tuple[dict[Buffer, in
     return offsets, free.end
 
 
-def _by_size(spans: Mapping[Buffer, Spans], begin: int) -> tuple[dict[Buffer, int], int]:
-    """Return the offsets of buffers, and the end of the memory; the largest are placed first, each where it fits best.
+def _placed(spans: Mapping[Buffer, Spans], begin: int) -> tuple[dict[Buffer, int], int]:
+    """Return the offsets of buffers, and the end of the memory: the best of several placements, until one is close to
+    the memory of all buffers that are used at one time.
+    """
+    changes = Counter[int]()
+    for buffer, some in spans.items():
+        for first, last in some:
+            changes[first] += aligned(buffer.nbytes)
+            changes[last + 1] -= aligned(buffer.nbytes)
+    least = begin + max(accumulate(changes[at] for at in sorted(changes)), default=0)
+    length = {buffer: sum(last - first for first, last in some) for buffer, some in spans.items()}
+    orders: list[Callable[[Buffer], Any]] = [
+        lambda buffer: (-buffer.nbytes, spans[buffer]),
+        lambda buffer: (-buffer.nbytes, -length[buffer]),
+        lambda buffer: (-length[buffer], -buffer.nbytes),
+    ]
+    best: tuple[dict[Buffer, int], int] | None = None
+    if all(len(some) == 1 for some in spans.values()):
+        best = _in_time(spans, begin)
+    for order in orders:
+        if best is None or best[1] > NEAR * least:
+            found = _in_order(sorted(spans, key=order), spans, begin)
+            best = found if best is None or found[1] < best[1] else best
+    assert best is not None
+    return best
+
+
+def _in_order(
+    order: Iterable[Buffer], spans: Mapping[Buffer, Spans], begin: int
+) -> tuple[dict[Buffer, int], int]:
+    """Return the offsets of buffers that are placed in this order, each where it fits best, and the end of the memory.
 
     A buffer has one offset in all its spans.
     """
     offsets, end, count = dict[Buffer, int](), begin, sum(map(len, spans.values()))
     placed, number = np.zeros((4, count), np.int64), 0  # first and last operation, start and stop in memory
-    for buffer in sorted(spans, key=lambda b: (-b.nbytes, spans[b][0])):
+    for buffer in order:
         first, last, starts, stops = placed[:, :number]
         meets = np.zeros(number, bool)
         for begins, ends in spans[buffer]:

@@ -199,11 +199,8 @@ def _alive(spans, at):
     return any(first <= at <= last for first, last in spans)
 
 
-def test_the_arena_is_the_smaller_of_two_placements():
-    """Allocation in the order of time leaves holes for a network with two cuts; allocation by size leaves fewer."""
-    network = build("unet3d", resolution=32)
-    program = compile_program(network, Strategy({"depth": 2, "height": 2}), Target(1, 4))
-    spans = lifetimes(list(program), program.kept)
-    fixed = sum(program.placement.kept.values())
-    sizes = [placed(spans, fixed)[1] for placed in (arena._in_time, arena._by_size)]
-    assert program.placement.size == min(sizes) < sizes[0]
+def test_the_arena_is_the_smallest_of_several_placements():
+    """In the order of time, arrays of a network that is cut along two axes leave holes."""
+    program = compile_program(build("unet3d", resolution=32), Strategy({"depth": 2, "height": 2}), Target(1, 4))
+    spans, fixed = lifetimes(list(program), program.kept), sum(program.placement.kept.values())
+    assert program.placement.size < 0.9 * arena._in_time(spans, fixed)[1]
