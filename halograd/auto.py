@@ -48,7 +48,7 @@ from .perfmodel.plans import Alternative, Plan
 from .perfmodel.predict import Planning
 from .plan_text import compared, comparison, plan_text
 from .planning import Asked, check_planner, known_baselines, make_plan, parse_memory
-from .training.build import make_network, make_optimizer, with_reduction
+from .training.build import make_network, make_optimizer, state_slots, with_reduction
 from .training.config import Config
 from .training.executor import Executor
 from .training.kernels import connect_device, open_kernels
@@ -195,7 +195,7 @@ class _Planner:
         self._left = budget  # remaining budget [s]
         self.batch = config.training.at_once
         accumulates, clips = config.training.accumulate > 1, config.training.clip_norm is not None
-        self.training = Training(config.training.dtype, _slots(config), accumulates=accumulates, clips=clips)
+        self.training = Training(config.training.dtype, state_slots(config), accumulates=accumulates, clips=clips)
         self.measuring = _measuring(config, comm, network, kernels)
         self.machine_file, self.machine = self._machine()
         self._once: set[str] = set()  # layers measured once in this run
@@ -368,11 +368,6 @@ def _instead_of(plan: Plan, other: Plan) -> Plan:
     beside = Alternative(plan.planner, plan.step_seconds, plan.prediction.memory_bytes, True)
     rest = [a for a in plan.alternatives if a.name != plan.planner]
     return replace(other, alternatives=(beside, *rest))
-
-
-def _slots(config: Config) -> int:
-    """Return the number of arrays of the parameters' size that the optimizer and the moving average keep."""
-    return int(config.training.average > 0) + len(OPTIMIZERS[config.optimizer.kind].states(config.optimizer))
 
 
 def _without(config: Config) -> frozenset[str]:

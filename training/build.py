@@ -42,6 +42,7 @@ __all__ = [
     "make_optimizer",
     "make_strategy",
     "other_cuts",
+    "state_slots",
     "weighted_targets",
     "weights_of",
     "with_reduction",
@@ -326,27 +327,58 @@ def check_batch(config: Config, samples: int, trainable: bool) -> None:
         )
 
 
+def state_slots(config: Config) -> int:
+    """Return the number of arrays of the parameters' size that the optimizer and the moving average keep."""
+    return int(config.training.average > 0) + len(OPTIMIZERS[config.optimizer.kind].states(config.optimizer))
+
+
 def check_memory(config: Config, comm: Communicator, network: Network, strategy: Strategy, trainable: bool) -> None:
     """Raise UserError if arrays do not fit into the memory of a node. Collective; the same error on all ranks.
 
-    The cost model counts the arrays of the network and the prefetched batches, without optimizer state and workspaces
-    of kernels. A run that is rejected would fail in its first step.
+    The cost model counts the arrays of the network, the state of the optimizer and the prefetched batches, without
+    workspaces of kernels. A run that is rejected would fail in its first step. The message names the rule of
+    ``strategy.recompute`` that fits, if there is one.
     """
-    batch, dtype, size = config.training.at_once, config.training.dtype, comm.size
-    blocks = parameter_blocks(network, strategy, size)
-    target = Target(batch, size, comm.rank, as_dtype(dtype), trainable)
-    needs = memory_of(program_of(network, strategy, target, blocks, config.training.accumulate), blocks)
-    needs["batches read ahead"] = (config.data.prefetch + 1) * needs.get("input", 0)
-    ranks = comm.allgather_objects((comm.nodes[comm.rank], memory_size(1), needs))
-    for node, there_is in {node: size for node, size, _ in ranks}.items():
-        mine = [needs for other, _, needs in ranks if other == node]
+    nodes = _memory_by_node(config, comm, network, strategy, trainable)
+    for there_is, mine in nodes:
         total = sum(sum(needs.values()) for needs in mine)
         if total > there_is:
             uses = {use: sum(needs.get(use, 0) for needs in mine) for needs in mine for use in needs}
             most = sorted(uses.items(), key=lambda item: -item[1])[:3]
+            rule = _fitting_rule(config, comm, network, strategy) if trainable else None
+            remedy = "" if rule is None else f'set strategy.recompute = "{rule}", with which it fits, or '
             raise UserError(
                 f"training.batch: expected a network and a batch within the {bytes_text(there_is)} of memory of a "
                 f"node, got {bytes_text(total)} for its {len(mine)} rank(s): "
-                f"{', '.join(f'{use} {bytes_text(n)}' for use, n in most)}; use more nodes, a smaller batch or a "
-                "smaller network"
+                f"{', '.join(f'{use} {bytes_text(n)}' for use, n in most)}; {remedy}use more nodes, a smaller batch or "
+                "a smaller network"
             )
+
+
+def _memory_by_node(
+    config: Config, comm: Communicator, network: Network, strategy: Strategy, trainable: bool
+) -> list[tuple[int, list[dict[str, int]]]]:
+    """Return, per node, its memory, and the memory that each of its ranks needs, by use [B]. Collective."""
+    batch, dtype, size = config.training.at_once, config.training.dtype, comm.size
+    blocks = parameter_blocks(network, strategy, size)
+    target = Target(batch, size, comm.rank, as_dtype(dtype), trainable)
+    slots = state_slots(config) if trainable else 0
+    needs = memory_of(program_of(network, strategy, target, blocks, config.training.accumulate), blocks, slots)
+    needs["batches read ahead"] = (config.data.prefetch + 1) * needs.get("input", 0)
+    ranks = comm.allgather_objects((comm.nodes[comm.rank], memory_size(1), needs))
+    sizes = {node: there_is for node, there_is, _ in ranks}
+    return [(there_is, [own for other, _, own in ranks if other == node]) for node, there_is in sizes.items()]
+
+
+def _fitting_rule(config: Config, comm: Communicator, network: Network, strategy: Strategy) -> str | None:
+    """Return the rule of recomputation with which the arrays fit; None: neither does. Collective."""
+    if strategy.recomputes or config.strategy.file is not None or config.strategy.auto:
+        return None
+    for rule in ("pointwise", "block"):
+        made = replace(strategy, options={**strategy.options, "recompute": rule})
+        if rule == "block":
+            made = keep_few(network, strategy, Target(config.training.at_once, comm.size))
+        nodes = _memory_by_node(config, comm, network, made, True)
+        if all(sum(sum(needs.values()) for needs in mine) <= there_is for there_is, mine in nodes):
+            return rule
+    return None

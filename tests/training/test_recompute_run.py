@@ -4,12 +4,13 @@ import pytest
 from mpi4py import MPI
 
 from halograd.comm import Communicator
+from halograd.errors import UserError
 from halograd.kernels import get_backend
 from halograd.layers.strategy import Strategy
 from halograd.perfmodel.cost import Pricing, Wires, count_step, simulate
 from halograd.perfmodel.kernel_times import RooflineTimes
 from halograd.perfmodel.machine import Machine
-from halograd.training import train
+from halograd.training import build, train
 from halograd.training.executor import Executor
 from tests.training.steps import NETWORKS
 
@@ -42,3 +43,24 @@ def test_it_is_priced_counted_and_allocated(rule):
             network, comm, get_backend("numpy"), 4, strategies[1], "float32"
         ) as executor:
             assert executor.program.placement.size == len(executor.runner.arena)
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_network_that_does_not_fit_names_the_rule_with_which_it_fits(config, monkeypatch):
+    """The message is the same on all ranks, and the run that it proposes is trained."""
+
+    def needed(rule):
+        found = []
+        monkeypatch.setattr(build, "bytes_text", lambda n: found.append(n) or str(n))
+        monkeypatch.setattr(build, "memory_size", lambda ranks: 1)
+        with pytest.raises(UserError, match="within the 1 of memory of a node") as caught:
+            train(config, [f"strategy.recompute={rule}"], comm=MPI.COMM_WORLD)
+        assert "strategy.recompute" not in str(caught.value), "one byte is enough for no rule"
+        return found[1]
+
+    kept, again = needed("none"), needed("pointwise")
+    assert again < kept
+    monkeypatch.setattr(build, "memory_size", lambda ranks: (kept + again) // 2)
+    with pytest.raises(UserError, match=r"; set strategy.recompute = .pointwise., with which it fits, or use"):
+        train(config, comm=MPI.COMM_WORLD)
+    assert train(config, ["strategy.recompute=pointwise"], comm=MPI.COMM_WORLD)["steps"] > 0
