@@ -250,7 +250,7 @@ def test_a_run_with_a_log_of_every_rank(comm, config):
     assert [path.name for path in logs] == [f"rank-{rank:04d}.log" for rank in range(comm.size)]
     for path in logs:
         text = path.read_text()
-        assert re.search(r"INFO halograd\.training\.epochs: step 6: waited \d+\.\d+ s for data", text)
+        assert re.search(r"INFO halograd\.training\.run: step 6: waited \d+\.\d+ s for data", text)
         assert ("step 6: allreduce {'communication':" in text) == (comm.size > 1)
 
 
