@@ -36,7 +36,7 @@ ALLOCATOR = {
 
 
 class EntryError(RuntimeError):
-    """Raised if a contestant could not be started, or ended early."""
+    """Error: a contestant could not be started, or ended early."""
 
 
 @dataclass(frozen=True)

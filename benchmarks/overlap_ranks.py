@@ -170,7 +170,7 @@ def alternate(cases: Mapping[str, Case], run: Callable[[Case], dict], repeats: i
 
 
 def halos(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """Measure forward and backward of a cut in space; gradients are summed in one message after the phases."""
+    """Measure forward and backward of a spatial cut; one message after both phases sums all gradients."""
     parts = spec["parts"]
     ideal = {h: Case(spec, parts, h, IDEAL, ONE_BUCKET) for h in ("pad", "overlap")}
     first = alternate(ideal, Case.forward_and_backward, 2)

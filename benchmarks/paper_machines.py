@@ -116,7 +116,7 @@ class Part:
 
     @cached_property
     def batch(self) -> int:
-        """Samples of the narrow network, over all ranks."""
+        """Global batch size of the narrow network, a multiple of the number of ranks."""
         return max(1, round(self.setting.batch * NARROW / self.ranks)) * self.ranks
 
     @cached_property

@@ -275,8 +275,9 @@ class Communicator:
         return self.reductions([ReductionSpec(buffer, kind, name, method, codec)])[0]
 
     def reductions(self, specs: Sequence[ReductionSpec]) -> list[Reduction]:
-        """Return several sums with the collectives of one; see :meth:`reduction`. Collective, in the same order on all
-        ranks.
+        """Create several reductions, with the collective calls that one needs at set-up; see :meth:`reduction`.
+
+        Collective, in the same order on all ranks.
         """
         self._check_open()
         return self._keep(self._maker.reductions(specs))

@@ -82,7 +82,7 @@ class Room:
 
 
 class Coding(Protocol):
-    """Protocol of the arithmetic of one sum on the data in messages."""
+    """Protocol of the copies and additions of one reduction, on the buffers of its messages."""
 
     def deposit(self, pairs: Pairs) -> Stage:
         """Copy summands, or parts of them, to where peers read or receive them."""

@@ -152,7 +152,7 @@ class Hdf5Dataset:
         self.close()
 
     def close(self) -> None:
-        """Close the file. May be called twice; a later read opens it again."""
+        """Close the file. `close` may be called twice; a later read opens it again."""
         if self._file is not None:
             self._file.close()
         self._file, self._datasets = None, {}

@@ -43,15 +43,15 @@ _told = False
 
 
 class DataError(UserError):
-    """Raised if data cannot be used or a file cannot be written."""
+    """Error: data cannot be used, or a file cannot be written."""
 
 
 class BeingWritten(OSError):
-    """Raised if another process has the file open for writing."""
+    """Error: another process has the file open for writing."""
 
 
 class NotRegular(OSError):
-    """Raised for a folder, a pipe or a device: opening a pipe blocks, and reading a device may never end."""
+    """Error: a path is a folder, a pipe or a device. Opening a pipe blocks, and reading a device may never end."""
 
 
 _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket"}

@@ -163,7 +163,7 @@ class Loader:
                 self._running = None
 
     def close(self) -> None:
-        """Stop the thread, if it runs, and wait for it. May be called twice. Leaves the dataset open."""
+        """Stop the thread, if it runs, and wait for it. `close` may be called twice. Leaves the dataset open."""
         worker, self._running = self._running, None
         if worker is not None:
             worker.stop()

@@ -111,7 +111,7 @@ class DeviceGraph:
 
 
 class DeviceError(UserError):
-    """Raised if a device is missing or lacks a feature; the message contains the remedy."""
+    """Error: a device is missing or lacks a feature; the message contains the remedy."""
 
 
 class Ticket(Protocol):
@@ -285,7 +285,7 @@ class Device(ABC):
         return None
 
     def close(self) -> None:
-        """Finish the enqueued work and unregister the device from `device_of`. May be called twice."""
+        """Finish the enqueued work and unregister the device from `device_of`. `close` may be called twice."""
         return None
 
     def computing(self) -> AbstractContextManager[Any]:

@@ -1,9 +1,9 @@
-"""Groups: the ranks of a grid that share something, such as samples or a block of a parameter.
+"""Groups of ranks that share data, such as samples or a block of a parameter.
 
-Ranks are numbered row-major over a grid. The ranks of a group have the same coordinates along some axes, and all
-coordinates along the others. So arithmetic finds a group for any number of ranks::
+Ranks are numbered row-major over a grid. The ranks of a group have equal coordinates along some axes, and together all
+coordinates along the others. The groups therefore follow from the shape of the grid, for any number of ranks::
 
-    grid 2 x 3, agreeing along the first axis: (0 1 2) (3 4 5);  along the second: (0 3) (1 4) (2 5)
+    grid 2 x 3, equal along the first axis: (0 1 2) (3 4 5);  along the second: (0 3) (1 4) (2 5)
 
 :class:`Groups` is pure arithmetic. :func:`group_of` and :func:`in_group` split a communicator into groups, once per
 communicator and grouping.
@@ -171,9 +171,9 @@ def group_of(comm: Communicator, groups: Groups) -> Communicator | None:
 def in_group(comm: Communicator, groups: Groups, make: Callable[[Communicator], Made]) -> Made | None:
     """Call `make` with the communicator of this rank's group; None for a rank without one. Collective over `comm`.
 
-    While operators and reducers are built, groups set up their collectives only here. A rank with a fault waits in an
-    agreement of `comm` while its group would wait for the rank. So all ranks of `comm` agree before the work in groups
-    begins, and after it has ended.
+    While operators and reducers are built, groups set up their collectives only here. All ranks of `comm` agree before
+    the work in groups begins, and after it has ended. This prevents a deadlock: a rank with an error would wait in an
+    agreement of `comm`, and the others of its group in a collective of the group.
 
     Parameters
     ----------

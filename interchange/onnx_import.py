@@ -204,7 +204,7 @@ def _number(build: Builder, op: OnnxNode, i: int) -> float | None:
 
 
 def _dropout(build: Builder, op: OnnxNode) -> Activation:
-    """Import Dropout. Files of modules have it in training mode only; evaluation mode leaves an Identity."""
+    """Import Dropout. torch exports it in training mode only; in evaluation mode it exports an Identity."""
     rate = (build.numbers(op, 1) or [op.attributes.get("ratio", 0.5)])[0]
     # The file has the rate in float32; use the shortest decimal number with that value.
     return _pointwise(lambda _: Dropout(float(str(np.float32(rate)))))(build, op)

@@ -82,7 +82,7 @@ _INCEPTION: Rules = (
 
 
 def module_names(network: Network) -> Callable[[str], tuple[str, ...]]:
-    """Return a function from a layer's name to the names of its module in torch; the first one is written."""
+    """Return a function from a layer's name to the names of its module in torch; `save_weights` writes the first."""
     kind = re.sub(r"\d.*|_a$", "", network.name)
     table = {"resnet": _resnet, "vgg": _vgg(network), "inception_v": _inception}.get(kind)
 

@@ -58,19 +58,19 @@ class Access:
     again: str | None = None
 
     def read(self, names: Iterable[str]) -> list[str]:
-        """Return those of the names that are read."""
+        """Return the names of the arrays that are read."""
         return list(_among(tuple(names), self.reads))
 
     def written(self, names: Iterable[str]) -> list[str]:
-        """Return those of the names that are written: results and work space."""
+        """Return the names of the arrays that are written: results and work space."""
         return list(_among(tuple(names), self.writes + self.work))
 
     def results(self, names: Iterable[str]) -> list[str]:
-        """Return those of the names that are written and hold results."""
+        """Return the names of the arrays that are written and hold results."""
         return list(_among(tuple(names), self.writes))
 
     def used(self, names: Iterable[str]) -> list[str]:
-        """Return those of the names that are read or written."""
+        """Return the names of the arrays that are read or written."""
         return list(_among(tuple(names), self.reads + self.writes + self.work))
 
 
@@ -80,7 +80,7 @@ ANY = Access(("*",), ("*",))
 
 @lru_cache(maxsize=4096)  # programs repeat a few dozen kernels thousands of times
 def _among(names: tuple[str, ...], declared: tuple[str, ...]) -> tuple[str, ...]:
-    """Return those of the names that are declared."""
+    """Return the names that are declared, by name or by prefix."""
     prefixes = tuple(one[:-1] for one in declared if one.endswith("*"))
     return tuple(name for name in names if name in declared or name.startswith(prefixes))
 

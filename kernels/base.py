@@ -56,7 +56,7 @@ class Base(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Free the memory and handles of the backend. Close its kernels first. May be called twice."""
+        """Free the memory and handles of the backend. Close its kernels first. `close` may be called twice."""
 
     def take_substitutes(self) -> list[Substitute]:
         """Return the kernels built since the last call that come from another library, because that of the backend has

@@ -24,7 +24,7 @@ __all__ = ["GUARDS", "GuardError", "Guards", "room"]
 
 
 class GuardError(RuntimeError):
-    """Raised if a kernel wrote outside of its memory."""
+    """Error: a kernel wrote outside of its memory."""
 
 
 #: Size of the guard on each side of an array [B].

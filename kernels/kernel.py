@@ -41,7 +41,7 @@ __all__ = [
 
 
 class KernelError(ValueError):
-    """Raised if a kernel cannot be built as requested; the message contains the remedy."""
+    """Error: a kernel cannot be built as requested; the message contains the remedy."""
 
 
 _EMPTY = "empty"
@@ -133,7 +133,7 @@ class Kernel:
         self._run()
 
     def close(self) -> None:
-        """Free the kernel's memory; it cannot run any more. May be called twice."""
+        """Free the kernel's memory; it cannot run any more. `close` may be called twice."""
         free, self._free = self._free, None
         self._run = self._closed
         if free is not None:

@@ -75,9 +75,7 @@ class Norms(Base):
         return with_training(a, self._with_activation(replace(a, training=None)), self.device)
 
     def group_norm(self, arrays: GroupNormArrays) -> GroupNormKernels:
-        """Build a norm over groups of channels of each sample, in parts around sums over the ranks that share the
-        sample.
-        """
+        """Build a group norm: local kernels before and after the sums over the ranks that share a sample."""
         a = arrays
         self._check_dtypes("group_norm", x=a.x, y=a.y, dy=a.dy, dx=a.dx)
         if has_nothing(a.x):

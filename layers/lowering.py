@@ -45,7 +45,7 @@ def cuts_channels(parts: Mapping[str, int]) -> bool:
 
 
 def partial_boxes(output: Layout, parts: Mapping[str, int]) -> Blocks:
-    """Return, per rank, the output box, with all its filters, for which it computes a summand. Pure arithmetic."""
+    """Return the box of which each rank computes a partial sum, with all filters of its block. Pure arithmetic."""
     filters, inner = block_channels(output.shape[-1], parts), parts["input_channel"]
     return output.boxes.replace(-1, tuple(own for own in filters for _ in range(inner)))
 

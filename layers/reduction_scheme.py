@@ -167,13 +167,13 @@ class Scheme:
 
     @property
     def sums(self) -> tuple[Method, ...]:
-        """Sums of one chunk in a step: of gradients, then of parameters if there is a second sum."""
+        """Reduction methods of one chunk in a step: for its gradients and, with shards, for its parameters."""
         gathers = (METHODS["all_gather"],) if self.kind.shards else ()
         return self.sum, *gathers
 
     @property
     def sum(self) -> Method:
-        """Sum of the gradients of a chunk."""
+        """Reduction method for the gradients of a chunk."""
         return carrying("ordered" if self.deterministic else self.kind.method, self.codec)
 
     @property

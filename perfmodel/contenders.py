@@ -76,7 +76,8 @@ class Contender:
 class Contenders:
     """All strategies of a search, each stored once.
 
-    A smaller memory limit only adds strategies. So a plan is found again if its own memory is the limit.
+    A search with a smaller memory limit evaluates the same strategies and more. It therefore finds a plan again if the
+    limit equals the memory of that plan.
 
     Parameters
     ----------
@@ -163,7 +164,7 @@ def candidate_schemes(network: Network, strategy: Strategy, batch: int) -> list[
 def planned_schemes(
     network: Network, strategy: Strategy, batch: int, machine: Machine, without: Collection[str] = ()
 ) -> list[Scheme]:
-    """Return the schemes that a plan may choose: `candidate_schemes`, and others that a run tries only by a plan.
+    """Return the schemes that a plan may choose: `candidate_schemes`, and those that a run uses only if planned.
 
     Parameters
     ----------

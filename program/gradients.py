@@ -208,7 +208,7 @@ class _Placing:
         )
 
     def _add_sums(self, summed: Sequence[int]) -> None:
-        """Add sums of gradients and updates, by one sum of all elements or by shards."""
+        """Add the operations that sum gradients and update parameters, with whole or sharded buckets."""
         sums, kind = {i: self._sums(i) for i in summed}, self._scheme.kind
         for i in summed:
             last = None if kind.waits else self._last(i)

@@ -62,7 +62,7 @@ class Mode:
     _told: int = 0
 
     def tell(self) -> None:
-        """Write the values that change from pass to pass to `state`. Enqueued on a device."""
+        """Write the per-pass values into `state`. On a device, the write is enqueued on the stream."""
         self.state[1:2].fill(self.step)
         if self._told != self.part:
             self.state[2:].fill(self.part * self.size)

@@ -68,7 +68,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the tests for this number of ranks; without MPI, keep this half of the serial ones."""
+    """Keep the tests for this number of ranks; without MPI, keep the tests without a marker for ranks."""
     size = config.stash[SIZE]
     _check_marks(items)
     wanted = [size in sizes_of(item) if size else not sizes_of(item) for item in items]

@@ -248,7 +248,7 @@ def test_ranks_that_collect_different_tests_are_a_failure(tmp_path):
 
 
 def test_serial_hangs_are_failures_too(tmp_path):
-    """Serial tests that hang are failures, also one that ignores the interrupt; their limits expire when they hang."""
+    """Serial tests that hang are failures, also one that ignores the interrupt; limits are scaled by machine speed."""
     body = """
     import faulthandler
     limits, end_later = {}, faulthandler.dump_traceback_later

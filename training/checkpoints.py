@@ -72,7 +72,7 @@ class CheckpointFolder:
         return self._named("latest") or next(reversed(self._files()), None)
 
     def check_writable(self) -> None:
-        """Check early that checkpoints can be written. Leaves no file. Raises UserError."""
+        """Check early that checkpoints can be written. The check leaves no file. Raise UserError if it fails."""
         try:
             check_writable(self.path_of(0))
         except DataError as error:

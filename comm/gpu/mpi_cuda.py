@@ -1,8 +1,8 @@
-"""The `mpi-cuda` transport: an MPI library that was proven to reach device memory sends and receives it itself.
+"""The `mpi-cuda` transport: the MPI library sends and receives device memory directly.
 
-MPI does not support streams: it may be called only when the data to send have been computed, and received data are
-valid when MPI reports them. So the host must observe both, in the progress thread and in the thread that calls
-`finish`. ::
+It is used only if a test shows that the library can do this. MPI does not support streams: it may send data only after
+they have been packed, and received data are valid when MPI reports their arrival. So the host waits for two events: the
+end of packing, in the progress thread, and the arrival, in the thread that calls `finish`. ::
 
     start    pack -> [device buffer], event            (no wait)
     thread   event done: MPI_Startall; MPI_Testall ...

@@ -271,7 +271,7 @@ def nccl_sum(link: NcclLink, buffer: Any, meter: LaneMeter, method: Method) -> R
 
 
 class _Calls:
-    """NCCL calls on a buffer and its shards, each one group."""
+    """NCCL calls on a buffer and its shards; each call is one NCCL group."""
 
     def __init__(self, link: NcclLink, buffer: Any) -> None:
         self._link, self._flat = link, buffer.reshape(-1)

@@ -33,19 +33,19 @@ def _link(match: re.Match[str]) -> str:
 
 
 def _command(words: str) -> str:
-    """Return the entry of a command such as ``halograd plan mesh_2k``: the longest matching name."""
+    """Return the link target of a command such as ``halograd plan mesh_2k``: the longest matching name, or empty."""
     fits = [name for name in _commands() if f"{words} ".startswith(f"{name} ")]
     return f"commands.md#{max(fits, key=len).replace(' ', '-')}" if fits else ""
 
 
 def _key(words: str) -> str:
-    """Return the entry of a key such as ``output.timeline = true``."""
+    """Return the link target of a key such as ``output.timeline = true``; empty if there is no such key."""
     match = KEY.fullmatch(words)
     return f"configuration.md#{match[1]}" if match and match[1] in _keys() else ""
 
 
 def _python(words: str) -> str:
-    """Return the entry of a Python name such as ``hg.fit(...)`` or ``halograd.data.Dataset``."""
+    """Return the link target of a Python name such as ``hg.fit(...)``; empty if there is no such name."""
     match = PYTHON.fullmatch(words)
     return _names().get(f"halograd{match[1]}", "") if match else ""
 

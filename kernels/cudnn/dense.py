@@ -1,4 +1,4 @@
-"""Dense layers as cuBLAS matrix products on integer addresses, with an explicit arithmetic.
+"""Dense layers as cuBLAS matrix products on device addresses, with an explicit compute type.
 
 cuBLAS stores matrices by columns: our packed ``(rows, columns)`` array is its ``columns x rows`` matrix with leading
 dimension ``columns``.

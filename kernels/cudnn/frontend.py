@@ -102,7 +102,7 @@ class Workspaces:
         return arena
 
     def close(self) -> None:
-        """Free all arenas. May be called twice."""
+        """Free all arenas. `close` may be called twice."""
         self._arenas.clear()
         self._kept.clear()
         self._keep, self.reserved = False, 0
@@ -339,7 +339,7 @@ class Handles:
         return handle
 
     def close(self) -> None:
-        """Destroy the handles of all threads. May be called twice."""
+        """Destroy the handles of all threads. `close` may be called twice."""
         with self._lock:
             handles, self._open = self._open, []
         self._local = threading.local()

@@ -273,5 +273,5 @@ class Plans:
             return None
 
     def close(self) -> None:
-        """Free all plans; kernels built on them must not run any more. May be called twice."""
+        """Free all plans; kernels built on them must not run any more. `close` may be called twice."""
         self._known.clear()

@@ -35,7 +35,7 @@ class BlasLimit:
         self._open = True
 
     def close(self) -> None:
-        """Restore BLAS's former number of threads. May be called twice."""
+        """Restore the previous number of BLAS threads. `close` may be called twice."""
         if self._open:
             self._open = False
             self._limits.restore_original_limits()

@@ -165,7 +165,7 @@ class NumpyWindows(Pointwise):
         return forward, ScratchKernel(bind_backward, scratch, scratch_bytes, impl)
 
     def _resize(self, x: Any, y: Any, dy: Any, dx: Any, axes: Sequence[Resampled]) -> tuple[Kernel, Kernel | None]:
-        """Build a resize, axis after axis. Intermediate arrays and one work array per axis are in scratch memory."""
+        """Build a resize, axis by axis. Intermediate arrays, and a work array for all axes, are in scratch memory."""
         shapes, works, shape = [], [], list(x.shape)
         for i, axis in enumerate(axes, start=1):
             works.append((*shape[:i], axis.longest, *shape[i + 1 :]))

@@ -110,7 +110,7 @@ _Dims = POINTER(c_int64)
 
 
 class DnnlError(KernelError):
-    """Raised if a call of oneDNN returned an error code.
+    """Error code of a oneDNN call.
 
     Attributes
     ----------

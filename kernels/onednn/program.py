@@ -18,7 +18,7 @@ __all__ = ["OnednnEngine", "OnednnMemory", "PrimitiveList", "ReferenceOnly", "pa
 
 
 class ReferenceOnly(KernelError):
-    """Raised if oneDNN has only its reference implementation, which is hundreds of times slower than the others."""
+    """Error: oneDNN has only its reference implementation, which is hundreds of times slower than the others."""
 
 
 class OnednnEngine:
@@ -38,7 +38,7 @@ class OnednnEngine:
         self.stream = abi.cpu_stream(self.handle)
 
     def close(self) -> None:
-        """Free engine, stream and scratch memory. May be called twice."""
+        """Free engine, stream and scratch memory. `close` may be called twice."""
         self.scratch.release()
         if self.handle:
             self.abi.destroy_stream(self.stream)
@@ -87,7 +87,7 @@ class PrimitiveList:
         return handle
 
     def close(self) -> None:
-        """Destroy all owned handles. May be called twice."""
+        """Destroy all owned handles. `close` may be called twice."""
         owned, self._owned = self._owned, []
         if owned:
             self.engine.workspace_bytes -= self.workspace_bytes
@@ -215,7 +215,7 @@ class PrimitiveList:
         return self.own("primitive_desc", created)
 
     def step(self, descriptor: int, arguments: dict[int, OnednnMemory], name: bool = True, margin: int = 0) -> None:
-        """Add a primitive on this memory, with its scratchpad and `margin` [B] after it."""
+        """Add a primitive with its arguments, and a scratchpad with `margin` [B] after it."""
         pad = self.abi.argument_desc(descriptor, c.SCRATCHPAD)
         if pad and self.abi.desc_size(pad):
             arguments = {**arguments, c.SCRATCHPAD: self.temporary(pad, margin, "scratchpad")}

@@ -100,7 +100,11 @@ class LongestPathFirst(Planner):
 
 
 def _priced(problem: Problem, paths: list[list[int]], free: list[int]) -> tuple[list[int], int]:
-    """Return the choice that fits at the smallest `price`, else that of least memory; and the number of passes."""
+    """Return the fastest choice within the memory limit, by a bisection of the Lagrange multiplier of memory.
+
+    If no choice of the bisection is within the limit, return the one with the least memory. The second result is the
+    number of passes.
+    """
     assert problem.limit is not None
     small = follow(memory_problem(problem), paths)
     if not problem.fits(small):

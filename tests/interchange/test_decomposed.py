@@ -14,7 +14,9 @@ SHAPE = (6, 5, 3)
 
 
 def _functions():
-    """Return by name: a function after a convolution of four channels, and the kinds of layers that it becomes."""
+    """Return a dictionary by name: a function after a convolution of four channels, and the kinds of layers that
+    it becomes.
+    """
     lib = torch()
     functional = lib.nn.functional
     respond = functional.local_response_norm

@@ -20,7 +20,7 @@ FLAT = pieces(IMAGE)
 
 
 def _networks():
-    """Return by name: a function that builds our nodes from the input, and torch's layers and function."""
+    """Return a dictionary by name: a function that builds our nodes from the input, and torch's layers and function."""
     nn = torch().nn
     dense = {"head": nn.Linear(FEATURES, 5)}
 

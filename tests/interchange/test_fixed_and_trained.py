@@ -152,7 +152,9 @@ def test_learned_numbers_are_trained(name, exporter, tmp_path):
 
 
 def _computed():
-    """Return by name: a function that builds a module with computed weights, and the message that names them."""
+    """Return a dictionary by name: a function that builds a module with computed weights, and the message that
+    names them.
+    """
     lib = torch()
     nn, functional = lib.nn, lib.nn.functional
     parametrizations = nn.utils.parametrizations

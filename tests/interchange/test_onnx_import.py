@@ -16,7 +16,7 @@ pytestmark = pytest.mark.torch
 
 
 def _modules():
-    """Return by name: a function that builds a module, and the shape (*spatial, C) of a sample."""
+    """Return a dictionary by name: a function that builds a module, and the shape (*spatial, C) of a sample."""
     lib = torch()
     nn, functional = lib.nn, lib.nn.functional
 

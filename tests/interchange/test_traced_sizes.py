@@ -16,7 +16,9 @@ OWN, OTHER = (8, 12, 3), (16, 20, 3)
 
 
 def _frozen():
-    """Return by name: a module whose export contains sizes of its input, and the kind of node that contains them."""
+    """Return a dictionary by name: a module whose export contains sizes of its input, and the kind of node that
+    contains them.
+    """
     lib = torch()
     nn, functional = lib.nn, lib.nn.functional
 
@@ -76,7 +78,9 @@ def test_sizes_of_the_example_are_refused_at_other_extents(name, exporter, tmp_p
 
 
 def _free():
-    """Return by name modules that are correct at all extents, although some of their values have a fixed size."""
+    """Return a dictionary by name: modules that are correct at all extents, although some of their values have a
+    fixed size.
+    """
     lib = torch()
     nn, functional = lib.nn, lib.nn.functional
 

@@ -1,4 +1,4 @@
-"""Tests of layers of every kind under every cut: results equal those of one process, gradients the derivatives."""
+"""Tests of all kinds of layers under all cuts: results equal those of one process, gradients finite differences."""
 
 from functools import partial
 from itertools import product

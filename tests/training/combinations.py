@@ -1,7 +1,7 @@
 """Random networks, losses and ways to train, on any number of ranks against one process.
 
 Most errors come from combinations of two features, such as shared layers with replicated gradients, or parts of a batch
-with trials of schemes. Each case draws some of all features.
+with trials of schemes. Each case draws a random subset of the features.
 
     mpiexec -n 3 python -m tests.training.combinations --count 200
 """

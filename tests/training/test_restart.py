@@ -70,7 +70,7 @@ def test_diverged(tmp_path):
 
 
 def test_two_runs_in_one_directory(tmp_path):
-    """A second run in a directory ends with one line, and the first one continues to its end."""
+    """A second run in a directory ends with a one-line error; the first one continues until its signal."""
     config = write_config(tmp_path)
     train = ["-m", "halograd", "train", config, *sets(*COMMON)]
     with started(2, *train, *sets("strategy.height=2"), gate=Gate(tmp_path, 5, 0)) as (process, mark):
