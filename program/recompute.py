@@ -232,8 +232,10 @@ def _again(operation: Operation) -> Operation:
     """Return the operation that repeats `operation` in the backward pass."""
     if not isinstance(operation, Run):
         return operation
-    method = operation.access.again or operation.method
-    return replace(operation, method=method, when=None)
+    method, timing = operation.access.again or operation.method, operation.timing
+    if timing is not None and timing.phase == "forward":
+        timing = timing._replace(phase="again")
+    return replace(operation, method=method, timing=timing, when=None)
 
 
 #: Buffers in order; a set would order them by their addresses, which differ between processes.

@@ -304,7 +304,10 @@ class Simulation:
                 {axis: n for axis, n in step.parts.items() if n > 1},
                 math.prod(step.parts.values()),
                 forward=own["forward"] + own["boundary"],
-                backward=own["backward_data"] + own["backward_filter"] + terms.get(f"{step.name} (sum)", none)["sum"],
+                backward=own["backward_data"]
+                + own["backward_filter"]
+                + own["again"]
+                + terms.get(f"{step.name} (sum)", none)["sum"],
                 halo=own["halo"],
                 halo_exposed=own["halo_exposed"],
                 channel=own["channel"],
