@@ -14,7 +14,7 @@ outputs, and ranks may recompute different ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 
@@ -142,7 +142,7 @@ class _Recomputation:
         backward, repeated, restored = list[Segment](), list[Operation](), set[Buffer]()
         for segment in self._program.backward:
             needed = dict.fromkeys(b for o in segment.operations for b in o.buffers() if b in self.again)
-            operations = [o for buffer in needed for o in self._restore(buffer, restored)]
+            operations = list(self._restore(needed, restored))
             for layer, some in groupby(operations, key=lambda o: o.layer):
                 backward.append(Segment(f"{layer} (again)", list(some)))
             repeated += operations
@@ -151,24 +151,28 @@ class _Recomputation:
             return self._program
         return replace(self._program, forward=self._forward(repeated), backward=backward)
 
-    def _restore(self, buffer: Buffer, restored: set[Buffer]) -> Iterator[Operation]:
-        """Yield the operations that recompute a buffer, after those that recompute the buffers that they read."""
-        if buffer in restored:
-            return
-        restored.add(buffer)
-        for at in self.makers[buffer]:
-            for read in _reads(_again(self.operations[at])):
-                if read in self.again:
-                    yield from self._restore(read, restored)
-        for at in self.makers[buffer]:
+    def _restore(self, needed: Iterable[Buffer], restored: set[Buffer]) -> Iterator[Operation]:
+        """Yield the operations that recompute buffers and those that they need, in the order of the forward pass.
+
+        All results of a repeated operation are recomputed together, so that no operation runs twice: it may change an
+        array in place.
+        """
+        waiting, numbers = list(needed), set[int]()
+        while waiting:
+            buffer = waiting.pop()
+            if buffer in restored:
+                continue
+            restored.add(buffer)
+            for at in self.makers[buffer]:
+                numbers.add(at)
+                again = _again(self.operations[at])
+                waiting += [other for other in (*_reads(again), *_results(again)) if other in self.again]
+        for at in sorted(numbers):
             operation = self.operations[at]
             if isinstance(operation, Transfer):
                 yield from self._brought(operation)
             else:
                 yield _again(operation)
-        for at in self.makers[buffer]:  # other results of the same operations
-            for other in _results(_again(self.operations[at])):
-                yield from self._restore(other, restored)
 
     def _forward(self, repeated: Sequence[Operation]) -> list[Segment]:
         """Return the forward pass with releases of buffers after their last use, and with copies of halos."""

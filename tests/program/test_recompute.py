@@ -8,8 +8,9 @@ from mpi4py import MPI
 
 import halograd as hg
 from halograd.comm import Communicator
-from halograd.kernels import get_backend
+from halograd.kernels import get_backend, reads, writes
 from halograd.layers.strategy import Strategy
+from halograd.lowering.context import Lowered
 from halograd.lowering.operations import Operation, Release
 from halograd.lowering.views import Buffer
 from halograd.models import build
@@ -109,6 +110,63 @@ def test_what_has_other_effects_or_is_read_later_is_kept():
         executor.forward()
         executor.backward()
     assert len(calls) == 1
+
+
+@reads("x")
+@writes("y")
+def halved(environment, x, y):
+    """Return a kernel ``y = x / 2``."""
+    return lambda: np.multiply(x, 0.5, out=y)
+
+
+@reads("y")
+@writes("y", "copy")
+def squared(environment, y, copy):
+    """Return a kernel that squares `y` in place, after a copy of it for the gradient."""
+
+    def run():
+        copy[...] = y
+        y[...] = copy**2
+
+    return run
+
+
+@reads("copy", "dy")
+@writes("dx")
+def gradient(environment, copy, dy, dx):
+    """Return the kernel of the gradient of ``(x / 2)^2``."""
+    return lambda: np.multiply(copy, dy, out=dx)
+
+
+class Square(hg.Layer):
+    """``y = (x / 2)^2``, whose second kernel changes an array in place and makes another that backward reads."""
+
+    recomputation = "pointwise"
+
+    def lower(self, context):
+        copy = context.scratch(context.box.shape)
+        context.run(context.kernel(halved, x=context.inputs[0].view, y=context.y))
+        context.run(context.kernel(squared, y=context.y, copy=copy))
+
+        def backward():
+            views = {"copy": copy, "dy": context.dy, "dx": context.gradient(0)}
+            context.run(context.kernel(gradient, **views))
+
+        return Lowered(backward)
+
+
+def test_an_operation_that_changes_an_array_in_place_is_repeated_once():
+    x, target, found = hg.Input((8, 8, 3), name="x"), hg.Input((8, 8, 1), name="target"), []
+    y = hg.Conv(4, 3, padding=1)(Square()(hg.BatchNorm()(hg.Conv(4, 3, padding=1)(x))))
+    network = hg.Network({"loss": hg.MeanSquaredError(name="loss")(hg.Conv(1, 1)(hg.ReLU()(y)), target)})
+    with Communicator(MPI.COMM_SELF) as comm:
+        for rule in ("none", "pointwise"):
+            found.append(trained(comm, network, Strategy({}, options={"recompute": rule})))
+    again = [segment for segment in found[1][3].backward if segment.name == "square1 (again)"]
+    assert sum(len(segment.operations) for segment in again) == 2
+    assert found[0][0] == found[1][0] and np.isfinite(found[0][0]).all()
+    for key, array in found[0][1].items():
+        np.testing.assert_array_equal(found[1][1][key], array, err_msg=key)
 
 
 @pytest.mark.ranks(1, 2)
