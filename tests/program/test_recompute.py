@@ -196,6 +196,36 @@ def test_programs_are_the_same_in_every_compilation():
     assert len(texts) == 1
 
 
+@pytest.mark.ranks(1, 2)
+def test_a_layer_of_a_user_that_may_be_repeated():
+    class Smooth(hg.Layer):
+        """Mean of three rows."""
+
+        stencil = hg.Stencil(kernel=(3, 1), padding=(1, 0))
+        recomputation = "pointwise"
+
+        def forward(self, inputs, params, box):
+            (x,) = inputs
+            return (x[:, :-2] + x[:, 1:-1] + x[:, 2:]) / 3
+
+        def backward(self, dy, inputs, params, box):
+            dx = np.zeros_like(inputs[0])
+            for first in range(3):
+                dx[:, first : first + dy.shape[1]] += dy / 3
+            return [dx], {}
+
+    x, target, found = hg.Input((8, 8, 3), name="x"), hg.Input((8, 8, 1), name="target"), []
+    y = hg.Conv(4, 3, padding=1)(Smooth(name="smooth")(hg.BatchNorm()(hg.Conv(4, 3, padding=1)(x))))
+    network = hg.Network({"loss": hg.MeanSquaredError(name="loss")(hg.Conv(1, 1)(hg.ReLU()(y)), target)})
+    with Communicator(MPI.COMM_WORLD) as comm:
+        for rule in ("none", "pointwise"):
+            found.append(trained(comm, network, Strategy({"height": comm.size}, options={"recompute": rule})))
+    assert any(segment.name == "smooth (again)" for segment in found[1][3].backward)
+    assert found[0][0] == found[1][0]
+    for key, array in found[0][1].items():
+        np.testing.assert_array_equal(found[1][1][key], array, err_msg=key)
+
+
 def test_listing_names_what_ends_and_what_is_made_again():
     program = compile_program(NETWORKS["mesh"](), Strategy({}, options={"recompute": "pointwise"}), Target(BATCH))
     lines = list(lines_of(program))
