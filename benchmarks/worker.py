@@ -30,7 +30,7 @@ class Subject(Protocol):
         """Run forward, backward and update; return the loss before the update."""
 
     def clock(self) -> float:
-        """Return the clock reading by which steps are timed [s]: `time.perf_counter`, except for the raw kernels."""
+        """Return the reading of the clock for steps [s]: `time.perf_counter`, except for the raw kernels."""
 
     def settle(self) -> None:
         """Wait until all steps so far are complete."""

@@ -261,7 +261,7 @@ class Executor:
                 items += self._on_gradients(segment.before, segment.name)
                 items += map(partial(runner.item, segment), segment.operations, bound)
                 items += self._on_gradients(segment.after, segment.name)
-        forward.append(Item(self.pass_loss.put, program.forward[-1].name))
+        forward.append(Item(self.pass_loss.put, program.forward[-1].name if program.forward else ""))
         backward += self._on_gradients(program.end, program.backward[-1].name if program.backward else "")
         self._forward = {kind: self._calls(forward, "forward", kind) for kind in ("training", "evaluation")}
         self._backward = self._calls(backward, "backward", "training")

@@ -350,7 +350,7 @@ class Planner(Chooser):
 
 
 def memory_problem(problem: Problem) -> Problem:
-    """Return the problem whose fastest choice is the smallest choice of this problem; its "times" are in [B]."""
+    """Return the problem with memory [B] in place of times, whose fastest choice needs the least memory."""
     made: dict[tuple[int, int], Array] = {}
 
     def nbytes(seconds: Array, memory: Array | None) -> Array:
