@@ -8,13 +8,12 @@ import pytest
 from mpi4py import MPI
 
 import halograd as hg
-from halograd.auto import _slots
 from halograd.comm import Communicator
 from halograd.errors import UserError
 from halograd.kernels import get_backend
 from halograd.planning import training_of
 from halograd.training import Executor, load_config, train
-from halograd.training.build import make_network, make_optimizer
+from halograd.training.build import make_network, make_optimizer, state_slots
 from halograd.training.directory import checkpoint_of
 from halograd.training.log import read_log
 from tests.docs.pages import write_files
@@ -77,7 +76,7 @@ def test_under_every_cut_and_resumed(comm, config, scheme):
 def test_its_state_is_in_memory_and_price_of_plans(comm, config):
     """Plans count the state arrays of a user's optimizer in memory and time, as a run allocates them."""
     sets = [OWN, "training.average=0.5"]
-    assert _slots(load_config(config, sets)) == 2
+    assert state_slots(load_config(config, sets)) == 2
     assert [training_of("float32", name).slots for name in ("rms.py:RMSprop", "sgd", "adam")] == [1, 1, 2]
     with Communicator(comm) as ranks:
         network = make_network(load_config(config))
