@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from halograd.errors import UserError
+
 from .progress import rest
 
 if TYPE_CHECKING:
@@ -71,7 +73,8 @@ def agree(mpi_comm: MPI.Intracomm, ranks: Sequence[int], fault: Exception | None
 
 def describe(fault: Exception) -> tuple[str, str, str, bool]:
     """Return the module and name of the type of a fault, its text, and whether the text names a rank already. Local."""
-    kind = type(fault)
+    # The memory errors of NumPy and CuPy cannot be constructed from a text.
+    kind = MemoryError if isinstance(fault, MemoryError) and not isinstance(fault, UserError) else type(fault)
     text = str(fault.args[0]) if isinstance(fault, KeyError) and fault.args else str(fault)
     return kind.__module__, kind.__qualname__, text, bool(getattr(fault, "needs_no_rank", False))
 

@@ -1,6 +1,6 @@
 """Errors that are reported in one line instead of a traceback."""
 
-__all__ = ["TRACEBACK", "UserError"]
+__all__ = ["TRACEBACK", "OutOfMemory", "UserError"]
 
 #: Environment variable; if it is set, user errors show their traceback too.
 TRACEBACK = "HALOGRAD_TRACEBACK"
@@ -13,3 +13,7 @@ class UserError(ValueError):
     unless ``HALOGRAD_TRACEBACK`` is set, and ends with exit code 2; so does a script with an open
     :class:`halograd.Communicator`.
     """
+
+
+class OutOfMemory(UserError, MemoryError):
+    """An allocation that failed, with the memory that is held and predicted, and remedies in one line."""

@@ -41,6 +41,7 @@ __all__ = [
     "make_network",
     "make_optimizer",
     "make_strategy",
+    "needs_of",
     "other_cuts",
     "state_slots",
     "weighted_targets",
@@ -332,6 +333,19 @@ def state_slots(config: Config) -> int:
     return int(config.training.average > 0) + len(OPTIMIZERS[config.optimizer.kind].states(config.optimizer))
 
 
+def needs_of(
+    config: Config, comm: Communicator, network: Network, strategy: Strategy, trainable: bool
+) -> dict[str, int]:
+    """Return the memory that a run needs on this rank, by use [B]. Local."""
+    batch, dtype, size = config.training.at_once, config.training.dtype, comm.size
+    blocks = parameter_blocks(network, strategy, size)
+    target = Target(batch, size, comm.rank, as_dtype(dtype), trainable)
+    slots = state_slots(config) if trainable else 0
+    needs = memory_of(program_of(network, strategy, target, blocks, config.training.accumulate), blocks, slots)
+    needs["batches read ahead"] = (config.data.prefetch + 1) * needs.get("input", 0)
+    return needs
+
+
 def check_memory(config: Config, comm: Communicator, network: Network, strategy: Strategy, trainable: bool) -> None:
     """Raise UserError if arrays do not fit into the memory of a node. Collective; the same error on all ranks.
 
@@ -359,12 +373,7 @@ def _memory_by_node(
     config: Config, comm: Communicator, network: Network, strategy: Strategy, trainable: bool
 ) -> list[tuple[int, list[dict[str, int]]]]:
     """Return, per node, its memory, and the memory that each of its ranks needs, by use [B]. Collective."""
-    batch, dtype, size = config.training.at_once, config.training.dtype, comm.size
-    blocks = parameter_blocks(network, strategy, size)
-    target = Target(batch, size, comm.rank, as_dtype(dtype), trainable)
-    slots = state_slots(config) if trainable else 0
-    needs = memory_of(program_of(network, strategy, target, blocks, config.training.accumulate), blocks, slots)
-    needs["batches read ahead"] = (config.data.prefetch + 1) * needs.get("input", 0)
+    needs = needs_of(config, comm, network, strategy, trainable)
     ranks = comm.allgather_objects((comm.nodes[comm.rank], memory_size(1), needs))
     sizes = {node: there_is for node, there_is, _ in ranks}
     return [(there_is, [own for other, _, own in ranks if other == node]) for node, there_is in sizes.items()]

@@ -24,6 +24,7 @@ from ..layers.reduction_scheme import Scheme
 from ..layers.strategy import Strategy, parameter_blocks
 from ..lowering.operations import Operation
 from ..lowering.views import Value
+from ..perfmodel.cost import memory_of, program_of
 from ..program.compiler import compile_program
 from ..program.gradients import check_gradients, reduce_gradients
 from ..program.program import Program, Target
@@ -32,7 +33,7 @@ from ..program.runner import Call, Mode, Runner
 from .gradient_scaling import GradientCheck
 from .graph import GraphedPass, check_graph, graphed_pass
 from .kernels import check_dtype, report_substitutes
-from .memory import Memory
+from .memory import Memory, memory_errors
 from .pass_loss import PassLoss
 from .reduction import Reducer, check_possible
 from .store import ParameterStore
@@ -142,7 +143,10 @@ class Executor:
         self.checks: dict[str, GradientCheck] = {}
         self.network, self.comm, self.kernels, self.batch = network, comm, kernels, batch
         self.debug = debug
-        with ExitStack() as opened, comm.agreement():
+        self.memory = Memory(kernels)
+        self.device = self.memory.device
+        needs, held = partial(self._needs, trainable), partial(getattr, self, "predicted_bytes")
+        with ExitStack() as opened, comm.agreement(), memory_errors(trainable, needs, held):
             for name in self.probed:
                 check_name(name, network.inputs)
             self._kept = frozenset(name_of(network, name) for name in kept)
@@ -158,7 +162,6 @@ class Executor:
             if comm.rank == 0:
                 self.strategy.warn_of_idle_ranks(network, batch, comm.size)
             self.dtype = check_dtype(dtype, kernels)
-            self.memory = Memory(kernels)
             self.mode = Mode(training=trainable, seed=seed, valid=batch, size=batch)
             self.store = store or self._make_store(seed)
             if store is None and self.store.loss_scale is not None:
@@ -170,7 +173,6 @@ class Executor:
                 raise ValueError(f"store: expected one for {self.dtype}, got one for {found}")
             if self.store.loss_scale is not None:
                 self.mode.loss_scale = self.store.loss_scale.factor
-            self.device = self.memory.device
             self.spans = Spans(self.device, comm.instruments.recorder)
             self.mode.state = self.device.array([seed, 0, 0], np.uint64)
             self.pulse = Pulse()
@@ -197,19 +199,7 @@ class Executor:
         """Compile the program, and make what runs it; `opened` frees it, also after an error."""
         if trainable:
             check_possible(self.store, self.comm, self.store.scheme)
-        target = Target(
-            self.batch,
-            self.comm.size,
-            self.comm.rank,
-            self.dtype,
-            trainable,
-            self.comm.waits_for_network,
-            self.device.is_host,
-            self.probed,
-            self._kept,
-            self.kernels.padded_channels,
-        )
-        replicable = self.replicable if trainable else ()
+        replicable, target = self.replicable if trainable else (), self._target(trainable)
         self._layers = compile_program(self.network, self.strategy, target, self.store.blocks, replicable)
         self.program = self._reduced()
         store = self.store
@@ -224,6 +214,26 @@ class Executor:
         self.reducer: Reducer | None = self._make_reducer() if trainable else None
         opened.callback(self._close_reducer)
         self._make_calls()
+
+    def _target(self, trainable: bool) -> Target:
+        return Target(
+            self.batch,
+            self.comm.size,
+            self.comm.rank,
+            self.dtype,
+            trainable,
+            self.comm.waits_for_network,
+            self.device.is_host,
+            self.probed,
+            self._kept,
+            self.kernels.padded_channels,
+        )
+
+    def _needs(self, trainable: bool) -> Mapping[str, int]:
+        """Return the predicted memory of this rank by use, without the optimizer's state [B]. Local."""
+        blocks = parameter_blocks(self.network, self.strategy, self.comm.size)
+        target = self._target(trainable)
+        return memory_of(program_of(self.network, self.strategy, target, blocks, self.parts), blocks)
 
     @property
     def loss(self) -> Any:

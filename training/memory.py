@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
+from halograd.documents import bytes_text
+from halograd.errors import OutOfMemory
+
 from ..device import Device
 from ..kernels import Backend
 
-__all__ = ["Memory"]
+__all__ = ["Memory", "memory_errors"]
+
+REMEDIES = {
+    True: 'set strategy.recompute = "pointwise" or "block", raise training.accumulate, or use more ranks',
+    False: "use a smaller batch, or more ranks",
+}
 
 
 class Memory:
@@ -45,3 +54,36 @@ class Memory:
     def count(self, nbytes: int, use: str) -> None:
         """Count bytes that were allocated elsewhere."""
         self.bytes[use] = self.bytes.get(use, 0) + nbytes
+
+
+@contextmanager
+def memory_errors(
+    trainable: bool,
+    predicted: Callable[[], Mapping[str, int]] | None = None,
+    held: Callable[[], Mapping[str, int]] | None = None,
+) -> Iterator[None]:
+    """Convert an allocation that fails in the body to an error of one line. Local.
+
+    Parameters
+    ----------
+    trainable
+        Whether parameters are trained; it decides which remedies the message names.
+    predicted, held
+        Functions that return the memory that this rank needs, and what it holds, by use [B]; None: unknown yet.
+
+    Raises
+    ------
+    OutOfMemory
+        In place of a MemoryError, such as those of NumPy and CuPy, whose text has the size that was requested.
+    """
+    try:
+        yield
+    except OutOfMemory:
+        raise
+    except MemoryError as error:
+        need = "enough" if predicted is None else bytes_text(sum(predicted().values()))
+        have = "" if held is None else f" with {bytes_text(sum(held().values()))} held"
+        text = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+        raise OutOfMemory(
+            f"memory: expected {need} for the arrays of this rank, got an error{have}: {text}; {REMEDIES[trainable]}"
+        ) from error

@@ -123,7 +123,7 @@ def train(
         strategy, ranked = session.executor.strategy, list[Scheme]()
         if strategy.reduction.kind.searches and ranker is not None:
             ranked += ranker(config, ranks, strategy)
-        with ranks.agreement():
+        with ranks.agreement(), session.memory_errors():
             run = TrainingRun(session, folder, log, plan is not None, signals, ranked, callbacks)
         for text in (headline(session), *data_lines(session)):
             log.say(text)
@@ -134,7 +134,8 @@ def train(
             log.say(f"initial parameters: {config.training.init}")
         log.write("begin", **begin_entry(session, run.optimizer.step, run.epochs, len(run.sampler)))
         watchdog.follow(session.executor.pulse)
-        result = run.train()
+        with session.memory_errors():
+            result = run.train()
         if result["stopped"] is None:  # after a signal, little time is left
             run.report(plan, directory)
         on_root(ranks.mpi, lock.check)  # the result refers to log and checkpoints

@@ -6,9 +6,9 @@ import logging
 import platform
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import numpy as np
@@ -29,12 +29,13 @@ from ..interchange.weights import WeightsFile
 from ..layers import GivenValues, Network, Strategy
 from ..layers.strategy import cuts_text
 from ..models.own import source_of
-from .build import check_memory, make_network, make_strategy, with_reduction
+from .build import check_memory, make_network, make_strategy, needs_of, with_reduction
 from .checkpoint import TrainingProgress
 from .config import Config
 from .directory import job_id
 from .executor import Executor
 from .kernels import connect_device, open_kernels
+from .memory import memory_errors
 from .root import on_root
 from .samples import Samples
 from .timeline import Timeline
@@ -86,7 +87,7 @@ class Session:
         `strategy` comes from a plan; None: the strategy of the configuration is used. Without `labelled`, targets are
         not read and no samples are held out.
         """
-        with comm.agreement():
+        with comm.agreement(), memory_errors(trainable):
             data, settings = config.data, config.training
             network = make_network(config)
             _check_given(network, comm)
@@ -124,24 +125,30 @@ class Session:
             if comm.rank == 0:
                 samples.warn_of_chunks({name: made.box for name, made in inputs.items()}, trainable and data.shuffle)
             slots, device, ahead = data.prefetch + 1, executor.device, None
-            if not device.is_host:
-                arrays = {name: made.array for name, made in inputs.items()}
-                ahead = stack.enter_context(DeviceFeed(executor.memory, arrays, slots, executor.store.dtype))
-            loader = stack.enter_context(
-                Loader(
-                    samples.dataset,
-                    {name: made.box for name, made in inputs.items()},
-                    statistics=samples.statistics,
-                    reductions=samples.reductions,
-                    augmentation=samples.augmentation,
-                    dtype=executor.store.dtype,  # normalized before the copy to a device, whose inputs may have 16 bits
-                    depth=slots,
-                    recorder=timeline,
-                    allocate=np.zeros if device.is_host else device.pinned,
-                    ahead=ahead,
+            with _memory_errors(config, executor):
+                if not device.is_host:
+                    arrays = {name: made.array for name, made in inputs.items()}
+                    ahead = stack.enter_context(DeviceFeed(executor.memory, arrays, slots, executor.store.dtype))
+                loader = stack.enter_context(
+                    Loader(
+                        samples.dataset,
+                        {name: made.box for name, made in inputs.items()},
+                        statistics=samples.statistics,
+                        reductions=samples.reductions,
+                        augmentation=samples.augmentation,
+                        # Normalized before the copy to a device, whose inputs may have 16 bits.
+                        dtype=executor.store.dtype,
+                        depth=slots,
+                        recorder=timeline,
+                        allocate=np.zeros if device.is_host else device.pinned,
+                        ahead=ahead,
+                    )
                 )
-            )
             return cls(config, comm, network, executor, samples, loader, timeline, ahead)
+
+    def memory_errors(self) -> AbstractContextManager[None]:
+        """Return a context that explains an allocation that fails (:func:`halograd.training.memory.memory_errors`)."""
+        return _memory_errors(self.config, self.executor)
 
     def sampler(self) -> Sampler:
         """Return the sampler of the training samples, in the order of the run's seed."""
@@ -185,6 +192,12 @@ class Session:
                 self.executor.mode.valid = item.batch.valid
                 yield item.batch
                 pulse.at("data", "")
+
+
+def _memory_errors(config: Config, executor: Executor) -> AbstractContextManager[None]:
+    trainable = executor.reducer is not None
+    needs = partial(needs_of, config, executor.comm, executor.network, executor.strategy, trainable)
+    return memory_errors(trainable, needs, lambda: executor.predicted_bytes)
 
 
 def _warn_of_parts(network: Network, size: int) -> None:

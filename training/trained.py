@@ -204,7 +204,8 @@ def _trained(
         session = Session.open(config, ranks, stack, False, progress, strategy, labelled)
         reader.restore(session.executor.store, extents=False, averaged=config.training.average > 0)
         reader.close()
-        yield ranks, session, reader.identity
+        with session.memory_errors():
+            yield ranks, session, reader.identity
 
 
 def _files(session: Session) -> list[Any]:

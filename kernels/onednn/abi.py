@@ -86,7 +86,7 @@ _STATUS = {
     5: "runtime error",
     6: "not required",
 }
-UNIMPLEMENTED, INVALID, LAST_IMPLEMENTATION = 3, 2, 4
+OUT_OF_MEMORY, UNIMPLEMENTED, INVALID, LAST_IMPLEMENTATION = 1, 3, 2, 4
 # Instruction sets (dnnl_cpu_isa_t) by their bits; each includes the earlier ones.
 _INSTRUCTION_SETS = {
     0x1: "SSE4.1",
@@ -238,6 +238,8 @@ class Abi:
 
         def checked(*args: Any) -> None:
             status = function(*args)
+            if status == OUT_OF_MEMORY:
+                raise MemoryError(f"oneDNN: {name}: {_STATUS[status]}")
             if status:
                 raise DnnlError(name, status)
 
