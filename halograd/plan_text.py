@@ -30,28 +30,40 @@ def _headline(plan: Plan) -> list[str]:
     return lines
 
 
+#: Columns of the table of layers, and the fields of a record that they add up.
+_TERMS = {
+    "forward": ("forward",),
+    "backward": ("backward",),
+    "again": ("again",),
+    "halo": ("halo",),
+    "all-reduce": ("allreduce",),
+    "redistr.": ("redistribution",),
+    "other": ("channel", "statistics", "packing"),
+}
+
+
 def _layers(plan: Plan) -> list[str]:
     digits = 3 if plan.step_seconds < 1 else 1
-    heading = ["layer", "cut", "ranks", "forward", "backward", "halo", "all-reduce", "redistr.", "other", "output"]
-    units = ["", "", "", *["[ms]"] * 6, "[MiB]"]
-    rows = [units]
-    for r in plan.prediction.layers:
-        other = r.channel + r.statistics + r.packing
-        times = (r.forward, r.backward, r.halo, r.allreduce, r.redistribution, other)
-        cells = [milliseconds(t, digits) for t in times]
+    p, terms = plan.prediction, dict(_TERMS)
+    if not p.total("again"):
+        del terms["again"]
+    rows = [["", "", "", *["[ms]"] * len(terms), "[MiB]"]]
+    for r in p.layers:
+        cells = [milliseconds(sum(getattr(r, f) for f in fields), digits) for fields in terms.values()]
         rows.append([r.name, cut_text(r.parts), str(r.ranks), *cells, mebibytes(r.output)])
-    total = [plan.prediction.total(t) for t in ("forward", "backward", "halo", "allreduce", "redistribution")]
-    total.append(sum(plan.prediction.total(t) for t in ("channel", "statistics", "packing")))
-    rows.append(["sum", "", "", *(milliseconds(t, digits) for t in total), mebibytes(plan.prediction.total("output"))])
+    total = [milliseconds(sum(map(p.total, fields)), digits) for fields in terms.values()]
+    rows.append(["sum", "", "", *total, mebibytes(p.total("output"))])
+    heading = ["layer", "cut", "ranks", *terms, "output"]
     return table(heading, rows, left=2)
 
 
 def _totals(plan: Plan) -> list[str]:
     p = plan.prediction
     hidden = p.total("halo") - p.total("halo_exposed")
+    again = f", of which {time_text(p.total('again'))} repeat the forward pass" if p.total("again") else ""
     lines = [
         f"step        {time_text(p.step_seconds)} ({p.samples_per_second:.4g} samples/s)",
-        f"  layers    forward {time_text(p.forward_seconds)}, backward {time_text(p.backward_seconds)}",
+        f"  layers    forward {time_text(p.forward_seconds)}, backward {time_text(p.backward_seconds)}{again}",
         f"  gradients {time_text(p.allreduce_seconds)} of all-reduce, of which {time_text(p.allreduce_exposed)} "
         f"waited for; update {time_text(p.update_seconds)}; summed by {_scheme(plan)}",
     ]
@@ -93,9 +105,8 @@ def comparison(plan: Plan, measured: Measured) -> list[str]:
     """Return lines of a table: predicted and measured time of every layer, and of the whole step."""
     p = plan.prediction
     rows = [["", "", "[ms]", "[ms]", ""]]
-    for record in p.layers:
-        seen = sum(measured.layers.get(record.name, (0.0, 0.0)))
-        rows.append(_row(record.name, cut_text(record.parts), _predicted(record), seen))
+    cuts = {record.name: cut_text(record.parts) for record in p.layers}
+    rows += [_row(name, cuts.get(name, ""), *pair) for name, pair in _of_layers(plan, measured).items()]
     rows += [_row(name, "", *pair) for name, pair in _of_step(plan, measured).items()]
     rows.append(_row("step", "", p.step_seconds, measured.step_seconds))
     heading = ["layer", "cut", "predicted", "measured", "error"]
@@ -104,6 +115,17 @@ def comparison(plan: Plan, measured: Measured) -> list[str]:
         f"predicted against measured, forward and backward; middle half of {measured.steps} step(s), rank 0{data}",
         *table(heading, rows, left=2),
     ]
+
+
+def _of_layers(plan: Plan, measured: Measured) -> dict[str, tuple[float, float]]:
+    """Return predicted and measured times of layers in both passes, and of operations that are repeated [s]."""
+    found = {}
+    for record in plan.prediction.layers:
+        forward, backward, again = measured.layers.get(record.name, (0.0, 0.0, 0.0))
+        found[record.name] = _predicted(record) - record.again, forward + backward
+        if record.again or again:
+            found[f"{record.name} (again)"] = record.again, again
+    return found
 
 
 def _of_step(plan: Plan, measured: Measured) -> dict[str, tuple[float, float]]:
@@ -122,11 +144,8 @@ def _of_step(plan: Plan, measured: Measured) -> dict[str, tuple[float, float]]:
 def compared(plan: Plan, measured: Measured) -> dict[str, object]:
     """Return the comparison of :func:`comparison` as plain data; times in [s]."""
     layers = {
-        record.name: {
-            "predicted": _predicted(record),
-            "measured": sum(measured.layers.get(record.name, (0.0, 0.0))),
-        }
-        for record in plan.prediction.layers
+        name: {"predicted": predicted, "measured": seen}
+        for name, (predicted, seen) in _of_layers(plan, measured).items()
     }
     return {
         "steps": measured.steps,

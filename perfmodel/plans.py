@@ -47,6 +47,8 @@ class LayerRecord:
         Number of ranks that take part.
     forward, backward
         Times of the kernels, including boundary strips.
+    again
+        Time of operations of the forward pass that the backward pass repeats, with their messages.
     halo, halo_exposed
         Time of the halo exchanges of both passes, and the part that computation does not hide.
     channel
@@ -76,6 +78,7 @@ class LayerRecord:
     ranks: Whole
     forward: NotNegative = 0.0
     backward: NotNegative = 0.0
+    again: NotNegative = 0.0
     halo: NotNegative = 0.0
     halo_exposed: NotNegative = 0.0
     channel: NotNegative = 0.0
@@ -93,7 +96,8 @@ class LayerRecord:
     def seconds(self) -> float:
         """Time that the layer adds to the step [s]."""
         exposed = self.halo_exposed + self.channel + self.allreduce_exposed
-        return self.forward + self.backward + self.statistics + self.redistribution + self.packing + exposed
+        kernels = self.forward + self.backward + self.again
+        return kernels + self.statistics + self.redistribution + self.packing + exposed
 
 
 @dataclass(frozen=True)
@@ -160,6 +164,9 @@ class Prediction:
     def as_dict(self) -> dict[str, Any]:
         """Return all values as plain data, for JSON."""
         data = asdict(self)
+        for layer in data["layers"]:
+            if not layer["again"]:  # only plans with recomputation have this key
+                del layer["again"]
         data["units"] = {"seconds": "s", "memory": "B", "output": "B", "sent": "B", "traffic": "[messages, B]"}
         data["memory_bytes"] = self.memory_bytes
         return data

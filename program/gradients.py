@@ -27,7 +27,7 @@ from ..layers.reduction_chunks import GradientChunk
 from ..layers.reduction_scheme import Scheme
 from ..lowering.operations import KernelSpec, Operation, Run, Sum, Timing, Total
 from ..lowering.views import Buffer
-from .program import Program, Segment
+from .program import Program
 
 __all__ = [
     "Accumulate",
@@ -196,11 +196,11 @@ class _Placing:
         before, after = self._before, self._after
         # A redistribution has two segments of one name, its start and its end: operations stand before the first.
         forward = [
-            Segment(s.name, s.operations, before=before.pop(s.name, [])) if s.before or s.name in before else s
+            replace(s, before=before.pop(s.name, [])) if s.before or s.name in before else s
             for s in self._program.forward
         ]
         backward = [
-            Segment(s.name, s.operations, after=after.pop(s.name, [])) if s.after or s.name in after else s
+            replace(s, after=after.pop(s.name, [])) if s.after or s.name in after else s
             for s in self._program.backward
         ]
         return replace(

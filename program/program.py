@@ -117,6 +117,8 @@ class Segment:
 
     Attributes
     ----------
+    again
+        Whether the operations repeat those of the forward pass (`halograd.program.recompute`).
     before
         Operations of the previous step that complete the layer's parameters; see `halograd.program.gradients`.
     after
@@ -125,6 +127,7 @@ class Segment:
 
     name: str
     operations: list[Operation] = field(default_factory=list)
+    again: bool = field(default=False, kw_only=True)
     before: list[Operation] = field(default_factory=list)
     after: list[Operation] = field(default_factory=list)
 
@@ -205,6 +208,8 @@ def lines_of(program: Program, layers: frozenset[str] | None = None) -> Iterator
 
         forward  conv1    start halo: [2x8x4x3] @0 -> [2x8x6x3] @4096
         forward  conv1    conv_forward(x [2x8x6x3] @4096, w [4x3x3x3] conv1/w, y [2x8x4x4] @512)
+
+    Operations of the forward pass that the backward pass repeats begin with ``again``.
     """
     rank, target = program.target.rank, program.target
     total = program.placement.size
@@ -214,7 +219,7 @@ def lines_of(program: Program, layers: frozenset[str] | None = None) -> Iterator
         for segment in segments:
             if layers is None or segment.name.partition(" (")[0] in layers:
                 for operation in (*segment.before, *segment.operations, *segment.after):
-                    yield f"{way:8} {operation.layer:20} {_text(program, operation)}"
+                    yield f"{'again' if segment.again else way:8} {operation.layer:20} {_text(program, operation)}"
     for operation in program.end if layers is None else ():
         yield f"{'end':8} {operation.layer:20} {_text(program, operation)}"
 

@@ -144,7 +144,7 @@ class _Recomputation:
             needed = dict.fromkeys(b for o in segment.operations for b in o.buffers() if b in self.again)
             operations = list(self._restore(needed, restored))
             for layer, some in groupby(operations, key=lambda o: o.layer):
-                backward.append(Segment(f"{layer} (again)", list(some)))
+                backward.append(Segment(f"{layer} (again)", list(some), again=True))
             repeated += operations
             backward.append(segment)
         if not repeated:
@@ -236,10 +236,7 @@ def _again(operation: Operation) -> Operation:
     """Return the operation that repeats `operation` in the backward pass."""
     if not isinstance(operation, Run):
         return operation
-    method, timing = operation.access.again or operation.method, operation.timing
-    if timing is not None and timing.phase == "forward":
-        timing = timing._replace(phase="again")
-    return replace(operation, method=method, timing=timing, when=None)
+    return replace(operation, method=operation.access.again or operation.method, when=None)
 
 
 #: Buffers in order; a set would order them by their addresses, which differ between processes.

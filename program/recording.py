@@ -33,6 +33,8 @@ class Item:
         Whether it starts the exchange or sum.
     when
         ``"training"`` or ``"evaluation"`` if it is part of such passes only; None: part of both.
+    again
+        Whether it repeats an operation of the forward pass in the backward pass.
     on_gradients
         Whether it is an operation on gradients (`halograd.program.gradients`), which is no part of the layer's time.
     """
@@ -43,6 +45,7 @@ class Item:
     pair: int | None = None
     starts: bool = False
     when: str | None = None
+    again: bool = False
     on_gradients: bool = False
 
 

@@ -185,7 +185,7 @@ class Runner:
         travels = _travels(operation)
         starts = isinstance(operation, Transfer | Total) and operation.end == "start"
         return Item(
-            call, segment.name, self._held(operation), self._pairs.get(travels), starts, operation.when
+            call, segment.name, self._held(operation), self._pairs.get(travels), starts, operation.when, segment.again
         )
 
     def _call(self, operation: Operation) -> Call:

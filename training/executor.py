@@ -7,6 +7,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -284,10 +285,11 @@ class Executor:
         """Return the calls of a pass, with progress reports and timing; with `graph`, training passes are replayed."""
         items = [item for item in items if item.when in (None, kind)]
         calls = list[Call]()
-        for (layer, on_gradients), group in groupby(items, lambda item: (item.layer, item.on_gradients)):
+        key = attrgetter("layer", "again", "on_gradients")
+        for (layer, again, on_gradients), group in groupby(items, key):
             own = [item.call for item in group]
             calls.append(partial(self.pulse.at, phase, layer))
-            calls += own if on_gradients else self._recorded(layer, phase, own)
+            calls += own if on_gradients else self._recorded(layer, "again" if again else phase, own)
         if not self._graph or kind != "training":
             return calls
         graphed = graphed_pass(self.comm, self.kernels, items, phase, self.pulse.at)

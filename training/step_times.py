@@ -31,7 +31,8 @@ class Measured:
     step_seconds
         Time of a whole step without its data [s].
     layers
-        Layer -> forward and backward [s], including waits in the layer and the redistribution of its inputs.
+        Layer -> forward, backward, and operations of the forward pass that the backward pass repeats [s], including
+        waits in the layer and the redistribution of its inputs.
     waits
         Kind of communication -> waits, inside and outside of layers [s].
     update
@@ -42,7 +43,7 @@ class Measured:
 
     steps: int
     step_seconds: float
-    layers: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    layers: Mapping[str, tuple[float, float, float]] = field(default_factory=dict)
     waits: Mapping[str, float] = field(default_factory=dict)
     update: float = 0.0
     data: float = 0.0
@@ -114,16 +115,16 @@ class StepTimes:
         def mean(name: str, category: str) -> float:
             return fmean(step.get((name, category), 0.0) for step in steps)
 
-        layers, waits = defaultdict[str, list[float]](lambda: [0.0, 0.0]), defaultdict[str, float](float)
+        layers, waits = defaultdict[tuple[str, str], float](float), defaultdict[str, float](float)
         for (name, category), place in self._places.items():
-            layers[place][category == "backward"] += mean(name, category)
+            layers[place, category] += mean(name, category)
         for name, category in {key for step in steps for key in step}:
             if category == "wait":
                 waits[kind_of(name)] += mean(name, category)
         return Measured(
             len(self._steps),
             fmean(self._seconds[i][0] for i in kept),
-            {name: (forward, backward) for name, (forward, backward) in layers.items()},
+            {name: (layers[name, "forward"], layers[name, "backward"], layers[name, "again"]) for name, _ in [*layers]},
             dict(sorted(waits.items())),
             mean("update", "update"),
             fmean(self._seconds[i][1] for i in kept),
@@ -153,7 +154,8 @@ def _places(executor: Executor) -> dict[tuple[str, str], str]:
         if step.name not in executor.network.layers:
             continue
         for name in waiting:
-            for label in (name, f"{name} (sum)", f"{name} (moved)", f"{name} (again)"):
+            for label in (name, f"{name} (sum)", f"{name} (moved)"):
                 found[label, "forward"] = found[label, "backward"] = step.name
+            found[f"{name} (again)", "again"] = step.name
         waiting.clear()
     return found

@@ -33,8 +33,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Phase", "Spans", "Timeline", "merge_traces", "overlap_ratio", "trace_events", "write_trace"]
 
-#: Categories of work of the main thread; "communication" runs concurrently, "wait" within it.
-BUSY = ("forward", "backward", "update", "io")
+#: Categories of work of the main thread; "again": operations of the forward pass that the backward pass repeats.
+#: "communication" runs concurrently, "wait" within it.
+BUSY = ("forward", "backward", "again", "update", "io")
 
 
 @dataclass
@@ -138,8 +139,12 @@ class Timeline:
         return sorted({kind_of(n) for n, c in self.phases if c in ("communication", "wait")})
 
     def summary(self) -> dict[str, dict[str, float | None]]:
-        """Return seconds by category, and per kind of communication its duration, blocked time [s] and overlap [%]."""
-        found: dict[str, dict[str, float | None]] = {c: {"seconds": self.seconds(c)} for c in BUSY}
+        """Return seconds by category, and per kind of communication its duration, blocked time [s] and overlap [%].
+
+        Without repeated operations there is no category ``"again"``.
+        """
+        spent = {category: self.seconds(category) for category in BUSY}
+        found: dict[str, dict[str, float | None]] = {c: {"seconds": s} for c, s in spent.items() if s or c != "again"}
         for kind in self.kinds():
             found[kind] = {
                 "communication": self.seconds("communication", kind),

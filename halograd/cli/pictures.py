@@ -15,7 +15,7 @@ from matplotlib.ticker import NullFormatter
 
 from ..errors import UserError
 from ..output import cut_text, time_text
-from ..report.pictures import BLUE, DARK, GREEN, GREY, ORANGE, PURPLE, RED, SKY, YELLOW, picture
+from ..report.pictures import BLUE, DARK, GREEN, GREY, ORANGE, PURPLE, RED, SKY, TEAL, YELLOW, picture
 from .scaling import Series
 
 if TYPE_CHECKING:
@@ -29,14 +29,14 @@ ROW = 70
 NAME = 20
 CUTS = (BLUE, ORANGE, GREEN, PURPLE, SKY, YELLOW, RED, "#7F3C8D", "#80BA5A", "#A5AA99", "#E73F74", "#11A579")
 HATCHES = ("", "////", "....", "xxxx")
-TIMES = {"forward": DARK, "backward": GREY, "messages": RED}
+TIMES = {"forward": DARK, "backward": GREY, "again": TEAL, "messages": RED}
 
 
 def draw_strip(plan: Plan, path: Path) -> None:
     """Draw a plan as a strip of layers, in a PNG file. Local.
 
     Each layer is a tile, in order of computation, in the color of its cut. The bar above the tile is the time that the
-    layer adds to the step: forward and backward kernels, and waits.
+    layer adds to the step: forward and backward kernels, what backward repeats of the forward pass, and waits.
 
     Raises
     ------
@@ -111,14 +111,15 @@ def _legend(
         for cut, count in cuts.most_common()
     ]
     figure.legend(handles=handles, loc="outside lower left", ncols=columns, fontsize=8)
-    bars = [Patch(facecolor=color, label=term) for term, color in TIMES.items()]
-    ax.legend(handles=bars, loc="upper right", ncols=3, fontsize=8, bbox_to_anchor=(1, 1.22), borderpad=0)
+    terms = [term for term in TIMES if term != "again" or plan.prediction.total("again")]
+    bars = [Patch(facecolor=TIMES[term], label=term) for term in terms]
+    ax.legend(handles=bars, loc="upper right", ncols=len(bars), fontsize=8, bbox_to_anchor=(1, 1.22), borderpad=0)
 
 
 def _value(record: LayerRecord, term: str) -> float:
     """Return a term of the time of a layer [s]; "messages" is all time outside of kernels."""
     if term == "messages":
-        return record.seconds - record.forward - record.backward
+        return record.seconds - record.forward - record.backward - record.again
     return float(getattr(record, term))
 
 

@@ -214,6 +214,7 @@ def parts_of(p: Prediction) -> dict[str, float]:
     """Return the parts of a step [s]: full times of halos, sums and redistributions, and waits separately."""
     terms = ("forward", "backward", "halo", "halo_exposed", "channel", "statistics", "redistribution", "packing")
     found = {term: p.total(term) for term in terms}
+    found |= {"again": p.total("again")} if p.total("again") else {}
     return {
         **found,
         "allreduce": p.allreduce_seconds,

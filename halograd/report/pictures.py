@@ -30,6 +30,7 @@ __all__ = [
     "RED",
     "SILVER",
     "SKY",
+    "TEAL",
     "YELLOW",
     "Masks",
     "Quality",
@@ -42,7 +43,7 @@ __all__ = [
 ]
 
 BLUE, SKY, GREEN, ORANGE, RED, PURPLE = "#0072B2", "#56B4E9", "#009E73", "#E69F00", "#D55E00", "#CC79A7"
-YELLOW, DARK, GREY, SILVER, LIGHT = "#F0E442", "#333333", "#9A9A9A", "#C4C4C4", "#F4F4F4"
+TEAL, YELLOW, DARK, GREY, SILVER, LIGHT = "#1FB5A2", "#F0E442", "#333333", "#9A9A9A", "#C4C4C4", "#F4F4F4"
 #: Colors of the classes of a segmentation; the first is the background.
 CLASSES = (LIGHT, BLUE, ORANGE, GREEN, PURPLE, SKY, RED, YELLOW, DARK, GREY)
 

@@ -12,7 +12,7 @@ import numpy as np
 from matplotlib.patches import Patch
 
 from .document import Block, TableBlock, Text
-from .pictures import BLUE, DARK, GREEN, LIGHT, ORANGE, PURPLE, RED, SILVER, SKY, YELLOW, picture
+from .pictures import BLUE, DARK, GREEN, LIGHT, ORANGE, PURPLE, RED, SILVER, SKY, TEAL, YELLOW, picture
 
 __all__ = [
     "Bar",
@@ -37,7 +37,7 @@ class Bar:
     lane
         Row of the trace: "compute", "wait", "I/O", "halo", "gradient sums", "other sums" or "other".
     kind
-        "forward", "backward", "update", "wait", "io"; for communication "halo", "allreduce", "statistics", ...
+        "forward", "backward", "again", "update", "wait", "io"; for communication "halo", "allreduce", "statistics", ...
     begin, end
         Times since the beginning of the trace [ms].
     """
@@ -103,6 +103,7 @@ LANES = ("compute", "wait", "halo", "gradient sums", "other sums", "I/O")
 COLOURS = {
     "forward": (BLUE, "forward"),
     "backward": (SKY, "backward"),
+    "again": (TEAL, "forward again"),
     "update": (DARK, "update"),
     "wait": (SILVER, "wait for a message"),
     "halo": (ORANGE, "halo travels"),
@@ -172,7 +173,8 @@ def about_timeline(file: str) -> Text:
 def phase_tables(entry: dict[str, Any]) -> Iterator[Block]:
     """Yield the tables for a line ``phases`` of a log."""
     phases, steps = entry["phases"], max(1, entry["steps"])
-    spent = [(c, phases[c]["seconds"]) for c in ("forward", "backward", "update") if c in phases]
+    kinds = ("forward", "backward", "again", "update")
+    spent = [(COLOURS[c][1], phases[c]["seconds"]) for c in kinds if c in phases]
     blocked = sum(p.get("blocked") or 0.0 for p in phases.values())
     reading = phases.get("io", {}).get("seconds", 0.0)
     spent += [("of these, blocked in communication", blocked), ("reading, beside", reading)]

@@ -131,7 +131,7 @@ class Pricing:
             outputs=timing.outputs,
             options=step.options if step.output.layout.boxes.placed > 1 else None,
         )
-        seconds: float = getattr(time, "forward" if timing.phase == "again" else timing.phase)
+        seconds: float = getattr(time, timing.phase)
         if timing.phase == "backward_filter" and not gradient:
             seconds += time.backward_data  # of an activation, which is a part of the layer
         return seconds

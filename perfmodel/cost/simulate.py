@@ -306,8 +306,8 @@ class Simulation:
                 forward=own["forward"] + own["boundary"],
                 backward=own["backward_data"]
                 + own["backward_filter"]
-                + own["again"]
                 + terms.get(f"{step.name} (sum)", none)["sum"],
+                again=own["again"],
                 halo=own["halo"],
                 halo_exposed=own["halo_exposed"],
                 channel=own["channel"],

@@ -46,8 +46,8 @@ class LayerCost:
         Times from the start to the end of its passes, without sums of parameters' gradients.
     terms
         Parts of these times: kernels by phase (`Timing.phase`), ``"packing"``, exchanges of ``"halo"`` and the waits
-        for them, ``"halo_exposed"``, and waits for ``"channel"`` and ``"redistribute"`` exchanges and for sums of
-        ``"statistics"``.
+        for them, ``"halo_exposed"``, waits for ``"channel"`` and ``"redistribute"`` exchanges and for sums of
+        ``"statistics"``, and ``"again"``, all of this for operations of the forward pass that backward repeats.
     halo_algorithm
         ``"pad"`` or ``"overlap"``; "" without a halo of `x`.
     """
@@ -164,7 +164,7 @@ class _Player:
         self.pricing, self.now = pricing, 0.0
         self.terms: defaultdict[tuple[str, str], float] = defaultdict(float)
         self.algorithms: dict[str, _Halo] = {}
-        self._steps, self._trained, self._pads = steps, trained, pads
+        self._steps, self._trained, self._pads, self._again = steps, trained, pads, False
         self._exchanges, self._statistics, self._ends = _Link(), _Link(), dict[ExchangeSpec | Sum, float]()
 
     def begin_backward(self) -> None:
@@ -174,9 +174,13 @@ class _Player:
         self._ends.clear()
 
     def compute(self, name: str, operations: Sequence[Operation], own: str) -> None:
-        """Simulate operations of a segment; `own` is the term to which the time of the executor is added."""
-        if name in self._steps:
-            self._spend(name, own, self.pricing.overhead)
+        """Simulate operations of a segment; `own` is the term to which the time of the executor is added.
+
+        All time of repeated operations, whose `own` is ``"again"``, belongs to this term.
+        """
+        self._again = own == "again"
+        if name in self._steps or self._again:
+            self._spend(operations[0].layer if self._again else name, own, self.pricing.overhead)
         for operation in operations:
             if operation.when == "evaluation":
                 continue
@@ -186,6 +190,7 @@ class _Player:
                 (self._start if operation.end == "start" else self._finish)(operation, own == "forward")
             elif isinstance(operation, Total):
                 self._sum(operation)
+        self._again = False
 
     def kernel(self, operation: Run) -> float:
         """Simulate a kernel; return its time [s]."""
@@ -202,14 +207,14 @@ class _Player:
 
     def _spend(self, layer: str, term: str, seconds: float) -> None:
         self.now += seconds
-        self.terms[layer, term] += seconds
+        self.terms[layer, "again" if self._again else term] += seconds
 
     def _start(self, operation: Transfer, forward: bool) -> None:
         made = operation.exchange
         seconds, packing = self.pricing.exchange(made)
         self._spend(operation.layer, "packing", packing)
         self._ends[made] = self._exchanges.send(self.now, seconds)
-        if made.kind == "halo":
+        if made.kind == "halo" and not self._again:
             self.terms[operation.layer, "halo"] += seconds
             if forward and seconds:
                 self.algorithms[operation.layer] = "pad"
@@ -266,7 +271,7 @@ class _StepPlayer(_Player):
 
     def backward(self) -> None:
         for segment in self._program.backward:
-            self._backward += self._segment(segment, "backward_data")
+            self._backward += self._segment(segment, "again" if segment.again else "backward_data")
             if segment.after:
                 self.run(segment.after)
         self.run(self._program.end)

@@ -230,7 +230,7 @@ def test_listing_names_what_ends_and_what_is_made_again():
     program = compile_program(NETWORKS["mesh"](), Strategy({}, options={"recompute": "pointwise"}), Target(BATCH))
     lines = list(lines_of(program))
     assert any("release 1 arrays" in line for line in lines)
-    assert any(line.startswith("backward") and ".normalize(" in line for line in lines)
+    assert any(line.startswith("again") and ".normalize(" in line for line in lines)
 
 
 def test_segments_of_equal_bytes_take_less_than_pointwise_layers_alone():

@@ -12,7 +12,9 @@ from halograd.perfmodel.kernel_times import RooflineTimes
 from halograd.perfmodel.machine import Machine
 from halograd.training import build, train
 from halograd.training.executor import Executor
-from tests.training.steps import NETWORKS
+from halograd.training.step_times import StepTimes
+from halograd.training.timeline import Timeline
+from tests.training.steps import NETWORKS, fill
 
 
 @pytest.mark.ranks(1, 2)
@@ -37,9 +39,11 @@ def test_it_is_priced_counted_and_allocated(rule):
             for strategy in strategies
         )
         pairs = list(zip(kept.layers, again.layers, strict=True))
-        assert all(a.forward == pytest.approx(b.forward) for a, b in pairs), "repeated kernels are in the backward pass"
+        for term in ("forward", "backward", "halo", "halo_exposed"):
+            assert all(getattr(a, term) == pytest.approx(getattr(b, term)) for a, b in pairs), "repetition is apart"
+        assert not kept.total("again")
         if rule == "pointwise":  # with all layers of these networks again, the arena would not be smaller
-            assert sum(b.backward for _, b in pairs) > sum(a.backward for a, _ in pairs)
+            assert again.step_seconds - kept.step_seconds == pytest.approx(again.total("again"), rel=0.01)
             assert kept.step_seconds < again.step_seconds
         counts = [count_step(network, strategy, 4, 2) for strategy in strategies]
         assert repr(counts[0]) == repr(counts[1])
@@ -47,6 +51,40 @@ def test_it_is_priced_counted_and_allocated(rule):
             network, comm, get_backend("numpy"), 4, strategies[1], "float32"
         ) as executor:
             assert executor.program.placement.size == len(executor.runner.arena)
+
+
+def test_boundary_strips_that_are_repeated_are_not_part_of_the_forward_pass():
+    machine, network = Machine.load("lassen"), NETWORKS["mesh"]()
+    first = next(name for name in network.layers if name.startswith("conv"))
+    kept, again = (
+        simulate(network, Strategy({"height": 4}, layers, {"halo": "overlap"}), 4, pricing, ranks=4)
+        for layers in ({}, {first: {"recompute": "block"}})
+        for pricing in [Pricing(Wires(machine), RooflineTimes(machine))]
+    )
+    pairs = list(zip(kept.layers, again.layers, strict=True))
+    assert all(a.forward == pytest.approx(b.forward) for a, b in pairs)
+    assert [b.name for _, b in pairs if b.again] == [first]
+
+
+def test_times_of_repeated_operations_are_recorded_apart():
+    timeline = Timeline()
+    with Communicator(MPI.COMM_SELF) as comm:
+        comm.instruments.recorder = timeline
+        strategy = Strategy({}, options={"recompute": "pointwise"})
+        with Executor(NETWORKS["mesh"](), comm, get_backend("numpy"), 4, strategy) as executor:
+            times = StepTimes(executor, timeline, 0, 1)
+            fill(executor, 0)
+            times.begin(0)
+            executor.forward()
+            executor.backward()
+            times.end(0, 1.0, 0.0)
+            repeated = {segment.name for segment in executor.program.backward if segment.again}
+    spans = {name for name, category in timeline.phases if category == "again"}
+    assert repeated and spans == repeated and "again" in timeline.table()
+    assert timeline.summary()["again"]["seconds"] == pytest.approx(timeline.seconds("again"))
+    layers = times.result().layers
+    assert {f"{name} (again)" for name, (*_, again) in layers.items() if again} == repeated
+    assert sum(again for *_, again in layers.values()) == pytest.approx(timeline.seconds("again"))
 
 
 @pytest.mark.ranks(1, 2)

@@ -165,6 +165,7 @@ def run(first: int, last: int, paused: bool = True):
         for name, share in zip(NAMES, (0.5, 0.25, 0.125)):
             timeline.span(name, "forward", 0.0, share * (step + 1))
         timeline.span("conv (sum)", "backward", 0.0, 0.125 * (step + 1))
+        timeline.span("conv (again)", "again", 0.0, 0.0625 * (step + 1))
         timeline.span("allreduce", "wait", 0.0, 1.0)
         timeline.span("statistics: bn", "wait", 0.0, 2.0)
         timeline.span("update", "update", 0.0, 3.0)
@@ -188,8 +189,9 @@ def test_a_resumed_run_that_is_over_measures_nothing():
 
 def test_spans_become_times_of_layers():
     _, result = run(0, 6)  # of steps 1 to 4 the middle half: 2 and 3, whose layers take 3 s and 4 s
-    assert result.layers == {"conv": (0.5 * 3.5, 0.125 * 3.5), "dense": ((0.25 + 0.125) * 3.5, 0.0)}
-    assert sum(map(sum, result.layers.values())) == 3.5
+    parts = {"conv": (0.5, 0.125, 0.0625), "dense": (0.25 + 0.125, 0.0, 0.0)}
+    assert result.layers == {name: tuple(3.5 * part for part in own) for name, own in parts.items()}
+    assert sum(map(sum, result.layers.values())) == 3.5 * 1.0625
     assert result.step_seconds == 7.5 and result.data == 7.0
     assert result.waits == {"allreduce": 1.0, "statistics": 2.0} and result.update == 3.0
 
@@ -197,4 +199,4 @@ def test_spans_become_times_of_layers():
 def test_a_timeline_that_is_on_stays_on():
     measured, result = run(0, 6, paused=False)
     assert measured == list(range(6)), "somebody else wants all steps"
-    assert result.steps == 4 and sum(map(sum, result.layers.values())) == 3.5
+    assert result.steps == 4 and sum(map(sum, result.layers.values())) == 3.5 * 1.0625
