@@ -31,6 +31,8 @@ ALIGNMENT = 64
 
 #: An arena of at most this multiple of the least possible size is taken.
 NEAR = 1.005
+#: Number of orders without success that are derived from one order, for buffers that are released and written again.
+TRIES = 4
 
 
 @dataclass(frozen=True)
@@ -151,6 +153,13 @@ def _placed(spans: Mapping[Buffer, Spans], begin: int) -> tuple[dict[Buffer, int
             found = _in_order(sorted(spans, key=order), spans, begin)
             best = found if best is None or found[1] < best[1] else best
     assert best is not None
+    if any(len(some) > 1 for some in spans.values()):
+        trial, left = sorted(spans, key=lambda buffer: (spans[buffer][0][0], -buffer.nbytes)), TRIES
+        while left and best[1] > NEAR * least:
+            # What lies at the end is placed first.
+            offsets, end = found = _in_order(trial, spans, begin)
+            best, left = (found, TRIES) if end < best[1] else (best, left - 1)
+            trial.sort(key=lambda buffer: offsets[buffer] + aligned(buffer.nbytes) < end)
     return best
 
 

@@ -24,7 +24,7 @@ from .passes import apply_passes
 from .program import Program, Segment, Step, Target
 from .recompute import recompute
 
-__all__ = ["Alone", "compile_program", "outline"]
+__all__ = ["Alone", "compile_program", "lower_program", "outline"]
 
 
 #: Layer object of all redistributions.
@@ -47,9 +47,20 @@ def compile_program(
     replicable
         Names of dense layers that may compute the gradient of the whole batch on every rank.
     """
+    return recompute(lower_program(network, strategy, target, blocks, replicable))
+
+
+def lower_program(
+    network: Network,
+    strategy: Strategy,
+    target: Target,
+    blocks: Mapping[str, ParameterBlocks] | None = None,
+    replicable: Collection[str] = (),
+) -> Program:
+    """Compile a program in which nothing is computed again. Local. The parameters are those of `compile_program`."""
     compiler = _Compiler(network, strategy, target, replicable)
     compiler.lower(blocks or parameter_blocks(network, strategy, target.size))
-    return recompute(apply_passes(compiler.program, strategy.passes))
+    return apply_passes(compiler.program, strategy.passes)
 
 
 def outline(network: Network, strategy: Strategy, target: Target) -> Program:

@@ -1,133 +1,272 @@
-"""Choice of the outputs that are kept for the backward pass, by segments of a network; others are computed again.
+"""Choice of the outputs that are kept for the backward pass; the others are computed again.
 
-A network is split into segments of consecutive layers. Outputs that a later segment reads are kept; the others are
-computed again, one segment at a time, when the backward pass of the segment begins. Memory is then that of all kept
-outputs, and of the largest segment. Segments of equal bytes, not of equal numbers of layers, make this sum small: a few
-layers of high resolution have most of the memory. The last segment is not computed again, because its backward pass
-comes first.
+A choice splits the layers, in the order of computation, into kept outputs and runs of outputs that are computed again
+together, before the backward pass of the layer behind the run. While the backward pass is in a run, memory holds::
+
+    kept outputs of earlier layers | outputs of the run that are still needed | arrays of this layer's backward pass
+
+An output that is read behind its run is kept. :class:`Keeping` estimates these sizes, and the time of the repeated
+layers, from the program in which nothing is computed again. Given a limit, it finds the fastest choice by a dynamic
+program over kept layers, whose states are pairs of time and kept bytes that no other pair dominates. The estimate is
+exact for chains, up to the layout of the arena; callers compile the choice to learn its size.
 
 References
 ----------
-Chen et al. 2016, "Training deep nets with sublinear memory cost", Section 4: segments of equal cost.
+Beaumont et al. 2019, "Optimal checkpointing for heterogeneous chains": the dynamic program for chains. Here, every
+layer is repeated at most once, and other graphs are treated as chains of their layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ..layers import Network
 from ..layers.strategy import Strategy
-from ..lowering.views import Value
-from .compiler import compile_program, outline
+from ..lowering.context import copying
+from ..lowering.operations import Run, Transfer
+from ..lowering.views import Buffer
+from .arena import aligned, lifetimes
+from .compiler import compile_program, lower_program
 from .program import Step, Target
+from .recompute import Recomputation
 
-__all__ = ["keep_few"]
+__all__ = ["Keeping", "keep_few"]
 
-#: Number of limits of a segment's size that are tried.
-LIMITS = 16
+#: Largest number of states per layer.
+STATES = 48
+#: Rooms in which the smallest arena is searched, as multiples of the smallest estimate.
+ROOMS = (1.0, 1.01, 1.03, 1.06, 1.1, 1.15, 1.25)
+#: Time of a costly layer per byte of its output, relative to that of a pointwise layer, if times are not given.
+COSTLY = 20.0
+
+_Floats = NDArray[np.float64]
 
 
 def keep_few(network: Network, strategy: Strategy, target: Target) -> Strategy:
-    """Return the strategy that computes outputs again by segments, with the smallest arena that was found. Local.
+    """Return the strategy that computes outputs again, with the smallest arena that was found. Local.
 
-    The rule ``"block"`` becomes an option of each layer of all segments but the last; options ``"none"`` of single
-    layers stay. The cuts are those of `strategy`; `target` has batch and rank.
+    Chosen layers get the option ``recompute``; options ``"none"`` of single layers stay. The cuts are those of
+    `strategy`; `target` has batch and rank.
     """
-    steps = outline(network, strategy, target).steps
-    blocks = _blocks(steps)
+    keeping = Keeping(network, strategy, target)
     best, least = strategy, compile_program(network, strategy, target).placement.size
-    seen = set[frozenset[str]]()
-    for ends in _segmentations(blocks):
-        again = _again(blocks, ends)
-        if again not in seen:
-            seen.add(again)
-            made = _with(strategy, again & network.layers.keys())
+    for room in ROOMS:
+        made = keeping.fastest(room * keeping.least)
+        if made is not None:
             size = compile_program(network, made, target).placement.size
             best, least = (made, size) if size < least else (best, least)
     return best
 
 
-def _with(strategy: Strategy, again: frozenset[str]) -> Strategy:
-    layers = dict(strategy.layers)
-    for name in sorted(again):
-        layers[name] = {"recompute": "block", **layers.get(name, {})}
-    return replace(strategy, layers=layers)
+class Keeping:
+    """Choices of kept outputs for one cut of a network, with estimates of memory and time. Local.
 
+    Parameters
+    ----------
+    strategy
+        Strategy without recomputation, except that options ``"none"`` of single layers are obeyed.
+    target
+        Batch and rank.
+    seconds
+        Time to repeat each layer, by name [s]; None: in proportion to the output's size, more for costly layers.
+    """
 
-@dataclass(frozen=True)
-class _Output:
-    """Output of a layer: its size [B], the block that computes it, and the last block that reads it."""
+    def __init__(
+        self, network: Network, strategy: Strategy, target: Target, seconds: Mapping[str, float] | None = None
+    ) -> None:
+        self._network, self._strategy = network, strategy
+        everything = replace(strategy, options={**strategy.options, "recompute": "block"})
+        program = lower_program(network, everything, target)
+        self._steps = program.steps
+        count = len(self._steps)
+        number = {step.name: i for i, step in enumerate(self._steps)}
+        chosen = {step.name: step for step in self._steps if self._may(step)}
+        repeats = Recomputation(program, chosen)
+        owners = {buffer: number[name] for buffer, name in _owners(self._steps, repeats).items()}
 
-    name: str
-    nbytes: int
-    made: int
-    read: int
-    repeatable: bool
+        self._fixed = np.array([step.name not in chosen for step in self._steps])
+        held, whole = np.zeros(count), np.zeros(count)  # output's bytes that backward reads, and all its bytes
+        last = np.arange(count)  # last layer whose forward pass reads the output
+        for buffer, maker in owners.items():
+            whole[maker] += aligned(buffer.nbytes)
+            held[maker] += aligned(buffer.nbytes) * (buffer in repeats.read_later)
+        for operation in repeats.operations:
+            for buffer in operation.buffers():
+                if buffer in owners and operation.layer in number:
+                    last[owners[buffer]] = max(last[owners[buffer]], number[operation.layer])
+        self._held, self._last = held, last
+        made = {step.output: i for i, step in enumerate(self._steps)}
+        #: Pairs of layers: the second reads the output of the first.
+        self._reads = [
+            (made[v], i) for i, step in enumerate(self._steps) for v in dict.fromkeys(step.inputs) if v in made
+        ]
 
-
-def _blocks(steps: Sequence[Step]) -> list[_Output]:
-    """Return the outputs of all layers, with numbers of blocks. Each layer that is costly to repeat begins a block."""
-    number, numbers = -1, dict[str, int]()
-    for step in steps:
-        number += step.layer.recomputation == "block" or number < 0
-        numbers[step.name] = number
-    read: dict[Value, int] = {}
-    for step in steps:
-        read.update(dict.fromkeys(step.inputs, numbers[step.name]))
-    return [
-        _Output(
-            step.name,
-            step.output.box.size * step.output.dtype.itemsize,
-            numbers[step.name],
-            read.get(step.output, numbers[step.name]),
-            step.layer.recomputation != "never",
+        operations, spans = list(program), lifetimes(list(program), program.kept)
+        begin = sum(len(s.before) + len(s.operations) + len(s.after) for s in program.forward)
+        #: Layer of each operation of the backward pass, in the order of the pass.
+        self._places = np.repeat(
+            [number.get(s.name.partition(" (")[0], count - 1) for s in program.backward],
+            [len(s.before) + len(s.operations) + len(s.after) for s in program.backward],
         )
-        for step in steps
-    ]
+        here = len(self._places)
+        #: Bytes of each output during each operation of the backward pass, and bytes of all other arrays.
+        self._alive, others = np.zeros((count, here)), np.zeros(len(operations) + 1)
+        for buffer, some in spans.items():
+            mine = owners.get(buffer) if buffer in repeats.read_later else None
+            for start, stop in some:
+                if mine is None:
+                    others[start] += aligned(buffer.nbytes)
+                    others[stop + 1] -= aligned(buffer.nbytes)
+                else:
+                    self._alive[mine, : max(0, stop + 1 - begin)] += aligned(buffer.nbytes)
+        kept = sum(program.placement.kept.values())
+        self._others = np.cumsum(others)[begin : begin + here] + kept
+
+        if seconds is None:
+            weight = [COSTLY if step.layer.recomputation == "block" else 1.0 for step in self._steps]
+            self._seconds = np.array(weight) * np.maximum(whole, 1)
+        else:
+            self._seconds = np.array([seconds.get(step.name, 0.0) for step in self._steps])
+        self._prepare(whole)
+        self.least = self._least()
+
+    def _may(self, step: Step) -> bool:
+        own = self._strategy.layers.get(step.name, {})
+        return step.layer.recomputation != "never" and own.get("recompute") != "none"
+
+    def _prepare(self, whole: _Floats) -> None:
+        """Compute, for all pairs of consecutive kept layers `i` and `j`, terms of memory and time of the run between.
+
+        Row ``i + 1`` stands for layer `i`: row 0 is the beginning.
+        """
+        n, held, last = len(self._steps), self._held, self._last
+        layer, behind, places = np.arange(n), np.arange(n + 1), self._places
+        total = np.vstack([np.zeros(len(places)), np.cumsum(self._alive, axis=0)])
+        inside = layer[:, None] < behind  # [output, kept layer behind the run]
+        read = (last[:, None] > behind) & (held[:, None] > 0)
+        kept = _sums_from(held[:, None] * (inside & read))
+        again = _sums_from(self._seconds[:, None] * (inside & ~read))
+        #: Memory of a run, time to repeat it, bytes of its outputs that are kept, each [beginning + 1, kept behind].
+        self._need = np.full((n + 1, n + 1), np.inf)
+        for row in range(n + 1):
+            rows = total[np.minimum(behind[row:] + 1, n)] - total[row] + self._others
+            rows = np.where((places >= row) & (places <= behind[row:, None]), rows, 0.0)
+            self._need[row, row:] = rows.max(axis=1, initial=0.0)
+        self._extra, self._again = kept, again
+        # Bytes of earlier outputs that are kept only because layers of the run read them.
+        self._more = np.zeros((n + 1, n + 1))
+        for row in range(n + 1):
+            more = np.zeros(n)
+            for source, reader in self._reads:
+                if source < row <= reader:
+                    more[reader] += whole[source] - held[source]
+            self._more[row] = more @ (inside & ~read)
+        # A run ends before a layer that cannot be repeated.
+        self._end = np.full(n + 1, n)
+        for row in range(n - 1, -1, -1):
+            self._end[row] = row if self._fixed[row] else self._end[row + 1]
+
+    def _least(self) -> float:
+        """Return the smallest estimate of an arena [B]."""
+        finite = np.where(np.isfinite(self._need), self._need + self._more + self._extra, 0.0)
+        high = float(finite.max(initial=0.0) + self._held.sum() + self._more.sum(axis=1).max(initial=0.0))
+        low = float(self._others.max(initial=0.0))
+        while high - low > 0.002 * high:
+            middle = (low + high) / 2
+            low, high = (low, middle) if self._search(middle, 1) is not None else (middle, high)
+        return high
+
+    def fastest(self, room: float) -> Strategy | None:
+        """Return the strategy with the fastest choice of an arena of about `room` [B] at most; None: there is none."""
+        found = self._search(room)
+        return None if found is None else self.strategy(found[1])
+
+    def estimate(self, room: float) -> float | None:
+        """Return the time of the repeated layers of the fastest choice within `room` [s]; None: there is none."""
+        found = self._search(room)
+        return None if found is None else found[0]
+
+    def strategy(self, again: frozenset[str]) -> Strategy:
+        """Return the strategy that computes the outputs of these layers again."""
+        layers = dict(self._strategy.layers)
+        for step in self._steps:
+            if step.name in again and step.name in self._network.layers:
+                layers[step.name] = {**layers.get(step.name, {}), "recompute": step.layer.recomputation}
+        return replace(self._strategy, layers=layers)
+
+    def _search(self, room: float, most: int = STATES) -> tuple[float, frozenset[str]] | None:
+        """Return time and layers of the fastest choice within a room [B]; None: there is none.
+
+        Row ``i + 1`` of the states stands for kept layer `i`, row 0 for the beginning. At most `most` states per row
+        are used; with one, that with the fewest bytes.
+        """
+        n = len(self._steps)
+        seconds, nbytes = np.full((n + 2, most), np.inf), np.full((n + 2, most), np.inf)
+        before = np.zeros((n + 2, most), np.intp)  # flat index of the state of the layer that is kept before
+        seconds[0, 0] = nbytes[0, 0] = 0.0
+        held = np.append(self._held, 0.0)
+        for behind in range(n + 1):
+            rows = slice(0, behind + 1)
+            kept = nbytes[rows] + self._more[rows, behind, None]
+            fits = kept + self._need[rows, behind, None] <= room
+            fits &= (self._end[rows] >= behind)[:, None]
+            at = np.flatnonzero(fits)
+            if not len(at):
+                continue
+            time = (seconds[rows] + self._again[rows, behind, None]).reshape(-1)[at]
+            kept = (kept + self._extra[rows, behind, None]).reshape(-1)[at] + held[behind]
+            chosen = _undominated(time, kept, most)
+            count = len(chosen)
+            seconds[behind + 1, :count], nbytes[behind + 1, :count] = time[chosen], kept[chosen]
+            before[behind + 1, :count] = at[chosen]
+        if not np.isfinite(seconds[n + 1, 0]):
+            return None
+        runs, row, state = dict[int, int](), n + 1, 0  # layers computed again, with the kept layer behind their run
+        while row:
+            behind = row - 1
+            row, state = divmod(int(before[row, state]), most)
+            runs.update((i, behind) for i in range(row, behind) if self._last[i] <= behind or not self._held[i])
+        # What a later run reads is kept.
+        for source, reader in self._reads:
+            if runs.get(source, n + 1) < reader and reader in runs:
+                del runs[source]
+        return float(seconds[n + 1, 0]), frozenset(self._steps[i].name for i in runs)
 
 
-def _segmentations(outputs: Sequence[_Output]) -> Iterator[tuple[int, ...]]:
-    """Yield segmentations, each as the last blocks of its segments, from large segments to small ones."""
-    count = 1 + max((output.made for output in outputs), default=0)
-    within, kept = _sizes(outputs, count)
-    largest, smallest = within[0, count - 1], max(within[i, i] for i in range(count))
-    for k in range(LIMITS):
-        yield _segmentation(within, kept, count, largest * (max(smallest, 1) / max(largest, 1)) ** (k / (LIMITS - 1)))
+def _sums_from(terms: _Floats) -> _Floats:
+    """Return, in row `i`, the sums of the rows from `i` on; the last row is zero."""
+    return np.vstack([np.cumsum(terms[::-1], axis=0)[::-1], np.zeros(terms.shape[1])])
 
 
-def _sizes(outputs: Sequence[_Output], count: int) -> tuple[dict[tuple[int, int], int], dict[tuple[int, int], int]]:
-    """Return, by first and last block of a segment, the sizes of its recomputed and of its kept outputs [B]."""
-    within, kept = dict[tuple[int, int], int](), dict[tuple[int, int], int]()
-    for first in range(count):
-        for last in range(first, count):
-            own = [output for output in outputs if first <= output.made <= last]
-            again = sum(output.nbytes for output in own if output.read <= last and output.repeatable)
-            within[first, last], kept[first, last] = again, sum(output.nbytes for output in own) - again
-    return within, kept
+def _owners(steps: Sequence[Step], repeats: Recomputation) -> dict[Buffer, str]:
+    """Return the layer to which each repeatable buffer belongs; copies for readers belong to what they copy."""
+    outputs = {step.output.region.view.buffer: step.name for step in steps if step.output.region is not None}
+    found: dict[Buffer, str] = {}
+    for buffer in sorted(repeats.again, key=lambda b: repeats.makers[b][0]):
+        operation = repeats.operations[repeats.makers[buffer][0]]
+        source = None
+        if buffer not in outputs and isinstance(operation, Transfer):
+            source = operation.exchange.source.buffer
+        elif buffer not in outputs and isinstance(operation, Run) and operation.kernel.make is copying:
+            source = next((b for b in operation.buffers() if b is not buffer), None)
+        own = outputs.get(buffer, operation.layer)
+        found[buffer] = own if source is None else found.get(source, outputs.get(source, own))
+    return found
 
 
-def _segmentation(
-    within: Mapping[tuple[int, int], int], kept: Mapping[tuple[int, int], int], count: int, limit: float
-) -> tuple[int, ...]:
-    """Return the segmentation that keeps the fewest bytes, with at most `limit` bytes computed again in a segment."""
-    best: list[tuple[int, tuple[int, ...]]] = [(0, ())]
-    for last in range(count):
-        best.append(
-            min(
-                (best[first][0] + kept[first, last], (*best[first][1], last))
-                for first in range(last + 1)
-                if within[first, last] <= limit or first == last
-            )
-        )
-    return best[count][1]
+def _undominated(seconds: _Floats, nbytes: _Floats, most: int) -> NDArray[np.intp]:
+    """Return the states without a state that is not slower and keeps no more, the fastest first.
 
-
-def _again(outputs: Sequence[_Output], ends: Sequence[int]) -> frozenset[str]:
-    """Return the layers whose outputs are computed again."""
-    end_of = {block: end for first, end in zip((-1, *ends), ends) for block in range(first + 1, end + 1)}
-    return frozenset(
-        output.name
-        for output in outputs
-        if output.repeatable and output.read <= end_of[output.made] and end_of[output.made] != ends[-1]
-    )
+    If there are more than `most`, some are chosen evenly, among them the fastest and that with the fewest bytes.
+    """
+    order = np.lexsort((nbytes, seconds))
+    least = np.minimum.accumulate(nbytes[order])
+    better = np.append(True, least[1:] < least[:-1])
+    kept = order[better]
+    if len(kept) > most:
+        kept = kept[np.linspace(0 if most > 1 else len(kept) - 1, len(kept) - 1, most).round().astype(np.intp)]
+    return kept

@@ -24,7 +24,7 @@ from ..lowering.operations import ExchangeSpec, KernelSpec, Operation, Release, 
 from ..lowering.views import Buffer, Region, View
 from .program import Program, Segment, Step
 
-__all__ = ["recompute", "recomputed"]
+__all__ = ["Recomputation", "recompute", "recomputed"]
 
 
 def recomputed(step: Step) -> bool:
@@ -43,11 +43,11 @@ def recompute(program: Program) -> Program:
     chosen = {step.name: step for step in program.steps if recomputed(step)}
     if not chosen or not program.backward:
         return program
-    made = _Recomputation(program, chosen).program()
+    made = Recomputation(program, chosen).program()
     return made if made.placement.size < program.placement.size else program
 
 
-class _Recomputation:
+class Recomputation:
     """Recomputation of a program: its operations by the buffers that they read and write.
 
     Attributes
@@ -56,6 +56,10 @@ class _Recomputation:
         Operations of a forward pass in training, in order.
     makers
         Numbers of the operations that write a buffer of the arena, by buffer.
+    read_later
+        Buffers that the backward pass reads.
+    again
+        Buffers that are computed again if the chosen layers are.
     """
 
     def __init__(self, program: Program, chosen: Mapping[str, Step]) -> None:
@@ -64,13 +68,17 @@ class _Recomputation:
         forward = [o for segment in program.forward for o in segment.operations]
         backward = [o for segment in program.backward for o in segment.operations]
         self.operations = [o for o in forward if o.when != "evaluation"]
+        #: What each operation reads and makes, when it is repeated.
+        repeated = [_again(operation) for operation in self.operations]
+        self._reads = [_reads(operation) for operation in repeated]
+        self._makes = [_results(operation) for operation in repeated]
         self._always = frozenset(program.kept)
         self.makers: dict[Buffer, list[int]] = {}
         for at, operation in enumerate(self.operations):
             for buffer in _results(operation):
                 if self._in_arena(buffer):
                     self.makers.setdefault(buffer, []).append(at)
-        self._read_later = {buffer for o in backward for buffer in _reads(o)}
+        self.read_later = {buffer for o in backward for buffer in _reads(o)}
         self._changed_later = {buffer for o in backward for buffer in _results(o)}
         self._strips: dict[ExchangeSpec, list[tuple[View, View]]] = {}
         self.again = self._choose()
@@ -103,18 +111,18 @@ class _Recomputation:
         for at in self.makers[buffer]:
             operation = self.operations[at]
             copies = isinstance(operation, Transfer) or operation.layer not in self._chosen
-            for read in _reads(_again(operation)):
+            for read in self._reads[at]:
                 if read not in found and ((copies and read is not buffer) or read in self._changed_later):
                     return False
-            if any(made not in found for made in _results(_again(operation))):
+            if any(made not in found for made in self._makes[at]):
                 return False
         return True
 
     def _without_gain(self, found: set[Buffer]) -> set[Buffer]:
         """Return the buffers whose sources would have to be kept instead, and are not smaller."""
-        lost, held = set[Buffer](), set(self._read_later)
+        lost, held = set[Buffer](), set(self.read_later)
         for buffer in self.makers:
-            if buffer in found and buffer in self._read_later:
+            if buffer in found and buffer in self.read_later:
                 more = self._sources(buffer, found) - held
                 if sum(source.nbytes for source in more) >= buffer.nbytes:
                     lost.add(buffer)
@@ -127,7 +135,7 @@ class _Recomputation:
         sources, waiting, seen = set[Buffer](), [buffer], {buffer}
         while waiting:
             for at in self.makers[waiting.pop()]:
-                for read in _reads(_again(self.operations[at])).keys() - seen:
+                for read in self._reads[at].keys() - seen:
                     seen.add(read)
                     if read in found:
                         waiting.append(read)
@@ -165,8 +173,7 @@ class _Recomputation:
             restored.add(buffer)
             for at in self.makers[buffer]:
                 numbers.add(at)
-                again = _again(self.operations[at])
-                waiting += [other for other in (*_reads(again), *_results(again)) if other in self.again]
+                waiting += [other for other in (*self._reads[at], *self._makes[at]) if other in self.again]
         for at in sorted(numbers):
             operation = self.operations[at]
             if isinstance(operation, Transfer):
@@ -177,7 +184,7 @@ class _Recomputation:
     def _forward(self, repeated: Sequence[Operation]) -> list[Segment]:
         """Return the forward pass with releases of buffers after their last use, and with copies of halos."""
         touched = {buffer for o in repeated for buffer in o.buffers() if self._in_arena(buffer)}
-        needed = self._read_later | {buffer for o in repeated for buffer in _reads(o)}
+        needed = self.read_later | {buffer for o in repeated for buffer in _reads(o)}
         ends = {buffer for buffer in touched if buffer in self.again or buffer not in needed}
         last: dict[Buffer, int] = {}
         for i, segment in enumerate(self._program.forward):
