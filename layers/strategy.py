@@ -8,7 +8,7 @@ import json
 import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -149,6 +149,12 @@ class Strategy:
         return any(own.get("recompute", "none") != "none" for own in (self.options, *self.layers.values()))
 
     @property
+    def keeping_all(self) -> Strategy:
+        """The same strategy without recomputation: all outputs are kept for the backward pass."""
+        layers = {name: _without(own, "recompute") for name, own in self.layers.items()}
+        return replace(self, layers=layers, options=_without(self.options, "recompute"))
+
+    @property
     def ranks(self) -> int:
         """Number of ranks that the parts need: the maximum over all layers; a layer may use fewer."""
         return max(math.prod(self.parts_of(name).values()) for name in ("", *self.layers))
@@ -279,6 +285,10 @@ class Strategy:
             If the file cannot be read or holds no strategy; one line with the key, the expected and the given value.
         """
         return build(cls, read_json(path, "strategy"), f"strategy {shown_path(path)}")
+
+
+def _without(options: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in options.items() if key != name}
 
 
 def held(parts: Mapping[str, int]) -> tuple[int, int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,7 +12,7 @@ import typer
 
 from ..documents import check_output
 from ..errors import UserError
-from ..output import bytes_text, cut_text, idle_text, milliseconds, table, time_text, working
+from ..output import bytes_text, cut_text, idle_text, mebibytes, milliseconds, table, time_text, working
 from .options import Cache
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ..perfmodel.cost import Prediction
     from ..perfmodel.plans import LayerRecord, Plan
     from ..planning import Asked
+    from ..program.program import Program
 
 __all__ = ["explain"]
 
@@ -30,6 +31,7 @@ RIVALS = 5
 #: Fields of a record, by the names in the table.
 TERMS = {
     "kernels": ("forward", "backward"),
+    "computed again": ("again",),
     "halos": ("halo_exposed", "packing"),
     "channel sums": ("channel",),
     "statistics": ("statistics",),
@@ -50,12 +52,15 @@ def explain(
     program: Annotated[
         bool, typer.Option("--program", help="List the operations of a step instead, in the order in which they run.")
     ] = False,
-    rank: Annotated[int, typer.Option("--rank", metavar="R", min=0, help="Rank whose program is listed.")] = 0,
+    rank: Annotated[
+        int, typer.Option("--rank", metavar="R", min=0, help="Rank whose program, or kept memory, is listed.")
+    ] = 0,
 ) -> None:
     """Explain why a plan cuts layers as it does, and what the next best cuts would cost.
 
     Without --layer, this explains the layers that take longest. For every other cut, the rest of the network is planned
-    again and the step is simulated.
+    again and the step is simulated. If the plan computes outputs again in the backward pass, a table has the memory
+    that each layer keeps and frees, and the time that its repetition takes.
 
     \b
     Examples:
@@ -68,13 +73,15 @@ def explain(
     if image is not None:
         check_output(image, "--picture", ".png")
     made = Plan.load(path)
+    if rank >= made.ranks:
+        raise UserError(f"--rank: expected one of 0 to {made.ranks - 1}, got {rank}")
     if program:
         print("\n".join(_program(made, _asked(made, path, cache), rank, layers or ())))
         return
     with working("pricing every cut of every layer") as say:
         explainer = Explainer(made, _asked(made, path, cache), say)
         chosen = explainer.check_layers(layers or ())
-        lines = explainer.text(chosen, bool(layers))
+        lines = explainer.text(chosen, bool(layers), rank)
     print("\n".join(lines))
     if image is not None:
         from .pictures import draw_strip
@@ -107,17 +114,22 @@ def _asked(plan: Plan, path: Path, cache: Path | None) -> Asked:
 
 def _program(plan: Plan, asked: Asked, rank: int, layers: Sequence[str]) -> Iterator[str]:
     """Yield the program of one rank as lines of text."""
-    from ..device import as_dtype
-    from ..perfmodel.cost import Wires, program_of
-    from ..program.program import Target, lines_of
+    from ..program.program import lines_of
 
-    if rank >= plan.ranks:
-        raise UserError(f"--rank: expected one of 0 to {plan.ranks - 1}, got {rank}")
     for name in layers:
         _check_layer(plan, name)
+    return lines_of(_compiled(plan, asked, plan.strategy, rank), frozenset(layers) or None)
+
+
+def _compiled(plan: Plan, asked: Asked, strategy: Strategy, rank: int) -> Program:
+    """Return the program of one rank under a strategy, otherwise as the plan's."""
+    from ..device import as_dtype
+    from ..perfmodel.cost import Wires, program_of
+    from ..program.program import Target
+
     overlaps = Wires(asked.machine).waits_for_network
     target = Target(plan.batch, plan.ranks, rank, as_dtype(plan.dtype), overlaps=overlaps)
-    return lines_of(program_of(asked.network, plan.strategy, target), frozenset(layers) or None)
+    return program_of(asked.network, strategy, target)
 
 
 def _check_layer(plan: Plan, name: str) -> None:
@@ -206,7 +218,7 @@ class Explainer:
             except NoneFits:
                 continue
             indices[v] = int(c)
-            strategy = self._reducing(self.costs.strategy(indices, self.plan.strategy.bucket_bytes))
+            strategy = self._alike(self.costs.strategy(indices, self.plan.strategy.bucket_bytes))
             found.append(Rival(strategy.parts_of(layer), self._simulate(strategy)))
             if len(found) == count:
                 break
@@ -216,11 +228,20 @@ class Explainer:
         parts = tuple(self.plan.strategy.cuts_of(self.costs.names[v]).values())
         return self.costs.candidates[v].index(parts) if parts in self.costs.candidates[v] else -1
 
-    def _reducing(self, strategy: Strategy) -> Strategy:
-        """Return the strategy with the plan's reduction scheme; it replicates only layers that its cuts permit."""
-        from ..layers.reduction_chunks import replicable_layers
+    def _alike(self, strategy: Strategy) -> Strategy:
+        """Return the cuts and halo algorithms of a strategy with the plan's other options and reduction scheme.
 
-        scheme = self.plan.strategy.reduction
+        It replicates only layers that its cuts permit.
+        """
+        from ..layers.reduction_chunks import replicable_layers
+        from ..layers.strategy import AXES
+
+        given, scheme = self.plan.strategy, self.plan.strategy.reduction
+        layers = {}
+        for name, own in strategy.layers.items():
+            options = given.layers.get(name, {}).items()
+            layers[name] = {**own, **{key: value for key, value in options if key not in (*AXES, "halo")}}
+        strategy = replace(strategy, layers=layers, options=given.options)
         most = len(replicable_layers(strategy, self.asked.network, self.plan.batch))
         return replace(strategy, reduction=replace(scheme, replicated_dense=min(most, scheme.replicated_dense)))
 
@@ -232,8 +253,8 @@ class Explainer:
 
     # -- output --------------------------------------------------------------------------------
 
-    def text(self, layers: Sequence[str], details: bool) -> list[str]:
-        """Return the whole explanation, in lines."""
+    def text(self, layers: Sequence[str], details: bool, rank: int = 0) -> list[str]:
+        """Return the whole explanation, in lines; `rank` is the one whose kept memory is listed."""
         from ..planning import source_of
 
         plan = self.plan
@@ -247,12 +268,37 @@ class Explainer:
         if abs(now - plan.step_seconds) > 0.02 * plan.step_seconds:
             source = source_of(self.pricing.times, self.asked.machine)
             lines.append(f"by current kernel times ({source}) it takes {time_text(now)}; the following uses these")
+        if plan.strategy.recomputes:
+            self._say("compiling the step without recomputation")
+            lines += ["", *self._recomputation(rank, frozenset(layers if details else plan.layers))]
         for name in layers:
             self._say(f"planning around the cuts of {name}")
             lines += ["", *self._of_layer(name, RIVALS if details else 1)]
         if not details:
             lines += ["", f"These layers take longest; --layer NAME shows the {RIVALS} next best cuts of any other."]
         return lines
+
+    def _recomputation(self, rank: int, layers: Collection[str]) -> Iterator[str]:
+        """Yield lines with what these layers keep and compute again on a rank, and with the totals of its step."""
+        from ..perfmodel.cost.kept import Kept, kept_by_layers
+
+        plan, strategy = self.plan, self.plan.strategy
+        program = _compiled(plan, self.asked, strategy, rank)
+        held, none = kept_by_layers(program), Kept()
+        rows = [["", "[MiB]", "[MiB]", "[ms]"]]
+        for record in self.chosen.layers:
+            own = held.get(record.name, none)
+            if record.name in layers and (own.kept or own.again or record.again):
+                rows.append([record.name, mebibytes(own.kept), mebibytes(own.again), milliseconds(record.again)])
+        sums = sum(own.kept for own in held.values()), sum(own.again for own in held.values())
+        rows.append(["all layers", *map(mebibytes, sums), milliseconds(self.chosen.total("again"))])
+        yield f"kept for the backward pass, or computed again in it, on rank {rank}:"
+        yield from (f"  {line}" for line in table(["layer", "kept |", "again", "time"], rows))
+        keeping = strategy.keeping_all
+        size, largest = program.placement.size, _compiled(plan, self.asked, keeping, rank).placement.size
+        now, before = self.chosen.step_seconds, self._simulate(keeping).step_seconds
+        yield f"  arena {bytes_text(size)}, {bytes_text(largest)} if all were kept ({_change(size, largest)})"
+        yield f"  step {time_text(now)}, {time_text(before)} if all were kept ({_change(now, before)})"
 
     def _of_layer(self, name: str, count: int) -> list[str]:
         record = next(r for r in self.chosen.layers if r.name == name)
@@ -313,9 +359,14 @@ class Explainer:
         return ", ".join(named[:4]) or "no difference"
 
 
+def _change(value: float, base: float) -> str:
+    return f"{value / base - 1:+.1%}" if base else "-"
+
+
 def _likeness(record: LayerRecord) -> object:
     """Return a key that is equal for layers of equal time under the same cut, without sums of gradients."""
-    return record.kind, tuple(record.parts.items()), record.forward, record.backward, record.halo, record.output
+    times = record.forward, record.backward, record.again, record.halo
+    return record.kind, tuple(record.parts.items()), *times, record.output
 
 
 def _terms(record: LayerRecord) -> str:

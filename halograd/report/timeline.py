@@ -113,6 +113,8 @@ COLOURS = {
     "io": (GREEN, "read ahead"),
 }
 STEPS = 2
+#: Largest number of entries in one row of the legend.
+LEGEND = 9
 
 
 def draw_timeline(path: Path, trace: Path, title: str) -> bool:
@@ -133,9 +135,8 @@ def draw_timeline(path: Path, trace: Path, title: str) -> bool:
         figure.suptitle(title, fontsize=9.5)
         kinds = {bar.kind for bar in shown}
         handles = [Patch(facecolor=c, label=label) for kind, (c, label) in COLOURS.items() if kind in kinds]
-        figure.legend(
-            handles=handles, loc="outside lower center", ncols=len(handles), columnspacing=1.1, handlelength=1.3
-        )
+        columns = len(handles) if len(handles) <= LEGEND else -(-len(handles) // 2)
+        figure.legend(handles=handles, loc="outside lower center", ncols=columns, columnspacing=1.1, handlelength=1.3)
     return True
 
 

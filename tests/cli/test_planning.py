@@ -13,14 +13,16 @@ from pathlib import Path
 
 import pytest
 
+from halograd.cli import pictures
 from halograd.errors import UserError
 from halograd.layers.reduction_scheme import Scheme
 from halograd.measuring import rivals
 from halograd.models import build
-from halograd.perfmodel.cost import simulate
+from halograd.perfmodel.cost import Training, simulate
 from halograd.perfmodel.cuts import BASELINES, GRID
 from halograd.perfmodel.machine import Machine
 from halograd.perfmodel.plans import Alternative, Plan
+from halograd.plan_text import plan_text
 from halograd.planning import Asked, baselines_of
 from tests.launch import command_line
 from tests.perfmodel.pricing import priced
@@ -173,6 +175,56 @@ def test_explain_chooses_the_layers_that_take_longest(typed, planned):
     plan = Plan.load(planned)
     slowest = max(plan.prediction.layers, key=lambda r: r.seconds)
     assert code == 0 and re.search(rf"^{slowest.name}\b", out, re.M), out
+
+
+@pytest.fixture
+def repeating(planned, tmp_path):
+    """Return the path of the planned cuts with outputs of norms and activations computed again."""
+    plan = Plan.load(planned)
+    strategy = replace(plan.strategy, options={"recompute": "pointwise"})
+    asked = Asked("mesh", {}, build("mesh", **plan.request.options), plan.request.load_machine(), "lassen", plan.dtype)
+    pricing, training = asked.pricing(plan.batch, plan.ranks), Training(plan.dtype, plan.request.slots)
+    prediction = simulate(asked.network, strategy, plan.batch, pricing, training, plan.ranks)
+    replace(plan, strategy=strategy, prediction=prediction).save(tmp_path / "again.json")
+    return tmp_path / "again.json"
+
+
+def test_explain_has_the_memory_and_time_of_repetition(typed, planned, repeating):
+    plan = Plan.load(repeating)
+    assert plan.prediction.total("again") > 0, "the file has the time"
+    code, out, err = typed("explain", repeating)
+    assert (code, err) == (0, "")
+    number = r" +([\d.]+|-)"
+    rows = re.findall(rf"^  (\w+|all layers){number * 3}$", out, re.M)
+    cells = {name: [0.0 if cell == "-" else float(cell) for cell in own] for name, *own in rows}
+    times = {record.name: 1e3 * record.again for record in plan.prediction.layers if record.again}
+    assert times and all(cells[name][2] == pytest.approx(t, abs=6e-4) for name, t in times.items())
+    freed = {name for name, _, again, _ in rows if again != "-"}
+    assert freed >= set(times), "what is made again takes no memory in between"
+    *layers, (total, *sums) = cells.items()
+    assert total == "all layers" and sums[0][2] == pytest.approx(sum(own[2] for _, own in layers), abs=0.01)
+    arena, step = (float(re.search(rf"^  {word} .* \(([+-][\d.]+)%\)$", out, re.M)[1]) for word in ("arena", "step"))
+    assert arena < 0 < step
+    other = [float(less) for less in re.findall(r" computed again ([+-][\d.]+)", out)]
+    assert all(less > -0.9 * sums[0][2] for less in other), "other cuts compute outputs again, too"
+    assert "kept for the backward pass" not in typed("explain", planned)[1]
+    one = typed("explain", repeating, "--layer", next(iter(times)))[1]
+    assert len(re.findall(rf"^  \w+{number * 3}$", one, re.M)) == 1 and "all layers" in one
+
+
+def test_a_strip_has_the_time_of_repetition(typed, repeating, tmp_path, monkeypatch):
+    terms = []
+    monkeypatch.setattr(pictures, "_value", lambda record, term: terms.append(term) or record.forward)
+    assert typed("explain", repeating, "--layer", "predict", "--picture", tmp_path / "strip.png")[0] == 0
+    assert "again" in terms
+
+
+def test_a_plan_has_a_column_for_repetition_only_with_it(planned, repeating):
+    texts = ["\n".join(plan_text(Plan.load(path), [])) for path in (planned, repeating)]
+    assert ["again" in text for text in texts] == [False, True]
+    assert re.search(r"backward +again +halo", texts[1]) and "repeat the forward pass" in texts[1]
+    files = [json.loads(path.read_text())["prediction"]["layers"] for path in (planned, repeating)]
+    assert [any("again" in layer for layer in layers) for layers in files] == [False, True]
 
 
 def test_explain_draws_the_strip(typed, planned, tmp_path):
