@@ -347,6 +347,9 @@ class BatchNormArrays:
     training
         Additional work: mean and variance from sums over all processes, running statistics, gradients of the
         parameters. Then ``backward_data()`` divides `sums` by ``training.count`` itself, and may overwrite `means`.
+    of_x
+        Whether `mean` and `var` are statistics of `x`, so that they are NaN if an element is; with `dx` they always
+        are.
     residual, dresidual
         Shape of `x`, or None. With a residual and an activation, whose derivative must follow from its output,
         ``backward_sums()`` writes ``dresidual = dy'``, which ``backward_data()`` reads; without activation the
@@ -369,6 +372,7 @@ class BatchNormArrays:
     training: BatchNormTraining | None = None
     residual: Any = None
     dresidual: Any = None
+    of_x: bool = False
 
     @property
     def rows(self) -> int:

@@ -277,7 +277,7 @@ class _BatchNormKernel:
         given |= {name: self.arrays[name] for name in ("gamma", "beta", "sums", "means")}
         mean, var = moments
         numbers: dict[str, Any] = {"eps": self.layer.eps, "activation": self.n.activation}
-        numbers |= {"training": training, "local": training is not None and self.n.alone}
+        numbers |= {"training": training, "local": training is not None and self.n.alone, "of_x": mean is self.mean}
         arrays = BatchNormArrays(**given, **numbers, mean=mean, var=var)
         made: BatchNormKernels = environment.kernels.batch_norm(arrays)
         return made

@@ -120,8 +120,8 @@ class OnednnBatchNorm:
         """Return a forward kernel that preserves NaN: oneDNN's, whose ReLU turns NaN into 0, or NumPy's if there is a
         NaN.
 
-        Statistics of `x` are NaN if an element is. Statistics given without gradient may belong to other data, so in
-        that case the kernel checks `x`.
+        Statistics of `x` are NaN if an element is. Other statistics may belong to other data, so in that case the
+        kernel checks `x`, which takes one more pass over memory.
         """
         a = self.a
         if a.activation is None:
@@ -129,7 +129,7 @@ class OnednnBatchNorm:
         given = dataclasses.replace(a, dy=None, dx=None, local=False)
         rectified = Kernel(lambda: np.maximum(a.y, 0, out=a.y), "numpy:relu")
         plain = deferred(lambda: chain(NumpyBatchNorm(given, self.engine.scratch).kernels().forward, rectified))
-        if a.dx is not None or a.local:
+        if a.dx is not None or a.local or a.of_x:
             return fallback(forward, self._vectors_fail, plain)
         finite = Finite(self.engine, a.x)
         return either(forward, lambda: self._vectors_fail() or finite.fails(), plain, *finite.kernels)
