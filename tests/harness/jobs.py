@@ -25,8 +25,10 @@ SHARED_MEMORY = Path("/dev/shm")
 OF_OUTER_MPI = ("PMI_", "PMIX_", "OMPI_", "HYDI_", "HYDRA_", "MPIR_CVAR_", "MPI_LOCAL", "SLURM_")
 LAUNCHER_VARIABLES = (*OF_OUTER_MPI, VARIABLE)
 
-# Threads: several ranks share few cores. Open MPI refuses root and more ranks than cores unless told.
+# Several ranks share few cores: a rank has one thread, and sleeps where MPICH would take the core of the rank that it
+# waits for. Open MPI refuses root and more ranks than cores unless told.
 TEST_ENVIRONMENT = {
+    "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1",
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
