@@ -68,6 +68,9 @@ class OptionsTable(Table):
     recompute: Literal["none", "pointwise", "block"] = "none"
     """Outputs that are not kept for the backward pass, but computed again in it: none; those of norms, activations,
     sums and other pointwise layers (``"pointwise"``); or those of all layers that can be repeated (``"block"``)."""
+    recompute_halo: Literal["keep", "exchange"] = "keep"
+    """Halos of an output that is computed again: kept in small arrays (``"keep"``), or exchanged again in the backward
+    pass (``"exchange"``: less memory, more messages to wait for)."""
 
 
 class LayerTable(OptionsTable, PartsTable):

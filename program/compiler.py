@@ -7,6 +7,7 @@ place, and orders the backward pass. Every layer lowers itself (:meth:`Layer.low
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from ..lowering.operations import KernelSpec, Operation, Run, Timing
 from ..lowering.views import Buffer, Value, View
 from .passes import apply_passes
 from .program import Program, Segment, Step, Target
-from .recompute import recompute
+from .recompute import exchanges, exchanges_again, recompute
 
 __all__ = ["Alone", "compile_program", "lower_program", "outline"]
 
@@ -47,7 +48,13 @@ def compile_program(
     replicable
         Names of dense layers that may compute the gradient of the whole batch on every rank.
     """
-    return recompute(lower_program(network, strategy, target, blocks, replicable))
+    program = lower_program(network, strategy, target, blocks, replicable)
+    if target.size == 1 or not target.trainable or not any(map(exchanges, program.steps)):
+        return recompute(program)
+    first = program  # of rank 0, which determines the exchanges that all ranks repeat
+    if target.rank:
+        first = lower_program(network, strategy, replace(target, rank=0), blocks, replicable)
+    return recompute(program, exchanges_again(first))
 
 
 def lower_program(

@@ -7,9 +7,14 @@ arrays, addresses and order are the same, so all bits are the same. Until then, 
     forward     conv1   bn1   conv2   release y of bn1   bn2  ...
     backward    ...     bn2   bn1 (again)   conv2   bn1   conv1
 
-Arrays that the repeated operations read are kept, or computed again too. Nothing is sent again: elements from other
-ranks (halos) are saved in small arrays and copied back. So the messages of a step do not depend on the recomputed
-outputs, and ranks may recompute different ones.
+Arrays that the repeated operations read are kept, or computed again too. Elements from other ranks (halos) are saved in
+small arrays and copied back. So the messages of a step do not depend on the recomputed outputs, and ranks may recompute
+different ones.
+
+With the option ``recompute_halo = "exchange"`` of a layer, exchanges of its output are repeated instead. All ranks must
+then repeat the same exchanges in the same order: those that rank 0 would repeat, at its positions
+(:func:`exchanges_again`). Each rank knows them from the layouts. A rank that needs a halo earlier, or one that is not
+exchanged again, saves it.
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ from ..lowering.operations import ExchangeSpec, KernelSpec, Operation, Release, 
 from ..lowering.views import Buffer, Region, View
 from .program import Program, Segment, Step
 
-__all__ = ["Recomputation", "recompute", "recomputed"]
+__all__ = ["Recomputation", "exchanges", "exchanges_again", "recompute", "recomputed"]
 
 
 def recomputed(step: Step) -> bool:
@@ -33,8 +38,30 @@ def recomputed(step: Step) -> bool:
     return kind != "never" and rule in ("block", kind)
 
 
-def recompute(program: Program) -> Program:
+def exchanges(step: Step) -> bool:
+    """Return whether halos of a layer's output are exchanged again if the output is computed again."""
+    return recomputed(step) and step.options.get("recompute_halo") == "exchange"
+
+
+def exchanges_again(program: Program) -> dict[int, str]:
+    """Return the exchanges of the forward pass that the backward pass repeats, for the program of rank 0. Local.
+
+    They are numbers in the order of the forward pass, which is the same on all ranks, each with the layer before whose
+    backward pass the exchange is repeated.
+    """
+    chosen = {step.name: step for step in program.steps if recomputed(step)}
+    made = Recomputation(program, chosen)
+    if made.program().placement.size >= program.placement.size:
+        return {}
+    outputs = {step.output.region.view.buffer for step in chosen.values() if exchanges(step)}
+    numbers = {exchange: number for number, exchange in enumerate(made.exchanges)}
+    return {numbers[exchange]: name for exchange, name in made.restored.items() if exchange.source.buffer in outputs}
+
+
+def recompute(program: Program, again: Mapping[int, str] | None = None) -> Program:
     """Return the program with the outputs of chosen layers computed again in the backward pass. Local.
+
+    `again` are the exchanges that all ranks repeat (:func:`exchanges_again`).
 
     A chosen output is kept in three cases: it is read after the step; its computation needs a message or changes a
     permanent array; or the arrays from which it is computed would have to be kept instead, and are not smaller. All
@@ -43,8 +70,8 @@ def recompute(program: Program) -> Program:
     chosen = {step.name: step for step in program.steps if recomputed(step)}
     if not chosen or not program.backward:
         return program
-    made = Recomputation(program, chosen).program()
-    return made if made.placement.size < program.placement.size else program
+    made = Recomputation(program, chosen, again).program()
+    return made if again or made.placement.size < program.placement.size else program
 
 
 class Recomputation:
@@ -58,20 +85,24 @@ class Recomputation:
         Numbers of the operations that write a buffer of the arena, by buffer.
     read_later
         Buffers that the backward pass reads.
+    exchanges
+        Exchanges of the forward pass, in order.
+    restored
+        Exchanges whose halos are copied back, with the first layer before whose backward pass this happens.
     again
         Buffers that are computed again if the chosen layers are.
     """
 
-    def __init__(self, program: Program, chosen: Mapping[str, Step]) -> None:
+    def __init__(self, program: Program, chosen: Mapping[str, Step], repeated: Mapping[int, str] | None = None) -> None:
         self._program, self._chosen = program, chosen
         self._rank = program.target.rank
         forward = [o for segment in program.forward for o in segment.operations]
         backward = [o for segment in program.backward for o in segment.operations]
         self.operations = [o for o in forward if o.when != "evaluation"]
         #: What each operation reads and makes, when it is repeated.
-        repeated = [_again(operation) for operation in self.operations]
-        self._reads = [_reads(operation) for operation in repeated]
-        self._makes = [_results(operation) for operation in repeated]
+        again = [_again(operation) for operation in self.operations]
+        self._reads = [_reads(operation) for operation in again]
+        self._makes = [_results(operation) for operation in again]
         self._always = frozenset(program.kept)
         self.makers: dict[Buffer, list[int]] = {}
         for at, operation in enumerate(self.operations):
@@ -81,6 +112,11 @@ class Recomputation:
         self.read_later = {buffer for o in backward for buffer in _reads(o)}
         self._changed_later = {buffer for o in backward for buffer in _results(o)}
         self._strips: dict[ExchangeSpec, list[tuple[View, View]]] = {}
+        self.exchanges = list(dict.fromkeys(o.exchange for o in self.operations if isinstance(o, Transfer)))
+        self.restored: dict[ExchangeSpec, str] = {}
+        self._repeated: dict[str, list[ExchangeSpec]] = {}
+        for number, name in (repeated or {}).items():
+            self._repeated.setdefault(name, []).append(self.exchanges[number])
         self.again = self._choose()
 
     def _in_arena(self, buffer: Buffer) -> bool:
@@ -149,8 +185,11 @@ class Recomputation:
         """Return the program with releases in forward and repeated operations in backward."""
         backward, repeated, restored = list[Segment](), list[Operation](), set[Buffer]()
         for segment in self._program.backward:
-            needed = dict.fromkeys(b for o in segment.operations for b in o.buffers() if b in self.again)
-            operations = list(self._restore(needed, restored))
+            sent = self._repeated.pop(segment.name, [])
+            ends = (end.buffer for exchange in sent for end in (exchange.source, exchange.target))
+            used = (*ends, *(buffer for o in segment.operations for buffer in o.buffers()))
+            needed = dict.fromkeys(buffer for buffer in used if buffer in self.again)
+            operations = list(self._restore(segment.name, needed, restored, sent))
             for layer, some in groupby(operations, key=lambda o: o.layer):
                 backward.append(Segment(f"{layer} (again)", list(some), again=True))
             repeated += operations
@@ -159,13 +198,16 @@ class Recomputation:
             return self._program
         return replace(self._program, forward=self._forward(repeated), backward=backward)
 
-    def _restore(self, needed: Iterable[Buffer], restored: set[Buffer]) -> Iterator[Operation]:
+    def _restore(
+        self, name: str, needed: Iterable[Buffer], restored: set[Buffer], sent: Sequence[ExchangeSpec]
+    ) -> Iterator[Operation]:
         """Yield the operations that recompute buffers and those that they need, in the order of the forward pass.
 
         All results of a repeated operation are recomputed together, so that no operation runs twice: it may change an
-        array in place.
+        array in place. The exchanges `sent` are repeated, whether this rank needs them or not.
         """
-        waiting, numbers = list(needed), set[int]()
+        waiting = list(needed)
+        numbers = {at for at, o in enumerate(self.operations) if isinstance(o, Transfer) and o.exchange in sent}
         while waiting:
             buffer = waiting.pop()
             if buffer in restored:
@@ -176,7 +218,8 @@ class Recomputation:
                 waiting += [other for other in (*self._reads[at], *self._makes[at]) if other in self.again]
         for at in sorted(numbers):
             operation = self.operations[at]
-            if isinstance(operation, Transfer):
+            if isinstance(operation, Transfer) and operation.exchange not in sent:
+                self.restored.setdefault(operation.exchange, name)
                 yield from self._brought(operation)
             else:
                 yield _again(operation)

@@ -226,6 +226,8 @@ def make_strategy(
         options["statistics"] = config.statistics
     if config.recompute == "pointwise":
         options["recompute"] = config.recompute
+    if config.recompute_halo != "keep":
+        options["recompute_halo"] = config.recompute_halo
     strategy = Strategy(cuts, options=options, bucket_bytes=config.bucket_bytes, passes=tuple(config.passes))
     if config.recompute == "block" and trainable and network is not None and batch is not None:
         return keep_few(network, strategy, Target(batch, size))

@@ -188,6 +188,9 @@ class StrategyConfig(Table):
     """Outputs that are not kept for the backward pass, but computed again in it, with the same results: none; those of
     norms, activations, sums and other pointwise layers (``"pointwise"``: about half of the memory for a few percent of
     the time); or all but a few, between segments of equal bytes (``"block"``: less memory, one more forward pass)."""
+    recompute_halo: Literal["keep", "exchange"] = "keep"
+    """Halos of outputs that are computed again: kept in small arrays (``"keep"``), or exchanged again in the backward
+    pass (``"exchange"``: less memory, more messages to wait for)."""
     bucket_bytes: Size = 4 << 20
     """Size of the buckets in which gradients are summed [B]."""
     passes: list[Text] = Field(default_factory=list)

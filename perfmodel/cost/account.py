@@ -124,10 +124,10 @@ def layers_memory(program: Program, blocks: Mapping[str, ParameterBlocks]) -> di
             found["parameter"] += blocks[f"{step.name}/{key}"].boxes[rank].size * itemsize
     found["parameter gradient"] += sum(rounded[flat] for flat in rounds)
     found["messages"] = LOSS_BYTES if program.target.size > 1 else 0
-    for operation in program:
-        if isinstance(operation, Transfer) and operation.end == "start" and operation.when != "evaluation":
-            move = Move.of(operation.exchange)
-            found["messages"] += int(move.peers(rank)[1].sum()) + int(move.adjoint.peers(rank)[1].sum())
+    starts = (o for o in program if isinstance(o, Transfer) and o.end == "start" and o.when != "evaluation")
+    for exchange in dict.fromkeys(operation.exchange for operation in starts):
+        move = Move.of(exchange)
+        found["messages"] += int(move.peers(rank)[1].sum()) + int(move.adjoint.peers(rank)[1].sum())
     # Sums of layers add up or gather in shared memory, whatever the nodes.
     sums = sums_of(operation for operation in program if operation.layer)
     found["messages"] += sum(_held(one, rank, program.target.size) for one in sums)

@@ -220,8 +220,11 @@ class Graphs:
 
     def recomputed(self, strategy):
         """Draw layers whose outputs are computed again."""
-        rules = ("none", "pointwise", "block")
-        layers = {name: {**own, "recompute": self.pick(*rules)} for name, own in strategy.layers.items()}
+        rules, halos = ("none", "pointwise", "block"), ("keep", "exchange")
+        layers = {
+            name: {**own, "recompute": self.pick(*rules), "recompute_halo": self.pick(*halos)}
+            for name, own in strategy.layers.items()
+        }
         return replace(strategy, layers=layers)
 
     def _parts(self, axes, size):

@@ -9,16 +9,21 @@ from mpi4py import MPI
 import halograd as hg
 from halograd.comm import Communicator
 from halograd.kernels import get_backend, reads, writes
-from halograd.layers.strategy import Strategy
+from halograd.layers.strategy import Strategy, parameter_blocks
 from halograd.lowering.context import Lowered
-from halograd.lowering.operations import Operation, Release
+from halograd.lowering.operations import Operation, Release, Transfer
 from halograd.lowering.views import Buffer
 from halograd.models import build
+from halograd.perfmodel.cost import Pricing, Wires, count_step, simulate
+from halograd.perfmodel.cost.account import layers_memory
+from halograd.perfmodel.kernel_times import RooflineTimes
+from halograd.perfmodel.machine import Machine
 from halograd.program import arena
 from halograd.program.arena import lifetimes, place
 from halograd.program.compiler import compile_program
 from halograd.program.keeping import keep_few
 from halograd.program.program import Target, lines_of
+from halograd.program.traffic import Move
 from halograd.training import SGD, Constant, Trainer
 from halograd.training.executor import Executor
 from tests.training.steps import NETWORKS, copied, fill
@@ -72,6 +77,66 @@ def test_the_same_bits_with_fewer_bytes_and_the_same_messages(name, rule):
             assert (program.placement.size < kept.placement.size) == released
             if rule == "pointwise" and name in ("mesh", "resnet", "unet"):
                 assert program.placement.size < 0.95 * kept.placement.size
+
+
+def drawn(network, rng, halos):
+    """Return options of layers, drawn: outputs that are computed again, and what happens to their halos."""
+    rules = ("none", "pointwise", "block")
+    return {
+        name: {"recompute": rules[rng.integers(3)], "recompute_halo": halos[rng.integers(len(halos))]}
+        for name in network.layers
+    }
+
+
+@pytest.mark.ranks(2, 3, 4)
+@pytest.mark.parametrize("name", ["mesh", "resnet", "unet", "gated"])
+def test_halos_that_are_exchanged_again(name):
+    """The bits are the same, and the messages are those that are counted; channels are shared with the first time."""
+    network, rng, repeated = NETWORKS[name](), np.random.default_rng(len(name)), 0
+    with Communicator(MPI.COMM_WORLD) as comm:
+        two = {"height": 2, "width": 2} if comm.size == 4 else {"width": comm.size}
+        cases = (({"height": comm.size}, "pad", ()), (two, "overlap", ("overlap",)))
+        for grid, halo, passes in cases:
+            options, some = {"halo": halo}, drawn(network, rng, ("exchange", "keep"))
+            strategies = (
+                Strategy(grid, options=options, passes=passes),
+                Strategy(grid, some, options, passes=passes),
+                Strategy(grid, options={**options, "recompute": "pointwise", "recompute_halo": "exchange"}),
+            )
+            (losses, arrays, sent, kept), *others = (trained(comm, network, one) for one in strategies)
+            for strategy, (ours, own, messages, program) in zip(strategies[1:], others):
+                counts = count_step(network, strategy, BATCH, comm.size, "float64")
+                starts = [o for g in program.backward if g.again for o in g.operations if isinstance(o, Transfer)]
+                repeated += len(starts)
+                with comm.agreement():
+                    assert ours == losses
+                    for key, array in arrays.items():
+                        np.testing.assert_array_equal(own[key], array, err_msg=key)
+                    counted = {kind: total.messages[comm.rank] for kind, total in counts.items()}
+                    assert messages["halo"].messages == counted["halo"]
+                    more = sum(Move.of(o.exchange).peers(comm.rank)[0].size for o in starts if o.end == "start")
+                    assert messages["halo"].messages == sent["halo"].messages + more
+                    blocks = parameter_blocks(network, strategy, comm.size)
+                    assert layers_memory(program, blocks)["messages"] == layers_memory(kept, blocks)["messages"]
+        assert repeated > 0
+        assert len(set(comm.allgather_objects(repeated))) == 1
+
+
+def test_a_halo_that_is_exchanged_again_has_its_price_and_takes_no_memory_in_between():
+    machine, network = Machine.load("lassen"), build("mesh", resolution=256)
+    found = {}
+    for halo in ("keep", "exchange"):
+        strategy = Strategy({"width": 2}, options={"recompute": "pointwise", "recompute_halo": halo})
+        pricing = Pricing(Wires(machine), RooflineTimes(machine))
+        size = compile_program(network, strategy, Target(1, 2)).placement.size
+        found[halo] = simulate(network, strategy, 1, pricing, ranks=2), size
+    (keep, least), (again, size) = found["keep"], found["exchange"]
+    assert size < least
+    more = again.total("again") - keep.total("again")
+    assert again.step_seconds - keep.step_seconds == pytest.approx(more) and more > 0
+    for term in ("forward", "backward", "halo", "halo_exposed", "packing"):
+        assert again.total(term) == pytest.approx(keep.total(term))
+    assert again.traffic["halo"][0] > keep.traffic["halo"][0] and again.total("messages") > keep.total("messages")
 
 
 @pytest.mark.ranks(1, 2)
