@@ -1,5 +1,7 @@
 """Tests of runs whose configuration computes outputs again: the same losses; cost and memory as predicted."""
 
+import json
+
 import pytest
 from mpi4py import MPI
 
@@ -7,6 +9,7 @@ from halograd.comm import Communicator
 from halograd.errors import UserError
 from halograd.kernels import get_backend
 from halograd.layers.strategy import Strategy
+from halograd.lowering.operations import Transfer
 from halograd.perfmodel.cost import Pricing, Wires, count_step, simulate
 from halograd.perfmodel.kernel_times import RooflineTimes
 from halograd.perfmodel.machine import Machine
@@ -25,6 +28,34 @@ def test_a_run_has_the_same_losses(config, shared):
     ]
     for one in found[1:]:
         assert (one["loss"], one["validation"]) == (found[0]["loss"], found[0]["validation"])
+
+
+@pytest.mark.ranks(2)
+def test_a_run_that_exchanges_halos_again_has_the_same_losses(config, shared):
+    found = {}
+    for halo in ("keep", "exchange"):
+        changes = ["strategy.width=2", "strategy.recompute=pointwise", f"strategy.recompute_halo={halo}"]
+        found[halo] = train(config, [*changes, f"output.directory={shared / halo}"], comm=MPI.COMM_WORLD)
+    assert found["keep"]["loss"] == found["exchange"]["loss"]
+    lines = [json.loads((shared / halo / "log.jsonl").read_text().splitlines()[0])["config"] for halo in found]
+    assert [line["strategy"]["recompute_halo"] for line in lines] == ["keep", "exchange"]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("halo", ["keep", "exchange"])
+def test_repeated_operations_use_what_they_declare(halo):
+    network = NETWORKS["unet"]()
+    strategy = Strategy({"width": 2}, options={"recompute": "pointwise", "recompute_halo": halo})
+    with Communicator(MPI.COMM_WORLD) as comm, Executor(
+        network, comm, get_backend("numpy"), 4, strategy, "float64", debug=True
+    ) as executor:
+        repeated = [o for segment in executor.program.backward if segment.again for o in segment.operations]
+        assert any(isinstance(o, Transfer) for o in repeated) == (halo == "exchange")
+        for step in range(2):
+            fill(executor, step)
+            executor.forward()
+            executor.backward()
+            executor.reducer.finish()
 
 
 @pytest.mark.ranks(2)
