@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from halograd.layers import BinaryCrossEntropyWithLogits, Conv, Input, Layer, Network, Node
-from halograd.models import mesh, resnet50, unet2d
+from halograd.models import mesh, mesh_2k, resnet50, unet2d, unet3d
 
 __all__ = ["DEFAULT", "PLAIN", "PROBLEMS", "Problem", "has_relu"]
 
@@ -83,10 +83,17 @@ PROBLEMS: dict[str, Problem] = {
     # Operations that every library for cut images supports.
     "convs-512": Problem(lambda: convolutions(512, (32,), 6, 1), 1, 3e-3),
     "blocks-512": Problem(lambda: convolutions(512, (32, 48, 64, 96), 3, 2), 1, 3e-3),
+    # Networks whose memory is compared with outputs that are computed again.
+    "mesh_2k-256": Problem(lambda: mesh_2k(resolution=256), 1, 1e-4),
+    "mesh_2k-1024": Problem(lambda: mesh_2k(resolution=1024), 1, 1e-4),
+    "resnet50-1024": Problem(lambda: resnet50(resolution=1024), 1, 1e-6),
+    "unet3d-64": Problem(lambda: unet3d(64), 1, 3e-3),
+    "unet3d-128": Problem(lambda: unet3d(128), 1, 3e-3),
     # Small problems, to try the benchmark itself.
     "mesh-tiny": Problem(lambda: mesh(64, channels=3, widths=(8, 8), convs=2), 1, 0.05),
     "resnet-tiny": Problem(lambda: resnet50(width=8, resolution=128, classes=10), 2, 1e-6),
     "blocks-tiny": Problem(lambda: convolutions(64, (8, 8), 2, 2), 1, 0.05),
+    "unet3d-tiny": Problem(lambda: unet3d(16, width=8, levels=2), 1, 0.05),
     "unet-tiny": Problem(lambda: unet2d(32, width=8, levels=2), 2, 0.05),
 }
 

@@ -10,6 +10,7 @@ from typing import Any
 from mpi4py import MPI
 
 from benchmarks.problems import PROBLEMS
+from benchmarks.recompute import strategies
 from halograd.comm import Communicator
 from halograd.kernels import BatchNormKernels, Kernel, get_backend
 from halograd.layers.strategy import Strategy
@@ -27,7 +28,8 @@ class HalogradSubject:
     Parameters
     ----------
     spec
-        ``problem``, ``threads`` per rank, ``options`` of the strategy.
+        ``problem``, ``threads`` per rank, ``options`` of the strategy; on one rank ``recompute``, the rule of the
+        outputs that are computed again.
     """
 
     def __init__(self, spec: dict[str, Any]) -> None:
@@ -37,6 +39,8 @@ class HalogradSubject:
         self.backend = self._backend(spec)
         parts = {"height": self.comm.size}
         strategy = Strategy(parts, options=spec.get("options", {}))
+        if "recompute" in spec:
+            strategy = strategies(network)[spec["recompute"]]
         self.executor = Executor(network, self.comm, self.backend, problem.batch, strategy, "float32", seed=0)
         self.trainer = Trainer(self.executor, SGD(self.executor.store), Constant(problem.rate))
         for name, array in problem.data(network).items():

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import mpi4py
@@ -13,6 +14,7 @@ mpi4py.rc.initialize = False  # only descriptions of layers are used; no communi
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from benchmarks.problems import PROBLEMS, has_relu  # noqa: E402
 from halograd import layers as hl  # noqa: E402
@@ -34,6 +36,9 @@ class TorchNetwork:
         Arrays by name, packed with the channels last.
     device
         Device of the tensors.
+    regions
+        Numbers of the layers with which regions begin, after the first region. Each region but the last runs under
+        ``checkpoint(use_reentrant=False)``: torch keeps its inputs, and computes the rest again in the backward pass.
     """
 
     def __init__(
@@ -42,12 +47,15 @@ class TorchNetwork:
         weights: Mapping[str, np.ndarray],
         inputs: Mapping[str, np.ndarray],
         device: str = "cpu",
+        regions: Sequence[int] = (),
     ) -> None:
         self.device = device
         self.params = {k: self._put(v).requires_grad_() for k, v in weights.items()}
         self.inputs = {k: self._put(v) for k, v in inputs.items()}
         self.steps = [self._bind(network, name, node) for name, node in network.layers.items()]
         self._loss = network.names[network.outputs["loss"]]
+        ends = [*regions, len(self.steps)]
+        self._regions = [range(begin, end) for begin, end in zip([0, *regions], ends)]
 
     def _put(self, array: np.ndarray) -> torch.Tensor:
         return channels_last(torch.from_numpy(array).to(self.device))
@@ -60,9 +68,24 @@ class TorchNetwork:
     def loss(self) -> torch.Tensor:
         """Return the loss of the inputs."""
         values = dict(self.inputs)
-        for name, inputs, function in self.steps:
-            values[name] = function(*(values[i] for i in inputs))
+        for region in self._regions:
+            later = {i for _, inputs, _ in self.steps[region.stop :] for i in inputs} | {self._loss}
+            read = sorted({i for step in region for i in self.steps[step][1]} & values.keys())
+            made = [name for step in region if (name := self.steps[step][0]) in later]
+            run = partial(self._run, region, read, made)
+            if region is not self._regions[-1]:
+                run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
+            values |= zip(made, run(*(values[name] for name in read)))
+            values = {name: value for name, value in values.items() if name in later}
         return values[self._loss]
+
+    def _run(self, region: range, read: Sequence[str], made: Sequence[str], *given: torch.Tensor) -> list[torch.Tensor]:
+        """Return the results `made` of the layers of a region, from the values `read`."""
+        values = dict(zip(read, given))
+        for step in region:
+            name, inputs, function = self.steps[step]
+            values[name] = function(*(values[i] for i in inputs))
+        return [values[name] for name in made]
 
 
 class TorchSubject:
@@ -70,7 +93,7 @@ class TorchSubject:
 
     Activations are in place where autograd allows it, gradients are set to None, SGD is fused, and there is one pool of
     ``threads`` threads. The allocator is tuned by the environment, as for all contestants. With ``"bfloat16"`` in
-    `spec`, products and convolutions have 16 bits and master weights 32.
+    `spec`, products and convolutions have 16 bits and master weights 32. ``"regions"`` are those of `TorchNetwork`.
     """
 
     def __init__(self, spec: dict[str, Any]) -> None:
@@ -78,7 +101,8 @@ class TorchSubject:
         torch.set_num_interop_threads(1)
         problem = PROBLEMS[spec["problem"]]
         network = problem.make()
-        self.network = TorchNetwork(network, problem.weights(network), problem.data(network))
+        arrays = problem.weights(network), problem.data(network)
+        self.network = TorchNetwork(network, *arrays, regions=spec.get("regions", ()))
         self.optimizer = torch.optim.SGD(list(self.network.params.values()), lr=problem.rate, fused=True)
         low, compiled = spec.get("bfloat16", False), spec.get("compile", False)
         self.loss = autocast(self.network.loss) if low else self.network.loss
