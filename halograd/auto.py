@@ -195,7 +195,8 @@ class _Planner:
         self._left = budget  # remaining budget [s]
         self.batch = config.training.at_once
         accumulates, clips = config.training.accumulate > 1, config.training.clip_norm is not None
-        self.training = Training(config.training.dtype, state_slots(config), accumulates=accumulates, clips=clips)
+        ahead = config.data.prefetch + 1
+        self.training = Training(config.training.dtype, state_slots(config), False, accumulates, clips, ahead)
         self.measuring = _measuring(config, comm, network, kernels)
         self.machine_file, self.machine = self._machine()
         self._once: set[str] = set()  # layers measured once in this run

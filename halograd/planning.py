@@ -26,9 +26,11 @@ from .perfmodel.predict import Planning, plan_network
 from .perfmodel.quantities import Bytes
 from .schema import build as read
 from .schema import nearest
+from .training.config import DataConfig
 from .training.optimizers import OPTIMIZERS, OptimizerSettings
 
 __all__ = [
+    "AHEAD",
     "Asked",
     "baselines_of",
     "check_planner",
@@ -40,6 +42,8 @@ __all__ = [
     "training_of",
 ]
 
+#: Number of batches that a run with default settings reads ahead.
+AHEAD: int = DataConfig.model_fields["prefetch"].default + 1
 _DEVICE = re.compile(r"(?P<device>.*); (?P<kernels>\w+) (?P<version>.*), (?P<threads>\d+) thread\(s\)")
 
 
@@ -160,7 +164,7 @@ def training_of(dtype: str, optimizer: str) -> Training:
             f'--optimizer: expected one of {known}, or "FILE.py:CLASS", got {shown(optimizer)}'
             f"{nearest(optimizer, OPTIMIZERS.names)}"
         )
-    return Training(dtype, len(OPTIMIZERS[optimizer].states(planned_settings(optimizer))))
+    return Training(dtype, len(OPTIMIZERS[optimizer].states(planned_settings(optimizer))), ahead=AHEAD)
 
 
 def planned_settings(optimizer: str) -> OptimizerSettings:
@@ -190,7 +194,7 @@ def make_plan(
     UserError
         See :func:`halograd.perfmodel.predict.plan_network`.
     """
-    planning = planning or Planning(training=Training(asked.dtype))
+    planning = planning or Planning(training=Training(asked.dtype, ahead=AHEAD))
     times = times or asked.times(batch, ranks)
     plan = plan_network(asked.network, batch, ranks, asked.machine, times, planning)
     request = Request(
@@ -210,7 +214,8 @@ def baselines_of(asked: Asked, plan: Plan) -> list[Alternative]:
     known = {a.name: a for a in known_baselines(plan)}
     left = [name for name in BASELINES if name not in known]
     pricing = asked.pricing(plan.batch, plan.ranks) if left else None
-    training = Training(plan.dtype) if plan.request is None else Training(plan.dtype, plan.request.slots)
+    slots = 1 if plan.request is None else plan.request.slots
+    training = Training(plan.dtype, slots, ahead=AHEAD)
     for name in left:
         assert pricing is not None
         strategy = baseline(name, asked.network, plan.batch, plan.ranks, plan.strategy.bucket_bytes)

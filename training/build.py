@@ -336,32 +336,46 @@ def state_slots(config: Config) -> int:
 
 
 def needs_of(
-    config: Config, comm: Communicator, network: Network, strategy: Strategy, trainable: bool
+    config: Config, comm: Communicator, network: Network, strategy: Strategy, trainable: bool, workspace: int | None
 ) -> dict[str, int]:
-    """Return the memory that a run needs on this rank, by use [B]. Local."""
+    """Return the memory that a run needs on this rank, by use [B]. Local.
+
+    Kernels hold `workspace` [B] of it; None: an estimate.
+    """
     batch, dtype, size = config.training.at_once, config.training.dtype, comm.size
     blocks = parameter_blocks(network, strategy, size)
     target = Target(batch, size, comm.rank, as_dtype(dtype), trainable)
     slots = state_slots(config) if trainable else 0
-    needs = memory_of(program_of(network, strategy, target, blocks, config.training.accumulate), blocks, slots)
-    needs["batches read ahead"] = (config.data.prefetch + 1) * needs.get("input", 0)
-    return needs
+    program, ahead = program_of(network, strategy, target, blocks, config.training.accumulate), config.data.prefetch + 1
+    return memory_of(program, blocks, slots, ahead=ahead, workspace=workspace)
 
 
-def check_memory(config: Config, comm: Communicator, network: Network, strategy: Strategy, trainable: bool) -> None:
+def check_memory(
+    config: Config,
+    comm: Communicator,
+    network: Network,
+    strategy: Strategy,
+    trainable: bool,
+    workspace: int | None = None,
+) -> None:
     """Raise UserError if arrays do not fit into the memory of a node. Collective; the same error on all ranks.
 
-    The cost model counts the arrays of the network, the state of the optimizer and the prefetched batches, without
-    workspaces of kernels. A run that is rejected would fail in its first step. The message names the rule of
-    ``strategy.recompute`` that fits, if there is one.
+    The cost model counts all arrays (:func:`halograd.perfmodel.cost.memory_of`). A run that is rejected would fail in
+    its first step. The message names the rule of ``strategy.recompute`` that fits, if there is one.
+
+    Parameters
+    ----------
+    workspace
+        Memory that the kernels of this rank hold [B]; None before they are made: then it is not counted, and only the
+        rule that the message names must fit with an estimate.
     """
-    nodes = _memory_by_node(config, comm, network, strategy, trainable)
+    nodes = _memory_by_node(config, comm, network, strategy, trainable, workspace or 0)
     for there_is, mine in nodes:
         total = sum(sum(needs.values()) for needs in mine)
         if total > there_is:
             uses = {use: sum(needs.get(use, 0) for needs in mine) for needs in mine for use in needs}
             most = sorted(uses.items(), key=lambda item: -item[1])[:3]
-            rule = _fitting_rule(config, comm, network, strategy) if trainable else None
+            rule = _fitting_rule(config, comm, network, strategy, workspace) if trainable else None
             remedy = "" if rule is None else f'set strategy.recompute = "{rule}", with which it fits, or '
             raise UserError(
                 f"training.batch: expected a network and a batch within the {bytes_text(there_is)} of memory of a "
@@ -372,16 +386,18 @@ def check_memory(config: Config, comm: Communicator, network: Network, strategy:
 
 
 def _memory_by_node(
-    config: Config, comm: Communicator, network: Network, strategy: Strategy, trainable: bool
+    config: Config, comm: Communicator, network: Network, strategy: Strategy, trainable: bool, workspace: int | None
 ) -> list[tuple[int, list[dict[str, int]]]]:
     """Return, per node, its memory, and the memory that each of its ranks needs, by use [B]. Collective."""
-    needs = needs_of(config, comm, network, strategy, trainable)
+    needs = needs_of(config, comm, network, strategy, trainable, workspace)
     ranks = comm.allgather_objects((comm.nodes[comm.rank], memory_size(1), needs))
     sizes = {node: there_is for node, there_is, _ in ranks}
     return [(there_is, [own for other, _, own in ranks if other == node]) for node, there_is in sizes.items()]
 
 
-def _fitting_rule(config: Config, comm: Communicator, network: Network, strategy: Strategy) -> str | None:
+def _fitting_rule(
+    config: Config, comm: Communicator, network: Network, strategy: Strategy, workspace: int | None
+) -> str | None:
     """Return the rule of recomputation with which the arrays fit; None: neither does. Collective."""
     if strategy.recomputes or config.strategy.file is not None or config.strategy.auto:
         return None
@@ -389,7 +405,7 @@ def _fitting_rule(config: Config, comm: Communicator, network: Network, strategy
         made = replace(strategy, options={**strategy.options, "recompute": rule})
         if rule == "block":
             made = keep_few(network, strategy, Target(config.training.at_once, comm.size))
-        nodes = _memory_by_node(config, comm, network, made, True)
+        nodes = _memory_by_node(config, comm, network, made, True, workspace)
         if all(sum(sum(needs.values()) for needs in mine) <= there_is for there_is, mine in nodes):
             return rule
     return None

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -121,6 +121,8 @@ class Session:
                     parts=settings.accumulate if trainable else 1,
                 )
             )
+            if kernels.device.is_host:  # scratch memory of the kernels is reserved, but not used yet
+                check_memory(config, comm, network, strategy, trainable, kernels.held_bytes)
             inputs = {name: executor.input(name) for name in samples.dataset.fields}
             if comm.rank == 0:
                 samples.warn_of_chunks({name: made.box for name, made in inputs.items()}, trainable and data.shuffle)
@@ -196,8 +198,12 @@ class Session:
 
 def _memory_errors(config: Config, executor: Executor) -> AbstractContextManager[None]:
     trainable = executor.reducer is not None
-    needs = partial(needs_of, config, executor.comm, executor.network, executor.strategy, trainable)
-    return memory_errors(trainable, needs, lambda: executor.predicted_bytes)
+    made = executor.comm, executor.network, executor.strategy, trainable
+    return memory_errors(
+        trainable,
+        lambda: needs_of(config, *made, executor.kernels.held_bytes),
+        lambda: executor.predicted_bytes,
+    )
 
 
 def _warn_of_parts(network: Network, size: int) -> None:

@@ -171,11 +171,12 @@ class Explainer:
     def __init__(self, plan: Plan, asked: Asked, say: Callable[[str], None] = lambda text: None) -> None:
         from ..perfmodel.cost import Pricing, Training, Wires
         from ..perfmodel.cost.network_costs import network_costs
+        from ..planning import AHEAD
 
         assert plan.request is not None
         self.plan, self.asked, self.request, self._say = plan, asked, plan.request, say
         self.pricing = asked.pricing(plan.batch, plan.ranks)
-        self.training = Training(plan.dtype, plan.request.slots)
+        self.training = Training(plan.dtype, plan.request.slots, ahead=AHEAD)
         quick = Pricing(Wires(asked.machine, quick=True), self.pricing.times, plan.dtype, best_halo=True)
         some = (asked.network, plan.batch, plan.ranks, quick, self.training)
         self.costs = network_costs(*some, plan.request.full, plan.strategy.bucket_bytes)

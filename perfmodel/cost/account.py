@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 
@@ -12,13 +13,22 @@ from ...layers import Network
 from ...layers.parameter import ParameterBlocks
 from ...layers.reduction_chunks import aligned, buckets_of, exposed_layers
 from ...layers.strategy import Strategy, parameter_blocks
-from ...lowering.operations import Sum, Transfer
+from ...lowering.operations import Run, Sum, Transfer
+from ...lowering.views import View
 from ...program.compiler import compile_program
 from ...program.gradients import Accumulate, Compensate, Update, reduce_gradients
 from ...program.program import Program, Target
 from ...program.traffic import ExchangeTraffic, GroupSum, Ledger, Move, messages_of, sums_of
 
-__all__ = ["count_program", "count_step", "gradients_memory", "layers_memory", "memory_of", "program_of"]
+__all__ = [
+    "count_program",
+    "count_step",
+    "gradients_memory",
+    "layers_memory",
+    "memory_of",
+    "program_of",
+    "workspace_of",
+]
 
 #: Size of the sum of a loss [B]: the loss, and two numbers by which the ranks agree on checkpoints
 #: (`halograd.training.pass_loss.VOTES`).
@@ -86,9 +96,16 @@ def count_program(program: Program, per_node: int | None = None) -> Ledger:
 
 
 def memory_of(
-    program: Program, blocks: Mapping[str, ParameterBlocks], slots: int = 0, per_node: int | None = None
+    program: Program,
+    blocks: Mapping[str, ParameterBlocks],
+    slots: int = 0,
+    per_node: int | None = None,
+    ahead: int = 0,
+    workspace: int | None = None,
 ) -> dict[str, int]:
-    """Return the memory of the program's rank by use, as `Executor.predicted_bytes`, without workspaces of kernels [B].
+    """Return the memory of the program's rank by use, with the uses of `Executor.predicted_bytes` [B].
+
+    All of it is exact but the estimated workspace of kernels, and messages that MPI keeps.
 
     Parameters
     ----------
@@ -96,15 +113,51 @@ def memory_of(
         Number of arrays of the parameters' size in the optimizer's state.
     per_node
         Number of consecutive ranks that share memory; all ranks if None.
+    ahead
+        Number of batches that are read ahead of their use.
+    workspace
+        Memory that kernels hold in addition to their arrays, if they are made already [B]; None: an estimate
+        (:func:`workspace_of`).
     """
-    found = Counter(layers_memory(program, blocks))
+    found = Counter(layers_memory(program, blocks, ahead))
     found.update(gradients_memory(program, slots, per_node))
+    if workspace is not None:
+        found["kernel workspace"] = workspace
     return dict(found)
 
 
-def layers_memory(program: Program, blocks: Mapping[str, ParameterBlocks]) -> dict[str, int]:
+def workspace_of(program: Program) -> int:
+    """Estimate the scratch memory of kernels, which all share one buffer, on the program's rank [B].
+
+    A convolution copies its weights in the format that oneDNN requires. In three dimensions it also copies its input
+    and, for one plane of the output, the input of each product; and four partial gradients of the weights. This is
+    exact to 1 % with AVX2, and too much where oneDNN has kernels without these copies (AVX-512). Masks of activations
+    and pools are left out: 1 % of the arrays of U-Nets.
+    """
+    return max((_scratch(run.kernel.views) for run in program if isinstance(run, Run)), default=0)
+
+
+def _scratch(views: Mapping[str, View | None]) -> int:
+    """Return the scratch memory of a convolution by its arrays; 0 for other kernels [B]."""
+    weights = views.get("w") or views.get("dw")
+    source, target = (views.get(name) or views.get(f"d{name}") for name in ("x", "y"))
+    if weights is None or source is None or target is None or len(weights.shape) != len(source.shape):
+        return 0
+    elements, (_, *kernel, _) = math.prod(weights.shape), weights.shape
+    if not kernel:  # products of dense layers take the weights as they are
+        return 0
+    if len(kernel) == 3 and math.prod(kernel) > 1:
+        plane, channels = math.prod(target.shape[2:-1]), source.shape[-1]
+        elements += 4 * elements + math.prod(source.shape[1:]) + math.prod(kernel) * channels * plane
+    return elements * source.dtype.itemsize
+
+
+def layers_memory(program: Program, blocks: Mapping[str, ParameterBlocks], ahead: int = 0) -> dict[str, int]:
     """Return the memory of the program's rank by use, without sums of gradients and the optimizer [B]."""
     found = Counter(program.placement.uses)
+    found["kernel workspace"] = workspace_of(program)
+    if ahead:
+        found["batches read ahead"] = ahead * found["input"]
     found["parameter"] = found["parameter gradient"] = 0
     rank, itemsize = program.target.rank, program.wide.itemsize
     low = program.target.dtype.itemsize if is_low(program.target.dtype) else 0

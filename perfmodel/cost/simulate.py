@@ -52,6 +52,8 @@ class Training:
         Whether the batch is the last part of a larger one, so that its gradients are added to the other parts'.
     clips
         Whether gradients are clipped by their global norm, which needs all of them before any update.
+    ahead
+        Number of batches in memory that are read ahead of their use.
     """
 
     dtype: str = "float32"
@@ -59,6 +61,7 @@ class Training:
     barrier: bool = False
     accumulates: bool = False
     clips: bool = False
+    ahead: int = 0
 
 
 def simulate(
@@ -185,7 +188,7 @@ class Simulation:
     def _memory(self, rank: int) -> dict[str, int]:
         key = rank, tuple(exposed_layers(self.strategy, self.network, self.batch))
         if key not in self._known.memory:
-            self._known.memory[key] = layers_memory(self._program(rank), self.blocks)
+            self._known.memory[key] = layers_memory(self._program(rank), self.blocks, self.training.ahead)
         target = replace(self._outline.target, rank=rank)
         program = self._reduced(replace(self._outline, target=target))
         found = Counter(self._known.memory[key])

@@ -34,7 +34,7 @@ def test_messages_bytes_and_memory(name):
             program = program_of(network, strategy, target)
             blocks = parameter_blocks(network, strategy, comm.size)
             faults += differing_layers(counted, count_program(program), comm.rank)
-            want = memory_of(program, blocks)
+            want = memory_of(program, blocks, workspace=0)
             if {k: v for k, v in want.items() if v} != {k: v for k, v in held.items() if v}:
                 faults.append(f"memory: predicted {want}, found {held} under {strategy}")
         comm.agree(AssertionError(f"rank {comm.rank}: " + "; ".join(faults[:4])) if faults else None)
