@@ -251,8 +251,9 @@ class PrivateSlurm:
         """Collect the names of the shared memory of jobs while they run."""
         before = jobs.names_in_shared_memory()
         while not self._stopping.wait(0.2):
-            if jobs.names_in_shared_memory() - before - self._segments:
-                self._segments |= jobs.segments(self.processes("SLURM_JOB_ID="))
+            with suppress(OSError):  # a test of this process may have left no file to open
+                if jobs.names_in_shared_memory() - before - self._segments:
+                    self._segments |= jobs.segments(self.processes("SLURM_JOB_ID="))
 
     def job_processes(self) -> list[str]:
         """Return the command lines of live processes of jobs."""

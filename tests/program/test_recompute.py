@@ -58,23 +58,27 @@ def trained(comm, network, strategy, dtype="float64", backend="numpy", debug=Fal
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
-@pytest.mark.parametrize("rule", ["pointwise", "block"])
+@pytest.mark.parametrize(("axis", "halo"), [("sample", "pad"), ("height", "pad"), ("width", "overlap")])
 @pytest.mark.parametrize("name", ["mesh", "resnet", "unet", "gated", "noisy"])
-def test_the_same_bits_with_fewer_bytes_and_the_same_messages(name, rule):
+def test_the_same_bits_with_fewer_bytes_and_the_same_messages(name, axis, halo):
     make = {**NETWORKS, "noisy": noisy}[name]
     with Communicator(MPI.COMM_WORLD) as comm:
-        for axis, halo in (("sample", "pad"), ("height", "pad"), ("width", "overlap")):
-            grid = {axis: comm.size}
-            found = [
-                trained(comm, make(), Strategy(grid, options={"halo": halo, "recompute": some}), debug=name == "noisy")
-                for some in ("none", rule)
-            ]
-            (losses, arrays, sent, kept), (ours, own, messages, program) = found
-            assert ours == losses and messages == sent
+        found = {
+            rule: trained(
+                comm,
+                make(),
+                Strategy({axis: comm.size}, options={"halo": halo, "recompute": rule}),
+                debug=name == "noisy",
+            )
+            for rule in ("none", "pointwise", "block")
+        }
+        losses, arrays, sent, kept = found.pop("none")
+        for rule, (ours, own, messages, program) in found.items():
+            assert ours == losses and messages == sent, rule
             for key, array in arrays.items():
-                np.testing.assert_array_equal(own[key], array, err_msg=key)
+                np.testing.assert_array_equal(own[key], array, err_msg=f"{rule} {key}")
             released = any(isinstance(operation, Release) for operation in program)
-            assert (program.placement.size < kept.placement.size) == released
+            assert (program.placement.size < kept.placement.size) == released, rule
             if rule == "pointwise" and name in ("mesh", "resnet", "unet"):
                 assert program.placement.size < 0.95 * kept.placement.size
 
