@@ -25,7 +25,7 @@ from .perfmodel.kernel_times import LayerWork, MeasuredTimes, RooflineTimes
 from .perfmodel.machine import Machine
 from .perfmodel.plans import Plan
 from .perfmodel.profile.cache import Conditions, Crowd, TimeCache, cache_path
-from .perfmodel.profile.device import measure_machine
+from .perfmodel.profile.device import measure_machine, rank_memory
 from .perfmodel.profile.layers import (
     Coverage,
     LayerTimer,
@@ -114,14 +114,15 @@ class Measuring:
         return Path(self.comm.bcast(str(self.path.parent / "machines" / f"{self.comm.size}-ranks-{name}.toml")))
 
     def known_machine(self, path: Path) -> Machine | None:
-        """Return the machine from a stored file; None if it must be measured."""
-        found = None
+        """Return the machine from a stored file, with the memory that this job may use; None if it must be measured."""
+        found, memory = None, rank_memory(self.comm)  # control groups and Slurm's allocation differ between jobs
         if self.comm.rank == 0 and path.exists() and record_path(path).exists():
             try:
                 found = Profile.load(path).machine
             except UserError:
                 found = None  # damaged: measure again
-        return self.comm.bcast(found)
+        found = self.comm.bcast(found)
+        return None if found is None else replace(found, memory=memory)
 
     def keep_machine(self, path: Path) -> Machine:
         """Measure the machine, and store it in a file."""

@@ -2,15 +2,22 @@
 
 import math
 import os
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from mpi4py import MPI
 
-from halograd import limits
+from halograd import limits, measuring
 from halograd.cli.doctor import probe_threads
+from halograd.comm import Communicator
+from halograd.kernels import get_backend
 from halograd.limits import Cores, memory_size, usable_cores
+from halograd.perfmodel.machine import Machine
+from halograd.perfmodel.profile import device
 from halograd.perfmodel.profile.cache import Crowd
 from halograd.training import log
+from tests.training.steps import NETWORKS
 
 MIB = 1 << 20
 JOB = "system.slice/slurmstepd.scope/job_7"
@@ -68,6 +75,21 @@ def test_no_limit(tmp_path):
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert memory_size(1, tmp_path, {}) == whole
     assert memory_size(2, tree(tmp_path, V2.format("/"), {"memory.max": "max"}), {}) == whole // 2
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_stored_machine_has_the_memory_of_this_job(shared, monkeypatch):
+    """A job in a group of 2 GiB plans with 2 GiB, and not with the memory when the machine was measured."""
+    path = shared / "machine.toml"
+    for file in (path, measuring.record_path(path)):
+        file.touch()
+    stored = Machine.load("p100-cluster")
+    monkeypatch.setattr(measuring.Profile, "load", lambda path: SimpleNamespace(machine=stored))
+    monkeypatch.setattr(device, "memory_size", lambda ranks: 2048 * MIB // ranks)
+    with Communicator(MPI.COMM_WORLD) as comm, get_backend("numpy") as kernels:
+        comm.barrier()
+        measured = measuring.Measuring(comm, kernels, NETWORKS["mesh"](), 4, folder=shared)
+        assert measured.known_machine(path) == replace(stored, memory=2048 * MIB // comm.size)
 
 
 V1_CPU = "7:cpu,cpuacct:{}\n4:memory:/other\n"

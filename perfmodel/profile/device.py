@@ -19,7 +19,7 @@ from .record import Fit, Profile, fit_line
 if TYPE_CHECKING:
     from ...comm import Communicator
 
-__all__ = ["group_sizes", "measure_machine"]
+__all__ = ["group_sizes", "measure_machine", "rank_memory"]
 
 ROUNDS = 7
 #: Number of rows of the square matrices whose product gives the peak rate.
@@ -31,6 +31,14 @@ EXTENTS = (4, 8, 16, 32, 64)
 _CHANNELS = 64
 #: Lower limit of the curve, as a fraction of the peak.
 _LEAST = 0.05
+
+
+def rank_memory(comm: Communicator) -> int:
+    """Return the memory that every rank may use now [B]: the share of the ranks of one host in its limits, the least of
+    all ranks. Collective over `comm`.
+    """
+    hosts = Nodes(tuple(comm.allgather_objects(platform.node())))
+    return int(comm.allreduce_scalar(memory_size(hosts.fullest), "min"))
 
 
 def measure_machine(comm: Communicator, kernels: Any, name: str = "here") -> Profile:
@@ -68,7 +76,7 @@ def measure_machine(comm: Communicator, kernels: Any, name: str = "here") -> Pro
         source=f"measured by halograd profile on {comm.size} ranks, {time.strftime('%Y-%m-%d')}",
         devices_per_node=places.fullest,
         nodes_per_switch=len(set(places.nodes)),
-        memory=memory_size(hosts.fullest),
+        memory=rank_memory(comm),
         links=_links(comm, copy, face, channel, nodes.has("node")),
         device=f"{device_name(kernels)}; {kernels.name} {kernels.version}, {kernels.threads} thread(s)",
         **rates,
