@@ -283,9 +283,9 @@ def _copies(layer: str, pairs: Sequence[tuple[View, View]]) -> Iterator[Operatio
 
 
 def _again(operation: Operation) -> Operation:
-    """Return the operation that repeats `operation` in the backward pass."""
+    """Return the operation that repeats `operation` in the backward pass; each operation stands once in a program."""
     if not isinstance(operation, Run):
-        return operation
+        return replace(operation, when=None)
     return replace(operation, method=operation.access.again or operation.method, when=None)
 
 

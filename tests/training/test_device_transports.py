@@ -19,6 +19,7 @@ CUTS = {2: {"mesh": {"height": 2}, "resnet": {"sample": 2}}, 4: {"mesh": {"heigh
 SCHEMES = {
     "bucketed": {},
     "overlap": {"options": {"halo": "overlap"}},
+    "repeated": {"options": {"recompute": "pointwise", "recompute_halo": "exchange"}},
     "sharded": {"reduction": {"name": "sharded"}},
     "ordered": {"reduction": {"deterministic": True}},
 }
@@ -50,7 +51,7 @@ def test_steps_over_nccl_never_wait_but_for_the_loss_of_the_step_before(monkeypa
 
 
 @pytest.mark.ranks(2, 4)
-@pytest.mark.parametrize("scheme", ["bucketed", "overlap"])
+@pytest.mark.parametrize("scheme", ["bucketed", "overlap", "repeated"])
 @pytest.mark.parametrize("transport", ["nccl", "cuda-ipc"])
 def test_graphs_between_messages(transport, scheme, monkeypatch):
     """Training by graphs between messages is exact; with NCCL graphs contain messages, in one order on all ranks."""
