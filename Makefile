@@ -5,7 +5,7 @@
 #   make test-openmpi  tests of communication, and a run that is killed and resumed, under an Open MPI of this machine
 #   make bench-step  step times beside torch and JAX (installs them)
 #   make docs        the documentation as a site in site/, broken links as errors
-#   make docs-pages  the tables of docs/configuration.md anew, after a change of a key
+#   make docs-pages  the tables of docs/configuration.md and docs/when_to_cut.md anew, after a change of a key or a figure
 #   make gpu-check   everything there is to check on a GPU (installs CuPy and cuDNN where there is one); PARTS=... some of it
 #   make gpu-wheels  .gpu-wheels/ for gpu-check on a machine that has a GPU and no package index
 PYTHON ?= python3

@@ -1,7 +1,7 @@
-"""Write the tables of the configuration into the page in the repository: ``python -m docs.generator``.
+"""Write generated tables into the pages in the repository: ``python -m docs.generator``.
 
-The site generates the tables again, with links; in the page they are plain Markdown. A test compares the page with the
-sources.
+They are the tables of the configuration, and figures that the library computes. The site generates the tables again,
+with links; in the pages they are plain Markdown. A test compares the pages with the sources.
 """
 
 from __future__ import annotations
@@ -10,15 +10,18 @@ import html
 import re
 from pathlib import Path
 
-from . import configuration
+from . import configuration, figures
 
-__all__ = ["PAGE", "renewed"]
+__all__ = ["PAGE", "PAGES", "renewed"]
 
 PAGE = Path(__file__).resolve().parents[1] / "configuration.md"
+PAGES = (PAGE, PAGE.with_name("when_to_cut.md"))
 TABLES = {
     "configuration": configuration.run_tables,
     "machine": configuration.machine_tables,
     "strategy": configuration.strategy_tables,
+    "memory_by_ranks": figures.memory_by_ranks,
+    "recomputation": figures.recomputation,
 }
 PLACE = re.compile(r"(^<!-- generated: (\w+) -->$).*?(^<!-- end -->$)", re.M | re.S)
 
@@ -36,4 +39,5 @@ def plain(text: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(renewed(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    for page in PAGES:
+        page.write_text(renewed(page.read_text(encoding="utf-8")), encoding="utf-8")

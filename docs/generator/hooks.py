@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # hooks are loaded by path
 
-from docs.generator import api, commands, configuration, words  # noqa: E402
+from docs.generator import api, commands, configuration, figures, words  # noqa: E402
 
 #: ``<!-- generated: NAME -->`` in a page is replaced by the result of the function NAME, together with the line before
 #: it for readers of a clone, or with their version of the text up to ``<!-- end -->`` (written by `__main__`).
@@ -24,6 +24,8 @@ REFERENCES = {
     "models": configuration.model_options,
     "commands": commands.reference,
     "names": api.names,
+    "memory_by_ranks": figures.memory_by_ranks,
+    "recomputation": figures.recomputation,
 }
 MARK = re.compile(
     r"^(?:\*Not in a clone[^\n]*\n\n)?<!-- generated: (\w+) -->$(?:(?:(?!<!-- gen).)*?^<!-- end -->$)?", re.M | re.S
