@@ -32,7 +32,7 @@ __all__ = [
 Cuts = tuple[tuple[int, ...], ...]
 
 
-@dataclass
+@dataclass(eq=False)
 class Contender:
     """A strategy with its simulated step.
 
@@ -107,7 +107,7 @@ class Contenders:
         return self._found.setdefault(self.cuts(found.strategy), found)
 
     def variants(self, found: Contender) -> list[Contender]:
-        """Return the strategies with the same cuts under all schemes, the fastest first."""
+        """Return the strategies with the same cuts: under all schemes, with outputs computed again; fastest first."""
         key = self.cuts(found.strategy)
         if key not in self._variants:
             some = [
@@ -116,6 +116,12 @@ class Contenders:
             ]
             self._variants[key] = sorted(some, key=lambda one: one.seconds)
         return self._variants[key]
+
+    def add_recomputed(self, found: Contender, made: Simulation) -> Contender:
+        """Store a strategy with the cuts of `found` that computes outputs again."""
+        one = Contender(found.name, made, indices=found.indices)
+        self._variants[self.cuts(found.strategy)] = sorted([*self.variants(found), one], key=lambda one: one.seconds)
+        return one
 
     def best_of(self, found: Contender, limit: float, faster_than: float = math.inf) -> Contender | None:
         """Return the fastest variant within a limit [B], if it is faster than `faster_than` [s]."""

@@ -7,7 +7,9 @@ A planner minimizes sums over layers and edges. Overlap is no such sum, so `simu
 * a descent from the best of them: changes of a layer, of two adjacent layers, of regions with the same cut, the most
 promising by additive costs first, as long as a step becomes faster;
 * the same under decreasing memory limits, from the memory of the fastest strategy to the given limit;
-* each of them under every scheme of gradient reduction and size of buckets.
+* each of them under every scheme of gradient reduction and size of buckets;
+* those that are faster than all that fit, but do not fit, with outputs computed again in the backward pass
+(`halograd.program.keeping`).
 
 The fastest strategy that fits is the plan: it is never slower than a baseline, or a simulated grid, that fits. The
 strategies simulated under the larger limits do not depend on the smallest limit, so a plan is found again if its own
@@ -23,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from halograd.documents import bytes_text
 from halograd.errors import UserError
@@ -31,6 +33,7 @@ from halograd.schema import build
 
 from ..layers import Network, Strategy
 from ..layers.reduction_scheme import Scheme
+from ..program.keeping import Keeping
 from .changes import Changes
 from .contenders import Contender, Contenders, planned_schemes
 from .cost.network_costs import network_costs
@@ -45,6 +48,8 @@ from .planners.problem import memory_problem
 from .plans import Alternative, Plan, Prediction, Ranks
 
 __all__ = ["Planning", "plan_network"]
+
+Rule = Literal["none", "pointwise", "auto"]
 
 #: Fractions of the sums of gradients that are charged to layers, one plan each; `simulate` decides between them.
 EXPOSED = (1.0, 0.3, 0.0)
@@ -62,6 +67,10 @@ SLACK = 0.05
 NEAR = 1.05
 #: Relative difference below which times are equal.
 ROUNDING = 1e-9
+#: Kinds of layers that may be computed again (`Layer.recomputation`), by the rule of a plan.
+KINDS: dict[str, tuple[str, ...]] = {"none": (), "pointwise": ("pointwise",), "auto": ("pointwise", "block")}
+#: Number of cuts for which outputs to compute again are chosen.
+CUTS = 6
 #: Number of simulated layers in one descent, and minimum number of strategies.
 WORK, FEWEST = 2000, 8
 
@@ -84,6 +93,8 @@ class Planning:
         Size of the buckets of gradients [B]; None: the best of several.
     without
         Names of schemes of gradient reduction that the run cannot use.
+    recompute
+        What may be computed again if the memory does not suffice: ``"none"``, ``"pointwise"`` layers, ``"auto"``: all.
     """
 
     planner: str = "elimination"
@@ -92,6 +103,7 @@ class Planning:
     training: Training = field(default_factory=Training)
     bucket_bytes: int | None = None
     without: frozenset[str] = frozenset()
+    recompute: Rule = "auto"
 
 
 def plan_network(
@@ -134,7 +146,7 @@ class _Search:
     def run(self) -> Plan:
         began = time.perf_counter()
         failure = self.chooser.look(self)
-        best = self.contenders.fastest(self.limit)
+        best = self._recomputed(self.contenders.fastest(self.limit))
         if best is None:
             self._refuse(failure)
         return self._result(best, began)
@@ -255,6 +267,37 @@ class _Search:
             if faster is None:
                 return
             best = faster
+
+    # -- what is computed again ----------------------------------------------------------------
+
+    def _recomputed(self, best: Contender | None) -> Contender | None:
+        """Return the fastest strategy that fits, also with outputs computed again; `best` is that without."""
+        trials: list[tuple[float, int, Contender, Keeping, float]] = []
+        some = sorted(self.contenders, key=lambda one: one.simulation.computing)
+        for found in some if KINDS[self.planning.recompute] else []:
+            limit = math.inf if best is None else best.seconds
+            variants = self.contenders.variants(found)
+            if found.simulation.computing >= limit or len(trials) >= CUTS:
+                break
+            if variants[0].seconds >= limit:
+                continue
+            # It is faster than `best`, so it does not fit. Sharded gradients leave the most room for outputs.
+            keeping = found.simulation.keeping(KINDS[self.planning.recompute])
+            sharded = next((one for one in variants if one.strategy.reduction.kind.shards), variants[0])
+            for variant in dict.fromkeys((variants[0], sharded)):
+                room = self.limit - (variant.memory_bytes - keeping.most)
+                if room >= keeping.least:
+                    trials.append((variant.seconds + keeping.estimate(room), len(trials), variant, keeping, room))
+        for seconds, _, variant, keeping, room in sorted(trials):
+            if best is not None and seconds >= best.seconds:
+                break
+            chosen = keeping.within(room)
+            if chosen is not None:
+                what = (self.network, chosen, self.batch, self.pricing, self.training, self.ranks)
+                made = self.contenders.add_recomputed(variant, Simulation(*what))
+                if made.fits(self.limit) and (best is None or made.seconds < best.seconds):
+                    best = made
+        return best
 
     # -- what comes of it ----------------------------------------------------------------------
 

@@ -18,7 +18,8 @@ layer is repeated at most once, and other graphs are treated as chains of their 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -40,6 +41,8 @@ __all__ = ["Keeping", "keep_few"]
 STATES = 48
 #: Rooms in which the smallest arena is searched, as multiples of the smallest estimate.
 ROOMS = (1.0, 1.01, 1.03, 1.06, 1.1, 1.15, 1.25)
+#: Number of choices, for smaller and smaller rooms, of which the arena is compared with the room.
+ATTEMPTS = 5
 #: Time of a costly layer per byte of its output, relative to that of a pointwise layer, if times are not given.
 COSTLY = 20.0
 
@@ -53,12 +56,12 @@ def keep_few(network: Network, strategy: Strategy, target: Target) -> Strategy:
     `strategy`; `target` has batch and rank.
     """
     keeping = Keeping(network, strategy, target)
-    best, least = strategy, compile_program(network, strategy, target).placement.size
+    best, least = strategy, keeping.arena(strategy)
     for room in ROOMS:
-        made = keeping.fastest(room * keeping.least)
-        if made is not None:
-            size = compile_program(network, made, target).placement.size
-            best, least = (made, size) if size < least else (best, least)
+        chosen = keeping.choice(room * keeping.least)
+        size = least if chosen is None else keeping.arena(chosen)
+        if chosen is not None and size < least:
+            best, least = chosen, size
     return best
 
 
@@ -73,12 +76,24 @@ class Keeping:
         Batch and rank.
     seconds
         Time to repeat each layer, by name [s]; None: in proportion to the output's size, more for costly layers.
+    kinds
+        Values of `Layer.recomputation` of the layers that may be repeated.
+
+    Attributes
+    ----------
+    most, least
+        Estimated arena with all outputs kept, and smallest estimate [B].
     """
 
     def __init__(
-        self, network: Network, strategy: Strategy, target: Target, seconds: Mapping[str, float] | None = None
+        self,
+        network: Network,
+        strategy: Strategy,
+        target: Target,
+        seconds: Mapping[str, float] | None = None,
+        kinds: Collection[str] = ("pointwise", "block"),
     ) -> None:
-        self._network, self._strategy = network, strategy
+        self._network, self._strategy, self._target, self._kinds = network, strategy, target, kinds
         everything = replace(strategy, options={**strategy.options, "recompute": "block"})
         program = lower_program(network, everything, target)
         self._steps = program.steps
@@ -88,7 +103,7 @@ class Keeping:
         repeats = Recomputation(program, chosen)
         owners = {buffer: number[name] for buffer, name in _owners(self._steps, repeats).items()}
 
-        self._fixed = np.array([step.name not in chosen for step in self._steps])
+        self._fixed = np.array([step.name not in chosen for step in self._steps], bool)
         held, whole = np.zeros(count), np.zeros(count)  # output's bytes that backward reads, and all its bytes
         last = np.arange(count)  # last layer whose forward pass reads the output
         for buffer, maker in owners.items():
@@ -132,11 +147,12 @@ class Keeping:
         else:
             self._seconds = np.array([seconds.get(step.name, 0.0) for step in self._steps])
         self._prepare(whole)
+        self.most = float((self._others + self._alive.sum(axis=0)).max(initial=0.0))
         self.least = self._least()
 
     def _may(self, step: Step) -> bool:
         own = self._strategy.layers.get(step.name, {})
-        return step.layer.recomputation != "never" and own.get("recompute") != "none"
+        return step.layer.recomputation in self._kinds and own.get("recompute") != "none"
 
     def _prepare(self, whole: _Floats) -> None:
         """Compute, for all pairs of consecutive kept layers `i` and `j`, terms of memory and time of the run between.
@@ -180,15 +196,33 @@ class Keeping:
             low, high = (low, middle) if self._search(middle, 1) is not None else (middle, high)
         return high
 
-    def fastest(self, room: float) -> Strategy | None:
-        """Return the strategy with the fastest choice of an arena of about `room` [B] at most; None: there is none."""
+    def estimate(self, room: float) -> float:
+        """Return the time of the repeated layers of the fastest choice within `room` [s]; infinite: there is none."""
+        found = self._search(room)
+        return math.inf if found is None else found[0]
+
+    def choice(self, room: float) -> Strategy | None:
+        """Return the strategy with the fastest choice of an estimated arena of at most `room` [B]; None: no choice."""
         found = self._search(room)
         return None if found is None else self.strategy(found[1])
 
-    def estimate(self, room: float) -> float | None:
-        """Return the time of the repeated layers of the fastest choice within `room` [s]; None: there is none."""
-        found = self._search(room)
-        return None if found is None else found[0]
+    def within(self, room: float) -> Strategy | None:
+        """Return the strategy with the fastest choice that was found in an arena of `room` [B]; None: no choice."""
+        limit = room
+        for _ in range(ATTEMPTS):
+            chosen = self._search(limit)
+            if chosen is None:
+                return None
+            made = self.strategy(chosen[1])
+            excess = self.arena(made) - room
+            if excess <= 0:
+                return made
+            limit -= excess
+        return None
+
+    def arena(self, strategy: Strategy) -> int:
+        """Return the size of the arena under a strategy with the same cuts [B]."""
+        return compile_program(self._network, strategy, self._target).placement.size
 
     def strategy(self, again: frozenset[str]) -> Strategy:
         """Return the strategy that computes the outputs of these layers again."""

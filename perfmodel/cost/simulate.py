@@ -21,6 +21,7 @@ from ...lowering.operations import KernelSpec
 from ...lowering.views import Value
 from ...program.compiler import compile_program, outline
 from ...program.gradients import check_gradients, reduce_gradients
+from ...program.keeping import Keeping
 from ...program.program import Program, Target
 from ...program.traffic import Ledger
 from ..plans import LayerRecord, Prediction
@@ -164,6 +165,12 @@ class Simulation:
         nbytes = self.strategy.bucket_bytes if bucket_bytes is None else bucket_bytes
         other.strategy = self.strategy.with_reduction(scheme, nbytes)
         return other
+
+    def keeping(self, kinds: Collection[str]) -> Keeping:
+        """Return the choices of outputs that are computed again under the same cuts, in layers of these kinds."""
+        costs = self.costs.items()
+        seconds = {name: cost.terms.get("forward", 0.0) + cost.terms.get("boundary", 0.0) for name, cost in costs}
+        return Keeping(self.network, self.strategy, self._target(self._fullest), seconds or None, kinds)
 
     @property
     def step_seconds(self) -> float:
