@@ -69,8 +69,8 @@ NEAR = 1.05
 ROUNDING = 1e-9
 #: Kinds of layers that may be computed again (`Layer.recomputation`), by the rule of a plan.
 KINDS: dict[str, tuple[str, ...]] = {"none": (), "pointwise": ("pointwise",), "auto": ("pointwise", "block")}
-#: Number of cuts for which outputs to compute again are chosen.
-CUTS = 6
+#: Number of cuts for which outputs to compute again are chosen, and smallest arena in parts of its estimate.
+CUTS, NEAR_LEAST = 6, 0.97
 #: Number of simulated layers in one descent, and minimum number of strategies.
 WORK, FEWEST = 2000, 8
 
@@ -286,8 +286,9 @@ class _Search:
             sharded = next((one for one in variants if one.strategy.reduction.kind.shards), variants[0])
             for variant in dict.fromkeys((variants[0], sharded)):
                 room = self.limit - (variant.memory_bytes - keeping.most)
-                if room >= keeping.least:
-                    trials.append((variant.seconds + keeping.estimate(room), len(trials), variant, keeping, room))
+                seconds = variant.seconds + keeping.estimate(max(room, keeping.least))
+                if room >= NEAR_LEAST * keeping.least:
+                    trials.append((seconds, len(trials), variant, keeping, room))
         for seconds, _, variant, keeping, room in sorted(trials):
             if best is not None and seconds >= best.seconds:
                 break

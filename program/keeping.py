@@ -41,8 +41,8 @@ __all__ = ["Keeping", "keep_few"]
 STATES = 48
 #: Rooms in which the smallest arena is searched, as multiples of the smallest estimate.
 ROOMS = (1.0, 1.01, 1.03, 1.06, 1.1, 1.15, 1.25)
-#: Number of choices, for smaller and smaller rooms, of which the arena is compared with the room.
-ATTEMPTS = 5
+#: Ratio of consecutive estimates for which choices are compiled; the first is this multiple of the room.
+RATIO, MARGIN = 0.995, 1.01
 #: Time of a costly layer per byte of its output, relative to that of a pointwise layer, if times are not given.
 COSTLY = 20.0
 
@@ -191,7 +191,7 @@ class Keeping:
         finite = np.where(np.isfinite(self._need), self._need + self._more + self._extra, 0.0)
         high = float(finite.max(initial=0.0) + self._held.sum() + self._more.sum(axis=1).max(initial=0.0))
         low = float(self._others.max(initial=0.0))
-        while high - low > 0.002 * high:
+        while high - low > 0.0005 * high:
             middle = (low + high) / 2
             low, high = (low, middle) if self._search(middle, 1) is not None else (middle, high)
         return high
@@ -207,17 +207,20 @@ class Keeping:
         return None if found is None else self.strategy(found[1])
 
     def within(self, room: float) -> Strategy | None:
-        """Return the strategy with the fastest choice that was found in an arena of `room` [B]; None: no choice."""
-        limit = room
-        for _ in range(ATTEMPTS):
-            chosen = self._search(limit)
-            if chosen is None:
-                return None
-            made = self.strategy(chosen[1])
-            excess = self.arena(made) - room
-            if excess <= 0:
-                return made
-            limit -= excess
+        """Return the strategy with the fastest choice that was found in an arena of `room` [B]; None: no choice.
+
+        The choices that are compiled do not depend on the room. So the arena of a choice is a room in which it is found
+        again, and a larger room has no slower choice.
+        """
+        before: frozenset[str] | None = None
+        limit = self.most * RATIO ** math.ceil(math.log(MARGIN * max(room, 1.0) / max(self.most, 1.0), RATIO))
+        while limit > self.least * RATIO:
+            found = self._search(max(limit, self.least))
+            if found is not None and found[1] != before:
+                before, made = found[1], self.strategy(found[1])
+                if self.arena(made) <= room:
+                    return made
+            limit *= RATIO
         return None
 
     def arena(self, strategy: Strategy) -> int:
