@@ -335,7 +335,9 @@ class _Planner:
         table, model = self.config.strategy, self.config.model
         bucket = table.bucket_bytes if "bucket_bytes" in table.model_fields_set else None
         limit = parse_memory(table.memory, "strategy.memory")
-        planning = Planning(planner, limit, False, self.training, bucket, _without(self.config))
+        planning = Planning(
+            planner, limit, False, self.training, bucket, _without(self.config), table.recompute or "auto"
+        )
         asked = Asked(model.source, model.options, self.network, self.machine, self.machine_file, self.training.dtype)
         plan = make_plan(asked, self.batch, self.comm.size, planning, times)
         if table.statistics is None:

@@ -22,7 +22,7 @@ import gc
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, NoReturn
@@ -36,7 +36,7 @@ from ..layers.reduction_scheme import Scheme
 from ..program.keeping import Keeping
 from .changes import Changes
 from .contenders import Contender, Contenders, planned_schemes
-from .cost.network_costs import network_costs
+from .cost.network_costs import NetworkCosts, network_costs
 from .cost.pricing import Pricing
 from .cost.simulate import Simulation, Training
 from .cost.wires import Wires
@@ -47,9 +47,9 @@ from .planners import PLANNERS, Elimination, NoneFits, Planner
 from .planners.problem import memory_problem
 from .plans import Alternative, Plan, Prediction, Ranks
 
-__all__ = ["Planning", "plan_network"]
+__all__ = ["Planning", "plan_frontier", "plan_network"]
 
-Rule = Literal["none", "pointwise", "auto"]
+Rule = Literal["none", "auto", "pointwise", "block"]
 
 #: Fractions of the sums of gradients that are charged to layers, one plan each; `simulate` decides between them.
 EXPOSED = (1.0, 0.3, 0.0)
@@ -59,6 +59,8 @@ BUCKETS = (1 << 20, 4 << 20, 16 << 20)
 ATTEMPTS = 6
 #: Ratio of consecutive memory limits of the search, which start at the memory of the fastest plan.
 LEVEL = 0.8
+#: Ratio of consecutive memory limits of a frontier.
+FINE = 0.9
 #: Number of grids whose cuts are candidates of every layer.
 GRIDS = 3
 #: Largest estimated loss of a change that is still simulated, as a fraction of the step.
@@ -68,9 +70,16 @@ NEAR = 1.05
 #: Relative difference below which times are equal.
 ROUNDING = 1e-9
 #: Kinds of layers that may be computed again (`Layer.recomputation`), by the rule of a plan.
-KINDS: dict[str, tuple[str, ...]] = {"none": (), "pointwise": ("pointwise",), "auto": ("pointwise", "block")}
+KINDS: dict[str, tuple[str, ...]] = {
+    "none": (),
+    "pointwise": ("pointwise",),
+    "block": ("pointwise", "block"),
+    "auto": ("pointwise", "block"),
+}
 #: Number of cuts for which outputs to compute again are chosen, and smallest arena in parts of its estimate.
 CUTS, NEAR_LEAST = 6, 0.97
+#: Dtypes, and multiples of the ranks, that are tried if nothing fits.
+LOW, MORE = ("bfloat16", "float16"), (2, 4, 8, 16, 32, 64)
 #: Number of simulated layers in one descent, and minimum number of strategies.
 WORK, FEWEST = 2000, 8
 
@@ -94,7 +103,8 @@ class Planning:
     without
         Names of schemes of gradient reduction that the run cannot use.
     recompute
-        What may be computed again if the memory does not suffice: ``"none"``, ``"pointwise"`` layers, ``"auto"``: all.
+        What may be computed again if the memory does not suffice: nothing (``"none"``), ``"pointwise"`` layers, or all
+        (``"block"``, ``"auto"``).
     """
 
     planner: str = "elimination"
@@ -125,6 +135,23 @@ def plan_network(
         return _Search(network, batch, ranks, machine, times, planning or Planning()).run()
 
 
+def plan_frontier(
+    network: Network,
+    batch: int,
+    ranks: int,
+    machine: Machine,
+    times: KernelTimes,
+    planning: Planning | None = None,
+) -> Iterator[Plan]:
+    """Yield plans under smaller and smaller memory limits, from the fastest to the leanest that is found. Local.
+
+    The parameters are those of :func:`plan_network`.
+    """
+    search = _Search(network, batch, ranks, machine, times, planning or Planning())
+    with _uncollected():
+        yield from search.frontier()
+
+
 class _Search:
     def __init__(
         self, network: Network, batch: int, ranks: int, machine: Machine, times: KernelTimes, planning: Planning
@@ -140,6 +167,9 @@ class _Search:
         self.contenders = Contenders(network, partial(_schemes, network, batch, machine, planning, self.buckets))
         #: What plans are compared with, by name; several names may have the same cuts.
         self.compared: dict[str, Contender] = {}
+        #: Costs of all candidates, computed for planners only.
+        self.costs: NetworkCosts
+        self.has_costs = False
         #: Strategies that a descent, or the search for a grid, may simulate.
         self.budget = max(FEWEST, WORK // len(network.layers))
 
@@ -150,6 +180,27 @@ class _Search:
         if best is None:
             self._refuse(failure)
         return self._result(best, began)
+
+    def frontier(self) -> Iterator[Plan]:
+        """Yield plans for smaller and smaller limits, from the fastest strategy that fits to the leanest one found."""
+        began, level, last = time.perf_counter(), self.limit, self.limit
+        self.limit = math.inf
+        self.chooser.look(self)
+        while True:
+            self.limit = level
+            if self.has_costs:
+                with suppress(NoneFits):
+                    self._explore(level)
+            best = self._recomputed(self.contenders.fastest(level))
+            if best is None:
+                break
+            last = best.memory_bytes
+            yield self._result(best, began)
+            began, level = time.perf_counter(), min(level, last) * FINE
+        self.limit = last
+        least = self._leanest()
+        if least.memory_bytes < last:
+            yield self._result(least, began)
 
     def compare(self, name: str, cut: Callable[..., Strategy]) -> None:
         """Simulate the strategy of a baseline."""
@@ -172,7 +223,7 @@ class _Search:
             PLANNERS[name]().look(self)
         pricing = Pricing(Wires(self.machine, quick=True), self.times, self.training.dtype, best_halo=True)
         some = (self.network, self.batch, self.ranks, pricing, self.training, self.planning.full, self.middle)
-        self.costs = network_costs(*some, self._best_grids())
+        self.costs, self.has_costs = network_costs(*some, self._best_grids()), True
         self.changes, self.planner = Changes(self.costs), planner
         self._explore(math.inf)
         best = self.contenders.fastest()
@@ -303,13 +354,55 @@ class _Search:
     # -- what comes of it ----------------------------------------------------------------------
 
     def _refuse(self, failure: NoneFits | None) -> NoReturn:
-        least = self.contenders.leanest()
+        least = self._leanest()
         needs = least.memory_bytes
+        remedies = [f"{text}, {1e3 * seconds:.4g} ms a step" for text, seconds in self._remedies()]
+        fits = f"; with which it fits: {'; '.join(remedies)}" if remedies else ""
         raise UserError(
             f"plan: expected a strategy within {bytes_text(self.limit)} per rank, the smallest found ({least.name}) "
             f"needs {bytes_text(needs)}, {bytes_text(needs - self.limit)} too much; use more ranks, a smaller batch "
-            f"than {self.batch}, or allow more memory"
+            f"than {self.batch}, or allow more memory{fits}"
         ) from failure
+
+    def _leanest(self) -> Contender:
+        """Return the strategy that needs the least memory, also with outputs computed again."""
+        least = self.contenders.leanest()
+        if KINDS[self.planning.recompute]:
+            keeping = least.simulation.keeping(KINDS[self.planning.recompute])
+            some = self.batch, self.pricing, self.training, self.ranks
+            self.contenders.add_recomputed(least, Simulation(self.network, keeping.fewest(), *some))
+        return self.contenders.leanest()
+
+    def _remedies(self) -> Iterator[tuple[str, float]]:
+        """Yield changes with which a cut that is the same for all layers fits, and the times of their steps [s]."""
+        if self.planning.recompute == "none":
+            for plan in self._other(recompute="auto"):
+                yield 'recompute = "auto"', plan.step_seconds
+        for parts in (k for k in range(2, self.batch + 1) if self.batch % k == 0):
+            for plan in self._other(batch=self.batch // parts, training=replace(self.training, accumulates=True)):
+                passes = plan.prediction.forward_seconds + plan.prediction.backward_seconds
+                yield f"accumulate = {parts}", plan.step_seconds + (parts - 1) * passes
+                break
+            else:
+                continue
+            break
+        for dtype in (d for d in LOW if d in self.machine.peak_flops and self.training.dtype == "float32"):
+            for plan in self._other(training=replace(self.training, dtype=dtype)):
+                yield f'dtype = "{dtype}"', plan.step_seconds
+        for ranks in (self.ranks * k for k in MORE):
+            for plan in self._other(ranks=ranks):
+                yield f"{ranks} ranks", plan.step_seconds
+                return
+
+    def _other(self, batch: int | None = None, ranks: int | None = None, **changes: Any) -> Iterator[Plan]:
+        """Yield the plan of the best grid under changed settings, if there is one that fits."""
+        some = batch or self.batch, ranks or self.ranks, self.machine, self.times
+        other = _Search(self.network, *some, replace(self.planning, planner=GRID, limit=self.limit, **changes))
+        with suppress(UserError):
+            other.chooser.look(other)
+            best = other._recomputed(other.contenders.fastest(self.limit))
+            if best is not None:
+                yield other._result(best, time.perf_counter())
 
     def _result(self, best: Contender, began: float) -> Plan:
         # Each alternative has its best scheme, as the plan has.

@@ -41,8 +41,10 @@ __all__ = ["Keeping", "keep_few"]
 STATES = 48
 #: Rooms in which the smallest arena is searched, as multiples of the smallest estimate.
 ROOMS = (1.0, 1.01, 1.03, 1.06, 1.1, 1.15, 1.25)
-#: Ratio of consecutive estimates for which choices are compiled; the first is this multiple of the room.
-RATIO, MARGIN = 0.995, 1.01
+#: Ratio of consecutive estimates for which choices are compiled.
+RATIO = 0.995
+#: Parts of the room by which the first of them exceeds it, divided by the number of layers.
+MARGIN = 1.2
 #: Time of a costly layer per byte of its output, relative to that of a pointwise layer, if times are not given.
 COSTLY = 20.0
 
@@ -55,14 +57,7 @@ def keep_few(network: Network, strategy: Strategy, target: Target) -> Strategy:
     Chosen layers get the option ``recompute``; options ``"none"`` of single layers stay. The cuts are those of
     `strategy`; `target` has batch and rank.
     """
-    keeping = Keeping(network, strategy, target)
-    best, least = strategy, keeping.arena(strategy)
-    for room in ROOMS:
-        chosen = keeping.choice(room * keeping.least)
-        size = least if chosen is None else keeping.arena(chosen)
-        if chosen is not None and size < least:
-            best, least = chosen, size
-    return best
+    return Keeping(network, strategy, target).fewest()
 
 
 class Keeping:
@@ -82,7 +77,7 @@ class Keeping:
     Attributes
     ----------
     most, least
-        Estimated arena with all outputs kept, and smallest estimate [B].
+        Arena with all outputs kept, and smallest estimate of an arena [B].
     """
 
     def __init__(
@@ -147,7 +142,7 @@ class Keeping:
         else:
             self._seconds = np.array([seconds.get(step.name, 0.0) for step in self._steps])
         self._prepare(whole)
-        self.most = float((self._others + self._alive.sum(axis=0)).max(initial=0.0))
+        self.most = self.arena(strategy)
         self.least = self._least()
 
     def _may(self, step: Step) -> bool:
@@ -201,6 +196,16 @@ class Keeping:
         found = self._search(room)
         return math.inf if found is None else found[0]
 
+    def fewest(self) -> Strategy:
+        """Return the strategy with the smallest arena that was found."""
+        best, least = self._strategy, self.most
+        for room in ROOMS:
+            chosen = self.choice(room * self.least)
+            size = least if chosen is None else self.arena(chosen)
+            if chosen is not None and size < least:
+                best, least = chosen, size
+        return best
+
     def choice(self, room: float) -> Strategy | None:
         """Return the strategy with the fastest choice of an estimated arena of at most `room` [B]; None: no choice."""
         found = self._search(room)
@@ -213,7 +218,8 @@ class Keeping:
         again, and a larger room has no slower choice.
         """
         before: frozenset[str] | None = None
-        limit = self.most * RATIO ** math.ceil(math.log(MARGIN * max(room, 1.0) / max(self.most, 1.0), RATIO))
+        first = (1 + MARGIN / max(1, len(self._steps))) * max(room, 1.0)
+        limit = self.most * RATIO ** math.ceil(math.log(first / max(self.most, 1.0), RATIO))
         while limit > self.least * RATIO:
             found = self._search(max(limit, self.least))
             if found is not None and found[1] != before:

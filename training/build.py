@@ -16,14 +16,16 @@ from halograd.schema import nearest
 
 from ..comm.boot import start_text
 from ..data.targets import LabelMap
-from ..device import as_dtype
+from ..device import Device, as_dtype
 from ..layers import Input, Loss, Network
 from ..layers.strategy import Strategy, counts_of, cuts_text, parameter_blocks
 from ..limits import memory_size
 from ..models import build
 from ..perfmodel.cost import memory_of, program_of
 from ..perfmodel.plans import Plan, is_plan
-from ..program.keeping import keep_few
+from ..perfmodel.profile.device import rank_memory
+from ..perfmodel.quantities import Bytes
+from ..program.keeping import Keeping, keep_few
 from ..program.program import Target
 from .config import Config, DataConfig, StrategyConfig
 from .optimizers import OPTIMIZERS, Optimizer, groups_of
@@ -36,6 +38,7 @@ __all__ = [
     "check_batch",
     "check_memory",
     "datasets_of",
+    "fit_memory",
     "fitting_cuts",
     "label_maps",
     "make_network",
@@ -383,6 +386,39 @@ def check_memory(
                 f"{', '.join(f'{use} {bytes_text(n)}' for use, n in most)}; {remedy}use more nodes, a smaller batch or "
                 "a smaller network"
             )
+
+
+def fit_memory(
+    config: Config, comm: Communicator, network: Network, strategy: Strategy, device: Device
+) -> Strategy:
+    """Return the strategy that computes as little again as fits into a rank's memory, for ``recompute = "auto"``.
+
+    If nothing fits, the strategy stays, and `check_memory` raises the error. Collective; the same result on all ranks.
+    The limit is the memory of the device, or the share of a rank in that of its node; ``strategy.memory`` may be less.
+
+    Raises
+    ------
+    UserError
+        No choice fits.
+    """
+    own = device.memory()
+    limit = rank_memory(comm) if own is None else int(comm.allreduce_scalar(own.total, "min"))
+    if config.strategy.memory is not None:
+        limit = min(limit, int(schema.build(Bytes, config.strategy.memory, at="strategy.memory")))
+    ranks = comm.allgather_objects(sum(needs_of(config, comm, network, strategy, True, None).values()))
+    excess = max(ranks) - limit
+    if excess <= 0:
+        return strategy
+    target = Target(config.training.at_once, comm.size, ranks.index(max(ranks)), as_dtype(config.training.dtype))
+    keeping = Keeping(network, strategy, target)
+    made = keeping.within(keeping.most - excess)
+    if made is None:
+        least = max(ranks) - keeping.most + keeping.arena(keeping.fewest())
+        raise UserError(
+            f"strategy.recompute: expected a step within {bytes_text(limit)} per rank, the smallest found needs "
+            f"{bytes_text(least)}; use more ranks, a smaller batch, or training.accumulate"
+        )
+    return made
 
 
 def _memory_by_node(

@@ -167,7 +167,7 @@ class StrategyConfig(Table):
     """``[strategy]``: how samples and layers are cut: by parts per axis, by a file, or by a plan.
 
     A number of parts cuts evenly; a list gives the share of each part. ``strategy = "auto"`` in place of the table is
-    ``auto = true``. `planner`, `memory`, `machine` and `budget` go with `auto` only.
+    ``auto = true``. `planner`, `machine` and `budget` go with `auto` only.
     """
 
     sample: CutField | None = None
@@ -184,10 +184,12 @@ class StrategyConfig(Table):
     statistics: Literal["global", "sample", "local"] | None = None
     """Elements over which batch norms compute statistics: those of all ranks, of the ranks that share samples, or of
     one block; by default the setting of each layer."""
-    recompute: Literal["none", "pointwise", "block"] = "none"
-    """Outputs that are not kept for the backward pass, but computed again in it, with the same results: none; those of
+    recompute: Literal["none", "auto", "pointwise", "block"] | None = None
+    """Outputs that are not kept for the backward pass, but computed again in it, with the same results: none; if the
+    memory does not suffice, those for which the step takes least longer (``"auto"``, the default of a plan); those of
     norms, activations, sums and other pointwise layers (``"pointwise"``: about half of the memory for a few percent of
-    the time); or all but a few, between segments of equal bytes (``"block"``: less memory, one more forward pass)."""
+    the time); or all but a few (``"block"``: the least memory, for one more forward pass). A plan computes again what
+    it has to, and with ``"pointwise"`` only such layers."""
     recompute_halo: Literal["keep", "exchange"] = "keep"
     """Halos of outputs that are computed again: kept in small arrays (``"keep"``), or exchanged again in the backward
     pass (``"exchange"``: less memory, more messages to wait for)."""
@@ -204,7 +206,7 @@ class StrategyConfig(Table):
     ``"FILE.py:CLASS"``.
     """
     memory: Annotated[str, AfterValidator(_size)] | None = None
-    """Memory limit of a rank; by default the memory of the machine."""
+    """Memory limit of a rank, also without `auto` for ``recompute = "auto"``; by default the memory of the machine."""
     machine: FilePath | None = None
     """Name or file of the machine to plan for. Without it, this machine is measured, and steps of the plan and of
     baselines close to it are tried."""
@@ -214,11 +216,12 @@ class StrategyConfig(Table):
     @model_validator(mode="after")
     def _one_way(self) -> StrategyConfig:
         given = self.model_fields_set
-        others = sorted(given - _PLANNED - {"auto", "statistics", "bucket_bytes"})
+        others = sorted(given - _PLANNED - {"auto", "statistics", "bucket_bytes", "recompute"})
         if self.auto and others:
             raise ValueError(f"auto: expected no {others[0]} beside it, which the plan decides; remove one of them")
-        if not self.auto and given & _PLANNED:
-            key = min(given & _PLANNED)
+        planned = given & _PLANNED - ({"memory"} if self.recompute == "auto" else set())
+        if not self.auto and planned:
+            key = min(planned)
             raise ValueError(f"{key}: expected auto = true with it, got none; add that, or remove {key}")
         if self.file is not None and given != {"file"}:
             raise ValueError(f"file: expected no other key beside it, got {min(given - {'file'})}")

@@ -29,7 +29,7 @@ from ..interchange.weights import WeightsFile
 from ..layers import GivenValues, Network, Strategy
 from ..layers.strategy import cuts_text
 from ..models.own import source_of
-from .build import check_memory, make_network, make_strategy, needs_of, with_reduction
+from .build import check_memory, fit_memory, make_network, make_strategy, needs_of, with_reduction
 from .checkpoint import TrainingProgress
 from .config import Config
 from .directory import job_id
@@ -104,6 +104,8 @@ class Session:
                 timeline = comm.instruments.recorder = Timeline(comm.rank, alone=comm.size == 1)
                 timeline.paused = not config.output.timeline
             kernels = stack.enter_context(open_kernels(config.backend, comm))
+            if trainable and not planned and config.strategy.recompute == "auto":
+                strategy = fit_memory(config, comm, network, strategy, kernels.device)
             if kernels.device.is_host:
                 check_memory(config, comm, network, strategy, trainable)
             connect_device(kernels, comm, config.backend.device_transport)
@@ -276,12 +278,19 @@ _NAMED = 20  # classes or channels in a line
 
 def headline(session: Session) -> str:
     """Return one line on network, data, ranks and kernels. Local."""
-    executor = session.executor
+    executor, again = session.executor, len(_recomputed(session))
+    more = f", outputs of {again} of {len(session.network.layers)} layers are computed again" if again else ""
     return (
         f"{session.network.name}: {executor.store.count:,} parameters, {len(session.samples.training)} + "
         f"{len(session.samples.validation)} samples, {session.comm.size} rank(s) ({_cuts(session)}), "
-        f"{_kernels(session)}{_travels(session.comm)}"
+        f"{_kernels(session)}{_travels(session.comm)}{more}"
     )
+
+
+def _recomputed(session: Session) -> list[str]:
+    """Return the layers whose outputs the backward pass may compute again."""
+    strategy = session.executor.strategy
+    return [name for name in session.network.layers if strategy.options_of(name).get("recompute", "none") != "none"]
 
 
 def data_lines(session: Session) -> list[str]:
@@ -338,6 +347,7 @@ def begin_entry(session: Session, step: int, epochs: int, steps_per_epoch: int) 
         "ranks": comm.size,
         "hosts": dict(hosts),
         "cut": _cuts(session),
+        "recomputed": _recomputed(session),
         "kernels": _kernels(session),
         "transport": comm.transport,
         "device_transport": None if comm.devices.choice is None else comm.devices.choice.describe(),

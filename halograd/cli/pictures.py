@@ -20,8 +20,9 @@ from .scaling import Series
 
 if TYPE_CHECKING:
     from ..perfmodel.plans import LayerRecord, Plan
+    from .planning import FrontierPoint
 
-__all__ = ["draw_scaling", "draw_strip"]
+__all__ = ["draw_frontier", "draw_scaling", "draw_strip"]
 
 #: Largest number of layers in one row of the strip.
 ROW = 70
@@ -148,6 +149,34 @@ def draw_scaling(series: Sequence[Series], title: str, path: Path) -> None:
             figure.suptitle(title, x=0.01, ha="left", fontsize=10)
             for ax, some in zip(figure.subplots(1, len(series), squeeze=False)[0], series):
                 _panel(ax, some)
+    except OSError as error:
+        raise UserError(
+            f"--plot {path}: expected a path that can be written, got an error ({error.strerror}); choose another"
+        ) from error
+
+
+def draw_frontier(title: str, points: Sequence[FrontierPoint], path: Path) -> None:
+    """Draw memory against step time of plans, in a PNG file. Local.
+
+    Raises
+    ------
+    UserError
+        The file cannot be written.
+    """
+    try:
+        with picture(path, 6.5, 4.2) as figure:
+            ax = figure.subplots()
+            gib = [p.memory_bytes / 2**30 for p in points]
+            ms = [1e3 * p.step_seconds for p in points]
+            ax.plot(gib, ms, color=BLUE, marker="o", drawstyle="steps-pre")
+            for x, y, p in zip(gib, ms, points):
+                again = f"{p.again} again" if p.again else "all kept"
+                ax.annotate(again, (x, y), xytext=(4, 5), textcoords="offset points", fontsize=7, color=DARK)
+            ax.set_xlim(left=0)
+            ax.set_ylim(bottom=0, top=1.12 * max(ms))
+            ax.set_xlabel("memory of the fullest rank [GiB]")
+            ax.set_ylabel("step [ms]")
+            ax.set_title(title, loc="left", fontsize=10)
     except OSError as error:
         raise UserError(
             f"--plot {path}: expected a path that can be written, got an error ({error.strerror}); choose another"

@@ -7,21 +7,36 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 from ..documents import check_output
 from ..errors import UserError
-from ..output import milliseconds, split_text, table, time_text, working
+from ..output import bytes_text, cut_text, mebibytes, milliseconds, split_text, table, time_text, working
 from ..plan_text import plan_text
+from ..schema import build as build_value
 from .options import AsJson, Batch, Full, Memory, ModelOptions, Planner, check_counts, parse_options
 
 if TYPE_CHECKING:
     from ..local import CoreSplit
     from ..perfmodel.plans import Alternative, Plan
+    from ..perfmodel.predict import Planning
+    from ..planning import Asked
 
 __all__ = ["plan"]
+
+
+Recompute = Annotated[
+    str,
+    typer.Option(
+        help="What may be computed again in the backward pass if the memory does not suffice: auto (all layers), "
+        "pointwise (norms, activations, sums), none."
+    ),
+]
+Frontier = Annotated[
+    bool, typer.Option("--frontier", help="Plan under smaller and smaller limits: memory against step time.")
+]
 
 
 @dataclass(frozen=True)
@@ -31,6 +46,7 @@ class SearchOptions:
     memory: Memory = None
     planner: Planner = "elimination"
     full: Full = False
+    recompute: Recompute = "auto"
 
 
 @dataclass(frozen=True)
@@ -48,6 +64,10 @@ def plan(
     batch: Batch,
     how: SearchOptions,
     tried: CoreOptions,
+    frontier: Frontier = False,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE.png", help="With --frontier: draw the curve to this file.")
+    ] = None,
     ranks: Annotated[int | None, typer.Option(help="Number of ranks; a layer may use fewer.")] = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", metavar="PLAN.json", help="Write the plan to this file.")
@@ -65,6 +85,7 @@ def plan(
     Examples:
       halograd plan mesh_2k --machine lassen --ranks 16 --batch 4 -o plan.json
       halograd plan resnet50 --machine dgx-h100 --ranks 64 --batch 1024 --memory 16GiB
+      halograd plan unet3d --machine lassen --ranks 8 --batch 1 --frontier --plot frontier.png
       halograd plan mesh_1k --option resolution=512 --machine machine.toml --ranks 2 --batch 1 --json
       halograd plan resnet50 --cores 4 --batch 1
     """
@@ -74,14 +95,18 @@ def plan(
     if ranks is None:
         _try_cores(what, batch, how, tried, as_json)
         return
-    from ..perfmodel.predict import Planning
+    from ..perfmodel.predict import Planning, Rule
     from ..planning import baselines_of, check_planner, make_plan, parse_memory
 
     check_planner(how.planner)
     if out is not None:
         check_output(out, "--out")
-    planning = Planning(how.planner, parse_memory(how.memory), how.full, what.training())
+    rule = build_value(cast(Any, Rule), how.recompute, at="--recompute")
+    planning = Planning(how.planner, parse_memory(how.memory), how.full, what.training(), recompute=rule)
     asked = what.asked()
+    if frontier:
+        _show_frontier(asked, batch, ranks, planning, plot, as_json)
+        return
     with working(f"planning {asked.model} on {ranks} ranks"):
         made = make_plan(asked, batch, ranks, planning)
         others = baselines_of(asked, made)
@@ -93,6 +118,61 @@ def plan(
     print("\n".join(plan_text(made, others)))
     if out is not None:
         print(f'{out}: written; `halograd explain {out}` explains it, strategy.file = "{out}" trains under it')
+
+
+def _show_frontier(
+    asked: Asked, batch: int, ranks: int, planning: Planning, path: Path | None, as_json: bool
+) -> None:
+    """Print plans from the fastest to the leanest, and draw them."""
+    from ..perfmodel.predict import plan_frontier
+
+    if path is not None:
+        check_output(path, "--plot")
+    times = asked.times(batch, ranks)
+    with working(f"planning {asked.model} on {ranks} ranks") as now:
+        plans = []
+        for made in plan_frontier(asked.network, batch, ranks, asked.machine, times, planning):
+            plans.append(made)
+            now(f"planning {asked.model} on {ranks} ranks within {bytes_text(made.prediction.memory_bytes)}")
+    if not plans:
+        from ..planning import make_plan
+
+        make_plan(asked, batch, ranks, planning, times)  # raises an error that says what would fit
+    points = [_point(asked, made) for made in plans]
+    if path is not None:
+        from .pictures import draw_frontier
+
+        draw_frontier(f"{asked.model} on {ranks} ranks of {asked.machine.name}, batch {batch}", points, path)
+    if as_json:
+        print(json.dumps([vars(point) for point in points]), flush=True)
+        return
+    first = points[0]
+    rows = [["[MiB]", "[ms]", "", "[layers]", "", ""]]
+    for point in points:
+        more = f"{point.step_seconds / first.step_seconds - 1:+.1%}"
+        cells = [mebibytes(point.memory_bytes), milliseconds(point.step_seconds), more, str(point.again)]
+        rows.append([*cells, point.cut, point.reduction])
+    print(f"{asked.model} on {ranks} ranks of {asked.machine.name}, batch {batch}, {asked.dtype}")
+    print("\n".join(["", *table(["memory", "step", "longer", "again", "largest cut", "gradients"], rows)]))
+
+
+@dataclass(frozen=True)
+class FrontierPoint:
+    """Memory of the fullest rank [B] and step time [s] of a plan, with its choices in short."""
+
+    memory_bytes: int
+    step_seconds: float
+    again: int
+    cut: str
+    reduction: str
+
+
+def _point(asked: Asked, plan: Plan) -> FrontierPoint:
+    some = [plan.strategy.options_of(name).get("recompute", "none") != "none" for name in asked.network.layers]
+    cut = max(plan.prediction.layers, key=lambda record: record.output)
+    return FrontierPoint(
+        plan.prediction.memory_bytes, plan.step_seconds, sum(some), cut_text(cut.parts), str(plan.strategy.reduction)
+    )
 
 
 def _try_cores(what: ModelOptions, batch: int, how: SearchOptions, tried: CoreOptions, as_json: bool) -> None:
@@ -110,6 +190,7 @@ def _try_cores(what: ModelOptions, batch: int, how: SearchOptions, tried: CoreOp
     optimizer = planned_settings(what.optimizer).model_dump()
     build(what.model, **parse_options(what.options or ()))  # report an error here once, not in every job
     strategy = {"auto": True, "planner": how.planner}
+    strategy |= {} if how.recompute == "auto" else {"recompute": how.recompute}
     strategy |= {} if how.memory is None else {"memory": how.memory}
     strategy |= {} if tried.budget is None else {"budget": tried.budget}
     tables = {

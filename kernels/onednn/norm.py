@@ -19,6 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from halograd.documents import bytes_text
+
 from ..checks import same_elements
 from ..kernel import (
     BatchNormArrays,
@@ -43,6 +45,7 @@ __all__ = ["OnednnBatchNorm"]
 
 LANES = 16
 FAR = 100.0  # limit of mean^2 / var, above which a float32 mean is too inaccurate
+LARGEST = 1 << 31  # size of an array whose offsets do not fit into 32 bits, in which the primitive computes them [B]
 BLOCK_BYTES = 1 << 18  # piece of the correction per thread [B], small because it is read again at once
 
 
@@ -73,12 +76,18 @@ class OnednnBatchNorm:
     Raises
     ------
     ReferenceOnly
-        If rows cannot be merged to multiples of 16 channels, or there is one element per channel.
+        If rows cannot be merged to multiples of 16 channels, there is one element per channel, or arrays are so large
+        that oneDNN's offsets overflow.
     """
 
     def __init__(self, engine: OnednnEngine, arrays: BatchNormArrays) -> None:
         self.engine, self.a = engine, arrays
         n, _, rows, channels = flat_shape(arrays.x)
+        if arrays.x.nbytes >= LARGEST:
+            raise ReferenceOnly(
+                f"oneDNN's batch norm ends the process with arrays of {bytes_text(LARGEST)} and more: expected a block "
+                f"of fewer elements, got {bytes_text(arrays.x.nbytes)}"
+            )
         self.repeat = LANES // math.gcd(channels, LANES)
         if rows % self.repeat or rows == self.repeat:
             n, rows = 1, n * rows

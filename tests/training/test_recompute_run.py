@@ -13,7 +13,7 @@ from halograd.lowering.operations import Transfer
 from halograd.perfmodel.cost import Pricing, Wires, count_step, simulate
 from halograd.perfmodel.kernel_times import RooflineTimes
 from halograd.perfmodel.machine import Machine
-from halograd.training import build, train
+from halograd.training import build, load_config, train
 from halograd.training.executor import Executor
 from halograd.training.step_times import StepTimes
 from halograd.training.timeline import Timeline
@@ -139,3 +139,27 @@ def test_a_network_that_does_not_fit_names_the_rule_with_which_it_fits(config, m
     with pytest.raises(UserError, match=r"; set strategy.recompute = .pointwise., with which it fits, or use"):
         train(config, comm=MPI.COMM_WORLD)
     assert train(config, ["strategy.recompute=pointwise"], comm=MPI.COMM_WORLD)["steps"] > 0
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_run_computes_again_as_little_as_fits(config, shared):
+    """With ``recompute = "auto"`` and a limit, the losses are those of a run that keeps everything."""
+    comm, loaded = MPI.COMM_WORLD, load_config(config)
+    with Communicator(comm) as ranks:
+        network = build.make_network(loaded)
+        strategy = build.make_strategy(loaded.strategy, comm.size, network, loaded.training.at_once)
+        own = build.needs_of(loaded, ranks, network, strategy, True, None)
+    needed, arena = max(comm.allgather(sum(own.values()))), own["transient"]
+    found = {
+        memory: train(
+            config,
+            ["strategy.recompute=auto", f"strategy.memory={memory} B", f"output.directory={shared / str(memory)}"],
+            comm=comm,
+        )
+        for memory in (needed, needed - arena // 5)
+    }
+    assert found[needed]["loss"] == found[needed - arena // 5]["loss"]
+    begun = {memory: json.loads((shared / str(memory) / "log.jsonl").read_text().splitlines()[0]) for memory in found}
+    assert [bool(begun[memory]["recomputed"]) for memory in found] == [False, True]
+    with pytest.raises(UserError, match=r"strategy.recompute: expected a step within .*, the smallest found needs"):
+        train(config, ["strategy.recompute=auto", f"strategy.memory={needed - arena} B"], comm=comm)

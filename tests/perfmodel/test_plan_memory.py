@@ -1,0 +1,101 @@
+"""Tests of plans under memory limits: what is computed again, the frontier, and what would fit if nothing does."""
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.plan_memory import chain, compared
+from halograd.errors import UserError
+from halograd.layers import Strategy
+from halograd.models import build, mesh, unet
+from halograd.perfmodel.cost import Pricing, Wires, simulate
+from halograd.perfmodel.kernel_times import RooflineTimes
+from halograd.perfmodel.machine import Machine
+from halograd.perfmodel.predict import Planning, plan_frontier, plan_network
+from halograd.program.compiler import compile_program
+from halograd.program.keeping import Keeping
+from halograd.program.program import Target
+
+LASSEN = Machine.load("lassen")
+NETWORKS = {
+    "mesh": lambda: mesh(resolution=256, widths=(16, 32), convs=2),
+    "unet": lambda: unet((64, 64), width=8, levels=2),
+}
+BATCH, RANKS = 2, 2
+
+
+def plan(network, **settings):
+    return plan_network(network, BATCH, RANKS, LASSEN, RooflineTimes(LASSEN), Planning(**settings))
+
+
+def again(found):
+    return [name for name, options in found.strategy.layers.items() if options.get("recompute", "none") != "none"]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 10])
+def test_on_chains_a_plan_is_the_optimum_of_all_choices(seed):
+    found = list(compared(seed, chain(seed), LASSEN))
+    assert found and all(one.excess < 1e-9 for one in found)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_plan_computes_again_only_what_it_has_to(name):
+    network = NETWORKS[name]()
+    free = plan(network)
+    assert not again(free)
+    limit = 0.75 * free.prediction.memory_bytes
+    tight = plan(network, limit=limit)
+    assert again(tight) and tight.prediction.memory_bytes <= limit
+    # What the plan says is what a simulation of its strategy says.
+    pricing = Pricing(Wires(LASSEN), RooflineTimes(LASSEN), best_halo=True)
+    alone = simulate(network, tight.strategy, BATCH, pricing, ranks=RANKS)
+    assert alone.memory_bytes == tight.prediction.memory_bytes
+    # No rule that is the same for all layers is faster under the same cuts, if it fits.
+    for rule in ("pointwise", "block"):
+        uniform = replace(tight.strategy.keeping_all, options={"recompute": rule})
+        other = simulate(network, uniform, BATCH, pricing, ranks=RANKS)
+        if other.memory_bytes <= limit:
+            assert tight.step_seconds <= other.step_seconds * (1 + 1e-9)
+    # Its own memory is a limit under which it is found again; smaller limits are not faster.
+    same = plan(network, limit=tight.prediction.memory_bytes)
+    assert same.step_seconds == pytest.approx(tight.step_seconds, rel=1e-9)
+    smaller = plan(network, limit=0.97 * tight.prediction.memory_bytes)
+    assert smaller.step_seconds >= tight.step_seconds * (1 - 1e-9)
+
+
+def test_rules_restrict_what_is_computed_again():
+    network = NETWORKS["mesh"]()
+    limit = 0.9 * plan(network).prediction.memory_bytes
+    found = plan(network, limit=limit, recompute="pointwise")
+    assert again(found) and all(network.layers[name].layer.recomputation == "pointwise" for name in again(found))
+    with pytest.raises(UserError, match=r'too much; .* with which it fits: recompute = "auto", .* ms a step'):
+        plan(network, limit=limit, recompute="none")
+
+
+def test_a_refusal_names_what_would_fit():
+    network = NETWORKS["mesh"]()
+    frontier = list(plan_frontier(network, BATCH, RANKS, LASSEN, RooflineTimes(LASSEN)))
+    with pytest.raises(UserError, match=r"the smallest found .* [48] ranks, [\d.e+-]+ ms a step"):
+        plan(network, limit=0.8 * frontier[-1].prediction.memory_bytes)
+
+
+def test_a_frontier_falls_in_memory_and_rises_in_time():
+    found = list(plan_frontier(NETWORKS["mesh"](), BATCH, RANKS, LASSEN, RooflineTimes(LASSEN)))
+    memory = [one.prediction.memory_bytes for one in found]
+    seconds = [one.step_seconds for one in found]
+    assert len(found) > 2 and memory == sorted(memory, reverse=True) and seconds == sorted(seconds)
+    assert not again(found[0]) and again(found[-1]) and memory[-1] < 0.7 * memory[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "cuts"), [("mesh_2k", 1, {}), ("resnet50", 1, {}), ("unet3d", 4, {"height": 2, "depth": 2})]
+)
+def test_estimates_of_arenas_are_close(name, ranks, cuts):
+    network, target = build(name), Target(1, ranks)
+    keeping = Keeping(network, Strategy(cuts), target)
+    assert keeping.most == compile_program(network, Strategy(cuts), target).placement.size
+    for part in (0.0, 0.3, 0.6):
+        room = keeping.least + part * (keeping.most - keeping.least)
+        found = keeping.within(1.25 * room)
+        assert found is not None and keeping.arena(found) <= 1.25 * room
+        assert keeping.arena(keeping.choice(room)) <= 1.3 * room
