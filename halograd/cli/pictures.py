@@ -20,7 +20,6 @@ from .scaling import Series
 
 if TYPE_CHECKING:
     from ..perfmodel.plans import LayerRecord, Plan
-    from .planning import FrontierPoint
 
 __all__ = ["draw_frontier", "draw_scaling", "draw_strip"]
 
@@ -155,8 +154,8 @@ def draw_scaling(series: Sequence[Series], title: str, path: Path) -> None:
         ) from error
 
 
-def draw_frontier(title: str, points: Sequence[FrontierPoint], path: Path) -> None:
-    """Draw memory against step time of plans, in a PNG file. Local.
+def draw_frontier(title: str, points: Sequence[tuple[int, float, int]], path: Path) -> None:
+    """Draw memory [B] against step time [s] of plans, with the number of layers computed again, in a PNG file. Local.
 
     Raises
     ------
@@ -166,12 +165,11 @@ def draw_frontier(title: str, points: Sequence[FrontierPoint], path: Path) -> No
     try:
         with picture(path, 6.5, 4.2) as figure:
             ax = figure.subplots()
-            gib = [p.memory_bytes / 2**30 for p in points]
-            ms = [1e3 * p.step_seconds for p in points]
+            gib, ms = [nbytes / 2**30 for nbytes, *_ in points], [1e3 * seconds for _, seconds, _ in points]
             ax.plot(gib, ms, color=BLUE, marker="o", drawstyle="steps-pre")
-            for x, y, p in zip(gib, ms, points):
-                again = f"{p.again} again" if p.again else "all kept"
-                ax.annotate(again, (x, y), xytext=(4, 5), textcoords="offset points", fontsize=7, color=DARK)
+            for x, y, (*_, again) in zip(gib, ms, points):
+                text = f"{again} again" if again else "all kept"
+                ax.annotate(text, (x, y), xytext=(4, 5), textcoords="offset points", fontsize=7, color=DARK)
             ax.set_xlim(left=0)
             ax.set_ylim(bottom=0, top=1.12 * max(ms))
             ax.set_xlabel("memory of the fullest rank [GiB]")

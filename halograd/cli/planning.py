@@ -142,7 +142,8 @@ def _show_frontier(
     if path is not None:
         from .pictures import draw_frontier
 
-        draw_frontier(f"{asked.model} on {ranks} ranks of {asked.machine.name}, batch {batch}", points, path)
+        curve = [(point.memory_bytes, point.step_seconds, point.again) for point in points]
+        draw_frontier(f"{asked.model} on {ranks} ranks of {asked.machine.name}, batch {batch}", curve, path)
     if as_json:
         print(json.dumps([vars(point) for point in points]), flush=True)
         return
