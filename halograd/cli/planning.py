@@ -34,9 +34,6 @@ Recompute = Annotated[
         "pointwise (norms, activations, sums), none."
     ),
 ]
-Frontier = Annotated[
-    bool, typer.Option("--frontier", help="Plan under smaller and smaller limits: memory against step time.")
-]
 
 
 @dataclass(frozen=True)
@@ -47,6 +44,12 @@ class SearchOptions:
     planner: Planner = "elimination"
     full: Full = False
     recompute: Recompute = "auto"
+    frontier: Annotated[
+        bool, typer.Option("--frontier", help="Plan under smaller and smaller limits: memory against step time.")
+    ] = False
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE.png", help="With --frontier: draw the curve to this file.")
+    ] = None
 
 
 @dataclass(frozen=True)
@@ -64,10 +67,6 @@ def plan(
     batch: Batch,
     how: SearchOptions,
     tried: CoreOptions,
-    frontier: Frontier = False,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE.png", help="With --frontier: draw the curve to this file.")
-    ] = None,
     ranks: Annotated[int | None, typer.Option(help="Number of ranks; a layer may use fewer.")] = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", metavar="PLAN.json", help="Write the plan to this file.")
@@ -104,8 +103,8 @@ def plan(
     rule = build_value(cast(Any, Rule), how.recompute, at="--recompute")
     planning = Planning(how.planner, parse_memory(how.memory), how.full, what.training(), recompute=rule)
     asked = what.asked()
-    if frontier:
-        _show_frontier(asked, batch, ranks, planning, plot, as_json)
+    if how.frontier:
+        _show_frontier(asked, batch, ranks, planning, how.plot, as_json)
         return
     with working(f"planning {asked.model} on {ranks} ranks"):
         made = make_plan(asked, batch, ranks, planning)
