@@ -119,7 +119,7 @@ class Keeping:
         begin = sum(len(s.before) + len(s.operations) + len(s.after) for s in program.forward)
         #: Layer of each operation of the backward pass, in the order of the pass.
         self._places = np.repeat(
-            [number.get(s.name.partition(" (")[0], count - 1) for s in program.backward],
+            [number.get(s.name, number.get(s.name.partition(" (")[0], count - 1)) for s in program.backward],
             [len(s.before) + len(s.operations) + len(s.after) for s in program.backward],
         )
         here = len(self._places)

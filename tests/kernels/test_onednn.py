@@ -13,6 +13,7 @@ import threadpoolctl
 from halograd.kernels import Geometry, KernelError, get_backend
 from halograd.kernels.kernel import BatchNormArrays
 from halograd.kernels.onednn import DELEGATED, matmul
+from halograd.kernels.onednn import norm as onednn_norm
 from halograd.kernels.onednn.abi import Abi, DnnlError
 from halograd.kernels.onednn.program import PrimitiveList, ReferenceOnly
 
@@ -159,6 +160,15 @@ def test_slow_convolutions_are_numpys(onednn, monkeypatch):
     assert [s.what for s in found] == ["conv_forward", "conv_backward_data", "conv_backward_filter"]
     assert all(s.by == "numpy" and "has only the slow ref:any of convolution_" in s.reason for s in found)
     assert onednn.take_substitutes() == []
+
+
+def test_batch_norms_of_large_blocks_are_numpys(onednn, monkeypatch):
+    """oneDNN's primitive ends the process with arrays of 2 GiB; here the bound is that of a small array."""
+    a = Arrays(onednn, np.float32)
+    given = norm(a, (2, 8, 8, 16))
+    assert onednn.batch_norm(BatchNormArrays(**given)).forward.impl.startswith("onednn:")
+    monkeypatch.setattr(onednn_norm, "LARGEST", given["x"].nbytes)
+    assert onednn.batch_norm(BatchNormArrays(**given)).forward.impl.startswith("numpy:")
 
 
 def test_slow_convolutions_in_bfloat16_are_refused(onednn, monkeypatch):
