@@ -6,6 +6,7 @@ import pytest
 
 import halograd
 from halograd.cli import main
+from halograd.cli import run as command
 from halograd.kernels.kernel import Kernel
 
 FOLDER = halograd.__path__[0] + "/"
@@ -26,6 +27,7 @@ def test_a_step_goes_through_four_files(config, monkeypatch):
         call(kernel)
 
     monkeypatch.setattr(Kernel, "__call__", watched)
+    monkeypatch.setattr(command, "leave", sys.exit)  # the command line finalizes MPI, which other tests need
     with pytest.raises(SystemExit):
         main(["train", str(config), "--set", "training.epochs=1"])
     step = ("cli/run.py", "cli/commands.py", "training/run.py", "training/trainer.py", "training/executor.py")
