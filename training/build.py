@@ -393,8 +393,8 @@ def fit_memory(
 ) -> Strategy:
     """Return the strategy that computes as little again as fits into a rank's memory, for ``recompute = "auto"``.
 
-    If nothing fits, the strategy stays, and `check_memory` raises the error. Collective; the same result on all ranks.
-    The limit is the memory of the device, or the share of a rank in that of its node; ``strategy.memory`` may be less.
+    Collective; the same result on all ranks. The limit is the memory of the device, or the share of a rank in that of
+    its node; ``strategy.memory`` may be less.
 
     Raises
     ------
@@ -405,20 +405,27 @@ def fit_memory(
     limit = rank_memory(comm) if own is None else int(comm.allreduce_scalar(own.total, "min"))
     if config.strategy.memory is not None:
         limit = min(limit, int(schema.build(Bytes, config.strategy.memory, at="strategy.memory")))
-    ranks = comm.allgather_objects(sum(needs_of(config, comm, network, strategy, True, None).values()))
+
+    def needed(some: Strategy) -> list[int]:
+        return comm.allgather_objects(sum(needs_of(config, comm, network, some, True, None).values()))
+
+    ranks = needed(strategy)
     excess = max(ranks) - limit
     if excess <= 0:
         return strategy
     target = Target(config.training.at_once, comm.size, ranks.index(max(ranks)), as_dtype(config.training.dtype))
     keeping = Keeping(network, strategy, target)
-    made = keeping.within(keeping.most - excess)
-    if made is None:
-        least = max(ranks) - keeping.most + keeping.arena(keeping.fewest())
-        raise UserError(
-            f"strategy.recompute: expected a step within {bytes_text(limit)} per rank, the smallest found needs "
-            f"{bytes_text(least)}; use more ranks, a smaller batch, or training.accumulate"
-        )
-    return made
+    room: float = keeping.most - excess
+    while (made := keeping.within(room)) is not None:
+        over = max(needed(made)) - limit  # another rank may need the most now
+        if over <= 0:
+            return made
+        room -= over
+    least = max(ranks) - keeping.most + keeping.arena(keeping.fewest())
+    raise UserError(
+        f"strategy.recompute: expected a step within {bytes_text(limit)} per rank, the smallest found needs "
+        f"{bytes_text(least)}; use more ranks, a smaller batch, or training.accumulate"
+    )
 
 
 def _memory_by_node(
