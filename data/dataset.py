@@ -190,6 +190,11 @@ class Hdf5Dataset:
         return filled
 
     @property
+    def parts(self) -> list[Hdf5Dataset]:
+        """The files of the data set: this one."""
+        return [self]
+
+    @property
     def attributes(self) -> dict[str, Any]:
         """Attributes of the file."""
         return self.structure.attributes

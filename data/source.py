@@ -23,6 +23,7 @@ from .targets import LabelMap, TargetRange, kept_labels
 __all__ = [
     "ArrayDataset",
     "Dataset",
+    "DatasetView",
 ]
 
 
@@ -70,6 +71,74 @@ class Dataset(Protocol):
 
     def close(self) -> None:
         """Close open files; a later read opens them again."""
+
+
+class DatasetView:
+    """Base of data sets that read their samples from another one. Attributes that a view lacks are those of the other.
+
+    Parameters
+    ----------
+    dataset
+        The other data set, a :class:`Dataset`.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+        self.path: Path = dataset.path
+        self.groups: NDArray[np.int64] | None = dataset.groups
+        self.fields: dict[str, Field] = dict(dataset.fields)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dataset":  # not set yet
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    @property
+    def lenient(self) -> frozenset[str]:
+        """Names of fields in which invalid values are permitted."""
+        return self.dataset.lenient
+
+    @lenient.setter
+    def lenient(self, names: frozenset[str]) -> None:
+        self.dataset.lenient = names
+
+    @property
+    def labels(self) -> Mapping[str, LabelMap]:
+        """Label maps by name."""
+        return self.dataset.labels
+
+    @labels.setter
+    def labels(self, maps: Mapping[str, LabelMap]) -> None:
+        self.dataset.labels = maps
+
+    @property
+    def weighted(self) -> Mapping[str, Sequence[str]]:
+        """Names of the weights of each target."""
+        return self.dataset.weighted
+
+    @weighted.setter
+    def weighted(self, names: Mapping[str, Sequence[str]]) -> None:
+        self.dataset.weighted = names
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes read so far [B]."""
+        return self.dataset.bytes_read
+
+    def read(self, name: str, indices: Sequence[int], box: Box, out: NDArray[Any]) -> tuple[slice, ...]:
+        """Read a box as :meth:`Dataset.read` does."""
+        return self.dataset.read(name, indices, box, out)
+
+    def place(self, index: int) -> str:
+        """Return the source and number of a sample, for messages."""
+        return self.dataset.place(index)
+
+    def close(self) -> None:
+        """Close open files; a later read opens them again."""
+        self.dataset.close()
 
 
 class ArrayDataset:

@@ -82,14 +82,17 @@ def make_network(config: Config) -> Network:
 def datasets_of(data: DataConfig, network: Network) -> tuple[dict[str, str], dict[str, str]]:
     """Return the datasets of inputs and of targets, by the name of the network's input.
 
+    With ``data.invalid = "mask"``, weights need no dataset.
+
     Raises
     ------
     UserError
         If an input of the network has no dataset or two, or a name is no input.
     """
     compared = network.targets
+    made = weights_of(network) if data.invalid == "mask" else frozenset()
     inputs = _named(data, "inputs", [name for name in network.inputs if name not in compared])
-    targets = _named(data, "targets", compared)
+    targets = _named(data, "targets", [name for name in compared if name not in made])
     both = sorted(set(inputs) & set(targets))
     if both:
         raise UserError(f"data.targets: expected {both[0]!r} in one table, got it also in data.inputs; remove one")
@@ -106,7 +109,7 @@ def datasets_of(data: DataConfig, network: Network) -> tuple[dict[str, str], dic
                 f"data.{key}.{name}: expected inputs of network {network.name!r} ({', '.join(network.inputs)}), got "
                 f"{name!r}{nearest(name, network.inputs)}"
             )
-    left = [name for name in network.inputs if name not in inputs and name not in targets]
+    left = [name for name in network.inputs if name not in {*inputs, *targets, *made}]
     if left:
         key = "targets" if left[0] in compared else "inputs"
         raise UserError(

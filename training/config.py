@@ -142,10 +142,11 @@ class DataConfig(Table):
     or whole files; ``"auto"``: groups if there are any, else samples."""
     open_files: Annotated[Count, Field(le=65536)] = 64
     """Maximum number of files that a rank keeps open."""
-    invalid: Literal["refuse", "skip", "fill"] = "refuse"
+    invalid: Literal["refuse", "skip", "fill", "mask"] = "refuse"
     """Treatment of NaN, infinity and targets out of range. ``"refuse"`` ends the run; ``"skip"`` leaves out samples
     with such numbers; ``"fill"`` replaces NaN and infinity in inputs by the mean of their channel (0 if it is not
-    normalized). The last two read all samples once before the run, each rank a share of them."""
+    normalized). These two read all samples once before the run, each rank a share of them. ``"mask"`` fills inputs in
+    the same way, and sets the weights of the loss to 0 where a target is invalid; weights need no dataset then."""
     augment: Annotated[AugmentationSettings, Chosen(AUGMENTATIONS, "standard")] | None = None
     labels: Annotated[dict[str, int | dict[str, int]], AfterValidator(check_numbers)] = Field(default_factory=dict)
     """Replacements of whole numbers of a target, ``{ 255 = -1, 7 = 1 }``, or by target: ``[data.labels.mask]``. Numbers

@@ -33,6 +33,8 @@ from ..data import (
     split,
 )
 from ..data.files import check_alike
+from ..data.masked import Masked
+from ..data.source import DatasetView
 from ..data.structure import Field, Structure
 from ..data.survey import LOOKS, count_classes, find_invalid, look_at_data
 from ..data.targets import LabelMap, TargetRange
@@ -103,6 +105,8 @@ class Samples:
         data = config.data
         dataset = stack.enter_context(closing(_open_dataset(data, network, comm, labelled)))
         with comm.agreement():
+            if data.invalid == "mask" and labelled:
+                dataset = _masked(data, dataset, network)
             if data.labels and labelled:
                 if not hasattr(dataset, "labels"):
                     raise UserError(
@@ -122,7 +126,7 @@ class Samples:
                 weighted = weighted_targets(network)
                 dataset.weighted = {name: weighted[name] for name in weighted if name not in skipped}
         invalid = _look_for_invalid(data, dataset, network, comm) if labelled else {}
-        if data.invalid == "fill":
+        if data.invalid in ("fill", "mask"):
             dataset.lenient = frozenset(name for name, field in dataset.fields.items() if not field.is_target)
         training, validation = np.arange(len(dataset)), np.arange(0)
         if labelled:
@@ -186,7 +190,7 @@ class Samples:
 
         Samples are numbered over the files in order, so a new or renamed file changes the indices of later samples.
         """
-        names = self.dataset.names if isinstance(self.dataset, FileSet) else []
+        names = _of_files(self.dataset, "names", [])
         files = f" in {len(names)} files" if names else ""
         mark = zlib.crc32(self.training.tobytes(), zlib.crc32("\n".join(names).encode()))
         return f"{len(self.training)} of {len(self.dataset)} samples{files}, {mark:08x}"
@@ -201,11 +205,12 @@ class Samples:
         shuffled
             Whether samples are read in a random order.
         """
-        if not isinstance(self.dataset, Hdf5Dataset | FileSet):
+        slow_chunks = _of_files(self.dataset, "slow_chunks", None)
+        if slow_chunks is None:
             return
         for name, box in boxes.items():
             reduction = self.reductions.get(name)
-            slow = self.dataset.slow_chunks(name, reduction.fine_box(box) if reduction else box, shuffled)
+            slow = slow_chunks(name, reduction.fine_box(box) if reduction else box, shuffled)
             if slow:
                 _log.warning("%s", slow)
 
@@ -220,7 +225,7 @@ class Samples:
             Alternative remedy, for the message.
         """
         if before not in (None, self.drawn):
-            names = self.dataset.names if isinstance(self.dataset, FileSet) else []
+            names = _of_files(self.dataset, "names", [])
             by_text = " (or sorted as text, by an older version: list them in that order)" * (names != sorted(names))
             raise UserError(
                 f"data.path: expected the training samples of the checkpoint ({before}), got others ({self.drawn}): "
@@ -244,7 +249,7 @@ def _warn_of_stored(dataset: Dataset, known: Mapping[str, Any], names: Sequence[
 
 def _look_for_invalid(data: DataConfig, dataset: Dataset, network: Network, comm: Communicator) -> dict[int, str]:
     """Return the first fault of each invalid sample, by its index. Collective: each rank reads a share."""
-    if data.invalid == "refuse":
+    if data.invalid not in ("skip", "fill"):
         return {}
     with comm.agreement():
         own = find_invalid(dataset, _ranges(network), range(comm.rank, len(dataset), comm.size))
@@ -316,7 +321,8 @@ def _open_own(data: DataConfig, network: Network, labelled: bool) -> Dataset:
         )
     check_methods(found, base=Dataset)
     wanted = [name for name in network.inputs if labelled or name not in network.targets]
-    missing = [name for name in wanted if name not in found.fields]
+    made = weights_of(network) if data.invalid == "mask" else frozenset()
+    missing = [name for name in wanted if name not in found.fields and name not in made]
     if missing:
         raise UserError(
             f"data.file: expected fields for the inputs of the network ({', '.join(wanted)}), got "
@@ -329,11 +335,33 @@ def _open_own(data: DataConfig, network: Network, labelled: bool) -> Dataset:
     return found
 
 
+def _masked(data: DataConfig, dataset: Dataset, network: Network) -> Masked:
+    """Return the data set with weights that are 0 where a target is invalid. Local."""
+    targets: dict[str, list[str]] = {}
+    for name, weights in weighted_targets(network).items():
+        for weight in weights:
+            targets.setdefault(weight, []).append(name)
+    if not targets:
+        raise UserError(
+            f'data.invalid: expected weights in the loss of network {network.name!r} for "mask", got none; give it '
+            "an input of weights, loss(prediction, target, weights), which needs no dataset"
+        )
+    if data.rule == "center":
+        raise UserError('data.rule: expected another rule than "center" with data.invalid = "mask"')
+    channels = {name: network.inputs[name].shape[-1] for name in targets}
+    return Masked(dataset, targets, channels, _ranges(network))
+
+
+def _of_files(dataset: Dataset, name: str, default: Any) -> Any:
+    """Return an attribute of a data set of HDF5 files, also behind a view; `default` for others. Local."""
+    return getattr(dataset, name, default) if isinstance(dataset, Hdf5Dataset | FileSet | DatasetView) else default
+
+
 def _groups(data: DataConfig, dataset: Dataset) -> np.ndarray | None:
     """Return the group of each sample if whole groups are held out."""
     if data.validation == 0:
         return None
-    files = dataset.file_of if isinstance(dataset, FileSet) else None
+    files = _of_files(dataset, "file_of", None)
     if data.split == "file":
         if files is None:
             raise UserError(f'data.split: expected several files, to hold out whole ones, got {data.where}; use "auto"')
@@ -348,14 +376,15 @@ def _groups(data: DataConfig, dataset: Dataset) -> np.ndarray | None:
 
 def _warn_of_neighbors(data: DataConfig, dataset: Dataset, training: np.ndarray, validation: np.ndarray) -> None:
     """Warn if samples of one file are both trained on and held out: neighbors in time are similar."""
-    if isinstance(dataset, FileSet) and data.split == "auto" and dataset.groups is None:
-        both = np.intersect1d(dataset.file_of[training], dataset.file_of[validation])
+    file_of = _of_files(dataset, "file_of", None)
+    if file_of is not None and data.split == "auto" and dataset.groups is None:
+        both = np.intersect1d(file_of[training], file_of[validation])
         if both.size:
             _log.warning(
                 "data.split: samples of %d of %d files are both trained on and held out; if those of a file are much "
                 'alike (neighbors in time), hold out whole files by data.split = "file"',
                 both.size,
-                len(dataset.parts),
+                file_of[-1] + 1,
             )
 
 
