@@ -1,7 +1,8 @@
 """Run the whole suite: serially, then under 1, 2, 3, 4, 6 and 8 MPI ranks. Called by ``make test``.
 
-In a run of the whole suite, the serial tests that start programs, which mostly wait, and then the run under one rank,
-run parallel to the others.
+In a run of the whole suite, two of its runs go on at any time: a rank that waits for another, and a test that waits
+for a program, leave a core to the other run. The serial tests are two such runs: those that start programs, and the
+rest.
 
 Every run and every test has a wall-clock limit, which grows on a slow or busy machine. A run that hangs is killed with
 all its ranks and counts as failed, with the tracebacks of every rank. The last line is ``N passed, N failed, N
@@ -28,7 +29,6 @@ import tempfile
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,6 +43,10 @@ from tests.harness.watchdog import ask_for_stacks  # noqa: E402
 from tests.launch import find_mpiexec  # noqa: E402
 
 RUNS = ("serial", "1", "2", "3", "4", "6", "8")
+#: Order of the runs of the whole suite, with the halves of the serial one: the last ones are short, so that both cores
+#: have work to the end.
+LONGEST_FIRST = (("serial", "rest"), ("4", ""), ("serial", "programs"), ("3", ""), ("2", ""))
+LONGEST_FIRST += (("8", ""), ("1", ""), ("6", ""))
 #: Where only a part of the tests is run, under another MPI.
 RUNS_OF_A_PART = ("serial", "2", "4")
 #: What some tests need, by the target of the Makefile that installs it.
@@ -149,31 +153,24 @@ def execute(name: str, options: argparse.Namespace, folder: Path, half: str = ""
 
 
 def execute_all(options: argparse.Namespace, folder: Path) -> list[Run]:
-    """Execute all runs and return their results; some run in parallel with the serial tests."""
-    if not (options.whole or options.mpi or options.quick) or "serial" not in options.runs:
-        return each(options.runs, options, folder)
-    with ThreadPoolExecutor(1) as pool:
-        if not options.whole:  # these programs wait a lot, too
-            serial = pool.submit(each, ["serial"], options, folder)
-            runs = each([name for name in options.runs if name != "serial"], options, folder)
-            return [*serial.result(), *runs]
-        alone = [name for name in options.runs if name == "1"]
-        print("\n== serial, and programs beside it", flush=True)
-        beside = pool.submit(lambda: [execute("serial", options, folder, "programs"), *each(alone, options, folder)])
-        rest = execute("serial", options, folder, "rest")
-        runs = each([name for name in options.runs if name not in ("serial", *alone)], options, folder)
-        programs, *lone = beside.result()
-    found = {run.name: run for run in (together(rest, programs), *lone, *runs)}
+    """Execute all runs and return their results. Two go on at any time, but runs of chosen tests follow each other."""
+    works = [(name, "") for name in options.runs]
+    if options.whole:
+        works = [(name, half) for name, half in LONGEST_FIRST if name in options.runs]
+        works += [(name, "") for name in options.runs if name not in RUNS]
+    paired = options.whole or options.mpi or options.quick
+    with ThreadPoolExecutor(2 if paired else 1) as pool:
+        runs = list(pool.map(lambda work: _announced(*work, options, folder), works))
+    found: dict[str, Run] = {}
+    for run in runs:
+        found[run.name] = together(found[run.name], run) if run.name in found else run
     return [found[name] for name in options.runs]
 
 
-def each(names: Iterable[str], options: argparse.Namespace, folder: Path) -> list[Run]:
-    """Execute these runs in sequence and return their results."""
-    runs = []
-    for name in names:
-        print(f"\n== {'serial' if name == 'serial' else f'{name} ranks'}", flush=True)
-        runs.append(execute(name, options, folder))
-    return runs
+def _announced(name: str, half: str, options: argparse.Namespace, folder: Path) -> Run:
+    title = "serial" if name == "serial" else f"{name} ranks"
+    print(f"\n== {title}" + (f", {half}" if half else ""), flush=True)
+    return execute(name, options, folder, half)
 
 
 def together(run: Run, other: Run) -> Run:

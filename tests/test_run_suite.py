@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -127,6 +128,34 @@ def test_serial_tests_are_in_one_half():
     assert {Path(path).name for path in halves[0]} == set(runner.PROGRAMS)
     for file in (ROOT / "tests").rglob("test_*.py"):
         assert sum(Path(path) in (file, *file.parents) for half in halves for path in half) == 1, file
+
+
+@pytest.mark.parametrize(
+    ("arguments", "together"),
+    [([], 2), (["--runs", "2,serial,5"], 2), (["--quick"], 2), (["--runs", "serial,1,2", "tests/comm"], 1)],
+    ids=["all", "some", "quick", "chosen"],
+)
+def test_runs_go_on_in_pairs(monkeypatch, tmp_path, arguments, together):
+    """Two runs go on at any time unless tests are chosen; results are in the order of the runs."""
+    lock, running, most = threading.Lock(), [], []
+    full = threading.Barrier(together, timeout=LIMIT)
+
+    def execute(name, options, folder, half=""):
+        with lock:
+            running.append((name, half))
+            most.append(len(running))
+        full.wait()
+        with lock:
+            running.remove((name, half))
+        return runner.Run(name, passed=1, failures=[(name, half)])
+
+    monkeypatch.setattr(runner, "execute", execute)
+    options = runner.parse(arguments)
+    found = runner.execute_all(options, tmp_path)
+    assert max(most) == together
+    assert [run.name for run in found] == options.runs
+    halves = {run.name: sorted(half for _, half in run.failures) for run in found}
+    assert halves == {name: ["programs", "rest"] if options.whole and name == "serial" else [""] for name in halves}
 
 
 def test_fault_on_one_rank_fails_the_test_and_the_next_one_runs(tmp_path):
